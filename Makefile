@@ -1,0 +1,48 @@
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+ENV_DIR ?= .venv
+BIN := $(abspath $(ENV_DIR))/bin
+PYTEST_ARGS ?=
+SHELL_FILES = $$(git ls-files --cached --others --exclude-standard "*.sh" .ci/run)
+
+.PHONY: help setup smoke test e2e soak docs lint format clean lock
+
+help:  ## show this list
+	@sed -n 's/^\([a-z0-9]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@echo 'PYTEST_ARGS="-k name -x" is handed to pytest; DEVICE, ENV_DIR, ENV_MODE and PYTHON to scripts/setup.sh'
+
+setup:  ## make the environment (nothing to do when it is complete)
+	@ENV_DIR="$(ENV_DIR)" bash scripts/setup.sh
+
+smoke:  ## set up and run the smoke recipe
+	@ENV_DIR="$(ENV_DIR)" bash training.sh
+
+test: setup  ## quick tests
+	$(BIN)/python -m pytest -m "not slow and not soak" $(PYTEST_ARGS)
+
+e2e: setup  ## tests of whole runs, with a real Slurm where one is installed
+	$(BIN)/python -m pytest -m "slow and not soak" $(PYTEST_ARGS)
+
+soak: setup  ## everything slow, and what is repeated for a long time
+	$(BIN)/python -m pytest -m "slow or soak" $(PYTEST_ARGS)
+
+docs: setup  ## build the documentation into site/
+	$(BIN)/python -m mkdocs build --strict
+
+lint: setup  ## style, types and shell scripts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/shellcheck $(SHELL_FILES)
+	$(BIN)/mypy
+
+format: setup  ## rewrite the code in the project's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+lock:  ## resolve requirements/*.in into the locks (needs uv)
+	bash scripts/lock.sh
+
+clean:  ## remove caches and built files; runs/ and logs/ stay
+	rm -rf site build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,57 @@
+"""GRPO on a recipe's prompts, one process of those `grpo launch` starts.
+
+    grpo launch recipes/smoke/grpo.yaml        # or: bash training.sh, sbatch training.sh
+
+The launcher starts this file under accelerate, beside a vLLM server, with the frozen recipe of the run directory.
+"""
+
+import os
+
+from grpo_recipes.launch.prctl import die_with_parent
+
+die_with_parent(os.getppid())  # before the imports, which take seconds
+
+from trl import TrlParser  # noqa: E402
+
+from grpo_recipes.configs import CONFIGS  # noqa: E402
+from grpo_recipes.data import load_prompts  # noqa: E402
+from grpo_recipes.rewards.registry import REWARDS  # noqa: E402
+from grpo_recipes.trainers.checkpoints import newest_complete  # noqa: E402
+from grpo_recipes.trainers.grpo import GRPOTrainer  # noqa: E402
+from grpo_recipes.trainers.metrics import move_rows_after  # noqa: E402
+from grpo_recipes.trainers.model import load_tokenizer, model_init_kwargs, save_model  # noqa: E402
+from grpo_recipes.trainers.rank import check_world, rank_record, run_folder  # noqa: E402
+
+
+def main() -> None:
+    """Train, and leave the model in ``<run>/model``."""
+    run = run_folder()
+    with rank_record(run):
+        script_args, args, model_args = TrlParser(CONFIGS, allow_abbrev=False).parse_args_and_config()
+        check_world(run, args.world_size, args.device.type, model_args.dtype)
+        tokenizer = load_tokenizer(model_args, args)
+        with args.main_process_first(desc="prompts"):
+            prompts = load_prompts(script_args, tokenizer, least=args.generation_batch_size // args.num_generations)
+        args.model_init_kwargs = model_init_kwargs(model_args, args)
+        trainer = GRPOTrainer(
+            model=model_args.model_name_or_path,
+            reward_funcs=[REWARDS[name] for name in script_args.reward_funcs],
+            args=args,
+            train_dataset=prompts.dataset,
+            processing_class=tokenizer,
+            run_dir=run,
+        )
+        checkpoint = newest_complete(run / "checkpoints")
+        if trainer.accelerator.is_main_process:
+            print(f"grpo: {prompts}; first prompt:\n{prompts.example}")
+            if checkpoint is not None:
+                moved = move_rows_after(run, int(checkpoint.name.rsplit("-", 1)[1]))
+                print(f"grpo: resuming from {checkpoint.name}; {moved} later rows of metrics moved aside")
+                if args.ignore_data_skip:
+                    print("grpo: ignore_data_skip: the order of the data restarts")
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        save_model(trainer, run / "model")
+
+
+if __name__ == "__main__":
+    main()

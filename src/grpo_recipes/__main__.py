@@ -1,0 +1,3 @@
+from grpo_recipes.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,41 @@
+"""What went wrong, where, and the edit that mends it: the one shape of every refusal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Exit codes of `grpo`: everything else is the first failed rank's own, or 128+n for a signal.
+EXIT_OK = 0
+EXIT_REFUSED = 2  # recipe, flag or environment is wrong; nothing was started
+EXIT_STOPPED = 75  # stopped on request, state saved
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One fault in what the user gave.
+
+    Attributes:
+        where: file and line, flag, or variable, e.g. ``recipe.yaml:12``.
+        what: what is wrong, one line.
+        fix: the edit that mends it, one line.
+    """
+
+    where: str
+    what: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}. Fix: {self.fix}"
+
+
+class Refused(Exception):
+    """Bad input: printed one line a problem, exit code 2, nothing started."""
+
+    def __init__(self, *problems: Problem):
+        self.problems = list(problems)
+        super().__init__("\n".join(str(problem) for problem in problems))
+
+
+def refuse(where: str, what: str, fix: str) -> Refused:
+    """A refusal of a single problem, for ``raise refuse(...)``."""
+    return Refused(Problem(where, what, fix))

@@ -1,0 +1,1 @@
+"""From a checked recipe to processes and back: resources, plan, supervision. No torch."""

@@ -1,0 +1,124 @@
+"""The environment of the processes a run starts: what is taken from the login shell, removed, and added."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_recipes.paths import cache_root
+
+# A login shell's Python and MPI settings reach into ours: PMI_SIZE alone changes the world size of a CPU process.
+_REMOVED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+_REMOVED_PREFIXES = ("CONDA_", "PMI_", "PMIX_", "OMPI_")
+# Ours; vLLM reads VLLM_PORT as the base of its internal ports and warns of names it does not know.
+_LAUNCHER_ONLY = (
+    "VLLM_MODEL", "VLLM_PORT", "VLLM_TP_SIZE", "VLLM_MAX_LEN", "VLLM_MEM_UTIL", "VLLM_MODE", "VLLM_GROUP_PORT",
+    "MASTER_PORT", "RUN_NAME", "CONFIG", "CONFIG_FILE", "TRAIN_ENTRYPOINT", "MAXENT", "TRAIN_SEED", "ACCELERATOR",
+)  # fmt: skip
+# Every variable the launcher reads beside those in keys.ENVIRONMENT_KEYS.
+READ_VARIABLES: dict[str, str] = {
+    "CONFIG": "the recipe, when none is named on the command line",
+    "CONFIG_FILE": "an accelerate file instead of TRL's packaged one",
+    "TRAIN_ENTRYPOINT": "entry script of the trainers, src/grpo.py by default",
+    "MAXENT": "1 selects src/maxent-grpo.py and the MaxEnt recipe",
+    "VLLM_MODEL": "must equal the recipe's model_name_or_path",
+    "CACHE_ROOT": "where downloads go unless HF_HOME says otherwise; .cache in the repository by default",
+    "GRPO_HOME": "the repository, when training.sh is submitted from elsewhere",
+    "CUDA_VISIBLE_DEVICES": "the GPUs to use",
+    "SLURM_TMPDIR": "node-local folder for temporary files",
+}
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Node-local folders of one attempt.
+
+    Attributes:
+        disk: TMPDIR and compiled caches; a short path, since unix sockets end at 107 bytes.
+        memory: where the file bridge writes, in shared memory where there is any.
+    """
+
+    disk: Path
+    memory: Path
+
+    @property
+    def token(self) -> Path:
+        """The file that holds the run's token."""
+        return self.disk / "token"
+
+    def remove(self) -> None:
+        """Remove both."""
+        shutil.rmtree(self.disk, ignore_errors=True)
+        shutil.rmtree(self.memory, ignore_errors=True)
+
+
+def make_scratch(environment: Mapping[str, str]) -> Scratch:
+    """Make the folders and a new token, readable by the user alone."""
+    disk = Path(tempfile.mkdtemp(prefix="grpo-", dir=environment.get("SLURM_TMPDIR")))
+    memory = Path("/dev/shm") / disk.name
+    if Path("/dev/shm").is_dir():
+        memory.mkdir(mode=0o700)
+    else:
+        memory = disk / "weights"
+        memory.mkdir()
+    scratch = Scratch(disk, memory)
+    scratch.token.touch(mode=0o600)
+    scratch.token.write_text(secrets.token_hex(16))
+    return scratch
+
+
+def base_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The part of the user's environment that children get."""
+    kept = {
+        name: value
+        for name, value in environment.items()
+        if name not in (*_REMOVED, *_LAUNCHER_ONLY) and not name.startswith(_REMOVED_PREFIXES)
+    }
+    for name in ("NO_PROXY", "no_proxy"):
+        kept[name] = _no_proxy(environment.get(name, ""))
+    return kept
+
+
+def run_environment(environment: Mapping[str, str], scratch: Scratch, run_dir: Path, mark: str) -> dict[str, str]:
+    """Variables every process of the run gets beside its own.
+
+    Args:
+        environment: the user's.
+        scratch: node-local folders of this attempt, removed at its end.
+        run_dir: the run directory.
+        mark: value of GRPO_RUN, by which every process of the run can be found.
+    """
+    cache = cache_root(environment)
+    defaults = {
+        "HF_HOME": str(cache / "huggingface"),
+        "WANDB_DIR": str(run_dir),
+        "WANDB_CACHE_DIR": str(cache / "wandb"),
+        "TENSORBOARD_LOGGING_DIR": str(run_dir / "tensorboard"),
+        "TORCHINDUCTOR_CACHE_DIR": str(scratch.disk / "inductor"),
+        "TRITON_CACHE_DIR": str(scratch.disk / "triton"),
+        "TORCH_EXTENSIONS_DIR": str(scratch.disk / "extensions"),
+        "VLLM_CACHE_ROOT": str(scratch.disk / "vllm"),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    login = Path(environment.get("HOME", "/")) / ".cache/huggingface/token"
+    if "HF_HOME" not in environment and login.is_file():
+        defaults["HF_TOKEN_PATH"] = str(login)  # `hf auth login` outlives our choice of HF_HOME
+    added = {name: value for name, value in defaults.items() if name not in environment}
+    return added | {
+        "PYTHONNOUSERSITE": "1",
+        "PYTHONUNBUFFERED": "1",
+        "TMPDIR": str(scratch.disk),
+        "GRPO_RUN": mark,
+        "GRPO_RUN_DIR": str(run_dir),
+        "GRPO_TOKEN_FILE": str(scratch.token),
+        "GRPO_SYNC_DIR": str(scratch.memory),
+    }
+
+
+def _no_proxy(value: str) -> str:
+    hosts = [host for host in value.split(",") if host]
+    return ",".join(dict.fromkeys([*hosts, "localhost", "127.0.0.1", "::1"]))

@@ -1,0 +1,427 @@
+"""The plan of a run: every process with its devices, ports, argv and environment. Pure; `launch` executes this plan."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from grpo_recipes import smoke
+from grpo_recipes.check import SMOKE_SCHEME, check
+from grpo_recipes.errors import Refused, refuse
+from grpo_recipes.launch.batch import Batch, derive_batch
+from grpo_recipes.launch.ports import Ports, plan_ports
+from grpo_recipes.launch.resources import Resources
+from grpo_recipes.launch.server import server_command, server_environment
+from grpo_recipes.paths import cache_root, home
+from grpo_recipes.recipe import Recipe
+
+_ACCELERATE_FILES = {
+    "single": "single_gpu",
+    "ddp": "multi_gpu",
+    "zero2": "zero2",
+    "zero3": "zero3",
+    "fsdp2": "fsdp2",
+}
+_DEFAULT_RECIPES = {"cpu": "recipes/smoke/{task}.yaml", "cuda": "recipes/Qwen2.5-1.5B-Instruct/{task}/config_math.yaml"}
+_ENTRY_TASKS = {"src/grpo.py": "grpo", "src/maxent-grpo.py": "maxent"}
+
+
+@dataclass(frozen=True)
+class Names:
+    """What one attempt is called.
+
+    Attributes:
+        run_dir: ``<run_root>/<run_name>-<timestamp>``.
+        run: the run name.
+        served: the server's ``--served-model-name``.
+        timestamp: of this attempt, in log names.
+    """
+
+    run_dir: Path
+    run: str
+    served: str
+    timestamp: str
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process the launcher starts.
+
+    Attributes:
+        role: ``server`` or ``trainer``.
+        argv: its command.
+        environment: variables set for it beyond the cleaned environment all share.
+        gpus: GPU ids it may use.
+        log: file of its output.
+    """
+
+    role: str
+    argv: list[str]
+    environment: dict[str, str]
+    gpus: tuple[str, ...]
+    log: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a launch will do.
+
+    Attributes:
+        recipe: path of the recipe.
+        task: ``grpo`` or ``maxent``.
+        entry: entry script of the trainers.
+        flavour: ``cpu`` or ``cuda``.
+        mode: ``server``, ``colocate`` or ``transformers`` (no vLLM).
+        bridge: how weights reach the server, None without one.
+        why_bridge: why that bridge.
+        model: folder or hub id trained and served.
+        dataset: file, folder or hub id.
+        batch: the arithmetic of a step.
+        ports: ports used.
+        processes: in the order they are started.
+        unused_gpus: visible GPUs that nothing uses.
+        dtype: dtype of the trained weights.
+        smoke: whether this is the built-in smoke task, not an experiment.
+        notes: what the user should know.
+    """
+
+    recipe: str
+    task: str
+    entry: str
+    flavour: str
+    mode: str
+    bridge: str | None
+    why_bridge: str
+    model: str
+    dataset: str
+    batch: Batch
+    ports: Ports
+    processes: list[Process]
+    unused_gpus: tuple[str, ...]
+    dtype: str
+    smoke: bool
+    notes: list[str] = field(default_factory=list)
+
+    def process(self, role: str) -> Process | None:
+        """The process of that role, or None."""
+        return next((process for process in self.processes if process.role == role), None)
+
+    def as_json(self) -> dict[str, Any]:
+        """The plan as plain data; argv and environment of a plan never hold a secret."""
+        return asdict(self)
+
+
+def choose_task(environment: Mapping[str, str], task: str | None = None) -> tuple[str, str]:
+    """The task and its entry script from MAXENT, TRAIN_ENTRYPOINT and ``--task``.
+
+    Raises:
+        Refused: they contradict each other, or the entry script does not exist.
+    """
+    maxent = environment.get("MAXENT", "") not in ("", "0", "false")
+    entry = environment.get("TRAIN_ENTRYPOINT")
+    by_task = {name: path for path, name in _ENTRY_TASKS.items()}
+    wanted = task or ("maxent" if maxent else None)
+    if entry and wanted and _ENTRY_TASKS.get(entry, wanted) != wanted:
+        source = "--task" if task else "MAXENT"
+        raise refuse("TRAIN_ENTRYPOINT", f"'{entry}' contradicts {source} ({wanted})", "unset one of the two")
+    entry = entry or by_task[wanted or "grpo"]
+    if not (home() / entry).is_file():
+        where = "TRAIN_ENTRYPOINT" if environment.get("TRAIN_ENTRYPOINT") else ("--task" if task else "MAXENT")
+        raise refuse(where, f"there is no entry script {entry}", f"use {', '.join(_shipped_entries())}")
+    return wanted or _ENTRY_TASKS.get(entry, "grpo"), entry
+
+
+def _shipped_entries() -> list[str]:
+    return [entry for entry in _ENTRY_TASKS if (home() / entry).is_file()]
+
+
+def choose_recipe(given: str | None, environment: Mapping[str, str], task: str, flavour: str) -> Path:
+    """The recipe named on the command line, by CONFIG, or the flavour's default.
+
+    Raises:
+        Refused: the file does not exist.
+    """
+    where, name = ("RECIPE", given) if given else ("CONFIG", environment.get("CONFIG"))
+    if not name:
+        where, name = "default recipe", str(home() / _DEFAULT_RECIPES[flavour].format(task=task))
+    path = Path(name)
+    if not path.is_file() and not path.is_absolute() and (home() / path).is_file():
+        path = home() / path
+    if not path.is_file():
+        raise refuse(where, f"there is no recipe '{name}'", "name an existing .yaml file under recipes/")
+    return path
+
+
+def make_plan(
+    recipe: Recipe,
+    resources: Resources,
+    environment: Mapping[str, str],
+    names: Names,
+    task: str = "grpo",
+    entry: str = "src/grpo.py",
+    ports: Ports | None = None,
+) -> Plan:
+    """Plan a run.
+
+    Args:
+        recipe: the merged recipe.
+        resources: what this machine offers.
+        environment: variables of the user, for CONFIG_FILE, VLLM_MODEL and the caches.
+        names: names of the attempt.
+        task: ``grpo`` or ``maxent``.
+        entry: entry script of the trainers.
+        ports: ports to use instead of the planned ones (the launcher's, after looking at the sockets).
+
+    Raises:
+        Refused: the recipe contradicts itself, the environment, or the resources.
+    """
+    problems = check(recipe, environment)
+    if problems:
+        raise Refused(*problems)
+    _one_node(resources)
+    mode = _mode(recipe, resources)
+    server_gpus, trainer_gpus = _split(recipe, resources, mode)
+    trainers = _trainer_count(recipe, resources, trainer_gpus)
+    batch = derive_batch(recipe, trainers)
+    used = trainer_gpus[: batch.world_size]
+    ports = ports or plan_ports(recipe, resources.job)
+    bridge, why = _bridge(recipe, resources, mode)
+    model = _smoke_path(recipe["model_name_or_path"], "model", environment)
+    dataset = _smoke_path(recipe["dataset_name"], "train.jsonl", environment)
+    plan = Plan(
+        recipe=str(recipe.path),
+        task=task,
+        entry=entry,
+        flavour=resources.flavour,
+        mode=mode,
+        bridge=bridge,
+        why_bridge=why,
+        model=model,
+        dataset=dataset,
+        batch=batch,
+        ports=ports,
+        processes=[],
+        unused_gpus=tuple(gpu for gpu in resources.gpus if gpu not in (*server_gpus, *used)),
+        dtype=recipe["dtype"] or "float32",
+        smoke=recipe["model_name_or_path"].startswith(SMOKE_SCHEME),
+        notes=[*recipe.notes, *_notes(resources, batch, trainers, server_gpus, used)],
+    )
+    processes = [_trainer(recipe, plan, environment, names, used)]
+    if mode == "server":
+        processes.insert(0, _server(recipe, plan, names, server_gpus))
+    return replace(plan, processes=processes)
+
+
+def _one_node(resources: Resources) -> None:
+    if resources.job is not None and resources.job.nodes > 1:
+        what = f"the job has {resources.job.nodes} nodes, this version runs on one"
+        raise refuse("sbatch --nodes", what, "submit with --nodes=1")
+
+
+def _mode(recipe: Recipe, resources: Resources) -> str:
+    if not recipe["use_vllm"]:
+        return "transformers"
+    if resources.flavour == "cpu":
+        if recipe["vllm_mode"] == "colocate":
+            raise refuse(
+                recipe.origin("vllm_mode"), "colocated vLLM cannot take weights on CPU", "write vllm_mode: server"
+            )
+        return "server"
+    if not resources.gpus:
+        what = "no GPU is visible and this is a CUDA environment"
+        raise refuse("devices", what, "submit with sbatch --gres=gpu:8 training.sh, or set up with DEVICE=cpu")
+    if len(resources.gpus) == 1 and recipe["vllm_mode"] == "server":
+        if recipe.given("vllm_mode"):
+            what = "vllm_mode: server needs two GPUs, one is visible"
+            raise refuse(recipe.origin("vllm_mode"), what, "write vllm_mode: colocate, or ask for more GPUs")
+        return "colocate"
+    return str(recipe["vllm_mode"])
+
+
+def _split(recipe: Recipe, resources: Resources, mode: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """GPUs of the server (the first ones) and of the trainers (the rest)."""
+    if mode != "server" or resources.flavour == "cpu":
+        return (), resources.gpus
+    parallel = recipe["vllm_tensor_parallel_size"]
+    if parallel >= len(resources.gpus):
+        what = f"vllm_tensor_parallel_size {parallel} leaves no GPU to train on ({len(resources.gpus)} visible)"
+        fix = f"write at most {len(resources.gpus) - 1}, or ask for more GPUs"
+        raise refuse(recipe.origin("vllm_tensor_parallel_size"), what, fix)
+    return resources.gpus[:parallel], resources.gpus[parallel:]
+
+
+def _trainer_count(recipe: Recipe, resources: Resources, gpus: tuple[str, ...]) -> int:
+    wanted = recipe["num_processes"]
+    available = len(gpus) if resources.flavour == "cuda" else wanted or 1
+    if wanted is not None and wanted > available:
+        what = f"num_processes {wanted} exceeds the {available} GPUs left to train on"
+        raise refuse(recipe.origin("num_processes"), what, f"write at most {available}, or remove num_processes")
+    count = wanted or available
+    if recipe["accelerator"] == "single" and count > 1:
+        if wanted is not None:
+            what = f"accelerator: single runs one process, num_processes is {wanted}"
+            raise refuse(recipe.origin("accelerator"), what, "write accelerator: ddp, or remove num_processes")
+        count = 1
+    return count
+
+
+def _bridge(recipe: Recipe, resources: Resources, mode: str) -> tuple[str | None, str]:
+    """The weight bridge of a run with a server, and why."""
+    if mode != "server":
+        return None, "no server: " + ("vLLM shares the trainers' GPUs" if mode == "colocate" else "use_vllm is false")
+    wanted = recipe["weight_sync"]
+    if wanted == "nccl" and resources.flavour == "cpu":
+        raise refuse(recipe.origin("weight_sync"), "nccl needs GPUs, this is a CPU environment", "write weight_sync: file")
+    if wanted != "auto":
+        return str(wanted), f"asked for by {recipe.origin('weight_sync')}"
+    if resources.flavour == "cpu":
+        return "file", "no GPU: safetensors in shared memory"
+    return "nccl", "server and trainers are on GPUs"
+
+
+def _smoke_path(name: str, part: str, environment: Mapping[str, str]) -> str:
+    """Where ``smoke:sums`` is, or ``name`` itself."""
+    if not name.startswith(SMOKE_SCHEME):
+        return name
+    return str(smoke_folder(name, environment) / part)
+
+
+def smoke_folder(name: str, environment: Mapping[str, str]) -> Path:
+    """The cache folder of a built-in smoke task, e.g. ``smoke:sums`` or ``smoke:sums-tied``.
+
+    Raises:
+        Refused: there is no such task.
+    """
+    task = name.removeprefix(SMOKE_SCHEME)
+    if task not in ("sums", "sums-tied"):
+        raise refuse("model_name_or_path", f"there is no built-in '{name}'", "write smoke:sums or smoke:sums-tied")
+    return cache_root(environment) / "smoke" / f"{task}-{smoke.fingerprint(tied=task.endswith('-tied'))}"
+
+
+def _notes(
+    resources: Resources, batch: Batch, trainers: int, server_gpus: tuple[str, ...], used: tuple[str, ...]
+) -> list[str]:
+    notes = []
+    if batch.world_size < trainers:
+        notes.append(f"{batch.world_size} of {trainers} trainers are used: the batch divides by no larger number")
+    job = resources.job
+    if resources.flavour == "cuda" and job and job.gpus_on_node not in (None, len(resources.gpus)):
+        notes.append(f"Slurm says {job.gpus_on_node} GPUs, the driver shows {len(resources.gpus)}; the driver counts")
+    idle = [gpu for gpu in resources.gpus if gpu not in (*server_gpus, *used)]
+    if idle:
+        notes.append(f"nothing uses GPU {', '.join(idle)}")
+    return notes
+
+
+def _server(recipe: Recipe, plan: Plan, names: Names, gpus: tuple[str, ...]) -> Process:
+    host = recipe["vllm_server_host"]
+    argv = server_command(recipe, plan.model, names.served, host, plan.ports.server, plan.flavour)
+    environment = server_environment(plan.flavour, plan.ports.vllm_internal)
+    return Process("server", argv, {**environment, **_devices(gpus)}, gpus, f"logs/liv_vllm_{names.run}_{names.timestamp}.log")
+
+
+def _trainer(
+    recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: Names, gpus: tuple[str, ...]
+) -> Process:
+    accelerator = _accelerator(recipe, plan.batch.world_size)
+    config = _accelerate_file(recipe, accelerator, environment)
+    argv = [
+        sys.executable, "-m", "accelerate.commands.launch",
+        "--config_file", config,
+        "--num_processes", str(plan.batch.world_size),
+        "--num_machines", "1",
+        "--machine_rank", "0",
+        "--mixed_precision", _mixed_precision(recipe),
+        "--dynamo_backend", "no",
+        "--main_process_ip", "127.0.0.1",
+        "--main_process_port", str(plan.ports.main_process),
+        str(home() / plan.entry),
+        *_trainer_flags(recipe, plan, names),
+    ]  # fmt: skip
+    variables = {**_devices(gpus)}
+    if plan.flavour == "cpu":
+        # `accelerate launch --cpu` starts one process whatever it is told; this variable and use_cpu do not.
+        variables |= {"ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu"}
+    return Process("trainer", argv, variables, gpus, f"logs/liv_train_{names.run}_{names.timestamp}.log")
+
+
+def _trainer_flags(recipe: Recipe, plan: Plan, names: Names) -> list[str]:
+    """What the launcher settles: flags of the entry script beside the frozen recipe."""
+    flags = {
+        "config": names.run_dir / "recipe.yaml",
+        "output_dir": names.run_dir / "checkpoints",
+        "model_name_or_path": plan.model,
+        "dataset_name": plan.dataset,
+        "run_name": names.run_dir.name,
+        "per_device_train_batch_size": plan.batch.per_device,
+        "gradient_accumulation_steps": plan.batch.accumulation,
+        "use_cpu": str(plan.flavour == "cpu").lower(),
+    }
+    if plan.mode == "server":
+        flags |= {
+            "vllm_mode": "server",
+            "vllm_server_port": plan.ports.server,
+            "vllm_group_port": plan.ports.group,
+            "weight_sync": plan.bridge,
+        }
+    elif plan.mode == "colocate":
+        memory = recipe["vllm_gpu_memory_utilization"] if recipe.given("vllm_gpu_memory_utilization") else 0.3
+        flags |= {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": memory}
+    return [text for name, value in flags.items() for text in (f"--{name}", str(value))]
+
+
+def _devices(gpus: tuple[str, ...]) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+
+
+def _accelerator(recipe: Recipe, world_size: int) -> str:
+    wanted = recipe["accelerator"]
+    if wanted == "auto":
+        return "ddp" if world_size > 1 else "single"
+    if wanted == "ddp" and world_size == 1:
+        return "single"  # accelerate refuses --multi_gpu with one process
+    return str(wanted)
+
+
+def _accelerate_file(recipe: Recipe, accelerator: str, environment: Mapping[str, str]) -> str:
+    """CONFIG_FILE, or TRL's packaged accelerate file."""
+    given = environment.get("CONFIG_FILE")
+    if given:
+        if not Path(given).is_file():
+            raise refuse("CONFIG_FILE", f"there is no accelerate file '{given}'", "unset it, or name an existing file")
+        return str(Path(given).absolute())
+    spec = importlib.util.find_spec("trl")
+    if spec is None or not spec.submodule_search_locations:
+        raise refuse("environment", "trl is not installed", "run make setup")
+    return str(Path(spec.submodule_search_locations[0]) / "accelerate_configs" / f"{_ACCELERATE_FILES[accelerator]}.yaml")
+
+
+def _mixed_precision(recipe: Recipe) -> str:
+    if recipe["fp16"]:
+        return "fp16"
+    return "no" if recipe["bf16"] is False else "bf16"  # TRL turns bf16 on unless told otherwise
+
+
+def describe(plan: Plan, environment_differences: Mapping[str, Mapping[str, str]] | None = None) -> str:
+    """The plan for a person: one line a fact, one block a process."""
+    lines = [
+        f"recipe     {plan.recipe} ({plan.task}, {plan.entry})",
+        f"flavour    {plan.flavour}" + (" (smoke test, not an experiment)" if plan.smoke else ""),
+        f"model      {plan.model} ({plan.dtype})",
+        f"dataset    {plan.dataset}",
+        f"batch      {plan.batch}",
+        f"vllm       {plan.mode}, weights by {plan.bridge or 'none'} ({plan.why_bridge})",
+        f"ports      server {plan.ports.server}, weights {plan.ports.group}, trainers {plan.ports.main_process}",
+        *(f"note       {note}" for note in plan.notes),
+    ]
+    for process in plan.processes:
+        lines.append(f"{process.role:<10} {json.dumps(process.argv)}")
+        shown = (environment_differences or {}).get(process.role, process.environment)
+        lines += [f"           {name}={value}" for name, value in sorted(shown.items())]
+        lines.append(f"           log {process.log}")
+    return "\n".join(lines)

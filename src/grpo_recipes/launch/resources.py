@@ -1,0 +1,118 @@
+"""What this machine and job offer: the environment's flavour, the visible GPUs, the Slurm job."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from grpo_recipes.errors import refuse
+from grpo_recipes.keys import catalogue_trl
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """The Slurm job we run in.
+
+    Attributes:
+        id: job id.
+        cluster: cluster name.
+        nodes: nodes of the allocation.
+        gpus_on_node: Slurm's own count, compared with what the driver shows, never used.
+    """
+
+    id: int
+    cluster: str
+    nodes: int
+    gpus_on_node: int | None
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a plan may use.
+
+    Attributes:
+        flavour: ``cpu`` or ``cuda``, by the packages installed.
+        gpus: GPU ids as CUDA_VISIBLE_DEVICES takes them, in order.
+        cores: CPU cores this process may run on.
+        job: the Slurm job, or None outside Slurm.
+    """
+
+    flavour: str
+    gpus: tuple[str, ...]
+    cores: int
+    job: SlurmJob | None = None
+
+
+def find_resources(environment: Mapping[str, str]) -> Resources:
+    """Look at the packages, the driver and Slurm's variables.
+
+    Raises:
+        Refused: the environment has no torch, or another TRL than the catalogue's.
+    """
+    flavour = environment_flavour()
+    gpus = visible_gpus(environment) if flavour == "cuda" else ()
+    return Resources(flavour, gpus, len(os.sched_getaffinity(0)), slurm_job(environment))
+
+
+def environment_flavour() -> str:
+    """``cpu`` or ``cuda``: the build of torch that is installed."""
+    try:
+        torch = importlib.metadata.version("torch")
+        trl = importlib.metadata.version("trl")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise refuse("environment", f"{error.name} is not installed", "run make setup") from None
+    if trl != catalogue_trl():
+        what = f"trl {trl} is installed, the recipe keys are those of trl {catalogue_trl()}"
+        raise refuse("environment", what, "run make setup, or make keys after an upgrade")
+    return "cpu" if torch.endswith("+cpu") else "cuda"
+
+
+def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """GPUs the driver lists, cut down to CUDA_VISIBLE_DEVICES (indices, UUIDs or MIG ids).
+
+    Raises:
+        Refused: CUDA_VISIBLE_DEVICES names a GPU that the driver does not list.
+    """
+    if shutil.which("nvidia-smi") is None:
+        return ()
+    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False).stdout
+    return select_gpus(listing, environment.get("CUDA_VISIBLE_DEVICES"))
+
+
+def select_gpus(listing: str, visible: str | None) -> tuple[str, ...]:
+    """The ids to use, given the output of ``nvidia-smi -L`` and the value of CUDA_VISIBLE_DEVICES."""
+    by_index: dict[str, str] = {}
+    known: list[str] = []
+    for line in listing.splitlines():
+        name, _, uuid = line.strip().rpartition("(UUID: ")
+        uuid = uuid.rstrip(")")
+        if line.startswith("GPU "):
+            by_index[line.split(":")[0].removeprefix("GPU ").strip()] = uuid
+            known.append(uuid)
+        elif name.startswith("MIG"):
+            known.append(uuid)
+    if visible is None:
+        return tuple(by_index)
+    wanted = [item.strip() for item in visible.split(",") if item.strip()]
+    for item in wanted:
+        if item not in by_index and not any(uuid.startswith(item) for uuid in known):
+            what = f"'{item}' is no GPU of this machine (nvidia-smi -L lists {len(by_index)})"
+            raise refuse("CUDA_VISIBLE_DEVICES", what, "unset it, or name GPUs that nvidia-smi -L lists")
+    return tuple(wanted)
+
+
+def slurm_job(environment: Mapping[str, str]) -> SlurmJob | None:
+    """The job of SLURM_JOB_ID, or None."""
+    if not environment.get("SLURM_JOB_ID"):
+        return None
+    count = environment.get("SLURM_GPUS_ON_NODE", "")
+    return SlurmJob(
+        id=int(environment["SLURM_JOB_ID"]),
+        cluster=environment.get("SLURM_CLUSTER_NAME", "slurm"),
+        nodes=int(environment.get("SLURM_JOB_NUM_NODES", "1")),
+        gpus_on_node=int(count) if count.isdigit() else None,
+    )

@@ -1,0 +1,301 @@
+"""`grpo launch`: preflight, server, trainers, and the end of both. Reads top to bottom in ``launch``."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_recipes.check import SMOKE_SCHEME
+from grpo_recipes.errors import refuse
+from grpo_recipes.launch.descendants import end_descendants, reap
+from grpo_recipes.launch.environment import Scratch, base_environment, make_scratch, run_environment
+from grpo_recipes.launch.plan import (
+    Names, Plan, choose_recipe, choose_task, describe, make_plan, smoke_folder,
+)  # fmt: skip
+from grpo_recipes.launch.ports import free_ports, plan_ports
+from grpo_recipes.launch.prctl import become_subreaper
+from grpo_recipes.launch.progress import Progress
+from grpo_recipes.launch.resources import Resources, find_resources
+from grpo_recipes.launch.rundir import (
+    Run, changed_code, find_run, finish_summary, new_run, read_json, timestamp, write_json,
+)  # fmt: skip
+from grpo_recipes.launch.server import NotReady, wait_until_ready
+from grpo_recipes.launch.supervisor import Child, Ending, tail, wait_for_trainer
+from grpo_recipes.paths import home, shown
+from grpo_recipes.recipe import Recipe, read_recipe
+from grpo_recipes.secrets import masked_environment
+
+# The trainers start while the server loads, and wait for it inside TRL's client; the launcher watches both.
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line of `grpo launch` beside the recipe's own flags."""
+
+    recipe: str | None = None
+    task: str | None = None
+    resume: str | None = None
+    allow_changed_code: bool = False
+    dry_run: bool = False
+    flags: tuple[str, ...] = ()
+
+
+@dataclass
+class Attempt:
+    """One attempt at a run: what is read, planned and made before any process starts."""
+
+    run: Run
+    recipe: Recipe
+    plan: Plan
+    names: Names
+    scratch: Scratch
+    environment: dict[str, str]
+
+
+def launch(options: Options) -> int:
+    """Run a recipe to its end.
+
+    Returns:
+        The exit code: 0, the first failed rank's, or 128+n for a signal.
+
+    Raises:
+        Refused: recipe, flag or environment is wrong; nothing was started.
+    """
+    resources = find_resources(os.environ)
+    run, recipe, task, entry = _settle(options, resources)
+    names = _names(run, recipe)
+    if options.dry_run:
+        return _dry_run(recipe, resources, names, task, entry)
+    ports, port_notes = free_ports(recipe, plan_ports(recipe, resources.job), recipe["vllm_server_host"])
+    plan = make_plan(recipe, resources, os.environ, names, task, entry, ports)
+    plan.notes.extend(port_notes)
+    run = run or new_run(_run_root(recipe), names.run, names.timestamp, resources)
+    attempt = _prepare(run, recipe, plan, names, resources)
+    _say_start(attempt)
+    stop = _StopSignals()
+    try:
+        ending = _make_smoke_task(attempt) or _run_processes(attempt)
+    except _StoppedBySignal as stopped:
+        ending = Ending(128 + stopped.signum, f"stopped by {signal.Signals(stopped.signum).name}")
+    stop.ignore()
+    end_descendants()
+    attempt.scratch.remove()
+    return _finish(attempt, ending)
+
+
+def _settle(options: Options, resources: Resources) -> tuple[Run | None, Recipe, str, str]:
+    """Which run this is (None: a new one), its recipe, task and entry script."""
+    task, entry = choose_task(os.environ, options.task)
+    which, found_by_job = options.resume, False
+    pointer = _job_pointer(resources)
+    if which is None and pointer is not None and pointer.is_file():
+        which, found_by_job = pointer.read_text().strip(), True
+    if which is None:
+        path = choose_recipe(options.recipe, os.environ, task, resources.flavour)
+        return None, read_recipe(path, options.flags, os.environ), task, entry
+    if options.recipe:
+        raise refuse("--resume", "a resumed run goes on with its own recipe", "leave the recipe out")
+    run = find_run(Path(os.environ.get("RUN_ROOT", "runs")), which)
+    changed = changed_code(run)
+    if changed and not options.allow_changed_code:
+        raise refuse("--resume", changed, "go back to that code, or add --allow-changed-code")
+    if not found_by_job:
+        print(f"grpo: resuming {shown(run.folder)}", flush=True)
+    recipe = read_recipe(run.folder / "recipe.yaml", options.flags, os.environ)
+    saved = read_json(run.folder / "plan.json") or {}
+    return run, recipe, saved.get("task", task), saved.get("entry", entry)
+
+
+def _run_root(recipe: Recipe) -> Path:
+    return Path(recipe["run_root"]).expanduser()
+
+
+def _job_pointer(resources: Resources, root: Path | None = None) -> Path | None:
+    """Where a requeued job finds its run directory."""
+    if resources.job is None:
+        return None
+    root = root or Path(os.environ.get("RUN_ROOT", "runs"))
+    return root / ".jobs" / f"{resources.job.cluster}-{resources.job.id}"
+
+
+def planned_names(recipe: Recipe) -> Names:
+    """The names a launch of this recipe would choose now."""
+    return _names(None, recipe)
+
+
+def _names(run: Run | None, recipe: Recipe) -> Names:
+    stamp = timestamp()
+    name = run.name if run else (recipe["run_name"] or recipe.path.stem.removeprefix("config_"))
+    folder = run.folder if run else (_run_root(recipe) / f"{name}-{stamp}").absolute()
+    return Names(folder, name, f"{name}-{secrets.token_hex(4)}", stamp)
+
+
+def _dry_run(recipe: Recipe, resources: Resources, names: Names, task: str, entry: str) -> int:
+    plan = make_plan(recipe, resources, os.environ, names, task, entry)
+    nowhere = Path(tempfile.gettempdir()) / "grpo-dry-run"
+    shared = run_environment(os.environ, Scratch(nowhere, nowhere), names.run_dir, names.served)
+    differences = {}
+    for process in plan.processes:
+        wanted = {**base_environment(os.environ), **shared, **process.environment}
+        changed = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
+        removed = {name: "(removed)" for name in os.environ if name not in wanted}
+        differences[process.role] = masked_environment({**changed, **removed})
+    print(describe(plan, differences))
+    return 0
+
+
+def _prepare(run: Run, recipe: Recipe, plan: Plan, names: Names, resources: Resources) -> Attempt:
+    """Freeze recipe and plan in the run directory; make the scratch folder and the token."""
+    if not (run.folder / "recipe.yaml").exists():
+        (run.folder / "recipe.yaml").write_text(recipe.as_yaml())
+    write_json(run.folder / "plan.json", plan.as_json())
+    for record in (run.folder / "processes").glob("*.json"):
+        record.unlink()
+    pointer = _job_pointer(resources, _run_root(recipe))
+    if pointer is not None:
+        pointer.parent.mkdir(exist_ok=True)
+        pointer.write_text(str(run.folder))
+    before = read_json(run.folder / "summary.json")
+    write_json(
+        run.folder / "summary.json",
+        {"status": "running", "smoke": plan.smoke, "restarts": before["restarts"] + 1 if before else 0},
+    )
+    scratch = make_scratch(os.environ)
+    Path("logs").mkdir(exist_ok=True)
+    environment = {
+        **base_environment(os.environ),
+        **run_environment(os.environ, scratch, run.folder, names.served),
+        "WANDB_RUN_ID": run.identity["wandb_id"],
+        "WANDB_RESUME": "allow",
+    }
+    return Attempt(run, recipe, plan, names, scratch, environment)
+
+
+def _say_start(attempt: Attempt) -> None:
+    plan = attempt.plan
+    smoke = "smoke test on CPU, not an experiment: " if plan.smoke else ""
+    _say(f"{smoke}{shown(plan.recipe)} -> {shown(attempt.run.folder)}")
+    _say(f"batch {plan.batch}")
+    _say(f"vllm {plan.mode}, weights by {plan.bridge or 'none'} ({plan.why_bridge})")
+    for note in plan.notes:
+        _say(f"note: {note}")
+    for process in plan.processes:
+        _say(f"{process.role} log {process.log}")
+
+
+def _make_smoke_task(attempt: Attempt) -> Ending | None:
+    """Make the built-in model and data of a smoke recipe, once."""
+    name = attempt.recipe["model_name_or_path"]
+    if not name.startswith(SMOKE_SCHEME):
+        return None
+    folder = smoke_folder(name, os.environ)
+    if (folder / "COMPLETE").exists():
+        return None
+    _say(f"making the smoke model and data in {shown(folder)} (once, about a minute)")
+    tied = ["--tie-word-embeddings"] if name.endswith("-tied") else []
+    maker = subprocess.Popen([sys.executable, "-m", "grpo_recipes.smoke", str(folder), *tied], env=attempt.environment)
+    code = maker.wait()
+    return Ending(code, f"python -m grpo_recipes.smoke exited with code {code}") if code else None
+
+
+def _run_processes(attempt: Attempt) -> Ending:
+    become_subreaper()
+    plan = attempt.plan
+    server = _start(attempt, "server") if plan.process("server") else None
+    trainer = _start(attempt, "trainer") if server is None else None
+    if server is not None:
+        try:
+            _wait_for_server(attempt, server)
+        except NotReady as error:
+            return Ending(server.exit_code() or 1, str(error), log=server.log)
+        trainer = _start(attempt, "trainer")
+    assert trainer is not None
+    progress = Progress(attempt.run.folder)
+
+    def show_progress() -> None:
+        for line in progress.new_lines():
+            print(line, flush=True)
+
+    ending = wait_for_trainer(trainer, server, attempt.run.folder, show_progress)
+    show_progress()
+    return ending
+
+
+def _start(attempt: Attempt, role: str) -> Child:
+    process = attempt.plan.process(role)
+    assert process is not None
+    return Child(process, {**attempt.environment, **process.environment}, attempt.run.folder, attempt.scratch)
+
+
+def _wait_for_server(attempt: Attempt, server: Child) -> None:
+    plan, recipe = attempt.plan, attempt.recipe
+    token = attempt.scratch.token.read_text()
+
+    def alive() -> bool:
+        reap()
+        return server.alive()
+
+    waited = wait_until_ready(
+        alive, server.warden_pid, recipe["vllm_server_host"], plan.ports.server, attempt.names.served, token,
+        recipe["vllm_server_timeout"],
+    )  # fmt: skip
+    _say(f"server ready after {waited:.0f} s on {recipe['vllm_server_host']}:{plan.ports.server}")
+
+
+def _finish(attempt: Attempt, ending: Ending) -> int:
+    """Write the summary, say how it ended, and return the code."""
+    if ending.code == 0:
+        status = "completed"
+    else:
+        status = "stopped" if ending.cause.startswith("stopped by") else "failed"
+    summary = finish_summary(
+        attempt.run.folder,
+        status=status,
+        exit_code=ending.code,
+        failed_rank=ending.failed_rank,
+        cause=ending.cause or None,
+    )
+    if ending.log is not None:
+        print(f"--- last lines of {shown(ending.log)}\n{tail(ending.log)}\n---", file=sys.stderr)
+    rewards = f"reward {summary['initial_reward']} -> {summary['final_reward']} over {summary['steps']} steps"
+    smoke = "smoke test on CPU, " if attempt.plan.smoke else ""
+    if ending.code == 0:
+        _say(f"{smoke}done: {rewards}; model in {shown(attempt.run.folder / 'model')}")
+    else:
+        _say(f"{smoke}{status} with exit code {ending.code}: {ending.cause} ({rewards})")
+        print(f"grpo: continue with: grpo launch --resume {shown(attempt.run.folder)}", flush=True)
+    return ending.code
+
+
+def _say(text: str) -> None:
+    print(f"grpo: {text}", flush=True)
+
+
+class _StoppedBySignal(BaseException):
+    def __init__(self, signum: int):
+        self.signum = signum
+
+
+class _StopSignals:
+    """SIGINT, SIGTERM and SIGHUP end the run; a second one cannot interrupt the clean-up."""
+
+    _signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        for signum in self._signals:
+            signal.signal(signum, self._raise)
+
+    def _raise(self, signum: int, _: object) -> None:
+        raise _StoppedBySignal(signum)
+
+    def ignore(self) -> None:
+        """From now on only the clean-up counts."""
+        for signum in self._signals:
+            signal.signal(signum, signal.SIG_IGN)

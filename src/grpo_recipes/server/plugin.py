@@ -1,0 +1,29 @@
+"""vLLM plug-in (entry point ``vllm.general_plugins``), loaded in every process of the server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def register() -> None:
+    """On CPU keep linear weights as they are, so that a reload reaches the matrix product.
+
+    vLLM's CPU build packs each weight into a private copy when the model is loaded and multiplies with that copy. With
+    tied embeddings a reload does not renew it: the server answers 200 and computes with old weights. Unpacked, the
+    weights that are held are the weights that are used, and the guard can read them.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    import vllm.model_executor.layers.utils as layer_utils
+
+    if not hasattr(layer_utils, "dispatch_cpu_unquantized_gemm"):
+        raise RuntimeError("this vLLM has no dispatch_cpu_unquantized_gemm: the CPU plug-in does not fit it")
+    layer_utils.dispatch_cpu_unquantized_gemm = _multiply_unpacked
+
+
+def _multiply_unpacked(layer: Any, remove_weight: bool) -> None:
+    import torch
+
+    layer.cpu_linear = torch.nn.functional.linear

@@ -1,0 +1,286 @@
+"""A tiny chat model, its tokenizer and a data set of one-digit sums, made on the spot for the smoke recipe.
+
+``python -m grpo_recipes.smoke OUT_DIR`` writes ``model/``, ``train.jsonl`` and ``test.jsonl`` in well under a minute
+on one CPU core. The model leaves GRPO something visible to do: it knows the right answers, but samples them only
+about half of the time.
+
+What the model saw: the 80 training sums and nothing else, first with their right answers, then with answers of which
+nearly half were wrong, drawn afresh for every batch. It never saw a held-out sum. Every held-out sum ``a+b`` has its
+mirror image ``b+a`` among the training sums, so the test score measures whether the model adds irrespective of the
+order of the operands, and no more than that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import random
+import shutil
+import uuid
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+VERSION = "1"  # raise it whenever anything below changes what `make` writes
+
+TEST_SIZE = 20
+MAX_SUM = 18
+MAX_POSITIONS = 4096
+
+PAD, END = "<|pad|>", "<|end|>"
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
+ANSWER_TAGS = ("<answer>", "</answer>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+class Phase(NamedTuple):
+    """One stretch of the pre-training."""
+
+    steps: int
+    copies: int  # of every training sum in a batch
+    wrong_share: float
+    learning_rate: float
+    weight_decay: float
+
+
+# Learning to add from clean answers first is what makes the held-out sums come out right (strong weight decay, as in
+# the grokking literature); the second phase only flattens the answer distribution, gently enough to keep that. A model
+# that is always a little off the noise's own distribution samples right answers less often than it saw them: a wrong
+# share of 0.45 gives a sampled accuracy of about 0.5.
+PHASES = (
+    Phase(steps=400, copies=1, wrong_share=0.0, learning_rate=2e-3, weight_decay=2.0),
+    Phase(steps=120, copies=2, wrong_share=0.45, learning_rate=5e-4, weight_decay=0.1),
+)
+
+
+def fingerprint(
+    seed: int = 0, tied: bool = False, dtype: str = "float32", phases: tuple[Phase, ...] = PHASES
+) -> str:
+    """Short hash of everything that decides what `make` writes: the key for a cache of its output."""
+    return hashlib.sha256(repr((VERSION, seed, tied, dtype, phases)).encode()).hexdigest()[:12]
+
+
+def make(
+    out_dir: Path,
+    seed: int = 0,
+    *,
+    tied: bool = False,
+    dtype: str = "float32",
+    phases: tuple[Phase, ...] = PHASES,
+) -> None:
+    """Write the model and the data to `out_dir`, which appears complete or not at all.
+
+    Returns at once if a complete `out_dir` is there, and raises `FileExistsError` if what is there is something else.
+    """
+    out_dir = Path(out_dir)
+    key = fingerprint(seed, tied, dtype, phases)
+    if _is_made(out_dir, key):
+        return
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    partial = out_dir.with_name(f".{out_dir.name}.{uuid.uuid4().hex}")
+    partial.mkdir()
+    try:
+        train, test = split(seed)
+        _write_rows(partial / "train.jsonl", train)
+        _write_rows(partial / "test.jsonl", test)
+        tokenizer = build_tokenizer()
+        with _reproducible(seed):
+            model = build_model(tokenizer, tied)
+            _pretrain(model, tokenizer, train, phases)
+        _save(model, tokenizer, dtype, partial / "model")
+        (partial / "COMPLETE").write_text(key + "\n")
+        _publish(partial, out_dir, key)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def split(seed: int = 0) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Training and held-out operand pairs: `TEST_SIZE` pairs held out at random, never both a+b and b+a, never a+a."""
+    rng = random.Random(seed)
+    unordered = [(a, b) for a in range(10) for b in range(a)]
+    test = [rng.choice([(a, b), (b, a)]) for a, b in rng.sample(unordered, TEST_SIZE)]
+    train = [(a, b) for a in range(10) for b in range(10) if (a, b) not in test]
+    rng.shuffle(train)
+    return train, test
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level tokenizer without merges: one token per ASCII character, any text survives the round trip."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in (PAD, END, *ROLES)])
+    # One token each, but ordinary ones: they must survive decoding with skip_special_tokens.
+    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in ANSWER_TAGS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        eos_token=END,
+        padding_side="left",
+        model_max_length=MAX_POSITIONS,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, tied: bool = False) -> Qwen2ForCausalLM:
+    """Two-layer Qwen2 with random weights; heads of 64, a size that every attention kernel takes."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=tied,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Qwen2ForCausalLM(config)
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[int, int]]) -> torch.Tensor:
+    """Chat-rendered prompts, one row per pair; all have the same length."""
+    import torch
+
+    chats = [[{"role": "user", "content": problem(a, b)}] for a, b in pairs]
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    return torch.tensor(tokenizer(texts).input_ids)
+
+
+def problem(a: int, b: int) -> str:
+    """The text of a sum."""
+    return f"{a}+{b}="
+
+
+def _pretrain(
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    train: list[tuple[int, int]],
+    phases: tuple[Phase, ...],
+) -> None:
+    import torch
+
+    answers = [f"<answer>{n}</answer>{END}" for n in range(MAX_SUM + 1)]
+    completions = tokenizer(answers, padding=True, padding_side="right", return_tensors="pt").input_ids
+    prompts = prompt_ids(tokenizer, train)
+    sums = torch.tensor([a + b for a, b in train])
+    model.train()
+    for phase in phases:
+        _run_phase(model, phase, prompts, sums, completions)
+
+
+def _run_phase(
+    model: Qwen2ForCausalLM, phase: Phase, prompts: torch.Tensor, sums: torch.Tensor, completions: torch.Tensor
+) -> None:
+    import torch
+
+    prompts, sums = prompts.repeat(phase.copies, 1), sums.repeat(phase.copies)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=phase.learning_rate, weight_decay=phase.weight_decay, betas=(0.9, 0.98)
+    )
+    warmup = 20
+
+    def lr_factor(step: int) -> float:
+        return min(1.0, (step + 1) / warmup) * (1 + math.cos(math.pi * step / phase.steps)) / 2
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor)
+    for _ in range(phase.steps):
+        labels = completions[_with_noise(sums, phase.wrong_share)]
+        # Right padding needs no attention mask under causal attention, and is no target.
+        logits = model(torch.cat([prompts, labels], dim=1)).logits[:, prompts.shape[1] - 1 : -1]
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=model.config.pad_token_id
+        )
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+
+def _with_noise(sums: torch.Tensor, wrong_share: float) -> torch.Tensor:
+    """Replace a share of the sums by other values, uniform over 0..MAX_SUM without the right one."""
+    import torch
+
+    wrong = (sums + torch.randint(1, MAX_SUM + 1, sums.shape)) % (MAX_SUM + 1)
+    return torch.where(torch.rand(sums.shape) < wrong_share, wrong, sums)
+
+
+@contextmanager
+def _reproducible(seed: int) -> Iterator[None]:
+    """Fixed random state and one thread, because the order of a sum over threads changes its last bits."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, dtype: str, folder: Path) -> None:
+    import torch
+
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _write_rows(path: Path, pairs: list[tuple[int, int]]) -> None:
+    rows = [{"problem": problem(a, b), "answer": str(a + b)} for a, b in pairs]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _is_made(out_dir: Path, key: str) -> bool:
+    try:
+        found = (out_dir / "COMPLETE").read_text().strip()
+    except FileNotFoundError:
+        return False
+    if found != key:
+        raise FileExistsError(f"{out_dir} was made with other settings ({found}, not {key}); remove it or choose another")
+    return True
+
+
+def _publish(partial: Path, out_dir: Path, key: str) -> None:
+    """Give the finished folder its name; if another maker came first, its result stands."""
+    try:
+        os.rename(partial, out_dir)
+    except OSError:
+        if not _is_made(out_dir, key):
+            raise
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line entry point."""
+    parser = argparse.ArgumentParser(prog="python -m grpo_recipes.smoke", description=make.__doc__.splitlines()[0])
+    parser.add_argument("out_dir", metavar="OUT_DIR", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tie-word-embeddings", action="store_true", help="share the input and output embeddings")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the saved weights")
+    args = parser.parse_args(argv)
+    make(args.out_dir, args.seed, tied=args.tie_word_embeddings, dtype=args.dtype)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""TRL's trainer plus the few overrides that need it."""

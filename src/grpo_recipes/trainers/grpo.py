@@ -1,0 +1,111 @@
+"""GRPO: TRL's trainer with our weight bridges, the guard, complete checkpoints, and a row of metrics a step."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import trl
+from accelerate.utils import broadcast_object_list
+
+from grpo_recipes.configs import GRPOConfig
+from grpo_recipes.trainers.checkpoints import CompleteCheckpoints
+from grpo_recipes.trainers.exact_resume import ExactResume
+from grpo_recipes.trainers.metrics import MetricsRows
+from grpo_recipes.weights.bridges import bridge_in_place
+from grpo_recipes.weights.client import ClientSettings
+from grpo_recipes.weights.guard import TOLERANCES, WeightsDiffer, logprob_verdict
+
+
+class GRPOTrainer(MetricsRows, CompleteCheckpoints, ExactResume, trl.GRPOTrainer):
+    """TRL's ``GRPOTrainer``. Takes its arguments, with ``args`` a ``configs.GRPOConfig``, and ``run_dir``.
+
+    Args:
+        run_dir: where ``metrics.jsonl`` goes.
+    """
+
+    args: GRPOConfig
+
+    def __init__(self, *, args: GRPOConfig, run_dir: Path, **kwargs: Any):
+        with self._bridge(args):
+            super().__init__(args=args, run_dir=run_dir, **kwargs)
+
+    @staticmethod
+    def _bridge(args: GRPOConfig) -> AbstractContextManager[None]:
+        if not args.use_vllm or args.vllm_mode != "server":
+            return nullcontext()
+        seeded = args.use_cpu if args.seed_server is None else args.seed_server
+        settings = ClientSettings(
+            served_name=os.environ["GRPO_RUN"],
+            request_timeout=args.server_request_timeout,
+            guard=args.weight_guard,
+            seed=args.seed if seeded else None,
+            sync_dir=Path(os.environ["GRPO_SYNC_DIR"]),
+        )
+        return bridge_in_place(args.weight_sync, settings)
+
+    @property
+    def _guarded(self) -> bool:
+        return self.use_vllm and self.args.vllm_mode == "server" and self.args.weight_guard
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Sample and score as TRL does, then have the guard look at the first batch after a weight sync."""
+        synced = self._last_loaded_step if self.use_vllm else None
+        self._name_generation()
+        output = super()._generate_and_score_completions(inputs)
+        if self._guarded and self._last_loaded_step != synced:
+            self._check_weights(output)
+        return output
+
+    def _name_generation(self) -> None:
+        """Tell the client which generation this is: sampling seeds come from it."""
+        client = getattr(getattr(self, "vllm_generation", None), "vllm_client", None)
+        if client is not None:
+            mode = "train" if self.model.training else f"eval/{len(self._logs['prompt'])}"
+            client.generation = f"{mode}/{self.state.global_step}/{self._step}"
+
+    def _check_weights(self, output: dict[str, Any]) -> None:
+        """Stop every rank unless the server holds and uses the trainer's weights.
+
+        Raises:
+            WeightsDiffer: on every rank, before an update is computed from this batch.
+        """
+        main = self.accelerator.is_main_process
+        verdicts = [self.vllm_generation.vllm_client.verdict if main else None]
+        broadcast_object_list(verdicts, from_process=0)
+        verdict = verdicts[0] or logprob_verdict(
+            self.args.weight_sync, self._logprob_difference(output), self._logprob_tolerance()
+        )
+        if verdict:
+            raise WeightsDiffer(f"{verdict}; step {self.state.global_step} was not taken")
+
+    def _logprob_difference(self, output: dict[str, Any]) -> float:
+        """Mean |trainer - server| log-prob of the sampled tokens over all ranks; TRL's own figure where it has one."""
+        if self.vllm_importance_sampling_correction:
+            mode = "train" if self.model.training else "eval"
+            return float(self._metrics[mode]["sampling/sampling_logp_difference/mean"][-1])
+        if (self.top_p, self.top_k, self.min_p, self.repetition_penalty) not in ((1.0, 0, None, 1.0), (1.0, 0, 0.0, 1.0)):
+            return 0.0  # the server's log-probs are those of a truncated distribution: nothing to compare
+        prompt, completion = output["prompt_ids"], output["completion_ids"]
+        mask = output["completion_mask"].bool()
+        with torch.no_grad():
+            logps, _, _ = self._get_per_token_logps_and_entropies(
+                self.model,
+                torch.cat([prompt, completion], dim=1),
+                torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1),
+                completion.size(1),
+                batch_size=self.args.per_device_train_batch_size,
+            )
+        difference = (logps - output["sampling_per_token_logps"]).abs()[mask].nan_to_num().mean()
+        return float(self.accelerator.gather(difference).mean())
+
+    def _logprob_tolerance(self) -> float:
+        if self.args.weight_guard_tolerance is not None:
+            return self.args.weight_guard_tolerance
+        dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
+        if dtype == "float32" and (self.args.bf16 or self.args.fp16):
+            dtype = "bfloat16" if self.args.bf16 else "float16"
+        return TOLERANCES[dtype]

@@ -1,0 +1,72 @@
+"""What a training process tells the launcher: who it is, and how it ended. Also its first look at the world."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from grpo_recipes.errors import EXIT_REFUSED, Refused
+from grpo_recipes.launch.rundir import write_json
+
+
+def run_folder() -> Path:
+    """The run directory the launcher made for us.
+
+    Raises:
+        SystemExit: started without the launcher.
+    """
+    folder = os.environ.get("GRPO_RUN_DIR")
+    if not folder:
+        raise SystemExit("grpo: this script is started by the launcher; use: grpo launch RECIPE")
+    return Path(folder)
+
+
+@contextmanager
+def rank_record(folder: Path) -> Iterator[None]:
+    """Keep ``processes/rank_<n>.json``: pid now, exit code and cause at the end."""
+    rank = int(os.environ.get("RANK", "0"))
+    path = folder / "processes" / f"rank_{rank}.json"
+    record: dict[str, Any] = {"pid": os.getpid(), "rank": rank}
+    write_json(path, record)
+    try:
+        yield
+    except BaseException as error:
+        code, cause = _exit_of(error)
+        write_json(path, {**record, "exit": code, "cause": cause, "time": time.time()})
+        traceback.print_exc()
+        # Not sys.exit: threads and collectives of a broken run can keep an interpreter from ending.
+        os._exit(code)
+    write_json(path, {**record, "exit": 0, "cause": "", "time": time.time()})
+
+
+def _exit_of(error: BaseException) -> tuple[int, str]:
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else 1
+        return code, str(error)
+    if isinstance(error, Refused):
+        return EXIT_REFUSED, str(error.problems[0])
+    lines = str(error).strip().splitlines() or [""]
+    return 1, f"{type(error).__name__}: {lines[0]}"
+
+
+def check_world(folder: Path, world_size: int, device_type: str, dtype: str) -> None:
+    """Compare what this process became with what was planned.
+
+    accelerate starts one process where it was told two, and exits 0, for some configurations.
+
+    Raises:
+        RuntimeError: they differ.
+    """
+    plan = json.loads((folder / "plan.json").read_text())
+    planned = (plan["batch"]["world_size"], "cpu" if plan["flavour"] == "cpu" else "cuda", plan["dtype"])
+    if (world_size, device_type, dtype) != planned:
+        raise RuntimeError(
+            f"planned {planned[0]} processes on {planned[1]} in {planned[2]}, this is one of {world_size} on "
+            f"{device_type} in {dtype}; check CONFIG_FILE and the accelerator key"
+        )

@@ -1,0 +1,91 @@
+"""The proof that the server serves the trainer's weights (a checksum, and its log-probs), or the run stops.
+
+Servers that answer 200 and serve other weights exist. At RL learning rates about 99 % of bf16 weights do not change in a
+step, so log-probs cannot see weights one step old in bf16; the checksum can. The checksum cannot see a server that holds
+the right weights and computes with others; the log-probs can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_WRAP = 1 << 64
+
+# Largest mean |log p_trainer - log p_server| over the tokens of a batch. Measured on healthy runs (bench/results):
+# float32 3e-7; bfloat16 computes with 8 bits of mantissa on both sides. Weights that are wrong give 1e-2 and more.
+TOLERANCES = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 5e-2}
+
+
+class WeightsDiffer(RuntimeError):
+    """The server does not serve the trainer's weights; no update was computed from what it sampled."""
+
+
+def held_name(name: str, held: Mapping[str, Any], packed: Mapping[str, Sequence[str]]) -> str | None:
+    """The server's parameter that holds the trainer's parameter ``name``, fused ones included; None if not found."""
+    if name in held:
+        return name
+    for fused, parts in packed.items():
+        for part in parts:
+            candidate = name.replace(f".{part}.", f".{fused}.")
+            if candidate != name and candidate in held:
+                return candidate
+    return None
+
+
+def differing(streamed: Mapping[str, int], reports: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Compare what was streamed with what the server's workers hold.
+
+    Args:
+        streamed: the trainer's parameter -> fingerprint, in the server's dtype.
+        reports: ``WeightReport.grpo_weights()`` of every worker.
+
+    Returns:
+        Names of the server's parameters that hold something else; empty when all agree.
+    """
+    held, packed = reports[0]["parameters"], reports[0]["packed"]
+    expected: dict[str, int] = {}
+    unplaced = 0
+    for name, value in streamed.items():
+        place = held_name(name, held, packed)
+        if place is None:
+            unplaced += value
+        else:
+            expected[place] = expected.get(place, 0) + value
+    wrong = [
+        name
+        for name, value in expected.items()
+        if not _holds(value, [report["parameters"][name][0] for report in reports])
+    ]
+    # Models whose names vLLM changes otherwise: what found no place must add up to what was not accounted for.
+    rest = [name for name in held if name not in expected]
+    if not _holds(unplaced, [sum(report["parameters"][name][0] for name in rest) for report in reports]):
+        wrong += rest or ["(no parameter of the server matches)"]
+    return wrong
+
+
+def _holds(expected: int, values: Sequence[int]) -> bool:
+    """Whether shards add up to ``expected``, or every worker has a copy of it."""
+    wanted = expected % _WRAP
+    return sum(values) % _WRAP == wanted or all(value % _WRAP == wanted for value in values)
+
+
+def checksum_verdict(bridge: str, wrong: Sequence[str]) -> str | None:
+    """The message for a failed checksum, or None."""
+    if not wrong:
+        return None
+    some = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+    return (
+        f"weights did not reach the server through the '{bridge}' bridge: after the sync it holds other values than "
+        f"the trainer in {some}"
+    )
+
+
+def logprob_verdict(bridge: str, difference: float, tolerance: float) -> str | None:
+    """The message for log-probs that disagree, or None."""
+    if difference <= tolerance:
+        return None
+    return (
+        f"the server computes with other weights than the trainer's after a sync through the '{bridge}' bridge: mean "
+        f"|log-prob difference| {difference:.3g} on the first batch exceeds {tolerance:.3g} (weight_guard_tolerance)"
+    )
