@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-
 from grpo_recipes.check import check
 from grpo_recipes.errors import EXIT_REFUSED, Problem, Refused
 from grpo_recipes.launch.plan import choose_recipe, choose_task, describe, make_plan

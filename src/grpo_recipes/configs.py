@@ -16,14 +16,15 @@ from typing import Any
 
 import trl
 
-from grpo_recipes.keys import CATALOGUE_FILE, OWNED_KEYS, TRL_CHOICES, TRL_RANGES
+from grpo_recipes.keys import CATALOGUE_FILE, OWNED_KEYS, RANGES, TRL_CHOICES
 
 
-def _key(default: Any, help: str, **limits: Any) -> Any:
-    """A field with its help line and its limits (``choices``, ``min``, ``max``)."""
+def _key(default: Any, help: str, choices: list[str] | None = None) -> Any:
+    """A field with its help line and choices. Ranges stand in ``keys.RANGES``: argparse knows none."""
+    metadata = {"help": help, "choices": choices} if choices else {"help": help}
     if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"help": help, **limits})
-    return field(default=default, metadata={"help": help, **limits})
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass
@@ -38,7 +39,7 @@ class ScriptArguments(trl.ScriptArguments):
     system_prompt: str | None = _key(None, "System message put before every prompt.")
     chat_template: str | None = _key(None, "Jinja chat template that replaces the tokenizer's own.")
     max_prompt_length: int | None = _key(
-        None, "Longest prompt in tokens after rendering; longer ones are dropped and counted.", min=1
+        None, "Longest prompt in tokens after rendering; longer ones are dropped and counted."
     )
     reward_funcs: list[str] = _key(["pure_accuracy_math"], "Names of rewards in the registry, summed by weight.")
     run_root: str = _key("runs", "Folder in which the run directory <run_name>-<timestamp> is made.")
@@ -47,12 +48,8 @@ class ScriptArguments(trl.ScriptArguments):
         "How training processes share the model: TRL's packaged accelerate file of that name.",
         choices=["auto", "single", "ddp", "zero2", "zero3", "fsdp2"],
     )
-    num_processes: int | None = _key(
-        None, "Training processes; by default one per training GPU, one on CPU.", min=1
-    )
-    main_process_port: int | None = _key(
-        None, "Rendezvous port of the training processes; 29525 outside Slurm.", min=1024, max=65535
-    )
+    num_processes: int | None = _key(None, "Training processes; by default one per training GPU, one on CPU.")
+    main_process_port: int | None = _key(None, "Rendezvous port of the training processes; 29525 outside Slurm.")
 
 
 @dataclass
@@ -60,7 +57,7 @@ class GRPOConfig(trl.GRPOConfig):
     """TRL's GRPO options plus the batch of the experiment, the weight bridge and its guard."""
 
     prompts_per_step: int | None = _key(
-        None, "Prompts of one optimizer step over all devices; per-device size and accumulation follow from it.", min=1
+        None, "Prompts of one optimizer step over all devices; per-device size and accumulation follow from it."
     )
     weight_sync: str = _key(
         "auto",
@@ -71,33 +68,31 @@ class GRPOConfig(trl.GRPOConfig):
         True, "After every sync prove that the server holds and uses the trainer's weights, or stop the run."
     )
     weight_guard_tolerance: float | None = _key(
-        None, "Largest mean |log-prob difference| between server and trainer; by default measured per dtype.", min=0.0
+        None, "Largest mean |log-prob difference| between server and trainer; by default measured per dtype."
     )
     seed_server: bool | None = _key(
         None, "Give the server one seed per prompt and step, so that a CPU run repeats exactly; by default on CPU only."
     )
     server_request_timeout: float = _key(
-        1800.0, "Longest wait in seconds for one answer of the vLLM server before the run ends.", min=1.0
+        1800.0, "Longest wait in seconds for one answer of the vLLM server before the run ends."
     )
-    vllm_server_timeout: float = _key(600.0, "Longest wait in seconds for the vLLM server to be ready.", min=1.0)
+    vllm_server_timeout: float = _key(600.0, "Longest wait in seconds for the vLLM server to be ready.")
     vllm_mode: str = _key(
         "server",
         "server: vLLM on the first GPUs, training on the others; colocate: vLLM inside every training process.",
         choices=["server", "colocate"],
     )
     vllm_server_host: str = _key("127.0.0.1", "Interface the vLLM server listens on; loopback on one node.")
-    vllm_server_port: int = _key(8000, "Port of the vLLM server.", min=1024, max=65535)
-    vllm_group_port: int = _key(51216, "Port of the NCCL group that carries the weights.", min=1024, max=65535)
+    vllm_server_port: int = _key(8000, "Port of the vLLM server.")
+    vllm_group_port: int = _key(51216, "Port of the NCCL group that carries the weights.")
     vllm_gpu_memory_utilization: float = _key(
-        0.9, "Share of GPU memory vLLM may use: 0.90 on its own GPU, about 0.3 when colocated.", min=0.05, max=1.0
+        0.9, "Share of GPU memory vLLM may use: 0.90 on its own GPU, about 0.3 when colocated."
     )
-    vllm_tensor_parallel_size: int = _key(1, "GPUs one vLLM model is split over.", min=1)
-    vllm_max_model_length: int | None = _key(
-        None, "Longest prompt plus completion in tokens the server accepts.", min=1
-    )
-    logging_steps: float = _key(1, "Always 1: one row of metrics.jsonl per optimizer step.", min=1, max=1)
-    save_steps: float = _key(100, "Optimizer steps between checkpoints.", min=1)
-    save_total_limit: int | None = _key(2, "Complete checkpoints kept; older ones are removed after a new one.", min=1)
+    vllm_tensor_parallel_size: int = _key(1, "GPUs one vLLM model is split over.")
+    vllm_max_model_length: int | None = _key(None, "Longest prompt plus completion in tokens the server accepts.")
+    logging_steps: float = _key(1, "Always 1: one row of metrics.jsonl per optimizer step.")
+    save_steps: float = _key(100, "Optimizer steps between checkpoints.")
+    save_total_limit: int | None = _key(2, "Complete checkpoints kept; older ones are removed after a new one.")
 
 
 @dataclass
@@ -123,8 +118,6 @@ def catalogue() -> dict[str, dict[str, Any]]:
 def _entry(owner: str, spec: dataclasses.Field, hint: Any) -> dict[str, Any]:
     kind, optional = _kind(hint)
     default = spec.default_factory() if spec.default_factory is not dataclasses.MISSING else spec.default
-    limits = {name: spec.metadata[name] for name in ("min", "max") if name in spec.metadata}
-    limits = limits or TRL_RANGES.get(spec.name, {})
     choices = spec.metadata.get("choices") or TRL_CHOICES.get(spec.name) or _enum_values(hint)
     entry = {
         "config": owner,
@@ -132,7 +125,7 @@ def _entry(owner: str, spec: dataclasses.Field, hint: Any) -> dict[str, Any]:
         "optional": optional or default is None,
         "default": default.value if isinstance(default, enum.Enum) else default,
         "help": " ".join(str(spec.metadata.get("help", "")).split()),
-        **limits,
+        **RANGES.get(spec.name, {}),
     }
     if choices:
         entry["choices"] = sorted(choices) if not isinstance(choices, list) else choices

@@ -32,7 +32,9 @@ class Prompts:
     example: str
 
     def __str__(self) -> str:
-        return f"{len(self.dataset)} prompts ({self.read} read, {self.dropped} dropped as longer than max_prompt_length)"
+        return (
+            f"{len(self.dataset)} prompts ({self.read} read, {self.dropped} dropped as longer than max_prompt_length)"
+        )
 
 
 def load_prompts(args: ScriptArguments, tokenizer: PreTrainedTokenizerBase, least: int = 1) -> Prompts:

@@ -60,7 +60,23 @@ TRL_CHOICES: dict[str, list[str]] = {
     "dtype": ["auto", "bfloat16", "float16", "float32"],
 }
 
-TRL_RANGES: dict[str, dict[str, float]] = {
+# Ranges of keys, ours and TRL's: dataclass types cannot tell them.
+RANGES: dict[str, dict[str, float]] = {
+    "max_prompt_length": {"min": 1},
+    "num_processes": {"min": 1},
+    "main_process_port": {"min": 1024, "max": 65535},
+    "prompts_per_step": {"min": 1},
+    "weight_guard_tolerance": {"min": 0.0},
+    "server_request_timeout": {"min": 1.0},
+    "vllm_server_timeout": {"min": 1.0},
+    "vllm_server_port": {"min": 1024, "max": 65535},
+    "vllm_group_port": {"min": 1024, "max": 65535},
+    "vllm_gpu_memory_utilization": {"min": 0.05, "max": 1.0},
+    "vllm_tensor_parallel_size": {"min": 1},
+    "vllm_max_model_length": {"min": 1},
+    "logging_steps": {"min": 1, "max": 1},
+    "save_steps": {"min": 1},
+    "save_total_limit": {"min": 1},
     "learning_rate": {"min": 0.0},
     "num_generations": {"min": 2},
     "max_completion_length": {"min": 1},

@@ -66,7 +66,7 @@ class Recipe:
         for key, entry in sorted(self.values.items()):
             if entry.origin == DEFAULT_ORIGIN:
                 continue
-            text = yaml.safe_dump({key: entry.value}, allow_unicode=True, width=10**6, default_flow_style=None).rstrip()
+            text = yaml.safe_dump({key: entry.value}, allow_unicode=True, width=10**6, default_flow_style=False).rstrip()
             lines.append(f"{text}  # {entry.origin}" if "\n" not in text else f"# {entry.origin}\n{text}")
         return "\n".join(lines) + "\n"
 
@@ -122,7 +122,9 @@ def _read_yaml(path: Path, problems: list[Problem]) -> dict[str, Value]:
         if node is None:
             return {}
         if not isinstance(node, yaml.MappingNode):
-            raise Refused(Problem(f"{path.name}:1", "a recipe is a mapping of key: value", "write one key: value a line"))
+            raise Refused(
+                Problem(f"{path.name}:1", "a recipe is a mapping of key: value", "write one key: value a line")
+            )
         _find_duplicates(path, node, problems)
         return {
             str(loader.construct_object(key, deep=True)): Value(
@@ -299,5 +301,11 @@ def _article(kind: str) -> str:
 def _example(entry: dict[str, Any]) -> str:
     if entry.get("choices"):
         return "one of " + ", ".join(entry["choices"])
-    examples = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "dict": "a mapping"}
+    examples = {
+        "int": "a whole number",
+        "float": "a number",
+        "bool": "true or false",
+        "str": "a text",
+        "dict": "a mapping",
+    }
     return examples.get(entry["type"], "a list, e.g. [a, b]")

@@ -36,11 +36,13 @@ TEST_SIZE = 20
 MAX_SUM = 18
 MAX_POSITIONS = 4096
 
-PAD, END = "<|pad|>", "<|end|>"
+Pair = tuple[int, int]  # the two operands of a sum
+
+PAD, END = "<|endoftext|>", "<|im_end|>"  # as in Qwen's own tokenizers
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 ANSWER_TAGS = ("<answer>", "</answer>")
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
@@ -65,20 +67,13 @@ PHASES = (
 )
 
 
-def fingerprint(
-    seed: int = 0, tied: bool = False, dtype: str = "float32", phases: tuple[Phase, ...] = PHASES
-) -> str:
+def fingerprint(seed: int = 0, tied: bool = False, dtype: str = "float32", phases: tuple[Phase, ...] = PHASES) -> str:
     """Short hash of everything that decides what `make` writes: the key for a cache of its output."""
     return hashlib.sha256(repr((VERSION, seed, tied, dtype, phases)).encode()).hexdigest()[:12]
 
 
 def make(
-    out_dir: Path,
-    seed: int = 0,
-    *,
-    tied: bool = False,
-    dtype: str = "float32",
-    phases: tuple[Phase, ...] = PHASES,
+    out_dir: Path, seed: int = 0, *, tied: bool = False, dtype: str = "float32", phases: tuple[Phase, ...] = PHASES
 ) -> None:
     """Write the model and the data to `out_dir`, which appears complete or not at all.
 
@@ -106,7 +101,7 @@ def make(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def split(seed: int = 0) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+def split(seed: int = 0) -> tuple[list[Pair], list[Pair]]:
     """Training and held-out operand pairs: `TEST_SIZE` pairs held out at random, never both a+b and b+a, never a+a."""
     rng = random.Random(seed)
     unordered = [(a, b) for a in range(10) for b in range(a)]
@@ -117,12 +112,17 @@ def split(seed: int = 0) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level tokenizer without merges: one token per ASCII character, any text survives the round trip."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    """Byte-level tokenizer without merges: one token per ASCII character; any text (in NFC) survives the round trip.
+
+    AutoTokenizer may load it as a `Qwen2Tokenizer`, after the model's type. That class normalises to NFC and insists
+    on a token `<|endoftext|>`; having both here makes it encode exactly as this one, within the model's vocabulary.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in (PAD, END, *ROLES)])
@@ -157,31 +157,22 @@ def build_model(tokenizer: PreTrainedTokenizerFast, tied: bool = False) -> Qwen2
     return Qwen2ForCausalLM(config)
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[int, int]]) -> torch.Tensor:
-    """Chat-rendered prompts, one row per pair; all have the same length."""
-    import torch
-
-    chats = [[{"role": "user", "content": problem(a, b)}] for a, b in pairs]
-    texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
-    return torch.tensor(tokenizer(texts).input_ids)
-
-
 def problem(a: int, b: int) -> str:
     """The text of a sum."""
     return f"{a}+{b}="
 
 
 def _pretrain(
-    model: Qwen2ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    train: list[tuple[int, int]],
-    phases: tuple[Phase, ...],
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, train: list[Pair], phases: tuple[Phase, ...]
 ) -> None:
     import torch
 
     answers = [f"<answer>{n}</answer>{END}" for n in range(MAX_SUM + 1)]
     completions = tokenizer(answers, padding=True, padding_side="right", return_tensors="pt").input_ids
-    prompts = prompt_ids(tokenizer, train)
+    chats = [[{"role": "user", "content": problem(a, b)}] for a, b in train]
+    prompts = tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    ).input_ids  # all of one length
     sums = torch.tensor([a + b for a, b in train])
     model.train()
     for phase in phases:
@@ -197,12 +188,9 @@ def _run_phase(
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=phase.learning_rate, weight_decay=phase.weight_decay, betas=(0.9, 0.98)
     )
-    warmup = 20
-
-    def lr_factor(step: int) -> float:
-        return min(1.0, (step + 1) / warmup) * (1 + math.cos(math.pi * step / phase.steps)) / 2
-
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / 20) * (1 + math.cos(math.pi * step / phase.steps)) / 2
+    )
     for _ in range(phase.steps):
         labels = completions[_with_noise(sums, phase.wrong_share)]
         # Right padding needs no attention mask under causal attention, and is no target.
@@ -245,9 +233,13 @@ def _save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, dtype: st
 
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    # transformers 5 writes a class name that transformers 4 does not know; both know this one.
+    config_path = folder / "tokenizer_config.json"
+    config = json.loads(config_path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config_path.write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _write_rows(path: Path, pairs: list[tuple[int, int]]) -> None:
+def _write_rows(path: Path, pairs: list[Pair]) -> None:
     rows = [{"problem": problem(a, b), "answer": str(a + b)} for a, b in pairs]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -258,7 +250,9 @@ def _is_made(out_dir: Path, key: str) -> bool:
     except FileNotFoundError:
         return False
     if found != key:
-        raise FileExistsError(f"{out_dir} was made with other settings ({found}, not {key}); remove it or choose another")
+        raise FileExistsError(
+            f"{out_dir} was made with other settings ({found}, not {key}); remove it or choose another"
+        )
     return True
 
 
@@ -273,7 +267,9 @@ def _publish(partial: Path, out_dir: Path, key: str) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Command line entry point."""
-    parser = argparse.ArgumentParser(prog="python -m grpo_recipes.smoke", description=make.__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m grpo_recipes.smoke", description="Make the smoke recipe's model and data."
+    )
     parser.add_argument("out_dir", metavar="OUT_DIR", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tie-word-embeddings", action="store_true", help="share the input and output embeddings")

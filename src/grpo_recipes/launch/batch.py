@@ -58,7 +58,9 @@ def _literal_batch(recipe: Recipe, trainers: int) -> Batch:
     group, per_device = recipe["num_generations"], recipe["per_device_train_batch_size"]
     accumulation = recipe["gradient_accumulation_steps"]
     batch = Batch(trainers * per_device * accumulation, group, trainers, per_device, accumulation)
-    generated = recipe["generation_batch_size"] or trainers * per_device * (recipe["steps_per_generation"] or accumulation)
+    generated = recipe["generation_batch_size"] or trainers * per_device * (
+        recipe["steps_per_generation"] or accumulation
+    )
     if generated % group or generated % (trainers * per_device):
         raise refuse(
             recipe.origin("num_generations"),

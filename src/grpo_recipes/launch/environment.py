@@ -101,7 +101,6 @@ def run_environment(environment: Mapping[str, str], scratch: Scratch, run_dir: P
         "TORCHINDUCTOR_CACHE_DIR": str(scratch.disk / "inductor"),
         "TRITON_CACHE_DIR": str(scratch.disk / "triton"),
         "TORCH_EXTENSIONS_DIR": str(scratch.disk / "extensions"),
-        "VLLM_CACHE_ROOT": str(scratch.disk / "vllm"),
         "TOKENIZERS_PARALLELISM": "false",
     }
     login = Path(environment.get("HOME", "/")) / ".cache/huggingface/token"

@@ -213,7 +213,7 @@ def make_plan(
     )
     processes = [_trainer(recipe, plan, environment, names, used)]
     if mode == "server":
-        processes.insert(0, _server(recipe, plan, names, server_gpus))
+        processes.insert(0, _server(recipe, plan, environment, names, server_gpus))
     return replace(plan, processes=processes)
 
 
@@ -276,7 +276,9 @@ def _bridge(recipe: Recipe, resources: Resources, mode: str) -> tuple[str | None
         return None, "no server: " + ("vLLM shares the trainers' GPUs" if mode == "colocate" else "use_vllm is false")
     wanted = recipe["weight_sync"]
     if wanted == "nccl" and resources.flavour == "cpu":
-        raise refuse(recipe.origin("weight_sync"), "nccl needs GPUs, this is a CPU environment", "write weight_sync: file")
+        raise refuse(
+            recipe.origin("weight_sync"), "nccl needs GPUs, this is a CPU environment", "write weight_sync: file"
+        )
     if wanted != "auto":
         return str(wanted), f"asked for by {recipe.origin('weight_sync')}"
     if resources.flavour == "cpu":
@@ -318,11 +320,15 @@ def _notes(
     return notes
 
 
-def _server(recipe: Recipe, plan: Plan, names: Names, gpus: tuple[str, ...]) -> Process:
+def _server(
+    recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: Names, gpus: tuple[str, ...]
+) -> Process:
     host = recipe["vllm_server_host"]
     argv = server_command(recipe, plan.model, names.served, host, plan.ports.server, plan.flavour)
-    environment = server_environment(plan.flavour, plan.ports.vllm_internal)
-    return Process("server", argv, {**environment, **_devices(gpus)}, gpus, f"logs/liv_vllm_{names.run}_{names.timestamp}.log")
+    variables = server_environment(plan.flavour, plan.ports.vllm_internal, cache_root(environment))
+    return Process(
+        "server", argv, {**variables, **_devices(gpus)}, gpus, f"logs/liv_vllm_{names.run}_{names.timestamp}.log"
+    )
 
 
 def _trainer(
@@ -398,7 +404,9 @@ def _accelerate_file(recipe: Recipe, accelerator: str, environment: Mapping[str,
     spec = importlib.util.find_spec("trl")
     if spec is None or not spec.submodule_search_locations:
         raise refuse("environment", "trl is not installed", "run make setup")
-    return str(Path(spec.submodule_search_locations[0]) / "accelerate_configs" / f"{_ACCELERATE_FILES[accelerator]}.yaml")
+    return str(
+        Path(spec.submodule_search_locations[0]) / "accelerate_configs" / f"{_ACCELERATE_FILES[accelerator]}.yaml"
+    )
 
 
 def _mixed_precision(recipe: Recipe) -> str:

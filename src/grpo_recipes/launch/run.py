@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,18 +16,31 @@ from grpo_recipes.errors import refuse
 from grpo_recipes.launch.descendants import end_descendants, reap
 from grpo_recipes.launch.environment import Scratch, base_environment, make_scratch, run_environment
 from grpo_recipes.launch.plan import (
-    Names, Plan, choose_recipe, choose_task, describe, make_plan, smoke_folder,
+    Names,
+    Plan,
+    choose_recipe,
+    choose_task,
+    describe,
+    make_plan,
+    smoke_folder,
 )  # fmt: skip
 from grpo_recipes.launch.ports import free_ports, plan_ports
 from grpo_recipes.launch.prctl import become_subreaper
 from grpo_recipes.launch.progress import Progress
 from grpo_recipes.launch.resources import Resources, find_resources
 from grpo_recipes.launch.rundir import (
-    Run, changed_code, find_run, finish_summary, new_run, read_json, timestamp, write_json,
+    Run,
+    changed_code,
+    find_run,
+    finish_summary,
+    new_run,
+    read_json,
+    timestamp,
+    write_json,
 )  # fmt: skip
 from grpo_recipes.launch.server import NotReady, wait_until_ready
 from grpo_recipes.launch.supervisor import Child, Ending, tail, wait_for_trainer
-from grpo_recipes.paths import home, shown
+from grpo_recipes.paths import shown
 from grpo_recipes.recipe import Recipe, read_recipe
 from grpo_recipes.secrets import masked_environment
 

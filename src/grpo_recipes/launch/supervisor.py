@@ -128,7 +128,11 @@ def _server_ending(server: Child, trainer: Child) -> Ending | None:
         return None
     code = server.exit_code()
     who = f"{lost[1]} (pid {lost[0]})" if lost else "the vLLM server"
-    return Ending(_shell_code(code) or 1, f"{who} {_how(code if lost is None or lost[0] == server.command_pid() else None)}", log=server.log)
+    return Ending(
+        _shell_code(code) or 1,
+        f"{who} {_how(code if lost is None or lost[0] == server.command_pid() else None)}",
+        log=server.log,
+    )
 
 
 def _trainer_ending(trainer: Child, run_dir: Path) -> Ending | None:
@@ -147,7 +151,9 @@ def _trainer_ending(trainer: Child, run_dir: Path) -> Ending | None:
         ranked = _rank_ending(trainer, run_dir)
         if ranked is not None:
             return ranked
-    return Ending(_shell_code(code) or 1, f"accelerate launch (pid {trainer.command_pid()}) {_how(code)}", log=trainer.log)
+    return Ending(
+        _shell_code(code) or 1, f"accelerate launch (pid {trainer.command_pid()}) {_how(code)}", log=trainer.log
+    )
 
 
 def _rank_ending(trainer: Child, run_dir: Path) -> Ending | None:
@@ -159,7 +165,9 @@ def _rank_ending(trainer: Child, run_dir: Path) -> Ending | None:
         record = read_json(path) or {}
         rank = int(path.stem.removeprefix("rank_"))
         if record.get("exit"):
-            failures.append((record["time"], Ending(record["exit"], f"rank {rank}: {record['cause']}", rank, trainer.log)))
+            failures.append(
+                (record["time"], Ending(record["exit"], f"rank {rank}: {record['cause']}", rank, trainer.log))
+            )
         elif "exit" not in record and not is_alive(record["pid"]):
             failures.append((time.time(), _killed_rank(rank, record["pid"], trainer, run_dir)))
     return min(failures, key=lambda failure: failure[0])[1] if failures else None

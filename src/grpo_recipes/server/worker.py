@@ -14,7 +14,7 @@ class WeightReport:
         """Fingerprint every parameter.
 
         Returns:
-            ``parameters``: name -> [fingerprint, dtype, copies], tied ones once; ``packed``: fused name -> names of
+            ``parameters``: name -> [fingerprint, dtype], tied ones once; ``packed``: fused name -> names of
             its parts, e.g. ``qkv_proj`` -> ``[q_proj, k_proj, v_proj]``.
         """
         model = self.get_model()  # type: ignore[attr-defined]
@@ -23,3 +23,16 @@ class WeightReport:
             for name, parameter in model.named_parameters()
         }
         return {"parameters": parameters, "packed": dict(getattr(model, "packed_modules_mapping", {}))}
+
+    def grpo_config(self) -> dict[str, Any]:
+        """The part of vLLM's configuration that TRL asks a server for.
+
+        vLLM's own ``/server_info`` also lists the machine's packages with pip: seconds, and an error where pip is not
+        installed.
+        """
+        config = self.vllm_config  # type: ignore[attr-defined]
+        transfer = config.weight_transfer_config
+        return {
+            "model_config": {"logprobs_mode": str(config.model_config.logprobs_mode)},
+            "weight_transfer_config": None if transfer is None else {"backend": transfer.backend},
+        }

@@ -87,7 +87,10 @@ class GRPOTrainer(MetricsRows, CompleteCheckpoints, ExactResume, trl.GRPOTrainer
         if self.vllm_importance_sampling_correction:
             mode = "train" if self.model.training else "eval"
             return float(self._metrics[mode]["sampling/sampling_logp_difference/mean"][-1])
-        if (self.top_p, self.top_k, self.min_p, self.repetition_penalty) not in ((1.0, 0, None, 1.0), (1.0, 0, 0.0, 1.0)):
+        if (self.top_p, self.top_k, self.min_p, self.repetition_penalty) not in (
+            (1.0, 0, None, 1.0),
+            (1.0, 0, 0.0, 1.0),
+        ):
             return 0.0  # the server's log-probs are those of a truncated distribution: nothing to compare
         prompt, completion = output["prompt_ids"], output["completion_ids"]
         mask = output["completion_mask"].bool()

@@ -87,7 +87,9 @@ class BridgeClient(VLLMClient):
                 raise ServerError(f"no vLLM server answers at {self.base_url} after {total_timeout:.0f} s")
             time.sleep(retry_interval)
         if self.settings.served_name not in served:
-            raise ServerError(f"the server at {self.base_url} serves {served}, not this run's {self.settings.served_name}")
+            raise ServerError(
+                f"the server at {self.base_url} serves {served}, not this run's {self.settings.served_name}"
+            )
 
     def _served_names(self) -> list[str] | None:
         try:
@@ -97,6 +99,10 @@ class BridgeClient(VLLMClient):
         if answer.status_code == 401:
             return ["(a server that refuses this run's token)"]
         return [model["id"] for model in answer.json()["data"]] if answer.ok else None
+
+    def get_server_info(self) -> dict[str, Any]:
+        """The configuration TRL asks for, from the worker itself."""
+        return dict(self.call_workers("grpo_config")[0])
 
     def update_named_params(self, metadata: Metadata, named_params: NamedTensors) -> None:
         """Send every tensor, then compare what the server holds with what was sent.

@@ -1,0 +1,161 @@
+"""The smoke recipe's own model and data: what `grpo_recipes.smoke` writes."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import unicodedata
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from grpo_recipes import smoke  # noqa: E402 - after the skips
+
+FEW_STEPS = tuple(phase._replace(steps=2) for phase in smoke.PHASES)
+TEXTS = [
+    "Natalia sold 48/2 = <<48/2=24>>24 clips.\n\n#### 72",
+    "".join(map(chr, range(128))),
+    "na\u00efve \u00bd \u2014 \U0001f600 e\u0301",
+    "a <answer> 7 </answer> b",
+]
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    out_dir = tmp_path_factory.mktemp("quick") / "made"
+    smoke.make(out_dir, phases=FEW_STEPS)
+    return out_dir
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    out_dir = tmp_path_factory.mktemp("real") / "made"
+    smoke.make(out_dir)
+    return out_dir
+
+
+def weights_hash(out_dir: Path) -> str:
+    return hashlib.sha256((out_dir / "model" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def read_rows(out_dir: Path, name: str) -> list[dict]:
+    return [json.loads(line) for line in (out_dir / f"{name}.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_splits_are_disjoint_and_cover_all_sums(seed):
+    train, test = smoke.split(seed)
+    assert (len(train), len(test)) == (80, 20)
+    assert sorted(train + test) == [(a, b) for a in range(10) for b in range(10)]
+    assert all((b, a) in train for a, b in test)
+
+
+def test_rows(quick):
+    rows = read_rows(quick, "train") + read_rows(quick, "test")
+    assert len({row["problem"] for row in rows}) == 100
+    for row in rows:
+        a, b = row["problem"].removesuffix("=").split("+")
+        assert row["answer"] == str(int(a) + int(b))
+
+
+def test_made_once(quick):
+    before = (quick / "model" / "model.safetensors").stat().st_mtime_ns
+    smoke.make(quick, phases=FEW_STEPS)
+    assert (quick / "model" / "model.safetensors").stat().st_mtime_ns == before
+    assert sorted(path.name for path in quick.parent.iterdir()) == ["made"], "left a temporary folder behind"
+
+
+def test_refuses_what_others_made(quick, tmp_path):
+    with pytest.raises(FileExistsError, match="other settings"):
+        smoke.make(quick, seed=1, phases=FEW_STEPS)
+    (tmp_path / "precious").write_text("")
+    with pytest.raises(OSError):
+        smoke.make(tmp_path, phases=FEW_STEPS)
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+def test_second_maker_keeps_the_first_result(quick, tmp_path):
+    """Two makers at once: the one that finishes last finds the folder taken, and is content with it."""
+    key = (quick / "COMPLETE").read_text().strip()
+    late = tmp_path / "late"
+    late.mkdir()
+    before = weights_hash(quick)
+    smoke._publish(late, quick, key)
+    assert weights_hash(quick) == before
+
+
+def test_same_seed_same_weights(quick, tmp_path):
+    for seed in (0, 1):
+        smoke.make(tmp_path / str(seed), seed=seed, phases=FEW_STEPS)
+    assert weights_hash(tmp_path / "0") == weights_hash(quick) != weights_hash(tmp_path / "1")
+
+
+def test_fingerprint_depends_on_every_setting():
+    keys = [
+        smoke.fingerprint(),
+        smoke.fingerprint(seed=1),
+        smoke.fingerprint(tied=True),
+        smoke.fingerprint(dtype="bfloat16"),
+        smoke.fingerprint(phases=FEW_STEPS),
+    ]
+    assert len(set(keys)) == len(keys)
+
+
+def test_tied_bfloat16_variant(tmp_path, monkeypatch):
+    monkeypatch.setattr(smoke, "make", functools.partial(smoke.make, phases=FEW_STEPS))
+    smoke.main([str(tmp_path / "made"), "--tie-word-embeddings", "--dtype", "bfloat16"])
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "made" / "model", dtype="auto")
+    assert model.config.tie_word_embeddings
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_tokenizer_round_trip(quick, text):
+    written = smoke.build_tokenizer()
+    loaded = transformers.AutoTokenizer.from_pretrained(quick / "model")
+    ids = loaded(text).input_ids
+    assert ids == written(text).input_ids
+    assert loaded.decode(ids, skip_special_tokens=True) == unicodedata.normalize("NFC", text)
+
+
+def test_tokenizer_fits_model(quick):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(quick / "model")
+    config = transformers.AutoConfig.from_pretrained(quick / "model")
+    assert len(tokenizer) == config.vocab_size
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (config.pad_token_id, config.eos_token_id)
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+    assert [len(tokenizer(tag).input_ids) for tag in ("<answer>", "</answer>", "12")] == [1, 1, 2]
+    assert config.max_position_embeddings >= 2048
+
+
+def test_chat_template(quick):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(quick / "model")
+    chat = [{"role": "system", "content": "Add."}, {"role": "user", "content": "3+4="}]
+    prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert prompt == "<|system|>Add.<|im_end|><|user|>3+4=<|im_end|><|assistant|>"
+    chat.append({"role": "assistant", "content": "<answer>7</answer>"})
+    whole = tokenizer.apply_chat_template(chat, tokenize=False)
+    assert whole == prompt + "<answer>7</answer><|im_end|>"
+
+
+def accuracy(out_dir: Path, rows: list[dict], **generation) -> float:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out_dir / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(out_dir / "model")
+    chats = [[{"role": "user", "content": row["problem"]}] for row in rows]
+    inputs = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    torch.manual_seed(0)
+    output = model.generate(**inputs, max_new_tokens=8, **generation)
+    texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    right = [text == f"<answer>{row['answer']}</answer>" for text, row in zip(texts, rows, strict=True)]
+    return sum(right) / len(right)
+
+
+def test_knows_the_sums_but_samples_them_half_of_the_time(real):
+    train, test = read_rows(real, "train"), read_rows(real, "test")
+    assert 0.45 <= accuracy(real, train * 20, do_sample=True, temperature=1.0, top_k=0) <= 0.60
+    assert accuracy(real, test, do_sample=False) >= 0.8
