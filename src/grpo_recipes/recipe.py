@@ -66,7 +66,9 @@ class Recipe:
         for key, entry in sorted(self.values.items()):
             if entry.origin == DEFAULT_ORIGIN:
                 continue
-            text = yaml.safe_dump({key: entry.value}, allow_unicode=True, width=10**6, default_flow_style=False).rstrip()
+            text = yaml.safe_dump(
+                {key: entry.value}, allow_unicode=True, width=10**6, default_flow_style=False
+            ).rstrip()
             lines.append(f"{text}  # {entry.origin}" if "\n" not in text else f"# {entry.origin}\n{text}")
         return "\n".join(lines) + "\n"
 

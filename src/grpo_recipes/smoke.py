@@ -1,8 +1,7 @@
 """A tiny chat model, its tokenizer and a data set of one-digit sums, made on the spot for the smoke recipe.
 
-``python -m grpo_recipes.smoke OUT_DIR`` writes ``model/``, ``train.jsonl`` and ``test.jsonl`` in well under a minute
-on one CPU core. The model leaves GRPO something visible to do: it knows the right answers, but samples them only
-about half of the time.
+``python -m grpo_recipes.smoke OUT_DIR`` writes ``model/``, ``train.jsonl`` and ``test.jsonl`` within a minute on one
+CPU core. The model leaves GRPO something to do: it knows the right answers, but samples them half of the time.
 
 What the model saw: the 80 training sums and nothing else, first with their right answers, then with answers of which
 nearly half were wrong, drawn afresh for every batch. It never saw a held-out sum. Every held-out sum ``a+b`` has its
@@ -36,7 +35,7 @@ TEST_SIZE = 20
 MAX_SUM = 18
 MAX_POSITIONS = 4096
 
-Pair = tuple[int, int]  # the two operands of a sum
+Row = dict[str, str]
 
 PAD, END = "<|endoftext|>", "<|im_end|>"  # as in Qwen's own tokenizers
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
@@ -53,33 +52,31 @@ class Phase(NamedTuple):
     steps: int
     copies: int  # of every training sum in a batch
     wrong_share: float
-    learning_rate: float
+    lr: float
     weight_decay: float
 
 
-# Learning to add from clean answers first is what makes the held-out sums come out right (strong weight decay, as in
-# the grokking literature); the second phase only flattens the answer distribution, gently enough to keep that. A model
-# that is always a little off the noise's own distribution samples right answers less often than it saw them: a wrong
-# share of 0.45 gives a sampled accuracy of about 0.5.
+Phases = tuple[Phase, ...]
+
+# Strong weight decay on clean answers makes the model add instead of memorising; the second phase only flattens its
+# answers, gently enough to keep that. It samples right answers a little less often than it saw them: a wrong share of
+# 0.45 gives a sampled accuracy of about 0.5.
 PHASES = (
-    Phase(steps=400, copies=1, wrong_share=0.0, learning_rate=2e-3, weight_decay=2.0),
-    Phase(steps=120, copies=2, wrong_share=0.45, learning_rate=5e-4, weight_decay=0.1),
+    Phase(steps=400, copies=1, wrong_share=0.0, lr=2e-3, weight_decay=2.0),
+    Phase(steps=120, copies=2, wrong_share=0.45, lr=5e-4, weight_decay=0.1),
 )
 
 
-def fingerprint(seed: int = 0, tied: bool = False, dtype: str = "float32", phases: tuple[Phase, ...] = PHASES) -> str:
+def fingerprint(seed: int = 0, tied: bool = False, dtype: str = "float32", phases: Phases = PHASES) -> str:
     """Short hash of everything that decides what `make` writes: the key for a cache of its output."""
     return hashlib.sha256(repr((VERSION, seed, tied, dtype, phases)).encode()).hexdigest()[:12]
 
 
-def make(
-    out_dir: Path, seed: int = 0, *, tied: bool = False, dtype: str = "float32", phases: tuple[Phase, ...] = PHASES
-) -> None:
+def make(out_dir: Path, seed: int = 0, *, tied: bool = False, dtype: str = "float32", phases: Phases = PHASES) -> None:
     """Write the model and the data to `out_dir`, which appears complete or not at all.
 
-    Returns at once if a complete `out_dir` is there, and raises `FileExistsError` if what is there is something else.
+    Returns at once if it is there already; raises `OSError` if what is there was made with other settings, or not here.
     """
-    out_dir = Path(out_dir)
     key = fingerprint(seed, tied, dtype, phases)
     if _is_made(out_dir, key):
         return
@@ -88,8 +85,8 @@ def make(
     partial.mkdir()
     try:
         train, test = split(seed)
-        _write_rows(partial / "train.jsonl", train)
-        _write_rows(partial / "test.jsonl", test)
+        for name, rows in (("train", train), ("test", test)):
+            (partial / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         tokenizer = build_tokenizer()
         with _reproducible(seed):
             model = build_model(tokenizer, tied)
@@ -101,14 +98,15 @@ def make(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def split(seed: int = 0) -> tuple[list[Pair], list[Pair]]:
-    """Training and held-out operand pairs: `TEST_SIZE` pairs held out at random, never both a+b and b+a, never a+a."""
+def split(seed: int = 0) -> tuple[list[Row], list[Row]]:
+    """Training and held-out rows: `TEST_SIZE` sums held out at random, never both a+b and b+a, never a+a."""
     rng = random.Random(seed)
     unordered = [(a, b) for a in range(10) for b in range(a)]
     test = [rng.choice([(a, b), (b, a)]) for a, b in rng.sample(unordered, TEST_SIZE)]
     train = [(a, b) for a in range(10) for b in range(10) if (a, b) not in test]
     rng.shuffle(train)
-    return train, test
+    rows = [{"problem": f"{a}+{b}=", "answer": str(a + b)} for a, b in train + test]
+    return rows[: len(train)], rows[len(train) :]
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -133,8 +131,8 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         pad_token=PAD,
         eos_token=END,
         padding_side="left",
-        model_max_length=MAX_POSITIONS,
         chat_template=CHAT_TEMPLATE,
+        model_max_length=MAX_POSITIONS,
     )
 
 
@@ -157,24 +155,16 @@ def build_model(tokenizer: PreTrainedTokenizerFast, tied: bool = False) -> Qwen2
     return Qwen2ForCausalLM(config)
 
 
-def problem(a: int, b: int) -> str:
-    """The text of a sum."""
-    return f"{a}+{b}="
-
-
-def _pretrain(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, train: list[Pair], phases: tuple[Phase, ...]
-) -> None:
+def _pretrain(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, train: list[Row], phases: Phases) -> None:
     import torch
 
+    chats = [[{"role": "user", "content": row["problem"]}] for row in train]
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    prompts = torch.tensor(tokenizer(texts).input_ids)  # all of one length
     answers = [f"<answer>{n}</answer>{END}" for n in range(MAX_SUM + 1)]
-    completions = tokenizer(answers, padding=True, padding_side="right", return_tensors="pt").input_ids
-    chats = [[{"role": "user", "content": problem(a, b)}] for a, b in train]
-    prompts = tokenizer.apply_chat_template(
-        chats, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-    ).input_ids  # all of one length
-    sums = torch.tensor([a + b for a, b in train])
-    model.train()
+    encoded = tokenizer(answers, padding=True, padding_side="right", return_tensors="pt")
+    completions = encoded.input_ids.masked_fill(encoded.attention_mask == 0, -100)
+    sums = torch.tensor([int(row["answer"]) for row in train])
     for phase in phases:
         _run_phase(model, phase, prompts, sums, completions)
 
@@ -185,32 +175,21 @@ def _run_phase(
     import torch
 
     prompts, sums = prompts.repeat(phase.copies, 1), sums.repeat(phase.copies)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=phase.learning_rate, weight_decay=phase.weight_decay, betas=(0.9, 0.98)
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=phase.lr, weight_decay=phase.weight_decay, betas=(0.9, 0.98))
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / 20) * (1 + math.cos(math.pi * step / phase.steps)) / 2
     )
     for _ in range(phase.steps):
-        labels = completions[_with_noise(sums, phase.wrong_share)]
-        # Right padding needs no attention mask under causal attention, and is no target.
-        logits = model(torch.cat([prompts, labels], dim=1)).logits[:, prompts.shape[1] - 1 : -1]
-        loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), ignore_index=model.config.pad_token_id
-        )
+        wrong = (sums + torch.randint(1, MAX_SUM + 1, sums.shape)) % (MAX_SUM + 1)  # uniform without the right one
+        labels = completions[torch.where(torch.rand(sums.shape) < phase.wrong_share, wrong, sums)]
+        # Right padding may be any token under causal attention; cross_entropy skips its label of -100.
+        logits = model(torch.cat([prompts, labels.clamp(min=0)], dim=1)).logits[:, prompts.shape[1] - 1 : -1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-
-
-def _with_noise(sums: torch.Tensor, wrong_share: float) -> torch.Tensor:
-    """Replace a share of the sums by other values, uniform over 0..MAX_SUM without the right one."""
-    import torch
-
-    wrong = (sums + torch.randint(1, MAX_SUM + 1, sums.shape)) % (MAX_SUM + 1)
-    return torch.where(torch.rand(sums.shape) < wrong_share, wrong, sums)
 
 
 @contextmanager
@@ -236,40 +215,29 @@ def _save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, dtype: st
     # transformers 5 writes a class name that transformers 4 does not know; both know this one.
     config_path = folder / "tokenizer_config.json"
     config = json.loads(config_path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    config_path.write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _write_rows(path: Path, pairs: list[Pair]) -> None:
-    rows = [{"problem": problem(a, b), "answer": str(a + b)} for a, b in pairs]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config_path.write_text(json.dumps(config, indent=2))
 
 
 def _is_made(out_dir: Path, key: str) -> bool:
-    try:
-        found = (out_dir / "COMPLETE").read_text().strip()
-    except FileNotFoundError:
+    marker = out_dir / "COMPLETE"
+    if not marker.exists():
         return False
-    if found != key:
-        raise FileExistsError(
-            f"{out_dir} was made with other settings ({found}, not {key}); remove it or choose another"
-        )
+    if (found := marker.read_text().strip()) != key:
+        raise FileExistsError(f"{out_dir} was made with other settings ({found}, not {key}); remove it first")
     return True
 
 
 def _publish(partial: Path, out_dir: Path, key: str) -> None:
-    """Give the finished folder its name; if another maker came first, its result stands."""
     try:
         os.rename(partial, out_dir)
-    except OSError:
+    except OSError:  # another maker may have come first: then its result stands
         if not _is_made(out_dir, key):
             raise
 
 
 def main(argv: list[str] | None = None) -> None:
     """Command line entry point."""
-    parser = argparse.ArgumentParser(
-        prog="python -m grpo_recipes.smoke", description="Make the smoke recipe's model and data."
-    )
+    parser = argparse.ArgumentParser(description="Make the smoke recipe's model and data.")
     parser.add_argument("out_dir", metavar="OUT_DIR", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tie-word-embeddings", action="store_true", help="share the input and output embeddings")

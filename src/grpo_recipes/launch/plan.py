@@ -320,9 +320,7 @@ def _notes(
     return notes
 
 
-def _server(
-    recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: Names, gpus: tuple[str, ...]
-) -> Process:
+def _server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: Names, gpus: tuple[str, ...]) -> Process:
     host = recipe["vllm_server_host"]
     argv = server_command(recipe, plan.model, names.served, host, plan.ports.server, plan.flavour)
     variables = server_environment(plan.flavour, plan.ports.vllm_internal, cache_root(environment))

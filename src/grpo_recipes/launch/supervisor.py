@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from grpo_recipes.launch.descendants import OWN_CHILDREN, is_alive, reap
+from grpo_recipes.launch.descendants import OWN_CHILDREN, descendants, is_alive, reap
 from grpo_recipes.launch.environment import Scratch
 from grpo_recipes.launch.plan import Process
 from grpo_recipes.launch.rundir import read_json
@@ -40,6 +41,15 @@ class Ending:
     log: Path | None = None
 
 
+@dataclass(frozen=True)
+class Lost:
+    """A process that is gone, what it was, and its exit code where one is known."""
+
+    pid: int | None
+    name: str
+    code: int | None
+
+
 class Child:
     """One process of the plan under its warden."""
 
@@ -50,12 +60,10 @@ class Child:
         self._record.unlink(missing_ok=True)
         warden = [
             sys.executable, "-m", "grpo_recipes.launch.warden", "--role", self.role, "--run-dir", str(run_dir),
-            "--scratch", str(scratch.disk), str(scratch.memory), "--launcher", str(os.getpid()), "--", *process.argv,
+            "--scratch", str(scratch.disk), str(scratch.memory), "--launcher", str(os.getpid()),
+            "--log", str(self.log), "--", *process.argv,
         ]  # fmt: skip
-        with self.log.open("ab") as log:
-            self._popen = subprocess.Popen(
-                warden, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+        self._popen = subprocess.Popen(warden, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
         OWN_CHILDREN.add(self._popen.pid)
         self.warden_pid = self._popen.pid
         self._seen: dict[int, str] = {}
@@ -69,20 +77,36 @@ class Child:
         record = read_json(self._record)
         return int(record["pid"]) if record else None
 
-    def lost(self) -> tuple[int, str] | None:
-        """A process of this child that was seen alive and is gone, with what it was; the command itself last."""
-        gone = [(pid, name) for pid, name in self._seen.items() if not is_alive(pid)]
-        command = self.command_pid()
-        record = read_json(self._record) or {}
-        if command and record.get("exit", 0) < 0 and any(pid == command for pid, _ in gone):
-            return command, _COMMAND_NAMES[self.role]  # killed itself, it took the others along
-        gone.sort(key=lambda item: item[0] == command)
-        self._look()
-        return gone[0] if gone else None
-
     def exit_code(self) -> int | None:
         """Exit code of the command as subprocess tells it (negative for a signal), once it ended."""
         return (read_json(self._record) or {}).get("exit")
+
+    def lost(self) -> Lost | None:
+        """What of this child was seen alive and is gone: the process to blame, not those it took along."""
+        gone = [pid for pid in self._seen if not is_alive(pid)]
+        if not gone:
+            self._look()
+            return None if self.alive() else Lost(self.command_pid(), _COMMAND_NAMES[self.role], self.exit_code())
+        command = self.command_pid()
+        code = self._settled_exit_code() if command in gone else None
+        others = [pid for pid in gone if pid != command]
+        if others and (code is None or code >= 0):
+            return Lost(others[0], self._seen[others[0]], None)
+        return Lost(command, _COMMAND_NAMES[self.role], code)
+
+    def _settled_exit_code(self) -> int | None:
+        """The command's exit code; its warden writes it within a tick of its death."""
+        deadline = time.monotonic() + 2
+        while self.exit_code() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return self.exit_code()
+
+    def killed(self) -> bool:
+        """Whether the command itself was ended by a signal, given a moment for its warden to notice."""
+        deadline = time.monotonic() + 0.3
+        while self.exit_code() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return (self.exit_code() or 0) < 0
 
     def _look(self) -> None:
         command = self.command_pid()
@@ -91,12 +115,10 @@ class Child:
         self._seen.setdefault(command, _COMMAND_NAMES[self.role])
         if self.role != "server":
             return
-        for child in psutil.Process(command).children(recursive=True):
-            try:
-                if "EngineCore" in child.name() or "EngineCore" in " ".join(child.cmdline()):
-                    self._seen.setdefault(child.pid, "the vLLM engine process")
-            except psutil.NoSuchProcess:
-                continue
+        for child in descendants(command):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if child.name().startswith("VLLM::"):
+                    self._seen.setdefault(child.pid, f"the vLLM engine process {child.name().removeprefix('VLLM::')}")
 
 
 def wait_for_trainer(
@@ -122,70 +144,50 @@ def wait_for_trainer(
 
 def _server_ending(server: Child, trainer: Child) -> Ending | None:
     lost = server.lost()
-    if lost is None and server.alive():
+    if lost is None or (not trainer.alive() and trainer.exit_code() == 0):
         return None
-    if not trainer.alive() and trainer.exit_code() == 0:
-        return None
-    code = server.exit_code()
-    who = f"{lost[1]} (pid {lost[0]})" if lost else "the vLLM server"
-    return Ending(
-        _shell_code(code) or 1,
-        f"{who} {_how(code if lost is None or lost[0] == server.command_pid() else None)}",
-        log=server.log,
-    )
+    return Ending(_shell_code(lost.code) or 1, f"{lost.name} (pid {lost.pid}) {_how(lost.code)}", log=server.log)
 
 
 def _trainer_ending(trainer: Child, run_dir: Path) -> Ending | None:
     lost = trainer.lost()
-    if trainer.alive() and lost is None:
+    if lost is None:
         return None
-    code = trainer.exit_code()
-    if code is None:
-        deadline = time.monotonic() + 5  # the warden writes it within a tick
-        while trainer.alive() and trainer.exit_code() is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        code = trainer.exit_code()
-    if code == 0:
+    if lost.code == 0:
         return Ending(0)
-    if code is not None and code > 0:
-        ranked = _rank_ending(trainer, run_dir)
-        if ranked is not None:
-            return ranked
-    return Ending(
-        _shell_code(code) or 1, f"accelerate launch (pid {trainer.command_pid()}) {_how(code)}", log=trainer.log
-    )
+    ranked = _rank_ending(trainer, run_dir)
+    if ranked is not None:
+        return ranked
+    return Ending(_shell_code(lost.code) or 1, f"{lost.name} (pid {lost.pid}) {_how(lost.code)}", log=trainer.log)
 
 
 def _rank_ending(trainer: Child, run_dir: Path) -> Ending | None:
     """The first rank that failed, by its record; a rank that is gone without an exit in its record was killed."""
-    if (trainer.exit_code() or 0) < 0:
-        return None  # accelerate itself was killed; its ranks followed
     failures = []
     for path in sorted((run_dir / "processes").glob("rank_*.json")):
         record = read_json(path) or {}
-        rank = int(path.stem.removeprefix("rank_"))
         if record.get("exit"):
-            failures.append(
-                (record["time"], Ending(record["exit"], f"rank {rank}: {record['cause']}", rank, trainer.log))
-            )
+            cause = f"rank {record['rank']}: {record['cause']}"
+            failures.append((record["time"], Ending(record["exit"], cause, record["rank"], trainer.log)))
         elif "exit" not in record and not is_alive(record["pid"]):
-            failures.append((time.time(), _killed_rank(rank, record["pid"], trainer, run_dir)))
+            if trainer.killed():
+                return None  # accelerate was killed, and its ranks with it
+            failures.append((time.time(), _killed_rank(path, trainer)))
     return min(failures, key=lambda failure: failure[0])[1] if failures else None
 
 
-def _killed_rank(rank: int, pid: int, trainer: Child, run_dir: Path) -> Ending:
-    deadline = time.monotonic() + 3
-    code = None
-    while code is None and time.monotonic() < deadline:
-        if "exit" in (read_json(run_dir / "processes" / f"rank_{rank}.json") or {}):
-            break
-        code = _code_told_by_accelerate(trainer.log, pid)
+def _killed_rank(path: Path, trainer: Child) -> Ending:
+    """Only a parent learns how a process died: wait until accelerate has told."""
+    record = read_json(path) or {}
+    deadline = time.monotonic() + 5
+    while (code := _code_told_by_accelerate(trainer.log, record["pid"])) is None and time.monotonic() < deadline:
         time.sleep(0.1)
-    return Ending(_shell_code(code) or 1, f"rank {rank} (pid {pid}) {_how(code)}", rank, trainer.log)
+    cause = f"rank {record['rank']} (pid {record['pid']}) {_how(code)}"
+    return Ending(_shell_code(code) or 1, cause, record["rank"], trainer.log)
 
 
 def _code_told_by_accelerate(log: Path, pid: int) -> int | None:
-    """Only a parent learns an exit code: torch's agent and accelerate's simple launcher print theirs."""
+    """What torch's agent or accelerate's simple launcher printed of its child's death."""
     text = tail(log, 400)
     match = re.search(rf"exitcode\s*:\s*(-?\d+) \(pid: {pid}\)", text)
     match = match or re.search(r"died with <Signals\.\w+: (\d+)>", text)
@@ -196,7 +198,7 @@ def _code_told_by_accelerate(log: Path, pid: int) -> int | None:
 
 def _how(code: int | None) -> str:
     if code is None:
-        return "was killed or died"
+        return "died or was killed"
     return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
 
 

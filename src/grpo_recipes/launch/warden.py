@@ -1,6 +1,6 @@
 """The process between the launcher and each thing it starts: nothing of a run outlives it, or the launcher.
 
-``python -m grpo_recipes.launch.warden --role ROLE --run-dir DIR --scratch DISK MEMORY --launcher PID -- COMMAND``
+``python -m grpo_recipes.launch.warden --role ROLE --run-dir DIR --scratch DISK MEMORY --launcher PID --log FILE -- COMMAND``
 
 It runs COMMAND in a session of its own, adopts orphans, and when COMMAND ends, or the launcher dies, ends all that is
 left. When the launcher was killed nobody else can say so: the warden writes the summary and removes the scratch folder.
@@ -53,6 +53,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--scratch", type=Path, nargs=2, required=True, metavar=("DISK", "MEMORY"))
     parser.add_argument("--launcher", type=int, required=True)
+    parser.add_argument("--log", type=Path, required=True, help="where the command's output goes; ours stays")
     parser.add_argument("command", nargs="+")
     return parser.parse_args()
 
@@ -62,7 +63,10 @@ def _stop(*_: object) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    child = subprocess.Popen(options.command, preexec_fn=_reset_signals, start_new_session=True)
+    with options.log.open("ab") as log:
+        child = subprocess.Popen(
+            options.command, stdout=log, stderr=log, preexec_fn=_reset_signals, start_new_session=True
+        )
     OWN_CHILDREN.add(child.pid)
     record = options.run_dir / "processes" / f"{options.role}.json"
     write_json(record, {"pid": child.pid, "warden": os.getpid()})

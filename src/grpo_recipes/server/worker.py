@@ -4,11 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.logger import init_logger
+
 from grpo_recipes.weights.fingerprint import fingerprint
+
+# A child of vLLM's own logger: only those reach the server's log.
+logger = init_logger("vllm.grpo_recipes")
 
 
 class WeightReport:
-    """What this worker's model holds, for the guard."""
+    """What this worker's model holds, for the guard; and a load that says so in the server's log."""
+
+    _grpo_loads = 0
+
+    def grpo_load(self, folder: str) -> int:
+        """Load the safetensors of ``folder`` into the model in place.
+
+        Returns:
+            Loads so far.
+        """
+        self.reload_weights(weights_path=folder)  # type: ignore[attr-defined]
+        self._grpo_loads += 1
+        logger.info("grpo: weights loaded, load %d", self._grpo_loads)
+        return self._grpo_loads
 
     def grpo_weights(self) -> dict[str, Any]:
         """Fingerprint every parameter.

@@ -27,4 +27,4 @@ class FileClient(BridgeClient):
         temporary = folder / ".model.safetensors"
         save_file(tensors, temporary)
         temporary.replace(folder / "model.safetensors")
-        self.call_workers("reload_weights", weights_path=str(folder))
+        self.call_workers("grpo_load", folder=str(folder))

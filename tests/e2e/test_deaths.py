@@ -1,0 +1,81 @@
+"""`kill -9` of each process of a run: it ends within 30 s, says who and why, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+from conftest import Launch
+
+ENDLESS = ("--max_steps", "100000", "--run_name", "killed")
+
+
+def find(run: Launch, what: str) -> int:
+    if what == "launcher":
+        return run.process.pid
+    if what == "engine":
+        (pid,) = [process.pid for process in run.processes() if "EngineCore" in process.name()]
+        return pid
+    return run.pid_of({"accelerate": "trainer", "rank": "rank_0", "api server": "server"}[what])
+
+
+@pytest.mark.parametrize(
+    ("victim", "said", "code"),
+    [
+        pytest.param("launcher", "the launcher (pid {pid}) died", -9, id="launcher"),
+        pytest.param("accelerate", "accelerate launch (pid {pid}) was killed by signal 9", 137, id="accelerate"),
+        pytest.param("rank", "rank 0 (pid {pid}) was killed by signal 9", 137, id="rank"),
+        pytest.param("api server", "the vLLM API server (pid {pid}) was killed by signal 9", 137, id="api-server"),
+        pytest.param("engine", "the vLLM engine process EngineCore (pid {pid}) died or was killed", 1, id="engine"),
+    ],
+)
+@pytest.mark.slow
+def test_kill_9_ends_the_run_and_names_the_victim(
+    launch: Callable[..., Launch], victim: str, said: str, code: int
+) -> None:
+    run = launch(*ENDLESS)
+    run.wait_for_step(2)
+    pid = find(run, victim)
+
+    psutil.Process(pid).send_signal(signal.SIGKILL)
+
+    killed = time.monotonic()
+    assert run.wait(30) == code, run.output
+    while run.processes() and time.monotonic() - killed < 30:
+        time.sleep(0.1)
+    assert run.processes() == []
+    assert time.monotonic() - killed < 30
+    assert said.format(pid=pid) in run.output
+    summary = run.summary()
+    assert summary["status"] == "failed"
+    assert summary["cause"].startswith(said.format(pid=pid))
+    assert summary["failed_rank"] == (0 if victim == "rank" else None)
+    assert summary["exit_code"] == (137 if victim == "launcher" else code)
+    assert summary["steps"] >= 2
+
+
+def test_sigterm_ends_everything_with_143(launch: Callable[..., Launch]) -> None:
+    run = launch(*ENDLESS)
+    run.wait_for(lambda: run.has_run_dir() and len(run.processes()) >= 3, "a server process")
+
+    run.process.terminate()
+
+    assert run.wait(30) == 143, run.output
+    assert run.processes() == []
+    assert run.summary()["status"] == "stopped"
+    assert "stopped by SIGTERM" in run.output
+
+
+def test_a_server_that_cannot_start_is_told_with_its_last_lines(launch: Callable[..., Launch], tmp_path) -> None:
+    (tmp_path / "empty-model").mkdir()
+    run = launch("--model_name_or_path", str(tmp_path / "empty-model"), "--max_steps", "2")
+
+    assert run.wait(120) not in (0, 2)
+
+    assert "the vLLM server died before it was ready" in run.output
+    assert "last lines of logs/liv_vllm_" in run.output and "config.json" in run.output
+    assert run.summary()["status"] == "failed"
+    assert run.processes() == []

@@ -1,0 +1,46 @@
+"""Two training processes on CPU under each way of sharing the model, through the real server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+from conftest import Launch
+
+SHORT = ("--num_processes", "2", "--max_steps", "3", "--prompts_per_step", "8", "--num_generations", "8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accelerator", ["ddp", "zero2", "zero3", "fsdp2"])
+def test_two_processes_train_through_the_server(launch: Callable[..., Launch], accelerator: str) -> None:
+    run = launch(*SHORT, "--accelerator", accelerator, "--save_steps", "2", "--run_name", accelerator)
+
+    assert run.wait() == 0, run.output
+
+    plan = json.loads((run.run_dir / "plan.json").read_text())
+    assert plan["batch"] == {
+        "completions": 64, "num_generations": 8, "world_size": 2, "per_device": 32, "accumulation": 1
+    }  # fmt: skip
+    records = [json.loads((run.run_dir / "processes" / f"rank_{rank}.json").read_text()) for rank in (0, 1)]
+    assert records[0]["pid"] != records[1]["pid"] and all(record["exit"] == 0 for record in records)
+    rows = run.rows()
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["reward"] > 0.2 and row["grad_norm"] > 0 for row in rows)
+    # The server sampled with the trainer's weights after every update, whatever they were gathered from.
+    assert all(row["sampling/sampling_logp_difference/mean"] < 1e-4 for row in rows)
+    assert run.log("server").count("grpo: weights loaded") == 3
+    assert (run.run_dir / "checkpoints" / "checkpoint-2" / "COMPLETE").exists()
+    assert_final_model_differs_from_the_first(run, plan["model"])
+
+
+def assert_final_model_differs_from_the_first(run: Launch, first: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    before = dict(AutoModelForCausalLM.from_pretrained(first, dtype=torch.float32).named_parameters())
+    after = dict(AutoModelForCausalLM.from_pretrained(run.run_dir / "model", dtype=torch.float32).named_parameters())
+    assert before.keys() == after.keys()
+    moved = [name for name in before if not torch.equal(before[name], after[name])]
+    assert len(moved) > len(before) / 2
+    assert max((before[name] - after[name]).abs().max() for name in before) < 0.1

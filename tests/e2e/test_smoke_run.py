@@ -1,0 +1,93 @@
+"""The first test to read: the whole product, as a new user runs it."""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from conftest import REPOSITORY, SECRET, Launch
+
+
+def test_training_sh_trains_the_smoke_recipe(launch: Callable[..., Launch]) -> None:
+    run = launch(command=["bash", str(REPOSITORY / "training.sh")], ENV_DIR=sys.prefix)
+
+    run.wait_for_step(1)
+    assert_no_secret_in_command_lines(run)
+    assert run.wait() == 0, run.output
+
+    assert_reward_went_up(run)
+    assert_one_weight_load_per_generation(run)
+    assert_model_answers_sums_never_trained_on(run)
+    assert_nothing_secret_was_written(run)
+    assert run.processes() == []
+    first, *_, last = [line for line in run.output.splitlines() if line.startswith("grpo: ")]
+    assert "smoke test on CPU" in first and "smoke test on CPU" in last
+
+
+def assert_reward_went_up(run: Launch) -> None:
+    summary, rows = run.summary(), run.rows()
+    assert summary["status"] == "completed" and summary["exit_code"] == 0 and summary["smoke"] is True
+    assert 60 <= summary["steps"] == len(rows) <= 100
+    rewards = [row["reward"] for row in rows]
+    assert abs(summary["initial_reward"] - sum(rewards[:3]) / 3) < 1e-5
+    assert abs(summary["final_reward"] - sum(rewards[-5:]) / 5) < 1e-5
+    assert summary["initial_reward"] <= 0.65
+    assert summary["final_reward"] >= 0.85
+    assert re.search(r"step 60/\d+  reward 0\.\d+  \d+ tokens/s  sample .*score .*update .*sync .*left ", run.output)
+
+
+def assert_one_weight_load_per_generation(run: Launch) -> None:
+    requests = re.findall(r'"POST (/collective_rpc|/v1/completions|/reset_prefix_cache) HTTP', run.log("server"))
+    loads, steps = run.log("server").count("grpo: weights loaded"), len(run.rows())
+    assert loads == steps
+    # One prompt a request, 16 prompts a step; every one after the load of its step, the first one included.
+    assert requests.count("/v1/completions") == 16 * steps
+    assert requests.count("/reset_prefix_cache") == steps
+    assert requests.index("/reset_prefix_cache") < requests.index("/v1/completions")
+
+
+def assert_model_answers_sums_never_trained_on(run: Launch) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    train_file = Path(json.loads((run.run_dir / "plan.json").read_text())["dataset"])
+    tests = [json.loads(line) for line in train_file.with_name("test.jsonl").read_text().splitlines()]
+    trained = {json.loads(line)["problem"] for line in train_file.read_text().splitlines()}
+    model_folder = run.run_dir / "model"
+    assert len(tests) == 20 and not trained & {row["problem"] for row in tests}
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    right = 0
+    for row in tests:
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": row["problem"]}],
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+        ids = model.generate(**prompt, max_new_tokens=8, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+        right += f"<answer>{row['answer']}</answer>" in tokenizer.decode(ids)
+    assert right >= 16, f"{right} of 20 right"
+
+
+def assert_no_secret_in_command_lines(run: Launch) -> None:
+    (token_file,) = {
+        value for process in run.processes() for name, value in process.environ().items() if name == "GRPO_TOKEN_FILE"
+    }
+    token = Path(token_file).read_text()
+    assert stat.S_IMODE(Path(token_file).stat().st_mode) == 0o600
+    assert len(token) == 32
+    for process in run.processes():
+        assert token not in " ".join(process.cmdline()) and SECRET not in " ".join(process.cmdline())
+
+
+def assert_nothing_secret_was_written(run: Launch) -> None:
+    assert stat.S_IMODE(run.run_dir.stat().st_mode) == 0o700
+    files = [path for path in run.folder.rglob("*") if path.is_file()]
+    files += [run.log_path("server"), run.log_path("trainer")]
+    assert len(files) > 20
+    for path in files:
+        assert SECRET.encode() not in path.read_bytes(), path
