@@ -21,6 +21,7 @@ from grpo_recipes.trainers.grpo import GRPOTrainer  # noqa: E402
 from grpo_recipes.trainers.metrics import move_rows_after  # noqa: E402
 from grpo_recipes.trainers.model import load_tokenizer, model_init_kwargs, save_model  # noqa: E402
 from grpo_recipes.trainers.rank import check_world, rank_record, run_folder  # noqa: E402
+from grpo_recipes.trainers.stop import StopOnRequest, StoppedOnRequest  # noqa: E402
 
 
 def main() -> None:
@@ -33,12 +34,14 @@ def main() -> None:
         with args.main_process_first(desc="prompts"):
             prompts = load_prompts(script_args, tokenizer, least=args.generation_batch_size // args.num_generations)
         args.model_init_kwargs = model_init_kwargs(model_args, args)
+        stop = StopOnRequest(run)
         trainer = GRPOTrainer(
             model=model_args.model_name_or_path,
             reward_funcs=[REWARDS[name] for name in script_args.reward_funcs],
             args=args,
             train_dataset=prompts.dataset,
             processing_class=tokenizer,
+            callbacks=[stop],
             run_dir=run,
         )
         checkpoint = newest_complete(run / "checkpoints")
@@ -50,6 +53,8 @@ def main() -> None:
                 if args.ignore_data_skip:
                     print("grpo: ignore_data_skip: the order of the data restarts")
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        if stop.stopped:
+            raise StoppedOnRequest(trainer.state.global_step)
         save_model(trainer, run / "model")
 
 

@@ -1,6 +1,6 @@
 """Read, merge and type a recipe, with the origin of every value. No torch.
 
-Precedence: flag > environment variable > YAML > default. The trainer gets the result through TrlParser, and nothing else.
+Precedence: flag > environment variable > YAML > default. The trainer gets the result through TrlParser alone.
 """
 
 from __future__ import annotations

@@ -34,7 +34,6 @@ VERSION = "1"  # raise it whenever anything below changes what `make` writes
 TEST_SIZE = 20
 MAX_SUM = 18
 MAX_POSITIONS = 4096
-
 Row = dict[str, str]
 
 PAD, END = "<|endoftext|>", "<|im_end|>"  # as in Qwen's own tokenizers

@@ -15,9 +15,9 @@ import psutil
 import pytest
 from slurm_cluster import slurm
 
+from grpo_recipes.keys import ENVIRONMENT_KEYS
 from grpo_recipes.launch.environment import READ_VARIABLES
 from grpo_recipes.launch.rundir import read_json, read_metrics
-from grpo_recipes.keys import ENVIRONMENT_KEYS
 
 __all__ = ["slurm"]
 
@@ -78,6 +78,12 @@ class Launch:
         """Every living process of the run: by the test's mark in its environment, whatever it is called."""
         return marked_processes(self.mark)
 
+    def wait_for_nothing_left(self, timeout: float = 30) -> None:
+        deadline = time.monotonic() + timeout
+        while self.processes():
+            assert time.monotonic() < deadline, f"left behind: {self.processes()}"
+            time.sleep(0.1)
+
     def pid_of(self, role: str) -> int:
         record = read_json(self.run_dir / "processes" / f"{role}.json")
         assert record is not None, f"no record of {role}"
@@ -88,9 +94,9 @@ def marked_processes(mark: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if f"GRPO_TEST={mark}".encode() in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
+            variables = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+            if f"GRPO_TEST={mark}".encode() in variables and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
         except (OSError, psutil.Error):
             continue
     return found

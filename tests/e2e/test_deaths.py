@@ -44,9 +44,7 @@ def test_kill_9_ends_the_run_and_names_the_victim(
 
     killed = time.monotonic()
     assert run.wait(30) == code, run.output
-    while run.processes() and time.monotonic() - killed < 30:
-        time.sleep(0.1)
-    assert run.processes() == []
+    run.wait_for_nothing_left()
     assert time.monotonic() - killed < 30
     assert said.format(pid=pid) in run.output
     summary = run.summary()

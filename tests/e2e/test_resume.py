@@ -15,9 +15,11 @@ SHORT = ("--max_steps", "8", "--save_steps", "3", "--prompts_per_step", "4", "--
 @pytest.mark.slow
 def test_resume_last_continues_a_killed_run(launch: Callable[..., Launch]) -> None:
     first = launch(*SHORT, "--run_name", "resumed")
+    first.wait_for(lambda: checkpoints(first), "a checkpoint")
     first.wait_for_step(4)
     first.process.send_signal(signal.SIGKILL)
     first.wait(30)
+    first.wait_for_nothing_left()
     first_rows = first.rows()
 
     second = launch("--resume", "last")
@@ -29,13 +31,36 @@ def test_resume_last_continues_a_killed_run(launch: Callable[..., Launch]) -> No
     assert summary["status"] == "completed" and summary["restarts"] == 1 and summary["cause"] is None
     rows = second.rows()
     assert [row["step"] for row in rows] == list(range(1, 9))
-    assert rows[:3] == first_rows[:3]
-    redone = (second.run_dir / "metrics.redone.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in redone] == first_rows[3:]
-    assert [path.name for path in sorted((second.run_dir / "checkpoints").glob("checkpoint-*"))] == [
-        "checkpoint-6", "checkpoint-8"
-    ]  # fmt: skip
+    redone = [json.loads(line) for line in (second.run_dir / "metrics.redone.jsonl").read_text().splitlines()]
+    assert redone and rows[: len(first_rows) - len(redone)] + redone == first_rows
+    assert checkpoints(second) == ["checkpoint-6", "checkpoint-8"]
     assert not (second.run_dir / "checkpoints" / "partial").exists()
+
+
+def checkpoints(run: Launch) -> list[str]:
+    return sorted(path.parent.name for path in (run.run_dir / "checkpoints").glob("checkpoint-*/COMPLETE"))
+
+
+def test_a_signal_saves_after_the_step_and_the_run_goes_on(launch: Callable[..., Launch]) -> None:
+    first = launch(*SHORT, "--max_steps", "100000", "--save_steps", "100000", "--num_processes", "2")
+    first.wait_for_step(2)
+
+    first.process.send_signal(signal.SIGUSR1)
+
+    assert first.wait(60) == 75, first.output
+    assert first.processes() == []
+    stopped = len(first.rows())
+    assert first.summary()["status"] == "stopped" and first.summary()["exit_code"] == 75
+    assert f"stopped on request after step {stopped}, state saved" in first.output
+    assert checkpoints(first) == [f"checkpoint-{stopped}"]
+    assert not (first.run_dir / "model").exists()
+
+    second = launch("--resume", str(first.run_dir), "--max_steps", str(stopped + 2))
+
+    assert second.wait() == 0, second.output
+    assert [row["step"] for row in second.rows()] == list(range(1, stopped + 3))
+    assert second.rows()[:stopped] == first.rows()[:stopped]
+    assert (second.run_dir / "model" / "model.safetensors").exists()
 
 
 def test_resume_refuses_changed_code_and_what_is_no_run(launch: Callable[..., Launch]) -> None:

@@ -7,9 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from slurm_cluster import NODES, SlurmCluster, SlurmError, slurm, unavailable
-
-__all__ = ["slurm"]  # the fixture, used by name
+from slurm_cluster import NODES, SlurmCluster, SlurmError, unavailable
 
 
 def test_nodes_are_idle_and_have_gpus(slurm: SlurmCluster) -> None:

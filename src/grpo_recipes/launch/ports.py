@@ -26,7 +26,7 @@ class Ports:
 
 
 def plan_ports(recipe: Recipe, job: SlurmJob | None) -> Ports:
-    """The recipe's ports where it names them, else the defaults (a block of the job inside Slurm). Looks at no socket."""
+    """The recipe's ports where it names them, else the defaults: a block of the job inside Slurm. Pure."""
     numbers = dict(_DEFAULTS)
     base = None
     if job is not None:

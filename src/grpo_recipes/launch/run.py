@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_recipes.check import SMOKE_SCHEME
-from grpo_recipes.errors import refuse
+from grpo_recipes.errors import EXIT_STOPPED, refuse
 from grpo_recipes.launch.descendants import end_descendants, reap
 from grpo_recipes.launch.environment import Scratch, base_environment, make_scratch, run_environment
 from grpo_recipes.launch.plan import (
@@ -35,6 +36,7 @@ from grpo_recipes.launch.rundir import (
     finish_summary,
     new_run,
     read_json,
+    stop_file,
     timestamp,
     write_json,
 )  # fmt: skip
@@ -91,9 +93,9 @@ def launch(options: Options) -> int:
     run = run or new_run(_run_root(recipe), names.run, names.timestamp, resources)
     attempt = _prepare(run, recipe, plan, names, resources)
     _say_start(attempt)
-    stop = _StopSignals()
+    stop = _StopSignals(stop_file(run.folder))
     try:
-        ending = _make_smoke_task(attempt) or _run_processes(attempt)
+        ending = _make_smoke_task(attempt) or _run_processes(attempt, stop)
     except _StoppedBySignal as stopped:
         ending = Ending(128 + stopped.signum, f"stopped by {signal.Signals(stopped.signum).name}")
     stop.ignore()
@@ -170,6 +172,7 @@ def _prepare(run: Run, recipe: Recipe, plan: Plan, names: Names, resources: Reso
     write_json(run.folder / "plan.json", plan.as_json())
     for record in (run.folder / "processes").glob("*.json"):
         record.unlink()
+    stop_file(run.folder).unlink(missing_ok=True)
     pointer = _job_pointer(resources, _run_root(recipe))
     if pointer is not None:
         pointer.parent.mkdir(exist_ok=True)
@@ -217,7 +220,7 @@ def _make_smoke_task(attempt: Attempt) -> Ending | None:
     return Ending(code, f"python -m grpo_recipes.smoke exited with code {code}") if code else None
 
 
-def _run_processes(attempt: Attempt) -> Ending:
+def _run_processes(attempt: Attempt, stop: _StopSignals) -> Ending:
     become_subreaper()
     plan = attempt.plan
     server = _start(attempt, "server") if plan.process("server") else None
@@ -231,12 +234,16 @@ def _run_processes(attempt: Attempt) -> Ending:
     assert trainer is not None
     progress = Progress(attempt.run.folder)
 
-    def show_progress() -> None:
-        for line in progress.new_lines():
+    def tick() -> None:
+        lines = progress.new_lines()
+        stop.trainers_run = stop.trainers_run or bool(lines)
+        stop.check_deadline()
+        for line in lines:
             print(line, flush=True)
 
-    ending = wait_for_trainer(trainer, server, attempt.run.folder, show_progress)
-    show_progress()
+    ending = wait_for_trainer(trainer, server, attempt.run.folder, tick)
+    for line in progress.new_lines():
+        print(line, flush=True)
     return ending
 
 
@@ -266,7 +273,8 @@ def _finish(attempt: Attempt, ending: Ending) -> int:
     if ending.code == 0:
         status = "completed"
     else:
-        status = "stopped" if ending.cause.startswith("stopped by") else "failed"
+        stopped = ending.code == EXIT_STOPPED or ending.cause.startswith("stopped by")
+        status = "stopped" if stopped else "failed"
     summary = finish_summary(
         attempt.run.folder,
         status=status,
@@ -274,7 +282,7 @@ def _finish(attempt: Attempt, ending: Ending) -> int:
         failed_rank=ending.failed_rank,
         cause=ending.cause or None,
     )
-    if ending.log is not None:
+    if ending.log is not None and ending.code != EXIT_STOPPED:
         print(f"--- last lines of {shown(ending.log)}\n{tail(ending.log)}\n---", file=sys.stderr)
     rewards = f"reward {summary['initial_reward']} -> {summary['final_reward']} over {summary['steps']} steps"
     smoke = "smoke test on CPU, " if attempt.plan.smoke else ""
@@ -296,16 +304,33 @@ class _StoppedBySignal(BaseException):
 
 
 class _StopSignals:
-    """SIGINT, SIGTERM and SIGHUP end the run; a second one cannot interrupt the clean-up."""
+    """While trainers run the first signal asks them to save and end; before, or the second time, it ends the run.
 
-    _signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    SIGTERM leaves them only as long as Slurm usually leaves us before SIGKILL.
+    """
 
-    def __init__(self) -> None:
+    _signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    _term_grace_seconds = 20.0
+
+    def __init__(self, request: Path) -> None:
+        self._request = request
+        self._deadline = float("inf")
+        self.trainers_run = False
         for signum in self._signals:
-            signal.signal(signum, self._raise)
+            signal.signal(signum, self._handle)
 
-    def _raise(self, signum: int, _: object) -> None:
-        raise _StoppedBySignal(signum)
+    def _handle(self, signum: int, _: object) -> None:
+        if not self.trainers_run or self._request.exists():
+            raise _StoppedBySignal(signum)
+        self._request.touch()
+        if signum != signal.SIGUSR1 and signum != signal.SIGINT:
+            self._deadline = time.monotonic() + self._term_grace_seconds
+        _say(f"{signal.Signals(signum).name}: saving after the step in flight, then ending (again: end at once)")
+
+    def check_deadline(self) -> None:
+        """End the run when the trainers took too long to save after SIGTERM."""
+        if time.monotonic() > self._deadline:
+            raise _StoppedBySignal(signal.SIGTERM)
 
     def ignore(self) -> None:
         """From now on only the clean-up counts."""

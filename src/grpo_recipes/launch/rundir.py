@@ -70,6 +70,11 @@ def new_run(root: Path, name: str, stamp: str, resources: Resources) -> Run:
     return Run(folder, identity)
 
 
+def stop_file(folder: Path) -> Path:
+    """The file whose existence asks the trainers to save and end after the step in flight."""
+    return folder / "stop"
+
+
 def find_run(root: Path, which: str) -> Run:
     """The run directory a person means by ``--resume last`` or ``--resume DIR``.
 

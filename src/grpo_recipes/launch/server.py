@@ -124,7 +124,7 @@ def wait_until_ready(
 def _listener(port: int) -> int | None:
     """The pid that listens on ``port``; 0 when it is not ours to see; None when nobody listens."""
     for connection in psutil.net_connections(kind="tcp"):
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
+        if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
             return connection.pid or 0
     return None
 

@@ -1,9 +1,8 @@
 """The process between the launcher and each thing it starts: nothing of a run outlives it, or the launcher.
 
-``python -m grpo_recipes.launch.warden --role ROLE --run-dir DIR --scratch DISK MEMORY --launcher PID --log FILE -- COMMAND``
-
-It runs COMMAND in a session of its own, adopts orphans, and when COMMAND ends, or the launcher dies, ends all that is
-left. When the launcher was killed nobody else can say so: the warden writes the summary and removes the scratch folder.
+It runs the command after ``--`` in a session of its own, adopts orphans, and when the command ends, or the launcher
+dies, ends all that is left. When the launcher was killed nobody else can say so: the warden writes the summary and
+removes the scratch folders.
 """
 
 from __future__ import annotations

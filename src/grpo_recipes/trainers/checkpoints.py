@@ -19,8 +19,8 @@ torch.serialization.register_package(5, lambda obj: None, lambda obj, where: obj
 class CompleteCheckpoints:
     """Mixin before TRL's trainer: write aside, wait for all ranks, mark, rename, and only then prune.
 
-    transformers writes in place, picks the newest folder whether complete or not, and prunes by modification time inside
-    the save, so that with a limit of 1 a kill can leave no checkpoint at all.
+    transformers writes in place, picks the newest folder whether complete or not, and prunes by modification time
+    inside the save, so that with a limit of 1 a kill can leave no checkpoint at all.
     """
 
     _staging: Path | None = None

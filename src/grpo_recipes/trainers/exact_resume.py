@@ -24,8 +24,8 @@ class EpochRepeatSampler(RepeatSampler):
 class ExactResume:
     """Mixin before TRL's trainer: saves and restores the generation window and the running sums.
 
-    TRL keeps sampled completions for ``steps_per_generation * num_iterations`` micro steps and saves neither them nor the
-    position in them; transformers does not save its running loss.
+    TRL keeps sampled completions for ``steps_per_generation * num_iterations`` micro steps and saves neither them nor
+    the position in them; transformers does not save its running loss.
     """
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:

@@ -39,7 +39,8 @@ def rank_record(folder: Path) -> Iterator[None]:
     except BaseException as error:
         code, cause = _exit_of(error)
         write_json(path, {**record, "exit": code, "cause": cause, "time": time.time()})
-        traceback.print_exc()
+        if not isinstance(error, SystemExit):
+            traceback.print_exc()
         # Not sys.exit: threads and collectives of a broken run can keep an interpreter from ending.
         os._exit(code)
     write_json(path, {**record, "exit": 0, "cause": "", "time": time.time()})

@@ -11,8 +11,8 @@ _CHUNK = 1 << 22  # elements at a time: 8 bytes each while they are summed, on a
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of the elements' bit patterns, each mixed by a multiplicative hash, as an int64 scalar.
 
-    It does not depend on the order of the elements, so that the parts of a fused tensor (q, k and v in ``qkv_proj``), or
-    its shards, add up to the whole; zero padding adds nothing. Sums wrap around at 64 bits.
+    It does not depend on the order of the elements, so that the parts of a fused tensor (q, k and v in ``qkv_proj``),
+    or its shards, add up to the whole; zero padding adds nothing. Sums wrap around at 64 bits.
     """
     bits = tensor.detach().contiguous().view(-1).view(_INTEGER_VIEWS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)

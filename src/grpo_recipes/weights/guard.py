@@ -1,8 +1,8 @@
 """The proof that the server serves the trainer's weights (a checksum, and its log-probs), or the run stops.
 
-Servers that answer 200 and serve other weights exist. At RL learning rates about 99 % of bf16 weights do not change in a
-step, so log-probs cannot see weights one step old in bf16; the checksum can. The checksum cannot see a server that holds
-the right weights and computes with others; the log-probs can.
+Servers that answer 200 and serve other weights exist. At RL learning rates about 99 % of bf16 weights do not change in
+a step, so log-probs cannot see weights one step old in bf16; the checksum can. The checksum cannot see a server that
+holds the right weights and computes with others; the log-probs can.
 """
 
 from __future__ import annotations

