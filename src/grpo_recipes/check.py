@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from pathlib import Path
 
 from grpo_recipes.errors import Problem
 from grpo_recipes.recipe import Recipe
@@ -30,7 +30,7 @@ def _at(recipe: Recipe, key: str) -> str:
 
 def _missing_file(value: str) -> bool:
     """Whether a name that can only be a path names nothing."""
-    return value.startswith(("/", "./", "../", "~")) and not Path(value).expanduser().exists()
+    return value.startswith(("/", "./", "../", "~")) and not os.path.exists(os.path.expanduser(value))
 
 
 def _model(recipe: Recipe) -> list[Problem]:
@@ -48,7 +48,7 @@ def _dataset(recipe: Recipe) -> list[Problem]:
     if not name:
         return [Problem(recipe.path.name, "no dataset is named", "add dataset_name: a hub id or a .jsonl file")]
     suffixes = (".json", ".jsonl", ".csv", ".parquet")
-    if _missing_file(name) or (name.endswith(suffixes) and not Path(name).expanduser().exists()):
+    if _missing_file(name) or (name.endswith(suffixes) and not os.path.exists(os.path.expanduser(name))):
         return [Problem(_at(recipe, "dataset_name"), f"no file '{name}'", "name an existing file or a hub id")]
     return []
 
@@ -105,7 +105,7 @@ def _sampling(recipe: Recipe) -> list[Problem]:
             f"write {key}: {neutral if neutral is not None else 'null'}, or vllm_importance_sampling_correction: false",
         )
         for key, neutral in _SAMPLING.items()
-        if recipe[key] != neutral
+        if (recipe[key] or None) != (neutral or None)
     ]
 
 

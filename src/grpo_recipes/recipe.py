@@ -5,6 +5,7 @@ Precedence: flag > environment variable > YAML > default. The trainer gets the r
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -55,22 +56,29 @@ class Recipe:
         """Whether the user set ``key`` anywhere."""
         return self.origin(key) != DEFAULT_ORIGIN
 
-    def with_values(self, origin: str, **changes: Any) -> Recipe:
-        """A copy with derived values, e.g. the ports or the batch the plan settled on."""
-        changed = {key: Value(value, origin) for key, value in changes.items()}
-        return Recipe(self.path, {**self.values, **changed}, self.notes)
-
     def as_yaml(self) -> str:
-        """The given and derived values as YAML, each line followed by its origin."""
-        lines = []
-        for key, entry in sorted(self.values.items()):
-            if entry.origin == DEFAULT_ORIGIN:
-                continue
-            text = yaml.safe_dump(
-                {key: entry.value}, allow_unicode=True, width=10**6, default_flow_style=False
-            ).rstrip()
-            lines.append(f"{text}  # {entry.origin}" if "\n" not in text else f"# {entry.origin}\n{text}")
-        return "\n".join(lines) + "\n"
+        """The given values as YAML, each under a comment that names its origin."""
+        return "".join(
+            f"# {entry.origin}\n{yaml.safe_dump({key: entry.value}, allow_unicode=True, width=10**6)}"
+            for key, entry in sorted(self.values.items())
+            if entry.origin != DEFAULT_ORIGIN
+        )
+
+
+def read_frozen(path: Path, flags: Iterable[str] = (), environment: Mapping[str, str] | None = None) -> Recipe:
+    """Read what ``as_yaml`` wrote, with the origins it names, and what overrides it now.
+
+    Raises:
+        Refused: as ``read_recipe``.
+    """
+    recipe = read_recipe(path, flags, environment)
+    lines = path.read_text().splitlines()
+    values = dict(recipe.values)
+    for key, entry in recipe.values.items():
+        name, _, line = entry.origin.rpartition(":")
+        if name == path.name:
+            values[key] = Value(entry.value, lines[int(line) - 2].removeprefix("# "))
+    return Recipe(path, values, recipe.notes)
 
 
 def read_recipe(path: Path, flags: Iterable[str] = (), environment: Mapping[str, str] | None = None) -> Recipe:
@@ -115,11 +123,12 @@ class _Loader(yaml.SafeLoader):
 
 def _read_yaml(path: Path, problems: list[Problem]) -> dict[str, Value]:
     try:
-        text = path.read_text()
-    except OSError as error:
-        raise Refused(Problem(str(path), f"cannot be read ({error.strerror})", "name an existing recipe")) from None
-    loader = _Loader(text)
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise Refused(Problem(str(path), f"cannot be read ({reason})", "name an existing recipe")) from None
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return {}
@@ -137,10 +146,8 @@ def _read_yaml(path: Path, problems: list[Problem]) -> dict[str, Value]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path.name}:{mark.line + 1}" if mark else path.name
-        what = f"not valid YAML ({getattr(error, 'problem', None) or error})"
+        what = f"not valid YAML ({getattr(error, 'problem', None) or str(error).splitlines()[0]})"
         raise Refused(Problem(where, what, "mend the indentation, quote or bracket there")) from None
-    finally:
-        loader.dispose()
 
 
 def _find_duplicates(path: Path, node: yaml.Node, problems: list[Problem]) -> None:
@@ -148,6 +155,8 @@ def _find_duplicates(path: Path, node: yaml.Node, problems: list[Problem]) -> No
         first: dict[str, int] = {}
         for key, value in node.value:
             line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                continue  # `{{ x }}`: told when it is constructed
             if key.value in first:
                 what = f"'{key.value}' is given twice (first on line {first[key.value]}); YAML keeps the last silently"
                 problems.append(Problem(f"{path.name}:{line}", what, "keep one of the two lines"))
@@ -181,7 +190,7 @@ def _read_flags(flags: Iterable[str], problems: list[Problem]) -> list[tuple[str
         elif not values:
             pairs.append((name, True))
         else:
-            pairs.append((name, values if is_list else values[0]))
+            pairs.append((name, values if is_list and len(values) > 1 else values[0]))
             if not is_list and len(values) > 1:
                 problems.append(Problem(f"--{name}", f"takes one value, got {values}", "quote it or drop the rest"))
     return pairs
@@ -236,7 +245,8 @@ def _convert(kind: str, value: Any, from_text: bool) -> Any:
         return [_convert(kind[5:-1], item, from_text) for item in items]
     if kind == "dict":
         if isinstance(value, str):
-            value = yaml.safe_load(value)
+            with contextlib.suppress(yaml.YAMLError):
+                value = yaml.safe_load(value)
         if not isinstance(value, dict):
             raise ValueError(f"{value!r} where a mapping belongs")
         return value
@@ -279,9 +289,9 @@ def _number(kind: str, value: Any) -> int | float:
         raise ValueError("not a number (nan)")
     if kind == "float":
         return number
-    if number != int(number):
+    if math.isinf(number) or number != int(number):
         raise ValueError(f"{value!r} where a whole number belongs")
-    return int(number)
+    return value if isinstance(value, int) else int(number)
 
 
 def _limit_problem(key: str, entry: dict[str, Any], value: Any, origin: str) -> Problem | None:

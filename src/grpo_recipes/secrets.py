@@ -11,7 +11,7 @@ _VALUE = re.compile(
     r"\b(hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|wandb_v1_\w{20,}|AKIA[A-Z0-9]{16}"
     r"|xox[abp]-[A-Za-z0-9-]{10,})"
 )
-_URL_PASSWORD = re.compile(r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)")
+_URL_PASSWORD = re.compile(r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)")
 # Names that hold one of the words above and are public all the same.
 _PUBLIC_NAMES = frozenset({"TOKENIZERS_PARALLELISM", "GRPO_TOKEN_FILE"})
 
@@ -22,7 +22,11 @@ def secret_name(name: str) -> bool:
 
 
 def secret_value(value: object) -> bool:
-    """Whether a value looks like a token, whatever it is called."""
+    """Whether a value looks like a token, whatever it is called; in a list or mapping, whether any part does."""
+    if isinstance(value, Mapping):
+        return any(secret_value(part) for pair in value.items() for part in pair)
+    if isinstance(value, list | tuple):
+        return any(secret_value(part) for part in value)
     return isinstance(value, str) and bool(_VALUE.search(value) or _URL_PASSWORD.search(value))
 
 

@@ -65,11 +65,10 @@ def test_gsm8k_is_rendered_filtered_counted_and_scored_behind_a_dead_proxy(launc
 
     trainer_log = run.log("trainer")
     rows = [json.loads(line) for line in GSM8K.read_text().splitlines()]
-    assert "(7473 read, " in trainer_log and len(rows) == 7473
-    (kept,) = [int(line.split()[1]) for line in trainer_log.splitlines() if " prompts (7473 read" in line]
+    (kept,) = [int(line.split()[1]) for line in trainer_log.splitlines() if f" prompts ({len(rows)} read" in line]
     assert f"({len(rows)} read, {len(rows) - kept} dropped as longer than max_prompt_length)" in trainer_log
     assert 0 < kept < len(rows)
-    assert "<|system|>Answer in <answer></answer>.<|end|><|user|>" in trainer_log
+    assert "<|system|>Answer in <answer></answer>.<|im_end|><|user|>" in trainer_log
     metrics = run.rows()
     assert [row["step"] for row in metrics] == [1, 2, 3]
     for row in metrics:

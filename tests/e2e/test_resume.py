@@ -15,7 +15,7 @@ SHORT = ("--max_steps", "8", "--save_steps", "3", "--prompts_per_step", "4", "--
 @pytest.mark.slow
 def test_resume_last_continues_a_killed_run(launch: Callable[..., Launch]) -> None:
     first = launch(*SHORT, "--run_name", "resumed")
-    first.wait_for(lambda: checkpoints(first), "a checkpoint")
+    first.wait_for(lambda: first.has_run_dir() and checkpoints(first), "a checkpoint")
     first.wait_for_step(4)
     first.process.send_signal(signal.SIGKILL)
     first.wait(30)

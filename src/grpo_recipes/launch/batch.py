@@ -45,6 +45,8 @@ def derive_batch(recipe: Recipe, trainers: int) -> Batch:
         Refused: the batch is not a whole number of groups.
     """
     group, most = recipe["num_generations"], recipe["per_device_train_batch_size"]
+    if group is None:
+        raise refuse(recipe.origin("num_generations"), "num_generations is empty", "write num_generations: 8")
     if recipe["prompts_per_step"] is None:
         return _literal_batch(recipe, trainers)
     completions = recipe["prompts_per_step"] * group

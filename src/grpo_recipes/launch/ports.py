@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from dataclasses import dataclass
 
@@ -67,12 +68,19 @@ def free_ports(recipe: Recipe, ports: Ports, host: str) -> tuple[Ports, list[str
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether a server could listen on ``host:port`` now, on all interfaces too."""
+    """Whether a server could listen on ``host:port`` now, on all interfaces too.
+
+    Raises:
+        Refused: the host is not this machine, so that no port of it will ever be free.
+    """
     for address in (host, "0.0.0.0"):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((address, port))
-            except OSError:
-                return False
+            except OSError as error:
+                if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                    return False
+                what = f"'{address}' is no IPv4 address of this machine ({error.strerror})"
+                raise refuse("vllm_server_host", what, "write vllm_server_host: 127.0.0.1") from None
     return True

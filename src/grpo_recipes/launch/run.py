@@ -43,7 +43,7 @@ from grpo_recipes.launch.rundir import (
 from grpo_recipes.launch.server import NotReady, wait_until_ready
 from grpo_recipes.launch.supervisor import Child, Ending, tail, wait_for_trainer
 from grpo_recipes.paths import shown
-from grpo_recipes.recipe import Recipe, read_recipe
+from grpo_recipes.recipe import Recipe, read_frozen, read_recipe
 from grpo_recipes.secrets import masked_environment
 
 # The trainers start while the server loads, and wait for it inside TRL's client; the launcher watches both.
@@ -122,7 +122,7 @@ def _settle(options: Options, resources: Resources) -> tuple[Run | None, Recipe,
         raise refuse("--resume", changed, "go back to that code, or add --allow-changed-code")
     if not found_by_job:
         print(f"grpo: resuming {shown(run.folder)}", flush=True)
-    recipe = read_recipe(run.folder / "recipe.yaml", options.flags, os.environ)
+    recipe = read_frozen(run.folder / "recipe.yaml", options.flags, os.environ)
     saved = read_json(run.folder / "plan.json") or {}
     return run, recipe, saved.get("task", task), saved.get("entry", entry)
 
@@ -167,8 +167,7 @@ def _dry_run(recipe: Recipe, resources: Resources, names: Names, task: str, entr
 
 def _prepare(run: Run, recipe: Recipe, plan: Plan, names: Names, resources: Resources) -> Attempt:
     """Freeze recipe and plan in the run directory; make the scratch folder and the token."""
-    if not (run.folder / "recipe.yaml").exists():
-        (run.folder / "recipe.yaml").write_text(recipe.as_yaml())
+    (run.folder / "recipe.yaml").write_text(recipe.as_yaml())
     write_json(run.folder / "plan.json", plan.as_json())
     for record in (run.folder / "processes").glob("*.json"):
         record.unlink()

@@ -73,6 +73,7 @@ def has_trl_serve() -> bool:
 def server_environment(flavour: str, internal_port: int | None, cache: Path) -> dict[str, str]:
     """Environment of the server beyond the run's own; ``cache`` is where facts about models are kept."""
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "grpo_recipes"}
+    environment["SPT_NOENV"] = "1"  # vLLM renames its processes; without this the new name overwrites their environ
     if flavour == "cpu":
         # Nothing is compiled on CPU: what is kept is which classes a model needs, worth a quarter of the start.
         environment["VLLM_CACHE_ROOT"] = str(cache / "vllm")

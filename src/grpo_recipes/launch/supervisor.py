@@ -132,13 +132,11 @@ def wait_for_trainer(
     while True:
         on_tick()
         reap()
-        ending = _rank_ending(trainer, run_dir) or _trainer_ending(trainer, run_dir)
+        # The server first: a rank fails as soon as its server is gone, and would take the blame.
+        ending = _server_ending(server, trainer) if server is not None else None
+        ending = ending or _rank_ending(trainer, run_dir) or _trainer_ending(trainer, run_dir)
         if ending is not None:
             return ending
-        if server is not None:
-            ending = _server_ending(server, trainer)
-            if ending is not None:
-                return ending
         time.sleep(interval)
 
 

@@ -84,7 +84,7 @@ def _reset_signals() -> None:
 def _launcher_died(options: argparse.Namespace, launcher: int) -> None:
     cause = f"the launcher (pid {launcher}) died without ending the run; its warden ended every process"
     print(f"grpo: {cause}", file=sys.stderr, flush=True)
-    finish_summary(options.run_dir, status="failed", exit_code=128 + signal.SIGKILL, cause=cause)
+    finish_summary(options.run_dir, status="failed", exit_code=128 + signal.SIGKILL, failed_rank=None, cause=cause)
     Scratch(*options.scratch).remove()
 
 

@@ -1,0 +1,72 @@
+"""Recipes and plans made on the spot, for every unit test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from grpo_recipes.launch.plan import Names, Plan, make_plan
+from grpo_recipes.launch.resources import Resources, SlurmJob
+from grpo_recipes.recipe import Recipe, read_recipe
+
+RIGHT = {
+    "model_name_or_path": "Qwen/Qwen2.5-1.5B-Instruct",
+    "dataset_name": "openai/gsm8k",
+    "prompts_per_step": 12,
+    "num_generations": 4,
+    "use_vllm": True,
+    "vllm_max_model_length": 2048,
+}
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Callable[..., Recipe]:
+    """``read(flags=..., environment=..., KEY=VALUE, ...)``: a right recipe with these keys changed, read from a file."""
+
+    def read_it(
+        flags: Sequence[str] = (), environment: Mapping[str, str] | None = None, without: str = "", **changes: Any
+    ) -> Recipe:
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump({key: value for key, value in {**RIGHT, **changes}.items() if key != without}))
+        return read_recipe(path, flags, environment)
+
+    return read_it
+
+
+@pytest.fixture
+def planned(read: Callable[..., Recipe], tmp_path: Path) -> Callable[..., Plan]:
+    """``planned(gpus=..., job=..., environment=..., KEY=VALUE, ...)``: the plan of a right recipe with keys changed."""
+
+    def plan_it(
+        *,
+        recipe: Recipe | None = None,
+        gpus: Sequence[str] = ("0", "1", "2", "3"),
+        flavour: str = "cuda",
+        job: SlurmJob | None = None,
+        flags: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        **changes: Any,
+    ) -> Plan:
+        environment = {"CACHE_ROOT": str(tmp_path / "cache"), **(environment or {})}
+        recipe = recipe or read(flags, environment, **changes)
+        resources = Resources(flavour, tuple(gpus) if flavour == "cuda" else (), 8, job)
+        name = recipe["run_name"] or "unnamed"
+        names = Names(Path(recipe["run_root"]) / f"{name}-stamp", name, f"{name}-abcd", "stamp")
+        return make_plan(recipe, resources, environment, names)
+
+    return plan_it
+
+
+def option(argv: Sequence[str], flag: str) -> str:
+    """The value that follows ``flag`` in an argv."""
+    return argv[list(argv).index(flag) + 1]
+
+
+@pytest.fixture(name="option")
+def option_fixture() -> Callable[[Sequence[str], str], str]:
+    """``option(argv, flag)``: the value that follows ``flag`` in an argv."""
+    return option

@@ -1,0 +1,108 @@
+"""Each rule with a recipe that breaks it and the corrected one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grpo_recipes.check import check
+from grpo_recipes.recipe import read_recipe
+
+RECIPES = sorted((Path(__file__).parents[1] / "recipes").rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_shipped_recipes_are_right(path):
+    assert check(read_recipe(path), {}) == []
+
+
+def test_there_are_shipped_recipes():
+    assert {"grpo.yaml", "config_math.yaml"} <= {path.name for path in RECIPES}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right", "said"),
+    [
+        ({"model_name_or_path": None}, {"model_name_or_path": "a/b"}, "no model is named"),
+        ({"model_name_or_path": "/no/such/folder"}, {"model_name_or_path": "/tmp"}, "no folder"),
+        ({"model_name_or_path": "./no/such/folder"}, {}, "no folder"),
+        ({"dataset_name": None}, {"dataset_name": "a/b"}, "no dataset is named"),
+        ({"dataset_name": "rows.jsonl"}, {"dataset_name": "rows"}, "no file 'rows.jsonl'"),
+        ({"dataset_name": "/no/such"}, {"dataset_name": "/tmp"}, "no file"),
+        ({"reward_funcs": ["accuracy"]}, {"reward_funcs": ["pure_accuracy_math"]}, "no reward 'accuracy'"),
+        ({"reward_funcs": []}, {"reward_funcs": ["format_tags"]}, "no reward is named"),
+        (
+            {"reward_funcs": ["pure_accuracy_math", "format_tags"], "reward_weights": [1.0]},
+            {"reward_funcs": ["pure_accuracy_math", "format_tags"], "reward_weights": [1.0, 0.1]},
+            "1 weights for 2 rewards",
+        ),
+        (
+            {"gradient_accumulation_steps": 4},
+            {"gradient_accumulation_steps": 4, "prompts_per_step": None},
+            "contradicts",
+        ),
+        ({"steps_per_generation": 4}, {"steps_per_generation": 4, "prompts_per_step": None}, "contradicts"),
+        ({"generation_batch_size": 48}, {"generation_batch_size": 48, "prompts_per_step": None}, "contradicts"),
+        (
+            {"max_prompt_length": 1600, "max_completion_length": 512},
+            {"max_prompt_length": 1536, "max_completion_length": 512},
+            "exceed the server's 2048",
+        ),
+        ({"max_completion_length": 2048}, {"max_completion_length": 2047}, "exceed"),
+        ({"max_completion_length": 2048}, {"max_completion_length": 2048, "use_vllm": False}, "exceed"),
+        ({"top_p": 0.9}, {"top_p": 1.0}, "importance-sampling"),
+        ({"top_p": 0.9}, {"top_p": 0.9, "vllm_importance_sampling_correction": False}, "importance-sampling"),
+        ({"top_k": 50}, {"top_k": 0}, "importance-sampling"),
+        ({"min_p": 0.1}, {"min_p": 0.0}, "importance-sampling"),
+        ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1, "use_vllm": False}, "importance-sampling"),
+        ({"use_peft": True}, {"use_peft": False}, "'use_peft' is not supported"),
+        ({"load_in_8bit": True}, {}, "'load_in_8bit'"),
+        ({"load_in_4bit": True}, {}, "'load_in_4bit'"),
+        ({"push_to_hub": True}, {}, "'push_to_hub'"),
+        ({"dataset_streaming": True}, {}, "'dataset_streaming'"),
+        ({"save_only_model": True}, {}, "'save_only_model'"),
+        ({"load_best_model_at_end": True}, {}, "'load_best_model_at_end'"),
+        ({"eval_strategy": "steps"}, {"eval_strategy": "no"}, "'eval_strategy' is not supported"),
+        ({"vllm_mode": "colocate", "weight_sync": "nccl"}, {"vllm_mode": "colocate"}, "weight_sync has no meaning"),
+        ({"report_to": ["mlflow"]}, {"report_to": ["wandb", "tensorboard"]}, "'mlflow' is not supported"),
+        ({"report_to": "all"}, {"report_to": "none"}, "'all' is not supported"),
+    ],
+)
+def test_a_broken_rule_is_told_and_the_correction_passes(read, wrong, right, said):
+    (problem,) = check(read(**wrong), {})
+    assert said in str(problem)
+    assert problem.where.startswith("recipe.yaml") and problem.fix
+    assert check(read(**right), {}) == []
+
+
+def test_the_server_must_serve_the_model_that_is_trained(read):
+    recipe = read()
+    (problem,) = check(recipe, {"VLLM_MODEL": "Qwen/other"})
+    assert problem.where == "VLLM_MODEL"
+    assert "Qwen/other" in problem.what and recipe["model_name_or_path"] in problem.what
+    assert check(recipe, {"VLLM_MODEL": recipe["model_name_or_path"]}) == []
+    assert check(recipe, {"VLLM_MODEL": ""}) == []
+
+
+def test_all_contradictions_are_told_at_once(read):
+    problems = check(read(reward_funcs=["x", "y"], reward_weights=[1.0], top_p=0.5, use_peft=True), {"VLLM_MODEL": "z"})
+    assert len(problems) == 6
+
+
+def test_a_problem_of_a_default_names_the_recipe_and_one_of_a_flag_the_flag(read):
+    assert check(read(without="model_name_or_path"), {})[0].where == "recipe.yaml"
+    assert check(read(["--top_p", "0.5"]), {})[0].where == "--top_p"
+
+
+def test_a_dataset_in_a_file_passes_when_the_file_is_there(read, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    assert len(check(read(dataset_name=str(rows)), {})) == 1
+    rows.write_text('{"problem": "1", "answer": "1"}\n')
+    assert check(read(dataset_name=str(rows)), {}) == []
+
+
+@pytest.mark.parametrize("key", ["model_name_or_path", "dataset_name"])
+def test_the_home_of_a_user_who_does_not_exist_is_a_missing_path(read, key):
+    (problem,) = check(read(**{key: "~no-such-user-here/x"}), {})
+    assert "no-such-user-here" in problem.what
