@@ -6,7 +6,7 @@ BIN := $(abspath $(ENV_DIR))/bin
 PYTEST_ARGS ?=
 SHELL_FILES = $$(git ls-files --cached --others --exclude-standard "*.sh" .ci/run)
 
-.PHONY: help setup smoke test e2e soak docs lint format clean lock
+.PHONY: help setup smoke test e2e soak docs lint format keys clean lock
 
 help:  ## show this list
 	@sed -n 's/^\([a-z0-9]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -39,6 +39,9 @@ lint: setup  ## style, types and shell scripts
 format: setup  ## rewrite the code in the project's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+keys: setup  ## write the catalogue of recipe keys from the config classes
+	$(BIN)/python -m grpo_recipes.configs
 
 lock:  ## resolve requirements/*.in into the locks (needs uv)
 	bash scripts/lock.sh

@@ -15,10 +15,9 @@ from trl import TrlParser  # noqa: E402
 
 from grpo_recipes.configs import CONFIGS  # noqa: E402
 from grpo_recipes.data import load_prompts  # noqa: E402
+from grpo_recipes.launch.checkpoints import newest_complete  # noqa: E402
 from grpo_recipes.rewards.registry import REWARDS  # noqa: E402
-from grpo_recipes.trainers.checkpoints import newest_complete  # noqa: E402
 from grpo_recipes.trainers.grpo import GRPOTrainer  # noqa: E402
-from grpo_recipes.trainers.metrics import move_rows_after  # noqa: E402
 from grpo_recipes.trainers.model import load_tokenizer, model_init_kwargs, save_model  # noqa: E402
 from grpo_recipes.trainers.rank import check_world, rank_record, run_folder  # noqa: E402
 from grpo_recipes.trainers.stop import StopOnRequest, StoppedOnRequest  # noqa: E402
@@ -47,11 +46,8 @@ def main() -> None:
         checkpoint = newest_complete(run / "checkpoints")
         if trainer.accelerator.is_main_process:
             print(f"grpo: {prompts}; first prompt:\n{prompts.example}")
-            if checkpoint is not None:
-                moved = move_rows_after(run, int(checkpoint.name.rsplit("-", 1)[1]))
-                print(f"grpo: resuming from {checkpoint.name}; {moved} later rows of metrics moved aside")
-                if args.ignore_data_skip:
-                    print("grpo: ignore_data_skip: the order of the data restarts")
+            if checkpoint is not None and args.ignore_data_skip:
+                print("grpo: ignore_data_skip: the order of the data restarts")
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         if stop.stopped:
             raise StoppedOnRequest(trainer.state.global_step)

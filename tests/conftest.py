@@ -25,7 +25,7 @@ RIGHT = {
 
 @pytest.fixture
 def read(tmp_path: Path) -> Callable[..., Recipe]:
-    """``read(flags=..., environment=..., KEY=VALUE, ...)``: a right recipe with these keys changed, read from a file."""
+    """``read(flags=..., environment=..., KEY=VALUE, ...)``: a right recipe, these keys changed, read from a file."""
 
     def read_it(
         flags: Sequence[str] = (), environment: Mapping[str, str] | None = None, without: str = "", **changes: Any

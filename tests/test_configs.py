@@ -47,7 +47,8 @@ def test_our_own_keys_are_told_apart_from_trls():
         spec.name for spec in dataclasses.fields(trl.GRPOConfig)
     }
     assert ours == {
-        "prompts_per_step", "weight_sync", "weight_guard", "weight_guard_tolerance", "seed_server", "server_request_timeout"
+        "prompts_per_step", "weight_sync", "weight_guard", "weight_guard_tolerance", "seed_server",
+        "server_request_timeout",
     }  # fmt: skip
 
 

@@ -238,7 +238,7 @@ def test_a_file_that_is_no_recipe_is_refused_in_one_line(path, content, said):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(Refused, match="none.yaml"):
+    with pytest.raises(Refused, match=r"none\.yaml"):
         read_recipe(tmp_path / "none.yaml")
 
 
@@ -253,7 +253,8 @@ def test_the_yaml_of_a_recipe_reads_back_as_the_same_recipe(path, tmp_path):
     path.write_text(
         "system_prompt: |\n  two lines: a # b\n\n  and 'quotes' \"too\" ä\nrun_name: 'no'\nlearning_rate: 1e-6\n"
         "reward_weights: [1, 0.5]\nreward_funcs: [a, b]\nreport_to: none\nmodel_init_kwargs: {a: {b: [1, null]}}\n"
-        "max_prompt_length: null\nbf16: true\ndataset_solution_marker: '####'\nchat_template: \"{% if a %}\\t# {{ b }}\\n\""
+        "max_prompt_length: null\nbf16: true\ndataset_solution_marker: '####'\n"
+        'chat_template: "{% if a %}\\t# {{ b }}\\n"'
     )
     recipe = read_recipe(path, ["--seed", "5", "--no_use_vllm"], {"VLLM_PORT": "9000"})
     frozen = tmp_path / "frozen.yaml"

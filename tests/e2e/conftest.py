@@ -1,4 +1,4 @@
-"""Running the real launcher: vLLM, TRL and accelerate on CPU."""
+"""Fixtures of the end-to-end tests: `launch`, and a real Slurm as `slurm`."""
 
 from __future__ import annotations
 
@@ -6,114 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
 import pytest
+from real_runs import REPOSITORY, Launch, clean_environment
 from slurm_cluster import slurm
 
-from grpo_recipes.keys import ENVIRONMENT_KEYS
-from grpo_recipes.launch.environment import READ_VARIABLES
-from grpo_recipes.launch.rundir import read_json, read_metrics
-
 __all__ = ["slurm"]
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-SECRET = "hf_" + "plantedsecret" * 2
-
-
-@dataclass
-class Launch:
-    """One `grpo launch` (or another command that becomes one), with its own run root and working folder."""
-
-    process: subprocess.Popen[bytes]
-    folder: Path
-    cwd: Path
-    mark: str
-    started: float = field(default_factory=time.monotonic)
-
-    @property
-    def output(self) -> str:
-        return (self.folder / "output.txt").read_text()
-
-    @property
-    def run_dir(self) -> Path:
-        (only,) = [path.parent for path in (self.folder / "runs").glob("*/run.json")]
-        return only
-
-    def has_run_dir(self) -> bool:
-        return len(list((self.folder / "runs").glob("*/summary.json"))) == 1
-
-    def summary(self) -> dict:
-        return read_json(self.run_dir / "summary.json") or {}
-
-    def rows(self) -> list[dict]:
-        return read_metrics(self.run_dir)
-
-    def log_path(self, role: str) -> Path:
-        plan = read_json(self.run_dir / "plan.json") or {}
-        (name,) = [process["log"] for process in plan["processes"] if process["role"] == role]
-        return self.cwd / name
-
-    def log(self, role: str) -> str:
-        return self.log_path(role).read_text(errors="replace")
-
-    def wait(self, timeout: float = 300) -> int:
-        return self.process.wait(timeout)
-
-    def wait_for(self, condition: Callable[[], object], what: str, timeout: float = 180) -> None:
-        deadline = time.monotonic() + timeout
-        while not condition():
-            assert self.process.poll() is None, f"ended before {what}:\n{self.output}"
-            assert time.monotonic() < deadline, f"no {what} within {timeout} s:\n{self.output}"
-            time.sleep(0.1)
-
-    def wait_for_step(self, step: int) -> None:
-        self.wait_for(lambda: self.has_run_dir() and len(self.rows()) >= step, f"step {step}")
-
-    def processes(self) -> list[psutil.Process]:
-        """Every living process of the run: by the test's mark in its environment, whatever it is called."""
-        return marked_processes(self.mark)
-
-    def wait_for_nothing_left(self, timeout: float = 30) -> None:
-        deadline = time.monotonic() + timeout
-        while self.processes():
-            assert time.monotonic() < deadline, f"left behind: {self.processes()}"
-            time.sleep(0.1)
-
-    def pid_of(self, role: str) -> int:
-        record = read_json(self.run_dir / "processes" / f"{role}.json")
-        assert record is not None, f"no record of {role}"
-        return int(record["pid"])
-
-
-def marked_processes(mark: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            variables = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
-            if f"GRPO_TEST={mark}".encode() in variables and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except (OSError, psutil.Error):
-            continue
-    return found
-
-
-def clean_environment(folder: Path, mark: str, **variables: str) -> dict[str, str]:
-    """The tester's environment without anything that the launcher reads, plus the test's own."""
-    read = {*READ_VARIABLES, *ENVIRONMENT_KEYS, "WANDB_MODE", "HF_TOKEN"} - {"CACHE_ROOT"}
-    kept = {name: value for name, value in os.environ.items() if name not in read and not name.startswith("SLURM_")}
-    return {
-        **kept,
-        "RUN_ROOT": str(folder / "runs"),
-        "GRPO_TEST": mark,
-        "HF_TOKEN": SECRET,
-        "TORCH_EXTENSIONS_DIR": str(REPOSITORY / ".cache" / "torch_extensions"),
-        **variables,
-    }
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import psutil
 import pytest
-from conftest import Launch
+from real_runs import Launch
 
 ENDLESS = ("--max_steps", "100000", "--run_name", "killed")
 

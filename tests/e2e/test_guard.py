@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import clean_environment
 from fake_forgetful_proxy import FakeForgetfulProxy
+from real_runs import clean_environment
 
 from grpo_recipes import smoke
 from grpo_recipes.launch.environment import base_environment, make_scratch, run_environment

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, Launch
+from real_runs import REPOSITORY, Launch
 
 GSM8K = REPOSITORY.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
 

@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from conftest import REPOSITORY, Launch, clean_environment, marked_processes
+from real_runs import REPOSITORY, Launch, clean_environment, marked_processes
 from slurm_cluster import SlurmCluster
 from test_smoke_run import assert_reward_went_up
 

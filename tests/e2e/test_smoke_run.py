@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from conftest import REPOSITORY, SECRET, Launch
+from real_runs import REPOSITORY, SECRET, Launch
 
 
 def test_training_sh_trains_the_smoke_recipe(launch: Callable[..., Launch]) -> None:

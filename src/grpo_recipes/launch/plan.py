@@ -87,6 +87,7 @@ class Plan:
         unused_gpus: visible GPUs that nothing uses.
         dtype: dtype of the trained weights.
         smoke: whether this is the built-in smoke task, not an experiment.
+        threads: CPU threads of one training process; on CPU results depend on it in the last bits.
         notes: what the user should know.
     """
 
@@ -105,6 +106,7 @@ class Plan:
     unused_gpus: tuple[str, ...]
     dtype: str
     smoke: bool
+    threads: int
     notes: list[str] = field(default_factory=list)
 
     def process(self, role: str) -> Process | None:
@@ -209,6 +211,7 @@ def make_plan(
         unused_gpus=tuple(gpu for gpu in resources.gpus if gpu not in (*server_gpus, *used)),
         dtype=recipe["dtype"] or "float32",
         smoke=recipe["model_name_or_path"].startswith(SMOKE_SCHEME),
+        threads=max(1, resources.cores // batch.world_size) if resources.flavour == "cpu" else 1,
         notes=[*recipe.notes, *_notes(resources, batch, trainers, server_gpus, used)],
     )
     processes = [_trainer(recipe, plan, environment, names, used)]
@@ -342,6 +345,7 @@ def _trainer(
         "--machine_rank", "0",
         "--mixed_precision", _mixed_precision(recipe),
         "--dynamo_backend", "no",
+        "--num_cpu_threads_per_process", str(plan.threads),
         "--main_process_ip", "127.0.0.1",
         "--main_process_port", str(plan.ports.main_process),
         str(home() / plan.entry),

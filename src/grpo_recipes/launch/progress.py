@@ -38,7 +38,8 @@ class Progress:
             self._start = (now - row["seconds/step"], step - 1)
         began, first = self._start
         left = (now - began) / (step - first) * (last - step)
-        reward = "none" if row.get("reward") is None else f"{row['reward']:.3f}"
+        reward = row.get("reward")
+        reward = f"{reward:.3f}" if isinstance(reward, int | float) else str(reward).lower()
         phases = " ".join(f"{phase} {row[f'seconds/{phase}']:.2f}s" for phase in _PHASES)
         return (
             f"step {step}/{last}  reward {reward}  {row['tokens_per_second']:.0f} tokens/s  {phases}  "

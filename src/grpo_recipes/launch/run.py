@@ -14,6 +14,7 @@ from pathlib import Path
 
 from grpo_recipes.check import SMOKE_SCHEME
 from grpo_recipes.errors import EXIT_STOPPED, refuse
+from grpo_recipes.launch.checkpoints import newest_complete, step_of
 from grpo_recipes.launch.descendants import end_descendants, reap
 from grpo_recipes.launch.environment import Scratch, base_environment, make_scratch, run_environment
 from grpo_recipes.launch.plan import (
@@ -34,6 +35,7 @@ from grpo_recipes.launch.rundir import (
     changed_code,
     find_run,
     finish_summary,
+    move_rows_after,
     new_run,
     read_json,
     stop_file,
@@ -71,6 +73,7 @@ class Attempt:
     names: Names
     scratch: Scratch
     environment: dict[str, str]
+    resumed: str
 
 
 def launch(options: Options) -> int:
@@ -189,7 +192,15 @@ def _prepare(run: Run, recipe: Recipe, plan: Plan, names: Names, resources: Reso
         "WANDB_RUN_ID": run.identity["wandb_id"],
         "WANDB_RESUME": "allow",
     }
-    return Attempt(run, recipe, plan, names, scratch, environment)
+    return Attempt(run, recipe, plan, names, scratch, environment, _rewind(run) if before else "")
+
+
+def _rewind(run: Run) -> str:
+    """Move aside the rows of metrics that will be redone, and say where the run goes on."""
+    checkpoint = newest_complete(run.folder / "checkpoints")
+    moved = move_rows_after(run.folder, step_of(checkpoint) if checkpoint else 0)
+    where = f"resuming from {checkpoint.name}" if checkpoint else "no complete checkpoint: starting again from step 0"
+    return f"{where}; {moved} later rows of metrics.jsonl moved to metrics.redone.jsonl"
 
 
 def _say_start(attempt: Attempt) -> None:
@@ -200,6 +211,8 @@ def _say_start(attempt: Attempt) -> None:
     _say(f"vllm {plan.mode}, weights by {plan.bridge or 'none'} ({plan.why_bridge})")
     for note in plan.notes:
         _say(f"note: {note}")
+    if attempt.resumed:
+        _say(attempt.resumed)
     for process in plan.processes:
         _say(f"{process.role} log {process.log}")
 

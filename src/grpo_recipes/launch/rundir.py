@@ -168,13 +168,34 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1] if line]
 
 
+def move_rows_after(run_dir: Path, step: int) -> int:
+    """Move rows past a checkpoint's step aside, into ``metrics.redone.jsonl``.
+
+    Returns:
+        How many were moved.
+    """
+    path = run_dir / "metrics.jsonl"
+    if not path.exists():
+        return 0
+    lines = [line for line in path.read_text().split("\n")[:-1] if line]
+    kept = [line for line in lines if json.loads(line)["step"] <= step]
+    moved = lines[len(kept) :]
+    if moved:
+        with (run_dir / "metrics.redone.jsonl").open("a") as aside:
+            aside.write("\n".join(moved) + "\n")
+    temporary = path.with_suffix(".partial")
+    temporary.write_text("".join(f"{line}\n" for line in kept))
+    temporary.replace(path)
+    return len(moved)
+
+
 def finish_summary(folder: Path, **facts: Any) -> dict[str, Any]:
     """Write ``summary.json``: the given facts and what ``metrics.jsonl`` tells.
 
     ``initial_reward`` is the mean of the first 3 rows, ``final_reward`` of the last 5.
     """
     rows = read_metrics(folder)
-    rewards = [row["reward"] for row in rows if row.get("reward") is not None]
+    rewards = [row["reward"] for row in rows if isinstance(row.get("reward"), int | float)]
     seconds: dict[str, float] = {}
     for row in rows:
         for key, value in row.items():

@@ -30,12 +30,12 @@ class _Stopped(BaseException):
 def main() -> int:
     """Run the command, and end everything with it."""
     options = _options()
-    launcher = os.getppid()
+    launcher = options.launcher
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent(options.launcher)
-    become_subreaper()
     try:
+        die_with_parent(launcher)
+        become_subreaper()
         code = _run(options)
     except _Stopped:
         code = 128 + signal.SIGTERM

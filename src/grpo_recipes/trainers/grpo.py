@@ -64,8 +64,7 @@ class GRPOTrainer(MetricsRows, CompleteCheckpoints, ExactResume, trl.GRPOTrainer
         """Tell the client which generation this is: sampling seeds come from it."""
         client = getattr(getattr(self, "vllm_generation", None), "vllm_client", None)
         if client is not None:
-            mode = "train" if self.model.training else f"eval/{len(self._logs['prompt'])}"
-            client.generation = f"{mode}/{self.state.global_step}/{self._step}"
+            client.generation = f"{self.state.global_step}/{self._step}"
 
     def _check_weights(self, output: dict[str, Any]) -> None:
         """Stop every rank unless the server holds and uses the trainer's weights.

@@ -94,24 +94,3 @@ class MetricsRows:
 def _json_number(value: Any) -> Any:
     """JSON has no infinity and no NaN: the texts inf, -inf and nan."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def move_rows_after(run_dir: Path, step: int) -> int:
-    """Move rows past a checkpoint's step aside, into ``metrics.redone.jsonl``.
-
-    Returns:
-        How many were moved.
-    """
-    path = run_dir / "metrics.jsonl"
-    if not path.exists():
-        return 0
-    lines = [line for line in path.read_text().split("\n")[:-1] if line]
-    kept = [line for line in lines if json.loads(line)["step"] <= step]
-    moved = lines[len(kept) :]
-    if moved:
-        with (run_dir / "metrics.redone.jsonl").open("a") as aside:
-            aside.write("\n".join(moved) + "\n")
-    temporary = path.with_suffix(".partial")
-    temporary.write_text("".join(f"{line}\n" for line in kept))
-    temporary.replace(path)
-    return len(moved)

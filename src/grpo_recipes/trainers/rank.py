@@ -48,8 +48,8 @@ def rank_record(folder: Path) -> Iterator[None]:
 
 def _exit_of(error: BaseException) -> tuple[int, str]:
     if isinstance(error, SystemExit):
-        code = error.code if isinstance(error.code, int) else 1
-        return code, str(error)
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        return code, str(error) if code else ""
     if isinstance(error, Refused):
         return EXIT_REFUSED, str(error.problems[0])
     lines = str(error).strip().splitlines() or [""]

@@ -1,0 +1,138 @@
+"""Every command of README.md and docs/ is run here, or by a test that is named here."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from doc_pages import PAGES, REPOSITORY, blocks, code_words, prose
+
+from grpo_recipes import cli
+from grpo_recipes.keys import ENVIRONMENT_KEYS, catalogue
+from grpo_recipes.launch.environment import READ_VARIABLES
+
+MATH = "recipes/Qwen2.5-1.5B-Instruct/grpo/config_math.yaml"
+
+# Seconds at most; nothing is started or written.
+RUN_HERE = {
+    "CONFIG=recipes/smoke/grpo.yaml grpo check",
+    "RUN_NAME=first VLLM_PORT=8100 TRAIN_SEED=7 grpo plan",
+    "grpo check",
+    f"grpo check {MATH}",
+    "grpo check recipes/smoke/grpo.yaml --learning_rate 1e-6 --beta=0.04 --no_shuffle_dataset",
+    "grpo launch recipes/smoke/grpo.yaml --dry-run",
+    "grpo plan",
+    "grpo plan --weight_sync file",
+    f"grpo plan {MATH} --gpus 1 --vllm_mode colocate",
+    f"grpo plan {MATH} --gpus 8",
+    f"grpo plan {MATH} --gpus 8 --json",
+    "make help",
+}
+
+_SBATCH = "tests/e2e/test_slurm_run.py::test_sbatch_training_sh_starts_at_once_and_completes"
+COVERED = {
+    "bash training.sh": "tests/e2e/test_smoke_run.py::test_training_sh_trains_the_smoke_recipe",
+    "sbatch --gres=gpu:8 training.sh": _SBATCH,
+    "sbatch --gres=gpu:8 --cpus-per-task=64 --mem=256G training.sh --learning_rate 2e-6": _SBATCH,
+    "grpo launch recipes/smoke/grpo.yaml": "tests/e2e/test_resume.py::test_resume_last_continues_a_killed_run",
+    "grpo launch --resume last": "tests/e2e/test_resume.py::test_resume_last_continues_a_killed_run",
+    "make setup": "tests/setup/test_setup.py::test_second_run_changes_nothing",
+    "DEVICE=cpu ENV_DIR=.venv.cpu make setup": "tests/setup/test_setup.py::test_automatic_flavour",
+    "make docs": "tests/docs/test_site.py::test_the_site_builds_without_a_warning",
+    "make test": "tests/docs/test_commands.py::test_make_targets_are_there",
+    "source .venv/bin/activate": "tests/setup/test_setup.py::test_environment_of_these_tests_is_complete",
+}
+
+
+def commands() -> list[str]:
+    return sorted({line for block in blocks("bash") for line in block.lines if line and not line.startswith("#")})
+
+
+def clean_environment(folder: Path) -> dict[str, str]:
+    """The tester's environment without what the launcher reads; `grpo` is that of this environment."""
+    ours = {*READ_VARIABLES, *ENVIRONMENT_KEYS}
+    kept = {name: text for name, text in os.environ.items() if name not in ours and not name.startswith("SLURM_")}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**kept, "PATH": path, "RUN_ROOT": str(folder / "runs"), "ENV_DIR": sys.prefix}
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_command_is_run(command: str, tmp_path: Path) -> None:
+    if command in COVERED:
+        file, _, name = COVERED[command].partition("::")
+        assert f"def {name}(" in (REPOSITORY / file).read_text(), COVERED[command]
+        return
+    assert command in RUN_HERE, "new command: add it to RUN_HERE, or name the test that runs it in COVERED"
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=REPOSITORY,
+        env=clean_environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+def test_no_command_is_classified_that_no_page_has() -> None:
+    assert (RUN_HERE | COVERED.keys()) - set(commands()) <= {"make help"}
+    assert not RUN_HERE & COVERED.keys()
+
+
+def test_commands_cannot_hide_in_blocks_of_another_language() -> None:
+    assert {block.language for block in blocks()} <= {"bash", "python", "text", "yaml"}
+    for block in blocks("text"):
+        assert not re.match(r"\$ |(grpo|make|bash|sbatch) \w", block.lines[0]), block
+
+
+def inline_commands() -> list[str]:
+    spans = {span for page in PAGES for span in code_words(prose(page))}
+    return sorted(span for span in spans if re.match(r"(grpo|make|bash|sbatch) \S", span))
+
+
+@pytest.mark.parametrize("command", inline_commands())
+def test_commands_in_sentences_exist(command: str) -> None:
+    words = shlex.split(command)
+    if words[0] == "make":
+        assert words[1] in make_targets()
+    elif words[0] == "grpo":
+        options = command_options(words[1])
+        flags = [word.partition("=")[0] for word in words[2:] if word.startswith("--")]
+        assert all(flag in options or flag.lstrip("-") in catalogue() for flag in flags)
+    else:
+        files = [word for word in words if word.endswith(".sh")]
+        assert all((REPOSITORY / file).is_file() for file in files)
+
+
+def test_make_targets_are_there() -> None:
+    assert {"setup", "smoke", "test", "e2e", "docs", "clean"} <= make_targets()
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z0-9]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
+
+
+def command_options(name: str) -> set[str]:
+    parser = cli._parser()
+    (commands,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return {option for action in commands.choices[name]._actions for option in action.option_strings}
+
+
+def test_yaml_examples_hold_known_keys() -> None:
+    for block in blocks("yaml"):
+        assert set(yaml.safe_load("\n".join(block.lines))) <= catalogue().keys(), block
+
+
+def test_python_examples_compile() -> None:
+    for block in blocks("python"):
+        compile("\n".join(block.lines), block.page, "exec")

@@ -1,0 +1,97 @@
+"""The site builds offline without a warning, loads nothing from elsewhere, and its links lead somewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from doc_pages import REPOSITORY, prose
+
+from grpo_recipes.keys import OBSOLETE_KEYS, OWNED_KEYS
+
+NETWORK_OFF = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
+PAGES = ("index", "getting-started", "training-guide", "weights", "metrics", "troubleshooting", "reference")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
+        cwd=REPOSITORY,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(folder), "NO_MKDOCS_2_WARNING": "1", **NETWORK_OFF},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stderr
+    return folder
+
+
+def html(site: Path, page: str) -> str:
+    return (site / ("index.html" if page == "index" else f"{page}/index.html")).read_text()
+
+
+def test_the_site_builds_without_a_warning(site: Path) -> None:
+    for page in PAGES:
+        assert html(site, page)
+    assert not list(site.rglob("*.py")) + list(site.rglob("*.pyc"))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_load_nothing_from_elsewhere(site: Path, page: str) -> None:
+    text = html(site, page)
+    loaded = re.findall(r'<(?:script|img|iframe)[^>]*\ssrc="([^"]+)"', text)
+    loaded += re.findall(r'<link[^>]*\shref="([^"]+)"', text)
+    assert loaded
+    assert [address for address in loaded if re.match(r"(https?:)?//", address)] == []
+
+
+def test_tables_of_keys_are_made_from_the_code(site: Path) -> None:
+    text = html(site, "training-guide")
+    hooks = load_hooks()
+    own = hooks.own_keys()
+    assert "prompts_per_step" in own["GRPOConfig"] and "run_root" in own["ScriptArguments"]
+    for name in (*own["GRPOConfig"], *own["ScriptArguments"], *OBSOLETE_KEYS, *OWNED_KEYS):
+        assert f"<td><code>{name}</code></td>" in text
+    assert "<!-- keys" not in text and "<!-- refused" not in text
+
+
+def load_hooks():
+    spec = importlib.util.spec_from_file_location("docs_hooks", REPOSITORY / "docs/hooks.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_reference_has_every_module_it_names(site: Path) -> None:
+    text = html(site, "reference")
+    for module in re.findall(r"^::: (\S+)", (REPOSITORY / "docs/reference.md").read_text(), re.MULTILINE):
+        assert f'id="{module}.' in text, module
+    for name in ("weights.guard.differing", "launch.plan.make_plan", "trainers.grpo.GRPOTrainer", "recipe.read_recipe"):
+        assert f'id="grpo_recipes.{name}"' in text
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", prose(REPOSITORY / "README.md"))
+    assert links
+    assert [link for link in links if not (REPOSITORY / link).exists()] == []
+    assert len((REPOSITORY / "README.md").read_text().splitlines()) < 90
+
+
+def test_links_inside_the_site_lead_somewhere(site: Path) -> None:
+    for page in PAGES:
+        folder = site if page == "index" else site / page
+        for link, anchor in re.findall(r'<a[^>]*\shref="([^"#:]*)(#[^"]*)?"', html(site, page)):
+            target = (folder / link).resolve() if link else folder
+            target = target / "index.html" if target.is_dir() else target
+            assert target.is_file(), f"{page}: {link}"
+            if len(anchor) > 1:
+                assert re.search(rf'\sid="{re.escape(anchor[1:])}"', target.read_text()), f"{page}: {link}{anchor}"

@@ -1,0 +1,217 @@
+"""Tables that people wrote say what the code says: variables, exit codes, ports, tolerances, metrics, messages."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from doc_pages import PAGES, REPOSITORY, blocks, code_words, prose, table_rows
+
+from grpo_recipes import cli, errors
+from grpo_recipes.keys import ENVIRONMENT_KEYS, catalogue
+from grpo_recipes.launch import ports
+from grpo_recipes.launch.environment import READ_VARIABLES, base_environment
+from grpo_recipes.launch.plan import _ACCELERATE_FILES, _DEFAULT_RECIPES
+from grpo_recipes.launch.rundir import finish_summary
+from grpo_recipes.rewards.registry import REWARDS
+from grpo_recipes.weights.guard import TOLERANCES, checksum_verdict, logprob_verdict
+
+DOCS = REPOSITORY / "docs"
+GUIDE = DOCS / "training-guide.md"
+# Read by the libraries under us; the launcher hands them on as they are.
+PASSED_ON = {
+    "HF_TOKEN", "NCCL_DEBUG", "TENSORBOARD_LOGGING_DIR", "WANDB_API_KEY", "WANDB_ENTITY", "WANDB_MODE",
+    "WANDB_PROJECT", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL",
+}  # fmt: skip
+# Removed from the children's environment, or written by us.
+REMOVED = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
+NO_VARIABLES = {"COMPLETE", "LICENSE", "SIGTERM", "SIGINT", "SIGHUP", "USR1", "NO_PROXY", "SBATCH"}
+
+
+def shell_variables() -> set[str]:
+    """What training.sh and scripts/setup.sh say they read."""
+    usage = (REPOSITORY / "training.sh").read_text().split("<<'TEXT'")[1].split("\nTEXT")[0]
+    head = (REPOSITORY / "scripts/setup.sh").read_text().split("set -euo pipefail")[0]
+    return set(re.findall(r"\b([A-Z][A-Z_]+)=", usage + head))
+
+
+def documented(page: Path) -> dict[str, str]:
+    return {row[0].strip("`"): row[1] for row in table_rows(page, "variable")}
+
+
+def test_variables_that_stand_for_a_key() -> None:
+    table = documented(GUIDE)
+    assert {name: table[name].strip("`") for name in ENVIRONMENT_KEYS} == ENVIRONMENT_KEYS
+
+
+def test_every_variable_that_is_read_is_documented_and_no_other() -> None:
+    told = set(documented(GUIDE)) | set(documented(DOCS / "getting-started.md"))
+    assert told == {*ENVIRONMENT_KEYS, *READ_VARIABLES, *shell_variables()}
+
+
+def test_variables_named_in_sentences_exist() -> None:
+    known = {*ENVIRONMENT_KEYS, *READ_VARIABLES, *shell_variables(), *PASSED_ON, *REMOVED, *NO_VARIABLES}
+    for page in PAGES:
+        for span in code_words(prose(page)):
+            for name in re.findall(r"^([A-Z][A-Z0-9_]{3,})(?:=\S*)?$", span):
+                assert name in known or name.endswith("_"), f"{page.name}: {name}"
+
+
+def test_what_the_environment_keeps_and_loses() -> None:
+    for name in PASSED_ON:
+        assert base_environment({name: "x"})[name] == "x"
+    for name in (*REMOVED, "CONDA_PREFIX", "PMI_SIZE", "PMIX_RANK", "OMPI_COMM_WORLD_SIZE", *ENVIRONMENT_KEYS):
+        assert name == "RUN_ROOT" or name not in base_environment({name: "x"})
+
+
+def test_exit_codes() -> None:
+    known = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
+    assert {int(row[0]) for row in table_rows(GUIDE, "code")} == known
+
+
+def test_default_ports() -> None:
+    rows = {row[1].strip("`"): int(row[2]) for row in table_rows(GUIDE, "port")}
+    assert rows == ports._DEFAULTS
+    first = f"{ports._BLOCK_BASE} + (`J` mod {ports._BLOCKS}) × {ports._BLOCK_SIZE}"
+    assert table_rows(GUIDE, "port")[0][3] == first
+
+
+def test_default_recipes_accelerators_and_rewards() -> None:
+    defaults = {row[0]: row[1].strip("`") for row in table_rows(GUIDE, "flavour")}
+    assert defaults == {flavour: name.format(task="grpo") for flavour, name in _DEFAULT_RECIPES.items()}
+    assert {row[0].strip("`") for row in table_rows(GUIDE, "`accelerator`")} == {"auto", *_ACCELERATE_FILES}
+    assert {row[0].strip("`") for row in table_rows(GUIDE, "reward")} == set(REWARDS)
+    bridges = {row[0].split()[0].strip("`") for row in table_rows(DOCS / "weights.md", "`weight_sync`")}
+    assert bridges == set(catalogue()["weight_sync"]["choices"])
+
+
+def test_batches_of_the_math_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(REPOSITORY / "recipes/Qwen2.5-1.5B-Instruct/grpo/config_math.yaml")
+    for gpus, *numbers in table_rows(GUIDE, "GPUs"):
+        assert cli.main(["plan", recipe, "--gpus", gpus, "--json"]) == 0
+        batch = json.loads(capsys.readouterr().out)["batch"]
+        assert [int(number) for number in numbers] == [
+            batch["world_size"], batch["per_device"], batch["accumulation"], batch["completions"]
+        ]  # fmt: skip
+
+
+def test_slurm_header() -> None:
+    header = set(re.findall(r"^#SBATCH (--\S+)", (REPOSITORY / "training.sh").read_text(), re.MULTILINE))
+    assert {word for row in table_rows(GUIDE, "line") for word in code_words(row[0])} == header
+
+
+def test_tolerances_of_the_guard() -> None:
+    rows = table_rows(DOCS / "weights.md", "dtype")
+    assert {row[0].strip("`"): float(row[1]) for row in rows} == TOLERANCES
+
+
+def test_keys_of_the_summary(tmp_path: Path) -> None:
+    written = finish_summary(tmp_path, status="failed", exit_code=1, failed_rank=None, cause="x")
+    told = {row[0].strip("`") for table in ("key",) for row in table_rows(DOCS / "metrics.md", table)}
+    assert {*written, "smoke", "restarts"} <= told
+
+
+def test_commands_and_keys_of_the_refused_list_are_not_accepted() -> None:
+    from grpo_recipes.keys import OBSOLETE_KEYS, OWNED_KEYS
+
+    assert not ({*OBSOLETE_KEYS, *OWNED_KEYS} & catalogue().keys())
+
+
+# --- messages of the troubleshooting page ----------------------------------------------------------------------------
+
+SMOKE = "recipes/smoke/grpo.yaml"
+MATH = "recipes/Qwen2.5-1.5B-Instruct/grpo/config_math.yaml"
+# Beginning of a message -> (command, variables) that brings it, word for word.
+SAID = {
+    "grpo: sbatch --nodes:": (f"plan {SMOKE}", {"SLURM_JOB_ID": "5", "SLURM_JOB_NUM_NODES": "2"}),
+    "grpo: --lerning_rate:": (f"check {SMOKE} --lerning_rate 1", {}),
+    "grpo: --warmup_ratio:": (f"check {SMOKE} --warmup_ratio 0.1", {}),
+    "grpo: --output_dir:": (f"check {SMOKE} --output_dir x", {}),
+    "grpo: --num_generations: 'num": (f"check {SMOKE} --num_generations 7.5", {}),
+    "grpo: --gradient_accumulation_steps:": (f"check {SMOKE} --gradient_accumulation_steps 4", {}),
+    "grpo: --num_generations: 256": (f"plan {SMOKE} --prompts_per_step null --num_generations 7", {}),
+    "grpo: --vllm_max_model_length:": (f"check {SMOKE} --vllm_max_model_length 30", {}),
+    "grpo: --top_p:": (f"check {SMOKE} --top_p 0.9", {}),
+    "grpo: VLLM_MODEL:": (f"check {SMOKE}", {"VLLM_MODEL": "other/model"}),
+    "grpo: --reward_funcs:": (f"check {SMOKE} --reward_funcs accuracy", {}),
+    "grpo: MAXENT:": ("check", {"MAXENT": "1"}),
+    "grpo: CONFIG:": ("check", {"CONFIG": "missing.yaml"}),
+    "grpo: CONFIG_FILE:": (f"plan {SMOKE}", {"CONFIG_FILE": "missing.yaml"}),
+    "grpo: 'recipes/smoke/grpo.yaml':": (f"plan --json {SMOKE}", {}),
+    "grpo: devices:": (f"plan {MATH} --gpus 0", {}),
+    "grpo: config_math.yaml:": (f"plan {MATH} --gpus 1", {}),
+    "grpo: --vllm_tensor_parallel_size:": (f"plan {MATH} --gpus 2 --vllm_tensor_parallel_size 2", {}),
+    "grpo: --vllm_mode:": (f"plan {SMOKE} --vllm_mode colocate", {}),
+    "grpo: --weight_sync:": (f"plan {SMOKE} --weight_sync nccl", {}),
+    "grpo: --resume: there is no run": ("launch --resume last", {}),
+}
+# Messages that need a run, a cluster or a broken machine: fixed parts of them -> the file that says them.
+WRITTEN_IN = {
+    "and a job installs nothing; on the login node run:": "scripts/setup.sh",
+    "no answer from a package index:": "scripts/setup.sh",
+    "replace it with:": "scripts/setup.sh",
+    "no Python 3.11 to 3.13 with the venv module found": "scripts/setup.sh",
+    "which is not the repository;": "training.sh",
+    "is in use by another process": "src/grpo_recipes/launch/ports.py",
+    "was taken by another process (pid": "src/grpo_recipes/launch/server.py",
+    "the vLLM server died before it was ready": "src/grpo_recipes/launch/server.py",
+    "s (vllm_server_timeout)": "src/grpo_recipes/launch/server.py",
+    "the vLLM server did not answer": "src/grpo_recipes/weights/client.py",
+    "weights did not reach the server through the": "src/grpo_recipes/weights/guard.py",
+    "the server computes with other weights than the trainer's": "src/grpo_recipes/weights/guard.py",
+    "was killed by signal": "src/grpo_recipes/launch/supervisor.py",
+    "died or was killed": "src/grpo_recipes/launch/supervisor.py",
+    "check CONFIG_FILE and the accelerator key": "src/grpo_recipes/trainers/rank.py",
+    "has no column": "src/grpo_recipes/data.py",
+    "prompts are left, one step needs": "src/grpo_recipes/data.py",
+    "the run was made at commit": "src/grpo_recipes/launch/rundir.py",
+    "is missing: the checkpoint was made with another number of processes": "src/grpo_recipes/trainers/exact_resume.py",
+}
+
+
+def messages() -> list[str]:
+    return [line for block in blocks("text") if block.page == "troubleshooting.md" for line in block.lines]
+
+
+@pytest.mark.parametrize("message", messages())
+def test_messages_are_what_the_code_says(
+    message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = [given for start, given in SAID.items() if message.startswith(start)]
+    if not said:
+        files = [file for part, file in WRITTEN_IN.items() if part in message]
+        assert files, "new message: add it to SAID, or to WRITTEN_IN"
+        return
+    ((command, variables),) = said
+    monkeypatch.chdir(REPOSITORY)
+    for name in {*READ_VARIABLES, *ENVIRONMENT_KEYS} - {"CACHE_ROOT"}:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if "--resume" in command:
+        monkeypatch.setenv("RUN_ROOT", "no-such-folder")
+        message = message.replace("no run in runs", "no run in no-such-folder")
+
+    assert cli.main(command.split()) == errors.EXIT_REFUSED
+
+    assert capsys.readouterr().err.strip() == message
+
+
+def test_every_table_entry_is_used_and_its_file_says_it() -> None:
+    text = "\n".join(messages())
+    assert [start for start in SAID if start not in text] == []
+    for part, file in WRITTEN_IN.items():
+        assert part in text, part
+        source = re.sub(r'"\s*\n\s*f?"', "", (REPOSITORY / file).read_text())
+        assert part in source, f"{file} no longer says: {part}"
+
+
+def test_messages_of_the_guard() -> None:
+    text = (DOCS / "weights.md").read_text()
+    names = ["model.embed_tokens.weight", *[f"p{number}" for number in range(28)]]
+    checksum = checksum_verdict("file", names)
+    assert checksum is not None and checksum.split(" in model")[0] in text
+    logprobs = logprob_verdict("file", 1.31, TOLERANCES["float32"])
+    assert logprobs is not None and logprobs in text

@@ -1,0 +1,148 @@
+"""Who ended the run: real processes under real wardens."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from grpo_recipes.launch.environment import Scratch
+from grpo_recipes.launch.plan import Process
+from grpo_recipes.launch.supervisor import Child, Ending, tail, wait_for_trainer
+from grpo_recipes.secrets import MASK
+
+RECORD = """
+import json, os, subprocess, sys, time
+def record(rank, pid=os.getpid(), **facts):
+    path = os.path.join(sys.argv[1], "processes", f"rank_{rank}.json")
+    with open(path + ".new", "w") as file:
+        json.dump({"rank": rank, "pid": pid, **facts}, file)
+    os.rename(path + ".new", path)
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """``start(role, code)`` runs Python code as that role under a warden."""
+    children: list[Child] = []
+    run_dir = tmp_path / "run"
+    (run_dir / "processes").mkdir(parents=True)
+
+    def start_it(role: str, code: str) -> Child:
+        argv = [sys.executable, "-c", RECORD + code, str(run_dir)]
+        process = Process(role, argv, {}, (), str(tmp_path / f"{role}.log"))
+        children.append(Child(process, dict(os.environ), run_dir, Scratch(tmp_path / "disk", tmp_path / "memory")))
+        return children[-1]
+
+    start_it.run_dir = run_dir
+    yield start_it
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.warden_pid, signal.SIGTERM)
+        while child.alive():
+            time.sleep(0.02)
+
+
+def ending_of(start, trainer: Child, server: Child | None = None) -> Ending:
+    deadline = time.monotonic() + 30
+
+    def tick() -> None:
+        assert time.monotonic() < deadline, "no ending within 30 s"
+
+    return wait_for_trainer(trainer, server, start.run_dir, tick, interval=0.02)
+
+
+def test_trainers_that_are_done_end_the_run_with_0(start):
+    server = start("server", "time.sleep(300)")
+    ending = ending_of(start, start("trainer", "time.sleep(0.3)"), server)
+    assert ending == Ending(0)
+    assert server.alive()
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "how"),
+    [("sys.exit(3)", 3, "exited with code 3"), ("os.kill(os.getpid(), 9)", 137, "was killed by signal 9")],
+)
+def test_a_launch_command_that_fails_is_named_with_its_code(start, code, exit_code, how):
+    trainer = start("trainer", f"time.sleep(0.3); {code}")
+    ending = ending_of(start, trainer)
+    assert (ending.code, ending.failed_rank, ending.log) == (exit_code, None, trainer.log)
+    assert ending.cause == f"accelerate launch (pid {trainer.command_pid()}) {how}"
+
+
+def test_the_first_rank_that_failed_is_the_cause(start):
+    trainer = start(
+        "trainer",
+        "record(0, exit=1, cause='RuntimeError: connection lost', time=200.0)\n"
+        "record(1, exit=5, cause='ValueError: the real one', time=100.0)\n"
+        "time.sleep(300)",
+    )
+    ending = ending_of(start, trainer)
+    assert (ending.code, ending.failed_rank) == (5, 1)
+    assert ending.cause == "rank 1: ValueError: the real one"
+    assert ending.log == trainer.log
+
+
+def test_a_ranks_own_exit_code_beats_accelerates(start):
+    trainer = start("trainer", "record(0, exit=2, cause='column missing', time=1.0)\nsys.exit(1)")
+    ending = ending_of(start, trainer)
+    assert (ending.code, ending.cause, ending.failed_rank) == (2, "rank 0: column missing", 0)
+
+
+def test_a_rank_that_was_killed_is_named_with_its_signal(start):
+    trainer = start(
+        "trainer",
+        "child = subprocess.Popen(['sleep', '300'])\n"
+        "record(0, exit=0, cause='', time=1.0)\nrecord(1, pid=child.pid)\ntime.sleep(0.3)\nchild.kill()\nchild.wait()\n"
+        "print(f'  exitcode  : -9 (pid: {child.pid})', flush=True)\ntime.sleep(300)",
+    )
+    ending = ending_of(start, trainer)
+    pid = json.loads((start.run_dir / "processes/rank_1.json").read_text())["pid"]
+    assert (ending.code, ending.failed_rank) == (137, 1)
+    assert ending.cause == f"rank 1 (pid {pid}) was killed by signal 9"
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "how"),
+    [
+        ("sys.exit(4)", 4, "exited with code 4"),
+        ("sys.exit(0)", 1, "exited with code 0"),
+        ("os.kill(os.getpid(), 9)", 137, "was killed by signal 9"),
+    ],
+)
+def test_a_server_that_ends_before_the_trainers_is_the_cause(start, code, exit_code, how):
+    server = start("server", f"time.sleep(0.4); {code}")
+    ending = ending_of(start, start("trainer", "time.sleep(300)"), server)
+    assert (ending.code, ending.log) == (exit_code, server.log)
+    assert ending.cause == f"the vLLM API server (pid {server.command_pid()}) {how}"
+
+
+def test_a_child_leaves_its_output_in_its_log_and_forgets_an_older_record(start):
+    record = start.run_dir / "processes/trainer.json"
+    record.write_text('{"pid": 1, "exit": 9}')
+    trainer = start("trainer", "print('hello')")
+    ending = ending_of(start, trainer)
+    assert ending.code == 0 and trainer.exit_code() == 0
+    assert trainer.log.read_text() == "hello\n"
+
+
+def test_the_tail_of_a_log_is_short_and_masked(tmp_path):
+    log = tmp_path / "log"
+    token = "hf_" + "plantedsecret" * 2
+    log.write_bytes(
+        b"".join(b"line %d\n" % number for number in range(1000)) + f"\xff token {token}\n".encode("latin1")
+    )
+    lines = tail(log, 5).splitlines()
+    assert lines[:4] == [f"line {number}" for number in range(996, 1000)]
+    assert lines[4].endswith(f"token {MASK}") and len(lines) == 5
+
+
+def test_the_tail_of_a_missing_or_empty_log_is_empty(tmp_path):
+    (tmp_path / "empty").touch()
+    assert tail(tmp_path / "none") == tail(Path(tmp_path / "empty")) == ""

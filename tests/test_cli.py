@@ -1,0 +1,223 @@
+"""`grpo check`, `plan` and `launch --dry-run` as commands: exit codes, speed, and what they leave alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from grpo_recipes.launch.resources import environment_flavour
+from grpo_recipes.secrets import MASK
+
+ROOT = Path(__file__).parents[1]
+SMOKE = str(ROOT / "recipes/smoke/grpo.yaml")
+MATH = str(ROOT / "recipes/Qwen2.5-1.5B-Instruct/grpo/config_math.yaml")
+TOKEN = "hf_" + "plantedsecret" * 2
+on_cpu = pytest.mark.skipif(environment_flavour() != "cpu", reason="needs a CPU environment")
+
+
+@pytest.fixture
+def grpo(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """``grpo("check", ..., VARIABLE=...)`` in an empty folder with an almost empty environment."""
+    (tmp_path / "cwd").mkdir()
+
+    def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "CACHE_ROOT": str(tmp_path / "cache")}
+        return subprocess.run(
+            [sys.executable, "-m", "grpo_recipes", *arguments],
+            env={**environment, **variables}, cwd=tmp_path / "cwd", capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.mark.parametrize("command", [("check",), ("plan",), ("launch", "--dry-run")], ids=lambda parts: parts[0])
+@on_cpu
+def test_a_command_answers_in_under_a_second(grpo, command):
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = grpo(*command)
+        seconds.append(time.perf_counter() - start)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == ""
+    assert statistics.median(seconds) < 1.0
+
+
+@pytest.mark.parametrize("arguments", [["check", SMOKE], ["plan", SMOKE], ["launch", SMOKE, "--dry-run"]])
+@on_cpu
+def test_no_command_before_a_launch_imports_torch(arguments, tmp_path):
+    code = (
+        "import sys\nfrom grpo_recipes.cli import main\n"
+        f"assert main({arguments!r}) == 0\n"
+        "print('HEAVY', sorted({'torch', 'trl', 'transformers', 'vllm', 'datasets', 'accelerate'} & set(sys.modules)))"
+    )
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "HEAVY []"
+
+
+def refused(done: subprocess.CompletedProcess[str]) -> str:
+    """The only line of a refusal."""
+    assert done.returncode == 2, done.stdout + done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("grpo: ") and " Fix: " in line
+    assert done.stdout == ""
+    return line
+
+
+@pytest.mark.parametrize("command", ["check", "plan", "launch"])
+@pytest.mark.parametrize(
+    ("arguments", "variables", "said"),
+    [
+        ([SMOKE, "--learning_rte", "1"], {}, "--learning_rte: unknown key"),
+        ([SMOKE, "--max_comp", "7"], {}, "--max_comp: unknown key"),
+        ([SMOKE, "--max_steps", "many"], {}, "--max_steps"),
+        (["no-such.yaml"], {}, "RECIPE: there is no recipe 'no-such.yaml'"),
+        (["--config", "no-such.yaml"], {}, "RECIPE: there is no recipe 'no-such.yaml'"),
+        ([], {"CONFIG": "no-such.yaml"}, "CONFIG: there is no recipe 'no-such.yaml'"),
+        ([SMOKE, "--config", MATH], {}, "two recipes are named"),
+        ([], {"MAXENT": "1"}, "src/maxent-grpo.py"),
+        ([], {"MAXENT": "1", "TRAIN_ENTRYPOINT": "src/grpo.py"}, "contradicts MAXENT"),
+        ([], {"TRAIN_ENTRYPOINT": "src/none.py"}, "src/none.py"),
+        ([SMOKE], {"VLLM_MODEL": "Qwen/other"}, "VLLM_MODEL: the server would serve 'Qwen/other'"),
+        ([SMOKE], {"VLLM_PORT": "http"}, "VLLM_PORT"),
+        ([SMOKE, "--run_name", TOKEN], {}, "looks like a secret"),
+    ],
+)
+@on_cpu
+def test_bad_input_is_one_line_and_exit_code_2(grpo, command, arguments, variables, said, tmp_path):
+    line = refused(grpo(command, *arguments, **variables))
+    assert said in line
+    assert TOKEN not in line
+    assert list((tmp_path / "cwd").iterdir()) == []
+
+
+def test_an_unknown_command_is_exit_code_2(grpo):
+    done = grpo("lunch")
+    assert done.returncode == 2 and "invalid choice: 'lunch'" in done.stderr
+    assert grpo().returncode == 2
+
+
+@pytest.mark.parametrize("command", ["check", "plan", "launch"])
+def test_help_is_there_without_any_other_work(grpo, command):
+    done = grpo(command, "--help", CONFIG="no-such.yaml")
+    assert done.returncode == 0
+    text = " ".join(done.stdout.split())
+    assert f"grpo {command} [RECIPE]" in text and "flag > environment variable > YAML > default" in text
+
+
+def test_everything_wrong_is_told_at_once(grpo, tmp_path):
+    recipe = tmp_path / "bad.yaml"
+    recipe.write_text("seed: x\nlearning_rte: 1\n")
+    done = grpo("check", str(recipe), "--max_comp", "7")
+    assert done.returncode == 2
+    assert [line.split(": ")[1] for line in done.stderr.splitlines()] == ["bad.yaml:1", "bad.yaml:2", "--max_comp"]
+
+
+@on_cpu
+def test_the_value_of_a_flag_is_not_taken_for_the_recipe(grpo):
+    done = grpo("launch", "--seed", "42", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "recipes/smoke/grpo.yaml" in done.stdout
+
+
+@on_cpu
+def test_flags_reach_the_plan_wherever_they_stand(grpo):
+    done = grpo(
+        "plan", SMOKE, "--prompts_per_step=4", "--json", "--num-generations", "8", "--reward_funcs", "format_tags"
+    )
+    plan = json.loads(done.stdout)
+    assert plan["batch"]["completions"] == 32
+
+
+@on_cpu
+def test_the_guides_launch_line_is_accepted(grpo):
+    done = grpo(
+        "launch", "--dry-run", "--use_vllm", "--run_name", "mine", "--ignore_data_skip", "--overwrite_output_dir",
+        "false", "--seed", "42",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "liv_train_mine_" in done.stdout and "overwrite_output_dir" in done.stdout
+
+
+@on_cpu
+def test_config_names_the_recipe(grpo, tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(Path(SMOKE).read_text().replace("prompts_per_step: 16", "prompts_per_step: 3"))
+    plan = json.loads(grpo("plan", "--json", CONFIG=str(recipe)).stdout)
+    assert (plan["recipe"], plan["batch"]["completions"]) == (str(recipe), 48)
+
+
+@pytest.mark.parametrize("gpus", [2, 4, 7, 8])
+def test_the_math_recipe_plans_on_a_machine_without_gpus(grpo, gpus):
+    plan = json.loads(grpo("plan", MATH, "--gpus", str(gpus), "--json").stdout)
+    assert (plan["flavour"], plan["batch"]["completions"], plan["unused_gpus"]) == ("cuda", 840, [])
+    assert [process["role"] for process in plan["processes"]] == ["server", "trainer"]
+
+
+def test_no_gpu_in_a_cuda_plan_is_refused_with_the_line_to_submit(grpo):
+    assert "--gres=gpu:8" in refused(grpo("plan", MATH, "--gpus", "0"))
+
+
+def everything_under(*folders: Path) -> set[Path]:
+    return {path for folder in folders if folder.exists() for path in folder.rglob("*")}
+
+
+@on_cpu
+def test_a_dry_run_prints_every_process_and_makes_nothing(grpo, tmp_path):
+    places = [tmp_path, ROOT / "runs", ROOT / "logs", Path("/tmp/grpo-dry-run")]
+    before = everything_under(tmp_path, places[3])
+    ours = {path for path in everything_under(*places[1:3]) if "dryrun-mark" in path.name}
+    done = grpo(
+        "launch", "--dry-run", "--run_name", "dryrun-mark",
+        HF_TOKEN=TOKEN, WANDB_API_KEY="0123456789abcdef", NO_PROXY=f"{TOKEN}.host", CONDA_PREFIX="/conda",
+        VLLM_PORT="9000", PYTHONPATH="",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    server, trainer = (line for line in done.stdout.splitlines() if line.startswith(("server ", "trainer ")))
+    assert "--served-model-name" in json.loads(server.split(maxsplit=1)[1])
+    assert str(ROOT / "src/grpo.py") in json.loads(trainer.split(maxsplit=1)[1])
+    variables = {line.strip() for line in done.stdout.splitlines()}
+    assert "CONDA_PREFIX=(removed)" in variables and "VLLM_PORT=(removed)" in variables
+    assert "PYTHONNOUSERSITE=1" in variables
+    assert TOKEN not in done.stdout and "0123456789abcdef" not in done.stdout
+    assert f"NO_PROXY={MASK}.host,localhost,127.0.0.1,::1" in variables
+    assert everything_under(tmp_path, places[3]) == before
+    assert {path for path in everything_under(*places[1:3]) if "dryrun-mark" in path.name} == ours == set()
+
+
+@on_cpu
+def test_a_plan_changes_neither_recipe_nor_folder(grpo, tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(Path(SMOKE).read_text())
+    before = (recipe.read_bytes(), recipe.stat().st_mtime_ns, everything_under(tmp_path))
+    assert grpo("plan", str(recipe), "--seed", "7", ACCELERATOR="ddp").returncode == 0
+    assert (recipe.read_bytes(), recipe.stat().st_mtime_ns, everything_under(tmp_path)) == before
+
+
+@on_cpu
+def test_several_nodes_are_refused_before_anything_is_made(grpo, tmp_path):
+    assert "--nodes=1" in refused(grpo("launch", SLURM_JOB_ID="7", SLURM_JOB_NUM_NODES="2"))
+    assert list((tmp_path / "cwd").iterdir()) == []
+
+
+@on_cpu
+@pytest.mark.parametrize("which", ["last", "no-such-run"])
+def test_resuming_a_run_that_is_not_there_is_refused(grpo, which):
+    assert "--resume" in refused(grpo("launch", "--resume", which))
+
+
+@on_cpu
+def test_a_reader_that_stops_early_is_no_error_to_complain_about(grpo, tmp_path):
+    command = f"{sys.executable} -m grpo_recipes plan {SMOKE} | head -1"
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stderr == "" and done.stdout.startswith("recipe")

@@ -1,0 +1,97 @@
+"""What a training process tells of itself, in a real process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from grpo_recipes.trainers.rank import check_world
+
+SCRIPT = """
+import json, os, sys
+from pathlib import Path
+from grpo_recipes.errors import Problem, Refused
+from grpo_recipes.trainers.rank import rank_record, run_folder
+run = run_folder()
+with rank_record(run):
+    path = run / "processes" / f"rank_{os.environ.get('RANK', '0')}.json"
+    assert json.loads(path.read_text())["pid"] == os.getpid() and "exit" not in json.loads(path.read_text())
+    exec(sys.argv[1])
+"""
+
+
+@pytest.fixture
+def rank(tmp_path):
+    """``rank(code, RANK=...)`` runs code inside a rank record and returns exit code, record and stderr."""
+    (tmp_path / "processes").mkdir()
+
+    def run(code: str, number: str = "0") -> tuple[int, dict, str]:
+        environment = {**os.environ, "GRPO_RUN_DIR": str(tmp_path), "RANK": number}
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, code], env=environment, capture_output=True, text=True, timeout=60
+        )
+        record = json.loads((tmp_path / f"processes/rank_{number}.json").read_text())
+        return done.returncode, record, done.stderr
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "cause"),
+    [
+        ("pass", 0, ""),
+        ("raise ValueError('first line\\nsecond line')", 1, "ValueError: first line"),
+        ("raise ValueError", 1, "ValueError: "),
+        ("sys.exit(7)", 7, "7"),
+        ("raise SystemExit('said why')", 1, "said why"),
+        ("raise KeyboardInterrupt", 1, "KeyboardInterrupt: "),
+        ("raise Refused(Problem('recipe.yaml:3', 'wrong', 'mend it'))", 2, "recipe.yaml:3: wrong. Fix: mend it"),
+    ],
+)
+def test_a_rank_records_how_it_ended(rank, code, exit_code, cause):
+    returned, record, stderr = rank(code, "3")
+    assert (returned, record["exit"], record["rank"]) == (exit_code, exit_code, 3)
+    assert record["cause"] == cause
+    assert record["time"] > 0
+    assert ("Traceback" in stderr) == code.startswith(("raise V", "raise K", "raise R"))
+
+
+@pytest.mark.parametrize("code", ["sys.exit(0)", "sys.exit()", "raise SystemExit"])
+def test_a_rank_that_exits_with_0_has_not_failed(rank, code):
+    returned, record, _ = rank(code)
+    assert (returned, record["exit"]) == (0, 0)
+
+
+def test_a_rank_ends_though_a_thread_of_it_hangs(rank):
+    code = "import threading, time; threading.Thread(target=time.sleep, args=(300,)).start(); raise ValueError('x')"
+    assert rank(code)[0] == 1
+
+
+def test_a_script_without_its_launcher_says_how_to_start_it():
+    code = "from grpo_recipes.trainers.rank import run_folder; run_folder()"
+    environment = {name: value for name, value in os.environ.items() if name != "GRPO_RUN_DIR"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "grpo launch RECIPE" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("became", "fits"),
+    [
+        ((2, "cpu", "float32"), True),
+        ((1, "cpu", "float32"), False),
+        ((2, "cuda", "float32"), False),
+        ((2, "cpu", "bfloat16"), False),
+    ],
+)
+def test_a_world_other_than_the_planned_one_is_refused(tmp_path, became, fits):
+    plan = {"batch": {"world_size": 2}, "flavour": "cpu", "dtype": "float32"}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    if fits:
+        check_world(tmp_path, *became)
+    else:
+        with pytest.raises(RuntimeError, match="planned 2 processes on cpu in float32"):
+            check_world(tmp_path, *became)

@@ -1,0 +1,94 @@
+"""Where we plug into TRL: these fail when TRL's client changes, before a run does."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("trl")
+
+from trl.generation import vllm_generation
+from trl.generation.vllm_client import VLLMClient
+
+from grpo_recipes.configs import GRPOConfig
+from grpo_recipes.keys import catalogue
+from grpo_recipes.weights.bridges import BRIDGES, bridge_in_place
+from grpo_recipes.weights.client import BridgeClient, ClientSettings
+
+SIGNATURES = {
+    "__init__": ["self", "base_url", "host", "server_port", "group_port", "connection_timeout"],
+    "check_server": ["self", "total_timeout", "retry_interval"],
+    "init_communicator": ["self", "device"],
+    "update_named_params": ["self", "metadata", "named_params"],
+    "reset_prefix_cache": ["self"],
+    "close_communicator": ["self"],
+    "get_server_info": ["self"],
+    "_post": ["self", "url", "kwargs"],
+    "generate": [
+        "self", "prompts", "features", "n", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
+        "max_tokens", "logprobs", "structured_outputs_regex", "generation_kwargs",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", SIGNATURES)
+def test_trls_client_takes_what_we_know(method):
+    assert list(inspect.signature(getattr(VLLMClient, method)).parameters) == SIGNATURES[method]
+
+
+@pytest.mark.parametrize("bridge", BRIDGES.values(), ids=BRIDGES.keys())
+@pytest.mark.parametrize("method", [name for name in SIGNATURES if name not in ("__init__", "generate")])
+def test_a_bridge_can_be_called_as_trls_client_is(bridge, method):
+    theirs = list(inspect.signature(getattr(VLLMClient, method)).parameters)
+    assert list(inspect.signature(getattr(bridge, method)).parameters) == theirs
+
+
+def test_trl_builds_its_client_by_name_when_it_is_called():
+    assert vllm_generation.VLLMClient is VLLMClient
+    source = inspect.getsource(vllm_generation.VLLMGeneration)
+    assert source.count("VLLMClient(") == 1
+    assert "VLLMClient" in vllm_generation.VLLMGeneration._init_vllm.__code__.co_names
+
+
+def test_trls_generation_gives_the_client_keywords_only():
+    source = inspect.getsource(vllm_generation.VLLMGeneration)
+    call = " ".join(source.split("VLLMClient(")[1].split(")")[0].split())
+    assert call == "base_url=base_url, group_port=self.group_port, connection_timeout=self.server_timeout"
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> ClientSettings:
+    return ClientSettings("run-abcd", 1.0, True, None, tmp_path)
+
+
+@pytest.mark.parametrize("name", BRIDGES)
+def test_a_bridge_stands_in_trls_place_only_inside(name, settings):
+    with bridge_in_place(name, settings):
+        inside = vllm_generation.VLLMClient
+        assert inside.func is BRIDGES[name] and inside.keywords == {"settings": settings}
+    assert vllm_generation.VLLMClient is VLLMClient
+
+
+def test_trls_client_is_back_after_an_exception(settings):
+    with pytest.raises(RuntimeError, match="inside"), bridge_in_place("file", settings):
+        raise RuntimeError("inside")
+    assert vllm_generation.VLLMClient is VLLMClient
+
+
+def test_an_unknown_bridge_leaves_trl_alone(settings):
+    with pytest.raises(KeyError), bridge_in_place("pigeon", settings):
+        pass
+    assert vllm_generation.VLLMClient is VLLMClient
+
+
+def test_every_bridge_is_a_choice_of_the_key_and_says_its_name():
+    assert {"auto", *BRIDGES} == set(catalogue()["weight_sync"]["choices"])
+    for name, bridge in BRIDGES.items():
+        assert bridge.bridge == name and issubclass(bridge, BridgeClient)
+
+
+def test_the_keys_the_trainer_hands_on_are_trls():
+    for name in ("vllm_server_host", "vllm_server_port", "vllm_group_port", "vllm_server_timeout", "vllm_mode"):
+        assert hasattr(GRPOConfig, name), name

@@ -1,0 +1,142 @@
+"""Comparing what was streamed with what the server's workers say they hold."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_recipes.weights.guard import TOLERANCES, checksum_verdict, differing, held_name, logprob_verdict
+
+WRAP = 1 << 64
+PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+LAYER = "model.layers.0"
+STREAMED = {
+    "model.embed_tokens.weight": 11,
+    f"{LAYER}.self_attn.q_proj.weight": 1 << 62,
+    f"{LAYER}.self_attn.k_proj.weight": 1 << 62,
+    f"{LAYER}.self_attn.v_proj.weight": (1 << 62) + 5,
+    f"{LAYER}.self_attn.o_proj.weight": -7,
+    f"{LAYER}.mlp.gate_proj.weight": 100,
+    f"{LAYER}.mlp.up_proj.weight": 200,
+    "lm_head.weight": 13,
+}
+QKV, GATE_UP = f"{LAYER}.self_attn.qkv_proj.weight", f"{LAYER}.mlp.gate_up_proj.weight"
+HELD = {
+    "model.embed_tokens.weight": 11,
+    QKV: (3 * (1 << 62) + 5) - WRAP,
+    f"{LAYER}.self_attn.o_proj.weight": -7,
+    GATE_UP: 300,
+    "lm_head.weight": 13,
+}
+
+
+def report(packed=PACKED, **changes):
+    """A worker's report; ``changes`` by the last part of a name before ``.weight``."""
+    held = dict(HELD)
+    for part, value in changes.items():
+        (name,) = [name for name in held if name.removesuffix(".weight").endswith(part)]
+        held[name] = value
+    return {"parameters": {name: [value, "bfloat16"] for name, value in held.items()}, "packed": packed}
+
+
+def without(mapping, *names):
+    return {key: value for key, value in mapping.items() if key not in names}
+
+
+@pytest.mark.parametrize(
+    ("name", "held"),
+    [
+        ("model.embed_tokens.weight", "model.embed_tokens.weight"),
+        (f"{LAYER}.self_attn.k_proj.weight", QKV),
+        (f"{LAYER}.mlp.up_proj.weight", GATE_UP),
+        (f"{LAYER}.mlp.down_proj.weight", None),
+        ("visual.blocks.0.weight", None),
+    ],
+)
+def test_where_the_server_holds_a_parameter(name, held):
+    assert held_name(name, HELD, PACKED) == held
+
+
+def test_equal_weights_do_not_differ_fused_and_wrapped_around_ones_included():
+    assert differing(STREAMED, [report()]) == []
+
+
+@pytest.mark.parametrize("part", ["embed_tokens", "qkv_proj", "o_proj", "gate_up_proj", "lm_head"])
+def test_one_stale_parameter_is_named(part):
+    (name,) = differing(STREAMED, [report(**{part: 999})])
+    assert name.endswith(f"{part}.weight")
+
+
+def test_all_stale_parameters_are_named():
+    assert len(differing(STREAMED, [report(embed_tokens=0, qkv_proj=0, lm_head=0)])) == 3
+
+
+def test_a_tied_head_that_both_leave_out_is_no_difference():
+    tied = report()
+    del tied["parameters"]["lm_head.weight"]
+    assert differing(without(STREAMED, "lm_head.weight"), [tied]) == []
+
+
+def test_a_parameter_the_server_holds_and_nobody_sent_is_named():
+    assert differing(without(STREAMED, "lm_head.weight"), [report()]) == ["lm_head.weight"]
+
+
+def test_a_parameter_that_found_no_place_is_told():
+    one_less = report()
+    del one_less["parameters"]["lm_head.weight"]
+    assert differing(STREAMED, [one_less]) == ["(no parameter of the server matches)"]
+
+
+def test_two_shards_add_up_and_copies_agree():
+    first = report(qkv_proj=1 << 61, gate_up_proj=120)
+    second = report(qkv_proj=HELD[QKV] - (1 << 61), gate_up_proj=180)
+    assert differing(STREAMED, [first, second]) == []
+    assert differing(STREAMED, [first, report(qkv_proj=HELD[QKV] - (1 << 61), gate_up_proj=181)]) == [GATE_UP]
+
+
+def test_one_of_two_copies_that_is_stale_is_named():
+    assert differing(STREAMED, [report(), report()]) == []
+    assert differing(STREAMED, [report(), report(o_proj=-8)]) == [f"{LAYER}.self_attn.o_proj.weight"]
+
+
+def renamed(**changes):
+    """The same model under names of vLLM's own."""
+    plain = report(**changes)
+    return {
+        "parameters": {f"language_model.{name}": entry for name, entry in plain["parameters"].items()},
+        "packed": {},
+    }
+
+
+def test_names_that_vllm_changes_are_compared_by_their_total():
+    assert differing(STREAMED, [renamed()]) == []
+    assert len(differing(STREAMED, [renamed(embed_tokens=12)])) == len(HELD)
+
+
+def test_known_names_are_still_compared_one_by_one_when_others_are_renamed():
+    mixed = report()
+    mixed["parameters"]["head.own_name"] = mixed["parameters"].pop("lm_head.weight")
+    assert differing(STREAMED, [mixed]) == []
+    mixed["parameters"]["head.own_name"] = [14, "bfloat16"]
+    assert differing(STREAMED, [mixed]) == ["head.own_name"]
+
+
+def test_a_verdict_names_the_bridge_and_a_few_parameters():
+    assert checksum_verdict("file", []) is None
+    verdict = checksum_verdict("file", ["a", "b", "c", "d", "e"])
+    assert "'file' bridge" in verdict and "a, b, c and 2 more" in verdict
+    assert "more" not in checksum_verdict("nccl", ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("difference", "fails"), [(0.0, False), (0.01, False), (0.0101, True), (float("inf"), True), (float("nan"), True)]
+)
+def test_log_probs_beyond_the_tolerance_fail(difference, fails):
+    verdict = logprob_verdict("file", difference, 0.01)
+    assert (verdict is not None) is fails
+    if fails:
+        assert "weight_guard_tolerance" in verdict and "'file' bridge" in verdict
+
+
+def test_every_trained_dtype_has_a_tolerance():
+    assert set(TOLERANCES) == {"float32", "float16", "bfloat16"}
+    assert TOLERANCES["float32"] < TOLERANCES["bfloat16"]
