@@ -8,8 +8,8 @@
 #SBATCH --time=72:00:00
 #
 # What differs between clusters is given when submitting: sbatch --gres=gpu:8 training.sh
-# or rendered by "grpo submit" from a site profile. To fix it here, write #SBATCH in front of:
-#   --gres=gpu:8   --cpus-per-task=64   --mem=256G   --account=NAME   --partition=NAME   --nodes=2   --exclusive
+# To fix it here, write #SBATCH in front of:
+#   --gres=gpu:8   --cpus-per-task=64   --mem=256G   --account=NAME   --partition=NAME   --exclusive
 
 # Slurm announces the end of the time limit with USR1; the launcher takes it over.
 trap '' USR1

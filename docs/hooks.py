@@ -1,7 +1,7 @@
 """Tables of the site that are made from the code, so that they cannot go stale.
 
-A page says ``<!-- keys CLASS -->`` for the keys that ``configs.py`` defines in that class, and ``<!-- refused keys -->``
-for the keys that are refused with a replacement. torch and TRL are not imported.
+A page says ``<!-- keys CLASS -->`` for the keys that ``configs.py`` defines in that class, and
+``<!-- refused keys -->`` for the keys that are refused with a replacement. torch and TRL are not imported.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import ast
 import html
 import json
 import re
-from collections.abc import Callable
 from typing import Any
 
 from grpo_recipes import keys
@@ -53,8 +52,8 @@ def refused_table() -> str:
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    write: Callable[[tuple[str, ...]], str] = lambda cells: f"| {' | '.join(cells)} |"  # noqa: E731
-    return "\n".join([write(head), write(("---",) * len(head)), *map(write, rows)])
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def _type(entry: dict[str, Any]) -> str:

@@ -19,7 +19,13 @@ from grpo_recipes.launch.checkpoints import newest_complete  # noqa: E402
 from grpo_recipes.rewards.registry import REWARDS  # noqa: E402
 from grpo_recipes.trainers.grpo import GRPOTrainer  # noqa: E402
 from grpo_recipes.trainers.model import load_tokenizer, model_init_kwargs, save_model  # noqa: E402
-from grpo_recipes.trainers.rank import check_world, rank_record, run_folder  # noqa: E402
+from grpo_recipes.trainers.rank import (  # noqa: E402
+    allow_fsdp_on_cpu,
+    check_sharing,
+    check_world,
+    rank_record,
+    run_folder,
+)
 from grpo_recipes.trainers.stop import StopOnRequest, StoppedOnRequest  # noqa: E402
 
 
@@ -29,6 +35,7 @@ def main() -> None:
     with rank_record(run):
         script_args, args, model_args = TrlParser(CONFIGS, allow_abbrev=False).parse_args_and_config()
         check_world(run, args.world_size, args.device.type, model_args.dtype)
+        allow_fsdp_on_cpu()
         tokenizer = load_tokenizer(model_args, args)
         with args.main_process_first(desc="prompts"):
             prompts = load_prompts(script_args, tokenizer, least=args.generation_batch_size // args.num_generations)
@@ -43,6 +50,7 @@ def main() -> None:
             callbacks=[stop],
             run_dir=run,
         )
+        check_sharing(run, trainer.accelerator.distributed_type.name)
         checkpoint = newest_complete(run / "checkpoints")
         if trainer.accelerator.is_main_process:
             print(f"grpo: {prompts}; first prompt:\n{prompts.example}")

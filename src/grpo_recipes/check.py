@@ -109,11 +109,6 @@ def _sampling(recipe: Recipe) -> list[Problem]:
     ]
 
 
-def truncated_sampling(recipe: Recipe) -> bool:
-    """Whether the recipe samples from another distribution than the model's own."""
-    return any(recipe[key] != neutral for key, neutral in _SAMPLING.items())
-
-
 def _unsupported(recipe: Recipe) -> list[Problem]:
     """Keys of TRL whose path through our server, checkpoints or model folder has not been shown to work."""
     refused = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def load_prompts(args: ScriptArguments, tokenizer: PreTrainedTokenizerBase, leas
 
 
 def _read(args: ScriptArguments) -> Dataset:
-    path = Path(args.dataset_name).expanduser()
+    path = Path(os.path.expanduser(args.dataset_name))
     if path.suffix in _BUILDERS and path.exists():
         return load_dataset(_BUILDERS[path.suffix], data_files=str(path), split="train")
     if path.is_dir() and (path / "dataset_info.json").exists():

@@ -174,7 +174,8 @@ def _read_flags(flags: Iterable[str], problems: list[Problem]) -> list[tuple[str
     while rest:
         flag = rest.pop(0)
         if not flag.startswith("--"):
-            problems.append(Problem(f"'{flag}'", "stands alone on the command line", "write --key value"))
+            fix = "put the recipe right after the command, and write --key value for a key"
+            problems.append(Problem(f"'{flag}'", "stands alone on the command line", fix))
             continue
         name, equals, text = flag[2:].partition("=")
         name = name.replace("-", "_")

@@ -59,7 +59,10 @@ def train(folder: Path, steps: int, stop_at: int | None = None) -> tuple[list[di
     )
     trainer = GRPOTrainer(
         model=smoke.build_model(tokenizer),
-        reward_funcs=[lambda completions, **_: [float(len(set(str(text)))) for text in completions], pure_accuracy_math],
+        reward_funcs=[
+            lambda completions, **_: [float(len(set(str(text)))) for text in completions],
+            pure_accuracy_math,
+        ],
         args=args,
         train_dataset=Dataset.from_list(
             [{"prompt": [{"role": "user", "content": f"{a}+{b}="}], "answer": str(a + b)} for a, b in SUMS]

@@ -30,7 +30,7 @@ class Batch:
         prompts = self.completions // self.num_generations
         return (
             f"{prompts} prompts x {self.num_generations} completions = {self.completions} a step = "
-            f"{self.world_size} trainers x {self.per_device} per device x {self.accumulation} accumulated"
+            f"{self.world_size} trainer{'s' if self.world_size > 1 else ''} x {self.per_device} per device x {self.accumulation} accumulated"
         )
 
 

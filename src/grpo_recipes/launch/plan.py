@@ -85,6 +85,7 @@ class Plan:
         ports: ports used.
         processes: in the order they are started.
         unused_gpus: visible GPUs that nothing uses.
+        accelerator: how the trainers share the model: single, ddp, zero2, zero3 or fsdp2.
         dtype: dtype of the trained weights.
         smoke: whether this is the built-in smoke task, not an experiment.
         threads: CPU threads of one training process; on CPU results depend on it in the last bits.
@@ -104,6 +105,7 @@ class Plan:
     ports: Ports
     processes: list[Process]
     unused_gpus: tuple[str, ...]
+    accelerator: str
     dtype: str
     smoke: bool
     threads: int
@@ -209,9 +211,10 @@ def make_plan(
         ports=ports,
         processes=[],
         unused_gpus=tuple(gpu for gpu in resources.gpus if gpu not in (*server_gpus, *used)),
-        dtype=recipe["dtype"] or "float32",
+        accelerator=_accelerator(recipe, batch.world_size),
+        dtype=recipe["dtype"],
         smoke=recipe["model_name_or_path"].startswith(SMOKE_SCHEME),
-        threads=max(1, resources.cores // batch.world_size) if resources.flavour == "cpu" else 1,
+        threads=max(1, (resources.cores - 1) // batch.world_size) if resources.flavour == "cpu" else 1,
         notes=[*recipe.notes, *_notes(resources, batch, trainers, server_gpus, used)],
     )
     processes = [_trainer(recipe, plan, environment, names, used)]
@@ -335,8 +338,7 @@ def _server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: N
 def _trainer(
     recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: Names, gpus: tuple[str, ...]
 ) -> Process:
-    accelerator = _accelerator(recipe, plan.batch.world_size)
-    config = _accelerate_file(recipe, accelerator, environment)
+    config = _accelerate_file(plan.accelerator, environment)
     argv = [
         sys.executable, "-m", "accelerate.commands.launch",
         "--config_file", config,
@@ -351,10 +353,11 @@ def _trainer(
         str(home() / plan.entry),
         *_trainer_flags(recipe, plan, names),
     ]  # fmt: skip
-    variables = {**_devices(gpus)}
+    variables = _devices(gpus)
     if plan.flavour == "cpu":
-        # `accelerate launch --cpu` starts one process whatever it is told; this variable and use_cpu do not.
-        variables |= {"ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu"}
+        # use_cpu alone keeps accelerate on the CPU: ACCELERATE_USE_CPU, or `accelerate launch --cpu`, would also make it
+        # ignore DeepSpeed, or start one process whatever it is told.
+        variables["DS_ACCELERATOR"] = "cpu"
     return Process("trainer", argv, variables, gpus, f"logs/liv_train_{names.run}_{names.timestamp}.log")
 
 
@@ -396,7 +399,7 @@ def _accelerator(recipe: Recipe, world_size: int) -> str:
     return str(wanted)
 
 
-def _accelerate_file(recipe: Recipe, accelerator: str, environment: Mapping[str, str]) -> str:
+def _accelerate_file(accelerator: str, environment: Mapping[str, str]) -> str:
     """CONFIG_FILE, or TRL's packaged accelerate file."""
     given = environment.get("CONFIG_FILE")
     if given:

@@ -43,7 +43,7 @@ from grpo_recipes.launch.rundir import (
     write_json,
 )  # fmt: skip
 from grpo_recipes.launch.server import NotReady, wait_until_ready
-from grpo_recipes.launch.supervisor import Child, Ending, tail, wait_for_trainer
+from grpo_recipes.launch.supervisor import Child, Ending, shell_code, tail, wait_for_trainer
 from grpo_recipes.paths import shown
 from grpo_recipes.recipe import Recipe, read_frozen, read_recipe
 from grpo_recipes.secrets import masked_environment
@@ -93,6 +93,7 @@ def launch(options: Options) -> int:
     ports, port_notes = free_ports(recipe, plan_ports(recipe, resources.job), recipe["vllm_server_host"])
     plan = make_plan(recipe, resources, os.environ, names, task, entry, ports)
     plan.notes.extend(port_notes)
+    _make_log_folder()
     run = run or new_run(_run_root(recipe), names.run, names.timestamp, resources)
     attempt = _prepare(run, recipe, plan, names, resources)
     _say_start(attempt)
@@ -110,36 +111,34 @@ def launch(options: Options) -> int:
 def _settle(options: Options, resources: Resources) -> tuple[Run | None, Recipe, str, str]:
     """Which run this is (None: a new one), its recipe, task and entry script."""
     task, entry = choose_task(os.environ, options.task)
-    which, found_by_job = options.resume, False
-    pointer = _job_pointer(resources)
-    if which is None and pointer is not None and pointer.is_file():
-        which, found_by_job = pointer.read_text().strip(), True
-    if which is None:
-        path = choose_recipe(options.recipe, os.environ, task, resources.flavour)
-        return None, read_recipe(path, options.flags, os.environ), task, entry
-    if options.recipe:
+    if options.resume is not None and options.recipe:
         raise refuse("--resume", "a resumed run goes on with its own recipe", "leave the recipe out")
-    run = find_run(Path(os.environ.get("RUN_ROOT", "runs")), which)
+    if options.resume in (None, "last"):
+        path = choose_recipe(options.recipe, os.environ, task, resources.flavour)
+        recipe = read_recipe(path, options.flags, os.environ)
+        pointer = _job_pointer(resources, recipe)
+        if options.resume is None and not pointer.is_file():
+            return None, recipe, task, entry
+        which = options.resume or pointer.read_text().strip()
+        run = find_run(_run_root(recipe), which)
+    else:
+        run = find_run(Path(), options.resume)
     changed = changed_code(run)
     if changed and not options.allow_changed_code:
         raise refuse("--resume", changed, "go back to that code, or add --allow-changed-code")
-    if not found_by_job:
-        print(f"grpo: resuming {shown(run.folder)}", flush=True)
     recipe = read_frozen(run.folder / "recipe.yaml", options.flags, os.environ)
     saved = read_json(run.folder / "plan.json") or {}
     return run, recipe, saved.get("task", task), saved.get("entry", entry)
 
 
 def _run_root(recipe: Recipe) -> Path:
-    return Path(recipe["run_root"]).expanduser()
+    return Path(os.path.expanduser(recipe["run_root"]))
 
 
-def _job_pointer(resources: Resources, root: Path | None = None) -> Path | None:
-    """Where a requeued job finds its run directory."""
-    if resources.job is None:
-        return None
-    root = root or Path(os.environ.get("RUN_ROOT", "runs"))
-    return root / ".jobs" / f"{resources.job.cluster}-{resources.job.id}"
+def _job_pointer(resources: Resources, recipe: Recipe) -> Path:
+    """The file by which a requeued job finds its run directory; outside Slurm none exists."""
+    name = f"{resources.job.cluster}-{resources.job.id}" if resources.job else "no-job"
+    return _run_root(recipe) / ".jobs" / name
 
 
 def planned_names(recipe: Recipe) -> Names:
@@ -168,6 +167,14 @@ def _dry_run(recipe: Recipe, resources: Resources, names: Names, task: str, entr
     return 0
 
 
+def _make_log_folder() -> None:
+    try:
+        Path("logs").mkdir(exist_ok=True)
+    except OSError as error:
+        what = f"cannot make the folder logs here ({error.strerror})"
+        raise refuse("working folder", what, "launch from a folder you may write to") from None
+
+
 def _prepare(run: Run, recipe: Recipe, plan: Plan, names: Names, resources: Resources) -> Attempt:
     """Freeze recipe and plan in the run directory; make the scratch folder and the token."""
     (run.folder / "recipe.yaml").write_text(recipe.as_yaml())
@@ -175,8 +182,8 @@ def _prepare(run: Run, recipe: Recipe, plan: Plan, names: Names, resources: Reso
     for record in (run.folder / "processes").glob("*.json"):
         record.unlink()
     stop_file(run.folder).unlink(missing_ok=True)
-    pointer = _job_pointer(resources, _run_root(recipe))
-    if pointer is not None:
+    if resources.job is not None:
+        pointer = _job_pointer(resources, recipe)
         pointer.parent.mkdir(exist_ok=True)
         pointer.write_text(str(run.folder))
     before = read_json(run.folder / "summary.json")
@@ -185,7 +192,6 @@ def _prepare(run: Run, recipe: Recipe, plan: Plan, names: Names, resources: Reso
         {"status": "running", "smoke": plan.smoke, "restarts": before["restarts"] + 1 if before else 0},
     )
     scratch = make_scratch(os.environ)
-    Path("logs").mkdir(exist_ok=True)
     environment = {
         **base_environment(os.environ),
         **run_environment(os.environ, scratch, run.folder, names.served),
@@ -241,7 +247,7 @@ def _run_processes(attempt: Attempt, stop: _StopSignals) -> Ending:
         try:
             _wait_for_server(attempt, server)
         except NotReady as error:
-            return Ending(server.exit_code() or 1, str(error), log=server.log)
+            return Ending(shell_code(server.exit_code()) or 1, str(error), log=server.log)
         trainer = _start(attempt, "trainer")
     assert trainer is not None
     progress = Progress(attempt.run.folder)
@@ -302,7 +308,8 @@ def _finish(attempt: Attempt, ending: Ending) -> int:
         _say(f"{smoke}done: {rewards}; model in {shown(attempt.run.folder / 'model')}")
     else:
         _say(f"{smoke}{status} with exit code {ending.code}: {ending.cause} ({rewards})")
-        print(f"grpo: continue with: grpo launch --resume {shown(attempt.run.folder)}", flush=True)
+        if newest_complete(attempt.run.folder / "checkpoints"):
+            print(f"grpo: continue with: grpo launch --resume {shown(attempt.run.folder)}", flush=True)
     return ending.code
 
 

@@ -144,7 +144,7 @@ def _server_ending(server: Child, trainer: Child) -> Ending | None:
     lost = server.lost()
     if lost is None or (not trainer.alive() and trainer.exit_code() == 0):
         return None
-    return Ending(_shell_code(lost.code) or 1, f"{lost.name} (pid {lost.pid}) {_how(lost.code)}", log=server.log)
+    return Ending(shell_code(lost.code) or 1, f"{lost.name} (pid {lost.pid}) {_how(lost.code)}", log=server.log)
 
 
 def _trainer_ending(trainer: Child, run_dir: Path) -> Ending | None:
@@ -156,7 +156,7 @@ def _trainer_ending(trainer: Child, run_dir: Path) -> Ending | None:
     ranked = _rank_ending(trainer, run_dir)
     if ranked is not None:
         return ranked
-    return Ending(_shell_code(lost.code) or 1, f"{lost.name} (pid {lost.pid}) {_how(lost.code)}", log=trainer.log)
+    return Ending(shell_code(lost.code) or 1, f"{lost.name} (pid {lost.pid}) {_how(lost.code)}", log=trainer.log)
 
 
 def _rank_ending(trainer: Child, run_dir: Path) -> Ending | None:
@@ -181,7 +181,7 @@ def _killed_rank(path: Path, trainer: Child) -> Ending:
     while (code := _code_told_by_accelerate(trainer.log, record["pid"])) is None and time.monotonic() < deadline:
         time.sleep(0.1)
     cause = f"rank {record['rank']} (pid {record['pid']}) {_how(code)}"
-    return Ending(_shell_code(code) or 1, cause, record["rank"], trainer.log)
+    return Ending(shell_code(code) or 1, cause, record["rank"], trainer.log)
 
 
 def _code_told_by_accelerate(log: Path, pid: int) -> int | None:
@@ -200,7 +200,8 @@ def _how(code: int | None) -> str:
     return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
 
 
-def _shell_code(code: int | None) -> int | None:
+def shell_code(code: int | None) -> int | None:
+    """An exit code as a shell tells it: 128+n for signal n."""
     return 128 - code if code is not None and code < 0 else code
 
 

@@ -101,7 +101,7 @@ class GRPOTrainer(MetricsRows, CompleteCheckpoints, ExactResume, trl.GRPOTrainer
                 completion.size(1),
                 batch_size=self.args.per_device_train_batch_size,
             )
-        difference = (logps - output["sampling_per_token_logps"]).abs()[mask].nan_to_num().mean()
+        difference = (logps - output["sampling_per_token_logps"]).abs()[mask].mean()
         return float(self.accelerator.gather(difference).mean())
 
     def _logprob_tolerance(self) -> float:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.errors import EXIT_REFUSED, Refused
+from grpo_recipes.errors import Refused
 from grpo_recipes.launch.rundir import write_json
 
 
@@ -51,12 +51,22 @@ def _exit_of(error: BaseException) -> tuple[int, str]:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         return code, str(error) if code else ""
     if isinstance(error, Refused):
-        return EXIT_REFUSED, str(error.problems[0])
+        return 1, str(error.problems[0])  # 2 says that nothing was started; by now a server runs
     lines = str(error).strip().splitlines() or [""]
     return 1, f"{type(error).__name__}: {lines[0]}"
 
 
-def check_world(folder: Path, world_size: int, device_type: str, dtype: str) -> None:
+# accelerate's own names of how processes share a model, by our `accelerator` key.
+_SHARING = {
+    "single": {"NO"},
+    "ddp": {"MULTI_GPU", "MULTI_CPU"},
+    "zero2": {"DEEPSPEED"},
+    "zero3": {"DEEPSPEED"},
+    "fsdp2": {"FSDP"},
+}
+
+
+def check_world(folder: Path, world_size: int, device_type: str, dtype: str | None) -> None:
     """Compare what this process became with what was planned.
 
     accelerate starts one process where it was told two, and exits 0, for some configurations.
@@ -71,3 +81,30 @@ def check_world(folder: Path, world_size: int, device_type: str, dtype: str) -> 
             f"planned {planned[0]} processes on {planned[1]} in {planned[2]}, this is one of {world_size} on "
             f"{device_type} in {dtype}; check CONFIG_FILE and the accelerator key"
         )
+
+
+def check_sharing(folder: Path, distributed_type: str) -> None:
+    """Compare how accelerate shares the model with what was planned: it drops DeepSpeed or FSDP without a word.
+
+    Args:
+        folder: the run directory.
+        distributed_type: the name of ``Accelerator().distributed_type``.
+
+    Raises:
+        RuntimeError: they differ; not with CONFIG_FILE, whose content is the user's.
+    """
+    planned = json.loads((folder / "plan.json").read_text())["accelerator"]
+    if "CONFIG_FILE" not in os.environ and distributed_type not in _SHARING[planned]:
+        raise RuntimeError(f"planned accelerator: {planned}, accelerate made it {distributed_type}")
+
+
+def allow_fsdp_on_cpu() -> None:
+    """Let FSDP shard over CPU processes, as it does over GPUs.
+
+    accelerate reads its FSDP settings for accelerator devices alone: on CPU it would train unsharded under DDP.
+    """
+    from accelerate import DistributedType, PartialState
+
+    state = PartialState()
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true" and state.distributed_type == DistributedType.MULTI_CPU:
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
