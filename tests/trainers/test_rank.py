@@ -49,7 +49,7 @@ def rank(tmp_path):
         ("sys.exit(7)", 7, "7"),
         ("raise SystemExit('said why')", 1, "said why"),
         ("raise KeyboardInterrupt", 1, "KeyboardInterrupt: "),
-        ("raise Refused(Problem('recipe.yaml:3', 'wrong', 'mend it'))", 2, "recipe.yaml:3: wrong. Fix: mend it"),
+        ("raise Refused(Problem('recipe.yaml:3', 'wrong', 'mend it'))", 1, "recipe.yaml:3: wrong. Fix: mend it"),
     ],
 )
 def test_a_rank_records_how_it_ended(rank, code, exit_code, cause):

@@ -28,9 +28,10 @@ class Batch:
 
     def __str__(self) -> str:
         prompts = self.completions // self.num_generations
+        trainers = f"{self.world_size} trainer{'s' if self.world_size > 1 else ''}"
         return (
             f"{prompts} prompts x {self.num_generations} completions = {self.completions} a step = "
-            f"{self.world_size} trainer{'s' if self.world_size > 1 else ''} x {self.per_device} per device x {self.accumulation} accumulated"
+            f"{trainers} x {self.per_device} per device x {self.accumulation} accumulated"
         )
 
 

@@ -355,8 +355,8 @@ def _trainer(
     ]  # fmt: skip
     variables = _devices(gpus)
     if plan.flavour == "cpu":
-        # use_cpu alone keeps accelerate on the CPU: ACCELERATE_USE_CPU, or `accelerate launch --cpu`, would also make it
-        # ignore DeepSpeed, or start one process whatever it is told.
+        # use_cpu alone keeps accelerate on the CPU: ACCELERATE_USE_CPU would also make it ignore DeepSpeed, and
+        # `accelerate launch --cpu` start one process whatever it is told.
         variables["DS_ACCELERATOR"] = "cpu"
     return Process("trainer", argv, variables, gpus, f"logs/liv_train_{names.run}_{names.timestamp}.log")
 
