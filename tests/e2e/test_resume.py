@@ -45,6 +45,10 @@ def test_a_signal_saves_after_the_step_and_the_run_goes_on(launch: Callable[...,
     first = launch(*SHORT, "--max_steps", "100000", "--save_steps", "100000", "--num_processes", "2")
     first.wait_for_step(2)
 
+    rival = launch("--resume", str(first.run_dir), folder="rival")
+    assert rival.wait(20) == 2
+    assert "--resume: another launch is running in " in rival.output
+
     first.process.send_signal(signal.SIGUSR1)
 
     assert first.wait(60) == 75, first.output

@@ -106,3 +106,14 @@ def test_the_servers_environment(tmp_path):
     assert "VLLM_PORT" not in cuda and cpu["VLLM_PORT"] == "20073"
     assert cpu["VLLM_CACHE_ROOT"] == str(tmp_path / "vllm")
     assert set(cuda) < set(cpu)
+
+
+@pytest.mark.parametrize(
+    ("keys", "limit"),
+    [
+        ({"vllm_max_model_length": 4096, "max_prompt_length": 100, "max_completion_length": 20}, "4096"),
+        ({"vllm_max_model_length": None, "max_prompt_length": 100, "max_completion_length": 20}, "120"),
+    ],
+)
+def test_the_longest_sequence_follows_from_the_recipes_limits(read, option, keys, limit):
+    assert option(command(read(**keys), "cpu"), "--max-model-len") == limit

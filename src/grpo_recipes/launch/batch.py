@@ -67,7 +67,7 @@ def _literal_batch(recipe: Recipe, trainers: int) -> Batch:
     if generated % group or generated % (trainers * per_device):
         raise refuse(
             recipe.origin("num_generations"),
-            f"{generated} completions a generation ({trainers} trainers x {per_device} per device x accumulation) "
+            f"{generated} completions a generation ({trainers} x {per_device} per device x accumulation) "
             f"are not whole groups of {group}",
             "set prompts_per_step and let the rest be derived",
         )

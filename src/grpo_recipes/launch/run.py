@@ -33,6 +33,7 @@ from grpo_recipes.launch.resources import Resources, find_resources
 from grpo_recipes.launch.rundir import (
     Run,
     changed_code,
+    claim,
     find_run,
     finish_summary,
     move_rows_after,
@@ -95,6 +96,7 @@ def launch(options: Options) -> int:
     plan.notes.extend(port_notes)
     _make_log_folder()
     run = run or new_run(_run_root(recipe), names.run, names.timestamp, resources)
+    claim(run)
     attempt = _prepare(run, recipe, plan, names, resources)
     _say_start(attempt)
     stop = _StopSignals(stop_file(run.folder))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import fcntl
 import hashlib
 import json
 import os
@@ -91,6 +92,25 @@ def find_run(root: Path, which: str) -> Run:
     if not (folder / "run.json").is_file():
         raise refuse("--resume", f"'{which}' is not a run directory (no run.json)", "name a folder under run_root")
     return Run(folder.absolute(), json.loads((folder / "run.json").read_text()))
+
+
+def claim(run: Run) -> int:
+    """Keep every other launch off this run directory for as long as this process lives.
+
+    Returns:
+        The descriptor that holds the lock.
+
+    Raises:
+        Refused: a launch that still runs has it.
+    """
+    descriptor = os.open(run.folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        what = f"another launch is running in {shown(run.folder)}"
+        raise refuse("--resume", what, "wait for it, or stop it first") from None
+    return descriptor
 
 
 def changed_code(run: Run) -> str | None:

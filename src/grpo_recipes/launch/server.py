@@ -39,8 +39,9 @@ def server_command(recipe: Recipe, model: str, name: str, host: str, port: int, 
         "--middleware", "grpo_recipes.server.auth.RequireToken",
         "--worker-extension-cls", "grpo_recipes.server.worker.WeightReport",
     ]  # fmt: skip
-    if recipe["vllm_max_model_length"] is not None:
-        shared += ["--max-model-len", str(recipe["vllm_max_model_length"])]
+    longest = longest_sequence(recipe)
+    if longest is not None:
+        shared += ["--max-model-len", str(longest)]
     if recipe["vllm_tensor_parallel_size"] > 1:
         shared += ["--tensor-parallel-size", str(recipe["vllm_tensor_parallel_size"])]
     if recipe["trust_remote_code"]:
@@ -59,6 +60,17 @@ def server_command(recipe: Recipe, model: str, name: str, host: str, port: int, 
     return [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *shared, *revision, *trl_flags
     ]  # fmt: skip
+
+
+def longest_sequence(recipe: Recipe) -> int | None:
+    """Tokens the server must take: vllm_max_model_length, else what the recipe's own limits add up to, if it has any.
+
+    Left to the model's configuration, vLLM would reserve KV cache for sequences that cannot come.
+    """
+    prompt, completion = recipe["max_prompt_length"], recipe["max_completion_length"]
+    if recipe["vllm_max_model_length"] is not None or None in (prompt, completion):
+        return recipe["vllm_max_model_length"]
+    return int(prompt + completion)
 
 
 def has_trl_serve() -> bool:

@@ -21,7 +21,7 @@ from grpo_recipes.launch.rundir import read_json
 from grpo_recipes.secrets import masked
 
 _COMMAND_NAMES = {"server": "the vLLM API server", "trainer": "accelerate launch"}
-_LAST_LINES = 20
+_LAST_LINES = 50
 
 
 @dataclass(frozen=True)
