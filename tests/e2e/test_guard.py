@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -143,6 +144,9 @@ def test_a_server_that_computes_with_other_weights_than_it_holds_is_stopped(
     assert code != 0
     (cause,) = bench.causes()
     assert f"WeightsDiffer: {said}" in cause
+    if plugin:
+        measured = re.search(r"difference\| ([\d.e+-]+) on the first batch", cause)
+        assert measured is not None and float(measured[1]) > 0.1
     assert "step 0 was not taken" in cause
     assert read_metrics(bench.run_dir) == []
 
