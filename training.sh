@@ -86,4 +86,7 @@ if [[ -n $ENV_ACTIVATE || -n $CONDA_ENV ]]; then
 else
     bash scripts/setup.sh || exit
 fi
+# Packages of the login shell must not reach into the environment.
+unset PYTHONPATH PYTHONHOME
+export PYTHONNOUSERSITE=1
 exec "$grpo" launch "$@"

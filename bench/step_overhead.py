@@ -191,7 +191,7 @@ def _server(task: Task) -> Iterator[int]:
     environment = {
         **base_environment(os.environ),
         **run_environment(os.environ, scratch, scratch.disk, SERVED),
-        **server_environment("cpu", None, cache_root(os.environ)),
+        **server_environment("cpu", None),
     }
     os.environ |= {name: environment[name] for name in ("GRPO_TOKEN_FILE", "GRPO_SYNC_DIR", "GRPO_RUN")}
     argv = server_command(recipe, task.model, SERVED, "127.0.0.1", port, "cpu")

@@ -266,7 +266,10 @@ hold_lock() {
     mkdir -p -- "$(dirname -- "$env_dir")"
     command -v flock >/dev/null || return 0
     exec 9>"$env_dir.lock"
-    flock -n 9 || { say "another set-up is at work on $env_dir; waiting for it"; flock 9; }
+    flock -n 9 || {
+        say "another set-up is at work on $env_dir; waiting for it"
+        flock 9 || say "this file system has no locks; do not start two set-ups at once"
+    }
 }
 
 # --- main ------------------------------------------------------------------------------------------------------------

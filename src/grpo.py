@@ -34,7 +34,7 @@ def main() -> None:
     run = run_folder()
     with rank_record(run):
         script_args, args, model_args = TrlParser(CONFIGS, allow_abbrev=False).parse_args_and_config()
-        check_world(run, args.world_size, args.device.type, model_args.dtype)
+        check_world(run, args.world_size, args.device.type)
         allow_fsdp_on_cpu()
         tokenizer = load_tokenizer(model_args, args)
         with args.main_process_first(desc="prompts"):
@@ -50,7 +50,8 @@ def main() -> None:
             callbacks=[stop],
             run_dir=run,
         )
-        check_sharing(run, trainer.accelerator.distributed_type.name)
+        dtype = str(next(trainer.model.parameters()).dtype).removeprefix("torch.")
+        check_sharing(run, trainer.accelerator.distributed_type.name, dtype)
         checkpoint = newest_complete(run / "checkpoints")
         if trainer.accelerator.is_main_process:
             print(f"grpo: {prompts}; first prompt:\n{prompts.example}")

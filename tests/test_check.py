@@ -106,3 +106,17 @@ def test_a_dataset_in_a_file_passes_when_the_file_is_there(read, tmp_path):
 def test_the_home_of_a_user_who_does_not_exist_is_a_missing_path(read, key):
     (problem,) = check(read(**{key: "~no-such-user-here/x"}), {})
     assert "no-such-user-here" in problem.what
+
+
+def test_columns_of_a_local_file_are_checked_by_its_first_line(read, tmp_path):
+    data = tmp_path / "mine.jsonl"
+    data.write_text('{"question": "1+1", "gold": "2"}\n')
+    (problem,) = check(read(dataset_name=str(data), dataset_prompt_column="question"), {})
+    assert "'mine.jsonl' has no column 'answer'" in problem.what
+    assert problem.fix == "write one of question, gold"
+    assert (
+        check(read(dataset_name=str(data), dataset_prompt_column="question", dataset_solution_column="gold"), {}) == []
+    )
+    data.write_text("not json\n")
+    (problem,) = check(read(dataset_name=str(data)), {})
+    assert "does not begin with a JSON object" in problem.what

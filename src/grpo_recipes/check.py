@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from grpo_recipes.errors import Problem
 from grpo_recipes.recipe import Recipe
@@ -50,7 +52,24 @@ def _dataset(recipe: Recipe) -> list[Problem]:
     suffixes = (".json", ".jsonl", ".csv", ".parquet")
     if _missing_file(name) or (name.endswith(suffixes) and not os.path.exists(os.path.expanduser(name))):
         return [Problem(_at(recipe, "dataset_name"), f"no file '{name}'", "name an existing file or a hub id")]
-    return []
+    return _columns(recipe, Path(os.path.expanduser(name)))
+
+
+def _columns(recipe: Recipe, path: Path) -> list[Problem]:
+    """The columns of a local .jsonl file, by its first line: six hours in a queue are long for a typo."""
+    if path.suffix != ".jsonl" or not path.is_file():
+        return []
+    with path.open(encoding="utf-8", errors="replace") as file:
+        first = file.readline()
+    try:
+        names = list(json.loads(first))
+    except ValueError:
+        return [Problem(_at(recipe, "dataset_name"), f"'{path}' does not begin with a JSON object", "write one a line")]
+    return [
+        Problem(_at(recipe, key), f"'{path.name}' has no column '{recipe[key]}'", f"write one of {', '.join(names)}")
+        for key in ("dataset_prompt_column", "dataset_solution_column")
+        if recipe[key] not in names
+    ]
 
 
 def _rewards(recipe: Recipe) -> list[Problem]:

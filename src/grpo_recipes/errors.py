@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # Exit codes of `grpo`: everything else is the first failed rank's own, or 128+n for a signal.
-EXIT_OK = 0
 EXIT_REFUSED = 2  # recipe, flag or environment is wrong; nothing was started
 EXIT_STOPPED = 75  # stopped on request, state saved
 

@@ -22,9 +22,12 @@ def secret_name(name: str) -> bool:
 
 
 def secret_value(value: object) -> bool:
-    """Whether a value looks like a token, whatever it is called; in a list or mapping, whether any part does."""
+    """Whether a value looks like a token, whatever it is called; in a list or mapping, whether any part does, or is
+    a text under a secret's name.
+    """
     if isinstance(value, Mapping):
-        return any(secret_value(part) for pair in value.items() for part in pair)
+        named = any(secret_name(str(name)) and isinstance(part, str) for name, part in value.items())
+        return named or any(secret_value(part) for part in value.values())
     if isinstance(value, list | tuple):
         return any(secret_value(part) for part in value)
     return isinstance(value, str) and bool(_VALUE.search(value) or _URL_PASSWORD.search(value))

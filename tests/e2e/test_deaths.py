@@ -55,6 +55,20 @@ def test_kill_9_ends_the_run_and_names_the_victim(
     assert summary["steps"] >= 2
 
 
+@pytest.mark.slow
+def test_of_two_ranks_the_killed_one_is_named(launch: Callable[..., Launch]) -> None:
+    run = launch(*ENDLESS, "--num_processes", "2")
+    run.wait_for_step(2)
+    pid = run.pid_of("rank_1")
+
+    psutil.Process(pid).send_signal(signal.SIGKILL)
+
+    assert run.wait(30) == 137, run.output
+    run.wait_for_nothing_left()
+    assert run.summary()["failed_rank"] == 1
+    assert run.summary()["cause"] == f"rank 1 (pid {pid}) was killed by signal 9"
+
+
 def test_sigterm_ends_everything_with_143(launch: Callable[..., Launch]) -> None:
     run = launch(*ENDLESS)
     run.wait_for(lambda: run.has_run_dir() and len(run.processes()) >= 3, "a server process")

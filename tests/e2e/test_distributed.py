@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import trl
 from real_runs import Launch
 
 SHORT = ("--num_processes", "2", "--max_steps", "3", "--prompts_per_step", "8", "--num_generations", "8")
@@ -32,6 +34,21 @@ def test_two_processes_train_through_the_server(launch: Callable[..., Launch], a
     assert run.log("server").count("grpo: weights loaded") == 3
     assert (run.run_dir / "checkpoints" / "checkpoint-2" / "COMPLETE").exists()
     assert_final_model_differs_from_the_first(run, plan["model"])
+
+
+@pytest.mark.slow
+def test_config_file_replaces_the_packaged_accelerate_file(launch: Callable[..., Launch], tmp_path: Path) -> None:
+    packaged = Path(trl.__file__).parent / "accelerate_configs" / "zero2.yaml"
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(packaged.read_text())
+    run = launch(*SHORT, "--run_name", "custom", CONFIG_FILE=str(mine))
+
+    assert run.wait() == 0, run.output
+
+    plan = json.loads((run.run_dir / "plan.json").read_text())
+    assert plan["accelerator"] == "custom" and str(mine) in plan["processes"][1]["argv"]
+    assert "DeepSpeed" in run.log("trainer")
+    assert len(run.rows()) == 3
 
 
 def assert_final_model_differs_from_the_first(run: Launch, first: str) -> None:

@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 from real_runs import REPOSITORY, Launch, clean_environment, marked_processes
 from slurm_cluster import SlurmCluster
 from test_smoke_run import assert_reward_went_up
@@ -47,6 +48,24 @@ def test_scancel_ends_the_run_and_leaves_nothing(slurm: SlurmCluster, tmp_path: 
     wait_until(lambda: not launch.processes())
     assert launch.summary()["status"] == "stopped"
     assert launch.summary()["exit_code"] == 143
+
+
+@pytest.mark.slow
+def test_a_requeued_job_goes_on_in_its_run_directory(slurm: SlurmCluster, tmp_path: Path) -> None:
+    environment = clean_environment(tmp_path, "slurm-requeue", ENV_DIR=sys.prefix)
+    flags = ("--max_steps", "40", "--save_steps", "3", "--run_name", "requeued")
+    job = slurm.sbatch("training.sh", *flags, cwd=REPOSITORY, env=environment)
+    launch = Launch(None, tmp_path, REPOSITORY, "slurm-requeue")  # type: ignore[arg-type]
+    slurm.wait(job, "RUNNING", timeout=60)
+    wait_until(lambda: launch.has_run_dir() and len(launch.rows()) >= 8, timeout=120)
+
+    slurm.cli("scontrol", "requeue", str(job))
+    slurm.start_requeued(job)
+    slurm.wait(job, "COMPLETED", timeout=200)
+
+    assert launch.summary()["status"] == "completed" and launch.summary()["restarts"] == 1  # in the only run directory
+    assert [row["step"] for row in launch.rows()] == list(range(1, 41))
+    assert "resuming from checkpoint-" in (REPOSITORY / "logs" / f"slurm_{job}.out").read_text()
 
 
 def test_a_job_never_installs(slurm: SlurmCluster, tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -30,7 +32,7 @@ def test_what_would_reach_into_the_children_is_removed(name):
     assert name not in base_environment({name: "x", "PATH": "/bin"})
 
 
-@pytest.mark.parametrize("name", ["PATH", "HOME", "HF_TOKEN", "WANDB_PROJECT", "VLLM_LOGGING_LEVEL", "SLURM_JOB_ID"])
+@pytest.mark.parametrize("name", ["HOME", "HF_TOKEN", "WANDB_PROJECT", "VLLM_LOGGING_LEVEL", "SLURM_JOB_ID"])
 def test_the_rest_of_the_users_environment_is_kept(name):
     assert base_environment({name: "x"})[name] == "x"
 
@@ -115,3 +117,8 @@ def test_a_login_to_the_hub_outlives_our_choice_of_cache(tmp_path):
 def test_scratch_is_made_from_a_given_environment_alone(monkeypatch, tmp_path):
     monkeypatch.setitem(os.environ, "SLURM_TMPDIR", str(tmp_path / "none"))
     make_scratch({}).remove()
+
+
+def test_the_environments_own_tools_come_first_on_the_path():
+    folders = base_environment({"PATH": "/usr/bin:/bin"})["PATH"].split(":")
+    assert folders == [str(Path(sys.executable).parent), "/usr/bin", "/bin"]

@@ -125,3 +125,8 @@ def test_an_environment_without_torch_is_refused(monkeypatch):
 
 def test_cores_are_those_this_process_may_use():
     assert find_resources({}).cores == len(os.sched_getaffinity(0))
+
+
+def test_a_requeued_job_knows_how_often():
+    assert slurm_job({"SLURM_JOB_ID": "7"}).restarts == 0
+    assert slurm_job({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}).restarts == 2

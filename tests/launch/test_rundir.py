@@ -52,13 +52,14 @@ def test_a_run_of_a_job_names_the_job(tmp_path):
     assert new_run(tmp_path, "mine", "stamp", resources).identity["job"] == "cluster-7"
 
 
-@pytest.mark.parametrize("obstacle", ["exists", "is a file"])
-def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path, obstacle):
+def test_a_folder_of_another_launch_is_not_taken(tmp_path):
+    assert new_run(tmp_path, "mine", "stamp", CPU) is not None
+    assert new_run(tmp_path, "mine", "stamp", CPU) is None
+
+
+def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path):
     root = tmp_path / "runs"
-    if obstacle == "exists":
-        (root / "mine-stamp").mkdir(parents=True)
-    else:
-        root.write_text("")
+    root.write_text("")
     with pytest.raises(Refused, match="run_root"):
         new_run(root, "mine", "stamp", CPU)
 

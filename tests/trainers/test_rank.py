@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from grpo_recipes.trainers.rank import check_world
+from grpo_recipes.trainers.rank import check_sharing, check_world
 
 SCRIPT = """
 import json, os, sys
@@ -78,20 +78,37 @@ def test_a_script_without_its_launcher_says_how_to_start_it():
     assert done.returncode == 1 and "grpo launch RECIPE" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("became", "fits"),
-    [
-        ((2, "cpu", "float32"), True),
-        ((1, "cpu", "float32"), False),
-        ((2, "cuda", "float32"), False),
-        ((2, "cpu", "bfloat16"), False),
-    ],
-)
+def write_plan(folder, **changes):
+    plan = {"batch": {"world_size": 2}, "flavour": "cpu", "dtype": "float32", "accelerator": "ddp", **changes}
+    (folder / "plan.json").write_text(json.dumps(plan))
+
+
+@pytest.mark.parametrize(("became", "fits"), [((2, "cpu"), True), ((1, "cpu"), False), ((2, "cuda"), False)])
 def test_a_world_other_than_the_planned_one_is_refused(tmp_path, became, fits):
-    plan = {"batch": {"world_size": 2}, "flavour": "cpu", "dtype": "float32"}
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    write_plan(tmp_path)
     if fits:
         check_world(tmp_path, *became)
     else:
-        with pytest.raises(RuntimeError, match="planned 2 processes on cpu in float32"):
+        with pytest.raises(RuntimeError, match="planned 2 processes on cpu"):
             check_world(tmp_path, *became)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "became", "refused"),
+    [
+        ("ddp", ("MULTI_CPU", "float32"), None),
+        ("ddp", ("MULTI_GPU", "bfloat16"), "planned weights in float32"),
+        ("zero3", ("MULTI_CPU", "float32"), "planned accelerator: zero3"),
+        ("zero3", ("DEEPSPEED", "bfloat16"), None),
+        ("fsdp2", ("MULTI_CPU", "float32"), "planned accelerator: fsdp2"),
+        ("fsdp2", ("FSDP", "float32"), None),
+        ("custom", ("MULTI_CPU", "bfloat16"), None),
+    ],
+)
+def test_sharing_that_accelerate_dropped_is_told(tmp_path, accelerator, became, refused):
+    write_plan(tmp_path, accelerator=accelerator)
+    if refused is None:
+        check_sharing(tmp_path, *became)
+    else:
+        with pytest.raises(RuntimeError, match=refused):
+            check_sharing(tmp_path, *became)

@@ -56,6 +56,11 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rsplit("-", 1)[1])
 
 
+def world_size_of(checkpoint: Path) -> int:
+    """How many training processes made a complete checkpoint."""
+    return int(json.loads((checkpoint / MARKER).read_text())["world_size"])
+
+
 def newest_complete(folder: Path) -> Path | None:
     """The checkpoint to resume from, or None."""
     found = complete_checkpoints(folder)

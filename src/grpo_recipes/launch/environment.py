@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ _REMOVED_PREFIXES = ("CONDA_", "PMI_", "PMIX_", "OMPI_")
 # Ours; vLLM reads VLLM_PORT as the base of its internal ports and warns of names it does not know.
 _LAUNCHER_ONLY = (
     "VLLM_MODEL", "VLLM_PORT", "VLLM_TP_SIZE", "VLLM_MAX_LEN", "VLLM_MEM_UTIL", "VLLM_MODE", "VLLM_GROUP_PORT",
+    "VLLM_API_KEY",  # vLLM would want it of every request, beside the run's own token
     "MASTER_PORT", "RUN_NAME", "CONFIG", "CONFIG_FILE", "TRAIN_ENTRYPOINT", "MAXENT", "TRAIN_SEED", "ACCELERATOR",
 )  # fmt: skip
 # Every variable the launcher reads beside those in keys.ENVIRONMENT_KEYS.
@@ -58,9 +61,10 @@ class Scratch:
 
 def make_scratch(environment: Mapping[str, str]) -> Scratch:
     """Make the folders and a new token, readable by the user alone."""
-    disk = Path(tempfile.mkdtemp(prefix="grpo-", dir=environment.get("SLURM_TMPDIR")))
+    node = environment.get("SLURM_TMPDIR", "")
+    disk = Path(tempfile.mkdtemp(prefix="grpo-", dir=node if os.access(node, os.W_OK) else None))
     memory = Path("/dev/shm") / disk.name
-    if Path("/dev/shm").is_dir():
+    if os.access("/dev/shm", os.W_OK):
         memory.mkdir(mode=0o700)
     else:
         memory = disk / "weights"
@@ -78,6 +82,8 @@ def base_environment(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if name not in (*_REMOVED, *_LAUNCHER_ONLY) and not name.startswith(_REMOVED_PREFIXES)
     }
+    # Tools of the environment, ninja above all, are found though nobody activated it.
+    kept["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
     for name in ("NO_PROXY", "no_proxy"):
         kept[name] = _no_proxy(environment.get(name, ""))
     return kept
@@ -95,6 +101,9 @@ def run_environment(environment: Mapping[str, str], scratch: Scratch, run_dir: P
     cache = cache_root(environment)
     defaults = {
         "HF_HOME": str(cache / "huggingface"),
+        "XDG_CACHE_HOME": str(cache),
+        "FLASHINFER_WORKSPACE_BASE": str(cache),
+        "VLLM_CACHE_ROOT": str(cache / "vllm"),
         "WANDB_DIR": str(run_dir),
         "WANDB_CACHE_DIR": str(cache / "wandb"),
         "TENSORBOARD_LOGGING_DIR": str(run_dir / "tensorboard"),

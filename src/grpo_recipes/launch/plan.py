@@ -85,7 +85,7 @@ class Plan:
         ports: ports used.
         processes: in the order they are started.
         unused_gpus: visible GPUs that nothing uses.
-        accelerator: how the trainers share the model: single, ddp, zero2, zero3 or fsdp2.
+        accelerator: how the trainers share the model: single, ddp, zero2, zero3, fsdp2, or custom by CONFIG_FILE.
         dtype: dtype of the trained weights.
         smoke: whether this is the built-in smoke task, not an experiment.
         threads: CPU threads of one training process; on CPU results depend on it in the last bits.
@@ -211,7 +211,7 @@ def make_plan(
         ports=ports,
         processes=[],
         unused_gpus=tuple(gpu for gpu in resources.gpus if gpu not in (*server_gpus, *used)),
-        accelerator=_accelerator(recipe, batch.world_size),
+        accelerator="custom" if environment.get("CONFIG_FILE") else _accelerator(recipe, batch.world_size),
         dtype=recipe["dtype"],
         smoke=recipe["model_name_or_path"].startswith(SMOKE_SCHEME),
         threads=max(1, (resources.cores - 1) // batch.world_size) if resources.flavour == "cpu" else 1,
@@ -230,6 +230,9 @@ def _one_node(resources: Resources) -> None:
 
 
 def _mode(recipe: Recipe, resources: Resources) -> str:
+    if resources.flavour == "cuda" and not resources.gpus:
+        what = "no GPU is visible and this is a CUDA environment"
+        raise refuse("devices", what, "submit with sbatch --gres=gpu:8 training.sh, or set up with DEVICE=cpu")
     if not recipe["use_vllm"]:
         return "transformers"
     if resources.flavour == "cpu":
@@ -238,9 +241,6 @@ def _mode(recipe: Recipe, resources: Resources) -> str:
                 recipe.origin("vllm_mode"), "colocated vLLM cannot take weights on CPU", "write vllm_mode: server"
             )
         return "server"
-    if not resources.gpus:
-        what = "no GPU is visible and this is a CUDA environment"
-        raise refuse("devices", what, "submit with sbatch --gres=gpu:8 training.sh, or set up with DEVICE=cpu")
     if len(resources.gpus) == 1 and recipe["vllm_mode"] == "server":
         if recipe.given("vllm_mode"):
             what = "vllm_mode: server needs two GPUs, one is visible"
@@ -329,7 +329,8 @@ def _notes(
 def _server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: Names, gpus: tuple[str, ...]) -> Process:
     host = recipe["vllm_server_host"]
     argv = server_command(recipe, plan.model, names.served, host, plan.ports.server, plan.flavour)
-    variables = server_environment(plan.flavour, plan.ports.vllm_internal, cache_root(environment))
+    variables = server_environment(plan.flavour, plan.ports.vllm_internal)
+    variables["VLLM_HOST_IP"] = environment.get("VLLM_HOST_IP", host)
     return Process(
         "server", argv, {**variables, **_devices(gpus)}, gpus, f"logs/liv_vllm_{names.run}_{names.timestamp}.log"
     )
@@ -354,6 +355,9 @@ def _trainer(
         *_trainer_flags(recipe, plan, names),
     ]  # fmt: skip
     variables = _devices(gpus)
+    if plan.mode == "server":
+        # Where the trainer offers the NCCL group: TRL asks vLLM, which would take the interface of the default route.
+        variables["VLLM_HOST_IP"] = environment.get("VLLM_HOST_IP", recipe["vllm_server_host"])
     if plan.flavour == "cpu":
         # use_cpu alone keeps accelerate on the CPU: ACCELERATE_USE_CPU would also make it ignore DeepSpeed, and
         # `accelerate launch --cpu` start one process whatever it is told.

@@ -22,12 +22,14 @@ class SlurmJob:
         cluster: cluster name.
         nodes: nodes of the allocation.
         gpus_on_node: Slurm's own count, compared with what the driver shows, never used.
+        restarts: how often the job was requeued.
     """
 
     id: int
     cluster: str
     nodes: int
     gpus_on_node: int | None
+    restarts: int = 0
 
 
 @dataclass(frozen=True)
@@ -115,4 +117,5 @@ def slurm_job(environment: Mapping[str, str]) -> SlurmJob | None:
         cluster=environment.get("SLURM_CLUSTER_NAME", "slurm"),
         nodes=int(environment.get("SLURM_JOB_NUM_NODES", "1")),
         gpus_on_node=int(count) if count.isdigit() else None,
+        restarts=int(environment.get("SLURM_RESTART_COUNT") or 0),
     )

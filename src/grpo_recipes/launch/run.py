@@ -9,12 +9,13 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_recipes.check import SMOKE_SCHEME
 from grpo_recipes.errors import EXIT_STOPPED, refuse
-from grpo_recipes.launch.checkpoints import newest_complete, step_of
+from grpo_recipes.launch.checkpoints import newest_complete, step_of, world_size_of
 from grpo_recipes.launch.descendants import end_descendants, reap
 from grpo_recipes.launch.environment import Scratch, base_environment, make_scratch, run_environment
 from grpo_recipes.launch.plan import (
@@ -47,9 +48,7 @@ from grpo_recipes.launch.server import NotReady, wait_until_ready
 from grpo_recipes.launch.supervisor import Child, Ending, shell_code, tail, wait_for_trainer
 from grpo_recipes.paths import shown
 from grpo_recipes.recipe import Recipe, read_frozen, read_recipe
-from grpo_recipes.secrets import masked_environment
-
-# The trainers start while the server loads, and wait for it inside TRL's client; the launcher watches both.
+from grpo_recipes.secrets import masked, masked_environment
 
 
 @dataclass(frozen=True)
@@ -93,21 +92,59 @@ def launch(options: Options) -> int:
         return _dry_run(recipe, resources, names, task, entry)
     ports, port_notes = free_ports(recipe, plan_ports(recipe, resources.job), recipe["vllm_server_host"])
     plan = make_plan(recipe, resources, os.environ, names, task, entry, ports)
-    plan.notes.extend(port_notes)
     _make_log_folder()
-    run = run or new_run(_run_root(recipe), names.run, names.timestamp, resources)
+    if run is None:
+        run, names = _make_run(recipe, resources, names)
+        plan = make_plan(recipe, resources, os.environ, names, task, entry, ports)
+    else:
+        _need_same_world(run, plan)
+    plan.notes.extend(port_notes)
     claim(run)
+    stop = _StopSignals(stop_file(run.folder))
     attempt = _prepare(run, recipe, plan, names, resources)
     _say_start(attempt)
-    stop = _StopSignals(stop_file(run.folder))
+    ending = _supervise(attempt, stop)
+    return _finish(attempt, ending)
+
+
+def _supervise(attempt: Attempt, stop: _StopSignals) -> Ending:
+    """Run the processes; however that ends, nothing of the run is left afterwards."""
     try:
         ending = _make_smoke_task(attempt) or _run_processes(attempt, stop)
     except _StoppedBySignal as stopped:
         ending = Ending(128 + stopped.signum, f"stopped by {signal.Signals(stopped.signum).name}")
-    stop.ignore()
-    end_descendants()
-    attempt.scratch.remove()
-    return _finish(attempt, ending)
+    except Exception as error:
+        traceback.print_exc()
+        ending = Ending(1, f"the launcher failed: {type(error).__name__}: {masked(str(error))}")
+    finally:
+        stop.ignore()
+        end_descendants()
+        attempt.scratch.remove()
+    if stop.seen == signal.SIGTERM and ending.code not in (0, EXIT_STOPPED):
+        return Ending(128 + signal.SIGTERM, "stopped by SIGTERM")  # Slurm sends it to every process of the job
+    return ending
+
+
+def _make_run(recipe: Recipe, resources: Resources, names: Names) -> tuple[Run, Names]:
+    """Make the run directory; the next second's name where another launch has just taken this one's."""
+    for _ in range(60):
+        run = new_run(_run_root(recipe), names.run, names.timestamp, resources)
+        if run is not None:
+            return run, names
+        time.sleep(1)
+        names = _names(None, recipe)
+    raise refuse("run_root", f"no free name for a run directory of '{names.run}'", "set another run_name")
+
+
+def _need_same_world(run: Run, plan: Plan) -> None:
+    """A checkpoint holds a part of the generation window per process: it fits the same number of them alone."""
+    checkpoint = newest_complete(run.folder / "checkpoints")
+    made_by = world_size_of(checkpoint) if checkpoint else plan.batch.world_size
+    if made_by != plan.batch.world_size:
+        what = (
+            f"{checkpoint.name if checkpoint else ''} is of {made_by} processes, the plan has {plan.batch.world_size}"
+        )
+        raise refuse("--resume", what, f"give it as many devices as before, or --num_processes {made_by}")
 
 
 def _settle(options: Options, resources: Resources) -> tuple[Run | None, Recipe, str, str]:
@@ -119,7 +156,8 @@ def _settle(options: Options, resources: Resources) -> tuple[Run | None, Recipe,
         path = choose_recipe(options.recipe, os.environ, task, resources.flavour)
         recipe = read_recipe(path, options.flags, os.environ)
         pointer = _job_pointer(resources, recipe)
-        if options.resume is None and not pointer.is_file():
+        requeued = resources.job is not None and resources.job.restarts > 0 and pointer.is_file()
+        if options.resume is None and not requeued:
             return None, recipe, task, entry
         which = options.resume or pointer.read_text().strip()
         run = find_run(_run_root(recipe), which)
@@ -259,11 +297,11 @@ def _run_processes(attempt: Attempt, stop: _StopSignals) -> Ending:
         stop.trainers_run = stop.trainers_run or bool(lines)
         stop.check_deadline()
         for line in lines:
-            print(line, flush=True)
+            _print(line)
 
     ending = wait_for_trainer(trainer, server, attempt.run.folder, tick)
     for line in progress.new_lines():
-        print(line, flush=True)
+        _print(line)
     return ending
 
 
@@ -311,12 +349,20 @@ def _finish(attempt: Attempt, ending: Ending) -> int:
     else:
         _say(f"{smoke}{status} with exit code {ending.code}: {ending.cause} ({rewards})")
         if newest_complete(attempt.run.folder / "checkpoints"):
-            print(f"grpo: continue with: grpo launch --resume {shown(attempt.run.folder)}", flush=True)
+            _say(f"continue with: grpo launch --resume {shown(attempt.run.folder)}")
     return ending.code
 
 
 def _say(text: str) -> None:
-    print(f"grpo: {text}", flush=True)
+    _print(f"grpo: {text}")
+
+
+def _print(text: str) -> None:
+    """Print a line; a terminal or pipe that is gone must not end the run."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _StoppedBySignal(BaseException):
@@ -337,10 +383,14 @@ class _StopSignals:
         self._request = request
         self._deadline = float("inf")
         self.trainers_run = False
+        self.seen: int | None = None
         for signum in self._signals:
-            signal.signal(signum, self._handle)
+            # nohup, or a shell's background job, has a signal ignored on purpose; training.sh has USR1 for us.
+            if signum == signal.SIGUSR1 or signal.getsignal(signum) != signal.SIG_IGN:
+                signal.signal(signum, self._handle)
 
     def _handle(self, signum: int, _: object) -> None:
+        self.seen = signum
         if not self.trainers_run or self._request.exists():
             raise _StoppedBySignal(signum)
         self._request.touch()

@@ -18,6 +18,7 @@ from typing import Any
 from grpo_recipes.errors import refuse
 from grpo_recipes.launch.resources import Resources
 from grpo_recipes.paths import home, shown
+from grpo_recipes.secrets import masked
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,11 @@ def timestamp() -> str:
     return datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
 
 
-def new_run(root: Path, name: str, stamp: str, resources: Resources) -> Run:
+def new_run(root: Path, name: str, stamp: str, resources: Resources) -> Run | None:
     """Make ``<root>/<name>-<stamp>`` with its identity and the state of the code.
+
+    Returns:
+        The run, or None when the folder exists: jobs of one array start in the same second.
 
     Raises:
         Refused: the folder cannot be made.
@@ -48,11 +52,13 @@ def new_run(root: Path, name: str, stamp: str, resources: Resources) -> Run:
     try:
         folder.mkdir(parents=True, mode=0o700)
         (folder / "processes").mkdir(mode=0o700)
+    except FileExistsError:
+        return None
     except OSError as error:
         what = f"cannot make the run directory {shown(folder)} ({error.strerror})"
         raise refuse("run_root", what, "name a folder you may write to with run_root or RUN_ROOT") from None
     code = code_state()
-    (folder / "code.patch").write_text(code.pop("patch"))
+    (folder / "code.patch").write_text(masked(code.pop("patch")))
     job = resources.job
     identity = {
         "run_name": name,
@@ -106,10 +112,12 @@ def claim(run: Run) -> int:
     descriptor = os.open(run.folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         os.close(descriptor)
         what = f"another launch is running in {shown(run.folder)}"
         raise refuse("--resume", what, "wait for it, or stop it first") from None
+    except OSError as error:  # Lustre without flock, NFS without a lock daemon
+        print(f"grpo: note: no file locks in {shown(run.folder)} ({error.strerror}): start it once only", flush=True)
     return descriptor
 
 
@@ -129,7 +137,7 @@ def changed_code(run: Run) -> str | None:
 def code_state() -> dict[str, Any]:
     """Commit, uncommitted patch of tracked files, and a hash of the locks."""
     commit = _git("rev-parse", "HEAD").strip() or None
-    patch = _git("diff", "HEAD", "--", "src", "recipes", "training.sh") if commit else ""
+    patch = _git("diff", "HEAD", "--", "src", "training.sh") if commit else ""
     locks = b"".join(path.read_bytes() for path in sorted((home() / "requirements").glob("*.txt")))
     return {
         "commit": commit,

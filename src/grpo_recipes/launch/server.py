@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import importlib.metadata
 import json
 import sys
@@ -52,11 +53,21 @@ def server_command(recipe: Recipe, model: str, name: str, host: str, port: int, 
         shared += ["--enforce-eager"]
     revision = ["--revision", recipe["model_revision"]] if recipe["model_revision"] != "main" else []
     # What TRL's trainer needs of the server; `trl vllm-serve` adds these itself.
-    trl_flags = ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
+    trl_flags = [
+        "--model-impl",
+        recipe["vllm_model_impl"],
+        "--logprobs-mode",
+        "processed_logprobs",
+        "--max-logprobs",
+        "-1",
+    ]
     if flavour == "cuda":
         trl_flags += ["--weight-transfer-config", json.dumps({"backend": "nccl"})]
     if has_trl_serve():
-        return [str(Path(sys.executable).with_name("trl")), "vllm-serve", "--model", model, *shared, *revision]
+        trl = str(Path(sys.executable).with_name("trl"))
+        return [
+            trl, "vllm-serve", "--model", model, "--vllm-model-impl", recipe["vllm_model_impl"], *shared, *revision
+        ]  # fmt: skip
     return [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *shared, *revision, *trl_flags
     ]  # fmt: skip
@@ -82,13 +93,11 @@ def has_trl_serve() -> bool:
     return int(importlib.metadata.version("trl").split(".")[0]) < 2
 
 
-def server_environment(flavour: str, internal_port: int | None, cache: Path) -> dict[str, str]:
-    """Environment of the server beyond the run's own; ``cache`` is where facts about models are kept."""
+def server_environment(flavour: str, internal_port: int | None) -> dict[str, str]:
+    """Environment of the server beyond the run's own."""
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "grpo_recipes"}
     environment["SPT_NOENV"] = "1"  # vLLM renames its processes; without this the new name overwrites their environ
     if flavour == "cpu":
-        # Nothing is compiled on CPU: what is kept is which classes a model needs, worth a quarter of the start.
-        environment["VLLM_CACHE_ROOT"] = str(cache / "vllm")
         environment["VLLM_CPU_KVCACHE_SPACE"] = _CPU_KV_CACHE_GIB
         # The sampler is compiled with the first batch, which takes longer than a smoke run samples in all.
         environment["TORCHDYNAMO_DISABLE"] = "1"
@@ -156,5 +165,9 @@ def _served_models(host: str, port: int, token: str) -> list[str]:
     try:
         with opener.open(request, timeout=5) as answer:
             return [model["id"] for model in json.load(answer)["data"]]
-    except (urllib.error.URLError, OSError, ValueError):
+    except urllib.error.HTTPError as error:
+        if error.code == 401:
+            raise NotReady("the vLLM server refuses the run's own token") from None
+        return []
+    except (OSError, ValueError, http.client.HTTPException):
         return []

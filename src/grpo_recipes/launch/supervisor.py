@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.launch.descendants import OWN_CHILDREN, descendants, is_alive, reap
 from grpo_recipes.launch.environment import Scratch
 from grpo_recipes.launch.plan import Process
@@ -160,33 +162,39 @@ def _trainer_ending(trainer: Child, run_dir: Path) -> Ending | None:
 
 
 def _rank_ending(trainer: Child, run_dir: Path) -> Ending | None:
-    """The first rank that failed, by its record; a rank that is gone without an exit in its record was killed."""
-    failures = []
+    """The rank that failed first, by the ranks' records; a rank that is gone without an exit in its record was killed.
+
+    A killed rank comes before those that recorded an error, which may have failed for the loss of it; last come those
+    that SIGTERM ended, with which torch's agent ends the rest.
+    """
+    failures: list[tuple[int, float, Ending]] = []
     for path in sorted((run_dir / "processes").glob("rank_*.json")):
         record = read_json(path) or {}
         if record.get("exit"):
+            failed_rank = None if record["exit"] == EXIT_STOPPED else record["rank"]
             cause = f"rank {record['rank']}: {record['cause']}"
-            failures.append((record["time"], Ending(record["exit"], cause, record["rank"], trainer.log)))
+            failures.append((1, record["time"], Ending(record["exit"], cause, failed_rank, trainer.log)))
         elif "exit" not in record and not is_alive(record["pid"]):
             if trainer.killed():
                 return None  # accelerate was killed, and its ranks with it
-            failures.append((time.time(), _killed_rank(path, trainer)))
-    return min(failures, key=lambda failure: failure[0])[1] if failures else None
+            code = _code_of_killed(record["pid"], trainer)
+            cause = f"rank {record['rank']} (pid {record['pid']}) {_how(code)}"
+            ending = Ending(shell_code(code) or 1, cause, record["rank"], trainer.log)
+            failures.append((2 if code in (None, -signal.SIGTERM) else 0, time.time(), ending))
+    return min(failures, key=lambda failure: failure[:2])[2] if failures else None
 
 
-def _killed_rank(path: Path, trainer: Child) -> Ending:
+def _code_of_killed(pid: int, trainer: Child) -> int | None:
     """Only a parent learns how a process died: wait until accelerate has told."""
-    record = read_json(path) or {}
     deadline = time.monotonic() + 5
-    while (code := _code_told_by_accelerate(trainer.log, record["pid"])) is None and time.monotonic() < deadline:
+    while (code := _code_told_by_accelerate(trainer.log, pid)) is None and time.monotonic() < deadline:
         time.sleep(0.1)
-    cause = f"rank {record['rank']} (pid {record['pid']}) {_how(code)}"
-    return Ending(shell_code(code) or 1, cause, record["rank"], trainer.log)
+    return code
 
 
 def _code_told_by_accelerate(log: Path, pid: int) -> int | None:
     """What torch's agent or accelerate's simple launcher printed of its child's death."""
-    text = tail(log, 400)
+    text = tail(log, 2000)
     match = re.search(rf"exitcode\s*:\s*(-?\d+) \(pid: {pid}\)", text)
     match = match or re.search(r"died with <Signals\.\w+: (\d+)>", text)
     if match is None:

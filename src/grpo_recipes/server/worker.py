@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from vllm.logger import init_logger
@@ -40,6 +41,8 @@ class WeightReport:
             name: [int(fingerprint(parameter.data)), str(parameter.dtype).removeprefix("torch.")]
             for name, parameter in model.named_parameters()
         }
+        for name, owned in _rows_without_copies(model):
+            parameters[name][0] = int(fingerprint(owned))
         return {"parameters": parameters, "packed": dict(getattr(model, "packed_modules_mapping", {}))}
 
     def grpo_config(self) -> dict[str, Any]:
@@ -54,3 +57,17 @@ class WeightReport:
             "model_config": {"logprobs_mode": str(config.model_config.logprobs_mode)},
             "weight_transfer_config": None if transfer is None else {"backend": transfer.backend},
         }
+
+
+def _rows_without_copies(model: Any) -> Iterator[tuple[str, Any]]:
+    """Of every qkv projection the rows this worker alone counts for.
+
+    With more workers than key and value heads, vLLM gives several of them the same heads: only the first counts them.
+    """
+    for prefix, module in model.named_modules():
+        replicas = getattr(module, "num_kv_head_replicas", 1)
+        if replicas > 1 and module.tp_rank % replicas:
+            for name in ("weight", "bias"):
+                parameter = getattr(module, name, None)
+                if parameter is not None:
+                    yield f"{prefix}.{name}", parameter.data[: module.num_heads * module.head_size]

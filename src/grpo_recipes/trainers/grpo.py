@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -28,6 +29,7 @@ class GRPOTrainer(MetricsRows, CompleteCheckpoints, ExactResume, trl.GRPOTrainer
     """
 
     args: GRPOConfig
+    _unproven = False
 
     def __init__(self, *, args: GRPOConfig, run_dir: Path, **kwargs: Any):
         with self._bridge(args):
@@ -56,7 +58,7 @@ class GRPOTrainer(MetricsRows, CompleteCheckpoints, ExactResume, trl.GRPOTrainer
         synced = self._last_loaded_step if self.use_vllm else None
         self._name_generation()
         output = super()._generate_and_score_completions(inputs)
-        if self._guarded and self._last_loaded_step != synced:
+        if self._guarded and (self._last_loaded_step != synced or self._unproven):
             self._check_weights(output)
         return output
 
@@ -69,30 +71,42 @@ class GRPOTrainer(MetricsRows, CompleteCheckpoints, ExactResume, trl.GRPOTrainer
     def _check_weights(self, output: dict[str, Any]) -> None:
         """Stop every rank unless the server holds and uses the trainer's weights.
 
+        A batch without a scored token proves nothing: the next one is looked at too.
+
         Raises:
             WeightsDiffer: on every rank, before an update is computed from this batch.
         """
         main = self.accelerator.is_main_process
         verdicts = [self.vllm_generation.vllm_client.verdict if main else None]
         broadcast_object_list(verdicts, from_process=0)
-        verdict = verdicts[0] or logprob_verdict(
-            self.args.weight_sync, self._logprob_difference(output), self._logprob_tolerance()
-        )
+        difference = self._logprob_difference(output)
+        self._unproven = difference is None
+        verdict = verdicts[0] or logprob_verdict(self.args.weight_sync, difference or 0.0, self._logprob_tolerance())
         if verdict:
             raise WeightsDiffer(f"{verdict}; step {self.state.global_step} was not taken")
 
-    def _logprob_difference(self, output: dict[str, Any]) -> float:
-        """Mean |trainer - server| log-prob of the sampled tokens over all ranks; TRL's own figure where it has one."""
-        if self.vllm_importance_sampling_correction:
-            mode = "train" if self.model.training else "eval"
-            return float(self._metrics[mode]["sampling/sampling_logp_difference/mean"][-1])
-        if (self.top_p, self.top_k, self.min_p, self.repetition_penalty) not in (
-            (1.0, 0, None, 1.0),
-            (1.0, 0, 0.0, 1.0),
-        ):
+    def _logprob_difference(self, output: dict[str, Any]) -> float | None:
+        """Mean |trainer - server| log-prob of the sampled tokens over all ranks.
+
+        Returns:
+            NaN when the server scored none of the tokens, None when there are none to look at.
+        """
+        if (self.top_p, self.top_k, self.min_p or 0.0, self.repetition_penalty) != (1.0, 0, 0.0, 1.0):
             return 0.0  # the server's log-probs are those of a truncated distribution: nothing to compare
+        logps = output.get("old_per_token_logps")
+        if logps is None:
+            logps = self._trainer_logps(output)
+        delta = (logps - output["sampling_per_token_logps"]).abs()[output["completion_mask"].bool()]
+        known = ~delta.isnan()
+        sums = torch.stack([delta[known].sum(), known.sum().to(delta.dtype), (~known).sum().to(delta.dtype)])
+        total, count, unscored = self.accelerator.gather(sums.unsqueeze(0)).sum(dim=0).tolist()
+        if count == 0:
+            return math.nan if unscored else None
+        return total / count
+
+    def _trainer_logps(self, output: dict[str, Any]) -> torch.Tensor:
+        """Log-probs of the completions, (B, T), which TRL computes only for its importance-sampling correction."""
         prompt, completion = output["prompt_ids"], output["completion_ids"]
-        mask = output["completion_mask"].bool()
         with torch.no_grad():
             logps, _, _ = self._get_per_token_logps_and_entropies(
                 self.model,
@@ -101,8 +115,7 @@ class GRPOTrainer(MetricsRows, CompleteCheckpoints, ExactResume, trl.GRPOTrainer
                 completion.size(1),
                 batch_size=self.args.per_device_train_batch_size,
             )
-        difference = (logps - output["sampling_per_token_logps"]).abs()[mask].mean()
-        return float(self.accelerator.gather(difference).mean())
+        return logps
 
     def _logprob_tolerance(self) -> float:
         if self.args.weight_guard_tolerance is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 
 from grpo_recipes.errors import Refused
 from grpo_recipes.launch.rundir import write_json
+from grpo_recipes.secrets import masked
 
 
 def run_folder() -> Path:
@@ -38,12 +40,21 @@ def rank_record(folder: Path) -> Iterator[None]:
         yield
     except BaseException as error:
         code, cause = _exit_of(error)
+        cause = masked(cause)
         write_json(path, {**record, "exit": code, "cause": cause, "time": time.time()})
         if not isinstance(error, SystemExit):
             traceback.print_exc()
+        _finish_wandb()
         # Not sys.exit: threads and collectives of a broken run can keep an interpreter from ending.
         os._exit(code)
     write_json(path, {**record, "exit": 0, "cause": "", "time": time.time()})
+
+
+def _finish_wandb() -> None:
+    """Flush the W&B run, which would do so itself in an ordinary exit."""
+    wandb = sys.modules.get("wandb")
+    if wandb is not None and wandb.run is not None:
+        wandb.finish()
 
 
 def _exit_of(error: BaseException) -> tuple[int, str]:
@@ -66,7 +77,7 @@ _SHARING = {
 }
 
 
-def check_world(folder: Path, world_size: int, device_type: str, dtype: str | None) -> None:
+def check_world(folder: Path, world_size: int, device_type: str) -> None:
     """Compare what this process became with what was planned.
 
     accelerate starts one process where it was told two, and exits 0, for some configurations.
@@ -75,27 +86,35 @@ def check_world(folder: Path, world_size: int, device_type: str, dtype: str | No
         RuntimeError: they differ.
     """
     plan = json.loads((folder / "plan.json").read_text())
-    planned = (plan["batch"]["world_size"], "cpu" if plan["flavour"] == "cpu" else "cuda", plan["dtype"])
-    if (world_size, device_type, dtype) != planned:
+    planned = (plan["batch"]["world_size"], "cpu" if plan["flavour"] == "cpu" else "cuda")
+    if (world_size, device_type) != planned:
         raise RuntimeError(
-            f"planned {planned[0]} processes on {planned[1]} in {planned[2]}, this is one of {world_size} on "
-            f"{device_type} in {dtype}; check CONFIG_FILE and the accelerator key"
+            f"planned {planned[0]} processes on {planned[1]}, this is one of {world_size} on {device_type}; check "
+            "CONFIG_FILE and the accelerator key"
         )
 
 
-def check_sharing(folder: Path, distributed_type: str) -> None:
-    """Compare how accelerate shares the model with what was planned: it drops DeepSpeed or FSDP without a word.
+def check_sharing(folder: Path, distributed_type: str, dtype: str) -> None:
+    """Compare how accelerate shares the model, and in what dtype, with what was planned.
+
+    accelerate drops DeepSpeed or FSDP without a word where it does not expect them.
 
     Args:
         folder: the run directory.
         distributed_type: the name of ``Accelerator().distributed_type``.
+        dtype: of the model's parameters; ZeRO and FSDP keep their own, so it is compared without them alone.
 
     Raises:
-        RuntimeError: they differ; not with CONFIG_FILE, whose content is the user's.
+        RuntimeError: they differ.
     """
-    planned = json.loads((folder / "plan.json").read_text())["accelerator"]
-    if "CONFIG_FILE" not in os.environ and distributed_type not in _SHARING[planned]:
+    plan = json.loads((folder / "plan.json").read_text())
+    planned = plan["accelerator"]
+    if planned == "custom":
+        return  # CONFIG_FILE: its content is the user's
+    if distributed_type not in _SHARING[planned]:
         raise RuntimeError(f"planned accelerator: {planned}, accelerate made it {distributed_type}")
+    if planned in ("single", "ddp") and plan["dtype"] not in (None, "auto", dtype):
+        raise RuntimeError(f"planned weights in {plan['dtype']}, the model has them in {dtype}")
 
 
 def allow_fsdp_on_cpu() -> None:
