@@ -41,6 +41,9 @@ _SBATCH = "tests/e2e/test_slurm_run.py::test_sbatch_training_sh_starts_at_once_a
 COVERED = {
     "bash training.sh": "tests/e2e/test_smoke_run.py::test_training_sh_trains_the_smoke_recipe",
     "sbatch --gres=gpu:8 training.sh": _SBATCH,
+    "scancel --signal=USR1 --batch JOBID": (
+        "tests/e2e/test_slurm_run.py::test_usr1_to_the_batch_script_saves_and_ends"
+    ),
     "sbatch --gres=gpu:8 --cpus-per-task=64 --mem=256G training.sh --learning_rate 2e-6": _SBATCH,
     "grpo launch recipes/smoke/grpo.yaml": "tests/e2e/test_resume.py::test_resume_last_continues_a_killed_run",
     "grpo launch --resume last": "tests/e2e/test_resume.py::test_resume_last_continues_a_killed_run",

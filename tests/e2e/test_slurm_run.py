@@ -12,13 +12,9 @@ from slurm_cluster import SlurmCluster
 from test_smoke_run import assert_reward_went_up
 
 
-def submit(slurm: SlurmCluster, folder: Path, mark: str, **variables: str) -> int:
-    environment = clean_environment(folder, mark, ENV_DIR=sys.prefix, **variables)
-    return slurm.sbatch("training.sh", cwd=REPOSITORY, env=environment)
-
-
 def test_sbatch_training_sh_starts_at_once_and_completes(slurm: SlurmCluster, tmp_path: Path) -> None:
-    job = submit(slurm, tmp_path, "slurm-smoke")
+    environment = clean_environment(tmp_path, "slurm-smoke", ENV_DIR=sys.prefix)
+    job = slurm.sbatch("training.sh", cwd=REPOSITORY, env=environment)
     slurm.wait(job, "RUNNING", timeout=60)
     record = slurm.wait(job, "COMPLETED", timeout=400)
 
@@ -36,18 +32,40 @@ def test_sbatch_training_sh_starts_at_once_and_completes(slurm: SlurmCluster, tm
     assert marked_processes("slurm-smoke") == []
 
 
-def test_scancel_ends_the_run_and_leaves_nothing(slurm: SlurmCluster, tmp_path: Path) -> None:
-    job = submit(slurm, tmp_path, "slurm-cancel", RUN_NAME="cancelled")
-    launch = Launch(None, tmp_path, REPOSITORY, "slurm-cancel")  # type: ignore[arg-type]
+def submit_endless(slurm: SlurmCluster, tmp_path: Path, mark: str) -> tuple[int, Launch]:
+    """A job that trains until it is stopped, after its second step."""
+    environment = clean_environment(tmp_path, mark, ENV_DIR=sys.prefix)
+    job = slurm.sbatch("training.sh", "--max_steps", "100000", "--run_name", mark, cwd=REPOSITORY, env=environment)
+    launch = Launch(None, tmp_path, REPOSITORY, mark)  # type: ignore[arg-type]
     slurm.wait(job, "RUNNING", timeout=60)
-    wait_until(lambda: launch.has_run_dir() and len(launch.processes()) >= 3)
+    wait_until(lambda: launch.has_run_dir() and len(launch.rows()) >= 2, timeout=120)
+    return job, launch
+
+
+def test_scancel_ends_the_run_and_leaves_nothing(slurm: SlurmCluster, tmp_path: Path) -> None:
+    job, launch = submit_endless(slurm, tmp_path, "slurm-cancel")
 
     slurm.scancel(job)
 
     slurm.wait(job, "CANCELLED", timeout=60)
     wait_until(lambda: not launch.processes())
     assert launch.summary()["status"] == "stopped"
+    assert launch.summary()["cause"] == "stopped by SIGTERM"
     assert launch.summary()["exit_code"] == 143
+
+
+@pytest.mark.slow
+def test_usr1_to_the_batch_script_saves_and_ends(slurm: SlurmCluster, tmp_path: Path) -> None:
+    job, launch = submit_endless(slurm, tmp_path, "slurm-usr1")
+
+    slurm.scancel(job, "--signal=USR1", "--batch")
+
+    record = slurm.wait(job, "FAILED", timeout=60)
+    assert record["ExitCode"] == "75:0"
+    wait_until(lambda: not launch.processes())
+    summary = launch.summary()
+    assert summary["status"] == "stopped" and summary["failed_rank"] is None
+    assert (launch.run_dir / "checkpoints" / f"checkpoint-{summary['steps']}" / "COMPLETE").exists()
 
 
 @pytest.mark.slow
