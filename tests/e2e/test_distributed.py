@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import trl
 from real_runs import Launch
 
 SHORT = ("--num_processes", "2", "--max_steps", "3", "--prompts_per_step", "8", "--num_generations", "8")
@@ -38,7 +38,10 @@ def test_two_processes_train_through_the_server(launch: Callable[..., Launch], a
 
 @pytest.mark.slow
 def test_config_file_replaces_the_packaged_accelerate_file(launch: Callable[..., Launch], tmp_path: Path) -> None:
-    packaged = Path(trl.__file__).parent / "accelerate_configs" / "zero2.yaml"
+    # Found, not imported: TRL lowers vLLM's log level in the environment of whoever imports it.
+    spec = importlib.util.find_spec("trl")
+    assert spec is not None and spec.origin is not None
+    packaged = Path(spec.origin).parent / "accelerate_configs" / "zero2.yaml"
     mine = tmp_path / "mine.yaml"
     mine.write_text(packaged.read_text())
     run = launch(*SHORT, "--run_name", "custom", CONFIG_FILE=str(mine))
