@@ -313,3 +313,9 @@ def test_a_missing_recipe_is_named_with_where_it_came_from(given, config, where)
     with pytest.raises(Refused) as refused:
         choose_recipe(given, {"CONFIG": config} if config else {}, "grpo", "cpu")
     assert refused.value.problems[0].where == where and "'no.yaml'" in refused.value.problems[0].what
+
+
+def test_the_users_vllm_plugins_are_kept_and_ours_is_added(planned):
+    assert "VLLM_PLUGINS" not in planned().process("server").environment
+    server = planned(environment={"VLLM_PLUGINS": "mine"}).process("server")
+    assert server.environment["VLLM_PLUGINS"] == "mine,grpo_recipes"

@@ -331,6 +331,8 @@ def _server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: N
     argv = server_command(recipe, plan.model, names.served, host, plan.ports.server, plan.flavour)
     variables = server_environment(plan.flavour, plan.ports.vllm_internal)
     variables["VLLM_HOST_IP"] = environment.get("VLLM_HOST_IP", host)
+    if environment.get("VLLM_PLUGINS"):  # unset, vLLM loads every plug-in that is installed, ours too
+        variables["VLLM_PLUGINS"] = f"{environment['VLLM_PLUGINS']},grpo_recipes"
     return Process(
         "server", argv, {**variables, **_devices(gpus)}, gpus, f"logs/liv_vllm_{names.run}_{names.timestamp}.log"
     )

@@ -95,7 +95,7 @@ def has_trl_serve() -> bool:
 
 def server_environment(flavour: str, internal_port: int | None) -> dict[str, str]:
     """Environment of the server beyond the run's own."""
-    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "grpo_recipes"}
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment["SPT_NOENV"] = "1"  # vLLM renames its processes; without this the new name overwrites their environ
     if flavour == "cpu":
         environment["VLLM_CPU_KVCACHE_SPACE"] = _CPU_KV_CACHE_GIB
