@@ -100,16 +100,15 @@ def launch(options: Options) -> int:
         _need_same_world(run, plan)
     plan.notes.extend(port_notes)
     claim(run)
-    stop = _StopSignals(stop_file(run.folder))
     attempt = _prepare(run, recipe, plan, names, resources)
-    _say_start(attempt)
-    ending = _supervise(attempt, stop)
-    return _finish(attempt, ending)
+    return _finish(attempt, _supervise(attempt))
 
 
-def _supervise(attempt: Attempt, stop: _StopSignals) -> Ending:
+def _supervise(attempt: Attempt) -> Ending:
     """Run the processes; however that ends, nothing of the run is left afterwards."""
+    stop = _StopSignals(stop_file(attempt.run.folder))
     try:
+        _say_start(attempt)
         ending = _make_smoke_task(attempt) or _run_processes(attempt, stop)
     except _StoppedBySignal as stopped:
         ending = Ending(128 + stopped.signum, f"stopped by {signal.Signals(stopped.signum).name}")
