@@ -140,5 +140,7 @@ def test_yaml_examples_hold_known_keys() -> None:
 
 
 def test_python_examples_compile() -> None:
-    for block in blocks("python"):
+    examples = blocks("python")
+    assert examples
+    for block in examples:
         compile("\n".join(block.lines), block.page, "exec")

@@ -116,7 +116,10 @@ def test_a_login_to_the_hub_outlives_our_choice_of_cache(tmp_path):
 
 def test_scratch_is_made_from_a_given_environment_alone(monkeypatch, tmp_path):
     monkeypatch.setitem(os.environ, "SLURM_TMPDIR", str(tmp_path / "none"))
-    make_scratch({}).remove()
+    scratch = make_scratch({})
+    assert scratch.disk.parent != tmp_path and scratch.token.exists()
+    scratch.remove()
+    assert not scratch.disk.exists() and not scratch.memory.exists()
 
 
 def test_the_environments_own_tools_come_first_on_the_path():

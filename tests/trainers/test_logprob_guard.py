@@ -47,3 +47,18 @@ def test_a_server_that_scores_nothing_proves_nothing_right():
 
 def test_truncated_sampling_is_not_compared():
     assert difference([[-5.0, -5.0]], [[1, 1]], top_p=0.9) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "keys", "expected"),
+    [
+        (torch.float32, {}, 1e-3),
+        (torch.bfloat16, {}, 5e-2),
+        (torch.float32, {"bf16": True}, 5e-2),  # autocast computes in bfloat16
+        (torch.float32, {"weight_guard_tolerance": 0.7}, 0.7),
+    ],
+)
+def test_the_tolerance_follows_the_dtype_unless_the_recipe_names_one(dtype, keys, expected):
+    args = SimpleNamespace(**{"weight_guard_tolerance": None, "bf16": False, "fp16": False, **keys})
+    trainer = SimpleNamespace(args=args, model=torch.nn.Linear(1, 1, dtype=dtype))
+    assert GRPOTrainer._logprob_tolerance(trainer) == expected  # type: ignore[arg-type]

@@ -16,9 +16,6 @@ class FileClient(BridgeClient):
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
         """No channel to open: the server reads files."""
 
-    def close_communicator(self) -> None:
-        """No channel to close."""
-
     def _send(self, metadata: Metadata, named_params: NamedTensors) -> None:
         folder = self.settings.sync_dir
         folder.mkdir(parents=True, exist_ok=True)
