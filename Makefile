@@ -6,7 +6,7 @@ BIN := $(abspath $(ENV_DIR))/bin
 PYTEST_ARGS ?=
 SHELL_FILES = $$(git ls-files --cached --others --exclude-standard "*.sh" .ci/run)
 
-.PHONY: help setup smoke test e2e soak docs lint format keys clean lock
+.PHONY: help setup smoke test e2e soak coverage docs lint format keys clean lock
 
 help:  ## show this list
 	@sed -n 's/^\([a-z0-9]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -27,6 +27,9 @@ e2e: setup  ## tests of whole runs, with a real Slurm where one is installed
 soak: setup  ## everything slow, and what is repeated for a long time
 	$(BIN)/python -m pytest -m "slow or soak" $(PYTEST_ARGS)
 
+coverage: setup  ## whether the tests that just ran show what tests/guide_rows.yaml claims (needs GRPO_RAN_TESTS)
+	$(BIN)/python tests/check_guide_rows.py
+
 docs: setup  ## build the documentation into site/
 	$(BIN)/python -m mkdocs build --strict
 
@@ -40,8 +43,9 @@ format: setup  ## rewrite the code in the project's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-keys: setup  ## write the catalogue of recipe keys from the config classes
+keys: setup  ## write the catalogue of recipe keys, and the editors' schema, from the config classes
 	$(BIN)/python -m grpo_recipes.configs
+	$(BIN)/python -m grpo_recipes.schema
 
 lock:  ## resolve requirements/*.in into the locks (needs uv)
 	bash scripts/lock.sh

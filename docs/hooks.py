@@ -1,7 +1,9 @@
 """Tables of the site that are made from the code, so that they cannot go stale.
 
-A page says ``<!-- keys CLASS -->`` for the keys that ``configs.py`` defines in that class, and
-``<!-- refused keys -->`` for the keys that are refused with a replacement. torch and TRL are not imported.
+A page says ``<!-- keys CLASS -->`` for the keys that ``configs.py`` defines in that class, ``<!-- TRL keys CLASS -->``
+for those it takes over from TRL, ``<!-- other names -->`` for aliases, and ``<!-- refused keys -->`` for the keys that
+are refused with a replacement. ``<!-- doctor SUBJECT -->`` lists the checks of a machine, a recipe or a run. torch and
+TRL are not imported.
 """
 
 from __future__ import annotations
@@ -13,15 +15,31 @@ import re
 from typing import Any
 
 from grpo_recipes import keys
+from grpo_recipes.doctor import registry
+from grpo_recipes.doctor.examine import about, name_of
+from grpo_recipes.paths import home
+from grpo_recipes.recipe import read_recipe
 
-_MARKER = re.compile(r"^<!-- (keys (?P<owner>\w+)|refused keys) -->$", re.MULTILINE)
+RECIPES = home() / "recipes"
+
+_MARKER = re.compile(
+    r"^<!-- (?P<what>keys|TRL keys|refused keys|other names|recipes|doctor)( (?P<owner>\w+))? -->$", re.MULTILINE
+)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Put the tables in the place of their markers; called by mkdocs for every page."""
 
     def table(match: re.Match[str]) -> str:
-        return keys_table(match["owner"]) if match["owner"] else refused_table()
+        tables = {
+            "keys": lambda: keys_table(match["owner"]),
+            "TRL keys": lambda: trl_table(match["owner"]),
+            "refused keys": refused_table,
+            "other names": aliases_table,
+            "recipes": recipes_table,
+            "doctor": lambda: doctor_table(match["owner"]),
+        }
+        return tables[match["what"]]()
 
     return _MARKER.sub(table, markdown)
 
@@ -37,11 +55,52 @@ def own_keys() -> dict[str, list[str]]:
 
 
 def keys_table(owner: str) -> str:
-    """A row a key: name, type with limits, default, help."""
-    rows = [(name, keys.catalogue()[name]) for name in own_keys()[owner]]
+    """A row a key that ``owner`` defines itself: name, type with limits, default, help."""
+    known = dict(keys.catalogue())
+    for nested in keys.nested_catalogue().values():
+        known |= {name: entry for name, entry in nested.items() if entry["config"] == owner}
+    return _keys({name: known[name] for name in own_keys()[owner]})
+
+
+def trl_table(owner: str) -> str:
+    """A row a key that ``owner`` takes over from TRL as it is."""
+    own = own_keys()[owner]
+    return _keys({name: e for name, e in keys.catalogue().items() if e["config"] == owner and name not in own})
+
+
+def aliases_table() -> str:
+    """A row for each other name of a key."""
+    return _table(("name", "key"), [(f"`{alias}`", f"`{key}`") for alias, key in sorted(keys.ALIASES.items())])
+
+
+def recipes_table() -> str:
+    """A row a shipped recipe."""
+    paths = sorted(path for path in RECIPES.rglob("*.yaml") if path.parent != RECIPES / "base")
+    rows = [(path.relative_to(RECIPES.parent), read_recipe(path)) for path in paths]
+    return _table(
+        ("recipe", "model", "`accelerator`", "`per_device_train_batch_size`"),
+        [
+            (
+                f"`{name}`",
+                f"`{recipe['model_name_or_path']}`",
+                recipe["accelerator"],
+                recipe["per_device_train_batch_size"],
+            )
+            for name, recipe in rows
+        ],
+    )
+
+
+def doctor_table(subject: str) -> str:
+    """A row for each check of `grpo doctor` on a ``machine``, a ``recipe`` or a ``run``."""
+    checks = {"machine": (*registry.MACHINE, *registry.DEEP), "recipe": registry.RECIPE, "run": registry.RUN}[subject]
+    return _table(("check", "looks at"), [(name_of(check), _text(about(check))) for check in checks])
+
+
+def _keys(entries: dict[str, dict[str, Any]]) -> str:
     return _table(
         ("key", "type", "default", "meaning"),
-        [(f"`{name}`", _type(entry), f"`{_default(entry)}`", _text(entry["help"])) for name, entry in rows],
+        [(f"`{name}`", _type(entry), f"`{_default(entry)}`", _text(entry["help"])) for name, entry in entries.items()],
     )
 
 
@@ -51,9 +110,9 @@ def refused_table() -> str:
     return _table(("key", "do this instead"), [(f"`{name}`", _text(instead)) for name, instead in refused])
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
     lines = [head, ("---",) * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
 
 
 def _type(entry: dict[str, Any]) -> str:
@@ -64,6 +123,8 @@ def _type(entry: dict[str, Any]) -> str:
         return str(entry["type"])
     if high is None:
         return f"{entry['type']} ≥ {low:g}"
+    if low is None:
+        return f"{entry['type']} ≤ {high:g}"
     return f"{entry['type']}, {low:g}" if low == high else f"{entry['type']}, {low:g} to {high:g}"
 
 

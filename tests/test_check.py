@@ -9,7 +9,8 @@ import pytest
 from grpo_recipes.check import check
 from grpo_recipes.recipe import read_recipe
 
-RECIPES = sorted((Path(__file__).parents[1] / "recipes").rglob("*.yaml"))
+ROOT = Path(__file__).parents[1] / "recipes"
+RECIPES = sorted(path for path in ROOT.rglob("*.yaml") if path.parent != ROOT / "base")
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
@@ -29,7 +30,7 @@ def test_there_are_shipped_recipes():
         ({"model_name_or_path": "./no/such/folder"}, {}, "no folder"),
         ({"dataset_name": None}, {"dataset_name": "a/b"}, "no dataset is named"),
         ({"dataset_name": "rows.jsonl"}, {"dataset_name": "rows"}, "no file 'rows.jsonl'"),
-        ({"dataset_name": "/no/such"}, {"dataset_name": "/tmp"}, "no file"),
+        ({"dataset_name": "/no/such"}, {"dataset_name": "no/such"}, "no file"),
         ({"reward_funcs": ["accuracy"]}, {"reward_funcs": ["pure_accuracy_math"]}, "no reward 'accuracy'"),
         ({"reward_funcs": []}, {"reward_funcs": ["format_tags"]}, "no reward is named"),
         (
@@ -59,11 +60,13 @@ def test_there_are_shipped_recipes():
         ({"use_peft": True}, {"use_peft": False}, "'use_peft' is not supported"),
         ({"load_in_8bit": True}, {}, "'load_in_8bit'"),
         ({"load_in_4bit": True}, {}, "'load_in_4bit'"),
-        ({"push_to_hub": True}, {}, "'push_to_hub'"),
-        ({"dataset_streaming": True}, {}, "'dataset_streaming'"),
+        ({"push_to_hub": True, "hub_model_id": "my model"}, {"push_to_hub": True}, "no name of a repository"),
+        ({"dataset_streaming": True}, {"dataset_streaming": True, "max_train_prompts": 9}, "would read the stream"),
         ({"save_only_model": True}, {}, "'save_only_model'"),
         ({"load_best_model_at_end": True}, {}, "'load_best_model_at_end'"),
-        ({"eval_strategy": "steps"}, {"eval_strategy": "no"}, "'eval_strategy' is not supported"),
+        ({"eval_strategy": "steps"}, {"eval_strategy": "steps", "eval_steps": 5}, "without eval_steps"),
+        ({"benchmarks": ["math"]}, {"benchmarks": ["math_500"]}, "no benchmark 'math'"),
+        ({"callbacks": ["missing.py:Mine"]}, {"callbacks": []}, "no file 'missing.py'"),
         ({"vllm_mode": "colocate", "weight_sync": "nccl"}, {"vllm_mode": "colocate"}, "weight_sync has no meaning"),
         ({"report_to": ["mlflow"]}, {"report_to": ["wandb", "tensorboard"]}, "'mlflow' is not supported"),
         ({"report_to": "all"}, {"report_to": "none"}, "'all' is not supported"),
@@ -120,3 +123,50 @@ def test_columns_of_a_local_file_are_checked_by_its_first_line(read, tmp_path):
     data.write_text("not json\n")
     (problem,) = check(read(dataset_name=str(data)), {})
     assert "does not begin with a JSON object" in problem.what
+
+
+def test_no_text_is_taken_for_a_name_on_the_hub(read, tmp_path):
+    (tmp_path / "model.yaml").write_text("")
+    address, file = "https://huggingface.co/Qwen/Qwen3-4B", str(tmp_path / "model.yaml")
+    for name in (address, "my model", "a/b/c", "smoke:sum", file):
+        (problem,) = check(read(model_name_or_path=name), {})
+        assert problem.where.startswith("recipe.yaml:") and f"'{name}'" in problem.what, problem
+    for name in ("gpt2", "Qwen/Qwen3-4B", "smoke:sums", "smoke:sums-tied", str(tmp_path)):
+        assert check(read(model_name_or_path=name), {}) == []
+
+
+def test_no_text_is_taken_for_a_dataset_on_the_hub(read):
+    for name in ("https://huggingface.co/datasets/openai/gsm8k", "my data", "smoke:sum"):
+        (problem,) = check(read(dataset_name=name), {})
+        assert f"'{name}'" in problem.what, problem
+
+
+@pytest.mark.parametrize("name", ["a/b", "../x", "..", ".hidden", "-x", "a\nb", "", " ", "x" * 101, "é" * 60])
+def test_a_run_name_is_the_name_of_a_folder(read, name):
+    (problem,) = check(read(run_name=name), {})
+    assert problem.where.startswith("recipe.yaml:") and "run_name" in problem.what
+
+
+@pytest.mark.parametrize("name", ["mine", "Größe 2 (a=1, b=2)", "7", "x" * 100])
+def test_most_names_are_run_names(read, name):
+    assert check(read(run_name=name), {}) == []
+
+
+@pytest.mark.parametrize(
+    "keys", [{"lora_r": 8}, {"use_dora": True}, {"bnb_4bit_quant_type": "nf4"}, {"use_bnb_nested_quant": True}]
+)
+def test_keys_of_what_is_not_supported_are_refused_too(read, keys):
+    (problem,) = check(read(**keys), {})
+    assert f"'{next(iter(keys))}' is not supported" in str(problem)
+
+
+def test_two_ports_are_two(read):
+    (problem,) = check(read(vllm_server_port=8123, vllm_group_port=8123), {})
+    assert problem.what == "vllm_group_port is 8123, and so is vllm_server_port"
+    assert check(read(vllm_server_port=8123, vllm_group_port=8124, main_process_port=8125), {}) == []
+
+
+def test_a_chat_template_is_no_file_name(read):
+    (problem,) = check(read(chat_template="template.jinja"), {})
+    assert "does not mention messages" in problem.what
+    assert check(read(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}"), {}) == []

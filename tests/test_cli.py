@@ -103,7 +103,7 @@ def test_bad_input_is_one_line_and_exit_code_2(grpo, command, arguments, variabl
 
 def test_an_unknown_command_is_exit_code_2(grpo):
     done = grpo("lunch")
-    assert done.returncode == 2 and "invalid choice: 'lunch'" in done.stderr
+    assert done.returncode == 2 and "lunch: is no command" in done.stderr
     assert grpo().returncode == 2
 
 
@@ -120,7 +120,9 @@ def test_everything_wrong_is_told_at_once(grpo, tmp_path):
     recipe.write_text("seed: x\nlearning_rte: 1\n")
     done = grpo("check", str(recipe), "--max_comp", "7")
     assert done.returncode == 2
-    assert [line.split(": ")[1] for line in done.stderr.splitlines()] == ["bad.yaml:1", "bad.yaml:2", "--max_comp"]
+    assert [line.split(": ")[1] for line in done.stderr.splitlines()] == [
+        "bad.yaml:1", "bad.yaml:2", "--max_comp", "bad.yaml", "bad.yaml",
+    ]  # fmt: skip
 
 
 @on_cpu
@@ -221,3 +223,57 @@ def test_a_reader_that_stops_early_is_no_error_to_complain_about(grpo, tmp_path)
     command = f"{sys.executable} -m grpo_recipes plan {SMOKE} | head -1"
     done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.stderr == "" and done.stdout.startswith("recipe")
+
+
+def test_a_mistake_of_a_command_is_one_line_with_its_fix(grpo):
+    for arguments, said in (
+        (["chekc"], "grpo: chekc: is no command. Fix: write check"),
+        (["xyzzy"], "grpo: xyzzy: is no command. Fix: write one of new, keys, check,"),
+        ([], "grpo: COMMAND: is missing. Fix: see grpo --help"),
+        (["new"], "grpo: FILE: is missing. Fix: see grpo new --help"),
+        (["plan", "--gpus", "many"], "grpo: --gpus: invalid int value: 'many'. Fix: see grpo plan --help"),
+        (["doctor", "--run"], "grpo: --run: expected one argument. Fix: see grpo doctor --help"),
+        (["check", "--task", "sft"], "grpo: --task: invalid choice: 'sft'"),
+        (["check", "--json=1"], "grpo: --json: ignored explicit argument '1'"),
+    ):
+        assert refused(grpo(*arguments)).startswith(said)
+
+
+@pytest.mark.parametrize("command", ["check", "plan", "launch", "fetch"])
+def test_an_empty_name_is_not_the_default_recipe(grpo, command):
+    for arguments in ([""], ["--config", ""]):
+        assert "names no recipe" in refused(grpo(command, *arguments))
+
+
+def test_a_working_folder_that_is_gone_is_told(tmp_path):
+    command = f"mkdir gone && cd gone && rmdir ../gone && {sys.executable} -m grpo_recipes check {SMOKE}"
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert "the working folder is gone" in refused(done)
+
+
+def test_a_terminal_of_another_encoding_is_no_error(grpo, tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("model_name_or_path: smoke:sums\ndataset_name: smoke:sums\nrun_name: größe\n", encoding="utf-8")
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = grpo("plan", str(recipe), **ascii_only)
+    assert done.returncode == 0, done.stderr
+    assert "gr\\xf6" in done.stdout
+    assert grpo("keys", "kl", **ascii_only).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--gpus", "0", "--nodes", "2"], ["--gpus", "1000000"], ["--gpus", "8", "--nodes", "1000000"]]
+)
+def test_no_machine_is_planned_that_cannot_be(grpo, arguments):
+    assert "write --gpus 8 --nodes 2" in refused(grpo("plan", MATH, *arguments))
+
+
+def test_a_resumed_run_keeps_its_commit(grpo, tmp_path):
+    from grpo_recipes.launch.resources import Resources
+    from grpo_recipes.launch.rundir import new_run
+
+    run = new_run(tmp_path / "runs", "mine", "stamp", Resources("cpu", (), 2, None))
+    assert run is not None
+    (run.folder / "recipe.yaml").write_text("# x.yaml:1\nmodel_name_or_path: a/b\n")
+    told = refused(grpo("launch", "--resume", str(run.folder), "--model_revision", "other", "--allow-changed-code"))
+    assert "--model_revision: a resumed run goes on with the commit it began with" in told

@@ -17,7 +17,8 @@ from grpo_recipes import configs  # noqa: E402
 from grpo_recipes.keys import CATALOGUE_FILE, OBSOLETE_KEYS, OWNED_KEYS, catalogue  # noqa: E402
 from grpo_recipes.recipe import read_recipe  # noqa: E402
 
-RECIPES = sorted((Path(__file__).parents[1] / "recipes").rglob("*.yaml"))
+ROOT = Path(__file__).parents[1] / "recipes"
+RECIPES = sorted(path for path in ROOT.rglob("*.yaml") if path.parent != ROOT / "base")
 
 
 def fields() -> set[str]:
@@ -29,7 +30,7 @@ def plain(value):
 
 
 def test_the_catalogue_file_is_what_the_dataclasses_say():
-    generated = json.loads(json.dumps({"trl": trl.__version__, "keys": configs.catalogue()}))
+    generated = json.loads(json.dumps(configs.catalogue_content()))
     assert json.loads(CATALOGUE_FILE.read_text()) == generated, "run make keys"
 
 
@@ -48,14 +49,15 @@ def test_our_own_keys_are_told_apart_from_trls():
     }
     assert ours == {
         "prompts_per_step", "weight_sync", "weight_guard", "weight_guard_tolerance", "seed_server",
-        "server_request_timeout",
+        "server_request_timeout", "wandb_project", "wandb_entity", "wandb_run_group", "report_samples",
     }  # fmt: skip
 
 
-def parsed(frozen: Path, out: Path) -> dict[str, object]:
+def parsed(frozen: Path, out: Path, *flags: str) -> dict[str, object]:
     """Every field of TRL's parse of a frozen recipe, with what the launcher adds on a CPU machine."""
     parser = trl.TrlParser(configs.CONFIGS, allow_abbrev=False)
     arguments = ["--config", str(frozen), "--output_dir", str(out), "--use_cpu", "true", "--bf16", "false"]
+    arguments += flags
     found: dict[str, object] = {}
     for config in parser.parse_args_and_config(arguments):
         found |= {spec.name: getattr(config, spec.name) for spec in dataclasses.fields(config)}
@@ -72,7 +74,9 @@ def test_trl_reads_the_same_values_from_a_frozen_recipe(path, tmp_path):
     frozen = tmp_path / "recipe.yaml"
     frozen.write_text(recipe.as_yaml())
 
-    found = parsed(frozen, tmp_path / "out")
+    # A generation of whole groups, which the launcher's arithmetic makes of prompts_per_step.
+    accumulation = str(recipe["prompts_per_step"] * recipe["num_generations"])
+    found = parsed(frozen, tmp_path / "out", "--gradient_accumulation_steps", accumulation)
 
     given = [key for key in catalogue() if recipe.given(key) and key not in DERIVED]
     assert len(given) > 15

@@ -15,6 +15,7 @@ from grpo_recipes.keys import (
     catalogue,
     catalogue_trl,
     nearest,
+    nested_catalogue,
 )
 
 
@@ -44,7 +45,10 @@ def test_defaults_are_within_their_own_limits():
 @pytest.mark.parametrize("table", [RANGES, TRL_CHOICES], ids=["ranges", "choices"])
 def test_hand_kept_limits_are_of_existing_keys_and_in_the_catalogue(table):
     for key, limits in table.items():
-        entry = catalogue()[key]
+        owner, _, name = key.rpartition(".")
+        nested = {name: entry for part in nested_catalogue().values() for name, entry in part.items()}
+        entry = nested[name] if owner else catalogue()[name]
+        assert owner in ("", entry["config"])
         if isinstance(limits, dict):
             assert {name: entry[name] for name in limits} == limits
         else:

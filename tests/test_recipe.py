@@ -133,7 +133,6 @@ def test_the_guides_overwrite_flag_is_accepted_with_a_note(path):
         ("model_init_kwargs: [1]", [], "recipe.yaml:1", "where a mapping belongs"),
         ("", ["--model_init_kwargs", "{a: "], "--model_init_kwargs", "mapping"),
         ("run_name: no", [], "recipe.yaml:1", "quote the word"),
-        ("run_name: 2024-01-01", [], "recipe.yaml:1", "a text"),
         ("bf16: maybe", [], "recipe.yaml:1", "true or false"),
         ("bf16: 1", [], "recipe.yaml:1", "true or false"),
         ("num_generations: 1", [], "recipe.yaml:1", "below 2"),
@@ -165,7 +164,7 @@ def test_obsolete_and_owned_keys_are_refused_with_their_replacement(path, table)
         ("learning_rate: 1e-6", "learning_rate", 1e-6),
         ("learning_rate: 1", "learning_rate", 1.0),
         ("num_generations: 8.0", "num_generations", 8),
-        ("seed: 9007199254740993", "seed", 9007199254740993),
+        ("max_steps: 9007199254740993", "max_steps", 9007199254740993),
         ("run_name: 42", "run_name", "42"),
         ("reward_funcs: one", "reward_funcs", ["one"]),
         ("reward_weights: [1, 2e-1]", "reward_weights", [1.0, 0.2]),
@@ -222,7 +221,7 @@ def test_a_secret_in_a_value_is_refused_and_not_repeated(path, text, flags):
         (b"seed: 1\n  learning_rate: 2\n", "not valid YAML"),
         (b"- seed\n", "a recipe is a mapping"),
         (b"seed", "a recipe is a mapping"),
-        (b"seed: 1\n---\nseed: 2\n", "not valid YAML"),
+        (b"seed: 1\n---\nseed: 2\n", "a second document begins"),
         (b"chat_template: {{ messages }}\n", "not valid YAML"),
         (b"seed: \x00\n", "not valid YAML"),
         (b"run_name: \xff\xfe\n", "cannot be read"),
@@ -274,3 +273,58 @@ def test_reading_leaves_the_file_alone(path):
     before = path.stat().st_mtime_ns
     read_recipe(path, ["--seed", "2"])
     assert path.read_text() == "seed: 1\n" and path.stat().st_mtime_ns == before
+
+
+def test_a_base_is_overridden_key_by_key(tmp_path):
+    (tmp_path / "root.yaml").write_text("seed: 1\nbeta: 0.1\nrun_name: root\n")
+    (tmp_path / "middle.yaml").write_text("base: root.yaml\nseed: 2\nrun_name: middle\n")
+    path = tmp_path / "leaf.yaml"
+    path.write_text("base: middle.yaml\nseed: 3\n")
+    recipe = read_recipe(path, ["--beta", "0.2"])
+    found = {key: (recipe[key], recipe.origin(key)) for key in ("seed", "run_name", "beta")}
+    assert found == {"seed": (3, "leaf.yaml:2"), "run_name": ("middle", "middle.yaml:3"), "beta": (0.2, "--beta")}
+    assert "base" not in recipe.as_yaml()
+
+
+def test_a_fault_in_a_base_names_its_own_line(tmp_path):
+    (tmp_path / "root.yaml").write_text("\nseeed: 1\n")
+    path = tmp_path / "leaf.yaml"
+    assert problems_of(path, "base: root.yaml\nbeta: x\n")[0].startswith("leaf.yaml:2")
+    assert problems_of(path, "base: root.yaml\nbeta: x\n")[1].startswith("root.yaml:2: unknown key 'seeed'")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("base: leaf.yaml", "builds on this recipe again"), ("base: other.yaml", "builds on"), ("base: 7", "is 7")],
+)
+def test_bases_that_go_nowhere(tmp_path, text, said):
+    (tmp_path / "other.yaml").write_text("base: leaf.yaml\n")
+    (problem,) = problems_of(tmp_path / "leaf.yaml", text)
+    assert said in problem
+
+
+def test_another_name_of_a_key(path):
+    path.write_text("gen_temperature: 0.7\n")
+    recipe = read_recipe(path)
+    assert recipe["temperature"] == 0.7
+    assert recipe.notes == ["recipe.yaml:1: 'gen_temperature' is read as temperature"]
+    assert value_of(path, "temperature: 0.7", "temperature", "--gen_temperature", "0.9") == 0.9
+    assert "two names" in problems_of(path, "temperature: 0.7\ngen_temperature: 0.9\n")[0]
+
+
+def test_what_a_broken_key_means_is_not_guessed(path):
+    from grpo_recipes.recipe import BrokenKey, merge_recipe
+
+    path.write_text("num_generations: x\nseed: 1\n")
+    recipe, problems = merge_recipe(path)
+    assert len(problems) == 1 and recipe["seed"] == 1
+    with pytest.raises(BrokenKey):
+        recipe["num_generations"]
+
+
+def test_parts_of_a_mapping_are_typed(path):
+    text = "dataset_mixture:\n  seed: '3'\n  datasets: [{id: a/b, weight: '0.5', columns: question}]\n"
+    mixture = value_of(path, text, "dataset_mixture")
+    assert mixture == {"seed": 3, "datasets": [{"id": "a/b", "weight": 0.5, "columns": ["question"]}]}
+    flag = ["--dataset_mixture", "{seed: '3', datasets: [{id: a/b}]}"]
+    assert value_of(path, "", "dataset_mixture", *flag) == {"seed": 3, "datasets": [{"id": "a/b"}]}

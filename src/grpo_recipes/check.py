@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from grpo_recipes.errors import Problem
-from grpo_recipes.recipe import Recipe
+from grpo_recipes import check_run
+from grpo_recipes.check_data import SMOKE_SCHEME as SMOKE_SCHEME
+from grpo_recipes.check_data import SMOKE_TASKS, evaluation_data, is_hub_name, streaming, training_data
+from grpo_recipes.errors import Problem, Refused
+from grpo_recipes.evaluate import rules
+from grpo_recipes.publish.rules import publishing
+from grpo_recipes.recipe import BrokenKey, Recipe, in_order, merge_recipe
 from grpo_recipes.rewards.registry import REWARDS
+from grpo_recipes.user_code import copy_path, problem_with
 
-SMOKE_SCHEME = "smoke:"
 _SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
 
 
@@ -21,18 +26,26 @@ def check(recipe: Recipe, environment: Mapping[str, str]) -> list[Problem]:
     Returns:
         One problem a fault, none when the recipe is right.
     """
-    rules = (_model, _dataset, _rewards, _batch, _lengths, _sampling, _unsupported, _colocate, _report)
-    problems = [problem for rule in rules for problem in rule(recipe)]
-    return problems + _environment(recipe, environment)
+    problems: list[Problem] = []
+    for rule in _RULES:
+        with contextlib.suppress(BrokenKey):  # told already; a rule that reads a broken key cannot be judged
+            problems += rule(recipe)
+    with contextlib.suppress(BrokenKey):
+        problems += _environment(recipe, environment)
+    return problems
 
 
-def _at(recipe: Recipe, key: str) -> str:
-    return recipe.origin(key) if recipe.given(key) else recipe.path.name
+def checked_recipe(path: Path, flags: Iterable[str], environment: Mapping[str, str]) -> Recipe:
+    """Read a recipe and check it, so that everything that is wrong is told at once.
 
-
-def _missing_file(value: str) -> bool:
-    """Whether a name that can only be a path names nothing."""
-    return value.startswith(("/", "./", "../", "~")) and not os.path.exists(os.path.expanduser(value))
+    Raises:
+        Refused: unreadable, wrong keys or values, or contradictions.
+    """
+    recipe, problems = merge_recipe(path, flags, environment)
+    problems += check(recipe, environment)
+    if problems:
+        raise Refused(*in_order(problems))
+    return recipe
 
 
 def _model(recipe: Recipe) -> list[Problem]:
@@ -40,51 +53,50 @@ def _model(recipe: Recipe) -> list[Problem]:
     if not model:
         fix = "add model_name_or_path: Qwen/Qwen2.5-1.5B-Instruct"
         return [Problem(recipe.path.name, "no model is named", fix)]
-    if _missing_file(model):
-        return [Problem(_at(recipe, "model_name_or_path"), f"no folder '{model}'", "name a model folder or a hub id")]
-    return []
-
-
-def _dataset(recipe: Recipe) -> list[Problem]:
-    name = recipe["dataset_name"]
-    if not name:
-        return [Problem(recipe.path.name, "no dataset is named", "add dataset_name: a hub id or a .jsonl file")]
-    suffixes = (".json", ".jsonl", ".csv", ".parquet")
-    if _missing_file(name) or (name.endswith(suffixes) and not os.path.exists(os.path.expanduser(name))):
-        return [Problem(_at(recipe, "dataset_name"), f"no file '{name}'", "name an existing file or a hub id")]
-    return _columns(recipe, Path(os.path.expanduser(name)))
-
-
-def _columns(recipe: Recipe, path: Path) -> list[Problem]:
-    """The columns of a local .jsonl file, by its first line: six hours in a queue are long for a typo."""
-    if path.suffix != ".jsonl" or not path.is_file():
+    where, fix = recipe.place("model_name_or_path"), "name a model folder or a hub id, e.g. Qwen/Qwen2.5-1.5B-Instruct"
+    if model.startswith(SMOKE_SCHEME):
+        fix = f"write {' or '.join(SMOKE_TASKS)}"
+        return [] if model in SMOKE_TASKS else [Problem(where, f"there is no built-in '{model}'", fix)]
+    path = os.path.expanduser(model)
+    if os.path.isdir(path) or (is_hub_name(model) and not os.path.exists(path)):
         return []
-    with path.open(encoding="utf-8", errors="replace") as file:
-        first = file.readline()
-    try:
-        names = list(json.loads(first))
-    except ValueError:
-        return [Problem(_at(recipe, "dataset_name"), f"'{path}' does not begin with a JSON object", "write one a line")]
-    return [
-        Problem(_at(recipe, key), f"'{path.name}' has no column '{recipe[key]}'", f"write one of {', '.join(names)}")
-        for key in ("dataset_prompt_column", "dataset_solution_column")
-        if recipe[key] not in names
-    ]
+    if model.startswith(("/", "./", "../", "~")):
+        return [Problem(where, f"no folder '{model}'", fix)]
+    return [Problem(where, f"'{model}' is neither a folder here nor a hub id", fix)]
 
 
 def _rewards(recipe: Recipe) -> list[Problem]:
     problems = []
     names, weights = recipe["reward_funcs"], recipe["reward_weights"]
-    for name in names:
-        if name not in REWARDS:
-            fix = f"write one of {', '.join(sorted(REWARDS))}"
-            problems.append(Problem(_at(recipe, "reward_funcs"), f"no reward '{name}'", fix))
+    for name in dict.fromkeys(names):
+        problems += _reward(recipe, name)
+        if names.count(name) > 1:
+            what = f"reward '{name}' is named {names.count(name)} times"
+            problems.append(
+                Problem(recipe.place("reward_funcs"), what, "name it once, with a weight in reward_weights")
+            )
     if not names:
-        problems.append(Problem(_at(recipe, "reward_funcs"), "no reward is named", "add reward_funcs"))
+        problems.append(Problem(recipe.place("reward_funcs"), "no reward is named", "add reward_funcs"))
     if weights is not None and len(weights) != len(names):
         what = f"{len(weights)} weights for {len(names)} rewards"
-        problems.append(Problem(_at(recipe, "reward_weights"), what, "give one weight for each of reward_funcs"))
+        problems.append(Problem(recipe.place("reward_weights"), what, "give one weight for each of reward_funcs"))
     return problems
+
+
+def _reward(recipe: Recipe, name: str) -> list[Problem]:
+    """A name of ours, or the user's ``module:function`` or ``file.py:function``, whose code is read and not run."""
+    where = recipe.place("reward_funcs")
+    if ":" in name:
+        run = recipe.path.parent
+        copied = (run / "run.json").exists() and copy_path(name, run / "rewards").exists()
+        problem = None if copied else problem_with(name, where)
+        return [problem] if problem else []
+    if name in REWARDS:
+        return []
+    fix = f"write one of {', '.join(sorted(REWARDS))}, or your own as module:function or file.py:function"
+    if "." in name:
+        fix = f"write {':'.join(name.rsplit('.', 1))}" if not name.endswith(".py") else f"write {name}:function"
+    return [Problem(where, f"no reward '{name}'", fix)]
 
 
 def _batch(recipe: Recipe) -> list[Problem]:
@@ -94,7 +106,7 @@ def _batch(recipe: Recipe) -> list[Problem]:
     for key in ("gradient_accumulation_steps", "steps_per_generation", "generation_batch_size"):
         if recipe.given(key):
             what = f"'{key}' contradicts prompts_per_step, from which it is derived"
-            problems.append(Problem(_at(recipe, key), what, f"remove {key} (or prompts_per_step)"))
+            problems.append(Problem(recipe.place(key), what, f"remove {key} (or prompts_per_step)"))
     return problems
 
 
@@ -109,7 +121,7 @@ def _lengths(recipe: Recipe) -> list[Problem]:
     if (prompt or 1) + completion > limit:
         what = f"prompt {prompt or 1} + completion {completion} tokens exceed the server's {limit}"
         fix = f"write vllm_max_model_length: {(prompt or 1) + completion} or shorten max_prompt_length"
-        return [Problem(_at(recipe, "vllm_max_model_length"), what, fix)]
+        return [Problem(recipe.place("vllm_max_model_length"), what, fix)]
     return []
 
 
@@ -119,7 +131,7 @@ def _sampling(recipe: Recipe) -> list[Problem]:
         return []
     return [
         Problem(
-            _at(recipe, key),
+            recipe.place(key),
             f"{key} {recipe[key]} biases the importance-sampling correction (the trainer scores the full distribution)",
             f"write {key}: {neutral if neutral is not None else 'null'}, or vllm_importance_sampling_correction: false",
         )
@@ -128,42 +140,59 @@ def _sampling(recipe: Recipe) -> list[Problem]:
     ]
 
 
-def _unsupported(recipe: Recipe) -> list[Problem]:
-    """Keys of TRL whose path through our server, checkpoints or model folder has not been shown to work."""
-    refused = {
-        "use_peft": "remove it; LoRA runs are not supported yet",
-        "load_in_8bit": "remove it; quantized training is not supported",
-        "load_in_4bit": "remove it; quantized training is not supported",
-        "push_to_hub": "remove it and upload <run>/model yourself; publishing is not supported yet",
-        "dataset_streaming": "remove it; streaming datasets are not supported yet",
-        "save_only_model": "remove it; a checkpoint without optimizer cannot be resumed",
-        "load_best_model_at_end": "remove it; the model of the last step is kept",
-    }
-    problems = [
-        Problem(_at(recipe, key), f"'{key}' is not supported", fix) for key, fix in refused.items() if recipe[key]
-    ]
-    if recipe["eval_strategy"] != "no":
-        fix = "remove it; evaluation during training is not supported yet"
-        problems.append(Problem(_at(recipe, "eval_strategy"), "'eval_strategy' is not supported", fix))
-    return problems
-
-
-def _colocate(recipe: Recipe) -> list[Problem]:
-    if recipe["vllm_mode"] == "colocate" and recipe.given("weight_sync"):
-        what = "weight_sync has no meaning with vllm_mode: colocate (vLLM shares the trainer's process)"
-        return [Problem(_at(recipe, "weight_sync"), what, "remove weight_sync")]
+def _batch_sizes(recipe: Recipe) -> list[Problem]:
+    """TRL takes one of the two, and a generation holds whole groups."""
+    steps, size, group = recipe["steps_per_generation"], recipe["generation_batch_size"], recipe["num_generations"]
+    if steps is not None and size is not None:
+        what = "'generation_batch_size' and 'steps_per_generation' say the same in two ways"
+        return [Problem(recipe.place("steps_per_generation"), what, "remove one of the two")]
+    if size is not None and group and size % group:
+        what = f"generation_batch_size {size} is not whole groups of num_generations {group}"
+        fix = f"write {size // group * group or group} or {(size // group + 1) * group}"
+        return [Problem(recipe.place("generation_batch_size"), what, fix)]
     return []
 
 
-def _report(recipe: Recipe) -> list[Problem]:
-    known = {"none", "wandb", "tensorboard"}
-    names = recipe["report_to"] or []
-    names = [names] if isinstance(names, str) else names
-    return [
-        Problem(_at(recipe, "report_to"), f"'{name}' is not supported", f"write one of {', '.join(sorted(known))}")
-        for name in names
-        if name not in known
-    ]
+def _precision(recipe: Recipe) -> list[Problem]:
+    if recipe["bf16"] and recipe["fp16"]:
+        return [Problem(recipe.place("fp16"), "'bf16' and 'fp16' are both true", "keep one")]
+    if recipe["fp16"] and recipe["dtype"] == "float16":
+        what = "fp16 scales the gradients of float32 weights, dtype is float16"
+        return [Problem(recipe.place("dtype"), what, "write dtype: float32, or bf16: true and dtype: bfloat16")]
+    return []
+
+
+def _steps(recipe: Recipe) -> list[Problem]:
+    if recipe["max_steps"] == 0 or recipe["max_steps"] < -1:
+        what = f"'max_steps' is {recipe['max_steps']}"
+        return [Problem(recipe.place("max_steps"), what, "write 1 or more, or -1 for num_train_epochs")]
+    if recipe["max_steps"] == -1 and recipe["num_train_epochs"] <= 0:
+        return [Problem(recipe.place("num_train_epochs"), "nothing is trained", "write num_train_epochs: 1")]
+    return []
+
+
+def _save_steps(recipe: Recipe) -> list[Problem]:
+    steps = recipe["save_steps"]
+    if recipe["save_strategy"] != "steps" or steps == int(steps):
+        return []
+    what = f"save_steps {steps:g} is no whole number of steps"
+    return [Problem(recipe.place("save_steps"), what, f"write save_steps: {round(steps)}")]
+
+
+def _clip_range(recipe: Recipe) -> list[Problem]:
+    low, high = recipe["epsilon"], recipe["epsilon_high"]
+    if high is not None and high < low:
+        what = f"epsilon_high {high} is below epsilon {low}"
+        return [Problem(recipe.place("epsilon_high"), what, f"write {low} or more, e.g. 0.28")]
+    return []
+
+
+def _overlong(recipe: Recipe) -> list[Problem]:
+    cache, longest = recipe["soft_punish_cache"], recipe["max_completion_length"]
+    if cache is None or longest is None or cache <= longest:
+        return []
+    what = f"soft_punish_cache {cache} exceeds max_completion_length {longest}: every completion would be punished"
+    return [Problem(recipe.place("soft_punish_cache"), what, f"write {longest // 4}, a quarter of it")]
 
 
 def _environment(recipe: Recipe, environment: Mapping[str, str]) -> list[Problem]:
@@ -172,3 +201,10 @@ def _environment(recipe: Recipe, environment: Mapping[str, str]) -> list[Problem
         what = f"the server would serve '{model}', the recipe trains '{recipe['model_name_or_path']}'"
         return [Problem("VLLM_MODEL", what, "unset VLLM_MODEL, or set model_name_or_path to it")]
     return []
+
+
+_RULES = (
+    _model, training_data, streaming, evaluation_data,
+    _rewards, _batch, _batch_sizes, _lengths, _sampling, _precision, _steps, _save_steps, _clip_range, _overlong,
+    *check_run.RULES, rules.evaluation, rules.benchmarks, rules.callbacks, publishing,
+)  # fmt: skip

@@ -1,33 +1,39 @@
-"""The command `grpo`: check, plan and launch a recipe."""
+"""The command `grpo`: recipes from the first check to the report."""
 
 from __future__ import annotations
 
 import argparse
-import json
+import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import NoReturn
 
-from grpo_recipes.check import check
-from grpo_recipes.errors import EXIT_REFUSED, Problem, Refused
-from grpo_recipes.launch.plan import choose_recipe, choose_task, describe, make_plan
-from grpo_recipes.launch.resources import environment_flavour, find_resources
-from grpo_recipes.launch.run import Options, launch, planned_names
-from grpo_recipes.recipe import read_recipe
+from grpo_recipes.commands.recipes import EPILOG, USAGE
+from grpo_recipes.errors import EXIT_REFUSED, Refused, refuse
+from grpo_recipes.keys import nearest_of
 
-_EPILOG = "Any recipe key is a flag too, e.g. --learning_rate 1e-6: flag > environment variable > YAML > default."
+COMMANDS = ("new", "keys", "check", "check-rewards", "plan", "doctor", "fetch", "launch", "report")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Tells what is wrong in a command line as everything else is told that is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        where, _, what = message.removeprefix("argument ").partition(": ")
+        if where == "the following arguments are required":
+            where, what = what, "is missing"
+        raise refuse(where, what, f"see {self.prog} --help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; every refusal is one line a problem and exit code 2."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    # The recipe stands right after the command: later on a bare word is the value of a recipe flag.
-    recipe = arguments.pop(1) if len(arguments) > 1 and not arguments[1].startswith("-") else None
-    options, flags = _parser().parse_known_args(arguments)
-    options.recipe = recipe
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal without UTF-8 shows the letters it lacks as \\x..
+            stream.reconfigure(errors="backslashreplace")
     try:
-        return int(options.run(options, flags))
+        return _run(list(sys.argv[1:] if argv is None else argv))
     except Refused as refused:
         for problem in refused.problems:
             print(f"grpo: {problem}", file=sys.stderr)
@@ -38,71 +44,52 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_REFUSED
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="grpo", description=__doc__, allow_abbrev=False)
+def _run(arguments: list[str]) -> int:
+    parser, takes_recipe = _parser()
+    _look_at_command(arguments)
+    # The recipe stands right after the command: later on a bare word is the value of a recipe flag.
+    recipe = None
+    if len(arguments) > 1 and arguments[0] in takes_recipe and not arguments[1].startswith("-"):
+        recipe = arguments.pop(1)
+    options, flags = parser.parse_known_args(arguments)
+    if recipe is None and flags and arguments[0] in takes_recipe and not flags[0].startswith("-"):
+        recipe = flags.pop(0)  # after options of the command alone, e.g. `grpo check --deep my.yaml`
+    options.recipe = recipe
+    if flags and arguments[0] not in takes_recipe:
+        raise refuse(flags[0], "is no option of this command", f"see grpo {arguments[0]} --help")
+    _look_at_folder()
+    return int(options.run(options, flags))
+
+
+def _look_at_command(arguments: list[str]) -> None:
+    if not arguments or arguments[0].startswith("-") or arguments[0] in COMMANDS:
+        return
+    close = nearest_of(arguments[0], COMMANDS)
+    raise refuse(arguments[0], "is no command", f"write {close or 'one of ' + ', '.join(COMMANDS)}")
+
+
+def _look_at_folder() -> None:
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise refuse(".", f"the working folder is gone ({error.strerror})", "cd to a folder that exists") from None
+
+
+def _parser() -> tuple[argparse.ArgumentParser, set[str]]:
+    """The parser, and the commands that take a recipe and its flags."""
+    parser = _Parser(prog="grpo", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, run, text in (
-        ("check", _check, "say everything that is wrong in a recipe"),
-        ("plan", _plan, "say what a launch would start, without starting it"),
-        ("launch", _launch, "run a recipe"),
-    ):
-        usage = f"grpo {name} [RECIPE] [options] [--KEY VALUE ...]"
-        command = commands.add_parser(
-            name, help=text, description=text, usage=usage, epilog=_EPILOG, allow_abbrev=False
-        )
-        command.add_argument("--config", metavar="RECIPE", help="the recipe; by default CONFIG, or the flavour's own")
-        command.add_argument("--task", choices=["grpo", "maxent"], help="the trainer (MAXENT=1 selects maxent)")
-        command.set_defaults(run=run)
-        if name == "plan":
-            command.add_argument("--gpus", type=int, help="plan for this many GPUs instead of those visible")
-            command.add_argument("--json", action="store_true", help="print the plan as JSON")
-        if name == "launch":
-            command.add_argument("--resume", metavar="DIR|last", help="continue a run")
-            command.add_argument("--allow-changed-code", action="store_true", help="resume though the code changed")
-            command.add_argument("--dry-run", action="store_true", help="print argv and environment of every process")
-    return parser
-
-
-def _recipe_path(options: argparse.Namespace) -> str | None:
-    if options.recipe and options.config:
-        raise Refused(Problem("--config", "two recipes are named", "name one"))
-    return options.recipe or options.config
-
-
-def _check(options: argparse.Namespace, flags: list[str]) -> int:
-    task, _ = choose_task(os.environ, options.task)
-    path = choose_recipe(_recipe_path(options), os.environ, task, environment_flavour())
-    recipe = read_recipe(path, flags, os.environ)
-    problems = check(recipe, os.environ)
-    if problems:
-        raise Refused(*problems)
-    print(f"grpo: {path} is right")
-    return 0
-
-
-def _plan(options: argparse.Namespace, flags: list[str]) -> int:
-    resources = find_resources(os.environ)
-    if options.gpus is not None:
-        resources = replace(resources, flavour="cuda", gpus=tuple(str(index) for index in range(options.gpus)))
-    task, entry = choose_task(os.environ, options.task)
-    path = choose_recipe(_recipe_path(options), os.environ, task, resources.flavour)
-    recipe = read_recipe(path, flags, os.environ)
-    plan = make_plan(recipe, resources, os.environ, planned_names(recipe), task, entry)
-    print(json.dumps(plan.as_json(), indent=1) if options.json else describe(plan))
-    return 0
-
-
-def _launch(options: argparse.Namespace, flags: list[str]) -> int:
-    return launch(
-        Options(
-            recipe=_recipe_path(options),
-            task=options.task,
-            resume=options.resume,
-            allow_changed_code=options.allow_changed_code,
-            dry_run=options.dry_run,
-            flags=tuple(flags),
-        )
-    )
+    takes_recipe = set()
+    for name in COMMANDS:
+        module = importlib.import_module(f"grpo_recipes.commands.{name.replace('-', '_')}")
+        about = {"help": module.HELP, "description": module.HELP}
+        if module.TAKES_RECIPE:
+            takes_recipe.add(name)
+            about |= {"usage": f"grpo {name} {USAGE}", "epilog": EPILOG}
+        command = commands.add_parser(name, allow_abbrev=False, **about)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser, takes_recipe
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import trl
+from transformers.trainer_pt_utils import AcceleratorConfig
 
 from grpo_recipes.keys import CATALOGUE_FILE, OWNED_KEYS, RANGES, TRL_CHOICES
 
@@ -31,17 +32,75 @@ def _key(default: Any, help: str, choices: list[str] | None = None) -> Any:
 class ScriptArguments(trl.ScriptArguments):
     """Where prompts, solutions and rewards come from, and where the run goes."""
 
+    dataset_mixture: dict | None = _key(
+        None, "Several datasets instead of dataset_name; its keys are those of DatasetMixtureConfig."
+    )
     dataset_prompt_column: str = _key("problem", "Column holding the problem text or a list of chat messages.")
     dataset_solution_column: str = _key("answer", "Column holding the reference solution given to the rewards.")
     dataset_solution_marker: str | None = _key(
         None, "Keep only what follows the last occurrence of this text in the solution, e.g. '####' for GSM8K."
     )
-    system_prompt: str | None = _key(None, "System message put before every prompt.")
+    system_prompt: str | None = _key(None, "System message put before every prompt that has none.")
     chat_template: str | None = _key(None, "Jinja chat template that replaces the tokenizer's own.")
     max_prompt_length: int | None = _key(
         None, "Longest prompt in tokens after rendering; longer ones are dropped and counted."
     )
-    reward_funcs: list[str] = _key(["pure_accuracy_math"], "Names of rewards in the registry, summed by weight.")
+    max_train_prompts: int | None = _key(
+        None, "Prompts kept, the first of a seeded shuffle; with dataset_streaming the first rows read."
+    )
+    eval_dataset_name: str | None = _key(
+        None, "Dataset evaluated on; by default dataset_test_split of dataset_name, or the mixture's test_split_size."
+    )
+    eval_dataset_config: str | None = _key(None, "Configuration of the evaluation dataset.")
+    eval_dataset_split: str = _key("test", "Split of eval_dataset_name evaluated on.")
+    eval_dataset_prompt_column: str | None = _key(None, "As dataset_prompt_column, which is the default.")
+    eval_dataset_solution_column: str | None = _key(None, "As dataset_solution_column, which is the default.")
+    eval_subsample: float = _key(0.1, "Share of the evaluation set that is used, drawn by seed.")
+    eval_max_prompts: int = _key(1000, "Most evaluation prompts after eval_subsample.")
+    benchmarks: list[str] = _key(
+        [],
+        "Benchmarks run on the final model: names listed by `grpo keys --benchmarks`, or .jsonl files with problem "
+        "and answer columns.",
+    )
+    benchmark_samples: int = _key(1, "Completions of each benchmark problem (k of pass@k).")
+    benchmark_max_problems: int | None = _key(None, "Most problems of one benchmark, drawn by seed; all by default.")
+    benchmark_temperature: float = _key(0.6, "Sampling temperature of benchmarks; 0 is greedy.")
+    callbacks: list[str] = _key(
+        [], "Trainer callbacks of your own: module:Class or file.py:Class, made without arguments."
+    )
+    reward_funcs: list[str] = _key(
+        ["pure_accuracy_math"],
+        "Rewards, summed by weight: names of ours, or your own as module:function or file.py:function.",
+    )
+    answer_matching: str = _key(
+        "normalized",
+        "How pure_accuracy_math compares: normalized ($, \\boxed{}, 1,000, units, 1/2), or strict (the same text).",
+        choices=["normalized", "strict"],
+    )
+    cosine_min_value_wrong: float = _key(0.0, "cosine_length: reward of a wrong completion of length 0.")
+    cosine_max_value_wrong: float = _key(-0.5, "cosine_length: reward of a wrong completion of length cosine_max_len.")
+    cosine_min_value_correct: float = _key(0.5, "cosine_length: reward of a right completion of length cosine_max_len.")
+    cosine_max_value_correct: float = _key(1.0, "cosine_length: reward of a right completion of length 0.")
+    cosine_max_len: int | None = _key(
+        None, "cosine_length: longest length in tokens; max_completion_length by default."
+    )
+    repetition_n_grams: int = _key(3, "repetition_penalty: words of the n-grams counted.")
+    repetition_max_penalty: float = _key(-1.0, "repetition_penalty: reward of a completion that only repeats itself.")
+    soft_punish_cache: int | None = _key(
+        None, "soft_overlong: last tokens before max_completion_length in which the penalty grows from 0 to -1."
+    )
+    reward_isolation: str = _key(
+        "completion",
+        "Your own rewards: called a completion at a time in a child process with the limits below (completion), or on "
+        "the whole batch inside the trainer, without limits (none).",
+        choices=["completion", "none"],
+    )
+    reward_timeout: float = _key(5.0, "Seconds a reward in a child process may take for one completion.")
+    reward_memory_gib: float = _key(4.0, "Memory in GiB that a reward's child process may take.")
+    reward_workers: int | None = _key(None, "Child processes for rewards; by default one per two cores, at most 8.")
+    reward_max_no_verdict: float = _key(
+        0.5, "Share of a step's completions without a verdict (time limit, crash, not a number) that ends the run."
+    )
     run_root: str = _key("runs", "Folder in which the run directory <run_name>-<timestamp> is made.")
     accelerator: str = _key(
         "auto",
@@ -50,6 +109,29 @@ class ScriptArguments(trl.ScriptArguments):
     )
     num_processes: int | None = _key(None, "Training processes; by default one per training GPU, one on CPU.")
     main_process_port: int | None = _key(None, "Rendezvous port of the training processes; 29525 outside Slurm.")
+
+
+@dataclass
+class DatasetConfig:
+    """One dataset of a mixture: an entry of ``dataset_mixture.datasets``."""
+
+    id: str = _key("", "Hub id, local file or folder.")
+    config: str | None = _key(None, "Configuration of the dataset.")
+    split: str = _key("train", "Split that is read.")
+    columns: list[str] | None = _key(
+        None,
+        "Prompt and solution column, then others kept for rewards; by default the recipe's two and all scalar ones.",
+    )
+    weight: float | None = _key(None, "Share of its rows that is used, drawn by seed; all by default.")
+
+
+@dataclass
+class DatasetMixtureConfig:
+    """Several datasets joined and shuffled: the mapping under ``dataset_mixture``."""
+
+    datasets: list[DatasetConfig] = _key([], "Entries with the keys of DatasetConfig.")
+    seed: int = _key(0, "Seed of the subsamples and of the shuffle.")
+    test_split_size: float | None = _key(None, "Held out for evaluation: a share below 1, or a number of rows.")
 
 
 @dataclass
@@ -94,6 +176,25 @@ class GRPOConfig(trl.GRPOConfig):
     vllm_max_model_length: int | None = _key(None, "Longest prompt plus completion in tokens the server accepts.")
     logging_steps: float = _key(1, "Always 1: one row of metrics.jsonl per optimizer step.")
     save_steps: float = _key(100, "Optimizer steps between checkpoints.")
+    push_to_hub: bool = _key(False, "Publish the model on the hub, as hub_strategy says; needs a login that may write.")
+    hub_model_id: str | None = _key(
+        None, "Repository that push_to_hub writes to: user/name; by default the run's name."
+    )
+    hub_strategy: str = _key(
+        "every_save",
+        "What push_to_hub publishes: the final model (end), also that of each checkpoint (every_save), also the newest "
+        "checkpoint as last-checkpoint/ (checkpoint), or every one (all_checkpoints).",
+        choices=["end", "every_save", "checkpoint", "all_checkpoints"],
+    )
+    hub_revision: str | None = _key(
+        None, "Branch that push_to_hub writes to, made if it is not there; main by default."
+    )
+    hub_always_push: bool = _key(False, "Publish a checkpoint too that comes while the one before is being published.")
+    hub_private_repo: bool | None = _key(True, "Whether a repository that push_to_hub makes is private.")
+    wandb_project: str | None = _key(None, "W&B project; WANDB_PROJECT.")
+    wandb_entity: str | None = _key(None, "W&B team or user; WANDB_ENTITY.")
+    wandb_run_group: str | None = _key(None, "W&B group that the run belongs to; WANDB_RUN_GROUP.")
+    report_samples: int = _key(4, "Sampled completions of each step kept for report.html; 0 keeps none.")
     save_total_limit: int | None = _key(2, "Complete checkpoints kept; older ones are removed after a new one.")
 
 
@@ -103,6 +204,26 @@ class ModelConfig(trl.ModelConfig):
 
 
 CONFIGS = (ScriptArguments, GRPOConfig, ModelConfig)
+
+
+@dataclass
+class GradientCheckpointingConfig:
+    """The mapping under ``gradient_checkpointing_kwargs``: arguments of ``torch.utils.checkpoint.checkpoint``."""
+
+    use_reentrant: bool = _key(False, "Whether to use the reentrant implementation.")
+    preserve_rng_state: bool = _key(True, "Whether the random state is kept for the recomputation.")
+    determinism_check: str = _key("default", "What is compared on recomputation.", choices=["default", "none"])
+    debug: bool = _key(False, "Whether errors hold a trace of the operators.")
+    early_stop: bool = _key(True, "Whether recomputation stops as soon as everything needed is there.")
+
+
+# Classes of mappings inside a key.
+NESTED = {
+    "dataset_mixture": DatasetMixtureConfig,
+    "dataset_mixture.datasets": DatasetConfig,
+    "gradient_checkpointing_kwargs": GradientCheckpointingConfig,
+    "accelerator_config": AcceleratorConfig,
+}
 
 
 def catalogue() -> dict[str, dict[str, Any]]:
@@ -117,6 +238,16 @@ def catalogue() -> dict[str, dict[str, Any]]:
     return dict(sorted(entries.items()))
 
 
+def nested_catalogue() -> dict[str, dict[str, dict[str, Any]]]:
+    """The keys of mappings inside a key: path of the mapping -> name -> entry."""
+    return {path: _entries_of(config) for path, config in NESTED.items()}
+
+
+def _entries_of(config: Any) -> dict[str, dict[str, Any]]:
+    hints = typing.get_type_hints(config)
+    return {spec.name: _entry(config.__name__, spec, hints[spec.name]) for spec in dataclasses.fields(config)}
+
+
 def _entry(owner: str, spec: dataclasses.Field, hint: Any) -> dict[str, Any]:
     kind, optional = _kind(hint)
     default = spec.default_factory() if spec.default_factory is not dataclasses.MISSING else spec.default
@@ -127,7 +258,7 @@ def _entry(owner: str, spec: dataclasses.Field, hint: Any) -> dict[str, Any]:
         "optional": optional or default is None,
         "default": default.value if isinstance(default, enum.Enum) else default,
         "help": " ".join(str(spec.metadata.get("help", "")).split()),
-        **RANGES.get(spec.name, {}),
+        **RANGES.get(f"{owner}.{spec.name}", RANGES.get(spec.name, {})),
     }
     if choices:
         entry["choices"] = sorted(choices) if not isinstance(choices, list) else choices
@@ -150,6 +281,8 @@ def _kind(hint: Any) -> tuple[str, bool]:
         return "dict", False
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return "str", False
+    if dataclasses.is_dataclass(hint):
+        return "dict", False
     return {bool: "bool", int: "int", float: "float", str: "str"}.get(hint, "any"), False
 
 
@@ -160,10 +293,14 @@ def _enum_values(hint: Any) -> list[str] | None:
     return None
 
 
+def catalogue_content() -> dict[str, Any]:
+    """What ``keys.json`` holds."""
+    return {"trl": trl.__version__, "keys": catalogue(), "nested": nested_catalogue()}
+
+
 def write_catalogue() -> None:
     """Write ``keys.json`` beside this file."""
-    content = {"trl": trl.__version__, "keys": catalogue()}
-    CATALOGUE_FILE.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    CATALOGUE_FILE.write_text(json.dumps(catalogue_content(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

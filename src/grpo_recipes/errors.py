@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from grpo_recipes.secrets import masked
+
 # Exit codes of `grpo`: everything else is the first failed rank's own, or 128+n for a signal.
 EXIT_REFUSED = 2  # recipe, flag or environment is wrong; nothing was started
 EXIT_STOPPED = 75  # stopped on request, state saved
@@ -23,8 +25,17 @@ class Problem:
     what: str
     fix: str
 
+    def __post_init__(self) -> None:
+        for name in ("where", "what", "fix"):
+            object.__setattr__(self, name, _line(getattr(self, name)))
+
     def __str__(self) -> str:
         return f"{self.where}: {self.what}. Fix: {self.fix}"
+
+
+def _line(text: str) -> str:
+    """One line without secrets: what is told may hold whatever the user wrote."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in masked(text))
 
 
 class Refused(Exception):

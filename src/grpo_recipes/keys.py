@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,28 @@ OWNED_KEYS: dict[str, str] = {
     "use_transformers_paged": "use use_transformers_continuous_batching",
     "vllm_importance_sampling_cap": "use vllm_importance_sampling_clip_max",
     "parallelism_config": "use accelerator",
-}
+    "ignore_bias_buffers": "remove it; nothing reads it",
+    "log_completions_hub_repo": "remove it; sampled completions are in report.html",
+    "trackio_space_id": "remove it; use report_to: wandb or tensorboard",
+    "trackio_static_space_id": "remove it; use report_to: wandb or tensorboard",
+    "trackio_bucket_id": "remove it; use report_to: wandb or tensorboard",
+    "project": "write wandb_project",
+    "data_seed": "write seed",
+    "remove_unused_columns": "remove it; rewards read the other columns",
+    "include_num_input_tokens_seen": "remove it; the trainer counts tokens itself",
+    # TRL's GRPO trainer has its own sampler, loss and evaluation, which read none of these.
+    **dict.fromkeys(
+        (
+            "label_smoothing_factor", "label_names", "train_sampling_strategy", "length_column_name",
+            "prediction_loss_only", "include_for_metrics", "batch_eval_metrics", "eval_do_concat_batches",
+            "eval_accumulation_steps", "eval_use_gather_object", "log_multimodal", "max_tool_calling_iterations",
+        ),
+        "remove it; GRPO does not read it",
+    ),
+    **dict.fromkeys(
+        ("metric_for_best_model", "greater_is_better"), "remove it; the model of the last step is kept"
+    ),
+}  # fmt: skip
 
 # Keys of older TRL and transformers, and of the guide's origin, with what to write today.
 OBSOLETE_KEYS: dict[str, str] = {
@@ -44,9 +66,35 @@ OBSOLETE_KEYS: dict[str, str] = {
     "logging_dir": "export TENSORBOARD_LOGGING_DIR",
     "save_safetensors": "remove it; checkpoints are always safetensors",
     "vllm_url": "write vllm_server_host and vllm_server_port",
-    "gen_temperature": "write temperature",
-    "gen_top_p": "write top_p",
+    "use_mps_device": "remove it; use DEVICE=cpu or DEVICE=cuda",
+    "hub_model_revision": "write hub_revision",
+    "overwrite_hub_revision": "remove it; a push adds a commit to hub_revision",
+    "push_to_hub_revision": "write push_to_hub: true and hub_revision",
+    "wandb_log_unique_prompts": "write log_unique_prompts",
+    "max_completion_len": "write max_completion_length",
+    "kl_target": "remove it; the KL coefficient (beta) is fixed in this version",
+    "kl_horizon": "remove it; the KL coefficient (beta) is fixed in this version",
+    "kl_ctl_step_size": "remove it; the KL coefficient (beta) is fixed in this version",
+    **dict.fromkeys(
+        ("vf_coef", "gae_lambda", "gamma", "horizon", "clip_range_vf"),
+        "remove it; it belongs to PPO's value function, which GRPO does not have",
+    ),
+    **dict.fromkeys(
+        ("advantage_normalization", "reward_normalization", "reward_clip", "advantage_clip"),
+        "write scale_rewards: group, batch or none",
+    ),
+    **dict.fromkeys(
+        ("log_kl_per_token", "log_grad_norm_after_clip", "return_reward"),
+        "remove it; kl and grad_norm are in every row of metrics.jsonl",
+    ),
     "env": "export variables in the shell; a recipe does not change the environment",
+}
+
+# Other names of a key, as the guide's recipes write them: accepted, unless both are given.
+ALIASES: dict[str, str] = {
+    "gen_temperature": "temperature",
+    "gen_top_p": "top_p",
+    "init_kl_coeff": "beta",
 }
 
 # Plain `str` in TRL's types, so that a typo would only fail inside the trainer.
@@ -58,6 +106,7 @@ TRL_CHOICES: dict[str, list[str]] = {
     "vllm_model_impl": ["auto", "vllm", "transformers", "terratorch"],
     "multi_objective_aggregation": ["sum_then_normalize", "normalize_then_sum"],
     "dtype": ["auto", "bfloat16", "float16", "float32"],
+    "save_strategy": ["no", "steps", "epoch"],
 }
 
 # Ranges of keys, ours and TRL's: dataclass types cannot tell them.
@@ -88,7 +137,43 @@ RANGES: dict[str, dict[str, float]] = {
     "per_device_eval_batch_size": {"min": 1},
     "gradient_accumulation_steps": {"min": 1},
     "num_iterations": {"min": 1},
-    "seed": {"min": 0},
+    "seed": {"min": 0, "max": 2**32 - 1},  # numpy takes no other
+    "max_train_prompts": {"min": 1},
+    "eval_subsample": {"min": 0.0001, "max": 1.0},
+    "eval_max_prompts": {"min": 1},
+    "benchmark_samples": {"min": 1},
+    "benchmark_max_problems": {"min": 1},
+    "benchmark_temperature": {"min": 0.0},
+    "repetition_n_grams": {"min": 1},
+    "repetition_max_penalty": {"max": 0.0},
+    "cosine_max_len": {"min": 1},
+    "soft_punish_cache": {"min": 1},
+    "reward_timeout": {"min": 0.01},
+    "reward_memory_gib": {"min": 0.1},
+    "reward_workers": {"min": 1},
+    "reward_max_no_verdict": {"min": 0.0, "max": 1.0},
+    "report_samples": {"min": 0},
+    # TRL, torch and vLLM refuse these too, after the server has started.
+    "adam_beta1": {"min": 0.0, "max": 1.0},
+    "adam_beta2": {"min": 0.0, "max": 1.0},
+    "weight_decay": {"min": 0.0},
+    "max_grad_norm": {"min": 0.0},
+    "warmup_steps": {"min": 0.0},
+    "num_train_epochs": {"min": 0.0},
+    "min_p": {"min": 0.0, "max": 1.0},
+    "top_k": {"min": -1},
+    "repetition_penalty": {"min": 1e-6},
+    "dataloader_num_workers": {"min": 0},
+    "steps_per_generation": {"min": 1},
+    "generation_batch_size": {"min": 1},
+    "num_generations_eval": {"min": 1},
+    "epsilon_high": {"min": 0.0},
+    "ref_model_mixup_alpha": {"min": 0.0, "max": 1.0},
+    "top_entropy_quantile": {"min": 0.0, "max": 1.0},
+    "num_completions_to_print": {"min": 0},
+    "eval_steps": {"min": 0.0},
+    "eval_delay": {"min": 0.0},
+    "DatasetConfig.weight": {"min": 0.0001, "max": 1.0},
 }
 
 # Environment variables that stand for a key; a flag of the same key wins over the variable, which wins over the recipe.
@@ -104,22 +189,37 @@ ENVIRONMENT_KEYS: dict[str, str] = {
     "MASTER_PORT": "main_process_port",
     "ACCELERATOR": "accelerator",
     "TRAIN_SEED": "seed",
+    "WANDB_PROJECT": "wandb_project",
+    "WANDB_ENTITY": "wandb_entity",
+    "WANDB_RUN_GROUP": "wandb_run_group",
 }
 
 
 @functools.cache
 def catalogue() -> dict[str, dict[str, Any]]:
     """Every key a recipe may hold: name -> type, default, help and limits."""
-    return json.loads(CATALOGUE_FILE.read_text())["keys"]
+    return json.loads(CATALOGUE_FILE.read_text(encoding="utf-8"))["keys"]
+
+
+@functools.cache
+def nested_catalogue() -> dict[str, dict[str, dict[str, Any]]]:
+    """Keys of the mappings inside a key, e.g. ``dataset_mixture.datasets`` -> name -> type, default, help."""
+    return json.loads(CATALOGUE_FILE.read_text(encoding="utf-8"))["nested"]
 
 
 @functools.cache
 def catalogue_trl() -> str:
     """The TRL version whose options the catalogue lists."""
-    return json.loads(CATALOGUE_FILE.read_text())["trl"]
+    return json.loads(CATALOGUE_FILE.read_text(encoding="utf-8"))["trl"]
 
 
 def nearest(name: str) -> str | None:
     """The catalogue's key most like ``name``, or None when nothing is close."""
-    close = difflib.get_close_matches(name, [*catalogue(), *OBSOLETE_KEYS], n=1, cutoff=0.6)
+    begun = [key for key in catalogue() if key.startswith(name)]
+    return begun[0] if len(begun) == 1 else nearest_of(name, [*catalogue(), *OBSOLETE_KEYS])
+
+
+def nearest_of(name: str, names: Iterable[str]) -> str | None:
+    """The one of ``names`` most like ``name``, or None when nothing is close."""
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
     return close[0] if close else None

@@ -18,6 +18,7 @@ from grpo_recipes import cli
 from grpo_recipes.keys import ENVIRONMENT_KEYS, catalogue
 from grpo_recipes.launch.environment import READ_VARIABLES
 from grpo_recipes.launch.resources import environment_flavour
+from grpo_recipes.recipe.document import BASE_KEY
 
 MATH = "recipes/Qwen2.5-1.5B-Instruct/grpo/config_math.yaml"
 
@@ -26,6 +27,7 @@ RUN_HERE = {
     "CONFIG=recipes/smoke/grpo.yaml grpo check",
     "RUN_NAME=first VLLM_PORT=8100 TRAIN_SEED=7 grpo plan",
     "grpo check",
+    "grpo check-rewards recipes/smoke/grpo.yaml",
     f"grpo check {MATH}",
     "grpo check recipes/smoke/grpo.yaml --learning_rate 1e-6 --beta=0.04 --no_shuffle_dataset",
     "grpo launch recipes/smoke/grpo.yaml --dry-run",
@@ -34,11 +36,25 @@ RUN_HERE = {
     f"grpo plan {MATH} --gpus 1 --vllm_mode colocate",
     f"grpo plan {MATH} --gpus 8",
     f"grpo plan {MATH} --gpus 8 --json",
+    "grpo keys temperature",
+    "grpo keys --env",
+    "grpo keys --json",
+    "grpo plan recipes/Qwen2.5-7B-Instruct/grpo/config_math.yaml --gpus 8 --nodes 2",
     "make help",
 }
 
 _SBATCH = "tests/e2e/test_slurm_run.py::test_sbatch_training_sh_starts_at_once_and_completes"
+_AUTHOR = "tests/e2e/test_authoring.py::test_from_an_empty_file_to_a_trained_model"
 COVERED = {
+    "grpo new my.yaml": _AUTHOR,
+    "grpo check my.yaml": _AUTHOR,
+    "grpo check my.yaml --deep": _AUTHOR,
+    "grpo check-rewards my.yaml": _AUTHOR,
+    "grpo plan my.yaml --gpus 8": _AUTHOR,
+    "grpo launch my.yaml": _AUTHOR,
+    "grpo new my.yaml --from recipes/Qwen3-4B/grpo/config_math.yaml": (
+        "tests/commands/test_new.py::test_it_copies_a_recipe_with_a_schema_that_is_found"
+    ),
     "bash training.sh": "tests/e2e/test_smoke_run.py::test_training_sh_trains_the_smoke_recipe",
     "sbatch --gres=gpu:8 training.sh": _SBATCH,
     "scancel --signal=USR1 --batch JOBID": (
@@ -47,6 +63,18 @@ COVERED = {
     "sbatch --gres=gpu:8 --cpus-per-task=64 --mem=256G training.sh --learning_rate 2e-6": _SBATCH,
     "grpo launch recipes/smoke/grpo.yaml": "tests/e2e/test_resume.py::test_resume_last_continues_a_killed_run",
     "grpo launch --resume last": "tests/e2e/test_resume.py::test_resume_last_continues_a_killed_run",
+    "grpo fetch my.yaml": "tests/fetch/test_fetch.py::test_what_was_fetched_loads_with_the_network_cut_off",
+    "grpo fetch my.yaml --update": (
+        "tests/fetch/test_fetch.py::test_again_it_downloads_nothing_and_tells_of_newer_commits"
+    ),
+    "grpo fetch --resume runs/qwen2.5-1.5b-math-20260101-120000": (
+        "tests/fetch/test_preflight.py::test_a_resumed_run_gets_its_own_commits_back"
+    ),
+    "grpo doctor": "tests/doctor/test_command.py::test_every_check_is_a_line_and_what_to_do_stands_below",
+    "grpo doctor recipes/smoke/grpo.yaml": "tests/doctor/test_command.py::test_a_recipe_adds_its_checks",
+    "grpo doctor --run last": "tests/doctor/test_command.py::test_a_run_is_explained",
+    "grpo report last": "tests/commands/test_report.py::test_last_is_the_newest_run",
+    "grpo report RUN RUN": "tests/commands/test_report.py::test_several_runs_get_one_page_here",
     "make setup": "tests/setup/test_setup.py::test_second_run_changes_nothing",
     "DEVICE=cpu ENV_DIR=.venv.cpu make setup": "tests/setup/test_setup.py::test_automatic_flavour",
     "make docs": "tests/docs/test_site.py::test_the_site_builds_without_a_warning",
@@ -129,14 +157,14 @@ def make_targets() -> set[str]:
 
 
 def command_options(name: str) -> set[str]:
-    parser = cli._parser()
+    parser, _ = cli._parser()
     (commands,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     return {option for action in commands.choices[name]._actions for option in action.option_strings}
 
 
 def test_yaml_examples_hold_known_keys() -> None:
     for block in blocks("yaml"):
-        assert set(yaml.safe_load("\n".join(block.lines))) <= catalogue().keys(), block
+        assert set(yaml.safe_load("\n".join(block.lines))) <= {*catalogue(), BASE_KEY}, block
 
 
 def test_python_examples_compile() -> None:

@@ -13,17 +13,18 @@ from types import ModuleType
 import pytest
 from doc_pages import REPOSITORY, prose
 
-from grpo_recipes.keys import OBSOLETE_KEYS, OWNED_KEYS
+from grpo_recipes.keys import ALIASES, OBSOLETE_KEYS, OWNED_KEYS, catalogue, nested_catalogue
 
 NETWORK_OFF = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
-PAGES = ("index", "getting-started", "training-guide", "weights", "metrics", "troubleshooting", "reference")
+NAV = (REPOSITORY / "mkdocs.yml").read_text().split("nav:")[1].split("\n\n")[0]
+PAGES = tuple(re.findall(r"([a-z-]+)\.md", NAV))
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
         cwd=REPOSITORY,
         env={"PATH": "/usr/bin:/bin", "HOME": str(folder), "NO_MKDOCS_2_WARNING": "1", **NETWORK_OFF},
         capture_output=True,
@@ -56,13 +57,18 @@ def test_pages_load_nothing_from_elsewhere(site: Path, page: str) -> None:
 
 
 def test_tables_of_keys_are_made_from_the_code(site: Path) -> None:
-    text = html(site, "training-guide")
-    hooks = load_hooks()
-    own = hooks.own_keys()
+    text = html(site, "configuration")
+    own = load_hooks().own_keys()
     assert "prompts_per_step" in own["GRPOConfig"] and "run_root" in own["ScriptArguments"]
-    for name in (*own["GRPOConfig"], *own["ScriptArguments"], *OBSOLETE_KEYS, *OWNED_KEYS):
-        assert f"<td><code>{name}</code></td>" in text
-    assert "<!-- keys" not in text and "<!-- refused" not in text
+    nested = [name for path in ("dataset_mixture", "dataset_mixture.datasets") for name in nested_catalogue()[path]]
+    for name in (*catalogue(), *nested, *OBSOLETE_KEYS, *OWNED_KEYS, *ALIASES):
+        assert f"<td><code>{name}</code></td>" in text, name
+    assert "config_math.yaml</code></td>" in html(site, "recipes")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_marker_of_a_table_is_left(site: Path, page: str) -> None:
+    assert "&lt;!-- " not in html(site, page) and not re.search(r"<!-- [a-zA-Z]+[^>]* -->", html(site, page))
 
 
 def load_hooks() -> ModuleType:
@@ -76,9 +82,11 @@ def load_hooks() -> ModuleType:
 def test_the_reference_has_every_module_it_names(site: Path) -> None:
     text = html(site, "reference")
     for module in re.findall(r"^::: (\S+)", (REPOSITORY / "docs/reference.md").read_text(), re.MULTILINE):
-        source = (REPOSITORY / "src" / module.replace(".", "/")).with_suffix(".py").read_text()
-        first_words = (ast.get_docstring(ast.parse(source)) or "").split("`")[0].split("<")[0][:40]
-        assert first_words and first_words in text, module
+        path = REPOSITORY / "src" / module.replace(".", "/")
+        source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+        first_line = (ast.get_docstring(ast.parse(source)) or "").splitlines()[0]
+        plain_words = max(re.split(r"[`<>&\"']+", first_line), key=len).strip()
+        assert len(plain_words) > 10 and plain_words in text, module
     for name in ("weights.guard.differing", "launch.plan.make_plan", "trainers.grpo.GRPOTrainer", "recipe.read_recipe"):
         assert f'id="grpo_recipes.{name}"' in text
 

@@ -11,6 +11,9 @@ import pytest
 from doc_pages import PAGES, REPOSITORY, blocks, code_words, prose, table_rows
 
 from grpo_recipes import cli, errors
+from grpo_recipes.doctor import registry
+from grpo_recipes.doctor.examine import name_of
+from grpo_recipes.evaluate.registry import BENCHMARKS
 from grpo_recipes.keys import ENVIRONMENT_KEYS, catalogue
 from grpo_recipes.launch import ports
 from grpo_recipes.launch.environment import READ_VARIABLES, base_environment
@@ -25,8 +28,8 @@ DOCS = REPOSITORY / "docs"
 GUIDE = DOCS / "training-guide.md"
 # Read by the libraries under us; the launcher hands them on as they are.
 PASSED_ON = {
-    "HF_TOKEN", "NCCL_DEBUG", "TENSORBOARD_LOGGING_DIR", "WANDB_API_KEY", "WANDB_ENTITY", "WANDB_MODE",
-    "WANDB_PROJECT", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL",
+    "HF_TOKEN", "NCCL_DEBUG", "TENSORBOARD_LOGGING_DIR", "WANDB_API_KEY", "WANDB_MODE",
+    "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL",
 }  # fmt: skip
 # Removed from the children's environment, or written by us.
 REMOVED = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
@@ -66,7 +69,7 @@ def test_what_the_environment_keeps_and_loses() -> None:
     for name in PASSED_ON:
         assert base_environment({name: "x"})[name] == "x"
     for name in (*REMOVED, "CONDA_PREFIX", "PMI_SIZE", "PMIX_RANK", "OMPI_COMM_WORLD_SIZE", *ENVIRONMENT_KEYS):
-        assert name == "RUN_ROOT" or name not in base_environment({name: "x"})
+        assert name.startswith(("RUN_ROOT", "WANDB_")) or name not in base_environment({name: "x"})
 
 
 def test_exit_codes() -> None:
@@ -85,7 +88,7 @@ def test_default_recipes_accelerators_and_rewards() -> None:
     defaults = {row[0]: row[1].strip("`") for row in table_rows(GUIDE, "flavour")}
     assert defaults == {flavour: name.format(task="grpo") for flavour, name in _DEFAULT_RECIPES.items()}
     assert {row[0].strip("`") for row in table_rows(GUIDE, "`accelerator`")} == {"auto", *_ACCELERATE_FILES}
-    assert {row[0].strip("`") for row in table_rows(GUIDE, "reward")} == set(REWARDS)
+    assert {row[0].strip("`") for row in table_rows(DOCS / "rewards.md", "reward")} == set(REWARDS)
     bridges = {row[0].split()[0].strip("`") for row in table_rows(DOCS / "weights.md", "`weight_sync`")}
     assert bridges == set(catalogue()["weight_sync"]["choices"])
 
@@ -105,6 +108,18 @@ def test_slurm_header() -> None:
     assert {word for row in table_rows(GUIDE, "line") for word in code_words(row[0])} == header
 
 
+def test_benchmarks_keys_and_results_of_evaluation() -> None:
+    page = DOCS / "evaluation.md"
+    told = {row[0].strip("`"): row for row in table_rows(page, "benchmark") if row[0].startswith("`")}
+    assert told.keys() == BENCHMARKS.keys()
+    assert all(f"`{BENCHMARKS[name].id}`" == row[2] for name, row in told.items() if name != "smoke:sums")
+    keys = {word for row in table_rows(page, "key") for word in code_words(row[0])}
+    assert keys <= catalogue().keys() and "benchmark_samples" in keys
+    source = (REPOSITORY / "src/grpo_recipes/evaluate/benchmarks.py").read_text()
+    results = {word for row in table_rows(page, "in `benchmarks.json`") for word in code_words(row[0])}
+    assert all(f'"{word}":' in source for word in results - {"pass@k", "pass@k_ci"})
+
+
 def test_tolerances_of_the_guard() -> None:
     rows = table_rows(DOCS / "weights.md", "dtype")
     assert {row[0].strip("`"): float(row[1]) for row in rows} == TOLERANCES
@@ -120,8 +135,9 @@ def test_keys_of_a_row_are_those_that_trl_and_we_write() -> None:
     trl = importlib.metadata.distribution("trl")
     source = Path(str(trl.locate_file("trl/trainer/grpo_trainer.py"))).read_text()
     ours = (REPOSITORY / "src/grpo_recipes/trainers/metrics.py").read_text()
+    ours += (REPOSITORY / "src/grpo_recipes/trainers/scoring.py").read_text()
     of_the_loop = {"loss", "grad_norm", "learning_rate", "epoch"}  # transformers' own
-    summary = prose(DOCS / "metrics.md").split("## summary.json")[0]
+    summary = prose(DOCS / "metrics.md").split("## samples.jsonl")[0]
     firsts = [line.split(" | ")[0] for line in summary.splitlines() if line.startswith("| `")]
     keys = {name for first in firsts for name in code_words(first)}
     assert {f"seconds/{phase}" for phase in (*PHASES, "update", "step")} < keys
@@ -129,7 +145,8 @@ def test_keys_of_a_row_are_those_that_trl_and_we_write() -> None:
         if name.startswith("seconds/"):
             assert name.removeprefix("seconds/") in ours
         elif name.startswith("rewards/"):
-            assert f"rewards/{{reward_func_name}}/{name.rpartition('/')[2]}" in source
+            kind = name.rpartition("/")[2]
+            assert f"rewards/{{reward_func_name}}/{kind}" in source or f"rewards/{{name}}/{kind}" in ours
         else:
             assert f'"{name}"' in source + ours, name
 
@@ -138,6 +155,13 @@ def test_commands_and_keys_of_the_refused_list_are_not_accepted() -> None:
     from grpo_recipes.keys import OBSOLETE_KEYS, OWNED_KEYS
 
     assert not ({*OBSOLETE_KEYS, *OWNED_KEYS} & catalogue().keys())
+
+
+def test_checks_of_the_doctor_that_are_named_exist() -> None:
+    known = {name_of(check) for check in (*registry.MACHINE, *registry.RECIPE, *registry.RUN)}
+    rows = table_rows(DOCS / "troubleshooting.md", "what is seen")
+    assert len(rows) >= 5
+    assert {name for row in rows for name in row[2].split(", ")} <= known
 
 
 # --- messages of the troubleshooting page ----------------------------------------------------------------------------
@@ -160,9 +184,9 @@ SAID = {
     "grpo: MAXENT:": ("check", {"MAXENT": "1"}),
     "grpo: CONFIG:": ("check", {"CONFIG": "missing.yaml"}),
     "grpo: CONFIG_FILE:": (f"plan {SMOKE}", {"CONFIG_FILE": "missing.yaml"}),
-    "grpo: 'recipes/smoke/grpo.yaml':": (f"plan --json {SMOKE}", {}),
+    "grpo: 'recipes/smoke/grpo.yaml':": (f"plan --seed=1 {SMOKE}", {}),
     "grpo: devices:": (f"plan {MATH} --gpus 0", {}),
-    "grpo: config_math.yaml:": (f"plan {MATH} --gpus 1", {}),
+    "grpo: math.yaml:": (f"plan {MATH} --gpus 1", {}),
     "grpo: --vllm_tensor_parallel_size:": (f"plan {MATH} --gpus 2 --vllm_tensor_parallel_size 2", {}),
     "grpo: --vllm_mode:": (f"plan {SMOKE} --vllm_mode colocate", {}),
     "grpo: --weight_sync:": (f"plan {SMOKE} --weight_sync nccl", {}),
@@ -185,8 +209,9 @@ WRITTEN_IN = {
     "was killed by signal": "src/grpo_recipes/launch/supervisor.py",
     "died or was killed": "src/grpo_recipes/launch/supervisor.py",
     "check CONFIG_FILE and the accelerator key": "src/grpo_recipes/trainers/rank.py",
-    "has no column": "src/grpo_recipes/data.py",
-    "prompts are left, one step needs": "src/grpo_recipes/data.py",
+    "has no column": "src/grpo_recipes/data/rows.py",
+    "prompts are left, one step needs": "src/grpo_recipes/data/prompts.py",
+    "have no verdict, more than reward_max_no_verdict:": "src/grpo_recipes/trainers/scoring.py",
     "the run was made at commit": "src/grpo_recipes/launch/rundir.py",
     "is missing: the checkpoint was made with another number of processes": "src/grpo_recipes/trainers/exact_resume.py",
 }

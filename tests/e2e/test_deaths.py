@@ -53,6 +53,8 @@ def test_kill_9_ends_the_run_and_names_the_victim(
     assert summary["failed_rank"] == (0 if victim == "rank" else None)
     assert summary["exit_code"] == (137 if victim == "launcher" else code)
     assert summary["steps"] >= 2
+    page = (run.run_dir / "report.html").read_text()
+    assert "✕ failed" in page and said.format(pid=pid) in page
 
 
 @pytest.mark.slow

@@ -22,7 +22,8 @@ def test_two_processes_train_through_the_server(launch: Callable[..., Launch], a
 
     plan = json.loads((run.run_dir / "plan.json").read_text())
     assert plan["batch"] == {
-        "completions": 64, "num_generations": 8, "world_size": 2, "per_device": 32, "accumulation": 1
+        "completions": 64, "num_generations": 8, "world_size": 2, "per_device": 32, "accumulation": 1,
+        "tokens": 2560,
     }  # fmt: skip
     records = [json.loads((run.run_dir / "processes" / f"rank_{rank}.json").read_text()) for rank in (0, 1)]
     assert records[0]["pid"] != records[1]["pid"] and all(record["exit"] == 0 for record in records)

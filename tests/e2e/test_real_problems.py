@@ -112,6 +112,17 @@ def test_a_server_that_is_not_this_runs_is_not_taken_for_it(launch: Callable[...
     assert run.processes() == []
 
 
+@pytest.mark.slow
+def test_prompts_that_exceed_one_batch_of_the_server(launch: Callable[..., Launch]) -> None:
+    # 16 prompts of more than 300 tokens at once, each with a seed: more than vLLM's scheduler takes in a batch (2048).
+    long = ("--system_prompt", "Add the two numbers. " * 15, "--max_prompt_length", "400")
+    run = launch("--max_steps", "1", *long, "--vllm_max_model_length", "512", "--run_name", "long")
+    assert run.wait() == 0, run.output
+    (row,) = run.rows()
+    assert row["sampling/sampling_logp_difference/mean"] < 1e-4
+    assert row["num_tokens"] > 16 * 16 * 300
+
+
 def test_without_a_server_the_model_itself_generates(launch: Callable[..., Launch]) -> None:
     run = launch(
         *("--use_vllm", "false", "--max_steps", "2", "--prompts_per_step", "2", "--num_generations", "4"),

@@ -22,6 +22,7 @@ def test_training_sh_trains_the_smoke_recipe(launch: Callable[..., Launch]) -> N
     assert_reward_went_up(run)
     assert_one_weight_load_per_generation(run)
     assert_model_answers_sums_never_trained_on(run)
+    assert_report_shows_the_run(run)
     assert_nothing_secret_was_written(run)
     assert run.processes() == []
     first, *_, last = [line for line in run.output.splitlines() if line.startswith("grpo: ")]
@@ -38,6 +39,17 @@ def assert_reward_went_up(run: Launch) -> None:
     assert summary["initial_reward"] <= 0.65
     assert summary["final_reward"] >= 0.85
     assert re.search(r"step 60/\d+  reward 0\.\d+  \d+ tokens/s  sample .*score .*update .*sync .*left ", run.output)
+
+
+def assert_report_shows_the_run(run: Launch) -> None:
+    page = (run.run_dir / "report.html").read_text()
+    for said in ("✓ completed", "smoke test, not an experiment", "Reward rose from", "First against last"):
+        assert said in page
+    samples = [json.loads(line) for line in (run.run_dir / "samples.jsonl").read_text().splitlines()]
+    for row, sample in zip(run.rows(), samples, strict=True):
+        assert row["step"] == sample["step"] and len(sample["rewards"]) == 256
+        assert abs(sum(sample["rewards"]) / 256 - row["reward"]) < 1e-6
+    assert f"Step {len(samples)}</b>" in page and "&lt;answer&gt;" in page
 
 
 def assert_one_weight_load_per_generation(run: Launch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.errors import Refused
-from grpo_recipes.launch.batch import derive_batch, largest_divisor
+from grpo_recipes.launch.batch import derive_batch, derive_eval_batch, largest_divisor
 from grpo_recipes.recipe import read_recipe
 
 MATH = Path(__file__).parents[2] / "recipes/Qwen2.5-1.5B-Instruct/grpo/config_math.yaml"
@@ -78,3 +78,36 @@ def test_a_generation_that_is_no_whole_number_of_groups_is_refused(read, keys):
 def test_a_batch_without_completions_per_prompt_is_refused(read):
     with pytest.raises(Refused, match="num_generations"):
         derive_batch(read(num_generations=None), 2)
+
+
+@pytest.mark.parametrize("trainers", [1, 3, 6, 7])
+@pytest.mark.parametrize("group", [1, 4, 6])
+@pytest.mark.parametrize("most", [None, 8, 12])
+def test_evaluation_batches_are_whole_groups_for_any_number_of_trainers(read, trainers, group, most):
+    keys = {} if most is None else {"per_device_eval_batch_size": most}
+    recipe = read(
+        prompts_per_step=42, num_generations=4, eval_strategy="steps", eval_steps=5, num_generations_eval=group, **keys
+    )
+    batch = derive_batch(recipe, trainers)
+
+    size = derive_eval_batch(recipe, batch)
+
+    assert batch.world_size == trainers and size > 0
+    assert size * trainers % group == 0  # TRL's rule
+    larger = [other for other in range(size + 1, (most or size) + 1) if other * trainers % group == 0]
+    assert not larger  # and the recipe's number is used as far as it goes
+    if most is None:
+        assert size > batch.per_device
+
+
+def test_no_evaluation_no_batch_of_it(read):
+    recipe = read(num_generations=4)
+    assert derive_eval_batch(recipe, derive_batch(recipe, 1)) is None
+
+
+def test_an_evaluation_batch_too_small_for_a_group_is_refused(read):
+    recipe = read(
+        prompts_per_step=12, num_generations=8, eval_strategy="steps", eval_steps=5, per_device_eval_batch_size=2
+    )
+    with pytest.raises(Refused, match=r"3 trainers x 2 completions .* groups of 8.*per_device_eval_batch_size: 8"):
+        derive_eval_batch(recipe, derive_batch(recipe, 3))

@@ -319,3 +319,14 @@ def test_the_users_vllm_plugins_are_kept_and_ours_is_added(planned):
     assert "VLLM_PLUGINS" not in planned().process("server").environment
     server = planned(environment={"VLLM_PLUGINS": "mine"}).process("server")
     assert server.environment["VLLM_PLUGINS"] == "mine,grpo_recipes"
+
+
+def test_a_recipe_name_that_no_file_can_have(tmp_path):
+    with pytest.raises(Refused, match="there is no recipe"):
+        choose_recipe("x" * 5000, {}, "grpo", "cpu")
+
+
+def test_a_home_without_a_repository_is_told_as_such(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRPO_HOME", str(tmp_path))
+    with pytest.raises(Refused, match="GRPO_HOME: there is no repository in"):
+        choose_task({})

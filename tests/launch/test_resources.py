@@ -130,3 +130,9 @@ def test_cores_are_those_this_process_may_use():
 def test_a_requeued_job_knows_how_often():
     assert slurm_job({"SLURM_JOB_ID": "7"}).restarts == 0
     assert slurm_job({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}).restarts == 2
+
+
+@pytest.mark.parametrize("name", ["SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_RESTART_COUNT"])
+def test_a_number_of_slurms_that_is_none(name):
+    with pytest.raises(Refused, match=f"{name}: 'abc' is no number"):
+        slurm_job({"SLURM_JOB_ID": "7", name: "abc"})

@@ -47,6 +47,17 @@ def test_rows_moved_twice_are_all_kept_aside(tmp_path):
     assert steps(tmp_path, "metrics.redone.jsonl") == [3, 3, 4]
 
 
+def test_rows_of_evaluations_and_samples_are_moved_with_them(tmp_path):
+    for name in ("metrics.jsonl", "eval.jsonl", "samples.jsonl"):
+        write(tmp_path, [2, 2, 4])
+        (tmp_path / "metrics.jsonl").rename(tmp_path / name)
+    write(tmp_path, [1, 2, 3, 4])
+    assert move_rows_after(tmp_path, 2) == 2  # of metrics.jsonl
+    for name in ("eval", "samples"):
+        assert steps(tmp_path, f"{name}.jsonl") == [2, 2]
+        assert steps(tmp_path, f"{name}.redone.jsonl") == [4]
+
+
 def test_a_run_without_rows_has_nothing_to_move(tmp_path):
     assert move_rows_after(tmp_path, 3) == 0
     assert list(tmp_path.iterdir()) == []

@@ -75,7 +75,8 @@ def test_the_module_with_what_trl_would_have_added_otherwise(read, option, versi
 def test_what_depends_on_the_flavour(read, option):
     assert option(command(read(), "cuda"), "--gpu-memory-utilization") == "0.9"
     cpu = command(read(), "cpu")
-    assert "--enforce-eager" in cpu
+    assert "--enforce-eager" in cpu and "--no-enable-chunked-prefill" in cpu
+    assert "--no-enable-chunked-prefill" not in command(read(), "cuda")
     assert "--gpu-memory-utilization" not in cpu and "--weight-transfer-config" not in cpu
 
 

@@ -18,7 +18,8 @@ from grpo_recipes.rewards.pure_accuracy_math import pure_accuracy_math
         ("<answer> 7\n</answer>", "7", 1.0),
         ("<answer>\n7\n</answer>", " 7 ", 1.0),
         ("<answer>a\nb</answer>", "a\nb", 1.0),
-        ("<answer>7.0</answer>", "7", 0.0),
+        ("<answer>7.0</answer>", "7", 1.0),
+        ("<answer>7.5</answer>", "7", 0.0),
         ("<answer>77</answer>", "7", 0.0),
         ("7", "7", 0.0),
         ("<answer>7", "7", 0.0),
@@ -34,6 +35,12 @@ from grpo_recipes.rewards.pure_accuracy_math import pure_accuracy_math
 )
 def test_the_last_answer_tag_is_compared_with_the_solution(completion, answer, reward):
     assert pure_accuracy_math([completion], answer=[answer], prompts=["ignored"]) == [reward]
+
+
+def test_strict_matching_compares_the_text():
+    completions = ["<answer> 7 </answer>", "<answer>7.0</answer>", r"<answer>\boxed{7}</answer>"]
+    assert pure_accuracy_math(completions, ["7"] * 3, answer_matching="strict") == [1.0, 0.0, 0.0]
+    assert pure_accuracy_math(completions, ["7"] * 3) == [1.0, 1.0, 1.0]
 
 
 def test_every_completion_has_its_own_solution():

@@ -14,8 +14,10 @@ from transformers import TrainerCallback
 from grpo_recipes import smoke
 from grpo_recipes.configs import GRPOConfig
 from grpo_recipes.launch.checkpoints import newest_complete
+from grpo_recipes.launch.rundir import stop_file
 from grpo_recipes.rewards.pure_accuracy_math import pure_accuracy_math
 from grpo_recipes.trainers.grpo import GRPOTrainer
+from grpo_recipes.trainers.stop import StopOnRequest
 
 SUMS = [(a, b) for a in range(6) for b in range(2)]
 # A generation window of 8 micro steps, 4 optimizer steps; an epoch of 3 windows: steps 6 and 7 stop inside a window,
@@ -30,17 +32,19 @@ WINDOW = {
 
 
 class StopAt(TrainerCallback):
-    def __init__(self, step: int):
-        self._step = step
+    """Requests a stop in a step."""
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        control.should_training_stop = control.should_training_stop or state.global_step == self._step
-        control.should_save = control.should_save or state.global_step == self._step
-        return control
+    def __init__(self, folder: Path, step: int | None):
+        self._file, self._step = stop_file(folder), step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step + 1 == self._step:
+            self._file.touch()
 
 
 def train(folder: Path, steps: int, stop_at: int | None = None) -> tuple[list[dict], dict[str, torch.Tensor]]:
     folder.mkdir(exist_ok=True)
+    stop_file(folder).unlink(missing_ok=True)
     torch.manual_seed(0)
     tokenizer = smoke.build_tokenizer()
     args = GRPOConfig(
@@ -68,7 +72,7 @@ def train(folder: Path, steps: int, stop_at: int | None = None) -> tuple[list[di
             [{"prompt": [{"role": "user", "content": f"{a}+{b}="}], "answer": str(a + b)} for a, b in SUMS]
         ),
         processing_class=tokenizer,
-        callbacks=[StopAt(stop_at)] if stop_at else [],
+        callbacks=[StopOnRequest(folder), StopAt(folder, stop_at)],
         run_dir=folder,
     )
     checkpoint = newest_complete(folder / "checkpoints")

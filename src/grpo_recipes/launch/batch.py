@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from grpo_recipes.errors import refuse
@@ -18,6 +19,7 @@ class Batch:
         world_size: training processes.
         per_device: completions of one forward pass on one process.
         accumulation: forward passes of one process a step.
+        tokens: most tokens of a step, prompts included; None when a length has no limit.
     """
 
     completions: int
@@ -25,13 +27,15 @@ class Batch:
     world_size: int
     per_device: int
     accumulation: int
+    tokens: int | None = None
 
     def __str__(self) -> str:
         prompts = self.completions // self.num_generations
         trainers = f"{self.world_size} trainer{'s' if self.world_size > 1 else ''}"
+        tokens = f", at most {self.tokens:,} tokens" if self.tokens else ""
         return (
             f"{prompts} prompts x {self.num_generations} completions = {self.completions} a step = "
-            f"{trainers} x {self.per_device} per device x {self.accumulation} accumulated"
+            f"{trainers} x {self.per_device} per device x {self.accumulation} accumulated{tokens}"
         )
 
 
@@ -54,13 +58,19 @@ def derive_batch(recipe: Recipe, trainers: int) -> Batch:
     world = largest_divisor(completions, trainers)
     share = completions // world
     per_device = largest_divisor(share, most)
-    return Batch(completions, group, world, per_device, share // per_device)
+    return Batch(completions, group, world, per_device, share // per_device, _tokens(recipe, completions))
+
+
+def _tokens(recipe: Recipe, completions: int) -> int | None:
+    prompt, completion = recipe["max_prompt_length"], recipe["max_completion_length"]
+    return completions * (prompt + completion) if prompt and completion else None
 
 
 def _literal_batch(recipe: Recipe, trainers: int) -> Batch:
     group, per_device = recipe["num_generations"], recipe["per_device_train_batch_size"]
     accumulation = recipe["gradient_accumulation_steps"]
-    batch = Batch(trainers * per_device * accumulation, group, trainers, per_device, accumulation)
+    completions = trainers * per_device * accumulation
+    batch = Batch(completions, group, trainers, per_device, accumulation, _tokens(recipe, completions))
     generated = recipe["generation_batch_size"] or trainers * per_device * (
         recipe["steps_per_generation"] or accumulation
     )
@@ -72,6 +82,30 @@ def _literal_batch(recipe: Recipe, trainers: int) -> Batch:
             "set prompts_per_step and let the rest be derived",
         )
     return batch
+
+
+def derive_eval_batch(recipe: Recipe, batch: Batch) -> int | None:
+    """Completions of one evaluation batch on one process; None without evaluation.
+
+    TRL wants whole groups: world size x this size divides by num_generations_eval. The recipe's
+    ``per_device_eval_batch_size`` is the most; without it, what one generation of the training gives each process.
+
+    Raises:
+        Refused: no size the recipe allows holds whole groups.
+    """
+    if recipe["eval_strategy"] == "no":
+        return None
+    group = recipe["num_generations_eval"] or recipe["num_generations"]
+    smallest = group // math.gcd(group, batch.world_size)
+    if not recipe.given("per_device_eval_batch_size"):
+        return max(smallest, batch.per_device * batch.accumulation // smallest * smallest)
+    most = recipe["per_device_eval_batch_size"]
+    if most < smallest:
+        trainers = f"{batch.world_size} trainer{'s' if batch.world_size > 1 else ''}"
+        what = f"{trainers} x {most} completions hold no whole number of evaluation groups of {group}"
+        fix = f"write per_device_eval_batch_size: {smallest} (or a multiple), or set num_generations_eval"
+        raise refuse(recipe.origin("per_device_eval_batch_size"), what, fix)
+    return int(most // smallest * smallest)
 
 
 def largest_divisor(number: int, most: int) -> int:

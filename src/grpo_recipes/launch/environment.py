@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from grpo_recipes.keys import ENVIRONMENT_KEYS
 from grpo_recipes.paths import cache_root
+from grpo_recipes.recipe import Recipe
 
 # A login shell's Python and MPI settings reach into ours: PMI_SIZE alone changes the world size of a CPU process.
 _REMOVED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
@@ -30,9 +32,24 @@ READ_VARIABLES: dict[str, str] = {
     "MAXENT": "1 selects src/maxent-grpo.py and the MaxEnt recipe",
     "VLLM_MODEL": "must equal the recipe's model_name_or_path",
     "CACHE_ROOT": "where downloads go unless HF_HOME says otherwise; .cache in the repository by default",
+    "HF_HOME": "where the hub's clients keep downloads and the login",
+    "HF_ENDPOINT": "the hub's address, of a mirror for example",
+    "HF_HUB_OFFLINE": "1: the hub is never asked; 0: a run's processes may ask it though everything is here",
+    "HF_TOKEN": "the login at the hub; never written or printed",
     "GRPO_HOME": "the repository, when training.sh is submitted from elsewhere",
     "CUDA_VISIBLE_DEVICES": "the GPUs to use",
     "SLURM_TMPDIR": "node-local folder for temporary files",
+}
+# What training.sh and scripts/setup.sh read before there is a Python to ask.
+SHELL_VARIABLES: dict[str, str] = {
+    "DEVICE": "cuda, cpu or auto: the packages that are installed",
+    "ENV_MODE": "venv or conda: the kind of environment that is made",
+    "ENV_DIR": "where the environment is; .venv in the repository by default",
+    "PYTHON": "the Python that makes the environment",
+    "MODULES": "modules to load first, separated by spaces",
+    "ENV_ACTIVATE": "a file to source: that environment is used as it is",
+    "CONDA_ENV": "a conda environment to use as it is",
+    "CONDA_SH": "conda's etc/profile.d/conda.sh",
 }
 
 
@@ -100,7 +117,7 @@ def run_environment(environment: Mapping[str, str], scratch: Scratch, run_dir: P
     """
     cache = cache_root(environment)
     defaults = {
-        "HF_HOME": str(cache / "huggingface"),
+        **hub_environment(environment),
         "XDG_CACHE_HOME": str(cache),
         "FLASHINFER_WORKSPACE_BASE": str(cache),
         "VLLM_CACHE_ROOT": str(cache / "vllm"),
@@ -112,9 +129,6 @@ def run_environment(environment: Mapping[str, str], scratch: Scratch, run_dir: P
         "TORCH_EXTENSIONS_DIR": str(scratch.disk / "extensions"),
         "TOKENIZERS_PARALLELISM": "false",
     }
-    login = Path(environment.get("HOME", "/")) / ".cache/huggingface/token"
-    if "HF_HOME" not in environment and login.is_file():
-        defaults["HF_TOKEN_PATH"] = str(login)  # `hf auth login` outlives our choice of HF_HOME
     added = {name: value for name, value in defaults.items() if name not in environment}
     return added | {
         "PYTHONNOUSERSITE": "1",
@@ -125,6 +139,23 @@ def run_environment(environment: Mapping[str, str], scratch: Scratch, run_dir: P
         "GRPO_TOKEN_FILE": str(scratch.token),
         "GRPO_SYNC_DIR": str(scratch.memory),
     }
+
+
+def wandb_environment(recipe: Recipe) -> dict[str, str]:
+    """W&B's own variables for the recipe's keys; a variable the user exported has become the key's value."""
+    keys = {name: key for name, key in ENVIRONMENT_KEYS.items() if name.startswith("WANDB_")}
+    return {name: recipe[key] for name, key in keys.items() if recipe[key]}
+
+
+def hub_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Where the hub's clients keep downloads and find the login, as far as the user did not say."""
+    if "HF_HOME" in environment:
+        return {}
+    found = {"HF_HOME": str(cache_root(environment) / "huggingface")}
+    login = Path(environment.get("HOME", "/")) / ".cache/huggingface/token"
+    if login.is_file() and "HF_TOKEN_PATH" not in environment:
+        found["HF_TOKEN_PATH"] = str(login)  # `hf auth login` outlives our choice of HF_HOME
+    return found
 
 
 def _no_proxy(value: str) -> str:

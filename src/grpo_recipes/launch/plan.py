@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_recipes import smoke
 from grpo_recipes.check import SMOKE_SCHEME, check
 from grpo_recipes.errors import Refused, refuse
-from grpo_recipes.launch.batch import Batch, derive_batch
+from grpo_recipes.launch.batch import Batch, derive_batch, derive_eval_batch
 from grpo_recipes.launch.ports import Ports, plan_ports
 from grpo_recipes.launch.resources import Resources
 from grpo_recipes.launch.server import server_command, server_environment
 from grpo_recipes.paths import cache_root, home
 from grpo_recipes.recipe import Recipe
+
+if TYPE_CHECKING:
+    from grpo_recipes.fetch.sources import Sources
 
 _ACCELERATE_FILES = {
     "single": "single_gpu",
@@ -80,8 +84,10 @@ class Plan:
         bridge: how weights reach the server, None without one.
         why_bridge: why that bridge.
         model: folder or hub id trained and served.
-        dataset: file, folder or hub id.
+        dataset: file, folder or hub id, None with a mixture.
+        eval_dataset: the same of the evaluation, None where the recipe names none.
         batch: the arithmetic of a step.
+        eval_batch: completions of one evaluation batch on one process, None without evaluation.
         ports: ports used.
         processes: in the order they are started.
         unused_gpus: visible GPUs that nothing uses.
@@ -100,8 +106,10 @@ class Plan:
     bridge: str | None
     why_bridge: str
     model: str
-    dataset: str
+    dataset: str | None
+    eval_dataset: str | None
     batch: Batch
+    eval_batch: int | None
     ports: Ports
     processes: list[Process]
     unused_gpus: tuple[str, ...]
@@ -134,6 +142,8 @@ def choose_task(environment: Mapping[str, str], task: str | None = None) -> tupl
         source = "--task" if task else "MAXENT"
         raise refuse("TRAIN_ENTRYPOINT", f"'{entry}' contradicts {source} ({wanted})", "unset one of the two")
     entry = entry or by_task[wanted or "grpo"]
+    if not _shipped_entries():
+        raise refuse("GRPO_HOME", f"there is no repository in {home()}", "unset GRPO_HOME, or name the repository")
     if not (home() / entry).is_file():
         where = "TRAIN_ENTRYPOINT" if environment.get("TRAIN_ENTRYPOINT") else ("--task" if task else "MAXENT")
         raise refuse(where, f"there is no entry script {entry}", f"use {', '.join(_shipped_entries())}")
@@ -154,9 +164,9 @@ def choose_recipe(given: str | None, environment: Mapping[str, str], task: str, 
     if not name:
         where, name = "default recipe", str(home() / _DEFAULT_RECIPES[flavour].format(task=task))
     path = Path(name)
-    if not path.is_file() and not path.is_absolute() and (home() / path).is_file():
+    if not os.path.isfile(path) and os.path.isfile(home() / path):  # of Path itself a name too long raises OSError
         path = home() / path
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise refuse(where, f"there is no recipe '{name}'", "name an existing .yaml file under recipes/")
     return path
 
@@ -169,6 +179,7 @@ def make_plan(
     task: str = "grpo",
     entry: str = "src/grpo.py",
     ports: Ports | None = None,
+    sources: Sources | None = None,
 ) -> Plan:
     """Plan a run.
 
@@ -180,6 +191,7 @@ def make_plan(
         task: ``grpo`` or ``maxent``.
         entry: entry script of the trainers.
         ports: ports to use instead of the planned ones (the launcher's, after looking at the sockets).
+        sources: what was looked for on this machine: the model is then served and trained from its folder.
 
     Raises:
         Refused: the recipe contradicts itself, the environment, or the resources.
@@ -195,8 +207,8 @@ def make_plan(
     used = trainer_gpus[: batch.world_size]
     ports = ports or plan_ports(recipe, resources.job)
     bridge, why = _bridge(recipe, resources, mode)
-    model = _smoke_path(recipe["model_name_or_path"], "model", environment)
-    dataset = _smoke_path(recipe["dataset_name"], "train.jsonl", environment)
+    model = _model_path(recipe, environment, sources)
+    dataset = _smoke_path(recipe["dataset_name"] or "", "train.jsonl", environment) or None
     plan = Plan(
         recipe=str(recipe.path),
         task=task,
@@ -207,7 +219,9 @@ def make_plan(
         why_bridge=why,
         model=model,
         dataset=dataset,
+        eval_dataset=_smoke_path(recipe["eval_dataset_name"] or "", "test.jsonl", environment) or None,
         batch=batch,
+        eval_batch=derive_eval_batch(recipe, batch),
         ports=ports,
         processes=[],
         unused_gpus=tuple(gpu for gpu in resources.gpus if gpu not in (*server_gpus, *used)),
@@ -215,12 +229,17 @@ def make_plan(
         dtype=recipe["dtype"],
         smoke=recipe["model_name_or_path"].startswith(SMOKE_SCHEME),
         threads=max(1, (resources.cores - 1) // batch.world_size) if resources.flavour == "cpu" else 1,
-        notes=[*recipe.notes, *_notes(resources, batch, trainers, server_gpus, used)],
+        notes=[
+            *recipe.notes,
+            *_notes(resources, batch, trainers, server_gpus, used),
+            *(sources.notes() if sources else []),
+        ],
     )
     processes = [_trainer(recipe, plan, environment, names, used)]
     if mode == "server":
         processes.insert(0, _server(recipe, plan, environment, names, server_gpus))
-    return replace(plan, processes=processes)
+    offline = sources.offline_variables(environment) if sources else {}
+    return replace(plan, processes=[replace(one, environment={**one.environment, **offline}) for one in processes])
 
 
 def _one_node(resources: Resources) -> None:
@@ -290,6 +309,13 @@ def _bridge(recipe: Recipe, resources: Resources, mode: str) -> tuple[str | None
     if resources.flavour == "cpu":
         return "file", "no GPU: safetensors in shared memory"
     return "nccl", "server and trainers are on GPUs"
+
+
+def _model_path(recipe: Recipe, environment: Mapping[str, str], sources: Sources | None) -> str:
+    """The folder of a fetched model: one commit for all, though TRL gives its colocated vLLM no revision."""
+    if sources is not None and sources.model is not None and sources.model.from_hub:
+        return sources.model.path
+    return _smoke_path(recipe["model_name_or_path"], "model", environment)
 
 
 def _smoke_path(name: str, part: str, environment: Mapping[str, str]) -> str:
@@ -373,12 +399,19 @@ def _trainer_flags(recipe: Recipe, plan: Plan, names: Names) -> list[str]:
         "config": names.run_dir / "recipe.yaml",
         "output_dir": names.run_dir / "checkpoints",
         "model_name_or_path": plan.model,
-        "dataset_name": plan.dataset,
         "run_name": names.run_dir.name,
         "per_device_train_batch_size": plan.batch.per_device,
         "gradient_accumulation_steps": plan.batch.accumulation,
         "use_cpu": str(plan.flavour == "cpu").lower(),
     }
+    if recipe["push_to_hub"]:
+        flags["push_to_hub"] = "false"  # the launcher publishes: transformers would push while it saves
+    if plan.eval_batch is not None:
+        flags["per_device_eval_batch_size"] = plan.eval_batch
+    if plan.dataset is not None:
+        flags["dataset_name"] = plan.dataset
+    if plan.eval_dataset is not None:
+        flags["eval_dataset_name"] = plan.eval_dataset
     if plan.mode == "server":
         flags |= {
             "vllm_mode": "server",
@@ -432,8 +465,9 @@ def describe(plan: Plan, environment_differences: Mapping[str, Mapping[str, str]
         f"recipe     {plan.recipe} ({plan.task}, {plan.entry})",
         f"flavour    {plan.flavour}" + (" (smoke test, not an experiment)" if plan.smoke else ""),
         f"model      {plan.model} ({plan.dtype})",
-        f"dataset    {plan.dataset}",
+        f"dataset    {plan.dataset or 'mixture'}",
         f"batch      {plan.batch}",
+        *([f"evaluation {plan.eval_batch} completions a batch and trainer"] if plan.eval_batch else []),
         f"vllm       {plan.mode}, weights by {plan.bridge or 'none'} ({plan.why_bridge})",
         f"ports      server {plan.ports.server}, weights {plan.ports.group}, trainers {plan.ports.main_process}",
         *(f"note       {note}" for note in plan.notes),

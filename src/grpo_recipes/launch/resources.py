@@ -108,14 +108,25 @@ def select_gpus(listing: str, visible: str | None) -> tuple[str, ...]:
 
 
 def slurm_job(environment: Mapping[str, str]) -> SlurmJob | None:
-    """The job of SLURM_JOB_ID, or None."""
+    """The job of SLURM_JOB_ID, or None.
+
+    Raises:
+        Refused: a number of Slurm's is none.
+    """
     if not environment.get("SLURM_JOB_ID"):
         return None
     count = environment.get("SLURM_GPUS_ON_NODE", "")
     return SlurmJob(
-        id=int(environment["SLURM_JOB_ID"]),
+        id=_slurm_number(environment, "SLURM_JOB_ID"),
         cluster=environment.get("SLURM_CLUSTER_NAME", "slurm"),
-        nodes=int(environment.get("SLURM_JOB_NUM_NODES", "1")),
+        nodes=_slurm_number(environment, "SLURM_JOB_NUM_NODES", "1"),
         gpus_on_node=int(count) if count.isdigit() else None,
-        restarts=int(environment.get("SLURM_RESTART_COUNT") or 0),
+        restarts=_slurm_number(environment, "SLURM_RESTART_COUNT", "0"),
     )
+
+
+def _slurm_number(environment: Mapping[str, str], name: str, default: str = "") -> int:
+    text = environment.get(name) or default
+    if not text.isdecimal():
+        raise refuse(name, f"'{text}' is no number, as Slurm sets it", f"unset {name}, or submit with sbatch")
+    return int(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,11 +14,22 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_recipes.check import SMOKE_SCHEME
+from grpo_recipes.check import SMOKE_SCHEME, checked_recipe
 from grpo_recipes.errors import EXIT_STOPPED, refuse
+from grpo_recipes.evaluate.pass_at_k import result_line
+from grpo_recipes.fetch.pieces import smoke_command
+from grpo_recipes.fetch.preflight import need_sources
+from grpo_recipes.fetch.sources import Sources, find_sources, record_sources
 from grpo_recipes.launch.checkpoints import newest_complete, step_of, world_size_of
 from grpo_recipes.launch.descendants import end_descendants, reap
-from grpo_recipes.launch.environment import Scratch, base_environment, make_scratch, run_environment
+from grpo_recipes.launch.environment import (
+    Scratch,
+    base_environment,
+    make_scratch,
+    run_environment,
+    wandb_environment,
+)  # fmt: skip
+from grpo_recipes.launch.network import need_wandb_route
 from grpo_recipes.launch.plan import (
     Names,
     Plan,
@@ -25,7 +37,6 @@ from grpo_recipes.launch.plan import (
     choose_task,
     describe,
     make_plan,
-    smoke_folder,
 )  # fmt: skip
 from grpo_recipes.launch.ports import free_ports, plan_ports
 from grpo_recipes.launch.prctl import become_subreaper
@@ -47,8 +58,13 @@ from grpo_recipes.launch.rundir import (
 from grpo_recipes.launch.server import NotReady, wait_until_ready
 from grpo_recipes.launch.supervisor import Child, Ending, shell_code, tail, wait_for_trainer
 from grpo_recipes.paths import shown
-from grpo_recipes.recipe import Recipe, read_frozen, read_recipe
+from grpo_recipes.publish.preflight import need_target
+from grpo_recipes.publish.publisher import Publisher, hand_over, make_publisher
+from grpo_recipes.recipe import Recipe, read_frozen
+from grpo_recipes.report.single import report_line
+from grpo_recipes.rewards.load import keep_rewards
 from grpo_recipes.secrets import masked, masked_environment
+from grpo_recipes.user_code import copy_source
 
 
 @dataclass(frozen=True)
@@ -74,6 +90,7 @@ class Attempt:
     scratch: Scratch
     environment: dict[str, str]
     resumed: str
+    publisher: Publisher | None = None
 
 
 def launch(options: Options) -> int:
@@ -88,19 +105,25 @@ def launch(options: Options) -> int:
     resources = find_resources(os.environ)
     run, recipe, task, entry = _settle(options, resources)
     names = _names(run, recipe)
+    recorded = run.identity.get("sources") if run else None
     if options.dry_run:
-        return _dry_run(recipe, resources, names, task, entry)
+        return _dry_run(recipe, resources, names, task, entry, find_sources(recipe, os.environ, recorded))
     ports, port_notes = free_ports(recipe, plan_ports(recipe, resources.job), recipe["vllm_server_host"])
     plan = make_plan(recipe, resources, os.environ, names, task, entry, ports)
+    need_wandb_route(recipe, os.environ)
+    sources = _need_sources(options, run, recipe)
+    target = need_target(recipe, os.environ, names.run)
     _make_log_folder()
     if run is None:
         run, names = _make_run(recipe, resources, names)
-        plan = make_plan(recipe, resources, os.environ, names, task, entry, ports)
     else:
         _need_same_world(run, plan)
+    plan = make_plan(recipe, resources, os.environ, names, task, entry, ports, sources)
     plan.notes.extend(port_notes)
     claim(run)
+    record_sources(run, sources)
     attempt = _prepare(run, recipe, plan, names, resources)
+    attempt.publisher = make_publisher(target, run.folder, os.environ, _say)
     return _finish(attempt, _supervise(attempt))
 
 
@@ -122,6 +145,13 @@ def _supervise(attempt: Attempt) -> Ending:
     if stop.seen == signal.SIGTERM and ending.code not in (0, EXIT_STOPPED):
         return Ending(128 + signal.SIGTERM, "stopped by SIGTERM")  # Slurm sends it to every process of the job
     return ending
+
+
+def _need_sources(options: Options, run: Run | None, recipe: Recipe) -> Sources:
+    """What the recipe reads, brought now if it must be; of a resumed run the commits it began with."""
+    named = ["--resume", str(run.folder)] if run else [shown(recipe.path)]
+    recorded = run.identity.get("sources") if run else None
+    return need_sources(recipe, os.environ, recorded, [*named, *options.flags], options.allow_changed_code)
 
 
 def _make_run(recipe: Recipe, resources: Resources, names: Names) -> tuple[Run, Names]:
@@ -153,7 +183,7 @@ def _settle(options: Options, resources: Resources) -> tuple[Run | None, Recipe,
         raise refuse("--resume", "a resumed run goes on with its own recipe", "leave the recipe out")
     if options.resume in (None, "last"):
         path = choose_recipe(options.recipe, os.environ, task, resources.flavour)
-        recipe = read_recipe(path, options.flags, os.environ)
+        recipe = checked_recipe(path, options.flags, os.environ)
         pointer = _job_pointer(resources, recipe)
         requeued = resources.job is not None and resources.job.restarts > 0 and pointer.is_file()
         if options.resume is None and not requeued:
@@ -166,6 +196,8 @@ def _settle(options: Options, resources: Resources) -> tuple[Run | None, Recipe,
     if changed and not options.allow_changed_code:
         raise refuse("--resume", changed, "go back to that code, or add --allow-changed-code")
     recipe = read_frozen(run.folder / "recipe.yaml", options.flags, os.environ)
+    if recipe.origin("model_revision") == "--model_revision":
+        raise refuse("--model_revision", "a resumed run goes on with the commit it began with", "leave it out")
     saved = read_json(run.folder / "plan.json") or {}
     return run, recipe, saved.get("task", task), saved.get("entry", entry)
 
@@ -192,13 +224,13 @@ def _names(run: Run | None, recipe: Recipe) -> Names:
     return Names(folder, name, f"{name}-{secrets.token_hex(4)}", stamp)
 
 
-def _dry_run(recipe: Recipe, resources: Resources, names: Names, task: str, entry: str) -> int:
-    plan = make_plan(recipe, resources, os.environ, names, task, entry)
+def _dry_run(recipe: Recipe, resources: Resources, names: Names, task: str, entry: str, sources: Sources) -> int:
+    plan = make_plan(recipe, resources, os.environ, names, task, entry, sources=sources)
     nowhere = Path(tempfile.gettempdir()) / "grpo-dry-run"
     shared = run_environment(os.environ, Scratch(nowhere, nowhere), names.run_dir, names.served)
     differences = {}
     for process in plan.processes:
-        wanted = {**base_environment(os.environ), **shared, **process.environment}
+        wanted = {**base_environment(os.environ), **shared, **wandb_environment(recipe), **process.environment}
         changed = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
         removed = {name: "(removed)" for name in os.environ if name not in wanted}
         differences[process.role] = masked_environment({**changed, **removed})
@@ -217,6 +249,9 @@ def _make_log_folder() -> None:
 def _prepare(run: Run, recipe: Recipe, plan: Plan, names: Names, resources: Resources) -> Attempt:
     """Freeze recipe and plan in the run directory; make the scratch folder and the token."""
     (run.folder / "recipe.yaml").write_text(recipe.as_yaml())
+    for spec in recipe["callbacks"]:
+        copy_source(spec, run.folder / "callbacks")
+    plan.notes.extend(keep_rewards(recipe["reward_funcs"], run.folder))
     write_json(run.folder / "plan.json", plan.as_json())
     for record in (run.folder / "processes").glob("*.json"):
         record.unlink()
@@ -234,6 +269,7 @@ def _prepare(run: Run, recipe: Recipe, plan: Plan, names: Names, resources: Reso
     environment = {
         **base_environment(os.environ),
         **run_environment(os.environ, scratch, run.folder, names.served),
+        **wandb_environment(recipe),
         "WANDB_RUN_ID": run.identity["wandb_id"],
         "WANDB_RESUME": "allow",
     }
@@ -256,6 +292,8 @@ def _say_start(attempt: Attempt) -> None:
     _say(f"vllm {plan.mode}, weights by {plan.bridge or 'none'} ({plan.why_bridge})")
     for note in plan.notes:
         _say(f"note: {note}")
+    if attempt.publisher:
+        _say(f"publishing in {attempt.publisher}")
     if attempt.resumed:
         _say(attempt.resumed)
     for process in plan.processes:
@@ -267,13 +305,11 @@ def _make_smoke_task(attempt: Attempt) -> Ending | None:
     name = attempt.recipe["model_name_or_path"]
     if not name.startswith(SMOKE_SCHEME):
         return None
-    folder = smoke_folder(name, os.environ)
+    folder, command = smoke_command(name, os.environ)
     if (folder / "COMPLETE").exists():
         return None
     _say(f"making the smoke model and data in {shown(folder)} (once, about a minute)")
-    tied = ["--tie-word-embeddings"] if name.endswith("-tied") else []
-    maker = subprocess.Popen([sys.executable, "-m", "grpo_recipes.smoke", str(folder), *tied], env=attempt.environment)
-    code = maker.wait()
+    code = subprocess.Popen(command, env=attempt.environment).wait()
     return Ending(code, f"python -m grpo_recipes.smoke exited with code {code}") if code else None
 
 
@@ -297,6 +333,8 @@ def _run_processes(attempt: Attempt, stop: _StopSignals) -> Ending:
         stop.check_deadline()
         for line in lines:
             _print(line)
+        if attempt.publisher:
+            attempt.publisher.tick()
 
     ending = wait_for_trainer(trainer, server, attempt.run.folder, tick)
     for line in progress.new_lines():
@@ -339,16 +377,24 @@ def _finish(attempt: Attempt, ending: Ending) -> int:
         failed_rank=ending.failed_rank,
         cause=ending.cause or None,
     )
+    _say(report_line(attempt.run.folder))
     if ending.log is not None and ending.code != EXIT_STOPPED:
         print(f"--- last lines of {shown(ending.log)}\n{tail(ending.log)}\n---", file=sys.stderr)
     rewards = f"reward {summary['initial_reward']} -> {summary['final_reward']} over {summary['steps']} steps"
+    if "initial_eval_reward" in summary:
+        rewards += f", evaluated {summary['initial_eval_reward']} -> {summary['final_eval_reward']}"
     smoke = "smoke test on CPU, " if attempt.plan.smoke else ""
+    for name, result in summary["benchmarks"].items():
+        _say(f"benchmark {name}: {result_line(result)}")
     if ending.code == 0:
-        _say(f"{smoke}done: {rewards}; model in {shown(attempt.run.folder / 'model')}")
+        published = hand_over(attempt.publisher, attempt.run.folder)
+        _say(f"{smoke}done: {rewards}; model in {shown(attempt.run.folder / 'model')}{published}")
     else:
+        if attempt.publisher:
+            attempt.publisher.abandon()
         _say(f"{smoke}{status} with exit code {ending.code}: {ending.cause} ({rewards})")
         if newest_complete(attempt.run.folder / "checkpoints"):
-            _say(f"continue with: grpo launch --resume {shown(attempt.run.folder)}")
+            _say(f"continue with: grpo launch --resume {shlex.quote(shown(attempt.run.folder))}")
     return ending.code
 
 

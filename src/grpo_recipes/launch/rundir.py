@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import secrets
+import shlex
 import socket
 import subprocess
 import sys
@@ -19,6 +20,9 @@ from grpo_recipes.errors import refuse
 from grpo_recipes.launch.resources import Resources
 from grpo_recipes.paths import home, shown
 from grpo_recipes.secrets import masked
+
+# Files with one row of JSON a step, or a few, in the order of steps.
+ROW_FILES = ("metrics.jsonl", "eval.jsonl", "samples.jsonl", "slow_rewards.jsonl")
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ def new_run(root: Path, name: str, stamp: str, resources: Resources) -> Run | No
     identity = {
         "run_name": name,
         "timestamp": stamp,
+        "command": masked(shlex.join(["grpo", *sys.argv[1:]])),
         "wandb_id": secrets.token_hex(4),
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -82,8 +87,8 @@ def stop_file(folder: Path) -> Path:
     return folder / "stop"
 
 
-def find_run(root: Path, which: str) -> Run:
-    """The run directory a person means by ``--resume last`` or ``--resume DIR``.
+def find_run(root: Path, which: str, where: str = "--resume") -> Run:
+    """The run directory a person means by ``last`` or a path; ``where`` they said so.
 
     Raises:
         Refused: there is none, or the folder is not a run directory.
@@ -91,12 +96,12 @@ def find_run(root: Path, which: str) -> Run:
     if which == "last":
         runs = sorted(root.glob("*/run.json"), key=lambda path: path.stat().st_mtime)
         if not runs:
-            raise refuse("--resume", f"there is no run in {shown(root)}", "name the run directory, or set run_root")
+            raise refuse(where, f"there is no run in {shown(root)}", "name the run directory, or set run_root")
         folder = runs[-1].parent
     else:
         folder = Path(which)
     if not (folder / "run.json").is_file():
-        raise refuse("--resume", f"'{which}' is not a run directory (no run.json)", "name a folder under run_root")
+        raise refuse(where, f"'{which}' is not a run directory (no run.json)", "name a folder under run_root")
     return Run(folder.absolute(), json.loads((folder / "run.json").read_text()))
 
 
@@ -188,8 +193,13 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The rows of ``metrics.jsonl``; a last line that a kill cut short is left out."""
+    return read_rows(folder / "metrics.jsonl")
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of ``ROW_FILES``, none when it does not exist."""
     try:
-        text = (folder / "metrics.jsonl").read_text()
+        text = path.read_text()
     except FileNotFoundError:
         return []
     lines = text.split("\n")
@@ -197,19 +207,23 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def move_rows_after(run_dir: Path, step: int) -> int:
-    """Move rows past a checkpoint's step aside, into ``metrics.redone.jsonl``.
+    """Move rows past a checkpoint's step aside, those of ``metrics.jsonl`` into ``metrics.redone.jsonl``.
 
     Returns:
-        How many were moved.
+        How many rows of ``metrics.jsonl`` were moved.
     """
-    path = run_dir / "metrics.jsonl"
+    moved = {name: _move_rows_after(run_dir / name, step) for name in ROW_FILES}
+    return moved["metrics.jsonl"]
+
+
+def _move_rows_after(path: Path, step: int) -> int:
     if not path.exists():
         return 0
     lines = [line for line in path.read_text().split("\n")[:-1] if line]
     kept = [line for line in lines if json.loads(line)["step"] <= step]
     moved = lines[len(kept) :]
     if moved:
-        with (run_dir / "metrics.redone.jsonl").open("a") as aside:
+        with path.with_suffix(".redone.jsonl").open("a") as aside:
             aside.write("\n".join(moved) + "\n")
     temporary = path.with_suffix(".partial")
     temporary.write_text("".join(f"{line}\n" for line in kept))
@@ -220,7 +234,8 @@ def move_rows_after(run_dir: Path, step: int) -> int:
 def finish_summary(folder: Path, **facts: Any) -> dict[str, Any]:
     """Write ``summary.json``: the given facts and what ``metrics.jsonl`` tells.
 
-    ``initial_reward`` is the mean of the first 3 rows, ``final_reward`` of the last 5.
+    ``initial_reward`` is the mean of the first 3 rows, ``final_reward`` of the last 5; ``initial_eval_reward`` and
+    ``final_eval_reward`` are those of the first and last row of ``eval.jsonl``, ``benchmarks`` is ``benchmarks.json``.
     """
     rows = read_metrics(folder)
     rewards = [row["reward"] for row in rows if isinstance(row.get("reward"), int | float)]
@@ -234,11 +249,20 @@ def finish_summary(folder: Path, **facts: Any) -> dict[str, Any]:
         "steps": rows[-1]["step"] if rows else 0,
         "initial_reward": _mean(rewards[:3]),
         "final_reward": _mean(rewards[-5:]),
+        **_eval_rewards(folder),
+        "benchmarks": read_json(folder / "benchmarks.json") or {},
         "seconds": {key: round(value, 3) for key, value in seconds.items()},
         **facts,
     }
     write_json(folder / "summary.json", summary)
     return summary
+
+
+def _eval_rewards(folder: Path) -> dict[str, float]:
+    """Reward of the first and of the last evaluation, where there was one."""
+    rewards = [row.get("eval_reward") for row in read_rows(folder / "eval.jsonl")]
+    known = [round(reward, 6) for reward in rewards if isinstance(reward, int | float)]
+    return {"initial_eval_reward": known[0], "final_eval_reward": known[-1]} if known else {}
 
 
 def _mean(values: list[float]) -> float | None:

@@ -50,7 +50,9 @@ def server_command(recipe: Recipe, model: str, name: str, host: str, port: int, 
     if flavour == "cuda":
         shared += ["--gpu-memory-utilization", str(recipe["vllm_gpu_memory_utilization"])]
     else:
-        shared += ["--enforce-eager"]
+        # A prompt prefilled in parts ends vLLM's CPU worker where its request has a seed (its generators cannot step
+        # back), and that happens as soon as the prompts of a moment exceed one batch of the scheduler.
+        shared += ["--enforce-eager", "--no-enable-chunked-prefill"]
     revision = ["--revision", recipe["model_revision"]] if recipe["model_revision"] != "main" else []
     # What TRL's trainer needs of the server; `trl vllm-serve` adds these itself.
     trl_flags = [

@@ -1,8 +1,8 @@
 """The process between the launcher and each thing it starts: nothing of a run outlives it, or the launcher.
 
 It runs the command after ``--`` in a session of its own, adopts orphans, and when the command ends, or the launcher
-dies, ends all that is left. When the launcher was killed nobody else can say so: the warden writes the summary and
-removes the scratch folders.
+dies, ends all that is left. When the launcher was killed nobody else can say so: the warden writes summary and
+report, and removes the scratch folders.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from grpo_recipes.launch.descendants import OWN_CHILDREN, end_descendants, reap
 from grpo_recipes.launch.environment import Scratch
 from grpo_recipes.launch.prctl import become_subreaper, die_with_parent
 from grpo_recipes.launch.rundir import finish_summary, write_json
+from grpo_recipes.report.single import report_line
 
 _GRACE_SECONDS = 5.0
 
@@ -86,6 +87,7 @@ def _launcher_died(options: argparse.Namespace, launcher: int) -> None:
     print(f"grpo: {cause}", file=sys.stderr, flush=True)
     finish_summary(options.run_dir, status="failed", exit_code=128 + signal.SIGKILL, failed_rank=None, cause=cause)
     Scratch(*options.scratch).remove()
+    report_line(options.run_dir)
 
 
 if __name__ == "__main__":

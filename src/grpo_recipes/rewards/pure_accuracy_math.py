@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
+from grpo_recipes.rewards.answers import is_right
 from grpo_recipes.rewards.text import completion_text
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
-
-def pure_accuracy_math(completions: list[Any], answer: list[Any], **_: Any) -> list[float | None]:
-    """1.0 where the last answer tag holds the reference solution, up to surrounding white space, else 0.0.
+def pure_accuracy_math(
+    completions: list[Any], answer: list[Any], *, answer_matching: str = "normalized", **_: Any
+) -> list[float | None]:
+    """1.0 where the last answer tag holds the reference solution, else 0.0.
 
     Args:
         completions: one completion a row, as text or chat messages.
         answer: reference solutions, one a row.
+        answer_matching: ``normalized`` compares numbers by value, in whatever way they are written (see ``answers``);
+            ``strict`` compares text, up to surrounding white space.
     """
-    return [_score(completion_text(text), str(gold)) for text, gold in zip(completions, answer, strict=True)]
-
-
-def _score(text: str, gold: str) -> float:
-    answers = _ANSWER.findall(text)
-    return float(bool(answers) and answers[-1].strip() == gold.strip())
+    return [
+        float(is_right(completion_text(completion), str(gold), answer_matching))
+        for completion, gold in zip(completions, answer, strict=True)
+    ]

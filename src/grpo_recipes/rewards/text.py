@@ -9,4 +9,4 @@ def completion_text(completion: str | list[dict[str, Any]]) -> str:
     """The text of a completion given as text, or as a list of chat messages (the last one counts)."""
     if isinstance(completion, str):
         return completion
-    return str(completion[-1]["content"]) if completion else ""
+    return str(completion[-1].get("content") or "") if completion else ""

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from trl.trainer.utils import RepeatSampler
 
+from grpo_recipes.trainers.stop import StopOnRequest
+
 
 class EpochRepeatSampler(RepeatSampler):
     """TRL's sampler whose order is a function of the epoch, not of how often it was iterated in this process."""
@@ -33,6 +35,31 @@ class ExactResume:
         return EpochRepeatSampler(
             stock.data_source, stock.mini_repeat_count, stock.batch_size, stock.repeat_count, stock.shuffle, stock.seed
         )
+
+    def _run_epoch(self, *args: Any, resume_from_checkpoint: str | None, **kwargs: Any) -> None:
+        """transformers', which takes one step too many in a run that had taken them all when it is resumed."""
+        ended = resume_from_checkpoint is not None and _ended_file(resume_from_checkpoint).exists()
+        if ended or self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def _maybe_log_save_evaluate(
+        self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """transformers', and a checkpoint where a callback ends the training: a resumed run must not go on there."""
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *args, **kwargs)
+        early = self.control.should_training_stop and self.state.global_step < self.state.max_steps
+        if not early or self._stopping():
+            return
+        self._save_checkpoint(model, trial)
+        if self.accelerator.is_main_process:
+            _ended_file(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}").touch()
+        self.accelerator.wait_for_everyone()
+
+    def _stopping(self) -> bool:
+        callbacks = self.callback_handler.callbacks
+        return any(isinstance(callback, StopOnRequest) and callback.stopped for callback in callbacks)
 
     def _window_file(self, folder: str | Path) -> Path:
         return Path(folder) / f"grpo_window_{self.args.process_index}.pt"
@@ -70,3 +97,7 @@ class ExactResume:
         self._total_loss_scalar = state["total_loss"]
         self._globalstep_last_logged = state["last_logged"]
         self.current_flos = state["flos"]
+
+
+def _ended_file(checkpoint: str | Path) -> Path:
+    return Path(checkpoint) / "ended_by_callback"

@@ -14,18 +14,24 @@ from accelerate.utils import broadcast_object_list
 
 from grpo_recipes.configs import GRPOConfig
 from grpo_recipes.trainers.checkpoints import CompleteCheckpoints
+from grpo_recipes.trainers.evaluation import Evaluation
 from grpo_recipes.trainers.exact_resume import ExactResume
 from grpo_recipes.trainers.metrics import MetricsRows
+from grpo_recipes.trainers.samples import SampledTexts
+from grpo_recipes.trainers.scoring import Scoring
 from grpo_recipes.weights.bridges import bridge_in_place
 from grpo_recipes.weights.client import ClientSettings
 from grpo_recipes.weights.guard import TOLERANCES, WeightsDiffer, logprob_verdict
 
 
-class GRPOTrainer(MetricsRows, CompleteCheckpoints, ExactResume, trl.GRPOTrainer):
-    """TRL's ``GRPOTrainer``. Takes its arguments, with ``args`` a ``configs.GRPOConfig``, and ``run_dir``.
+class GRPOTrainer(SampledTexts, Evaluation, Scoring, MetricsRows, CompleteCheckpoints, ExactResume, trl.GRPOTrainer):
+    """TRL's ``GRPOTrainer``. Takes its arguments, with ``args`` a ``configs.GRPOConfig``, and those of its mixins.
+
+    Among these is ``reward_max_no_verdict``, the share of a generation's completions without a verdict that ends the
+    run (``trainers.scoring``).
 
     Args:
-        run_dir: where ``metrics.jsonl`` goes.
+        run_dir: where ``metrics.jsonl``, ``eval.jsonl``, ``samples.jsonl`` and ``slow_rewards.jsonl`` go.
     """
 
     args: GRPOConfig
@@ -66,7 +72,8 @@ class GRPOTrainer(MetricsRows, CompleteCheckpoints, ExactResume, trl.GRPOTrainer
         """Tell the client which generation this is: sampling seeds come from it."""
         client = getattr(getattr(self, "vllm_generation", None), "vllm_client", None)
         if client is not None:
-            client.generation = f"{self.state.global_step}/{self._step}"
+            place = f"{self.state.global_step}/{self._step}"
+            client.generation = place if self.model.training else f"eval/{self.state.global_step}/{self._eval_batch}"
 
     def _check_weights(self, output: dict[str, Any]) -> None:
         """Stop every rank unless the server holds and uses the trainer's weights.
@@ -76,14 +83,37 @@ class GRPOTrainer(MetricsRows, CompleteCheckpoints, ExactResume, trl.GRPOTrainer
         Raises:
             WeightsDiffer: on every rank, before an update is computed from this batch.
         """
-        main = self.accelerator.is_main_process
-        verdicts = [self.vllm_generation.vllm_client.verdict if main else None]
-        broadcast_object_list(verdicts, from_process=0)
+        held = self._checksum_verdict()
         difference = self._logprob_difference(output)
         self._unproven = difference is None
-        verdict = verdicts[0] or logprob_verdict(self.args.weight_sync, difference or 0.0, self._logprob_tolerance())
+        verdict = held or logprob_verdict(self.args.weight_sync, difference or 0.0, self._logprob_tolerance())
         if verdict:
             raise WeightsDiffer(f"{verdict}; step {self.state.global_step} was not taken")
+
+    def _checksum_verdict(self) -> str | None:
+        """What the last sync's checksum said, on every rank."""
+        verdicts = [self.vllm_generation.vllm_client.verdict if self.accelerator.is_main_process else None]
+        broadcast_object_list(verdicts, from_process=0)
+        return verdicts[0]
+
+    def serve_final_weights(self) -> None:
+        """After training, have whatever samples use the weights of the last step. Called by every rank.
+
+        Raises:
+            WeightsDiffer: on every rank, when the server does not hold them.
+        """
+        self.model.eval()
+        if not self.use_vllm:
+            return
+        generation = self.vllm_generation
+        asleep = generation.mode == "colocate" and generation.enable_sleep_mode
+        if self._last_loaded_step != self.state.global_step or asleep:
+            generation.sync_weights()
+            self._last_loaded_step = self.state.global_step
+            if self._guarded and (verdict := self._checksum_verdict()):
+                raise WeightsDiffer(f"{verdict}; no benchmark was run on it")
+        if asleep:
+            generation.llm.wake_up(tags=["kv_cache"])
 
     def _logprob_difference(self, output: dict[str, Any]) -> float | None:
         """Mean |trainer - server| log-prob of the sampled tokens over all ranks.

@@ -10,14 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-PHASES = ("sample", "score", "sync", "save")
+PHASES = ("sample", "score", "sync", "save", "evaluate")
 
 
 class MetricsRows:
     """Mixin before TRL's trainer: times its phases and writes what it logs.
 
     A row holds TRL's metrics of the step under TRL's names, ``step``, ``max_steps``, ``tokens_per_second`` and
-    ``seconds/<phase>``: sample, score, sync, save (of the checkpoint before), update (all the rest), step (their sum).
+    ``seconds/<phase>``: sample, score, sync, save and evaluate (after the step before), update (all the rest), step
+    (their sum).
     """
 
     def __init__(self, *, run_dir: Path, **kwargs: Any):
@@ -79,8 +80,8 @@ class MetricsRows:
         row = {
             "step": self.state.global_step,
             "max_steps": self.state.max_steps,
-            **{key: _json_number(value) for key, value in logs.items()},
-            "tokens_per_second": tokens / step_seconds if step_seconds else 0.0,
+            **{key: json_number(value) for key, value in logs.items()},
+            "tokens_per_second": tokens / trained if (trained := step_seconds - self._seconds["evaluate"]) > 0 else 0.0,
             **{f"seconds/{name}": seconds for name, seconds in self._seconds.items()},
             "seconds/update": step_seconds - sum(self._seconds.values()),
             "seconds/step": step_seconds,
@@ -91,6 +92,6 @@ class MetricsRows:
         self._seconds = dict.fromkeys(PHASES, 0.0)
 
 
-def _json_number(value: Any) -> Any:
+def json_number(value: Any) -> Any:
     """JSON has no infinity and no NaN: the texts inf, -inf and nan."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -32,11 +32,35 @@ class StopOnRequest(TrainerCallback):
             self.stopped = control.should_save = control.should_training_stop = True
         return control
 
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> TrainerControl:
+        """transformers calls this where the training is stopped too: that is no end of an epoch to evaluate at."""
+        if self.stopped and state.epoch != int(state.epoch or 0):
+            control.should_evaluate = False
+        return control
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """End an evaluation that a request comes into.
+
+        Raises:
+            EvaluationStopped: on every rank, after the same batch.
+        """
+        if not self.stopped and state.global_step < state.max_steps and self._agreed(args.device):
+            self.stopped = True
+            raise EvaluationStopped
+
     def _agreed(self, device: torch.device) -> bool:
         seen = torch.tensor(int(self._file.exists()), device=device)
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(seen, op=torch.distributed.ReduceOp.MAX)
         return bool(seen)
+
+
+class EvaluationStopped(Exception):
+    """A stop request came during an evaluation; caught by the trainer."""
 
 
 class StoppedOnRequest(SystemExit):

@@ -1,0 +1,176 @@
+"""Completions that the accuracy rewards judge in a second.
+
+    python bench/reward_speed.py [--rounds 5] [--workers 2] [--out bench/results/reward_speed.json]
+
+Groups of 8 completions of about 1,400 characters, no two alike, half of them right, each in another way of writing:
+
+* GSM8K-like whole numbers, judged by ``pure_accuracy_math`` in this process, as the trainer does;
+* the same by ``math_verify`` in child processes, with the pickling and the limits of a run;
+* expressions that sympy must compare (roots, polynomials, intervals, tuples, multiples of pi), by ``math_verify``;
+* two groups of numbers for each group of expressions, by ``math_verify``.
+
+Children are started and warm before a round begins. Targets on two cores: 50,000 a second exact, 500 by math-verify.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from grpo_recipes.launch.rundir import code_state, write_json
+from grpo_recipes.paths import home
+from grpo_recipes.rewards.children import ChildRewards
+from grpo_recipes.rewards.pure_accuracy_math import pure_accuracy_math
+
+GROUP = 8
+NUMBERS = [
+    "{n}", "{n}.0", "${n}", "$\\boxed{{{n}}}$", "{n:,}", "{n} dollars", "\\frac{{{n}}}{{1}}", "\\(x={n}\\)"
+]  # fmt: skip
+# Right and wrong ways to write an expression of two numbers, the first as the reference solution.
+EXPRESSIONS = [
+    (r"\frac{{{a}\sqrt{{2}}}}{{{b}}}", r"\frac{{{a}}}{{{b}}}\sqrt{{2}}", r"\frac{{{b}\sqrt{{2}}}}{{{a}}}"),
+    (r"x^2+{a}x+{b}", r"{b}+{a}x+x^2", r"x^2+{b}x+{a}"),
+    (r"({a}, {b})", r"( {a},{b} )", r"({b}, {a})"),
+    (r"\frac{{{a}\pi}}{{{b}}}", r"\pi\cdot\frac{{{a}}}{{{b}}}", r"\frac{{{b}\pi}}{{{a}}}"),
+    (r"x \ge {a}", r"[{a}, \infty)", r"({a}, \infty)"),
+    (r"\sqrt{{{a}}}+{b}", r"{b}+\sqrt{{{a}}}", r"\sqrt{{{b}}}+{a}"),
+]
+Rows = tuple[list[Any], list[str]]
+
+
+def main() -> None:
+    """Measure and write the result."""
+    options = _options()
+    rows = options.rows
+    load = [round(load, 2) for load in os.getloadavg()]
+    result = {
+        "what": "completions a second, median of the rounds",
+        "exact match, numbers, this process": _measure(_exact, lambda seed: numbers(rows, seed), options.rounds),
+        **_children(options),
+        "rows": {"numbers": rows, "expressions": rows // 16, "numbers and expressions": rows // 8},
+        "group": GROUP,
+        "rounds": options.rounds,
+        "machine": {"cores": os.cpu_count(), "cpu": _processor(), "load_average_before": load},
+        "versions": {name: importlib.metadata.version(name) for name in ("math-verify", "sympy", "grpo-recipes")}
+        | {"python": platform.python_version()},
+        "commit": code_state()["commit"],
+    }
+    write_json(options.out, result)
+    print(json.dumps(result, indent=1))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rows", type=int, default=32_000)
+    parser.add_argument("--workers", type=int, default=2, help="child processes")
+    parser.add_argument("--out", type=Path, default=home() / "bench/results/reward_speed.json")
+    return parser.parse_args()
+
+
+def _children(options: argparse.Namespace) -> dict[str, Any]:
+    """math_verify as a run calls it."""
+    rows = options.rows
+    with ChildRewards("math_verify", workers=options.workers) as pool:
+
+        def judge(completions: list[Any], answer: list[str]) -> list[float | None]:
+            return [verdict.value for verdict in pool.score("math_verify", completions, {"answer": answer})]
+
+        judge(*expressions(256 * options.workers, 0))
+        tasks = {
+            "numbers": lambda seed: numbers(rows, seed),
+            "expressions": lambda seed: expressions(rows // 16, seed),
+            "numbers and expressions": lambda seed: mixed(rows // 8, seed),
+        }
+        return {
+            f"math_verify, {name}, {options.workers} children": _measure(judge, make, options.rounds)
+            for name, make in tasks.items()
+        }
+
+
+def _exact(completions: list[Any], answer: list[str]) -> list[float | None]:
+    return pure_accuracy_math(completions, answer)
+
+
+def _measure(judge: Callable[..., list[float | None]], make: Callable[[int], Rows], rounds: int) -> dict[str, Any]:
+    """Completions a second of each round; a round that judges wrongly does not count."""
+    rates, rates_cpu = [], []
+    for seed in range(1, rounds + 1):
+        completions, answers = make(seed)
+        start, start_cpu = time.perf_counter(), time.process_time()
+        values = judge(completions, answers)
+        rates.append(len(completions) / (time.perf_counter() - start))
+        rates_cpu.append(len(completions) / (time.process_time() - start_cpu))
+        expected = [float(index % 2 == 0) for index in range(len(values))]
+        wrong = [one for one in zip(answers, values, expected, strict=True) if one[1] != one[2]]
+        assert not wrong, wrong[0]
+    result = {"median": round(statistics.median(rates)), "raw": [round(rate) for rate in rates]}
+    # Of use on a machine that others use too; children's time is not in it.
+    return result | ({"median_by_cpu_time": round(statistics.median(rates_cpu))} if judge is _exact else {})
+
+
+def numbers(count: int, seed: int) -> Rows:
+    """Completions and reference solutions; even ones are right."""
+    draw = random.Random(seed)
+    golds = [draw.randint(1, 10_000_000) for _ in range(count // GROUP)]
+    answers = [golds[index // GROUP] for index in range(count)]
+    texts = [
+        NUMBERS[index % len(NUMBERS)].format(n=gold if index % 2 == 0 else gold + 1 + index % GROUP)
+        for index, gold in enumerate(answers)
+    ]
+    return [_completion(text, draw) for text in texts], [str(gold) for gold in answers]
+
+
+def expressions(count: int, seed: int) -> Rows:
+    """Completions and reference solutions; even ones are right."""
+    draw = random.Random(seed)
+    completions, answers = [], []
+    for group in range(count // GROUP):
+        gold, right, wrong = EXPRESSIONS[group % len(EXPRESSIONS)]
+        for member in range(GROUP):
+            a, b = _PAIRS[(group + 1000 * seed) % len(_PAIRS)]
+            other = a + b + member + 1
+            answers.append(gold.format(a=a, b=b))
+            text = right.format(a=a, b=b) if member % 2 == 0 else wrong.format(a=other, b=b)
+            completions.append(_completion(text, draw))
+    return completions, answers
+
+
+def mixed(count: int, seed: int) -> Rows:
+    """Two groups of numbers, one of expressions, and so on."""
+    groups = count // (3 * GROUP)
+    easy, hard = numbers(2 * groups * GROUP, seed), expressions(groups * GROUP, seed + 500)
+    completions, answers = [], []
+    for group in range(groups):
+        for rows, first, last in ((easy, 2 * group, 2 * group + 2), (hard, group, group + 1)):
+            completions += rows[0][first * GROUP : last * GROUP]
+            answers += rows[1][first * GROUP : last * GROUP]
+    return completions, answers
+
+
+_PAIRS = [(a, b) for a in (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47) for b in range(51, 101, 2)]
+_WORDS = ["so", "the", "number", "of", "eggs", "is", "then", "we", "add", "and", "each", "costs", "twice", "per", "day"]
+
+
+def _completion(answer: str, draw: random.Random) -> list[dict[str, str]]:
+    """A chat message of about 1,400 characters that ends with the answer."""
+    reasoning = " ".join(draw.choices(_WORDS, k=360))
+    return [{"role": "assistant", "content": f"{reasoning}\n<answer>{answer}</answer>"}]
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+if __name__ == "__main__":
+    main()

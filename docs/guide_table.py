@@ -1,0 +1,57 @@
+"""The tables of the page on the training guide, made from ``tests/guide_rows.yaml``.
+
+The page says ``<!-- guide rows -->`` where they go.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from typing import Any
+
+import yaml
+
+from grpo_recipes.paths import home
+
+ROWS = home() / "tests" / "guide_rows.yaml"
+_MARKER = "<!-- guide rows -->"
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Put the tables in the place of the marker; called by mkdocs for every page."""
+    return markdown.replace(_MARKER, guide_tables()) if _MARKER in markdown else markdown
+
+
+def guide_tables() -> str:
+    """How many rows have each status, then a heading and a table a section."""
+    document = yaml.safe_load(ROWS.read_text())
+    rows, meaning = document["rows"], document["statuses"]
+    counts = [(f"**{status}**", sum(row["status"] == status for row in rows), meaning[status]) for status in meaning]
+    parts = [_table(("status", "rows", "meaning"), counts)]
+    for section, about in document["sections"].items():
+        cells = [_cells(row) for row in rows if row["section"] == section]
+        parts += [f"## {about['title']}", _table(("item", "today", "shown by"), cells)]
+    return "\n\n".join(parts)
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    tests = "<br>".join(_sentence(test) for test in row.get("tests", []))
+    return _text(row["item"]), f"**{row['status']}**: {_text(row.get('how') or row['why'])}", tests
+
+
+def _sentence(test: str) -> str:
+    """A test's name as words, with its id for the pointer that rests on it."""
+    file, _, function = test.partition("::")
+    place = file.removeprefix("tests/").removesuffix(".py").replace("test_", "")
+    words = function.removeprefix("test_").replace("_", " ")
+    return f'<span title="{test}">{place}: {words}</span>'
+
+
+def _text(text: str) -> str:
+    """Markdown of a cell; what stands between backticks is left as it is."""
+    parts = re.split(r"(`[^`]*`)", text.replace("|", "\\|"))
+    return "".join(part if part.startswith("`") else html.escape(part, quote=False) for part in parts)
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in [head, ("---",) * len(head), *rows])

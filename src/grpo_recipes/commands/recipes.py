@@ -1,0 +1,45 @@
+"""What the commands that take a recipe share."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from grpo_recipes.check import checked_recipe
+from grpo_recipes.errors import Problem, Refused
+from grpo_recipes.launch.plan import choose_recipe, choose_task
+from grpo_recipes.launch.resources import environment_flavour
+from grpo_recipes.recipe import Recipe
+
+USAGE = "[RECIPE] [options] [--KEY VALUE ...]"
+EPILOG = "Any recipe key is a flag too, e.g. --learning_rate 1e-6: flag > environment variable > YAML > default."
+
+
+def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options that name the recipe and its trainer."""
+    parser.add_argument("--config", metavar="RECIPE", help="the recipe; by default CONFIG, or the flavour's own")
+    parser.add_argument("--task", choices=["grpo", "maxent"], help="the trainer (MAXENT=1 selects maxent)")
+
+
+def recipe_name(options: argparse.Namespace) -> str | None:
+    """The recipe named on the command line, or None.
+
+    Raises:
+        Refused: two are named, or an empty name, as of a variable that is not set.
+    """
+    if "" in (options.recipe, options.config):
+        raise Refused(Problem("RECIPE", "an empty text names no recipe", "name a .yaml file, or leave it out"))
+    if options.recipe and options.config:
+        raise Refused(Problem("--config", "two recipes are named", "name one"))
+    return options.recipe or options.config
+
+
+def chosen_recipe(options: argparse.Namespace, flags: list[str]) -> Recipe:
+    """The recipe of this command line and environment, merged, typed and checked.
+
+    Raises:
+        Refused: it does not exist, or is wrong.
+    """
+    task, _ = choose_task(os.environ, options.task)
+    path = choose_recipe(recipe_name(options), os.environ, task, environment_flavour())
+    return checked_recipe(path, flags, os.environ)

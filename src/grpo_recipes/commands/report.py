@@ -1,0 +1,42 @@
+"""`grpo report`: write a run's page, or one that compares several."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from grpo_recipes.errors import refuse
+from grpo_recipes.keys import catalogue
+from grpo_recipes.launch.rundir import find_run
+from grpo_recipes.paths import shown
+from grpo_recipes.report.compare import write_comparison
+from grpo_recipes.report.single import write_report
+
+HELP = "write report.html of a run, or a page that compares several"
+TAKES_RECIPE = False
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, or last for the newest in RUN_ROOT")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the page; by default report.html in the run, or here")
+
+
+def run(options: argparse.Namespace, flags: list[str]) -> int:
+    folders = [_folder(which) for which in options.runs]
+    try:
+        if len(folders) == 1:
+            page = write_report(folders[0], options.out)
+        else:
+            page = write_comparison(folders, options.out or Path("report.html"))
+    except OSError as error:
+        raise refuse("--out", f"cannot write the page ({error.strerror})", "name a file you may write") from None
+    print(f"grpo: {shown(page)}")
+    return 0
+
+
+def _folder(which: str) -> Path:
+    if which != "last":
+        return Path(which)
+    root = os.environ.get("RUN_ROOT") or catalogue()["run_root"]["default"]
+    return find_run(Path(os.path.expanduser(root)), which, "last").folder

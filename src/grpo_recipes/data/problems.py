@@ -1,0 +1,199 @@
+"""From rows to problems: ``prompt`` (chat messages), ``answer`` (a text) and the other columns a reward may want."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from datasets import Dataset, Features, List, Value, concatenate_datasets
+
+from grpo_recipes.configs import ScriptArguments
+from grpo_recipes.data.rows import Rows, column_names, need_columns, told
+from grpo_recipes.data.sources import Source
+from grpo_recipes.data.values import Message, answer_of, chat_of
+from grpo_recipes.datafiles import RESERVED_COLUMNS
+from grpo_recipes.errors import refuse
+
+Batch = dict[str, list[Any]]
+
+BATCH_ROWS = 1000
+MESSAGES = List({"role": Value("string"), "content": Value("string")})
+
+
+@dataclass(frozen=True)
+class Problems:
+    """Problems not yet looked at.
+
+    Attributes:
+        features: ``prompt``, ``answer`` and the other columns.
+        batches: of them, each made when it is asked for.
+    """
+
+    features: Features
+    batches: Iterator[Batch]
+
+
+@dataclass
+class Counts:
+    """What became of the rows.
+
+    Attributes:
+        read: rows read.
+        empty: dropped, without a prompt or a solution.
+        duplicates: dropped, since prompt and answer equal an earlier row's.
+        too_long: dropped, longer than ``max_prompt_length``.
+        other_answers: kept, though the prompt came before with another answer.
+        own_system: kept, with a system message of their own in place of ``system_prompt``.
+        unmarked: kept, whole solutions without ``dataset_solution_marker``.
+        longest: tokens of the longest prompt kept.
+        notes: what else the user should know.
+    """
+
+    read: int = 0
+    empty: int = 0
+    duplicates: int = 0
+    too_long: int = 0
+    other_answers: int = 0
+    own_system: int = 0
+    unmarked: int = 0
+    longest: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """One text for each count that is not 0, but for the rows read and those too long."""
+        said = {
+            "without a prompt or a solution dropped": self.empty,
+            "equal to an earlier prompt and answer dropped": self.duplicates,
+            "with the prompt of an earlier one and another answer kept": self.other_answers,
+            "with a system message of their own, which stays": self.own_system,
+            "without dataset_solution_marker in the solution, which is kept whole": self.unmarked,
+        }
+        longest = [f"longest prompt {self.longest} tokens"] if self.longest else []
+        return [*longest, *(f"{count} {text}" for text, count in said.items() if count), *self.notes]
+
+
+def problems(
+    rows: Rows, source: Source, args: ScriptArguments, counts: Counts, batch_rows: int = BATCH_ROWS
+) -> Problems:
+    """Shape rows.
+
+    Args:
+        rows: a dataset or a stream.
+        source: what they are, and the names of their columns.
+        args: system prompt and solution marker.
+        counts: what is added to.
+        batch_rows: rows read at a time.
+
+    Raises:
+        Refused: a column is missing; later, that a value is neither a text nor a chat.
+    """
+    names = column_names(rows)
+    if not names:
+        raise refuse(f"'{source.id}'", "the dataset has no rows", "name a dataset with rows")
+    need_columns(source.id, names, dict(zip((source.prompt, source.solution), source.keys, strict=True)))
+    need_columns(source.id, names, dict.fromkeys(source.others or (), source.keys[0]))
+    known = rows.features or Dataset.from_dict(next(rows.iter(BATCH_ROWS))).features
+    others = _other_columns(known, source, counts)
+    features = {"prompt": MESSAGES, "answer": Value("string"), **{name: _plain(known[name]) for name in others}}
+    # Other columns are not even decoded: images and long lists take most of the time where there are any.
+    rows = rows.select_columns(list(dict.fromkeys([source.prompt, source.solution, *others])))
+    return Problems(Features(features), _shaped(rows.iter(batch_rows), source, args, counts, others))
+
+
+def _other_columns(features: Features, source: Source, counts: Counts) -> list[str]:
+    """Columns kept beside prompt and answer: those asked for, or every scalar without a meaning to TRL."""
+    if source.others is not None:
+        return list(source.others)
+    rest = [name for name in features if name not in (source.prompt, source.solution)]
+    kept = [name for name in rest if name not in RESERVED_COLUMNS and _is_scalar(features[name])]
+    left_out = [name for name in rest if name not in kept]
+    if left_out:
+        counts.notes.append(f"columns of '{source.id}' left out, by name or as no scalars: {', '.join(left_out)}")
+    return kept
+
+
+def distinct(found: Problems, counts: Counts) -> Problems:
+    """Drop what equals an earlier row in prompt and answer."""
+    return Problems(found.features, _distinct(found.batches, counts))
+
+
+def _distinct(batches: Iterator[Batch], counts: Counts) -> Iterator[Batch]:
+    seen: dict[bytes, set[bytes]] = {}
+    for batch in batches:
+        kept = []
+        for index, (prompt, answer) in enumerate(zip(batch["prompt"], batch["answer"], strict=True)):
+            answers, answer_key = seen.setdefault(prompt_key(prompt), set()), _digest(answer)
+            if answer_key in answers:
+                counts.duplicates += 1
+                continue
+            counts.other_answers += bool(answers)
+            answers.add(answer_key)
+            kept.append(index)
+        yield chosen(batch, kept)
+
+
+def collected(found: Problems, limit: int | None = None) -> Dataset:
+    """A dataset in memory, of the first ``limit`` rows or of all; no more batches are asked for than that takes."""
+    parts = [Dataset.from_dict({name: [] for name in found.features}, features=found.features)]
+    total = 0
+    for batch in found.batches:
+        parts.append(Dataset.from_dict(batch, features=found.features))
+        total += len(parts[-1])
+        if limit is not None and total >= limit:
+            break
+    whole = concatenate_datasets(parts)
+    return whole if limit is None else whole.select(range(min(limit, total)))
+
+
+def chosen(batch: Batch, indices: list[int]) -> Batch:
+    """Some rows of a batch."""
+    return {name: [values[index] for index in indices] for name, values in batch.items()}
+
+
+def prompt_key(prompt: list[Message]) -> bytes:
+    """What equal prompts have in common."""
+    return _digest(json.dumps([[message["role"], message["content"]] for message in prompt]))
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+def _is_scalar(feature: Any) -> bool:
+    kinds = ("string", "large_string", "bool", "int", "uint", "float")
+    return isinstance(feature, Value) and feature.dtype.startswith(kinds)
+
+
+def _plain(feature: Any) -> Any:
+    """pandas reads texts as large_string: the same to us."""
+    return Value("string") if feature == Value("large_string") else feature
+
+
+def _shaped(
+    batches: Iterator[Batch], source: Source, args: ScriptArguments, counts: Counts, others: list[str]
+) -> Iterator[Batch]:
+    while True:
+        with told(source.id):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        prompts = [_with_system(chat_of(value, source), args, counts) for value in batch[source.prompt]]
+        answers = [answer_of(value, args.dataset_solution_marker, source) for value in batch[source.solution]]
+        kept = [index for index, prompt in enumerate(prompts) if prompt and answers[index][0]]
+        counts.read += len(prompts)
+        counts.empty += len(prompts) - len(kept)
+        counts.unmarked += sum(unmarked for _, unmarked in answers)
+        others_of = {name: batch[name] for name in others}
+        yield chosen({"prompt": prompts, "answer": [answer for answer, _ in answers], **others_of}, kept)
+
+
+def _with_system(messages: list[Message], args: ScriptArguments, counts: Counts) -> list[Message]:
+    if not messages or not args.system_prompt:
+        return messages
+    if messages[0]["role"] in ("system", "developer"):
+        counts.own_system += 1
+        return messages
+    return [{"role": "system", "content": args.system_prompt}, *messages]

@@ -1,0 +1,183 @@
+"""The prompts a run trains on and those it evaluates on: read, shaped, rendered, filtered, counted."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+from transformers import PreTrainedTokenizerBase
+
+from grpo_recipes.configs import ScriptArguments
+from grpo_recipes.data.mixture import mixed
+from grpo_recipes.data.problems import BATCH_ROWS, Counts, Problems, collected, distinct, problems
+from grpo_recipes.data.rendering import Renderer, use_template
+from grpo_recipes.data.rows import Fetched, open_rows, told
+from grpo_recipes.data.sharing import prepared_once
+from grpo_recipes.data.sources import Source, eval_source, train_source
+from grpo_recipes.errors import Refused, refuse
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """A prepared dataset.
+
+    Attributes:
+        dataset: columns ``prompt`` (chat messages), ``answer`` (the reference solution, a text), and the other scalar
+            columns of the source under their names.
+        counts: what became of the rows.
+        example: the first prompt as the model sees it.
+        title: what the prompts are for, when they are not to train on.
+    """
+
+    dataset: Dataset
+    counts: Counts
+    example: str
+    title: str = ""
+
+    @property
+    def read(self) -> int:
+        """Rows read from the source."""
+        return self.counts.read
+
+    @property
+    def dropped(self) -> int:
+        """Rows whose rendered prompt is longer than ``max_prompt_length``."""
+        return self.counts.too_long
+
+    def __str__(self) -> str:
+        title = self.title or f"{len(self.dataset)} prompts"
+        first = f"{title} ({self.read} read, {self.dropped} dropped as longer than max_prompt_length)"
+        return "; ".join([first, *self.counts.lines()])
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What both kinds of prompts are made with."""
+
+    args: ScriptArguments
+    renderer: Renderer
+    seed: int
+    fetched: Fetched | None
+
+
+def load_prompts(
+    args: ScriptArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    least: int = 1,
+    seed: int = 0,
+    template_kwargs: dict[str, Any] | None = None,
+    fetched: Fetched | None = None,
+) -> Prompts:
+    """Read, render and filter the training prompts; with several ranks, one does and the others wait.
+
+    Args:
+        args: names the source and its columns.
+        tokenizer: renders and counts; its chat template is replaced by ``args.chat_template`` when given.
+        least: prompts needed for one step.
+        seed: of the shuffle of which ``max_train_prompts`` takes the first.
+        template_kwargs: the recipe's ``chat_template_kwargs``.
+        fetched: as in ``read_rows``.
+
+    Raises:
+        Refused: the source cannot be read, a column is missing, the template fails, or too few prompts are left.
+    """
+    use_template(args.chat_template, tokenizer)
+    setting = _Setting(args, Renderer(tokenizer, template_kwargs or {}), seed, fetched)
+    prompts: Prompts = prepared_once("train", functools.partial(_train, setting, least))
+    return prompts
+
+
+def load_eval_prompts(
+    args: ScriptArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    template_kwargs: dict[str, Any] | None = None,
+    fetched: Fetched | None = None,
+) -> Prompts:
+    """Read, draw, render and filter the prompts that training is evaluated on; arguments as of ``load_prompts``.
+
+    They are ``eval_dataset_name``, else what the mixture holds out, else ``dataset_test_split`` of ``dataset_name``:
+    of these the share ``eval_subsample``, at least one and at most ``eval_max_prompts``, drawn by ``seed``.
+
+    Raises:
+        Refused: as ``load_prompts``; or there is nothing to evaluate on.
+    """
+    use_template(args.chat_template, tokenizer)
+    setting = _Setting(args, Renderer(tokenizer, template_kwargs or {}), seed, fetched)
+    prompts: Prompts = prepared_once("eval", functools.partial(_evaluate, setting))
+    return prompts
+
+
+def _train(setting: _Setting, least: int) -> Prompts:
+    args, counts, limit = setting.args, Counts(), setting.args.max_train_prompts
+    dataset = _finished(_train_problems(setting, counts), setting, counts, limit)
+    if len(dataset) == limit:
+        order = "stream" if args.dataset_streaming else "shuffle by the seed"
+        counts.notes.append(f"the first {limit} of the {order} (max_train_prompts)")
+    if len(dataset) < least:
+        raise _too_few(len(dataset), least, limit, counts)
+    return Prompts(dataset, counts, setting.renderer.text(dataset[0]["prompt"]))
+
+
+def _too_few(found: int, least: int, limit: int | None, counts: Counts) -> Refused:
+    key = "max_train_prompts" if found == limit else "max_prompt_length" if counts.too_long else None
+    what = f"{found} of {counts.read} prompts are left, one step needs {least}"
+    long = [f"{counts.too_long} longer than max_prompt_length"] if counts.too_long else []
+    fix = f"raise {key} or lower prompts_per_step" if key else "lower prompts_per_step, or name a larger dataset"
+    return refuse(key or "prompts_per_step", "; ".join([what, *long, *counts.lines()]), fix)
+
+
+def _train_problems(setting: _Setting, counts: Counts) -> Problems:
+    args = setting.args
+    if args.dataset_mixture:
+        kept, _ = mixed(args, counts, setting.fetched)
+        return Problems(kept.features, kept.iter(BATCH_ROWS))
+    source = train_source(args)
+    rows = open_rows(source.id, source.config, source.split, args.dataset_streaming, setting.fetched)
+    if args.max_train_prompts and not args.dataset_streaming:
+        rows = rows.shuffle(seed=setting.seed, keep_in_memory=True)
+    size = min(BATCH_ROWS, args.max_train_prompts or BATCH_ROWS)
+    return distinct(problems(rows, source, args, counts, size), counts)
+
+
+def _evaluate(setting: _Setting) -> Prompts:
+    args, counts = setting.args, Counts()
+    rows, source = _eval_rows(setting, counts)
+    wanted = min(args.eval_max_prompts, max(1, round(args.eval_subsample * len(rows))))
+    shuffled = rows.shuffle(seed=setting.seed, keep_in_memory=True)
+    if source is None:
+        found = Problems(rows.features, shuffled.iter(BATCH_ROWS))
+    else:
+        found = distinct(problems(shuffled, source, args, counts, min(BATCH_ROWS, wanted)), counts)
+    dataset = _finished(found, setting, counts, wanted)
+    if len(dataset) == 0:
+        raise refuse("eval_strategy", "; ".join(["no evaluation prompt is left", *counts.lines()]), "name another set")
+    title = f"evaluating on {len(dataset)} of {len(rows)} rows (eval_subsample {args.eval_subsample:g})"
+    return Prompts(dataset, counts, setting.renderer.text(dataset[0]["prompt"]), title)
+
+
+def _eval_rows(setting: _Setting, counts: Counts) -> tuple[Dataset, Source | None]:
+    """Rows to draw from, and what they are; None for the problems that a mixture held out."""
+    args = setting.args
+    if args.dataset_mixture and not args.eval_dataset_name:
+        _, held = mixed(args, counts, setting.fetched)
+        if held is None:
+            raise refuse("dataset_mixture", "nothing is held out to evaluate on", "add test_split_size to it")
+        return held, None
+    source = eval_source(args)
+    rows = open_rows(source.id, source.config, source.split, args.dataset_streaming, setting.fetched)
+    if isinstance(rows, IterableDataset):
+        # No more of a stream than eval_max_prompts can need.
+        most = math.ceil(args.eval_max_prompts / args.eval_subsample)
+        with told(source.id):
+            rows = Dataset.from_list(list(rows.take(most)), features=rows.features)
+    return rows, source
+
+
+def _finished(found: Problems, setting: _Setting, counts: Counts, limit: int | None) -> Dataset:
+    """The problems that fit, at most ``limit`` of them."""
+    fitting = setting.renderer.fitting(found.batches, setting.args.max_prompt_length, counts)
+    return collected(Problems(found.features, fitting), limit)

@@ -1,0 +1,79 @@
+"""One rank prepares, the others take what it wrote."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed
+from accelerate.utils import broadcast_object_list
+from datasets import Dataset, load_from_disk
+
+from grpo_recipes.errors import Problem, Refused
+
+
+@dataclass
+class _Outcome:
+    """What rank 0 tells the others: where the dataset is and what goes with it, or what went wrong."""
+
+    folder: str = ""
+    rest: Any = None
+    problems: list[Problem] = field(default_factory=list)
+    failure: str = ""
+
+
+def prepared_once(name: str, prepare: Callable[[], Any]) -> Any:
+    """Call ``prepare`` in rank 0 alone; every rank maps the dataset that it left under ``<run>/prompts``.
+
+    The run directory is on a file system that all nodes share. With one process nothing is written.
+
+    Args:
+        name: of the folder, e.g. ``train``.
+        prepare: returns a dataclass with a ``dataset``.
+
+    Raises:
+        Refused: on every rank, when ``prepare`` refuses.
+        RuntimeError: on the other ranks, when it fails in another way.
+    """
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return prepare()
+    outcome, failure = _Outcome(), None
+    if torch.distributed.get_rank() == 0:
+        try:
+            prepared = prepare()
+            outcome = _Outcome(_save(name, prepared.dataset), replace(prepared, dataset=None))
+        except Refused as refused:
+            outcome.problems = refused.problems
+        except Exception as error:  # the other ranks wait: they must hear of it, whatever it is
+            failure, outcome.failure = error, f"{type(error).__name__}: {error}"
+    outcomes = [outcome]
+    broadcast_object_list(outcomes, from_process=0)
+    if failure is not None:
+        raise failure
+    return _taken(outcomes[0])
+
+
+def _save(name: str, dataset: Dataset) -> str:
+    """Write the dataset aside, then put it in place under a name that no rank has looked for before."""
+    home = Path(os.environ["GRPO_RUN_DIR"]) / "prompts"
+    home.mkdir(exist_ok=True)
+    for old in [*home.glob(f"{name}-*"), *home.glob(f".{name}-*")]:  # of an earlier attempt
+        shutil.rmtree(old)
+    folder = home / f"{name}-{uuid.uuid4().hex[:8]}"
+    partial = folder.with_name(f".{folder.name}")
+    dataset.save_to_disk(partial)
+    partial.rename(folder)
+    return str(folder)
+
+
+def _taken(outcome: _Outcome) -> Any:
+    if outcome.problems:
+        raise Refused(*outcome.problems)
+    if outcome.failure:
+        raise RuntimeError(f"rank 0 could not prepare the prompts: {outcome.failure}")
+    return replace(outcome.rest, dataset=load_from_disk(outcome.folder))

@@ -1,0 +1,144 @@
+"""Datasets in files: which kinds there are, and the columns of one by its head alone. No torch, no datasets."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# Suffix of a data file -> the builder of `datasets` that reads it.
+BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+# Column names that TRL's trainer fills itself or gives a meaning of its own, and `answer`, which is ours.
+RESERVED_COLUMNS = (
+    "prompt", "prompts", "completion", "completions", "completion_ids", "messages", "image", "images", "tools",
+    "environment", "environments", "trainer_state", "log_extra", "log_metric", "answer",
+)  # fmt: skip
+_NO_DATA = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
+_HEAD = 1 << 20  # characters
+_FEW = 100  # rows whose keys are looked at
+_MANY = 10_000  # files of a folder that are looked at
+
+
+def split_name(split: str) -> str:
+    """The plain name in a split: ``train`` of ``train[:10%]``."""
+    match = re.match(r"\w+", split)
+    return match.group() if match else split
+
+
+def is_saved(path: Path) -> bool:
+    """Whether ``Dataset.save_to_disk`` or ``DatasetDict.save_to_disk`` wrote the folder."""
+    return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
+
+
+def has_splits(path: Path) -> bool:
+    """Whether a split can be told from another in a local file or folder."""
+    return path.is_dir() and not (path / "state.json").is_file()
+
+
+def data_files(folder: Path) -> list[Path]:
+    """Data files in a folder, down to the folders of its folders."""
+    found = itertools.islice(itertools.chain(*(folder.glob(depth) for depth in ("*", "*/*", "*/*/*"))), _MANY)
+    wanted = (path for path in found if path.suffix in BUILDERS and path.name not in _NO_DATA)
+    return sorted(path for path in wanted if not any(part.startswith(".") for part in path.relative_to(folder).parts))
+
+
+def folder_kind(folder: Path) -> str:
+    """The one kind of data files in a folder: json, csv or parquet.
+
+    Raises:
+        ValueError: there are none, or several kinds.
+    """
+    kinds = sorted({BUILDERS[path.suffix] for path in data_files(folder)})
+    if not kinds:
+        raise ValueError(f"'{folder}' holds no {', '.join(BUILDERS)} file and no saved dataset")
+    if len(kinds) > 1:
+        raise ValueError(f"'{folder}' holds files of several kinds ({', '.join(kinds)})")
+    return kinds[0]
+
+
+def columns_of(path: Path, split: str = "train") -> list[str] | None:
+    """Column names of a local file or folder.
+
+    Returns:
+        None when its head does not tell.
+
+    Raises:
+        ValueError: it is no data set, or has no such split; the message is for the user.
+    """
+    if path.is_dir() and is_saved(path):
+        return _saved_columns(path, split)
+    if path.is_dir():
+        folder_kind(path)
+        return columns_of(data_files(path)[0])
+    if path.suffix not in BUILDERS:
+        raise ValueError(f"'{path}' is not a {', '.join(BUILDERS)} file")
+    if path.stat().st_size == 0:
+        raise ValueError(f"'{path}' has no rows")
+    return _READERS[BUILDERS[path.suffix]](path)
+
+
+def csv_columns(path: Path) -> list[str]:
+    """The first line of a .csv file."""
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        try:
+            return next(csv.reader(file), [])
+        except csv.Error as error:
+            raise ValueError(f"'{path}' is not a .csv file ({error})") from error
+
+
+def _json_columns(path: Path) -> list[str] | None:
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
+        head = file.read(_HEAD)
+    rows = list(itertools.islice(_objects(head), _FEW))
+    if not rows:
+        if len(head) == _HEAD:
+            return None  # a first row longer than what is read here
+        raise ValueError(f"'{path}' does not begin with a JSON object")
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def _objects(text: str) -> Iterator[dict[str, Any]]:
+    """JSON objects one after the other, as lines or in a list, up to the first that is broken."""
+    decoder, between = json.JSONDecoder(), re.compile(r"[\s,]*")
+    text, end = text.lstrip().removeprefix("["), 0
+    while True:
+        begin = between.match(text, end)
+        try:
+            row, end = decoder.raw_decode(text, begin.end() if begin else end)
+        except (ValueError, RecursionError):
+            return
+        if not isinstance(row, dict):
+            return
+        yield row
+
+
+def _parquet_columns(path: Path) -> list[str]:
+    import pyarrow.parquet  # a tenth of a second, for those who have such a file
+
+    try:
+        return list(pyarrow.parquet.read_schema(path).names)
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"'{path}' is not a parquet file ({error})") from error
+
+
+def _saved_columns(path: Path, split: str) -> list[str]:
+    if (path / "dataset_dict.json").is_file():
+        splits = _saved_part(path / "dataset_dict.json", "splits")
+        if split_name(split) not in splits:
+            raise ValueError(f"'{path}' has no split '{split}', only {', '.join(splits)}")
+        path = path / split_name(split)
+    return _saved_part(path / "dataset_info.json", "features")
+
+
+def _saved_part(path: Path, key: str) -> list[str]:
+    try:
+        return [str(name) for name in json.loads(path.read_text(encoding="utf-8"))[key]]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"'{path}' is missing or damaged; save the dataset again") from error
+
+
+_READERS = {"json": _json_columns, "csv": csv_columns, "parquet": _parquet_columns}

@@ -1,0 +1,246 @@
+"""Benchmarks of the final model: sampled, scored, and written to ``benchmarks.json`` and ``benchmarks/``.
+
+    run_benchmarks(trainer, script_args, run, lambda: stop_file(run).exists())
+
+Rank 0 reads, scores and writes; with a server it samples too, while the others wait a chunk at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from accelerate.utils import broadcast_object_list
+
+from grpo_recipes.configs import ScriptArguments
+from grpo_recipes.data.rows import Fetched
+from grpo_recipes.errors import EXIT_STOPPED, Refused
+from grpo_recipes.evaluate.pass_at_k import pass_table
+from grpo_recipes.evaluate.problems import BenchmarkProblem, load_problems
+from grpo_recipes.evaluate.registry import is_file
+from grpo_recipes.evaluate.sampling import Prompt, Sampling, Tokens, problem_seed, sample, sampling_keys
+from grpo_recipes.evaluate.scoring import Scorer, recipe_scorer
+from grpo_recipes.fetch.sources import fingerprint
+from grpo_recipes.launch.rundir import read_json, write_json
+from grpo_recipes.secrets import masked
+
+_CHUNK = 256  # completions between two looks at the stop request; bounds the other ranks' wait too
+_Result = TypeVar("_Result")
+
+
+class BenchmarkFailed(RuntimeError):
+    """A benchmark has no result. The model was saved before."""
+
+
+class StoppedInBenchmarks(SystemExit):
+    """A stop request came while benchmarks ran. The model was saved before."""
+
+    def __init__(self, name: str):
+        super().__init__(EXIT_STOPPED)
+        self.name = name
+
+    def __str__(self) -> str:
+        return f"stopped on request in benchmark {self.name}; the model is saved"
+
+
+@dataclass
+class _Tally:
+    """What has been sampled so far."""
+
+    scores: list[list[float | None]] = field(default_factory=list)
+    tokens: int = 0
+    truncated: int = 0
+
+    @property
+    def completions(self) -> int:
+        return sum(len(row) for row in self.scores)
+
+
+def run_benchmarks(
+    trainer: Any,
+    script_args: ScriptArguments,
+    run: Path,
+    stop_requested: Callable[[], bool],
+    fetched: Fetched | None = None,
+) -> None:
+    """Run the recipe's benchmarks that have no result for this model yet. Called by every rank, after training.
+
+    Args:
+        trainer: a ``GRPOTrainer`` that has trained.
+        script_args: names benchmarks, samples, temperature and rewards.
+        run: the run directory.
+        stop_requested: looked at by rank 0 between chunks.
+        fetched: as in ``data.read_rows``.
+
+    Raises:
+        BenchmarkFailed: some have no result; the others have.
+        StoppedInBenchmarks: a stop request came.
+    """
+    scorer = recipe_scorer(script_args.reward_funcs, trainer.reward_funcs, script_args, trainer.args)
+    runner = _Runner(trainer, script_args, run, stop_requested, scorer, fetched)
+    missing = runner.on_main(lambda: [name for name in script_args.benchmarks if not runner.has_result(name)])
+    if not missing:
+        return
+    trainer.serve_final_weights()
+    failures = []
+    for name in missing:
+        try:
+            runner.run(name)
+        except BenchmarkFailed as failed:
+            failures.append(f"benchmark {name}: {failed}")
+    if failures:
+        raise BenchmarkFailed(f"{'; '.join(failures)}. The model is saved; a resumed run tries again")
+
+
+@dataclass
+class _Runner:
+    """One rank's part in the benchmarks of a run."""
+
+    trainer: Any
+    args: ScriptArguments
+    folder: Path
+    stop_requested: Callable[[], bool]
+    scorer: Scorer
+    fetched: Fetched | None
+
+    def run(self, name: str) -> None:
+        """Sample, score and write one benchmark."""
+        began = time.perf_counter()
+        problems = self.on_main(lambda: load_problems(name, self.args, self.trainer.args.seed, self.fetched))
+        prompts = self.on_main(lambda: self._rendered(name, problems))
+        tally = _Tally()
+        step = max(1, _CHUNK // self.args.benchmark_samples)
+        for start in range(0, len(problems), step):
+            if self.on_main(self.stop_requested):
+                raise StoppedInBenchmarks(name)
+            chunk = slice(start, start + step)
+            self._run_chunk(name, problems[chunk], prompts[chunk], tally)
+        self.on_main(lambda: self._write_result(name, tally, time.perf_counter() - began))
+
+    def on_main(self, work: Callable[[], _Result]) -> _Result:
+        """Do something in rank 0, and give its result to every rank.
+
+        Raises:
+            BenchmarkFailed: on every rank, when it fails there.
+        """
+        outcome: list[Any] = [None, None]
+        if self.trainer.accelerator.is_main_process:
+            try:
+                outcome[0] = work()
+            except Exception as error:  # whatever it is: the other ranks wait, and the other benchmarks may run
+                reason = str(error.problems[0]) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
+                outcome[1] = masked(" ".join(reason.split()))
+        broadcast_object_list(outcome, from_process=0)
+        if outcome[1] is not None:
+            raise BenchmarkFailed(outcome[1])
+        return outcome[0]
+
+    def _rendered(self, name: str, problems: list[BenchmarkProblem]) -> list[Prompt]:
+        """Prompts as in training: TRL's rendering of the recipe's template."""
+        ids = self.trainer._tokenize_prompts([problem.prompt for problem in problems])[0]
+        limit = self.trainer.args.vllm_max_model_length if self.trainer.use_vllm else None
+        longest = max(len(tokens) for tokens in ids)
+        most = self._how().max_tokens
+        if limit is not None and longest + most > limit:
+            what = f"a prompt of {longest} tokens and a completion of {most} exceed vllm_max_model_length {limit}"
+            raise ValueError(f"{what}; raise it, or lower max_completion_length")
+        seed = self.trainer.args.seed
+        return [
+            Prompt(tokens, problem_seed(seed, name, problem.index))
+            for tokens, problem in zip(ids, problems, strict=True)
+        ]
+
+    def _how(self) -> Sampling:
+        args = self.args
+        return Sampling(
+            args.benchmark_samples, args.benchmark_temperature, int(self.trainer.args.max_completion_length)
+        )
+
+    def _run_chunk(self, name: str, problems: list[BenchmarkProblem], prompts: list[Prompt], tally: _Tally) -> None:
+        if self.trainer.use_vllm and self.trainer.vllm_generation.mode == "server":
+            self.on_main(lambda: self._score(name, problems, sample(self.trainer, prompts, self._how()), tally))
+        else:
+            completions = sample(self.trainer, prompts, self._how())
+            self.on_main(lambda: self._score(name, problems, completions, tally))
+
+    def _score(
+        self, name: str, problems: list[BenchmarkProblem], completions: list[list[Tokens]], tally: _Tally
+    ) -> None:
+        """Score a chunk and add its rows to the benchmark's file."""
+        decode, ends = self.trainer.processing_class.batch_decode, set(self.trainer.eos_token_ids)
+        texts = [decode(row, skip_special_tokens=True) for row in completions]
+        scores = self.scorer.scores(problems, texts)
+        file = self._file(name)
+        file.parent.mkdir(exist_ok=True)
+        with file.open("a" if tally.scores else "w") as rows:
+            for problem, ids, answers, given in zip(problems, completions, texts, scores, strict=True):
+                cut = [not tokens or tokens[-1] not in ends for tokens in ids]
+                row = {
+                    "problem": problem.text,
+                    "gold": problem.gold,
+                    "completions": [masked(answer) for answer in answers],
+                    "scores": given,
+                    "lengths": [len(tokens) for tokens in ids],
+                    "truncated": cut,
+                }
+                rows.write(json.dumps(row) + "\n")
+                tally.tokens += sum(len(tokens) for tokens in ids)
+                tally.truncated += sum(cut)
+        tally.scores += scores
+        print(f"grpo: benchmark {name}: {len(tally.scores)} problems sampled", flush=True)
+
+    def _write_result(self, name: str, tally: _Tally, seconds: float) -> None:
+        result = {
+            **pass_table(tally.scores),
+            "problems": len(tally.scores),
+            "samples": self.args.benchmark_samples,
+            "no_verdict": sum(score is None for row in tally.scores for score in row),
+            "mean_length": round(tally.tokens / tally.completions, 1),
+            "truncated": round(tally.truncated / tally.completions, 4),
+            "reward": self.scorer.name,
+            "temperature": self.args.benchmark_temperature,
+            "seconds": round(seconds, 1),
+        }
+        settings = read_json(self._settings_file) or {}
+        settings.pop(name, None)
+        write_json(self._settings_file, settings)  # never a new result beside old settings
+        results = read_json(self.folder / "benchmarks.json") or {}
+        write_json(self.folder / "benchmarks.json", {**results, name: result})
+        write_json(self._settings_file, {**settings, name: self._settings(name)})
+
+    def has_result(self, name: str) -> bool:
+        """Whether an earlier attempt finished this benchmark on this model with these settings."""
+        known = (read_json(self._settings_file) or {}).get(name)
+        return known == json.loads(json.dumps(self._settings(name)))
+
+    def _settings(self, name: str) -> dict[str, Any]:
+        args = self.args
+        file = Path(os.path.expanduser(name))
+        return {
+            "problems": fingerprint(file) if is_file(name) and file.is_file() else None,
+            "step": self.trainer.state.global_step,
+            "seed": self.trainer.args.seed,
+            "samples": args.benchmark_samples,
+            "temperature": args.benchmark_temperature,
+            "max_completion_length": self.trainer.args.max_completion_length,
+            "max_problems": args.benchmark_max_problems,
+            "reward": self.scorer.name,
+            "answer_matching": args.answer_matching,
+            "system_prompt": args.system_prompt,
+            "chat_template": args.chat_template,
+            "chat_template_kwargs": self.trainer.args.chat_template_kwargs,
+            **sampling_keys(self.trainer),
+        }
+
+    @property
+    def _settings_file(self) -> Path:
+        return self.folder / "benchmarks" / "settings.json"
+
+    def _file(self, name: str) -> Path:
+        return self.folder / "benchmarks" / (re.sub(r"[^\w.-]+", "_", name.removesuffix(".jsonl")) + ".jsonl")

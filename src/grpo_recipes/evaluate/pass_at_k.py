@@ -1,0 +1,100 @@
+"""pass@k of sampled completions with a 95 % interval. Pure.
+
+pass@k is the unbiased estimator of Chen et al. 2021 (arXiv 2107.03374, eq. 1). The interval treats problems as the
+sample: completions of one problem are no independent draws, so the standard error is that of the mean over problems
+(Miller 2024, arXiv 2411.00640, section 2.2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Z_95 = 1.959963984540054
+Interval = tuple[float, float]
+
+
+def pass_at_k(samples: int, right: int, k: int) -> float:
+    """Probability that at least one of ``k`` completions drawn without replacement is right.
+
+    Args:
+        samples: completions of the problem that got a verdict, at least ``k``.
+        right: how many of them are right.
+        k: completions a user would look at.
+    """
+    if not 0 <= right <= samples or not 1 <= k <= samples:
+        raise ValueError(f"pass@{k} of {right} right among {samples} completions is not defined")
+    if samples - right < k:
+        return 1.0
+    return 1.0 - math.prod(1.0 - k / number for number in range(samples - right + 1, samples + 1))
+
+
+def mean_with_interval(estimates: Sequence[float]) -> tuple[float, Interval]:
+    """Mean over problems with its 95 % interval.
+
+    Args:
+        estimates: one number between 0 and 1 a problem.
+
+    Returns:
+        Mean and interval: Wilson's where every estimate is 0 or 1 (one completion a problem, or all alike), otherwise
+        mean +- 1.96 standard errors of the mean over problems, cut to [0, 1].
+    """
+    count = len(estimates)
+    mean = math.fsum(estimates) / count
+    if all(estimate in (0.0, 1.0) for estimate in estimates):
+        return mean, wilson(round(math.fsum(estimates)), count)
+    if count == 1:
+        return mean, (0.0, 1.0)
+    variance = math.fsum((estimate - mean) ** 2 for estimate in estimates) / (count - 1)
+    half = Z_95 * math.sqrt(variance / count)
+    return mean, (max(0.0, mean - half), min(1.0, mean + half))
+
+
+def wilson(right: int, count: int) -> Interval:
+    """Wilson's 95 % score interval of a proportion: not empty at 0 and 1, right for a few problems (AIME has 30)."""
+    share, z2 = right / count, Z_95**2
+    centre = (share + z2 / (2 * count)) / (1 + z2 / count)
+    half = Z_95 / (1 + z2 / count) * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def reported_ks(samples: int) -> list[int]:
+    """The k that are reported of ``samples`` completions a problem: powers of two below it, and itself."""
+    powers = [2**power for power in range(samples.bit_length()) if 2**power < samples]
+    return [*powers, samples]
+
+
+def pass_table(scores: Sequence[Sequence[float | None]]) -> dict[str, float | list[float] | None]:
+    """``pass@k`` and ``pass@k_ci`` of a benchmark.
+
+    Args:
+        scores: (problems, samples), 1 for a right completion, 0 for a wrong one, None without a verdict.
+
+    Returns:
+        A number and its interval for every reported k. Completions without a verdict are left out of a problem's
+        estimate, and a problem with fewer than k verdicts out of pass@k; None when no problem is left.
+    """
+    table: dict[str, float | list[float] | None] = {}
+    counts = [_verdicts(row) for row in scores]
+    for k in reported_ks(max((len(row) for row in scores), default=1)):
+        estimates = [pass_at_k(samples, right, k) for samples, right in counts if samples >= k]
+        mean, interval = mean_with_interval(estimates) if estimates else (None, None)
+        table[f"pass@{k}"] = None if mean is None else round(mean, 6)
+        table[f"pass@{k}_ci"] = None if interval is None else [round(limit, 6) for limit in interval]
+    return table
+
+
+def result_line(result: Mapping[str, Any]) -> str:
+    """A benchmark's result for a person: ``pass@1 0.512 (0.468 to 0.556), pass@4 ..., 500 problems``."""
+    parts = []
+    for key, value in result.items():
+        if key.startswith("pass@") and not key.endswith("_ci"):
+            low, high = result[f"{key}_ci"] or (math.nan, math.nan)
+            parts.append(f"{key} none" if value is None else f"{key} {value:.3f} ({low:.3f} to {high:.3f})")
+    return f"{', '.join(parts)}; {result['problems']} problems"
+
+
+def _verdicts(row: Sequence[float | None]) -> tuple[int, int]:
+    known = [score for score in row if score is not None]
+    return len(known), sum(score >= 0.5 for score in known)

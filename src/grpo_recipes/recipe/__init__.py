@@ -1,0 +1,201 @@
+"""Read, merge and type a recipe, with the origin of every value. No torch.
+
+Precedence: flag > environment variable > YAML > default. The trainer gets the result through TrlParser alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from grpo_recipes.errors import Problem, Refused
+from grpo_recipes.keys import ALIASES, ENVIRONMENT_KEYS, OBSOLETE_KEYS, OWNED_KEYS, catalogue, nearest
+from grpo_recipes.recipe.document import read_document
+from grpo_recipes.recipe.flags import read_flags
+from grpo_recipes.recipe.values import Raw, as_bool, typed
+from grpo_recipes.secrets import secret_value
+
+DEFAULT_ORIGIN = "default"
+# Flags of the guide's launch line that need no key: accepted where they ask for what happens anyway.
+_HARMLESS_FLAGS = {"overwrite_output_dir": False}
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value and where it came from: ``file:line``, ``--flag``, a variable's name, or ``default``."""
+
+    value: Any
+    origin: str
+
+
+class BrokenKey(Exception):
+    """A key was asked for whose value could not be read: what depends on it cannot be said."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A typed recipe: every catalogue key with its value and origin.
+
+    Attributes:
+        path: the YAML file it was read from.
+        values: key -> value and origin, one entry for every key of the catalogue.
+        notes: things accepted that the user should be told.
+        broken: keys whose given value is wrong; empty in a recipe that ``read_recipe`` returns.
+    """
+
+    path: Path
+    values: dict[str, Value]
+    notes: list[str] = field(default_factory=list)
+    broken: frozenset[str] = frozenset()
+
+    def __getitem__(self, key: str) -> Any:
+        if key in self.broken:
+            raise BrokenKey(key)
+        return self.values[key].value
+
+    def origin(self, key: str) -> str:
+        """Where the value of ``key`` came from."""
+        return self.values[key].origin
+
+    def given(self, key: str) -> bool:
+        """Whether the user set ``key`` anywhere."""
+        return self.origin(key) != DEFAULT_ORIGIN
+
+    def place(self, key: str) -> str:
+        """Where a person looks for ``key``: its origin, or the file where nobody gave it."""
+        return self.origin(key) if self.given(key) else self.path.name
+
+    def as_yaml(self) -> str:
+        """The given values as YAML, each under a comment that names its origin."""
+        return "".join(
+            f"# {entry.origin}\n{yaml.safe_dump({key: entry.value}, allow_unicode=True, width=10**6)}"
+            for key, entry in sorted(self.values.items())
+            if entry.origin != DEFAULT_ORIGIN
+        )
+
+
+def read_frozen(path: Path, flags: Iterable[str] = (), environment: Mapping[str, str] | None = None) -> Recipe:
+    """Read what ``as_yaml`` wrote, with the origins it names, and what overrides it now.
+
+    Raises:
+        Refused: as ``read_recipe``.
+    """
+    recipe = read_recipe(path, flags, environment)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    values = dict(recipe.values)
+    for key, entry in recipe.values.items():
+        name, _, line = entry.origin.rpartition(":")
+        if name == path.name:
+            values[key] = Value(entry.value, lines[int(line) - 2].removeprefix("# "))
+    return Recipe(path, values, recipe.notes)
+
+
+def read_recipe(path: Path, flags: Iterable[str] = (), environment: Mapping[str, str] | None = None) -> Recipe:
+    """Read a recipe and what overrides it.
+
+    Args:
+        path: the YAML file.
+        flags: recipe flags of the command line, e.g. ``["--learning_rate", "1e-6"]``.
+        environment: variables to look in for those of ``ENVIRONMENT_KEYS``; none by default.
+
+    Raises:
+        Refused: every unknown key, duplicate, wrong type, value out of range or secret found, all at once.
+    """
+    recipe, problems = merge_recipe(path, flags, environment)
+    if problems:
+        raise Refused(*problems)
+    return recipe
+
+
+def merge_recipe(
+    path: Path, flags: Iterable[str] = (), environment: Mapping[str, str] | None = None
+) -> tuple[Recipe, list[Problem]]:
+    """As ``read_recipe``, with the problems beside what could be read.
+
+    Raises:
+        Refused: the file cannot be read at all.
+    """
+    problems: list[Problem] = []
+    notes: list[str] = []
+    given = _layered(path, flags, environment or {}, problems, notes)
+    values = {key: Value(entry["default"], DEFAULT_ORIGIN) for key, entry in catalogue().items()}
+    broken = set()
+    for key, raw in given.items():
+        problem = _key_problem(key, raw.origin) or _secret_problem(key, raw)
+        value, found = (None, [problem]) if problem else typed(key, catalogue()[key], raw)
+        problems += found
+        if key in values:
+            values[key] = Value(value, raw.origin)
+            broken |= {key} if found else set()
+    return Recipe(path, values, notes, frozenset(broken)), in_order(problems)
+
+
+def in_order(problems: Iterable[Problem]) -> list[Problem]:
+    """Each problem once: those of a file by its lines, then those of the whole file, of flags and of variables."""
+
+    def place(problem: Problem) -> tuple[bool, str, int]:
+        name, _, line = problem.where.rpartition(":")
+        return (False, name, int(line)) if line.isdigit() else (True, problem.where, 0)
+
+    return sorted(dict.fromkeys(problems), key=place)
+
+
+def _layered(
+    path: Path, flags: Iterable[str], environment: Mapping[str, str], problems: list[Problem], notes: list[str]
+) -> dict[str, Raw]:
+    """What the user gave for each key: files from the last base on, then environment, then flags."""
+    layers = [list(file.items()) for file in read_document(path, problems)]
+    variables = ((name, key) for name, key in ENVIRONMENT_KEYS.items() if environment.get(name))
+    layers.append([(key, Raw(environment[name], name, from_text=True)) for name, key in variables])
+    layers.append([(key, Raw(text, f"--{key}", from_text=True)) for key, text in read_flags(flags, problems)])
+    given: dict[str, Raw] = {}
+    for layer in layers:
+        given |= _canonical(layer, problems, notes)
+    return given
+
+
+def _canonical(layer: list[tuple[str, Raw]], problems: list[Problem], notes: list[str]) -> dict[str, Raw]:
+    """A layer with aliases under their key; two names of one key in a layer contradict each other."""
+    found: dict[str, Raw] = {}
+    names: dict[str, str] = {}
+    for name, raw in layer:
+        if name in _HARMLESS_FLAGS:
+            _accept_harmless(name, raw, problems, notes)
+            continue
+        key = ALIASES.get(name, name)
+        if names.get(key, name) != name:
+            what = f"'{name}' and '{names[key]}' are two names of one key"
+            problems.append(Problem(raw.origin, what, f"keep {key}"))
+        elif key != name:
+            notes.append(f"{raw.origin}: '{name}' is read as {key}")
+        found[key], names[key] = raw, name
+    return found
+
+
+def _accept_harmless(key: str, raw: Raw, problems: list[Problem], notes: list[str]) -> None:
+    if as_bool(raw.value) is _HARMLESS_FLAGS[key]:
+        notes.append(f"{raw.origin} {str(raw.value).lower()} has no effect: {OBSOLETE_KEYS[key]}")
+    else:
+        problems.append(Problem(raw.origin, f"'{key} {raw.value}' is not supported", OBSOLETE_KEYS[key]))
+
+
+def _key_problem(key: str, origin: str) -> Problem | None:
+    if key in catalogue():
+        return None
+    if key in OWNED_KEYS:
+        return Problem(origin, f"'{key}' is not a recipe's to set", OWNED_KEYS[key])
+    if key in OBSOLETE_KEYS:
+        return Problem(origin, f"'{key}' is obsolete", OBSOLETE_KEYS[key])
+    close = nearest(key)
+    flag = " (flags are not abbreviated)" if origin.startswith("--") and close and close.startswith(key) else ""
+    return Problem(origin, f"unknown key '{key}'{flag}", f"write '{close}'" if close else "remove it")
+
+
+def _secret_problem(key: str, raw: Raw) -> Problem | None:
+    if not secret_value(raw.value):
+        return None
+    return Problem(raw.origin, f"'{key}' holds what looks like a secret", "remove it and export it as a variable")

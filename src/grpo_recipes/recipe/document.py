@@ -1,0 +1,213 @@
+"""A recipe file: its keys with their lines, what YAML reads otherwise than people write it, and its bases."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from grpo_recipes.errors import Problem, Refused
+from grpo_recipes.paths import home
+from grpo_recipes.recipe.values import Raw
+
+BASE_KEY = "base"
+_MOST_BASES = 8
+_MOST_BYTES = 1 << 20
+_MOST_PARTS = 100_000
+_INT, _FLOAT, _STR, _BOOL, _MERGE, _DATE = (
+    f"tag:yaml.org,2002:{name}" for name in ("int", "float", "str", "bool", "merge", "timestamp")
+)
+_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, for which a date is the text it is written as: no key is one."""
+
+    yaml_implicit_resolvers = {
+        first: [resolver for resolver in resolvers if resolver[0] != _DATE]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, KeyError, AttributeError) as error:  # PyYAML's own constructors, on `!!bool maybe`
+            what = f"'{str(node.value)[:40]}' is no {node.tag.rpartition(':')[2]}"
+            raise yaml.constructor.ConstructorError(None, None, what, node.start_mark) from error
+
+
+def read_document(path: Path, problems: list[Problem]) -> list[dict[str, Raw]]:
+    """The keys of a recipe file and of its bases.
+
+    Args:
+        path: the file.
+        problems: gets what is wrong in any of the files.
+
+    Returns:
+        The keys of each file; a later one overrides those before it.
+
+    Raises:
+        Refused: a file cannot be read, is no YAML, or the bases form a circle.
+    """
+    chain = [path]
+    layers: list[dict[str, Raw]] = []
+    while True:
+        own = _read_file(chain[-1], problems)
+        base = own.pop(BASE_KEY, None)
+        layers.insert(0, own)
+        if base is None:
+            return layers
+        chain.append(_base_file(chain, base))
+
+
+def _base_file(chain: list[Path], base: Raw) -> Path:
+    """The file a recipe builds on: beside it, or in the repository, so that a copied recipe still finds it."""
+    if not isinstance(base.value, str):
+        raise Refused(Problem(base.origin, f"'{BASE_KEY}' is {base.value!r}", "name one recipe file"))
+    places = [chain[-1].parent / base.value, home() / base.value]
+    found = next((place for place in places if os.path.isfile(place)), None)  # False too for a name that is too long
+    if found is None:
+        what = f"there is no recipe '{base.value}' beside this one or in the repository"
+        raise Refused(Problem(base.origin, what, "name an existing recipe"))
+    if found.resolve() in [path.resolve() for path in chain]:
+        raise Refused(Problem(base.origin, f"'{base.value}' builds on this recipe again", f"remove one {BASE_KEY}"))
+    if len(chain) > _MOST_BASES:
+        what = f"more than {_MOST_BASES} recipes build on one another"
+        raise Refused(Problem(base.origin, what, "join some of them"))
+    return found
+
+
+def _read_file(path: Path, problems: list[Problem]) -> dict[str, Raw]:
+    try:
+        return _parsed(path, _read_text(path), problems)
+    except RecursionError:
+        raise Refused(Problem(path.name, "values are nested too deeply", "write them flatter")) from None
+    except yaml.YAMLError as error:
+        raise Refused(_yaml_problem(path, error)) from None
+
+
+def _read_text(path: Path) -> str:
+    try:
+        size = path.stat().st_size
+        if size > _MOST_BYTES:
+            raise Refused(Problem(str(path), f"has {size // 10**6} MB, no recipe is so large", "name a recipe"))
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise Refused(Problem(str(path), f"cannot be read ({reason})", "name an existing recipe")) from None
+
+
+def _parsed(path: Path, text: str, problems: list[Problem]) -> dict[str, Raw]:
+    loader = _Loader(text)
+    node = loader.get_single_node()
+    if node is None:
+        return {}
+    if not isinstance(node, yaml.MappingNode):
+        what = "a recipe is a mapping of key: value"
+        raise Refused(Problem(f"{path.name}:{_line(node)}", what, "write one key: value a line"))
+    if _parts(node, {}) > _MOST_PARTS:
+        what = f"its anchors and aliases stand for more than {_MOST_PARTS:,} values"
+        raise Refused(Problem(path.name, what, "write out what is meant"))
+    merges = [key for key, _ in node.value if key.tag == _MERGE]
+    if merges:
+        raise Refused(Problem(f"{path.name}:{_line(merges[0])}", "'<<' is no key of a recipe", f"use {BASE_KEY}: FILE"))
+    problems += _find_duplicates(path, node)
+    problems += [trap for _, value in node.value for trap in _find_traps(path, value, nested=False)]
+    return {str(loader.construct_object(key, deep=True)): _raw(path, loader, key, value) for key, value in node.value}
+
+
+def _parts(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many nodes this one stands for with its aliases written out; too many where it holds itself."""
+    if id(node) not in known:
+        known[id(node)] = _MOST_PARTS + 1
+        inner = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+        below = 0 if isinstance(node, yaml.ScalarNode) else sum(_parts(part, known) for part in inner)
+        known[id(node)] = min(1 + below, _MOST_PARTS + 1)
+    return known[id(node)]
+
+
+def _yaml_problem(path: Path, error: yaml.YAMLError) -> Problem:
+    mark = getattr(error, "problem_mark", None)
+    where = f"{path.name}:{mark.line + 1}" if mark else path.name
+    why = getattr(error, "problem", None) or str(error).splitlines()[0]
+    if "another document" in why:
+        return Problem(where, "a second document begins", "write one recipe a file")
+    return Problem(where, f"not valid YAML ({why})", "mend the indentation, quote or bracket there")
+
+
+def _raw(path: Path, loader: _Loader, key: yaml.Node, value: yaml.Node) -> Raw:
+    lines = {place: f"{path.name}:{line}" for place, line in _lines((), value)}
+    return Raw(loader.construct_object(value, deep=True), f"{path.name}:{_line(key)}", lines=lines)
+
+
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1
+
+
+def _lines(place: tuple[str | int, ...], node: yaml.Node) -> Iterator[tuple[tuple[str | int, ...], int]]:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield (*place, str(key.value)), _line(key)
+            yield from _lines((*place, str(key.value)), value)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield from _lines((*place, index), item)
+
+
+def _find_duplicates(path: Path, node: yaml.Node) -> Iterator[Problem]:
+    if isinstance(node, yaml.MappingNode):
+        first: dict[Any, int] = {}
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue  # `{{ x }}`: told when it is constructed
+            if key.value in first:
+                what = f"'{key.value}' is given twice (first on line {first[key.value]}); YAML keeps the last silently"
+                yield Problem(f"{path.name}:{_line(key)}", what, "keep one of the two lines")
+            first.setdefault(key.value, _line(key))
+            yield from _find_duplicates(path, value)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _find_duplicates(path, item)
+
+
+def _find_traps(path: Path, node: yaml.Node, nested: bool) -> Iterator[Problem]:
+    """Plain words that YAML 1.1 reads as something else than they look like.
+
+    The catalogue types what stands at the top, so ``1e-6`` and ``no`` are traps inside nested values alone.
+    """
+    if isinstance(node, yaml.MappingNode):
+        for _, value in node.value:
+            yield from _find_traps(path, value, nested=True)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _find_traps(path, item, nested)
+    elif isinstance(node, yaml.ScalarNode) and node.style is None:
+        trap = _number_trap(node) or (_nested_trap(node) if nested else None)
+        if trap:
+            yield Problem(f"{path.name}:{_line(node)}", *trap)
+
+
+def _number_trap(node: yaml.ScalarNode) -> tuple[str, str] | None:
+    text = node.value
+    if node.tag in (_INT, _FLOAT) and ":" in text:
+        return f"YAML reads {text} as a number to the base 60", f'write "{text}" in quotes'
+    if node.tag == _INT and re.fullmatch(r"[-+]?0\d+", text.replace("_", "")):
+        return f"YAML reads {text} as an octal number", f"write {int(text.replace('_', ''))}"
+    return None
+
+
+def _nested_trap(node: yaml.ScalarNode) -> tuple[str, str] | None:
+    text = node.value
+    if node.tag == _STR and _EXPONENT.fullmatch(text):
+        mantissa, exponent = re.split("[eE]", text)
+        sign = "" if exponent.startswith(("-", "+")) else "+"
+        number = f"{mantissa if '.' in mantissa else mantissa + '.0'}e{sign}{exponent}"
+        return f"YAML reads {text} as a text", f"write {number}"
+    if node.tag == _BOOL and text.lower() not in ("true", "false"):
+        truth = text.lower() in ("yes", "on", "y")
+        return f"YAML reads {text} as {str(truth).lower()}", f'write {str(truth).lower()}, or "{text}" in quotes'
+    return None

@@ -1,0 +1,91 @@
+r"""Equality as the math-verify library sees it: ``\frac{\sqrt{2}}{2}`` is ``1/\sqrt{2}``.
+
+Numbers are compared exactly and words as text; sympy compares the rest. It may take for ever on what a model writes, so
+this is called in a child process, which is killed at the time limit (``reward_timeout``). The library's own limit is
+turned off: it is an alarm signal, which outside the main thread makes every verdict wrong without a word.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from fractions import Fraction
+from typing import Any
+
+from math_verify import LatexExtractionConfig, parse, verify
+
+from grpo_recipes.rewards.answers import last_answer, last_boxed, normal, same
+from grpo_recipes.rewards.text import completion_text
+
+for _part in ("parser", "grader", "utils"):
+    logging.getLogger(f"math_verify.{_part}").setLevel(logging.ERROR)  # it warns that its alarm is off
+
+_LATEX = (LatexExtractionConfig(boxed_match_priority=0),)
+_COMMAND = re.compile(r"\\(?:begin|end)\{\w+\}|\\[A-Za-z]+|\band\b")
+# sympy takes a word for the product of its letters, in which `yes` is `sey`.
+_WORD = re.compile(r"[A-Za-z]{3}")
+
+
+def math_verify(completions: list[Any], answer: list[Any], **_: Any) -> list[float | None]:
+    r"""1.0 where the completion's answer equals the reference solution, 0.0 where it does not or cannot be read.
+
+    The answer is what the last ``<answer>…</answer>`` holds, without one the last ``\boxed{…}``.
+
+    Args:
+        completions: one completion a row, as text or chat messages.
+        answer: reference solutions, one a row.
+
+    Returns:
+        None where the reference solution itself cannot be read.
+    """
+    rows = zip(completions, answer, strict=True)
+    return [_verdict(completion_text(completion), str(gold)) for completion, gold in rows]
+
+
+def _verdict(text: str, gold: str) -> float | None:
+    answer = last_answer(text)
+    answer = last_boxed(text) if answer is None else answer
+    if not (_is_text(gold) or _is_number(gold) or _parsed(gold)):
+        return None
+    if answer is None:
+        return 0.0
+    if same(answer, gold):
+        return 1.0
+    if _is_text(gold) or (_is_number(gold) and _is_number(answer)):
+        return 0.0
+    return float(_equal(gold, answer))
+
+
+@functools.lru_cache(maxsize=1024)  # completions of one prompt often agree
+def _equal(gold: str, answer: str) -> bool:
+    try:
+        return verify(list(_parsed(gold)), list(_parsed(answer)), timeout_seconds=None, raise_on_error=True)
+    except MemoryError:
+        raise  # the limit of the child process: no verdict
+    except Exception:  # sympy raises what it likes on what it cannot compare
+        return False
+
+
+def _is_number(answer: str) -> bool:
+    return not isinstance(normal(answer).value, str)
+
+
+def _is_text(answer: str) -> bool:
+    """Whether the answer holds a word, which is no mathematics."""
+    return _WORD.search(_COMMAND.sub(" ", _latex(answer))) is not None
+
+
+@functools.lru_cache(maxsize=1024)
+def _parsed(answer: str) -> tuple[Any, ...]:
+    """The answer as sympy sees it, empty where it cannot be read."""
+    box = rf"\boxed{{{_latex(answer)}}}"
+    return tuple(parse(box, _LATEX, fallback_mode="no_fallback", parsing_timeout=None))
+
+
+def _latex(answer: str) -> str:
+    """The answer without units and dress, as LaTeX."""
+    value = normal(answer).value
+    if isinstance(value, Fraction) and value.denominator != 1:
+        return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+    return str(value)

@@ -1,0 +1,62 @@
+"""Fails when a row of guide_rows.yaml rests on a test that did not pass in this run: `make coverage`.
+
+GRPO_RAN_TESTS names the file in which ran_tests.py wrote down the tests of `make test` and `make e2e`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from guide_rows import Row, exists, faults, needs, rows
+from ran_tests import passed_tests
+
+
+def main() -> int:
+    """Say what is not shown; 0 when everything is, 1 when not, 2 when no tests ran."""
+    file = os.environ.get("GRPO_RAN_TESTS", "")
+    if not Path(file).is_file():
+        print("coverage: GRPO_RAN_TESTS names no file; run .ci/run, or export it before make test, e2e and coverage")
+        return 2
+    wrong, excused = judge(rows(), passed_tests(Path(file)), _runs_here)
+    for test, program in sorted(excused.items()):
+        print(f"coverage: {test} was skipped, {program} is not on this machine or not for this user to start")
+    for fault in (wrong := [*faults(), *wrong]):
+        print(f"coverage: {fault}", file=sys.stderr)
+    shown = sum(bool(row.tests) for row in rows())
+    print(f"coverage: {len(rows())} rows of the training guide, {shown} rest on tests, {len(wrong)} faults")
+    return 1 if wrong else 0
+
+
+def _runs_here(program: str) -> bool:
+    return shutil.which(program) is not None and os.geteuid() == 0  # a Slurm of one's own needs root
+
+
+def judge(
+    all_rows: tuple[Row, ...], passed: set[str], present: Callable[[str], bool]
+) -> tuple[list[str], dict[str, str]]:
+    """Faults, and tests that could not run here -> the program they need.
+
+    Args:
+        all_rows: the rows.
+        passed: ids of the tests that passed.
+        present: whether a program is on this machine.
+    """
+    wrong, excused = [], {}
+    for row in all_rows:
+        for test in row.tests:
+            if test in passed or not exists(test):  # `faults` tells of those that do not exist
+                continue
+            program = next((program for start, program in needs().items() if test.startswith(start)), None)
+            if program and not present(program):
+                excused[test] = program
+            else:
+                wrong.append(f"{row.id} is {row.status} by {test}, which did not pass in this run")
+    return wrong, excused
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""`grpo check-rewards` on recipes whose rewards work, and on those whose rewards do not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from grpo_recipes import cli
+
+MINE = """
+def exact(completions, answer, **columns):
+    return [float(c[-1]["content"] == f"<answer>{a}</answer>") for c, a in zip(completions, answer)]
+
+def short(completions, **columns):
+    return [0.5] * len(completions)
+
+def broken(completions, answer, **columns):
+    return [columns["no such column"]]
+
+def nan(completions, **columns):
+    return [float("nan")] * len(completions)
+
+async def later(completions, answer, **columns):
+    return exact(completions, answer)
+"""
+
+
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """``check(rewards, answers=[...], flags=[...], KEY=VALUE)``: exit code, what it printed, its problems."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CACHE_ROOT", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    (tmp_path / "mine.py").write_text(MINE)
+
+    def run(
+        rewards: list[str], answers: list[str] | None = None, flags: tuple[str, ...] = (), **keys: Any
+    ) -> tuple[int, str, list[str]]:
+        answers = answers or [str(number) for number in range(10, 22)]
+        rows = [{"problem": f"problem {index}", "answer": answer} for index, answer in enumerate(answers)]
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        recipe = {
+            "model_name_or_path": "Qwen/Qwen2.5-0.5B-Instruct",
+            "dataset_name": "rows.jsonl",
+            "reward_funcs": rewards,
+            "prompts_per_step": 4,
+            "num_generations": 4,
+            **keys,
+        }
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        code = cli.main(["check-rewards", "recipe.yaml", *flags])
+        said = capsys.readouterr()
+        return code, said.out, [line for line in said.err.splitlines() if line.startswith("grpo:")]
+
+    return run
+
+
+def table(output: str) -> dict[str, list[str]]:
+    """Reward -> the cells of its line."""
+    lines = output.splitlines()[1:]
+    return {
+        line.split()[0]: line.split()[1:]
+        for line in lines[: next(i for i, x in enumerate(lines) if "grpo:" in x or not x)]
+    }
+
+
+def test_rewards_that_work(check):
+    code, said, problems = check(["pure_accuracy_math", "math_verify", "cosine_length", "format_tags", "soft_overlong"])
+
+    assert (code, problems) == (0, [])
+    rows = table(said)
+    assert rows["pure_accuracy_math"] == ["24", "1.000", "0", "96", "0.000", "0", "0"]
+    assert rows["math_verify"] == ["36", "1.000", "0", "144", "0.000", "0", "0"]
+    assert rows["cosine_length"][2] == rows["cosine_length"][5] == "0"
+    assert rows["format_tags"][2] == "-"
+    assert "tell right from wrong on 12 rows" in said
+    assert "soft_overlong gives right and wrong answers the same" in said
+
+
+def test_the_rows_tried_are_the_first(check):
+    _, said, _ = check(["pure_accuracy_math"], flags=("--rows", "5"))
+    assert "on 5 rows" in said
+
+
+def test_solutions_with_their_reasoning_are_refused_with_the_marker_to_add(check):
+    answers = [f"first this\nthen that\n#### {number}" for number in range(10, 16)]
+    code, _, problems = check(["pure_accuracy_math"], answers)
+
+    assert code == 2
+    assert problems[-1].startswith("grpo: recipe.yaml: 6 of 6 reference solutions are no short answers")
+    assert problems[-1].endswith("add dataset_solution_marker: '####', or name the column of the final answer")
+    assert check(["pure_accuracy_math"], answers, dataset_solution_marker="####")[0] == 0
+
+
+def test_a_cosine_that_rewards_wrong_answers_is_refused(check):
+    code, said, (problem,) = check(["cosine_length"], cosine_min_value_wrong=2.0)
+
+    assert code == 2
+    assert "reward 'cosine_length' takes 96 of 96 wrong answers for right" in problem
+    assert "wrong answer '<answer>11</answer>' gets 2" in said
+
+
+def test_solutions_that_cannot_be_read_are_refused(check):
+    code, said, (problem,) = check(["math_verify"], [r"\frac{", r"\sqrt{", r"\frac{1}{"])
+
+    assert code == 2
+    assert "gives no verdict" in problem and "it cannot read the reference solution" in problem
+    assert r"right answer '<answer>\\frac{</answer>' gets no verdict" in said
+
+
+def test_rewards_of_ones_own(check):
+    code, said, problems = check(["mine.py:exact", "mine.py:short"])
+
+    assert (code, problems) == (0, [])
+    assert table(said)["mine.py:exact"] == ["36", "1.000", "-", "144", "0.000", "-", "0"]
+    assert "grpo: note: mine.py:short gives right and wrong answers the same" in said
+
+
+@pytest.mark.parametrize("isolation", ["completion", "none"])
+def test_ones_own_reward_that_fails_is_refused(check, isolation):
+    code, _, (problem,) = check(["mine.py:broken"], reward_isolation=isolation)
+
+    assert code == 2
+    assert "reward 'mine.py:broken'" in problem and "KeyError: 'no such column'" in problem
+    assert problem.startswith("grpo: recipe.yaml:")
+
+
+def test_ones_own_reward_may_be_async_and_in_the_trainer(check):
+    assert check(["mine.py:later"], reward_isolation="none")[0] == 0
+
+
+def test_no_number_and_no_difference_are_refused(check):
+    assert "not a number: nan" in check(["pure_accuracy_math", "mine.py:nan"])[2][0]
+    assert "no reward tells right answers from wrong ones" in check(["mine.py:short"])[2][0]
+
+
+def test_json_holds_the_findings(check):
+    code, said, problems = check(["pure_accuracy_math", "mine.py:nan"], flags=("--json",))
+    answer = json.loads(said)
+
+    assert (code, problems, answer["ok"]) == (2, [], False)
+    assert [finding["reward"] for finding in answer["rewards"]] == ["pure_accuracy_math", "mine.py:nan"]
+    assert answer["rewards"][0]["tells_apart"] and answer["rewards"][0]["right_mean"] == 1.0
+    assert answer["rewards"][1]["failures"][0]["reason"] == "not a number: nan"
+    assert answer["problems"][0]["where"].startswith("recipe.yaml:")
+
+
+def test_no_rows_is_refused(check):
+    assert "0 rows try nothing" in check(["pure_accuracy_math"], flags=("--rows", "0"))[2][0]
+
+
+def test_json_holds_what_is_wrong_in_the_recipe_too(check, capsys):
+    code, said, problems = check(["no_such_reward"], flags=("--json",))
+    answer = json.loads(said)
+    assert (code, problems, answer["ok"], answer["rewards"]) == (2, [], False, [])
+    assert answer["problems"][0]["what"] == "no reward 'no_such_reward'"

@@ -1,0 +1,113 @@
+"""Reading a dataset, and the one line that is said when it cannot be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import datasets
+import pytest
+
+from grpo_recipes.data import read_rows
+from grpo_recipes.errors import Refused
+
+TEN = [{"problem": str(n), "answer": str(n), "level": n} for n in range(10)]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "saved"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_columns_and_a_limit_narrow_what_is_read(write, kind, streaming):
+    rows = read_rows(write(TEN, kind), None, "train", columns=["answer"], streaming=streaming, limit=3)
+    assert isinstance(rows, datasets.Dataset)
+    assert rows.column_names == ["answer"] and rows["answer"][:] == ["0", "1", "2"]
+
+
+def test_a_missing_column_names_those_that_exist(write):
+    with pytest.raises(Refused, match=r"has no column 'gold'.*problem, answer, level"):
+        read_rows(write(TEN), None, "train", columns=["problem", "gold"])
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "saved"])
+def test_a_single_file_is_any_split_and_can_be_sliced(write, kind):
+    path = write(TEN, kind)
+    assert len(read_rows(path, None, "test")) == 10
+    assert read_rows(path, None, "train[2:4]")["problem"][:] == ["2", "3"]
+    assert len(read_rows(path, None, "train[:50%]")) == 5
+
+
+def test_a_folder_of_files_has_the_splits_of_their_names(write, tmp_path):
+    for name, rows in {"train-0": TEN[:4], "train-1": TEN[4:7], "test": TEN[7:]}.items():
+        write(rows, "parquet", f"folder/{name}")
+    folder = str(tmp_path / "folder")
+    assert sorted(read_rows(folder, None, "train")["level"]) == list(range(7))
+    assert read_rows(folder, None, "test")["level"][:] == [7, 8, 9]
+    with pytest.raises(Refused, match=r'Unknown split "validation". Should be one of'):
+        read_rows(folder, None, "validation")
+
+
+def test_a_folder_of_csv_files_is_read_as_texts_too(tmp_path):
+    (tmp_path / "folder").mkdir()
+    for name in "ab":
+        (tmp_path / "folder" / f"{name}.csv").write_text("problem,answer\n1,007\n")
+    assert read_rows(str(tmp_path / "folder"), None, "train")["answer"][:] == ["007", "007"]
+
+
+def test_a_saved_dictionary_has_its_own_splits(tmp_path):
+    parts = {"train": TEN[:6], "test": TEN[6:]}
+    made = datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name, rows in parts.items()})
+    made.save_to_disk(tmp_path / "saved")
+    path = str(tmp_path / "saved")
+    assert read_rows(path, None, "test")["level"][:] == [6, 7, 8, 9]
+    assert len(read_rows(path, None, "train+test[:1]")) == 7
+    with pytest.raises(Refused, match="validation"):
+        read_rows(path, None, "validation")
+
+
+def test_a_file_that_changed_is_read_anew(write):
+    assert len(read_rows(write(TEN), None, "train")) == 10
+    assert len(read_rows(write(TEN[:4]), None, "train")) == 4
+
+
+def broken(folder: Path, name: str, content: str | None) -> str:
+    path = folder / name
+    if content is None:
+        path.mkdir()
+        (path / "a.csv").write_text("problem,answer\n1,2\n")
+        (path / "b.jsonl").write_text('{"problem": "1", "answer": "2"}\n')
+    else:
+        path.write_text(content)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("rows.jsonl", '{"problem": "1", "answer": "1"}\n{"problem": \n', "JSON parse error"),
+        ("rows.jsonl", "", "it has no rows"),
+        ("rows.csv", 'problem,answer\n1,2\n1,2,3,"', "rows.csv"),
+        ("rows.parquet", "no parquet at all", "rows.parquet"),
+        ("rows.txt", "1 2\n", "not a .json, .jsonl, .csv, .parquet file"),
+        ("folder", None, r"several kinds \(csv, json\)"),
+    ],
+)
+def test_what_cannot_be_read_is_told_in_one_line(tmp_path, name, content, said):
+    with pytest.raises(Refused, match=said) as refused:
+        read_rows(broken(tmp_path, name, content), None, "train")
+    assert "\n" not in str(refused.value) and name in str(refused.value)
+
+
+def test_a_file_has_no_configuration(write):
+    with pytest.raises(Refused, match="no configuration 'main'"):
+        read_rows(write(TEN), "main", "train")
+
+
+def test_without_a_network_the_fix_names_fetch(monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(Refused, match="grpo fetch RECIPE") as refused:
+        read_rows("openai/gsm8k", "main", "train")
+    assert refused.value.problems[0].where == "'openai/gsm8k'"
+
+
+def test_a_stream_without_a_limit_is_a_mistake(write):
+    with pytest.raises(ValueError, match="read to a limit"):
+        read_rows(write(TEN), None, "train", streaming=True)

@@ -1,0 +1,75 @@
+"""Two ranks: one reads, both get the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TEMPLATE = "{{ messages[-1]['content'] }}!"
+ATTEMPTS = {
+    "right": {"max_train_prompts": 10, "chat_template": TEMPLATE},
+    "again": {"max_train_prompts": 20},
+    "refused": {"dataset_prompt_column": "question"},
+    "failed": {"chat_template": "{{ 1 // 0 }}"},
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory) -> dict[str, tuple[dict, dict]]:
+    """What the two ranks wrote down of each attempt."""
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "run").mkdir()
+    for name in ("train", "test"):
+        rows = [{"problem": f"p{n}", "answer": str(n)} for n in range(50)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = {"dataset_name": str(folder / "train.jsonl"), "eval_dataset_name": str(folder / "test.jsonl")}
+    attempts = json.dumps([{**files, **keys} for keys in ATTEMPTS.values()])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    shared |= {"GRPO_RUN_DIR": str(folder / "run"), "HF_HOME": str(folder / "hf")}
+    script = Path(__file__).with_name("shared_by_ranks.py")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, folder, attempts], env={**os.environ, **shared, "RANK": rank, "LOCAL_RANK": rank}
+        )
+        for rank in ("0", "1")
+    ]
+    assert [rank.wait(120) for rank in ranks] == [0, 0]
+    first, second = (json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2))
+    return dict(zip(ATTEMPTS, zip(first, second, strict=True), strict=True))
+
+
+def test_one_rank_reads_and_both_get_the_same(outcomes):
+    first, second = outcomes["right"]
+    assert first["opened"] == ["train", "test"] and second["opened"] == []
+    assert first["train"] == second["train"] and first["eval"] == second["eval"]
+    assert len(first["train"]["rows"]) == 10 and first["train"]["example"].endswith("!")
+    assert first["eval"]["said"].startswith("evaluating on 5 of 50 rows")
+    assert first["template"] == second["template"] == TEMPLATE
+
+
+def test_another_attempt_leaves_nothing_of_those_before(outcomes):
+    (before, _), (first, second) = outcomes["right"], outcomes["again"]
+    assert len(first["train"]["rows"]) == len(second["train"]["rows"]) == 20
+    assert first["left"] == sorted([first["train"]["folder"], first["eval"]["folder"]])
+    assert before["train"]["folder"] not in first["left"]
+
+
+def test_what_one_rank_refuses_all_do(outcomes):
+    first, second = outcomes["refused"]
+    assert first["error"] == second["error"]
+    assert first["error"][0] == "Refused" and "no column 'question'" in first["error"][1]
+
+
+def test_another_failure_reaches_all_too(outcomes):
+    first, second = outcomes["failed"]
+    assert first["error"][0] == "ZeroDivisionError" and second["error"][0] == "RuntimeError"
+    assert "rank 0 could not prepare the prompts: ZeroDivisionError" in second["error"][1]

@@ -1,0 +1,147 @@
+"""Driver and GPUs, by what a fake nvidia-smi prints in the real one's format."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import pytest
+
+from grpo_recipes.doctor import devices
+from grpo_recipes.errors import Refused
+
+UUIDS = ["GPU-11111111-aaaa-bbbb-cccc-000000000001", "GPU-22222222-aaaa-bbbb-cccc-000000000002"]
+NAME = "NVIDIA A100-SXM4-80GB"
+
+
+def row(index: int, driver="580.95.05", used="3", ecc="0", mig="Disabled", mode="Default") -> str:
+    return f"{index}, {UUIDS[index]}, {NAME}, {driver}, 81920, {used}, {ecc}, {mig}, {mode}"
+
+
+@pytest.fixture
+def fake_nvidia_smi(fake_program):
+    """``fake_nvidia_smi(*rows, processes="")``: what the driver shows."""
+
+    def make(*rows: str, processes: str = "") -> None:
+        listing = "\n".join(f"GPU {index}: {NAME} (UUID: {UUIDS[index]})" for index in range(len(rows)))
+        table = "\n".join(rows)
+        fake_program(
+            "nvidia-smi",
+            f"case $1 in\n-L) echo '{listing}';;\n--query-gpu=*) echo '{table}';;\n*) echo '{processes}';;\nesac",
+        )
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def fake_cuda_torch(monkeypatch):
+    monkeypatch.setattr(devices, "torch_cuda", lambda: "13.0")
+
+
+def test_a_new_driver_is_right(fake_nvidia_smi, cuda_machine):
+    fake_nvidia_smi(row(0), row(1))
+    assert devices.driver(cuda_machine()).status == "ok"
+    found = devices.gpus(cuda_machine())
+    assert found.status == "ok" and found.value == f"2 visible of 2: {NAME}, 80 GiB"
+    assert devices.gpu_memory(cuda_machine()).value == "free"
+    assert devices.gpu_health(cuda_machine()).value == "no errors reported"
+
+
+@pytest.mark.parametrize(("cuda", "driver", "status"), [
+    ("13.0", "575.57.08", "problem"), ("13.0", "580.65.06", "ok"), ("12.8", "525.60.13", "ok"),
+    ("12.8", "520.61.05", "problem"), ("14.0", "580.65.06", "ok"),
+])  # fmt: skip
+def test_the_driver_must_be_of_the_branch_that_torchs_cuda_needs(
+    fake_nvidia_smi, cuda_machine, monkeypatch, cuda, driver, status
+):
+    monkeypatch.setattr(devices, "torch_cuda", lambda: cuda)
+    fake_nvidia_smi(row(0, driver=driver))
+    assert devices.driver(cuda_machine()).status == status
+
+
+def test_a_driver_that_fails_is_a_problem_told_once(fake_program, cuda_machine):
+    fake_program("nvidia-smi", "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
+    found = devices.driver(cuda_machine())
+    assert found.status == "problem" and "version mismatch" in found.value
+    assert devices.gpu_health(cuda_machine()).status == "ok"
+
+
+def test_a_driver_that_hangs_is_a_problem(fake_program):
+    fake_program("nvidia-smi", "exec sleep 30")
+    machine = devices.Machine({}, patience=0.3)
+    assert "did not answer within" in devices.driver(machine).value
+
+
+def test_no_driver(no_program, machine, cuda_machine):
+    assert devices.driver(machine()).status == "ok"
+    assert devices.driver(cuda_machine()).status == "problem"
+    assert "--gres" in devices.driver(cuda_machine()).fix
+
+
+def test_no_driver_is_usual_on_a_login_node(no_program, fake_program, cuda_machine):
+    fake_program("sinfo", "echo slurm 22.05.8")
+    assert devices.driver(cuda_machine()).status == "warning"
+    assert devices.driver(cuda_machine(SLURM_JOB_ID="7")).status == "problem"
+
+
+def test_cuda_visible_devices_cuts_the_gpus_down(fake_nvidia_smi, cuda_machine):
+    fake_nvidia_smi(row(0), row(1))
+    one = devices.gpus(cuda_machine(CUDA_VISIBLE_DEVICES="1"))
+    assert one.status == "ok" and one.value.startswith("1 visible of 2 (CUDA_VISIBLE_DEVICES=1)")
+    assert devices.gpus(cuda_machine(CUDA_VISIBLE_DEVICES="")).status == "problem"
+    with pytest.raises(Refused, match="'5' is no GPU"):
+        devices.gpus(cuda_machine(CUDA_VISIBLE_DEVICES="5"))
+
+
+def test_a_job_without_gpus_is_a_problem(no_program, cuda_machine):
+    found = devices.gpus(cuda_machine(SLURM_JOB_ID="7"))
+    assert found.status == "problem" and "sbatch --gres" in found.fix
+
+
+def test_slurm_and_the_driver_disagree(fake_nvidia_smi, cuda_machine):
+    fake_nvidia_smi(row(0), row(1))
+    found = devices.gpus(cuda_machine(SLURM_JOB_ID="7", SLURM_GPUS_ON_NODE="4"))
+    assert found.status == "warning" and "Slurm granted 4" in found.value
+    assert devices.gpus(cuda_machine(SLURM_JOB_ID="7", SLURM_GPUS_ON_NODE="2")).status == "ok"
+
+
+@pytest.mark.skipif(not importlib.metadata.version("torch").endswith("+cpu"), reason="needs the CPU flavour")
+def test_gpus_beside_a_cpu_environment(fake_nvidia_smi, machine, no_program):
+    assert devices.gpus(machine()).value == "none (CPU environment)"
+
+
+def test_gpus_that_a_cpu_environment_leaves_idle(fake_nvidia_smi, cuda_machine, monkeypatch):
+    fake_nvidia_smi(row(0))
+    cpu = cuda_machine()
+    monkeypatch.setattr(type(cpu), "flavour", "cpu")
+    found = devices.gpus(cpu)
+    assert found.status == "warning" and "DEVICE=cuda" in found.fix
+
+
+def test_memory_held_by_others_is_told_with_their_pids(fake_nvidia_smi, cuda_machine):
+    fake_nvidia_smi(row(0, used="40960"), row(1), processes=f"{UUIDS[0]}, 4242, 40000")
+    found = devices.gpu_memory(cuda_machine())
+    assert found.status == "warning" and found.value == "GPU 0: 40.0 of 80 GiB held by pid 4242"
+    assert devices.gpu_memory(cuda_machine(CUDA_VISIBLE_DEVICES="1")).status == "ok"
+
+
+def test_broken_sliced_and_exclusive_gpus(fake_nvidia_smi, cuda_machine):
+    fake_nvidia_smi(row(0, ecc="3"), row(1))
+    assert devices.gpu_health(cuda_machine()).status == "problem"
+    fake_nvidia_smi(row(0, mig="Enabled"))
+    assert "MIG" in devices.gpu_health(cuda_machine()).value
+    fake_nvidia_smi(row(0, mode="Exclusive_Process"))
+    assert "one process" in devices.gpu_health(cuda_machine()).value
+    fake_nvidia_smi(row(0, ecc="[N/A]", mig="[N/A]"))
+    assert devices.gpu_health(cuda_machine()).status == "ok"
+
+
+def test_the_cuda_version_is_read_from_torchs_own_file(monkeypatch):
+    assert devices.cuda_in("debug = False\ncuda: Optional[str] = '13.0'\ngit_version = 'x'\n") == "13.0"
+    assert devices.cuda_in("cuda = '12.8'\n") == "12.8"
+    assert devices.cuda_in("cuda: Optional[str] = None\nhip: Optional[str] = '6.0'\n") is None
+
+
+def test_the_installed_torch_has_such_a_file(monkeypatch):
+    monkeypatch.undo()
+    cpu = importlib.metadata.version("torch").endswith("+cpu")
+    assert (devices.torch_cuda() is None) == cpu

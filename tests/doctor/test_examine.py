@@ -1,0 +1,127 @@
+"""Checks run side by side: none keeps another from answering, and nothing secret comes out."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+from pathlib import Path
+
+from grpo_recipes.doctor.examine import Result, about, as_text, examine, name_of
+from grpo_recipes.doctor.finding import OK, PROBLEM, WARNING, Finding, ok, problem, together, warning
+from grpo_recipes.doctor.machine import NoAnswer
+from grpo_recipes.doctor.registry import DEEP, MACHINE, RECIPE, RUN
+from grpo_recipes.errors import Problem, Refused
+from grpo_recipes.paths import home
+
+SECRET = "hf_" + "a" * 30
+
+
+def good(subject: str) -> Finding:
+    """One line about it.
+
+    And more.
+    """
+    return ok(subject)
+
+
+def refusing(subject: str) -> Finding:
+    """Refuses."""
+    raise Refused(Problem("here", "is wrong", "mend it"), Problem("there", "too", "that as well"))
+
+
+def broken(subject: str) -> Finding:
+    """Fails."""
+    raise ZeroDivisionError("no such luck")
+
+
+def silent(subject: str) -> Finding:
+    """Gets no answer."""
+    raise NoAnswer("sinfo did not answer within 3 s")
+
+
+def leaking(subject: str) -> Finding:
+    """Tells a secret."""
+    return warning(f"token {SECRET}\nsecond line", f"http://user:pass@proxy:80 and {SECRET}")
+
+
+def one(check) -> Result:
+    return examine([(check, "x")], 5)[0]
+
+
+def test_a_check_is_called_after_its_function_and_described_by_its_first_line():
+    assert one(good) == Result("good", OK, "x", "")
+    assert about(good) == "One line about it."
+
+
+def test_a_refusal_becomes_a_problem_with_its_fix():
+    assert one(refusing) == Result("refusing", PROBLEM, "here: is wrong (and 1 more)", "mend it")
+
+
+def test_a_check_that_fails_hides_no_other():
+    results = examine([(broken, "x"), (silent, "x"), (good, "x")], 5)
+    assert [result.status for result in results] == [WARNING, WARNING, OK]
+    assert "ZeroDivisionError: no such luck" in results[0].value
+    assert results[1].value == "sinfo did not answer within 3 s"
+
+
+def test_a_check_that_hangs_is_told_when_the_time_is_over(tmp_path: Path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+
+    def hanging(subject: str) -> Finding:
+        """Reads a pipe that nobody writes."""
+        return ok(pipe.read_text())
+
+    began = time.monotonic()
+    results = examine([(hanging, "x"), (good, "x")], 0.4)
+    assert time.monotonic() - began < 2
+    assert results[0].status == WARNING and "no answer within" in results[0].value
+    assert results[1].status == OK
+    pipe.write_text("")  # let the thread go
+
+
+def test_nothing_secret_and_no_second_line_comes_out():
+    result = one(leaking)
+    text = as_text([result])
+    assert SECRET not in text and "pass@" not in text
+    assert result.value == "token ******** second line"
+
+
+def test_the_report_has_a_line_a_check_and_one_below_with_what_to_do():
+    fine, bad = Result("a", OK, "fine", ""), Result("long name", PROBLEM, "bad", "mend it")
+    results = [fine, bad, Result("c", WARNING, "so", "x")]
+    assert as_text(results).splitlines() == [
+        "ok       a          fine",
+        "PROBLEM  long name  bad",
+        "                    -> mend it",
+        "warn     c          so",
+        "                    -> x",
+        "grpo: 3 checks, 1 warning, 1 problem",
+    ]
+
+
+def test_several_findings_of_a_check_show_the_worst():
+    assert together([ok("a"), ok("b")]) == Finding(OK, "a; b")
+    found = together([ok("a"), problem("b", "fix"), warning("c", "other"), problem("d", "fix")])
+    assert found == Finding(PROBLEM, "b; d", "fix")
+
+
+def test_every_check_has_a_name_of_its_own_and_one_line_that_describes_it():
+    for checks in (MACHINE + DEEP + RECIPE, RUN):
+        names = [name_of(check) for check in checks]
+        assert len(set(names)) == len(names)
+        for check in checks:
+            assert about(check).endswith((".", ")", "%")) and len(about(check)) < 120, check
+
+
+def test_the_documentation_has_a_row_a_check():
+    spec = importlib.util.spec_from_file_location("docs_hooks", home() / "docs/hooks.py")
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    page = (home() / "docs/troubleshooting.md").read_text()
+    for subject, checks in (("machine", MACHINE + DEEP), ("recipe", RECIPE), ("run", RUN)):
+        assert f"<!-- doctor {subject} -->" in page
+        made = hooks.on_page_markdown(f"<!-- doctor {subject} -->")
+        rows = made.splitlines()[2:]
+        assert [row.split(" | ")[0].strip("| ") for row in rows] == [name_of(check) for check in checks]

@@ -1,0 +1,156 @@
+"""What a recipe adds: is it here, and does it fit?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from grpo_recipes.doctor import recipes
+from grpo_recipes.doctor.devices import Gpu
+from grpo_recipes.doctor.recipes import Case, trained_bytes
+from grpo_recipes.errors import Refused, refuse
+from grpo_recipes.launch.resources import environment_flavour
+
+MEGABYTE = 10**6
+
+
+@pytest.fixture
+def local(tmp_path: Path):
+    """``local(megabytes, dtype)``: a model folder whose weights are that large (a sparse file)."""
+
+    def make(megabytes: int = 1, dtype: str = "bfloat16") -> str:
+        folder = tmp_path / "model"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps({"dtype": dtype}))
+        with (folder / "model.safetensors").open("wb") as file:
+            file.truncate(megabytes * MEGABYTE)
+        return str(folder)
+
+    return make
+
+
+@pytest.fixture
+def case(machine, read, tmp_path: Path):
+    """``case(KEY=VALUE)``: a recipe on a CPU machine with an empty cache."""
+
+    def make(variables: dict[str, str] | None = None, **keys) -> Case:
+        given = {"CACHE_ROOT": str(tmp_path / "cache"), "HOME": str(tmp_path), **(variables or {})}
+        recipe = read(run_root=str(tmp_path), dtype="bfloat16", **keys)
+        return Case(machine(recipe, **given), recipe)
+
+    return make
+
+
+def test_what_is_not_fetched(case, local):
+    found = recipes.model(case())
+    assert found.status == "warning" and "Qwen/Qwen2.5-1.5B-Instruct" in found.value and "grpo fetch" in found.fix
+    assert "openai/gsm8k" in recipes.datasets(case()).value
+    assert recipes.checkpoint_space(case()).value == "the model is not here: unknown"
+
+
+def test_a_model_folder_complete_and_not(case, local, tmp_path: Path):
+    found = recipes.model(case(model_name_or_path=local(5)))
+    assert found.status == "ok" and "5.0 MB" in found.value
+    (tmp_path / "model/config.json").unlink()
+    assert recipes.model(case(model_name_or_path=str(tmp_path / "model"))).status == "problem"
+
+
+def test_a_local_dataset(case, tmp_path: Path):
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"problem": "1+1", "answer": "2"}\n')
+    found = recipes.datasets(case(dataset_name=str(path)))
+    assert found.status == "ok" and found.value == str(path)
+
+
+def test_a_gated_model_wants_a_token(case):
+    gated = {"model_name_or_path": "meta-llama/Llama-3.1-8B-Instruct"}
+    found = recipes.gated(case(variables={"HF_TOKEN": ""}, **gated))
+    assert found.status == "problem" and "accept its licence" in found.fix
+    assert recipes.gated(case(variables={"HF_TOKEN": "hf_" + "c" * 34}, **gated)).status == "ok"
+    assert recipes.gated(case()).status == "ok"
+
+
+def test_the_dtype_of_the_training_makes_the_weights_larger(local, tmp_path: Path):
+    folder = Path(local(8, "bfloat16"))
+    assert trained_bytes(folder, "bfloat16") == 8 * MEGABYTE
+    assert trained_bytes(folder, "float32") == 16 * MEGABYTE
+    assert trained_bytes(folder, "auto") == 8 * MEGABYTE
+    assert trained_bytes(tmp_path, "float32") is None
+
+
+def test_space_for_the_checkpoints(case, local, monkeypatch):
+    found = recipes.checkpoint_space(case(model_name_or_path=local(1), save_total_limit=2))
+    assert found.status == "ok" and found.value.startswith("about 10.0 MB for 2 + 1 checkpoints")
+    unlimited = recipes.checkpoint_space(case(model_name_or_path=local(1), save_total_limit=None))
+    assert unlimited.status == "warning" and "save_total_limit: 2" in unlimited.fix
+    # a model of 10 TB, in a sparse file: no disk holds its checkpoints
+    found = recipes.checkpoint_space(case(model_name_or_path=local(10**7)))
+    assert found.status == "problem" and "run_root" in found.fix
+
+
+def test_way_of_the_weights_through_shared_memory(case, local, monkeypatch, small_disk: Path):
+    small = case(model_name_or_path=local(1))
+    assert recipes.weights_way(small).status == "ok"
+    monkeypatch.setattr(recipes, "SHARED_MEMORY", small_disk)
+    found = recipes.weights_way(small)
+    assert found.status == "problem" and "--shm-size" in found.fix
+
+
+def test_memory_for_the_training_on_cpu(case, local, monkeypatch):
+    assert recipes.training_memory(case(model_name_or_path=local(1))).status == "ok"
+    found = recipes.training_memory(case(model_name_or_path=local(10**6)))
+    assert found.status == "problem" and "about 5.0 TB" in found.value and "--mem" in found.fix
+
+
+def test_memory_of_gpus(case, local, monkeypatch):
+    fake_gpus = [
+        Gpu(str(index), f"GPU-{index}", "A100", "580.1", "81920", "3", "0", "Off", "Default") for index in "0123"
+    ]
+    monkeypatch.setattr(recipes, "visible", lambda machine: fake_gpus)
+
+    def fake_plan(accelerator: str) -> SimpleNamespace:
+        return SimpleNamespace(flavour="cuda", accelerator=accelerator, batch=SimpleNamespace(world_size=3))
+
+    found = case(model_name_or_path=local(30_000))
+    found.__dict__["plan"] = fake_plan("ddp")
+    too_much = recipes.training_memory(found)
+    assert too_much.status == "problem" and "zero3" in too_much.fix and "about 120.0 GB" in too_much.value
+    found.__dict__["plan"] = fake_plan("zero3")
+    assert recipes.training_memory(found).status == "ok"
+    fake_gpus.clear()
+    assert "not known" in recipes.training_memory(found).value
+
+
+@pytest.mark.skipif(environment_flavour() != "cpu", reason="what is planned in a CUDA environment depends on the GPUs")
+def test_what_a_launch_would_start(case):
+    found = recipes.gpu_plan(case())
+    assert found.status == "ok" and found.value == "vllm server, training processes: 1"
+    with pytest.raises(Refused, match="colocate"):
+        recipes.gpu_plan(case(vllm_mode="colocate"))
+
+
+def test_gpus_that_nothing_uses(case, cuda_machine, planned):
+    found = case()
+    found.__dict__["plan"] = planned(gpus=[str(index) for index in range(8)], prompts_per_step=5, num_generations=2)
+    told = recipes.gpu_plan(found)
+    assert told.status == "warning" and "nothing uses GPU 6, 7" in told.value
+
+
+class FakeGpulessCase(Case):
+    """A recipe in a CUDA environment without a GPU."""
+
+    @property
+    def plan(self):
+        raise refuse("devices", "no GPU is visible and this is a CUDA environment", "submit with sbatch --gres=gpu:8")
+
+
+def test_no_gpu_is_usual_on_a_login_node_and_a_problem_in_a_job(case, fake_program):
+    fake_program("sinfo", "echo slurm 22.05.8")
+    login = case()
+    assert recipes.gpu_plan(FakeGpulessCase(login.machine, login.recipe)).status == "warning"
+    job = case(variables={"SLURM_JOB_ID": "7"})
+    with pytest.raises(Refused, match="no GPU is visible"):
+        recipes.gpu_plan(FakeGpulessCase(job.machine, job.recipe))

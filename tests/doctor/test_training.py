@@ -1,0 +1,140 @@
+"""What metrics say; the names are TRL's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from grpo_recipes.doctor import training
+from grpo_recipes.doctor.registry import RUN
+
+
+def rows_of(row, count: int = 6, **metrics):
+    return [row(step, **metrics) for step in range(1, count + 1)]
+
+
+def test_a_healthy_run_has_nothing_to_do(make_run, row):
+    run = make_run(status="completed", rows=rows_of(row), logs={"server": "ready", "trainer": "done"})
+    for check in RUN:
+        assert check(run).status == "ok", (check.__name__, check(run))
+
+
+def test_a_run_without_a_step_says_so(make_run):
+    run = make_run()
+    for check in (training.reward, training.truncated, training.entropy, training.gradients, training.phases):
+        assert check(run).value == "no step was taken"
+
+
+def test_a_reward_that_stays_zero(make_run, row):
+    run = make_run(rows=rows_of(row, reward=0.0, completions__clipped_ratio=0.9))
+    found = training.reward(run)
+    assert found.status == "problem" and "90% of the completions cut off" in found.value
+    assert "grpo check-rewards" in found.fix
+    assert training.reward(make_run(rows=[row(1, reward=0.0), row(2, reward=0.1)])).status == "ok"
+
+
+def test_groups_that_teach_nothing(make_run, row):
+    found = training.reward(make_run(rows=rows_of(row, frac_reward_zero_std=0.97)))
+    assert found.status == "warning" and "97%" in found.value and "num_generations" in found.fix
+
+
+def test_completions_that_are_cut_off(make_run, row):
+    found = training.truncated(make_run(rows=rows_of(row, completions__clipped_ratio=0.8), max_completion_length=700))
+    assert found.status == "warning" and "max_completion_length (now 700)" in found.fix
+    assert training.truncated(make_run(rows=rows_of(row, completions__clipped_ratio=0.2))).status == "ok"
+
+
+def test_a_very_high_kl(make_run, row):
+    run = make_run(rows=rows_of(row, kl=4.0), beta=0.02, learning_rate=5e-5)
+    found = training.kl(run)
+    assert found.status == "problem" and found.value == "4.00"
+    for part in ("learning_rate (now 5e-05)", "beta (now 0.02", "init_kl_coeff", "chat_template", "system_prompt"):
+        assert part in found.fix, part
+    assert training.kl(make_run(rows=rows_of(row, kl=0.3))).status == "ok"
+    without = [{key: value for key, value in one.items() if key != "kl"} for one in rows_of(row)]
+    assert training.kl(make_run(rows=without)).value == "not measured: beta is 0"
+
+
+def test_an_entropy_that_collapses(make_run, row):
+    run = make_run(rows=[row(1, entropy=0.6), *[row(step, entropy=0.001) for step in range(2, 9)]])
+    assert training.entropy(run).status == "warning"
+    assert training.entropy(make_run(rows=rows_of(row, entropy=0.004))).status == "ok", "it began there"
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_gradients_that_are_no_numbers(make_run, row, value):
+    found = training.gradients(make_run(rows=[row(1), row(2, grad_norm=value), row(3, grad_norm=value)]))
+    assert found.status == "problem" and "step 2 (2 of 3 steps)" in found.value
+    assert training.gradients(make_run(rows=[row(1, loss=value)])).status == "problem"
+
+
+def test_gradients_that_are_steep(make_run, row):
+    found = training.gradients(make_run(rows=rows_of(row, grad_norm=900.0), learning_rate=1e-4))
+    assert found.status == "warning" and "learning_rate (now 0.0001)" in found.fix
+
+
+def test_completions_without_a_verdict(make_run, row):
+    run = make_run(rows=rows_of(row, rewards__mine__no_verdict=0.3), reward_timeout=2.0)
+    found = training.no_verdict(run)
+    assert found.status == "warning" and "rewards/mine/no_verdict 30%" in found.value
+    assert "reward_timeout (now 2 s)" in found.fix
+    reasons = [{"reason": "time limit"}, {"reason": "time limit"}, {"reason": "killed"}, {"reason": None}]
+    (run.folder / "slow_rewards.jsonl").write_text("".join(json.dumps(reason) + "\n" for reason in reasons))
+    assert training.no_verdict(run).value.endswith("most often: time limit")
+    assert training.no_verdict(make_run(rows=rows_of(row, rewards__mine__no_verdict=0.01))).status == "ok"
+
+
+@pytest.mark.parametrize("nothing", [None, "nan"])  # TRL logs None
+def test_a_reward_that_judges_nothing(make_run, row, nothing):
+    run = make_run(rows=rows_of(row, rewards__mine__mean=nothing, reward=nothing))
+    found = training.no_verdict(run)
+    assert found.status == "problem" and found.value.startswith("mine judged nothing")
+    assert training.reward(run).status == "problem"
+    stopped = make_run(cause="rank 0: TooManyWithoutVerdict: 80% of the completions", reward_max_no_verdict=0.4)
+    assert "reward_max_no_verdict (0.4)" in training.no_verdict(stopped).value
+
+
+def test_a_server_that_computes_otherwise(make_run, row):
+    found = training.server_agreement(make_run(rows=rows_of(row, sampling__importance_sampling_ratio__mean=0.4)))
+    assert found.status == "warning" and "0.400" in found.value
+
+
+@pytest.mark.parametrize(("phase", "advice"), [
+    ("score", "check-rewards"), ("sync", "prompts_per_step"), ("evaluate", "eval_steps"), ("save", "save_steps"),
+])  # fmt: skip
+def test_a_phase_that_takes_most_of_the_time(make_run, row, phase, advice):
+    found = training.phases(make_run(rows=rows_of(row, **{f"seconds__{phase}": 40.0})))
+    assert found.status == "warning" and advice in found.fix
+    assert training.phases(make_run(rows=rows_of(row, seconds__sample=90.0))).status == "ok"
+
+
+def test_a_slow_start_is_told_with_what_makes_data_slow(make_run, row):
+    run = make_run(rows=rows_of(row))
+    launched = (run.folder / "run.json").stat().st_mtime
+    os.utime(run.folder / "metrics.jsonl", (launched, launched + 1000))
+    found = training.start(run)
+    assert found.status == "warning" and "before 6 steps" in found.value
+    assert "columns" in found.fix and "grpo fetch" in found.fix
+    os.utime(run.folder / "metrics.jsonl", (launched, launched + 90))
+    assert training.start(run).status == "ok"
+
+
+def test_metrics_are_named_as_trl_and_we_write_them():
+    import importlib.util
+
+    spec = importlib.util.find_spec("trl")
+    assert spec is not None and spec.origin is not None
+    source = (Path(spec.origin).parent / "trainer/grpo_trainer.py").read_text()
+    ours = Path(training.__file__).parents[1] / "trainers"
+    source += (ours / "metrics.py").read_text() + (ours / "scoring.py").read_text()
+    asked = Path(training.__file__).read_text()
+    names = set(re.findall(r'(?:recent|numbers)\("([^"]+)"\)', asked))
+    assert {"reward", "kl", "entropy", "completions/clipped_ratio", "frac_reward_zero_std"} <= names
+    for name in names - {"grad_norm", "seconds/step"}:
+        assert f'"{name}"' in source, name
+    assert "/no_verdict" in source
+    assert set(training._PHASES) - {"update"} == set(re.findall(r'"(\w+)"', re.search(r"PHASES = \((.*)\)", source)[1]))

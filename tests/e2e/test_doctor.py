@@ -1,0 +1,80 @@
+"""`grpo doctor` on a real Slurm cluster, and with torch, TRL and vLLM imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from slurm_cluster import SlurmCluster
+
+pytestmark = pytest.mark.slow
+
+GRPO = str(Path(sys.executable).with_name("grpo"))
+OFFLINE = {"HF_HUB_OFFLINE": "1"}
+
+
+def results(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]]:
+    assert done.stdout, done.stderr
+    return {result["name"]: result for result in json.loads(done.stdout)["checks"]}
+
+
+@pytest.fixture
+def idle(slurm: SlurmCluster) -> Iterator[SlurmCluster]:
+    """The cluster, whose nodes and partition are as before when the test ends."""
+    yield slurm
+    slurm.cli("scontrol", "update", "NodeName=n1,n2", "State=RESUME")
+    slurm.cli("scontrol", "update", "PartitionName=main", "MaxTime=INFINITE")
+
+
+def look(cluster: SlurmCluster, *before: str) -> dict[str, dict[str, str]]:
+    return results(cluster.cli(*before, GRPO, "doctor", "--json", env=OFFLINE))
+
+
+def test_the_cluster_from_its_login_node(idle: SlurmCluster) -> None:
+    found = look(idle)
+    assert found["slurm"]["value"].startswith("partitions main; gpu:a100:4")
+    assert found["nodes"] == {"name": "nodes", "status": "ok", "value": "2 up", "fix": ""}
+    assert found["time limit"]["status"] == "ok"
+    assert found["job"]["value"].startswith("none")
+
+
+def test_drained_nodes_and_a_short_partition(idle: SlurmCluster) -> None:
+    idle.cli("scontrol", "update", "NodeName=n1", "State=DRAIN", "Reason=test")
+    assert look(idle)["nodes"]["value"] == "1 up, lost: n1 drained"
+    idle.cli("scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=test")
+    idle.cli("scontrol", "update", "PartitionName=main", "MaxTime=12:00:00")
+    found = look(idle)
+    assert found["nodes"]["status"] == "problem" and "drained" in found["nodes"]["value"]
+    assert found["time limit"]["status"] == "warning" and "main ends at 12:00:00" in found["time limit"]["value"]
+
+
+def test_inside_a_job_and_in_the_shell_that_salloc_leaves(idle: SlurmCluster) -> None:
+    inside = look(idle, "srun", "--gres=gpu:a100:2")
+    assert inside["job"]["status"] == "ok" and " on n" in inside["job"]["value"]
+    assert "own" in inside["ports"]["value"]
+    outside = look(idle, "salloc", "--gres=gpu:a100:2")
+    assert outside["job"]["status"] == "warning" and "srun --pty bash" in outside["job"]["fix"]
+
+
+def test_a_controller_that_does_not_answer(idle: SlurmCluster, tmp_path: Path) -> None:
+    """A cluster file that names a controller where nobody listens."""
+    conf = tmp_path / "slurm.conf"
+    conf.write_text(idle.conf.read_text().replace("SlurmctldPort=", "SlurmctldPort=1#"))
+    done = idle.cli(GRPO, "doctor", "--json", env={**OFFLINE, "SLURM_CONF": str(conf)})
+    found = results(done)
+    assert found["slurm"]["status"] == "warning" and "sinfo" in found["slurm"]["value"]
+    assert found["nodes"]["value"] == "not known: see slurm"
+
+
+def test_deep_imports_torch_trl_and_vllm() -> None:
+    done = subprocess.run(
+        [GRPO, "doctor", "--deep", "--json"], capture_output=True, text=True, timeout=200, check=False
+    )
+    found = results(done)
+    for name in ("torch", "trl", "vllm"):
+        assert found[name]["status"] == "ok", found[name]
+    assert "threads" in found["torch"]["value"]

@@ -1,0 +1,138 @@
+"""Evaluation during training, and benchmarks of the final model with the server still up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from real_runs import Launch
+
+from grpo_recipes.evaluate.pass_at_k import pass_table
+
+SHORT = ("--max_steps", "4", "--prompts_per_step", "4", "--num_generations", "8")
+EVALUATED = (
+    "--eval_strategy", "steps", "--eval_steps", "2", "--eval_on_start", "--eval_dataset_name", "smoke:sums",
+    "--eval_subsample", "1.0", "--eval_max_prompts", "7", "--num_generations_eval", "4",
+    "--per_device_eval_batch_size", "6",
+)  # fmt: skip
+BENCHMARKS = ("--benchmarks", "smoke:sums", "missing.jsonl", "--benchmark_samples", "4", "--benchmark_temperature", "1")
+ONE = ("--benchmarks", "smoke:sums", "--benchmark_temperature", "0", "--benchmark_samples", "1")
+CALLBACK = """
+from pathlib import Path
+from transformers import TrainerCallback
+class Note(TrainerCallback):
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        with Path("noted.txt").open("a") as file:
+            file.write(f"{state.global_step} {metrics['eval_reward']}\\n")
+"""
+
+
+@pytest.mark.slow
+def test_evaluation_and_benchmarks(launch: Callable[..., Launch]) -> None:
+    folder = launch("--resume", "last").folder  # makes the folder; refused, since there is no run
+    (folder / "mine.py").write_text(CALLBACK)
+    (folder / "missing.jsonl").write_text(json.dumps({"problem": "1+1=", "answer": ""}) + "\n")
+    wandb = {"WANDB_MODE": "offline"}
+    flags = (*SHORT, *EVALUATED, *BENCHMARKS, "--callbacks", "mine.py:Note", "--num_processes", "2")
+
+    first = launch(*flags, "--report_to", "wandb", "--wandb_project", "sums", **wandb)
+
+    # One benchmark has no answers: the run fails, and has its model, its evaluations and the other benchmark.
+    assert first.wait() == 1, first.output
+    assert_evaluated(first)
+    assert_benchmark(first)
+    assert_callback_was_called(first)
+    cause = first.summary()["cause"]
+    assert "benchmark missing.jsonl" in cause and "The model is saved" in cause and "\n" not in cause
+    model = first.run_dir / "model" / "model.safetensors"
+    assert model.exists() and first.processes() == []
+
+    # Resumed: no step is taken, the finished benchmark is not run again, the other one is.
+    (first.run_dir / "benchmarks" / "smoke_sums.jsonl").write_text("not touched")
+    rows, evaluations = first.rows(), eval_rows(first)
+    (folder / "missing.jsonl").write_text(json.dumps({"problem": "1+1=", "answer": "2"}) + "\n")
+    second = launch("--resume", "last", **wandb)
+    assert second.wait() == 0, second.output
+    assert second.run_dir == first.run_dir and second.rows() == rows and eval_rows(second) == evaluations
+    assert (first.run_dir / "benchmarks" / "smoke_sums.jsonl").read_text() == "not touched"
+    assert set(second.summary()["benchmarks"]) == {"smoke:sums", "missing.jsonl"}
+    assert "grpo: benchmark smoke:sums: pass@1 0." in second.output
+    files = {file.name for file in (first.run_dir / "wandb").glob("offline-run-*/run-*.wandb")}
+    identity = json.loads((first.run_dir / "run.json").read_text())["wandb_id"]
+    assert files == {f"run-{identity}.wandb"}  # both attempts are one run of W&B
+
+
+def assert_evaluated(run: Launch) -> None:
+    rows = eval_rows(run)
+    assert [row["step"] for row in rows] == [0, 2, 4]
+    for row in rows:
+        assert row["prompts"] == 7 and row["seconds"] > 0
+        # 7 prompts x 4 completions, though batches of 2 x 6 fill up the last one with prompts seen before.
+        assert row["eval_reward"] * 28 == pytest.approx(round(row["eval_reward"] * 28), abs=1e-4)
+    assert [row["step"] for row in run.rows()] == [1, 2, 3, 4]
+    summary = run.summary()
+    assert summary["initial_eval_reward"] == pytest.approx(rows[0]["eval_reward"], abs=1e-6)
+    assert summary["final_eval_reward"] == pytest.approx(rows[-1]["eval_reward"], abs=1e-6)
+    assert summary["seconds"]["evaluate"] > 0
+
+
+def eval_rows(run: Launch) -> list[dict]:
+    return [json.loads(line) for line in (run.run_dir / "eval.jsonl").read_text().splitlines()]
+
+
+def assert_benchmark(run: Launch) -> None:
+    result = run.summary()["benchmarks"]["smoke:sums"]
+    rows = [json.loads(line) for line in (run.run_dir / "benchmarks" / "smoke_sums.jsonl").read_text().splitlines()]
+    assert result.items() >= pass_table([row["scores"] for row in rows]).items()
+    assert (result["problems"], result["samples"], result["reward"]) == (20, 4, "pure_accuracy_math")
+    assert 0.2 < result["pass@1"] < result["pass@4"] <= 1
+    for row in rows:
+        assert len(set(row["completions"])) > 1 or row["scores"] in ([1.0] * 4, [0.0] * 4)
+        assert row["scores"] == [float(f"<answer>{row['gold']}</answer>" in text) for text in row["completions"]]
+    assert len({str(row["completions"]) for row in rows}) > 5
+
+
+def assert_callback_was_called(run: Launch) -> None:
+    noted = [line.split() for line in (run.cwd / "noted.txt").read_text().splitlines()]
+    assert {step for step, _ in noted} == {"0", "2", "4"} and len(noted) == 6  # by both processes
+    assert (run.run_dir / "callbacks" / "mine.py").read_text() == CALLBACK
+
+
+@pytest.mark.slow
+def test_evaluation_changes_nothing_in_a_run_and_the_benchmark_is_of_its_model(launch: Callable[..., Launch]) -> None:
+    alone = launch(*SHORT, folder="alone")
+    assert alone.wait() == 0, alone.output
+    evaluated = launch(*SHORT, *EVALUATED, *ONE, folder="evaluated")
+    assert evaluated.wait() == 0, evaluated.output
+
+    for row, same in zip(untimed(evaluated), untimed(alone), strict=True):
+        assert row == pytest.approx(same, rel=1e-4, abs=1e-6)
+    greedy = {row["problem"]: row["completions"] for row in benchmark_rows(evaluated)}
+    assert greedy == greedy_answers(evaluated.run_dir / "model", greedy)
+
+
+def untimed(run: Launch) -> list[dict]:
+    """Rows without times, and without what compares log-probs, whose last bits vary from server to server."""
+    left_out = ("seconds/", "tokens_per_second", "step_time", "sampling/")
+    return [{key: value for key, value in row.items() if not key.startswith(left_out)} for row in run.rows()]
+
+
+def benchmark_rows(run: Launch) -> list[dict]:
+    return [json.loads(line) for line in (run.run_dir / "benchmarks" / "smoke_sums.jsonl").read_text().splitlines()]
+
+
+def greedy_answers(model_folder: Path, problems: dict[str, list[str]]) -> dict[str, list[str]]:
+    """What transformers answers with the saved model."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(model_folder), AutoTokenizer.from_pretrained(model_folder)
+    answers = {}
+    for problem in problems:
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": problem}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+        ids = model.generate(**prompt, max_new_tokens=8, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+        answers[problem] = [tokenizer.decode(ids, skip_special_tokens=True)]
+    return answers

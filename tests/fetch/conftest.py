@@ -1,0 +1,101 @@
+"""A fake hub with a tiny model and a dataset of sums, and `grpo` beside it in an environment of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from fake_hub import FakeHub
+
+from grpo_recipes import smoke
+from grpo_recipes.keys import ENVIRONMENT_KEYS
+from grpo_recipes.launch.environment import READ_VARIABLES
+
+GRPO = str(Path(sys.executable).with_name("grpo"))
+ROWS = [{"problem": f"{number}+1=", "answer": str(number + 1)} for number in range(30)]
+RECIPE = {
+    "model_name_or_path": "ada/sums",
+    "dataset_name": "ada/rows",
+    "dtype": "float32",
+    "bf16": False,
+    "prompts_per_step": 4,
+    "num_generations": 4,
+    "max_prompt_length": 32,
+    "max_completion_length": 8,
+    "run_name": "offline",
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The smoke model with random weights: its training takes a minute that no test here needs."""
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    tokenizer = smoke.build_tokenizer()
+    smoke._save(smoke.build_model(tokenizer), tokenizer, "float32", folder)
+    return folder
+
+
+def jsonl(rows: list[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+@pytest.fixture
+def hub(tiny_model: Path) -> Iterator[FakeHub]:
+    """A hub with ``ada/sums`` and ``ada/rows``."""
+    with FakeHub().running() as fake:
+        fake.add("model", "ada/sums", tiny_model, license="apache-2.0")
+        fake.add("dataset", "ada/rows", {"data/train-0.jsonl": jsonl(ROWS), "data/test-0.jsonl": jsonl(ROWS[:5])})
+        yield fake
+
+
+class Shell:
+    """A user's shell: a folder, caches of its own, and the hub's address."""
+
+    def __init__(self, folder: Path, hub: FakeHub):
+        self.folder, self.cache = folder, folder / "cache"
+        mine = {*READ_VARIABLES, *ENVIRONMENT_KEYS}
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in mine and not name.startswith(("SLURM_", "HF_", "VLLM_"))
+        }
+        self.environment = {**kept, **hub.environment(), "CACHE_ROOT": str(self.cache), "HOME": str(folder)}
+
+    def recipe(self, **changes: Any) -> str:
+        (self.folder / "recipe.yaml").write_text(yaml.safe_dump({**RECIPE, **changes}))
+        return "recipe.yaml"
+
+    def run(self, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command,
+            cwd=self.folder,
+            env={**self.environment, **variables},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    def grpo(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        return self.run(GRPO, *arguments, **variables)
+
+    def records(self) -> list[dict[str, Any]]:
+        return [json.loads(path.read_text()) for path in sorted((self.cache / "fetched").glob("*@main*.json"))]
+
+
+@pytest.fixture
+def shell(tmp_path: Path, hub: FakeHub) -> Shell:
+    return Shell(tmp_path, hub)
+
+
+@pytest.fixture
+def variables(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict[str, str]]:
+    """The shell's environment, for functions that are called in this process."""
+    return lambda: dict(shell.environment)

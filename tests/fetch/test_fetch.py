@@ -1,0 +1,212 @@
+"""`grpo fetch` with the real hub clients against a fake hub: what it brings, says and refuses."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from fake_hub import READER, FakeHub
+from no_network import without_network
+
+from grpo_recipes.fetch.hub import human
+from grpo_recipes.launch.plan import smoke_folder
+
+from .conftest import GRPO, ROWS, Shell, jsonl
+
+LOAD = """
+import sys
+from pathlib import Path
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from grpo_recipes.data import read_rows
+from grpo_recipes.fetch.sources import fetched_sets, find_sources, record_sources
+from grpo_recipes.launch.rundir import Run
+from grpo_recipes.recipe import read_recipe
+import os
+sources = find_sources(read_recipe(Path("recipe.yaml")), os.environ)
+run = Path("run"); run.mkdir(); record_sources(Run(run, {}), sources)
+model = AutoModelForCausalLM.from_pretrained(sources.model.path)
+tokenizer = AutoTokenizer.from_pretrained(sources.model.path)
+rows = read_rows("ada/rows", None, "train", fetched=fetched_sets(run))
+print(model.num_parameters(), len(tokenizer("1+1=").input_ids), rows[29], len(rows))
+"""
+
+
+def test_what_was_fetched_loads_with_the_network_cut_off(shell: Shell, hub: FakeHub) -> None:
+    shell.recipe()
+    fetched = shell.grpo("fetch", "recipe.yaml")
+    assert fetched.returncode == 0, fetched.stderr
+    model, dataset = hub.repos["model", "ada/sums"], hub.repos["dataset", "ada/rows"]
+    for line, sha in zip(fetched.stdout.splitlines()[-3:-1], (model.at("main"), dataset.at("main")), strict=True):
+        assert str(sha)[:12] in line and "fetched" in line and "cache/" in line
+    assert fetched.stdout.endswith("grpo: everything recipe.yaml reads is here; its job needs no network\n")
+
+    loaded = shell.run(*without_network(GRPO.replace("bin/grpo", "bin/python"), "-c", LOAD), HF_HUB_OFFLINE="1")
+    assert loaded.returncode == 0, loaded.stderr
+    assert loaded.stdout.split()[1:] == ["4", "{'problem':", "'29+1=',", "'answer':", "'30'}", "30"]
+
+
+def test_again_it_downloads_nothing_and_tells_of_newer_commits(shell: Shell, hub: FakeHub) -> None:
+    shell.recipe()
+    shell.grpo("fetch", "recipe.yaml")
+    model = hub.repos["model", "ada/sums"]
+    old, downloads = model.at("main"), hub.asked("/resolve/")
+    again = shell.grpo("fetch", "recipe.yaml")
+    assert again.returncode == 0 and again.stdout.count("  here\n") == 2
+    assert hub.asked("/resolve/") == downloads
+
+    new = model.commit({**model.files(), "notes.txt": b"new"}, "new")
+    told = shell.grpo("fetch", "recipe.yaml")
+    assert f"here; the hub has {new[:12]}: --update brings it" in told.stdout
+    assert shell.records()[1]["commit"] == old
+
+    updated = shell.grpo("fetch", "recipe.yaml", "--update")
+    assert updated.returncode == 0, updated.stderr
+    assert shell.records()[1]["commit"] == new
+    assert (Path(shell.records()[1]["path"]) / "notes.txt").read_text() == "new"
+
+
+def test_what_a_purge_of_old_files_damaged_is_brought_again(shell: Shell) -> None:
+    from datasets import load_from_disk
+
+    shell.recipe()
+    shell.grpo("fetch", "recipe.yaml")
+    (folder,) = (shell.cache / "datasets").iterdir()
+    for damage in ("missing", "cut short"):
+        (file,) = folder.glob("*.arrow")
+        file.unlink() if damage == "missing" else file.write_bytes(file.read_bytes()[:300])
+        again = shell.grpo("fetch", "recipe.yaml")
+        assert again.returncode == 0 and "grpo: fetching dataset ada/rows" in again.stdout, again.stderr
+        assert len(load_from_disk(str(folder))) == len(ROWS)
+    assert list((shell.cache / "datasets").iterdir()) == [folder]
+
+
+def test_without_the_hub_it_says_what_is_here_and_what_is_not(shell: Shell) -> None:
+    shell.recipe()
+    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:1"}
+    missing = shell.grpo("fetch", "recipe.yaml", **nowhere)
+    assert missing.returncode == 2
+    first, second = missing.stderr.splitlines()
+    assert first == (
+        "grpo: recipe.yaml:6: model ada/sums is not here and the hub does not answer. "
+        "Fix: run grpo fetch where the hub can be reached, e.g. on the login node"
+    )
+    assert second.startswith("grpo: recipe.yaml:2: dataset ada/rows (train) is not here")
+
+    shell.grpo("fetch", "recipe.yaml")
+    here = shell.grpo("fetch", "recipe.yaml", **nowhere)
+    assert here.returncode == 0 and here.stdout.count("here; the hub does not answer, so not compared") == 2
+    update = shell.grpo("fetch", "recipe.yaml", "--update", **nowhere)
+    assert update.returncode == 2 and "cannot look for newer commits of model ada/sums" in update.stderr
+
+
+def test_a_gated_model_is_told_in_one_line_without_the_token(shell: Shell, hub: FakeHub) -> None:
+    hub.repos["model", "ada/sums"].gated = True
+    shell.recipe()
+    refused = shell.grpo("fetch", "recipe.yaml", HF_TOKEN=READER)
+    assert refused.returncode == 2
+    (line,) = refused.stderr.splitlines()
+    assert line == (
+        "grpo: recipe.yaml:6: model ada/sums is gated and this account may not read it. "
+        "Fix: accept its licence at https://huggingface.co/ada/sums, then export HF_TOKEN or run hf auth login"
+    )
+    hub.granted.add(READER)
+    granted = shell.grpo("fetch", "recipe.yaml", HF_TOKEN=READER)
+    assert granted.returncode == 0, granted.stderr
+    written = [path for path in shell.folder.rglob("*") if path.is_file()]
+    assert len(written) > 10 and all(READER.encode() not in path.read_bytes() for path in written)
+
+
+def test_a_gated_dataset_is_told_too(shell: Shell, hub: FakeHub) -> None:
+    hub.repos["dataset", "ada/rows"].gated = True
+    shell.recipe()
+    refused = shell.grpo("fetch", "recipe.yaml")
+    assert refused.returncode == 2
+    (line,) = refused.stderr.splitlines()
+    assert "dataset ada/rows (train) is gated" in line
+    assert "accept its licence at https://huggingface.co/datasets/ada/rows, then export HF_TOKEN" in line
+
+
+def test_every_wrong_name_is_told_at_once(shell: Shell) -> None:
+    shell.recipe(model_revision="nope", dataset_name="ada/none")
+    refused = shell.grpo("fetch", "recipe.yaml")
+    assert refused.returncode == 2
+    first, second = refused.stderr.splitlines()
+    assert "model 'ada/sums' has no revision 'nope'" in first
+    assert "recipe.yaml:2: the hub has no dataset 'ada/none', or it is private" in second
+
+
+def test_what_cannot_be_a_name_is_told(shell: Shell) -> None:
+    shell.recipe(dataset_name="ada/rows..old")
+    refused = shell.grpo("fetch", "recipe.yaml")
+    assert refused.returncode == 2
+    assert "recipe.yaml:2: 'ada/rows..old' is neither here nor the name of a dataset" in refused.stderr
+
+
+def test_a_split_that_does_not_exist_names_those_that_do(shell: Shell) -> None:
+    shell.recipe(dataset_train_split="training")
+    refused = shell.grpo("fetch", "recipe.yaml")
+    assert refused.returncode == 2
+    assert "Unknown split \"training\". Should be one of ['train', 'test']" in refused.stderr
+    assert not list((shell.cache / "datasets").glob("*"))
+
+
+def test_a_model_that_does_not_fit_on_the_disk_is_not_begun(shell: Shell, hub: FakeHub) -> None:
+    hub.sizes["model.safetensors"] = 10**18
+    shell.recipe()
+    refused = shell.grpo("fetch", "recipe.yaml")
+    assert refused.returncode == 2
+    assert f"model ada/sums takes {human(10**18)} more" in refused.stderr and "free" in refused.stderr
+    assert hub.asked("/ada/sums/resolve/.*safetensors") <= 1  # at most its size was asked for
+
+
+def test_interrupted_it_says_so_and_goes_on_from_there(shell: Shell, hub: FakeHub) -> None:
+    shell.recipe()
+    hub.slow["model.safetensors"] = 60.0
+    process = subprocess.Popen(
+        [GRPO, "fetch", "recipe.yaml"], cwd=shell.folder, env=shell.environment, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 30
+    while not any(command == "GET" and path.endswith("model.safetensors") for command, path in hub.requests):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "grpo: interrupted; run it again: what came is kept" in told
+    hub.slow.clear()
+    assert shell.grpo("fetch", "recipe.yaml").returncode == 0
+
+
+def test_only_the_first_rows_of_a_stream_are_brought(shell: Shell, hub: FakeHub) -> None:
+    hub.add("dataset", "ada/long", {"train.jsonl": jsonl(ROWS * 100)})
+    shell.recipe(dataset_name="ada/long", dataset_streaming=True, max_train_prompts=7)
+    fetched = shell.grpo("fetch", "recipe.yaml")
+    assert fetched.returncode == 0, fetched.stderr
+    record = next(one for one in shell.records() if one["kind"] == "dataset")
+    assert record["limit"] == 14 and record["path"].endswith(f"ada--long--train--first-14--{record['commit'][:12]}")
+    from datasets import load_from_disk
+
+    assert load_from_disk(record["path"])["problem"][:] == [row["problem"] for row in ROWS[:14]]
+
+
+def test_local_files_need_no_hub(shell: Shell, hub: FakeHub, tiny_model: Path) -> None:
+    (shell.folder / "rows.jsonl").write_bytes(jsonl(ROWS))
+    shell.recipe(model_name_or_path=str(tiny_model), dataset_name="rows.jsonl")
+    fetched = shell.grpo("fetch", "recipe.yaml")
+    assert fetched.returncode == 0, fetched.stderr
+    assert fetched.stdout.count("  local\n") == 2 and hub.requests == []
+
+
+def test_the_smoke_task_is_made_so_that_a_job_finds_it(shell: Shell, hub: FakeHub) -> None:
+    shell.recipe(model_name_or_path="smoke:sums", dataset_name="smoke:sums")
+    shell.cache.mkdir()
+    (shell.cache / "smoke").touch()  # where the maker wants a folder
+    refused = shell.grpo("fetch", "recipe.yaml")
+    assert refused.returncode == 2 and "python -m grpo_recipes.smoke exited with code 1" in refused.stderr
+    (shell.cache / "smoke").unlink()
+    folder = smoke_folder("smoke:sums", shell.environment)
+    folder.mkdir(parents=True)
+    (folder / "COMPLETE").touch()
+    assert shell.grpo("fetch", "recipe.yaml").returncode == 0 and hub.requests == []

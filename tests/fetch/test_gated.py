@@ -1,0 +1,20 @@
+"""Models that are known to be gated."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_recipes.fetch.gated import gated_note
+
+
+@pytest.mark.parametrize("model", ["meta-llama/Llama-3.1-8B-Instruct", "google/gemma-3-4b-it"])
+def test_a_gated_model_is_named_with_its_page_and_the_way_in(model: str) -> None:
+    assert gated_note(model) == (
+        f"{model} is gated: accept its licence at https://huggingface.co/{model}, then export HF_TOKEN or run "
+        "hf auth login; grpo fetch tests it"
+    )
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen2.5-0.5B-Instruct", "./meta-llama/mine", "smoke:sums", ""])
+def test_nothing_is_said_of_others(model: str) -> None:
+    assert gated_note(model) is None

@@ -1,0 +1,116 @@
+"""A launch without its model or data: brought first where the hub answers, refused in a second where it does not."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fake_hub import FakeHub
+from no_network import without_network
+
+from grpo_recipes.errors import Refused
+from grpo_recipes.fetch.hub import hub_answers
+from grpo_recipes.fetch.preflight import need_sources
+from grpo_recipes.fetch.sources import record_sources
+from grpo_recipes.launch.rundir import Run, read_json
+from grpo_recipes.recipe import read_recipe
+
+from .conftest import GRPO, Shell, jsonl
+
+Variables = Callable[[], dict[str, str]]
+
+
+@pytest.mark.parametrize("why", ["cut off", "told offline"])
+def test_without_fetch_a_launch_is_refused_naming_the_command(shell: Shell, why: str) -> None:
+    shell.recipe()
+    launch = [GRPO, "launch", "recipe.yaml", "--seed", "3"]
+    began = time.monotonic()
+    if why == "cut off":
+        refused = shell.run(*without_network(*launch))
+    else:
+        refused = shell.run(*launch, HF_HUB_OFFLINE="1")
+    assert refused.returncode == 2 and time.monotonic() - began < 20
+    reason = f"{shell.environment['HF_ENDPOINT']} does not answer" if why == "cut off" else "HF_HUB_OFFLINE is set"
+    first, second = refused.stderr.splitlines()
+    assert first == (
+        f"grpo: recipe.yaml:6: model ada/sums is not on this machine and {reason}. "
+        "Fix: run on the login node: grpo fetch recipe.yaml --seed 3"
+    )
+    assert second.startswith("grpo: recipe.yaml:2: dataset ada/rows (train) is not on this machine")
+    assert not (shell.folder / "runs").exists() and not (shell.folder / "logs").exists()
+
+
+@pytest.mark.parametrize("command", [["plan"], ["launch", "--dry-run"], ["check"]])
+def test_looking_never_downloads(shell: Shell, hub: FakeHub, command: list[str]) -> None:
+    name, *options = command
+    looked = shell.grpo(name, shell.recipe(), *options)
+    assert looked.returncode == 0, looked.stderr
+    assert hub.requests == [] and not shell.cache.exists()
+
+
+def test_what_is_missing_is_brought_first(shell: Shell, variables: Variables, monkeypatch, capfd) -> None:
+    monkeypatch.chdir(shell.folder)
+    recipe = read_recipe(Path(shell.recipe()))
+    sources = need_sources(recipe, variables(), None, ["recipe.yaml"])
+    assert [source.id for source in sources.found] == ["ada/sums", "ada/rows"] and not sources.missing
+    told = capfd.readouterr().out
+    assert told.startswith(
+        "grpo: not here yet: model ada/sums, dataset ada/rows (train); running grpo fetch recipe.yaml\n"
+    )
+    assert "everything recipe.yaml reads is here" in told
+
+    offline = {**variables(), "HF_ENDPOINT": "http://127.0.0.1:1"}
+    assert need_sources(recipe, offline, None, ["recipe.yaml"]).found == sources.found
+    assert capfd.readouterr().out == ""
+
+
+def test_a_fetch_that_fails_refuses_the_launch(shell: Shell, hub: FakeHub, variables: Variables, monkeypatch) -> None:
+    monkeypatch.chdir(shell.folder)
+    del hub.repos["dataset", "ada/rows"]
+    with pytest.raises(
+        Refused, match=r"grpo fetch: ended with code 2\. Fix: mend what it says above; then: grpo fetch"
+    ):
+        need_sources(read_recipe(Path(shell.recipe())), variables(), None, ["recipe.yaml"])
+
+
+def test_local_data_that_changed_stops_a_resume(shell: Shell, variables: Variables, tiny_model, monkeypatch) -> None:
+    monkeypatch.chdir(shell.folder)
+    rows = shell.folder / "rows.jsonl"
+    rows.write_bytes(jsonl([{"problem": "1", "answer": "1"}]))
+    recipe = read_recipe(Path(shell.recipe(model_name_or_path=str(tiny_model), dataset_name="rows.jsonl")))
+    recorded = need_sources(recipe, variables(), None, []).as_json()
+    rows.write_bytes(jsonl([{"problem": "2", "answer": "1"}]))
+    with pytest.raises(Refused, match=r"--resume: the dataset 'rows\.jsonl' is not what the run began with"):
+        need_sources(recipe, variables(), recorded, [])
+    assert need_sources(recipe, variables(), recorded, [], allow_changed=True).found
+
+
+def test_a_resumed_run_gets_its_own_commits_back(shell: Shell, hub: FakeHub, variables: Variables, monkeypatch) -> None:
+    monkeypatch.chdir(shell.folder)
+    recipe = read_recipe(Path(shell.recipe()))
+    began_with = need_sources(recipe, variables(), None, ["recipe.yaml"])
+    run = shell.folder / "runs" / "offline-1"
+    run.mkdir(parents=True)
+    record_sources(Run(run, {"run_name": "offline"}), began_with)
+    (run / "recipe.yaml").write_text(recipe.as_yaml())
+    model = hub.repos["model", "ada/sums"]
+    model.commit({**model.files(), "notes.txt": b"later"}, "later")
+    shutil.rmtree(shell.cache)
+
+    recorded = read_json(run / "run.json")["sources"]
+    with pytest.raises(Refused, match=f"grpo fetch --resume {run}"):
+        need_sources(recipe, {**variables(), "HF_HUB_OFFLINE": "1"}, recorded, ["--resume", str(run)])
+    again = need_sources(recipe, variables(), recorded, ["--resume", str(run)])
+    assert [source.commit for source in again.found] == [source.commit for source in began_with.found]
+    assert not (Path(again.model.path) / "notes.txt").exists()
+
+
+def test_a_hub_that_cannot_be_looked_up_is_given_up_on(monkeypatch) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(60))  # no name server answers
+    began = time.monotonic()
+    assert not hub_answers({"HF_ENDPOINT": "https://hub.example"}, timeout=0.5)
+    assert time.monotonic() - began < 5

@@ -1,0 +1,224 @@
+"""What is pushed when, with real pushing processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fake_hub import FakeHub
+
+from grpo_recipes.launch.checkpoints import prune
+from grpo_recipes.launch.rundir import read_json
+from grpo_recipes.publish import publisher as module
+from grpo_recipes.publish.preflight import Target
+from grpo_recipes.publish.publisher import Publisher, hand_over, make_publisher
+
+Checkpoint = Callable[..., Path]
+Start = Callable[..., Publisher]
+SUMS = ("model", "ada/sums")
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def start(
+    run_dir: Path, logged_in: dict[str, str], said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Start]:
+    """``start(strategy)``: the publisher of the run, looking all the time."""
+    made: list[Publisher] = []
+    monkeypatch.setattr(module, "_LOOK_SECONDS", 0.0)
+
+    def start_it(strategy: str, **changes: object) -> Publisher:
+        target = replace(Target("ada/sums", True, "main", strategy, False), **changes)  # type: ignore[arg-type]
+        publisher = make_publisher(target, run_dir, logged_in, said.append)
+        assert publisher is not None
+        publisher._waits = (0.1, 0.1)
+        made.append(publisher)
+        return publisher
+
+    yield start_it
+    for publisher in made:
+        if publisher._child is not None and publisher._child.poll() is None:
+            publisher._child.kill()
+            publisher._child.wait()
+
+
+def wait_for(publisher: Publisher, said: list[str], words: str) -> None:
+    deadline = time.monotonic() + 60
+    while not any(words in line for line in said):
+        publisher.tick()
+        assert time.monotonic() < deadline, said
+        time.sleep(0.05)
+
+
+def test_end_pushes_the_final_model_with_its_card_alone(
+    start: Start, checkpoint: Checkpoint, run_dir: Path, hub: FakeHub
+) -> None:
+    publisher = start("end")
+    checkpoint(3)
+    publisher.tick()
+    assert hub.requests == []
+    line = hand_over(publisher, run_dir)
+    repo = hub.repos[SUMS]
+    assert line == f", published in {hub.url}/ada/sums/tree/main" and repo.private
+    assert repo.files().keys() == {".gitattributes", "README.md", "config.json", "model.safetensors", "tokenizer.json"}
+    assert repo.files()["README.md"].startswith(b"---\nbase_model: ada/base\n")
+    summary = read_json(run_dir / "summary.json") or {}
+    assert summary["published"]["commit"] == repo.at("main") and summary["status"] == "completed"
+
+
+def test_every_save_pushes_the_model_of_each_complete_checkpoint(
+    start: Start, checkpoint: Checkpoint, run_dir: Path, hub: FakeHub, said: list[str]
+) -> None:
+    checkpoint(1)  # of an earlier attempt
+    publisher = start("every_save")
+    half = checkpoint(2)
+    (half / "COMPLETE").unlink()
+    checkpoint(3)
+    wait_for(publisher, said, "published checkpoint-3 in")
+    repo = hub.repos[SUMS]
+    assert repo.messages == ["initial commit", "Training in progress, step 3"]
+    assert repo.files()["model.safetensors"] == b"weights 3"
+    assert repo.files().keys() == {".gitattributes", "README.md", "config.json", "model.safetensors", "tokenizer.json"}
+    assert not (run_dir / "publish" / "checkpoint-3").exists()
+    publisher.finish()
+    assert repo.files()["model.safetensors"] == b"final weights"
+
+
+def test_checkpoint_keeps_the_newest_one_whole(
+    start: Start, checkpoint: Checkpoint, run_dir: Path, hub: FakeHub, said: list[str]
+) -> None:
+    publisher = start("checkpoint")
+    checkpoint(1)
+    wait_for(publisher, said, "published checkpoint-1 in")
+    repo = hub.repos[SUMS]
+    assert repo.files()["last-checkpoint/optimizer.pt"] == b"moments"
+    assert repo.files()["last-checkpoint/model.safetensors"] == b"weights 1"
+    checkpoint(2)
+    publisher.finish()  # before its tick came
+    assert repo.files()["last-checkpoint/model.safetensors"] == b"weights 2"
+    assert repo.messages == ["initial commit", "Training in progress, step 1", "Final model"]
+
+
+def test_all_checkpoints_keeps_each(start: Start, checkpoint: Checkpoint, hub: FakeHub, said: list[str]) -> None:
+    publisher = start("all_checkpoints")
+    checkpoint(1)
+    wait_for(publisher, said, "published checkpoint-1 in")
+    checkpoint(2)
+    publisher.finish()
+    files = hub.repos[SUMS].files()
+    for step in (1, 2):
+        assert files[f"checkpoint-{step}/model.safetensors"] == f"weights {step}".encode()
+        assert f"checkpoint-{step}/COMPLETE" in files
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_a_checkpoint_that_comes_during_a_push(
+    start: Start, checkpoint: Checkpoint, run_dir: Path, hub: FakeHub, said: list[str], always: bool
+) -> None:
+    publisher = start("every_save", always=always)
+    checkpoint(1)
+    publisher.tick()
+    checkpoint(2)
+    publisher.tick()
+    prune(run_dir / "checkpoints", 1)  # what is waiting is kept from the trainer's pruning
+    checkpoint(3)
+    prune(run_dir / "checkpoints", 1)
+    publisher.tick()
+    wait_for(publisher, said, "published checkpoint-3 in" if always else "published checkpoint-1 in")
+    pushed = [line.split()[1] for line in said if line.startswith("published")]
+    left_out = [line.split()[0] for line in said if "the push before it is not finished" in line]
+    assert (pushed, left_out) == (
+        (["checkpoint-1", "checkpoint-2", "checkpoint-3"], [])
+        if always
+        else (["checkpoint-1"], ["checkpoint-2", "checkpoint-3"])
+    )
+    assert len(hub.repos[SUMS].messages) == 1 + len(pushed)
+
+
+def test_a_push_that_fails_is_told_and_loses_nothing(
+    start: Start, checkpoint: Checkpoint, run_dir: Path, hub: FakeHub, said: list[str]
+) -> None:
+    hub.failing = {"/commit/": 3}
+    publisher = start("every_save")
+    checkpoint(1)
+    wait_for(publisher, said, "could not publish checkpoint-1: HfHubHTTPError: Server error '500")
+    assert said[-1].endswith("(3 attempts); training goes on")
+    hub.failing = {"/commit/": 3}
+    line = hand_over(publisher, run_dir)
+    assert line.startswith("; NOT published (HfHubHTTPError") and "hf upload ada/sums " in line
+    assert line.endswith("/run/model --private")
+    assert "500" in (read_json(run_dir / "summary.json") or {})["published"]["error"]
+    assert (run_dir / "model" / "model.safetensors").read_bytes() == b"final weights"
+    assert "error" not in publisher.finish()
+
+
+def test_shards_are_not_published_as_a_model(start: Start, checkpoint: Checkpoint, said: list[str]) -> None:
+    publisher = start("every_save")
+    checkpoint(1, files={"config.json": b"{}", "pytorch_model_fsdp.bin": b"shard"})
+    publisher.tick()
+    assert said == ["checkpoint-1 is not published: it holds no whole model, only shards of it"]
+
+
+def test_what_goes_wrong_here_never_reaches_the_run(
+    start: Start, checkpoint: Checkpoint, run_dir: Path, said: list[str]
+) -> None:
+    publisher = start("every_save")
+    (run_dir / "publish").touch()  # in the way of the folder
+    checkpoint(1)
+    publisher.tick()
+    assert said[0].startswith("could not publish a checkpoint: ") and said[0].endswith("training goes on")
+
+
+def test_a_signal_cuts_the_last_push_off(start: Start, run_dir: Path, hub: FakeHub) -> None:
+    publisher = start("end")
+    hub.slow["/api/repos/create"] = 60.0
+    threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    before = signal.getsignal(signal.SIGTERM)
+    began = time.monotonic()
+    assert publisher.finish() == {"repo": "ada/sums", "error": "stopped by SIGTERM"}
+    assert time.monotonic() - began < 20 and signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_run_that_ends_without_a_model_leaves_no_copies(
+    start: Start, checkpoint: Checkpoint, run_dir: Path, said: list[str]
+) -> None:
+    publisher = start("checkpoint")
+    checkpoint(1)
+    publisher.tick()
+    assert (run_dir / "publish" / "checkpoint-1").exists()
+    publisher.abandon()
+    assert said == ["checkpoint-1 may not be published: the run ended before"]
+    assert not (run_dir / "publish" / "checkpoint-1").exists()
+
+
+def test_a_run_without_push_to_hub_has_a_card_and_no_publisher(run_dir: Path) -> None:
+    assert make_publisher(None, run_dir, {}, print) is None
+    assert hand_over(None, run_dir) == ""
+    assert (run_dir / "model" / "README.md").read_text().startswith("---\nbase_model: ada/base\n")
+    assert "published" not in (read_json(run_dir / "summary.json") or {})
+
+
+def test_a_complete_run_does_not_fail_for_its_card(start: Start, run_dir: Path) -> None:
+    (run_dir / "model" / "README.md").mkdir()  # in the way
+    assert hand_over(None, run_dir).startswith("; no model card (IsADirectoryError")
+    assert hand_over(start("end"), run_dir).startswith("; NOT published (IsADirectoryError")
+
+
+def test_a_failed_run_tells_what_it_published_before(
+    start: Start, checkpoint: Checkpoint, run_dir: Path, said: list[str]
+) -> None:
+    publisher = start("every_save")
+    checkpoint(1)
+    wait_for(publisher, said, "published checkpoint-1 in")
+    publisher.abandon()
+    assert (read_json(run_dir / "summary.json") or {})["published"]["repo"] == "ada/sums"

@@ -1,0 +1,93 @@
+"""Recipe files that nobody should write, each refused in one line; and bases, file by file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from grpo_recipes.errors import Refused
+from grpo_recipes.recipe import read_recipe
+
+
+def refusal(path: Path, text: str, *flags: str) -> str:
+    path.write_text(text)
+    with pytest.raises(Refused) as refused:
+        read_recipe(path, flags)
+    (problem,) = refused.value.problems
+    assert "\n" not in str(problem)
+    return str(problem)
+
+
+LAUGHS = "model_init_kwargs:\n  a: &a [l, l, l, l, l, l, l, l, l, l]\n" + "".join(
+    f"  {name}: &{name} [{', '.join(['*' + before] * 10)}]\n" for before, name in zip("abcdefg", "bcdefgh", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("benchmarks: &x [*x]", "recipe.yaml: its anchors and aliases stand for more than 100,000"),
+        ("seed: 1\nmodel_init_kwargs: &x {a: *x}", "anchors and aliases"),
+        ("&x\nmodel_init_kwargs: *x", "anchors and aliases"),
+        (LAUGHS, "anchors and aliases"),
+        ("model_init_kwargs: " + "[" * 3000 + "]" * 3000, "nested too deeply"),
+        ("seed: 1\nrun_name: !!bool maybe", "recipe.yaml:2: not valid YAML ('maybe' is no bool)"),
+        ("seed: !!int many", "recipe.yaml:1: not valid YAML ('many' is no int)"),
+        ("seed: !!timestamp now", "'now' is no timestamp"),
+        ("seed: " + "9" * 5000, "is no int"),
+        ("x: &x {seed: 1}\n<<: *x\n", "recipe.yaml:2: '<<' is no key of a recipe. Fix: use base: FILE"),
+        ("seed: 1\n---\nseed: 2\n", "write one recipe a file"),
+    ],
+    ids=["list", "map", "whole", "laughs", "deep", "bool", "int", "timestamp", "long", "merge", "documents"],
+)
+def test_what_yaml_allows_and_no_recipe_needs_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    assert said in refusal(tmp_path / "recipe.yaml", text)
+
+
+def test_anchors_of_ordinary_size_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("model_init_kwargs:\n  a: &a {b: [1, 2]}\n  c: *a\n  d:\n    <<: *a\n    e: 3\n")
+    inner = {"b": [1, 2]}
+    assert read_recipe(path)["model_init_kwargs"] == {"a": inner, "c": inner, "d": {**inner, "e": 3}}
+
+
+def test_a_file_too_large_for_a_recipe_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    refusal(path, "x")
+    os.truncate(path, 2 << 30)
+    with pytest.raises(Refused, match="has 2147 MB, no recipe is so large"):
+        read_recipe(path)
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "a/" * 3000], ids=["name", "path"])
+def test_a_base_with_a_name_too_long_for_a_file_is_not_there(tmp_path: Path, name: str) -> None:
+    assert "there is no recipe 'a" in refusal(tmp_path / "recipe.yaml", f"base: {name}\n")
+
+
+def test_a_long_chain_of_bases_is_not_called_a_circle(tmp_path: Path) -> None:
+    for number in range(12):
+        (tmp_path / f"b{number}.yaml").write_text(f"base: b{number + 1}.yaml\n")
+    said = refusal(tmp_path / "recipe.yaml", "base: b0.yaml\n")
+    assert "more than 8 recipes build on one another" in said and "again" not in said
+
+
+def test_a_base_may_use_another_name_of_a_key(tmp_path: Path) -> None:
+    (tmp_path / "root.yaml").write_text("init_kl_coeff: 0.5\ntemperature: 0.5\n")
+    path = tmp_path / "recipe.yaml"
+    path.write_text("base: root.yaml\nbeta: 0.1\ngen_temperature: 0.7\n")
+    recipe = read_recipe(path)
+    assert (recipe["beta"], recipe.origin("beta")) == (0.1, "recipe.yaml:2")
+    assert (recipe["temperature"], recipe.origin("temperature")) == (0.7, "recipe.yaml:3")
+
+
+def test_a_date_is_the_text_that_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    for date in ("2024-01-01", "2024-13-45"):
+        path.write_text(f"run_name: {date}\n")
+        recipe = read_recipe(path)
+        assert recipe["run_name"] == date
+        frozen = tmp_path / "frozen.yaml"
+        frozen.write_text(recipe.as_yaml())
+        assert read_recipe(frozen)["run_name"] == date

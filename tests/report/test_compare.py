@@ -1,0 +1,178 @@
+"""The page that compares runs: who is better, by how much, and what differs."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_recipes.report.compare import comparison_page, write_comparison
+from grpo_recipes.report.groups import differing_keys, group_curve, grouped, half_interval
+from grpo_recipes.report.read import read_run
+from grpo_recipes.report.single import run_page
+
+from .synthetic_runs import make_run
+from .test_single import Page
+
+
+def runs_of(root: Path, *folders: dict[str, Any]) -> list[Any]:
+    return [
+        read_run(make_run(root, f"run{number}-20261120-10150{number}", **keys)) for number, keys in enumerate(folders)
+    ]
+
+
+def seeds(root: Path, name: str, count: int, **keys: Any) -> list[Any]:
+    return [read_run(make_run(root, f"{name}-20261120-10150{seed}", seed=seed, **keys)) for seed in range(count)]
+
+
+def test_the_interval_is_students() -> None:
+    # Mean 2 and standard deviation 1 of three values: 4.303 / sqrt(3).
+    assert half_interval([1.0, 2.0, 3.0]) == pytest.approx(4.303 / math.sqrt(3))
+    assert half_interval([0.0, 1.0]) == pytest.approx(12.706 / 2)
+    assert half_interval([float(row % 2) for row in range(100)]) == pytest.approx(1.96 * 0.50252 / 10, rel=1e-3)
+    assert half_interval([1.0]) is None
+
+
+def test_runs_that_differ_in_their_seed_alone_are_one_group(tmp_path: Path) -> None:
+    runs = seeds(tmp_path, "base", 3, steps=30) + seeds(
+        tmp_path, "fast", 2, steps=30, recipe={"learning_rate": (2e-6, "--learning_rate")}
+    )
+    runs += runs_of(
+        tmp_path, {"steps": 30, "recipe": {"run_root": ("elsewhere", "RUN_ROOT"), "beta": (0.0, "x.yaml:1")}}
+    )
+    groups = grouped(runs)
+    assert [group.label for group in groups] == ["base (3 seeds)", "fast (2 seeds)", "run0"]
+    assert differing_keys(groups) == ["beta", "learning_rate", "run_root"]
+
+
+def test_runs_with_the_same_seed_are_no_sample(tmp_path: Path) -> None:
+    groups = grouped(runs_of(tmp_path, {"steps": 5}, {"steps": 5}))
+    assert [len(group.runs) for group in groups] == [1, 1]
+
+
+def test_labels_are_never_the_same(tmp_path: Path) -> None:
+    same = [read_run(make_run(tmp_path / place, steps=5)) for place in ("a", "b")]
+    labels = [group.label for group in grouped(same)]
+    assert len(set(labels)) == 2 and all("math-20261120-101500" in label for label in labels)
+    later = read_run(make_run(tmp_path, "math-20261121-101500", steps=5))
+    labels = [group.label for group in grouped([same[0], later])]
+    assert labels == ["math-20261120-101500", "math-20261121-101500"]
+
+
+def test_a_group_is_drawn_as_mean_and_interval_over_its_seeds(tmp_path: Path) -> None:
+    runs = seeds(tmp_path, "base", 3, steps=4)
+    (group,) = grouped(runs)
+    curve = group_curve(group, "reward")
+    assert curve is not None and curve.band is not None
+    at_two = [run.metrics.column("reward")[1] for run in runs]
+    assert curve.x == [1, 2, 3, 4]
+    assert curve.line[1] == pytest.approx(sum(at_two) / 3)
+    low, high = curve.band[0][1], curve.band[1][1]
+    assert low is not None and high is not None
+    assert (high - low) / 2 == pytest.approx(half_interval(at_two))
+
+
+def test_seeds_of_different_lengths_are_averaged_where_they_are(tmp_path: Path) -> None:
+    runs = [read_run(make_run(tmp_path, f"base-20261120-10150{n}", seed=n, steps=4 + 2 * n)) for n in (0, 1)]
+    (group,) = grouped(runs)
+    curve = group_curve(group, "reward")
+    assert curve is not None and curve.band is not None
+    assert len(curve.line) == 6 and curve.line[5] == runs[1].metrics.column("reward")[5]
+    assert curve.band[0][3] is not None and curve.band[0][5] is None
+
+
+def test_a_long_group_is_thinned(tmp_path: Path) -> None:
+    (group,) = grouped(seeds(tmp_path, "base", 2, steps=1000))
+    curve = group_curve(group, "entropy")
+    assert curve is not None and 100 < len(curve.line) <= 240 and curve.x[-1] == 1000
+
+
+def test_the_page_says_who_ends_highest_and_what_differs(tmp_path: Path) -> None:
+    runs = seeds(tmp_path, "base", 2, steps=30)
+    runs += runs_of(
+        tmp_path,
+        {"steps": 30, "lift": 0.7, "recipe": {"beta": (0.0, "x.yaml:1"), "max_grad_norm": (0.5, "x.yaml:2")}},
+        {"steps": 20, "lift": 0.0, "recipe": {"beta": (0.1, "x.yaml:1")}, "summary": {"benchmarks": {}}},
+    )
+    page = Page(comparison_page(runs))
+    assert page.problems == []
+    assert re.search(r"run0 ends highest, at reward 0\.8\d*; next is base \(2 seeds\) at 0\.6\d*\.", page.text)
+    for name in ("Runs", "Curves", "Benchmarks", "Differences", "Evaluation reward", "Reward by time", "KL divergence",
+                 "Entropy", "Completion length"):  # fmt: skip
+        assert name in page.texts, name
+    table = page.text[page.text.rindex("Differences") :]
+    assert "beta0.040.00.1" in table
+    assert "max_grad_norm1.00.51.0" in table  # the default of those that do not set it
+    assert "learning_rate" not in table and "seed0" not in table
+    assert re.search(r"base \(2 seeds\)0\.6\d* ± [\d.]+0\.\d+ ± [\d.]+", page.text)
+    assert "51.2 % (46.8 to 55.6)" in page.text
+
+
+def test_equal_recipes_are_called_the_same(tmp_path: Path) -> None:
+    text = Page(comparison_page(runs_of(tmp_path, {"steps": 5}, {"steps": 5}))).text
+    assert "Recipes, trainer, code and devices are the same." in text
+
+
+def test_other_code_and_other_batches_are_told(tmp_path: Path) -> None:
+    runs = runs_of(tmp_path, {"steps": 5}, {"steps": 5})
+    runs[1].identity["code"]["commit"] = "fedcba9876543210"
+    runs[1].plan["batch"]["completions"] = 256
+    text = Page(comparison_page(runs)).text
+    assert "commit0123456789fedcba9876" in text
+    assert "A step is not the same number of completions: compare by time. run0: 512; run1: 256." in text
+
+
+def test_unlike_rewards_are_told_and_not_ranked(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "other-20261120-101501", steps=5)
+    rows = (folder / "metrics.jsonl").read_text().replace("rewards/format_tags/", "rewards/cosine_length/")
+    (folder / "metrics.jsonl").write_text(rows)
+    text = Page(comparison_page([read_run(make_run(tmp_path, steps=5)), read_run(folder)])).text
+    assert "The rewards are not the same, so their totals cannot be compared." in text
+    assert "math: pure_accuracy_math, format_tags; other: pure_accuracy_math, cosine_length" in text
+    assert "ends highest" not in text
+
+    weighted = {"steps": 5, "recipe": {"reward_weights": ([1.0, 0.5], "x.yaml:1")}}
+    text = Page(comparison_page(runs_of(tmp_path, {"steps": 5}, weighted))).text
+    assert "weighted [1.0, 0.5]" in text and "ends highest" not in text
+
+
+def test_more_runs_than_colours_are_told_apart(tmp_path: Path) -> None:
+    runs = runs_of(tmp_path, *[{"steps": 5, "recipe": {"beta": (0.01 * n, "x.yaml:1")}} for n in range(9)])
+    groups = grouped(runs)
+    assert len({(group.colour, group.dashed) for group in groups}) == 9
+    assert 'class="line dashed c2"' in comparison_page(runs)
+
+
+def test_a_run_named_twice_counts_once(tmp_path: Path) -> None:
+    folder, other = make_run(tmp_path, steps=5), make_run(tmp_path, "other-20261120-101501", steps=5)
+    page = write_comparison([folder, other, folder / ".." / folder.name], tmp_path / "out.html")
+    assert "2 runs compared" in page.read_text()
+
+
+def test_a_run_without_rows_can_be_compared(tmp_path: Path) -> None:
+    left = ("metrics.jsonl", "eval.jsonl", "samples.jsonl")
+    runs = runs_of(tmp_path, {"steps": 5}, {"steps": 1, "without": left})
+    page = Page(comparison_page(runs))
+    assert page.problems == [] and "run1-20261120-101501" in page.text
+
+
+def test_time_is_minutes_in_steps(tmp_path: Path) -> None:
+    runs = runs_of(tmp_path, {"steps": 5}, {"steps": 3})
+    rows = [json.loads(line) for line in (runs[0].folder / "metrics.jsonl").read_text().splitlines()]
+    minutes = sum(row["seconds/step"] for row in rows) / 60
+    (figure,) = [one for one in re.findall(r"<figure.*?</figure>", comparison_page(runs)) if "Reward by time" in one]
+    (xs,) = re.findall(r'<figure[^>]*data-x="([^"]*)"', figure)
+    assert float(xs.split()[-1]) == pytest.approx(minutes, rel=1e-3)
+    assert 'data-low="0"' in figure and 'data-xname="min"' in figure
+
+
+@pytest.mark.parametrize("bounds", [["a", "b"], [None, None], [0.5], 3, None])
+def test_a_score_without_a_readable_interval_is_shown_without(tmp_path: Path, bounds: Any) -> None:
+    scores = {"gsm8k": {"pass@1": 0.5, "pass@1_ci": bounds}}
+    run = read_run(make_run(tmp_path, steps=2, summary={"benchmarks": scores}))
+    assert run_page(run, tmp_path / "report.html").count("50 %") >= 1
+    assert comparison_page([run, run]).count("50 %") >= 1

@@ -1,0 +1,152 @@
+"""Run directories with holes: torn lines, odd numbers, older files, secrets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from grpo_recipes.errors import Refused
+from grpo_recipes.report.read import read_run, read_samples, read_scored, read_settings, read_table
+
+from .synthetic_runs import make_run
+
+SECRET = "hf_" + "abcdefghij" * 2
+
+
+def test_rows_become_columns_with_gaps(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    rows = [{"step": 1, "loss": 0.5, "text": "x"}, {"step": 2, "loss": "nan", "kl": 1}, {"step": 3, "loss": "-inf"}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "lo')
+    table = read_table(file)
+    assert table.steps == [1, 2, 3]
+    assert table.columns == {"step": [1, 2, 3], "loss": [0.5, None, None], "kl": [None, 1, None]}
+    assert table.odd == {"loss": 2}
+    assert (table.unreadable, table.last("loss"), table.last("kl")) == (0, 0.5, 1)
+    assert table.has("kl") and not table.has("text")
+
+
+def test_lines_that_are_no_rows_are_counted(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\nnonsense\n[1]\n{"loss": 3}\n\n{"step": 2, "loss": true}\n')
+    table = read_table(file)
+    assert (table.steps, table.unreadable) == ([1, 2], 3)
+    assert "loss" not in table.columns
+
+
+def test_samples_are_read_where_they_stand(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path, steps=7))
+    with (run.folder / "samples.jsonl").open("a") as file:
+        file.write('{"step": 8, "rewa')
+    again = read_run(run.folder)
+    assert [row.step for row in again.scored] == list(range(1, 8))
+    assert len(again.scored[3].rewards) == 64  # the one without a verdict is none
+    (first, _) = read_samples(run.folder / "samples.jsonl", again.scored[3])
+    assert first["advantage"] == 0.9321
+
+
+def test_secrets_are_masked_wherever_they_stand(tmp_path: Path) -> None:
+    sample = {"prompt": SECRET, "completion": f"my token {SECRET}", "rewards": {SECRET: 1.0}}
+    folder = make_run(
+        tmp_path, steps=2, samples=[sample], summary={"cause": f"a {SECRET} b"}, recipe={"run_name": (SECRET, SECRET)}
+    )
+    run = read_run(folder)
+    known = [run.summary, run.settings, *[read_samples(folder / "samples.jsonl", row) for row in run.scored]]
+    assert SECRET not in str(known)
+    assert run.summary["cause"] == "a ******** b"
+
+
+def test_origins_stand_above_the_keys(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path, steps=1))
+    origins = {setting.key: setting.origin for setting in run.settings}
+    assert origins["learning_rate"] == "--learning_rate"
+    assert origins["run_root"] == "RUN_ROOT"
+    assert origins["system_prompt"] == "config_math.yaml:9"
+    assert run.setting("system_prompt").splitlines()[1] == "# not an origin"
+    assert run.setting("not_given") is None
+
+
+def test_origins_of_older_runs_stand_behind_the_values(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text("beta: 0.0  # grpo.yaml:20\n# grpo.yaml:13\nreward_funcs:\n- format_tags\n")
+    assert [(one.key, one.value, one.origin) for one in read_settings(file)] == [
+        ("beta", 0.0, "grpo.yaml:20"),
+        ("reward_funcs", ["format_tags"], "grpo.yaml:13"),
+    ]
+
+
+def test_a_run_that_has_only_begun_is_read(tmp_path: Path) -> None:
+    left = ("metrics.jsonl", "eval.jsonl", "samples.jsonl", "summary.json", "plan.json", "recipe.yaml")
+    run = read_run(make_run(tmp_path, steps=1, without=left))
+    assert (run.status, run.settings, run.metrics.steps, run.scored) == ("unknown", [], [], [])
+
+
+def test_evaluations_are_also_read_from_the_metrics(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, steps=3, without=("eval.jsonl",))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "eval_reward": 0.5}\n')
+    assert read_run(folder).evals.columns == {"eval_reward": [None, None, None, 0.5]}
+
+
+@pytest.mark.parametrize("file", ["run.json", "plan.json", "summary.json", "recipe.yaml"])
+def test_a_damaged_file_is_named(tmp_path: Path, file: str) -> None:
+    folder = make_run(tmp_path, steps=1)
+    (folder / file).write_text("{ [")
+    with pytest.raises(Refused, match=f"{file}: is damaged"):
+        read_run(folder)
+
+
+def test_a_folder_without_identity_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="is not a run directory"):
+        read_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value", "said"),
+    [
+        ("plan.json", "batch", None, "'batch' is no mapping"),
+        ("plan.json", "processes", {"role": "server"}, "'processes' is no list"),
+        ("plan.json", "processes", ["server"], "'processes' is no list of mappings"),
+        ("plan.json", "notes", 3, "'notes' is no list"),
+        ("run.json", "code", "abc", "'code' is no mapping"),
+        ("run.json", "versions", [], "'versions' is no mapping"),
+    ],
+)
+def test_a_part_of_another_kind_is_told(tmp_path: Path, file: str, key: str, value: object, said: str) -> None:
+    folder = make_run(tmp_path, steps=2)
+    content = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps({**content, key: value}))
+    with pytest.raises(Refused, match=f"{file}: is damaged \\({said}"):
+        read_run(folder)
+
+
+@pytest.mark.parametrize("file", ["run.json", "plan.json", "summary.json", "recipe.yaml"])
+def test_a_file_nested_too_deeply_is_damaged(tmp_path: Path, file: str) -> None:
+    folder = make_run(tmp_path, steps=2)
+    (folder / file).write_text("[" * 5000)
+    with pytest.raises(Refused, match=f"{file}: is damaged"):
+        read_run(folder)
+
+
+def test_numbers_that_no_chart_can_show_are_left_out(tmp_path: Path) -> None:
+    big = "9" * 400
+    metrics, samples = tmp_path / "metrics.jsonl", tmp_path / "samples.jsonl"
+    metrics.write_text(
+        f'{{"step": {big}, "a": 1}}\n{{"step": NaN}}\n{{"step": Infinity}}\n{{"step": true}}\n' + "[" * 5000 + "\n"
+        f'{{"step": 1, "a": {big}, "b": 1e308, "c": NaN, "d": 1e30}}\n'
+    )
+    table = read_table(metrics)
+    assert (table.steps, table.columns, table.unreadable) == ([1], {"step": [1], "d": [1e30]}, 5)
+    samples.write_text(
+        f'{{"step": 1, "rewards": [NaN, {big}, 0.5, true, null]}}\n{{"step": 2, "rewards": null}}\n'
+        '{"step": 3, "rewards": 4}\n{"step": 4, "samples": 5}\n'
+    )
+    rows = list(read_scored(samples))
+    assert [list(row.rewards) for row in rows] == [[0.5], [], [], []]
+    assert read_samples(samples, rows[3]) == []
+
+
+def test_a_folder_with_a_name_too_long_for_a_file_is_no_run() -> None:
+    with pytest.raises(Refused, match="is not a run directory"):
+        read_run(Path("a" * 300))

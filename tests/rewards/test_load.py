@@ -1,0 +1,306 @@
+"""From names in a recipe to rewards: ours, the user's own in children or in the trainer, and the copy a run keeps."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grpo_recipes.check import check
+from grpo_recipes.errors import Refused
+from grpo_recipes.keys import catalogue
+from grpo_recipes.rewards.children import RewardFailed, Verdict
+from grpo_recipes.rewards.children.limits import MOST_PROCESSES
+from grpo_recipes.rewards.children.pool import START_SECONDS
+from grpo_recipes.rewards.load import keep_rewards, load_rewards
+from grpo_recipes.rewards.records import LimitRecords, key_of
+from grpo_recipes.rewards.watched import BatchReward, IsolatedReward, WatchedReward
+
+OWN = """
+import sys, time
+from pathlib import Path
+import beside
+
+def score(completions, answer, **columns):
+    if completions[0] == "spin":
+        with Path("calls").open("a") as file:
+            file.write("x")
+        while True:
+            pass
+    return [beside.RIGHT if text == gold else 0.0 for text, gold in zip(completions, answer)]
+
+def wide(completions, **columns):
+    return [float(len(completions)) for _ in completions]
+
+def data(completions):
+    return [float((Path(__file__).parent / "data.txt").read_text())]
+"""
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A user's folder, which is the working folder of the launch."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "own.py").write_text(OWN)
+    (folder / "beside.py").write_text("RIGHT = 1.0\n")
+    (folder / "data.txt").write_text("0.75")
+    package = folder / "pack"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "more.py").write_text("from .part import HALF\n\ndef half(completions):\n    return [HALF]\n")
+    (package / "part.py").write_text("HALF = 0.5\n")
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # a reward in this process adds the folder
+    yield folder
+    for name in ("grpo_user_own", "beside"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Iterator[Any]:
+    """``load(*names, KEY=VALUE, ...)``: the rewards of a recipe, whose children are ended after the test."""
+    made: list[Any] = []
+
+    def load_them(*names: str, **keys: Any) -> list[Any]:
+        defaults = {
+            "reward_isolation": "completion",
+            "reward_workers": 1,
+            "reward_timeout": 1.0,
+            "reward_memory_gib": 1.0,
+            "answer_matching": "normalized",
+        }
+        script_args = SimpleNamespace(reward_funcs=list(names), **{**defaults, **keys})
+        rewards = load_rewards(script_args, SimpleNamespace(max_completion_length=10), tmp_path / "run")
+        made.extend(rewards)
+        return rewards
+
+    yield load_them
+    for reward in made:
+        if isinstance(reward, IsolatedReward):
+            reward._pool.close()
+
+
+def test_ours_are_called_as_they_are_and_the_unbounded_in_children(load: Any) -> None:
+    exact, verify = load("pure_accuracy_math", "math_verify")
+    assert not isinstance(exact, WatchedReward) and isinstance(verify, IsolatedReward)
+    columns = {"completions": ["<answer>1/2</answer>"], "answer": ["0.5"], "prompts": ["?"], "completion_ids": [[1]]}
+    assert (exact(**columns), verify(**columns)) == ([1.0], [1.0])
+    assert (exact.__name__, verify.__name__) == ("pure_accuracy_math", "math_verify")
+    assert load("pure_accuracy_math", answer_matching="strict")[0](**columns) == [0.0]
+
+
+def test_ones_own_from_a_file_and_from_a_module(load: Any) -> None:
+    score, half, data = load("own.py:score", "pack.more:half", "own.py:data")
+    assert [reward.__name__ for reward in (score, half, data)] == ["score", "half", "data"]
+    trl = {"prompts": ["?"] * 2, "completion_ids": [[1]] * 2, "trainer_state": object(), "log_metric": print}
+    assert score(completions=["a", "b"], answer=["a", "a"], **trl) == [1.0, 0.0]
+    assert half(completions=["a", "b"], **trl) == [0.5, 0.5]
+    assert data(completions=["a"]) == [0.75]
+
+
+def test_names_that_end_alike_are_told_apart_in_metrics(load: Any, project: Path) -> None:
+    (project / "other.py").write_text("def score(completions):\n    return [0.1]\n")
+    (project / "third.py").write_text("def math_verify(completions):\n    return [0.2]\n")
+    names = ["own.py:score", "other.py:score", "third.py:math_verify", "math_verify"]
+    assert [reward.__name__ for reward in load(*names)] == names
+
+
+def test_isolation_none_calls_the_whole_batch_in_this_process(load: Any) -> None:
+    (apart,) = load("own.py:wide")
+    (here,) = load("own.py:wide", reward_isolation="none")
+    assert isinstance(here, BatchReward)
+    assert apart(completions=["a"] * 3) == [1.0] * 3
+    assert here(completions=["a"] * 3) == [3.0] * 3
+
+
+def test_the_number_of_children_their_time_and_memory_are_the_recipes(load: Any) -> None:
+    pool = load("own.py:score", reward_workers=3, reward_timeout=7.0, reward_memory_gib=0.5)[0]._pool
+    assert (pool.workers, pool.timeout, pool.memory_gib) == (3, 7.0, 0.5)
+
+
+@pytest.mark.parametrize("name", ["absent.py:score", "own.py:absent", "no.such.module:score"])
+def test_what_is_not_there_is_refused(load: Any, name: str) -> None:
+    with pytest.raises((Refused, RewardFailed), match=r"absent|no module"):
+        load(name)
+
+
+# --- the whole batch in the trainer ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        ([1.0], "reward 'a.py:f': wrong length: returned 1 entries for 2 completions"),
+        (0.5, "reward 'a.py:f': wrong type: returned float instead of a list"),
+        ([0.5, "x"], "reward 'a.py:f': wrong type: str instead of a number"),
+        (ValueError("no"), "reward 'a.py:f' raised ValueError: no"),
+    ],
+)
+def test_a_batch_reward_that_breaks_its_word_is_named(returned: Any, said: str) -> None:
+    def function(completions: list[str]) -> Any:
+        if isinstance(returned, Exception):
+            raise returned
+        return returned
+
+    with pytest.raises(RewardFailed, match=said):
+        BatchReward(function, "a.py:f", "f")(completions=["a", "b"], answer=["a", "b"])
+
+
+def test_a_batch_reward_may_know_no_number() -> None:
+    reward = BatchReward(lambda completions, **_: [1, None, float("nan")], "a.py:f", "f")
+    assert reward(completions=["a", "b", "c"]) == [1.0, None, None]
+    assert [verdict.reason for verdict in reward.verdicts] == [None, None, "not a number: nan"]
+
+
+# --- the copy a run keeps --------------------------------------------------------------------------------------------
+
+
+def test_a_run_keeps_a_copy_and_goes_on_with_it(load: Any, project: Path, tmp_path: Path) -> None:
+    names, run = ["own.py:score", "pack.more:half", "math_verify"], tmp_path / "run"
+    assert keep_rewards(names, run) == []
+    assert (run / "rewards/own.py").read_text() == OWN
+    assert {path.name for path in (run / "rewards").iterdir()} == {"own.py", "pack.more.py"}
+    assert keep_rewards(names, run) == []
+
+    (project / "own.py").write_text("def score(completions):\n    return [9.0]\n")
+    (note,) = keep_rewards(names, run)
+    assert note.startswith("own.py has changed since this run began") and note.endswith("it uses the copy")
+    (score,) = load("own.py:score")
+    assert score(completions=["a"], answer=["a"]) == [1.0]
+
+    (project / "own.py").unlink()
+    (note,) = keep_rewards(names, run)
+    assert note.startswith("the file of reward own.py:score is gone; this run has its copy")
+    (score,) = load("own.py:score")
+    assert score(completions=["a"], answer=["a"]) == [1.0]
+
+
+def test_a_module_that_is_gone_is_run_from_its_copy(load: Any, project: Path, tmp_path: Path) -> None:
+    (project / "lone.py").write_text("def score(completions):\n    return [0.25]\n")
+    keep_rewards(["lone:score"], tmp_path / "run")
+    (project / "lone.py").unlink()
+    (score,) = load("lone:score")
+    assert score(completions=["a"]) == [0.25]
+
+
+# --- verdicts that a limit decided -----------------------------------------------------------------------------------
+
+
+def calls(project: Path) -> int:
+    return len((project / "calls").read_text()) if (project / "calls").exists() else 0
+
+
+def test_a_verdict_by_time_limit_is_given_again_without_a_call(load: Any, project: Path) -> None:
+    (score,) = load("own.py:score")
+    score.generation = 4
+    arguments = {"completions": ["a", "spin", "spin", "spin"], "answer": ["a", "a", "a", "b"]}
+    assert score(**arguments) == [1.0, None, None, None]
+    assert [verdict.replayed for verdict in score.verdicts] == [False] * 4
+    assert calls(project) == 2, "equal arguments are one call"
+    score.generation = 9
+    assert score(**arguments) == [1.0, None, None, None]
+    assert calls(project) == 2 and [verdict.replayed for verdict in score.verdicts] == [False, True, True, True]
+
+    (resumed,) = load("own.py:score")
+    resumed.generation = 4
+    assert resumed(**arguments) == [1.0, None, None, None]
+    assert calls(project) == 2
+    assert [verdict.reason for verdict in resumed.verdicts] == [None, *["time limit"] * 3]
+    resumed.generation = 3  # before it was recorded the run did call
+    assert resumed(**{"completions": ["warm"], "answer": ["a"]}) == [0.0]
+    assert resumed(**{"completions": ["spin"], "answer": ["a"]}) == [None]
+    assert calls(project) == 3
+
+    (patient,) = load("own.py:score", reward_timeout=2.0)
+    patient.generation = 9
+    assert patient(**{"completions": ["warm"], "answer": ["a"]}) == [0.0]
+    assert patient(**{"completions": ["spin"], "answer": ["a"]}) == [None]
+    assert calls(project) == 4, "another limit is another question"
+
+
+def test_records_are_of_limits_alone_and_survive_a_kill(tmp_path: Path) -> None:
+    file = tmp_path / "rewards" / "limits_0.jsonl"
+    records = LimitRecords(file)
+    records.add("a", 3, Verdict(None, "time limit", by_limit=True))
+    records.add("b", 3, Verdict(None, "ValueError: x"))
+    records.add("c", 3, Verdict(1.0))
+    records.add(None, 3, Verdict(None, "time limit", by_limit=True))
+    with file.open("a") as half:
+        half.write('{"key": "d", "gener')
+    again = LimitRecords(file)
+    assert [again.known(key, 3) is not None for key in ("a", "b", "c", "d", None)] == [True, False, False, False, False]
+    assert again.known("a", 2) is None
+    assert [json.loads(line)["key"] for line in file.read_text().splitlines()[:1]] == ["a"]
+
+
+def test_a_key_is_the_same_in_another_process_and_none_without_plain_data() -> None:
+    arguments = {"completions": [{"role": "assistant", "content": "ü"}], "answer": 3.5, "ids": [1, 2]}
+    code = f"from grpo_recipes.rewards.records import key_of; print(key_of(['a'], {arguments!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == key_of(["a"], arguments)
+    assert key_of(["b"], arguments) != key_of(["a"], arguments)
+    assert key_of(["a"], {"image": object()}) is None
+
+
+# --- what `grpo check` says, without running the code ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["own.py:absent"], "'own.py' has no 'absent'. Fix: write one of Path, beside, data, score, sys, time, wide"),
+        (["absent.py:score"], "no file 'absent.py'"),
+        (["no.such:score"], "no module 'no.such'"),
+        (["pack.more.half"], "no reward 'pack.more.half'. Fix: write pack.more:half"),
+        (["own.py"], "no reward 'own.py'. Fix: write own.py:function"),
+        (["own.py:score", "own.py:score"], "reward 'own.py:score' is named 2 times. Fix: name it once"),
+        (["own.py:score", "pack.more:half", "math_verify"], None),
+    ],
+)
+def test_check_tells_what_is_wrong_with_a_name(read: Any, project: Path, names: list[str], said: str | None) -> None:
+    (project / "own.py").write_text(OWN + "\nraise SystemExit('check has run the code')\n")
+    problems = [str(problem) for problem in check(read(reward_funcs=names), {})]
+    assert len(problems) == (said is not None)
+    assert said is None or said in problems[0]
+
+
+def test_check_of_a_resumed_run_is_content_with_its_copy(read: Any, project: Path, tmp_path: Path) -> None:
+    recipe = read(reward_funcs=["own.py:score"])
+    run = recipe.path.parent
+    keep_rewards(["own.py:score"], run)
+    (project / "own.py").unlink()
+    assert len(check(recipe, {})) == 1, "a folder that happens to be called rewards is no run's"
+    (run / "run.json").write_text("{}")
+    assert check(recipe, {}) == []
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+def test_the_reward_of_the_page_works_and_the_page_tells_the_defaults(load: Any, project: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/rewards.md").read_text()
+    code = page.split("```python\n# my_reward.py\n")[1].split("```")[0]
+    (project / "my_reward.py").write_text(code)
+    (reward,) = load("my_reward.py:ends_with_answer")
+    completions = [[{"role": "assistant", "content": text}] for text in ("it is 12", "12 or 13", "no")]
+    assert reward(completions=completions, answer=["12"] * 3, prompts=["?"] * 3) == [1.0, 0.2, 0.0]
+    told = dict(re.findall(r"^\| `(reward_\w+)` \| ([0-9.]+) \|", page, re.MULTILINE))
+    assert {name: catalogue()[name]["default"] for name in told} == {name: float(text) for name, text in told.items()}
+    assert set(told) == {"reward_timeout", "reward_memory_gib", "reward_max_no_verdict"}
+    assert f"A child may have {MOST_PROCESSES} processes" in page and START_SECONDS == 5 * 60
+
+
+def test_loading_imports_no_torch() -> None:
+    code = "import sys, grpo_recipes.rewards.load; print(*{'torch', 'transformers', 'trl'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ})
+    assert done.stdout.strip() == ""

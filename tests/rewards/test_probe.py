@@ -1,0 +1,128 @@
+"""Right and wrong completions of a reference solution, and what is found when a reward judges them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from grpo_recipes.rewards.answers import same
+from grpo_recipes.rewards.children.verdict import Verdict
+from grpo_recipes.rewards.probe import corruptions, probe
+from grpo_recipes.rewards.pure_accuracy_math import pure_accuracy_math
+
+ROWS = [
+    {"prompt": [{"role": "user", "content": f"{a}+{a}="}], "answer": str(2 * a), "difficulty": a} for a in range(1, 9)
+]
+
+
+def scorer(function) -> Any:
+    return lambda completions, columns: [
+        Verdict(value) if value is None or isinstance(value, float) else Verdict(None, value)
+        for value in function(completions=completions, **columns)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "wrong"),
+    [
+        ("18", ["19", "181", "7", ""]),
+        ("9", ["0", "91", "7", ""]),
+        ("1,000", ["1,001", "1,0001", "7", ""]),
+        ("x^2+1", ["x^2+2", "x^2+11", "7", ""]),
+        (r"\frac{1}{2}", [r"\frac{1}{3}", r"\frac{1}{21}", "7", ""]),
+        ("yes", ["yes1", "7", ""]),
+        ("7", ["8", "71", ""]),
+        (r"\frac{0}{5}", ["7", ""]),
+    ],
+)
+def test_wrong_answers_near_a_right_one(answer, wrong):
+    assert corruptions(answer, [answer, "7"]) == wrong
+    assert not any(same(text, answer) for text in wrong)
+
+
+def test_a_reward_that_judges_well_has_no_fault():
+    finding = probe("pure_accuracy_math", scorer(pure_accuracy_math), ROWS)
+
+    assert finding.faults == [] and finding.failures == []
+    assert (finding.right, finding.wrong) == (16, 64)
+    assert (finding.right_mean, finding.wrong_mean, finding.missed, finding.taken) == (1.0, 0.0, 0, 0)
+    assert finding.tells_apart
+
+
+def test_with_strict_matching_the_bare_solution_alone_is_right():
+    def strict(completions, answer, **_):
+        return pure_accuracy_math(completions, answer, answer_matching="strict")
+
+    assert probe("pure_accuracy_math", scorer(strict), ROWS, strict=True).faults == []
+    assert probe("pure_accuracy_math", scorer(strict), ROWS).missed == len(ROWS)
+
+
+def test_right_answers_without_their_1_are_a_fault():
+    finding = probe("pure_accuracy_math", scorer(lambda completions, **_: [0.0] * len(completions)), ROWS)
+
+    assert [what for what, _ in finding.faults] == ["does not give 1 to 16 of 16 right answers"]
+    assert not finding.tells_apart
+    first = finding.failures[0]
+    assert (first.prompt, first.answer, first.completion, first.value) == ("1+1=", "2", "<answer>2</answer>", 0.0)
+    assert len(finding.failures) == 5
+
+
+def test_wrong_answers_with_a_1_are_a_fault():
+    finding = probe("math_verify", scorer(lambda completions, **_: [1.0] * len(completions)), ROWS)
+
+    assert [what for what, _ in finding.faults] == ["takes 96 of 96 wrong answers for right"]
+    assert finding.missed == 0 and not finding.failures[0].right
+
+
+def test_cosine_length_must_prefer_right_answers():
+    def upside_down(completions, answer, **_):
+        return [1.0 - (score or 0.0) for score in pure_accuracy_math(completions, answer)]
+
+    assert probe("cosine_length", scorer(pure_accuracy_math), ROWS).faults == []
+    assert probe("cosine_length", scorer(upside_down), ROWS).taken == 64
+
+
+def test_a_reward_gets_what_trl_gives_it():
+    seen: dict[str, Any] = {}
+
+    def note(**columns):
+        seen.update(columns)
+        return [float(difficulty) for difficulty in columns["difficulty"]]
+
+    probe("my.py:note", scorer(note), ROWS)
+
+    assert set(seen) == {"prompts", "completions", "completion_ids", "answer", "difficulty"}
+    assert len({len(values) for values in seen.values()}) == 1
+    assert seen["completions"][0] == [{"role": "assistant", "content": "<answer>2</answer>"}]
+    assert seen["prompts"][0] == ROWS[0]["prompt"]
+
+
+def test_the_users_reward_is_shown_by_the_writing_it_reads():
+    def boxed(completions, answer, **_):
+        pairs = zip(completions, answer, strict=True)
+        return [float(text[-1]["content"] == rf"\boxed{{{gold}}}") for text, gold in pairs]
+
+    finding = probe("my.py:boxed", scorer(boxed), ROWS)
+
+    assert (finding.right_mean, finding.wrong_mean) == (1.0, 0.0)
+    assert finding.tells_apart and finding.missed is None and finding.faults == []
+
+
+def test_too_few_verdicts_are_a_fault():
+    def half(completions, **_):
+        return [None if index % 2 else 1.0 for index in range(len(completions))]
+
+    assert probe("my.py:half", scorer(half), ROWS, most_missing=0.5).faults == []
+    ((what, _),) = probe("my.py:half", scorer(half), ROWS, most_missing=0.4).faults
+    assert what.startswith("gives no verdict on 60 of 120 completions (it returned None")
+
+
+def test_one_value_that_is_no_number_is_a_fault():
+    def nan_once(completions, **_):
+        return ["not a number: nan", *[1.0] * (len(completions) - 1)]
+
+    finding = probe("my.py:nan_once", scorer(nan_once), ROWS)
+
+    assert finding.faults == [("gives no verdict on 1 of 120 completions (not a number: nan)", "mend it")]
+    assert finding.failures[0].reason == "not a number: nan"

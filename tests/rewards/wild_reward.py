@@ -1,0 +1,154 @@
+"""A user's reward that does whatever the completion says. Run in child processes by the tests beside it."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+PLANTED = "plantedsecret"
+
+
+def score(completions: list[str], answer: list[str], prompts: list[Any], **columns: Any) -> Any:
+    (completion,), (expected,) = completions, answer
+    what, _, rest = completion.partition(" ")
+    action = ACTIONS.get(what)
+    return [float(completion == expected)] if action is None else action(rest)
+
+
+def shape(prompts: list[Any], completions: list[Any], completion_ids: list[Any], **columns: Any) -> list[float]:
+    """1 where every argument is a list of one entry, the row's own."""
+    rest = [prompts, completions, completion_ids, *columns.values()]
+    row = completions[0]
+    own = prompts == [f"p{row}"] and completion_ids == [[int(row)]] and columns == {"answer": [f"a{row}"]}
+    return [float(own and all(len(values) == 1 for values in rest))]
+
+
+def few_arguments(completions: list[str]) -> list[float]:
+    return [float(len(completions[0]))]
+
+
+async def slow_judge(completions: list[str], **_: Any) -> list[float]:
+    return [0.25]
+
+
+def _spin(_: str) -> None:
+    while True:
+        pass
+
+
+def _deaf(_: str) -> None:
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    while True:
+        pass
+
+
+def _leave(file: str, count: int = 3) -> None:
+    """Processes that a kill of the group alone does not reach: sessions of their own, and orphans."""
+    for _ in range(count):
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                with Path(file).open("a") as out:
+                    out.write(f"{os.getpid()}\n")
+                time.sleep(1000)
+            os._exit(0)
+
+
+def _leave_and_spin(file: str) -> None:
+    _leave(file)
+    _spin("")
+
+
+def _leave_and_die(file: str) -> None:
+    _leave(file)
+    while not Path(file).exists() or Path(file).read_text().count("\n") < 3:
+        time.sleep(0.01)
+    ctypes.string_at(0)
+
+
+def _leave_a_program(file: str) -> list[float]:
+    program = subprocess.Popen(["sleep", "1000"], start_new_session=True, env={})
+    Path(file).write_text(f"{program.pid}\n")
+    return [1.0]
+
+
+def _many(_: str) -> None:
+    for _ in range(80):
+        if os.fork() == 0:
+            time.sleep(1000)
+    time.sleep(1000)
+
+
+def _return_twice(_: str) -> list[float]:
+    os.fork()
+    return [0.5]
+
+
+def _shared_memory(_: str) -> None:
+    held = mmap.mmap(-1, 1 << 29)
+    for place in range(0, 1 << 29, 4096):
+        held[place] = 1
+    time.sleep(1000)
+
+
+def _noise(_: str) -> list[float]:
+    print('{"row": 0, "value": 9}\n' * 100)
+    os.write(1, b"\x00garbage\n" * 10000)
+    subprocess.run(["echo", "more"], check=True)
+    return [float(sys.stdin.read() == "")]
+
+
+def _secrets(_: str) -> list[float]:
+    program = subprocess.run(["env"], capture_output=True, text=True, check=True).stdout
+    return [float(sum(PLANTED in text for text in (*os.environ.values(), program)))]
+
+
+def _raise(_: str) -> None:
+    raise ValueError("first line\nsecond line")
+
+
+def _exit(_: str) -> None:
+    raise SystemExit(3)
+
+
+ACTIONS = {
+    "spin": _spin,
+    "deaf": _deaf,
+    "sleep": lambda seconds: (time.sleep(float(seconds)), [1.0])[1],
+    "leave-and-spin": _leave_and_spin,
+    "leave-and-die": _leave_and_die,
+    "leave-a-program": _leave_a_program,
+    "many": _many,
+    "return-twice": _return_twice,
+    "8GB": lambda _: [float(len(bytearray(8 << 30)))],
+    "shared-memory": _shared_memory,
+    "segfault": lambda _: ctypes.string_at(0),
+    "exit": lambda _: os._exit(0),
+    "sys-exit": _exit,
+    "raise": _raise,
+    "nan": lambda _: [float("nan")],
+    "inf": lambda _: [float("inf")],
+    "1e39": lambda _: [1e39],
+    "text": lambda _: ["0.5"],
+    "text-alone": lambda _: "0.5",
+    "number-alone": lambda _: 0.5,
+    "none-alone": lambda _: None,
+    "two": lambda _: [0.5, 0.5],
+    "empty": lambda _: [],
+    "none": lambda _: [None],
+    "integer": lambda _: (2,),
+    "true": lambda _: [True],
+    "noise": _noise,
+    "secrets": _secrets,
+    "torch": lambda _: [float("torch" in sys.modules or "trl" in sys.modules)],
+    "session": lambda _: [float(os.getsid(0))],
+    "cores": lambda _: [float(os.environ["OMP_NUM_THREADS"])],
+}

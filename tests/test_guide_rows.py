@@ -1,0 +1,154 @@
+"""The rows on the training guide: well-formed, true of every key and variable they name, shown by tests that ran."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import check_guide_rows
+import guide_rows
+import pytest
+from guide_rows import REPOSITORY, Row, exists, needs, rows
+from ran_tests import passed_tests, pytest_runtest_logreport
+
+from grpo_recipes.keys import ALIASES, ENVIRONMENT_KEYS, catalogue, nested_catalogue
+from grpo_recipes.launch.environment import READ_VARIABLES, SHELL_VARIABLES
+from grpo_recipes.recipe import merge_recipe
+
+READ = {*ENVIRONMENT_KEYS, *READ_VARIABLES, *SHELL_VARIABLES}
+TEST = "tests/launch/test_plan.py::test_vllm_tp_size_moves_the_devices"
+
+
+def named(field: str) -> list:
+    return [pytest.param(row, name, id=f"{row.id}-{name}") for row in rows() for name in getattr(row, field)]
+
+
+def known(key: str) -> bool:
+    """Whether a recipe may hold ``key``; a dotted one stands in the mapping before the last dot."""
+    path, _, name = key.rpartition(".")
+    if path:
+        return name in nested_catalogue()[path]
+    return key in catalogue() or key in ALIASES
+
+
+def test_the_file_is_well_formed_and_its_tests_exist() -> None:
+    assert guide_rows.faults() == []
+    assert all(any(path.is_file() for path in REPOSITORY.glob(f"{start}*")) for start in needs())
+
+
+@pytest.mark.parametrize(("row", "key"), named("keys"))
+def test_a_key_is_what_its_row_says(row: Row, key: str, tmp_path: Path) -> None:
+    if row.status != "refused":
+        assert known(key) == (row.status != "later")
+        return
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"{key}: x\n")
+    (problem,) = merge_recipe(recipe)[1]
+    assert problem.where == "recipe.yaml:1" and key in problem.what
+    assert problem.fix == row.how
+
+
+@pytest.mark.parametrize("name", sorted({key for row in rows() for key in row.keys} & ALIASES.keys()))
+def test_another_name_of_a_key_is_read_as_it_and_not_beside_it(name: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"{name}: 0.5\n")
+    merged, problems = merge_recipe(recipe)
+    assert (merged[ALIASES[name]], problems) == (0.5, [])
+    recipe.write_text(f"{name}: 0.5\n{ALIASES[name]}: 0.6\n")
+    (problem,) = merge_recipe(recipe)[1]
+    assert name in problem.what and problem.fix == f"keep {ALIASES[name]}"
+
+
+@pytest.mark.parametrize(("row", "name"), named("variables"))
+def test_a_variable_is_what_its_row_says(row: Row, name: str) -> None:
+    assert (name in READ) == (row.status != "later")
+
+
+@pytest.mark.parametrize("key", ["span_kl_beta", "span_kl_target"])
+def test_keys_without_effect_are_unknown(key: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"{key}: 0.1\n")
+    (problem,) = merge_recipe(recipe)[1]
+    assert problem.what == f"unknown key '{key}'"
+
+
+@pytest.mark.parametrize("name", ["path", "name", "data_dir", "data_files", "fraction"])
+def test_trls_names_in_a_mixture_are_told(name: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"dataset_mixture:\n  datasets:\n    - id: a/b\n      {name}: x\n")
+    (problem,) = merge_recipe(recipe)[1]
+    assert problem.where == "recipe.yaml:4" and f"'{name}'" in problem.what
+
+
+# --- make coverage ---------------------------------------------------------------------------------------------------
+
+
+def report(test: str, outcome: str, when: str = "call") -> pytest.TestReport:
+    return pytest.TestReport(test, ("", 0, ""), {}, outcome, None, when)  # type: ignore[arg-type]
+
+
+def test_what_ran_is_written_down_without_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "ran"
+    monkeypatch.setenv("GRPO_RAN_TESTS", str(file))
+    pytest_runtest_logreport(report("t.py::right[1-a]", "passed"))
+    pytest_runtest_logreport(report("t.py::right[1-a]", "passed", "teardown"))
+    pytest_runtest_logreport(report("t.py::right[2]", "skipped", "setup"))
+    pytest_runtest_logreport(report("t.py::half[1]", "passed"))
+    pytest_runtest_logreport(report("t.py::half[2]", "failed", "setup"))
+    written = ["passed t.py::right", "skipped t.py::right", "passed t.py::half", "failed t.py::half"]
+    assert file.read_text().splitlines() == written
+    assert passed_tests(file) == {"t.py::right"}
+    monkeypatch.delenv("GRPO_RAN_TESTS")
+    pytest_runtest_logreport(report("t.py::later", "passed"))
+    assert file.read_text().splitlines() == written
+
+
+def test_a_row_whose_test_did_not_pass_is_a_fault() -> None:
+    row = Row("a-row", "2.1", "item", "kept", "how", (TEST,))
+    assert check_guide_rows.judge((row,), {TEST}, lambda _: True) == ([], {})
+    wrong, excused = check_guide_rows.judge((row,), set(), lambda _: False)
+    assert (len(wrong), excused) == (1, {}) and "a-row" in wrong[0] and TEST in wrong[0]
+
+
+def test_a_test_without_its_program_is_excused_and_one_with_it_is_not() -> None:
+    (start, program), *_ = needs().items()
+    test = next(test for row in rows() for test in row.tests if test.startswith(start))
+    row = Row("a-row", "2.1", "item", "kept", "how", (test,))
+    assert check_guide_rows.judge((row,), set(), lambda _: False) == ([], {test: program})
+    assert len(check_guide_rows.judge((row,), set(), lambda name: name == program)[0]) == 1
+
+
+@pytest.mark.parametrize(("missing", "code"), [(None, 0), (TEST, 1)])
+def test_the_check_ends_with_what_it_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], missing: str | None, code: int
+) -> None:
+    file = tmp_path / "ran"
+    file.write_text("".join(f"passed {test}\n" for row in rows() for test in row.tests if test != missing))
+    monkeypatch.setenv("GRPO_RAN_TESTS", str(file))
+    assert check_guide_rows.main() == code
+    assert (TEST in capsys.readouterr().err) == bool(code)
+    monkeypatch.setenv("GRPO_RAN_TESTS", str(tmp_path / "none"))
+    assert check_guide_rows.main() == 2
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        (Row("x", "9.9", "item", "kept", "how", (TEST,)), "unknown section"),
+        (Row("x", "2.1", "item", "perhaps", "how", (TEST,)), "unknown status"),
+        (Row("x", "2.1", "", "kept", "how", (TEST,)), "no item"),
+        (Row("x", "2.1", "item", "kept", "how"), "without a how or without a test"),
+        (Row("x", "2.1", "item", "refused", "", (TEST,)), "without a how or without a test"),
+        (Row("x", "2.1", "item", "later"), "without a why"),
+        (Row("x", "2.1", "item", "kept", "how", (f"{TEST}_",)), "there is no test"),
+    ],
+)
+def test_what_is_wrong_with_a_row_is_told(entry: Row, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guide_rows, "rows", lambda: (entry, *rows()))
+    found = guide_rows.faults()
+    assert [fault for fault in found if fault.startswith("x: ") and said in fault], found
+
+
+def test_a_test_exists_where_its_function_is_defined() -> None:
+    assert exists(TEST)
+    assert not exists("tests/launch/test_plan.py::test_none") and not exists("tests/none.py::test_x")
+    assert not exists("tests/launch/test_plan.py::accelerate_file")

@@ -1,0 +1,129 @@
+"""Which completions are kept for the report, and that they are those of the training."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grpo_recipes.trainers.samples import LONGEST_TEXT, SampledTexts, chosen_rows, total_rewards
+
+from .tiny_training import train
+
+NAN = math.nan
+
+
+def test_totals_are_weighted_and_know_no_verdict() -> None:
+    per_name = {"a": [1.0, NAN, NAN, 0.33333], "b": [0.5, 0.5, NAN, 0.0]}
+    assert total_rewards(per_name, {"a": 2.0, "b": 1.0}) == [2.5, 0.5, None, 0.6667]
+
+
+@pytest.mark.parametrize(
+    ("totals", "count", "rows"),
+    [
+        # The best and the worst of the first group and of the one that differs most.
+        ([0, 1, 0, 0, 0, 0, 0, 9, 0, 2, 0, 0], 4, [1, 3, 7, 6]),
+        ([0, 1, 0, 0, 0, 0, 0, 9, 0, 2, 0, 0], 1, [1]),
+        ([0, 1, 0, 0, 0, 0, 0, 9, 0, 2, 0, 0], 3, [1, 3, 7]),
+        ([0, 1, 2, 3], 2, [3, 0]),
+        ([0, 1, 2, 3], 9, [3, 0, 2, 1]),
+        # A completion without a verdict is the worst.
+        ([0, None, 2, -3], 2, [2, 1]),
+        ([None] * 8, 2, [0, 4]),
+    ],
+)
+def test_rows_worth_reading(totals: list[float | None], count: int, rows: list[int]) -> None:
+    assert chosen_rows(totals, group=4, own=len(totals), count=count) == rows
+
+
+def test_only_groups_that_begin_in_rank_0_are_chosen() -> None:
+    totals: list[float | None] = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 9.0]
+    assert chosen_rows(totals, group=4, own=4, count=4) == [1, 3, 0, 2]
+    assert chosen_rows(totals, group=4, own=2, count=2) == [1, 3]  # a group spread over ranks
+
+
+class FakeTrainer(SampledTexts):
+    """What TRL holds after a generation of two prompts with two completions each."""
+
+    def __init__(self, folder: Path, prompt: Any = "question", completion: Any = "text", samples: int = 4):
+        self._samples_file = folder / "samples.jsonl"
+        self.reward_func_names, self.num_generations = ["a", "b"], 2
+        self.reward_weights = SimpleNamespace(tolist=lambda: [1.0, 0.5])
+        self.state, self.args = SimpleNamespace(global_step=6), SimpleNamespace(report_samples=samples)
+        self._logs = {
+            "prompt": [prompt] * 4,
+            "completion": [completion] * 4,
+            "rewards": {"a": [1.0, 0.0, NAN, 0.0], "b": [1.0, 1.0, NAN, 1.0]},
+            "advantages": [0.70710678, -0.70710678, 0.0, 0.0],
+        }
+
+    def row(self, answers: list[Any]) -> dict[str, Any]:
+        self._write_samples(answers)
+        (line,) = self._samples_file.read_text().splitlines()
+        return json.loads(line)
+
+
+def test_a_row_holds_texts_scores_and_advantages(tmp_path: Path) -> None:
+    row = FakeTrainer(tmp_path).row(["36", "36", 7, 7])
+    assert (row["step"], row["rewards"]) == (7, [1.5, 0.5, None, 0.5])
+    assert row["samples"][0] == {
+        "prompt": "question",
+        "completion": "text",
+        "answer": "36",
+        "reward": 1.5,
+        "rewards": {"a": 1.0, "b": 1.0},
+        "advantage": 0.7071,
+    }
+    assert [sample["answer"] for sample in row["samples"]] == ["36", "36", "7", "7"]
+    assert row["samples"][3]["rewards"] == {"a": None, "b": None} and row["samples"][3]["reward"] is None
+
+
+def test_chat_messages_are_kept_under_their_roles(tmp_path: Path) -> None:
+    prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "?"}]}]
+    row = FakeTrainer(tmp_path, prompt, [{"role": "assistant", "content": "yes"}]).row([None] * 4)
+    (sample, *_) = row["samples"]
+    assert sample["prompt"] == '[system]\nBe brief.\n\n[user]\n[{"type": "text", "text": "?"}]'
+    assert sample["completion"] == "yes" and sample["answer"] is None
+
+
+def test_several_messages_of_a_completion_are_kept(tmp_path: Path) -> None:
+    calls = [{"role": "assistant", "content": "call"}, {"role": "tool", "content": "5"}]
+    row = FakeTrainer(tmp_path, completion=calls).row([""] * 4)
+    assert row["samples"][0]["completion"] == "[assistant]\ncall\n\n[tool]\n5"
+
+
+def test_long_texts_are_cut_and_secrets_masked(tmp_path: Path) -> None:
+    secret = "hf_" + "abcdefghij" * 2
+    row = FakeTrainer(tmp_path, prompt=f"{secret} {'x' * 5000}", completion="\ud800\x00").row([secret] * 4)
+    (sample, *_) = row["samples"]
+    assert sample["prompt"].endswith(" […1,009 more characters]")
+    assert len(sample["prompt"]) < LONGEST_TEXT + 40
+    assert secret not in json.dumps(row) and sample["answer"] == "********"
+    assert sample["completion"] == "\ud800\x00"
+
+
+@pytest.mark.parametrize("samples", [0, 2])
+def test_training_writes_a_row_a_generation(tmp_path: Path, samples: int) -> None:
+    train(tmp_path / "run", report_samples=samples, steps_per_generation=2, eval_strategy="steps", eval_steps=3,
+          per_device_eval_batch_size=4)  # fmt: skip
+    file = tmp_path / "run/samples.jsonl"
+    if samples == 0:
+        assert not file.exists()
+        return
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 3, 5]  # evaluations leave none
+    assert all(len(row["rewards"]) == 8 and len(row["samples"]) == 2 for row in rows)
+    metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        known = [reward for reward in row["rewards"] if reward is not None]
+        logged = next(one["reward"] for one in metrics if one["step"] == row["step"])
+        assert sum(known) / len(known) == pytest.approx(logged, abs=1e-3)
+        for sample in row["samples"]:
+            left, right = sample["prompt"].removeprefix("[user]\n").removesuffix("=").split("+")
+            assert sample["answer"] == str(int(left) + int(right))
+            assert sample["reward"] == sample["rewards"]["different_characters"]
+            assert sample["reward"] is None or sample["reward"] == len(set(sample["completion"]))

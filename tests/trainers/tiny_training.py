@@ -1,0 +1,74 @@
+"""A training of seconds: a random two-layer model, transformers' own sampling, sums as prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from grpo_recipes import smoke
+from grpo_recipes.configs import GRPOConfig
+from grpo_recipes.launch.checkpoints import newest_complete
+from grpo_recipes.trainers.grpo import GRPOTrainer
+from grpo_recipes.trainers.stop import StopOnRequest
+
+SUMS = [(a, b) for a in range(6) for b in range(2)]
+HELD_OUT = [(a, 7) for a in range(5)]
+STEPS = 6
+
+
+def different_characters(completions: list[Any], **_: Any) -> list[float | None]:
+    """A reward that a random model gets differing amounts of, and sometimes no verdict."""
+    texts = [completion[0]["content"] for completion in completions]
+    return [None if text.startswith("1") else float(len(set(text))) for text in texts]
+
+
+def train(
+    folder: Path, reward: Any = different_characters, callbacks: tuple[TrainerCallback, ...] = (), **keys: Any
+) -> tuple[GRPOTrainer, StopOnRequest]:
+    """Train, or go on from the newest checkpoint of ``folder``."""
+    folder.mkdir(exist_ok=True)
+    torch.manual_seed(0)
+    tokenizer = smoke.build_tokenizer()
+    defaults = {
+        "max_steps": STEPS,
+        "max_completion_length": 4,
+        "learning_rate": 1e-3,
+        "save_strategy": "no",
+        "report_to": "none",
+        "per_device_train_batch_size": 4,
+        "steps_per_generation": 4,  # evaluations fall inside a generation window
+        "gradient_accumulation_steps": 1,
+        "num_generations": 4,
+    }
+    args = GRPOConfig(
+        output_dir=str(folder / "checkpoints"),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+        use_vllm=False,
+        **defaults | keys,
+    )
+    stop = StopOnRequest(folder)
+    trainer = GRPOTrainer(
+        model=smoke.build_model(tokenizer),
+        reward_funcs=[reward],
+        args=args,
+        train_dataset=as_dataset(SUMS),
+        eval_dataset=as_dataset(HELD_OUT) if args.eval_strategy != "no" else None,
+        processing_class=tokenizer,
+        callbacks=[stop, *callbacks],
+        run_dir=folder,
+    )
+    checkpoint = newest_complete(folder / "checkpoints")
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    return trainer, stop
+
+
+def as_dataset(sums: list[tuple[int, int]]) -> Dataset:
+    rows = [{"prompt": [{"role": "user", "content": f"{a}+{b}="}], "answer": str(a + b)} for a, b in sums]
+    return Dataset.from_list(rows)
