@@ -112,3 +112,35 @@ def test_sharing_that_accelerate_dropped_is_told(tmp_path, accelerator, became, 
     else:
         with pytest.raises(RuntimeError, match=refused):
             check_sharing(tmp_path, *became)
+
+
+# A collective still under way when the script ends: its tensors are let go of by a thread of gloo.
+UNFINISHED = """
+import sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from grpo_recipes.trainers.rank import rank_record
+
+def reduce():
+    works = [dist.all_reduce(torch.zeros(1000), async_op=True) for _ in range(20)]
+    if dist.get_rank() == 1:
+        [work.wait() for work in works]
+
+with rank_record(Path(sys.argv[1])):
+    dist.init_process_group("gloo")
+    reduce()
+"""
+
+
+def test_a_finished_rank_is_not_aborted_by_a_collective_it_did_not_wait_for(tmp_path):
+    (tmp_path / "processes").mkdir()
+    script = tmp_path / "unfinished.py"
+    script.write_text(UNFINISHED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(script), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert [json.loads((tmp_path / f"processes/rank_{rank}.json").read_text())["exit"] for rank in (0, 1)] == [0, 0]

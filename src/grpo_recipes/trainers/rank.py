@@ -47,6 +47,7 @@ def rank_record(folder: Path) -> Iterator[None]:
         _finish_wandb()
         # Not sys.exit: threads and collectives of a broken run can keep an interpreter from ending.
         os._exit(code)
+    _end_collectives()
     write_json(path, {**record, "exit": 0, "cause": "", "time": time.time()})
 
 
@@ -55,6 +56,18 @@ def _finish_wandb() -> None:
     wandb = sys.modules.get("wandb")
     if wandb is not None and wandb.run is not None:
         wandb.finish()
+
+
+def _end_collectives() -> None:
+    """Join the threads of torch.distributed while there is an interpreter.
+
+    A thread of gloo that lets go of a tensor after Python has begun to end takes the process down with SIGABRT: a
+    finished run would count as a failed one.
+    """
+    import torch.distributed
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _exit_of(error: BaseException) -> tuple[int, str]:
