@@ -18,6 +18,7 @@ import trl
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from grpo_recipes.keys import CATALOGUE_FILE, OWNED_KEYS, RANGES, TRL_CHOICES
+from grpo_recipes.objectives import DEFAULT_OBJECTIVE, OBJECTIVES
 
 
 def _key(default: Any, help: str, choices: list[str] | None = None) -> Any:
@@ -194,6 +195,55 @@ class GRPOConfig(trl.GRPOConfig):
     wandb_project: str | None = _key(None, "W&B project; WANDB_PROJECT.")
     wandb_entity: str | None = _key(None, "W&B team or user; WANDB_ENTITY.")
     wandb_run_group: str | None = _key(None, "W&B group that the run belongs to; WANDB_RUN_GROUP.")
+    kl_target: float | None = _key(
+        None,
+        "KL divergence from the reference (per token, as the metric kl) that beta is moved to hold; fixed beta without.",
+    )
+    kl_horizon: float = _key(
+        10000.0, "kl_target: completions over which beta can change by its factor; smaller is faster."
+    )
+    kl_ctl_step_size: float = _key(
+        0.2, "kl_target: largest relative error (kl / kl_target - 1) that one step answers to."
+    )
+    maxent_objective: str = _key(
+        DEFAULT_OBJECTIVE,
+        "What MaxEnt-GRPO optimises; naming it makes this a MaxEnt recipe. listwise: cross-entropy from a target over "
+        "the group to the policy's own distribution over it. weighted_mle: likelihood weighted by that target. "
+        "tempered: Dr.GRPO with rows weighted by softmax(utility / tau).",
+        choices=sorted(OBJECTIVES),
+    )
+    maxent_tau: float | None = _key(
+        None,
+        "Temperature of the MaxEnt weights: 0 puts all on the best of a group, .inf weighs alike; the objective's own "
+        "by default.",
+    )
+    maxent_beta: float = _key(
+        0.0, "Pull of the MaxEnt target to the reference model; that of the loss is beta. 0 needs no reference."
+    )
+    maxent_q_temperature: float = _key(1.0, "Temperature of the softmax that makes the reward distribution q.")
+    maxent_q_epsilon: float = _key(1e-6, "Least mass of each completion in q; below 1 / num_generations.")
+    maxent_length_normalize_ref: bool = _key(
+        True, "Whether the reference's log-prob of a completion is divided by its length in the MaxEnt target."
+    )
+    maxent_length_normalize_policy: bool = _key(
+        True, "Whether the policy's log-prob of a completion is divided by its length in the MaxEnt loss."
+    )
+    maxent_utility: str = _key(
+        "advantage",
+        "What tempered weighs by: advantage (reward minus the group's mean), or length_scaled (that times length / "
+        "max_completion_length, as in the paper).",
+        choices=["advantage", "length_scaled"],
+    )
+    maxent_target_weight_entropy: float | None = _key(
+        None, "Mean entropy (nats) of the MaxEnt weights that tau is moved to hold; fixed tau without."
+    )
+    maxent_target_eff_rollouts: float | None = _key(
+        None, "Mean effective number of completions of a group (exp of the weights' entropy) that tau is moved to hold."
+    )
+    maxent_tau_lr: float = _key(0.05, "Step of tau's controller: change of log tau per nat of error.")
+    maxent_tau_min: float = _key(0.001, "Smallest tau of the controller.")
+    maxent_tau_max: float = _key(1000.0, "Largest tau of the controller.")
+    maxent_tau_warmup_steps: int = _key(0, "Optimizer steps before the controller moves tau.")
     report_samples: int = _key(4, "Sampled completions of each step kept for report.html; 0 keeps none.")
     save_total_limit: int | None = _key(2, "Complete checkpoints kept; older ones are removed after a new one.")
 
