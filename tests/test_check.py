@@ -57,7 +57,6 @@ def test_there_are_shipped_recipes():
         ({"top_k": 50}, {"top_k": 0}, "importance-sampling"),
         ({"min_p": 0.1}, {"min_p": 0.0}, "importance-sampling"),
         ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1, "use_vllm": False}, "importance-sampling"),
-        ({"use_peft": True}, {"use_peft": False}, "'use_peft' is not supported"),
         ({"load_in_8bit": True}, {}, "'load_in_8bit'"),
         ({"load_in_4bit": True}, {}, "'load_in_4bit'"),
         ({"push_to_hub": True, "hub_model_id": "my model"}, {"push_to_hub": True}, "no name of a repository"),
@@ -89,7 +88,8 @@ def test_the_server_must_serve_the_model_that_is_trained(read):
 
 
 def test_all_contradictions_are_told_at_once(read):
-    problems = check(read(reward_funcs=["x", "y"], reward_weights=[1.0], top_p=0.5, use_peft=True), {"VLLM_MODEL": "z"})
+    keys = {"reward_funcs": ["x", "y"], "reward_weights": [1.0], "top_p": 0.5, "load_in_4bit": True}
+    problems = check(read(**keys), {"VLLM_MODEL": "z"})
     assert len(problems) == 6
 
 
@@ -153,7 +153,7 @@ def test_most_names_are_run_names(read, name):
 
 
 @pytest.mark.parametrize(
-    "keys", [{"lora_r": 8}, {"use_dora": True}, {"bnb_4bit_quant_type": "nf4"}, {"use_bnb_nested_quant": True}]
+    "keys", [{"bnb_4bit_quant_type": "nf4"}, {"use_bnb_nested_quant": True}, {"bnb_4bit_quant_storage": "uint8"}]
 )
 def test_keys_of_what_is_not_supported_are_refused_too(read, keys):
     (problem,) = check(read(**keys), {})

@@ -50,6 +50,10 @@ def test_our_own_keys_are_told_apart_from_trls():
     assert ours == {
         "prompts_per_step", "weight_sync", "weight_guard", "weight_guard_tolerance", "seed_server",
         "server_request_timeout", "wandb_project", "wandb_entity", "wandb_run_group", "report_samples",
+        "kl_target", "kl_horizon", "kl_ctl_step_size", "maxent_objective", "maxent_utility",
+        "maxent_tau", "maxent_tau_lr", "maxent_tau_min", "maxent_tau_max", "maxent_tau_warmup_steps", "maxent_beta",
+        "maxent_q_temperature", "maxent_q_epsilon", "maxent_length_normalize_ref", "maxent_length_normalize_policy",
+        "maxent_target_weight_entropy", "maxent_target_eff_rollouts",
     }  # fmt: skip
 
 
@@ -93,6 +97,7 @@ def test_trl_reads_awkward_values_from_a_frozen_recipe(tmp_path):
     path, frozen = tmp_path / "awkward.yaml", tmp_path / "recipe.yaml"
     path.write_text(
         "run_name: 'no'\nsystem_prompt: |\n  a: b # c\n\n  'd' ä\nlearning_rate: 1e-6\nmax_prompt_length: null\n"
+        "maxent_tau: .inf\n"
         'model_init_kwargs: {a: {b: [1, null]}}\nnum_generations: 4\nchat_template: "{% if a %}\\t# {{ b }}\\n"\n'
     )
     recipe = read_recipe(path)
@@ -105,6 +110,7 @@ def test_trl_reads_awkward_values_from_a_frozen_recipe(tmp_path):
         "system_prompt",
         "learning_rate",
         "max_prompt_length",
+        "maxent_tau",
         "model_init_kwargs",
         "chat_template",
     ):

@@ -51,7 +51,7 @@ def test_flag_beats_environment_beats_yaml_beats_default(path, text, environment
 
 def test_every_environment_key_is_read_with_its_variable_as_origin(path):
     path.write_text("")
-    samples = {"str": "text", "int": "2048", "float": "0.5"}
+    samples = {"str": "text", "int": "2048", "float": "0.5", "bool": "True"}
     for variable, key in ENVIRONMENT_KEYS.items():
         entry = catalogue()[key]
         text = entry["choices"][-1] if entry.get("choices") else samples[entry["type"]]

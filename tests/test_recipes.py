@@ -12,8 +12,10 @@ import yaml
 
 from grpo_recipes import cli
 from grpo_recipes.check import check
+from grpo_recipes.keys import catalogue
 from grpo_recipes.launch.plan import Names, make_plan
 from grpo_recipes.launch.resources import Resources
+from grpo_recipes.objectives import DEFAULT_OBJECTIVE, OBJECTIVES
 from grpo_recipes.paths import home
 from grpo_recipes.recipe import read_recipe
 
@@ -22,6 +24,7 @@ MODELS = {
     "Qwen3-4B", "Llama-3.1-8B-Instruct",
 }  # fmt: skip
 MATH = sorted((home() / "recipes").glob("*/grpo/config_math.yaml"))
+MAXENT = sorted((home() / "recipes").glob("*/maxent/config_math*.yaml"))
 GPUS = (2, 4, 7, 8)
 
 
@@ -32,7 +35,29 @@ def test_there_is_one_for_each_model() -> None:
         assert len(yaml.safe_load(path.read_text())) <= 8, "what recipes share is in the base"
 
 
-@pytest.mark.parametrize("path", MATH, ids=lambda path: path.parents[1].name)
+def test_there_is_one_for_each_model_and_objective() -> None:
+    assert len(MAXENT) == len(MODELS) * len(OBJECTIVES)
+    for path in MAXENT:
+        recipe, grpo = read_recipe(path), read_recipe(path.parents[1] / "grpo" / "config_math.yaml")
+        named = path.stem.removeprefix("config_math").removeprefix("_") or DEFAULT_OBJECTIVE
+        assert recipe["maxent_objective"] == named
+        differing = {key for key in catalogue() if recipe[key] != grpo[key]}
+        assert differing <= {"maxent_objective", "run_name"}, "the experiment is GRPO's but for the objective"
+        written = yaml.safe_load(path.read_text()).keys()
+        assert written == {"base", "maxent_objective", "run_name"}, "values that are defaults stand in objectives.py"
+    names = [read_recipe(path)["run_name"] for path in (*MATH, *MAXENT)]
+    assert len(set(names)) == len(names)
+
+
+def test_the_smoke_task_of_maxent_is_that_of_grpo() -> None:
+    grpo, maxent = (read_recipe(home() / "recipes/smoke" / name) for name in ("grpo.yaml", "maxent.yaml"))
+    assert maxent["maxent_objective"] == DEFAULT_OBJECTIVE and maxent.given("maxent_objective")
+    assert {key for key in catalogue() if maxent[key] != grpo[key]} <= {"maxent_objective", "run_name"}
+
+
+@pytest.mark.parametrize(
+    "path", [*MATH, *MAXENT], ids=lambda path: f"{path.parents[1].name}-{path.parent.name}-{path.stem}"
+)
 def test_the_same_batch_on_every_number_of_gpus(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = read_recipe(path)
     assert check(recipe, {}) == []
@@ -42,10 +67,12 @@ def test_the_same_batch_on_every_number_of_gpus(path: Path, tmp_path: Path, caps
         resources = Resources("cuda", tuple(map(str, range(count))), 8)
         plan = make_plan(recipe, resources, {"CACHE_ROOT": str(tmp_path)}, names)
         assert plan.batch.world_size == count - 1 and plan.unused_gpus == ()
+        assert plan.task == path.parent.name and (home() / plan.entry).is_file()
         batches.append(plan.batch)
     for nodes in (2, 4):
         assert cli.main(["plan", str(path), "--gpus", "8", "--nodes", str(nodes), "--json"]) == 0
         told = json.loads(capsys.readouterr().out)
+        assert told["task"] == path.parent.name
         assert told["batch"]["world_size"] >= told["trainers"] - 1 >= 8 * nodes - 2
         batches.append(replace(batches[0], **told["batch"]))
     assert {(batch.completions, batch.tokens) for batch in batches} == {(840, 840 * 1536)}

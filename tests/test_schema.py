@@ -51,6 +51,11 @@ def test_editors_mark_a_wrong_recipe(name: str) -> None:
     assert problems((Path(__file__).parent / "wrong_recipes" / f"{name}.yaml").read_text())
 
 
+def test_editors_allow_an_infinite_tau_and_no_negative_one() -> None:
+    assert problems("maxent_tau: .inf\n") == [] == problems("maxent_tau: null\n")
+    assert problems("maxent_tau: -0.1\n") and problems("maxent_objective: entropy\n")
+
+
 def test_a_recipe_outside_the_repository_names_the_schema_by_its_full_path(tmp_path: Path) -> None:
     copied = tmp_path / "mine.yaml"
     copied.write_text(RECIPES[-1].read_text())

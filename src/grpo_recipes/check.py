@@ -7,14 +7,16 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from grpo_recipes import check_run
+from grpo_recipes import check_maxent, check_run
 from grpo_recipes.check_data import SMOKE_SCHEME as SMOKE_SCHEME
 from grpo_recipes.check_data import SMOKE_TASKS, evaluation_data, is_hub_name, streaming, training_data
 from grpo_recipes.errors import Problem, Refused
 from grpo_recipes.evaluate import rules
+from grpo_recipes.modebench import rules as modebench
 from grpo_recipes.publish.rules import publishing
 from grpo_recipes.recipe import BrokenKey, Recipe, in_order, merge_recipe
 from grpo_recipes.rewards.registry import REWARDS
+from grpo_recipes.tasks import Asked, with_task
 from grpo_recipes.user_code import copy_path, problem_with
 
 _SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
@@ -22,6 +24,10 @@ _SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
 
 def check(recipe: Recipe, environment: Mapping[str, str]) -> list[Problem]:
     """Every contradiction between keys, and between keys and environment variables.
+
+    Args:
+        recipe: typed, its task settled.
+        environment: variables of the user.
 
     Returns:
         One problem a fault, none when the recipe is right.
@@ -35,14 +41,15 @@ def check(recipe: Recipe, environment: Mapping[str, str]) -> list[Problem]:
     return problems
 
 
-def checked_recipe(path: Path, flags: Iterable[str], environment: Mapping[str, str]) -> Recipe:
-    """Read a recipe and check it, so that everything that is wrong is told at once.
+def checked_recipe(path: Path, flags: Iterable[str], environment: Mapping[str, str], asked: Asked) -> Recipe:
+    """Read a recipe, settle its task and check it, so that everything that is wrong is told at once.
 
     Raises:
         Refused: unreadable, wrong keys or values, or contradictions.
     """
     recipe, problems = merge_recipe(path, flags, environment)
-    problems += check(recipe, environment)
+    recipe, contradictions = with_task(recipe, asked)
+    problems += contradictions + check(recipe, environment)
     if problems:
         raise Refused(*in_order(problems))
     return recipe
@@ -206,5 +213,6 @@ def _environment(recipe: Recipe, environment: Mapping[str, str]) -> list[Problem
 _RULES = (
     _model, training_data, streaming, evaluation_data,
     _rewards, _batch, _batch_sizes, _lengths, _sampling, _precision, _steps, _save_steps, _clip_range, _overlong,
-    *check_run.RULES, rules.evaluation, rules.benchmarks, rules.callbacks, publishing,
+    *check_run.RULES, *check_maxent.RULES, rules.evaluation, rules.benchmarks, rules.callbacks, publishing,
+    modebench.sizes, modebench.rewards,
 )  # fmt: skip

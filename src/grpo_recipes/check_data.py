@@ -14,6 +14,7 @@ from typing import Any
 
 from grpo_recipes.datafiles import BUILDERS, RESERVED_COLUMNS, columns_of, has_splits, is_saved
 from grpo_recipes.errors import Problem
+from grpo_recipes.modebench.dataset import COLUMNS, SCHEME, SPLITS, TASKS
 from grpo_recipes.recipe import Recipe
 
 SMOKE_SCHEME = "smoke:"
@@ -47,6 +48,9 @@ def streaming(recipe: Recipe) -> list[Problem]:
     if not recipe["dataset_streaming"]:
         return []
     where = recipe.place("dataset_streaming")
+    if (recipe["dataset_name"] or "").startswith(SCHEME):
+        what = f"'{recipe['dataset_name']}' is made on the spot, there is nothing to stream"
+        return [Problem(where, what, "remove dataset_streaming")]
     if recipe["dataset_mixture"]:
         what = "dataset_streaming has no meaning with dataset_mixture, whose weights are shares of all rows"
         return [Problem(where, what, "remove dataset_streaming")]
@@ -70,6 +74,8 @@ def evaluation_data(recipe: Recipe) -> list[Problem]:
     if not name:
         return []  # told already
     split = recipe["dataset_test_split"]
+    if name in TASKS:
+        return list(_modebench(_Named(recipe.place("dataset_test_split"), name, None, split, {})))
     path = Path(os.path.expanduser(name))
     if name.startswith(SMOKE_SCHEME) or (os.path.exists(path) and not has_splits(path)):
         own = name if name.startswith(SMOKE_SCHEME) else "the file to evaluate on"
@@ -112,6 +118,9 @@ def _named(named: _Named) -> Iterator[Problem]:
         if named.name not in SMOKE_TASKS:
             yield Problem(named.where, f"there is no built-in '{named.name}'", "write smoke:sums")
         return
+    if named.name.startswith(SCHEME):
+        yield from _modebench(named)
+        return
     path = Path(os.path.expanduser(named.name))
     if not os.path.exists(path):
         if named.name.startswith(("/", "./", "../", "~")) or path.suffix in BUILDERS:
@@ -131,6 +140,22 @@ def _named(named: _Named) -> Iterator[Problem]:
     for column, where in named.columns.items():
         if found is not None and column not in found:
             yield Problem(where, f"'{path.name}' has no column '{column}'", f"write one of {', '.join(found)}")
+
+
+def _modebench(named: _Named) -> Iterator[Problem]:
+    if named.name not in TASKS:
+        yield Problem(named.where, f"there is no built-in '{named.name}'", f"write {' or '.join(TASKS)}")
+        return
+    if named.config:
+        what = f"'{named.name}' has no configuration '{named.config}', it is made on the spot"
+        yield Problem(named.where, what, "remove the configuration")
+    if named.split not in SPLITS:
+        what = f"'{named.name}' has no split '{named.split}'"
+        yield Problem(named.where, what, f"write {' or '.join(SPLITS)}; modebench_prompts says how many there are")
+    for column, where in named.columns.items():
+        if column not in COLUMNS:
+            what, fix = f"'{named.name}' has no column '{column}'", f"write one of {', '.join(COLUMNS)}"
+            yield Problem(where, what, fix)
 
 
 def _mixture(recipe: Recipe, mixture: dict[str, Any]) -> Iterator[Problem]:
@@ -156,8 +181,9 @@ def _entry(recipe: Recipe, where: str, entry: dict[str, Any]) -> Iterator[Proble
     if not name:
         yield Problem(where, "has no id", "add id: a hub id or a file")
         return
-    if name.startswith(SMOKE_SCHEME):
-        yield Problem(where, f"'{name}' cannot be mixed", "write dataset_name: smoke:sums")
+    if name.startswith((SMOKE_SCHEME, SCHEME)):
+        yield Problem(where, f"'{name}' cannot be mixed", f"write dataset_name: {name}")
+        return
     if columns is not None and len(columns) < 2:
         yield Problem(where, f"columns are {columns}", "write [prompt column, solution column], and others to keep")
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from grpo_recipes import check_lora
 from grpo_recipes.errors import Problem
 from grpo_recipes.keys import catalogue
 from grpo_recipes.recipe import Recipe
@@ -11,7 +12,6 @@ from grpo_recipes.recipe import Recipe
 _RUN_NAME = re.compile(r"\w[^/\x00-\x1f]*")
 _LONGEST_NAME = 100  # a folder's may have 255 bytes, and a time and more come behind it
 _UNSUPPORTED = {
-    "use_peft": "remove it; LoRA runs are not supported yet",
     "load_in_8bit": "remove it; quantized training is not supported",
     "load_in_4bit": "remove it; quantized training is not supported",
     "save_only_model": "remove it; a checkpoint without optimizer cannot be resumed",
@@ -19,9 +19,6 @@ _UNSUPPORTED = {
 }
 # The beginnings of keys that are read with one of those alone.
 _WITH_UNSUPPORTED = {
-    "lora_": "use_peft",
-    "use_dora": "use_peft",
-    "use_rslora": "use_peft",
     "bnb_": "load_in_4bit",
     "use_bnb_": "load_in_4bit",
 }
@@ -90,4 +87,4 @@ def unsupported(recipe: Recipe) -> list[Problem]:
     ]
 
 
-RULES = (run_name, ports, template, colocate, report, unsupported)
+RULES = (run_name, ports, template, colocate, report, unsupported, *check_lora.RULES)

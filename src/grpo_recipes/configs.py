@@ -58,6 +58,19 @@ class ScriptArguments(trl.ScriptArguments):
     eval_dataset_solution_column: str | None = _key(None, "As dataset_solution_column, which is the default.")
     eval_subsample: float = _key(0.1, "Share of the evaluation set that is used, drawn by seed.")
     eval_max_prompts: int = _key(1000, "Most evaluation prompts after eval_subsample.")
+    modebench_prompts: int = _key(384, "Problems of a modebench dataset to train on.")
+    modebench_test_prompts: int = _key(128, "Problems of its test split, none of them in training.")
+    modebench_seed: int = _key(0, "What the problems of a modebench dataset are drawn by.")
+    modebench_min_modes: int = _key(2, "Fewest right answers of a modebench problem; 1 for those with a single one.")
+    modebench_max_modes: int = _key(24, "Most right answers of a modebench problem.")
+    modebench_numbers: int = _key(3, "modebench:countdown: numbers of a problem, 3 or 4.")
+    modebench_largest_number: int | None = _key(
+        None, "modebench:countdown: the largest number, at most 14 with four of them; by default 24, or 12 with four."
+    )
+    modebench_vertices: int = _key(8, "modebench:graph_coloring: vertices of a graph.")
+    modebench_hidden: int = _key(
+        5, "modebench:graph_coloring: vertices without a colour; with more of them guessing is worth less."
+    )
     benchmarks: list[str] = _key(
         [],
         "Benchmarks run on the final model: names listed by `grpo keys --benchmarks`, or .jsonl files with problem "
@@ -197,7 +210,7 @@ class GRPOConfig(trl.GRPOConfig):
     wandb_run_group: str | None = _key(None, "W&B group that the run belongs to; WANDB_RUN_GROUP.")
     kl_target: float | None = _key(
         None,
-        "KL divergence from the reference (per token, as the metric kl) that beta is moved to hold; fixed beta without.",
+        "KL divergence from the reference (per token, the metric kl) that beta is moved to hold; fixed beta without.",
     )
     kl_horizon: float = _key(
         10000.0, "kl_target: completions over which beta can change by its factor; smaller is faster."
@@ -250,7 +263,27 @@ class GRPOConfig(trl.GRPOConfig):
 
 @dataclass
 class ModelConfig(trl.ModelConfig):
-    """TRL's model options."""
+    """TRL's model options, with LoRA's names of layers as a list always, and no dropout unless it is asked for."""
+
+    use_peft: bool = _key(
+        False, "Train a LoRA adapter instead of the weights; model/ is the merged model all the same."
+    )
+    lora_dropout: float = _key(
+        0.0,
+        "Share of the adapter's inputs dropped in training. The tokens were sampled without: 0 keeps the two alike.",
+    )
+    lora_target_modules: list[str] | None = _key(
+        None, "Linear layers that get an adapter, by the ends of their names, or all-linear; PEFT's choice by default."
+    )
+    lora_modules_to_save: list[str] | None = _key(
+        None, "Layers that are trained as a whole beside the adapter, by the ends of their names."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.lora_target_modules, str) and self.lora_target_modules != "all-linear":
+            # TRL makes a text of a list of one, which PEFT takes for a regular expression on whole names.
+            self.lora_target_modules = [self.lora_target_modules]
 
 
 CONFIGS = (ScriptArguments, GRPOConfig, ModelConfig)

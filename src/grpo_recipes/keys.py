@@ -81,6 +81,13 @@ OBSOLETE_KEYS: dict[str, str] = {
         "write scale_rewards: group, batch or none",
     ),
     **dict.fromkeys(
+        ("maxent_use_clip_objective", "maxent_clip_objective_coef", "maxent_clip_adv_baseline", "maxent_clip_range"),
+        "remove it; the clip ratio of every objective is epsilon (and epsilon_high)",
+    ),
+    "maxent_logprob_chunk_size": "write per_device_train_batch_size: log-probs are computed in batches of that size",
+    "vllm_return_logprobs": "remove it; vLLM always returns them, for vllm_importance_sampling_correction",
+    "init_kl_coef": "write init_kl_coeff, or beta",
+    **dict.fromkeys(
         ("log_kl_per_token", "log_grad_norm_after_clip", "return_reward"),
         "remove it; kl and grad_norm are in every row of metrics.jsonl",
     ),
@@ -102,11 +109,12 @@ TRL_CHOICES: dict[str, list[str]] = {
     "vllm_importance_sampling_mode": ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"],
     "vllm_model_impl": ["auto", "vllm", "transformers", "terratorch"],
     "multi_objective_aggregation": ["sum_then_normalize", "normalize_then_sum"],
+    "lora_task_type": ["CAUSAL_LM"],
     "dtype": ["auto", "bfloat16", "float16", "float32"],
     "save_strategy": ["no", "steps", "epoch"],
 }
 
-# Ranges of keys, ours and TRL's: dataclass types cannot tell them.
+# Ranges of keys, ours and TRL's: dataclass types cannot tell them. No number but an `infinite` key's may be .inf.
 RANGES: dict[str, dict[str, float]] = {
     "max_prompt_length": {"min": 1},
     "num_processes": {"min": 1},
@@ -138,6 +146,15 @@ RANGES: dict[str, dict[str, float]] = {
     "max_train_prompts": {"min": 1},
     "eval_subsample": {"min": 0.0001, "max": 1.0},
     "eval_max_prompts": {"min": 1},
+    "modebench_prompts": {"min": 1},
+    "modebench_test_prompts": {"min": 1},
+    "modebench_seed": {"min": 0},
+    "modebench_min_modes": {"min": 1},
+    "modebench_max_modes": {"min": 1},
+    "modebench_numbers": {"min": 3, "max": 4},
+    "modebench_largest_number": {"min": 5, "max": 30},
+    "modebench_vertices": {"min": 3, "max": 12},
+    "modebench_hidden": {"min": 1, "max": 8},
     "benchmark_samples": {"min": 1},
     "benchmark_max_problems": {"min": 1},
     "benchmark_temperature": {"min": 0.0},
@@ -153,7 +170,7 @@ RANGES: dict[str, dict[str, float]] = {
     "kl_target": {"min": 1e-9},
     "kl_horizon": {"min": 1.0},
     "kl_ctl_step_size": {"min": 1e-6},
-    "maxent_tau": {"min": 0.0},
+    "maxent_tau": {"min": 0.0, "infinite": True},
     "maxent_beta": {"min": 0.0},
     "maxent_q_temperature": {"min": 1e-6},
     "maxent_q_epsilon": {"min": 0.0},
@@ -163,6 +180,9 @@ RANGES: dict[str, dict[str, float]] = {
     "maxent_tau_min": {"min": 1e-9},
     "maxent_tau_max": {"min": 1e-9},
     "maxent_tau_warmup_steps": {"min": 0},
+    "lora_r": {"min": 1},
+    "lora_alpha": {"min": 1},
+    "lora_dropout": {"min": 0.0, "max": 0.99},
     # TRL, torch and vLLM refuse these too, after the server has started.
     "adam_beta1": {"min": 0.0, "max": 1.0},
     "adam_beta2": {"min": 0.0, "max": 1.0},

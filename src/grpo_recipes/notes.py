@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from grpo_recipes.modebench.dataset import TASK_KEYS
+from grpo_recipes.modebench.rules import named_tasks
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.rewards.registry import IN_CHILDREN, REWARDS
 
@@ -51,6 +53,9 @@ def _needed(recipe: Recipe, key: str) -> str:
     if key in _LIMITS:
         own = recipe["reward_isolation"] == "completion" and any(":" in name for name in rewards)
         return "" if own or IN_CHILDREN & set(rewards) else "a reward in a child process (math_verify, or your own)"
+    if key.startswith("modebench_"):
+        readers = [task for task in TASK_KEYS if key in TASK_KEYS[task]] or list(TASK_KEYS)
+        return "" if set(readers) & set(named_tasks(recipe)) else f"the dataset or benchmark {' or '.join(readers)}"
     begins = next((begin for begin in _NEEDED if key.startswith(begin)), None)
     if begins is None or key == "eval_strategy" or _is_on(recipe, begins):
         return ""

@@ -40,6 +40,12 @@ RUN_HERE = {
     "grpo keys --env",
     "grpo keys --json",
     "grpo plan recipes/Qwen2.5-7B-Instruct/grpo/config_math.yaml --gpus 8 --nodes 2",
+    "grpo check recipes/Qwen2.5-1.5B-Instruct/maxent/config_math.yaml",
+    "grpo check recipes/Qwen2.5-1.5B-Instruct/maxent/config_math_listwise.yaml",
+    "grpo plan recipes/Qwen2.5-1.5B-Instruct/maxent/config_math_weighted_mle.yaml --gpus 8",
+    "MAXENT=1 grpo plan",
+    "MAXENT=1 MAXENT_TAU=inf grpo check",
+    "grpo plan recipes/Qwen2.5-1.5B-Instruct/maxent/config_math_listwise.yaml --gpus 8",
     "make help",
 }
 

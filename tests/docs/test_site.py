@@ -66,6 +66,14 @@ def test_tables_of_keys_are_made_from_the_code(site: Path) -> None:
     assert "config_math.yaml</code></td>" in html(site, "recipes")
 
 
+def test_keys_of_maxent_stand_with_the_objectives_that_read_them(site: Path) -> None:
+    rows = re.findall(r"<td><a[^>]*><code>(maxent_\w+)</code></a></td>\s*<td>(.*?)</td>", html(site, "maxent"))
+    assert {name for name, _ in rows} == {name for name in catalogue() if name.startswith("maxent_")}
+    readers = {name: re.sub("</?code>", "", cell) for name, cell in rows}
+    assert readers["maxent_tau"] == "all" and readers["maxent_utility"] == "tempered"
+    assert readers["maxent_beta"] == "listwise, weighted_mle"
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_no_marker_of_a_table_is_left(site: Path, page: str) -> None:
     assert "&lt;!-- " not in html(site, page) and not re.search(r"<!-- [a-zA-Z]+[^>]* -->", html(site, page))

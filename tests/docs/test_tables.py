@@ -20,6 +20,7 @@ from grpo_recipes.launch.environment import READ_VARIABLES, base_environment
 from grpo_recipes.launch.plan import _ACCELERATE_FILES, _DEFAULT_RECIPES
 from grpo_recipes.launch.resources import environment_flavour
 from grpo_recipes.launch.rundir import finish_summary
+from grpo_recipes.objectives import OBJECTIVES
 from grpo_recipes.rewards.registry import REWARDS
 from grpo_recipes.trainers.metrics import PHASES
 from grpo_recipes.weights.guard import TOLERANCES, checksum_verdict, logprob_verdict
@@ -85,8 +86,9 @@ def test_default_ports() -> None:
 
 
 def test_default_recipes_accelerators_and_rewards() -> None:
-    defaults = {row[0]: row[1].strip("`") for row in table_rows(GUIDE, "flavour")}
-    assert defaults == {flavour: name.format(task="grpo") for flavour, name in _DEFAULT_RECIPES.items()}
+    for task, column in (("grpo", 1), ("maxent", 2)):
+        defaults = {row[0]: row[column].strip("`") for row in table_rows(GUIDE, "flavour")}
+        assert defaults == {flavour: name.format(task=task) for flavour, name in _DEFAULT_RECIPES.items()}
     assert {row[0].strip("`") for row in table_rows(GUIDE, "`accelerator`")} == {"auto", *_ACCELERATE_FILES}
     assert {row[0].strip("`") for row in table_rows(DOCS / "rewards.md", "reward")} == set(REWARDS)
     bridges = {row[0].split()[0].strip("`") for row in table_rows(DOCS / "weights.md", "`weight_sync`")}
@@ -135,7 +137,8 @@ def test_keys_of_a_row_are_those_that_trl_and_we_write() -> None:
     trl = importlib.metadata.distribution("trl")
     source = Path(str(trl.locate_file("trl/trainer/grpo_trainer.py"))).read_text()
     ours = (REPOSITORY / "src/grpo_recipes/trainers/metrics.py").read_text()
-    ours += (REPOSITORY / "src/grpo_recipes/trainers/scoring.py").read_text()
+    for name in ("scoring", "maxent", "control"):
+        ours += (REPOSITORY / f"src/grpo_recipes/trainers/{name}.py").read_text()
     of_the_loop = {"loss", "grad_norm", "learning_rate", "epoch"}  # transformers' own
     summary = prose(DOCS / "metrics.md").split("## samples.jsonl")[0]
     firsts = [line.split(" | ")[0] for line in summary.splitlines() if line.startswith("| `")]
@@ -149,6 +152,27 @@ def test_keys_of_a_row_are_those_that_trl_and_we_write() -> None:
             assert f"rewards/{{reward_func_name}}/{kind}" in source or f"rewards/{{name}}/{kind}" in ours
         else:
             assert f'"{name}"' in source + ours, name
+
+
+def test_metrics_of_maxent_are_those_that_are_written() -> None:
+    source = (REPOSITORY / "src/grpo_recipes/trainers/maxent.py").read_text()
+    written = set(re.findall(r'metrics\["(maxent/\w+)"\]', source))
+    assert len(written) == 8
+    for page, first in ((DOCS / "maxent.md", "metric"), (DOCS / "metrics.md", "key")):
+        told = {word for row in table_rows(page, first) for word in code_words(row[0])}
+        assert {name for name in told if name.startswith("maxent/")} == written, page.name
+
+
+def test_the_losses_of_the_objectives() -> None:
+    told = {row[0]: row[1].strip("`") for row in table_rows(DOCS / "maxent.md", "objective") if len(row) == 3}
+    losses = {kind: loss for kind, loss in told.items() if loss.endswith("grpo")}
+    for name, objective in OBJECTIVES.items():
+        if objective.loss_type(True) == objective.loss_type(False):
+            assert losses.pop(f"`{name}`") == objective.loss_type(True)
+        else:
+            assert losses.pop(f"`{name}`, per token") == objective.loss_type(True)
+            assert losses.pop(f"`{name}`, summed") == objective.loss_type(False)
+    assert losses == {}
 
 
 def test_commands_and_keys_of_the_refused_list_are_not_accepted() -> None:
@@ -181,7 +205,14 @@ SAID = {
     "grpo: --top_p:": (f"check {SMOKE} --top_p 0.9", {}),
     "grpo: VLLM_MODEL:": (f"check {SMOKE}", {"VLLM_MODEL": "other/model"}),
     "grpo: --reward_funcs:": (f"check {SMOKE} --reward_funcs accuracy", {}),
-    "grpo: MAXENT:": ("check", {"MAXENT": "1"}),
+    "grpo: MAXENT:": ("check recipes/smoke/maxent.yaml", {"MAXENT": "0"}),
+    "grpo: TRAIN_ENTRYPOINT:": ("check", {"MAXENT": "1", "TRAIN_ENTRYPOINT": "src/grpo.py"}),
+    "grpo: --maxent_tau:": (f"check {SMOKE} --maxent_tau 0.2", {}),
+    "grpo: --maxent_q_epsilon:": (
+        "check recipes/Qwen3-4B/maxent/config_math_listwise.yaml --maxent_q_epsilon 0.2",
+        {},
+    ),
+    "grpo: --kl_target:": (f"check {SMOKE} --kl_target 0.1", {}),
     "grpo: CONFIG:": ("check", {"CONFIG": "missing.yaml"}),
     "grpo: CONFIG_FILE:": (f"plan {SMOKE}", {"CONFIG_FILE": "missing.yaml"}),
     "grpo: 'recipes/smoke/grpo.yaml':": (f"plan --seed=1 {SMOKE}", {}),

@@ -10,7 +10,7 @@ import pytest
 
 from grpo_recipes.errors import Refused
 from grpo_recipes.launch.environment import base_environment
-from grpo_recipes.launch.plan import choose_recipe, choose_task, describe, smoke_folder
+from grpo_recipes.launch.plan import choose_recipe, describe, smoke_folder
 from grpo_recipes.launch.resources import SlurmJob
 from grpo_recipes.recipe import read_recipe
 
@@ -269,34 +269,6 @@ def test_a_plan_is_plain_data_and_readable(planned):
         assert fact in text
 
 
-@pytest.mark.parametrize(
-    ("environment", "task", "expected"),
-    [
-        ({}, None, ("grpo", "src/grpo.py")),
-        ({"MAXENT": "0"}, None, ("grpo", "src/grpo.py")),
-        ({"TRAIN_ENTRYPOINT": "src/grpo.py"}, None, ("grpo", "src/grpo.py")),
-        ({"TRAIN_ENTRYPOINT": "src/grpo.py"}, "grpo", ("grpo", "src/grpo.py")),
-        ({"TRAIN_ENTRYPOINT": "src/grpo_recipes/cli.py"}, None, ("grpo", "src/grpo_recipes/cli.py")),
-    ],
-)
-def test_the_task_and_its_entry_script(environment, task, expected):
-    assert choose_task(environment, task) == expected
-
-
-@pytest.mark.parametrize(
-    ("environment", "task", "where"),
-    [
-        ({"MAXENT": "1", "TRAIN_ENTRYPOINT": "src/grpo.py"}, None, "TRAIN_ENTRYPOINT"),
-        ({"TRAIN_ENTRYPOINT": "src/maxent-grpo.py"}, "grpo", "TRAIN_ENTRYPOINT"),
-        ({"TRAIN_ENTRYPOINT": "src/none.py"}, None, "TRAIN_ENTRYPOINT"),
-    ],
-)
-def test_contradictions_and_missing_entry_scripts_are_refused(environment, task, where):
-    with pytest.raises(Refused) as refused:
-        choose_task(environment, task)
-    assert refused.value.problems[0].where == where
-
-
 def test_a_recipe_is_found_by_argument_then_config_then_flavour(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     mine = tmp_path / "mine.yaml"
@@ -305,6 +277,8 @@ def test_a_recipe_is_found_by_argument_then_config_then_flavour(tmp_path, monkey
     assert choose_recipe(None, {"CONFIG": str(mine)}, "grpo", "cpu") == mine
     assert choose_recipe(None, {}, "grpo", "cpu") == SMOKE
     assert choose_recipe(None, {}, "grpo", "cuda") == MATH
+    assert choose_recipe(None, {}, "maxent", "cpu") == SMOKE.with_name("maxent.yaml")
+    assert choose_recipe(None, {}, "maxent", "cuda") == MATH.parents[1] / "maxent" / MATH.name
     assert choose_recipe("recipes/smoke/grpo.yaml", {}, "grpo", "cpu") == SMOKE
 
 
@@ -324,9 +298,3 @@ def test_the_users_vllm_plugins_are_kept_and_ours_is_added(planned):
 def test_a_recipe_name_that_no_file_can_have(tmp_path):
     with pytest.raises(Refused, match="there is no recipe"):
         choose_recipe("x" * 5000, {}, "grpo", "cpu")
-
-
-def test_a_home_without_a_repository_is_told_as_such(tmp_path, monkeypatch):
-    monkeypatch.setenv("GRPO_HOME", str(tmp_path))
-    with pytest.raises(Refused, match="GRPO_HOME: there is no repository in"):
-        choose_task({})

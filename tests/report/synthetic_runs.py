@@ -31,6 +31,7 @@ def make_run(
     samples: list[dict[str, Any]] | None = None,
     summary: dict[str, Any] | None = None,
     recipe: dict[str, tuple[Any, str]] | None = None,
+    objective: str | None = None,
     without: tuple[str, ...] = (),
 ) -> Path:
     """A run directory as the launcher and the trainer leave it.
@@ -44,14 +45,18 @@ def make_run(
         samples: sampled completions of every step, instead of two harmless ones.
         summary: keys that differ.
         recipe: keys that differ, each with its origin.
+        objective: makes it a MaxEnt run.
         without: files left out.
     """
     folder = root / name
     folder.mkdir(parents=True)
     noise = random.Random(seed)
     rows = [_row(step, steps, lift, noise) for step in range(1, steps + 1)]
+    if objective:
+        rows = [row | _weights(row["step"] / steps) for row in rows]
+        recipe = {"maxent_objective": (objective, "config_math.yaml:30"), **(recipe or {})}
     write_json(folder / "run.json", _identity(name))
-    write_json(folder / "plan.json", _plan())
+    write_json(folder / "plan.json", _plan() | ({"task": "maxent"} if objective else {}))
     write_json(folder / "summary.json", {**_summary(rows), **(summary or {})})
     settings = {**RECIPE, "seed": (seed, "config_math.yaml:24"), **(recipe or {})}
     (folder / "recipe.yaml").write_text(_recipe(settings))
@@ -101,7 +106,7 @@ def _row(step: int, steps: int, lift: float, noise: random.Random) -> dict[str, 
         "kl": 0.02 * done + 0.002 * noise.random(),
         "entropy": 0.5 * math.exp(-done) + noise.gauss(0, 0.01),
         "clip_ratio/low_mean": 0.0,
-        "maxent/temperature": 1 - 0.2 * done,
+        "tools/calls": 1 - 0.2 * done,
         "tokens_per_second": 5000 + noise.gauss(0, 300),
         "seconds/sample": sample,
         "seconds/score": 0.4,
@@ -109,6 +114,21 @@ def _row(step: int, steps: int, lift: float, noise: random.Random) -> dict[str, 
         "seconds/save": save,
         "seconds/update": update,
         "seconds/step": sample + update + 1.0 + save,
+    }
+
+
+def _weights(done: float) -> dict[str, Any]:
+    """Metrics of the weights: tau and beta move, and in the last tenth no wrong answer has weight."""
+    return {
+        "beta": 0.04 + 0.02 * done,
+        "maxent/tau": 0.5 - 0.3 * done,
+        "maxent/beta": 1.5,
+        "maxent/weight_entropy": 1.9 - 0.8 * done,
+        "maxent/weight_entropy_min": 1.2 - 0.8 * done,
+        "maxent/weight_entropy_max": 2.07,
+        "maxent/eff_rollouts": math.exp(1.9 - 0.8 * done),
+        "maxent/incorrect_mass": 0.8 - 0.7 * done,
+        "maxent/target_ratio": "inf" if done > 0.9 else 2 + 20 * done,
     }
 
 

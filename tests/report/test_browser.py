@@ -46,7 +46,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("browser")
     long_word = {**two_samples()[0], "completion": "x" * 3000, "prompt": "<script>console.error(1)</script>" * 20}
     summary = {"status": "failed", "exit_code": 1, "cause": "y" * 300}
-    run = make_run(root, steps=80, samples=[long_word, *two_samples()], summary=summary)
+    run = make_run(root, steps=80, samples=[long_word, *two_samples()], summary=summary, objective="listwise")
     recipe = {"beta": (0.0, "config_math.yaml:20")}
     others = [make_run(root, f"base-20261120-10150{seed}", steps=40, seed=seed, recipe=recipe) for seed in (1, 2)]
     return {"run": write_report(run), "comparison": write_comparison([run, *others], root / "comparison.html")}

@@ -112,6 +112,21 @@ def test_the_page_says_who_ends_highest_and_what_differs(tmp_path: Path) -> None
     assert "51.2 % (46.8 to 55.6)" in page.text
 
 
+def test_weights_of_maxent_runs_are_drawn_beside_each_other(tmp_path: Path) -> None:
+    runs = seeds(tmp_path, "list", 2, steps=20, objective="listwise")
+    runs += runs_of(tmp_path, {"steps": 20, "objective": "tempered"}, {"steps": 20})
+    text = comparison_page(runs)
+    figures = re.findall(r"<figure.*?</figure>", text, re.DOTALL)
+    (ratio,) = [figure for figure in figures if "MaxEnt weight, right over wrong" in figure]
+    lines = re.findall(r'data-label="([^"]*)"', ratio)
+    assert lines == ["list (2 seeds)", "run0"]  # the last is a GRPO run and has no weights
+    assert "infinite in 6 steps, not drawn" in ratio  # two of each
+    for title in ("KL coefficient", "MaxEnt temperature", "MaxEnt pull to the reference", "MaxEnt weight entropy",
+                  "Effective completions", "MaxEnt weight on wrong answers"):  # fmt: skip
+        assert [figure for figure in figures if f">{title}<" in figure], title
+    assert "trainermaxentmaxentgrpo" in Page(text).text
+
+
 def test_equal_recipes_are_called_the_same(tmp_path: Path) -> None:
     text = Page(comparison_page(runs_of(tmp_path, {"steps": 5}, {"steps": 5}))).text
     assert "Recipes, trainer, code and devices are the same." in text

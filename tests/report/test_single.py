@@ -87,7 +87,7 @@ def test_every_part_is_there(tmp_path: Path) -> None:
     for title in (
         "Reward", "Rewards one by one", "KL divergence", "Entropy", "Completion length", "Clipped completions", "Loss",
         "Gradient norm", "Learning rate", "Server against trainer", "No verdict", "Seconds of a step",
-        "Reward of completions", "First against last", "maxent/temperature", "eval_completions/mean_length",
+        "Reward of completions", "First against last", "tools/calls", "eval_completions/mean_length",
     ):  # fmt: skip
         assert title in page.texts, title
     arithmetic = "64 prompts x 8 completions = 512 a step = 7 trainers x 8 per device x 8 accumulated"
@@ -116,6 +116,64 @@ def test_a_chart_with_nothing_to_show_is_left_out(tmp_path: Path) -> None:
     page = page_of(folder)
     assert "KL divergence" not in page.text and "Clipped completions" not in page.text
     assert re.search(r"The same in every step: .*same 3", page.text)
+
+
+def drawn(page: str) -> dict[str, str]:
+    """Title -> figure of the line charts of a page."""
+    figures = re.findall(r"<figure.*?</figure>", page, re.DOTALL)
+    return {html.unescape(re.findall(r"<h3>(.*?)</h3>", figure)[0]): figure for figure in figures}
+
+
+def values(figure: str) -> list[str]:
+    (line,) = re.findall(r'data-y="([^"]*)"', figure)
+    return line.split()
+
+
+def test_the_weights_of_a_maxent_run_are_drawn(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, steps=10, objective="listwise")
+    assert f"maxent (listwise), 7 {TIMES} cuda" in page_of(folder).text
+    charts = drawn((folder / "report.html").read_text())
+    assert values(charts["KL coefficient"])[-1] == "0.06"
+    assert values(charts["MaxEnt temperature"])[-1] == "0.2"
+    assert set(values(charts["MaxEnt pull to the reference"])) == {"1.5"}
+    assert values(charts["MaxEnt weight entropy"])[-1] == "1.1"
+    assert 'data-range="1.12:2.07 ' in charts["MaxEnt weight entropy"]  # of the least and the greatest group
+    assert "shaded: least to greatest of a step" in charts["MaxEnt weight entropy"]
+    assert values(charts["Effective completions"])[-1] == "3.004"
+    assert values(charts["MaxEnt weight on wrong answers"])[-1] == "0.1"
+    assert ">10 %<" in charts["MaxEnt weight on wrong answers"]  # a share
+    assert values(charts["MaxEnt weight, right over wrong"])[-2:] == ["20", "-"]
+    assert "infinite in 1 step, not drawn: no weight on wrong answers" in charts["MaxEnt weight, right over wrong"]
+    assert "Worth a look" not in charts and "was inf or nan" not in (folder / "report.html").read_text()
+
+
+def test_a_temperature_of_infinity_has_no_curve_and_is_told(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, steps=30, objective="tempered")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [{**row, "maxent/tau": "inf", "maxent/target_ratio": "nan", "maxent/beta": 0.0} for row in rows]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = page_of(folder)
+    assert "MaxEnt temperature" not in page.texts and "MaxEnt pull to the reference" not in page.texts
+    assert re.search(r"The same in every step: .*maxent/beta 0, maxent/target_ratio nan, maxent/tau inf", page.text)
+    assert "maxent/target_ratio was inf or nan in 30 steps" in page.text and "maxent/tau was" not in page.text
+
+
+@pytest.mark.parametrize(
+    ("objective", "masses", "told"),
+    [
+        ("weighted_mle", [0.7] * 18 + [0.3] * 12, True),
+        ("listwise", [0.7] * 18 + [0.3] * 12, True),
+        ("listwise", [0.7] * 12 + [0.3] * 18, False),
+        ("tempered", [0.7] * 30, False),  # it pushes away from what is wrong, whatever its weight
+    ],
+)
+def test_weight_on_wrong_answers_is_told(tmp_path: Path, objective: str, masses: list[float], told: bool) -> None:
+    folder = make_run(tmp_path, steps=30, objective=objective)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [{**row, "maxent/incorrect_mass": mass} for row, mass in zip(rows, masses, strict=True)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = "More than half of the MaxEnt weight was on wrong answers in 60 % of the steps, and " + objective
+    assert (said in page_of(folder).text) == told
 
 
 def test_no_metric_is_hidden(tmp_path: Path) -> None:

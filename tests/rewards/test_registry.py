@@ -13,6 +13,7 @@ from grpo_recipes.keys import catalogue
 from grpo_recipes.rewards.registry import ACCURACY, IN_CHILDREN, REWARDS, make_reward
 
 DEFAULTS = SimpleNamespace(**{key: entry["default"] for key, entry in catalogue().items()})
+PROBLEM = '{"task": "countdown", "numbers": [2, 3, 4], "target": 9, "modes": 1}'
 COLUMNS = {"answer": ["7"], "completion_ids": [[1, 2, 3]], "prompts": ["?"], "trainer_state": None}
 
 
@@ -24,7 +25,8 @@ def test_a_reward_has_its_name_its_keys_and_takes_whatever_columns_come(name):
     assert reward.__name__ == name and reward.__doc__
     assert inspect.Parameter.VAR_KEYWORD in [parameter.kind for parameter in parameters.values()]
     assert set(REWARDS[name]) <= set(catalogue()) & set(parameters)
-    (score,) = reward(completions=["<answer>7</answer>"], **COLUMNS)
+    columns = {**COLUMNS, "answer": [PROBLEM]} if name == "modebench" else COLUMNS
+    (score,) = reward(completions=["<answer>7</answer>"], **columns)
     assert isinstance(score, float)
 
 

@@ -21,12 +21,21 @@ TAKES_RECIPE = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """--deep and --json, beside the recipe's."""
     add_recipe_arguments(parser)
     parser.add_argument("--deep", action="store_true", help="also load tokenizer, data and rewards (seconds)")
     parser.add_argument("--json", action="store_true", help="print problems and notes as JSON")
 
 
 def run(options: argparse.Namespace, flags: list[str]) -> int:
+    """Say that the recipe is right, with notes; with ``--json`` everything found, right or wrong.
+
+    Returns:
+        0, or with ``--json`` 2 where something is wrong.
+
+    Raises:
+        Refused: every problem of the recipe, without ``--json``.
+    """
     if options.json:
         return _run_json(options, flags)
     recipe = chosen_recipe(options, flags)

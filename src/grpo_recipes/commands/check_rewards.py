@@ -24,12 +24,21 @@ _WIDTH = 60
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """--rows and --json, beside the recipe's."""
     add_recipe_arguments(parser)
     parser.add_argument("--rows", type=int, default=ROWS, help=f"rows of the dataset that are tried (default {ROWS})")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
 def run(options: argparse.Namespace, flags: list[str]) -> int:
+    """Print a table of the rewards on right and wrong answers, and the calls that failed.
+
+    Returns:
+        0, or with ``--json`` 2 where something is wrong.
+
+    Raises:
+        Refused: the recipe is wrong, or a reward does not tell right from wrong.
+    """
     if options.rows < 1:
         raise Refused(Problem("--rows", f"{options.rows} rows try nothing", "write 1 or more"))
     if options.json:

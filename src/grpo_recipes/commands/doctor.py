@@ -28,6 +28,7 @@ _DEEP_SECONDS, _DEEP_PATIENCE = 150.0, 120.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """--run, --deep and --json, beside the recipe's."""
     add_recipe_arguments(parser)
     parser.add_argument("--run", metavar="RUN_DIR|last", dest="run_dir", help="explain how this run ended instead")
     parser.add_argument("--deep", action="store_true", help="also import torch, TRL and vLLM (a minute)")
@@ -35,7 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, flags: list[str]) -> int:
-    """Exit code 0, or 2 when there is a problem."""
+    """Print what was found of the machine, a recipe on it, or a run.
+
+    Returns:
+        0, or 2 when there is a problem.
+
+    Raises:
+        Refused: the options contradict each other, or the run is none.
+    """
     if options.run_dir is not None:
         results = _of_run(options, flags)
     else:

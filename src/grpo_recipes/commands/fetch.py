@@ -17,6 +17,7 @@ from grpo_recipes.fetch.records import Record, find_record
 from grpo_recipes.fetch.sources import Source, local_sources, wanted_pieces
 from grpo_recipes.launch.environment import hub_environment
 from grpo_recipes.launch.rundir import find_run
+from grpo_recipes.modebench.dataset import SCHEME as MODEBENCH_SCHEME
 from grpo_recipes.paths import shown
 from grpo_recipes.recipe import Recipe, read_frozen
 
@@ -28,12 +29,21 @@ _WHERE_ONLINE = "run grpo fetch where the hub can be reached, e.g. on the login 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """--update and --resume, beside the recipe's."""
     add_recipe_arguments(parser)
     parser.add_argument("--update", action="store_true", help="bring newer commits of what is here already")
     parser.add_argument("--resume", metavar="DIR", help="bring the commits a run began with, if they are gone")
 
 
 def run(options: argparse.Namespace, flags: list[str]) -> int:
+    """Bring what is missing, with ``--update`` what is newer, and print a row for each piece.
+
+    Returns:
+        0, or 130 after Ctrl-C.
+
+    Raises:
+        Refused: the recipe is wrong, or a piece cannot be had.
+    """
     os.environ.update(hub_environment(os.environ))
     if not sys.stderr.isatty():
         _without_progress_bars()
@@ -68,7 +78,8 @@ def _recipe(options: argparse.Namespace, flags: list[str]) -> tuple[Recipe, list
 def _local_row(source: Source) -> tuple[str, ...]:
     if source.id.startswith("smoke:"):
         _make_smoke_task(source.id)
-    return (source.kind, source.id, "", "", shown(source.path), "local")
+    made = source.id.startswith(MODEBENCH_SCHEME)
+    return (source.kind, source.id, "", "", "" if made else shown(source.path), "made by the run" if made else "local")
 
 
 def _make_smoke_task(name: str) -> None:

@@ -28,6 +28,7 @@ _OTHER_TABLES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The word, which table, and --json."""
     parser.add_argument("word", nargs="?", help="part of a name or of its meaning; every key by default")
     tables = parser.add_mutually_exclusive_group()
     tables.add_argument("--env", action="store_true", help="the environment variables that are read")
@@ -36,6 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, _: list[str]) -> int:
+    """Print the keys, variables or benchmarks that have the word in their name or meaning.
+
+    Returns:
+        0.
+
+    Raises:
+        Refused: nothing has it.
+    """
     word = (options.word or "").lower()
     other = "--env" if options.env else "--benchmarks" if options.benchmarks else ""
     found = _keys(word) if not other else _found(_OTHER_TABLES[other], word)

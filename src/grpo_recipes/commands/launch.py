@@ -12,6 +12,7 @@ TAKES_RECIPE = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """--resume, --allow-changed-code and --dry-run, beside the recipe's."""
     add_recipe_arguments(parser)
     parser.add_argument("--resume", metavar="DIR|last", help="continue a run")
     parser.add_argument("--allow-changed-code", action="store_true", help="resume though the code changed")
@@ -19,6 +20,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, flags: list[str]) -> int:
+    """Run a recipe, or continue a run.
+
+    Returns:
+        The exit code of the run.
+
+    Raises:
+        Refused: before anything was started.
+    """
     return launch(
         Options(
             recipe=recipe_name(options),

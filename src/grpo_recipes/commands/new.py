@@ -41,11 +41,20 @@ vllm_max_model_length: 2048
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The file, and the recipe to copy."""
     parser.add_argument("file", metavar="FILE", help="the recipe to write, e.g. my.yaml")
     parser.add_argument("--from", dest="source", metavar="RECIPE", help="the recipe to copy")
 
 
 def run(options: argparse.Namespace, _: list[str]) -> int:
+    """Write a recipe to start from.
+
+    Returns:
+        0.
+
+    Raises:
+        Refused: the file is there already or cannot be written, or the recipe to copy does not exist.
+    """
     for where, name in (("FILE", options.file), ("--from", options.source)):
         if name == "":
             raise refuse(where, "is empty", "name a file")

@@ -12,11 +12,12 @@ from grpo_recipes.commands.recipes import add_recipe_arguments, recipe_name
 from grpo_recipes.errors import refuse
 from grpo_recipes.fetch.sources import find_sources
 from grpo_recipes.launch.batch import derive_batch
-from grpo_recipes.launch.plan import choose_recipe, choose_task, describe, make_plan
+from grpo_recipes.launch.plan import choose_recipe, describe, make_plan
 from grpo_recipes.launch.resources import Resources, find_resources
 from grpo_recipes.launch.run import planned_names
 from grpo_recipes.paths import shown
 from grpo_recipes.recipe import Recipe
+from grpo_recipes.tasks import GRPO, asked_task, entry_of, task_of
 
 HELP = "say what a launch would start, without starting it"
 TAKES_RECIPE = True
@@ -24,6 +25,7 @@ _MOST = 10_000  # GPUs of a node, and nodes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """--gpus, --nodes and --json, beside the recipe's."""
     add_recipe_arguments(parser)
     parser.add_argument("--gpus", type=int, help="plan for this many GPUs instead of those visible")
     parser.add_argument("--nodes", type=int, default=1, help="with --gpus: the batch on this many nodes")
@@ -31,17 +33,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, flags: list[str]) -> int:
+    """Print what a launch would start.
+
+    Returns:
+        0.
+
+    Raises:
+        Refused: the recipe is wrong, or does not fit the machine planned for.
+    """
     resources = find_resources(os.environ)
     _check_counts(options)
     if options.gpus is not None:
         resources = replace(resources, flavour="cuda", gpus=tuple(str(index) for index in range(options.gpus)))
-    task, entry = choose_task(os.environ, options.task)
-    path = choose_recipe(recipe_name(options), os.environ, task, resources.flavour)
-    recipe = checked_recipe(path, flags, os.environ)
+    asked = asked_task(os.environ, options.task)
+    path = choose_recipe(recipe_name(options), os.environ, asked.task or GRPO, resources.flavour)
+    recipe = checked_recipe(path, flags, os.environ, asked)
     if options.nodes > 1:
         return _several_nodes(options, recipe, resources)
     sources = find_sources(recipe, os.environ)
-    plan = make_plan(recipe, resources, os.environ, planned_names(recipe), task, entry, sources=sources)
+    entry = entry_of(recipe, asked)
+    plan = make_plan(recipe, resources, os.environ, planned_names(recipe), entry, sources=sources)
     print(json.dumps(plan.as_json(), indent=1) if options.json else describe(plan))
     return 0
 
@@ -60,9 +71,10 @@ def _several_nodes(options: argparse.Namespace, recipe: Recipe, resources: Resou
     trainers = options.nodes * len(resources.gpus) - recipe["vllm_tensor_parallel_size"]
     batch = derive_batch(recipe, trainers)
     if options.json:
-        print(json.dumps({"batch": asdict(batch), "nodes": options.nodes, "trainers": trainers}, indent=1))
+        told = {"task": task_of(recipe), "batch": asdict(batch), "nodes": options.nodes, "trainers": trainers}
+        print(json.dumps(told, indent=1))
         return 0
-    print(f"recipe     {shown(recipe.path)}")
+    print(f"recipe     {shown(recipe.path)} ({task_of(recipe)})")
     print(f"batch      {batch}")
     print(
         f"note       {batch.world_size} of {trainers} trainers on {options.nodes} nodes; launch runs on one node so far"

@@ -7,9 +7,10 @@ import os
 
 from grpo_recipes.check import checked_recipe
 from grpo_recipes.errors import Problem, Refused
-from grpo_recipes.launch.plan import choose_recipe, choose_task
+from grpo_recipes.launch.plan import choose_recipe
 from grpo_recipes.launch.resources import environment_flavour
 from grpo_recipes.recipe import Recipe
+from grpo_recipes.tasks import GRPO, MAXENT, asked_task
 
 USAGE = "[RECIPE] [options] [--KEY VALUE ...]"
 EPILOG = "Any recipe key is a flag too, e.g. --learning_rate 1e-6: flag > environment variable > YAML > default."
@@ -18,7 +19,9 @@ EPILOG = "Any recipe key is a flag too, e.g. --learning_rate 1e-6: flag > enviro
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     """Options that name the recipe and its trainer."""
     parser.add_argument("--config", metavar="RECIPE", help="the recipe; by default CONFIG, or the flavour's own")
-    parser.add_argument("--task", choices=["grpo", "maxent"], help="the trainer (MAXENT=1 selects maxent)")
+    parser.add_argument(
+        "--task", choices=[GRPO, MAXENT], help="the trainer (MAXENT=1 selects maxent, and so does a MaxEnt recipe)"
+    )
 
 
 def recipe_name(options: argparse.Namespace) -> str | None:
@@ -40,6 +43,6 @@ def chosen_recipe(options: argparse.Namespace, flags: list[str]) -> Recipe:
     Raises:
         Refused: it does not exist, or is wrong.
     """
-    task, _ = choose_task(os.environ, options.task)
-    path = choose_recipe(recipe_name(options), os.environ, task, environment_flavour())
-    return checked_recipe(path, flags, os.environ)
+    asked = asked_task(os.environ, options.task)
+    path = choose_recipe(recipe_name(options), os.environ, asked.task or GRPO, environment_flavour())
+    return checked_recipe(path, flags, os.environ, asked)

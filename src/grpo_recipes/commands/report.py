@@ -18,11 +18,20 @@ TAKES_RECIPE = False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The runs and --out."""
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, or last for the newest in RUN_ROOT")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the page; by default report.html in the run, or here")
 
 
 def run(options: argparse.Namespace, flags: list[str]) -> int:
+    """Write the page of a run, or of several compared.
+
+    Returns:
+        0.
+
+    Raises:
+        Refused: one is no run directory, or the page cannot be written.
+    """
     folders = [_folder(which) for which in options.runs]
     try:
         if len(folders) == 1:

@@ -14,7 +14,7 @@ from grpo_recipes.configs import ScriptArguments
 from grpo_recipes.data.mixture import mixed
 from grpo_recipes.data.problems import BATCH_ROWS, Counts, Problems, collected, distinct, problems
 from grpo_recipes.data.rendering import Renderer, use_template
-from grpo_recipes.data.rows import Fetched, open_rows, told
+from grpo_recipes.data.rows import Fetched, rows_of, told
 from grpo_recipes.data.sharing import prepared_once
 from grpo_recipes.data.sources import Source, eval_source, train_source
 from grpo_recipes.errors import Refused, refuse
@@ -136,7 +136,7 @@ def _train_problems(setting: _Setting, counts: Counts) -> Problems:
         kept, _ = mixed(args, counts, setting.fetched)
         return Problems(kept.features, kept.iter(BATCH_ROWS))
     source = train_source(args)
-    rows = open_rows(source.id, source.config, source.split, args.dataset_streaming, setting.fetched)
+    rows = rows_of(source, args, setting.fetched)
     if args.max_train_prompts and not args.dataset_streaming:
         rows = rows.shuffle(seed=setting.seed, keep_in_memory=True)
     size = min(BATCH_ROWS, args.max_train_prompts or BATCH_ROWS)
@@ -168,7 +168,7 @@ def _eval_rows(setting: _Setting, counts: Counts) -> tuple[Dataset, Source | Non
             raise refuse("dataset_mixture", "nothing is held out to evaluate on", "add test_split_size to it")
         return held, None
     source = eval_source(args)
-    rows = open_rows(source.id, source.config, source.split, args.dataset_streaming, setting.fetched)
+    rows = rows_of(source, args, setting.fetched)
     if isinstance(rows, IterableDataset):
         # No more of a stream than eval_max_prompts can need.
         most = math.ceil(args.eval_max_prompts / args.eval_subsample)

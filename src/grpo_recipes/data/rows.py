@@ -24,8 +24,12 @@ from datasets import (
 )
 from datasets.exceptions import DatasetNotFoundError, DatasetsError
 
+from grpo_recipes.configs import ScriptArguments
+from grpo_recipes.data.sources import Source
 from grpo_recipes.datafiles import BUILDERS, csv_columns, data_files, folder_kind, is_saved, split_name
 from grpo_recipes.errors import refuse
+from grpo_recipes.modebench.dataset import SCHEME, Settings, TooFew, rows
+from grpo_recipes.modebench.rules import too_few
 
 Rows = Dataset | IterableDataset
 # (hub id, configuration, split) -> folder of `save_to_disk` that an earlier `grpo fetch` left, or None.
@@ -95,6 +99,27 @@ def open_rows(
             options = _options(folder_kind(path), data_files(path)[0])
             return load_dataset(str(path), config, split=split, streaming=streaming, **options)
         return load_dataset(source, config, split=split, streaming=streaming, revision=revision)
+
+
+def rows_of(source: Source, args: ScriptArguments, fetched: Fetched | None = None) -> Rows:
+    """The rows of a dataset that a recipe names: opened, or made where it is ``modebench:...``.
+
+    Args:
+        source: the dataset.
+        args: ``dataset_streaming``, and the keys ``modebench_*``.
+        fetched: as in ``read_rows``.
+
+    Raises:
+        Refused: it cannot be read, or there are too few problems of the kind asked for.
+    """
+    if not source.id.startswith(SCHEME):
+        return open_rows(source.id, source.config, source.split, args.dataset_streaming, fetched)
+    settings = Settings.read(lambda key: getattr(args, key))
+    try:
+        return Dataset.from_list(rows(source.id, source.split, settings))
+    except TooFew as error:
+        key, what, fix = too_few(settings, error.found)
+        raise refuse(key, what, fix) from error
 
 
 def column_names(rows: Rows) -> list[str]:

@@ -7,6 +7,7 @@ import socket
 import stat
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -116,12 +117,8 @@ def hub(machine: Machine) -> Finding:
         machine.environment.get(name, "").upper() in _OFFLINE for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
     ):
         return ok("not asked: HF_HUB_OFFLINE is set")
-    address = machine.environment.get("HF_ENDPOINT") or HUB
-    silence = _silence(address)
-    if silence is None:
-        return ok(f"{_bare(address)} answers")
     fix = "fetch on a node that has a route: grpo fetch RECIPE; jobs then read with HF_HUB_OFFLINE=1"
-    return warning(f"{_bare(address)}: {silence}", fix)
+    return _answer(machine.environment.get("HF_ENDPOINT") or HUB, warning, fix)
 
 
 def wandb_host(machine: Machine) -> Finding:
@@ -131,12 +128,14 @@ def wandb_host(machine: Machine) -> Finding:
         return ok(f"not asked: WANDB_MODE={mode}")
     if not reports_to_wandb(machine.recipe):
         return ok("not asked: no recipe here reports to it")
-    address = machine.environment.get("WANDB_BASE_URL") or WANDB
-    silence = _silence(address)
-    if silence is None:
-        return ok(f"{_bare(address)} answers")
     fix = "export WANDB_MODE=offline and run wandb sync later, or report_to: none"
-    return problem(f"{_bare(address)}: {silence}", fix)
+    return _answer(machine.environment.get("WANDB_BASE_URL") or WANDB, problem, fix)
+
+
+def _answer(address: str, when_silent: Callable[[str, str], Finding], fix: str) -> Finding:
+    """Whether an address answers, and what to make of it where it does not."""
+    silence = _silence(address)
+    return ok(f"{_bare(address)} answers") if silence is None else when_silent(f"{_bare(address)}: {silence}", fix)
 
 
 def _silence(address: str) -> str | None:

@@ -21,11 +21,12 @@ from grpo_recipes.errors import Refused
 from grpo_recipes.fetch.gated import gated_note
 from grpo_recipes.fetch.pieces import MODEL
 from grpo_recipes.fetch.sources import Sources, find_sources
-from grpo_recipes.launch.plan import Plan, choose_task, make_plan
+from grpo_recipes.launch.plan import Plan, make_plan
 from grpo_recipes.launch.resources import find_resources
 from grpo_recipes.launch.run import planned_names
 from grpo_recipes.paths import shown
 from grpo_recipes.recipe import Recipe
+from grpo_recipes.tasks import asked_task, entry_of
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 # AdamW keeps two moments of the parameters' own dtype; a checkpoint holds them and the weights.
@@ -59,9 +60,9 @@ class Case:
         Raises:
             Refused: it would start nothing.
         """
-        task, entry = choose_task(self.environment, self.task)
+        entry = entry_of(self.recipe, asked_task(self.environment, self.task))
         return make_plan(
-            self.recipe, find_resources(self.environment), self.environment, planned_names(self.recipe), task, entry
+            self.recipe, find_resources(self.environment), self.environment, planned_names(self.recipe), entry
         )
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import locale
 import os
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from grpo_recipes.doctor.finding import Finding, ok, problem, warning
 from grpo_recipes.doctor.machine import Machine
-from grpo_recipes.keys import ENVIRONMENT_KEYS
+from grpo_recipes.keys import ENVIRONMENT_KEYS, nearest_of
 from grpo_recipes.launch.environment import READ_VARIABLES, base_environment
 from grpo_recipes.launch.rundir import code_state
 from grpo_recipes.paths import home
@@ -54,9 +53,9 @@ def vllm_variables(machine: Machine) -> Finding:
     unknown = [name for name in given if name not in known]
     if not unknown:
         return ok(", ".join(given) or "none set")
-    near = [difflib.get_close_matches(name, sorted(known), n=1) for name in unknown]
+    near = [nearest_of(name, sorted(known)) for name in unknown]
     fixes = [
-        f"{name}: did you mean {match[0]}?" if match else f"unset {name}"
+        f"{name}: did you mean {match}?" if match else f"unset {name}"
         for name, match in zip(unknown, near, strict=True)
     ]
     return warning(f"nothing reads {', '.join(unknown)}", "; ".join(fixes))

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,9 +25,13 @@ from grpo_recipes.evaluate.pass_at_k import pass_table
 from grpo_recipes.evaluate.problems import BenchmarkProblem, load_problems
 from grpo_recipes.evaluate.registry import is_file
 from grpo_recipes.evaluate.sampling import Prompt, Sampling, Tokens, problem_seed, sample, sampling_keys
-from grpo_recipes.evaluate.scoring import Scorer, recipe_scorer
+from grpo_recipes.evaluate.scoring import MODEBENCH, Scorer, recipe_scorer
 from grpo_recipes.fetch.sources import fingerprint
 from grpo_recipes.launch.rundir import read_json, write_json
+from grpo_recipes.modebench.baselines import baselines
+from grpo_recipes.modebench.dataset import TASKS, Settings
+from grpo_recipes.modebench.metrics import mode_scores
+from grpo_recipes.modebench.verify import mode_of, problem_of
 from grpo_recipes.secrets import masked
 
 _CHUNK = 256  # completions between two looks at the stop request; bounds the other ranks' wait too
@@ -35,18 +39,18 @@ _Result = TypeVar("_Result")
 
 
 class BenchmarkFailed(RuntimeError):
-    """A benchmark has no result. The model was saved before."""
+    """A benchmark has no result."""
 
 
 class StoppedInBenchmarks(SystemExit):
-    """A stop request came while benchmarks ran. The model was saved before."""
+    """A stop request came while benchmarks ran."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, what_is_left: str):
         super().__init__(EXIT_STOPPED)
-        self.name = name
+        self.name, self.what_is_left = name, what_is_left
 
     def __str__(self) -> str:
-        return f"stopped on request in benchmark {self.name}; the model is saved"
+        return f"stopped on request in benchmark {self.name}; {self.what_is_left}"
 
 
 @dataclass
@@ -54,6 +58,8 @@ class _Tally:
     """What has been sampled so far."""
 
     scores: list[list[float | None]] = field(default_factory=list)
+    modes: list[list[str | None]] = field(default_factory=list)  # of ModeBench alone
+    golds: list[str] = field(default_factory=list)
     tokens: int = 0
     truncated: int = 0
 
@@ -83,24 +89,31 @@ def run_benchmarks(
         StoppedInBenchmarks: a stop request came.
     """
     scorer = recipe_scorer(script_args.reward_funcs, trainer.reward_funcs, script_args, trainer.args)
-    runner = _Runner(trainer, script_args, run, stop_requested, scorer, fetched)
-    missing = runner.on_main(lambda: [name for name in script_args.benchmarks if not runner.has_result(name)])
-    if not missing:
-        return
-    trainer.serve_final_weights()
-    failures = []
-    for name in missing:
-        try:
-            runner.run(name)
-        except BenchmarkFailed as failed:
-            failures.append(f"benchmark {name}: {failed}")
-    if failures:
-        raise BenchmarkFailed(f"{'; '.join(failures)}. The model is saved; a resumed run tries again")
+    Runner(trainer, script_args, run, stop_requested, scorer, fetched).run_missing(script_args.benchmarks)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """When benchmarks are run.
+
+    Attributes:
+        results: file of the results, in the run directory.
+        prefix: of the files in ``benchmarks/``.
+        left: what the run has at that time, for messages.
+    """
+
+    results: str
+    prefix: str
+    left: str
+
+
+TRAINED = Stage("benchmarks.json", "", "the model is saved")
+UNTRAINED = Stage("benchmarks/untrained.json", "untrained_", "nothing is trained yet")
 
 
 @dataclass
-class _Runner:
-    """One rank's part in the benchmarks of a run."""
+class Runner:
+    """One rank's part in the benchmarks of a run; the arguments are those of ``run_benchmarks``."""
 
     trainer: Any
     args: ScriptArguments
@@ -108,6 +121,28 @@ class _Runner:
     stop_requested: Callable[[], bool]
     scorer: Scorer
     fetched: Fetched | None
+    stage: Stage = TRAINED
+
+    def run_missing(self, names: Sequence[str]) -> None:
+        """Run those that have no result for this model and these settings yet.
+
+        Raises:
+            BenchmarkFailed: some have no result; the others have.
+            StoppedInBenchmarks: a stop request came.
+        """
+        missing = self.on_main(lambda: [name for name in names if not self.has_result(name)])
+        if not missing:
+            return
+        self.trainer.serve_final_weights()
+        failures = []
+        for name in missing:
+            try:
+                self.run(name)
+            except BenchmarkFailed as failed:
+                failures.append(f"benchmark {name}: {failed}")
+        if failures:
+            left = self.stage.left.capitalize()
+            raise BenchmarkFailed(f"{'; '.join(failures)}. {left}; a resumed run tries again")
 
     def run(self, name: str) -> None:
         """Sample, score and write one benchmark."""
@@ -118,7 +153,7 @@ class _Runner:
         step = max(1, _CHUNK // self.args.benchmark_samples)
         for start in range(0, len(problems), step):
             if self.on_main(self.stop_requested):
-                raise StoppedInBenchmarks(name)
+                raise StoppedInBenchmarks(name, self.stage.left)
             chunk = slice(start, start + step)
             self._run_chunk(name, problems[chunk], prompts[chunk], tally)
         self.on_main(lambda: self._write_result(name, tally, time.perf_counter() - began))
@@ -175,11 +210,17 @@ class _Runner:
         """Score a chunk and add its rows to the benchmark's file."""
         decode, ends = self.trainer.processing_class.batch_decode, set(self.trainer.eos_token_ids)
         texts = [decode(row, skip_special_tokens=True) for row in completions]
-        scores = self.scorer.scores(problems, texts)
+        scores = self._scorer(name).scores(problems, texts)
+        if name in TASKS:
+            tally.modes += [
+                [mode_of(text, problem.gold) for text in row] for problem, row in zip(problems, texts, strict=True)
+            ]
         file = self._file(name)
         file.parent.mkdir(exist_ok=True)
         with file.open("a" if tally.scores else "w") as rows:
-            for problem, ids, answers, given in zip(problems, completions, texts, scores, strict=True):
+            for place, (problem, ids, answers, given) in enumerate(
+                zip(problems, completions, texts, scores, strict=True), len(tally.scores)
+            ):
                 cut = [not tokens or tokens[-1] not in ends for tokens in ids]
                 row = {
                     "problem": problem.text,
@@ -188,31 +229,53 @@ class _Runner:
                     "scores": given,
                     "lengths": [len(tokens) for tokens in ids],
                     "truncated": cut,
+                    **({"modes": tally.modes[place]} if name in TASKS else {}),
                 }
                 rows.write(json.dumps(row) + "\n")
                 tally.tokens += sum(len(tokens) for tokens in ids)
                 tally.truncated += sum(cut)
         tally.scores += scores
-        print(f"grpo: benchmark {name}: {len(tally.scores)} problems sampled", flush=True)
+        tally.golds += [problem.gold for problem in problems]
+        print(f"grpo: {self.stage.prefix}benchmark {name}: {len(tally.scores)} problems sampled", flush=True)
 
     def _write_result(self, name: str, tally: _Tally, seconds: float) -> None:
         result = {
             **pass_table(tally.scores),
+            **self._mode_scores(name, tally),
             "problems": len(tally.scores),
             "samples": self.args.benchmark_samples,
             "no_verdict": sum(score is None for row in tally.scores for score in row),
             "mean_length": round(tally.tokens / tally.completions, 1),
             "truncated": round(tally.truncated / tally.completions, 4),
-            "reward": self.scorer.name,
+            "reward": self._scorer(name).name,
             "temperature": self.args.benchmark_temperature,
             "seconds": round(seconds, 1),
+            **self._baselines(name, tally),
         }
         settings = read_json(self._settings_file) or {}
         settings.pop(name, None)
         write_json(self._settings_file, settings)  # never a new result beside old settings
-        results = read_json(self.folder / "benchmarks.json") or {}
-        write_json(self.folder / "benchmarks.json", {**results, name: result})
+        results = read_json(self._results_file) or {}
+        write_json(self._results_file, {**results, name: result})
         write_json(self._settings_file, {**settings, name: self._settings(name)})
+
+    def _scorer(self, name: str) -> Scorer:
+        return MODEBENCH if name in TASKS else self.scorer
+
+    def _mode_scores(self, name: str, tally: _Tally) -> dict[str, Any]:
+        if name not in TASKS:
+            return {}
+        return mode_scores(tally.modes, [problem_of(gold)["modes"] for gold in tally.golds])
+
+    def _baselines(self, name: str, tally: _Tally) -> dict[str, Any]:
+        """What ModeBench's results are to be held against; of the untrained model when it was benchmarked."""
+        if name not in TASKS or self.stage is not TRAINED:
+            return {}
+        found: dict[str, Any] = baselines(tally.golds, self.args.benchmark_samples)
+        before = (read_json(self.folder / UNTRAINED.results) or {}).get(name)
+        if before is not None:
+            found["untrained"] = {key: value for key, value in before.items() if "@" in key}
+        return {"baselines": found}
 
     def has_result(self, name: str) -> bool:
         """Whether an earlier attempt finished this benchmark on this model with these settings."""
@@ -230,7 +293,8 @@ class _Runner:
             "temperature": args.benchmark_temperature,
             "max_completion_length": self.trainer.args.max_completion_length,
             "max_problems": args.benchmark_max_problems,
-            "reward": self.scorer.name,
+            "reward": self._scorer(name).name,
+            **({"modebench": self._modebench(name)} if name in TASKS else {}),
             "answer_matching": args.answer_matching,
             "system_prompt": args.system_prompt,
             "chat_template": args.chat_template,
@@ -238,9 +302,17 @@ class _Runner:
             **sampling_keys(self.trainer),
         }
 
+    def _modebench(self, name: str) -> str:
+        return Settings.read(lambda key: getattr(self.args, key)).fingerprint(name)
+
+    @property
+    def _results_file(self) -> Path:
+        return self.folder / self.stage.results
+
     @property
     def _settings_file(self) -> Path:
-        return self.folder / "benchmarks" / "settings.json"
+        return self.folder / "benchmarks" / f"{self.stage.prefix}settings.json"
 
     def _file(self, name: str) -> Path:
-        return self.folder / "benchmarks" / (re.sub(r"[^\w.-]+", "_", name.removesuffix(".jsonl")) + ".jsonl")
+        plain = re.sub(r"[^\w.-]+", "_", name.removesuffix(".jsonl"))
+        return self.folder / "benchmarks" / f"{self.stage.prefix}{plain}.jsonl"

@@ -30,25 +30,26 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
     return 1.0 - math.prod(1.0 - k / number for number in range(samples - right + 1, samples + 1))
 
 
-def mean_with_interval(estimates: Sequence[float]) -> tuple[float, Interval]:
+def mean_with_interval(estimates: Sequence[float], most: float = 1.0) -> tuple[float, Interval]:
     """Mean over problems with its 95 % interval.
 
     Args:
-        estimates: one number between 0 and 1 a problem.
+        estimates: one number between 0 and ``most`` a problem.
+        most: 1 for a share; more for what is counted.
 
     Returns:
         Mean and interval: Wilson's where every estimate is 0 or 1 (one completion a problem, or all alike), otherwise
-        mean +- 1.96 standard errors of the mean over problems, cut to [0, 1].
+        mean +- 1.96 standard errors of the mean over problems, cut to [0, most].
     """
     count = len(estimates)
     mean = math.fsum(estimates) / count
-    if all(estimate in (0.0, 1.0) for estimate in estimates):
+    if most == 1.0 and all(estimate in (0.0, 1.0) for estimate in estimates):
         return mean, wilson(round(math.fsum(estimates)), count)
     if count == 1:
-        return mean, (0.0, 1.0)
+        return mean, (0.0, most)
     variance = math.fsum((estimate - mean) ** 2 for estimate in estimates) / (count - 1)
     half = Z_95 * math.sqrt(variance / count)
-    return mean, (max(0.0, mean - half), min(1.0, mean + half))
+    return mean, (max(0.0, mean - half), min(most, mean + half))
 
 
 def wilson(right: int, count: int) -> Interval:
@@ -85,14 +86,25 @@ def pass_table(scores: Sequence[Sequence[float | None]]) -> dict[str, float | li
     return table
 
 
+def score_names(result: Mapping[str, Any]) -> list[str]:
+    """The scores of a result: ``pass@k``, and of ModeBench also ``mean@k``, ``distinct@k`` and ``coverage@k``."""
+    return [key for key in result if "@" in key and not key.endswith("_ci")]
+
+
 def result_line(result: Mapping[str, Any]) -> str:
-    """A benchmark's result for a person: ``pass@1 0.512 (0.468 to 0.556), pass@4 ..., 500 problems``."""
+    """A benchmark's result for a person: ``pass@1 0.512 (0.468 to 0.556), pass@4 ..., 500 problems``.
+
+    With ModeBench's baselines after it: ``; random guesser pass@8 0.181, mean@8 ...``.
+    """
     parts = []
-    for key, value in result.items():
-        if key.startswith("pass@") and not key.endswith("_ci"):
-            low, high = result[f"{key}_ci"] or (math.nan, math.nan)
-            parts.append(f"{key} none" if value is None else f"{key} {value:.3f} ({low:.3f} to {high:.3f})")
-    return f"{', '.join(parts)}; {result['problems']} problems"
+    for key in score_names(result):
+        low, high = result[f"{key}_ci"] or (math.nan, math.nan)
+        value = result[key]
+        parts.append(f"{key} none" if value is None else f"{key} {value:.3f} ({low:.3f} to {high:.3f})")
+    lines = [", ".join(parts), f"{result['problems']} problems"]
+    for name, scores in result.get("baselines", {}).items():
+        lines.append(f"{name} " + ", ".join(f"{key} {scores[key]:.3f}" for key in score_names(scores)))
+    return "; ".join(lines)
 
 
 def _verdicts(row: Sequence[float | None]) -> tuple[int, int]:

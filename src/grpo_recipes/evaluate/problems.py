@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.configs import ScriptArguments
-from grpo_recipes.data.rows import Fetched, read_rows
+from grpo_recipes.data.rows import Fetched, read_rows, rows_of
 from grpo_recipes.data.sources import Source
 from grpo_recipes.data.values import Message, answer_of, chat_of
 from grpo_recipes.errors import refuse
@@ -21,6 +21,7 @@ from grpo_recipes.evaluate.registry import (
     is_file,
 )
 from grpo_recipes.launch.plan import smoke_folder
+from grpo_recipes.modebench.dataset import TASKS
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _KEYS = ("benchmarks", "benchmarks")
@@ -62,8 +63,11 @@ def load_problems(
     """
     benchmark = _file_benchmark(name, args) if is_file(name) else BENCHMARKS[name]
     place = _smoke_file() if name == SMOKE_BENCHMARK else benchmark.id
-    rows = read_rows(place, benchmark.config, benchmark.split, fetched=fetched)
     source = Source(place, benchmark.config, benchmark.split, benchmark.prompt, benchmark.solution, _KEYS)
+    if name in TASKS:
+        rows: Any = rows_of(source, args)
+    else:
+        rows = read_rows(place, benchmark.config, benchmark.split, fetched=fetched)
     if len(rows) == 0:
         raise refuse("benchmarks", f"'{place}' has no rows", "name a dataset with rows")
     indices = _drawn(len(rows), args.benchmark_max_problems, seed)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_recipes.errors import Problem
+from grpo_recipes.keys import nearest_of
 
 SMOKE_BENCHMARK = "smoke:sums"
 
@@ -57,6 +57,13 @@ BENCHMARKS: dict[str, Benchmark] = {
         wrong=("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"),
         gated=True,
     ),
+    **{
+        name: Benchmark(f"{about}: pass@k, mean@k, distinct@k, coverage@k; needs no network", name, "test")
+        for name, about in {
+            "modebench:countdown": "test split: make a target of three or four numbers",
+            "modebench:graph_coloring": "test split: complete a colouring of a graph",
+        }.items()
+    },
     SMOKE_BENCHMARK: Benchmark("20 held-out sums of the smoke task; needs no network", SMOKE_BENCHMARK, "test"),
 }
 
@@ -87,9 +94,9 @@ def benchmark_problem(name: str, where: str) -> Problem | None:
         return Problem(where, f"no file '{name}'", "name an existing .jsonl file") if missing else None
     if name in BENCHMARKS:
         return None
-    close = difflib.get_close_matches(name, BENCHMARKS, n=1, cutoff=0.6)
+    close = nearest_of(name, BENCHMARKS)
     known = ", ".join(BENCHMARKS)
-    fix = f"write '{close[0]}'" if close else f"write one of {known}, or the path of a .jsonl file"
+    fix = f"write '{close}'" if close else f"write one of {known}, or the path of a .jsonl file"
     return Problem(where, f"no benchmark '{name}'", fix)
 
 

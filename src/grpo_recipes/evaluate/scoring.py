@@ -37,8 +37,14 @@ class Scorer:
         return [[next(scores) for _ in row] for row in texts]
 
 
+# Judges ModeBench, whatever rewards the recipe has.
+MODEBENCH = Scorer("modebench", make_reward("modebench", None, None))
+
+
 def recipe_scorer(names: Sequence[str], rewards: Sequence[Any], script_args: Any, args: Any) -> Scorer:
     """The first of the recipe's rewards that says right or wrong; ``pure_accuracy_math`` when there is none.
+
+    Not ``modebench``, which judges its own problems alone.
 
     Args:
         names: the recipe's ``reward_funcs``.
@@ -47,6 +53,6 @@ def recipe_scorer(names: Sequence[str], rewards: Sequence[Any], script_args: Any
         args: the recipe's ``GRPOConfig``.
     """
     for name, reward in zip(names, rewards, strict=True):
-        if name in ACCURACY:
+        if name in ACCURACY and name != MODEBENCH.name:
             return Scorer(name, reward)
     return Scorer(ACCURACY[0], make_reward(ACCURACY[0], script_args, args))

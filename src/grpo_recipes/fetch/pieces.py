@@ -13,6 +13,7 @@ from typing import Any
 from grpo_recipes.check import SMOKE_SCHEME
 from grpo_recipes.datafiles import BUILDERS
 from grpo_recipes.launch.plan import smoke_folder
+from grpo_recipes.modebench.dataset import SCHEME as MODEBENCH_SCHEME
 from grpo_recipes.recipe import Recipe
 
 MODEL, DATASET = "model", "dataset"
@@ -61,13 +62,13 @@ def pieces_of(recipe: Recipe) -> list[Piece]:
 
 
 def local_pieces_of(recipe: Recipe) -> list[Piece]:
-    """Everything a run reads that lies on this machine: files, folders and the built-in smoke task."""
+    """Everything a run reads that lies on this machine: files, folders and what is built in."""
     return [piece for piece in _all_pieces(recipe) if is_local(piece)]
 
 
 def is_local(piece: Piece) -> bool:
     """Whether a name is a file, a folder or built in, not a hub id."""
-    if piece.id.startswith((SMOKE_SCHEME, "/", "./", "../", "~")) or os.path.exists(piece.id):
+    if piece.id.startswith((SMOKE_SCHEME, MODEBENCH_SCHEME, "/", "./", "../", "~")) or os.path.exists(piece.id):
         return True
     return piece.kind == DATASET and piece.id.endswith(tuple(BUILDERS))
 

@@ -15,6 +15,8 @@ from grpo_recipes.fetch.pieces import MODEL, Piece, local_pieces_of, pieces_of
 from grpo_recipes.fetch.records import Record, find_record
 from grpo_recipes.launch.plan import smoke_folder
 from grpo_recipes.launch.rundir import Run, read_json, write_json
+from grpo_recipes.modebench.dataset import SCHEME as MODEBENCH_SCHEME
+from grpo_recipes.modebench.dataset import Settings
 from grpo_recipes.recipe import Recipe
 
 Lookup = Callable[[str, str | None, str], Path | None]
@@ -34,7 +36,7 @@ class Source:
         limit: only its first rows.
         revision: branch, tag or commit asked for; None for what lies here.
         commit: the commit used; for what lies here a fingerprint of names, sizes and small files.
-        path: where it is.
+        path: where it is; of what is made on the spot the current folder.
         licence: as the hub names it.
     """
 
@@ -123,7 +125,7 @@ def wanted_pieces(recipe: Recipe, recorded: list[dict[str, Any]] | None = None) 
 
 def local_sources(recipe: Recipe, environment: Mapping[str, str]) -> list[Source]:
     """What a run reads that lies on this machine."""
-    return [_local(piece, environment) for piece in local_pieces_of(recipe)]
+    return [_local(piece, recipe, environment) for piece in local_pieces_of(recipe)]
 
 
 def changed_sources(now: Sources, recorded: list[dict[str, Any]] | None) -> str | None:
@@ -170,10 +172,13 @@ def _from_record(record: Record, revision: str) -> Source:
     return Source(*names, revision, record.commit, record.path, record.licence)
 
 
-def _local(piece: Piece, environment: Mapping[str, str]) -> Source:
+def _local(piece: Piece, recipe: Recipe, environment: Mapping[str, str]) -> Source:
     if piece.id.startswith(SMOKE_SCHEME):
         path = smoke_folder(piece.id, environment)
         mark = path.name
+    elif piece.id.startswith(MODEBENCH_SCHEME):
+        path = Path()  # made on the spot
+        mark = Settings.read(recipe.__getitem__).fingerprint(piece.id)
     else:
         path = Path(os.path.expanduser(piece.id)).absolute()
         if not path.exists():

@@ -23,13 +23,14 @@ _LAUNCHER_ONLY = (
     "VLLM_MODEL", "VLLM_PORT", "VLLM_TP_SIZE", "VLLM_MAX_LEN", "VLLM_MEM_UTIL", "VLLM_MODE", "VLLM_GROUP_PORT",
     "VLLM_API_KEY",  # vLLM would want it of every request, beside the run's own token
     "MASTER_PORT", "RUN_NAME", "CONFIG", "CONFIG_FILE", "TRAIN_ENTRYPOINT", "MAXENT", "TRAIN_SEED", "ACCELERATOR",
+    "MAXENT_OBJECTIVE", "MAXENT_TAU", "MAXENT_BETA", "MAXENT_Q_TEMPERATURE", "MAXENT_Q_EPS", "MAXENT_LENGTH_NORM_REF",
 )  # fmt: skip
 # Every variable the launcher reads beside those in keys.ENVIRONMENT_KEYS.
 READ_VARIABLES: dict[str, str] = {
     "CONFIG": "the recipe, when none is named on the command line",
     "CONFIG_FILE": "an accelerate file instead of TRL's packaged one",
-    "TRAIN_ENTRYPOINT": "entry script of the trainers, src/grpo.py by default",
-    "MAXENT": "1 selects src/maxent-grpo.py and the MaxEnt recipe",
+    "TRAIN_ENTRYPOINT": "entry script of the trainers, by default src/grpo.py, or src/maxent-grpo.py of a MaxEnt run",
+    "MAXENT": "1 selects src/maxent-grpo.py and a MaxEnt recipe, 0 refuses one",
     "VLLM_MODEL": "must equal the recipe's model_name_or_path",
     "CACHE_ROOT": "where downloads go unless HF_HOME says otherwise; .cache in the repository by default",
     "HF_HOME": "where the hub's clients keep downloads and the login",

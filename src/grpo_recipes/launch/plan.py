@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -18,8 +19,10 @@ from grpo_recipes.launch.batch import Batch, derive_batch, derive_eval_batch
 from grpo_recipes.launch.ports import Ports, plan_ports
 from grpo_recipes.launch.resources import Resources
 from grpo_recipes.launch.server import server_command, server_environment
+from grpo_recipes.objectives import OBJECTIVES
 from grpo_recipes.paths import cache_root, home
 from grpo_recipes.recipe import Recipe
+from grpo_recipes.tasks import ENTRIES, MAXENT, task_of
 
 if TYPE_CHECKING:
     from grpo_recipes.fetch.sources import Sources
@@ -32,7 +35,6 @@ _ACCELERATE_FILES = {
     "fsdp2": "fsdp2",
 }
 _DEFAULT_RECIPES = {"cpu": "recipes/smoke/{task}.yaml", "cuda": "recipes/Qwen2.5-1.5B-Instruct/{task}/config_math.yaml"}
-_ENTRY_TASKS = {"src/grpo.py": "grpo", "src/maxent-grpo.py": "maxent"}
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,27 @@ class Process:
 
 
 @dataclass(frozen=True)
+class Weighting:
+    """What a MaxEnt run optimises.
+
+    Attributes:
+        objective: a key of ``objectives.OBJECTIVES``.
+        tau: temperature of its weights, the first one where a controller moves it; may be infinite.
+        beta: pull of its target to the reference, ``maxent_beta``; None where the objective has no such target.
+        loss_type: TRL's loss, which the objective fixes.
+    """
+
+    objective: str
+    tau: float
+    beta: float | None
+    loss_type: str
+
+    def __str__(self) -> str:
+        beta = "" if self.beta is None else f", maxent_beta {self.beta:g}"
+        return f"{self.objective}, tau {self.tau:g}{beta}, loss_type {self.loss_type}"
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything a launch will do.
 
@@ -79,6 +102,7 @@ class Plan:
         recipe: path of the recipe.
         task: ``grpo`` or ``maxent``.
         entry: entry script of the trainers.
+        maxent: what a MaxEnt run optimises, None for GRPO.
         flavour: ``cpu`` or ``cuda``.
         mode: ``server``, ``colocate`` or ``transformers`` (no vLLM).
         bridge: how weights reach the server, None without one.
@@ -101,6 +125,7 @@ class Plan:
     recipe: str
     task: str
     entry: str
+    maxent: Weighting | None
     flavour: str
     mode: str
     bridge: str | None
@@ -124,34 +149,11 @@ class Plan:
         return next((process for process in self.processes if process.role == role), None)
 
     def as_json(self) -> dict[str, Any]:
-        """The plan as plain data; argv and environment of a plan never hold a secret."""
-        return asdict(self)
-
-
-def choose_task(environment: Mapping[str, str], task: str | None = None) -> tuple[str, str]:
-    """The task and its entry script from MAXENT, TRAIN_ENTRYPOINT and ``--task``.
-
-    Raises:
-        Refused: they contradict each other, or the entry script does not exist.
-    """
-    maxent = environment.get("MAXENT", "") not in ("", "0", "false")
-    entry = environment.get("TRAIN_ENTRYPOINT")
-    by_task = {name: path for path, name in _ENTRY_TASKS.items()}
-    wanted = task or ("maxent" if maxent else None)
-    if entry and wanted and _ENTRY_TASKS.get(entry, wanted) != wanted:
-        source = "--task" if task else "MAXENT"
-        raise refuse("TRAIN_ENTRYPOINT", f"'{entry}' contradicts {source} ({wanted})", "unset one of the two")
-    entry = entry or by_task[wanted or "grpo"]
-    if not _shipped_entries():
-        raise refuse("GRPO_HOME", f"there is no repository in {home()}", "unset GRPO_HOME, or name the repository")
-    if not (home() / entry).is_file():
-        where = "TRAIN_ENTRYPOINT" if environment.get("TRAIN_ENTRYPOINT") else ("--task" if task else "MAXENT")
-        raise refuse(where, f"there is no entry script {entry}", f"use {', '.join(_shipped_entries())}")
-    return wanted or _ENTRY_TASKS.get(entry, "grpo"), entry
-
-
-def _shipped_entries() -> list[str]:
-    return [entry for entry in _ENTRY_TASKS if (home() / entry).is_file()]
+        """The plan as plain data; argv and environment of a plan never hold a secret, an infinite tau is "inf"."""
+        plain = asdict(self)
+        if self.maxent is not None and math.isinf(self.maxent.tau):
+            plain["maxent"]["tau"] = "inf"
+        return plain
 
 
 def choose_recipe(given: str | None, environment: Mapping[str, str], task: str, flavour: str) -> Path:
@@ -176,20 +178,18 @@ def make_plan(
     resources: Resources,
     environment: Mapping[str, str],
     names: Names,
-    task: str = "grpo",
-    entry: str = "src/grpo.py",
+    entry: str | None = None,
     ports: Ports | None = None,
     sources: Sources | None = None,
 ) -> Plan:
     """Plan a run.
 
     Args:
-        recipe: the merged recipe.
+        recipe: the merged recipe, its task settled.
         resources: what this machine offers.
         environment: variables of the user, for CONFIG_FILE, VLLM_MODEL and the caches.
         names: names of the attempt.
-        task: ``grpo`` or ``maxent``.
-        entry: entry script of the trainers.
+        entry: entry script of the trainers; the task's own by default.
         ports: ports to use instead of the planned ones (the launcher's, after looking at the sockets).
         sources: what was looked for on this machine: the model is then served and trained from its folder.
 
@@ -211,8 +211,9 @@ def make_plan(
     dataset = _smoke_path(recipe["dataset_name"] or "", "train.jsonl", environment) or None
     plan = Plan(
         recipe=str(recipe.path),
-        task=task,
-        entry=entry,
+        task=task_of(recipe),
+        entry=entry or ENTRIES[task_of(recipe)],
+        maxent=_weighting(recipe),
         flavour=resources.flavour,
         mode=mode,
         bridge=bridge,
@@ -240,6 +241,19 @@ def make_plan(
         processes.insert(0, _server(recipe, plan, environment, names, server_gpus))
     offline = sources.offline_variables(environment) if sources else {}
     return replace(plan, processes=[replace(one, environment={**one.environment, **offline}) for one in processes])
+
+
+def _weighting(recipe: Recipe) -> Weighting | None:
+    if task_of(recipe) != MAXENT:
+        return None
+    name, tau = recipe["maxent_objective"], recipe["maxent_tau"]
+    objective = OBJECTIVES[name]
+    return Weighting(
+        objective=name,
+        tau=objective.tau if tau is None else tau,
+        beta=recipe["maxent_beta"] if objective.targets_q else None,
+        loss_type=objective.loss_type(recipe["maxent_length_normalize_policy"]),
+    )
 
 
 def _one_node(resources: Resources) -> None:
@@ -463,6 +477,7 @@ def describe(plan: Plan, environment_differences: Mapping[str, Mapping[str, str]
     """The plan for a person: one line a fact, one block a process."""
     lines = [
         f"recipe     {plan.recipe} ({plan.task}, {plan.entry})",
+        *([f"objective  {plan.maxent}"] if plan.maxent else []),
         f"flavour    {plan.flavour}" + (" (smoke test, not an experiment)" if plan.smoke else ""),
         f"model      {plan.model} ({plan.dtype})",
         f"dataset    {plan.dataset or 'mixture'}",

@@ -34,7 +34,6 @@ from grpo_recipes.launch.plan import (
     Names,
     Plan,
     choose_recipe,
-    choose_task,
     describe,
     make_plan,
 )  # fmt: skip
@@ -64,6 +63,7 @@ from grpo_recipes.recipe import Recipe, read_frozen
 from grpo_recipes.report.single import report_line
 from grpo_recipes.rewards.load import keep_rewards
 from grpo_recipes.secrets import masked, masked_environment
+from grpo_recipes.tasks import GRPO, asked_task, entry_of, same_task
 from grpo_recipes.user_code import copy_source
 
 
@@ -103,13 +103,13 @@ def launch(options: Options) -> int:
         Refused: recipe, flag or environment is wrong; nothing was started.
     """
     resources = find_resources(os.environ)
-    run, recipe, task, entry = _settle(options, resources)
+    run, recipe, entry = _settle(options, resources)
     names = _names(run, recipe)
     recorded = run.identity.get("sources") if run else None
     if options.dry_run:
-        return _dry_run(recipe, resources, names, task, entry, find_sources(recipe, os.environ, recorded))
+        return _dry_run(recipe, resources, names, entry, find_sources(recipe, os.environ, recorded))
     ports, port_notes = free_ports(recipe, plan_ports(recipe, resources.job), recipe["vllm_server_host"])
-    plan = make_plan(recipe, resources, os.environ, names, task, entry, ports)
+    plan = make_plan(recipe, resources, os.environ, names, entry, ports)
     need_wandb_route(recipe, os.environ)
     sources = _need_sources(options, run, recipe)
     target = need_target(recipe, os.environ, names.run)
@@ -118,7 +118,7 @@ def launch(options: Options) -> int:
         run, names = _make_run(recipe, resources, names)
     else:
         _need_same_world(run, plan)
-    plan = make_plan(recipe, resources, os.environ, names, task, entry, ports, sources)
+    plan = make_plan(recipe, resources, os.environ, names, entry, ports, sources)
     plan.notes.extend(port_notes)
     claim(run)
     record_sources(run, sources)
@@ -176,18 +176,18 @@ def _need_same_world(run: Run, plan: Plan) -> None:
         raise refuse("--resume", what, f"give it as many devices as before, or --num_processes {made_by}")
 
 
-def _settle(options: Options, resources: Resources) -> tuple[Run | None, Recipe, str, str]:
-    """Which run this is (None: a new one), its recipe, task and entry script."""
-    task, entry = choose_task(os.environ, options.task)
+def _settle(options: Options, resources: Resources) -> tuple[Run | None, Recipe, str]:
+    """Which run this is (None: a new one), its recipe and entry script."""
+    asked = asked_task(os.environ, options.task)
     if options.resume is not None and options.recipe:
         raise refuse("--resume", "a resumed run goes on with its own recipe", "leave the recipe out")
     if options.resume in (None, "last"):
-        path = choose_recipe(options.recipe, os.environ, task, resources.flavour)
-        recipe = checked_recipe(path, options.flags, os.environ)
+        path = choose_recipe(options.recipe, os.environ, asked.task or GRPO, resources.flavour)
+        recipe = checked_recipe(path, options.flags, os.environ, asked)
         pointer = _job_pointer(resources, recipe)
         requeued = resources.job is not None and resources.job.restarts > 0 and pointer.is_file()
         if options.resume is None and not requeued:
-            return None, recipe, task, entry
+            return None, recipe, entry_of(recipe, asked)
         which = options.resume or pointer.read_text().strip()
         run = find_run(_run_root(recipe), which)
     else:
@@ -198,8 +198,11 @@ def _settle(options: Options, resources: Resources) -> tuple[Run | None, Recipe,
     recipe = read_frozen(run.folder / "recipe.yaml", options.flags, os.environ)
     if recipe.origin("model_revision") == "--model_revision":
         raise refuse("--model_revision", "a resumed run goes on with the commit it began with", "leave it out")
-    saved = read_json(run.folder / "plan.json") or {}
-    return run, recipe, saved.get("task", task), saved.get("entry", entry)
+    saved = read_json(run.folder / "plan.json")
+    if saved is None:
+        return run, recipe, entry_of(recipe, asked)
+    same_task(recipe, asked, saved["task"])
+    return run, recipe, saved["entry"]
 
 
 def _run_root(recipe: Recipe) -> Path:
@@ -224,8 +227,8 @@ def _names(run: Run | None, recipe: Recipe) -> Names:
     return Names(folder, name, f"{name}-{secrets.token_hex(4)}", stamp)
 
 
-def _dry_run(recipe: Recipe, resources: Resources, names: Names, task: str, entry: str, sources: Sources) -> int:
-    plan = make_plan(recipe, resources, os.environ, names, task, entry, sources=sources)
+def _dry_run(recipe: Recipe, resources: Resources, names: Names, entry: str, sources: Sources) -> int:
+    plan = make_plan(recipe, resources, os.environ, names, entry, sources=sources)
     nowhere = Path(tempfile.gettempdir()) / "grpo-dry-run"
     shared = run_environment(os.environ, Scratch(nowhere, nowhere), names.run_dir, names.served)
     differences = {}
@@ -288,6 +291,8 @@ def _say_start(attempt: Attempt) -> None:
     plan = attempt.plan
     smoke = "smoke test on CPU, not an experiment: " if plan.smoke else ""
     _say(f"{smoke}{shown(plan.recipe)} -> {shown(attempt.run.folder)}")
+    if plan.maxent:
+        _say(f"objective {plan.maxent}")
     _say(f"batch {plan.batch}")
     _say(f"vllm {plan.mode}, weights by {plan.bridge or 'none'} ({plan.why_bridge})")
     for note in plan.notes:

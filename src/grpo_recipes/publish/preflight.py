@@ -100,7 +100,7 @@ def _account(api: HfApi, where: str) -> dict[str, Any]:
 
 def _writable(recipe: Recipe, name: str, account: dict[str, Any]) -> tuple[str, str]:
     """``user/name`` if this account may write there, and what could not be told."""
-    where = recipe.origin("hub_model_id") if recipe.given("hub_model_id") else recipe.origin("push_to_hub")
+    where = recipe.place("hub_model_id" if recipe.given("hub_model_id") else "push_to_hub")
     role = account.get("auth", {}).get("accessToken", {}).get("role")
     if role == "read":
         raise refuse(where, "the token at hand may only read", "export HF_TOKEN with a token that may write")

@@ -52,6 +52,8 @@ def _typed_whole(key: str, entry: Entry, raw: Raw) -> tuple[Any, list[Problem]]:
         if entry["optional"]:
             return None, []
         return None, [Problem(raw.origin, f"'{key}' is empty", f"write {_example(entry)}, or remove it")]
+    if entry.get("infinite") and _is_infinite(value):
+        return math.inf, []
     try:
         converted = _convert(entry["type"], value, raw.from_text)
     except ValueError as error:
@@ -158,6 +160,11 @@ def _number(kind: str, value: Any) -> int | float:
     if math.isinf(number) or number != int(number):
         raise ValueError(f"{_short(value)} where a whole number belongs")
     return value if isinstance(value, int) else int(number)
+
+
+def _is_infinite(value: Any) -> bool:
+    """Whether this is infinity, as YAML (.inf), Python and JSON (inf) write it."""
+    return str(value).lower().removeprefix("+") in (".inf", "inf", "infinity")
 
 
 def _short(value: Any) -> str:

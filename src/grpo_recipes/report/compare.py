@@ -11,21 +11,11 @@ from grpo_recipes.report.compare_tables import benchmark_rows, difference_table,
 from grpo_recipes.report.curves import known, smooth, window_of
 from grpo_recipes.report.groups import Group, group_curve, grouped, recipe_value
 from grpo_recipes.report.markup import Html, element
+from grpo_recipes.report.metrics import METRICS, gaps
 from grpo_recipes.report.outcome import numbers
 from grpo_recipes.report.page import chart_grid, page, stacked, write_page
 from grpo_recipes.report.read import RunRecord, read_run
 from grpo_recipes.report.units import short
-
-# metric -> title, note, shares
-_CURVES = {
-    "kl": ("KL divergence", "from the reference", False),
-    "entropy": ("Entropy", "of the policy on its completions", False),
-    "completions/mean_length": ("Completion length", "mean tokens", False),
-    "completions/clipped_ratio": ("Clipped completions", "share that reached max_completion_length", True),
-    "frac_reward_zero_std": ("Groups without a signal", "share whose completions all got one reward", True),
-    "grad_norm": ("Gradient norm", "", False),
-    "tokens_per_second": ("Speed", "tokens per second", False),
-}
 
 
 def write_comparison(folders: Sequence[Path], path: Path) -> Path:
@@ -116,8 +106,14 @@ def _curves(groups: Sequence[Group]) -> Html | None:
     reward = _chart(groups, "reward", "Reward", note + band, large=True)
     evaluation = _chart(groups, "eval_reward", "Evaluation reward", "", table="evals")
     small = [evaluation, _by_time(groups)]
-    small += [_chart(groups, name, title, note, shares) for name, (title, note, shares) in _CURVES.items()]
+    small += [_metric(groups, name) for name, metric in METRICS.items() if metric.compared]
     return stacked(reward, chart_grid(small))
+
+
+def _metric(groups: Sequence[Group], name: str) -> Html | None:
+    metric = METRICS[name]
+    infinite = gaps([run.metrics for group in groups for run in group.runs], name)
+    return _chart(groups, name, metric.title, "; ".join(filter(None, (metric.note, infinite))), metric.shares)
 
 
 def _chart(

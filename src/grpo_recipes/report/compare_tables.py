@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from grpo_recipes.evaluate.pass_at_k import score_names
 from grpo_recipes.report.curves import known
 from grpo_recipes.report.groups import Group, differing_keys, half_interval, recipe_value, seed_of
 from grpo_recipes.report.markup import Html, element
 from grpo_recipes.report.outcome import numbers
 from grpo_recipes.report.read import RunRecord, number
-from grpo_recipes.report.tables import score_bounds, table, value
+from grpo_recipes.report.tables import BASELINES, baselines_of, score_bounds, score_text, table, value
 from grpo_recipes.report.units import NOTHING, duration, percent, short
 
 
@@ -52,7 +53,7 @@ def _swatch(group: Group) -> Html:
 
 
 def benchmark_rows(groups: Sequence[Group]) -> Html | None:
-    """A row a run, a column a benchmark and score."""
+    """A row a run, a column a benchmark and score; at the end rows of what ModeBench is held against."""
     results = [run.benchmarks for group in groups for run in group.runs]
     columns = list(dict.fromkeys(column for result in results for column in _scores(result)))
     if not columns:
@@ -66,15 +67,35 @@ def benchmark_rows(groups: Sequence[Group]) -> Html | None:
         if len(group.runs) > 1:
             means = [_mean_score(group, name, key) for name, key in columns]
             rows.append((_swatch(group), element("b", group.label), *means))
+    rows += _baseline_rows(results, columns)
     return table(("", "run", *[f"{name} {key}" for name, key in columns]), rows, "runs")
+
+
+def _baseline_rows(results: Sequence[dict[str, Any]], columns: Sequence[tuple[str, str]]) -> list[Sequence[object]]:
+    """A row for each baseline, as the first run has it."""
+    rows: list[Sequence[object]] = []
+    for baseline, title in BASELINES.items():
+        scores: dict[str, dict[str, Any]] = {}
+        for result in reversed(results):
+            scores |= {
+                name: baselines_of(one)[baseline] for name, one in result.items() if baseline in baselines_of(one)
+            }
+        if scores:
+            rows.append(("", title, *[_score(scores.get(name, {}), key) for name, key in columns]))
+    return rows
 
 
 def _mean_score(group: Group, name: str, key: str) -> Html | None:
     """Mean over the seeds, with the interval."""
     scores = [run.benchmarks.get(name, {}).get(key) for run in group.runs]
-    found = [100 * known for score in scores if (known := number(score)) is not None]
+    found = [known for score in scores if (known := number(score)) is not None]
     half = half_interval(found)
-    return None if half is None else element("b", f"{short(sum(found) / len(found))} ± {percent(half / 100)}")
+    if half is None:
+        return None
+    mean = sum(found) / len(found)
+    if key.startswith("distinct@"):
+        return element("b", f"{short(mean)} ± {short(half)}")
+    return element("b", f"{short(100 * mean)} ± {percent(half)}")
 
 
 def _scores(result: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
@@ -82,7 +103,7 @@ def _scores(result: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
         (name, key)
         for name, scores in result.items()
         for key in scores
-        if key.startswith("pass@") and number(scores[key]) is not None
+        if key in score_names(scores) and number(scores[key]) is not None
     ]
 
 
@@ -90,7 +111,9 @@ def _score(scores: dict[str, Any], key: str) -> str:
     if number(scores.get(key)) is None:
         return NOTHING
     bounds = score_bounds(scores, key)
-    return percent(scores[key]) + (f" ({short(100 * bounds[0])} to {short(100 * bounds[1])})" if bounds else "")
+    scale = 1 if key.startswith("distinct@") else 100
+    ends = f" ({short(scale * bounds[0])} to {short(scale * bounds[1])})" if bounds else ""
+    return score_text(key, scores[key]) + ends
 
 
 def difference_table(groups: Sequence[Group]) -> Html:

@@ -119,10 +119,11 @@ def _identity(run: RunRecord) -> list[Html]:
     commit = str(code.get("commit") or "unknown")[:10] + (" with uncommitted changes" if code.get("dirty") else "")
     batch = plan.get("batch", {})
     devices = f"{batch.get('world_size', '?')} {TIMES} {plan.get('flavour', '?')}, vLLM {plan.get('mode') or 'off'}"
+    objective = run.setting("maxent_objective")
     pairs = [
         ("Model", run.setting("model_name_or_path") or plan.get("model")),
         ("Data", run.setting("dataset_name") or plan.get("dataset")),
-        ("Trainer", f"{plan.get('task', '?')}, {devices}"),
+        ("Trainer", f"{plan.get('task', '?')}{f' ({objective})' if objective else ''}, {devices}"),
         ("Started", _when(str(run.identity.get("timestamp", "")))),
         ("Commit", commit),
         ("Host", run.identity.get("job") or run.identity.get("host")),

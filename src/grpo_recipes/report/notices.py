@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from grpo_recipes.objectives import OBJECTIVES
 from grpo_recipes.report.curves import known, mean
+from grpo_recipes.report.groups import recipe_value
 from grpo_recipes.report.markup import Html, element, together
+from grpo_recipes.report.metrics import METRICS
 from grpo_recipes.report.read import RunRecord
 from grpo_recipes.report.units import percent, short
 
@@ -32,11 +35,29 @@ def notices(run: RunRecord) -> list[str]:
         found.append(
             f"Entropy fell from {short(mean(entropy[:5]))} to {short(mean(entropy[-5:]))}: little is explored."
         )
-    for name, times in metrics.odd.items():
-        found.append(f"{name} was inf or nan in {times} step{'s' * (times > 1)}.")
+    found += _wrong_answers(run)
+    for name, seen in metrics.odd.items():
+        meant = seen["inf"] if name in METRICS and METRICS[name].infinite else 0
+        if times := seen.total() - meant:
+            found.append(f"{name} was inf or nan in {times} step{'s' * (times > 1)}.")
     if metrics.unreadable:
         found.append(f"{metrics.unreadable} line{'s' * (metrics.unreadable > 1)} of metrics.jsonl could not be read.")
     return found
+
+
+def _wrong_answers(run: RunRecord) -> list[str]:
+    """Where the policy is moved towards the weights, most of the weight must not be on wrong answers."""
+    objective = recipe_value(run, "maxent_objective")
+    masses = known(run.metrics.column("maxent/incorrect_mass"))
+    if objective not in OBJECTIVES or not OBJECTIVES[objective].targets_q or not masses:
+        return []
+    steps = sum(mass > 0.5 for mass in masses)
+    if steps <= 0.5 * len(masses):
+        return []
+    return [
+        f"More than half of the MaxEnt weight was on wrong answers in {percent(steps / len(masses))} of the steps, and "
+        f"{objective} moves the policy towards the weights: lower maxent_q_temperature, maxent_tau or maxent_beta."
+    ]
 
 
 def notice_list(run: RunRecord) -> Html | None:

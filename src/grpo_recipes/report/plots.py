@@ -8,25 +8,13 @@ from grpo_recipes.report.blocks import Layer, stack
 from grpo_recipes.report.chart import Chart, Curve, draw, thinned, thinned_means, thinned_steps
 from grpo_recipes.report.curves import buckets, known, smooth, window_of
 from grpo_recipes.report.markup import Html, element, together
+from grpo_recipes.report.metrics import METRICS, gaps
 from grpo_recipes.report.read import Column, RunRecord, Table
 from grpo_recipes.report.units import short
 
 PHASES = ("sample", "score", "update", "sync", "save", "evaluate")
 # Keys of metrics.jsonl that are no curve, and those other charts show already.
 _NO_CURVES = frozenset({"step", "max_steps", "epoch", "num_tokens", "step_time", "reward", "reward_std"})
-_LOGP = "sampling/sampling_logp_difference"
-# metric -> title, note, whether it is a share
-_SINGLE = {
-    "kl": ("KL divergence", "from the reference", False),
-    "entropy": ("Entropy", "of the policy on its completions", False),
-    "completions/clipped_ratio": ("Clipped completions", "share that reached max_completion_length", True),
-    "frac_reward_zero_std": ("Groups without a signal", "share whose completions all got one reward", True),
-    "loss": ("Loss", "near 0 by construction: no measure of progress", False),
-    "grad_norm": ("Gradient norm", "", False),
-    "learning_rate": ("Learning rate", "", False),
-    f"{_LOGP}/mean": ("Server against trainer", "mean difference of log-probs of sampled tokens", False),
-    "tokens_per_second": ("Speed", "tokens per second", False),
-}
 
 
 def reward_chart(run: RunRecord) -> Html | None:
@@ -61,9 +49,8 @@ def _smoothing(table: Table) -> str:
 def curve_charts(run: RunRecord) -> list[Html]:
     """The charts of the field's usual metrics that have something to show."""
     metrics = run.metrics
-    charts = [_reward_parts(metrics), _single(metrics, "kl"), _single(metrics, "entropy"), _lengths(metrics)]
-    charts += [_single(metrics, name) for name in _SINGLE if name not in ("kl", "entropy", "tokens_per_second")]
-    charts += [_no_verdict(metrics), _single(metrics, "tokens_per_second")]
+    charts = [_reward_parts(metrics), *[_single(metrics, name) for name in METRICS]]
+    charts.insert(-1, _no_verdict(metrics))
     return [draw(chart) for chart in charts if chart is not None]
 
 
@@ -78,11 +65,16 @@ def how_to_read(run: RunRecord) -> Html | None:
 
 
 def _single(metrics: Table, name: str) -> Chart | None:
-    title, note, shares = _SINGLE[name]
+    metric = METRICS[name]
     if not _worth_drawing(metrics, name):
         return None
-    window = 1 if name == "learning_rate" else None  # it has no noise
-    return Chart(title, [thinned(metrics, name, title, window=window)], note, shares=shares)
+    curve, notes = thinned(metrics, name, metric.title, window=None if metric.smooth else 1), [metric.note]
+    if metric.band and metrics.has(metric.band[0]):
+        low, high = (thinned_means(metrics, end) for end in metric.band)
+        curve = replace(curve, faint=None, band=(low, high), band_label=metric.band_label)
+        notes.append(f"shaded: {metric.band_label} of a step")
+    notes.append(gaps([metrics], name))
+    return Chart(metric.title, [curve], "; ".join(filter(None, notes)), shares=metric.shares)
 
 
 def _worth_drawing(table: Table, name: str) -> bool:
@@ -103,16 +95,6 @@ def _reward_parts(metrics: Table) -> Chart | None:
         for colour, name in enumerate(names[:7], start=1)
     ]
     return Chart("Rewards one by one", curves, "means before weighting")
-
-
-def _lengths(metrics: Table) -> Chart | None:
-    name = "completions/{}_length"
-    if not metrics.has(name.format("mean")):
-        return None
-    curve = thinned(metrics, name.format("mean"), "mean")
-    band = (thinned_means(metrics, name.format("min")), thinned_means(metrics, name.format("max")))
-    curve = replace(curve, faint=None, band=band, band_label="shortest to longest")
-    return Chart("Completion length", [curve], "tokens; shaded: shortest to longest of a step")
 
 
 def _verdict_names(metrics: Table) -> list[str]:
@@ -146,19 +128,22 @@ def phase_chart(run: RunRecord) -> Html | None:
 
 def other_metrics(run: RunRecord) -> Html | None:
     """Every number that no other chart shows, so that nothing is hidden."""
-    shown = {*_NO_CURVES, *_SINGLE, *_reward_names(run.metrics), *_verdict_names(run.metrics)}
-    shown |= {f"completions/{which}_length" for which in ("mean", "min", "max")} | {f"seconds/{x}" for x in PHASES}
-    names = sorted(name for name in run.metrics.columns if name not in shown and not name.startswith("eval_"))
-    still = [name for name in names if len(set(known(run.metrics.column(name)))) == 1]
-    moving = [draw(Chart(name, [thinned(run.metrics, name, name)])) for name in names if name not in still]
+    metrics = run.metrics
+    drawn = [name for name in METRICS if _worth_drawing(metrics, name)]
+    shown = {*_NO_CURVES, *drawn, *_reward_names(metrics), *_verdict_names(metrics), *[f"seconds/{x}" for x in PHASES]}
+    shown |= {end for name in drawn for end in METRICS[name].band or ()}
+    names = sorted(name for name in metrics.columns if name not in shown and not name.startswith("eval_"))
+    still = [name for name in names if len(set(known(metrics.column(name)))) == 1 and name not in metrics.odd]
+    same = {name: short(metrics.last(name)) for name in still} | _never_finite(metrics)
+    moving = [draw(Chart(name, [thinned(metrics, name, name)])) for name in names if name not in still]
     moving += [_evaluated(run.evals, name) for name in sorted(run.evals.columns) if name not in ("step", "eval_reward")]
-    if not moving and not still:
+    if not moving and not same:
         return None
     return element(
         "details",
-        element("summary", f"Other metrics ({len(moving) + len(still)})"),
+        element("summary", f"Other metrics ({len(moving) + len(same)})"),
         element("div", *moving, class_="grid-charts"),
-        _constants(run.metrics, still),
+        _constants(same),
         class_="more",
     )
 
@@ -168,9 +153,15 @@ def _evaluated(evals: Table, name: str) -> Html:
     return draw(Chart(title, [Curve(name, evals.steps, evals.column(name), dots=True)]))
 
 
-def _constants(metrics: Table, names: list[str]) -> Html | None:
-    if not names:
+def _never_finite(metrics: Table) -> dict[str, str]:
+    """Metrics that were one and the same of inf, -inf and nan throughout, such as a temperature of inf."""
+    alike = {name: seen for name, seen in metrics.odd.items() if not metrics.has(name) and len(seen) == 1}
+    return {name: text for name, seen in alike.items() for text in seen}
+
+
+def _constants(same: dict[str, str]) -> Html | None:
+    if not same:
         return None
-    parts = [together([element("code", name), f" {short(metrics.last(name))}"]) for name in names]
+    parts = [together([element("code", name), f" {value}"]) for name, value in sorted(same.items())]
     listed = together(part if index == 0 else together([", ", part]) for index, part in enumerate(parts))
     return element("p", "The same in every step: ", listed, class_="note")

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,13 +31,13 @@ class Table:
     Attributes:
         steps: the optimizer step of each row.
         columns: name -> a value a row; None where it is missing or no finite number.
-        odd: name -> how many values were ``inf`` or ``nan``.
+        odd: name -> how many values were ``inf``, ``-inf`` and ``nan``.
         unreadable: lines that are no JSON row with a step; a torn last line is not counted.
     """
 
     steps: list[float] = field(default_factory=list)
     columns: dict[str, Column] = field(default_factory=dict)
-    odd: dict[str, int] = field(default_factory=dict)
+    odd: dict[str, Counter[str]] = field(default_factory=dict)
     unreadable: int = 0
 
     def column(self, name: str) -> Column:
@@ -170,7 +171,7 @@ def read_table(path: Path) -> Table:
     for index, row in enumerate(rows):
         for key, value in row.items():
             if isinstance(value, str) and value in ("inf", "-inf", "nan"):
-                table.odd[masked(key)] = table.odd.get(masked(key), 0) + 1
+                table.odd.setdefault(masked(key), Counter())[value] += 1
             elif (known := number(value)) is not None:
                 table.columns.setdefault(masked(key), [None] * len(rows))[index] = known
     return table

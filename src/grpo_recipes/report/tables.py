@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_recipes.evaluate.pass_at_k import score_names
 from grpo_recipes.report.blocks import interval, meter
 from grpo_recipes.report.markup import Html, element
 from grpo_recipes.report.plots import PHASES
@@ -28,6 +29,8 @@ _FILES = (
     "slow_rewards.jsonl", "summary.json", "benchmarks", "code.patch", "model", "checkpoints",
 )  # fmt: skip
 _LONGEST_VALUE = 2000
+# Baseline of a ModeBench result -> what it is called.
+BASELINES = {"untrained": "before training", "random": "random guesser", "constant": "best constant answer"}
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], kind: str = "") -> Html:
@@ -57,21 +60,38 @@ def phase_table(run: RunRecord) -> Html | None:
 
 
 def benchmark_table(run: RunRecord) -> Html | None:
-    """The benchmarks of ``summary.json``: pass@k with intervals."""
-    rows = [row for name, result in run.benchmarks.items() for row in _passes(name, result)]
+    """The benchmarks of ``summary.json``: scores with intervals, and below them what ModeBench is held against."""
+    rows: list[tuple[object, ...]] = []
+    for name, result in run.benchmarks.items():
+        rows += _scores(name, result)
+        for baseline, scores in baselines_of(result).items():
+            rows += _scores(f"{name}, {BASELINES.get(baseline, baseline)}", scores)
     if not rows:
         return None
     return table(("benchmark", "", "score", "95 % interval", ""), rows, "numbers")
 
 
-def _passes(name: str, result: dict[str, Any]) -> list[tuple[object, ...]]:
+def baselines_of(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Scores of what knows nothing, and of the model before training, in a result of ModeBench."""
+    found = result.get("baselines")
+    return (
+        {name: scores for name, scores in found.items() if isinstance(scores, dict)} if isinstance(found, dict) else {}
+    )
+
+
+def score_text(key: str, value: float) -> str:
+    """A score as people read it: a share in per cent, ``distinct@k`` as a number."""
+    return short(value) if key.startswith("distinct@") else percent(value)
+
+
+def _scores(name: str, result: dict[str, Any]) -> list[tuple[object, ...]]:
     rest = ", ".join(
         f"{key.replace('_', ' ')} {short(value) if isinstance(value, int | float) else value}"
         for key, value in result.items()
-        if not key.startswith("pass@") and not isinstance(value, dict | list)
+        if "@" not in key and not isinstance(value, dict | list)
     )
-    scores = [key for key in result if key.startswith("pass@") and number(result[key]) is not None]
-    return [(name, key, percent(result[key]), _interval(result, key), rest) for key in scores] or [
+    scores = [key for key in score_names(result) if number(result[key]) is not None]
+    return [(name, key, score_text(key, result[key]), _interval(result, key), rest) for key in scores] or [
         (name, "", "", "", rest)
     ]
 
@@ -81,6 +101,8 @@ def _interval(result: dict[str, Any], key: str) -> object:
     if bounds is None:
         return ""
     low, high = bounds
+    if key.startswith("distinct@"):
+        return f"{short(low)} to {short(high)}"
     return element(
         "span", interval(result[key], low, high), f" {short(100 * low)} to {percent(high)}", class_="with-interval"
     )

@@ -42,11 +42,6 @@ def keep_rewards(names: Sequence[str], run_dir: Path) -> list[str]:
     return notes
 
 
-def has_copy(spec: str, run_dir: Path) -> bool:
-    """Whether a run has the code of a user's reward, whatever became of the file."""
-    return copy_path(spec, run_dir / _COPIES).exists()
-
-
 def load_rewards(script_args: Any, args: Any, run_dir: Path) -> list[Reward]:
     """The recipe's rewards, in its order, as TRL calls them.
 

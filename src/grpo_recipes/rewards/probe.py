@@ -1,7 +1,8 @@
 r"""Whether a reward tells right answers from wrong ones: it is shown both, and what it gives is compared. No torch.
 
 Every reference solution is written as ``<answer>…</answer>``, with ``\boxed{…}`` inside and without the tag, and then
-again with a digit changed, with a digit more, with another row's answer in its place, and empty.
+again with a digit changed, with a digit more, with another row's answer in its place, and empty. A ModeBench problem
+has several right answers, of which a few are written, and wrong ones of its own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from grpo_recipes.modebench.verify import is_problem, right_answers, wrong_answers
 from grpo_recipes.rewards.answers import same
 from grpo_recipes.rewards.children import Verdict
 from grpo_recipes.rewards.registry import ACCURACY, REWARDS
@@ -21,6 +23,7 @@ _LAST_NUMBER = re.compile(r"[0-9]+(?=[^0-9]*$)")
 _UNFIT = ("not a number", "wrong type", "wrong length")  # reasons that no completion excuses
 _SUSPECTS = {True: "the reference solutions", False: "the cosine_* keys"}
 _SHOWN = 5
+_MODES = 3  # right answers tried of a problem that has several
 
 Score = Callable[[list[Any], dict[str, list[Any]]], list[Verdict]]
 
@@ -136,6 +139,8 @@ def corruptions(answer: str, others: Sequence[str]) -> list[str]:
 
 
 def _writings(name: str, strict: bool) -> list[str]:
+    if name == "modebench":
+        return [BOX]
     if name == "math_verify" or name not in REWARDS:
         return [TAG, TAGGED_BOX, BOX]
     return [TAG] if strict else [TAG, TAGGED_BOX]
@@ -144,11 +149,18 @@ def _writings(name: str, strict: bool) -> list[str]:
 def _tries(answers: list[str], writings: list[str]) -> list[Try]:
     tries = []
     for row, answer in enumerate(answers):
-        wrong = corruptions(answer, answers[row + 1 :] + answers[:row])
+        right, wrong = _answers(answer, answers[row + 1 :] + answers[:row])
         for writing in writings:
-            tries.append(Try(row, writing, writing % answer, True))
+            tries += [Try(row, writing, writing % text, True) for text in right]
             tries += [Try(row, writing, writing % text, False) for text in wrong]
     return tries
+
+
+def _answers(answer: str, others: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Right and wrong answers of a row."""
+    if is_problem(answer):
+        return right_answers(answer)[:_MODES], wrong_answers(answer)
+    return [answer], corruptions(answer, others)
 
 
 def _arguments(tries: list[Try], rows: Sequence[dict[str, Any]]) -> tuple[list[Any], dict[str, list[Any]]]:

@@ -16,6 +16,7 @@ from grpo_recipes.check import SMOKE_SCHEME
 from grpo_recipes.errors import Problem, Refused
 from grpo_recipes.fetch.pieces import MODEL
 from grpo_recipes.fetch.sources import find_sources
+from grpo_recipes.modebench.verify import is_problem
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.rewards.children import ChildReward, ChildRewards, RewardFailed, Verdict
 from grpo_recipes.rewards.children.verdict import described, entries, number
@@ -45,7 +46,7 @@ def sample_rows(recipe: Recipe, most: int, environment: Mapping[str, str]) -> li
 
     from grpo_recipes.data.mixture import mixed
     from grpo_recipes.data.problems import Counts, collected, problems
-    from grpo_recipes.data.rows import open_rows
+    from grpo_recipes.data.rows import rows_of
     from grpo_recipes.data.sources import train_source
 
     disable_progress_bars()
@@ -58,7 +59,7 @@ def sample_rows(recipe: Recipe, most: int, environment: Mapping[str, str]) -> li
     if source.id.startswith(SMOKE_SCHEME):
         rows = Dataset.from_list(smoke.split()[0])
     else:
-        rows = open_rows(source.id, source.config, source.split, args.dataset_streaming, fetched)
+        rows = rows_of(source, args, fetched)
     return collected(problems(rows, source, args, Counts(), batch_rows=most), most).to_list()
 
 
@@ -89,7 +90,8 @@ def problems_of(recipe: Recipe, rows: list[dict[str, Any]], findings: list[Findi
 def _long_solutions(recipe: Recipe, rows: list[dict[str, Any]]) -> list[Problem]:
     """A solution with its reasoning equals itself, and no completion ever equals it."""
     compared = {*ACCURACY, "cosine_length"} & set(recipe["reward_funcs"])
-    long = [row["answer"] for row in rows if "\n" in row["answer"] or len(row["answer"]) > _LONG]
+    answers = [row["answer"] for row in rows if not is_problem(row["answer"])]
+    long = [answer for answer in answers if "\n" in answer or len(answer) > _LONG]
     if not compared or len(long) * 2 <= len(rows):
         return []
     key = "dataset_solution_column"

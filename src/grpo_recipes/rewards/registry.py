@@ -22,6 +22,7 @@ _COSINE = (
 REWARDS: dict[str, tuple[str, ...]] = {
     "pure_accuracy_math": _MATCHING,
     "math_verify": (),
+    "modebench": (),
     "format_tags": (),
     "cosine_length": (*_MATCHING, *_COSINE, "max_completion_length"),
     "repetition_penalty": ("repetition_n_grams", "repetition_max_penalty"),
@@ -29,7 +30,10 @@ REWARDS: dict[str, tuple[str, ...]] = {
 }
 
 # Rewards whose score is 1 for a right answer and 0 for a wrong one.
-ACCURACY = ("pure_accuracy_math", "math_verify")
+ACCURACY = ("pure_accuracy_math", "math_verify", "modebench")
+
+# Rewards that compare with one reference answer; a ModeBench problem has several.
+ONE_ANSWER = ("pure_accuracy_math", "math_verify", "cosine_length")
 
 # Rewards whose work on one completion has no bound: called in child processes that can be killed.
 IN_CHILDREN = frozenset({"math_verify"})

@@ -4,27 +4,42 @@ from __future__ import annotations
 
 import math
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import trl
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, is_peft_model
 
 from grpo_recipes.configs import GRPOConfig
 from grpo_recipes.trainers.checkpoints import CompleteCheckpoints
+from grpo_recipes.trainers.control import Controllers
 from grpo_recipes.trainers.evaluation import Evaluation
 from grpo_recipes.trainers.exact_resume import ExactResume
+from grpo_recipes.trainers.lora import merged_parameters
 from grpo_recipes.trainers.metrics import MetricsRows
 from grpo_recipes.trainers.samples import SampledTexts
 from grpo_recipes.trainers.scoring import Scoring
+from grpo_recipes.trainers.weighing import Weighing
 from grpo_recipes.weights.bridges import bridge_in_place
 from grpo_recipes.weights.client import ClientSettings
 from grpo_recipes.weights.guard import TOLERANCES, WeightsDiffer, logprob_verdict
 
 
-class GRPOTrainer(SampledTexts, Evaluation, Scoring, MetricsRows, CompleteCheckpoints, ExactResume, trl.GRPOTrainer):
+class GRPOTrainer(
+    SampledTexts,
+    Evaluation,
+    Weighing,
+    Scoring,
+    MetricsRows,
+    Controllers,
+    CompleteCheckpoints,
+    ExactResume,
+    trl.GRPOTrainer,
+):
     """TRL's ``GRPOTrainer``. Takes its arguments, with ``args`` a ``configs.GRPOConfig``, and those of its mixins.
 
     Among these is ``reward_max_no_verdict``, the share of a generation's completions without a verdict that ends the
@@ -40,6 +55,8 @@ class GRPOTrainer(SampledTexts, Evaluation, Scoring, MetricsRows, CompleteCheckp
     def __init__(self, *, args: GRPOConfig, run_dir: Path, **kwargs: Any):
         with self._bridge(args):
             super().__init__(args=args, run_dir=run_dir, **kwargs)
+        if self.use_vllm and is_peft_model(self.model):
+            self.vllm_generation._iter_named_params = partial(merged_parameters, self.vllm_generation.model)
 
     @staticmethod
     def _bridge(args: GRPOConfig) -> AbstractContextManager[None]:
@@ -124,7 +141,7 @@ class GRPOTrainer(SampledTexts, Evaluation, Scoring, MetricsRows, CompleteCheckp
         if (self.top_p, self.top_k, self.min_p or 0.0, self.repetition_penalty) != (1.0, 0, 0.0, 1.0):
             return 0.0  # the server's log-probs are those of a truncated distribution: nothing to compare
         logps = output.get("old_per_token_logps")
-        if logps is None:
+        if logps is None or self._drops_out:
             logps = self._trainer_logps(output)
         delta = (logps - output["sampling_per_token_logps"]).abs()[output["completion_mask"].bool()]
         known = ~delta.isnan()
@@ -134,10 +151,17 @@ class GRPOTrainer(SampledTexts, Evaluation, Scoring, MetricsRows, CompleteCheckp
             return math.nan if unscored else None
         return total / count
 
+    @property
+    def _drops_out(self) -> bool:
+        return any(isinstance(layer, torch.nn.Dropout) and layer.p > 0 for layer in self.model.modules())
+
     def _trainer_logps(self, output: dict[str, Any]) -> torch.Tensor:
-        """Log-probs of the completions, (B, T), which TRL computes only for its importance-sampling correction."""
+        """Log-probs of the completions, (B, T), which TRL computes only for its importance-sampling correction.
+
+        Without dropout, as the server's: TRL's are those of a model in training.
+        """
         prompt, completion = output["prompt_ids"], output["completion_ids"]
-        with torch.no_grad():
+        with torch.no_grad(), _evaluating(self.model):
             logps, _, _ = self._get_per_token_logps_and_entropies(
                 self.model,
                 torch.cat([prompt, completion], dim=1),
@@ -154,3 +178,13 @@ class GRPOTrainer(SampledTexts, Evaluation, Scoring, MetricsRows, CompleteCheckp
         if dtype == "float32" and (self.args.bf16 or self.args.fp16):
             dtype = "bfloat16" if self.args.bf16 else "float16"
         return TOLERANCES[dtype]
+
+
+@contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)

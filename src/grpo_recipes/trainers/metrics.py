@@ -70,6 +70,8 @@ class MetricsRows:
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's, then a row for every optimizer step."""
         super().log(logs, start_time)
+        # It becomes trainer_state.json.
+        self.state.log_history[-1] = {key: json_number(value) for key, value in self.state.log_history[-1].items()}
         if "loss" in logs and self.accelerator.is_main_process:
             self._write_row(logs)
 

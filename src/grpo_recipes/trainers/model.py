@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import is_peft_model
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from grpo_recipes.configs import GRPOConfig, ModelConfig
+from grpo_recipes.trainers.lora import save_merged
 
 
 def load_tokenizer(model_args: ModelConfig, args: GRPOConfig) -> PreTrainedTokenizerBase:
@@ -37,10 +40,21 @@ def model_init_kwargs(model_args: ModelConfig, args: GRPOConfig) -> dict[str, An
 def save_model(trainer: Any, folder: Path) -> None:
     """Write the whole model (gathered from ZeRO-3 or FSDP shards) and its tokenizer, aside first.
 
-    Called by every rank: gathering is collective.
+    Of a LoRA run that is the merged model; the adapter comes into ``adapter/`` beside it, before it. Called by every
+    rank: gathering is collective.
     """
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    if is_peft_model(model):
+        _save_aside(trainer, folder.with_name("adapter"), lambda partial: trainer.save_model(str(partial)))
+        main = trainer.accelerator.is_main_process
+        _save_aside(trainer, folder, lambda partial: save_merged(model, partial, None, main))
+    else:
+        _save_aside(trainer, folder, lambda partial: trainer.save_model(str(partial)))
+
+
+def _save_aside(trainer: Any, folder: Path, save: Callable[[Path], None]) -> None:
     partial = folder.with_name(f".{folder.name}.partial")
-    trainer.save_model(str(partial))
+    save(partial)
     if trainer.accelerator.is_main_process:
         trainer.processing_class.save_pretrained(partial)
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,198 @@
+"""What ``multi_answer.py`` makes of its runs: means with t-intervals, the tuned setting, a table, a figure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+from multi_answer_task import METRICS
+
+Runs = Sequence[dict[str, Any]]
+PARTS = ("train", "held_out")
+ALLOWED_LOSS = 0.02  # of mean@8, beside GRPO
+# 97.5 % quantiles of Student's t for 1 to 30 degrees of freedom.
+T_QUANTILES = (
+    12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788, 2.1604, 2.1448,
+    2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860, 2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484,
+    2.0452, 2.0423,
+)  # fmt: skip
+
+
+def mean_and_interval(values: Sequence[float]) -> dict[str, Any]:
+    """Mean over runs, its 95 % t-interval and the runs' standard deviation; one run has neither of these."""
+    mean = math.fsum(values) / len(values)
+    if len(values) == 1:
+        return {"mean": round(mean, 5), "ci": None, "sd": None, "runs": 1}
+    sd = statistics.stdev(values)
+    half = T_QUANTILES[min(len(values) - 1, len(T_QUANTILES)) - 1] * sd / math.sqrt(len(values))
+    interval = [round(mean - half, 5), round(mean + half, 5)]
+    return {"mean": round(mean, 5), "ci": interval, "sd": round(sd, 5), "runs": len(values)}
+
+
+def summary(runs: Runs) -> dict[str, Any]:
+    """Arm -> part -> metric -> ``mean_and_interval``, arms in the order in which they come."""
+    return {
+        arm: {
+            part: {metric: mean_and_interval([run[part][metric] for run in of_arm]) for metric in METRICS}
+            for part in PARTS
+        }
+        for arm, of_arm in by_arm(runs).items()
+    }
+
+
+def differences(runs: Runs, baseline: str) -> dict[str, Any]:
+    """The same of each arm minus ``baseline``: paired by seed, between the means (Welch) where no seed is shared."""
+    arms = by_arm(runs)
+    base = {run["seed"]: run for run in arms[baseline]}
+    result: dict[str, Any] = {}
+    for arm, of_arm in arms.items():
+        if arm == baseline:
+            continue
+        paired = [(run, base[run["seed"]]) for run in of_arm if run["seed"] in base]
+        result[arm] = {"paired": bool(paired)}
+        for part in PARTS:
+            result[arm][part] = {
+                metric: mean_and_interval([one[part][metric] - other[part][metric] for one, other in paired])
+                if paired
+                else unpaired([one[part][metric] for one in of_arm], [other[part][metric] for other in base.values()])
+                for metric in METRICS
+            }
+    return result
+
+
+def unpaired(values: Sequence[float], others: Sequence[float]) -> dict[str, Any]:
+    """Difference of two means with Welch's 95 % interval."""
+    difference = math.fsum(values) / len(values) - math.fsum(others) / len(others)
+    if min(len(values), len(others)) == 1:
+        return {"mean": round(difference, 5), "ci": None}
+    parts = [statistics.variance(sample) / len(sample) for sample in (values, others)]
+    freedom = sum(parts) ** 2 / sum(
+        part**2 / (len(sample) - 1) for part, sample in zip(parts, (values, others), strict=True) if part
+    ) if sum(parts) else 1  # fmt: skip
+    half = T_QUANTILES[min(int(freedom), len(T_QUANTILES)) - 1] * math.sqrt(sum(parts))
+    return {"mean": round(difference, 5), "ci": [round(difference - half, 5), round(difference + half, 5)]}
+
+
+def chosen(runs: Runs, baseline: str) -> dict[str, Any]:
+    """The setting of each objective, and the objective, that the criterion of ``multi_answer.py`` picks.
+
+    Args:
+        runs: of the tuning, each with ``objective`` and ``tau``; the baseline's have None.
+    """
+    of_arm = {
+        arm: {metric: math.fsum(run["train"][metric] for run in some) / len(some) for metric in METRICS}
+        | {"objective": some[0]["objective"], "tau": some[0]["tau"]}
+        for arm, some in by_arm(runs).items()
+    }
+    needed = of_arm[baseline]["mean@8"] - ALLOWED_LOSS
+
+    def rank(one: dict[str, Any]) -> tuple[bool, float]:
+        enough = one["mean@8"] >= needed
+        return enough, one["coverage@8"] if enough else one["mean@8"]
+
+    candidates = [one for one in of_arm.values() if one["objective"]]
+    best = {
+        objective: max((one for one in candidates if one["objective"] == objective), key=rank)
+        for objective in dict.fromkeys(one["objective"] for one in candidates)
+    }
+    return {
+        "mean@8 needed": round(needed, 5),
+        "tau": {objective: one["tau"] for objective, one in best.items()},
+        "objective": max(best, key=lambda objective: rank(best[objective])),
+    }
+
+
+def by_arm(runs: Runs) -> dict[str, list[dict[str, Any]]]:
+    """Runs of each arm."""
+    arms: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        arms.setdefault(run["arm"], []).append(run)
+    return arms
+
+
+def table(result: dict[str, Any], part: str) -> str:
+    """A Markdown table: guessers, the untrained model, then means over runs with half an interval."""
+    metrics = list(METRICS)
+    lines = ["| | " + " | ".join(metrics) + " |", "|---" * (len(metrics) + 1) + "|"]
+    for name, scores in result["baselines"][part].items():
+        lines.append(_line(name, [_number(scores.get(metric)) for metric in metrics]))
+    for arm, scores in result["summary"].items():
+        lines.append(_line(arm, [_with_interval(scores[part][metric]) for metric in metrics]))
+    return "\n".join(lines)
+
+
+def _line(name: str, cells: Iterable[str]) -> str:
+    return f"| {name} | " + " | ".join(cells) + " |"
+
+
+def _number(value: float | None) -> str:
+    return "\u2013" if value is None else f"{value:.3f}"
+
+
+def _with_interval(one: dict[str, Any]) -> str:
+    return _number(one["mean"]) + (f" \u00b1 {(one['ci'][1] - one['ci'][0]) / 2:.3f}" if one["ci"] else "")
+
+
+WIDTH, ROW, LEFT, GAP, TOP = 900, 26, 250, 36, 64
+PANELS = (("train", "mean@8"), ("train", "coverage@8"), ("held_out", "mean@8"), ("held_out", "coverage@8"))
+TITLES = {"train": "trained on", "held_out": "held out"}
+STYLE = (
+    "text{font:13px system-ui,sans-serif;fill:#444}.t{font-weight:600}.g{stroke:#8884}.m{stroke:#8888;"
+    "stroke-dasharray:4 3}.i{stroke:#2f6fb5;stroke-width:2}.p{fill:#2f6fb5}.r{fill:#2f6fb5;opacity:.28}"
+    "@media(prefers-color-scheme:dark){text{fill:#bbb}.i{stroke:#7db4ee}.p,.r{fill:#7db4ee}}"
+)
+
+
+def figure(result: dict[str, Any], runs: Runs) -> str:
+    """An SVG: a row for each arm, a panel for each of ``PANELS``; each run a faint dot, mean and interval over them."""
+    arms = by_arm(runs)
+    height = TOP + ROW * len(arms) + 40
+    width = (WIDTH - LEFT - GAP * len(PANELS)) / len(PANELS)
+    body = [_text(LEFT - 14, TOP + ROW * (row + 0.5) + 4, arm, "end") for row, arm in enumerate(arms)]
+    for column, (part, metric) in enumerate(PANELS):
+        left = LEFT + column * (width + GAP)
+        body += _panel(result, arms, part, metric, left, width, height)
+    spoken = "Mean and 95 % interval over runs of mean@8 and coverage@8 for each arm; dashed: the untrained model."
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
+        f'aria-label="{escape(spoken)}"><style>{STYLE}</style>{"".join(body)}</svg>\n'
+    )
+
+
+def _panel(
+    result: dict[str, Any], arms: dict[str, list[dict[str, Any]]], part: str, metric: str, left: float, width: float,
+    height: float,
+) -> list[str]:  # fmt: skip
+    untrained = result["baselines"][part]["untrained"][metric]
+    values = [run[part][metric] for of_arm in arms.values() for run in of_arm] + [untrained]
+    low, high = math.floor(min(values) * 10) / 10, math.ceil(max(values) * 10) / 10
+
+    def place(value: float) -> float:
+        return left + width * (min(max(value, low), high) - low) / (high - low)
+
+    bottom = height - 32
+    drawn = [_text(left, 22, metric, "start", "t"), _text(left, 40, TITLES[part])]
+    for tick in (low, (low + high) / 2, high):
+        drawn += [_rule(place(tick), TOP, bottom, "g"), _text(place(tick), bottom + 18, f"{tick:.2f}", "middle")]
+    drawn.append(_rule(place(untrained), TOP, bottom, "m"))
+    for row, (arm, of_arm) in enumerate(arms.items()):
+        y = TOP + ROW * (row + 0.5)
+        one = result["summary"][arm][part][metric]
+        drawn += [f'<circle class="r" cx="{place(run[part][metric]):.1f}" cy="{y:.1f}" r="3"/>' for run in of_arm]
+        if one["ci"]:
+            ends = [place(limit) for limit in one["ci"]]
+            drawn.append(f'<path class="i" d="M{ends[0]:.1f} {y:.1f}H{ends[1]:.1f}"/>')
+        drawn.append(f'<circle class="p" cx="{place(one["mean"]):.1f}" cy="{y:.1f}" r="4.5"/>')
+    return drawn
+
+
+def _rule(x: float, top: float, bottom: float, kind: str) -> str:
+    return f'<path class="{kind}" d="M{x:.1f} {top}V{bottom}"/>'
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start", kind: str = "") -> str:
+    name = f' class="{kind}"' if kind else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{name}>{escape(text)}</text>'

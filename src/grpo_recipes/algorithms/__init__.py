@@ -1,0 +1,1 @@
+"""Pure functions behind the trainers: MaxEnt weights on tensors, controllers on floats. Nothing here knows TRL."""

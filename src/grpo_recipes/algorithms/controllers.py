@@ -1,0 +1,122 @@
+"""Controllers that hold a measure of the training at a target: the KL by beta, the spread of weights by tau.
+
+Plain numbers, one ``update`` per optimizer step. ``state_dict`` is all that changes; JSON keeps it exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+EMA_DECAY = 0.9
+
+
+@dataclass
+class KLController:
+    """Adaptive coefficient of the KL penalty (Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, section 2.2).
+
+    Each step multiplies beta by 1 + clip(kl / target - 1, +-step_size) * completions / horizon. The number of
+    completions is what makes the horizon independent of the batch. A step counts for at most one horizon, so that
+    beta stays positive.
+
+    Attributes:
+        beta: the coefficient in force; above 0.
+        target: KL to hold, in the unit of the KL that ``update`` is given (TRL's is nats per token); above 0.
+        horizon: completions over which beta changes by a factor of 1 + step_size at most; above 0.
+        step_size: largest relative error that one step answers to; above 0, below 1.
+    """
+
+    beta: float
+    target: float
+    horizon: float
+    step_size: float
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a value out of its range."""
+        for name in ("beta", "target", "horizon"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be above 0 and finite, not {getattr(self, name)}")
+        if not 0 < self.step_size < 1:
+            raise ValueError(f"step_size must be above 0 and below 1, not {self.step_size}")
+
+    def update(self, kl: float, completions: int) -> None:
+        """Answer to the KL of a step over this many completions of all processes. NaN says nothing."""
+        if math.isnan(kl):
+            return
+        error = max(-self.step_size, min(self.step_size, kl / self.target - 1))
+        self.beta *= 1 + error * min(completions / self.horizon, 1.0)
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {"beta": self.beta}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continue from a checkpoint."""
+        self.beta = float(state["beta"])
+
+
+@dataclass
+class TauController:
+    """Adaptive temperature of the weights: log tau rises by lr for each nat that the mean entropy is short of a target.
+
+    The mean runs over the steps, 0.9 of the last one and 0.1 of the new value; it begins with the first value. A target
+    in effective rollouts is compared in logarithms, so that both targets have the unit nats.
+
+    Attributes:
+        tau: the temperature in force; within minimum and maximum.
+        lr: change of log tau per nat.
+        minimum: least tau; above 0.
+        maximum: greatest tau.
+        warmup_steps: first steps that only measure.
+        target_entropy: mean weight entropy of a group to hold, in nats.
+        target_eff_rollouts: mean effective rollouts of a group to hold. Exactly one of the two targets is given.
+    """
+
+    tau: float
+    lr: float
+    minimum: float
+    maximum: float
+    warmup_steps: int = 0
+    target_entropy: float | None = None
+    target_eff_rollouts: float | None = None
+    _mean: float | None = field(default=None, init=False)
+    _updates: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a value out of its range."""
+        if (self.target_entropy is None) == (self.target_eff_rollouts is None):
+            raise ValueError("give exactly one of target_entropy and target_eff_rollouts")
+        if not 0 < self.minimum <= self.tau <= self.maximum < math.inf:
+            raise ValueError(
+                f"0 < minimum <= tau <= maximum must hold; minimum is {self.minimum}, tau {self.tau}, maximum "
+                f"{self.maximum}"
+            )
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"lr must be above 0 and finite, not {self.lr}")
+        if self.target_entropy is not None and not self.target_entropy > 0:
+            raise ValueError(f"target_entropy must be above 0, not {self.target_entropy}")
+        if self.target_eff_rollouts is not None and not self.target_eff_rollouts > 1:
+            raise ValueError(f"target_eff_rollouts must be above 1, not {self.target_eff_rollouts}")
+
+    def update(self, entropy: float, eff_rollouts: float) -> None:
+        """Answer to the mean weight entropy and effective rollouts of a step's groups. NaN says nothing."""
+        value = entropy if self.target_eff_rollouts is None else eff_rollouts
+        if math.isnan(value):
+            return
+        self._mean = value if self._mean is None else EMA_DECAY * self._mean + (1 - EMA_DECAY) * value
+        self._updates += 1
+        if self._updates <= self.warmup_steps:
+            return
+        if self.target_eff_rollouts is None:
+            error = self.target_entropy - self._mean
+        else:
+            error = math.log(self.target_eff_rollouts) - math.log(self._mean)
+        self.tau = min(self.maximum, max(self.minimum, self.tau * math.exp(self.lr * error)))
+
+    def state_dict(self) -> dict[str, float | int | None]:
+        """What a checkpoint keeps."""
+        return {"tau": self.tau, "mean": self._mean, "updates": self._updates}
+
+    def load_state_dict(self, state: dict[str, float | int | None]) -> None:
+        """Continue from a checkpoint."""
+        self.tau, self._mean, self._updates = float(state["tau"]), state["mean"], int(state["updates"])

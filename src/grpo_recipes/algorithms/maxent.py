@@ -1,0 +1,239 @@
+"""Weights that MaxEnt-GRPO gives the completions of a group, on tensors of prompts by completions (P, G).
+
+NaN marks a completion without a verdict. It is unscorable: it gets weight 0, and the weights of the others sum to 1.
+A group with no scorable completion gets weight 0 throughout. Half precision is computed and returned in float32.
+
+The programme is max E_pi[log q] + tau H(pi) - beta KL(pi || pi_ref) over the sampled completions. Its solution is
+w ~ q^(1 / (tau + beta)) * pi_ref^(beta / (tau + beta)). docs/maxent.md says what is known of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+LEAST_Q = 1e-12
+
+
+def listwise_q(rewards_PG: torch.Tensor, temperature: float, epsilon: float) -> torch.Tensor:
+    """The distribution over a group that its rewards ask for: a softmax with a floor.
+
+    Args:
+        rewards_PG: (P, G) rewards; NaN is unscorable.
+        temperature: of the softmax, in units of reward; above 0.
+        epsilon: least mass of each completion; 0 <= epsilon < 1 / G.
+
+    Returns:
+        (P, G) probabilities that sum to 1 over the scorable; NaN where the reward is.
+
+    Raises:
+        ValueError: an argument is out of its range or a reward is infinite.
+    """
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature must be above 0 and finite, not {temperature}")
+    group_size = rewards_PG.shape[1]
+    if not 0 <= epsilon * group_size < 1:
+        raise ValueError(f"epsilon must be at least 0 and below 1 / {group_size} (the group size), not {epsilon}")
+    rewards_PG, scorable_PG = _split(rewards_PG, "rewards")
+    floored_PG = _softmax(rewards_PG / temperature, scorable_PG) * (1 - epsilon * group_size) + epsilon
+    floored_PG = floored_PG.masked_fill(~scorable_PG, 0.0)
+    q_PG = floored_PG / floored_PG.sum(1, keepdim=True)
+    return q_PG.masked_fill(~scorable_PG, torch.nan)
+
+
+def target_weights(
+    q_PG: torch.Tensor, ref_logps_PG: torch.Tensor | None, tau: float | torch.Tensor, beta: float
+) -> torch.Tensor:
+    """The solution of the programme, q^(1 / (tau + beta)) * pi_ref^(beta / (tau + beta)), normalised.
+
+    Args:
+        q_PG: (P, G) what ``listwise_q`` returns; NaN is unscorable. Values below 1e-12 count as 1e-12.
+        ref_logps_PG: (P, G) log-probabilities of whole completions under the reference, in nats, per token or summed.
+            None where beta is 0.
+        tau: weight of the entropy, in units of log q: a number or a tensor that broadcasts against (P, 1). inf is
+            uniform.
+        beta: weight of the reference; finite.
+
+    Returns:
+        (P, G) weights that sum to 1 over the scorable.
+
+    Raises:
+        ValueError: tau or beta is below 0, tau + beta is 0, beta is not finite, or the reference is missing, or not
+            finite where q is known.
+    """
+    if not 0 <= beta < math.inf:
+        raise ValueError(f"beta must be at least 0 and finite, not {beta}")
+    q_PG, scorable_PG = _split(q_PG, "q")
+    total = _temperature(tau, q_PG) + beta
+    if (total == 0).any():
+        raise ValueError("tau + beta must be above 0: without entropy and reference no weights are defined")
+    scores_PG = q_PG.clamp(min=LEAST_Q).log()
+    if beta > 0:
+        if ref_logps_PG is None:
+            raise ValueError(f"beta {beta} needs ref_logps_PG")
+        ref_logps_PG = ref_logps_PG.to(scores_PG.dtype)
+        if not ref_logps_PG[scorable_PG].isfinite().all():
+            raise ValueError("ref_logps_PG must be finite for each scorable completion")
+        scores_PG = scores_PG + beta * ref_logps_PG
+    return _tempered(scores_PG, scorable_PG, total)
+
+
+def tempered_weights(utilities_PG: torch.Tensor, tau: float | torch.Tensor) -> torch.Tensor:
+    """softmax(utility / tau) over each group.
+
+    Args:
+        utilities_PG: (P, G) what a completion is worth; NaN is unscorable.
+        tau: in units of utility: a number or a tensor that broadcasts against (P, 1). 0 is the limit: all weight on
+            the greatest utility, shared by ties. inf is uniform.
+
+    Returns:
+        (P, G) weights that sum to 1 over the scorable.
+
+    Raises:
+        ValueError: tau is below 0 or NaN, or a utility is infinite.
+    """
+    utilities_PG, scorable_PG = _split(utilities_PG, "utilities")
+    return _tempered(utilities_PG, scorable_PG, _temperature(tau, utilities_PG))
+
+
+def policy_weights(logps_PG: torch.Tensor, scorable_PG: torch.Tensor) -> torch.Tensor:
+    """The policy's own distribution over a group, which the listwise objective moves to the target.
+
+    Args:
+        logps_PG: (P, G) log-probabilities of whole completions under the policy, in nats, per token or summed.
+        scorable_PG: (P, G) booleans.
+
+    Returns:
+        (P, G) weights that sum to 1 over the scorable.
+
+    Raises:
+        ValueError: the log-probability of a scorable completion is NaN or infinite.
+    """
+    logps_PG = _at_least_float32(logps_PG)
+    if not logps_PG[scorable_PG].isfinite().all():
+        raise ValueError("logps_PG must be finite for each scorable completion")
+    return _softmax(logps_PG, scorable_PG)
+
+
+def centred(rewards_PG: torch.Tensor) -> torch.Tensor:
+    """Rewards less the mean of their group, the advantage of Dr.GRPO (https://arxiv.org/abs/2503.20783).
+
+    Args:
+        rewards_PG: (P, G) rewards; NaN is unscorable.
+
+    Returns:
+        (P, G) advantages, NaN where the reward is. Equal rewards have equal advantages.
+    """
+    rewards_PG = _at_least_float32(rewards_PG)
+    return rewards_PG - rewards_PG.nanmean(1, keepdim=True)
+
+
+def mode_adaptive_tau(tau: float, distinct_correct_P: torch.Tensor) -> torch.Tensor:
+    """A smaller tau where more distinct right answers are known: tau / log(1 + max(distinct, 1)).
+
+    Args:
+        tau: the temperature to adapt; at least 0.
+        distinct_correct_P: (P,) number of distinct right answers in each group.
+
+    Returns:
+        (P,) temperatures; float64 for a count in whole numbers.
+
+    Raises:
+        ValueError: tau is below 0 or NaN.
+    """
+    if not tau >= 0:
+        raise ValueError(f"tau must be at least 0, not {tau}")
+    counts_P = distinct_correct_P if distinct_correct_P.is_floating_point() else distinct_correct_P.double()
+    return tau / counts_P.clamp(min=1).log1p()
+
+
+def semantic_entropy_scale(
+    logps_PG: torch.Tensor, keys: Sequence[Sequence[str | None]], alpha: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """SEED: smaller advantages where the policy's answers differ in meaning, 1 / (1 + alpha * H / log N).
+
+    Args:
+        logps_PG: (P, G) log-probabilities per token under the policy, in nats; NaN leaves a completion out.
+        keys: P rows of G: completions with the same key mean the same, one without a key is alone.
+        alpha: strength; at least 0.
+
+    Returns:
+        (P,) factors of the advantages, and (P,) entropies H of the meanings in nats. N counts the completions that are
+        not left out; where N < 2 the factor is 1.
+
+    Raises:
+        ValueError: alpha is below 0, keys do not match logps_PG, or a log-probability is infinite.
+    """
+    if not 0 <= alpha < math.inf:
+        raise ValueError(f"alpha must be at least 0 and finite, not {alpha}")
+    if [len(row) for row in keys] != [logps_PG.shape[1]] * len(logps_PG):
+        raise ValueError(f"keys must be {logps_PG.shape[0]} rows of {logps_PG.shape[1]}")
+    logps_PG, known_PG = _split(logps_PG, "log-probabilities")
+    clusters_PG = torch.tensor([_clusters(row) for row in keys], device=logps_PG.device)
+    masses_PG = torch.zeros_like(logps_PG).scatter_add_(1, clusters_PG, _softmax(logps_PG, known_PG))
+    entropy_P = -torch.xlogy(masses_PG, masses_PG).sum(1)
+    largest_P = known_PG.sum(1).clamp(min=1).to(entropy_P.dtype).log()
+    share_P = torch.where(largest_P > 0, entropy_P / largest_P, 0.0)
+    return 1 / (1 + alpha * share_P), entropy_P
+
+
+def weight_entropy(weights_PG: torch.Tensor) -> torch.Tensor:
+    """(P,) entropies of the weights in nats; NaN for a group without weights."""
+    weights_PG = _at_least_float32(weights_PG)
+    entropy_P = -torch.xlogy(weights_PG, weights_PG).sum(1)
+    return entropy_P.masked_fill(~(weights_PG > 0).any(1), torch.nan)
+
+
+def effective_rollouts(weights_PG: torch.Tensor) -> torch.Tensor:
+    """(P,) numbers of completions that equal weights of this entropy would have, 1 to G; NaN without weights."""
+    return weight_entropy(weights_PG).exp()
+
+
+def incorrect_mass(weights_PG: torch.Tensor, wrong_PG: torch.Tensor) -> torch.Tensor:
+    """(P,) shares of the weight that wrong completions have, 0 to 1; NaN for a group without weights.
+
+    Args:
+        weights_PG: (P, G) weights of a group that sum to 1.
+        wrong_PG: (P, G) booleans.
+    """
+    weights_PG = _at_least_float32(weights_PG)
+    mass_P = weights_PG.masked_fill(~wrong_PG, 0.0).sum(1)
+    return mass_P.masked_fill(~(weights_PG > 0).any(1), torch.nan)
+
+
+def _at_least_float32(values: torch.Tensor) -> torch.Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _split(values_PG: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The values, and which of them are known."""
+    values_PG = _at_least_float32(values_PG)
+    if values_PG.isinf().any():
+        raise ValueError(f"{name} must be finite, or NaN where a completion has no verdict")
+    return values_PG, ~values_PG.isnan()
+
+
+def _temperature(tau: float | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    tau = torch.as_tensor(tau, dtype=like.dtype, device=like.device)
+    if not (tau >= 0).all():
+        raise ValueError(f"tau must be at least 0, not {tau.tolist()}")
+    return tau
+
+
+def _tempered(scores_PG: torch.Tensor, scorable_PG: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """softmax(score / temperature), with its limits at 0 and inf."""
+    gaps_PG = scores_PG - scores_PG.masked_fill(~scorable_PG, -torch.inf).amax(1, keepdim=True)
+    # At temperature 0 the greatest is 0 / 0: its gap of 0 stays 0, all others become -inf.
+    return _softmax(torch.where(gaps_PG == 0, gaps_PG, gaps_PG / temperature), scorable_PG)
+
+
+def _softmax(scores_PG: torch.Tensor, scorable_PG: torch.Tensor) -> torch.Tensor:
+    """Softmax over the scorable members of each group; 0 for the others, and throughout a group of none."""
+    return scores_PG.masked_fill(~scorable_PG, -torch.inf).softmax(1).masked_fill(~scorable_PG, 0.0)
+
+
+def _clusters(keys: Sequence[str | None]) -> list[int]:
+    """For each completion the place of the first with its key; its own place without a key."""
+    return [place if key is None else keys.index(key) for place, key in enumerate(keys)]

@@ -1,0 +1,311 @@
+"""Countdown: make a target from some numbers, each used exactly once. What counts as a different answer.
+
+Two expressions are one mode when they are equal whatever the numbers are: ``a-b+c`` and ``c-(b-a)``, ``a*(b/c)`` and
+``a/(c/b)``, ``a*(b-c)`` and ``-a*(c-b)``. So brackets, order and signs cannot make one idea into many. With each number
+used once, that is the normal form below: sums and products flattened and sorted, signs pulled out.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from itertools import combinations
+from operator import add, mul, sub, truediv
+from typing import Any
+
+# A form is a tuple that sorts before or after every other: (0, number), (1, terms) or (2, factors); a term is
+# (form, its sign), a factor (form, its exponent 1 or -1), both sorted. A signed form is (sign, form), where the first
+# term of every sum is positive.
+Form = tuple[int, Any]
+Signed = tuple[int, Form]
+_NUMBER, _SUM, _PRODUCT = range(3)
+_OPERATORS = "+-*/"
+SMALLEST = 2  # number of a puzzle: with 1, products have answers that differ by nothing
+
+
+@dataclass(frozen=True)
+class Puzzle:
+    """One problem.
+
+    Attributes:
+        numbers: in ascending order, all different.
+        target: what to make of them.
+        modes: how many algebraically distinct expressions make it.
+    """
+
+    numbers: tuple[int, ...]
+    target: int
+    modes: int
+
+
+def number(value: int) -> Signed:
+    """The form of a number."""
+    return 1, (_NUMBER, value)
+
+
+def combine(operator: str, left: Signed, right: Signed) -> Signed:
+    """The form of ``left operator right``, one of + - * /."""
+    if operator == "-":
+        return _sum(left, negated(right))
+    if operator == "+":
+        return _sum(left, right)
+    return _product(left, right, -1 if operator == "/" else 1)
+
+
+def negated(one: Signed) -> Signed:
+    """The form of ``-one``."""
+    return -one[0], one[1]
+
+
+def _sum(left: Signed, right: Signed) -> Signed:
+    terms = sorted((*_parts(left, _SUM), *_parts(right, _SUM)))
+    first = terms[0][1]
+    return first, (_SUM, tuple((form, sign * first) for form, sign in terms))
+
+
+def _product(left: Signed, right: Signed, exponent: int) -> Signed:
+    factors = _parts((1, left[1]), _PRODUCT)
+    factors += [(form, power * exponent) for form, power in _parts((1, right[1]), _PRODUCT)]
+    return left[0] * right[0], (_PRODUCT, tuple(sorted(factors)))
+
+
+def _parts(one: Signed, kind: int) -> list[tuple[Form, int]]:
+    """Terms or factors of a form, or itself as the only one."""
+    sign, form = one
+    return [(part, sign * power) for part, power in form[1]] if form[0] == kind else [(form, sign)]
+
+
+def text(one: Signed) -> str:
+    """A form as an expression that can be read and evaluated; the key of a mode.
+
+    A sign before everything is written as such where no part can take it.
+    """
+    sign, form = one
+    return _text(form, sign)
+
+
+def _text(form: Form, sign: int = 1) -> str:
+    kind, parts = form
+    if kind == _NUMBER:
+        return f"{'-' if sign < 0 else ''}{parts}"
+    if kind == _SUM:
+        terms = sorted(((part, own * sign) for part, own in parts), key=lambda term: -term[1])  # a positive one first
+        return "".join(_term(part, own, index == 0) for index, (part, own) in enumerate(terms))
+    turned = next((part for part, _ in parts if _can_turn(part)), None) if sign < 0 else None
+    factors = [(_factor(part, -1 if part is turned else 1), power) for part, power in parts]
+    above = "*".join(factor for factor, power in factors if power > 0)
+    product = above + "".join(f"/{factor}" for factor, power in factors if power < 0)
+    return f"-{product}" if sign < 0 and turned is None else product
+
+
+def _term(form: Form, sign: int, first: bool) -> str:
+    return ("" if first and sign > 0 else "+" if sign > 0 else "-") + _text(form)
+
+
+def _factor(form: Form, sign: int) -> str:
+    return f"({_text(form, sign)})" if form[0] == _SUM else _text(form)
+
+
+def _can_turn(form: Form) -> bool:
+    """Whether a sum has terms of both signs, so that its negative is written without a sign before it."""
+    return form[0] == _SUM and any(sign < 0 for _, sign in form[1])
+
+
+Value = tuple[int, int]  # a fraction in lowest terms, below the line above 0
+Trees = dict[Signed, tuple[Value, int]]  # form -> its value, and how many ways of writing it with + - * / and brackets
+
+
+def ways(numbers: tuple[int, ...], target: int) -> dict[str, int]:
+    """Every mode of a puzzle, and how many ways there are of writing it.
+
+    Args:
+        numbers: all different.
+        target: what they make.
+
+    Returns:
+        Key of the mode -> orders of the numbers, brackets and operators that give it; ``written`` is how many there are
+        in all.
+    """
+    found = _made(tuple(sorted(numbers)), lambda value: value == (target, 1))
+    return {text(form): count for form, (_, count) in sorted(found.items())}
+
+
+def written(count: int) -> int:
+    """Ways of writing an expression of ``count`` numbers, each once: orders, brackets and operators."""
+    brackets = math.comb(2 * count - 2, count - 1) // count
+    return math.factorial(count) * brackets * len(_OPERATORS) ** (count - 1)
+
+
+@cache
+def puzzles(count: int, largest: int) -> tuple[Puzzle, ...]:
+    """Every puzzle of ``count`` different numbers from 2 to ``largest``, sorted.
+
+    Targets are whole, positive, none of the numbers, and at most ``largest * count``.
+    """
+    return tuple(
+        Puzzle(numbers, target, modes)
+        for numbers in combinations(range(SMALLEST, largest + 1), count)
+        for target, modes in sorted(_targets(numbers, largest * count).items())
+    )
+
+
+def _targets(numbers: tuple[int, ...], most: int) -> dict[int, int]:
+    """Target -> its modes."""
+    modes: dict[int, int] = {}
+    for value, _ in _made(numbers, lambda value: value[1] == 1 and 0 < value[0] <= most).values():
+        if value[0] not in numbers:
+            modes[value[0]] = modes.get(value[0], 0) + 1
+    return modes
+
+
+def _made(numbers: tuple[int, ...], wanted: Callable[[Value], bool]) -> Trees:
+    """All forms of the numbers, each of them used once, whose value is wanted."""
+    found: Trees = {}
+    for left, right in _splits(numbers):
+        for one, (value, count) in _trees(left).items():
+            for other, (value_of_other, count_of_other) in _trees(right).items():
+                pairs = count * count_of_other
+                for operator, swapped, result in _results(value, value_of_other):
+                    if wanted(result):
+                        first, second = (other, one) if swapped else (one, other)
+                        form = combine(operator, first, second)
+                        ways_both = pairs * 2 if operator in "+*" else pairs  # either order is a way of writing it
+                        found[form] = (result, found.get(form, (result, 0))[1] + ways_both)
+    return found
+
+
+@cache
+def _trees(numbers: tuple[int, ...]) -> Trees:
+    return {number(numbers[0]): ((numbers[0], 1), 1)} if len(numbers) == 1 else _made(numbers, lambda _: True)
+
+
+def _splits(numbers: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Each way of parting the numbers in two, the first number on the left."""
+    first, rest = numbers[0], numbers[1:]
+    for size in range(len(rest)):
+        for beside in combinations(rest, size):
+            yield (first, *beside), tuple(one for one in rest if one not in beside)
+
+
+def _results(left: Value, right: Value) -> list[tuple[str, bool, Value]]:
+    """What two values make: operator, whether they are swapped, value. What divides by 0 makes nothing."""
+    (a, b), (c, d) = left, right
+    made = [
+        ("+", False, _lowest(a * d + c * b, b * d)),
+        ("-", False, _lowest(a * d - c * b, b * d)),
+        ("-", True, _lowest(c * b - a * d, b * d)),
+        ("*", False, _lowest(a * c, b * d)),
+    ]
+    if c:
+        made.append(("/", False, _lowest(a * d, b * c)))
+    if a:
+        made.append(("/", True, _lowest(c * b, d * a)))
+    return made
+
+
+def _lowest(above: int, below: int) -> Value:
+    shared = math.gcd(above, below) * (1 if below > 0 else -1)
+    return above // shared, below // shared
+
+
+class NotAnExpression(ValueError):
+    """No expression of whole numbers, + - * / and brackets, or too long, too deep, or divided by 0."""
+
+
+_LONGEST, _DEEPEST = 200, 20  # characters, brackets inside each other
+_TOKEN = re.compile(r"[ \t]*(?:(0|[1-9][0-9]*)|([-+*/()]))")
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """What an expression says.
+
+    Attributes:
+        numbers: those in it, in ascending order.
+        value: what it makes.
+        key: of its mode.
+    """
+
+    numbers: tuple[int, ...]
+    value: Fraction
+    key: str
+
+
+def parsed(expression: str) -> Parsed:
+    """Read an expression. Nothing is executed, and work and memory are bounded by its length.
+
+    A minus before a number or a bracket is taken, and changes no mode by itself.
+
+    Raises:
+        NotAnExpression: anything else, ``2.0``, ``02``, ``2**3``, ``2//3`` and ``2(3)`` included.
+    """
+    if len(expression) > _LONGEST:
+        raise NotAnExpression(f"longer than {_LONGEST} characters")
+    return _Parser(expression.strip(" \t")).parsed()
+
+
+class _Parser:
+    """Recursive descent over the tokens: sum, product, signs, bracket or number."""
+
+    def __init__(self, expression: str):
+        self.tokens: list[str] = []
+        self.numbers: list[int] = []
+        self.depth = end = 0
+        while end < len(expression):
+            match = _TOKEN.match(expression, end)
+            if match is None:
+                raise NotAnExpression(f"cannot be read at {expression[end : end + 10]!r}")
+            self.tokens.append(match[1] or match[2])
+            end = match.end()
+        self.tokens.reverse()
+
+    def parsed(self) -> Parsed:
+        value, form = self._chain("+-", self._product)
+        if self.tokens:
+            raise NotAnExpression(f"'{self.tokens[-1]}' is one too many")
+        return Parsed(tuple(sorted(self.numbers)), value, text(form))
+
+    def _product(self) -> tuple[Fraction, Signed]:
+        return self._chain("*/", self._signed)
+
+    def _chain(self, operators: str, part: Callable[[], tuple[Fraction, Signed]]) -> tuple[Fraction, Signed]:
+        value, form = part()
+        while self.tokens and self.tokens[-1] in operators:
+            operator = self.tokens.pop()
+            other, form_of_other = part()
+            if operator == "/" and not other:
+                raise NotAnExpression("divides by 0")
+            value = _APPLY[operator](value, other)
+            form = combine(operator, form, form_of_other)
+        return value, form
+
+    def _signed(self) -> tuple[Fraction, Signed]:
+        minus = False
+        while self.tokens and self.tokens[-1] == "-":
+            self.tokens.pop()
+            minus = not minus
+        value, form = self._atom()
+        return (-value, negated(form)) if minus else (value, form)
+
+    def _atom(self) -> tuple[Fraction, Signed]:
+        token = self.tokens.pop() if self.tokens else ""
+        if token.isdecimal():
+            self.numbers.append(int(token))
+            return Fraction(int(token)), number(int(token))
+        if token != "(" or self.depth == _DEEPEST:
+            raise NotAnExpression(f"a number is missing before '{token}'" if token != "(" else "too many brackets")
+        self.depth += 1
+        inside = self._chain("+-", self._product)
+        if not self.tokens or self.tokens.pop() != ")":
+            raise NotAnExpression("a bracket is not closed")
+        self.depth -= 1
+        return inside
+
+
+_APPLY: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
+    "+": add, "-": sub, "*": mul, "/": truediv,
+}  # fmt: skip

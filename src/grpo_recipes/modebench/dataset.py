@@ -1,0 +1,148 @@
+r"""The rows of ``modebench:countdown`` and ``modebench:graph_coloring``: made from their keys, the same everywhere.
+
+What is drawn from is sorted, and drawn by ``random.Random(seed)``, so that no row depends on the version of Python.
+The test split comes first: it stays the same whatever ``modebench_prompts`` is, and shares no problem with training.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from grpo_recipes.modebench import countdown, graph_coloring
+
+VERSION = "1"  # raise it whenever anything of this package changes a row
+
+SCHEME = "modebench:"
+TASKS = ("modebench:countdown", "modebench:graph_coloring")
+SPLITS = ("train", "test")
+COLUMNS = ("problem", "answer", "modes")
+# Recipe keys that one task alone reads.
+TASK_KEYS = {
+    "modebench:countdown": ("modebench_numbers", "modebench_largest_number"),
+    "modebench:graph_coloring": ("modebench_vertices", "modebench_hidden"),
+}
+_COUNTDOWN = (
+    "Using the numbers {numbers}, create an arithmetic expression that equals {target}. Use each given number exactly "
+    "once. You may use +, -, *, /, and parentheses. Return exactly one final answer and no explanation: the expression "
+    r"inside \boxed{{}}."
+)
+_GRAPH = (
+    "Color this graph with vertices 1 through {vertices}. The undirected edges are: {edges}. Assign each vertex one "
+    "color from {{1, 2, 3}} so that no edge has the same color on both endpoints. A partial coloring is {partial}, "
+    "where ? means uncolored. Keep every shown digit fixed. There are exactly {hidden} question marks. Return exactly "
+    "one final answer and no explanation: exactly {hidden} digits, each one 1, 2, or 3, for the missing positions from "
+    r"left to right, inside \boxed{{}}."
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The recipe keys ``modebench_*``, by their names."""
+
+    prompts: int
+    test_prompts: int
+    seed: int
+    min_modes: int
+    max_modes: int
+    numbers: int
+    largest_number: int | None
+    vertices: int
+    hidden: int
+
+    @classmethod
+    def read(cls, value: Callable[[str], Any]) -> Settings:
+        """From the value of each key.
+
+        Args:
+            value: key -> value, as ``recipe.__getitem__``.
+        """
+        return cls(**{name: value(f"modebench_{name}") for name in cls.__dataclass_fields__})
+
+    @property
+    def largest(self) -> int:
+        """The largest number of a countdown; by default both splits are no more than three in four of its problems."""
+        return self.largest_number or {3: 24, 4: 12}[self.numbers]
+
+    def fingerprint(self, name: str) -> str:
+        """A short hash of what decides the rows of a task: both splits are the same where it is."""
+        return hashlib.sha256(repr((VERSION, name, self)).encode()).hexdigest()[:16]
+
+    @property
+    def modes(self) -> range:
+        """How many right answers a problem may have."""
+        return range(self.min_modes, self.max_modes + 1)
+
+
+class TooFew(ValueError):
+    """There are fewer problems than both splits need.
+
+    Attributes:
+        found: how many there are.
+    """
+
+    def __init__(self, found: int):
+        super().__init__(f"there are {found} such problems")
+        self.found = found
+
+
+def rows(name: str, split: str, settings: Settings) -> list[dict[str, Any]]:
+    """The rows of a split.
+
+    Args:
+        name: one of ``TASKS``.
+        split: ``train`` or ``test``.
+        settings: sizes, seed and difficulty.
+
+    Returns:
+        Rows ``problem`` (the prompt), ``answer`` (the problem as JSON, for ``verify``) and ``modes`` (how many right
+        answers there are).
+
+    Raises:
+        TooFew: for both splits together.
+    """
+    made = _problems(name, settings)
+    chosen = made[: settings.test_prompts] if split == "test" else made[settings.test_prompts :]
+    return [{"problem": prompt, "answer": answer, "modes": modes} for prompt, answer, modes in chosen]
+
+
+@lru_cache(maxsize=8)
+def _problems(name: str, settings: Settings) -> list[tuple[str, str, int]]:
+    """Prompt, answer and modes of the test split, then of the training split."""
+    wanted = settings.test_prompts + settings.prompts
+    if name == "modebench:countdown":
+        every = countdown.puzzles(settings.numbers, settings.largest)
+        pool = [puzzle for puzzle in every if puzzle.modes in settings.modes]
+        random.Random(settings.seed).shuffle(pool)
+        made = [_countdown_row(puzzle) for puzzle in pool]
+    else:
+        graphs = graph_coloring.puzzles(
+            settings.vertices, settings.hidden, settings.modes, wanted, settings.seed
+        )  # drawn one by one, since nobody can list them all
+        made = [_graph_row(puzzle) for puzzle in graphs]
+    if len(made) < wanted:
+        raise TooFew(len(made))
+    return made[:wanted]
+
+
+def _countdown_row(puzzle: countdown.Puzzle) -> tuple[str, str, int]:
+    numbers = list(puzzle.numbers)
+    answer = {"task": "countdown", "numbers": numbers, "target": puzzle.target, "modes": puzzle.modes}
+    return _COUNTDOWN.format(numbers=numbers, target=puzzle.target), json.dumps(answer), puzzle.modes
+
+
+def _graph_row(puzzle: graph_coloring.Puzzle) -> tuple[str, str, int]:
+    answer = {"task": "graph_coloring", "edges": puzzle.edges, "partial": puzzle.partial, "modes": puzzle.modes}
+    edges = ", ".join(f"({one},{other})" for one, other in puzzle.edges)
+    prompt = _GRAPH.format(
+        vertices=puzzle.vertices,
+        edges=edges,
+        partial=puzzle.partial,
+        hidden=puzzle.partial.count(graph_coloring.HIDDEN),
+    )
+    return prompt, json.dumps(answer), puzzle.modes

@@ -1,0 +1,112 @@
+"""Graph 3-colouring completion: give the uncoloured vertices of a graph a colour, no edge two ends of the same one.
+
+An answer is a digit a hidden vertex; every proper completion is a mode.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations
+
+COLORS = "123"
+HIDDEN = "?"
+_TRIES = 50  # graphs drawn for each that is wanted, before there seem to be no more
+
+Edges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Puzzle:
+    """One problem.
+
+    Attributes:
+        vertices: how many; they are called 1, 2, ...
+        edges: pairs of them, the smaller first, in ascending order.
+        partial: a colour or ``?`` for each vertex.
+        modes: how many completions are proper.
+    """
+
+    vertices: int
+    edges: Edges
+    partial: str
+    modes: int
+
+    @property
+    def hidden(self) -> int:
+        """Vertices without a colour."""
+        return self.partial.count(HIDDEN)
+
+
+def completions(edges: Edges, partial: str) -> list[str]:
+    """The colours of the hidden vertices, from left to right, in every proper completion, in ascending order."""
+    neighbours: list[list[int]] = [[] for _ in partial]
+    for one, other in edges:
+        neighbours[one - 1].append(other - 1)
+        neighbours[other - 1].append(one - 1)
+    hidden = [vertex for vertex, color in enumerate(partial) if color == HIDDEN]
+    colors = list(partial)
+    if any(colors[one - 1] == colors[other - 1] != HIDDEN for one, other in edges):
+        return []
+    return list(_filled(colors, hidden, neighbours))
+
+
+def _filled(colors: list[str], hidden: list[int], neighbours: list[list[int]]) -> Iterator[str]:
+    open_now = next((vertex for vertex in hidden if colors[vertex] == HIDDEN), None)
+    if open_now is None:
+        yield "".join(colors[vertex] for vertex in hidden)
+        return
+    for color in COLORS:
+        if all(colors[other] != color for other in neighbours[open_now]):
+            colors[open_now] = color
+            yield from _filled(colors, hidden, neighbours)
+    colors[open_now] = HIDDEN
+
+
+def mode(edges: Edges, partial: str, answer: str) -> str | None:
+    """The colours of all vertices if an answer is right, else None.
+
+    Args:
+        edges: of the graph.
+        partial: its colours, ``?`` where hidden.
+        answer: a digit a hidden vertex, or a digit a vertex with the shown ones as they are.
+    """
+    if len(answer) == partial.count(HIDDEN):
+        given = iter(answer)
+        answer = "".join(next(given) if color == HIDDEN else color for color in partial)
+    if len(answer) != len(partial) or not set(answer) <= set(COLORS):
+        return None
+    if any(shown not in (HIDDEN, color) for shown, color in zip(partial, answer, strict=True)):
+        return None
+    return None if any(answer[one - 1] == answer[other - 1] for one, other in edges) else answer
+
+
+def puzzles(vertices: int, hidden: int, modes: range, count: int, seed: int) -> list[Puzzle]:
+    """Different puzzles, drawn one after the other: more of them begin with the same.
+
+    A graph has between ``vertices`` and twice as many edges (or all there can be); colours of the shown vertices and
+    which are shown are drawn alike.
+
+    Args:
+        vertices: of every graph.
+        hidden: vertices without a colour.
+        modes: how many completions a puzzle may have.
+        count: how many; fewer come when no others are found.
+        seed: what they are drawn by.
+    """
+    rng = random.Random(seed)
+    possible = list(combinations(range(1, vertices + 1), 2))
+    most = min(2 * vertices, len(possible))
+    found: dict[tuple[Edges, str], Puzzle] = {}
+    missed = 0
+    while len(found) < count and missed < _TRIES * (len(found) + 100):
+        edges = tuple(sorted(rng.sample(possible, rng.randint(min(vertices, most), most))))
+        shut = rng.sample(range(vertices), hidden)
+        partial = "".join(HIDDEN if vertex in shut else rng.choice(COLORS) for vertex in range(vertices))
+        answers = len(completions(edges, partial))
+        if answers not in modes or (edges, partial) in found:
+            missed += 1
+            continue
+        found[edges, partial] = Puzzle(vertices, edges, partial, answers)
+    return list(found.values())

@@ -1,0 +1,141 @@
+r"""Whether a completion answers a ModeBench problem, and with which of its right answers (its mode).
+
+The answer is the last ``\boxed{...}`` whose braces match; without one, a completion that is a single short line.
+Nothing of a completion is executed, and judging one takes time bounded by its length.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import lru_cache
+from itertools import islice, product
+from typing import Any
+
+from grpo_recipes.modebench import countdown, graph_coloring
+
+_BOX = r"\boxed{"
+_LONGEST_LINE = 160  # characters
+_BEFORE_ANSWER = re.compile(r"(?:(?:the )?(?:final )?answer(?: is)?)? ?[:=]? ?", re.IGNORECASE)
+_WRITTEN_OTHERWISE = {
+    r"\times": "*", "\N{MULTIPLICATION SIGN}": "*", r"\cdot": "*", "\N{MIDDLE DOT}": "*",
+    r"\div": "/", "\N{DIVISION SIGN}": "/", "\N{MINUS SIGN}": "-",
+}  # fmt: skip
+
+
+def mode_of(text: str, answer: str) -> str | None:
+    """The mode that a completion answers with, None where it is wrong.
+
+    Args:
+        text: the completion.
+        answer: of a row of ``dataset``: the problem as JSON.
+
+    Raises:
+        ValueError: ``answer`` is no problem of ModeBench.
+    """
+    problem, given = problem_of(answer), answer_in(text)
+    if given is None:
+        return None
+    if problem["task"] == "countdown":
+        return _countdown_mode(given, tuple(problem["numbers"]), problem["target"])
+    return graph_coloring.mode(edges_of(problem), problem["partial"], given)
+
+
+@lru_cache(maxsize=4096)
+def problem_of(answer: str) -> dict[str, Any]:
+    """The problem in a row's answer.
+
+    Raises:
+        ValueError: it is none.
+    """
+    wanted = {"countdown": ("numbers", "target"), "graph_coloring": ("edges", "partial")}
+    try:
+        problem = dict(json.loads(answer))
+        complete = all(key in problem for key in (*wanted[problem["task"]], "modes"))
+    except (ValueError, TypeError, LookupError):
+        complete = False
+    if not complete:
+        raise ValueError("the reference solution is no problem of ModeBench")
+    return problem
+
+
+def is_problem(answer: str) -> bool:
+    """Whether a reference solution is a problem of ModeBench."""
+    try:
+        problem_of(answer)
+    except ValueError:
+        return False
+    return True
+
+
+def right_answers(answer: str) -> list[str]:
+    """An answer for each mode of a problem, as a completion writes it in the box."""
+    problem = problem_of(answer)
+    if problem["task"] == "countdown":
+        return list(countdown.ways(tuple(problem["numbers"]), problem["target"]))
+    return graph_coloring.completions(edges_of(problem), problem["partial"])
+
+
+def wrong_answers(answer: str) -> list[str]:
+    """Answers near the right ones that cannot be right: other numbers, one missing, two ends of an edge alike."""
+    problem, right = problem_of(answer), right_answers(answer)
+    if problem["task"] == "countdown":
+        other = max(problem["numbers"]) + 1
+        return [f"{right[0]}+{other}-{other}", f"{right[0]}+{other}", str(problem["target"]), ""]
+    hidden = problem["partial"].count(graph_coloring.HIDDEN)
+    every = map("".join, product(graph_coloring.COLORS, repeat=hidden))
+    taken = set(right)
+    return [*islice((colors for colors in every if colors not in taken), 2), "4" * hidden, ""]
+
+
+def edges_of(problem: dict[str, Any]) -> graph_coloring.Edges:
+    """The edges of a graph as ``graph_coloring`` takes them."""
+    return tuple((one, other) for one, other in problem["edges"])
+
+
+def answer_in(text: str) -> str | None:
+    """What a completion gives as its answer, None where it gives none."""
+    boxed = _last_box(text)
+    if boxed is not None:
+        return boxed.strip()
+    line = text.strip()
+    if len(line) > _LONGEST_LINE or set(line) & set("<>\n\r"):
+        return None
+    return line[_end_of_introduction(line) :].strip()
+
+
+def _end_of_introduction(line: str) -> int:
+    match = _BEFORE_ANSWER.match(line)
+    return match.end() if match else 0
+
+
+def _last_box(text: str) -> str | None:
+    """What stands in the box that begins last, of those whose braces match."""
+    open_braces: list[int] = []
+    begin = end = -1
+    for place, character in enumerate(text):
+        if character == "{":
+            open_braces.append(place + 1)
+        elif character == "}" and open_braces:
+            inside = open_braces.pop()
+            if inside > begin and text.endswith(_BOX, 0, inside):
+                begin, end = inside, place
+    return text[begin:end] if begin >= 0 else None
+
+
+def _countdown_mode(given: str, numbers: tuple[int, ...], target: int) -> str | None:
+    for written, plain in _WRITTEN_OTHERWISE.items():
+        given = given.replace(written, plain)
+    try:
+        found = countdown.parsed(_side(given, target))
+    except countdown.NotAnExpression:
+        return None
+    return found.key if found.numbers == tuple(sorted(numbers)) and found.value == target else None
+
+
+def _side(given: str, target: int) -> str:
+    """The expression of ``expression = target``, either way round; several attempts in one are none of them."""
+    left, equals, right = (part.strip() for part in given.partition("="))
+    if not equals:
+        return left
+    return right if left == str(target) else left if right == str(target) else given

@@ -1,0 +1,71 @@
+"""What a training process does, top to bottom; the entry scripts name the trainer."""
+
+from __future__ import annotations
+
+from trl import TrlParser
+
+from grpo_recipes.configs import CONFIGS
+from grpo_recipes.data import load_eval_prompts, load_prompts
+from grpo_recipes.evaluate.benchmarks import run_benchmarks
+from grpo_recipes.evaluate.untrained import UntrainedBenchmarks
+from grpo_recipes.fetch.sources import fetched_sets
+from grpo_recipes.launch.checkpoints import newest_complete
+from grpo_recipes.launch.rundir import stop_file
+from grpo_recipes.rewards.load import load_rewards
+from grpo_recipes.trainers.callbacks import load_callbacks
+from grpo_recipes.trainers.grpo import GRPOTrainer
+from grpo_recipes.trainers.lora import load_lora_config
+from grpo_recipes.trainers.model import load_tokenizer, model_init_kwargs, save_model
+from grpo_recipes.trainers.rank import (
+    allow_fsdp_on_cpu,
+    check_sharing,
+    check_world,
+    rank_record,
+    run_folder,
+)
+from grpo_recipes.trainers.stop import StopOnRequest, StoppedOnRequest
+
+
+def train(trainer_class: type[GRPOTrainer]) -> None:
+    """Train the recipe of the command line, and leave the model in ``<run>/model``."""
+    run = run_folder()
+    with rank_record(run):
+        script_args, args, model_args = TrlParser(CONFIGS, allow_abbrev=False).parse_args_and_config()
+        check_world(run, args.world_size, args.device.type)
+        allow_fsdp_on_cpu()
+        tokenizer = load_tokenizer(model_args, args)
+        least = args.generation_batch_size // args.num_generations
+        fetched = fetched_sets(run)
+        prompts = load_prompts(script_args, tokenizer, least, args.seed, args.chat_template_kwargs, fetched)
+        held_out = None
+        if args.eval_strategy != "no":
+            held_out = load_eval_prompts(script_args, tokenizer, args.seed, args.chat_template_kwargs, fetched)
+        args.model_init_kwargs = model_init_kwargs(model_args, args)
+        stop = StopOnRequest(run)
+        trainer = trainer_class(
+            model=model_args.model_name_or_path,
+            reward_funcs=load_rewards(script_args, args, run),
+            reward_max_no_verdict=script_args.reward_max_no_verdict,
+            args=args,
+            train_dataset=prompts.dataset,
+            eval_dataset=held_out.dataset if held_out else None,
+            processing_class=tokenizer,
+            peft_config=load_lora_config(model_args, args.trust_remote_code),
+            callbacks=[stop, *load_callbacks(script_args.callbacks, run / "callbacks")],
+            run_dir=run,
+        )
+        dtype = str(next(trainer.model.parameters()).dtype).removeprefix("torch.")
+        check_sharing(run, trainer.accelerator.distributed_type.name, dtype)
+        checkpoint = newest_complete(run / "checkpoints")
+        if trainer.accelerator.is_main_process:
+            print(f"grpo: {prompts}; first prompt:\n{prompts.example}")
+            if held_out:
+                print(f"grpo: {held_out}")
+            if checkpoint is not None and args.ignore_data_skip:
+                print("grpo: ignore_data_skip: the order of the data restarts")
+        trainer.add_callback(UntrainedBenchmarks(trainer, script_args, run, stop_file(run).exists))
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        if stop.stopped:
+            raise StoppedOnRequest(trainer.state.global_step)
+        save_model(trainer, run / "model")
+        run_benchmarks(trainer, script_args, run, stop_file(run).exists, fetched)

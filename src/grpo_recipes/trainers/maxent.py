@@ -1,0 +1,297 @@
+"""MaxEnt-GRPO: our GRPO trainer with advantages that come from weights over each group.
+
+    MAXENT=1 bash training.sh        # or: grpo launch RECIPE, with maxent_objective in the recipe
+
+``algorithms.maxent`` has the weights, ``objectives`` what each objective reads, docs/maxent.md the mathematics. Every
+objective is a transform of the advantages: TRL's loss of a fixed ``loss_type`` on them has the objective's gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from grpo_recipes.algorithms.controllers import TauController
+from grpo_recipes.algorithms.maxent import (
+    centred,
+    incorrect_mass,
+    listwise_q,
+    policy_weights,
+    target_weights,
+    tempered_weights,
+    weight_entropy,
+)
+from grpo_recipes.configs import GRPOConfig
+from grpo_recipes.objectives import OBJECTIVES, SCALE_REWARDS, Objective
+from grpo_recipes.rewards.registry import ACCURACY
+from grpo_recipes.trainers.grpo import GRPOTrainer
+
+_RIGHT = 1.0 - 1e-6  # least accuracy reward of a right answer
+_WARN_AFTER, _WARN_SHARE = 10, 0.5  # generations, share of the positive advantages on wrong answers
+
+
+@dataclass
+class Groups:
+    """A generation of all ranks, P groups of G completions.
+
+    Attributes:
+        rewards_PG: weighted sums; NaN has no verdict.
+        lengths_PG: tokens in the loss; 0 for a completion that ``mask_truncated_completions`` leaves out.
+        learns_PG: whether the completion has a verdict and a token in the loss: the others get no weight.
+        right_PG: whether the answer is right.
+        contrast_P: whether right and wrong are known in the group.
+        ref_logps_PG: summed log-probs under the reference, None where the objective reads none.
+        policy_logps_PG: the same under the policy that the update starts from.
+    """
+
+    rewards_PG: torch.Tensor
+    lengths_PG: torch.Tensor
+    learns_PG: torch.Tensor
+    right_PG: torch.Tensor
+    contrast_P: torch.Tensor
+    ref_logps_PG: torch.Tensor | None
+    policy_logps_PG: torch.Tensor | None
+
+    @property
+    def wrong_PG(self) -> torch.Tensor:
+        """The completions that learn and are not right."""
+        return self.learns_PG & ~self.right_PG
+
+
+class MaxEntGRPOTrainer(GRPOTrainer):
+    """``GRPOTrainer`` with the objective ``args.maxent_objective``. Takes the same arguments.
+
+    Raises:
+        ValueError: ``loss_type``, ``scale_rewards`` or ``multi_objective_aggregation`` are not the objective's.
+    """
+
+    def __init__(self, *, args: GRPOConfig, **kwargs: Any):
+        self._objective = OBJECTIVES[args.maxent_objective]
+        self._fixed_tau = self._objective.tau if args.maxent_tau is None else args.maxent_tau
+        self._target_beta = args.maxent_beta if self._objective.targets_q else 0.0
+        self._on_wrong: deque[tuple[float, float]] = deque(maxlen=_WARN_AFTER)
+        self._warned = False
+        fix_loss(args, self._objective)
+        with _lent_beta(args, self._target_beta):
+            super().__init__(args=args, **kwargs)
+        self.beta = args.beta
+        if args.maxent_target_weight_entropy is not None or args.maxent_target_eff_rollouts is not None:
+            self.controllers["tau"] = self._tau_controller(args)
+        self._measured: list[tuple[float, float]] = []  # weight entropy and effective rollouts in this optimizer step
+
+    def _tau_controller(self, args: GRPOConfig) -> TauController:
+        return TauController(
+            tau=self._fixed_tau,
+            lr=args.maxent_tau_lr,
+            minimum=args.maxent_tau_min,
+            maximum=args.maxent_tau_max,
+            warmup_steps=args.maxent_tau_warmup_steps,
+            target_entropy=args.maxent_target_weight_entropy,
+            target_eff_rollouts=args.maxent_target_eff_rollouts,
+        )
+
+    @property
+    def tau(self) -> float:
+        """The temperature in force."""
+        controller = self.controllers.get("tau")
+        return self._fixed_tau if controller is None else controller.tau
+
+    def _move_controllers(self) -> None:
+        """GRPO's, and tau from the generations of the step; a step without one moves nothing and is not counted."""
+        super()._move_controllers()
+        if "tau" in self.controllers and self._measured:
+            entropies, eff_rollouts = zip(*self._measured, strict=True)
+            self.controllers["tau"].update(sum(entropies) / len(entropies), sum(eff_rollouts) / len(eff_rollouts))
+        self._measured.clear()
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """GRPO's; TRL computes the reference's log-probs where ``beta`` is not 0, so the target lends its own."""
+        lend = self.model.training and self.beta == 0.0
+        if lend:
+            self.beta = self._target_beta
+        try:
+            output = super()._generate_and_score_completions(inputs)
+        finally:
+            if lend:
+                self.beta = 0.0
+        if lend:
+            output.pop("ref_per_token_logps", None)  # the loss has no use for them
+        return output
+
+    def _weigh(self, output: dict[str, Any]) -> torch.Tensor | None:
+        """The objective's advantages (P, G); None for ``tempered`` at tau inf, which is Dr.GRPO bit for bit."""
+        groups = self._groups(output)
+        weights_PG = self._weights(groups)
+        advantages_PG = self._advantages(groups, weights_PG)
+        self._log_weights(groups, weights_PG)
+        self._watch(groups, advantages_PG)
+        return None if not self._objective.targets_q and self.tau == math.inf else advantages_PG
+
+    def _groups(self, output: dict[str, Any]) -> Groups:
+        """The generation over all ranks, in float64."""
+        mask = output["completion_mask"]
+        if "tool_mask" in output:
+            mask = mask * output["tool_mask"]
+        columns = {"lengths": mask.sum(1).double()}
+        if self._target_beta > 0:
+            columns["ref"] = _summed(output["ref_per_token_logps"], mask)
+        if self.args.maxent_objective == "listwise":
+            logps = output.get("old_per_token_logps")
+            columns["policy"] = _summed(self._trainer_logps(output) if logps is None else logps, mask)
+        gathered = self.accelerator.gather(torch.stack(list(columns.values()), dim=1))
+        of = {name: column.view(-1, self.num_generations) for name, column in zip(columns, gathered.T, strict=True)}
+
+        rewards_PG = self._summed_rewards().double().view(-1, self.num_generations)
+        learns_PG = ~rewards_PG.isnan() & (of["lengths"] > 0)
+        right_PG, contrast_P = self._right(rewards_PG)
+        return Groups(
+            rewards_PG, of["lengths"], learns_PG, right_PG & learns_PG, contrast_P, of.get("ref"), of.get("policy")
+        )
+
+    def _summed_rewards(self) -> torch.Tensor:
+        """TRL's weighted sum of all ranks' rewards, (B,); NaN where no reward gave a verdict."""
+        rewards_B = (self._rewards_BR * self.reward_weights.to(self._rewards_BR.device)).nansum(dim=1)
+        return rewards_B.masked_fill(self._rewards_BR.isnan().all(dim=1), torch.nan)
+
+    def _right(self, rewards_PG: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which answers are right (P, G), and in which groups that is known (P,).
+
+        An accuracy reward says it. Without one an answer is right that is rewarded above its group's mean, and a group
+        of equal rewards tells nothing.
+        """
+        columns = [place for place, name in enumerate(self.reward_func_names) if name in ACCURACY]
+        if columns:
+            right_B = (self._rewards_BR[:, columns] >= _RIGHT).any(dim=1)
+            return right_B.view_as(rewards_PG), torch.ones_like(rewards_PG[:, 0], dtype=torch.bool)
+        right_PG = centred(rewards_PG) > 1e-9
+        return right_PG, right_PG.any(dim=1)
+
+    def _weights(self, groups: Groups) -> torch.Tensor:
+        """The objective's weights (P, G): of each group they sum to 1 over the completions that learn."""
+        args = self.args
+        if not self._objective.targets_q:
+            utilities_PG = centred(groups.rewards_PG)
+            if args.maxent_utility == "length_scaled":
+                utilities_PG = utilities_PG * groups.lengths_PG / self.max_completion_length
+            return tempered_weights(utilities_PG.masked_fill(~groups.learns_PG, torch.nan), self.tau)
+        rewards_PG = groups.rewards_PG.masked_fill(~groups.learns_PG, torch.nan)
+        q_PG = listwise_q(rewards_PG, args.maxent_q_temperature, args.maxent_q_epsilon)
+        ref_PG = groups.ref_logps_PG
+        if ref_PG is not None and args.maxent_length_normalize_ref:
+            ref_PG = ref_PG / groups.lengths_PG.clamp(min=1)
+        return target_weights(q_PG, ref_PG, self.tau, self._target_beta)
+
+    def _advantages(self, groups: Groups, weights_PG: torch.Tensor) -> torch.Tensor:
+        """The advantages (P, G) with which TRL's loss has the objective's gradient.
+
+        ``grpo`` takes the mean over a completion's tokens and over completions; ``dr_grpo`` divides a sum over tokens
+        by ``max_completion_length``, which is undone here for the objectives that sum log-probs.
+        """
+        if not self._objective.targets_q:
+            learning_P1 = groups.learns_PG.sum(dim=1, keepdim=True)
+            return (learning_P1 * weights_PG * centred(groups.rewards_PG)).nan_to_num(nan=0.0)
+        normalized = self.args.maxent_length_normalize_policy
+        scale = self.num_generations * (1 if normalized else self.max_completion_length)
+        if groups.policy_logps_PG is None:
+            return scale * weights_PG
+        policy_PG = groups.policy_logps_PG / groups.lengths_PG.clamp(min=1) if normalized else groups.policy_logps_PG
+        return scale * (weights_PG - policy_weights(policy_PG, groups.learns_PG))
+
+    def _log_weights(self, groups: Groups, weights_PG: torch.Tensor) -> None:
+        """Metrics of a generation, over its groups with weights; none where no group has any."""
+        metrics = self._metrics["train"]
+        metrics["maxent/tau"].append(self.tau)
+        metrics["maxent/beta"].append(self._target_beta)
+        entropy_P = weight_entropy(weights_PG)
+        entropy_P = entropy_P[~entropy_P.isnan()]
+        if len(entropy_P) == 0:
+            return
+        entropy, eff_rollouts = entropy_P.mean().item(), entropy_P.exp().mean().item()
+        self._measured.append((entropy, eff_rollouts))
+        metrics["maxent/weight_entropy"].append(entropy)
+        metrics["maxent/weight_entropy_min"].append(entropy_P.min().item())
+        metrics["maxent/weight_entropy_max"].append(entropy_P.max().item())
+        metrics["maxent/eff_rollouts"].append(eff_rollouts)
+        # TRL leaves NaN out of what it logs: no group may tell right from wrong.
+        mass_P = incorrect_mass(weights_PG, groups.wrong_PG)[groups.contrast_P]
+        metrics["maxent/incorrect_mass"].append(mass_P.nanmean().item())
+        metrics["maxent/target_ratio"].append(_target_ratio(weights_PG, groups).item())
+
+    def _watch(self, groups: Groups, advantages_PG: torch.Tensor) -> None:
+        """Say once when most of what is reinforced is wrong."""
+        pushed_PG = advantages_PG.clamp(min=0)[groups.contrast_P]
+        wrong_PG = groups.wrong_PG[groups.contrast_P]
+        self._on_wrong.append((pushed_PG[wrong_PG].sum().item(), pushed_PG.sum().item()))
+        on_wrong, pushed = (sum(column) for column in zip(*self._on_wrong, strict=True))
+        full = len(self._on_wrong) == _WARN_AFTER
+        if self._warned or not full or on_wrong <= _WARN_SHARE * pushed:
+            return
+        self._warned = True
+        advice = (
+            "lower maxent_tau, maxent_beta or maxent_q_temperature, or take prompts that the model solves more often"
+            if self._objective.targets_q
+            else "other rewards outweigh accuracy: raise its share in reward_weights"
+        )
+        if self.accelerator.is_main_process:
+            print(
+                f"grpo: {on_wrong / pushed:.0%} of the positive advantages of the last {_WARN_AFTER} generations are "
+                f"on wrong answers, which the update makes more likely; {advice}",
+                flush=True,
+            )
+
+
+def fix_loss(args: GRPOConfig, objective: Objective) -> None:
+    """Set the keys of TRL's loss that the objective fixes.
+
+    Raises:
+        ValueError: one of them has a value that is neither TRL's default nor the objective's.
+    """
+    fixed = {
+        "loss_type": objective.loss_type(args.maxent_length_normalize_policy),
+        "scale_rewards": SCALE_REWARDS,
+        "multi_objective_aggregation": "sum_then_normalize",
+    }
+    for key, value in fixed.items():
+        if getattr(args, key) not in (value, _TRL_DEFAULTS[key]):
+            raise ValueError(f"{key}: {getattr(args, key)} is not what maxent_objective fixes it to ({value})")
+        setattr(args, key, value)
+
+
+_TRL_DEFAULTS = {
+    key: GRPOConfig.__dataclass_fields__[key].default
+    for key in ("loss_type", "scale_rewards", "multi_objective_aggregation")
+}
+
+
+@contextmanager
+def _lent_beta(args: GRPOConfig, target_beta: float) -> Iterator[None]:
+    """Let TRL build the reference model that the target needs; at ``beta`` 0 it builds none."""
+    if args.beta != 0.0 or args.kl_target is not None:  # kl_target at beta 0 is refused on the way
+        yield
+        return
+    args.beta = target_beta
+    try:
+        yield
+    finally:
+        args.beta = 0.0
+
+
+def _summed(logps_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    return logps_BT.double().masked_fill(mask_BT == 0, 0.0).sum(dim=1)
+
+
+def _target_ratio(weights_PG: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """Mean weight of a right answer over that of a wrong one, averaged over the groups that have both; or NaN."""
+    right_PG, wrong_PG = groups.right_PG, groups.wrong_PG
+    both_P = right_PG.any(dim=1) & wrong_PG.any(dim=1)
+    means = [
+        weights_PG.masked_fill(~members_PG, 0.0).sum(dim=1)[both_P] / members_PG.sum(dim=1)[both_P]
+        for members_PG in (right_PG, wrong_PG)
+    ]
+    return (means[0] / means[1]).mean()

@@ -1,0 +1,18 @@
+"""MaxEnt-GRPO on a recipe's prompts, one process of those `grpo launch` starts.
+
+    MAXENT=1 bash training.sh        # or: grpo launch recipes/smoke/maxent.yaml, MAXENT=1 sbatch training.sh
+
+The launcher starts this file under accelerate, beside a vLLM server, with the frozen recipe of the run directory.
+"""
+
+import os
+
+from grpo_recipes.launch.prctl import die_with_parent
+
+die_with_parent(os.getppid())  # before the imports, which take seconds
+
+from grpo_recipes.trainers.entry import train  # noqa: E402
+from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer  # noqa: E402
+
+if __name__ == "__main__":
+    train(MaxEntGRPOTrainer)

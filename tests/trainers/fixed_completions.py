@@ -1,0 +1,132 @@
+"""Real trainers whose completions come from a table: of differing lengths, the same for any number of processes."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_recipes import smoke
+from grpo_recipes.configs import GRPOConfig
+from grpo_recipes.trainers.grpo import GRPOTrainer
+from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
+
+from .tiny_training import SUMS, as_dataset
+
+GROUP, LONGEST = 4, 6
+
+
+def tokens_mod_5(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+    """A reward in quarters of 0 to 1; every ninth kind of completion has no verdict."""
+    return [None if sum(ids) % 9 == 4 else sum(ids) % 5 / 4 for ids in completion_ids]
+
+
+def pure_accuracy_math(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """A reward with the name of one of accuracy: right or wrong."""
+    return [float(sum(ids) % 3 == 0) for ids in completion_ids]
+
+
+def saved_model(folder: Path) -> str:
+    """A model on disk: a reference is read from there."""
+    torch.manual_seed(0)
+    tokenizer = smoke.build_tokenizer()
+    smoke.build_model(tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def make_trainer(
+    folder: Path,
+    model: str,
+    kind: type[GRPOTrainer] = MaxEntGRPOTrainer,
+    rewards: tuple[Any, ...] = (tokens_mod_5,),
+    callbacks: tuple[Any, ...] = (),
+    peft_config: Any = None,
+    **keys: Any,
+) -> GRPOTrainer:
+    """A trainer with plain gradient descent, so that updates are as near as gradients are."""
+    folder.mkdir(exist_ok=True, parents=True)
+    defaults = {
+        "max_steps": 2,
+        "max_completion_length": LONGEST,
+        "learning_rate": 0.1,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+        "save_strategy": "no",
+        "report_to": "none",
+        "per_device_train_batch_size": 2 * GROUP,
+        "num_generations": GROUP,
+        "seed": 3,
+    }
+    args = GRPOConfig(
+        output_dir=str(folder / "checkpoints"),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+        use_vllm=False,
+        model_init_kwargs={"dtype": "float32"},
+        **defaults | keys,
+    )
+    tokenizer = smoke.build_tokenizer()
+    trainer = kind(
+        model=model,
+        reward_funcs=list(rewards),
+        args=args,
+        train_dataset=as_dataset(SUMS),
+        processing_class=tokenizer,
+        callbacks=list(callbacks),
+        run_dir=folder,
+        peft_config=peft_config,
+    )
+    end = tokenizer.eos_token_id
+
+    def from_table(prompt_ids: list[Any], *_: Any) -> tuple[list[list[int]], None]:
+        first = trainer.accelerator.process_index * len(prompt_ids)
+        return [_completion(trainer.state.global_step, first + row, end) for row in range(len(prompt_ids))], None
+
+    trainer._generate_single_turn = from_table
+    return trainer
+
+
+def _completion(step: int, row: int, end: int) -> list[int]:
+    """1 to LONGEST tokens; the shorter ones end themselves."""
+    draw = random.Random(f"{step}/{row}")
+    ids = [draw.randrange(60, 120) for _ in range(draw.randrange(LONGEST) + 1)]
+    return ids if len(ids) == LONGEST else [*ids, end]
+
+
+def generation(trainer: GRPOTrainer, prompts: int = 2) -> dict[str, Any]:
+    """What a training step is given: this many groups, scored and weighed."""
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    rows = [trainer.train_dataset[row] for row in range(prompts) for _ in range(GROUP)]
+    return trainer._generate_and_score_completions([dict(row) for row in rows])
+
+
+def weights_of(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
+    return {name: one.detach().clone() for name, one in trainer.model.named_parameters()}
+
+
+def rows_of(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def main(folder: Path) -> None:
+    """One of two processes that share three groups; started by a test."""
+    keys = json.loads((folder / "keys.json").read_text())
+    trainer = make_trainer(folder / "two", str(folder / "model"), **keys)
+    trainer.train()
+    torch.save(
+        {"weights": weights_of(trainer), "tau": trainer.tau, "beta": trainer.beta},
+        folder / f"rank_{trainer.accelerator.process_index}.pt",
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,101 @@
+"""Controllers in real trainings: what they answer to, and that a resumed run goes on with their state."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_recipes.launch.checkpoints import newest_complete
+from grpo_recipes.launch.rundir import stop_file
+from grpo_recipes.trainers.grpo import GRPOTrainer
+from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
+from grpo_recipes.trainers.stop import StopOnRequest
+
+from .fixed_completions import make_trainer, rows_of, saved_model, weights_of
+from .test_exact_resume import WINDOW, StopAt
+
+HELD_KL = {"beta": 0.05, "kl_target": 1e-3, "kl_horizon": 40.0, "kl_ctl_step_size": 0.3}
+HELD_TAU = {"maxent_objective": "tempered", "maxent_target_weight_entropy": 0.4, "maxent_tau_lr": 0.5}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return saved_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize(("target", "direction"), [(1e-6, 1), (1e3, -1)])
+def test_beta_moves_by_the_rule_and_towards_the_target(
+    tmp_path: Path, model: str, target: float, direction: int
+) -> None:
+    keys = {**HELD_KL, "kl_target": target, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    trainer = make_trainer(tmp_path, model, GRPOTrainer, max_steps=4, **keys)
+    trainer.train()
+    rows = rows_of(tmp_path)
+    betas = [row["beta"] for row in rows] + [trainer.beta]
+    assert betas[0] == 0.05
+    for row, after in zip(rows, betas[1:], strict=True):
+        error = max(-0.3, min(0.3, row["kl"] / target - 1))
+        assert after == pytest.approx(row["beta"] * (1 + error * 8 / 40), rel=1e-9)
+    # In the first step the policy is the reference still.
+    assert all((after - before) * direction > 0 for before, after in pairwise(betas[1:]))
+
+
+def test_tau_moves_towards_the_target_entropy(tmp_path: Path, model: str) -> None:
+    trainer = make_trainer(tmp_path, model, max_steps=3, **HELD_TAU, maxent_tau=0.5)
+    trainer.train()
+    rows = rows_of(tmp_path)
+    assert rows[0]["maxent/tau"] == 0.5 and rows[0]["maxent/weight_entropy"] > 0.4
+    taus = [row["maxent/tau"] for row in rows] + [trainer.tau]
+    assert all(after < before for before, after in pairwise(taus))
+
+
+def test_a_run_without_controllers_logs_no_beta(tmp_path: Path, model: str) -> None:
+    trainer = make_trainer(tmp_path, model, GRPOTrainer, max_steps=1, beta=0.05)
+    trainer.train()
+    assert "beta" not in rows_of(tmp_path)[0] and "kl" in rows_of(tmp_path)[0]
+
+
+@pytest.mark.parametrize("kind", [GRPOTrainer, MaxEntGRPOTrainer])
+def test_a_kl_target_without_a_kl_term_is_refused(tmp_path: Path, model: str, kind: type[GRPOTrainer]) -> None:
+    with pytest.raises(ValueError, match="kl_target needs beta above 0"):
+        make_trainer(tmp_path, model, kind, kl_target=0.1, maxent_objective="listwise", maxent_beta=1.0)
+
+
+def train(
+    folder: Path, model: str, kind: type[GRPOTrainer], keys: dict[str, Any], stop_at: int | None = None, steps: int = 6
+) -> tuple[list[dict[str, Any]], GRPOTrainer]:
+    """Six optimizer steps, four of them from one generation; goes on from the newest checkpoint."""
+    folder.mkdir(exist_ok=True)
+    stop_file(folder).unlink(missing_ok=True)
+    callbacks = (StopOnRequest(folder), StopAt(folder, stop_at))
+    trainer = make_trainer(folder, model, kind, callbacks=callbacks, max_steps=steps, **WINDOW, **keys)
+    checkpoint = newest_complete(folder / "checkpoints")
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    timed = ("seconds/", "tokens_per_second", "step_time")
+    return [{key: value for key, value in row.items() if not key.startswith(timed)} for row in rows_of(folder)], trainer
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"), [(GRPOTrainer, HELD_KL), (MaxEntGRPOTrainer, {**HELD_KL, **HELD_TAU})], ids=["kl", "kl-and-tau"]
+)
+def test_a_resumed_run_equals_the_uninterrupted_one(
+    tmp_path: Path, model: str, kind: type[GRPOTrainer], keys: dict[str, Any]
+) -> None:
+    expected_rows, whole = train(tmp_path / "whole", model, kind, keys)
+    assert len({row["beta"] for row in expected_rows}) == 6
+    train(tmp_path / "run", model, kind, keys, stop_at=2)  # inside a generation window
+    rows, resumed = train(tmp_path / "run", model, kind, keys)
+    assert rows == expected_rows
+    assert resumed.beta == whole.beta and resumed.controllers == whole.controllers
+    expected = weights_of(whole)
+    assert all(torch.equal(one, expected[name]) for name, one in weights_of(resumed).items())
+
+
+def test_a_checkpoint_without_the_state_is_named(tmp_path: Path, model: str) -> None:
+    train(tmp_path / "run", model, MaxEntGRPOTrainer, HELD_KL, stop_at=2)
+    with pytest.raises(FileNotFoundError, match=r"checkpoint-2/controllers\.json has no state of the tau controller"):
+        train(tmp_path / "run", model, MaxEntGRPOTrainer, {**HELD_KL, **HELD_TAU})

@@ -1,0 +1,261 @@
+"""LoRA: each key changes the training, a transfer leaves the base model alone, a run can be resumed, the model merged."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import DistributedType
+from peft import PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+from trl import get_peft_config
+from trl.generation.vllm_generation import VLLMGeneration
+
+from grpo_recipes import smoke
+from grpo_recipes.configs import GRPOConfig, ModelConfig
+from grpo_recipes.errors import Refused
+from grpo_recipes.launch.checkpoints import newest_complete
+from grpo_recipes.launch.rundir import stop_file
+from grpo_recipes.trainers.grpo import GRPOTrainer
+from grpo_recipes.trainers.lora import check_adapter, load_lora_config, merged_parameters
+from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
+from grpo_recipes.trainers.model import save_model
+from grpo_recipes.trainers.stop import StopOnRequest
+
+from .test_exact_resume import StopAt
+from .tiny_training import SUMS, as_dataset, different_characters
+
+LORA = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["all-linear"]}
+WINDOW = {"per_device_train_batch_size": 4, "steps_per_generation": 4, "gradient_accumulation_steps": 2}
+ONE_STEP = {"max_steps": 1, "steps_per_generation": 1, "gradient_accumulation_steps": 1}
+TIMED = ("seconds/", "tokens_per_second", "step_time")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random two-layer model with its tokenizer, as a run reads it."""
+    folder = tmp_path_factory.mktemp("base")
+    torch.manual_seed(0)
+    tokenizer = smoke.build_tokenizer()
+    smoke.build_model(tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def make_trainer(
+    base: Path, folder: Path, lora: dict[str, Any], stop_at: int | None = None, cls: type = GRPOTrainer, **keys: Any
+) -> GRPOTrainer:
+    folder.mkdir(exist_ok=True)
+    stop_file(folder).unlink(missing_ok=True)
+    args = GRPOConfig(
+        output_dir=str(folder / "checkpoints"),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+        use_vllm=False,
+        report_to="none",
+        save_strategy="no",
+        max_completion_length=4,
+        num_generations=4,
+        **{"max_steps": 2, "learning_rate": 1e-2, **WINDOW, **keys},
+    )
+    return cls(
+        model=str(base),
+        reward_funcs=[different_characters],
+        args=args,
+        train_dataset=as_dataset(SUMS),
+        processing_class=smoke.build_tokenizer(),
+        peft_config=load_lora_config(ModelConfig(model_name_or_path=str(base), **lora), False),
+        callbacks=[StopOnRequest(folder), StopAt(folder, stop_at)],
+        run_dir=folder,
+    )
+
+
+def trained(trainer: GRPOTrainer, folder: Path) -> list[dict[str, Any]]:
+    """Train, or go on; the rows of metrics without what a clock says."""
+    checkpoint = newest_complete(folder / "checkpoints")
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if not key.startswith(TIMED)} for row in rows]
+
+
+def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def merged(model: PeftModel) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in merged_parameters(model)}
+
+
+def adapted(base: Path, dtype: torch.dtype = torch.float32, **keys: Any) -> PeftModel:
+    """The model with an adapter that does something."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+    config = get_peft_config(ModelConfig(**LORA | keys))
+    model = get_peft_model(model, config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        {"use_peft": False},
+        {"lora_r": 2},
+        {"lora_alpha": 64},
+        {"lora_dropout": 0.5},
+        {"lora_target_modules": ["v_proj"]},
+        {"lora_modules_to_save": ["lm_head"]},
+        {"use_rslora": True},
+        {"use_dora": True},
+    ],
+    ids=lambda key: next(iter(key)),
+)
+def test_every_key_changes_what_is_trained(base: Path, tmp_path: Path, key: dict[str, Any], stock) -> None:
+    trainer = make_trainer(base, tmp_path, LORA | key, **ONE_STEP)
+    trained(trainer, tmp_path)
+    model = trainer.model
+    after = merged(model) if isinstance(model, PeftModel) else weights(model)
+    assert after.keys() == stock.keys()
+    assert any(not torch.equal(after[name], stock[name]) for name in stock)
+    assert any(not torch.equal(after[name], before) for name, before in weights(plain(base)).items())
+
+
+@pytest.fixture(scope="module")
+def stock(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    folder = tmp_path_factory.mktemp("stock")
+    trainer = make_trainer(base, folder, LORA, **ONE_STEP)
+    trained(trainer, folder)
+    return merged(trainer.model)
+
+
+def plain(base: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"use_dora": True}, {"lora_modules_to_save": ["norm", "lm_head"]}, {"lora_target_modules": ["o_proj"]}],
+    ids=["plain", "dora", "modules-to-save", "one-layer"],
+)
+def test_merged_parameters_are_trls_and_leave_no_trace(base: Path, keys: dict[str, Any]) -> None:
+    model = adapted(base, **keys)
+    before = weights(model)
+    ours = merged(model)
+    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
+
+    # What TRL would send: merged in place, under the names it sends.
+    generation = VLLMGeneration.__new__(VLLMGeneration)
+    generation.model = model
+    generation._dist = NotShared()
+    theirs = {name: tensor.clone() for name, tensor in VLLMGeneration._iter_named_params(generation)}
+    assert list(ours) == list(theirs) == [name for name, _ in plain(base).named_parameters()]
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert any(not torch.equal(value, before[name]) for name, value in weights(model).items())  # the drift
+
+
+class NotShared:
+    """TRL's view of one process."""
+
+    is_fsdp = False
+
+    @staticmethod
+    def gather_params(_: Any) -> Any:
+        return torch.no_grad()
+
+
+def test_trl_streams_through_the_method_that_is_replaced() -> None:
+    assert list(inspect.signature(VLLMGeneration._iter_named_params).parameters) == ["self"]
+    assert inspect.getsource(VLLMGeneration.sync_weights).count("self._iter_named_params()") == 4
+
+
+@pytest.mark.parametrize("keys", [{}, {"use_dora": True}, {"lora_modules_to_save": ["embed_tokens", "norm"]}])
+def test_the_saved_model_computes_what_base_and_adapter_compute(base: Path, tmp_path: Path, keys) -> None:
+    trainer = make_trainer(base, tmp_path, LORA | keys)
+    trained(trainer, tmp_path)
+
+    save_model(trainer, tmp_path / "model")
+
+    assert sorted(path.name for path in tmp_path.glob("*model*")) == ["model"]
+    assert not list((tmp_path / "model").glob("adapter*"))
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    parts = PeftModel.from_pretrained(plain(base), tmp_path / "adapter").eval()
+    tokens = torch.arange(4, 44).view(4, 10)
+    with torch.no_grad():
+        logits, of_parts, of_base = (model(tokens).logits for model in (whole, parts, plain(base).eval()))
+    torch.testing.assert_close(logits, of_parts, atol=1e-5, rtol=1e-5)
+    assert (logits - of_base).abs().max() > 1e-2
+    assert all(torch.equal(value, weights(whole)[name]) for name, value in merged(trainer.model).items())
+
+
+@pytest.mark.parametrize("stop_at", [3, 4], ids=lambda step: f"step-{step}")
+def test_a_resumed_run_equals_the_uninterrupted_one(base: Path, tmp_path: Path, uninterrupted, stop_at: int) -> None:
+    keys = {"max_steps": 6, "beta": 0.1}
+    first = make_trainer(base, tmp_path, RESUMED, stop_at, **keys)
+    assert len(trained(first, tmp_path)) == stop_at
+    saved = {path.name for path in (tmp_path / "checkpoints" / f"checkpoint-{stop_at}").iterdir()}
+    assert "adapter_model.safetensors" in saved and "model.safetensors" not in saved
+
+    second = make_trainer(base, tmp_path, RESUMED, **keys)
+
+    rows, after = uninterrupted
+    assert trained(second, tmp_path) == rows
+    assert all(torch.equal(value, after[name]) for name, value in weights(second.model).items())
+
+
+RESUMED = {**LORA, "lora_dropout": 0.1, "use_dora": True, "lora_modules_to_save": ["norm"]}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(base: Path, tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("whole")
+    trainer = make_trainer(base, folder, RESUMED, max_steps=6, beta=0.1)
+    return trained(trainer, folder), weights(trainer.model)
+
+
+@pytest.mark.parametrize(
+    ("cls", "keys"),
+    [
+        pytest.param(GRPOTrainer, {"beta": 0.1}, id="grpo"),
+        pytest.param(
+            MaxEntGRPOTrainer,
+            {"maxent_objective": "weighted_mle", "maxent_beta": 1.0, "maxent_tau": 0.5},
+            id="maxent",
+        ),
+    ],
+)
+def test_the_reference_is_the_base_model(base: Path, tmp_path: Path, cls: type, keys: dict[str, Any]) -> None:
+    trainer = make_trainer(base, tmp_path, LORA | {"lora_modules_to_save": ["norm"]}, cls=cls, **keys)
+    assert trainer.ref_model is None
+    seen = []
+    stock = trainer._get_per_token_logps_and_entropies
+
+    def watched(model: Any, ids: torch.Tensor, mask: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        result = stock(model, ids, mask, *rest, **more)
+        if not result[0].requires_grad:
+            seen.append((ids, mask, result[0]))
+        return result
+
+    trained(trainer, tmp_path)  # the adapter is not the one it began with
+    trainer._get_per_token_logps_and_entropies = watched
+    trainer.model.train()
+    trainer._generate_and_score_completions([dict(trainer.train_dataset[0]) for _ in range(4)])
+
+    ids, mask, reference = seen[-1]
+    trainer.model = plain(base)
+    with torch.no_grad():
+        expected, _, _ = base_logps(base, ids, mask, reference.size(1))
+    torch.testing.assert_close(reference, expected, atol=1e-5, rtol=1e-5)
+
+
+def base_logps(base: Path, ids: torch.Tensor, mask: torch.Tensor, kept: int) -> Any:
+    logits = plain(base)(ids, attention_mask=mask).logits[:, -kept - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, ids[:, -kept:, None]).squeeze(-1), None, None

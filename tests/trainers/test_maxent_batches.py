@@ -1,0 +1,159 @@
+"""MaxEnt-GRPO's update is that of the batch, however it is spread; and every key of it changes the update."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from .fixed_completions import GROUP, generation, make_trainer, rows_of, saved_model, weights_of
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return saved_model(tmp_path_factory.mktemp("run") / "model")
+
+
+def assert_equal(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], within: float) -> None:
+    for name, one in weights.items():
+        assert torch.allclose(one, expected[name], rtol=0, atol=within), name
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(tmp_path: Path, model: str) -> None:
+    folder = Path(model).parent
+    keys = {"maxent_objective": "listwise", "maxent_beta": 0.5, "beta": 0.1, "kl_target": 0.01, "kl_horizon": 100.0,
+            "maxent_target_weight_entropy": 0.5, "maxent_tau_lr": 1.0}  # fmt: skip
+    # Three groups of four on two ranks: the second one is half on each.
+    (folder / "keys.json").write_text(json.dumps({**keys, "per_device_train_batch_size": 6}))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, "tests.trainers.fixed_completions", str(folder)],
+        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    of_rank = [torch.load(folder / f"rank_{rank}.pt") for rank in (0, 1)]
+
+    alone = make_trainer(tmp_path, model, per_device_train_batch_size=12, **keys)
+    before = weights_of(alone)
+    alone.train()
+    after = weights_of(alone)
+    assert max((after[name] - before[name]).abs().max() for name in after) > 1e-3
+    for found in of_rank:
+        assert_equal({name.removeprefix("module."): one for name, one in found["weights"].items()}, after, 1e-6)
+        assert (found["tau"], found["beta"]) == (of_rank[0]["tau"], of_rank[0]["beta"])
+    assert of_rank[0]["tau"] == pytest.approx(alone.tau, rel=1e-5) and alone.tau != alone._fixed_tau
+    assert of_rank[0]["beta"] == pytest.approx(alone.beta, rel=1e-9) and alone.beta != 0.1
+    compared = [name for name in rows_of(tmp_path)[0] if name.startswith("maxent/") or name == "beta"]
+    assert len(compared) == 9
+    for one, two in zip(rows_of(tmp_path), rows_of(folder / "two"), strict=True):
+        assert [two[name] for name in compared] == pytest.approx([one[name] for name in compared], rel=1e-4)
+
+
+@pytest.mark.parametrize("objective", ["listwise", "tempered"])
+def test_accumulation_changes_nothing(tmp_path: Path, model: str, objective: str) -> None:
+    after = []
+    for rows, micro_batches in ((16, 1), (4, 4)):
+        sizes = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": micro_batches}
+        trainer = make_trainer(tmp_path / str(rows), model, maxent_objective=objective, **sizes)
+        before = weights_of(trainer)
+        trainer.train()
+        after.append(weights_of(trainer))
+    assert_equal(after[0], after[1], 1e-6)
+    assert max((after[0][name] - before[name]).abs().max() for name in before) > 1e-4
+
+
+def test_listwise_takes_the_log_probs_that_trl_computed(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {"maxent_objective": "listwise", "per_device_train_batch_size": 4}
+    own = generation(make_trainer(tmp_path / "own", model, **keys))
+    window = make_trainer(tmp_path / "window", model, steps_per_generation=2, num_iterations=2, **keys)
+    monkeypatch.setattr(window, "_trainer_logps", None)  # not called
+    trls = generation(window)
+    assert "old_per_token_logps" in trls and "old_per_token_logps" not in own
+    assert torch.allclose(trls["advantages"], own["advantages"], atol=1e-5)
+
+    window.train()
+    rows = rows_of(tmp_path / "window")
+    assert ["maxent/tau" in row for row in rows] == [True, False]  # a generation serves four micro-batches
+
+
+LISTWISE = {"maxent_objective": "listwise", "maxent_tau": 0.2}
+REFERENCED = {**LISTWISE, "maxent_beta": 1.0}
+TEMPERED = {"maxent_objective": "tempered", "maxent_tau": 0.2}
+ENTROPY = {**TEMPERED, "maxent_target_weight_entropy": 0.5, "maxent_tau_lr": 0.5}
+HELD_KL = {**TEMPERED, "beta": 5.0, "kl_target": 0.01, "kl_horizon": 20.0, "kl_ctl_step_size": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("base", "change"),
+    [
+        (TEMPERED, {"maxent_objective": "listwise"}),
+        (LISTWISE, {"maxent_objective": "weighted_mle"}),
+        (LISTWISE, {"maxent_tau": 0.4}),
+        (TEMPERED, {"maxent_tau": 0.4}),
+        (LISTWISE, {"maxent_beta": 1.0}),
+        (LISTWISE, {"maxent_q_temperature": 0.5}),
+        (LISTWISE, {"maxent_q_epsilon": 0.1}),
+        (REFERENCED, {"maxent_length_normalize_ref": False}),
+        (LISTWISE, {"maxent_length_normalize_policy": False}),
+        (TEMPERED, {"maxent_utility": "length_scaled"}),
+        (TEMPERED, {"maxent_target_weight_entropy": 0.5}),
+        (TEMPERED, {"maxent_target_eff_rollouts": 2.0}),
+        (ENTROPY, {"maxent_tau_lr": 1.0}),
+        ({**ENTROPY, "maxent_target_weight_entropy": 0.01}, {"maxent_tau_min": 0.19}),
+        ({**ENTROPY, "maxent_target_weight_entropy": 1.3}, {"maxent_tau_max": 0.21}),
+        (ENTROPY, {"maxent_tau_warmup_steps": 1}),
+        ({**TEMPERED, "beta": 0.5}, {"kl_target": 0.01}),
+        ({**HELD_KL, "max_steps": 3}, {"kl_target": 1e-9}),  # in the first step the KL is 0
+        (HELD_KL, {"kl_horizon": 40.0}),
+        (HELD_KL, {"kl_ctl_step_size": 0.2}),
+    ],
+    ids=lambda value: next(iter(value)) if len(value) == 1 else "",
+)
+def test_every_key_changes_the_update(
+    tmp_path_factory: pytest.TempPathFactory, model: str, base: dict[str, Any], change: dict[str, Any]
+) -> None:
+    one, other = (trained(tmp_path_factory, model, keys) for keys in (base, {**base, **change}))
+    assert max((one[name] - other[name]).abs().max() for name in one) > 1e-7
+
+
+_TRAINED: dict[str, dict[str, torch.Tensor]] = {}
+
+
+def trained(factory: pytest.TempPathFactory, model: str, keys: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Weights after two steps, once for the same keys."""
+    name = json.dumps(keys, sort_keys=True)
+    if name not in _TRAINED:
+        trainer = make_trainer(factory.mktemp("keys"), model, **keys)
+        trainer.train()
+        _TRAINED[name] = weights_of(trainer)
+        assert all(one.isfinite().all() for one in _TRAINED[name].values())
+    return _TRAINED[name]
+
+
+def test_training_twice_with_the_same_keys_gives_the_same_weights(
+    tmp_path_factory: pytest.TempPathFactory, model: str
+) -> None:
+    first = trained(tmp_path_factory, model, TEMPERED)
+    _TRAINED.clear()
+    again = trained(tmp_path_factory, model, TEMPERED)
+    assert all(torch.equal(one, again[name]) for name, one in first.items())
+
+
+def test_groups_of_another_size_are_weighed_each_by_itself(tmp_path: Path, model: str) -> None:
+    keys = {"maxent_objective": "weighted_mle", "maxent_length_normalize_policy": False}
+    sums = generation(make_trainer(tmp_path, model, **keys))["advantages"].view(-1, GROUP).sum(1)
+    longest = make_trainer(tmp_path / "other", model, **keys).max_completion_length
+    assert all(math.isclose(one, GROUP * longest, rel_tol=1e-5) for one in sums.tolist())
