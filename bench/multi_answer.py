@@ -32,6 +32,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import multi_answer_report as report
 import multi_answer_task as task
 import torch
+from multi_answer_figure import write_figure
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
 from grpo_recipes.configs import GRPOConfig
@@ -44,7 +45,7 @@ from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
 torch.set_num_threads(1)  # the order of a sum over threads changes its last bits
 
 STEPS, EVERY = 60, 15  # optimizer steps; steps between measurements
-GRPO = "GRPO"
+GRPO, DR_GRPO = "GRPO", "Dr.GRPO (tempered, tau inf)"
 SETTINGS: dict[str, Any] = {
     "per_device_train_batch_size": 128,
     "num_generations": 16,
@@ -59,8 +60,8 @@ SETTINGS: dict[str, Any] = {
 TUNING_SEED, TUNING_SEEDS, SEEDS, DUPLICATE_SEED = 100, 2, 8, 20
 TUNING_TAUS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 PLACEBO_TAU = 100.0  # weights within 1 % of each other: Dr.GRPO but for rounding
-MORE_TEMPERED = (0.05, 1.0)  # beside the default
-LISTWISE_BETA = 0.5  # not tuned
+OTHER_TAU = 0.5  # of tempered
+LISTWISE_BETA = 0.5
 
 
 def main() -> None:
@@ -81,9 +82,8 @@ def main() -> None:
     if options.tuning:
         print(json.dumps(result["chosen"], indent=1))
         return
-    options.figure.parent.mkdir(parents=True, exist_ok=True)
-    options.figure.write_text(report.figure(result, runs), encoding="utf-8")
-    for part, title in report.TITLES.items():
+    write_figure(options.figure, result, shown_curves())
+    for part, title in report.PARTS.items():
         print(f"\n{title}\n\n{report.table(result, part)}")
 
 
@@ -152,11 +152,13 @@ class Arm:
         name: in tables.
         keys: what it sets beside ``SETTINGS``; with a ``maxent_objective`` it is the MaxEnt trainer's.
         first_seed: its seeds count from here.
+        times_steps: how much longer than the others it trains.
     """
 
     name: str
     keys: dict[str, Any] = field(default_factory=dict)
     first_seed: int = 0
+    times_steps: int = 1
 
 
 class Measurements(TrainerCallback):
@@ -188,24 +190,33 @@ def tuning_arms() -> list[Arm]:
 
 def table_arms() -> list[Arm]:
     """The arms of the table, each objective at its default tau, which is the tuned one."""
-    tuned = {name: objective.tau for name, objective in OBJECTIVES.items()}
+    tempered, listwise, weighted_mle = (
+        _maxent(name, OBJECTIVES[name].tau) for name in ("tempered", "listwise", "weighted_mle")
+    )
     return [
         Arm(GRPO),
         Arm("GRPO, other seeds", first_seed=DUPLICATE_SEED),
-        Arm("Dr.GRPO (tempered, tau inf)", {"maxent_objective": "tempered", "maxent_tau": math.inf}),
+        Arm(DR_GRPO, {"maxent_objective": "tempered", "maxent_tau": math.inf}),
         Arm("placebo (tempered, tau 100)", {"maxent_objective": "tempered", "maxent_tau": PLACEBO_TAU}),
-        *(_maxent("tempered", tau) for tau in sorted({tuned["tempered"], *MORE_TEMPERED}, reverse=True)),
-        _maxent("listwise", tuned["listwise"]),
-        Arm(
-            f"{_maxent('listwise', tuned['listwise']).name}, beta {LISTWISE_BETA:g}",
-            _maxent("listwise", tuned["listwise"]).keys | {"maxent_beta": LISTWISE_BETA},
-        ),
-        _maxent("weighted_mle", tuned["weighted_mle"]),
+        tempered,
+        weighted_mle,
+        listwise,
+        # Not tuned: what else one may ask.
+        _maxent("tempered", OTHER_TAU),
+        Arm(f"{listwise.name}, maxent_beta {LISTWISE_BETA:g}", listwise.keys | {"maxent_beta": LISTWISE_BETA}),
+        Arm("GRPO, twice the steps", times_steps=2),
+        Arm(f"{listwise.name}, twice the steps", listwise.keys, times_steps=2),
     ]
 
 
 def _maxent(objective: str, tau: float, first_seed: int = 0) -> Arm:
     return Arm(f"{objective}, tau {tau:g}", {"maxent_objective": objective, "maxent_tau": tau}, first_seed)
+
+
+def shown_curves() -> list[str]:
+    """The arms whose way the figure shows: GRPO, Dr.GRPO and each objective at its default."""
+    defaults = [_maxent(name, objective.tau).name for name, objective in OBJECTIVES.items()]
+    return [GRPO, DR_GRPO, *defaults]
 
 
 def run(arm: Arm, seed: int, steps: int, start: Path) -> dict[str, Any]:
@@ -249,7 +260,7 @@ def rounded(values: dict[str, float]) -> dict[str, float]:
 def run_all(arms: Sequence[Arm], seeds: int, steps: int, workers: int) -> list[dict[str, Any]]:
     """Every arm with every seed, in an order that spreads each arm over the time that it takes."""
     start = task.pretrained(_folder())
-    jobs = [(arm, arm.first_seed + index, steps, start) for index in range(seeds) for arm in arms]
+    jobs = [(arm, arm.first_seed + index, steps * arm.times_steps, start) for index in range(seeds) for arm in arms]
     if workers == 1:
         return [_run_job(job) for job in jobs]
     runs = []

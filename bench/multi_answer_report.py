@@ -1,17 +1,16 @@
-"""What ``multi_answer.py`` makes of its runs: means with t-intervals, the tuned setting, a table, a figure."""
+"""What ``multi_answer.py`` makes of its runs: means with t-intervals over runs, the tuned setting, a table."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from html import escape
 from typing import Any
 
 from multi_answer_task import METRICS
 
 Runs = Sequence[dict[str, Any]]
-PARTS = ("train", "held_out")
+PARTS = {"train": "equations trained on", "held_out": "equations held out"}
 ALLOWED_LOSS = 0.02  # of mean@8, beside GRPO
 # 97.5 % quantiles of Student's t for 1 to 30 degrees of freedom.
 T_QUANTILES = (
@@ -134,65 +133,3 @@ def _number(value: float | None) -> str:
 
 def _with_interval(one: dict[str, Any]) -> str:
     return _number(one["mean"]) + (f" \u00b1 {(one['ci'][1] - one['ci'][0]) / 2:.3f}" if one["ci"] else "")
-
-
-WIDTH, ROW, LEFT, GAP, TOP = 900, 26, 250, 36, 64
-PANELS = (("train", "mean@8"), ("train", "coverage@8"), ("held_out", "mean@8"), ("held_out", "coverage@8"))
-TITLES = {"train": "trained on", "held_out": "held out"}
-STYLE = (
-    "text{font:13px system-ui,sans-serif;fill:#444}.t{font-weight:600}.g{stroke:#8884}.m{stroke:#8888;"
-    "stroke-dasharray:4 3}.i{stroke:#2f6fb5;stroke-width:2}.p{fill:#2f6fb5}.r{fill:#2f6fb5;opacity:.28}"
-    "@media(prefers-color-scheme:dark){text{fill:#bbb}.i{stroke:#7db4ee}.p,.r{fill:#7db4ee}}"
-)
-
-
-def figure(result: dict[str, Any], runs: Runs) -> str:
-    """An SVG: a row for each arm, a panel for each of ``PANELS``; each run a faint dot, mean and interval over them."""
-    arms = by_arm(runs)
-    height = TOP + ROW * len(arms) + 40
-    width = (WIDTH - LEFT - GAP * len(PANELS)) / len(PANELS)
-    body = [_text(LEFT - 14, TOP + ROW * (row + 0.5) + 4, arm, "end") for row, arm in enumerate(arms)]
-    for column, (part, metric) in enumerate(PANELS):
-        left = LEFT + column * (width + GAP)
-        body += _panel(result, arms, part, metric, left, width, height)
-    spoken = "Mean and 95 % interval over runs of mean@8 and coverage@8 for each arm; dashed: the untrained model."
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
-        f'aria-label="{escape(spoken)}"><style>{STYLE}</style>{"".join(body)}</svg>\n'
-    )
-
-
-def _panel(
-    result: dict[str, Any], arms: dict[str, list[dict[str, Any]]], part: str, metric: str, left: float, width: float,
-    height: float,
-) -> list[str]:  # fmt: skip
-    untrained = result["baselines"][part]["untrained"][metric]
-    values = [run[part][metric] for of_arm in arms.values() for run in of_arm] + [untrained]
-    low, high = math.floor(min(values) * 10) / 10, math.ceil(max(values) * 10) / 10
-
-    def place(value: float) -> float:
-        return left + width * (min(max(value, low), high) - low) / (high - low)
-
-    bottom = height - 32
-    drawn = [_text(left, 22, metric, "start", "t"), _text(left, 40, TITLES[part])]
-    for tick in (low, (low + high) / 2, high):
-        drawn += [_rule(place(tick), TOP, bottom, "g"), _text(place(tick), bottom + 18, f"{tick:.2f}", "middle")]
-    drawn.append(_rule(place(untrained), TOP, bottom, "m"))
-    for row, (arm, of_arm) in enumerate(arms.items()):
-        y = TOP + ROW * (row + 0.5)
-        one = result["summary"][arm][part][metric]
-        drawn += [f'<circle class="r" cx="{place(run[part][metric]):.1f}" cy="{y:.1f}" r="3"/>' for run in of_arm]
-        if one["ci"]:
-            ends = [place(limit) for limit in one["ci"]]
-            drawn.append(f'<path class="i" d="M{ends[0]:.1f} {y:.1f}H{ends[1]:.1f}"/>')
-        drawn.append(f'<circle class="p" cx="{place(one["mean"]):.1f}" cy="{y:.1f}" r="4.5"/>')
-    return drawn
-
-
-def _rule(x: float, top: float, bottom: float, kind: str) -> str:
-    return f'<path class="{kind}" d="M{x:.1f} {top}V{bottom}"/>'
-
-
-def _text(x: float, y: float, text: str, anchor: str = "start", kind: str = "") -> str:
-    name = f' class="{kind}"' if kind else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{name}>{escape(text)}</text>'

@@ -97,3 +97,10 @@ def test_a_reward_of_ones_own_that_fails(sums, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("def score(completions, **columns):\n    raise KeyError('gold')\n")
     (problem, *_) = refused(sums(reward_funcs=["mine.py:score"]), tmp_path)
     assert "mine.py:score" in problem and "gold" in problem
+
+
+def test_layers_that_the_model_lacks_are_told_at_their_line(sums, tmp_path):
+    (problem,) = refused(sums(use_peft=True, lora_target_modules=["q_proj", "v_prj"]), tmp_path)
+    assert problem.startswith("recipe.yaml:") and "the model has no layer 'v_prj'" in problem
+    assert "adapter    on 14 layers" in seen(sums(use_peft=True, lora_target_modules=["all-linear"]), tmp_path)
+    assert "adapter" not in seen(sums(), tmp_path)

@@ -63,13 +63,13 @@ class ScriptArguments(trl.ScriptArguments):
     modebench_seed: int = _key(0, "What the problems of a modebench dataset are drawn by.")
     modebench_min_modes: int = _key(2, "Fewest right answers of a modebench problem; 1 for those with a single one.")
     modebench_max_modes: int = _key(24, "Most right answers of a modebench problem.")
-    modebench_numbers: int = _key(3, "modebench:countdown: numbers of a problem, 3 or 4.")
+    modebench_numbers: int = _key(3, "Countdown: numbers of a problem, 3 or 4.")
     modebench_largest_number: int | None = _key(
-        None, "modebench:countdown: the largest number, at most 14 with four of them; by default 24, or 12 with four."
+        None, "Countdown: the largest number, at most 14 with four of them; by default 24, or 12 with four."
     )
-    modebench_vertices: int = _key(8, "modebench:graph_coloring: vertices of a graph.")
+    modebench_vertices: int = _key(8, "Graph colouring: vertices of a graph.")
     modebench_hidden: int = _key(
-        5, "modebench:graph_coloring: vertices without a colour; with more of them guessing is worth less."
+        5, "Graph colouring: vertices without a colour; with more of them guessing is worth less."
     )
     benchmarks: list[str] = _key(
         [],
@@ -213,7 +213,7 @@ class GRPOConfig(trl.GRPOConfig):
         "KL divergence from the reference (per token, the metric kl) that beta is moved to hold; fixed beta without.",
     )
     kl_horizon: float = _key(
-        10000.0, "kl_target: completions over which beta can change by its factor; smaller is faster."
+        2000.0, "kl_target: completions over which beta can change by its factor; smaller is faster."
     )
     kl_ctl_step_size: float = _key(
         0.2, "kl_target: largest relative error (kl / kl_target - 1) that one step answers to."
@@ -253,7 +253,7 @@ class GRPOConfig(trl.GRPOConfig):
     maxent_target_eff_rollouts: float | None = _key(
         None, "Mean effective number of completions of a group (exp of the weights' entropy) that tau is moved to hold."
     )
-    maxent_tau_lr: float = _key(0.05, "Step of tau's controller: change of log tau per nat of error.")
+    maxent_tau_lr: float = _key(0.2, "Step of tau's controller: change of log tau per nat of error.")
     maxent_tau_min: float = _key(0.001, "Smallest tau of the controller.")
     maxent_tau_max: float = _key(1000.0, "Largest tau of the controller.")
     maxent_tau_warmup_steps: int = _key(0, "Optimizer steps before the controller moves tau.")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import shlex
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trl import TrlParser
+from trl import TrlParser, get_peft_config
 
 from grpo_recipes import smoke
 from grpo_recipes.check import SMOKE_SCHEME
@@ -22,6 +23,7 @@ from grpo_recipes.paths import shown
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.rewards.probe_recipe import probe_rewards, problems_of, sample_rows
 from grpo_recipes.trainers.callbacks import load_callbacks
+from grpo_recipes.trainers.lora import check_adapter, skeleton
 from grpo_recipes.trainers.model import load_tokenizer
 
 SAMPLE = 64  # rows of the dataset that are looked at
@@ -54,6 +56,8 @@ def look_deep(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
     part(lambda: _present(recipe, sources))
     part(lambda: _configs(recipe))
     part(lambda: _callbacks(recipe))
+    if not problems:
+        part(lambda: _adapter(recipe, sources))
     if not problems:
         rows = sample_rows(recipe, SAMPLE, environment)
         part(lambda: _prompts(recipe, sources, rows))
@@ -100,6 +104,24 @@ def _parsed(recipe: Recipe) -> tuple[Any, Any, Any]:
 def _callbacks(recipe: Recipe) -> list[str]:
     load_callbacks(recipe["callbacks"])
     return [f"callbacks  {', '.join(recipe['callbacks'])}"] if recipe["callbacks"] else []
+
+
+def _adapter(recipe: Recipe, sources: Sources) -> list[str]:
+    """Whether the model has the layers that the LoRA keys name."""
+    if not recipe["use_peft"]:
+        return []
+    _, args, model_args = _parsed(recipe)
+    if recipe["model_name_or_path"].startswith(SMOKE_SCHEME):
+        model = smoke.build_model(smoke.build_tokenizer(), tied=recipe["model_name_or_path"].endswith("-tied"))
+    else:
+        assert sources.model is not None
+        model_args.model_name_or_path, model_args.model_revision = sources.model.path, "main"
+        model = skeleton(model_args, args.trust_remote_code)
+    try:
+        layers = check_adapter(model, get_peft_config(model_args))
+    except Refused as refused:
+        raise Refused(*[replace(one, where=recipe.place(one.where)) for one in refused.problems]) from refused
+    return [f"adapter    on {layers} layers"]
 
 
 def _prompts(recipe: Recipe, sources: Sources, rows: list[dict[str, Any]]) -> list[str]:

@@ -169,7 +169,7 @@ RANGES: dict[str, dict[str, float]] = {
     "report_samples": {"min": 0},
     "kl_target": {"min": 1e-9},
     "kl_horizon": {"min": 1.0},
-    "kl_ctl_step_size": {"min": 1e-6},
+    "kl_ctl_step_size": {"min": 1e-6, "max": 0.99},
     "maxent_tau": {"min": 0.0, "infinite": True},
     "maxent_beta": {"min": 0.0},
     "maxent_q_temperature": {"min": 1e-6},

@@ -21,6 +21,7 @@ from grpo_recipes.launch.resources import environment_flavour
 from grpo_recipes.recipe.document import BASE_KEY
 
 MATH = "recipes/Qwen2.5-1.5B-Instruct/grpo/config_math.yaml"
+MODEBENCH = "recipes/Qwen2.5-0.5B-Instruct"
 
 # Seconds at most; nothing is started or written.
 RUN_HERE = {
@@ -47,6 +48,10 @@ RUN_HERE = {
     "MAXENT=1 MAXENT_TAU=inf grpo check",
     "grpo plan recipes/Qwen2.5-1.5B-Instruct/maxent/config_math_listwise.yaml --gpus 8",
     "make help",
+    f"grpo check {MODEBENCH}/maxent/config_modebench_countdown.yaml",
+    f"grpo check-rewards {MODEBENCH}/grpo/config_modebench_graph_coloring.yaml",
+    f"grpo plan {MODEBENCH}/maxent/config_modebench_graph_coloring.yaml --gpus 8",
+    "python -m grpo_recipes.modebench.baselines",
 }
 
 _SBATCH = "tests/e2e/test_slurm_run.py::test_sbatch_training_sh_starts_at_once_and_completes"
@@ -62,6 +67,7 @@ COVERED = {
         "tests/commands/test_new.py::test_it_copies_a_recipe_with_a_schema_that_is_found"
     ),
     "bash training.sh": "tests/e2e/test_smoke_run.py::test_training_sh_trains_the_smoke_recipe",
+    "MAXENT=1 bash training.sh": "tests/e2e/test_maxent.py::test_one_variable_trains_the_smoke_task_by_maxent",
     "sbatch --gres=gpu:8 training.sh": _SBATCH,
     "scancel --signal=USR1 --batch JOBID": (
         "tests/e2e/test_slurm_run.py::test_usr1_to_the_batch_script_saves_and_ends"

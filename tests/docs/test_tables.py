@@ -20,6 +20,7 @@ from grpo_recipes.launch.environment import READ_VARIABLES, base_environment
 from grpo_recipes.launch.plan import _ACCELERATE_FILES, _DEFAULT_RECIPES
 from grpo_recipes.launch.resources import environment_flavour
 from grpo_recipes.launch.rundir import finish_summary
+from grpo_recipes.modebench import baselines
 from grpo_recipes.objectives import OBJECTIVES
 from grpo_recipes.rewards.registry import REWARDS
 from grpo_recipes.trainers.metrics import PHASES
@@ -27,6 +28,7 @@ from grpo_recipes.weights.guard import TOLERANCES, checksum_verdict, logprob_ver
 
 DOCS = REPOSITORY / "docs"
 GUIDE = DOCS / "training-guide.md"
+SCORES = ("pass@1", "pass@8", "mean@8", "distinct@8", "coverage@8")
 # Read by the libraries under us; the launcher hands them on as they are.
 PASSED_ON = {
     "HF_TOKEN", "NCCL_DEBUG", "TENSORBOARD_LOGGING_DIR", "WANDB_API_KEY", "WANDB_MODE",
@@ -119,7 +121,24 @@ def test_benchmarks_keys_and_results_of_evaluation() -> None:
     assert keys <= catalogue().keys() and "benchmark_samples" in keys
     source = (REPOSITORY / "src/grpo_recipes/evaluate/benchmarks.py").read_text()
     results = {word for row in table_rows(page, "in `benchmarks.json`") for word in code_words(row[0])}
-    assert all(f'"{word}":' in source for word in results - {"pass@k", "pass@k_ci"})
+    of_modebench = (REPOSITORY / "src/grpo_recipes/modebench/metrics.py").read_text()
+    for word in results - {"pass@k", "pass@k_ci"}:
+        assert f'"{word}":' in source or f'f"{word.removesuffix("k")}{{samples}}":' in of_modebench, word
+
+
+def test_keys_and_baselines_of_modebench(capsys: pytest.CaptureFixture[str]) -> None:
+    page = DOCS / "modebench.md"
+    keys = [(word, row[1]) for row in table_rows(page, "key") for word in code_words(row[0])]
+    assert {key for key, _ in keys} == {key for key in catalogue() if key.startswith("modebench_")}
+    for key, told in keys:
+        assert catalogue()[key]["default"] is None or str(catalogue()[key]["default"]) in told
+    baselines.main()
+    printed = []
+    for line in capsys.readouterr().out.splitlines():
+        task, kind, scores = line.split(maxsplit=2)
+        known = dict(score.split() for score in scores.split(", "))
+        printed.append([f"`{task}`", f"`{kind}`", *(known[key] for key in SCORES)])
+    assert table_rows(page, "test split") == printed
 
 
 def test_tolerances_of_the_guard() -> None:
@@ -156,7 +175,7 @@ def test_keys_of_a_row_are_those_that_trl_and_we_write() -> None:
 
 def test_metrics_of_maxent_are_those_that_are_written() -> None:
     source = (REPOSITORY / "src/grpo_recipes/trainers/maxent.py").read_text()
-    written = set(re.findall(r'metrics\["(maxent/\w+)"\]', source))
+    written = set(re.findall(r'"(maxent/\w+)"', source))
     assert len(written) == 8
     for page, first in ((DOCS / "maxent.md", "metric"), (DOCS / "metrics.md", "key")):
         told = {word for row in table_rows(page, first) for word in code_words(row[0])}
@@ -173,6 +192,38 @@ def test_the_losses_of_the_objectives() -> None:
             assert losses.pop(f"`{name}`, per token") == objective.loss_type(True)
             assert losses.pop(f"`{name}`, summed") == objective.loss_type(False)
     assert losses == {}
+
+
+# Names of the page -> those of the raw results, applied in turn.
+_ARMS = {
+    "**": "", "placebo: ": "", ", other noise": ", again", "Dr.GRPO": "dr_grpo", "GRPO": "grpo", "SEED": "seed",
+    "listwise, sums": "listwise", "listwise, per token": "listwise per token", "tempered, advantage": "tempered",
+    "tempered, length_scaled": "tempered length_scaled", "mode-adaptive tempered": "adaptive", "maxent_beta": "beta",
+    "random answer": "random", "best constant answer": "constant",
+}  # fmt: skip
+
+
+def test_the_table_of_tables_is_that_of_the_raw_results() -> None:
+    results = json.loads((REPOSITORY / "bench/results/tabular_maxent.json").read_text())
+    rows = table_rows(DOCS / "maxent.md", "arm")
+    assert len(rows) > 15
+    for name, *cells in rows:
+        key = name
+        for ours, theirs in _ARMS.items():
+            key = key.replace(ours, theirs)
+        told = [cell.strip("* ") for cell in cells]
+        measures = ("reward", "pass@8", "modes", "coverage@8")
+        if key in results["baselines"]:
+            raw = [results["baselines"][key][measure] for measure in measures]
+        else:
+            arm = results["arms"][key]
+            reached = arm.get("at_matched_reward", {})
+            raw = [arm["final"][measure][0] for measure in measures]
+            raw += [reached["coverage@8"][0], reached["step"][0]] if reached else []
+        for cell, value in zip(told, raw, strict=False):
+            digits = len(cell.partition(".")[2])
+            assert cell == (f"{value:.{digits}f}" if value is not None else "-"), (name, cell, value)
+        assert all(cell in ("-", "not reached") for cell in told[len(raw) :]), name
 
 
 def test_commands_and_keys_of_the_refused_list_are_not_accepted() -> None:

@@ -11,6 +11,7 @@ from real_runs import Launch
 
 from grpo_recipes.evaluate.pass_at_k import pass_table
 
+GRAPH = "modebench:graph_coloring"
 SHORT = ("--max_steps", "4", "--prompts_per_step", "4", "--num_generations", "8")
 EVALUATED = (
     "--eval_strategy", "steps", "--eval_steps", "2", "--eval_on_start", "--eval_dataset_name", "smoke:sums",
@@ -18,7 +19,9 @@ EVALUATED = (
     "--per_device_eval_batch_size", "6",
 )  # fmt: skip
 BENCHMARKS = ("--benchmarks", "smoke:sums", "missing.jsonl", "--benchmark_samples", "4", "--benchmark_temperature", "1")
-ONE = ("--benchmarks", "smoke:sums", "--benchmark_temperature", "0", "--benchmark_samples", "1")
+ONE = ("--benchmarks", "smoke:sums", GRAPH, "--benchmark_temperature", "0", "--benchmark_samples", "1")
+MODEBENCH = ("--modebench_prompts", "2", "--modebench_test_prompts", "3")
+LONG = ("--vllm_max_model_length", "1024")  # its prompts have about 600 tokens
 CALLBACK = """
 from pathlib import Path
 from transformers import TrainerCallback
@@ -102,15 +105,27 @@ def assert_callback_was_called(run: Launch) -> None:
 
 @pytest.mark.slow
 def test_evaluation_changes_nothing_in_a_run_and_the_benchmark_is_of_its_model(launch: Callable[..., Launch]) -> None:
-    alone = launch(*SHORT, folder="alone")
+    alone = launch(*SHORT, *LONG, folder="alone")
     assert alone.wait() == 0, alone.output
-    evaluated = launch(*SHORT, *EVALUATED, *ONE, folder="evaluated")
+    evaluated = launch(*SHORT, *LONG, *EVALUATED, *ONE, *MODEBENCH, folder="evaluated")
     assert evaluated.wait() == 0, evaluated.output
 
     for row, same in zip(untimed(evaluated), untimed(alone), strict=True):
         assert row == pytest.approx(same, rel=1e-4, abs=1e-6)
     greedy = {row["problem"]: row["completions"] for row in benchmark_rows(evaluated)}
     assert greedy == greedy_answers(evaluated.run_dir / "model", greedy)
+    assert_benchmarked_before_and_after(evaluated)
+
+
+def assert_benchmarked_before_and_after(run: Launch) -> None:
+    """ModeBench, of the model before its first step too: with the server's weights of that time."""
+    before = json.loads((run.run_dir / "benchmarks" / "untrained.json").read_text())
+    assert before.keys() == {GRAPH}
+    after = run.summary()["benchmarks"][GRAPH]
+    assert (after["problems"], after["reward"]) == (3, "modebench")
+    assert after["baselines"]["untrained"]["pass@1"] == before[GRAPH]["pass@1"]
+    assert after["baselines"]["random"]["pass@1"] > 0
+    assert f"grpo: benchmark {GRAPH}: pass@1" in run.output and "; random pass@1 0.0" in run.output
 
 
 def untimed(run: Launch) -> list[dict]:

@@ -31,6 +31,22 @@ def test_an_adapter_learns_and_the_merged_model_is_left(launch: Callable[..., La
     assert_the_model_is_base_and_adapter(run.run_dir, plan["model"])
 
 
+@pytest.mark.slow
+def test_two_processes_share_the_optimizer_of_an_adapter(launch: Callable[..., Launch]) -> None:
+    sharing = ("--num_processes", "2", "--accelerator", "zero2", "--use_vllm", "false")
+    batch = ("--prompts_per_step", "4", "--num_generations", "8", "--learning_rate", "2e-2", "--max_steps", "3")
+    run = launch(*LORA, *sharing, *batch, "--save_steps", "2")
+
+    assert run.wait() == 0, run.output
+
+    assert [row["grad_norm"] > 0 for row in run.rows()] == [True] * 3
+    checkpoint = run.run_dir / "checkpoints" / "checkpoint-2"
+    assert (checkpoint / "adapter_model.safetensors").exists() and (checkpoint / "COMPLETE").exists()
+    plan = json.loads((run.run_dir / "plan.json").read_text())
+    assert plan["accelerator"] == "zero2" and "DeepSpeed" in run.log("trainer")
+    assert_the_model_is_base_and_adapter(run.run_dir, plan["model"])
+
+
 def assert_the_model_is_base_and_adapter(run: Path, base: str) -> None:
     import torch
     from peft import PeftModel

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from grpo_recipes.configs import ScriptArguments
 from grpo_recipes.evaluate import benchmarks as module
@@ -24,9 +23,10 @@ from grpo_recipes.evaluate.untrained import UntrainedBenchmarks
 from grpo_recipes.launch.rundir import finish_summary
 from grpo_recipes.modebench.metrics import mode_scores
 from grpo_recipes.modebench.verify import mode_of, right_answers
+from grpo_recipes.trainers.grpo import GRPOTrainer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "trainers"))
-from tiny_training import train
+import tiny_training
 
 GRAPH = "modebench:graph_coloring"
 SMALL = {"modebench_prompts": 4, "modebench_test_prompts": 6}
@@ -43,7 +43,7 @@ def never() -> bool:
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return train(tmp_path_factory.mktemp("trained"), max_steps=1, max_completion_length=6)[0]
+    return tiny_training.train(tmp_path_factory.mktemp("trained"), max_steps=1, max_completion_length=6)[0]
 
 
 @pytest.fixture
@@ -137,15 +137,16 @@ def test_a_stop_before_training_says_that_nothing_is_trained(trainer: Any, tmp_p
     assert stopped.value.code == 75
 
 
-def test_it_leaves_no_trace_in_the_training(tmp_path: Path) -> None:
-    """The same run with and without it: weights bit for bit, and metrics."""
+def test_it_leaves_no_trace_in_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same run with and without it: weights bit for bit, and every number that is no time."""
     runs = []
-    for name in ("without", "with"):
-        callbacks = (Before(tmp_path / name),) if name == "with" else ()
-        trainer, _ = train(tmp_path / name, max_steps=2, callbacks=callbacks)
-        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+    for trainer_class in (GRPOTrainer, Benchmarked):
+        folder = tmp_path / trainer_class.__name__
+        monkeypatch.setattr(tiny_training, "GRPOTrainer", trainer_class)
+        trainer, _ = tiny_training.train(folder, max_steps=2)
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         runs.append((trainer.model.state_dict(), [{**row, **dict.fromkeys(timed(row))} for row in rows]))
-    assert (tmp_path / "with" / "benchmarks" / "untrained.json").exists()
+    assert (tmp_path / "Benchmarked" / "benchmarks" / "untrained.json").exists()
     (weights, metrics), (others, other_metrics) = runs
     assert metrics == other_metrics
     assert all(torch.equal(weights[key], others[key]) for key in weights)
@@ -155,18 +156,10 @@ def timed(row: dict[str, Any]) -> list[str]:
     return [key for key in row if key.startswith(("seconds/", "tokens_per_second", "step_time", "time"))]
 
 
-class Before(TrainerCallback):
-    """Runs it in a training whose trainer is only there once training begins."""
+class Benchmarked(GRPOTrainer):
+    """A trainer with the callback, as the entry script adds it."""
 
-    def __init__(self, run: Path):
-        self.run = run
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        import gc
-
-        from grpo_recipes.trainers.grpo import GRPOTrainer
-
-        (trainer,) = [one for one in gc.get_objects() if isinstance(one, GRPOTrainer) and one.args is args]
-        UntrainedBenchmarks(trainer, arguments(modebench_test_prompts=2), self.run, never).on_train_begin(
-            args, state, control
-        )
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        run = Path(self.args.output_dir).parent
+        self.add_callback(UntrainedBenchmarks(self, arguments(modebench_test_prompts=1), run, never))
+        return super().train(*args, **kwargs)

@@ -12,8 +12,10 @@ from grpo_recipes import cli
 from grpo_recipes.check import check
 from grpo_recipes.fetch.pieces import pieces_of
 from grpo_recipes.fetch.sources import find_sources
+from grpo_recipes.keys import catalogue
 from grpo_recipes.notes import notes
-from grpo_recipes.recipe import Recipe
+from grpo_recipes.paths import home
+from grpo_recipes.recipe import Recipe, read_recipe
 
 RIGHT = {"dataset_name": "modebench:countdown", "reward_funcs": ["modebench"]}
 GRAPH = {"dataset_name": "modebench:graph_coloring", "reward_funcs": ["modebench"]}
@@ -95,3 +97,18 @@ def test_its_reward_tells_right_from_wrong(task: str, tmp_path: Path, capsys: py
     cells = capsys.readouterr().out.splitlines()[1].split()
     assert cells[0] == "modebench" and cells[2:4] == ["1.000", "0"] and cells[5:] == ["0.000", "0", "0"]
     assert int(cells[1]) > 60 and int(cells[4]) >= 60
+
+
+RECIPES = home() / "recipes/Qwen2.5-0.5B-Instruct"
+
+
+@pytest.mark.parametrize("task", ["countdown", "graph_coloring"])
+def test_the_shipped_recipes_are_one_experiment_on_every_number_of_gpus(task: str, planned: Any) -> None:
+    grpo, maxent = (read_recipe(RECIPES / kind / f"config_modebench_{task}.yaml") for kind in ("grpo", "maxent"))
+    assert check(grpo, {}) == check(maxent, {}) == []
+    assert grpo["dataset_name"] == f"modebench:{task}" and grpo["benchmarks"] == [f"modebench:{task}"]
+    differing = {key for key in catalogue() if grpo[key] != maxent[key]}
+    assert differing <= {"maxent_objective", "run_name"} and maxent.given("maxent_objective")
+    batches = [planned(recipe=grpo, gpus=[str(gpu) for gpu in range(count)]).batch for count in (2, 4, 7, 8)]
+    assert {(batch.completions, batch.tokens) for batch in batches} == {(672, 672 * 512)}
+    assert [batch.world_size for batch in batches] == [1, 3, 6, 7]

@@ -191,3 +191,20 @@ def test_a_score_without_a_readable_interval_is_shown_without(tmp_path: Path, bo
     run = read_run(make_run(tmp_path, steps=2, summary={"benchmarks": scores}))
     assert run_page(run, tmp_path / "report.html").count("50 %") >= 1
     assert comparison_page([run, run]).count("50 %") >= 1
+
+
+def test_scores_of_modebench_stand_beside_those_of_what_knows_nothing(tmp_path: Path) -> None:
+    scores = {"pass@8": 0.5, "pass@8_ci": [0.4, 0.6], "distinct@8": 1.5, "distinct@8_ci": [1.25, 1.75], "problems": 9}
+    guesser = {"pass@8": 0.283, "pass@8_ci": [0.2, 0.35], "distinct@8": 0.304, "distinct@8_ci": [0.25, 0.36]}
+    result = {"modebench:countdown": {**scores, "baselines": {"random": guesser, "untrained": scores | guesser}}}
+    run = read_run(make_run(tmp_path, steps=2, summary={"benchmarks": result}))
+    single, both = Page(run_page(run, tmp_path / "report.html")), Page(comparison_page([run, run]))
+    for page in (single, both):
+        assert page.problems == []
+        table = page.text[page.text.rindex("Benchmarks") :]
+        assert "50 %" in table and "28.3 %" in table
+    table = single.text[single.text.rindex("Benchmarks") :]
+    assert "modebench:countdown, random guesserdistinct@80.3040.25 to 0.36" in table
+    assert table.index("before training") > table.index("modebench:countdowndistinct@81.51.25 to 1.75")
+    table = both.text[both.text.rindex("Benchmarks") :]
+    assert "before training28.3 % (20 to 35)0.304 (0.25 to 0.36)random guesser28.3 % (20 to 35)" in table

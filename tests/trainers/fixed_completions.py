@@ -30,15 +30,6 @@ def pure_accuracy_math(completion_ids: list[list[int]], **_: Any) -> list[float]
     return [float(sum(ids) % 3 == 0) for ids in completion_ids]
 
 
-def saved_model(folder: Path) -> str:
-    """A model on disk: a reference is read from there."""
-    torch.manual_seed(0)
-    tokenizer = smoke.build_tokenizer()
-    smoke.build_model(tokenizer).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
 def make_trainer(
     folder: Path,
     model: str,

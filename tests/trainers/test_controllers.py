@@ -1,7 +1,9 @@
-"""Controllers in real trainings: what they answer to, and that a resumed run goes on with their state."""
+"""Controllers in real trainings: what they answer to, and what a checkpoint keeps of them."""
 
 from __future__ import annotations
 
+import json
+import math
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,16 +17,11 @@ from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
 from grpo_recipes.trainers.stop import StopOnRequest
 
-from .fixed_completions import make_trainer, rows_of, saved_model, weights_of
+from .fixed_completions import make_trainer, rows_of, weights_of
 from .test_exact_resume import WINDOW, StopAt
 
 HELD_KL = {"beta": 0.05, "kl_target": 1e-3, "kl_horizon": 40.0, "kl_ctl_step_size": 0.3}
 HELD_TAU = {"maxent_objective": "tempered", "maxent_target_weight_entropy": 0.4, "maxent_tau_lr": 0.5}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return saved_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize(("target", "direction"), [(1e-6, 1), (1e3, -1)])
@@ -99,3 +96,17 @@ def test_a_checkpoint_without_the_state_is_named(tmp_path: Path, model: str) -> 
     train(tmp_path / "run", model, MaxEntGRPOTrainer, HELD_KL, stop_at=2)
     with pytest.raises(FileNotFoundError, match=r"checkpoint-2/controllers\.json has no state of the tau controller"):
         train(tmp_path / "run", model, MaxEntGRPOTrainer, {**HELD_KL, **HELD_TAU})
+
+
+def test_a_resumed_state_with_infinite_metrics_is_json(tmp_path: Path, model: str) -> None:
+    keys = {"maxent_objective": "tempered", "maxent_tau": math.inf}
+    train(tmp_path / "run", model, MaxEntGRPOTrainer, keys, stop_at=2)
+    rows, resumed = train(tmp_path / "run", model, MaxEntGRPOTrainer, keys, steps=4)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    state = tmp_path / "run/checkpoints/checkpoint-2/trainer_state.json"
+    (first, _) = json.loads(state.read_text(), parse_constant=refuse)["log_history"]
+    assert first["maxent/tau"] == "inf" and resumed.state.log_history[0] == first

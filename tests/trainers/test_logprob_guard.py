@@ -18,6 +18,7 @@ def difference(server: list[list[float]], mask: list[list[int]], **sampling: Any
     """Of a trainer whose own log-probs are all -1."""
     trainer = SimpleNamespace(
         accelerator=SimpleNamespace(gather=lambda tensor: tensor),
+        _drops_out=False,
         **{"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, **sampling},
     )
     output = {

@@ -1,11 +1,13 @@
-"""LoRA: each key changes the training, a transfer leaves the base model alone, a run can be resumed, the model merged."""
+"""LoRA: each key changes the training, a transfer leaves the base model alone, a run resumes, the model is merged."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from grpo_recipes.errors import Refused
 from grpo_recipes.launch.checkpoints import newest_complete
 from grpo_recipes.launch.rundir import stop_file
 from grpo_recipes.trainers.grpo import GRPOTrainer
-from grpo_recipes.trainers.lora import check_adapter, load_lora_config, merged_parameters
+from grpo_recipes.trainers.lora import check_adapter, load_lora_config, merged_parameters, refuse_shards
 from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
 from grpo_recipes.trainers.model import save_model
 from grpo_recipes.trainers.stop import StopOnRequest
@@ -56,14 +58,12 @@ def make_trainer(
         output_dir=str(folder / "checkpoints"),
         use_cpu=True,
         bf16=False,
-        gradient_checkpointing=False,
         disable_tqdm=True,
-        use_vllm=False,
         report_to="none",
         save_strategy="no",
         max_completion_length=4,
         num_generations=4,
-        **{"max_steps": 2, "learning_rate": 1e-2, **WINDOW, **keys},
+        **{"use_vllm": False, "gradient_checkpointing": False, "max_steps": 2, "learning_rate": 1e-2, **WINDOW, **keys},
     )
     return cls(
         model=str(base),
@@ -143,7 +143,7 @@ def plain(base: Path) -> torch.nn.Module:
 
 @pytest.mark.parametrize(
     "keys",
-    [{}, {"use_dora": True}, {"lora_modules_to_save": ["norm", "lm_head"]}, {"lora_target_modules": ["o_proj"]}],
+    [{}, {"use_dora": True}, {"lora_modules_to_save": ["norm", "lm_head", "mlp"]}, {"lora_target_modules": ["o_proj"]}],
     ids=["plain", "dora", "modules-to-save", "one-layer"],
 )
 def test_merged_parameters_are_trls_and_leave_no_trace(base: Path, keys: dict[str, Any]) -> None:
@@ -177,7 +177,27 @@ def test_trl_streams_through_the_method_that_is_replaced() -> None:
     assert inspect.getsource(VLLMGeneration.sync_weights).count("self._iter_named_params()") == 4
 
 
-@pytest.mark.parametrize("keys", [{}, {"use_dora": True}, {"lora_modules_to_save": ["embed_tokens", "norm"]}])
+class FakeGeneration:
+    """Stands where TRL builds what holds the server's client."""
+
+    def __init__(self, model: PeftModel, **_: Any):
+        self.model = model
+
+    def _iter_named_params(self) -> Any:
+        raise AssertionError("TRL's own, which merges in place")
+
+    def sync_weights(self) -> list[tuple[str, torch.Tensor]]:
+        return list(self._iter_named_params())
+
+
+def test_the_trainer_streams_merged_weights_to_vllm(base: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", FakeGeneration)
+    trainer = make_trainer(base, tmp_path, LORA, use_vllm=True, vllm_mode="colocate")
+    sent = trainer.vllm_generation.sync_weights()
+    assert [name for name, _ in sent] == [name for name, _ in plain(base).named_parameters()]
+
+
+@pytest.mark.parametrize("keys", [{"use_dora": True}, {"lora_modules_to_save": ["embed_tokens", "mlp"]}])
 def test_the_saved_model_computes_what_base_and_adapter_compute(base: Path, tmp_path: Path, keys) -> None:
     trainer = make_trainer(base, tmp_path, LORA | keys)
     trained(trainer, tmp_path)
@@ -250,12 +270,81 @@ def test_the_reference_is_the_base_model(base: Path, tmp_path: Path, cls: type, 
     trainer._generate_and_score_completions([dict(trainer.train_dataset[0]) for _ in range(4)])
 
     ids, mask, reference = seen[-1]
-    trainer.model = plain(base)
+    kept = reference.size(1)
     with torch.no_grad():
-        expected, _, _ = base_logps(base, ids, mask, reference.size(1))
+        logits = plain(base)(ids, attention_mask=mask).logits[:, -kept - 1 : -1]
+    expected = logits.log_softmax(-1).gather(-1, ids[:, -kept:, None]).squeeze(-1)
     torch.testing.assert_close(reference, expected, atol=1e-5, rtol=1e-5)
 
 
-def base_logps(base: Path, ids: torch.Tensor, mask: torch.Tensor, kept: int) -> Any:
-    logits = plain(base)(ids, attention_mask=mask).logits[:, -kept - 1 : -1]
-    return logits.log_softmax(-1).gather(-1, ids[:, -kept:, None]).squeeze(-1), None, None
+@pytest.mark.parametrize(
+    ("keys", "tied", "said"),
+    [
+        ({"lora_target_modules": ["q_proj", "v_prj"]}, False, "lora_target_modules: the model has no layer 'v_prj'"),
+        ({"lora_modules_to_save": ["head"]}, False, "lora_modules_to_save: the model has no layer 'head'"),
+        ({"lora_target_modules": ["q_proj", "norm"]}, False, "PEFT cannot put the adapter on this model"),
+        ({"lora_modules_to_save": ["lm_head"]}, True, "'lm_head' shares its weights"),
+        ({"lora_modules_to_save": ["embed_tokens"]}, True, "'embed_tokens' shares its weights"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_the_model_is_refused(keys: dict[str, Any], tied: bool, said: str) -> None:
+    model = smoke.build_model(smoke.build_tokenizer(), tied=tied)
+    with pytest.raises(Refused, match=said):
+        check_adapter(model, get_peft_config(ModelConfig(**LORA | keys)))
+
+
+@pytest.mark.parametrize(
+    ("names", "layers"), [(["all-linear"], 14), (["q_proj"], 2), (["layers.1.mlp.up_proj", "v_proj"], 3), (None, 4)]
+)
+def test_which_layers_get_an_adapter(names: list[str] | None, layers: int) -> None:
+    config = get_peft_config(ModelConfig(**LORA | {"lora_target_modules": names}))
+    before = copy.deepcopy(config)
+    assert check_adapter(smoke.build_model(smoke.build_tokenizer()), config) == layers
+    assert config == before
+
+
+def test_a_typo_is_told_before_weights_are_read(base: Path) -> None:
+    model_args = ModelConfig(model_name_or_path=str(base), **LORA | {"lora_target_modules": ["qproj"]})
+    with pytest.raises(Refused, match=r"no layer 'qproj'\. Fix: its linear layers are down_proj, gate_proj, k_proj"):
+        load_lora_config(model_args, False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "refused"),
+    [
+        (DistributedType.MULTI_GPU, None, False),
+        (DistributedType.DEEPSPEED, 2, False),
+        (DistributedType.DEEPSPEED, 3, True),
+        (DistributedType.FSDP, None, True),
+    ],
+)
+def test_shards_that_a_file_of_the_users_own_asks_for_are_refused(kind, stage, refused) -> None:
+    plugin = None if stage is None else SimpleNamespace(zero_stage=stage)
+    accelerator = SimpleNamespace(distributed_type=kind, state=SimpleNamespace(deepspeed_plugin=plugin))
+    with pytest.raises(ValueError, match="CONFIG_FILE") if refused else nullcontext():
+        refuse_shards(accelerator)
+
+
+def test_the_guard_compares_log_probs_without_dropout(base: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(base, tmp_path, LORA | {"lora_dropout": 0.5}, disable_dropout=False)
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.1)
+    trainer.model.train()
+    output = trainer._generate_and_score_completions([dict(trainer.train_dataset[0]) for _ in range(4)])
+    first, second = trainer._trainer_logps(output), trainer._trainer_logps(output)
+    assert torch.equal(first, second) and trainer.model.training
+
+    # What a server with the merged weights says, and what TRL's own pass says, in which the adapter drops inputs.
+    output |= {"sampling_per_token_logps": first, "old_per_token_logps": first + 1.0}
+    assert trainer._logprob_difference(output) == 0.0
+    for layer in trainer.model.modules():
+        if isinstance(layer, torch.nn.Dropout):
+            layer.p = 0.0
+    assert trainer._logprob_difference(output) == pytest.approx(1.0)
+
+
+def test_gradient_checkpointing_reaches_the_adapter(base: Path, tmp_path: Path, stock) -> None:
+    trainer = make_trainer(base, tmp_path, LORA, gradient_checkpointing=True, **ONE_STEP)
+    trained(trainer, tmp_path)
+    torch.testing.assert_close(merged(trainer.model), stock)

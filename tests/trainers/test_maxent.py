@@ -19,17 +19,11 @@ from .fixed_completions import (
     make_trainer,
     pure_accuracy_math,
     rows_of,
-    saved_model,
     tokens_mod_5,
     weights_of,
 )
 
 INF = math.inf
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return saved_model(tmp_path_factory.mktemp("model"))
 
 
 def sequence_logps(module: torch.nn.Module, output: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -253,6 +247,14 @@ def test_metrics_of_weights_are_those_of_the_groups(tmp_path: Path, model: str) 
     }
     for name, value in expected.items():
         assert trainer._metrics["train"][f"maxent/{name}"] == [pytest.approx(float(value), rel=1e-5)], name
+
+
+def test_groups_that_tell_nothing_leave_no_metric_of_right_and_wrong(tmp_path: Path, model: str) -> None:
+    trainer = make_trainer(tmp_path, model, rewards=(lambda completions, **_: [0.5] * len(completions),))
+    generation(trainer)
+    metrics = trainer._metrics["train"]
+    assert metrics["maxent/eff_rollouts"] == [pytest.approx(GROUP)]
+    assert "maxent/incorrect_mass" not in metrics and "maxent/target_ratio" not in metrics
 
 
 @pytest.mark.parametrize(

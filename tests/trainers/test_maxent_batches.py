@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -13,14 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from .fixed_completions import GROUP, generation, make_trainer, rows_of, saved_model, weights_of
+from .fixed_completions import GROUP, generation, make_trainer, rows_of, weights_of
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return saved_model(tmp_path_factory.mktemp("run") / "model")
 
 
 def assert_equal(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], within: float) -> None:
@@ -93,7 +87,7 @@ LISTWISE = {"maxent_objective": "listwise", "maxent_tau": 0.2}
 REFERENCED = {**LISTWISE, "maxent_beta": 1.0}
 TEMPERED = {"maxent_objective": "tempered", "maxent_tau": 0.2}
 ENTROPY = {**TEMPERED, "maxent_target_weight_entropy": 0.5, "maxent_tau_lr": 0.5}
-HELD_KL = {**TEMPERED, "beta": 5.0, "kl_target": 0.01, "kl_horizon": 20.0, "kl_ctl_step_size": 0.5}
+HELD_KL = {**TEMPERED, "beta": 0.5, "kl_target": 0.01, "kl_horizon": 20.0, "kl_ctl_step_size": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -116,7 +110,7 @@ HELD_KL = {**TEMPERED, "beta": 5.0, "kl_target": 0.01, "kl_horizon": 20.0, "kl_c
         ({**ENTROPY, "maxent_target_weight_entropy": 1.3}, {"maxent_tau_max": 0.21}),
         (ENTROPY, {"maxent_tau_warmup_steps": 1}),
         ({**TEMPERED, "beta": 0.5}, {"kl_target": 0.01}),
-        ({**HELD_KL, "max_steps": 3}, {"kl_target": 1e-9}),  # in the first step the KL is 0
+        ({**HELD_KL, "max_steps": 3}, {"kl_target": 1e3}),  # in the first step the KL is 0
         (HELD_KL, {"kl_horizon": 40.0}),
         (HELD_KL, {"kl_ctl_step_size": 0.2}),
     ],
@@ -152,8 +146,8 @@ def test_training_twice_with_the_same_keys_gives_the_same_weights(
     assert all(torch.equal(one, again[name]) for name, one in first.items())
 
 
-def test_groups_of_another_size_are_weighed_each_by_itself(tmp_path: Path, model: str) -> None:
+def test_a_sum_over_tokens_undoes_trls_division_by_the_longest_length(tmp_path: Path, model: str) -> None:
     keys = {"maxent_objective": "weighted_mle", "maxent_length_normalize_policy": False}
-    sums = generation(make_trainer(tmp_path, model, **keys))["advantages"].view(-1, GROUP).sum(1)
-    longest = make_trainer(tmp_path / "other", model, **keys).max_completion_length
-    assert all(math.isclose(one, GROUP * longest, rel_tol=1e-5) for one in sums.tolist())
+    trainer = make_trainer(tmp_path, model, **keys)
+    sums = generation(trainer)["advantages"].view(-1, GROUP).sum(1)
+    assert sums.tolist() == pytest.approx([GROUP * trainer.max_completion_length] * 2)

@@ -19,7 +19,7 @@ from grpo_recipes.trainers.checkpoints import CompleteCheckpoints
 from grpo_recipes.trainers.control import Controllers
 from grpo_recipes.trainers.evaluation import Evaluation
 from grpo_recipes.trainers.exact_resume import ExactResume
-from grpo_recipes.trainers.lora import merged_parameters
+from grpo_recipes.trainers.lora import merged_parameters, refuse_shards
 from grpo_recipes.trainers.metrics import MetricsRows
 from grpo_recipes.trainers.samples import SampledTexts
 from grpo_recipes.trainers.scoring import Scoring
@@ -55,8 +55,10 @@ class GRPOTrainer(
     def __init__(self, *, args: GRPOConfig, run_dir: Path, **kwargs: Any):
         with self._bridge(args):
             super().__init__(args=args, run_dir=run_dir, **kwargs)
-        if self.use_vllm and is_peft_model(self.model):
-            self.vllm_generation._iter_named_params = partial(merged_parameters, self.vllm_generation.model)
+        if is_peft_model(self.model):
+            refuse_shards(self.accelerator)
+            if self.use_vllm:
+                self.vllm_generation._iter_named_params = partial(merged_parameters, self.vllm_generation.model)
 
     @staticmethod
     def _bridge(args: GRPOConfig) -> AbstractContextManager[None]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 import trl
+from accelerate import Accelerator, DistributedType
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
@@ -19,7 +19,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from grpo_recipes.configs import ModelConfig
 from grpo_recipes.errors import refuse
 
-Gather = Callable[[list[nn.Parameter]], AbstractContextManager[Any]]
 _ALL_LINEAR = "all-linear"
 
 
@@ -96,7 +95,21 @@ def _check_tied(model: PreTrainedModel, config: LoraConfig) -> None:
             raise refuse("lora_modules_to_save", what, f"remove {name}, or remove use_peft")
 
 
-def merged_parameters(model: PeftModel, gather: Gather | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+def refuse_shards(accelerator: Accelerator) -> None:
+    """The ``accelerator`` key is checked with the recipe; a file of the user's own (CONFIG_FILE) is seen here alone.
+
+    Raises:
+        ValueError: no process holds whole weights (ZeRO-3, FSDP), so none can merge the adapter into them.
+    """
+    plugin = accelerator.state.deepspeed_plugin
+    if accelerator.distributed_type == DistributedType.FSDP or (plugin is not None and plugin.zero_stage == 3):
+        raise ValueError(
+            "a LoRA run with ZeRO-3 or FSDP has not been shown to work; name another file in CONFIG_FILE, or unset it "
+            "and write accelerator: ddp or zero2"
+        )
+
+
+def merged_parameters(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter of the base model with the adapter merged into it, one at a time, under the base model's name.
 
     The model itself stays as it is. TRL merges in place and subtracts again: rounding leaves a base model that drifts
@@ -104,9 +117,7 @@ def merged_parameters(model: PeftModel, gather: Gather | None = None) -> Iterato
 
     Args:
         model: with one LoRA adapter.
-        gather: makes parameters whole that are shared out (ZeRO-3); every rank must iterate then.
     """
-    whole: Gather = gather or (lambda _: nullcontext())
     layers = {f"{name}.base_layer.weight": layer for name, layer in _adapted_layers(model).items()}
     for name, parameter in model.named_parameters():
         if model.prefix in name or "original_module" in name:
@@ -114,8 +125,7 @@ def merged_parameters(model: PeftModel, gather: Gather | None = None) -> Iterato
         plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
         plain = plain.replace(".modules_to_save.default.", ".")
         layer = layers.get(name)
-        with whole([parameter] if layer is None else list(layer.parameters())):
-            yield plain, parameter.data if layer is None else _merged(layer)
+        yield plain, parameter.data if layer is None else _merged(layer)
 
 
 def _adapted_layers(model: PeftModel) -> dict[str, BaseTunerLayer]:
@@ -136,20 +146,10 @@ def _merged(layer: Any) -> torch.Tensor:
     return merged
 
 
-def save_merged(model: PeftModel, folder: Path, gather: Gather | None, main: bool) -> None:
-    """Write the merged model as ``from_pretrained`` reads it. Called by every rank: gathering is collective.
-
-    Args:
-        model: as in ``merged_parameters``.
-        folder: where to.
-        gather: as in ``merged_parameters``.
-        main: whether this rank writes.
-    """
+def save_merged(model: PeftModel, folder: Path) -> None:
+    """Write the merged model as ``from_pretrained`` reads it."""
     base = model.get_base_model()
     parameters = dict(base.named_parameters(remove_duplicate=False))
     tensors = {name: tensor for name, tensor in base.state_dict().items() if name not in parameters}  # buffers
-    for name, tensor in merged_parameters(model, gather):
-        if main:
-            tensors[name] = tensor.to("cpu", copy=True)
-    if main:
-        base.save_pretrained(folder, state_dict=tensors)
+    tensors |= {name: tensor.to("cpu", copy=True) for name, tensor in merged_parameters(model)}
+    base.save_pretrained(folder, state_dict=tensors)

@@ -218,10 +218,14 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         metrics["maxent/weight_entropy_min"].append(entropy_P.min().item())
         metrics["maxent/weight_entropy_max"].append(entropy_P.max().item())
         metrics["maxent/eff_rollouts"].append(eff_rollouts)
-        # TRL leaves NaN out of what it logs: no group may tell right from wrong.
         mass_P = incorrect_mass(weights_PG, groups.wrong_PG)[groups.contrast_P]
-        metrics["maxent/incorrect_mass"].append(mass_P.nanmean().item())
-        metrics["maxent/target_ratio"].append(_target_ratio(weights_PG, groups).item())
+        known = {
+            "maxent/incorrect_mass": mass_P.nanmean().item(),
+            "maxent/target_ratio": _target_ratio(weights_PG, groups).item(),
+        }
+        for name, value in known.items():
+            if not math.isnan(value):  # no group tells right from wrong
+                metrics[name].append(value)
 
     def _watch(self, groups: Groups, advantages_PG: torch.Tensor) -> None:
         """Say once when most of what is reinforced is wrong."""

@@ -40,16 +40,16 @@ def model_init_kwargs(model_args: ModelConfig, args: GRPOConfig) -> dict[str, An
 def save_model(trainer: Any, folder: Path) -> None:
     """Write the whole model (gathered from ZeRO-3 or FSDP shards) and its tokenizer, aside first.
 
-    Of a LoRA run that is the merged model; the adapter comes into ``adapter/`` beside it, before it. Called by every
-    rank: gathering is collective.
+    Of a LoRA run that is the merged model; the adapter comes into ``adapter/`` beside it first. Called by every rank:
+    gathering is collective.
     """
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    if is_peft_model(model):
-        _save_aside(trainer, folder.with_name("adapter"), lambda partial: trainer.save_model(str(partial)))
-        main = trainer.accelerator.is_main_process
-        _save_aside(trainer, folder, lambda partial: save_merged(model, partial, None, main))
-    else:
+    if not is_peft_model(model):
         _save_aside(trainer, folder, lambda partial: trainer.save_model(str(partial)))
+        return
+    _save_aside(trainer, folder.with_name("adapter"), lambda partial: trainer.save_model(str(partial)))
+    main = trainer.accelerator.is_main_process
+    _save_aside(trainer, folder, lambda partial: save_merged(model, partial) if main else None)
 
 
 def _save_aside(trainer: Any, folder: Path, save: Callable[[Path], None]) -> None:

@@ -1,0 +1,24 @@
+"""Fixtures of the trainers' tests."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from grpo_recipes import smoke
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The folder of a random model: a reference is read from disk."""
+    folder = tmp_path_factory.mktemp("run") / "model"
+    torch.manual_seed(0)
+    tokenizer = smoke.build_tokenizer()
+    smoke.build_model(tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    gc.freeze()  # accelerate collects garbage before each training, half a second with all that is imported
+    yield str(folder)
+    gc.unfreeze()
