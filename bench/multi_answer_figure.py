@@ -59,8 +59,7 @@ def _ways(result: dict[str, Any], part: str, place: int, shown: Sequence[str]) -
         lines.append(element("path", class_=f"c{colour} dots", d="".join(f"M{point}h0" for point in points)))
     return element(
         "g",
-        element("text", PARTS[part], class_="title", y=-20),
-        element("text", "coverage@8", y=-4, x=-WAY_LEFT + 12),
+        element("text", f"coverage@8 over mean@8, {PARTS[part]}", class_="title", y=-18),
         element("path", class_="grid", d="".join(f"M0 {WAY_HEIGHT * (1 - up.share(t)):.1f}h{WAY_WIDTH}"
                                                  for t in up.ticks)),
         *[element("text", short(t), x=-8, y=round(WAY_HEIGHT * (1 - up.share(t)) + 4, 1), text_anchor="end")

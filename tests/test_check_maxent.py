@@ -82,10 +82,24 @@ VALUES = {"maxent_length_normalize_policy": False, "maxent_length_normalize_ref"
             {**TEMPERED, "maxent_target_eff_rollouts": 4},
             "more than num_generations (4)",
         ),
+        (
+            {**TEMPERED, "maxent_target_weight_entropy": 0},
+            {**TEMPERED, "maxent_target_weight_entropy": 0.01},
+            "maxent_target_weight_entropy 0 is that of all weight on one completion",
+        ),
+        (
+            {**TEMPERED, "maxent_target_eff_rollouts": 1},
+            {**TEMPERED, "maxent_target_eff_rollouts": 1.01},
+            "maxent_target_eff_rollouts 1 is that of all weight on one completion",
+        ),
         ({"kl_target": 0.1}, {"kl_target": 0.1, "beta": 0.04}, "there is no KL to hold"),
         ({"kl_target": 0.1, **LISTWISE, "maxent_beta": 1}, {"kl_target": 0.1, **LISTWISE, "beta": 0.1}, "is no KL"),
         ({"kl_horizon": 9, "beta": 1}, {"kl_horizon": 9, "beta": 1, "kl_target": 0.1}, "without kl_target"),
-        ({"kl_ctl_step_size": 1, "beta": 1}, {"kl_ctl_step_size": 1, "beta": 1, "kl_target": 1}, "without kl_target"),
+        (
+            {"kl_ctl_step_size": 0.5, "beta": 1},
+            {"kl_ctl_step_size": 0.5, "beta": 1, "kl_target": 1},
+            "without kl_target",
+        ),
         ({"sync_ref_model": True}, {"sync_ref_model": True, "beta": 0.1}, "sync: beta is 0"),
         (
             {**LISTWISE, "sync_ref_model": True},

@@ -19,7 +19,7 @@ from grpo_recipes.launch.run import Attempt, _say_start
 from grpo_recipes.launch.rundir import new_run, write_json
 from grpo_recipes.objectives import OBJECTIVES
 from grpo_recipes.paths import home
-from grpo_recipes.recipe import Recipe, read_frozen
+from grpo_recipes.recipe import Recipe, read_frozen, read_recipe
 from grpo_recipes.tasks import Asked, asked_task, entry_of, same_task, task_of, with_task
 
 GRPO, MAXENT = Asked("grpo", "--task"), Asked("maxent", "MAXENT")
@@ -47,6 +47,12 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ({"TRAIN_ENTRYPOINT": "src/grpo.py"}, None, Asked("grpo", "TRAIN_ENTRYPOINT", "src/grpo.py")),
         ({"TRAIN_ENTRYPOINT": "src/grpo.py"}, "grpo", Asked("grpo", "--task", "src/grpo.py")),
         ({"TRAIN_ENTRYPOINT": "src/maxent-grpo.py"}, None, Asked("maxent", "TRAIN_ENTRYPOINT", "src/maxent-grpo.py")),
+        ({"TRAIN_ENTRYPOINT": "./src//grpo.py"}, None, Asked("grpo", "TRAIN_ENTRYPOINT", "src/grpo.py")),
+        (
+            {"TRAIN_ENTRYPOINT": str(home() / "src/maxent-grpo.py")},
+            None,
+            Asked("maxent", "TRAIN_ENTRYPOINT", "src/maxent-grpo.py"),
+        ),
         ({"TRAIN_ENTRYPOINT": "src/grpo_recipes/cli.py"}, None, Asked(entry="src/grpo_recipes/cli.py")),
         (
             {"TRAIN_ENTRYPOINT": "src/grpo_recipes/cli.py", "MAXENT": "1"},
@@ -78,6 +84,12 @@ def test_contradictions_and_missing_entry_scripts_are_refused(
     with pytest.raises(Refused) as refused:
         asked_task(environment, option)
     assert refused.value.problems[0].where == where
+
+
+def test_a_switch_and_an_entry_script_that_are_both_wrong_are_told_at_once() -> None:
+    with pytest.raises(Refused) as refused:
+        asked_task({"MAXENT": "2", "TRAIN_ENTRYPOINT": "src/none.py"})
+    assert [problem.where for problem in refused.value.problems] == ["MAXENT", "TRAIN_ENTRYPOINT"]
 
 
 def test_a_home_without_a_repository_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,6 +129,21 @@ def test_grpo_asked_for_against_a_maxent_recipe_is_refused(
 ) -> None:
     _, (problem,) = with_task(read(flags, environment, **keys), GRPO)
     assert problem.where == "--task" and problem.fix == f"leave out --task, or {cure}"
+
+
+@pytest.mark.parametrize("asked", [Asked(), MAXENT])
+def test_the_variable_of_the_objective_overrides_a_maxent_recipe(read: Callable[..., Recipe], asked: Asked) -> None:
+    recipe, problems = with_task(read([], {"MAXENT_OBJECTIVE": "listwise"}, maxent_objective="tempered"), asked)
+    assert (recipe["maxent_objective"], recipe.origin("maxent_objective"), problems) == (
+        "listwise", "MAXENT_OBJECTIVE", [],
+    )  # fmt: skip
+
+
+def test_the_recipe_is_named_where_a_variable_overrides_its_objective_and_grpo_is_asked_for(
+    read: Callable[..., Recipe],
+) -> None:
+    _, (problem,) = with_task(read([], {"MAXENT_OBJECTIVE": "listwise"}, maxent_objective="tempered"), GRPO)
+    assert problem.what.startswith("asks for GRPO, recipe.yaml:") and problem.fix.endswith("take a GRPO recipe")
 
 
 def test_the_variable_of_the_objective_alone_chooses_nothing(read: Callable[..., Recipe]) -> None:
@@ -240,3 +267,23 @@ def test_a_resumed_run_keeps_its_task(
     assert "a resumed run goes on as it began" in capsys.readouterr().err
     assert cli.main([*resume, "--use_vllm", "false"]) == 0
     assert f"({task}, src/mine.py)" in capsys.readouterr().out
+
+
+@on_cpu
+def test_the_last_run_is_resumed_with_keys_that_its_own_recipe_reads(
+    nothing_set: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = new_run(tmp_path / "runs", "mine", "stamp", Resources("cpu", (), 2, None))
+    assert run is not None
+    (run.folder / "recipe.yaml").write_text(read_recipe(SMOKE / "maxent.yaml").as_yaml())
+    write_json(run.folder / "plan.json", {"task": "maxent", "entry": "src/maxent-grpo.py"})
+    resume = ["launch", "--resume", "last", "--allow-changed-code", "--dry-run"]
+    assert cli.main([*resume, "--maxent_tau", "0.3"]) == 0
+    assert "objective  tempered, tau 0.3" in capsys.readouterr().out
+    monkeypatch.setenv("MAXENT_TAU", "0.4")
+    assert cli.main(resume) == 0
+    assert "objective  tempered, tau 0.4" in capsys.readouterr().out
+    assert cli.main([*resume, "--maxent_utilty", "advantage"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "grpo: --maxent_utilty: unknown key 'maxent_utilty'. Fix: write 'maxent_utility'"
+    ]

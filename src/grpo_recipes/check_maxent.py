@@ -104,9 +104,13 @@ def tau_controller(recipe: Recipe) -> list[Problem]:
 
 
 def _reachable(recipe: Recipe, key: str) -> list[Problem]:
-    """A target above that of equal weights cannot be reached."""
+    """A target above that of equal weights cannot be reached, nor one that tau 0 has."""
     group = recipe["num_generations"]
-    most, name = (group, "num_generations") if key.endswith("rollouts") else (math.log(group), "log(num_generations)")
+    of_rollouts = key.endswith("rollouts")
+    least, most, name = (1, group, "num_generations") if of_rollouts else (0, math.log(group), "log(num_generations)")
+    if recipe[key] <= least:
+        what = f"{key} {recipe[key]:g} is that of all weight on one completion, which no tau above 0 has"
+        return [Problem(recipe.place(key), what, f"write more than {least}")]
     if recipe[key] <= most:
         return []
     what = f"{key} {recipe[key]:g} is more than {name} ({most:g}), that of equal weights"
@@ -148,10 +152,10 @@ def kl_controller(recipe: Recipe) -> list[Problem]:
 
 
 def synced_reference(recipe: Recipe) -> list[Problem]:
-    """``sync_ref_model`` where no reference is built."""
+    """``sync_ref_model`` where no reference is built; that of LoRA is no copy, which ``check_lora`` tells."""
     objective = _objective(recipe)
     of_target = objective is not None and objective.targets_q and recipe["maxent_beta"] > 0
-    if not recipe["sync_ref_model"] or recipe["beta"] > 0 or of_target:
+    if not recipe["sync_ref_model"] or recipe["use_peft"] or recipe["beta"] > 0 or of_target:
         return []
     names = "beta and maxent_beta are" if objective is not None and objective.targets_q else "beta is"
     what = f"sync_ref_model has no reference to sync: {names} 0"

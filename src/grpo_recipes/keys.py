@@ -250,7 +250,9 @@ def catalogue_trl() -> str:
 
 
 def nearest(name: str) -> str | None:
-    """The catalogue's key most like ``name``, or None when nothing is close."""
+    """The catalogue's key most like ``name``, or that a variable ``name`` stands for; None when nothing is close."""
+    if name.upper() in ENVIRONMENT_KEYS:
+        return ENVIRONMENT_KEYS[name.upper()]
     begun = [key for key in catalogue() if key.startswith(name)]
     return begun[0] if len(begun) == 1 else nearest_of(name, [*catalogue(), *OBSOLETE_KEYS])
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from grpo_recipes.errors import Problem, refuse
+from grpo_recipes.errors import Problem, Refused, refuse
 from grpo_recipes.keys import ENVIRONMENT_KEYS
 from grpo_recipes.objectives import DEFAULT_OBJECTIVE
 from grpo_recipes.paths import home
@@ -50,12 +50,18 @@ def asked_task(environment: Mapping[str, str], option: str | None = None) -> Ask
     if not (home() / ENTRIES[GRPO]).is_file():
         raise refuse("GRPO_HOME", f"there is no repository in {home()}", "unset GRPO_HOME, or name the repository")
     switch, entry = environment.get("MAXENT", ""), environment.get("TRAIN_ENTRYPOINT") or None
+    problems = []
     if switch.lower() not in _SWITCH:
-        raise refuse("MAXENT", f"is '{switch}'", "write MAXENT=1 for MaxEnt-GRPO, MAXENT=0 for GRPO, or unset it")
+        fix = "write MAXENT=1 for MaxEnt-GRPO, MAXENT=0 for GRPO, or unset it"
+        problems.append(Problem("MAXENT", f"is '{switch}'", fix))
     if entry and not (home() / entry).is_file():
-        raise refuse("TRAIN_ENTRYPOINT", f"there is no entry script {entry}", f"use {', '.join(ENTRIES.values())}")
-    scripts = {script: task for task, script in ENTRIES.items()}
-    answers = [("--task", option), ("MAXENT", _SWITCH[switch.lower()]), ("TRAIN_ENTRYPOINT", scripts.get(entry or ""))]
+        fix = f"use {', '.join(ENTRIES.values())}"
+        problems.append(Problem("TRAIN_ENTRYPOINT", f"there is no entry script {entry}", fix))
+    if problems:
+        raise Refused(*problems)
+    own = _task_of_script(entry)
+    entry = ENTRIES[own] if own else entry
+    answers = [("--task", option), ("MAXENT", _SWITCH[switch.lower()]), ("TRAIN_ENTRYPOINT", own)]
     given = [(source, task) for source, task in answers if task]
     for source, task in given[1:]:
         first, wanted = given[0]
@@ -63,6 +69,12 @@ def asked_task(environment: Mapping[str, str], option: str | None = None) -> Ask
             written = f"'{entry if source == 'TRAIN_ENTRYPOINT' else switch}' contradicts {first} ({wanted})"
             raise refuse(source, written, "unset one of the two")
     return Asked(given[0][1], given[0][0], entry) if given else Asked(entry=entry)
+
+
+def _task_of_script(entry: str | None) -> str | None:
+    """The task of an entry script of ours, however its path is written; None of another."""
+    scripts = {(home() / script).resolve(): task for task, script in ENTRIES.items()}
+    return scripts.get((home() / entry).resolve()) if entry else None
 
 
 def task_of(recipe: Recipe) -> str:
@@ -85,11 +97,11 @@ def with_task(recipe: Recipe, asked: Asked) -> tuple[Recipe, list[Problem]]:
         settled = {**recipe.values, "maxent_objective": replace(objective, origin=asked.source)}
         return replace(recipe, values=settled), []
     if asked.task == GRPO and recipe.given("maxent_objective"):
-        what = f"asks for GRPO, {objective.origin} for MaxEnt-GRPO (maxent_objective)"
-        where = objective.origin
+        where = objective.over or objective.origin
+        what = f"asks for GRPO, {where} for MaxEnt-GRPO (maxent_objective)"
         other = f"leave out {where}" if where.startswith("--") or where in ENVIRONMENT_KEYS else "take a GRPO recipe"
         return recipe, [Problem(asked.source, what, f"leave out {asked.source}, or {other}")]
-    if asked.task is None and objective.origin in ENVIRONMENT_KEYS:
+    if asked.task is None and objective.origin in ENVIRONMENT_KEYS and not objective.over:
         # A variable of the shell is there for every run: alone it does not choose the algorithm.
         what, fix = "changes nothing in a GRPO run", f"set MAXENT=1 too, or unset {objective.origin}"
         settled = {**recipe.values, "maxent_objective": Value(DEFAULT_OBJECTIVE, DEFAULT_ORIGIN)}

@@ -159,6 +159,13 @@ def test_tau_stays_within_its_limits(changes, tau):
     assert controller.tau == tau
 
 
+@pytest.mark.parametrize(("entropy", "tau"), [(0.1, 5.0), (2.5, 0.15)])
+def test_a_step_of_any_size_ends_at_the_limit(entropy, tau):
+    controller = tau_controller(lr=1e6, minimum=0.15, maximum=5.0)
+    controller.update(entropy, NAN)
+    assert controller.tau == tau
+
+
 def test_warmup_measures_and_does_not_move():
     controller, other = tau_controller(warmup_steps=2), tau_controller()
     taus = []

@@ -29,9 +29,10 @@ def test_it_needs_one_edit_to_be_right(folder, capsys):
     assert cli.main(["check", "my.yaml"]) == 0
 
 
-def test_it_copies_a_recipe_with_a_schema_that_is_found(folder):
-    source = home() / "recipes/Qwen3-4B/grpo/config_math.yaml"
-    assert cli.main(["new", "my.yaml", "--from", "recipes/Qwen3-4B/grpo/config_math.yaml"]) == 0
+@pytest.mark.parametrize("name", ["grpo/config_math.yaml", "maxent/config_math_listwise.yaml"])
+def test_it_copies_a_recipe_with_a_schema_that_is_found(folder, name):
+    source = home() / "recipes/Qwen3-4B" / name
+    assert cli.main(["new", "my.yaml", "--from", f"recipes/Qwen3-4B/{name}"]) == 0
     assert yaml.safe_load((folder / "my.yaml").read_text()) == yaml.safe_load(source.read_text())
     assert (folder / "my.yaml").read_text().count("yaml-language-server") == 1
     assert schema_note(folder / "my.yaml") is None

@@ -43,7 +43,7 @@ RUN_HERE = {
     "grpo plan recipes/Qwen2.5-7B-Instruct/grpo/config_math.yaml --gpus 8 --nodes 2",
     "grpo check recipes/Qwen2.5-1.5B-Instruct/maxent/config_math.yaml",
     "grpo check recipes/Qwen2.5-1.5B-Instruct/maxent/config_math_listwise.yaml",
-    "grpo plan recipes/Qwen2.5-1.5B-Instruct/maxent/config_math_weighted_mle.yaml --gpus 8",
+    "grpo plan recipes/Qwen3-4B/maxent/config_math_weighted_mle.yaml --gpus 8",
     "MAXENT=1 grpo plan",
     "MAXENT=1 MAXENT_TAU=inf grpo check",
     "grpo plan recipes/Qwen2.5-1.5B-Instruct/maxent/config_math_listwise.yaml --gpus 8",
@@ -64,6 +64,9 @@ COVERED = {
     "grpo plan my.yaml --gpus 8": _AUTHOR,
     "grpo launch my.yaml": _AUTHOR,
     "grpo new my.yaml --from recipes/Qwen3-4B/grpo/config_math.yaml": (
+        "tests/commands/test_new.py::test_it_copies_a_recipe_with_a_schema_that_is_found"
+    ),
+    "grpo new my.yaml --from recipes/Qwen3-4B/maxent/config_math_listwise.yaml": (
         "tests/commands/test_new.py::test_it_copies_a_recipe_with_a_schema_that_is_found"
     ),
     "bash training.sh": "tests/e2e/test_smoke_run.py::test_training_sh_trains_the_smoke_recipe",

@@ -249,6 +249,28 @@ def test_metrics_of_weights_are_those_of_the_groups(tmp_path: Path, model: str) 
         assert trainer._metrics["train"][f"maxent/{name}"] == [pytest.approx(float(value), rel=1e-5)], name
 
 
+def test_an_accuracy_reward_without_a_verdict_calls_nothing_wrong(tmp_path: Path, model: str) -> None:
+    def math_verify(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+        """Cannot read the reference answer of the first group, and of the last completion of the second."""
+        rows = range(len(completion_ids))
+        return [None if row < GROUP or row == 2 * GROUP - 1 else float(row == GROUP) for row in rows]
+
+    def taste(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [row / 10 for row in range(len(completion_ids))]
+
+    trainer = make_trainer(tmp_path, model, rewards=(math_verify, taste), maxent_tau=2.0)
+    advantages = generation(trainer)["advantages"].view(-1, GROUP)
+    assert advantages.abs().min() > 0  # all of them learn
+    rewards = torch.arange(2 * GROUP, dtype=torch.float64)[GROUP:] / 10
+    rewards[0] += 1.0
+    weights = ((rewards - rewards.mean()) / 2.0).softmax(0)
+    metrics = trainer._metrics["train"]
+    assert metrics["maxent/incorrect_mass"] == [pytest.approx(weights[1:3].sum().item(), rel=1e-5)]
+    assert metrics["maxent/target_ratio"] == [pytest.approx((weights[0] / weights[1:3].mean()).item(), rel=1e-5)]
+    (wrong, pushed) = trainer._on_wrong[0]
+    assert wrong == 0.0 < pushed
+
+
 def test_groups_that_tell_nothing_leave_no_metric_of_right_and_wrong(tmp_path: Path, model: str) -> None:
     trainer = make_trainer(tmp_path, model, rewards=(lambda completions, **_: [0.5] * len(completions),))
     generation(trainer)

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field
 
 EMA_DECAY = 0.9
+_MOST = 700.0  # nats; exp of more is no float
 
 
 @dataclass
@@ -111,7 +112,8 @@ class TauController:
             error = self.target_entropy - self._mean
         else:
             error = math.log(self.target_eff_rollouts) - math.log(self._mean)
-        self.tau = min(self.maximum, max(self.minimum, self.tau * math.exp(self.lr * error)))
+        factor = math.exp(min(self.lr * error, _MOST))
+        self.tau = min(self.maximum, max(self.minimum, self.tau * factor))
 
     def state_dict(self) -> dict[str, float | int | None]:
         """What a checkpoint keeps."""

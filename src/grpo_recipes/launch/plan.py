@@ -207,8 +207,6 @@ def make_plan(
     used = trainer_gpus[: batch.world_size]
     ports = ports or plan_ports(recipe, resources.job)
     bridge, why = _bridge(recipe, resources, mode)
-    model = _model_path(recipe, environment, sources)
-    dataset = _smoke_path(recipe["dataset_name"] or "", "train.jsonl", environment) or None
     plan = Plan(
         recipe=str(recipe.path),
         task=task_of(recipe),
@@ -218,8 +216,8 @@ def make_plan(
         mode=mode,
         bridge=bridge,
         why_bridge=why,
-        model=model,
-        dataset=dataset,
+        model=_model_path(recipe, environment, sources),
+        dataset=_smoke_path(recipe["dataset_name"] or "", "train.jsonl", environment) or None,
         eval_dataset=_smoke_path(recipe["eval_dataset_name"] or "", "test.jsonl", environment) or None,
         batch=batch,
         eval_batch=derive_eval_batch(recipe, batch),
@@ -230,17 +228,20 @@ def make_plan(
         dtype=recipe["dtype"],
         smoke=recipe["model_name_or_path"].startswith(SMOKE_SCHEME),
         threads=max(1, (resources.cores - 1) // batch.world_size) if resources.flavour == "cpu" else 1,
-        notes=[
-            *recipe.notes,
-            *_notes(resources, batch, trainers, server_gpus, used),
-            *(sources.notes() if sources else []),
-        ],
+        notes=[*recipe.notes, *_notes(resources, batch, trainers, server_gpus, used)],
     )
     processes = [_trainer(recipe, plan, environment, names, used)]
     if mode == "server":
         processes.insert(0, _server(recipe, plan, environment, names, server_gpus))
-    offline = sources.offline_variables(environment) if sources else {}
-    return replace(plan, processes=[replace(one, environment={**one.environment, **offline}) for one in processes])
+    plan = replace(plan, processes=processes)
+    return _offline(plan, sources, environment) if sources else plan
+
+
+def _offline(plan: Plan, sources: Sources, environment: Mapping[str, str]) -> Plan:
+    """The plan with what was found of the sources: notes, and variables that keep its processes from the hub."""
+    offline = sources.offline_variables(environment)
+    processes = [replace(one, environment={**one.environment, **offline}) for one in plan.processes]
+    return replace(plan, processes=processes, notes=[*plan.notes, *sources.notes()])
 
 
 def _weighting(recipe: Recipe) -> Weighting | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_recipes.check import SMOKE_SCHEME, checked_recipe
-from grpo_recipes.errors import EXIT_STOPPED, refuse
+from grpo_recipes.errors import EXIT_STOPPED, Refused, refuse
 from grpo_recipes.evaluate.pass_at_k import result_line
 from grpo_recipes.fetch.pieces import smoke_command
 from grpo_recipes.fetch.preflight import need_sources
@@ -59,7 +59,7 @@ from grpo_recipes.launch.supervisor import Child, Ending, shell_code, tail, wait
 from grpo_recipes.paths import shown
 from grpo_recipes.publish.preflight import need_target
 from grpo_recipes.publish.publisher import Publisher, hand_over, make_publisher
-from grpo_recipes.recipe import Recipe, read_frozen
+from grpo_recipes.recipe import Recipe, merge_recipe, read_frozen
 from grpo_recipes.report.single import report_line
 from grpo_recipes.rewards.load import keep_rewards
 from grpo_recipes.secrets import masked, masked_environment
@@ -183,13 +183,19 @@ def _settle(options: Options, resources: Resources) -> tuple[Run | None, Recipe,
         raise refuse("--resume", "a resumed run goes on with its own recipe", "leave the recipe out")
     if options.resume in (None, "last"):
         path = choose_recipe(options.recipe, os.environ, asked.task or GRPO, resources.flavour)
+    if options.resume is None:
         recipe = checked_recipe(path, options.flags, os.environ, asked)
         pointer = _job_pointer(resources, recipe)
         requeued = resources.job is not None and resources.job.restarts > 0 and pointer.is_file()
-        if options.resume is None and not requeued:
+        if not requeued:
             return None, recipe, entry_of(recipe, asked)
-        which = options.resume or pointer.read_text().strip()
-        run = find_run(_run_root(recipe), which)
+        run = find_run(_run_root(recipe), pointer.read_text().strip())
+    elif options.resume == "last":
+        # Flags are for the run's own recipe, with which they are checked: run_root alone is asked of this one.
+        recipe, problems = merge_recipe(path, options.flags, os.environ)
+        if "run_root" in recipe.broken:
+            raise Refused(*problems)
+        run = find_run(_run_root(recipe), "last")
     else:
         run = find_run(Path(), options.resume)
     changed = changed_code(run)

@@ -6,7 +6,7 @@ Precedence: flag > environment variable > YAML > default. The trainer gets the r
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,17 @@ _HARMLESS_FLAGS = {"overwrite_output_dir": False}
 
 @dataclass(frozen=True)
 class Value:
-    """A value and where it came from: ``file:line``, ``--flag``, a variable's name, or ``default``."""
+    """A value and where it came from.
+
+    Attributes:
+        value: as the catalogue's type.
+        origin: ``file:line``, ``--flag``, a variable's name, or ``default``.
+        over: ``file:line`` of the recipe's value that a flag or a variable overrides, else empty.
+    """
 
     value: Any
     origin: str
+    over: str = ""
 
 
 class BrokenKey(Exception):
@@ -129,7 +136,7 @@ def merge_recipe(
         value, found = (None, [problem]) if problem else typed(key, catalogue()[key], raw)
         problems += found
         if key in values:
-            values[key] = Value(value, raw.origin)
+            values[key] = Value(value, raw.origin, raw.over)
             broken |= {key} if found else set()
     return Recipe(path, values, notes, frozenset(broken)), in_order(problems)
 
@@ -148,13 +155,16 @@ def _layered(
     path: Path, flags: Iterable[str], environment: Mapping[str, str], problems: list[Problem], notes: list[str]
 ) -> dict[str, Raw]:
     """What the user gave for each key: files from the last base on, then environment, then flags."""
-    layers = [list(file.items()) for file in read_document(path, problems)]
-    variables = ((name, key) for name, key in ENVIRONMENT_KEYS.items() if environment.get(name))
-    layers.append([(key, Raw(environment[name], name, from_text=True)) for name, key in variables])
-    layers.append([(key, Raw(text, f"--{key}", from_text=True)) for key, text in read_flags(flags, problems)])
     given: dict[str, Raw] = {}
+    for file in read_document(path, problems):
+        given |= _canonical(list(file.items()), problems, notes)
+    places = {key: raw.origin for key, raw in given.items()}
+    variables = ((name, key) for name, key in ENVIRONMENT_KEYS.items() if environment.get(name))
+    layers = [[(key, Raw(environment[name], name, from_text=True)) for name, key in variables]]
+    layers.append([(key, Raw(text, f"--{key}", from_text=True)) for key, text in read_flags(flags, problems)])
     for layer in layers:
-        given |= _canonical(layer, problems, notes)
+        texts = _canonical(layer, problems, notes)
+        given |= {key: replace(raw, over=places.get(key, "")) for key, raw in texts.items()}
     return given
 
 

@@ -30,12 +30,14 @@ class Raw:
         origin: ``file:line``, ``--flag`` or a variable's name.
         from_text: whether it is a text of the command line or the environment, which has no types.
         lines: where the parts of a nested value stand, by their path below the key.
+        over: ``file:line`` of what this overrides in the recipe, else empty.
     """
 
     value: Any
     origin: str
     from_text: bool = False
     lines: Mapping[Path, str] = field(default_factory=dict)
+    over: str = ""
 
 
 def typed(key: str, entry: Entry, raw: Raw) -> tuple[Any, list[Problem]]:

@@ -21,6 +21,7 @@ from grpo_recipes.trainers.evaluation import Evaluation
 from grpo_recipes.trainers.exact_resume import ExactResume
 from grpo_recipes.trainers.lora import merged_parameters, refuse_shards
 from grpo_recipes.trainers.metrics import MetricsRows
+from grpo_recipes.trainers.reference import SyncedReference
 from grpo_recipes.trainers.samples import SampledTexts
 from grpo_recipes.trainers.scoring import Scoring
 from grpo_recipes.trainers.weighing import Weighing
@@ -36,6 +37,7 @@ class GRPOTrainer(
     Scoring,
     MetricsRows,
     Controllers,
+    SyncedReference,
     CompleteCheckpoints,
     ExactResume,
     trl.GRPOTrainer,

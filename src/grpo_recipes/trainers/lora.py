@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 import trl
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from grpo_recipes.configs import ModelConfig
 from grpo_recipes.errors import refuse
+from grpo_recipes.trainers.rank import shards_weights
 
 _ALL_LINEAR = "all-linear"
 
@@ -101,8 +102,7 @@ def refuse_shards(accelerator: Accelerator) -> None:
     Raises:
         ValueError: no process holds whole weights (ZeRO-3, FSDP), so none can merge the adapter into them.
     """
-    plugin = accelerator.state.deepspeed_plugin
-    if accelerator.distributed_type == DistributedType.FSDP or (plugin is not None and plugin.zero_stage == 3):
+    if shards_weights(accelerator):
         raise ValueError(
             "a LoRA run with ZeRO-3 or FSDP has not been shown to work; name another file in CONFIG_FILE, or unset it "
             "and write accelerator: ddp or zero2"

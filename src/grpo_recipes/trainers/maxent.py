@@ -44,8 +44,8 @@ class Groups:
         rewards_PG: weighted sums; NaN has no verdict.
         lengths_PG: tokens in the loss; 0 for a completion that ``mask_truncated_completions`` leaves out.
         learns_PG: whether the completion has a verdict and a token in the loss: the others get no weight.
-        right_PG: whether the answer is right.
-        contrast_P: whether right and wrong are known in the group.
+        judged_PG: whether the answer is known to be right or wrong.
+        right_PG: whether it is right.
         ref_logps_PG: summed log-probs under the reference, None where the objective reads none.
         policy_logps_PG: the same under the policy that the update starts from.
     """
@@ -53,15 +53,15 @@ class Groups:
     rewards_PG: torch.Tensor
     lengths_PG: torch.Tensor
     learns_PG: torch.Tensor
+    judged_PG: torch.Tensor
     right_PG: torch.Tensor
-    contrast_P: torch.Tensor
     ref_logps_PG: torch.Tensor | None
     policy_logps_PG: torch.Tensor | None
 
     @property
     def wrong_PG(self) -> torch.Tensor:
-        """The completions that learn and are not right."""
-        return self.learns_PG & ~self.right_PG
+        """The completions that learn and are known not to be right."""
+        return self.learns_PG & self.judged_PG & ~self.right_PG
 
 
 class MaxEntGRPOTrainer(GRPOTrainer):
@@ -149,9 +149,9 @@ class MaxEntGRPOTrainer(GRPOTrainer):
 
         rewards_PG = self._summed_rewards().double().view(-1, self.num_generations)
         learns_PG = ~rewards_PG.isnan() & (of["lengths"] > 0)
-        right_PG, contrast_P = self._right(rewards_PG)
+        judged_PG, right_PG = self._judged(rewards_PG)
         return Groups(
-            rewards_PG, of["lengths"], learns_PG, right_PG & learns_PG, contrast_P, of.get("ref"), of.get("policy")
+            rewards_PG, of["lengths"], learns_PG, judged_PG, right_PG & learns_PG, of.get("ref"), of.get("policy")
         )
 
     def _summed_rewards(self) -> torch.Tensor:
@@ -159,18 +159,19 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         rewards_B = (self._rewards_BR * self.reward_weights.to(self._rewards_BR.device)).nansum(dim=1)
         return rewards_B.masked_fill(self._rewards_BR.isnan().all(dim=1), torch.nan)
 
-    def _right(self, rewards_PG: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which answers are right (P, G), and in which groups that is known (P,).
+    def _judged(self, rewards_PG: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of which answers it is known whether they are right, and which are, both (P, G).
 
-        An accuracy reward says it. Without one an answer is right that is rewarded above its group's mean, and a group
-        of equal rewards tells nothing.
+        An accuracy reward says it, unless it gave no verdict. Without one an answer is right that is rewarded above its
+        group's mean, and a group of equal rewards tells nothing.
         """
         columns = [place for place, name in enumerate(self.reward_func_names) if name in ACCURACY]
         if columns:
-            right_B = (self._rewards_BR[:, columns] >= _RIGHT).any(dim=1)
-            return right_B.view_as(rewards_PG), torch.ones_like(rewards_PG[:, 0], dtype=torch.bool)
+            accuracies_BR = self._rewards_BR[:, columns]
+            judged_B, right_B = ~accuracies_BR.isnan().all(dim=1), (accuracies_BR >= _RIGHT).any(dim=1)
+            return judged_B.view_as(rewards_PG), right_B.view_as(rewards_PG)
         right_PG = centred(rewards_PG) > 1e-9
-        return right_PG, right_PG.any(dim=1)
+        return right_PG.any(dim=1, keepdim=True).expand_as(right_PG), right_PG
 
     def _weights(self, groups: Groups) -> torch.Tensor:
         """The objective's weights (P, G): of each group they sum to 1 over the completions that learn."""
@@ -218,7 +219,7 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         metrics["maxent/weight_entropy_min"].append(entropy_P.min().item())
         metrics["maxent/weight_entropy_max"].append(entropy_P.max().item())
         metrics["maxent/eff_rollouts"].append(eff_rollouts)
-        mass_P = incorrect_mass(weights_PG, groups.wrong_PG)[groups.contrast_P]
+        mass_P = incorrect_mass(weights_PG, groups.wrong_PG)[groups.judged_PG.any(dim=1)]
         known = {
             "maxent/incorrect_mass": mass_P.nanmean().item(),
             "maxent/target_ratio": _target_ratio(weights_PG, groups).item(),
@@ -229,9 +230,8 @@ class MaxEntGRPOTrainer(GRPOTrainer):
 
     def _watch(self, groups: Groups, advantages_PG: torch.Tensor) -> None:
         """Say once when most of what is reinforced is wrong."""
-        pushed_PG = advantages_PG.clamp(min=0)[groups.contrast_P]
-        wrong_PG = groups.wrong_PG[groups.contrast_P]
-        self._on_wrong.append((pushed_PG[wrong_PG].sum().item(), pushed_PG.sum().item()))
+        pushed_PG = advantages_PG.clamp(min=0)
+        self._on_wrong.append((pushed_PG[groups.wrong_PG].sum().item(), pushed_PG[groups.judged_PG].sum().item()))
         on_wrong, pushed = (sum(column) for column in zip(*self._on_wrong, strict=True))
         full = len(self._on_wrong) == _WARN_AFTER
         if self._warned or not full or on_wrong <= _WARN_SHARE * pushed:

@@ -130,6 +130,12 @@ def check_sharing(folder: Path, distributed_type: str, dtype: str) -> None:
         raise RuntimeError(f"planned weights in {plan['dtype']}, the model has them in {dtype}")
 
 
+def shards_weights(accelerator: Any) -> bool:
+    """Whether no process holds whole weights: ZeRO-3, FSDP."""
+    plugin = accelerator.state.deepspeed_plugin
+    return accelerator.distributed_type.name == "FSDP" or (plugin is not None and plugin.zero_stage == 3)
+
+
 def allow_fsdp_on_cpu() -> None:
     """Let FSDP shard over CPU processes, as it does over GPUs.
 

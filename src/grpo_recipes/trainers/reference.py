@@ -1,0 +1,48 @@
+"""A reference model that moves (``sync_ref_model``): kept in checkpoints, which TRL does not do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from grpo_recipes.trainers.rank import shards_weights
+
+
+class SyncedReference:
+    """Mixin before TRL's trainer: with ``sync_ref_model``, saves the reference and goes on from it.
+
+    TRL builds the reference from the initial model in every process that starts, a resumed one included. Without
+    ``sync_ref_model`` that is what it is.
+    """
+
+    def _reference_file(self, folder: str) -> Path:
+        """This rank's where each holds a part, else rank 0's."""
+        rank = self.args.process_index if shards_weights(self.accelerator) else 0
+        return Path(folder) / f"reference_{rank}.pt"
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        writes = shards_weights(self.accelerator) or self.accelerator.is_main_process
+        if self.args.sync_ref_model and writes:
+            held = [_held(parameter) for parameter in self.ref_model.parameters()]
+            torch.save(held, self._reference_file(output_dir))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """TRL's, and the reference; called on every resume."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None or not self.args.sync_ref_model:
+            return
+        path = self._reference_file(checkpoint)
+        if not path.exists():
+            raise FileNotFoundError(f"{path} is missing: sync_ref_model was not on when the checkpoint was made")
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        for parameter, value in zip(self.ref_model.parameters(), saved, strict=True):
+            _held(parameter).copy_(value)
+
+
+def _held(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """What this process holds of a parameter, not a copy."""
+    held = getattr(parameter, "ds_tensor", parameter).detach()  # ZeRO-3 keeps its part there
+    return held.to_local() if isinstance(held, DTensor) else held
