@@ -120,14 +120,15 @@ def _reachable(recipe: Recipe, key: str) -> list[Problem]:
 def _start(recipe: Recipe, tau: float) -> list[Problem]:
     """Where the controller starts, and between what it moves."""
     low, high = recipe["maxent_tau_min"], recipe["maxent_tau_max"]
+    problems = []
     if low > high:
         what = f"maxent_tau_min {low:g} is above maxent_tau_max {high:g}"
-        return [Problem(recipe.place("maxent_tau_min"), what, "swap the two")]
+        problems.append(Problem(recipe.place("maxent_tau_min"), what, "swap the two"))
     if tau == 0 or math.isinf(tau):
-        what = f"the controller multiplies tau, which stays {tau:g}"
-        return [Problem(recipe.place("maxent_tau"), what, "write a maxent_tau above 0 and below .inf, e.g. 0.2")]
-    if low <= tau <= high:
-        return []
+        what, fix = f"the controller multiplies tau, which stays {tau:g}", "write a maxent_tau above 0 and below .inf"
+        problems.append(Problem(recipe.place("maxent_tau"), what, f"{fix}, e.g. 0.2"))
+    if problems or low <= tau <= high:
+        return problems
     key = "maxent_tau_min" if tau < low else "maxent_tau_max"
     place = next((name for name in ("maxent_tau", key) if recipe.given(name)), key)
     what = f"tau starts at {tau:g}, outside of maxent_tau_min {low:g} and maxent_tau_max {high:g}"

@@ -196,8 +196,7 @@ def make_plan(
     Raises:
         Refused: the recipe contradicts itself, the environment, or the resources.
     """
-    problems = check(recipe, environment)
-    if problems:
+    if problems := check(recipe, environment):
         raise Refused(*problems)
     _one_node(resources)
     mode = _mode(recipe, resources)
@@ -230,10 +229,8 @@ def make_plan(
         threads=max(1, (resources.cores - 1) // batch.world_size) if resources.flavour == "cpu" else 1,
         notes=[*recipe.notes, *_notes(resources, batch, trainers, server_gpus, used)],
     )
-    processes = [_trainer(recipe, plan, environment, names, used)]
-    if mode == "server":
-        processes.insert(0, _server(recipe, plan, environment, names, server_gpus))
-    plan = replace(plan, processes=processes)
+    server = [_server(recipe, plan, environment, names, server_gpus)] if mode == "server" else []
+    plan = replace(plan, processes=[*server, _trainer(recipe, plan, environment, names, used)])
     return _offline(plan, sources, environment) if sources else plan
 
 

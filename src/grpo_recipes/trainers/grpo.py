@@ -21,7 +21,7 @@ from grpo_recipes.trainers.evaluation import Evaluation
 from grpo_recipes.trainers.exact_resume import ExactResume
 from grpo_recipes.trainers.lora import merged_parameters, refuse_shards
 from grpo_recipes.trainers.metrics import MetricsRows
-from grpo_recipes.trainers.reference import SyncedReference
+from grpo_recipes.trainers.reference import SyncedReference, loaded_by_every_rank
 from grpo_recipes.trainers.samples import SampledTexts
 from grpo_recipes.trainers.scoring import Scoring
 from grpo_recipes.trainers.weighing import Weighing
@@ -55,7 +55,7 @@ class GRPOTrainer(
     _unproven = False
 
     def __init__(self, *, args: GRPOConfig, run_dir: Path, **kwargs: Any):
-        with self._bridge(args):
+        with self._bridge(args), loaded_by_every_rank(args):
             super().__init__(args=args, run_dir=run_dir, **kwargs)
         if is_peft_model(self.model):
             refuse_shards(self.accelerator)

@@ -1,13 +1,37 @@
-"""A reference model that moves (``sync_ref_model``): kept in checkpoints, which TRL does not do."""
+"""The reference model: whole under FSDP, and in checkpoints where it moves (``sync_ref_model``)."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from grpo_recipes.configs import GRPOConfig
 from grpo_recipes.trainers.rank import shards_weights
+
+_RANK_0_LOADS = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+
+
+@contextmanager
+def loaded_by_every_rank(args: GRPOConfig) -> Iterator[None]:
+    """Let every rank read the weights while TRL builds a reference under FSDP.
+
+    With efficient loading rank 0 alone reads them. accelerate then sends them to the others for the policy; under FSDP2
+    nobody does for the reference, and the other ranks' parts of it stay zero.
+    """
+    before = os.environ.get(_RANK_0_LOADS)
+    if before is None or args.beta == 0.0:
+        yield
+        return
+    os.environ[_RANK_0_LOADS] = "false"
+    try:
+        yield
+    finally:
+        os.environ[_RANK_0_LOADS] = before
 
 
 class SyncedReference:

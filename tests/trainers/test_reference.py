@@ -1,0 +1,80 @@
+"""The reference is the initial model on every process; one that moves is what a resumed run goes on from."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+
+from grpo_recipes.trainers.grpo import GRPOTrainer
+from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
+
+from .fixed_completions import make_trainer
+from .test_controllers import train
+
+ROOT = Path(__file__).resolve().parents[2]
+SYNCED = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
+TARGET = {"maxent_objective": "listwise", "maxent_beta": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"), [(GRPOTrainer, {"beta": 0.5}), (MaxEntGRPOTrainer, TARGET)], ids=["loss", "target"]
+)
+def test_a_resumed_run_equals_the_uninterrupted_one(
+    tmp_path: Path, model: str, kind: type[GRPOTrainer], keys: dict[str, Any]
+) -> None:
+    keys = {**keys, **SYNCED}
+    expected_rows, whole = train(tmp_path / "whole", model, kind, keys, steps=4)
+    train(tmp_path / "run", model, kind, keys, stop_at=3, steps=4)
+    rows, resumed = train(tmp_path / "run", model, kind, keys, steps=4)
+    assert rows == expected_rows
+    for one, other in ((resumed.model, whole.model), (resumed.ref_model, whole.ref_model)):
+        for mine, expected in zip(one.parameters(), other.parameters(), strict=True):
+            assert torch.equal(mine, expected)
+    initial = make_trainer(tmp_path / "new", model, GRPOTrainer).model
+    assert not torch.equal(whole.ref_model.lm_head.weight, initial.lm_head.weight)  # it has moved
+
+
+def test_a_checkpoint_without_the_reference_is_named(tmp_path: Path, model: str) -> None:
+    train(tmp_path / "run", model, GRPOTrainer, {"beta": 0.5}, stop_at=2)
+    with pytest.raises(FileNotFoundError, match=r"checkpoint-2/reference_0\.pt is missing"):
+        train(tmp_path / "run", model, GRPOTrainer, {"beta": 0.5, **SYNCED})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accelerator", ["zero3", "fsdp2"])
+def test_every_process_holds_its_part_of_the_initial_model(model: str, accelerator: str) -> None:
+    config = Path(trl.__file__).parent / "accelerate_configs" / f"{accelerator}.yaml"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), "--num_processes", "2"]
+    done = subprocess.run(
+        [*command, "--mixed_precision", "no", "-m", "tests.trainers.sharded_reference", model],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)},
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("the reference is the initial model") == 2
+
+
+@pytest.mark.parametrize(
+    ("keys", "read_by_all"), [({"beta": 0.1}, True), (TARGET, True), ({"maxent_objective": "listwise"}, False)]
+)
+def test_every_process_reads_the_weights_where_there_is_a_reference(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], read_by_all: bool
+) -> None:
+    name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+    monkeypatch.setenv(name, "true")
+    seen, stock = set(), trl.trainer.grpo_trainer.create_model_from_path
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        seen.add(os.environ[name])
+        return stock(*args, **kwargs)
+
+    monkeypatch.setattr(trl.trainer.grpo_trainer, "create_model_from_path", watched)
+    make_trainer(tmp_path, model, **keys)
+    assert seen == {"false" if read_by_all else "true"} and os.environ[name] == "true"
