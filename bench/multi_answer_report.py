@@ -62,6 +62,42 @@ def differences(runs: Runs, baseline: str) -> dict[str, Any]:
     return result
 
 
+def p_value(difference: dict[str, Any]) -> float | None:
+    """Two-sided p of a paired difference, Student's t; None without a spread or where it is not paired."""
+    if not difference.get("sd"):
+        return None
+    freedom = difference["runs"] - 1
+    statistic = abs(difference["mean"]) / difference["sd"] * math.sqrt(difference["runs"])
+    # The integral of the density up to the statistic; what is beyond it is the p-value. The sum is the midpoint rule.
+    scale = math.gamma((freedom + 1) / 2) / math.gamma(freedom / 2) / math.sqrt(freedom * math.pi)
+    parts = 20_000
+    step = statistic / parts
+    inside = math.fsum((1 + (step * (k + 0.5)) ** 2 / freedom) ** (-(freedom + 1) / 2) for k in range(parts))
+    return max(0.0, 1 - 2 * scale * step * inside)
+
+
+def clear(tables: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The differences that stay clear of 0 after Bonferroni's correction for all that are made.
+
+    Args:
+        tables: name -> what ``differences`` returned.
+    """
+    every = {
+        f"{name}: {arm}, {part}, {metric}": table[arm][part][metric]
+        for name, table in tables.items()
+        for arm in table
+        for part in PARTS
+        for metric in METRICS
+    }
+    p_values = {name: p_value(one) for name, one in every.items()}
+    level = 0.05 / len(every)
+    return {
+        "comparisons": len(every),
+        "level": level,
+        "clear_of_0": [name for name, p in p_values.items() if p is not None and p < level],
+    }
+
+
 def unpaired(values: Sequence[float], others: Sequence[float]) -> dict[str, Any]:
     """Difference of two means with Welch's 95 % interval."""
     difference = math.fsum(values) / len(values) - math.fsum(others) / len(others)

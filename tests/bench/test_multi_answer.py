@@ -82,6 +82,20 @@ def test_intervals(bench: ModuleType) -> None:
     assert welch["mean"] == -4 and welch["ci"][1] == pytest.approx(-4 + 4.3027 * math.sqrt(5 / 3), abs=1e-4)
 
 
+def test_p_values_and_their_correction(bench: ModuleType) -> None:
+    p_value = bench.report.p_value
+    assert p_value({"mean": 2.3646 / 8**0.5, "sd": 1.0, "runs": 8}) == pytest.approx(0.05, abs=1e-5)
+    assert p_value({"mean": -6.3138 / 2**0.5, "sd": 1.0, "runs": 2}) == pytest.approx(0.1, abs=1e-5)
+    some, none = {"mean": 5.0, "sd": 1.0, "runs": 8}, {"mean": 1.0, "sd": 1.0, "runs": 8}  # p 8e-6 and 0.025
+    table = {
+        arm: {"paired": True} | {part: dict.fromkeys(bench.task.METRICS, one) for part in bench.report.PARTS}
+        for arm, one in (("far", some), ("near", none))
+    }
+    found = bench.report.clear({"minus": table})
+    assert found["comparisons"] == 20 and len(found["clear_of_0"]) == 10
+    assert all(name.startswith("minus: far, ") for name in found["clear_of_0"])
+
+
 def test_differences_are_paired_by_seed(bench: ModuleType) -> None:
     runs = [_run(bench, "GRPO", None, None, seed, 0.8, 0.1 * seed) for seed in (0, 1, 2)]
     runs += [_run(bench, "other", None, None, seed, 0.8, 0.1 * seed + 0.05) for seed in (0, 1, 2)]
@@ -128,7 +142,7 @@ def test_both_commands_in_small(
     result = json.loads(out.read_text())
     assert set(result["baselines"]["held_out"]) >= {"untrained", "best constant", "uniform over the 100 answers"}
     steps = {run["arm"]: [row["step"] for row in run["curve"]] for run in result["runs"]}
-    assert steps == {arm: [0, 2, 4] if "twice" in arm else [0, 2] for arm in steps}
+    assert steps == {arm: [0, 4] if "twice" in arm else [0, 2] for arm in steps}
     if tuning:
         assert result["chosen"]["tau"] == dict.fromkeys(OBJECTIVES, 0.5) and not drawn.exists()
     else:

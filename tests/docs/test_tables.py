@@ -226,6 +226,22 @@ def test_the_table_of_tables_is_that_of_the_raw_results() -> None:
         assert all(cell in ("-", "not reached") for cell in told[len(raw) :]), name
 
 
+@pytest.mark.parametrize(("title", "part"), [("equations trained on", "train"), ("equations held out", "held_out")])
+def test_the_table_of_the_tiny_model_is_the_recorded_one(title: str, part: str) -> None:
+    results = json.loads((REPOSITORY / "bench/results/multi_answer.json").read_text())
+    rows = table_rows(DOCS / "maxent.md", title)
+    assert len(rows) > 12
+    for name, *cells in rows:
+        baseline = results["baselines"][part].get(name)
+        for measure, cell in zip(("mean@8", "pass@8", "distinct@8", "coverage@8", "modes"), cells, strict=True):
+            if baseline is not None:
+                assert cell == (f"{baseline[measure]:.3f}" if measure in baseline else "-"), (name, measure)
+                continue
+            arm = results["summary"][name][part][measure]
+            half = (arm["ci"][1] - arm["ci"][0]) / 2
+            assert cell == f"{arm['mean']:.3f} ± {half:.3f}", (name, measure)
+
+
 def test_commands_and_keys_of_the_refused_list_are_not_accepted() -> None:
     from grpo_recipes.keys import OBSOLETE_KEYS, OWNED_KEYS
 
