@@ -15,12 +15,12 @@ from accelerate import PartialState
 
 from grpo_recipes import smoke
 from grpo_recipes.configs import ScriptArguments
-from grpo_recipes.data import Prompts, load_eval_prompts, load_prompts, prompts
+from grpo_recipes.data import Prompts, load_eval_prompts, load_prompts, rows
 from grpo_recipes.errors import Refused
 
 OPENED: list[str] = []
-read = prompts.open_rows
-prompts.open_rows = lambda source, *rest: (OPENED.append(Path(source).stem), read(source, *rest))[1]
+read = rows.open_rows
+rows.open_rows = lambda source, *rest: (OPENED.append(Path(source).stem), read(source, *rest))[1]
 
 
 def attempt(keys: dict) -> dict:

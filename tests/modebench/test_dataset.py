@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,10 +45,19 @@ def test_the_splits_are_these(task: str, split: str) -> None:
     assert len(rows(task, split, DEFAULTS)) == {"train": 384, "test": 128}[split]
 
 
-@pytest.mark.parametrize("python", ["python3.12", "python3.13"])
-def test_another_python_makes_the_same_rows(python: str) -> None:
-    if shutil.which(python) is None or subprocess.run([python, "-V"], capture_output=True, check=False).returncode:
-        pytest.skip(f"no {python} here")
+def interpreter(version: str) -> str | None:
+    """A Python of that version that answers: on the path, or one of pyenv's."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    found = [shutil.which(f"python{version}"), *map(str, pyenv.glob(f"versions/{version}.*/bin/python"))]
+    answers = (one for one in found if one and not subprocess.run([one, "-V"], capture_output=True).returncode)
+    return next(answers, None)
+
+
+@pytest.mark.parametrize("version", ["3.12", "3.13"])
+def test_another_python_makes_the_same_rows(version: str) -> None:
+    python = interpreter(version)
+    if python is None:
+        pytest.skip(f"no Python {version} here")
     code = (
         "import sys, json, hashlib; sys.path.insert(0, sys.argv[1])\n"
         "from grpo_recipes.modebench.dataset import Settings, rows\n"

@@ -47,7 +47,7 @@ def expected_rewards(output: dict[str, Any]) -> list[float | None]:
 def q_weights(rewards: list[float | None], refs: list[float], keys: dict[str, Any]) -> list[float]:
     """Sections 1.2 and 1.3 of the programme for one group, in plain numbers; no verdict, no weight."""
     temperature, epsilon = keys.get("maxent_q_temperature", 1.0), keys.get("maxent_q_epsilon", 1e-6)
-    tau, beta = keys.get("maxent_tau", 0.2), keys.get("maxent_beta", 0.0)
+    tau, beta = keys["maxent_tau"], keys.get("maxent_beta", 0.0)
     known = [place for place, reward in enumerate(rewards) if reward is not None]
     masses = {place: math.exp(rewards[place] / temperature) for place in known}
     floored = {place: mass / sum(masses.values()) * (1 - epsilon * GROUP) + epsilon for place, mass in masses.items()}
@@ -108,11 +108,23 @@ REFERENCE = {"maxent_beta": 0.7}
 @pytest.mark.parametrize(
     "keys",
     [
-        {"maxent_objective": "weighted_mle", **SUM},
-        {"maxent_objective": "weighted_mle", **SUM, **REFERENCE, "maxent_length_normalize_ref": False},
-        {"maxent_objective": "weighted_mle", **REFERENCE},
-        {"maxent_objective": "listwise", "maxent_q_temperature": 0.3, "maxent_q_epsilon": 0.1, **REFERENCE},
-        {"maxent_objective": "listwise", **SUM},
+        {"maxent_objective": "weighted_mle", "maxent_tau": 0.2, **SUM},
+        {
+            "maxent_objective": "weighted_mle",
+            "maxent_tau": 0.2,
+            **SUM,
+            **REFERENCE,
+            "maxent_length_normalize_ref": False,
+        },
+        {"maxent_objective": "weighted_mle", "maxent_tau": 0.2, **REFERENCE},
+        {
+            "maxent_objective": "listwise",
+            "maxent_tau": 0.2,
+            "maxent_q_temperature": 0.3,
+            "maxent_q_epsilon": 0.1,
+            **REFERENCE,
+        },
+        {"maxent_objective": "listwise", "maxent_tau": 0.2, **SUM},
         {"maxent_objective": "tempered", "maxent_tau": 0.3},
         {"maxent_objective": "tempered", "maxent_tau": 0.0},
         {"maxent_objective": "tempered", "maxent_tau": 0.05, "maxent_utility": "length_scaled"},
