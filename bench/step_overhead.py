@@ -1,13 +1,16 @@
 """What our trainer costs beside bare TRL, what the guard costs, and what MaxEnt costs, measured in turn in one run.
 
     python bench/step_overhead.py [--rounds 10] [--steps 12] [--out bench/results/step_overhead.json]
-    python bench/step_overhead.py --only maxent [--steps 40]
+    python bench/step_overhead.py --only maxent [--rounds 2] [--steps 100]
 
 On the smoke task, A B B A ...: bare TRL and ours with transformers generation; ours through a real vLLM server with and
-without the guard; GRPO with a reference and each MaxEnt objective, again with transformers generation. These have the
-learning rate 0, so that every step of each has the same completions. A step is the time between two step beginnings,
-metrics and logging included. The first two steps of a round are not counted. Ratios are of the two medians of a round;
-the figure is their median. With ``--only`` the other parts of the file stay as they are.
+without the guard. A step is the time between two step beginnings, metrics and logging included. The first two steps of
+a round are not counted. Ratios are of the two medians of a round; the figure is their median.
+
+MaxEnt's difference is smaller than the noise of that, so its part is finer: GRPO with a reference, the same once more,
+and each objective take a step each in turn, in one process, at learning rate 0 and from the same random state, so that
+all have the same completions; a ratio is that of two neighbouring steps. With ``--only`` the other parts of the file
+stay as they are.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +35,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import trl
 from datasets import load_dataset
 from transformers import AutoTokenizer, TrainerCallback
+from turns import step_by_step
 
 from grpo_recipes import smoke
 from grpo_recipes.configs import GRPOConfig
@@ -131,17 +136,22 @@ class Task:
         self, build: Callable[..., trl.GRPOTrainer], args: trl.GRPOConfig, **extra: Any
     ) -> tuple[list[float], Any]:
         times = StepTimes()
-        trainer = build(
+        trainer = self._trainer(build, args, times, **extra)
+        trainer.train()
+        return times.seconds[SKIPPED:], trainer
+
+    def _trainer(
+        self, build: Callable[..., trl.GRPOTrainer], args: trl.GRPOConfig, callback: TrainerCallback, **extra: Any
+    ) -> Any:
+        return build(
             model=self.model,
             reward_funcs=[pure_accuracy_math],
             args=args,
             train_dataset=self._rows,
             processing_class=self._tokenizer,
-            callbacks=[times],
+            callbacks=[callback],
             **extra,
         )
-        trainer.train()
-        return times.seconds[SKIPPED:], trainer
 
     def bare(self) -> list[float]:
         """TRL's own trainer."""
@@ -151,11 +161,11 @@ class Task:
         """Our trainer, the model itself generating."""
         return self._run(GRPOTrainer, GRPOConfig(**self._options(), use_vllm=False), run_dir=self._scratch)[0]
 
-    def with_reference(self, **maxent: Any) -> list[float]:
-        """GRPO with a reference, or a MaxEnt objective with one: weights stay, so the completions are the same."""
+    def with_reference(self, callback: TrainerCallback, **maxent: Any) -> Any:
+        """GRPO's trainer with a reference, or a MaxEnt objective's: weights stay, so the completions are the same."""
         options = {**self._options(), "beta": 0.04, "learning_rate": 0.0, "use_vllm": False, **maxent}
-        trainer = MaxEntGRPOTrainer if maxent else GRPOTrainer
-        return self._run(trainer, GRPOConfig(**options), run_dir=self._scratch)[0]
+        build = MaxEntGRPOTrainer if maxent else GRPOTrainer
+        return self._trainer(build, GRPOConfig(**options), callback, run_dir=self._scratch)
 
     def served(self, port: int, guard: bool) -> list[float]:
         """Our trainer through the server."""
@@ -188,23 +198,45 @@ def server(task: Task, rounds: int) -> dict[str, Any]:
 
 
 def maxent(task: Task, rounds: int) -> dict[str, Any]:
-    """Each MaxEnt objective and GRPO, all with a reference."""
+    """Each MaxEnt objective and GRPO, all with a reference, step by step."""
     of_q = {"maxent_tau": 0.1, "maxent_beta": 0.1}
-    runs = {
-        "GRPO": lambda: task.with_reference(),
-        "tempered": lambda: task.with_reference(maxent_objective="tempered", maxent_tau=0.5),
-        "weighted_mle": lambda: task.with_reference(maxent_objective="weighted_mle", **of_q),
-        "listwise": lambda: task.with_reference(maxent_objective="listwise", **of_q),
+    arms: dict[str, dict[str, Any]] = {
+        "GRPO": {},
+        "GRPO again": {},
+        "tempered": {"maxent_objective": "tempered", "maxent_tau": 0.5},
+        "weighted_mle": {"maxent_objective": "weighted_mle", **of_q},
+        "listwise": {"maxent_objective": "listwise", **of_q},
     }
-    medians = _in_turn(runs, rounds)
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(rounds):
+        makers = {name: partial(task.with_reference, **keys) for name, keys in arms.items()}
+        for name, values in step_by_step(makers).items():
+            seconds[name] += values[SKIPPED:]
     return {
         "target": MAXENT_TARGET,
-        "same_forwards_as_grpo": {name: _ratio(medians, name, "GRPO") for name in ("tempered", "weighted_mle")},
+        "noise": {"GRPO again": _step_ratio(seconds, "GRPO again")},
+        "same_forwards_as_grpo": {name: _step_ratio(seconds, name) for name in ("tempered", "weighted_mle")},
         "one_forward_more": {
             "why": "listwise needs the policy's log-probs before the update, which TRL does not compute "
             "when each generation is used for one step",
-            "listwise": _ratio(medians, "listwise", "GRPO"),
+            "listwise": _step_ratio(seconds, "listwise"),
         },
+    }
+
+
+def _step_ratio(seconds: dict[str, list[float]], name: str) -> dict[str, Any]:
+    """Ratios of neighbouring steps, with the interval that holds their median with 95 %."""
+    pair = {"GRPO": seconds["GRPO"], name: seconds[name]}
+    ratios = sorted(ours / theirs for theirs, ours in zip(*pair.values(), strict=True))
+    margin = 0.98 * len(ratios) ** 0.5  # of ranks, by the binomial's normal approximation
+    low, high = (ratios[round(len(ratios) / 2 + side * margin)] for side in (-1, 1))
+    return {
+        "seconds_per_step": _medians(pair),
+        "ratio": f"{name} / GRPO",
+        "ratio_median": round(statistics.median(ratios), 4),
+        "ratio_median_95": [round(low, 4), round(high, 4)],
+        "steps": len(ratios),
+        "raw_seconds": {name: [round(value, 4) for value in values] for name, values in pair.items()},
     }
 
 
