@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import yaml
 from ran_tests import pytest_runtest_logreport
+from rotation import pytest_collection_modifyitems
 
 from grpo_recipes.launch.plan import Names, Plan, make_plan
 from grpo_recipes.launch.resources import Resources, SlurmJob
 from grpo_recipes.recipe import Recipe, read_recipe
 
-__all__ = ["pytest_runtest_logreport"]
+__all__ = ["pytest_collection_modifyitems", "pytest_runtest_logreport"]
 
 RIGHT = {
     "model_name_or_path": "Qwen/Qwen2.5-1.5B-Instruct",

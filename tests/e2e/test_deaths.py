@@ -22,6 +22,7 @@ def find(run: Launch, what: str) -> int:
     return run.pid_of({"accelerate": "trainer", "rank": "rank_0", "api server": "server"}[what])
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("victim", "said", "code"),
     [
@@ -58,6 +59,7 @@ def test_kill_9_ends_the_run_and_names_the_victim(
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_of_two_ranks_the_killed_one_is_named(launch: Callable[..., Launch]) -> None:
     run = launch(*ENDLESS, "--num_processes", "2")
     run.wait_for_step(2)

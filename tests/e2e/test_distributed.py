@@ -14,6 +14,7 @@ SHORT = ("--num_processes", "2", "--max_steps", "3", "--prompts_per_step", "8", 
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize("accelerator", ["ddp", "zero2", "zero3", "fsdp2"])
 def test_two_processes_train_through_the_server(launch: Callable[..., Launch], accelerator: str) -> None:
     run = launch(*SHORT, "--accelerator", accelerator, "--save_steps", "2", "--run_name", accelerator)

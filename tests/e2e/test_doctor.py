@@ -34,6 +34,7 @@ def look(cluster: SlurmCluster, *before: str) -> dict[str, dict[str, str]]:
     return results(cluster.cli(*before, GRPO, "doctor", "--json", env=OFFLINE))
 
 
+@pytest.mark.rotating
 def test_the_cluster_from_its_login_node(idle: SlurmCluster) -> None:
     found = look(idle)
     assert found["slurm"]["value"].startswith("partitions main; gpu:a100:4")
@@ -42,6 +43,7 @@ def test_the_cluster_from_its_login_node(idle: SlurmCluster) -> None:
     assert found["job"]["value"].startswith("none")
 
 
+@pytest.mark.rotating
 def test_drained_nodes_and_a_short_partition(idle: SlurmCluster) -> None:
     idle.cli("scontrol", "update", "NodeName=n1", "State=DRAIN", "Reason=test")
     assert look(idle)["nodes"]["value"] == "1 up, lost: n1 drained"
@@ -52,6 +54,7 @@ def test_drained_nodes_and_a_short_partition(idle: SlurmCluster) -> None:
     assert found["time limit"]["status"] == "warning" and "main ends at 12:00:00" in found["time limit"]["value"]
 
 
+@pytest.mark.rotating
 def test_inside_a_job_and_in_the_shell_that_salloc_leaves(idle: SlurmCluster) -> None:
     inside = look(idle, "srun", "--gres=gpu:a100:2")
     assert inside["job"]["status"] == "ok" and " on n" in inside["job"]["value"]
@@ -60,6 +63,7 @@ def test_inside_a_job_and_in_the_shell_that_salloc_leaves(idle: SlurmCluster) ->
     assert outside["job"]["status"] == "warning" and "srun --pty bash" in outside["job"]["fix"]
 
 
+@pytest.mark.rotating
 def test_a_controller_that_does_not_answer(idle: SlurmCluster, tmp_path: Path) -> None:
     """A cluster file that names a controller where nobody listens."""
     conf = tmp_path / "slurm.conf"
@@ -70,6 +74,7 @@ def test_a_controller_that_does_not_answer(idle: SlurmCluster, tmp_path: Path) -
     assert found["nodes"]["value"] == "not known: see slurm"
 
 
+@pytest.mark.rotating
 def test_deep_imports_torch_trl_and_vllm() -> None:
     done = subprocess.run(
         [GRPO, "doctor", "--deep", "--json"], capture_output=True, text=True, timeout=200, check=False

@@ -104,6 +104,7 @@ def assert_callback_was_called(run: Launch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_evaluation_changes_nothing_in_a_run_and_the_benchmark_is_of_its_model(launch: Callable[..., Launch]) -> None:
     alone = launch(*SHORT, *LONG, folder="alone")
     assert alone.wait() == 0, alone.output

@@ -85,6 +85,7 @@ class Bench:
         return [(read_json(path) or {}).get("cause", "") for path in records]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "processes", [pytest.param(1, id="one-process"), pytest.param(2, id="two-processes", marks=pytest.mark.slow)]
 )
@@ -108,6 +109,8 @@ def test_weights_one_step_old_in_bf16_at_1e_6_stop_every_rank(tmp_path: Path, pr
     assert all(row["sampling/sampling_logp_difference/mean"] < 0.05 for row in read_metrics(bench.run_dir)), output
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_tied_embeddings_work_through_the_file_bridge(tmp_path: Path) -> None:
     """All Qwen2.5 up to 3B tie them. The server starts from other weights than the trainer's."""
     bench = Bench(tmp_path, "--model_name_or_path", "smoke:sums-tied", "--learning_rate", "1e-3")
@@ -123,6 +126,7 @@ def test_tied_embeddings_work_through_the_file_bridge(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("plugin", "said"),
     [

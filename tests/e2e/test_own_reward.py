@@ -32,6 +32,7 @@ def sums(completions, answer, completion_ids):
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_a_run_goes_on_though_its_reward_hangs(launch: Callable[..., Launch], tmp_path: Path) -> None:
     own = tmp_path / "own.py"
     own.write_text(REWARD)

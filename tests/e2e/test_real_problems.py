@@ -113,6 +113,7 @@ def test_a_server_that_is_not_this_runs_is_not_taken_for_it(launch: Callable[...
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_prompts_that_exceed_one_batch_of_the_server(launch: Callable[..., Launch]) -> None:
     # 16 prompts of more than 300 tokens at once, each with a seed: more than vLLM's scheduler takes in a batch (2048).
     long = ("--system_prompt", "Add the two numbers. " * 15, "--max_prompt_length", "400")

@@ -41,6 +41,8 @@ def checkpoints(run: Launch) -> list[str]:
     return sorted(path.parent.name for path in (run.run_dir / "checkpoints").glob("checkpoint-*/COMPLETE"))
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_signal_saves_after_the_step_and_the_run_goes_on(launch: Callable[..., Launch]) -> None:
     first = launch(*SHORT, "--max_steps", "100000", "--save_steps", "100000", "--num_processes", "2")
     first.wait_for_step(2)

@@ -42,6 +42,8 @@ def submit_endless(slurm: SlurmCluster, tmp_path: Path, mark: str) -> tuple[int,
     return job, launch
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_scancel_ends_the_run_and_leaves_nothing(slurm: SlurmCluster, tmp_path: Path) -> None:
     job, launch = submit_endless(slurm, tmp_path, "slurm-cancel")
 

@@ -281,6 +281,7 @@ def test_gpu_lock_never_takes_a_cpu_build() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_gpu_lock_resolves_on_this_machine(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     requirements = str(REPOSITORY / "requirements" / "gpu.txt")

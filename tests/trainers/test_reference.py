@@ -48,6 +48,7 @@ def test_a_checkpoint_without_the_reference_is_named(tmp_path: Path, model: str)
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize("accelerator", ["zero3", "fsdp2"])
 def test_every_process_holds_its_part_of_the_initial_model(model: str, accelerator: str) -> None:
     config = Path(trl.__file__).parent / "accelerate_configs" / f"{accelerator}.yaml"
