@@ -85,10 +85,9 @@ class Bench:
         return [(read_json(path) or {}).get("cause", "") for path in records]
 
 
+@pytest.mark.slow
 @pytest.mark.rotating
-@pytest.mark.parametrize(
-    "processes", [pytest.param(1, id="one-process"), pytest.param(2, id="two-processes", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("processes", [pytest.param(1, id="one-process"), pytest.param(2, id="two-processes")])
 def test_weights_one_step_old_in_bf16_at_1e_6_stop_every_rank(tmp_path: Path, processes: int) -> None:
     bench = Bench(tmp_path, "--dtype", "bfloat16", "--learning_rate", "1e-6", "--num_processes", str(processes))
     with bench.server() as url:

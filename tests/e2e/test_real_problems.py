@@ -45,6 +45,8 @@ def dead_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.skipif(not GSM8K.exists(), reason=f"no {GSM8K.name} of GSM8K beside the repository")
 def test_gsm8k_is_rendered_filtered_counted_and_scored_behind_a_dead_proxy(launch: Callable[..., Launch]) -> None:
     proxy = f"http://127.0.0.1:{dead_port()}"
