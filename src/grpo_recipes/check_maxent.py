@@ -72,7 +72,7 @@ def target(recipe: Recipe) -> list[Problem]:
         what = f"maxent_q_epsilon {epsilon:g} is not below 1 / num_generations ({1 / group:g}): q would be negative"
         fix = f"write less than {1 / group:g}, e.g. maxent_q_epsilon: 1e-6"
         problems.append(Problem(recipe.place("maxent_q_epsilon"), what, fix))
-    if _tau(recipe, objective) + beta <= 0:
+    if objective.tau_or_default(recipe["maxent_tau"]) + beta <= 0:
         what = "maxent_tau and maxent_beta are both 0: the target's exponents 1 / (tau + beta) are not defined"
         problems.append(Problem(recipe.place("maxent_tau"), what, "write maxent_tau: 0.01 or more, or a maxent_beta"))
     if beta == 0 and recipe.given("maxent_length_normalize_ref"):
@@ -100,7 +100,7 @@ def tau_controller(recipe: Recipe) -> list[Problem]:
     if len(targets) == 2:
         what = f"{_TARGETS[0]} and {_TARGETS[1]} are both given, one tau holds one of them"
         return [Problem(recipe.place(_TARGETS[1]), what, "keep one of the two")]
-    return [*_reachable(recipe, targets[0]), *_start(recipe, _tau(recipe, objective))]
+    return [*_reachable(recipe, targets[0]), *_start(recipe, objective.tau_or_default(recipe["maxent_tau"]))]
 
 
 def _reachable(recipe: Recipe, key: str) -> list[Problem]:
@@ -166,11 +166,6 @@ def synced_reference(recipe: Recipe) -> list[Problem]:
 def _objective(recipe: Recipe) -> Objective | None:
     """The objective of a MaxEnt recipe, None of another."""
     return OBJECTIVES[recipe["maxent_objective"]] if task_of(recipe) == MAXENT else None
-
-
-def _tau(recipe: Recipe, objective: Objective) -> float:
-    tau = recipe["maxent_tau"]
-    return objective.tau if tau is None else float(tau)
 
 
 def _readers(key: str) -> list[str]:

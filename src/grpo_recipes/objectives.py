@@ -39,6 +39,10 @@ class Objective:
         """Every maxent key it reads."""
         return SHARED_KEYS | self.own_keys
 
+    def tau_or_default(self, given: float | None) -> float:
+        """The temperature of a recipe that gives this ``maxent_tau``; None is a recipe without one."""
+        return self.tau if given is None else given
+
     def loss_type(self, length_normalize_policy: bool) -> str:
         """TRL's ``loss_type``, which the objective fixes: ``grpo`` is a mean over tokens, ``dr_grpo`` a sum."""
         return "grpo" if self.targets_q and length_normalize_policy else "dr_grpo"

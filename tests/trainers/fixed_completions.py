@@ -15,7 +15,7 @@ from grpo_recipes.configs import GRPOConfig
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
 
-from .tiny_training import SUMS, as_dataset
+from .tiny_training import ON_CPU, SUMS, as_dataset
 
 GROUP, LONGEST = 4, 6
 
@@ -48,21 +48,14 @@ def make_trainer(
         "lr_scheduler_type": "constant",
         "optim": "sgd",
         "max_grad_norm": 0.0,
-        "save_strategy": "no",
-        "report_to": "none",
         "per_device_train_batch_size": 2 * GROUP,
         "num_generations": GROUP,
         "seed": 3,
     }
     args = GRPOConfig(
         output_dir=str(folder / "checkpoints"),
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        disable_tqdm=True,
-        use_vllm=False,
         model_init_kwargs={"dtype": "float32"},
-        **defaults | keys,
+        **ON_CPU | defaults | keys,
     )
     tokenizer = smoke.build_tokenizer()
     trainer = kind(

@@ -18,6 +18,15 @@ from grpo_recipes.trainers.stop import StopOnRequest
 SUMS = [(a, b) for a in range(6) for b in range(2)]
 HELD_OUT = [(a, 7) for a in range(5)]
 STEPS = 6
+ON_CPU = {
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "disable_tqdm": True,
+    "use_vllm": False,
+    "save_strategy": "no",
+    "report_to": "none",
+}
 
 
 def different_characters(completions: list[Any], **_: Any) -> list[float | None]:
@@ -37,8 +46,6 @@ def train(
         "max_steps": STEPS,
         "max_completion_length": 4,
         "learning_rate": 1e-3,
-        "save_strategy": "no",
-        "report_to": "none",
         "per_device_train_batch_size": 4,
         "steps_per_generation": 4,  # evaluations fall inside a generation window
         "gradient_accumulation_steps": 1,
@@ -46,12 +53,7 @@ def train(
     }
     args = GRPOConfig(
         output_dir=str(folder / "checkpoints"),
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        disable_tqdm=True,
-        use_vllm=False,
-        **defaults | keys,
+        **ON_CPU | defaults | keys,
     )
     stop = StopOnRequest(folder)
     trainer = GRPOTrainer(

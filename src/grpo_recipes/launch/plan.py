@@ -244,11 +244,11 @@ def _offline(plan: Plan, sources: Sources, environment: Mapping[str, str]) -> Pl
 def _weighting(recipe: Recipe) -> Weighting | None:
     if task_of(recipe) != MAXENT:
         return None
-    name, tau = recipe["maxent_objective"], recipe["maxent_tau"]
+    name = recipe["maxent_objective"]
     objective = OBJECTIVES[name]
     return Weighting(
         objective=name,
-        tau=objective.tau if tau is None else tau,
+        tau=objective.tau_or_default(recipe["maxent_tau"]),
         beta=recipe["maxent_beta"] if objective.targets_q else None,
         loss_type=objective.loss_type(recipe["maxent_length_normalize_policy"]),
     )

@@ -73,7 +73,7 @@ class MaxEntGRPOTrainer(GRPOTrainer):
 
     def __init__(self, *, args: GRPOConfig, **kwargs: Any):
         self._objective = OBJECTIVES[args.maxent_objective]
-        self._fixed_tau = self._objective.tau if args.maxent_tau is None else args.maxent_tau
+        self._fixed_tau = self._objective.tau_or_default(args.maxent_tau)
         self._target_beta = args.maxent_beta if self._objective.targets_q else 0.0
         self._on_wrong: deque[tuple[float, float]] = deque(maxlen=_WARN_AFTER)
         self._warned = False
