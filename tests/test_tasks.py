@@ -12,10 +12,10 @@ from grpo_recipes import cli
 from grpo_recipes.check import check
 from grpo_recipes.errors import Refused
 from grpo_recipes.keys import ENVIRONMENT_KEYS
+from grpo_recipes.launch.attempt import Attempt, say_start
 from grpo_recipes.launch.environment import READ_VARIABLES, Scratch
 from grpo_recipes.launch.plan import Names, describe
 from grpo_recipes.launch.resources import Resources, environment_flavour
-from grpo_recipes.launch.run import Attempt, _say_start
 from grpo_recipes.launch.rundir import new_run, write_json
 from grpo_recipes.objectives import OBJECTIVES
 from grpo_recipes.paths import home
@@ -201,7 +201,7 @@ def test_a_launch_says_what_is_optimised(
     for keys, said in (({"maxent_objective": "weighted_mle", "maxent_tau": 0.2, "maxent_beta": 0.5}, 1), ({}, 0)):
         plan = planned(**keys)
         names = Names(run.folder, "mine", "mine-abcd", "stamp")
-        _say_start(Attempt(run, read(**keys), plan, names, Scratch(tmp_path, tmp_path), {}, ""))
+        say_start(Attempt(run, read(**keys), plan, names, Scratch(tmp_path, tmp_path), {}, ""))
         told = capsys.readouterr().out
         assert told.count("grpo: objective weighted_mle, tau 0.2, maxent_beta 0.5, loss_type grpo\n") == said
         assert told.count("objective") == said

@@ -16,8 +16,9 @@ from grpo_recipes.doctor.examine import name_of
 from grpo_recipes.evaluate.registry import BENCHMARKS
 from grpo_recipes.keys import ENVIRONMENT_KEYS, catalogue
 from grpo_recipes.launch import ports
+from grpo_recipes.launch.commands import ACCELERATE_FILES
 from grpo_recipes.launch.environment import READ_VARIABLES, base_environment
-from grpo_recipes.launch.plan import _ACCELERATE_FILES, _DEFAULT_RECIPES
+from grpo_recipes.launch.plan import _DEFAULT_RECIPES
 from grpo_recipes.launch.resources import environment_flavour
 from grpo_recipes.launch.rundir import finish_summary
 from grpo_recipes.modebench import baselines
@@ -91,7 +92,7 @@ def test_default_recipes_accelerators_and_rewards() -> None:
     for task, column in (("grpo", 1), ("maxent", 2)):
         defaults = {row[0]: row[column].strip("`") for row in table_rows(GUIDE, "flavour")}
         assert defaults == {flavour: name.format(task=task) for flavour, name in _DEFAULT_RECIPES.items()}
-    assert {row[0].strip("`") for row in table_rows(GUIDE, "`accelerator`")} == {"auto", *_ACCELERATE_FILES}
+    assert {row[0].strip("`") for row in table_rows(GUIDE, "`accelerator`")} == {"auto", *ACCELERATE_FILES}
     assert {row[0].strip("`") for row in table_rows(DOCS / "rewards.md", "reward")} == set(REWARDS)
     bridges = {row[0].split()[0].strip("`") for row in table_rows(DOCS / "weights.md", "`weight_sync`")}
     assert bridges == set(catalogue()["weight_sync"]["choices"])

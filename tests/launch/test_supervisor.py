@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from grpo_recipes.launch.commands import Process
 from grpo_recipes.launch.environment import Scratch
-from grpo_recipes.launch.plan import Process
 from grpo_recipes.launch.supervisor import Child, Ending, tail, wait_for_trainer
 from grpo_recipes.secrets import MASK
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 
 from grpo_recipes.commands.recipes import add_recipe_arguments, recipe_name
-from grpo_recipes.launch.run import Options, launch
+from grpo_recipes.launch.run import launch
+from grpo_recipes.launch.settle import Options
 
 HELP = "run a recipe"
 TAKES_RECIPE = True

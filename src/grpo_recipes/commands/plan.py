@@ -14,7 +14,7 @@ from grpo_recipes.fetch.sources import find_sources
 from grpo_recipes.launch.batch import derive_batch
 from grpo_recipes.launch.plan import choose_recipe, describe, make_plan
 from grpo_recipes.launch.resources import Resources, find_resources
-from grpo_recipes.launch.run import planned_names
+from grpo_recipes.launch.settle import planned_names
 from grpo_recipes.paths import shown
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.tasks import GRPO, asked_task, entry_of, task_of

@@ -23,7 +23,7 @@ from grpo_recipes.fetch.pieces import MODEL
 from grpo_recipes.fetch.sources import Sources, find_sources
 from grpo_recipes.launch.plan import Plan, make_plan
 from grpo_recipes.launch.resources import find_resources
-from grpo_recipes.launch.run import planned_names
+from grpo_recipes.launch.settle import planned_names
 from grpo_recipes.paths import shown
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.tasks import asked_task, entry_of

@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 
 from grpo_recipes.errors import EXIT_STOPPED
+from grpo_recipes.launch.commands import Process
 from grpo_recipes.launch.descendants import OWN_CHILDREN, descendants, is_alive, reap
 from grpo_recipes.launch.environment import Scratch
-from grpo_recipes.launch.plan import Process
 from grpo_recipes.launch.rundir import read_json
 from grpo_recipes.secrets import masked
 

@@ -1,0 +1,111 @@
+"""Which run a launch means, its recipe and its names."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_recipes.check import checked_recipe
+from grpo_recipes.errors import Refused, refuse
+from grpo_recipes.launch.checkpoints import newest_complete, world_size_of
+from grpo_recipes.launch.plan import Names, Plan, choose_recipe
+from grpo_recipes.launch.resources import Resources
+from grpo_recipes.launch.rundir import Run, changed_code, find_run, new_run, read_json, timestamp
+from grpo_recipes.recipe import Recipe, merge_recipe, read_frozen
+from grpo_recipes.tasks import GRPO, asked_task, entry_of, same_task
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line of `grpo launch` beside the recipe's own flags."""
+
+    recipe: str | None = None
+    task: str | None = None
+    resume: str | None = None
+    allow_changed_code: bool = False
+    dry_run: bool = False
+    flags: tuple[str, ...] = ()
+
+
+def settle(options: Options, resources: Resources) -> tuple[Run | None, Recipe, str]:
+    """Which run this is (None: a new one), its recipe and entry script."""
+    asked = asked_task(os.environ, options.task)
+    if options.resume is not None and options.recipe:
+        raise refuse("--resume", "a resumed run goes on with its own recipe", "leave the recipe out")
+    if options.resume in (None, "last"):
+        path = choose_recipe(options.recipe, os.environ, asked.task or GRPO, resources.flavour)
+    if options.resume is None:
+        recipe = checked_recipe(path, options.flags, os.environ, asked)
+        pointer = job_pointer(resources, recipe)
+        requeued = resources.job is not None and resources.job.restarts > 0 and pointer.is_file()
+        if not requeued:
+            return None, recipe, entry_of(recipe, asked)
+        run = find_run(run_root_of(recipe), pointer.read_text().strip())
+    elif options.resume == "last":
+        # Flags are for the run's own recipe, with which they are checked: run_root alone is asked of this one.
+        recipe, problems = merge_recipe(path, options.flags, os.environ)
+        if "run_root" in recipe.broken:
+            raise Refused(*problems)
+        run = find_run(run_root_of(recipe), "last")
+    else:
+        run = find_run(Path(), options.resume)
+    changed = changed_code(run)
+    if changed and not options.allow_changed_code:
+        raise refuse("--resume", changed, "go back to that code, or add --allow-changed-code")
+    recipe = read_frozen(run.folder / "recipe.yaml", options.flags, os.environ)
+    if recipe.origin("model_revision") == "--model_revision":
+        raise refuse("--model_revision", "a resumed run goes on with the commit it began with", "leave it out")
+    saved = read_json(run.folder / "plan.json")
+    if saved is None:
+        return run, recipe, entry_of(recipe, asked)
+    same_task(recipe, asked, saved["task"])
+    return run, recipe, saved["entry"]
+
+
+def run_root_of(recipe: Recipe) -> Path:
+    """The folder of run directories, the home sign expanded."""
+    return Path(os.path.expanduser(recipe["run_root"]))
+
+
+def job_pointer(resources: Resources, recipe: Recipe) -> Path:
+    """The file by which a requeued job finds its run directory; outside Slurm none exists."""
+    name = f"{resources.job.cluster}-{resources.job.id}" if resources.job else "no-job"
+    return run_root_of(recipe) / ".jobs" / name
+
+
+def planned_names(recipe: Recipe) -> Names:
+    """The names a launch of this recipe would choose now."""
+    return names_of(None, recipe)
+
+
+def names_of(run: Run | None, recipe: Recipe) -> Names:
+    """The names of an attempt at ``run``, or at a new run that would begin now."""
+    stamp = timestamp()
+    name = run.name if run else (recipe["run_name"] or recipe.path.stem.removeprefix("config_"))
+    folder = run.folder if run else (run_root_of(recipe) / f"{name}-{stamp}").absolute()
+    return Names(folder, name, f"{name}-{secrets.token_hex(4)}", stamp)
+
+
+def make_run(recipe: Recipe, resources: Resources, names: Names) -> tuple[Run, Names]:
+    """Make the run directory; the next second's name where another launch has just taken this one's."""
+    for _ in range(60):
+        run = new_run(run_root_of(recipe), names.run, names.timestamp, resources)
+        if run is not None:
+            return run, names
+        time.sleep(1)
+        names = names_of(None, recipe)
+    raise refuse("run_root", f"no free name for a run directory of '{names.run}'", "set another run_name")
+
+
+def need_same_world(run: Run, plan: Plan) -> None:
+    """A checkpoint holds a part of the generation window per process: it fits the same number of them alone."""
+    checkpoint = newest_complete(run.folder / "checkpoints")
+    made_by = world_size_of(checkpoint) if checkpoint else plan.batch.world_size
+    if made_by != plan.batch.world_size:
+        what = (
+            f"{checkpoint.name if checkpoint else ''} is of {made_by} processes, the plan has {plan.batch.world_size}"
+        )
+        raise refuse("--resume", what, f"give it as many devices as before, or --num_processes {made_by}")
