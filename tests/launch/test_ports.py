@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -119,3 +121,40 @@ def test_an_address_that_is_not_ours_is_refused_and_not_searched_for_ever(read, 
     thread.join(10)
     assert outcome, "still looking for a port after 10 s"
     assert "vllm_server_host" in str(outcome[0])
+
+
+CHOOSES = """
+import sys
+from pathlib import Path
+from grpo_recipes.launch.ports import Ports, free_ports
+from grpo_recipes.recipe import read_recipe
+
+sys.stdin.readline()
+wanted = Ports(*map(int, sys.argv[1:4]), None)
+print(free_ports(read_recipe(Path(sys.argv[4])), wanted, "127.0.0.1")[0].server, flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_launches_of_the_same_moment_choose_different_ports(read):
+    recipe = read()
+    wanted = [str(unused()) for _ in range(3)]
+    command = [sys.executable, "-c", CHOOSES, *wanted, str(recipe.path)]
+    launches = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    for one in launches:
+        one.stdin.write("choose\n")
+        one.stdin.flush()
+    chosen = [one.stdout.readline() for one in launches]
+    for one in launches:
+        one.communicate("end\n")
+
+    assert len(set(chosen)) == 4 and f"{wanted[0]}\n" in chosen
+    assert free_ports(recipe, Ports(*map(int, wanted), None), LOOPBACK)[1] == []  # their ends freed all
+
+
+def test_a_port_the_user_gave_that_another_launch_keeps_is_refused(read):
+    port = unused()
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(f"\0grpo-recipes-port-{port}")
+        with pytest.raises(Refused, match=str(port)):
+            free_ports(read(vllm_server_port=port), Ports(port, unused(), unused(), None), LOOPBACK)

@@ -1,4 +1,4 @@
-"""Which ports a run uses, and whether they are free."""
+"""Which ports a run uses, whether they are free, and keeping them until its processes listen on them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from grpo_recipes.recipe import Recipe
 # two jobs on one node do not meet.
 _DEFAULTS = {"vllm_server_port": 8000, "vllm_group_port": 51216, "main_process_port": 29525}
 _BLOCK_BASE, _BLOCKS, _BLOCK_SIZE = 20000, 1200, 10
+_KEPT: dict[int, socket.socket] = {}
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def plan_ports(recipe: Recipe, job: SlurmJob | None) -> Ports:
 
 
 def free_ports(recipe: Recipe, ports: Ports, host: str) -> tuple[Ports, list[str]]:
-    """``ports`` with every busy one of our choosing replaced by the next free one.
+    """``ports`` with every busy one of our choosing replaced by the next free one; all are then kept for this process.
 
     Raises:
         Refused: a port that the user gave is busy.
@@ -56,7 +57,7 @@ def free_ports(recipe: Recipe, ports: Ports, host: str) -> tuple[Ports, list[str
     for name, key in keys.items():
         wanted = getattr(ports, name)
         port = wanted
-        while port in chosen.values() or not is_free(host, port):
+        while port in chosen.values() or not (is_free(host, port) and keep(port)):
             if recipe.given(key):
                 what = f"port {wanted} is in use by another process"
                 raise refuse(recipe.origin(key), what, f"free it, or remove {key} and let the launcher choose")
@@ -65,6 +66,27 @@ def free_ports(recipe: Recipe, ports: Ports, host: str) -> tuple[Ports, list[str
             notes.append(f"port {wanted} ({key}) is in use by another process; using {port}")
         chosen[name] = port
     return Ports(chosen["server"], chosen["group"], chosen["main_process"], ports.vllm_internal), notes
+
+
+def keep(port: int) -> bool:
+    """Keep other launches off ``port`` for as long as this process lives; False when one of them has it.
+
+    A run's processes listen on their ports only seconds after these were chosen. Meanwhile the choice is held by a
+    socket in Linux's abstract namespace: it is seen where the port is (one network namespace), by every user, and
+    goes with the process however that ends.
+    """
+    if port in _KEPT:
+        return True
+    holder = socket.socket(socket.AF_UNIX)
+    try:
+        holder.bind(f"\0grpo-recipes-port-{port}")
+    except OSError as error:
+        holder.close()
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return False
+    _KEPT[port] = holder
+    return True
 
 
 def is_free(host: str, port: int) -> bool:
