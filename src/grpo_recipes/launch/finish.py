@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 
+from grpo_recipes.doctor.advice import advice
 from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.evaluate.pass_at_k import result_line
 from grpo_recipes.launch.attempt import Attempt
@@ -47,6 +48,8 @@ def finish(attempt: Attempt, ending: Ending) -> int:
         if attempt.publisher:
             attempt.publisher.abandon()
         say(f"{smoke}{status} with exit code {ending.code}: {ending.cause} ({rewards})")
+        if status == "failed":
+            say(f"fix: {advice(attempt.run.folder)}")
         if newest_complete(attempt.run.folder / "checkpoints"):
             say(f"continue with: grpo launch --resume {shlex.quote(shown(attempt.run.folder))}")
     return ending.code

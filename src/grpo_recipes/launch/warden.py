@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from grpo_recipes.launch.descendants import OWN_CHILDREN, end_descendants, reap
 from grpo_recipes.launch.environment import Scratch
 from grpo_recipes.launch.prctl import become_subreaper, die_with_parent
 from grpo_recipes.launch.rundir import finish_summary, write_json
+from grpo_recipes.paths import shown
 from grpo_recipes.report.single import report_line
 
 _GRACE_SECONDS = 5.0
@@ -84,7 +86,8 @@ def _reset_signals() -> None:
 
 def _launcher_died(options: argparse.Namespace, launcher: int) -> None:
     cause = f"the launcher (pid {launcher}) died without ending the run; its warden ended every process"
-    print(f"grpo: {cause}", file=sys.stderr, flush=True)
+    resume = shlex.join(["grpo", "launch", "--resume", shown(options.run_dir)])
+    print(f"grpo: {cause}; continue with: {resume}", file=sys.stderr, flush=True)
     finish_summary(options.run_dir, status="failed", exit_code=128 + signal.SIGKILL, failed_rank=None, cause=cause)
     Scratch(*options.scratch).remove()
     report_line(options.run_dir)
