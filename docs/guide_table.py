@@ -1,6 +1,6 @@
-"""The tables of the page on the training guide, made from ``tests/guide_rows.yaml``.
+"""Tables that rest on tests: of the training guide, from ``tests/guide_rows.yaml``; of faults, ``tests/faults.yaml``.
 
-The page says ``<!-- guide rows -->`` where they go.
+A page says ``<!-- guide rows -->`` or ``<!-- faults -->`` where they go.
 """
 
 from __future__ import annotations
@@ -14,12 +14,27 @@ import yaml
 from grpo_recipes.paths import home
 
 ROWS = home() / "tests" / "guide_rows.yaml"
-_MARKER = "<!-- guide rows -->"
+FAULTS = home() / "tests" / "faults.yaml"
+_MARKERS = {"<!-- guide rows -->": lambda: guide_tables(), "<!-- faults -->": lambda: fault_table()}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put the tables in the place of the marker; called by mkdocs for every page."""
-    return markdown.replace(_MARKER, guide_tables()) if _MARKER in markdown else markdown
+    """Put the tables in the place of their markers; called by mkdocs for every page."""
+    for marker, table in _MARKERS.items():
+        if marker in markdown:
+            markdown = markdown.replace(marker, table())
+    return markdown
+
+
+def fault_table() -> str:
+    """A row for each fault: how it ends, what is said, what to do, and the tests that inject it."""
+    rows = []
+    for row in yaml.safe_load(FAULTS.read_text())["faults"]:
+        within = f" within {_text(str(row.get('limit', '30 s')))}" if row["ends"] in ("ended", "recovered") else ""
+        said = _text(row["said"]).replace("{}", "…")
+        tests = "<br>".join(_sentence(test) for test in row["tests"])
+        rows.append((_text(row["fault"]), f"**{row['ends']}**{within}", said, _text(row["fix"]), tests))
+    return _table(("fault", "how it ends", "what is said", "what to do", "injected by"), rows)
 
 
 def guide_tables() -> str:

@@ -1,4 +1,4 @@
-"""Fails when a row of guide_rows.yaml rests on a test that did not pass in this run: `make coverage`.
+"""Fails when a row of guide_rows.yaml or faults.yaml rests on a test that did not pass in this run: `make coverage`.
 
 GRPO_RAN_TESTS names the file in which ran_tests.py wrote down the tests of `make test` and `make e2e`.
 """
@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import fault_rows
+from fault_rows import Fault, is_rotating
 from guide_rows import Row, exists, faults, needs, rows
 from ran_tests import passed_tests
 
@@ -24,10 +26,12 @@ def main() -> int:
     wrong, excused = judge(rows(), passed_tests(Path(file)), _runs_here)
     for test, program in sorted(excused.items()):
         print(f"coverage: {test} was skipped, {program} is not on this machine or not for this user to start")
-    for fault in (wrong := [*faults(), *wrong]):
+    wrong += without_a_test(fault_rows.rows(), Path(file))
+    for fault in (wrong := [*faults(), *fault_rows.faults(), *wrong]):
         print(f"coverage: {fault}", file=sys.stderr)
     shown = sum(bool(row.tests) for row in rows())
-    print(f"coverage: {len(rows())} rows of the training guide, {shown} rest on tests, {len(wrong)} faults")
+    print(f"coverage: {len(rows())} rows of the training guide, {shown} rest on tests; {len(fault_rows.rows())} faults")
+    print(f"coverage: {len(wrong)} rows are wrong")
     return 1 if wrong else 0
 
 
@@ -56,6 +60,18 @@ def judge(
             else:
                 wrong.append(f"{row.id} is {row.status} by {test}, which did not pass in this run")
     return wrong, excused
+
+
+def without_a_test(injected: tuple[Fault, ...], file: Path) -> list[str]:
+    """Faults that no test of this run injected, nor any that ran on another day would."""
+    passed, ran = passed_tests(file), file.read_text()
+    wrong = []
+    for row in injected:
+        failed = [test for test in row.tests if f"failed {test}\n" in ran]
+        resting = any(is_rotating(test) for test in row.tests)
+        if failed or not (resting or passed.intersection(row.tests)):
+            wrong.append(f"'{row.fault}' rests on {', '.join(failed or row.tests)}, which did not pass in this run")
+    return wrong
 
 
 if __name__ == "__main__":
