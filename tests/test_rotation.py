@@ -14,7 +14,8 @@ def collected(day: int | None, file: str = "test_deaths.py") -> set[str]:
     environment = {name: value for name, value in os.environ.items() if name != "GRPO_DAY"}
     environment |= {} if day is None else {"GRPO_DAY": str(day)}
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", str(E2E / file)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode in (0, 5), done.stdout  # 5: none of them on that day
     return {line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line}
 
 
