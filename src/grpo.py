@@ -6,10 +6,12 @@ The launcher starts this file under accelerate, beside a vLLM server, with the f
 """
 
 import os
+import signal
 
 from grpo_recipes.launch.prctl import die_with_parent
 
-die_with_parent(os.getppid())  # before the imports, which take seconds
+# Before the imports, which take seconds. SIGTERM will be a request to save, which an orphan must not do.
+die_with_parent(os.getppid(), signal.SIGKILL)
 
 from grpo_recipes.trainers.entry import train  # noqa: E402
 from grpo_recipes.trainers.grpo import GRPOTrainer  # noqa: E402

@@ -12,7 +12,7 @@ from ran_tests import pytest_runtest_logreport
 from rotation import pytest_collection_modifyitems
 
 from grpo_recipes.launch.plan import Names, Plan, make_plan
-from grpo_recipes.launch.resources import Resources, SlurmJob
+from grpo_recipes.launch.resources import Node, Resources, SlurmJob
 from grpo_recipes.recipe import Recipe, read_recipe
 
 __all__ = ["pytest_collection_modifyitems", "pytest_runtest_logreport"]
@@ -51,13 +51,14 @@ def planned(read: Callable[..., Recipe], tmp_path: Path) -> Callable[..., Plan]:
         gpus: Sequence[str] = ("0", "1", "2", "3"),
         flavour: str = "cuda",
         job: SlurmJob | None = None,
+        nodes: Sequence[Node] = (),
         flags: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         **changes: Any,
     ) -> Plan:
         environment = {"CACHE_ROOT": str(tmp_path / "cache"), **(environment or {})}
         recipe = recipe or read(flags, environment, **changes)
-        resources = Resources(flavour, tuple(gpus) if flavour == "cuda" else (), 8, job)
+        resources = Resources(flavour, tuple(gpus) if flavour == "cuda" else (), 8, job, tuple(nodes))
         name = recipe["run_name"] or "unnamed"
         names = Names(Path(recipe["run_root"]) / f"{name}-stamp", name, f"{name}-abcd", "stamp")
         return make_plan(recipe, resources, environment, names)

@@ -73,7 +73,8 @@ def test_the_same_batch_on_every_number_of_gpus(path: Path, tmp_path: Path, caps
         assert cli.main(["plan", str(path), "--gpus", "8", "--nodes", str(nodes), "--json"]) == 0
         told = json.loads(capsys.readouterr().out)
         assert told["task"] == path.parent.name
-        assert told["batch"]["world_size"] >= told["trainers"] - 1 >= 8 * nodes - 2
+        assert told["batch"]["world_size"] >= 8 * nodes - 2 and len(told["unused_gpus"]) <= 1
+        assert [process["node"] for process in told["processes"]] == [0, *range(nodes)]
         batches.append(replace(batches[0], **told["batch"]))
     assert {(batch.completions, batch.tokens) for batch in batches} == {(840, 840 * 1536)}
     for batch in batches:

@@ -14,7 +14,22 @@ from grpo_recipes.commands.recipes import EPILOG, USAGE
 from grpo_recipes.errors import EXIT_REFUSED, Refused, refuse
 from grpo_recipes.keys import nearest_of
 
-COMMANDS = ("new", "keys", "check", "check-rewards", "plan", "doctor", "fetch", "launch", "report")
+COMMANDS = (
+    "new",
+    "keys",
+    "check",
+    "check-rewards",
+    "plan",
+    "doctor",
+    "fetch",
+    "launch",
+    "submit",
+    "status",
+    "logs",
+    "stop",
+    "sweep",
+    "report",
+)
 
 
 class _Parser(argparse.ArgumentParser):

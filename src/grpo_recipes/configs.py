@@ -172,15 +172,32 @@ class GRPOConfig(trl.GRPOConfig):
         "One sampling seed per prompt and step, so that a CPU run samples the same tokens again; on CPU by default.",
     )
     server_request_timeout: float = _key(
-        1800.0, "Longest wait in seconds for one answer of the vLLM server before the run ends."
+        1800.0, "Longest wait in seconds for one answer of the vLLM server, which then counts as lost."
     )
     vllm_server_timeout: float = _key(600.0, "Longest wait in seconds for the vLLM server to be ready.")
+    server_restarts: int = _key(
+        2, "Times a dead or hung vLLM server is started again in one attempt, a step between each; 0 never."
+    )
+    server_stall_timeout: float = _key(
+        300.0, "Seconds the vLLM server may make no token while it is waited for before it counts as hung."
+    )
+    stall_timeout: float = _key(
+        3600.0, "Seconds a training process may stay in one phase before the run ends with the stacks of all of them."
+    )
+    max_requeues: int = _key(100, "Times Slurm may start the job again after the run was stopped to go on later.")
     vllm_mode: str = _key(
         "server",
         "server: vLLM on the first GPUs, training on the others; colocate: vLLM inside every training process.",
         choices=["server", "colocate"],
     )
-    vllm_server_host: str = _key("127.0.0.1", "Interface the vLLM server listens on; loopback on one node.")
+    vllm_server_host: str = _key(
+        "127.0.0.1", "Address the vLLM server listens on: loopback; in a job on several nodes the first node's."
+    )
+    vllm_node: str = _key(
+        "shared",
+        "In a job on several nodes: shared: trainers have the first node's other GPUs; own: the server has that node.",
+        choices=["shared", "own"],
+    )
     vllm_server_port: int = _key(8000, "Port of the vLLM server.")
     vllm_group_port: int = _key(51216, "Port of the NCCL group that carries the weights.")
     vllm_gpu_memory_utilization: float = _key(

@@ -25,7 +25,10 @@ OWNED_KEYS: dict[str, str] = {
     "resume_from_checkpoint": "use grpo launch --resume last or --resume RUN_DIR",
     "logging_strategy": "remove it; every optimizer step is logged",
     "logging_first_step": "remove it; every optimizer step is logged",
-    "enable_jit_checkpoint": "remove it; its ranks do not agree on the step they save",
+    "enable_jit_checkpoint": (
+        "remove it; SIGTERM saves here already, while with it ranks save different steps, in the middle of one, and what "
+        "it marks as unfinished is resumed from"
+    ),
     "auto_find_batch_size": "remove it; it changes the experiment's batch, lower per_device_train_batch_size instead",
     "hub_token": "remove it and export HF_TOKEN",
     "vllm_server_base_url": "remove it; the launcher owns the server, set vllm_server_host and vllm_server_port",
@@ -123,6 +126,10 @@ RANGES: dict[str, dict[str, float]] = {
     "weight_guard_tolerance": {"min": 0.0},
     "server_request_timeout": {"min": 1.0},
     "vllm_server_timeout": {"min": 1.0},
+    "server_restarts": {"min": 0},
+    "server_stall_timeout": {"min": 1.0},
+    "stall_timeout": {"min": 1.0},
+    "max_requeues": {"min": 0},
     "vllm_server_port": {"min": 1024, "max": 65535},
     "vllm_group_port": {"min": 1024, "max": 65535},
     "vllm_gpu_memory_utilization": {"min": 0.05, "max": 1.0},

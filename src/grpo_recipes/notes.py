@@ -11,7 +11,13 @@ from grpo_recipes.recipe import Recipe
 from grpo_recipes.rewards.registry import IN_CHILDREN, REWARDS
 
 # What keys of one beginning need to do anything.
-_NEEDED = {"benchmark_": "benchmarks", "hub_": "push_to_hub", "eval_": "eval_strategy", "wandb_": "report_to: wandb"}
+_NEEDED = {
+    "benchmark_": "benchmarks",
+    "hub_": "push_to_hub",
+    "eval_": "eval_strategy",
+    "wandb_": "report_to: wandb",
+    "vllm_": "use_vllm: true",
+}
 _LIMITS = ("reward_timeout", "reward_memory_gib", "reward_workers")
 
 
@@ -39,12 +45,12 @@ def _without_effect(recipe: Recipe) -> Iterator[str]:
         # A base sets keys for recipes that differ, and the shell's variables are there for every run.
         if not recipe.origin(key).startswith((f"{recipe.path.name}:", "--")):
             continue
-        needed = _needed(recipe, key)
+        needed = needed_by(recipe, key)
         if needed:
             yield f"{recipe.origin(key)}: {key} does nothing without {needed}"
 
 
-def _needed(recipe: Recipe, key: str) -> str:
+def needed_by(recipe: Recipe, key: str) -> str:
     """What the recipe lacks for a key to do anything, or an empty text."""
     rewards = recipe["reward_funcs"]
     readers = [name for name, keys in REWARDS.items() if key in keys and key != "max_completion_length"]
@@ -69,4 +75,5 @@ def _is_on(recipe: Recipe, begins: str) -> bool:
         "hub_": bool(recipe["push_to_hub"]),
         "eval_": recipe["eval_strategy"] != "no",
         "wandb_": "wandb" in ([reports] if isinstance(reports, str) else reports),
+        "vllm_": bool(recipe["use_vllm"]),
     }[begins]

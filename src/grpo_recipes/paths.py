@@ -6,10 +6,16 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+CODE_VARIABLE = "GRPO_CODE"
+
 
 def home() -> Path:
-    """The repository: GRPO_HOME, or the tree this package was installed from."""
-    return Path(os.environ.get("GRPO_HOME") or Path(__file__).resolve().parents[2])
+    """The code that runs: GRPO_CODE of a frozen run, else the repository.
+
+    The repository is GRPO_HOME, or the tree this package was installed from.
+    """
+    given = os.environ.get(CODE_VARIABLE) or os.environ.get("GRPO_HOME")
+    return Path(given or Path(__file__).resolve().parents[2])
 
 
 def cache_root(environment: Mapping[str, str]) -> Path:

@@ -37,6 +37,7 @@ RUN_HERE = {
     f"grpo plan {MATH} --gpus 1 --vllm_mode colocate",
     f"grpo plan {MATH} --gpus 8",
     f"grpo plan {MATH} --gpus 8 --json",
+    f"grpo plan {MATH} --gpus 8 --gpu-memory 80 --time 72:00:00",
     "grpo keys temperature",
     "grpo keys --env",
     "grpo keys --json",
@@ -73,7 +74,7 @@ COVERED = {
     "MAXENT=1 bash training.sh": "tests/e2e/test_maxent.py::test_one_variable_trains_the_smoke_task_by_maxent",
     "sbatch --gres=gpu:8 training.sh": _SBATCH,
     "scancel --signal=USR1 --batch JOBID": (
-        "tests/e2e/test_slurm_run.py::test_usr1_to_the_batch_script_saves_and_ends"
+        "tests/e2e/test_slurm_run.py::test_usr1_to_the_batch_script_saves_and_requeues"
     ),
     "sbatch --gres=gpu:8 --cpus-per-task=64 --mem=256G training.sh --learning_rate 2e-6": _SBATCH,
     "grpo launch recipes/smoke/grpo.yaml": "tests/e2e/test_resume.py::test_resume_last_continues_a_killed_run",

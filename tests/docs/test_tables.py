@@ -243,6 +243,15 @@ def test_the_table_of_the_tiny_model_is_the_recorded_one(title: str, part: str) 
             assert cell == f"{arm['mean']:.3f} ± {half:.3f}", (name, measure)
 
 
+def test_the_memory_estimates_are_the_recorded_ones() -> None:
+    cases = json.loads((REPOSITORY / "bench/results/memory_estimate.json").read_text())["cases"]
+    rows = []
+    for name, case in cases.items():
+        sizes = [case[role][kind] / 2**30 for role in ("trainer", "server") for kind in ("estimated", "measured")]
+        rows.append([name, f"{case['parameters'] / 1e6:.0f}", *(f"{size:.2f}" for size in sizes)])
+    assert table_rows(DOCS / "planning.md", "run") == rows
+
+
 def test_commands_and_keys_of_the_refused_list_are_not_accepted() -> None:
     from grpo_recipes.keys import OBSOLETE_KEYS, OWNED_KEYS
 

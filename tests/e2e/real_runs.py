@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import time
@@ -82,6 +83,24 @@ class Launch:
         record = read_json(self.run_dir / "processes" / f"{role}.json")
         assert record is not None, f"no record of {role}"
         return int(record["pid"])
+
+
+# Rows of two runs of one recipe differ in these alone.
+TIMES = ("seconds/", "tokens_per_second", "step_time", "runtime", "samples_per_second", "steps_per_second")
+
+
+def same_rows(one: Launch, other: Launch) -> bool:
+    """Whether two runs have the same rows of ``metrics.jsonl`` but for times."""
+    return [_without_times(row) for row in one.rows()] == [_without_times(row) for row in other.rows()]
+
+
+def _without_times(row: dict) -> dict:
+    return {key: value for key, value in row.items() if not any(part in key for part in TIMES)}
+
+
+def weights_hash(run: Launch) -> str:
+    """SHA-256 of the final weights."""
+    return hashlib.sha256((run.run_dir / "model" / "model.safetensors").read_bytes()).hexdigest()
 
 
 def marked_processes(mark: str) -> list[psutil.Process]:

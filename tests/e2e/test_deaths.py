@@ -10,7 +10,7 @@ import psutil
 import pytest
 from real_runs import Launch
 
-ENDLESS = ("--max_steps", "100000", "--run_name", "killed")
+ENDLESS = ("--max_steps", "100000", "--run_name", "killed", "--server_restarts", "0")
 
 
 def find(run: Launch, what: str) -> int:

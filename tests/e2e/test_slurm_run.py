@@ -32,10 +32,13 @@ def test_sbatch_training_sh_starts_at_once_and_completes(slurm: SlurmCluster, tm
     assert marked_processes("slurm-smoke") == []
 
 
-def submit_endless(slurm: SlurmCluster, tmp_path: Path, mark: str) -> tuple[int, Launch]:
+def submit_endless(
+    slurm: SlurmCluster, tmp_path: Path, mark: str, flags: tuple[str, ...] = (), sbatch: tuple[str, ...] = ()
+) -> tuple[int, Launch]:
     """A job that trains until it is stopped, after its second step."""
     environment = clean_environment(tmp_path, mark, ENV_DIR=sys.prefix)
-    job = slurm.sbatch("training.sh", "--max_steps", "100000", "--run_name", mark, cwd=REPOSITORY, env=environment)
+    endless = ("--max_steps", "100000", "--run_name", mark, *flags)
+    job = slurm.sbatch(*sbatch, "training.sh", *endless, cwd=REPOSITORY, env=environment)
     launch = Launch(None, tmp_path, REPOSITORY, mark)  # type: ignore[arg-type]
     slurm.wait(job, "RUNNING", timeout=60)
     wait_until(lambda: launch.has_run_dir() and len(launch.rows()) >= 2, timeout=120)
@@ -51,23 +54,67 @@ def test_scancel_ends_the_run_and_leaves_nothing(slurm: SlurmCluster, tmp_path: 
 
     slurm.wait(job, "CANCELLED", timeout=60)
     wait_until(lambda: not launch.processes())
-    assert launch.summary()["status"] == "stopped"
-    assert launch.summary()["cause"] == "stopped by SIGTERM"
-    assert launch.summary()["exit_code"] == 143
+    summary = launch.summary()
+    assert summary["status"] == "stopped" and summary["exit_code"] == 75  # every process got SIGTERM, and ranks saved
+    assert (launch.run_dir / "checkpoints" / f"checkpoint-{summary['steps']}" / "COMPLETE").exists()
+    assert slurm.job(job)["JobState"] == "CANCELLED"  # and not requeued
 
 
 @pytest.mark.slow
-def test_usr1_to_the_batch_script_saves_and_ends(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_usr1_to_the_batch_script_saves_and_requeues(slurm: SlurmCluster, tmp_path: Path) -> None:
     job, launch = submit_endless(slurm, tmp_path, "slurm-usr1")
+
+    slurm.scancel(job, "--signal=USR1", "--batch")
+
+    slurm.wait(job, "PENDING", timeout=60)
+    wait_until(lambda: not launch.processes())
+    summary = launch.summary()
+    assert summary["status"] == "requeued" and summary["exit_code"] == 75 and summary["failed_rank"] is None
+    assert (launch.run_dir / "checkpoints" / f"checkpoint-{summary['steps']}" / "COMPLETE").exists()
+    output = (REPOSITORY / "logs" / f"slurm_{job}.out").read_text()
+    assert f"job {job} is requeued and goes on in the same run directory" in output
+    slurm.scancel(job)
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+@pytest.mark.parametrize(
+    ("flags", "sbatch", "said"),
+    [
+        (("--max_requeues", "0"), (), "not requeued: the job was requeued 0 times (max_requeues 0)"),
+        ((), ("--no-requeue",), "not requeued: scontrol requeue"),
+    ],
+    ids=["max-requeues", "slurm-refuses"],
+)
+def test_a_job_that_may_not_be_requeued_ends_with_75(
+    slurm: SlurmCluster, tmp_path: Path, flags: tuple[str, ...], sbatch: tuple[str, ...], said: str
+) -> None:
+    job, launch = submit_endless(slurm, tmp_path, "slurm-no-requeue", flags, sbatch)
 
     slurm.scancel(job, "--signal=USR1", "--batch")
 
     record = slurm.wait(job, "FAILED", timeout=60)
     assert record["ExitCode"] == "75:0"
-    wait_until(lambda: not launch.processes())
-    summary = launch.summary()
-    assert summary["status"] == "stopped" and summary["failed_rank"] is None
-    assert (launch.run_dir / "checkpoints" / f"checkpoint-{summary['steps']}" / "COMPLETE").exists()
+    assert launch.summary()["status"] == "stopped"
+    assert said in (REPOSITORY / "logs" / f"slurm_{job}.out").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_before_the_time_limit_the_launcher_stops_by_itself_and_the_job_is_requeued(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    environment = clean_environment(tmp_path, "slurm-limit", ENV_DIR=sys.prefix)
+    flags = ("--time=2", "--signal=B:USR1@0", "training.sh", "--max_steps", "100000")
+    job = slurm.sbatch(*flags, cwd=REPOSITORY, env=environment)
+    launch = Launch(None, tmp_path, REPOSITORY, "slurm-limit")  # type: ignore[arg-type]
+    slurm.wait(job, "RUNNING", timeout=60)
+
+    slurm.wait(job, "PENDING", timeout=150)
+
+    assert "the job's time limit comes in " in (REPOSITORY / "logs" / f"slurm_{job}.out").read_text()
+    assert launch.summary()["status"] == "requeued"
+    slurm.scancel(job)
 
 
 @pytest.mark.slow

@@ -83,7 +83,6 @@ def test_without_vllm_everything_trains(planned):
         ({}, {"accelerator": "single", "num_processes": 2}, "accelerator: single runs one process"),
         ({"flavour": "cpu"}, {"vllm_mode": "colocate"}, "vllm_mode: server"),
         ({"flavour": "cpu"}, {"weight_sync": "nccl"}, "weight_sync: file"),
-        ({"job": SlurmJob(7, "c", 2, None)}, {}, "--nodes=1"),
         ({"environment": {"CONFIG_FILE": "/no/such.yaml"}}, {}, "CONFIG_FILE"),
         ({"environment": {"VLLM_MODEL": "other/model"}}, {}, "VLLM_MODEL"),
         ({"flavour": "cpu"}, {"model_name_or_path": "smoke:nothing"}, "smoke:sums"),

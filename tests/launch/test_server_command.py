@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -43,14 +44,16 @@ def test_every_server_is_named_bound_guarded_and_reports_its_weights(read, optio
     assert option(argv, "--model") == "the/model"
     assert option(argv, "--dtype") == "bfloat16"
     assert option(argv, "--max-model-len") == "2048"
-    assert option(argv, "--middleware") == "grpo_recipes.server.auth.RequireToken"
+    middleware = [value for flag, value in itertools.pairwise(argv) if flag == "--middleware"]
+    # The last is the first that a request meets: nobody without the token learns anything.
+    assert middleware == ["grpo_recipes.server.activity.ReportActivity", "grpo_recipes.server.auth.RequireToken"]
     assert option(argv, "--worker-extension-cls") == "grpo_recipes.server.worker.WeightReport"
     assert not [text for text in argv if "token" in text.lower() and "RequireToken" not in text]
     assert "--api-key" not in argv
 
 
 def test_the_named_classes_exist():
-    for name in ("grpo_recipes.server.auth", "grpo_recipes.server.worker"):
+    for name in ("grpo_recipes.server.activity", "grpo_recipes.server.auth", "grpo_recipes.server.worker"):
         assert importlib.util.find_spec(name) is not None
 
 
@@ -97,6 +100,21 @@ def test_keys_that_reach_the_server(read, option, keys, flag, value):
     assert flag not in without
 
 
+@pytest.mark.parametrize(
+    ("flavour", "seed_server", "seeded"),
+    [
+        ("cpu", None, True),
+        ("cpu", False, False),
+        ("cuda", None, False),
+        ("cuda", True, True),
+    ],
+)
+def test_seeded_requests_are_taken_in_the_order_of_prompts(read, option, flavour, seed_server, seeded):
+    argv = command(read(seed_server=seed_server), flavour)
+    assert ("--scheduling-policy" in argv) is seeded
+    assert not seeded or option(argv, "--scheduling-policy") == "priority"
+
+
 def test_a_model_without_dtype_is_served_as_its_own(read, option):
     assert option(command(read(dtype=None)), "--dtype") == "auto"
 
@@ -106,6 +124,9 @@ def test_the_servers_environment():
     assert cuda["VLLM_SERVER_DEV_MODE"] == "1"
     assert "VLLM_PORT" not in cuda and cpu["VLLM_PORT"] == "20073"
     assert set(cuda) < set(cpu)
+    for environment in (cuda, cpu):
+        assert int(environment["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > 7 * 24 * 3600  # a step may take long; 5 s by default
+        assert environment["GRPO_SERVER"] == "1"
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def ending_of(start, trainer: Child, server: Child | None = None) -> Ending:
     def tick() -> None:
         assert time.monotonic() < deadline, "no ending within 30 s"
 
-    return wait_for_trainer(trainer, server, start.run_dir, tick, interval=0.02)
+    return wait_for_trainer(trainer, server, tick, interval=0.02)
 
 
 def test_trainers_that_are_done_end_the_run_with_0(start):

@@ -11,6 +11,12 @@ import torch
 from grpo_recipes import smoke
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """For models so small threads only wait for one another, tenfold on a busy machine."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The folder of a random model: a reference is read from disk."""

@@ -41,7 +41,7 @@ def length(completions: list[Any], completion_ids: list[list[int]], **_: Any) ->
 def make_trainer(folder: Path, rewards: list[Any], **changes: Any) -> GRPOTrainer:
     torch.manual_seed(0)
     tokenizer = smoke.build_tokenizer()
-    group = changes.pop("num_generations", 8)
+    group, stop = changes.pop("num_generations", 8), changes.pop("stop", None)
     args = GRPOConfig(
         output_dir=str(folder / "checkpoints"),
         per_device_train_batch_size=group,
@@ -67,6 +67,7 @@ def make_trainer(folder: Path, rewards: list[Any], **changes: Any) -> GRPOTraine
         processing_class=tokenizer,
         run_dir=folder,
         reward_max_no_verdict=1.0,
+        stop=stop,
     )
 
 

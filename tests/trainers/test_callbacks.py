@@ -94,9 +94,9 @@ def test_a_run_that_a_callback_ended_is_finished(tmp_path: Path, event: str) -> 
     assert newest_complete(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "checkpoint-2"
     rows = (tmp_path / "metrics.jsonl").read_text()
 
-    again, stop = train(tmp_path, callbacks=(Ends(event),), **keys)
+    again, stopped = train(tmp_path, callbacks=(Ends(event),), **keys)
 
-    assert again.state.global_step == 2 and not stop.stopped
+    assert again.state.global_step == 2 and stopped is None
     assert (tmp_path / "metrics.jsonl").read_text() == rows
     for one, other in zip(first.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(one, other)
@@ -108,8 +108,8 @@ def test_a_stop_request_does_not_finish_a_run(tmp_path: Path) -> None:
             if state.global_step == 1:
                 stop_file(tmp_path).touch()
 
-    first, stop = train(tmp_path, callbacks=(Requests(),))
-    assert stop.stopped and first.state.global_step == 2
+    first, stopped = train(tmp_path, callbacks=(Requests(),))
+    assert stopped is not None and first.state.global_step == 2
     stop_file(tmp_path).unlink()
     assert train(tmp_path)[0].state.global_step == STEPS
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from grpo_recipes.launch.checkpoints import newest_complete
 from grpo_recipes.launch.rundir import stop_file
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
-from grpo_recipes.trainers.stop import StopOnRequest
+from grpo_recipes.trainers.stop import StoppedOnRequest
 
 from .fixed_completions import make_trainer, rows_of, weights_of
 from .test_exact_resume import WINDOW, StopAt
@@ -68,10 +69,11 @@ def train(
     """Six optimizer steps, four of them from one generation; goes on from the newest checkpoint."""
     folder.mkdir(exist_ok=True)
     stop_file(folder).unlink(missing_ok=True)
-    callbacks = (StopOnRequest(folder), StopAt(folder, stop_at))
+    callbacks = (StopAt(folder, stop_at),)
     trainer = make_trainer(folder, model, kind, callbacks=callbacks, max_steps=steps, **WINDOW, **keys)
     checkpoint = newest_complete(folder / "checkpoints")
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    with suppress(StoppedOnRequest):
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     timed = ("seconds/", "tokens_per_second", "step_time")
     return [{key: value for key, value in row.items() if not key.startswith(timed)} for row in rows_of(folder)], trainer
 

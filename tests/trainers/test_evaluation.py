@@ -13,7 +13,6 @@ from transformers import TrainerCallback
 from grpo_recipes.launch.checkpoints import newest_complete
 from grpo_recipes.launch.rundir import finish_summary, move_rows_after, stop_file
 from grpo_recipes.trainers.grpo import GRPOTrainer
-from grpo_recipes.trainers.stop import StoppedOnRequest
 
 from .tiny_training import STEPS, different_characters, train
 
@@ -143,9 +142,9 @@ def test_a_run_stopped_in_an_evaluation_makes_up_for_it(
 ) -> None:
     folder, _, _, _ = evaluated
 
-    _, stop = train(tmp_path, Scores(stop_in, stop_file(tmp_path)), eval_on_start=True, **EVALUATED)
+    _, stopped = train(tmp_path, Scores(stop_in, stop_file(tmp_path)), eval_on_start=True, **EVALUATED)
 
-    assert stop.stopped
+    assert stopped is not None
     assert [row["step"] for row in rows_of(tmp_path / "metrics.jsonl")] == list(range(1, stop_in + 1))
     assert [row["step"] for row in rows_of(tmp_path / "eval.jsonl")] == list(range(0, stop_in, 2))
     assert newest_complete(tmp_path / "checkpoints") == tmp_path / "checkpoints" / f"checkpoint-{stop_in}"
@@ -164,10 +163,10 @@ def test_a_stop_while_a_resumed_run_makes_up_for_an_evaluation(
     train(tmp_path, Scores(2, stop_file(tmp_path)), eval_on_start=True, **EVALUATED)
     stop_file(tmp_path).unlink()
 
-    with pytest.raises(StoppedOnRequest) as stopped:
-        train(tmp_path, Scores(2, stop_file(tmp_path)), eval_on_start=True, **EVALUATED)
+    _, stopped = train(tmp_path, Scores(2, stop_file(tmp_path)), eval_on_start=True, **EVALUATED)
 
-    assert stopped.value.code == 75 and stopped.value.step == 2
+    assert stopped is not None and stopped.code == 75
+    assert str(stopped) == "stopped on request before a step was completed; checkpoint-2 stands"
     assert [row["step"] for row in rows_of(tmp_path / "metrics.jsonl")] == [1, 2]
     stop_file(tmp_path).unlink()
     train(tmp_path, eval_on_start=True, **EVALUATED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from grpo_recipes.launch.checkpoints import newest_complete
 from grpo_recipes.launch.rundir import stop_file
 from grpo_recipes.rewards.pure_accuracy_math import pure_accuracy_math
 from grpo_recipes.trainers.grpo import GRPOTrainer
-from grpo_recipes.trainers.stop import StopOnRequest
+from grpo_recipes.trainers.stop import StoppedOnRequest
 
 SUMS = [(a, b) for a in range(6) for b in range(2)]
 # A generation window of 8 micro steps, 4 optimizer steps; an epoch of 3 windows: steps 6 and 7 stop inside a window,
@@ -32,12 +33,12 @@ WINDOW = {
 
 
 class StopAt(TrainerCallback):
-    """Requests a stop in a step."""
+    """Requests a stop in the update of a step."""
 
     def __init__(self, folder: Path, step: int | None):
         self._file, self._step = stop_file(folder), step
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step + 1 == self._step:
             self._file.touch()
 
@@ -72,11 +73,12 @@ def train(folder: Path, steps: int, stop_at: int | None = None) -> tuple[list[di
             [{"prompt": [{"role": "user", "content": f"{a}+{b}="}], "answer": str(a + b)} for a, b in SUMS]
         ),
         processing_class=tokenizer,
-        callbacks=[StopOnRequest(folder), StopAt(folder, stop_at)],
+        callbacks=[StopAt(folder, stop_at)],
         run_dir=folder,
     )
     checkpoint = newest_complete(folder / "checkpoints")
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    with suppress(StoppedOnRequest):
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     timed = ("seconds/", "tokens_per_second", "step_time")
     rows = [{key: value for key, value in row.items() if not key.startswith(timed)} for row in rows]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,7 @@ from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.lora import check_adapter, load_lora_config, merged_parameters, refuse_shards
 from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
 from grpo_recipes.trainers.model import save_model
-from grpo_recipes.trainers.stop import StopOnRequest
+from grpo_recipes.trainers.stop import StoppedOnRequest
 
 from .test_exact_resume import StopAt
 from .tiny_training import SUMS, as_dataset, different_characters
@@ -72,7 +72,7 @@ def make_trainer(
         train_dataset=as_dataset(SUMS),
         processing_class=smoke.build_tokenizer(),
         peft_config=load_lora_config(ModelConfig(model_name_or_path=str(base), **lora), False),
-        callbacks=[StopOnRequest(folder), StopAt(folder, stop_at)],
+        callbacks=[StopAt(folder, stop_at)],
         run_dir=folder,
     )
 
@@ -80,7 +80,8 @@ def make_trainer(
 def trained(trainer: GRPOTrainer, folder: Path) -> list[dict[str, Any]]:
     """Train, or go on; the rows of metrics without what a clock says."""
     checkpoint = newest_complete(folder / "checkpoints")
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    with suppress(StoppedOnRequest):
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in row.items() if not key.startswith(TIMED)} for row in rows]
 

@@ -71,6 +71,17 @@ def test_a_rank_ends_though_a_thread_of_it_hangs(rank):
     assert rank(code)[0] == 1
 
 
+def test_the_stacks_of_all_threads_are_shown_on_sigusr2(rank, tmp_path):
+    code = (
+        "import signal, threading, time\nthreading.Thread(target=time.sleep, args=(30,), daemon=True).start()\n"
+        "assert json.loads((run / 'processes/phase_2.json').read_text())['phase'] == 'start'\n"
+        "os.kill(os.getpid(), signal.SIGUSR2)"
+    )
+    assert rank(code, "2")[0] == 0
+    shown = (tmp_path / "stacks/rank_2.txt").read_text()
+    assert shown.count("most recent call first") == 2 and "in rank_record" not in shown
+
+
 def test_a_script_without_its_launcher_says_how_to_start_it():
     code = "from grpo_recipes.trainers.rank import run_folder; run_folder()"
     environment = {name: value for name, value in os.environ.items() if name != "GRPO_RUN_DIR"}

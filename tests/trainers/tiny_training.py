@@ -13,7 +13,7 @@ from grpo_recipes import smoke
 from grpo_recipes.configs import GRPOConfig
 from grpo_recipes.launch.checkpoints import newest_complete
 from grpo_recipes.trainers.grpo import GRPOTrainer
-from grpo_recipes.trainers.stop import StopOnRequest
+from grpo_recipes.trainers.stop import StoppedOnRequest, StopRequest
 
 SUMS = [(a, b) for a in range(6) for b in range(2)]
 HELD_OUT = [(a, 7) for a in range(5)]
@@ -36,9 +36,13 @@ def different_characters(completions: list[Any], **_: Any) -> list[float | None]
 
 
 def train(
-    folder: Path, reward: Any = different_characters, callbacks: tuple[TrainerCallback, ...] = (), **keys: Any
-) -> tuple[GRPOTrainer, StopOnRequest]:
-    """Train, or go on from the newest checkpoint of ``folder``."""
+    folder: Path,
+    reward: Any = different_characters,
+    callbacks: tuple[TrainerCallback, ...] = (),
+    stop: StopRequest | None = None,
+    **keys: Any,
+) -> tuple[GRPOTrainer, StoppedOnRequest | None]:
+    """Train, or go on from the newest checkpoint of ``folder``; how it was stopped, if it was."""
     folder.mkdir(exist_ok=True)
     torch.manual_seed(0)
     tokenizer = smoke.build_tokenizer()
@@ -55,7 +59,6 @@ def train(
         output_dir=str(folder / "checkpoints"),
         **ON_CPU | defaults | keys,
     )
-    stop = StopOnRequest(folder)
     trainer = GRPOTrainer(
         model=smoke.build_model(tokenizer),
         reward_funcs=[reward],
@@ -63,12 +66,16 @@ def train(
         train_dataset=as_dataset(SUMS),
         eval_dataset=as_dataset(HELD_OUT) if args.eval_strategy != "no" else None,
         processing_class=tokenizer,
-        callbacks=[stop, *callbacks],
+        callbacks=list(callbacks),
         run_dir=folder,
+        stop=stop,
     )
     checkpoint = newest_complete(folder / "checkpoints")
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    return trainer, stop
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    except StoppedOnRequest as stopped:
+        return trainer, stopped
+    return trainer, None
 
 
 def as_dataset(sums: list[tuple[int, int]]) -> Dataset:

@@ -60,7 +60,7 @@ def test_trls_generation_gives_the_client_keywords_only():
 
 @pytest.fixture
 def settings(tmp_path: Path) -> ClientSettings:
-    return ClientSettings("run-abcd", 1.0, True, None, tmp_path)
+    return ClientSettings("run-abcd", 1.0, True, None, tmp_path, tmp_path / "server_state.json", 1.0)
 
 
 @pytest.mark.parametrize("name", BRIDGES)

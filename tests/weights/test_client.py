@@ -2,91 +2,14 @@
 
 from __future__ import annotations
 
-import http.server
-import json
-import threading
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
-
 import pytest
-import torch
 
 from grpo_recipes.configs import GRPOConfig
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.weights import bridges
-from grpo_recipes.weights.client import ClientSettings, ServerError
+from grpo_recipes.weights.client import ServerError
 from grpo_recipes.weights.file import FileClient
-from grpo_recipes.weights.fingerprint import fingerprint
-
-WEIGHT = torch.arange(6.0).view(2, 3)
-
-
-class FakeServer:
-    """Answers what the client asks, remembers what it asked, and holds ``held`` as its only parameter."""
-
-    def __init__(self) -> None:
-        self.asked: list[dict[str, Any]] = []
-        self.tokens: set[str | None] = set()
-        self.held = WEIGHT.clone()
-        self.delay = 0.0
-        fake = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self._answer({"data": [{"id": "this-run"}]})
-
-            def do_POST(self) -> None:
-                time.sleep(fake.delay)
-                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                fake.asked.append(asked)
-                self._answer(fake.answer(asked))
-
-            def _answer(self, content: dict[str, Any]) -> None:
-                fake.tokens.add(self.headers.get("Authorization"))
-                body = json.dumps(content).encode()
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self._http.serve_forever, daemon=True).start()
-        self.url = f"http://127.0.0.1:{self._http.server_port}"
-
-    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
-        if asked.get("method") == "grpo_weights":
-            return {"results": [{"parameters": {"w": [int(fingerprint(self.held)), "float32"]}, "packed": {}}]}
-        if "method" in asked:
-            return {"results": [1]}
-        choice = {"prompt_token_ids": asked["prompt"][0], "token_ids": [1], "logprobs": None}
-        return {"choices": [choice] * asked["n"] * len(asked["prompt"])}
-
-    def methods(self) -> list[str]:
-        return [asked["method"] for asked in self.asked if "method" in asked]
-
-    def close(self) -> None:
-        self._http.shutdown()
-
-
-@pytest.fixture
-def server() -> Iterator[FakeServer]:
-    fake = FakeServer()
-    yield fake
-    fake.close()
-
-
-@pytest.fixture
-def connect(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., FileClient]:
-    (tmp_path / "token").write_text("the-token")
-    monkeypatch.setenv("GRPO_TOKEN_FILE", str(tmp_path / "token"))
-    settings = ClientSettings("this-run", 5.0, True, None, tmp_path / "sync")
-    return lambda **changes: FileClient(settings=replace(settings, **changes), base_url=server.url)
+from weights.fake_server import WEIGHT
 
 
 def sync(client: FileClient) -> None:
@@ -103,7 +26,7 @@ def test_every_request_carries_the_token_and_a_foreign_server_is_refused(connect
 def test_an_answer_that_does_not_come_ends_the_call(connect, server) -> None:
     client = connect(request_timeout=0.3)
     server.delay = 2.0
-    with pytest.raises(ServerError, match="did not answer /collective_rpc within 0 s"):
+    with pytest.raises(ServerError, match=r"did not answer /collective_rpc within 0\.3 s"):
         sync(client)
 
 
@@ -152,6 +75,7 @@ def test_without_a_run_seed_one_request_holds_all_prompts(connect, server) -> No
         ({"seed_server": True, "seed": 3}, {"seed": 3}),
         ({"weight_guard": False}, {"guard": False}),
         ({"server_request_timeout": 9.0}, {"request_timeout": 9.0}),
+        ({"vllm_server_timeout": 8.0}, {"start_timeout": 8.0}),
     ],
 )
 def test_the_recipes_keys_reach_the_client(tmp_path, monkeypatch, keys, expected) -> None:
@@ -160,7 +84,7 @@ def test_the_recipes_keys_reach_the_client(tmp_path, monkeypatch, keys, expected
     args = GRPOConfig(
         output_dir=str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, weight_sync="file", report_to="none", **keys
     )
-    with GRPOTrainer._bridge(args):
+    with GRPOTrainer._bridge(args, tmp_path):
         built = bridges.vllm_generation.VLLMClient
     assert built.func is FileClient
     for name, value in expected.items():

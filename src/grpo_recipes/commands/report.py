@@ -1,4 +1,4 @@
-"""`grpo report`: write a run's page, or one that compares several."""
+"""`grpo report`: write a run's page, one that compares several, or that of a sweep."""
 
 from __future__ import annotations
 
@@ -12,19 +12,24 @@ from grpo_recipes.launch.rundir import find_run
 from grpo_recipes.paths import shown
 from grpo_recipes.report.compare import write_comparison
 from grpo_recipes.report.single import write_report
+from grpo_recipes.sweep.folder import is_sweep, read_sweep
+from grpo_recipes.sweep.page import write_sweep
+from grpo_recipes.sweep.results import text_table
 
-HELP = "write report.html of a run, or a page that compares several"
+HELP = "write report.html of a run, or a page that compares several or a sweep"
 TAKES_RECIPE = False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The runs and --out."""
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, or last for the newest in RUN_ROOT")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="run or sweep directory, or last for RUN_ROOT's newest run"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="the page; by default report.html in the run, or here")
 
 
 def run(options: argparse.Namespace, flags: list[str]) -> int:
-    """Write the page of a run, or of several compared.
+    """Write the page of a run, of several compared, or of a sweep.
 
     Returns:
         0.
@@ -34,7 +39,11 @@ def run(options: argparse.Namespace, flags: list[str]) -> int:
     """
     folders = [_folder(which) for which in options.runs]
     try:
-        if len(folders) == 1:
+        if len(folders) == 1 and is_sweep(folders[0]):
+            sweep = read_sweep(folders[0])
+            page, results = write_sweep(sweep, options.out)
+            print(text_table(sweep, results))
+        elif len(folders) == 1:
             page = write_report(folders[0], options.out)
         else:
             page = write_comparison(folders, options.out or Path("report.html"))

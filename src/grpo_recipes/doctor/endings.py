@@ -122,6 +122,8 @@ def ending(run: RunFiles) -> Finding:
             f"the launcher was killed after {len(run.rows)} steps, without a word", f"continue with {resume}"
         )
     what = f"{status} with exit code {code} after {steps}: {run.cause or 'no cause noted'}"
+    if status == "requeued":
+        return ok(f"{what}; Slurm starts it again")
     if status == "stopped":
         return warning(what, f"continue with {resume}")
     return problem(what, f"mend it first (see below), then {resume}")

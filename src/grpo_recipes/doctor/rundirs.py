@@ -14,7 +14,7 @@ import yaml
 
 from grpo_recipes.errors import Refused, refuse
 from grpo_recipes.keys import catalogue
-from grpo_recipes.launch.rundir import find_run, read_json, read_metrics
+from grpo_recipes.launch.rundir import JOB_FILE, find_run, read_json, read_metrics
 from grpo_recipes.paths import home
 
 _HEAD_BYTES, _TAIL_BYTES = 200_000, 400_000
@@ -64,6 +64,16 @@ class RunFiles:
             return planned[key]
         return self.recipe.get(key, catalogue()[key]["default"])
 
+    @functools.cached_property
+    def job(self) -> dict[str, Any]:
+        """``job.json``: the last Slurm job of the run, empty where there was none."""
+        return read_json(self.folder / JOB_FILE) or {}
+
+    @property
+    def job_id(self) -> str:
+        """Id of its last Slurm job, ``<job>_<task>`` of an array, or an empty text."""
+        return str(self.job.get("job") or self.identity.get("job") or "").rpartition("-")[2]
+
     @property
     def cause(self) -> str:
         """The cause that the launcher noted, or an empty text."""
@@ -73,15 +83,14 @@ class RunFiles:
     def logs(self) -> dict[str, Path]:
         """The logs of the last attempt that are still there: ``server``, ``trainer``, ``slurm.out``, ``slurm.err``."""
         named = {process["role"]: process["log"] for process in self.plan.get("processes", [])}
-        job = str(self.identity.get("job") or "").rpartition("-")[2]
-        if job:
+        if job := self.job_id:
             named |= {f"slurm.{end}": f"logs/slurm_{job}.{end}" for end in ("out", "err")}
         found = {role: self._log(name) for role, name in named.items()}
         return {role: path for role, path in found.items() if path is not None}
 
     def _log(self, name: str) -> Path | None:
         """A log by its name in the plan, which is relative to where the launch was started."""
-        folders = [Path(), home(), *self.folder.absolute().parents]
+        folders = [Path(self.job.get("working_folder", "")), Path(), home(), *self.folder.absolute().parents]
         return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
     @functools.cached_property

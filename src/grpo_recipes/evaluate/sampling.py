@@ -9,15 +9,14 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from trl.generation.vllm_client import VLLMClient
 
-_CONNECTIONS = 64  # of the client's session
+from grpo_recipes.weights.client import BridgeClient
+
 Tokens = list[int]
 
 
@@ -100,23 +99,19 @@ def _spread(trainer: Any, prompts: Sequence[Prompt], draw: Any, groups: int) -> 
 
 
 def _from_server(
-    client: VLLMClient, prompts: Sequence[Prompt], how: Sampling, keys: dict[str, Any]
+    client: BridgeClient, prompts: Sequence[Prompt], how: Sampling, keys: dict[str, Any]
 ) -> list[list[Tokens]]:
-    def draw(prompt: Prompt) -> list[Tokens]:
-        answer = VLLMClient.generate(
-            client,
-            [prompt.ids],
-            n=how.samples,
-            temperature=how.temperature,
-            max_tokens=how.max_tokens,
-            logprobs=None,
-            generation_kwargs={"seed": prompt.seed},
-            **keys,
-        )
-        return list(answer["completion_ids"])
-
-    with ThreadPoolExecutor(max_workers=min(_CONNECTIONS, len(prompts))) as executor:
-        return list(executor.map(draw, prompts))
+    answer = client.generate_seeded(
+        [prompt.ids for prompt in prompts],
+        [prompt.seed for prompt in prompts],
+        n=how.samples,
+        temperature=how.temperature,
+        max_tokens=how.max_tokens,
+        logprobs=None,
+        **keys,
+    )
+    drawn = answer["completion_ids"]
+    return [drawn[start : start + how.samples] for start in range(0, len(drawn), how.samples)]
 
 
 def _from_engine(engine: Any, prompts: Sequence[Prompt], how: Sampling, keys: dict[str, Any]) -> list[list[Tokens]]:

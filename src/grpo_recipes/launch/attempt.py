@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from grpo_recipes.launch.checkpoints import newest_complete, step_of
 from grpo_recipes.launch.environment import (
@@ -13,21 +14,34 @@ from grpo_recipes.launch.environment import (
     run_environment,
     wandb_environment,
 )  # fmt: skip
+from grpo_recipes.launch.freeze import SUBMITTED, keep
+from grpo_recipes.launch.nodes import Agents
 from grpo_recipes.launch.plan import Names, Plan
 from grpo_recipes.launch.resources import Resources
-from grpo_recipes.launch.rundir import Run, move_rows_after, read_json, stop_file, write_json
+from grpo_recipes.launch.rundir import Run, move_rows_after, no_requeue_file, read_json, stop_file, write_json
 from grpo_recipes.launch.say import say
-from grpo_recipes.launch.settle import job_pointer
+from grpo_recipes.launch.settle import note_job
 from grpo_recipes.paths import shown
 from grpo_recipes.publish.publisher import Publisher
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.rewards.load import keep_rewards
-from grpo_recipes.user_code import copy_source
 
 
 @dataclass
 class Attempt:
-    """One attempt at a run: what is read, planned and made before any process starts."""
+    """One attempt at a run: what is read, planned and made before any process starts.
+
+    Attributes:
+        run: the run directory.
+        recipe: the recipe it goes by.
+        plan: the plan of its processes.
+        names: what it is called.
+        scratch: node-local folders.
+        environment: variables of every process.
+        resumed: where it goes on, empty for a new run.
+        first_step: step of the checkpoint it begins with, 0 without one.
+        agents: what runs the processes of other nodes.
+        publisher: publishes checkpoints and the final model, None without push_to_hub.
+    """
 
     run: Run
     recipe: Recipe
@@ -36,43 +50,74 @@ class Attempt:
     scratch: Scratch
     environment: dict[str, str]
     resumed: str
+    agents: Agents
+    first_step: int = 0
     publisher: Publisher | None = None
 
+    def server_address(self) -> tuple[str, int, str]:
+        """Host, port and token of the server."""
+        return self.plan.server_host, self.plan.ports.server, self.scratch.token.read_text()
 
-def prepare(run: Run, recipe: Recipe, plan: Plan, names: Names, resources: Resources) -> Attempt:
-    """Freeze recipe and plan in the run directory; make the scratch folder and the token."""
-    (run.folder / "recipe.yaml").write_text(recipe.as_yaml())
-    for spec in recipe["callbacks"]:
-        copy_source(spec, run.folder / "callbacks")
-    plan.notes.extend(keep_rewards(recipe["reward_funcs"], run.folder))
-    write_json(run.folder / "plan.json", plan.as_json())
+
+def prepare(
+    run: Run, recipe: Recipe, plan: Plan, names: Names, resources: Resources, agents: Agents
+) -> Attempt:
+    """Freeze recipe and plan in the run directory; make each node's scratch folders and the token."""
+    plan = replace(plan, processes=[replace(process, log=new_log(process.log)) for process in plan.processes])
+    keep(run, recipe, plan)
     for record in (run.folder / "processes").glob("*.json"):
         record.unlink()
-    stop_file(run.folder).unlink(missing_ok=True)
+    for request in (stop_file(run.folder), no_requeue_file(run.folder)):
+        request.unlink(missing_ok=True)
     if resources.job is not None:
-        pointer = job_pointer(resources, recipe)
-        pointer.parent.mkdir(exist_ok=True)
-        pointer.write_text(str(run.folder))
+        note_job(run.folder, recipe, resources.job.name)
     before = read_json(run.folder / "summary.json")
-    write_json(
-        run.folder / "summary.json",
-        {"status": "running", "smoke": plan.smoke, "restarts": before["restarts"] + 1 if before else 0},
-    )
+    if before and before["status"] == SUBMITTED:
+        before = None  # nothing has run yet
+    kept = {key: before[key] for key in ("idle_attempts", "server_restarts") if before and key in before}
+    restarts = before["restarts"] + 1 if before else 0
+    write_json(run.folder / "summary.json", {"status": "running", "smoke": plan.smoke, "restarts": restarts, **kept})
     scratch = make_scratch(os.environ)
+    tracking = {**wandb_environment(recipe), "WANDB_RUN_ID": run.identity["wandb_id"], "WANDB_RESUME": "allow"}
     environment = {
         **base_environment(os.environ),
         **run_environment(os.environ, scratch, run.folder, names.served),
-        **wandb_environment(recipe),
-        "WANDB_RUN_ID": run.identity["wandb_id"],
-        "WANDB_RESUME": "allow",
+        **tracking,
     }
-    return Attempt(run, recipe, plan, names, scratch, environment, _rewind(run) if before else "")
+    agents.begin(run.folder, names.served, scratch.token.read_text(), tracking)
+    resumed = go_back(run) if before else ""
+    return Attempt(run, recipe, plan, names, scratch, environment, resumed, agents, newest_step(run))
 
 
-def _rewind(run: Run) -> str:
-    """Move aside the rows of metrics that will be redone, and say where the run goes on."""
+def new_log(name: str) -> str:
+    """Make an empty log of that name, or with a number behind it: two attempts can begin in one second."""
+    path = Path(name)
+    for number in range(2, 1000):
+        try:
+            path.touch(exist_ok=False)
+            break
+        except FileExistsError:
+            path = Path(name).with_stem(f"{Path(name).stem}-{number}")
+    return str(path)
+
+
+def newest_step(run: Run) -> int:
+    """The step of the newest complete checkpoint, 0 without one."""
     checkpoint = newest_complete(run.folder / "checkpoints")
-    moved = move_rows_after(run.folder, step_of(checkpoint) if checkpoint else 0)
+    return step_of(checkpoint) if checkpoint else 0
+
+
+def go_back(run: Run) -> str:
+    """Go back to the newest checkpoint: forget the ranks that were, and move aside the rows that will be redone.
+
+    Returns:
+        Where the run goes on, for the person who watches.
+    """
+    for name in ("rank_*.json", "phase_*.json"):
+        for record in (run.folder / "processes").glob(name):
+            record.unlink()
+    checkpoint = newest_complete(run.folder / "checkpoints")
+    moved = move_rows_after(run.folder, newest_step(run))
     where = f"resuming from {checkpoint.name}" if checkpoint else "no complete checkpoint: starting again from step 0"
     return f"{where}; {moved} later rows of metrics.jsonl moved to metrics.redone.jsonl"
 

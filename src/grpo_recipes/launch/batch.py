@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpo_recipes.errors import refuse
@@ -111,3 +112,20 @@ def derive_eval_batch(recipe: Recipe, batch: Batch) -> int | None:
 def largest_divisor(number: int, most: int) -> int:
     """The largest divisor of ``number`` that is not above ``most``."""
     return max(divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0)
+
+
+def spread(processes: int, rooms: Sequence[int]) -> list[int]:
+    """Spread ``processes`` over nodes as evenly as their room allows, so that no node stands idle for want of order.
+
+    Args:
+        processes: how many, at most the sum of ``rooms``.
+        rooms: most processes of each node.
+
+    Returns:
+        Processes of each node.
+    """
+    shares = [0] * len(rooms)
+    for _ in range(processes):
+        node = min((node for node, room in enumerate(rooms) if shares[node] < room), key=shares.__getitem__)
+        shares[node] += 1
+    return shares

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_recipes.errors import refuse
+from grpo_recipes.launch.environment import no_proxy
+from grpo_recipes.launch.layout import Share
+from grpo_recipes.launch.resources import Resources
+from grpo_recipes.launch.rundir import sync_folder
 from grpo_recipes.launch.server import server_command, server_environment
 from grpo_recipes.paths import home
 from grpo_recipes.recipe import Recipe
@@ -36,6 +40,7 @@ class Process:
         environment: variables set for it beyond the cleaned environment all share.
         gpus: GPU ids it may use.
         log: file of its output.
+        node: index of the node it runs on.
     """
 
     role: str
@@ -43,51 +48,108 @@ class Process:
     environment: dict[str, str]
     gpus: tuple[str, ...]
     log: str
+    node: int = 0
+
+    @property
+    def name(self) -> str:
+        """By which it is told from the others of its role: ``trainer``, or ``trainer_1`` on node 1."""
+        return f"{self.role}_{self.node}" if self.node else self.role
 
 
 def server_process(
-    recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: Names, gpus: tuple[str, ...]
+    recipe: Recipe,
+    plan: Plan,
+    resources: Resources,
+    environment: Mapping[str, str],
+    names: Names,
+    gpus: tuple[str, ...],
 ) -> Process:
-    """The vLLM server of ``plan`` on those GPUs."""
-    host = recipe["vllm_server_host"]
-    argv = server_command(recipe, plan.model, names.served, host, plan.ports.server, plan.flavour)
+    """The vLLM server of ``plan`` on those GPUs of the first node."""
+    argv = server_command(recipe, plan.model, names.served, plan.server_host, plan.ports.server, plan.flavour)
     variables = server_environment(plan.flavour, plan.ports.vllm_internal)
-    variables["VLLM_HOST_IP"] = environment.get("VLLM_HOST_IP", host)
     if environment.get("VLLM_PLUGINS"):  # unset, vLLM loads every plug-in that is installed, ours too
         variables["VLLM_PLUGINS"] = f"{environment['VLLM_PLUGINS']},grpo_recipes"
-    return Process(
-        "server", argv, {**variables, **_devices(gpus)}, gpus, f"logs/liv_vllm_{names.run}_{names.timestamp}.log"
-    )
+    variables |= _host_ip(plan, resources, environment, 0)
+    variables |= _network(plan, resources, environment, names, 0)
+    log = f"logs/liv_vllm_{names.run}_{names.timestamp}.log"
+    return Process("server", argv, {**variables, **_devices(gpus)}, gpus, log)
 
 
-def trainer_process(
-    recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: Names, gpus: tuple[str, ...]
-) -> Process:
-    """The trainers of ``plan`` on those GPUs, under one ``accelerate launch``."""
-    config = _accelerate_file(plan.accelerator, environment)
-    argv = [
+def trainer_processes(
+    recipe: Recipe,
+    plan: Plan,
+    resources: Resources,
+    environment: Mapping[str, str],
+    names: Names,
+    trainers: Sequence[Share],
+) -> list[Process]:
+    """The trainers of ``plan``: on each node one ``accelerate launch``, machine by machine."""
+    made = []
+    for machine, share in enumerate(trainers):
+        variables = {**_devices(share.gpus), "GRPO_NODE": str(share.node)}
+        if plan.mode == "server":
+            # Where rank 0 offers the NCCL group: TRL asks vLLM, which would take the interface of the default route.
+            variables |= _host_ip(plan, resources, environment, share.node)
+        if plan.flavour == "cpu":
+            # use_cpu alone keeps accelerate on the CPU: ACCELERATE_USE_CPU would also make it ignore DeepSpeed, and
+            # `accelerate launch --cpu` start one process whatever it is told.
+            variables["DS_ACCELERATOR"] = "cpu"
+        variables |= _network(plan, resources, environment, names, share.node)
+        suffix = f"_node{share.node}" if share.node else ""
+        log = f"logs/liv_train_{names.run}_{names.timestamp}{suffix}.log"
+        argv = _accelerate(recipe, plan, environment, names, trainers, machine)
+        made.append(Process("trainer", argv, variables, share.gpus, log, share.node))
+    return made
+
+
+def _accelerate(
+    recipe: Recipe,
+    plan: Plan,
+    environment: Mapping[str, str],
+    names: Names,
+    trainers: Sequence[Share],
+    machine: int,
+) -> list[str]:
+    """The argv of one machine of the trainers."""
+    machines = len(trainers)
+    return [
         sys.executable, "-m", "accelerate.commands.launch",
-        "--config_file", config,
-        "--num_processes", str(plan.batch.world_size),
-        "--num_machines", "1",
-        "--machine_rank", "0",
+        "--config_file", _accelerate_file(plan.accelerator, environment),
+        # accelerate starts num_processes // num_machines here, and torch adds the machines up: they may be unequal.
+        "--num_processes", str(trainers[machine].count * machines),
+        "--num_machines", str(machines),
+        "--machine_rank", str(machine),
         "--mixed_precision", _mixed_precision(recipe),
         "--dynamo_backend", "no",
         "--num_cpu_threads_per_process", str(plan.threads),
-        "--main_process_ip", "127.0.0.1",
+        "--main_process_ip", plan.nodes[trainers[0].node] if machines > 1 else "127.0.0.1",
         "--main_process_port", str(plan.ports.main_process),
         str(home() / plan.entry),
         *_trainer_flags(recipe, plan, names),
     ]  # fmt: skip
-    variables = _devices(gpus)
-    if plan.mode == "server":
-        # Where the trainer offers the NCCL group: TRL asks vLLM, which would take the interface of the default route.
-        variables["VLLM_HOST_IP"] = environment.get("VLLM_HOST_IP", recipe["vllm_server_host"])
-    if plan.flavour == "cpu":
-        # use_cpu alone keeps accelerate on the CPU: ACCELERATE_USE_CPU would also make it ignore DeepSpeed, and
-        # `accelerate launch --cpu` start one process whatever it is told.
-        variables["DS_ACCELERATOR"] = "cpu"
-    return Process("trainer", argv, variables, gpus, f"logs/liv_train_{names.run}_{names.timestamp}.log")
+
+
+def _host_ip(plan: Plan, resources: Resources, environment: Mapping[str, str], node: int) -> dict[str, str]:
+    """vLLM's name for the address of this machine; what the user exported can be right on one node alone."""
+    if resources.nodes:
+        return {"VLLM_HOST_IP": plan.nodes[node]}
+    return {"VLLM_HOST_IP": environment.get("VLLM_HOST_IP", plan.server_host)}
+
+
+def _network(
+    plan: Plan, resources: Resources, environment: Mapping[str, str], names: Names, node: int
+) -> dict[str, str]:
+    """What a process needs to meet those of other nodes; nothing on one node."""
+    if not resources.nodes:
+        return {}
+    variables = {name: no_proxy(environment.get(name, ""), plan.nodes) for name in ("NO_PROXY", "no_proxy")}
+    interface = resources.nodes[node].interface
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        if interface is not None and name not in environment:
+            variables[name] = interface  # left alone, gloo takes that of the host's name, NCCL the first it finds
+    if plan.bridge == "file" and plan.server_apart:
+        variables["GRPO_SYNC_DIR"] = str(sync_folder(names.run_dir))  # shared memory ends at the node
+    return variables
 
 
 def _trainer_flags(recipe: Recipe, plan: Plan, names: Names) -> list[str]:
@@ -112,6 +174,7 @@ def _trainer_flags(recipe: Recipe, plan: Plan, names: Names) -> list[str]:
     if plan.mode == "server":
         flags |= {
             "vllm_mode": "server",
+            "vllm_server_host": plan.server_host,
             "vllm_server_port": plan.ports.server,
             "vllm_group_port": plan.ports.group,
             "weight_sync": plan.bridge,

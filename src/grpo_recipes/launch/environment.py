@@ -7,12 +7,12 @@ import secrets
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_recipes.keys import ENVIRONMENT_KEYS
-from grpo_recipes.paths import cache_root
+from grpo_recipes.paths import CODE_VARIABLE, cache_root
 from grpo_recipes.recipe import Recipe
 
 # A login shell's Python and MPI settings reach into ours: PMI_SIZE alone changes the world size of a CPU process.
@@ -25,6 +25,7 @@ _LAUNCHER_ONLY = (
     "MASTER_PORT", "RUN_NAME", "CONFIG", "CONFIG_FILE", "TRAIN_ENTRYPOINT", "MAXENT", "TRAIN_SEED", "ACCELERATOR",
     "MAXENT_OBJECTIVE", "MAXENT_TAU", "MAXENT_BETA", "MAXENT_Q_TEMPERATURE", "MAXENT_Q_EPS", "MAXENT_LENGTH_NORM_REF",
 )  # fmt: skip
+SRUN_OPTIONS = "GRPO_SRUN_OPTIONS"
 # Every variable the launcher reads beside those in keys.ENVIRONMENT_KEYS.
 READ_VARIABLES: dict[str, str] = {
     "CONFIG": "the recipe, when none is named on the command line",
@@ -38,8 +39,12 @@ READ_VARIABLES: dict[str, str] = {
     "HF_HUB_OFFLINE": "1: the hub is never asked; 0: a run's processes may ask it though everything is here",
     "HF_TOKEN": "the login at the hub; never written or printed",
     "GRPO_HOME": "the repository, when training.sh is submitted from elsewhere",
+    CODE_VARIABLE: "the frozen code of a submitted run, which its batch script names",
     "CUDA_VISIBLE_DEVICES": "the GPUs to use",
+    "SLURM_GPU_FLAG_STYLE": "none, gpus or gres: how grpo submit asks for GPUs, whatever the profile says",
     "SLURM_TMPDIR": "node-local folder for temporary files",
+    "NETWORK_INTERFACE": "the network interface by which the nodes of a job reach each other, e.g. ib0",
+    SRUN_OPTIONS: "further options of the srun that reaches the nodes of a job; srun_options of a profile",
 }
 # What training.sh and scripts/setup.sh read before there is a Python to ask.
 SHELL_VARIABLES: dict[str, str] = {
@@ -100,10 +105,12 @@ def base_environment(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if name not in (*_REMOVED, *_LAUNCHER_ONLY) and not name.startswith(_REMOVED_PREFIXES)
     }
+    if environment.get(CODE_VARIABLE):
+        kept["PYTHONPATH"] = str(Path(environment[CODE_VARIABLE]) / "src")  # before the repository's of the environment
     # Tools of the environment, ninja above all, are found though nobody activated it.
     kept["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
     for name in ("NO_PROXY", "no_proxy"):
-        kept[name] = _no_proxy(environment.get(name, ""))
+        kept[name] = no_proxy(environment.get(name, ""))
     return kept
 
 
@@ -159,6 +166,7 @@ def hub_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _no_proxy(value: str) -> str:
-    hosts = [host for host in value.split(",") if host]
-    return ",".join(dict.fromkeys([*hosts, "localhost", "127.0.0.1", "::1"]))
+def no_proxy(value: str, hosts: Iterable[str] = ()) -> str:
+    """``NO_PROXY`` of the user with the loopback and ``hosts``: with a proxy our own server would never answer."""
+    given = [host for host in value.split(",") if host]
+    return ",".join(dict.fromkeys([*given, "localhost", "127.0.0.1", "::1", *hosts]))

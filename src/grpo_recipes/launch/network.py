@@ -57,6 +57,13 @@ def address_reachable(address: str, environment: Mapping[str, str], timeout: flo
     return reachable(*route_to(address, environment), timeout)
 
 
+def needs_wandb(recipe: Recipe, environment: Mapping[str, str]) -> bool:
+    """Whether a run would talk to W&B while it runs."""
+    if environment.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes"):
+        return False
+    return "wandb" in (recipe["report_to"] or []) and not environment.get("WANDB_MODE")
+
+
 def need_wandb_route(recipe: Recipe, environment: Mapping[str, str]) -> None:
     """Refuse a run that reports to W&B from a machine that does not reach it.
 
@@ -65,9 +72,7 @@ def need_wandb_route(recipe: Recipe, environment: Mapping[str, str]) -> None:
     Raises:
         Refused: WANDB_MODE is not set and no connection opens.
     """
-    if "wandb" not in (recipe["report_to"] or []) or environment.get("WANDB_MODE"):
-        return
-    if environment.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes"):
+    if not needs_wandb(recipe, environment):
         return
     address = environment.get("WANDB_BASE_URL") or WANDB_ADDRESS
     if not address_reachable(address, environment):

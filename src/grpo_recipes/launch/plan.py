@@ -14,7 +14,8 @@ from grpo_recipes import smoke
 from grpo_recipes.check import SMOKE_SCHEME, check
 from grpo_recipes.errors import Refused, refuse
 from grpo_recipes.launch.batch import Batch, derive_batch, derive_eval_batch
-from grpo_recipes.launch.commands import Process, server_process, trainer_process
+from grpo_recipes.launch.commands import Process, server_process, trainer_processes
+from grpo_recipes.launch.layout import Share, shares, split, trainer_count, unused
 from grpo_recipes.launch.ports import Ports, plan_ports
 from grpo_recipes.launch.resources import Resources
 from grpo_recipes.objectives import OBJECTIVES
@@ -24,6 +25,9 @@ from grpo_recipes.tasks import ENTRIES, MAXENT, task_of
 
 if TYPE_CHECKING:
     from grpo_recipes.fetch.sources import Sources
+    from grpo_recipes.launch.disk import Disk
+    from grpo_recipes.launch.fit import Memory
+    from grpo_recipes.launch.history import Speed
 _DEFAULT_RECIPES = {"cpu": "recipes/smoke/{task}.yaml", "cuda": "recipes/Qwen2.5-1.5B-Instruct/{task}/config_math.yaml"}
 
 
@@ -84,13 +88,19 @@ class Plan:
         batch: the arithmetic of a step.
         eval_batch: completions of one evaluation batch on one process, None without evaluation.
         ports: ports used.
-        processes: in the order they are started.
-        unused_gpus: visible GPUs that nothing uses.
+        nodes: address of each node, by its index; the loopback where there is one.
+        server_host: where the server listens and is asked.
+        server_apart: whether rank 0 is on another node than the server: they share no memory.
+        processes: in the order they are started: the server, then the trainers, one process a node.
+        unused_gpus: GPUs of the job that nothing uses.
         accelerator: how the trainers share the model: single, ddp, zero2, zero3, fsdp2, or custom by CONFIG_FILE.
         dtype: dtype of the trained weights.
         smoke: whether this is the built-in smoke task, not an experiment.
         threads: CPU threads of one training process; on CPU results depend on it in the last bits.
         notes: what the user should know.
+        memory: what the processes hold at their peak; this and the next two are None where nobody asked.
+        disk: what the run writes, and the room for it.
+        speed: how fast earlier runs were.
     """
 
     recipe: str
@@ -107,6 +117,9 @@ class Plan:
     batch: Batch
     eval_batch: int | None
     ports: Ports
+    nodes: tuple[str, ...]
+    server_host: str
+    server_apart: bool
     processes: list[Process]
     unused_gpus: tuple[str, ...]
     accelerator: str
@@ -114,17 +127,32 @@ class Plan:
     smoke: bool
     threads: int
     notes: list[str] = field(default_factory=list)
+    memory: Memory | None = None
+    disk: Disk | None = None
+    speed: Speed | None = None
 
     def process(self, role: str) -> Process | None:
-        """The process of that role, or None."""
+        """The first process of that role, or None."""
         return next((process for process in self.processes if process.role == role), None)
+
+    def trainers(self) -> list[Process]:
+        """The trainers' processes, one a node that trains; the first holds rank 0."""
+        return [process for process in self.processes if process.role == "trainer"]
 
     def as_json(self) -> dict[str, Any]:
         """The plan as plain data; argv and environment of a plan never hold a secret, an infinite tau is "inf"."""
         plain = asdict(self)
         if self.maxent is not None and math.isinf(self.maxent.tau):
             plain["maxent"]["tau"] = "inf"
+        for name in ("memory", "disk", "speed"):
+            estimate = getattr(self, name)
+            plain[name] = None if estimate is None else estimate.as_json()
         return plain
+
+    def estimates(self) -> list[str]:
+        """What the run will take, a line a fact."""
+        lines = [*(self.memory.lines() if self.memory else []), *(self.disk.lines() if self.disk else [])]
+        return [*lines, f"speed      {self.speed}"] if self.speed else lines
 
 
 def choose_recipe(given: str | None, environment: Mapping[str, str], task: str, flavour: str) -> Path:
@@ -169,12 +197,12 @@ def make_plan(
     """
     if problems := check(recipe, environment):
         raise Refused(*problems)
-    _one_node(resources)
     mode = _mode(recipe, resources)
-    server_gpus, trainer_gpus = _split(recipe, resources, mode)
-    trainers = _trainer_count(recipe, resources, trainer_gpus)
-    batch = derive_batch(recipe, trainers)
-    used = trainer_gpus[: batch.world_size]
+    server_gpus, left = split(recipe, resources, mode)
+    count = trainer_count(recipe, resources, left)
+    batch = derive_batch(recipe, count)
+    trainers = shares(recipe, resources, mode, left, batch.world_size)
+    idle = unused(resources, server_gpus, trainers)
     ports = ports or plan_ports(recipe, resources.job)
     bridge, why = _bridge(recipe, resources, mode)
     plan = Plan(
@@ -192,16 +220,21 @@ def make_plan(
         batch=batch,
         eval_batch=derive_eval_batch(recipe, batch),
         ports=ports,
+        nodes=tuple(node.address for node in resources.all_nodes()),
+        server_host=server_host(recipe, resources),
+        server_apart=mode == "server" and trainers[0].node != 0,
         processes=[],
-        unused_gpus=tuple(gpu for gpu in resources.gpus if gpu not in (*server_gpus, *used)),
+        unused_gpus=idle,
         accelerator="custom" if environment.get("CONFIG_FILE") else _accelerator(recipe, batch.world_size),
         dtype=recipe["dtype"],
         smoke=recipe["model_name_or_path"].startswith(SMOKE_SCHEME),
-        threads=max(1, (resources.cores - 1) // batch.world_size) if resources.flavour == "cpu" else 1,
-        notes=[*recipe.notes, *_notes(resources, batch, trainers, server_gpus, used)],
+        threads=_threads(resources, trainers),
+        notes=[*recipe.notes, *_notes(resources, batch, count, idle)],
     )
-    server = [server_process(recipe, plan, environment, names, server_gpus)] if mode == "server" else []
-    plan = replace(plan, processes=[*server, trainer_process(recipe, plan, environment, names, used)])
+    processes = trainer_processes(recipe, plan, resources, environment, names, trainers)
+    if mode == "server":
+        processes = [server_process(recipe, plan, resources, environment, names, server_gpus), *processes]
+    plan = replace(plan, processes=processes)
     return _offline(plan, sources, environment) if sources else plan
 
 
@@ -225,15 +258,12 @@ def _weighting(recipe: Recipe) -> Weighting | None:
     )
 
 
-def _one_node(resources: Resources) -> None:
-    if resources.job is not None and resources.job.nodes > 1:
-        what = f"the job has {resources.job.nodes} nodes, this version runs on one"
-        raise refuse("sbatch --nodes", what, "submit with --nodes=1")
-
-
 def _mode(recipe: Recipe, resources: Resources) -> str:
-    if resources.flavour == "cuda" and not resources.gpus:
-        what = "no GPU is visible and this is a CUDA environment"
+    nodes = resources.all_nodes()
+    bare = next((index for index, node in enumerate(nodes) if not node.gpus), None)
+    if resources.flavour == "cuda" and bare is not None:
+        where = f" on node {bare}" if len(nodes) > 1 else ""
+        what = f"no GPU is visible{where} and this is a CUDA environment"
         raise refuse("devices", what, "submit with sbatch --gres=gpu:8 training.sh, or set up with DEVICE=cpu")
     if not recipe["use_vllm"]:
         return "transformers"
@@ -243,7 +273,7 @@ def _mode(recipe: Recipe, resources: Resources) -> str:
                 recipe.origin("vllm_mode"), "colocated vLLM cannot take weights on CPU", "write vllm_mode: server"
             )
         return "server"
-    if len(resources.gpus) == 1 and recipe["vllm_mode"] == "server":
+    if len(nodes) == len(resources.gpus) == 1 and recipe["vllm_mode"] == "server":
         if recipe.given("vllm_mode"):
             what = "vllm_mode: server needs two GPUs, one is visible"
             raise refuse(recipe.origin("vllm_mode"), what, "write vllm_mode: colocate, or ask for more GPUs")
@@ -251,31 +281,19 @@ def _mode(recipe: Recipe, resources: Resources) -> str:
     return str(recipe["vllm_mode"])
 
 
-def _split(recipe: Recipe, resources: Resources, mode: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """GPUs of the server (the first ones) and of the trainers (the rest)."""
-    if mode != "server" or resources.flavour == "cpu":
-        return (), resources.gpus
-    parallel = recipe["vllm_tensor_parallel_size"]
-    if parallel >= len(resources.gpus):
-        what = f"vllm_tensor_parallel_size {parallel} leaves no GPU to train on ({len(resources.gpus)} visible)"
-        fix = f"write at most {len(resources.gpus) - 1}, or ask for more GPUs"
-        raise refuse(recipe.origin("vllm_tensor_parallel_size"), what, fix)
-    return resources.gpus[:parallel], resources.gpus[parallel:]
+def server_host(recipe: Recipe, resources: Resources) -> str:
+    """The recipe's host where it names one; else the loopback, and the first node's address in a job on several."""
+    if recipe.given("vllm_server_host") or not resources.nodes:
+        return str(recipe["vllm_server_host"])
+    return resources.nodes[0].address
 
 
-def _trainer_count(recipe: Recipe, resources: Resources, gpus: tuple[str, ...]) -> int:
-    wanted = recipe["num_processes"]
-    available = len(gpus) if resources.flavour == "cuda" else wanted or 1
-    if wanted is not None and wanted > available:
-        what = f"num_processes {wanted} exceeds the {available} GPUs left to train on"
-        raise refuse(recipe.origin("num_processes"), what, f"write at most {available}, or remove num_processes")
-    count = wanted or available
-    if recipe["accelerator"] == "single" and count > 1:
-        if wanted is not None:
-            what = f"accelerator: single runs one process, num_processes is {wanted}"
-            raise refuse(recipe.origin("accelerator"), what, "write accelerator: ddp, or remove num_processes")
-        count = 1
-    return count
+def _threads(resources: Resources, trainers: list[Share]) -> int:
+    """CPU threads of a trainer, the same on every node since results depend on it; one core is for the server."""
+    if resources.flavour == "cuda":
+        return 1
+    nodes = resources.all_nodes()
+    return max(1, min((nodes[share.node].cores - 1) // share.count for share in trainers))
 
 
 def _bridge(recipe: Recipe, resources: Resources, mode: str) -> tuple[str | None, str]:
@@ -320,16 +338,13 @@ def smoke_folder(name: str, environment: Mapping[str, str]) -> Path:
     return cache_root(environment) / "smoke" / f"{task}-{smoke.fingerprint(tied=task.endswith('-tied'))}"
 
 
-def _notes(
-    resources: Resources, batch: Batch, trainers: int, server_gpus: tuple[str, ...], used: tuple[str, ...]
-) -> list[str]:
+def _notes(resources: Resources, batch: Batch, trainers: int, idle: tuple[str, ...]) -> list[str]:
     notes = []
     if batch.world_size < trainers:
         notes.append(f"{batch.world_size} of {trainers} trainers are used: the batch divides by no larger number")
     job = resources.job
     if resources.flavour == "cuda" and job and job.gpus_on_node not in (None, len(resources.gpus)):
         notes.append(f"Slurm says {job.gpus_on_node} GPUs, the driver shows {len(resources.gpus)}; the driver counts")
-    idle = [gpu for gpu in resources.gpus if gpu not in (*server_gpus, *used)]
     if idle:
         notes.append(f"nothing uses GPU {', '.join(idle)}")
     return notes
@@ -346,6 +361,7 @@ def _accelerator(recipe: Recipe, world_size: int) -> str:
 
 def describe(plan: Plan, environment_differences: Mapping[str, Mapping[str, str]] | None = None) -> str:
     """The plan for a person: one line a fact, one block a process."""
+    several = len(plan.nodes) > 1
     lines = [
         f"recipe     {plan.recipe} ({plan.task}, {plan.entry})",
         *([f"objective  {plan.maxent}"] if plan.maxent else []),
@@ -356,11 +372,14 @@ def describe(plan: Plan, environment_differences: Mapping[str, Mapping[str, str]
         *([f"evaluation {plan.eval_batch} completions a batch and trainer"] if plan.eval_batch else []),
         f"vllm       {plan.mode}, weights by {plan.bridge or 'none'} ({plan.why_bridge})",
         f"ports      server {plan.ports.server}, weights {plan.ports.group}, trainers {plan.ports.main_process}",
+        *([f"nodes      {len(plan.nodes)}: {', '.join(plan.nodes)}"] if several else []),
+        *plan.estimates(),
         *(f"note       {note}" for note in plan.notes),
     ]
     for process in plan.processes:
-        lines.append(f"{process.role:<10} {json.dumps(process.argv)}")
-        shown = (environment_differences or {}).get(process.role, process.environment)
+        lines.append(f"{process.name:<10} {json.dumps(process.argv)}")
+        shown = (environment_differences or {}).get(process.name, process.environment)
         lines += [f"           {name}={value}" for name, value in sorted(shown.items())]
-        lines.append(f"           log {process.log}")
+        where = f"node {process.node}{', GPU ' if process.gpus else ''}{', '.join(process.gpus)}; " if several else ""
+        lines.append(f"           {where}log {process.log}")
     return "\n".join(lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import traceback
@@ -10,35 +11,40 @@ import traceback
 from grpo_recipes.check import SMOKE_SCHEME
 from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.fetch.pieces import smoke_command
-from grpo_recipes.launch.attempt import Attempt, say_start
+from grpo_recipes.launch.attempt import Attempt, go_back, say_start
+from grpo_recipes.launch.commands import Process
 from grpo_recipes.launch.descendants import end_descendants, reap
+from grpo_recipes.launch.nodes import RemoteChild, Trainers
 from grpo_recipes.launch.prctl import become_subreaper
-from grpo_recipes.launch.progress import Progress
-from grpo_recipes.launch.rundir import stop_file
-from grpo_recipes.launch.say import print_line, say
-from grpo_recipes.launch.server import NotReady, wait_until_ready
-from grpo_recipes.launch.signals import StoppedBySignal, StopSignals
-from grpo_recipes.launch.supervisor import Child, Ending, shell_code, wait_for_trainer
+from grpo_recipes.launch.restarts import Next, Restarts
+from grpo_recipes.launch.rundir import count_server_restart, stop_file, sync_folder, write_json
+from grpo_recipes.launch.say import say
+from grpo_recipes.launch.server import NotReady, server_state_file, wait_until_ready
+from grpo_recipes.launch.signals import StoppedAtOnce, StopSignals
+from grpo_recipes.launch.supervisor import Child, Ending, Trainer, shell_code, trainer_ending, wait_for_trainer
+from grpo_recipes.launch.watch import Watch
 from grpo_recipes.paths import shown
 from grpo_recipes.secrets import masked
 
 
-def supervise(attempt: Attempt) -> Ending:
+def supervise(attempt: Attempt, stop: StopSignals) -> Ending:
     """Run the processes; however that ends, nothing of the run is left afterwards."""
-    stop = StopSignals(stop_file(attempt.run.folder))
     try:
+        stop.release(stop_file(attempt.run.folder))
         say_start(attempt)
         ending = make_smoke_task(attempt) or run_processes(attempt, stop)
-    except StoppedBySignal as stopped:
-        ending = Ending(128 + stopped.signum, f"stopped by {signal.Signals(stopped.signum).name}")
+    except StoppedAtOnce as stopped:
+        ending = stopped.ending()
     except Exception as error:
         traceback.print_exc()
         ending = Ending(1, f"the launcher failed: {type(error).__name__}: {masked(str(error))}")
     finally:
         stop.ignore()
+        attempt.agents.close()  # before the rest, which would take srun for one of ours
         end_descendants()
+        shutil.rmtree(sync_folder(attempt.run.folder), ignore_errors=True)
         attempt.scratch.remove()
-    if stop.seen == signal.SIGTERM and ending.code not in (0, EXIT_STOPPED):
+    if stop.terminated and ending.code not in (0, EXIT_STOPPED):
         return Ending(128 + signal.SIGTERM, "stopped by SIGTERM")  # Slurm sends it to every process of the job
     return ending
 
@@ -57,51 +63,92 @@ def make_smoke_task(attempt: Attempt) -> Ending | None:
 
 
 def run_processes(attempt: Attempt, stop: StopSignals) -> Ending:
-    """Start the server, then the trainers, and watch both."""
+    """Start the server, then the trainers, and watch both; a lost server is started again within bounds."""
     become_subreaper()
-    plan = attempt.plan
-    server = _start(attempt, "server") if plan.process("server") else None
-    trainer = _start(attempt, "trainer") if server is None else None
-    if server is not None:
-        try:
-            _wait_for_server(attempt, server)
-        except NotReady as error:
-            return Ending(shell_code(server.exit_code()) or 1, str(error), log=server.log)
-        trainer = _start(attempt, "trainer")
-    assert trainer is not None
-    progress = Progress(attempt.run.folder)
-
-    def tick() -> None:
-        lines = progress.new_lines()
-        stop.trainers_run = stop.trainers_run or bool(lines)
-        stop.check_deadline()
-        for line in lines:
-            print_line(line)
-        if attempt.publisher:
-            attempt.publisher.tick()
-
-    ending = wait_for_trainer(trainer, server, attempt.run.folder, tick)
-    for line in progress.new_lines():
-        print_line(line)
-    return ending
+    watch = Watch(attempt, stop)
+    restarts = Restarts(attempt.recipe["server_restarts"], attempt.plan.bridge)
+    if failed := _start_server(attempt, watch, epoch=1):
+        return failed
+    watch.trainer = _start_trainers(attempt)
+    while True:
+        ending = wait_for_trainer(watch.trainer, watch.server, watch.tick, watch.stopping)
+        watch.show_progress()
+        restarts.stepped = restarts.stepped or watch.stepped
+        what, ending = restarts.after(ending, watch.stopping())
+        if what is Next.END:
+            _tell_server_state(attempt, restarts.done + 1, "gone")
+            return ending
+        say(f"{ending.cause}: {what.value} ({restarts.done} of {restarts.most})")
+        count_server_restart(attempt.run.folder)
+        if what is Next.BOTH:
+            watch.trainer.end()
+            watch.trainer = None
+            say(go_back(attempt.run))
+        if failed := _start_server(attempt, watch, epoch=restarts.done + 1):
+            return failed
+        watch.trainer = watch.trainer or _start_trainers(attempt)
+        watch.stepped = False
 
 
-def _start(attempt: Attempt, role: str) -> Child:
-    process = attempt.plan.process(role)
-    assert process is not None
+def _start(attempt: Attempt, process: Process) -> Child:
     return Child(process, {**attempt.environment, **process.environment}, attempt.run.folder, attempt.scratch)
 
 
-def _wait_for_server(attempt: Attempt, server: Child) -> None:
-    plan, recipe = attempt.plan, attempt.recipe
-    token = attempt.scratch.token.read_text()
+def _start_trainers(attempt: Attempt) -> Trainer:
+    """Start the trainers of every node; those of this one here."""
+    started: list[Child | RemoteChild] = [
+        RemoteChild(attempt.agents, process) if process.node else _start(attempt, process)
+        for process in attempt.plan.trainers()
+    ]
+    return started[0] if len(started) == 1 else Trainers(started)
+
+
+def _start_server(attempt: Attempt, watch: Watch, epoch: int) -> Ending | None:
+    """Start the plan's server, in the place of one that is lost, and wait until it is ready.
+
+    Returns:
+        Why the run ends: it did not become ready, or the trainers ended meanwhile. None: all is well.
+    """
+    process = attempt.plan.process("server")
+    if process is None:
+        return None
+    _tell_server_state(attempt, epoch, "starting")
+    if watch.server is not None:
+        watch.server.end()
+    server, watch.server = _start(attempt, process), None
+    host, port, token = attempt.server_address()
 
     def alive() -> bool:
         reap()
+        ending = watch.tick()
+        if ending is None and watch.trainer is not None:
+            ending = trainer_ending(watch.trainer, watch.stopping())
+        if ending is not None:
+            raise _Ended(ending)
         return server.alive()
 
-    waited = wait_until_ready(
-        alive, server.warden_pid, recipe["vllm_server_host"], plan.ports.server, attempt.names.served, token,
-        recipe["vllm_server_timeout"],
-    )  # fmt: skip
-    say(f"server ready after {waited:.0f} s on {recipe['vllm_server_host']}:{plan.ports.server}")
+    try:
+        waited = wait_until_ready(
+            alive, server.warden_pid, host, port, attempt.names.served, token, attempt.recipe["vllm_server_timeout"]
+        )  # fmt: skip
+    except _Ended as ended:
+        return ended.ending
+    except NotReady as error:
+        _tell_server_state(attempt, epoch, "gone")
+        return Ending(shell_code(server.exit_code()) or 1, str(error), log=server.log)
+    watch.server = server
+    watch.starts_again()
+    _tell_server_state(attempt, epoch, "ready")
+    say(f"server ready after {waited:.0f} s on {host}:{port}")
+    return None
+
+
+def _tell_server_state(attempt: Attempt, epoch: int, state: str) -> None:
+    write_json(server_state_file(attempt.run.folder), {"epoch": epoch, "state": state})
+
+
+class _Ended(Exception):
+    """The run ended while it waited for its server."""
+
+    def __init__(self, ending: Ending) -> None:
+        self.ending = ending

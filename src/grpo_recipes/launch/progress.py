@@ -43,11 +43,12 @@ class Progress:
         phases = " ".join(f"{phase} {row[f'seconds/{phase}']:.2f}s" for phase in _PHASES)
         return (
             f"step {step}/{last}  reward {reward}  {row['tokens_per_second']:.0f} tokens/s  {phases}  "
-            f"left {_clock(left)}"
+            f"left {clock(left)}"
         )
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """Seconds as hours:minutes:seconds."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02d}:{second:02d}"

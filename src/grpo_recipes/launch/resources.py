@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from grpo_recipes.errors import refuse
 from grpo_recipes.keys import catalogue_trl
@@ -23,6 +23,7 @@ class SlurmJob:
         nodes: nodes of the allocation.
         gpus_on_node: Slurm's own count, compared with what the driver shows, never used.
         restarts: how often the job was requeued.
+        array: the job as a task of an array, e.g. ``7_2``, empty of any other.
     """
 
     id: int
@@ -30,6 +31,31 @@ class SlurmJob:
     nodes: int
     gpus_on_node: int | None
     restarts: int = 0
+    array: str = ""
+
+    @property
+    def name(self) -> str:
+        """``<cluster>-<job>``, of a task of an array ``<cluster>-<job>_<task>``."""
+        return f"{self.cluster}-{self.array or self.id}"
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node of a job on several.
+
+    Attributes:
+        gpus: GPU ids as CUDA_VISIBLE_DEVICES takes them there, in order.
+        cores: CPU cores a process may run on.
+        address: where the other nodes reach it; in a plan made without the nodes a word in place of it.
+        interface: the network interface with that address, None where nobody looked.
+        name: what Slurm calls it, for messages.
+    """
+
+    gpus: tuple[str, ...]
+    cores: int
+    address: str
+    interface: str | None = None
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -38,26 +64,42 @@ class Resources:
 
     Attributes:
         flavour: ``cpu`` or ``cuda``, by the packages installed.
-        gpus: GPU ids as CUDA_VISIBLE_DEVICES takes them, in order.
+        gpus: GPU ids of this node as CUDA_VISIBLE_DEVICES takes them, in order.
         cores: CPU cores this process may run on.
         job: the Slurm job, or None outside Slurm.
+        nodes: all nodes in Slurm's order, this one first; empty where there is this one alone.
     """
 
     flavour: str
     gpus: tuple[str, ...]
     cores: int
     job: SlurmJob | None = None
+    nodes: tuple[Node, ...] = ()
+
+    def on_nodes(self, count: int) -> Resources:
+        """The same on ``count`` nodes like this one, for a plan made without them."""
+        if count == 1:
+            return replace(self, nodes=())
+        return replace(
+            self, nodes=tuple(Node(self.gpus, self.cores, f"ADDRESS_OF_NODE_{index}") for index in range(count))
+        )
+
+    def all_nodes(self) -> tuple[Node, ...]:
+        """Every node; one that is alone needs no address but the loopback."""
+        return self.nodes or (Node(self.gpus, self.cores, "127.0.0.1"),)
 
 
 def find_resources(environment: Mapping[str, str]) -> Resources:
-    """Look at the packages, the driver and Slurm's variables.
+    """Look at the packages, the driver and Slurm's variables; other nodes of the job are taken to be like this one.
 
     Raises:
         Refused: the environment has no torch, or another TRL than the catalogue's.
     """
     flavour = environment_flavour()
     gpus = visible_gpus(environment) if flavour == "cuda" else ()
-    return Resources(flavour, gpus, len(os.sched_getaffinity(0)), slurm_job(environment))
+    job = slurm_job(environment)
+    here = Resources(flavour, gpus, len(os.sched_getaffinity(0)), job)
+    return here.on_nodes(job.nodes) if job else here
 
 
 def environment_flavour() -> str:
@@ -116,12 +158,14 @@ def slurm_job(environment: Mapping[str, str]) -> SlurmJob | None:
     if not environment.get("SLURM_JOB_ID"):
         return None
     count = environment.get("SLURM_GPUS_ON_NODE", "")
+    array, task = environment.get("SLURM_ARRAY_JOB_ID", ""), environment.get("SLURM_ARRAY_TASK_ID", "")
     return SlurmJob(
         id=_slurm_number(environment, "SLURM_JOB_ID"),
         cluster=environment.get("SLURM_CLUSTER_NAME", "slurm"),
         nodes=_slurm_number(environment, "SLURM_JOB_NUM_NODES", "1"),
         gpus_on_node=int(count) if count.isdigit() else None,
         restarts=_slurm_number(environment, "SLURM_RESTART_COUNT", "0"),
+        array=f"{array}_{task}" if array and task else "",
     )
 
 

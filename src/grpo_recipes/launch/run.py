@@ -9,17 +9,21 @@ from pathlib import Path
 from grpo_recipes.errors import refuse
 from grpo_recipes.fetch.preflight import need_sources
 from grpo_recipes.fetch.sources import Sources, find_sources, record_sources
-from grpo_recipes.launch.attempt import prepare
+from grpo_recipes.launch.attempt import Attempt, prepare
+from grpo_recipes.launch.disk import need_room
 from grpo_recipes.launch.environment import Scratch, base_environment, run_environment, wandb_environment
-from grpo_recipes.launch.finish import finish
+from grpo_recipes.launch.finish import end_without_run, finish
 from grpo_recipes.launch.network import need_wandb_route
-from grpo_recipes.launch.plan import Names, describe, make_plan
+from grpo_recipes.launch.nodes import Agents
+from grpo_recipes.launch.plan import describe, make_plan, server_host
 from grpo_recipes.launch.ports import free_ports, plan_ports
 from grpo_recipes.launch.processes import supervise
 from grpo_recipes.launch.resources import Resources, find_resources
 from grpo_recipes.launch.rundir import Run, claim
 from grpo_recipes.launch.say import say
 from grpo_recipes.launch.settle import Options, make_run, names_of, need_same_world, settle
+from grpo_recipes.launch.signals import StoppedAtOnce, StopSignals
+from grpo_recipes.launch.survey import survey
 from grpo_recipes.paths import shown
 from grpo_recipes.publish.preflight import need_target
 from grpo_recipes.publish.publisher import make_publisher
@@ -31,23 +35,36 @@ def launch(options: Options) -> int:
     """Run a recipe to its end.
 
     Returns:
-        The exit code: 0, the first failed rank's, or 128+n for a signal.
+        The exit code: 0, 75 when it was stopped with its state saved, the first failed rank's, or 128+n for a signal.
 
     Raises:
         Refused: recipe, flag or environment is wrong; nothing was started.
     """
     resources = find_resources(os.environ)
+    if options.dry_run:
+        return _dry_run(options, resources)
+    with StopSignals() as stop, Agents(len(resources.nodes)) as agents:
+        try:
+            attempt = _prepare(options, resources, stop, agents)
+        except StoppedAtOnce as stopped:
+            return end_without_run(stopped.ending(), stop.wants_requeue, resources.job)
+        ending = supervise(attempt, stop)
+        return finish(attempt, ending, stop.wants_requeue, resources.job)
+
+
+def _prepare(options: Options, resources: Resources, stop: StopSignals, agents: Agents) -> Attempt:
+    """Check and plan, then make the run directory and all that the processes need."""
     run, recipe, entry = settle(options, resources)
     names = names_of(run, recipe)
-    recorded = run.identity.get("sources") if run else None
-    if options.dry_run:
-        return _dry_run(recipe, resources, names, entry, find_sources(recipe, os.environ, recorded))
-    ports, port_notes = free_ports(recipe, plan_ports(recipe, resources.job), recipe["vllm_server_host"])
+    resources = survey(agents, resources, os.environ)
+    ports, port_notes = free_ports(recipe, plan_ports(recipe, resources.job), server_host(recipe, resources))
     plan = make_plan(recipe, resources, os.environ, names, entry, ports)
     need_wandb_route(recipe, os.environ)
     sources = _need_sources(options, run, recipe)
+    need_room(recipe, make_plan(recipe, resources, os.environ, names, entry, ports, sources), names.run_dir)
     target = need_target(recipe, os.environ, names.run)
     _make_log_folder()
+    stop.hold()
     if run is None:
         run, names = make_run(recipe, resources, names)
     else:
@@ -56,9 +73,9 @@ def launch(options: Options) -> int:
     plan.notes.extend(port_notes)
     claim(run)
     record_sources(run, sources)
-    attempt = prepare(run, recipe, plan, names, resources)
+    attempt = prepare(run, recipe, plan, names, resources, agents)
     attempt.publisher = make_publisher(target, run.folder, os.environ, say)
-    return finish(attempt, supervise(attempt))
+    return attempt
 
 
 def _need_sources(options: Options, run: Run | None, recipe: Recipe) -> Sources:
@@ -68,7 +85,10 @@ def _need_sources(options: Options, run: Run | None, recipe: Recipe) -> Sources:
     return need_sources(recipe, os.environ, recorded, [*named, *options.flags], options.allow_changed_code)
 
 
-def _dry_run(recipe: Recipe, resources: Resources, names: Names, entry: str, sources: Sources) -> int:
+def _dry_run(options: Options, resources: Resources) -> int:
+    run, recipe, entry = settle(options, resources)
+    names = names_of(run, recipe)
+    sources = find_sources(recipe, os.environ, run.identity.get("sources") if run else None)
     plan = make_plan(recipe, resources, os.environ, names, entry, sources=sources)
     nowhere = Path(tempfile.gettempdir()) / "grpo-dry-run"
     shared = run_environment(os.environ, Scratch(nowhere, nowhere), names.run_dir, names.served)
@@ -77,7 +97,7 @@ def _dry_run(recipe: Recipe, resources: Resources, names: Names, entry: str, sou
         wanted = {**base_environment(os.environ), **shared, **wandb_environment(recipe), **process.environment}
         changed = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
         removed = {name: "(removed)" for name in os.environ if name not in wanted}
-        differences[process.role] = masked_environment({**changed, **removed})
+        differences[process.name] = masked_environment({**changed, **removed})
     print(describe(plan, differences))
     return 0
 

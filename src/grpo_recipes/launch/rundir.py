@@ -21,6 +21,8 @@ from grpo_recipes.launch.resources import Resources
 from grpo_recipes.paths import home, shown
 from grpo_recipes.secrets import masked
 
+FROZEN_CODE = "code"  # folder of a run directory: the code of a run that was submitted
+JOB_FILE = "job.json"  # in a run directory: its last Slurm job, and the folder that job starts in
 # Files with one row of JSON a step, or a few, in the order of steps.
 ROW_FILES = ("metrics.jsonl", "eval.jsonl", "samples.jsonl", "slow_rewards.jsonl")
 
@@ -52,7 +54,11 @@ def new_run(root: Path, name: str, stamp: str, resources: Resources) -> Run | No
     Raises:
         Refused: the folder cannot be made.
     """
-    folder = (root / f"{name}-{stamp}").absolute()
+    return new_run_in((root / f"{name}-{stamp}").absolute(), name, stamp, resources)
+
+
+def new_run_in(folder: Path, name: str, stamp: str, resources: Resources) -> Run | None:
+    """As ``new_run``, in that folder."""
     try:
         folder.mkdir(parents=True, mode=0o700)
         (folder / "processes").mkdir(mode=0o700)
@@ -85,6 +91,21 @@ def new_run(root: Path, name: str, stamp: str, resources: Resources) -> Run | No
 def stop_file(folder: Path) -> Path:
     """The file whose existence asks the trainers to save and end after the step in flight."""
     return folder / "stop"
+
+
+def no_requeue_file(folder: Path) -> Path:
+    """The file whose existence keeps a run that is stopped from being started again by Slurm."""
+    return folder / "no_requeue"
+
+
+def dump_request(folder: Path) -> Path:
+    """The file that is touched to have every process of every node write its stacks."""
+    return folder / "dump_stacks"
+
+
+def sync_folder(folder: Path) -> Path:
+    """Where the file bridge writes when the server and rank 0 are on two nodes; removed at the end of the attempt."""
+    return folder / "sync"
 
 
 def find_run(root: Path, which: str, where: str = "--resume") -> Run:
@@ -123,13 +144,32 @@ def claim(run: Run) -> int:
         raise refuse("--resume", what, "wait for it, or stop it first") from None
     except OSError as error:  # Lustre without flock, NFS without a lock daemon
         print(f"grpo: note: no file locks in {shown(run.folder)} ({error.strerror}): start it once only", flush=True)
+    os.truncate(descriptor, 0)
+    os.write(descriptor, f"{socket.gethostname()} {os.getpid()}\n".encode())
     return descriptor
+
+
+def launcher_of(folder: Path) -> tuple[str, int]:
+    """Host and pid of the launch that claimed the run directory last; it lives as long as the lock is held.
+
+    Raises:
+        Refused: none did.
+    """
+    path = folder / "lock"
+    host, _, pid = (path.read_text() if path.is_file() else "").strip().partition(" ")
+    if not pid.isdigit():
+        raise refuse(shown(folder), "no launch has claimed it", "grpo status says how it stands")
+    return host, int(pid)
 
 
 def changed_code(run: Run) -> str | None:
     """What differs between the code of the run and the code here, or None."""
-    now = code_state()
     before = run.identity["code"]
+    if home() == run.folder / FROZEN_CODE:
+        if frozen_hash(run.folder) == before["frozen_sha256"]:
+            return None
+        return f"files under {shown(home())} are no longer those that were frozen"
+    now = code_state()
     if now["commit"] != before["commit"]:
         return f"the run was made at commit {before['commit']}, the code is at {now['commit']}"
     if now["patch_sha256"] != before["patch_sha256"]:
@@ -137,6 +177,15 @@ def changed_code(run: Run) -> str | None:
     if now["lock_sha256"] != before["lock_sha256"]:
         return "the locks under requirements/ differ from those the run was made with"
     return None
+
+
+def frozen_hash(folder: Path) -> str:
+    """A hash of the frozen code in a run directory: names and contents, but for compiled files."""
+    digest = hashlib.sha256()
+    for path in sorted((folder / FROZEN_CODE).rglob("*")):
+        if path.is_file() and path.suffix != ".pyc":
+            digest.update(f"{path.relative_to(folder)}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def code_state() -> dict[str, Any]:
@@ -229,6 +278,12 @@ def _move_rows_after(path: Path, step: int) -> int:
     temporary.write_text("".join(f"{line}\n" for line in kept))
     temporary.replace(path)
     return len(moved)
+
+
+def count_server_restart(folder: Path) -> None:
+    """Add one to ``server_restarts`` of ``summary.json``."""
+    summary = read_json(folder / "summary.json") or {}
+    write_json(folder / "summary.json", {**summary, "server_restarts": summary.get("server_restarts", 0) + 1})
 
 
 def finish_summary(folder: Path, **facts: Any) -> dict[str, Any]:

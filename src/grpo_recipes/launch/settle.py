@@ -13,7 +13,18 @@ from grpo_recipes.errors import Refused, refuse
 from grpo_recipes.launch.checkpoints import newest_complete, world_size_of
 from grpo_recipes.launch.plan import Names, Plan, choose_recipe
 from grpo_recipes.launch.resources import Resources
-from grpo_recipes.launch.rundir import Run, changed_code, find_run, new_run, read_json, timestamp
+from grpo_recipes.launch.rundir import (
+    FROZEN_CODE,
+    JOB_FILE,
+    Run,
+    changed_code,
+    find_run,
+    new_run,
+    read_json,
+    timestamp,
+    write_json,
+)
+from grpo_recipes.paths import CODE_VARIABLE
 from grpo_recipes.recipe import Recipe, merge_recipe, read_frozen
 from grpo_recipes.tasks import GRPO, asked_task, entry_of, same_task
 
@@ -32,13 +43,15 @@ class Options:
 
 def settle(options: Options, resources: Resources) -> tuple[Run | None, Recipe, str]:
     """Which run this is (None: a new one), its recipe and entry script."""
-    asked = asked_task(os.environ, options.task)
+    # What the environment said when a run was submitted is in its frozen recipe.
+    environment = {} if os.environ.get(CODE_VARIABLE) else os.environ
+    asked = asked_task(environment, options.task)
     if options.resume is not None and options.recipe:
         raise refuse("--resume", "a resumed run goes on with its own recipe", "leave the recipe out")
     if options.resume in (None, "last"):
-        path = choose_recipe(options.recipe, os.environ, asked.task or GRPO, resources.flavour)
+        path = choose_recipe(options.recipe, environment, asked.task or GRPO, resources.flavour)
     if options.resume is None:
-        recipe = checked_recipe(path, options.flags, os.environ, asked)
+        recipe = checked_recipe(path, options.flags, environment, asked)
         pointer = job_pointer(resources, recipe)
         requeued = resources.job is not None and resources.job.restarts > 0 and pointer.is_file()
         if not requeued:
@@ -46,7 +59,7 @@ def settle(options: Options, resources: Resources) -> tuple[Run | None, Recipe, 
         run = find_run(run_root_of(recipe), pointer.read_text().strip())
     elif options.resume == "last":
         # Flags are for the run's own recipe, with which they are checked: run_root alone is asked of this one.
-        recipe, problems = merge_recipe(path, options.flags, os.environ)
+        recipe, problems = merge_recipe(path, options.flags, environment)
         if "run_root" in recipe.broken:
             raise Refused(*problems)
         run = find_run(run_root_of(recipe), "last")
@@ -55,7 +68,7 @@ def settle(options: Options, resources: Resources) -> tuple[Run | None, Recipe, 
     changed = changed_code(run)
     if changed and not options.allow_changed_code:
         raise refuse("--resume", changed, "go back to that code, or add --allow-changed-code")
-    recipe = read_frozen(run.folder / "recipe.yaml", options.flags, os.environ)
+    recipe = read_frozen(run.folder / "recipe.yaml", options.flags, environment)
     if recipe.origin("model_revision") == "--model_revision":
         raise refuse("--model_revision", "a resumed run goes on with the commit it began with", "leave it out")
     saved = read_json(run.folder / "plan.json")
@@ -72,8 +85,26 @@ def run_root_of(recipe: Recipe) -> Path:
 
 def job_pointer(resources: Resources, recipe: Recipe) -> Path:
     """The file by which a requeued job finds its run directory; outside Slurm none exists."""
-    name = f"{resources.job.cluster}-{resources.job.id}" if resources.job else "no-job"
-    return run_root_of(recipe) / ".jobs" / name
+    return job_pointers(recipe) / (resources.job.name if resources.job else "no-job")
+
+
+def job_pointers(recipe: Recipe) -> Path:
+    """The folder with a file for each job, ``<cluster>-<job>[_<task>]``, that names its run directory."""
+    return run_root_of(recipe) / ".jobs"
+
+
+def note_job(folder: Path, recipe: Recipe, job: str) -> None:
+    """Let a job and its run directory be found from one another.
+
+    Args:
+        folder: the run directory.
+        recipe: its recipe.
+        job: ``<cluster>-<job>[_<task>]``.
+    """
+    pointers = job_pointers(recipe)
+    pointers.mkdir(parents=True, exist_ok=True)
+    (pointers / job).write_text(str(folder))
+    write_json(folder / JOB_FILE, {"job": job, "working_folder": os.getcwd()})
 
 
 def planned_names(recipe: Recipe) -> Names:
@@ -100,10 +131,24 @@ def make_run(recipe: Recipe, resources: Resources, names: Names) -> tuple[Run, N
     raise refuse("run_root", f"no free name for a run directory of '{names.run}'", "set another run_name")
 
 
+def frozen_world_size(run: Run) -> int | None:
+    """How many training processes a submitted run was planned with; None of a run that was not submitted."""
+    if not (run.folder / FROZEN_CODE).is_dir():
+        return None
+    return int((read_json(run.folder / "plan.json") or {})["batch"]["world_size"])
+
+
 def need_same_world(run: Run, plan: Plan) -> None:
-    """A checkpoint holds a part of the generation window per process: it fits the same number of them alone."""
+    """A checkpoint holds a part of the generation window per process: it fits the same number of them alone.
+
+    A submitted run that has none is held to the plan that was checked.
+    """
     checkpoint = newest_complete(run.folder / "checkpoints")
     made_by = world_size_of(checkpoint) if checkpoint else plan.batch.world_size
+    frozen = None if checkpoint else frozen_world_size(run)
+    if frozen not in (None, plan.batch.world_size):
+        what = f"the run was submitted for {frozen} training processes, this job has room for {plan.batch.world_size}"
+        raise refuse("devices", what, "look at what the job was given, and submit again")
     if made_by != plan.batch.world_size:
         what = (
             f"{checkpoint.name if checkpoint else ''} is of {made_by} processes, the plan has {plan.batch.world_size}"

@@ -1,53 +1,138 @@
-"""Signals to the launcher: a request to save and end, or the end."""
+"""Signals to the launcher, and its own wish to stop in time: a request to save and end, or the end."""
 
 from __future__ import annotations
 
 import signal
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
+from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.launch.say import say
+from grpo_recipes.launch.supervisor import Ending
+
+_ENDED_BY_SLURM_SOON = (signal.SIGTERM, signal.SIGHUP)
 
 
-class StoppedBySignal(BaseException):
-    """A signal that ends the run at once."""
+class StoppedAtOnce(BaseException):
+    """A request that ends the attempt where it stands.
 
-    def __init__(self, signum: int):
+    Attributes:
+        signum: the signal, or None where the request came as the file in the run directory.
+    """
+
+    def __init__(self, signum: int | None = None):
         self.signum = signum
 
+    def ending(self) -> Ending:
+        """75 for a request to save that came while there was nothing new to save, else 128+n."""
+        if self.signum is None or self.signum == signal.SIGUSR1:
+            return Ending(EXIT_STOPPED, "stopped on request before this attempt had anything to save")
+        return Ending(128 + self.signum, f"stopped by {signal.Signals(self.signum).name}")
 
-class StopSignals:
-    """While trainers run the first signal asks them to save and end; before, or the second time, it ends the run.
 
-    SIGTERM leaves them only as long as Slurm usually leaves us before SIGKILL.
+class StopSignals(AbstractContextManager["StopSignals"]):
+    """USR1 asks to save and run on in a new attempt; SIGTERM, SIGHUP and SIGINT (Ctrl-C) to save and end.
+
+    While trainers have something to save they are asked by the file ``request``; before that a signal ends the attempt
+    at once, and so does the same signal a second time, but for USR1: Slurm sends that too where we have asked already.
+    SIGTERM leaves the trainers only as long as Slurm usually leaves us before SIGKILL.
+
+    Attributes:
+        request: the file that asks the trainers, once there is a run directory.
+        can_save: whether trainers have something to save.
     """
 
     _signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     _term_grace_seconds = 20.0
 
-    def __init__(self, request: Path) -> None:
-        self._request = request
+    def __init__(self) -> None:
+        self.request: Path | None = None
+        self.can_save = False
+        self._before: dict[signal.Signals, Any] = {}
+        self._seen: list[int] = []
+        self._held = False
+        self._out_of_time = False
         self._deadline = float("inf")
-        self.trainers_run = False
-        self.seen: int | None = None
+        self._unsaid: list[str] = []  # a handler must not print: it may have come into a print
+
+    def __enter__(self) -> StopSignals:
         for signum in self._signals:
             # nohup, or a shell's background job, has a signal ignored on purpose; training.sh has USR1 for us.
             if signum == signal.SIGUSR1 or signal.getsignal(signum) != signal.SIG_IGN:
-                signal.signal(signum, self._handle)
+                self._before[signum] = signal.signal(signum, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+    @property
+    def requested(self) -> bool:
+        """Whether the trainers are asked to save and end, by whomever."""
+        return self.request is not None and self.request.exists()
+
+    @property
+    def terminated(self) -> bool:
+        """Whether SIGTERM came, as it does to every process of a job that is cancelled."""
+        return signal.SIGTERM in self._seen
+
+    @property
+    def wants_requeue(self) -> bool:
+        """Whether the run is to go on in a new attempt: USR1 or the time limit, and nobody who wants it ended."""
+        asked = self._out_of_time or signal.SIGUSR1 in self._seen
+        return asked and set(self._seen) <= {signal.SIGUSR1}
 
     def _handle(self, signum: int, _: object) -> None:
-        self.seen = signum
-        if not self.trainers_run or self._request.exists():
-            raise StoppedBySignal(signum)
-        self._request.touch()
-        if signum != signal.SIGUSR1 and signum != signal.SIGINT:
-            self._deadline = time.monotonic() + self._term_grace_seconds
-        say(f"{signal.Signals(signum).name}: saving after the step in flight, then ending (again: end at once)")
+        again = signum in self._seen and signum != signal.SIGUSR1
+        self._seen.append(signum)
+        if self._held:
+            return
+        if self.request is None or not self.can_save or again:
+            raise StoppedAtOnce(signum)
+        if signum in _ENDED_BY_SLURM_SOON:
+            self._deadline = min(self._deadline, time.monotonic() + self._term_grace_seconds)
+        self._ask(signal.Signals(signum).name)
 
-    def check_deadline(self) -> None:
-        """End the run when the trainers took too long to save after SIGTERM."""
+    def _ask(self, why: str) -> None:
+        if not self.requested and self.request is not None:
+            self.request.touch()
+            self._unsaid.append(f"{why}: saving, then ending")
+
+    def out_of_time(self, why: str) -> None:
+        """The job's time is nearly over: as USR1."""
+        self._out_of_time = True
+        self._ask(why)
+
+    def look(self) -> None:
+        """Say what was asked for, and act on what no signal tells.
+
+        Raises:
+            StoppedAtOnce: the trainers took too long to save after SIGTERM, or the file asks while there is nothing to
+                save.
+        """
+        while self._unsaid:
+            say(self._unsaid.pop(0))
         if time.monotonic() > self._deadline:
-            raise StoppedBySignal(signal.SIGTERM)
+            raise StoppedAtOnce(signal.SIGTERM)
+        if self.requested and not self.can_save:
+            raise StoppedAtOnce()
+
+    def hold(self) -> None:
+        """From now on a signal only waits: a run directory is made whole, or not at all."""
+        self._held = True
+
+    def release(self, request: Path) -> None:
+        """The run directory is there, and ``request`` in it: act on what was held back, and on signals again.
+
+        Raises:
+            StoppedAtOnce: a signal was held back.
+        """
+        self.request = request
+        self._held = False
+        if self._seen:
+            raise StoppedAtOnce(self._seen[-1])
 
     def ignore(self) -> None:
         """From now on only the clean-up counts."""

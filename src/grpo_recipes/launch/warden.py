@@ -16,14 +16,16 @@ import sys
 import time
 from pathlib import Path
 
-from grpo_recipes.launch.descendants import OWN_CHILDREN, end_descendants, reap
+from grpo_recipes.launch.descendants import OWN_CHILDREN, descendants, end_descendants, reap
 from grpo_recipes.launch.environment import Scratch
 from grpo_recipes.launch.prctl import become_subreaper, die_with_parent
-from grpo_recipes.launch.rundir import finish_summary, write_json
+from grpo_recipes.launch.rundir import finish_summary, stop_file, write_json
 from grpo_recipes.paths import shown
 from grpo_recipes.report.single import report_line
 
 _GRACE_SECONDS = 5.0
+_SAVE_SECONDS = 25.0  # a little longer than the launcher waits after SIGTERM
+_LAUNCHER_SECONDS = 1.0  # until it has asked
 
 
 class _Stopped(BaseException):
@@ -43,6 +45,8 @@ def main() -> int:
     except _Stopped:
         code = 128 + signal.SIGTERM
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if options.role.startswith("trainer"):
+        _let_ranks_save(options.run_dir, launcher)
     end_descendants(_GRACE_SECONDS)
     if os.getppid() != launcher:
         _launcher_died(options, launcher)
@@ -55,6 +59,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--scratch", type=Path, nargs=2, required=True, metavar=("DISK", "MEMORY"))
     parser.add_argument("--launcher", type=int, required=True)
+    parser.add_argument("--node", type=int, default=0, help="on another than the first, an agent is the launcher")
     parser.add_argument("--log", type=Path, required=True, help="where the command's output goes; ours stays")
     parser.add_argument("command", nargs="+")
     return parser.parse_args()
@@ -79,12 +84,26 @@ def _run(options: argparse.Namespace) -> int:
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
+def _let_ranks_save(run_dir: Path, launcher: int) -> None:
+    """Where SIGTERM came to every process of the job: the launcher, too, has asked the ranks to save then."""
+    began = time.monotonic()
+    while os.getppid() == launcher and descendants():
+        asked = stop_file(run_dir).exists()
+        if time.monotonic() - began > (_SAVE_SECONDS if asked else _LAUNCHER_SECONDS):
+            return
+        reap()
+        time.sleep(0.05)
+
+
 def _reset_signals() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _launcher_died(options: argparse.Namespace, launcher: int) -> None:
+    if options.node:  # the run is the launcher's to end, which lives
+        Scratch(*options.scratch).remove()
+        return
     cause = f"the launcher (pid {launcher}) died without ending the run; its warden ended every process"
     resume = shlex.join(["grpo", "launch", "--resume", shown(options.run_dir)])
     print(f"grpo: {cause}; continue with: {resume}", file=sys.stderr, flush=True)

@@ -43,26 +43,36 @@ def comparison_page(runs: Sequence[RunRecord]) -> str:
     return page(
         f"{len(runs)} runs compared",
         _heading(groups, runs),
-        [
-            ("Runs", run_table(groups)),
-            ("Curves", _curves(groups)),
-            ("Benchmarks", benchmark_rows(groups)),
-            ("Differences", difference_table(groups)),
-        ],
+        comparison_sections(groups),
     )
+
+
+def comparison_sections(groups: Sequence[Group]) -> list[tuple[str, Html | None]]:
+    """Names and contents of what compares the groups."""
+    return [
+        ("Runs", run_table(groups)),
+        ("Curves", _curves(groups)),
+        ("Benchmarks", benchmark_rows(groups)),
+        ("Differences", difference_table(groups)),
+    ]
 
 
 def _heading(groups: Sequence[Group], runs: Sequence[RunRecord]) -> Html:
-    warnings = [text for text in (_unlike_rewards(groups), _unlike_steps(groups)) if text]
     return element(
         "header",
         element("p", element("span", f"{len(runs)} runs", class_="badge running"), class_="eyebrow"),
-        element("h1", _sentence(groups)),
-        *[element("div", element("p", text), class_="trouble stopped") for text in warnings],
+        element("h1", sentence(groups)),
+        *comparison_warnings(groups),
     )
 
 
-def _sentence(groups: Sequence[Group]) -> str:
+def comparison_warnings(groups: Sequence[Group]) -> list[Html]:
+    """What makes the groups hard to compare, a box each."""
+    warnings = [text for text in (_unlike_rewards(groups), _unlike_steps(groups)) if text]
+    return [element("div", element("p", text), class_="trouble stopped") for text in warnings]
+
+
+def sentence(groups: Sequence[Group]) -> str:
     """Who ends highest, unless the rewards are not the same."""
     ends = sorted(((end, group.label) for group in groups if (end := _final(group)) is not None), reverse=True)
     if len(ends) < 2 or _unlike_rewards(groups):

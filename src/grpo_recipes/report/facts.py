@@ -15,7 +15,7 @@ from grpo_recipes.report.outcome import Numbers, numbers, verdict
 from grpo_recipes.report.read import RunRecord
 from grpo_recipes.report.units import TIMES, duration, short, signed
 
-_MARKS = {"completed": "✓", "running": "●", "stopped": "■", "failed": "✕"}
+_MARKS = {"completed": "✓", "running": "●", "stopped": "■", "requeued": "↻", "failed": "✕"}
 _SILENT_SECONDS = 900.0  # and ten usual steps, without a row: a running run may be dead
 
 

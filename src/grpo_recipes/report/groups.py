@@ -16,7 +16,7 @@ from grpo_recipes.report.read import Column, RunRecord, Table
 
 COLOURS = 7
 # Keys that name a run or a place, and change nothing in what is learned.
-_NO_EXPERIMENT = frozenset(
+NO_EXPERIMENT = frozenset(
     {"run_name", "run_root", "report_to", "vllm_server_port", "vllm_group_port", "main_process_port", "save_steps",
      "save_total_limit", "report_samples", "wandb_project", "wandb_entity", "wandb_run_group"}
 )  # fmt: skip
@@ -89,7 +89,7 @@ def _labels(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def _signature(run: RunRecord) -> str:
-    experiment = {one.key: one.value for one in run.settings if one.key != "seed" and one.key not in _NO_EXPERIMENT}
+    experiment = {one.key: one.value for one in run.settings if one.key != "seed" and one.key not in NO_EXPERIMENT}
     return json.dumps([run.plan.get("task"), experiment], sort_keys=True, default=str)
 
 

@@ -67,7 +67,8 @@ def verdict(run: RunRecord, count: Numbers) -> str:
     A change counts where it is more than two standard errors of the difference between the first and the last tenth of
     the steps (at least 3 each).
     """
-    ended = {"failed": "Failed. ", "stopped": "Stopped. ", "running": "Running. "}.get(run.status, "")
+    told = {"failed": "Failed. ", "stopped": "Stopped. ", "requeued": "Waiting to go on. ", "running": "Running. "}
+    ended = told.get(run.status, "")
     if count.first is None or count.last is None:
         return ended + ("No step has a reward." if count.steps else "No step was finished.")
     over = f"over {count.steps:,.0f} step{'s' * (count.steps != 1)}"

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_recipes.rewards.children import ChildRewards, RewardFailed, Verdict
+from grpo_recipes.rewards.children.batch import GIVEN_UP
 from grpo_recipes.rewards.children.verdict import WrongShape, described, entries, number
 from grpo_recipes.rewards.records import LimitRecords, key_of
+from grpo_recipes.trainers.stop import CutShort, StopRequest
 
 # What TRL hands a reward beside the columns: live objects of the trainer.
 _NOT_SENT = ("trainer_state", "log_extra", "log_metric", "environments")
@@ -25,6 +28,7 @@ class WatchedReward:
         timeout: seconds it may take for one completion, None without a limit.
         generation: number of the generation being scored.
         give_up_after: completions without a verdict after which the rest of a call is left out, None for all.
+        stop: the request to stop at which the rest of a call is left out; None outside a training.
     """
 
     timeout: float | None = None
@@ -35,6 +39,7 @@ class WatchedReward:
         self.verdicts: list[Verdict] = []
         self.generation = 0
         self.give_up_after: int | None = None
+        self.stop: StopRequest | None = None
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
         """The reward of each completion, (B,); None without a verdict."""
@@ -77,7 +82,8 @@ class IsolatedReward(WatchedReward):
             calls.add(key, row, self._records.known(key, self.generation))
         rows = [row for _, row in calls.to_make]
         asked = {name: [values[row] for row in rows] for name, values in kept.items()}
-        verdicts = self._pool.score(self.spec, asked.pop("completions"), asked, self.give_up_after)
+        stopped = self.stop.cuts if self.stop else lambda: False
+        verdicts = self._pool.score(self.spec, asked.pop("completions"), asked, self.give_up_after, stopped)
         for (key, row), verdict in zip(calls.to_make, verdicts, strict=True):
             calls.verdicts[row] = verdict
             self._records.add(key, self.generation, verdict)
@@ -128,10 +134,13 @@ class BatchReward(WatchedReward):
         everything = {**columns, "completions": completions}
         kept = {name: values for name, values in everything.items() if self._takes is None or name in self._takes}
         try:
-            result = self._function(**kept)
-            if inspect.isawaitable(result):
-                result = asyncio.run(_awaited(result))
+            with self.stop.interrupting() if self.stop else nullcontext():
+                result = self._function(**kept)
+                if inspect.isawaitable(result):
+                    result = asyncio.run(_awaited(result))
             found = [number(entry) for entry in entries(result, len(completions))]
+        except CutShort:
+            return [Verdict(None, GIVEN_UP)] * len(completions)
         except WrongShape as error:
             raise RewardFailed(f"reward '{self.spec}': {error}") from None
         except Exception as error:

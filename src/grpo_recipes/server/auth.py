@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import hmac
 import os
-from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
-from typing import Any
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+from grpo_recipes.server.asgi import Application, Receive, Scope, Send
 
 
 class RequireToken:
     """ASGI middleware: 401 unless the request says ``Authorization: Bearer <token of GRPO_TOKEN_FILE>``."""
 
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]):
+    def __init__(self, app: Application):
         self._app = app
         self._expected = f"Bearer {Path(os.environ['GRPO_TOKEN_FILE']).read_text().strip()}".encode()
 

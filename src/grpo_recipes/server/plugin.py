@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
+
+from grpo_recipes.trainers.phases import dump_stacks_on_signal
 
 
 def register() -> None:
+    """What every process of the server is given: stacks on request, and on CPU weights that can be renewed."""
+    if os.environ.get("GRPO_SERVER") == "1":  # a rank that has vLLM inside writes its stacks to a file of its own
+        _dump_stacks()
+        os.register_at_fork(after_in_child=_dump_stacks)
+    _keep_linear_weights()
+
+
+def _dump_stacks() -> None:
+    dump_stacks_on_signal(Path(os.environ["GRPO_RUN_DIR"]), f"server_{os.getpid()}")
+
+
+def _keep_linear_weights() -> None:
     """On CPU keep linear weights as they are, so that a reload reaches the matrix product.
 
     vLLM's CPU build packs each weight into a private copy when the model is loaded and multiplies with that copy. With

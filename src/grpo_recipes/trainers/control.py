@@ -71,6 +71,7 @@ class Controllers:
             controller.load_state_dict(states[name])
         if "kl" in self.controllers:
             self.beta = self.controllers["kl"].beta
+        self._say_restored(*(f"{name} controller: {states[name]}" for name in self.controllers))
 
 
 def _state_file(checkpoint: str) -> Path:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import torch
 from trl import TrlParser
 
 from grpo_recipes.configs import CONFIGS
@@ -10,7 +13,6 @@ from grpo_recipes.evaluate.benchmarks import run_benchmarks
 from grpo_recipes.evaluate.untrained import UntrainedBenchmarks
 from grpo_recipes.fetch.sources import fetched_sets
 from grpo_recipes.launch.checkpoints import newest_complete
-from grpo_recipes.launch.rundir import stop_file
 from grpo_recipes.rewards.load import load_rewards
 from grpo_recipes.trainers.callbacks import load_callbacks
 from grpo_recipes.trainers.grpo import GRPOTrainer
@@ -23,16 +25,20 @@ from grpo_recipes.trainers.rank import (
     rank_record,
     run_folder,
 )
-from grpo_recipes.trainers.stop import StopOnRequest, StoppedOnRequest
+from grpo_recipes.trainers.stop import StoppedOnRequest, StopRequest
+from grpo_recipes.trainers.stopping import agreed, before_a_step
 
 
 def train(trainer_class: type[GRPOTrainer]) -> None:
     """Train the recipe of the command line, and leave the model in ``<run>/model``."""
     run = run_folder()
+    stop = StopRequest(run)
     with rank_record(run):
+        stop.listen()
         script_args, args, model_args = TrlParser(CONFIGS, allow_abbrev=False).parse_args_and_config()
         check_world(run, args.world_size, args.device.type)
         allow_fsdp_on_cpu()
+        _leave_if_asked(stop, run, args.device)
         tokenizer = load_tokenizer(model_args, args)
         least = args.generation_batch_size // args.num_generations
         fetched = fetched_sets(run)
@@ -41,7 +47,7 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
         if args.eval_strategy != "no":
             held_out = load_eval_prompts(script_args, tokenizer, args.seed, args.chat_template_kwargs, fetched)
         args.model_init_kwargs = model_init_kwargs(model_args, args)
-        stop = StopOnRequest(run)
+        _leave_if_asked(stop, run, args.device)
         trainer = trainer_class(
             model=model_args.model_name_or_path,
             reward_funcs=load_rewards(script_args, args, run),
@@ -51,8 +57,9 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
             eval_dataset=held_out.dataset if held_out else None,
             processing_class=tokenizer,
             peft_config=load_lora_config(model_args, args.trust_remote_code),
-            callbacks=[stop, *load_callbacks(script_args.callbacks, run / "callbacks")],
+            callbacks=load_callbacks(script_args.callbacks, run / "callbacks"),
             run_dir=run,
+            stop=stop,
         )
         dtype = str(next(trainer.model.parameters()).dtype).removeprefix("torch.")
         check_sharing(run, trainer.accelerator.distributed_type.name, dtype)
@@ -63,9 +70,15 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
                 print(f"grpo: {held_out}")
             if checkpoint is not None and args.ignore_data_skip:
                 print("grpo: ignore_data_skip: the order of the data restarts")
-        trainer.add_callback(UntrainedBenchmarks(trainer, script_args, run, stop_file(run).exists))
+        trainer.add_callback(UntrainedBenchmarks(trainer, script_args, run, stop.requested))
+        _leave_if_asked(stop, run, args.device)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        if stop.stopped:
-            raise StoppedOnRequest(trainer.state.global_step)
+        trainer.enter_last_phase()
         save_model(trainer, run / "model")
-        run_benchmarks(trainer, script_args, run, stop_file(run).exists, fetched)
+        run_benchmarks(trainer, script_args, run, stop.requested, fetched)
+
+
+def _leave_if_asked(stop: StopRequest, run: Path, device: torch.device) -> None:
+    """End the set-up, all ranks together, when the run is asked to stop."""
+    if agreed(stop, device):
+        raise StoppedOnRequest(before_a_step(run / "checkpoints"))

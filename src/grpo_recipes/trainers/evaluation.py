@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -12,13 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from accelerate.utils import broadcast_object_list, set_seed
 
-from grpo_recipes.launch.checkpoints import is_complete
+from grpo_recipes.launch.rundir import read_rows
 from grpo_recipes.trainers.metrics import json_number
-from grpo_recipes.trainers.stop import EvaluationStopped, StoppedOnRequest
+from grpo_recipes.trainers.random_states import random_states, set_random_states
+from grpo_recipes.trainers.stop import Stopped
 
 # transformers' own clock, which counts a prompt as one sample whatever num_generations_eval is.
 _LEFT_OUT = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "eval_model_preparation_time")
@@ -41,22 +40,14 @@ class Evaluation:
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """TRL's; returns nothing where a stop request came before its end."""
-        if self._stopping() and not self._saved_here():  # save first: the time left may be seconds
-            return self._owe_evaluation()
         try:
-            with self._undisturbed():
+            self._stop_if_agreed()  # save first: the time left may be seconds
+            with self._undisturbed(), self._told("evaluate"):
                 return super().evaluate(*args, **kwargs)
-        except EvaluationStopped:
+        except Stopped:
             self._metrics["eval"].clear()
-            self.control.should_save = self.control.should_training_stop = True
-            return self._owe_evaluation()
-
-    def _owe_evaluation(self) -> dict[str, float]:
-        self._evaluation_owed, self.control.should_evaluate = True, False
-        return {}
-
-    def _saved_here(self) -> bool:
-        return self._by_main(is_complete(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"))
+            self._evaluation_owed = True
+            return {}
 
     def _by_main(self, answer: bool) -> bool:
         """Rank 0's answer: ranks on other nodes may see a file later."""
@@ -68,7 +59,10 @@ class Evaluation:
         on_start = skip_scheduler  # transformers says so for eval_on_start alone, a resumed run included
         if on_start and self._evaluated_on_start():
             return {}
-        return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+        metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+        if on_start:
+            self._stop_if_agreed()  # before the first step, where nothing is saved
+        return metrics
 
     def _evaluated_on_start(self) -> bool:
         has_rows = self._eval_file.exists() and self._eval_file.stat().st_size > 0
@@ -82,11 +76,12 @@ class Evaluation:
         self._logs = _empty(logs)
         self.log_completions = False  # the parquet file of this step is the training's
         self._eval_began, self._eval_batch, self._eval_rewards = time.perf_counter(), 0, []
+        states = random_states()
         try:
-            with _kept_random_states():
-                set_seed(self._evaluation_seed())
-                yield
+            set_seed(self._evaluation_seed())
+            yield
         finally:
+            set_random_states(states)
             if self._row_began is not None:  # not before the first step: its row does not cover that time
                 seconds["evaluate"] += time.perf_counter() - self._eval_began
             self._seconds, self._logs, self.log_completions = seconds, logs, log_completions
@@ -101,13 +96,12 @@ class Evaluation:
         """TRL's, after the evaluation that the run was stopped in.
 
         Raises:
-            StoppedOnRequest: it was stopped in that one again; nothing has happened since the checkpoint that owes it.
+            Stopped: it was stopped in that one again; nothing has happened since the checkpoint that owes it.
         """
         if self._evaluation_owed:
             self._evaluation_owed = False
             self.evaluate()
-            if self._evaluation_owed:
-                raise StoppedOnRequest(self.state.global_step)
+            self._stop_if_agreed()
         return super().training_step(*args, **kwargs)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -156,31 +150,19 @@ class Evaluation:
         with self._eval_file.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        if self._evaluation_owed:
-            _owed_file(output_dir).touch()
+    def _unsaved_state(self) -> dict[str, Any]:
+        return {**super()._unsaved_state(), "evaluation_owed": self._evaluation_owed}
 
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(checkpoint)
-        owed = checkpoint is not None and self.args.eval_strategy != "no"
-        self._evaluation_owed = owed and _owed_file(checkpoint).exists()
+    def _restore_unsaved(self, state: dict[str, Any]) -> None:
+        super()._restore_unsaved(state)
+        # An attempt since the checkpoint may have made up for it.
+        made = any(row["step"] == self.state.global_step for row in read_rows(self._eval_file))
+        owed = state["evaluation_owed"] and self.args.eval_strategy != "no"
+        self._evaluation_owed = self._by_main(owed and not made)
 
-
-def _owed_file(checkpoint: str) -> Path:
-    return Path(checkpoint) / "evaluation_owed"
-
-
-@contextmanager
-def _kept_random_states() -> Iterator[None]:
-    python, of_numpy = random.getstate(), numpy.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        random.setstate(python)
-        numpy.random.set_state(of_numpy)
+    def _describe_restored(self, state: dict[str, Any]) -> list[str]:
+        owed = "owed" if self._evaluation_owed else "none owed"
+        return [*super()._describe_restored(state), f"evaluation: {owed}"]
 
 
 def _empty(logs: dict[str, Any]) -> dict[str, Any]:

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from trl.trainer.utils import RepeatSampler
 
-from grpo_recipes.trainers.stop import StopOnRequest
-
 
 class EpochRepeatSampler(RepeatSampler):
     """TRL's sampler whose order is a function of the epoch, not of how often it was iterated in this process."""
@@ -27,7 +25,7 @@ class ExactResume:
     """Mixin before TRL's trainer: saves and restores the generation window and the running sums.
 
     TRL keeps sampled completions for ``steps_per_generation * num_iterations`` micro steps and saves neither them nor
-    the position in them; transformers does not save its running loss.
+    the position in them; transformers does not save its running loss. Other mixins add to it by ``_unsaved_state``.
     """
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
@@ -49,55 +47,120 @@ class ExactResume:
     ) -> None:
         """transformers', and a checkpoint where a callback ends the training: a resumed run must not go on there."""
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *args, **kwargs)
-        early = self.control.should_training_stop and self.state.global_step < self.state.max_steps
-        if not early or self._stopping():
+        if not self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
             return
         self._save_checkpoint(model, trial)
         if self.accelerator.is_main_process:
             _ended_file(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}").touch()
         self.accelerator.wait_for_everyone()
 
-    def _stopping(self) -> bool:
-        callbacks = self.callback_handler.callbacks
-        return any(isinstance(callback, StopOnRequest) and callback.stopped for callback in callbacks)
+    def _unsaved_state(self) -> dict[str, Any]:
+        """What this rank's checkpoints hold beside TRL's, by name: copies of all that a step changes in place."""
+        inside = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
+        return {
+            "step": self._step,
+            "buffered": self._buffered_inputs if inside else None,
+            "metrics": {
+                mode: {name: list(values) for name, values in metrics.items()}
+                for mode, metrics in self._metrics.items()
+            },
+            "logs": _plain(self._logs),
+            "step_time": self._current_train_step_time,
+            "tr_loss": self._tr_loss.clone(),
+            "total_loss": self._total_loss_scalar,
+            "last_logged": self._globalstep_last_logged,
+            "flos": self.current_flos,
+            "total_flos": self.state.total_flos,
+            "tokens_seen": self.state.num_input_tokens_seen,
+        }
+
+    def _restore_unsaved(self, state: dict[str, Any]) -> None:
+        """Go on from what ``_unsaved_state`` returned. Called by every rank."""
+        self._step = state["step"]
+        self._buffered_inputs = state["buffered"]
+        for mode, metrics in state["metrics"].items():
+            self._metrics[mode] = defaultdict(list, metrics)
+        _fill(self._logs, state["logs"])
+        self._current_train_step_time = state["step_time"]
+        self._tr_loss = state["tr_loss"]
+        self._total_loss_scalar = state["total_loss"]
+        self._globalstep_last_logged = state["last_logged"]
+        self.current_flos = state["flos"]
+        self.state.total_flos = state["total_flos"]
+        self.state.num_input_tokens_seen = state["tokens_seen"]
+
+    def _describe_restored(self, state: dict[str, Any]) -> list[str]:
+        """A line for each item of ``_unsaved_state``, or a few that belong together."""
+        batches = len(state["buffered"] or [])
+        under_way = {mode: sum(len(values) for values in one.values()) for mode, one in state["metrics"].items()}
+        return [
+            f"generation window: micro-step {state['step']}, {batches} batches of completions",
+            f"metrics of steps not logged yet: {under_way['train']} values",
+            f"completions last shown: {len(state['logs']['completion'])}",
+            f"running loss {state['total_loss']:.6g}, {state['tokens_seen']} tokens, {state['total_flos']:.3g} FLOPs",
+        ]
 
     def _window_file(self, folder: str | Path) -> Path:
         return Path(folder) / f"grpo_window_{self.args.process_index}.pt"
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        inside = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
-        state = {
-            "step": self._step,
-            "buffered": self._buffered_inputs if inside else None,
-            "metrics": {mode: dict(metrics) for mode, metrics in self._metrics.items()},
-            "step_time": self._current_train_step_time,
-            "tr_loss": self._tr_loss,
-            "total_loss": self._total_loss_scalar,
-            "last_logged": self._globalstep_last_logged,
-            "flos": self.current_flos,
-        }
-        torch.save(state, self._window_file(output_dir))
+        torch.save(self._unsaved_state(), self._window_file(output_dir))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):  # which have files of their own, and raise
+            _need(Path(checkpoint) / "optimizer.pt", "the optimizer's state")
+            _need(Path(checkpoint) / "scheduler.pt", "the place in the learning-rate schedule")
+        super()._load_optimizer_and_scheduler(checkpoint)
+        self._say_restored("optimizer and learning-rate schedule")
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(checkpoint)
         if checkpoint is None:
             return
         path = self._window_file(checkpoint)
         if not path.exists():
             raise FileNotFoundError(f"{path} is missing: the checkpoint was made with another number of processes")
+        rank = f"_{self.args.process_index}" if self.args.world_size > 1 else ""
+        _need(path.with_name(f"rng_state{rank}.pth"), "the random states of this process")
+        super()._load_rng_state(checkpoint)
         # Our own file in our own run directory; it holds plain containers and tensors.
         state = torch.load(path, map_location=self.args.device, weights_only=False)
-        self._step = state["step"]
-        self._buffered_inputs = state["buffered"]
-        for mode, metrics in state["metrics"].items():
-            self._metrics[mode] = defaultdict(list, metrics)
-        self._current_train_step_time = state["step_time"]
-        self._tr_loss = state["tr_loss"]
-        self._total_loss_scalar = state["total_loss"]
-        self._globalstep_last_logged = state["last_logged"]
-        self.current_flos = state["flos"]
+        missing = [name for name in self._unsaved_state() if name not in state]
+        if missing:
+            raise ValueError(f"{path} has no {', '.join(missing)}: it was saved with other keys, or by other code")
+        self._restore_unsaved(state)
+        self._say_restored("random states of Python, numpy and torch", *self._describe_restored(state))
+
+    def _say_restored(self, *items: str) -> None:
+        if self.accelerator.is_main_process:
+            for item in items:
+                print(f"grpo: restored {item}", flush=True)
+
+
+def _need(file: Path, what: str) -> None:
+    """Refuse to go on without a file that transformers would go on without."""
+    if not file.exists():
+        raise FileNotFoundError(f"{file} is missing: {what} cannot be restored")
 
 
 def _ended_file(checkpoint: str | Path) -> Path:
     return Path(checkpoint) / "ended_by_callback"
+
+
+def _plain(logs: Any) -> Any:
+    """TRL's completions to show, whose containers cannot be pickled, as lists and dictionaries."""
+    return {name: _plain(held) for name, held in logs.items()} if isinstance(logs, dict) else list(logs)
+
+
+def _fill(logs: Any, held: Any) -> None:
+    """Put back what ``_plain`` returned, in TRL's containers."""
+    if not isinstance(logs, dict):
+        logs.clear()
+        logs.extend(held)
+        return
+    if isinstance(logs, defaultdict):  # it grows by names of rewards
+        logs.clear()
+    for name, values in held.items():
+        _fill(logs[name], values)

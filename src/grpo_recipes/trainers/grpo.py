@@ -15,6 +15,7 @@ import trl
 from accelerate.utils import broadcast_object_list, is_peft_model
 
 from grpo_recipes.configs import GRPOConfig
+from grpo_recipes.launch.server import seeds_sampling, server_state_file
 from grpo_recipes.trainers.checkpoints import CompleteCheckpoints
 from grpo_recipes.trainers.control import Controllers
 from grpo_recipes.trainers.evaluation import Evaluation
@@ -24,6 +25,7 @@ from grpo_recipes.trainers.metrics import MetricsRows
 from grpo_recipes.trainers.reference import SyncedReference, loaded_by_every_rank
 from grpo_recipes.trainers.samples import SampledTexts
 from grpo_recipes.trainers.scoring import Scoring
+from grpo_recipes.trainers.stopping import Stopping
 from grpo_recipes.trainers.weighing import Weighing
 from grpo_recipes.weights.bridges import bridge_in_place
 from grpo_recipes.weights.client import ClientSettings
@@ -35,6 +37,7 @@ class GRPOTrainer(
     Evaluation,
     Weighing,
     Scoring,
+    Stopping,
     MetricsRows,
     Controllers,
     SyncedReference,
@@ -45,7 +48,7 @@ class GRPOTrainer(
     """TRL's ``GRPOTrainer``. Takes its arguments, with ``args`` a ``configs.GRPOConfig``, and those of its mixins.
 
     Among these is ``reward_max_no_verdict``, the share of a generation's completions without a verdict that ends the
-    run (``trainers.scoring``).
+    run (``trainers.scoring``), and ``stop``, the request to stop that is looked at (``trainers.stopping``).
 
     Args:
         run_dir: where ``metrics.jsonl``, ``eval.jsonl``, ``samples.jsonl`` and ``slow_rewards.jsonl`` go.
@@ -55,7 +58,7 @@ class GRPOTrainer(
     _unproven = False
 
     def __init__(self, *, args: GRPOConfig, run_dir: Path, **kwargs: Any):
-        with self._bridge(args), loaded_by_every_rank(args):
+        with self._bridge(args, run_dir), loaded_by_every_rank(args):
             super().__init__(args=args, run_dir=run_dir, **kwargs)
         if is_peft_model(self.model):
             refuse_shards(self.accelerator)
@@ -63,16 +66,17 @@ class GRPOTrainer(
                 self.vllm_generation._iter_named_params = partial(merged_parameters, self.vllm_generation.model)
 
     @staticmethod
-    def _bridge(args: GRPOConfig) -> AbstractContextManager[None]:
+    def _bridge(args: GRPOConfig, run_dir: Path) -> AbstractContextManager[None]:
         if not args.use_vllm or args.vllm_mode != "server":
             return nullcontext()
-        seeded = args.use_cpu if args.seed_server is None else args.seed_server
         settings = ClientSettings(
             served_name=os.environ["GRPO_RUN"],
             request_timeout=args.server_request_timeout,
             guard=args.weight_guard,
-            seed=args.seed if seeded else None,
+            seed=args.seed if seeds_sampling(args.seed_server, args.use_cpu) else None,
             sync_dir=Path(os.environ["GRPO_SYNC_DIR"]),
+            state_file=server_state_file(run_dir),
+            start_timeout=args.vllm_server_timeout,
         )
         return bridge_in_place(args.weight_sync, settings)
 

@@ -85,6 +85,18 @@ class MaxEntGRPOTrainer(GRPOTrainer):
             self.controllers["tau"] = self._tau_controller(args)
         self._measured: list[tuple[float, float]] = []  # weight entropy and effective rollouts in this optimizer step
 
+    def _unsaved_state(self) -> dict[str, Any]:
+        return {**super()._unsaved_state(), "on_wrong": list(self._on_wrong), "warned": self._warned}
+
+    def _restore_unsaved(self, state: dict[str, Any]) -> None:
+        super()._restore_unsaved(state)
+        self._on_wrong = deque(state["on_wrong"], maxlen=_WARN_AFTER)
+        self._warned = state["warned"]
+
+    def _describe_restored(self, state: dict[str, Any]) -> list[str]:
+        watched = f"advantages on wrong answers: {len(state['on_wrong'])} generations watched"
+        return [*super()._describe_restored(state), watched]
+
     def _tau_controller(self, args: GRPOConfig) -> TauController:
         return TauController(
             tau=self._fixed_tau,

@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from grpo_recipes.trainers.phases import PhaseFile
+
 PHASES = ("sample", "score", "sync", "save", "evaluate")
 
 
 class MetricsRows:
-    """Mixin before TRL's trainer: times its phases and writes what it logs.
+    """Mixin before TRL's trainer: times its phases, tells the launcher of them, and writes what it logs.
 
     A row holds TRL's metrics of the step under TRL's names, ``step``, ``max_steps``, ``tokens_per_second`` and
     ``seconds/<phase>``: sample, score, sync, save and evaluate (after the step before), update (all the rest), step
@@ -27,6 +29,7 @@ class MetricsRows:
         self._tokens_before = 0
         self._rows = run_dir / "metrics.jsonl"
         super().__init__(**kwargs)
+        self._phase_file = PhaseFile(run_dir, self.args.process_index)
         if getattr(self, "vllm_generation", None) is not None:
             self.vllm_generation.sync_weights = self._timed("sync", self.vllm_generation.sync_weights)
 
@@ -34,9 +37,23 @@ class MetricsRows:
     def _phase(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            yield
+            with self._told(name):
+                yield
         finally:
             self._seconds[name] += time.perf_counter() - start
+
+    def enter_last_phase(self) -> None:
+        """Tell the launcher that training is over."""
+        self._phase_file.enter("end", self.state.global_step)
+
+    @contextmanager
+    def _told(self, phase: str) -> Iterator[None]:
+        """Tell the launcher of a phase inside another."""
+        before = self._phase_file.enter(phase, self.state.global_step)
+        try:
+            yield
+        finally:
+            self._phase_file.enter(before, self.state.global_step)
 
     def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -47,6 +64,7 @@ class MetricsRows:
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's, noting when the first row begins."""
+        self._phase_file.enter("update", self.state.global_step)
         if self._row_began is None:
             self._row_began = time.perf_counter()
             self._tokens_before = self.state.num_input_tokens_seen

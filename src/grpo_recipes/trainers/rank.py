@@ -15,6 +15,7 @@ from typing import Any
 from grpo_recipes.errors import Refused
 from grpo_recipes.launch.rundir import write_json
 from grpo_recipes.secrets import masked
+from grpo_recipes.trainers.phases import PhaseFile, dump_stacks_on_signal
 
 
 def run_folder() -> Path:
@@ -31,11 +32,13 @@ def run_folder() -> Path:
 
 @contextmanager
 def rank_record(folder: Path) -> Iterator[None]:
-    """Keep ``processes/rank_<n>.json``: pid now, exit code and cause at the end."""
+    """Keep ``processes/rank_<n>.json``: pid now, exit code and cause at the end; from now on SIGUSR2 shows stacks."""
     rank = int(os.environ.get("RANK", "0"))
     path = folder / "processes" / f"rank_{rank}.json"
-    record: dict[str, Any] = {"pid": os.getpid(), "rank": rank}
+    record: dict[str, Any] = {"pid": os.getpid(), "rank": rank, "node": int(os.environ.get("GRPO_NODE", "0"))}
     write_json(path, record)
+    PhaseFile(folder, rank).enter("start", 0)
+    dump_stacks_on_signal(folder, f"rank_{rank}")
     try:
         yield
     except BaseException as error:

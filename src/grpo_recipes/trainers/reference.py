@@ -64,6 +64,7 @@ class SyncedReference:
         saved = torch.load(path, map_location="cpu", weights_only=True)
         for parameter, value in zip(self.ref_model.parameters(), saved, strict=True):
             _held(parameter).copy_(value)
+        self._say_restored("reference model as it was last synced")
 
 
 def _held(parameter: torch.nn.Parameter) -> torch.Tensor:

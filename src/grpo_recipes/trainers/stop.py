@@ -1,74 +1,118 @@
-"""A request to stop is a file in the run directory: ranks under accelerate cannot be reached by signals of a group."""
+"""Asking a run to stop: by a file in the run directory, since signals of a group do not reach ranks, or by SIGTERM."""
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-import torch
-import torch.distributed
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.launch.rundir import stop_file
 
+LOOK_SECONDS = 0.1  # between two looks at the file; it may be on a network disk
 
-class StopOnRequest(TrainerCallback):
-    """Looks for the request after every optimizer step; then saves and ends, all ranks at the same step.
 
-    Attributes:
-        stopped: whether a request ended the training.
+class Stopped(BaseException):
+    """Raised on every rank at the same place; ``except Exception`` of rewards and callbacks must not hold it up."""
+
+
+class CutShort(BaseException):
+    """Raised in a call of the user's code, which cannot be asked to look at the request."""
+
+
+class StoppedOnRequest(SystemExit):
+    """Training ended on request; what is saved is said."""
+
+    def __init__(self, what: str):
+        super().__init__(EXIT_STOPPED)
+        self._what = what
+
+    def __str__(self) -> str:
+        return f"stopped on request {self._what}"
+
+
+class StopRequest:
+    """Whether the run is asked to stop, as far as this process knows.
+
+    Work whose result would be thrown away ends early: inside ``cutting_short`` it polls ``cuts``.
+
+    Args:
+        run_dir: the run directory.
     """
 
     def __init__(self, run_dir: Path):
         self._file = stop_file(run_dir)
-        self.stopped = False
+        self._signalled = self._listens = self._cutting = self._raises = False
+        self._found = False
+        self._looks_next = 0.0
+        self._pid = os.getpid()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> TrainerControl:
-        """Save and end here if any rank sees the request, unless this was the last step anyway."""
-        if self._agreed(args.device) and state.global_step < state.max_steps:
-            self.stopped = control.should_save = control.should_training_stop = True
-        return control
+    def listen(self) -> None:
+        """From now on SIGTERM is a request too: Slurm sends it to every process of a cancelled job.
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> TrainerControl:
-        """transformers calls this where the training is stopped too: that is no end of an epoch to evaluate at."""
-        if self.stopped and state.epoch != int(state.epoch or 0):
-            control.should_evaluate = False
-        return control
+        It must not end the process by itself: accelerate also sends it to ranks that are still saving.
+        """
+        signal.signal(signal.SIGTERM, self._on_signal)
+        self._listens = True
 
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        """End an evaluation that a request comes into.
+    def _on_signal(self, signum: int, _: object) -> None:
+        if os.getpid() != self._pid:  # a forked worker, which its pool ends so
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+        self._signalled = True
+        if self._raises:
+            self._raises = False
+            raise CutShort
+
+    def requested(self) -> bool:
+        """Whether a request has come; looks at the file now."""
+        self._found = self._found or self._signalled or self._file.exists()
+        self._looks_next = time.monotonic() + LOOK_SECONDS
+        return self._found
+
+    @contextmanager
+    def cutting_short(self) -> Iterator[None]:
+        """While inside, a request makes the result of the work under way worthless."""
+        self._cutting = True
+        try:
+            yield
+        finally:
+            self._cutting = False
+
+    def cuts(self) -> bool:
+        """Whether to end the work under way now; for inner loops, it looks at the file ten times a second."""
+        if not self._cutting:
+            return False
+        if self._found or self._signalled or time.monotonic() < self._looks_next:
+            return self._found or self._signalled
+        return self.requested()
+
+    @contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """While inside ``cutting_short`` too, interrupt this thread, the main one, when a request comes.
 
         Raises:
-            EvaluationStopped: on every rank, after the same batch.
+            CutShort: it came. Code that never returns to Python bytecode is not interrupted.
         """
-        if not self.stopped and state.global_step < state.max_steps and self._agreed(args.device):
-            self.stopped = True
-            raise EvaluationStopped
+        if not (self._cutting and self._listens):
+            yield
+            return
+        left = threading.Event()
+        self._raises = True
+        try:
+            threading.Thread(target=self._signal_when_requested, args=(left,), daemon=True).start()
+            yield
+        finally:
+            self._raises = False
+            left.set()
 
-    def _agreed(self, device: torch.device) -> bool:
-        seen = torch.tensor(int(self._file.exists()), device=device)
-        if torch.distributed.is_initialized():
-            torch.distributed.all_reduce(seen, op=torch.distributed.ReduceOp.MAX)
-        return bool(seen)
-
-
-class EvaluationStopped(Exception):
-    """A stop request came during an evaluation; caught by the trainer."""
-
-
-class StoppedOnRequest(SystemExit):
-    """Training ended on request, with its state saved."""
-
-    def __init__(self, step: int):
-        super().__init__(EXIT_STOPPED)
-        self.step = step
-
-    def __str__(self) -> str:
-        return f"stopped on request after step {self.step}, state saved"
+    def _signal_when_requested(self, left: threading.Event) -> None:
+        while not self.requested():
+            if left.wait(LOOK_SECONDS):
+                return
+        if not left.is_set():
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)

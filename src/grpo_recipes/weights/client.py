@@ -1,32 +1,42 @@
-"""TRL's client of the vLLM server, with the run's token, time limits, per-prompt seeds, and the guard's checksum."""
+"""TRL's client of the vLLM server, with the run's token, time limits, per-prompt seeds, and the guard's checksum.
+
+Where the launcher can restart the server alone, every request survives that: the new server is given the last weights
+and asked again.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import requests
 import torch
-from requests.adapters import HTTPAdapter
 from trl.generation.vllm_client import VLLMClient
 
+from grpo_recipes.launch.server import RECONNECTING
+from grpo_recipes.server.activity import ACTIVITY_PATH
 from grpo_recipes.weights.fingerprint import fingerprint
-from grpo_recipes.weights.guard import checksum_verdict, differing, held_name
+from grpo_recipes.weights.guard import WeightsDiffer, checksum_verdict, differing, held_name
+from grpo_recipes.weights.restarts import GenerationAborted, ServerRestarts
+from grpo_recipes.weights.seeded import REQUESTS, Hold, sample_each
+from grpo_recipes.weights.transport import ServerAdapter, ServerError, ServerLost
 
-_CONNECTIONS = 64
+_QUICK_SECONDS = 5.0  # for an answer that a server in order gives at once
+_ABORT_SECONDS = 10.0
 Metadata = list[tuple[str, str, list[int]]]
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
 class ClientSettings:
-    """What the bridge needs of the recipe.
+    """What the bridge needs of the recipe and the run.
 
     Attributes:
         served_name: the server's ``--served-model-name``; another server on the port is refused.
@@ -34,6 +44,8 @@ class ClientSettings:
         guard: whether to compare checksums after every sync.
         seed: run seed for per-prompt sampling seeds, or None for the server's own.
         sync_dir: where the file bridge writes.
+        state_file: where the launcher says which server is up (``launch.server.server_state_file``).
+        start_timeout: longest time in seconds a server may take to be ready.
     """
 
     served_name: str
@@ -41,10 +53,8 @@ class ClientSettings:
     guard: bool
     seed: int | None
     sync_dir: Path
-
-
-class ServerError(RuntimeError):
-    """The vLLM server did not answer, or answered with an error."""
+    state_file: Path
+    start_timeout: float
 
 
 class BridgeClient(VLLMClient):
@@ -68,7 +78,15 @@ class BridgeClient(VLLMClient):
         self.generation = ""
         self._dtypes: dict[str, str] = {}
         self._packed: dict[str, list[str]] = {}
+        self._streamed: dict[str, torch.Tensor] = {}
+        self._aborted = threading.Event()
+        self._idle = threading.Event()  # no generation is in flight
+        self._idle.set()
+        self._sent = False  # whether a server that is restarted can be given weights
+        self._restarts: ServerRestarts | None = None
         super().__init__(**kwargs)
+        if self.bridge in RECONNECTING:
+            self._restarts = ServerRestarts(settings.state_file, settings.start_timeout, self._aborted)
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 0.5) -> None:
         """Put token and time limit into the session, then wait for this run's own server.
@@ -79,8 +97,7 @@ class BridgeClient(VLLMClient):
         token = Path(os.environ["GRPO_TOKEN_FILE"]).read_text().strip()
         self.session.headers["Authorization"] = f"Bearer {token}"
         self.session.trust_env = False  # an http_proxy must not see, or swallow, requests to our own server
-        adapter = _TimeLimitAdapter(self.settings.request_timeout)
-        self.session.mount("http://", adapter)
+        self.session.mount("http://", ServerAdapter(self.settings.request_timeout, connections=REQUESTS))
         deadline = time.monotonic() + total_timeout
         while (served := self._served_names()) is None:
             if time.monotonic() > deadline:
@@ -93,8 +110,8 @@ class BridgeClient(VLLMClient):
 
     def _served_names(self) -> list[str] | None:
         try:
-            answer = self.session.get(f"{self.base_url}/v1/models")
-        except requests.exceptions.ConnectionError:
+            answer = self.session.get(f"{self.base_url}/v1/models", timeout=_QUICK_SECONDS)
+        except ServerLost:
             return None
         if answer.status_code == 401:
             return ["(a server that refuses this run's token)"]
@@ -104,6 +121,43 @@ class BridgeClient(VLLMClient):
         """The configuration TRL asks for, from the worker itself."""
         return dict(self.call_workers("grpo_config")[0])
 
+    # --- restarts of the server ----------------------------------------------------------------------------------
+
+    def _through_restarts(self, ask: Callable[[], Answer]) -> Answer:
+        """Ask the server; where the launcher starts another meanwhile, ask that one, which was given the weights first.
+
+        Raises:
+            ServerError: the server is lost for good.
+            GenerationAborted: while waiting for another.
+        """
+        if self._restarts is None:
+            return ask()
+        while True:
+            try:
+                if self._restarts.changed:
+                    self._greet_next_server(self._restarts)
+                answer = ask()
+            except ServerLost as lost:
+                self._restarts.wait_until_noticed(lost)
+            else:
+                if not self._restarts.changed:  # else it may come from a server without the weights
+                    return answer
+
+    def _greet_next_server(self, restarts: ServerRestarts) -> None:
+        restarts.wait_until_ready()
+        self.check_server(total_timeout=_QUICK_SECONDS)
+        if self._sent:
+            self._resend()
+            self._verify()
+            if self.verdict:
+                raise WeightsDiffer(f"{self.verdict}, which was a load into a restarted server")
+
+    def _resend(self) -> None:
+        """Give the server the weights that were sent last."""
+        raise NotImplementedError
+
+    # --- weights -------------------------------------------------------------------------------------------------
+
     def update_named_params(self, metadata: Metadata, named_params: NamedTensors) -> None:
         """Send every tensor, then compare what the server holds with what was sent.
 
@@ -112,19 +166,23 @@ class BridgeClient(VLLMClient):
             named_params: the tensors, materialized one at a time.
         """
         start = time.perf_counter()
-        if not self.settings.guard:
-            self._send(metadata, named_params)
-        else:
-            self._dtypes = self._dtypes or self._report_dtypes()
-            streamed: dict[str, torch.Tensor] = {}
-            self._send(metadata, self._fingerprinted(named_params, streamed))
-            wrong = differing({name: int(value) for name, value in streamed.items()}, self._reports())
-            self.verdict = checksum_verdict(self.bridge, wrong)
+        if self.settings.guard:
+            self._dtypes = self._dtypes or self._through_restarts(self._report_dtypes)
+            self._streamed = {}
+            named_params = self._fingerprinted(named_params, self._streamed)
+        self._send(metadata, named_params)
+        self._through_restarts(self._verify)
         self.syncs += 1
         self.sync_seconds += time.perf_counter() - start
 
     def _send(self, metadata: Metadata, named_params: NamedTensors) -> None:
         raise NotImplementedError
+
+    def _verify(self) -> None:
+        """With the guard, set the verdict on what the server holds."""
+        if self.settings.guard:
+            sent = {name: int(value) for name, value in self._streamed.items()}
+            self.verdict = checksum_verdict(self.bridge, differing(sent, self._reports()))
 
     def _fingerprinted(self, named_params: NamedTensors, streamed: dict[str, torch.Tensor]) -> NamedTensors:
         for name, tensor in named_params:
@@ -150,43 +208,100 @@ class BridgeClient(VLLMClient):
         answer = self._post(f"{self.base_url}/collective_rpc", json={"method": method, "kwargs": kwargs})
         return list(answer["results"])
 
+    def reset_prefix_cache(self) -> None:
+        """TRL's, also through a restart of the server."""
+        self._through_restarts(super().reset_prefix_cache)
+
+    # --- sampling ------------------------------------------------------------------------------------------------
+
     def generate(self, prompts: list[Any], features: Any = None, n: int = 1, **kwargs: Any) -> dict[str, list[Any]]:
         """TRL's ``generate``; with a run seed, one request and one seed per prompt.
 
-        One ``seed`` in TRL's single request would give every prompt the same noise.
+        Raises:
+            GenerationAborted: ``abort`` was called, now or earlier.
+            ServerError: no answer, and no other server to ask.
         """
         if self.settings.seed is None or features is not None:
-            return dict(super().generate(prompts, features=features, n=n, **kwargs))
+            return self._sampled(partial(super().generate, prompts, features=features, n=n, **kwargs))
+        seeds = [self._sampling_seed(index) for index in range(len(prompts))]
+        return self.generate_seeded(prompts, seeds, n=n, **kwargs)
+
+    def generate_seeded(
+        self, prompts: Sequence[Any], seeds: Sequence[int], n: int = 1, **kwargs: Any
+    ) -> dict[str, Any]:
+        """TRL's ``generate`` with a seed of its own for every prompt, in one request each.
+
+        One ``seed`` in TRL's single request would give every prompt the same noise. In a seeded run, log-probs are the
+        same bits each time (``weights.seeded.Hold``).
+
+        Args:
+            prompts: texts or token ids.
+            seeds: one a prompt; vLLM gives its completions seed, seed + 1, ...
+            n: completions a prompt.
+            kwargs: TRL's others.
+
+        Raises:
+            GenerationAborted, ServerError: as ``generate``.
+        """
         extra = kwargs.pop("generation_kwargs", None) or {}
+        hold = Hold(self, n) if self.settings.seed is not None else None
 
-        def sample(index: int) -> dict[str, list[Any]]:
-            seeded = {"seed": self._sampling_seed(index), **extra}
-            return VLLMClient.generate(self, [prompts[index]], n=n, generation_kwargs=seeded, **kwargs)
+        def sample(index: int) -> dict[str, Any]:
+            order = {"priority": index} if hold else {}
+            own = {"seed": seeds[index], **order, **extra}
+            return dict(VLLMClient.generate(self, [prompts[index]], n=n, generation_kwargs=own, **kwargs))
 
-        with ThreadPoolExecutor(max_workers=min(_CONNECTIONS, len(prompts))) as executor:
-            answers = list(executor.map(sample, range(len(prompts))))
-        return {
-            key: None if answers[0][key] is None else [row for answer in answers for row in answer[key]]
-            for key in answers[0]
-        }
+        return self._sampled(partial(sample_each, sample, len(prompts), hold))
+
+    def _sampled(self, sample: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        self._idle.clear()
+        try:
+            answer = None if self.aborted else self._through_restarts(sample)
+        except Exception:
+            if not self.aborted:
+                raise
+            answer = None  # whatever an aborted generation failed of
+        finally:
+            self._idle.set()
+        if answer is None or self.aborted:
+            raise GenerationAborted
+        return dict(answer)
 
     def _sampling_seed(self, index: int) -> int:
         # A hash, since vLLM gives completion k of a prompt the seed + k: neighbours would share noise.
         text = f"{self.settings.seed}/{self.generation}/{index}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
+    @property
+    def aborted(self) -> bool:
+        """Whether ``abort`` has been called."""
+        return self._aborted.is_set()
 
-class _TimeLimitAdapter(HTTPAdapter):
-    """TRL's calls have no time limit, and retry for about a minute on a dead server."""
+    def abort(self) -> None:
+        """End the generation in flight, from any thread: the run is about to end, and waits for nothing any more.
 
-    def __init__(self, timeout: float):
-        self._timeout = timeout
-        super().__init__(pool_maxsize=_CONNECTIONS, max_retries=0)
+        The generation in flight, a wait for a restarted server, and every later ``generate`` raise GenerationAborted.
+        Returns when none is in flight, at the latest after 10 seconds: a server that hangs lets go of nothing.
+        """
+        self._aborted.set()
+        deadline = time.monotonic() + _ABORT_SECONDS
+        # Again and again: a request that was on its way is not among those the engine ends.
+        while not self._idle.is_set() and time.monotonic() < deadline:
+            try:
+                self.pause("abort", timeout=_QUICK_SECONDS)
+                self.resume(timeout=_QUICK_SECONDS)
+            except ServerError:
+                pass  # a dead one has nothing in flight
+            self._idle.wait(0.05)
 
-    def send(self, request: Any, **kwargs: Any) -> requests.Response:
-        kwargs["timeout"] = self._timeout
-        try:
-            return super().send(request, **kwargs)
-        except requests.exceptions.ReadTimeout as error:
-            path = request.path_url
-            raise ServerError(f"the vLLM server did not answer {path} within {self._timeout:.0f} s") from error
+    def pause(self, mode: str, timeout: float | None = None) -> None:
+        """Stop the engine: ``keep`` what it has for later, or ``abort`` it. It goes on collecting requests."""
+        self._post(f"{self.base_url}/pause", params={"mode": mode}, timeout=timeout)
+
+    def resume(self, timeout: float | None = None) -> None:
+        """Let a paused engine go on."""
+        self._post(f"{self.base_url}/resume", timeout=timeout)
+
+    def completions_under_way(self) -> int:
+        """Completions the engine has been asked for and has not finished, also while it is paused."""
+        return int(self._get(f"{self.base_url}{ACTIVITY_PATH}")["completions"])

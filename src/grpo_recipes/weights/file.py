@@ -24,4 +24,8 @@ class FileClient(BridgeClient):
         temporary = folder / ".model.safetensors"
         save_file(tensors, temporary)
         temporary.replace(folder / "model.safetensors")
-        self.call_workers("grpo_load", folder=str(folder))
+        self._sent = True
+        self._through_restarts(self._resend)
+
+    def _resend(self) -> None:
+        self.call_workers("grpo_load", folder=str(self.settings.sync_dir))

@@ -10,7 +10,7 @@ from grpo_recipes.rewards.children.child import Child
 from grpo_recipes.rewards.children.verdict import Verdict
 
 TIME_LIMIT = "time limit"
-GIVEN_UP = "not called: too many without a verdict before it"
+GIVEN_UP = "not called: too many without a verdict before it, or the run was stopped"
 _FIRST_CALL_SECONDS = 10.0
 _CHUNK_SECONDS, _CHUNK_ROWS = 0.05, 64  # work handed out at once
 

@@ -20,6 +20,7 @@ MOST_PROCESSES = 64  # of one child process, itself included
 _KEPT = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "JAVA_HOME",
     "SSL_CERT_FILE", "SSL_CERT_DIR", "HF_HOME", "HF_HUB_OFFLINE", "XDG_CACHE_HOME", "NLTK_DATA", "GRPO_HOME",
+    "GRPO_CODE",
 )  # fmt: skip
 _KEPT_PREFIXES = ("PYTHON", "LC_")
 _ADDED = {

@@ -7,7 +7,7 @@ import itertools
 import os
 import pickle
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,7 @@ class ChildRewards:
         completions: Sequence[Any],
         columns: Mapping[str, Sequence[Any]] | None = None,
         give_up_after: int | None = None,
+        stopped: Callable[[], bool] = lambda: False,
     ) -> list[Verdict]:
         """Call a reward on each completion.
 
@@ -134,6 +135,7 @@ class ChildRewards:
             completions: (B,) texts or lists of chat messages.
             columns: other arguments of the reward, (B,) each: ``prompts``, ``answer``, any column.
             give_up_after: with more completions than this without a verdict the rest is not called.
+            stopped: whether to leave the rest out, asked a few times a second.
 
         Returns:
             (B,) verdicts, in order.
@@ -147,7 +149,7 @@ class ChildRewards:
         self._listen(None, at_most=0.0)  # what happened since the last call
         try:
             while not batch.done:
-                if give_up_after is not None and batch.missing > give_up_after:
+                if stopped() or (give_up_after is not None and batch.missing > give_up_after):
                     batch.give_up()
                     break
                 for child in self._crew.idle():

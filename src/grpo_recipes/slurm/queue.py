@@ -1,0 +1,108 @@
+"""What Slurm says of jobs. Every question has a time limit; no answer is None."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_recipes.errors import refuse
+
+_SECONDS = 30
+# States of a job that has not come to its end.
+_ACTIVE = frozenset(
+    {
+        "PENDING",
+        "RUNNING",
+        "CONFIGURING",
+        "COMPLETING",
+        "SUSPENDED",
+        "REQUEUED",
+        "REQUEUE_HOLD",
+        "RESIZING",
+        "SIGNALING",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job as Slurm sees it.
+
+    Attributes:
+        id: job id, ``<job>_<task>`` of an array.
+        state: Slurm's word, e.g. ``PENDING``.
+        reason: why it waits, as Slurm says it; empty where it says none.
+        ends: when its time is over at the latest, as Slurm writes it; empty where it is not known.
+        script: its batch script, where that is known.
+    """
+
+    id: str
+    state: str
+    reason: str = ""
+    ends: str = ""
+    script: Path | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether it waits or runs."""
+        return self.state in _ACTIVE
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is in the queue."""
+        return self.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD")
+
+    def __str__(self) -> str:
+        why = f" ({self.reason})" if self.waits and self.reason else ""
+        return f"{self.state}{why}"
+
+
+def find_job(job_id: str) -> Job | None:
+    """The job of that id; None where Slurm does not know it, does not answer, or is not there."""
+    shown = ask("scontrol", "show", "job", job_id, "-o")
+    if shown:
+        # A value may hold spaces; it ends where the next `Key=` begins.
+        fields = dict(re.findall(r"(?:^|\s)([A-Z][\w/:]*)=(.*?)(?=\s+[A-Z][\w/:]*=|\s*$)", shown.splitlines()[0]))
+        told = {key: "" if text in ("None", "Unknown", "(null)") else text for key, text in fields.items()}
+        script = Path(told["Command"]) if told.get("Command") else None
+        return Job(job_id, told.get("JobState", ""), told.get("Reason", ""), told.get("EndTime", ""), script)
+    recorded = ask("sacct", "-X", "-n", "-P", "-j", job_id, "-o", "State")
+    return Job(job_id, recorded.split()[0]) if recorded else None
+
+
+def my_jobs() -> dict[str, Job]:
+    """The user's jobs that wait or run, by their ids; empty without Slurm."""
+    rows = [line.split("|") for line in (ask("squeue", "--me", "-r", "-h", "-o", "%i|%T|%r") or "").splitlines()]
+    return {row[0]: Job(row[0], row[1], "" if row[2] == "None" else row[2]) for row in rows if len(row) == 3}
+
+
+def cluster_name() -> str:
+    """The name of this cluster, as jobs find it in SLURM_CLUSTER_NAME; ``slurm`` where Slurm does not say."""
+    found = re.search(r"^ClusterName\s*=\s*(\S+)", ask("scontrol", "show", "config") or "", re.MULTILINE)
+    return found[1] if found else "slurm"
+
+
+def cancel(job_id: str) -> None:
+    """Take a job out of the queue, or end it.
+
+    Raises:
+        Refused: Slurm does not do it, in its own words.
+    """
+    try:
+        done = subprocess.run(["scancel", job_id], capture_output=True, text=True, timeout=_SECONDS, check=False)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        raise refuse("scancel", "is not here, or does not answer", "try on the login node") from None
+    if done.returncode:
+        words = done.stderr.removeprefix("scancel: ").removeprefix("error: ").strip()
+        raise refuse("scancel", words or f"ends with code {done.returncode}", "look at the job with squeue")
+
+
+def ask(*argv: str) -> str | None:
+    """What one of Slurm's commands prints; None where it fails, is silent or is not there."""
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None

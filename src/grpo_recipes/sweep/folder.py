@@ -1,0 +1,237 @@
+"""The directory of a sweep: ``sweep.json``, a run directory for each cell, and how far they have come."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from grpo_recipes.errors import refuse
+from grpo_recipes.launch.freeze import freeze
+from grpo_recipes.launch.plan import Names
+from grpo_recipes.launch.resources import Resources
+from grpo_recipes.launch.rundir import code_state, read_json, timestamp, write_json
+from grpo_recipes.paths import shown
+from grpo_recipes.recipe import Recipe, Value
+from grpo_recipes.secrets import masked
+from grpo_recipes.sweep.cells import Cell, Question
+from grpo_recipes.tasks import entry_of
+
+RECORD = "sweep.json"
+FOLDER = "sweeps"  # under run_root
+GONE = "gone"  # status of a cell whose run directory is not there
+COMPLETED = "completed"
+_SQUEUE_SECONDS = 60
+# What differs between two sweeps that are the same: where they stand and what W&B calls them.
+_PLACES = frozenset({"run_root", "run_name", "wandb_run_group"})
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep directory.
+
+    Attributes:
+        folder: the directory, absolute.
+        record: the content of ``sweep.json``.
+    """
+
+    folder: Path
+    record: dict[str, Any]
+
+    @property
+    def names(self) -> list[str]:
+        """The cells by their index."""
+        return [str(cell["name"]) for cell in self.record["cells"]]
+
+    def values(self, index: int) -> dict[str, str]:
+        """What a cell varies: key -> value as it was written."""
+        return dict(self.record["cells"][index]["values"])
+
+    def cell(self, index: int) -> Path:
+        """A cell's run directory."""
+        return self.folder / "cells" / self.names[index]
+
+    def status(self, index: int) -> str:
+        """As in the cell's ``summary.json``, or ``GONE``."""
+        summary = read_json(self.cell(index) / "summary.json")
+        return str(summary.get("status", "unknown")) if summary else GONE
+
+    def gaps(self) -> list[int]:
+        """Indices of the cells that have not completed."""
+        return [index for index in range(len(self.names)) if self.status(index) != COMPLETED]
+
+    def add_job(self, job: int) -> None:
+        """Remember an array job of this sweep."""
+        self.record["jobs"].append(job)
+        write_json(self.folder / RECORD, self.record)
+
+
+def sweep_name(recipe: Recipe) -> str:
+    """What a sweep of this recipe is called: the run name, or that of the file."""
+    return str(recipe["run_name"] or recipe.path.stem.removeprefix("config_"))
+
+
+def fingerprint(cells: Sequence[Cell]) -> str:
+    """A hash of what the cells are: the same command makes the same one as long as its recipe is the same."""
+    given = [
+        [cell.name, {key: entry.value for key, entry in cell.recipe.values.items()
+                     if cell.recipe.given(key) and key not in _PLACES}]
+        for cell in cells
+    ]  # fmt: skip
+    return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
+
+
+def sweep_root(recipe: Recipe) -> Path:
+    """The folder of sweep directories."""
+    return Path(os.path.expanduser(recipe["run_root"])) / FOLDER
+
+
+def new_sweep(question: Question, cells: Sequence[Cell], resources: Resources, environment: Mapping[str, str]) -> Sweep:
+    """Make the directory of a sweep with a frozen run for each cell.
+
+    Args:
+        question: what was asked for.
+        cells: its cells, each already planned for ``resources``.
+        resources: what each run will have.
+        environment: variables of the user.
+
+    Raises:
+        Refused: the directory or one of the runs cannot be made; nothing is left of it then.
+    """
+    recipe = cells[0].recipe
+    stamp = timestamp()
+    folder = (sweep_root(recipe) / f"{sweep_name(recipe)}-{stamp}").absolute()
+    try:
+        folder.mkdir(parents=True, mode=0o700)
+    except OSError as error:
+        what = f"cannot make the sweep directory {shown(folder)} ({error.strerror})"
+        raise refuse("run_root", what, "try again, or name a folder you may write to with run_root") from None
+    code = code_state()
+    (folder / "code.patch").write_text(masked(code.pop("patch")))
+    record = {
+        "name": sweep_name(recipe),
+        "timestamp": stamp,
+        "command": masked(shlex.join(["grpo", *sys.argv[1:]])),
+        "recipe": str(question.path.absolute()),
+        "flags": [masked(flag) for flag in question.flags],
+        "axes": {axis.key: list(axis.values) for axis in question.axes},
+        "fingerprint": fingerprint(cells),
+        "code": code,
+        "jobs": [],
+        "cells": [{"name": cell.name, "values": dict(cell.values)} for cell in cells],
+    }
+    sweep = Sweep(folder, record)
+    try:
+        for cell in cells:
+            freeze_cell(sweep, cell, question, resources, environment)
+        write_json(folder / RECORD, record)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return sweep
+
+
+def freeze_cell(
+    sweep: Sweep, cell: Cell, question: Question, resources: Resources, environment: Mapping[str, str]
+) -> None:
+    """Make the run directory of a cell; in W&B its run stands in the sweep's group unless the user named one."""
+    recipe = cell.recipe
+    if not recipe.given("wandb_run_group"):
+        group = Value(sweep.folder.name, "grpo sweep")
+        recipe = replace(recipe, values={**recipe.values, "wandb_run_group": group})
+    freeze(recipe, names_of(sweep, cell), resources, entry_of(recipe, question.asked), environment)
+
+
+def names_of(sweep: Sweep, cell: Cell) -> Names:
+    """What a cell's run is called."""
+    name = f"{sweep.record['name']}-{cell.name}"
+    return Names(sweep.cell(cell.index), name, name, sweep.record["timestamp"])
+
+
+def read_sweep(folder: Path) -> Sweep:
+    """Read a sweep directory.
+
+    Raises:
+        Refused: it is none, or its record is damaged.
+    """
+    try:
+        record = read_json(folder / RECORD)
+    except ValueError:
+        raise refuse(shown(folder / RECORD), "is damaged (not JSON)", "restore it, or begin with --new") from None
+    if record is None:
+        raise refuse(shown(folder), f"is no sweep directory (no {RECORD})", f"name a folder under run_root/{FOLDER}")
+    return Sweep(folder.absolute(), record)
+
+
+def find_sweep(root: Path, which: str) -> Sweep:
+    """The sweep a person means by ``last`` or a path.
+
+    Args:
+        root: folder of sweep directories, for ``last``.
+        which: what they wrote.
+
+    Raises:
+        Refused: there is none, or the folder is no sweep directory.
+    """
+    if which != "last":
+        return read_sweep(Path(which))
+    sweeps = sweeps_in(root)
+    if not sweeps:
+        raise refuse("last", f"there is no sweep in {shown(root)}", "name the sweep directory, or set RUN_ROOT")
+    return sweeps[-1]
+
+
+def is_sweep(folder: Path) -> bool:
+    """Whether this is the directory of a sweep."""
+    return os.path.isfile(folder / RECORD)  # False too for a name that is too long
+
+
+def sweeps_in(root: Path) -> list[Sweep]:
+    """The sweeps of a folder, the newest last."""
+    records = sorted(root.glob(f"*/{RECORD}"), key=lambda path: path.stat().st_mtime)
+    return [read_sweep(path.parent) for path in records]
+
+
+def unfinished(root: Path, cells: Sequence[Cell]) -> Sweep | None:
+    """The newest sweep of the same cells that has gaps, or None."""
+    mark = fingerprint(cells)
+    same = [sweep for sweep in sweeps_in(root) if sweep.record["fingerprint"] == mark and sweep.gaps()]
+    return same[-1] if same else None
+
+
+def is_running(cell: Path) -> bool:
+    """Whether a launch on this machine holds the cell's lock, as far as the file system has locks."""
+    try:
+        with (cell / "lock").open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def queued(sweep: Sweep) -> set[int]:
+    """Indices of cells that wait or run in the sweep's array jobs."""
+    if not sweep.record["jobs"]:
+        return set()
+    jobs = ",".join(str(job) for job in sweep.record["jobs"])
+    argv = ["squeue", "--noheader", "--array", f"--jobs={jobs}", "--format=%K"]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=_SQUEUE_SECONDS, check=False)
+    except FileNotFoundError:
+        return set()  # another machine than the one it was submitted from
+    except subprocess.TimeoutExpired:
+        raise refuse("squeue", f"did not answer within {_SQUEUE_SECONDS} seconds", "try again later") from None
+    if done.returncode and "Invalid job id" not in done.stderr:
+        raise refuse("squeue", done.stderr.strip() or f"exit code {done.returncode}", "try again later")
+    return {int(line) for line in done.stdout.split() if line.isdigit()}

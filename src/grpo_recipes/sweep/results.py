@@ -1,0 +1,104 @@
+"""What the cells of a sweep came to, and the table of it on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grpo_recipes.report.curves import known
+from grpo_recipes.report.groups import Group, half_interval
+from grpo_recipes.report.outcome import numbers
+from grpo_recipes.report.read import RunRecord, read_run
+from grpo_recipes.report.units import NOTHING, short
+from grpo_recipes.sweep.folder import COMPLETED, GONE, Sweep
+
+SEED = "seed"
+
+
+@dataclass(frozen=True)
+class Result:
+    """A cell and its run.
+
+    Attributes:
+        name: the cell's.
+        values: what it varies, as it was written.
+        status: as in ``summary.json``, or ``GONE``.
+        cause: why it did not complete, or an empty text.
+        run: its run directory, None where it is gone.
+    """
+
+    name: str
+    values: dict[str, str]
+    status: str
+    cause: str
+    run: RunRecord | None
+
+    @property
+    def without_seed(self) -> str:
+        """The values beside the seed: cells that share them are samples of one setting."""
+        return ", ".join(f"{key}={value}" for key, value in self.values.items() if key != SEED)
+
+
+def read_results(sweep: Sweep) -> list[Result]:
+    """Every cell with its run."""
+    results = []
+    for index, name in enumerate(sweep.names):
+        status = sweep.status(index)
+        run = None if status == GONE else read_run(sweep.cell(index))
+        cause = "" if run is None or status == COMPLETED else str(run.summary.get("cause") or "")
+        results.append(Result(name, sweep.values(index), status, cause, run))
+    return results
+
+
+def settings(sweep: Sweep, results: Sequence[Result]) -> list[Group]:
+    """Completed cells that differ in their seed alone, in one group each; other cells are no sample of anything."""
+    alike: dict[str, list[RunRecord]] = {}
+    for result in results:
+        if result.run is not None and result.status == COMPLETED:
+            alike.setdefault(result.without_seed, []).append(result.run)
+    return [
+        Group(_label(label or str(sweep.record["name"]), len(runs)), runs, number)
+        for number, (label, runs) in enumerate(alike.items())
+    ]
+
+
+def _label(setting: str, seeds: int) -> str:
+    return f"{setting} ({seeds} seeds)" if seeds > 1 else setting
+
+
+def text_table(sweep: Sweep, results: Sequence[Result]) -> str:
+    """Every cell in a line and, where the seed is varied, the mean of each setting with its 95 % interval."""
+    keys = list(sweep.record["axes"])
+    rows = [(*keys, "status", "steps", "reward", "evaluation")]
+    rows += [(*(result.values[key] for key in keys), result.status, *_numbers(result.run)) for result in results]
+    lines = _aligned(rows)
+    if SEED in keys:
+        lines += ["", *_aligned([("mean of", "reward", "evaluation"), *map(_means, settings(sweep, results))])]
+    return "\n".join(lines)
+
+
+def _numbers(run: RunRecord | None) -> tuple[str, str, str]:
+    if run is None:
+        return NOTHING, NOTHING, NOTHING
+    count = numbers(run)
+    rewards = NOTHING if count.last is None else f"{short(count.first)} -> {short(count.last)}"
+    return f"{count.steps:,.0f}", rewards, short(run.evals.last("eval_reward"))
+
+
+def _means(group: Group) -> tuple[str, str, str]:
+    finals = known([numbers(run).last for run in group.runs])
+    evaluations = known([run.evals.last("eval_reward") for run in group.runs])
+    return group.label, _spread(finals), _spread(evaluations)
+
+
+def _spread(values: Sequence[float]) -> str:
+    """Mean and half of its 95 % interval; the value alone where there is one."""
+    if not values:
+        return NOTHING
+    half = half_interval(values)
+    return short(sum(values) / len(values)) + ("" if half is None else f" ± {short(half)}")
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]

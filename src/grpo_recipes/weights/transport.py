@@ -1,0 +1,93 @@
+"""One request to the run's vLLM server: its time limit, the one repetition, and what counts as a lost server."""
+
+from __future__ import annotations
+
+from http.client import RemoteDisconnected
+from typing import Any
+from urllib.parse import urljoin
+
+import requests
+from requests.adapters import HTTPAdapter
+from urllib3.exceptions import ProtocolError
+
+# Steps of a weight transfer meet the trainer in a collective: a second one would find nobody there.
+_NOT_REPEATED = frozenset(
+    {"/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"}
+)
+_CONNECT_SECONDS = 10.0
+_HEALTH_SECONDS = 5.0
+
+
+class ServerError(RuntimeError):
+    """The vLLM server did not answer, or answered with an error."""
+
+
+class ServerLost(ServerError):
+    """The server died, hangs or lost its engine; the request may be repeated to the next one."""
+
+
+class ServerAdapter(HTTPAdapter):
+    """Puts a limit on every answer, which TRL's calls have not, and does not retry for a minute on a dead server.
+
+    Args:
+        timeout: longest wait in seconds for one answer, unless the request itself sets a shorter one.
+        connections: how many are kept for further requests.
+    """
+
+    def __init__(self, timeout: float, connections: int = 1):
+        self._timeout = timeout
+        super().__init__(pool_maxsize=connections, max_retries=0)
+
+    def send(self, request: requests.PreparedRequest, *args: Any, **kwargs: Any) -> requests.Response:
+        """Send the request and read the whole answer.
+
+        Raises:
+            ServerLost: no answer, or an error of a server whose engine is dead.
+        """
+        limit = min(self._timeout, kwargs.get("timeout") or self._timeout)
+        kwargs["timeout"] = (min(limit, _CONNECT_SECONDS), limit)
+        path = request.path_url
+        try:
+            response = self._send(request, kwargs)
+            response.content  # noqa: B018  read here, where a connection that breaks is still told from a bad answer
+        except requests.exceptions.ReadTimeout as error:
+            raise ServerLost(f"the vLLM server did not answer {path} within {limit:g} s") from error
+        except (requests.exceptions.ConnectionError, requests.exceptions.ChunkedEncodingError) as error:
+            raise ServerLost(f"lost the connection to the vLLM server in {path} ({_root(error)})") from error
+        if response.status_code >= 500 and not self._healthy(request):
+            raise ServerLost(f"the engine of the vLLM server is dead: {response.status_code} in {path}")
+        return response
+
+    def _send(self, request: requests.PreparedRequest, kwargs: dict[str, Any]) -> requests.Response:
+        try:
+            return super().send(request, **kwargs)
+        except requests.exceptions.ConnectionError as error:
+            if request.path_url in _NOT_REPEATED or not _closed_before_an_answer(error):
+                raise
+        # The server may close a kept connection at the very moment it is used again. A new adapter: others in the pool
+        # may be as old.
+        return HTTPAdapter(max_retries=0).send(request, **kwargs)
+
+    def _healthy(self, request: requests.PreparedRequest) -> bool:
+        question = requests.Request("GET", urljoin(str(request.url), "/health"), headers=_token(request))
+        try:
+            return HTTPAdapter(max_retries=0).send(question.prepare(), timeout=_HEALTH_SECONDS).ok
+        except requests.exceptions.RequestException:
+            return False
+
+
+def _token(request: requests.PreparedRequest) -> dict[str, str]:
+    return {name: value for name, value in request.headers.items() if name == "Authorization"}
+
+
+def _closed_before_an_answer(error: requests.exceptions.ConnectionError) -> bool:
+    cause = error.args[0] if error.args else None
+    closed = (RemoteDisconnected, ConnectionResetError, BrokenPipeError)
+    return isinstance(cause, ProtocolError) and isinstance(cause.args[-1], closed)
+
+
+def _root(error: BaseException) -> BaseException:
+    """The operating system's own words, which come last in a chain."""
+    while error.__cause__ or error.__context__:
+        error = error.__cause__ or error.__context__ or error
+    return error

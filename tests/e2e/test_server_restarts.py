@@ -1,0 +1,91 @@
+"""A dead or hung server is started again, and the run ends as if nothing had been; a hung rank ends it with stacks."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+from real_runs import Launch, same_rows, weights_hash
+
+from grpo_recipes.launch.watchdog import read_phases
+
+SHORT = ("--max_steps", "6", "--save_steps", "3", "--prompts_per_step", "4", "--num_generations", "8")
+HUNG = ("--server_stall_timeout", "6")
+
+
+def engine_of(run: Launch) -> int:
+    (pid,) = [process.pid for process in run.processes() if "EngineCore" in process.name()]
+    return pid
+
+
+def wait_for_phase(run: Launch, name: str, step: int) -> None:
+    def there() -> bool:
+        return run.has_run_dir() and any(
+            phase.name == name and phase.step >= step for phase in read_phases(run.run_dir)
+        )
+
+    run.wait_for(there, f"phase {name} after step {step}")
+
+
+@pytest.fixture
+def undisturbed(launch: Callable[..., Launch]) -> Iterator[Callable[[], Launch]]:
+    """The same run left alone, made when it is asked for."""
+
+    def run() -> Launch:
+        alone = launch(*SHORT, folder="alone")
+        assert alone.wait() == 0, alone.output
+        return alone
+
+    yield run
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+@pytest.mark.parametrize(
+    ("victim", "signum", "phase"),
+    [
+        pytest.param("engine", signal.SIGKILL, "sample", id="kill-engine-mid-generation"),
+        pytest.param("server", signal.SIGKILL, "sync", id="kill-server-mid-sync"),
+        pytest.param("server", signal.SIGSTOP, "sample", id="stop-server-mid-generation"),
+        pytest.param("engine", signal.SIGSTOP, "sync", id="stop-engine-mid-sync"),
+        pytest.param("engine", signal.SIGSTOP, "start", id="stop-engine-before-the-first-step"),
+    ],
+)
+def test_a_lost_server_is_replaced_and_nothing_is_lost(
+    launch: Callable[..., Launch], undisturbed: Callable[[], Launch], victim: str, signum: int, phase: str
+) -> None:
+    run = launch(*SHORT, *HUNG)
+    wait_for_phase(run, phase, 0 if phase == "start" else 2)
+    psutil.Process(engine_of(run) if victim == "engine" else run.pid_of("server")).send_signal(signum)
+
+    assert run.wait() == 0, run.output
+
+    assert "the server alone is started again (1 of 2)" in run.output
+    assert ("has made no token for" in run.output) == (signum == signal.SIGSTOP)
+    summary = run.summary()
+    assert (summary["status"], summary["server_restarts"], summary["restarts"]) == ("completed", 1, 0)
+    alone = undisturbed()
+    assert same_rows(run, alone)
+    assert weights_hash(run) == weights_hash(alone)
+    assert run.processes() == []
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_a_rank_that_stands_still_is_named_with_its_phase_and_the_stacks_of_the_others(
+    launch: Callable[..., Launch],
+) -> None:
+    run = launch("--max_steps", "100000", "--num_processes", "2", "--stall_timeout", "8")
+    run.wait_for_step(1)
+    psutil.Process(run.pid_of("rank_1")).send_signal(signal.SIGSTOP)
+
+    assert run.wait(60) == 1, run.output
+
+    cause = run.summary()["cause"]
+    assert cause.startswith("rank 1 has been in phase ") and "(stall_timeout 8)" in cause
+    assert f"stopped by a signal (SIGSTOP): pid {run.pid_of('rank_1')}" in cause
+    assert run.summary()["failed_rank"] == 1
+    assert "most recent call first" in (run.run_dir / "stacks" / "rank_0.txt").read_text()
+    run.wait_for_nothing_left()

@@ -1,0 +1,82 @@
+"""`grpo submit`, `status`, `logs` and `stop` on a real Slurm."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from real_runs import REPOSITORY, Launch, clean_environment, marked_processes
+from slurm_cluster import SlurmCluster
+from test_slurm_run import wait_until
+
+
+def grpo(slurm: SlurmCluster, tmp_path: Path, mark: str, *arguments: str) -> subprocess.Popen[str]:
+    """The command with a run root and a working folder of the test's own."""
+    cwd = tmp_path / "cwd"
+    cwd.mkdir(exist_ok=True)
+    environment = {**clean_environment(tmp_path, mark), **slurm.env, "GRPO_TEST": mark}
+    environment["RUN_ROOT"] = str(tmp_path / "runs")
+    argv = [sys.executable, "-m", "grpo_recipes", *arguments]
+    return subprocess.Popen(argv, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_a_submitted_run_uses_its_frozen_code_and_is_followed_and_stopped(slurm: SlurmCluster, tmp_path: Path) -> None:
+    mark = "slurm-submit"
+    recipe = str(REPOSITORY / "recipes/smoke/grpo.yaml")
+    flags = ("--max_steps", "100000", "--use_vllm", "false", "--run_name", "sent")
+    said, _ = grpo(slurm, tmp_path, mark, "submit", recipe, "--profile", "cpu", *flags).communicate(timeout=120)
+    job = int(re.search(r"job (\d+) is submitted", said)[1])
+    launch = Launch(None, tmp_path, tmp_path / "cwd", mark)  # type: ignore[arg-type]
+    run_dir = launch.run_dir
+    follower = grpo(slurm, tmp_path, mark, "logs", "-f", str(job))
+    slurm.wait(job, "RUNNING", timeout=60)
+    wait_until(lambda: len(launch.rows()) >= 2, timeout=120)
+
+    ours = [one for one in marked_processes(mark) if "logs" not in one.cmdline()]
+    trained = [one for one in ours if str(run_dir / "code/src/grpo.py") in one.cmdline()]
+    assert trained and all(one.environ()["PYTHONPATH"] == str(run_dir / "code" / "src") for one in trained)
+    assert str(REPOSITORY / "src") not in " ".join(" ".join(one.cmdline()) for one in ours)
+    status, _ = grpo(slurm, tmp_path, mark, "status", str(job)).communicate(timeout=60)
+    assert f"{job} RUNNING" in status and "/100000" in status
+
+    said, _ = grpo(slurm, tmp_path, mark, "stop", "last").communicate(timeout=60)
+    assert "saves after the step in flight" in said
+    assert slurm.wait(job, "FAILED", timeout=60)["ExitCode"] == "75:0"
+    followed, _ = follower.communicate(timeout=60)
+    assert follower.returncode == 0 and "step 2/100000" in followed and "is over: stopped" in followed
+    wait_until(lambda: not launch.processes())
+    assert launch.summary()["status"] == "stopped" and launch.summary()["restarts"] == 0
+    assert (run_dir / "checkpoints" / f"checkpoint-{launch.summary()['steps']}" / "COMPLETE").exists()
+
+
+@pytest.mark.slow
+def test_what_sbatch_refuses_leaves_no_run_directory(slurm: SlurmCluster, tmp_path: Path) -> None:
+    recipe = str(REPOSITORY / "recipes/smoke/grpo.yaml")
+    sent = grpo(slurm, tmp_path, "slurm-refused", "submit", recipe, "--profile", "cpu", "--partition", "nowhere")
+    _, error = sent.communicate(timeout=120)
+    assert sent.returncode == 2
+    assert "invalid partition specified: nowhere" in error
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_job_that_waits_is_taken_out_of_the_queue(slurm: SlurmCluster, tmp_path: Path) -> None:
+    mark, recipe = "slurm-waits", str(REPOSITORY / "recipes/smoke/grpo.yaml")
+    profile = tmp_path / "held.yaml"
+    profile.write_text(f"base: {REPOSITORY}/slurm/profiles/cpu.yaml\nsbatch_options: [--hold]\n")
+    said, error = grpo(slurm, tmp_path, mark, "submit", recipe, "--profile", str(profile)).communicate(timeout=120)
+    assert "is submitted" in said, error
+    run_dir = Launch(None, tmp_path, tmp_path / "cwd", mark).run_dir  # type: ignore[arg-type]
+    status, _ = grpo(slurm, tmp_path, mark, "status").communicate(timeout=60)
+    assert re.search(rf"{run_dir.name} +waiting in the queue \(JobHeldUser\) +\d+", status)
+
+    said, _ = grpo(slurm, tmp_path, mark, "stop", "last").communicate(timeout=60)
+
+    assert "is out of the queue" in said
+    status, _ = grpo(slurm, tmp_path, mark, "status", "last").communicate(timeout=60)
+    assert "CANCELLED" in status and "taken out of the queue by grpo stop" in status

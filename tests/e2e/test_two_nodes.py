@@ -1,0 +1,109 @@
+"""One run on both nodes of a real Slurm: the server on the first, trainers on both."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from real_runs import REPOSITORY, Launch, clean_environment
+from slurm_cluster import SlurmCluster
+from test_slurm_run import wait_until
+
+SHORT = ("--max_steps", "3", "--prompts_per_step", "8", "--num_generations", "8", "--save_steps", "100")
+
+
+def submit(slurm: SlurmCluster, folder: Path, mark: str, *flags: str) -> tuple[int, Launch]:
+    environment = clean_environment(folder, mark, ENV_DIR=sys.prefix)
+    job = slurm.sbatch("--nodes=2", "training.sh", *flags, "--run_name", mark, cwd=REPOSITORY, env=environment)
+    return job, Launch(None, folder, REPOSITORY, mark)  # type: ignore[arg-type]
+
+
+def rank_records(run: Launch) -> list[dict]:
+    return [json.loads(path.read_text()) for path in sorted((run.run_dir / "processes").glob("rank_*.json"))]
+
+
+def said(job: int) -> str:
+    return "".join((REPOSITORY / "logs" / f"slurm_{job}.{end}").read_text() for end in ("out", "err"))
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_the_update_of_two_nodes_is_that_of_the_joined_batch(
+    slurm: SlurmCluster, launch: Callable[..., Launch], tmp_path: Path
+) -> None:
+    job, run = submit(slurm, tmp_path, "two-nodes", *SHORT)
+
+    slurm.wait(job, "COMPLETED", timeout=300)
+
+    plan = json.loads((run.run_dir / "plan.json").read_text())
+    assert [(process["role"], process["node"]) for process in plan["processes"]] == [
+        ("server", 0),
+        ("trainer", 0),
+        ("trainer", 1),
+    ]
+    assert [record["node"] for record in rank_records(run)] == [0, 1]
+    rows = run.rows()
+    assert [row["step"] for row in rows] == [1, 2, 3]  # one curve
+    assert rows[0]["frac_reward_zero_std"] is not None and plan["batch"]["world_size"] == 2
+    assert run.processes() == []
+
+    one_node = launch(*SHORT, "--num_processes", "2", "--run_name", "one-node", folder="one-node")
+    assert one_node.wait() == 0, one_node.output
+    assert weights(one_node).keys() == weights(run).keys()
+    assert differences(one_node, run) == 0.0
+    assert [row["reward"] for row in one_node.rows()] == [row["reward"] for row in rows]
+
+    joined = launch(*SHORT, "--num_processes", "1", "--run_name", "joined", folder="joined")
+    assert joined.wait() == 0, joined.output
+    assert differences(joined, run) < 1e-5
+    assert joined.rows()[0]["reward"] == pytest.approx(rows[0]["reward"], abs=1e-6)
+    assert different_prompts(run)
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_a_rank_killed_on_the_other_node_ends_the_run_and_is_named(slurm: SlurmCluster, tmp_path: Path) -> None:
+    job, run = submit(slurm, tmp_path, "two-nodes-killed", "--max_steps", "100000")
+    slurm.wait(job, "RUNNING", timeout=60)
+    wait_until(lambda: run.has_run_dir() and len(run.rows()) >= 2, timeout=180)
+    ranks = rank_records(run)
+    folders = [node_folders(record["pid"]) for record in ranks]
+    assert len({folder for node in folders for folder in node}) == 4, "each node has its own TMPDIR and shm folder"
+    assert all(folder.is_dir() for node in folders for folder in node)
+
+    os.kill(ranks[1]["pid"], signal.SIGKILL)
+
+    slurm.wait(job, "FAILED", timeout=30)
+    summary = run.summary()
+    assert summary["cause"] == f"rank 1 (pid {ranks[1]['pid']} on node 1) was killed by signal 9", said(job)
+    assert (summary["failed_rank"], summary["exit_code"]) == (1, 137)
+    wait_until(lambda: not run.processes(), timeout=10)
+    assert not any(folder.exists() for node in folders for folder in node)
+
+
+def node_folders(pid: int) -> list[Path]:
+    variables = psutil.Process(pid).environ()
+    return [Path(variables["TMPDIR"]), Path(variables["GRPO_SYNC_DIR"])]
+
+
+def weights(run: Launch) -> dict:
+    from safetensors.torch import load_file
+
+    return load_file(run.run_dir / "model" / "model.safetensors")
+
+
+def differences(one: Launch, other: Launch) -> float:
+    mine, theirs = weights(one), weights(other)
+    return max(float((mine[name] - theirs[name]).abs().max()) for name in mine)
+
+
+def different_prompts(run: Launch) -> bool:
+    """Whether the prompts of a step, which the ranks gather for the samples, are as many as the step has."""
+    samples = [json.loads(line) for line in (run.run_dir / "samples.jsonl").read_text().splitlines()]
+    return len({sample["prompt"] for sample in samples if sample["step"] == 1}) == 8

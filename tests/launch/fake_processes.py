@@ -1,0 +1,82 @@
+"""Stand-ins for the vLLM server and the trainers: `python fake_processes.py server|trainer ...`.
+
+The server answers what the launcher asks; with a file ``hang`` in the run directory its counters stand and a request is
+out. The trainer makes a step, a row and a checkpoint each 0.1 s, honours the stop request, and like a trainer that
+reconnects it waits while its server is not ready.
+"""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+RUN = Path(os.environ["GRPO_RUN_DIR"])
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    """What the launcher asks of vLLM."""
+
+    def do_GET(self) -> None:
+        hangs = (RUN / "hang").exists()
+        if self.path == "/metrics":
+            body = f'vllm:generation_tokens_total{{engine="0"}} {7 if hangs else time.time()}\n'.encode()
+        elif self.path == "/v1/models":
+            body = json.dumps({"data": [{"id": sys.argv[3]}]}).encode()
+        else:
+            body = json.dumps({"requests": int(hangs), "completions": 0}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def write(name: str, content: object) -> None:
+    path = RUN / "processes" / name
+    path.with_suffix(".new").write_text(json.dumps(content))
+    path.with_suffix(".new").replace(path)
+
+
+def checkpoint(step: int) -> None:
+    folder = RUN / "checkpoints" / f"checkpoint-{step}"
+    folder.mkdir(parents=True)
+    (folder / "COMPLETE").write_text(json.dumps({"step": step, "world_size": 1, "files": {}}))
+
+
+def train(steps: int, phase: str) -> None:
+    """Take ``steps`` steps; with ``phase`` other than sample stay in it, and do nothing."""
+    record = {"rank": 0, "pid": os.getpid()}
+    write("rank_0.json", record)
+    found = sorted(int(path.name.rpartition("-")[2]) for path in RUN.glob("checkpoints/checkpoint-*"))
+    step = found[-1] if found else 0
+    write("phase_0.json", {"phase": phase, "since": time.time(), "step": step})
+    while step < steps:
+        time.sleep(0.1)
+        state = json.loads((RUN / "processes/server_state.json").read_text())
+        if (RUN / "stop").exists() and phase != "start":
+            write("rank_0.json", {**record, "exit": 75, "cause": "stopped on request", "time": time.time()})
+            os._exit(75)
+        if phase != "sample" or state["state"] != "ready" or (RUN / "hang").exists():
+            continue
+        step += 1
+        with (RUN / "metrics.jsonl").open("a") as file:
+            times = {f"seconds/{name}": 0.1 for name in ("sample", "score", "update", "sync", "step")}
+            row = {"step": step, "max_steps": steps, "reward": 0.5, "tokens_per_second": 1.0, **times}
+            file.write(json.dumps(row) + "\n")
+        checkpoint(step)
+        write("phase_0.json", {"phase": phase, "since": time.time(), "step": step})
+    write("rank_0.json", {**record, "exit": 0, "cause": "", "time": time.time()})
+
+
+def serve(port: int) -> None:
+    http.server.ThreadingHTTPServer(("127.0.0.1", port), Server).serve_forever()
+
+
+if __name__ == "__main__":
+    {"server": lambda: serve(int(sys.argv[2])), "trainer": lambda: train(int(sys.argv[2]), sys.argv[3])}[sys.argv[1]]()

@@ -1,0 +1,279 @@
+"""Agents on two nodes, which are this machine twice, under a fake srun."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from grpo_recipes.errors import Refused
+from grpo_recipes.launch.commands import Process
+from grpo_recipes.launch.descendants import is_alive
+from grpo_recipes.launch.nodes import Agents, RemoteChild, Trainers, srun_command
+from grpo_recipes.launch.resources import Resources
+from grpo_recipes.launch.rundir import dump_request, stop_file
+from grpo_recipes.launch.supervisor import Lost, wait_for_trainer
+from grpo_recipes.launch.survey import node_address, survey
+
+RANK = """
+import json, os, signal, sys, time
+folder = os.path.join(os.environ["GRPO_RUN_DIR"], "processes")
+signal.signal(signal.SIGUSR2, lambda *_: open(os.path.join(folder, "stacks"), "w").close())
+record = {"rank": 1, "pid": os.getpid(), "node": 1, "tmp": os.environ["TMPDIR"], "sync": os.environ["GRPO_SYNC_DIR"]}
+record["token"] = open(os.environ["GRPO_TOKEN_FILE"]).read()
+record["extra"] = os.environ["EXTRA"]
+with open(os.path.join(folder, "rank_1.json"), "w") as file:
+    json.dump(record, file)
+"""
+# What accelerate does for a rank: start it, tell how it died, fail.
+STARTER = (
+    f"import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', {RANK + 'time.sleep(300)'!r}])\n"
+    "code = child.wait()\nprint(f'exitcode  : {code} (pid: {child.pid})', flush=True)\nsys.exit(1)"
+)
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str]]:
+    """``job(NodeAddr of each node)``: the environment of a batch script on two nodes, fake srun and scontrol in it."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "srun").write_text(f"#!{sys.executable}\n" + (Path(__file__).parent / "fake_srun.py").read_text())
+
+    def job_it(*addresses: str, **variables: str) -> dict[str, str]:
+        known = dict(zip(("n1", "n2"), addresses or ("127.0.0.1", "127.0.0.1"), strict=True))
+        answers = "".join(f'[ "$3" = {name} ] && echo "NodeName={name} NodeAddr={at} X=1"\n' for name, at in known.items())
+        (programs / "scontrol").write_text(f"#!/bin/sh\n{answers}true\n")
+        for program in programs.iterdir():
+            program.chmod(program.stat().st_mode | stat.S_IXUSR)
+        ours = {
+            "PATH": f"{programs}:{os.environ['PATH']}", "FAKE_SRUN_ARGV": str(tmp_path / "argv.json"),
+            "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_JOB_CPUS_PER_NODE": "64,32(x3)", **variables,
+        }  # fmt: skip
+        for name, value in ours.items():
+            monkeypatch.setenv(name, value)
+        return dict(os.environ)
+
+    return job_it
+
+
+@pytest.fixture
+def agents() -> Iterator[Agents]:
+    with Agents(2) as both:
+        yield both
+
+
+def two_nodes() -> Resources:
+    return Resources("cpu", (), 2).on_nodes(2)
+
+
+def begun(agents: Agents, environment: dict[str, str], run_dir: Path) -> None:
+    (run_dir / "processes").mkdir(parents=True)
+    survey(agents, two_nodes(), environment)
+    agents.begin(run_dir, "mark", "the-token", {"EXTRA": "here"})
+
+
+def remote(agents: Agents, tmp_path: Path, code: str) -> RemoteChild:
+    argv = [sys.executable, "-c", code]
+    return RemoteChild(agents, Process("trainer", argv, {}, (), str(tmp_path / "node1.log"), 1))
+
+
+def until(condition: Callable[[], object], what: str, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what}"
+        time.sleep(0.05)
+
+
+def test_one_srun_covers_the_job(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert srun_command(4, {"SLURM_JOB_CPUS_PER_NODE": "64,32(x3)"}) == [
+        "srun", "--nodes=4", "--ntasks=4", "--ntasks-per-node=1", "--overlap", "--cpus-per-task=32",
+        "--kill-on-bad-exit=1", "--mpi=none", "--input=all", "--export=ALL", f"--chdir={tmp_path}",
+        sys.executable, "-m", "grpo_recipes.launch.agent",
+    ]  # fmt: skip
+
+
+def test_on_one_node_nothing_is_started(job, agents):
+    alone = Resources("cpu", (), 2)
+    assert survey(agents, alone, job()) is alone
+    assert not agents.alive()
+
+
+def test_the_nodes_are_as_they_say_and_reach_each_other(job, agents, tmp_path):
+    found = survey(agents, two_nodes(), job())
+    assert [(node.address, node.name, node.interface) for node in found.nodes] == [
+        ("127.0.0.1", "n1", "lo"),
+        ("127.0.0.1", "n2", "lo"),
+    ]
+    assert all(node.cores == len(os.sched_getaffinity(0)) for node in found.nodes[1:])
+    assert "--nodes=2" in json.loads((tmp_path / "argv.json").read_text())
+
+
+@pytest.mark.parametrize("variable", ["NETWORK_INTERFACE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"])
+def test_an_interface_that_is_named_gives_the_addresses(job, agents, variable):
+    found = survey(agents, two_nodes(), job("192.0.2.1", "192.0.2.2", **{variable: "lo"}))
+    assert [node.address for node in found.nodes] == ["127.0.0.1", "127.0.0.1"]
+
+
+def test_names_instead_of_addresses_are_asked_for_the_way(job, agents):
+    found = survey(agents, two_nodes(), job("localhost", "localhost"))
+    assert [node.address for node in found.nodes] == ["127.0.0.1", "127.0.0.1"]
+
+
+@pytest.mark.parametrize(
+    ("addresses", "variables", "said"),
+    [
+        ((), {"NETWORK_INTERFACE": "ib9"}, r"NETWORK_INTERFACE: node n1 has no address on 'ib9' \(it has lo"),
+        (("127.0.0.1", "192.0.2.7"), {}, "node n2 cannot listen on 192.0.2.7"),
+        (("name.invalid", "name.invalid"), {}, "node n1 finds no way to name.invalid"),
+        ((), {"SLURM_NODEID": "1"}, "launched once, on its first node"),
+        ((), {"PATH": "/nowhere"}, "srun: there is none here"),
+    ],
+)
+def test_nodes_that_cannot_work_together_are_refused(job, agents, addresses, variables, said):
+    with pytest.raises(Refused, match=said):
+        survey(agents, two_nodes(), job(*addresses, **variables))
+
+
+def test_a_node_without_an_address_in_slurm_is_refused(job):
+    job()
+    with pytest.raises(Refused, match="scontrol tells no address of node n9"):
+        node_address("n9")
+
+
+def test_the_pair_that_does_not_reach_each_other_is_named(job, agents, monkeypatch):
+    ask = agents.ask
+
+    def nobody_listens(order: str, *arguments: float, **facts: object) -> list[dict]:
+        if order == "connect":
+            facts["peers"][1][2] = 1  # type: ignore[index]
+        return ask(order, *arguments, **facts)
+
+    monkeypatch.setattr(agents, "ask", nobody_listens)
+    said = r"node n1 \(127.0.0.1\) does not reach node n2 \(127.0.0.1\): Connection refused"
+    with pytest.raises(Refused, match=said):
+        survey(agents, two_nodes(), job())
+
+
+def test_a_silent_node_is_named(job, agents, tmp_path):
+    begun(agents, job(), tmp_path / "run")
+    with pytest.raises(Refused, match="node 1 did not answer within 1 s"):
+        agents.ask_of([1], "stop", 1.0)
+
+
+def test_srun_that_fails_is_named(job, agents, tmp_path):
+    environment = job()
+    (tmp_path / "bin" / "srun").write_text("#!/bin/sh\nexit 7\n")
+    with pytest.raises(Refused, match="exited with code 7"):
+        survey(agents, two_nodes(), environment)
+
+
+def test_a_report_longer_than_a_line_of_slurm_arrives_whole(job, agents):
+    survey(agents, two_nodes(), job(SLURMD_NODENAME="n1"))
+    (report,) = agents.ask_of([1], "route", 5.0, peers={"1": "x" * 3000 + ".invalid"})
+    assert report["address"] is None and len(report["peer"]) > 3000
+
+
+def test_a_process_of_another_node_has_that_nodes_own_scratch(job, agents, tmp_path):
+    begun(agents, job(), tmp_path / "run")
+    child = remote(agents, tmp_path, STARTER)
+    until(child.ranks, "record of the rank")
+    (rank,) = child.ranks()
+    assert rank.record["token"] == "the-token" and rank.record["extra"] == "here" and not rank.gone
+    scratch = [Path(rank.record["tmp"]), Path(rank.record["sync"])]
+    assert all(folder.is_dir() for folder in scratch)
+    assert child.alive() and child.lost() is None and child.exit_code() is None
+    agents.close()
+    assert not is_alive(rank.record["pid"]) and not any(folder.exists() for folder in scratch)
+
+
+def test_a_killed_rank_of_another_node_is_named(job, agents, tmp_path):
+    begun(agents, job(), tmp_path / "run")
+    child = remote(agents, tmp_path, STARTER)
+    until(child.ranks, "record of the rank")
+    pid = child.ranks()[0].record["pid"]
+    os.kill(pid, signal.SIGKILL)
+    ending = wait_for_trainer(Trainers([child]), None, lambda: None)
+    assert (ending.code, ending.failed_rank) == (137, 1)
+    assert ending.cause == f"rank 1 (pid {pid} on node 1) was killed by signal 9"
+    assert ending.log == tmp_path / "node1.log"
+
+
+def test_a_command_of_another_node_that_fails_is_named_with_its_code(job, agents, tmp_path):
+    begun(agents, job(), tmp_path / "run")
+    ending = wait_for_trainer(Trainers([remote(agents, tmp_path, "import sys; sys.exit(3)")]), None, lambda: None)
+    assert ending.code == 3 and "accelerate launch on node 1" in ending.cause
+
+
+def test_a_process_can_be_ended_and_started_again(job, agents, tmp_path):
+    begun(agents, job(), tmp_path / "run")
+    first = remote(agents, tmp_path, STARTER)
+    until(first.ranks, "record of the rank")
+    pid = first.ranks()[0].record["pid"]
+    first.end()
+    assert not is_alive(pid)
+    second = remote(agents, tmp_path, STARTER)
+    until(second.ranks, "record of the second rank")
+    (rank,) = second.ranks()
+    assert rank.record["pid"] != pid and not rank.gone and second.lost() is None and first.ranks() == []
+
+
+def test_requests_in_the_run_directory_reach_the_other_nodes(job, agents, tmp_path):
+    begun(agents, job(), tmp_path / "run")
+    child = remote(agents, tmp_path, STARTER)
+    until(child.ranks, "record of the rank")
+    dump_request(tmp_path / "run").touch()
+    until((tmp_path / "run/processes/stacks").exists, "SIGUSR2 at the rank")
+    stop_file(tmp_path / "run").touch()
+    written = stop_file(tmp_path / "run").stat().st_mtime_ns
+    until(lambda: stop_file(tmp_path / "run").stat().st_mtime_ns > written, "touch by the other node")
+
+
+def test_nothing_is_left_when_srun_is_killed(job, agents, tmp_path):
+    begun(agents, job(), tmp_path / "run")
+    child = remote(agents, tmp_path, STARTER)
+    until(child.ranks, "record of the rank")
+    rank = child.ranks()[0].record
+    (srun,) = [one for one in psutil.Process().children() if "srun" in " ".join(one.cmdline())]
+    srun.kill()
+    ending = wait_for_trainer(Trainers([child]), None, lambda: None)
+    assert "srun, which runs the agents of the nodes, exited with code -9" in ending.cause
+    until(lambda: not is_alive(rank["pid"]) and not Path(rank["tmp"]).exists(), "end of the rank and its scratch")
+
+
+class FakeChild:
+    def __init__(self, exit_code: int | None):
+        self.log, self.code, self.ended = Path("log"), exit_code, False
+
+    def alive(self) -> bool:
+        return self.code is None
+
+    def exit_code(self) -> int | None:
+        return self.code
+
+    def lost(self) -> Lost | None:
+        return None if self.code is None else Lost(1, "accelerate launch", self.code)
+
+    def ranks(self) -> list:
+        return []
+
+    def end(self, grace: float = 3.0) -> None:
+        self.ended = True
+
+
+def test_trainers_of_two_nodes_end_as_one():
+    done, running, failed = FakeChild(0), FakeChild(None), FakeChild(3)
+    assert Trainers([done, running]).lost() is None and Trainers([done, running]).alive()
+    assert Trainers([done, done]).lost().code == 0 and Trainers([done, done]).exit_code() == 0
+    assert Trainers([running, failed]).lost().code == 3 and Trainers([running, failed]).exit_code() is None
+    assert Trainers([done, failed]).exit_code() == 3
+    Trainers([done, running]).end()
+    assert done.ended and running.ended

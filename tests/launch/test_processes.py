@@ -1,0 +1,243 @@
+"""How a run goes on when its server is lost or it is asked to stop: real processes, but fake server and trainers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from grpo_recipes.launch.attempt import Attempt
+from grpo_recipes.launch.commands import Process
+from grpo_recipes.launch.environment import Scratch
+from grpo_recipes.launch.plan import Names
+from grpo_recipes.launch.processes import run_processes
+from grpo_recipes.launch.rundir import Run, read_json, read_metrics, stop_file
+from grpo_recipes.launch.server import server_state_file
+from grpo_recipes.launch.signals import StoppedAtOnce, StopSignals
+from grpo_recipes.launch.supervisor import Ending
+
+FAKE = str(Path(__file__).with_name("fake_processes.py"))
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+class FakeRun:
+    """A run of fake processes, driven from a thread while the launcher's loop has the main one."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self.attempt = attempt
+        self.folder = attempt.run.folder
+        self._thread: threading.Thread | None = None
+
+    def then(self, action: Callable[[], None]) -> FakeRun:
+        self._thread = threading.Thread(target=action)
+        self._thread.start()
+        return self
+
+    def end(self) -> Ending:
+        with StopSignals() as stop:
+            stop.release(stop_file(self.folder))
+            try:
+                ending = run_processes(self.attempt, stop)
+            except StoppedAtOnce as stopped:
+                ending = stopped.ending()
+        if self._thread is not None:
+            self._thread.join()
+        return ending
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_until(lambda: len(read_metrics(self.folder)) >= step)
+
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def kill(self, role: str, signum: int = signal.SIGKILL) -> None:
+        record = read_json(self.folder / f"processes/{role}.json")
+        assert record is not None
+        os.kill(record["pid"], signum)
+
+    def state(self) -> dict:
+        return read_json(server_state_file(self.folder)) or {}
+
+    def summary(self) -> dict:
+        return read_json(self.folder / "summary.json") or {}
+
+
+@pytest.fixture
+def fake_run(read, planned, tmp_path):
+    """``fake_run(steps=..., phase=..., bridge=..., KEY=VALUE)``: the run, its processes not yet started."""
+
+    def make(steps: int = 8, phase: str = "sample", bridge: str = "file", server: str = "server", **keys) -> FakeRun:
+        folder = tmp_path / "run"
+        (folder / "processes").mkdir(parents=True)
+        recipe = read(**keys)
+        scratch = Scratch(tmp_path / "disk", tmp_path / "memory")
+        scratch.disk.mkdir()
+        scratch.token.write_text("token")
+        plan = planned(recipe=recipe)
+        plan = replace(plan, bridge=bridge, ports=replace(plan.ports, server=free_port()))
+        processes = [
+            Process(
+                "server", [sys.executable, FAKE, server, str(plan.ports.server), "name"], {}, (), f"{folder}/s.log"
+            ),
+            Process("trainer", [sys.executable, FAKE, "trainer", str(steps), phase], {}, (), f"{folder}/t.log"),
+        ]
+        environment = {**os.environ, "GRPO_RUN_DIR": str(folder), "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
+        run = Run(folder, {"run_name": "fake"})
+        names = Names(folder, "fake", "name", "stamp")
+        plan = replace(plan, processes=processes)
+        return FakeRun(Attempt(run, recipe, plan, names, scratch, environment, resumed="", agents=None))
+
+    yield make
+    for child in psutil.Process().children(recursive=True):
+        child.kill()
+
+
+def test_a_bridge_that_reconnects_gets_a_new_server_at_the_old_address_and_the_run_goes_on(fake_run, capsys):
+    run = fake_run()
+
+    def kill() -> None:
+        run.wait_for_step(2)
+        assert run.state() == {"epoch": 1, "state": "ready"}
+        trainer = read_json(run.folder / "processes/trainer.json")
+        run.kill("server")
+        run.wait_until(lambda: run.state() == {"epoch": 2, "state": "ready"})
+        assert read_json(run.folder / "processes/trainer.json") == trainer
+
+    assert run.then(kill).end() == Ending(0)
+    assert [row["step"] for row in read_metrics(run.folder)] == list(range(1, 9))
+    assert run.summary()["server_restarts"] == 1
+    assert "was killed by signal 9: the server alone is started again (1 of 2)" in capsys.readouterr().out
+    assert run.state()["state"] == "gone"
+
+
+def test_without_reconnecting_both_go_on_from_the_newest_checkpoint(fake_run, capsys):
+    run = fake_run(bridge="nccl")
+
+    def kill() -> None:
+        run.wait_for_step(2)
+        first = read_json(run.folder / "processes/trainer.json")
+        run.kill("server")
+        run.wait_until(lambda: run.state() == {"epoch": 2, "state": "ready"})
+        run.wait_until(lambda: (read_json(run.folder / "processes/trainer.json") or first) != first)
+
+    assert run.then(kill).end() == Ending(0)
+    assert [row["step"] for row in read_metrics(run.folder)] == list(range(1, 9))
+    out = capsys.readouterr().out
+    assert "server and trainers are started again from the newest checkpoint (1 of 2)" in out
+    assert "resuming from checkpoint-" in out
+
+
+def test_server_restarts_0_ends_the_run_with_the_server(fake_run):
+    run = fake_run(server_restarts=0)
+
+    def kill() -> None:
+        run.wait_for_step(1)
+        run.kill("server")
+
+    ending = run.then(kill).end()
+    assert ending.code == 137 and "the vLLM API server" in ending.cause
+    assert "server_restarts" not in run.summary()
+
+
+def test_a_server_that_was_never_ready_is_not_started_again(fake_run):
+    run = fake_run(server="no-such-command")
+    ending = run.end()
+    assert ending.code == 1 and ending.cause == "the vLLM server died before it was ready"
+    assert run.state() == {"epoch": 1, "state": "gone"}
+
+
+def test_a_server_that_makes_no_token_is_replaced(fake_run, capsys):
+    run = fake_run(server_stall_timeout=1.0)
+
+    def hang() -> None:
+        run.wait_for_step(2)
+        (run.folder / "hang").touch()
+        run.wait_until(lambda: run.state().get("epoch") == 2)
+        (run.folder / "hang").unlink()
+
+    assert run.then(hang).end() == Ending(0)
+    assert "(server_stall_timeout 1)" in capsys.readouterr().out
+    assert run.summary()["server_restarts"] == 1
+
+
+def test_a_server_that_is_stopped_is_replaced(fake_run):
+    run = fake_run(steps=200, server_stall_timeout=1.0)
+
+    def stop() -> None:
+        run.wait_for_step(2)
+        run.kill("server", signal.SIGSTOP)
+        run.wait_until(lambda: run.state().get("epoch") == 2)
+        stop_file(run.folder).touch()
+
+    assert run.then(stop).end().code == 75
+    assert run.summary()["server_restarts"] == 1
+
+
+def test_a_rank_that_stands_still_ends_the_run(fake_run, tmp_path):
+    lock = tmp_path / "extensions/cpu_adam/lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    ending = fake_run(phase="start", stall_timeout=1.0).end()
+    assert (ending.code, ending.failed_rank) == (1, 0), ending
+    assert ending.cause.startswith("rank 0 has been in phase start after step 0 for ")
+    assert ending.cause.endswith(f"rm {lock}")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_while_trainers_train_has_them_save(fake_run, signum):
+    run = fake_run(steps=200)
+
+    def ask() -> None:
+        run.wait_for_step(2)
+        time.sleep(1.2)  # the launcher looks at phases each second
+        os.kill(os.getpid(), signum)
+
+    ending = run.then(ask).end()
+    assert (ending.code, ending.cause) == (75, "rank 0: stopped on request")
+
+
+def test_a_server_that_scancel_ended_with_the_rest_is_not_to_blame(fake_run):
+    run = fake_run(steps=200)
+
+    def cancel() -> None:
+        run.wait_for_step(2)
+        time.sleep(1.2)
+        os.kill(os.getpid(), signal.SIGTERM)
+        run.kill("server", signal.SIGTERM)
+
+    assert run.then(cancel).end().cause == "rank 0: stopped on request"
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGUSR1, 75), (signal.SIGTERM, 143)])
+def test_before_there_is_anything_to_save_a_signal_ends_it_at_once(fake_run, signum, code):
+    run = fake_run(phase="start")
+
+    def ask() -> None:
+        run.wait_until(lambda: (run.folder / "processes/phase_0.json").exists())
+        os.kill(os.getpid(), signum)
+
+    assert run.then(ask).end().code == code
+
+
+def test_a_request_by_file_while_the_server_starts_ends_it_at_once(fake_run):
+    run = fake_run()
+    stop_file(run.folder).touch()
+    assert run.end().code == 75
+    assert not (run.folder / "processes/trainer.json").exists()

@@ -1,0 +1,50 @@
+"""The plug-in in processes like the server's: stacks of all threads on request."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+# Waits in a second thread and in one of a forked child, as the engine's processes may be.
+WAITING = """
+import os, time
+from unittest import mock
+from grpo_recipes.server import plugin
+with mock.patch.object(plugin, "_keep_linear_weights"):  # which needs vLLM
+    plugin.register()
+def waits_here():
+    os.write(1, b"%d\\n" % os.getpid())
+    time.sleep(60)
+if os.fork() == 0:
+    waits_here()
+waits_here()
+"""
+
+
+@pytest.mark.parametrize("role", ["1", None])
+def test_every_process_of_the_server_adds_its_stacks_to_a_file_of_its_own(tmp_path: Path, role: str | None) -> None:
+    variables = {**os.environ, "GRPO_RUN_DIR": str(tmp_path), "GRPO_SERVER": role or ""}
+    process = subprocess.Popen([sys.executable, "-c", WAITING], env=variables, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pids = [int(process.stdout.readline()) for _ in range(2)]
+    try:
+        if role is None:
+            assert not (tmp_path / "stacks").exists()  # vLLM inside a rank
+            return
+        for pid in pids:
+            os.kill(pid, signal.SIGUSR2)
+        deadline = time.monotonic() + 10
+        files = [tmp_path / "stacks" / f"server_{pid}.txt" for pid in pids]
+        while not all("waits_here" in file.read_text() for file in files):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        process.wait(10)

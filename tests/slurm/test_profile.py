@@ -1,0 +1,94 @@
+"""Profiles of sites: what is read, what is refused, and what the shipped ones say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grpo_recipes.errors import Refused
+from grpo_recipes.paths import home
+from grpo_recipes.slurm.profile import KEYS, Profile, check_time, read_profile, walltime_seconds
+
+SHIPPED = sorted((home() / "slurm/profiles").glob("*.yaml"))
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "site.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_profiles_are_right(path: Path) -> None:
+    assert read_profile(path).name == path.stem
+
+
+def test_an_empty_profile_is_one(tmp_path: Path) -> None:
+    assert read_profile(written(tmp_path, "")) == Profile("site")
+
+
+def test_a_profile_builds_on_another(tmp_path: Path) -> None:
+    path = written(tmp_path, "base: slurm/profiles/mltheory.yaml\ngpus: 2\n")
+    profile = read_profile(path)
+    assert (profile.account, profile.gpus) == ("mltheory", 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("acount: me\n", "site.yaml:1: unknown key 'acount' of a profile. Fix: write 'account'"),
+        ("\ngpus: many\n", "site.yaml:2: 'gpus' is 'many' where a whole number belongs"),
+        ("gpus: -1\n", "'gpus' is -1, below 0"),
+        ("gpu_flag_style: gpu\n", "write one of none, gpus, gres"),
+        ("time: 72:00:00\n", 'write "72:00:00" in quotes'),
+        ("time: three days\n", "'three days' is no time limit of Slurm's"),
+        ('time: "0"\n', "is no time limit of Slurm's"),
+        ("gpus: 2\ngpus: 4\n", "'gpus'"),
+        ("gpu_kind: a100\n", "a kind of GPU, but no number of them"),
+        ("conda_env: a\nenv_dir: /b\n", "env_dir and conda_env name two environments"),
+        ("sbatch_options: [gres=gpu]\n", "'gres=gpu' is no option"),
+        ("environment: {HF_TOKEN: x}\n", "'HF_TOKEN' holds a secret"),
+        ("environment:\n  A B: x\n", "site.yaml:2: 'A B' is no name of a variable"),
+        ("environment:\n  A: [x]\n", "'A' is ['x'] where a text belongs"),
+        ("account: hf_" + "plantedsecret" * 2 + "\n", "holds what looks like a secret"),
+        ("signal_lead: 5\n", "below 30"),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(Refused) as refused:
+        read_profile(written(tmp_path, text))
+    assert message in str(refused.value)
+    assert "plantedsecret" not in str(refused.value)
+
+
+def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(Refused) as refused:
+        read_profile(written(tmp_path, "acount: me\ngpus: many\n"))
+    assert len(refused.value.problems) == 2
+
+
+def test_the_command_line_stands_over_the_profile() -> None:
+    given = Profile("site", account="a").with_values({"account": "b", "gpus": "2", "time": "1-0"})
+    assert (given.account, given.gpus, given.time) == ("b", 2, "1-0")
+    with pytest.raises(Refused, match=r"--time: 'soon' is no time limit"):
+        given.with_values({"time": "soon"})
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 5400), ("1:30", 90), ("72:00:00", 259200), ("2-12", 216000), ("1-00:30", 88200), ("1-0:0:5", 86405)],
+)
+def test_times_are_read_as_slurm_reads_them(text: str, seconds: int) -> None:
+    assert walltime_seconds(text) == seconds
+    assert check_time(text, "--time") == text
+
+
+@pytest.mark.parametrize("text", ["", "1:2:3:4", "1-", "1-2-3", "UNLIMITED", "-1", "1h"])
+def test_other_times_are_none(text: str) -> None:
+    assert walltime_seconds(text) is None
+
+
+def test_the_profile_to_copy_names_every_key_that_asks_slurm_or_prepares_a_node() -> None:
+    text = (home() / "slurm/profiles/generic.yaml").read_text()
+    assert [key for key in KEYS if f"{key}:" not in text] == ["job_name", "srun_options"]

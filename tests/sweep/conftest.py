@@ -1,0 +1,82 @@
+"""Sweeps of the smoke recipe that start nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from grpo_recipes import cli
+from grpo_recipes.keys import ENVIRONMENT_KEYS
+from grpo_recipes.launch.environment import READ_VARIABLES
+from grpo_recipes.launch.resources import environment_flavour
+from grpo_recipes.launch.rundir import read_json, write_json
+from grpo_recipes.paths import home
+from grpo_recipes.sweep.folder import Sweep, read_sweep
+from grpo_recipes.sweep.turns import Relay
+
+SMOKE = "recipes/smoke/grpo.yaml"
+
+
+class FakeLaunches:
+    """In place of `grpo launch --resume DIR`: what it leaves of a run that completes, fails or is stopped.
+
+    Attributes:
+        started: names of the cells, in the order they were started.
+        codes: exit code by the cell's name; 0 by default.
+    """
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.codes: dict[str, int] = {}
+        self.rewards: dict[str, list[float]] = {}
+
+    def run(self, relay: Relay, argv: list[str], environment: dict[str, str], log: Path | None) -> int:
+        cell = Path(argv[-1])
+        self.started.append(cell.name)
+        code = self.codes.get(cell.name, 0)
+        if code == 2:
+            assert log is not None
+            log.write_text("grpo: here it is refused. Fix: mend it\n")
+            return code
+        rewards = self.rewards.get(cell.name, [0.1, 0.2, 0.3])
+        rows = [f'{{"step": {step}, "max_steps": 3, "reward": {reward}}}\n' for step, reward in enumerate(rewards, 1)]
+        (cell / "metrics.jsonl").write_text("".join(rows))
+        status = {0: "completed", 75: "stopped"}.get(code, "failed")
+        cause = None if code == 0 else "a fake cause"
+        ended = {"status": status, "exit_code": code, "cause": cause, "steps": 3}
+        write_json(cell / "summary.json", {**(read_json(cell / "summary.json") or {}), **ended})
+        return code
+
+
+@pytest.fixture
+def fake_launches(monkeypatch: pytest.MonkeyPatch) -> FakeLaunches:
+    fake = FakeLaunches()
+    monkeypatch.setattr(Relay, "__init__", lambda self: setattr(self, "seen", None))
+    monkeypatch.setattr(Relay, "run", lambda relay, *arguments: fake.run(relay, *arguments))
+    return fake
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with runs of its own, and none of the tester's variables."""
+    if environment_flavour() != "cpu":
+        pytest.skip("the smoke recipe is planned for CPU")
+    for name in (*READ_VARIABLES, *ENVIRONMENT_KEYS):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CACHE_ROOT", str(home() / ".cache"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def sweep(folder: Path) -> Callable[..., int]:
+    """``sweep("seed=1..2", ...)``: `grpo sweep` of the smoke recipe; its exit code."""
+    return lambda *arguments: cli.main(["sweep", SMOKE, *arguments])
+
+
+@pytest.fixture
+def made(folder: Path) -> Callable[[], list[Sweep]]:
+    """The sweeps in the working folder, the oldest first."""
+    return lambda: [read_sweep(path.parent) for path in sorted(folder.glob("runs/sweeps/*/sweep.json"))]

@@ -1,0 +1,131 @@
+"""A sweep run in turn: what is run, what is said, and what the same command does again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from grpo_recipes import cli
+from grpo_recipes.launch.rundir import read_json
+from grpo_recipes.recipe import read_frozen
+
+TWO = ("seed=1..2",)
+
+
+def test_cells_are_frozen_runs_in_one_wandb_group(sweep, made, fake_launches):
+    assert sweep("learning_rate=1e-4,3e-4", "--max_steps", "3", "--name", "lr") == 0
+    (one,) = made()
+    assert one.folder.name.startswith("lr-")
+    assert fake_launches.started == ["learning_rate=1e-4", "learning_rate=3e-4"]
+    recipe = read_frozen(one.cell(1) / "recipe.yaml")
+    assert recipe["learning_rate"] == 3e-4 and recipe["max_steps"] == 3
+    assert recipe["wandb_run_group"] == one.folder.name
+    identity = read_json(one.cell(1) / "run.json")
+    assert identity["run_name"] == "lr-learning_rate=3e-4"
+    assert (one.cell(1) / "code/src/grpo_recipes/sweep/run.py").is_file()
+    record = json.loads((one.folder / "sweep.json").read_text())
+    assert record["axes"] == {"learning_rate": ["1e-4", "3e-4"]} and record["code"]["commit"]
+    assert (one.folder / "sweep.html").is_file()
+
+
+def test_a_group_that_the_user_names_is_kept(sweep, made, fake_launches):
+    assert sweep(*TWO, "--wandb_run_group", "mine") == 0
+    assert read_frozen(made()[0].cell(0) / "recipe.yaml")["wandb_run_group"] == "mine"
+
+
+def test_a_cell_that_fails_is_named_and_the_others_run(sweep, made, fake_launches, capsys):
+    fake_launches.codes = {"seed=1": 3, "seed=2": 2}
+    assert sweep("seed=1..3") == 3  # the first failed one's
+    said = capsys.readouterr().out
+    assert "cell 1 of 3: seed=1 failed with exit code 3: a fake cause" in said
+    assert "cell 2 of 3: seed=2 failed with exit code 2: here it is refused. Fix: mend it" in said
+    assert "cell 3 of 3: seed=3 completed" in said
+    assert "not completed: seed=1 (failed), seed=2 (failed)" in said
+    assert f"grpo sweep --resume runs/sweeps/{made()[0].folder.name}" in said
+
+
+@pytest.mark.parametrize("again", [("SAME",), ("--resume", "last"), ("--resume", "DIR")])
+def test_again_it_fills_the_gaps_alone(sweep, made, fake_launches, capsys, again):
+    fake_launches.codes = {"seed=2": 1, "seed=3": 75}
+    assert sweep("seed=1..3") == 1
+    fake_launches.started, fake_launches.codes = [], {}
+    folder = made()[0].folder
+    words = [str(folder) if word == "DIR" else word for word in again]
+    assert (sweep("seed=1..3") if again == ("SAME",) else cli.main(["sweep", *words])) == 0
+    assert fake_launches.started == ["seed=2", "seed=3"]
+    assert len(made()) == 1 and made()[0].gaps() == []
+    assert "1 of 3 completed, 2 to run" in capsys.readouterr().out
+
+
+def test_another_recipe_or_new_is_another_sweep(sweep, made, fake_launches):
+    fake_launches.codes = {"seed=2": 1}
+    names = ("a", "b", "c")
+    assert sweep(*TWO, "--name", names[0]) == 1
+    assert sweep(*TWO, "--name", names[1], "--max_steps", "4") == 1
+    assert sweep(*TWO, "--name", names[2], "--new") == 1
+    assert len(made()) == 3
+
+
+def test_a_completed_sweep_is_not_gone_on_with(sweep, made, fake_launches):
+    assert sweep(*TWO, "--name", "a") == 0
+    assert sweep(*TWO, "--name", "b") == 0
+    assert len(made()) == 2
+
+
+def test_a_run_directory_that_is_gone_is_made_again(sweep, made, fake_launches, capsys):
+    assert sweep(*TWO) == 0
+    shutil.rmtree(made()[0].cell(1))
+    assert cli.main(["sweep", "--resume", "last"]) == 2
+    assert "the run directory of seed=2 is gone" in capsys.readouterr().err
+    fake_launches.started = []
+    assert sweep(*TWO) == 0
+    assert fake_launches.started == ["seed=2"] and made()[0].gaps() == []
+
+
+def test_a_run_directory_is_not_made_again_by_other_code(sweep, made, fake_launches, monkeypatch, capsys):
+    assert sweep(*TWO) == 0
+    shutil.rmtree(made()[0].cell(1))
+    monkeypatch.setattr("grpo_recipes.sweep.run.code_state", lambda: {"commit": "another"})
+    assert sweep(*TWO) == 2
+    assert "the code is no longer the sweep's" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_the_machine_is_refused_before_anything_is_written(sweep, folder, capsys):
+    assert sweep("num_processes=1,2", "--accelerator", "single") == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("grpo: num_processes=2: ") and "accelerator: single runs one process" in said
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("seed=1..2", "--profile", "cpu"), "--profile: changes nothing without --slurm"),
+        (("seed=1..2", "--time", "1:00:00"), "--time: changes nothing without --slurm"),
+        (("seed=1..2", "--max-parallel", "2"), "--max-parallel: changes nothing without --slurm"),
+        (("seed=1..2", "--slurm"), "--slurm: no site is named"),
+        (("seed=1..2", "--slurm", "--profile", "cpu", "--max-parallel", "0"), "--max-parallel: is 0"),
+        (("seed=1..2", "--slurm", "--local"), "not allowed with argument"),
+        (("--max_steps", "4", "seed=1..2"), "seed=1..2: stands behind a flag"),
+        (("seed=1..2", "--resume", "last"), "--resume: a sweep goes on as it began"),
+        (("seed=1..2", "--name", "a/b"), "cannot be the name of a folder"),
+        ((), "sweep: nothing is varied"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(sweep, folder, capsys, words, said):
+    assert sweep(*words) == 2
+    assert said in capsys.readouterr().err
+    assert list(folder.iterdir()) == []
+
+
+def test_what_is_no_sweep_is_refused(folder, capsys):
+    for words, said in ((["last"], "there is no sweep in runs/sweeps"), (["x"], "is no sweep directory")):
+        assert cli.main(["sweep", "--resume", *words]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_without_a_recipe_the_default_one_is_varied(folder, made, fake_launches):
+    assert cli.main(["sweep", "seed=1..2"]) == 0
+    assert fake_launches.started == ["seed=1", "seed=2"]

@@ -1,0 +1,115 @@
+"""The comparison at the end: intervals over seeds, every curve, what did not complete."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+
+import pytest
+from report.synthetic_runs import make_run
+from report.test_single import Page
+
+from grpo_recipes import cli
+from grpo_recipes.launch.rundir import write_json
+from grpo_recipes.sweep.folder import read_sweep
+from grpo_recipes.sweep.page import write_sweep
+from grpo_recipes.sweep.results import read_results, text_table
+
+
+def make_sweep(root, rates=("1e-6", "3e-6"), seeds=(1, 2, 3), statuses=None):
+    """A sweep directory of synthetic runs; the reward rises with the learning rate."""
+    cells = []
+    for rate in rates:
+        for seed in seeds:
+            name = f"learning_rate={rate},seed={seed}"
+            status = (statuses or {}).get(name, "completed")
+            summary = {"status": status, "cause": None if status == "completed" else "a cause"}
+            recipe = {"learning_rate": (float(rate), "--learning_rate"), "wandb_run_group": ("x", "grpo sweep")}
+            lift = 0.5 * float(rate) / 3e-6
+            make_run(root / "cells", name, steps=30, seed=seed, lift=lift, summary=summary, recipe=recipe)
+            cells.append({"name": name, "values": {"learning_rate": rate, "seed": str(seed)}})
+    record = {"name": "lr", "axes": {"learning_rate": rates, "seed": seeds}, "cells": cells, "jobs": []}
+    write_json(root / "sweep.json", {**record, "fingerprint": "", "command": "grpo sweep", "code": {}})
+    return read_sweep(root)
+
+
+def finals(sweep, rate):
+    return [
+        sum(result.run.metrics.column("reward")[-5:]) / 5
+        for result in read_results(sweep)
+        if result.values["learning_rate"] == rate
+    ]
+
+
+def test_means_have_students_interval(tmp_path):
+    sweep = make_sweep(tmp_path)
+    ends = finals(sweep, "3e-6")
+    mean = sum(ends) / 3
+    # 97.5 % point of Student's t with 2 degrees of freedom.
+    half = 4.303 * math.sqrt(sum((end - mean) ** 2 for end in ends) / 2) / math.sqrt(3)
+    (line,) = [line for line in text_table(sweep, read_results(sweep)).splitlines() if "3e-6 (3 seeds)" in line]
+    told, told_half = re.findall(r"(\d\.\d+) ± (\d\.\d+)", line)[0]
+    assert float(told) == pytest.approx(mean, rel=1e-2) and float(told_half) == pytest.approx(half, rel=1e-1)
+
+
+def test_the_text_table_has_every_cell(tmp_path):
+    sweep = make_sweep(tmp_path, statuses={"learning_rate=1e-6,seed=2": "failed"})
+    lines = text_table(sweep, read_results(sweep)).splitlines()
+    assert lines[0].split() == ["learning_rate", "seed", "status", "steps", "reward", "evaluation"]
+    assert lines[2].split()[:4] == ["1e-6", "2", "failed", "30"]
+    assert "learning_rate=1e-6 (2 seeds)" in lines[9]  # the failed one is no sample
+
+
+def test_without_seeds_there_are_no_means(tmp_path):
+    sweep = make_sweep(tmp_path)
+    sweep.record["axes"] = {"learning_rate": ["1e-6"]}
+    assert "mean of" not in text_table(sweep, read_results(sweep))
+
+
+def test_the_page_has_a_curve_and_a_band_for_each_setting(tmp_path):
+    page, _ = write_sweep(make_sweep(tmp_path))
+    text = page.read_text()
+    seen = Page(text)
+    assert seen.problems == []
+    figures = re.findall(r"<figure.*?</figure>", text, re.DOTALL)
+    (reward,) = [figure for figure in figures if ">Reward<" in figure]
+    labels = re.findall(r'data-label="([^"]*)"', reward)
+    assert labels == ["learning_rate=1e-6 (3 seeds)", "learning_rate=3e-6 (3 seeds)"]
+    assert len(re.findall(r"<path class=\"band[^\"]*\"", reward)) == 2
+    assert "learning_rate=3e-6 (3 seeds) ends highest" in seen.text
+    assert "6 of 6 completed" in seen.text
+
+
+def test_what_did_not_complete_is_named_and_no_sample(tmp_path):
+    statuses = {"learning_rate=1e-6,seed=2": "failed", "learning_rate=3e-6,seed=3": "running"}
+    sweep = make_sweep(tmp_path, statuses=statuses)
+    shutil.rmtree(sweep.cell(0))
+    text = Page(write_sweep(sweep)[0].read_text()).text
+    assert "learning_rate=1e-6,seed=2 failed: a cause" in text
+    assert "3 of 6 completed" in text
+    assert "learning_rate=3e-6 (2 seeds)" in text and "learning_rate=1e-6 ends" not in text
+    assert re.search(r"1e-61gone", text) and re.search(r"3e-63runninga cause", text)
+
+
+def test_links_lead_to_the_reports_of_the_cells(tmp_path):
+    sweep = make_sweep(tmp_path / "a sweep", seeds=(1, 2))
+    (sweep.cell(0) / "report.html").write_text("")
+    text = write_sweep(sweep, tmp_path / "out.html")[0].read_text()
+    (link,) = re.findall(r'href="([^"#]*)"', text)
+    assert link == "a%20sweep/cells/learning_rate%3D1e-6%2Cseed%3D1/report.html"
+
+
+def test_a_sweep_of_which_nothing_has_run_has_a_page(tmp_path):
+    statuses = {f"learning_rate={rate},seed={seed}": "submitted" for rate in ("1e-6", "3e-6") for seed in (1, 2, 3)}
+    page = Page(write_sweep(make_sweep(tmp_path, statuses=statuses))[0].read_text())
+    assert page.problems == [] and "No cell has completed yet." in page.text
+
+
+def test_grpo_report_shows_the_same(tmp_path, capsys):
+    sweep = make_sweep(tmp_path)
+    assert cli.main(["report", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert said == f"{text_table(sweep, read_results(sweep))}\ngrpo: {tmp_path}/sweep.html\n"
+    assert cli.main(["report", str(tmp_path), "--out", str(tmp_path / "x.html")]) == 0
+    assert (tmp_path / "x.html").is_file()

@@ -1,0 +1,126 @@
+"""A small fake of the run's server: its endpoints, what it was asked, and the ways it can be lost."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import socket
+import threading
+import time
+from typing import Any
+
+import torch
+
+from grpo_recipes.server.activity import ACTIVITY_PATH
+from grpo_recipes.weights.fingerprint import fingerprint
+
+WEIGHT = torch.arange(6.0).view(2, 3)
+
+
+class FakeServer:
+    """Answers what the client asks, remembers what it asked, and holds ``held`` as its only parameter.
+
+    Attributes:
+        asked: JSON bodies of POST requests, in order.
+        calls: paths of POST requests, queries included, in order.
+        tokens: what stood in Authorization.
+        delay: seconds before an answer to a POST.
+        held: its weights.
+        loads: what it holds after a weight load, if that changes anything.
+        loses: how often a request to a path is met by a closed connection, by path.
+    """
+
+    def __init__(self, port: int = 0) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.calls: list[str] = []
+        self.tokens: set[str | None] = set()
+        self.held = WEIGHT.clone()
+        self.loads: torch.Tensor | None = None
+        self.delay = 0.0
+        self.loses: dict[str, int] = {}
+        self.under_way = 0
+        self.queues: list[int] = []  # completions there were at each resume
+        self._lock = threading.Lock()
+        self._running = threading.Event()
+        self._running.set()
+        self._http = http.server.ThreadingHTTPServer(("127.0.0.1", port), self._handler())
+        threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self._http.server_port}"
+
+    def _handler(self) -> type[http.server.BaseHTTPRequestHandler]:
+        fake = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                fake.tokens.add(self.headers.get("Authorization"))
+                completions = {"completions": fake.under_way}
+                self._answer(completions if self.path == ACTIVITY_PATH else {"data": [{"id": "this-run"}]})
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                fake.tokens.add(self.headers.get("Authorization"))
+                answer = fake.post(self.path, json.loads(body or b"{}"))
+                if answer is not None:
+                    self._answer(answer)
+                else:
+                    self.connection.shutdown(socket.SHUT_RDWR)
+
+            def _answer(self, content: dict[str, Any]) -> None:
+                body = json.dumps(content).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        return Handler
+
+    def post(self, path: str, asked: dict[str, Any]) -> dict[str, Any] | None:
+        """The answer; None closes the connection without one."""
+        with self._lock:
+            self.calls.append(path)
+            if asked:
+                self.asked.append(asked)
+            if self.loses.get(path, 0):
+                self.loses[path] -= 1
+                return None
+        time.sleep(self.delay)
+        if path.startswith("/pause"):
+            self._running.clear()
+        elif path == "/resume":
+            self.queues.append(self.under_way)
+            self._running.set()
+        elif "prompt" in asked:
+            return self._completions(asked)
+        elif asked.get("method") == "grpo_load" and self.loads is not None:
+            self.held = self.loads
+        return {"results": [self._report()]} if asked.get("method") == "grpo_weights" else {"results": [1]}
+
+    def _completions(self, asked: dict[str, Any]) -> dict[str, Any]:
+        number = asked["n"] * len(asked["prompt"])
+        with self._lock:
+            self.under_way += number
+        self._running.wait(10)
+        with self._lock:
+            self.under_way -= number
+        choice = {"prompt_token_ids": asked["prompt"][0], "token_ids": [asked.get("seed", 1) % 97], "logprobs": None}
+        return {"choices": [choice] * number}
+
+    def _report(self) -> dict[str, Any]:
+        return {"parameters": {"w": [int(fingerprint(self.held)), "float32"]}, "packed": {}}
+
+    def methods(self) -> list[str]:
+        """Of the workers, as they were called."""
+        return [asked["method"] for asked in self.asked if "method" in asked]
+
+    def sampled(self) -> list[dict[str, Any]]:
+        """The requests for completions, by prompt."""
+        return sorted((asked for asked in self.asked if "prompt" in asked), key=lambda asked: asked["prompt"])
+
+    def close(self) -> None:
+        """Stop listening; waiting requests are let go."""
+        self._running.set()
+        self._http.shutdown()
+        self._http.server_close()

@@ -1,0 +1,181 @@
+"""A server that is lost and restarted by the launcher, of which a fake and a file of its state are here."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_recipes.launch.server import RECONNECTING
+from grpo_recipes.weights import restarts
+from grpo_recipes.weights.bridges import BRIDGES
+from grpo_recipes.weights.client import ServerError
+from grpo_recipes.weights.file import FileClient
+from grpo_recipes.weights.guard import WeightsDiffer
+from grpo_recipes.weights.restarts import GenerationAborted
+from grpo_recipes.weights.transport import ServerLost
+from weights.fake_server import WEIGHT, FakeServer
+
+PROMPTS = [[1], [2]]
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Callable[..., None]:
+    """``state(epoch, state)``: what the launcher writes; a first server is ready."""
+
+    def write(epoch: int, name: str) -> None:
+        partial = tmp_path / "server_state.partial"
+        partial.write_text(json.dumps({"epoch": epoch, "state": name}))
+        partial.replace(tmp_path / "server_state.json")
+
+    write(1, "ready")
+    return write
+
+
+@pytest.fixture
+def restart(server: FakeServer, state: Callable[..., None]) -> Iterator[Callable[..., FakeServer]]:
+    """``restart(after=seconds, loads=weights)``: the server dies, and the next takes its port with other weights."""
+    others: list[FakeServer] = []
+
+    def restart_it(after: float = 0.0, loads: torch.Tensor = WEIGHT) -> FakeServer:
+        server.close()
+        state(2, "starting")
+        time.sleep(after)
+        other = FakeServer(int(server.url.rsplit(":", 1)[1]))
+        other.held, other.loads = WEIGHT + 1, loads
+        others.append(other)
+        state(2, "ready")
+        return other
+
+    yield restart_it
+    for other in others:
+        other.close()
+
+
+def sync(client: FileClient) -> None:
+    client.update_named_params([("w", "float32", [2, 3])], iter([("w", WEIGHT)]))
+
+
+def later(call: Callable[[], Any], seconds: float = 0.3) -> threading.Thread:
+    timer = threading.Timer(seconds, call)
+    timer.start()
+    return timer
+
+
+def test_a_server_that_was_restarted_unseen_is_given_the_weights_before_it_samples(connect, state, restart) -> None:
+    client = connect(seed=7)
+    sync(client)
+    before = client.generate(PROMPTS, n=2)
+    other = restart()
+
+    assert client.generate(PROMPTS, n=2) == before
+    assert other.methods() == ["grpo_load", "grpo_weights"]
+    assert other.asked[0]["method"] == "grpo_load" and client.verdict is None
+
+
+def test_a_generation_that_a_death_cuts_is_repeated_with_the_same_seeds(connect, state, server, restart) -> None:
+    client = connect(seed=7)
+    sync(client)
+    server.loses["/v1/completions"] = 99
+    others: list[FakeServer] = []
+    death = later(lambda: others.append(restart(after=0.3)))
+    client.generate(PROMPTS, n=2)
+    death.join()
+
+    seeds = [client._sampling_seed(0), client._sampling_seed(1)]
+    assert [asked["seed"] for asked in others[0].sampled()] == seeds
+    assert {asked["seed"] for asked in server.sampled()} == set(seeds)
+
+
+def test_a_weight_load_that_a_death_cuts_is_repeated(connect, state, server, restart) -> None:
+    client = connect()
+    client._dtypes = {"w": "float32"}
+    server.loses["/collective_rpc"] = 2
+    others: list[FakeServer] = []
+    death = later(lambda: others.append(restart()))
+    sync(client)
+    death.join()
+    assert "grpo_load" in others[0].methods() and client.verdict is None and client.syncs == 1
+    assert torch.equal(others[0].held, WEIGHT)
+
+
+def test_a_restarted_server_that_holds_other_weights_ends_the_run(connect, state, restart) -> None:
+    client = connect(seed=7)
+    sync(client)
+    restart(loads=WEIGHT * 2)
+    with pytest.raises(WeightsDiffer, match="other values than the trainer in w, which was a load into a restarted"):
+        client.generate(PROMPTS, n=2)
+
+
+def test_before_the_first_sync_a_restarted_server_is_given_nothing(connect, state, restart) -> None:
+    client = connect(seed=7)
+    other = restart()
+    client.generate(PROMPTS, n=2)
+    assert other.methods() == []
+
+
+def test_a_server_that_hangs_is_repeated_to_the_next(connect, state, server, restart) -> None:
+    client = connect(guard=False, request_timeout=0.3)
+    server.delay = 1.0
+    others: list[FakeServer] = []
+    death = later(lambda: others.append(restart()), 0.5)
+    client.generate(PROMPTS, n=2)
+    death.join()
+    assert len(others[0].sampled()) == 1
+
+
+def test_a_launcher_that_gives_up_ends_the_wait(connect, state, server) -> None:
+    client = connect()
+    server.close()
+    later(lambda: state(1, "gone"))
+    start = time.monotonic()
+    with pytest.raises(ServerError, match="is gone and is not started again"):
+        client.generate(PROMPTS, n=2)
+    assert time.monotonic() - start < 3
+
+
+def test_a_loss_that_the_launcher_does_not_see_ends_the_wait(connect, state, server, monkeypatch) -> None:
+    monkeypatch.setattr(restarts, "_NOTICE_SECONDS", 0.3)
+    client = connect()
+    server.close()
+    with pytest.raises(ServerLost, match="lost the connection"):
+        client.generate(PROMPTS, n=2)
+
+
+def test_a_server_that_takes_too_long_to_come_back_ends_the_wait(connect, state, server, monkeypatch) -> None:
+    monkeypatch.setattr(restarts, "_MARGIN_SECONDS", 0.0)
+    client = connect(start_timeout=0.3)
+    state(2, "starting")
+    with pytest.raises(ServerError, match=r"not ready again after 0\.3 s"):
+        client.generate(PROMPTS, n=2)
+
+
+def test_a_request_to_give_up_ends_the_wait_for_a_server(connect, state, server) -> None:
+    client = connect(start_timeout=60.0)
+    server.close()
+    state(2, "starting")
+    later(client.abort)
+    start = time.monotonic()
+    with pytest.raises(GenerationAborted):
+        client.generate(PROMPTS, n=2)
+    assert time.monotonic() - start < 3
+
+
+def test_without_a_file_of_its_state_a_lost_server_is_an_error_at_once(connect, server) -> None:
+    client = connect()
+    server.close()
+    start = time.monotonic()
+    with pytest.raises(ServerLost):
+        client.generate(PROMPTS, n=2)
+    assert time.monotonic() - start < 2
+
+
+def test_the_launcher_knows_which_bridges_can_go_on() -> None:
+    able = {name for name, bridge in BRIDGES.items() if "_resend" in vars(bridge)}
+    assert able == RECONNECTING

@@ -1,0 +1,101 @@
+"""Sampling through the server: held until all requests are there, in order, and given up on request."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from grpo_recipes.weights import seeded
+from grpo_recipes.weights.restarts import GenerationAborted
+from grpo_recipes.weights.transport import ServerLost
+
+PROMPTS = [[1], [2], [3]]
+
+
+def test_in_a_seeded_run_the_engine_begins_when_it_has_all_requests(connect, server) -> None:
+    client = connect(seed=7)
+    for _ in range(3):
+        client.generate(PROMPTS, n=2)
+    assert server.queues == [6, 6, 6]
+    assert server.calls[:1] + server.calls[4:5] == ["/pause?mode=keep", "/resume"]
+
+
+def test_in_a_seeded_run_the_order_is_that_of_the_prompts(connect, server) -> None:
+    connect(seed=7).generate(PROMPTS, n=2)
+    assert [asked["priority"] for asked in server.sampled()] == [0, 1, 2]
+
+
+def test_elsewhere_nothing_is_held_or_ordered(connect, server) -> None:
+    client = connect()
+    client.generate(PROMPTS, n=2)
+    client.generate_seeded(PROMPTS, [5, 6, 7], n=2)
+    assert set(server.calls) == {"/v1/completions"}
+    assert not [asked for asked in server.asked if "priority" in asked]
+
+
+def test_prompts_with_given_seeds_come_back_in_their_order(connect, server) -> None:
+    answer = connect(seed=7).generate_seeded(PROMPTS, [5, 6, 7], n=2)
+    assert answer["prompt_ids"] == PROMPTS
+    assert answer["completion_ids"] == [[5], [5], [6], [6], [7], [7]]
+    assert answer["logprobs"] is None
+
+
+def test_more_prompts_than_connections_are_held_in_turn(connect, server, monkeypatch) -> None:
+    monkeypatch.setattr(seeded, "REQUESTS", 2)
+    extra = {"ignore_eos": True}
+    answer = connect(seed=7).generate([[index] for index in range(5)], n=2, generation_kwargs=extra)
+    assert server.queues == [4, 4, 2]
+    assert answer["prompt_ids"] == [[index] for index in range(5)]
+    assert all(asked["ignore_eos"] for asked in server.sampled())
+
+
+def test_a_request_that_fails_does_not_leave_the_engine_paused(connect, server) -> None:
+    server.loses["/v1/completions"] = 2  # the second is the repetition
+    with pytest.raises(ServerLost):
+        connect(seed=7).generate([[1]], n=2)
+    assert server.calls[-1] == "/resume"
+
+
+def test_an_engine_that_does_not_take_up_requests_is_not_waited_for_without_end(connect, server) -> None:
+    client = connect(seed=7, request_timeout=0.3)
+    server.under_way = 1  # of somebody else, for ever
+    with pytest.raises(ServerLost, match=r"did not take up 0 completions within 0\.3 s"):
+        client.generate(PROMPTS, n=2)
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+@pytest.mark.parametrize("queued", [True, False])
+def test_a_generation_is_given_up_on_request(connect, server, seed, queued) -> None:
+    client = connect(seed=seed, request_timeout=30.0)
+    if queued:
+        server.under_way = -1  # the count that is waited for never comes
+        client.pause("keep")
+    else:
+        server.delay = 0.5
+    ended: list[BaseException] = []
+
+    def generate() -> None:
+        try:
+            client.generate(PROMPTS, n=2)
+        except GenerationAborted as error:
+            ended.append(error)
+
+    generation = threading.Thread(target=generate)
+    generation.start()
+    time.sleep(0.2)
+    start = time.monotonic()
+    client.abort()
+    generation.join(5)
+
+    assert len(ended) == 1 and time.monotonic() - start < 3
+    assert "/pause?mode=abort" in server.calls and server.calls[-1] == "/resume"
+
+
+def test_after_a_request_to_give_up_nothing_more_is_sampled(connect, server) -> None:
+    client = connect(seed=7)
+    client.abort()
+    with pytest.raises(GenerationAborted):
+        client.generate(PROMPTS)
+    assert server.calls == []

@@ -1,0 +1,125 @@
+"""One request to the server: what is repeated, what counts as a lost server, and how long it may take."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import requests
+
+from grpo_recipes.weights.transport import ServerAdapter, ServerLost
+
+RESET = struct.pack("ii", 1, 0)  # SO_LINGER with no time: closing sends RST
+
+
+class FakeClosingServer:
+    """Answers the first request of a connection; resets it the moment the next one comes, as an idle limit may."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.status = "200 OK"
+        self.healthy = True
+        self.silent = False
+        self.cut = False
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        threading.Thread(target=self._accept, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        path = self._request(connection)
+        if self.silent:
+            time.sleep(3)
+        status = self.status if path != "/health" else "200 OK" if self.healthy else "503 Service Unavailable"
+        length = 20 if self.cut else 2
+        connection.sendall(f"HTTP/1.1 {status}\r\nContent-Length: {length}\r\n\r\n{{}}".encode())
+        if not self.cut:
+            connection.recv(1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        connection.close()
+
+    def _request(self, connection: socket.socket) -> str:
+        received = b""
+        while b"\r\n\r\n" not in received:
+            received += connection.recv(4096)
+        self.asked.append(received.split()[1].decode())
+        return self.asked[-1]
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # closed by the test
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+
+@pytest.fixture
+def server() -> Iterator[FakeClosingServer]:
+    fake = FakeClosingServer()
+    yield fake
+    fake.close()
+
+
+@pytest.fixture
+def session() -> requests.Session:
+    session = requests.Session()
+    session.trust_env = False
+    session.mount("http://", ServerAdapter(timeout=1.0))
+    return session
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/collective_rpc"])
+def test_a_kept_connection_that_closes_as_it_is_used_again_costs_nothing(server, session, path) -> None:
+    for _ in range(5):
+        assert session.post(server.url + path, json={}).status_code == 200
+    assert len(server.asked) == 5
+
+
+def test_a_weight_transfer_is_not_repeated(server, session) -> None:
+    session.get(server.url)
+    with pytest.raises(ServerLost, match="lost the connection to the vLLM server in /update_weights"):
+        session.post(f"{server.url}/update_weights", json={})
+
+
+def test_a_server_that_is_gone_is_not_asked_again_and_again(server, session) -> None:
+    session.get(server.url)
+    server.close()
+    start = time.monotonic()
+    with pytest.raises(ServerLost, match="Connection refused"):
+        session.post(f"{server.url}/v1/completions", json={})
+    assert time.monotonic() - start < 2
+
+
+def test_an_answer_that_breaks_off_is_a_lost_server(server, session) -> None:
+    server.cut = True
+    with pytest.raises(ServerLost, match="lost the connection"):
+        session.get(server.url)
+    assert len(server.asked) == 1
+
+
+def test_an_answer_that_does_not_come_is_a_lost_server(server, session) -> None:
+    server.silent = True
+    with pytest.raises(ServerLost, match="did not answer /v1/completions within 1 s"):
+        session.post(f"{server.url}/v1/completions", json={})
+    start = time.monotonic()
+    with pytest.raises(ServerLost, match=r"within 0\.2 s"):
+        session.get(server.url, timeout=0.2)
+    assert time.monotonic() - start < 0.8
+
+
+def test_an_error_of_a_dead_engine_is_a_lost_server_and_one_of_a_living_is_an_answer(server, session) -> None:
+    server.status = "500 Internal Server Error"
+    assert session.get(server.url).status_code == 500
+    server.healthy = False
+    with pytest.raises(ServerLost, match="the engine of the vLLM server is dead: 500 in /v1/completions"):
+        session.post(f"{server.url}/v1/completions", json={})
