@@ -3,8 +3,8 @@
 A page says ``<!-- keys CLASS -->`` for the keys that ``configs.py`` defines in that class, ``<!-- TRL keys CLASS -->``
 for those it takes over from TRL, ``<!-- other names -->`` for aliases, and ``<!-- refused keys -->`` for the keys that
 are refused with a replacement. ``<!-- maxent objectives -->`` and ``<!-- maxent keys -->`` tell what MaxEnt optimises,
-and who reads which key. ``<!-- doctor SUBJECT -->`` lists the checks of a machine, a recipe or a run. torch and TRL are
-not imported.
+and who reads which key. ``<!-- doctor SUBJECT -->`` lists the checks of a machine, a recipe or a run, and
+``<!-- profile keys -->`` what a site's profile may hold. torch and TRL are not imported.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from grpo_recipes.doctor.examine import about, name_of
 from grpo_recipes.objectives import DEFAULT_OBJECTIVE, OBJECTIVES, SCALE_REWARDS
 from grpo_recipes.paths import home
 from grpo_recipes.recipe import read_recipe
+from grpo_recipes.slurm import profile
 
 RECIPES = home() / "recipes"
 
 _MARKER = re.compile(
-    r"^<!-- (?P<what>keys|TRL keys|refused keys|other names|recipes|maxent|doctor)( (?P<owner>\w+))? -->$", re.MULTILINE
+    r"^<!-- (?P<what>keys|TRL keys|refused keys|other names|recipes|maxent|doctor|profile)( (?P<owner>\w+))? -->$",
+    re.MULTILINE,
 )
 
 
@@ -41,6 +43,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
             "recipes": recipes_table,
             "maxent": lambda: {"objectives": objectives_table, "keys": maxent_keys_table}[match["owner"]](),
             "doctor": lambda: doctor_table(match["owner"]),
+            "profile": profile_table,
         }
         return tables[match["what"]]()
 
@@ -124,6 +127,12 @@ def doctor_table(subject: str) -> str:
     """A row for each check of `grpo doctor` on a ``machine``, a ``recipe`` or a ``run``."""
     checks = {"machine": (*registry.MACHINE, *registry.DEEP), "recipe": registry.RECIPE, "run": registry.RUN}[subject]
     return _table(("check", "looks at"), [(name_of(check), _text(about(check))) for check in checks])
+
+
+def profile_table() -> str:
+    """A row for each key of a site's profile."""
+    plain = profile.Profile("")
+    return _keys({name: {**entry, "default": getattr(plain, name)} for name, entry in profile.KEYS.items()})
 
 
 def _keys(entries: dict[str, dict[str, Any]]) -> str:

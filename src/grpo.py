@@ -12,6 +12,7 @@ from grpo_recipes.launch.prctl import die_with_parent
 
 # Before the imports, which take seconds. SIGTERM will be a request to save, which an orphan must not do.
 die_with_parent(os.getppid(), signal.SIGKILL)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)  # accelerate ignores it
 
 from grpo_recipes.trainers.entry import train  # noqa: E402
 from grpo_recipes.trainers.grpo import GRPOTrainer  # noqa: E402

@@ -208,8 +208,9 @@ def test_a_plan_changes_neither_recipe_nor_folder(grpo, tmp_path):
 
 
 @on_cpu
-def test_several_nodes_are_refused_before_anything_is_made(grpo, tmp_path):
-    assert "--nodes=1" in refused(grpo("launch", SLURM_JOB_ID="7", SLURM_JOB_NUM_NODES="2"))
+def test_a_job_on_several_nodes_is_launched_on_its_first(grpo, tmp_path):
+    told = refused(grpo("launch", SLURM_JOB_ID="7", SLURM_JOB_NUM_NODES="2", SLURM_NODEID="1"))
+    assert "SLURM_NODEID: a job on several nodes is launched once, on its first node" in told
     assert list((tmp_path / "cwd").iterdir()) == []
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from grpo_recipes import cli
 from grpo_recipes.errors import EXIT_REFUSED
+from grpo_recipes.slurm import submission
 
 MODEL = {
     "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
@@ -50,7 +52,8 @@ def test_what_does_not_fit_is_told_with_the_key_to_change(plan):
     assert code == 0
     first, _, last = blocks(text, "memory")
     assert " of 76.0 GiB: libraries" in first
-    assert last.startswith("memory     does not fit (trainer). Fix: per_device_train_batch_size: ")
+    assert last.startswith("memory     does not fit: the trainer needs ")
+    assert "Fix: per_device_train_batch_size: " in last
     key, _, value = last.partition("Fix: ")[2].partition(": ")
     flags = ("--accelerator", "zero3", "--gradient_checkpointing", "false", f"--{key}", value)
     assert len(blocks(plan("--gpu-memory", "80", *flags)[1], "memory")) == 2
@@ -102,3 +105,18 @@ def test_wrong_numbers_are_refused(flags, said, plan):
 def test_a_model_that_is_not_here_is_named(plan):
     lines = blocks(plan("--model_name_or_path", "some/model")[1], "memory")
     assert lines == ["memory     not estimated: its config.json is not on this machine; grpo fetch RECIPE brings it"]
+
+
+def test_submit_judges_by_the_profile(plan, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(submission, "_look_deep", lambda *_: None)
+    (tmp_path / "rows.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
+    (tmp_path / "site.yaml").write_text("gpus: 8\ngpu_memory_gib: 24\ntime: 1-0\n")
+    command = ["submit", "recipe.yaml", "--profile", "site.yaml", "--dry-run", "--dataset_name", "rows.jsonl"]
+    assert cli.main([*command, "--accelerator", "ddp"]) == EXIT_REFUSED
+    assert "the trainer needs 82.2 of 22.8 GiB" in capsys.readouterr().err
+    small = ["--per_device_train_batch_size", "1", "--use_peft", "true", "--vllm_gpu_memory_utilization", "0.95"]
+    assert cli.main([*command, "--accelerator", "ddp", *small]) == 0
+    assert " of 22.8 GiB" in capsys.readouterr().err
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=1))
+    assert cli.main([*command, "--accelerator", "ddp", *small]) == EXIT_REFUSED
+    assert "GiB are free in" in capsys.readouterr().err

@@ -42,6 +42,7 @@ RUN_HERE = {
     "grpo keys --env",
     "grpo keys --json",
     "grpo plan recipes/Qwen2.5-7B-Instruct/grpo/config_math.yaml --gpus 8 --nodes 2",
+    "grpo plan recipes/Qwen2.5-7B-Instruct/grpo/config_math.yaml --gpus 8 --nodes 2 --vllm_node own",
     "grpo check recipes/Qwen2.5-1.5B-Instruct/maxent/config_math.yaml",
     "grpo check recipes/Qwen2.5-1.5B-Instruct/maxent/config_math_listwise.yaml",
     "grpo plan recipes/Qwen3-4B/maxent/config_math_weighted_mle.yaml --gpus 8",
@@ -49,6 +50,7 @@ RUN_HERE = {
     "MAXENT=1 MAXENT_TAU=inf grpo check",
     "grpo plan recipes/Qwen2.5-1.5B-Instruct/maxent/config_math_listwise.yaml --gpus 8",
     "make help",
+    "bash slurm/train.slurm --help",
     f"grpo check {MODEBENCH}/maxent/config_modebench_countdown.yaml",
     f"grpo check-rewards {MODEBENCH}/grpo/config_modebench_graph_coloring.yaml",
     f"grpo plan {MODEBENCH}/maxent/config_modebench_graph_coloring.yaml --gpus 8",
@@ -57,7 +59,20 @@ RUN_HERE = {
 
 _SBATCH = "tests/e2e/test_slurm_run.py::test_sbatch_training_sh_starts_at_once_and_completes"
 _AUTHOR = "tests/e2e/test_authoring.py::test_from_an_empty_file_to_a_trained_model"
+_SUBMIT = "tests/e2e/test_submit.py::test_a_submitted_run_uses_its_frozen_code_and_is_followed_and_stopped"
 COVERED = {
+    "grpo submit my.yaml --profile slurm/profiles/mysite.yaml": _SUBMIT,
+    "grpo submit recipes/smoke/grpo.yaml --profile mltheory --dry-run": (
+        "tests/slurm/test_submit.py::test_a_dry_run_says_that_the_environment_is_another"
+    ),
+    "grpo status": "tests/commands/test_runs.py::test_the_table_has_a_line_a_run_the_newest_first",
+    "grpo status last": "tests/commands/test_runs.py::test_a_run_is_named_by_folder_name_job_or_last",
+    "grpo logs -f last": _SUBMIT,
+    "grpo logs last --server -n 100": "tests/commands/test_runs.py::test_logs_shows_the_last_lines_and_masks_secrets",
+    "grpo stop last": _SUBMIT,
+    "sbatch --gres=gpu:8 slurm/train.slurm --model Qwen2.5-7B-Instruct --task maxent --config math": (
+        "tests/setup/test_train_slurm.py::test_every_flag_reaches_training_sh"
+    ),
     "grpo new my.yaml": _AUTHOR,
     "grpo check my.yaml": _AUTHOR,
     "grpo check my.yaml --deep": _AUTHOR,
@@ -90,7 +105,16 @@ COVERED = {
     "grpo doctor recipes/smoke/grpo.yaml": "tests/doctor/test_command.py::test_a_recipe_adds_its_checks",
     "grpo doctor --run last": "tests/doctor/test_command.py::test_a_run_is_explained",
     "grpo report last": "tests/commands/test_report.py::test_last_is_the_newest_run",
+    "grpo sweep recipes/smoke/grpo.yaml learning_rate=1e-4,3e-4 seed=1..3": (
+        "tests/sweep/test_gaps.py::test_cells_are_frozen_runs_in_one_wandb_group"
+    ),
+    "grpo sweep my.yaml learning_rate=1e-6,3e-6 seed=1..3 --slurm --profile slurm/profiles/mltheory.yaml "
+    "--max-parallel 2": "tests/sweep/test_array.py::test_one_array_job_runs_all_cells",
+    "grpo sweep --resume last": "tests/sweep/test_gaps.py::test_again_it_fills_the_gaps_alone",
     "grpo report RUN RUN": "tests/commands/test_report.py::test_several_runs_get_one_page_here",
+    "sbatch --nodes=2 --gres=gpu:8 training.sh": (
+        "tests/e2e/test_two_nodes.py::test_the_update_of_two_nodes_is_that_of_the_joined_batch"
+    ),
     "make setup": "tests/setup/test_setup.py::test_second_run_changes_nothing",
     "DEVICE=cpu ENV_DIR=.venv.cpu make setup": "tests/setup/test_setup.py::test_automatic_flavour",
     "make docs": "tests/docs/test_site.py::test_the_site_builds_without_a_warning",

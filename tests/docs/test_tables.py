@@ -41,10 +41,12 @@ NO_VARIABLES = {"COMPLETE", "LICENSE", "SIGTERM", "SIGINT", "SIGHUP", "USR1", "N
 
 
 def shell_variables() -> set[str]:
-    """What training.sh and scripts/setup.sh say they read."""
+    """What training.sh, scripts/setup.sh and slurm/train.slurm say they read."""
     usage = (REPOSITORY / "training.sh").read_text().split("<<'TEXT'")[1].split("\nTEXT")[0]
     head = (REPOSITORY / "scripts/setup.sh").read_text().split("set -euo pipefail")[0]
-    return set(re.findall(r"\b([A-Z][A-Z_]+)=", usage + head))
+    flags = (REPOSITORY / "slurm/train.slurm").read_text().split("<<'TEXT'")[1].split("\nTEXT")[0]
+    stand_for_flags = set(re.findall(r"^  --.* ([A-Z][A-Z_]+) {2,}", flags, re.MULTILINE)) - ENVIRONMENT_KEYS.keys()
+    return set(re.findall(r"\b([A-Z][A-Z_]+)=", usage + head)) | stand_for_flags
 
 
 def documented(page: Path) -> dict[str, str]:
@@ -271,7 +273,7 @@ SMOKE = "recipes/smoke/grpo.yaml"
 MATH = "recipes/Qwen2.5-1.5B-Instruct/grpo/config_math.yaml"
 # Beginning of a message -> (command, variables) that brings it, word for word.
 SAID = {
-    "grpo: sbatch --nodes:": (f"plan {SMOKE}", {"SLURM_JOB_ID": "5", "SLURM_JOB_NUM_NODES": "2"}),
+    "grpo: sbatch --nodes:": (f"plan {SMOKE} --num_processes 1", {"SLURM_JOB_ID": "5", "SLURM_JOB_NUM_NODES": "2"}),
     "grpo: --lerning_rate:": (f"check {SMOKE} --lerning_rate 1", {}),
     "grpo: --warmup_ratio:": (f"check {SMOKE} --warmup_ratio 0.1", {}),
     "grpo: --output_dir:": (f"check {SMOKE} --output_dir x", {}),
@@ -302,6 +304,9 @@ SAID = {
 }
 # Messages that need a run, a cluster or a broken machine: fixed parts of them -> the file that says them.
 WRITTEN_IN = {
+    "name the interface that joins them with NETWORK_INTERFACE, or have the firewall between": (
+        "src/grpo_recipes/launch/survey.py"
+    ),
     "and a job installs nothing; on the login node run:": "scripts/setup.sh",
     "no answer from a package index:": "scripts/setup.sh",
     "replace it with:": "scripts/setup.sh",
@@ -311,7 +316,10 @@ WRITTEN_IN = {
     "was taken by another process (pid": "src/grpo_recipes/launch/server.py",
     "the vLLM server died before it was ready": "src/grpo_recipes/launch/server.py",
     "s (vllm_server_timeout)": "src/grpo_recipes/launch/server.py",
-    "the vLLM server did not answer": "src/grpo_recipes/weights/client.py",
+    "the vLLM server did not answer": "src/grpo_recipes/weights/transport.py",
+    "lost the connection to the vLLM server in": "src/grpo_recipes/weights/transport.py",
+    "the engine of the vLLM server is dead:": "src/grpo_recipes/weights/transport.py",
+    "the vLLM server is gone and is not started again": "src/grpo_recipes/weights/restarts.py",
     "weights did not reach the server through the": "src/grpo_recipes/weights/guard.py",
     "the server computes with other weights than the trainer's": "src/grpo_recipes/weights/guard.py",
     "was killed by signal": "src/grpo_recipes/launch/supervisor.py",

@@ -28,6 +28,8 @@ def test_how_it_ended(make_run, row):
     assert failed.status == "problem" and "exit code 1 after 0 steps: rank 2: ValueError: no" in failed.value
     assert "grpo launch --resume" in failed.fix
     assert endings.ending(make_run(status="stopped", cause="stopped by SIGTERM")).status == "warning"
+    requeued = endings.ending(make_run(status="requeued", cause="rank 0: stopped on request"))
+    assert requeued.status == "ok" and requeued.value.endswith("Slurm starts it again")
 
 
 def test_a_launcher_that_was_killed_and_one_that_lives(make_run):

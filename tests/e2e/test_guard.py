@@ -5,84 +5,15 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fake_forgetful_proxy import FakeForgetfulProxy
-from real_runs import clean_environment
+from one_by_one import Bench
 
 from grpo_recipes import smoke
-from grpo_recipes.launch.environment import base_environment, make_scratch, run_environment
-from grpo_recipes.launch.plan import Names, Plan, make_plan
-from grpo_recipes.launch.ports import free_ports, plan_ports
-from grpo_recipes.launch.resources import find_resources
-from grpo_recipes.launch.rundir import read_json, read_metrics, write_json
-from grpo_recipes.launch.server import wait_until_ready
-from grpo_recipes.paths import cache_root, home
-from grpo_recipes.recipe import read_recipe
-
-SHORT = ("--max_steps", "4", "--prompts_per_step", "4", "--num_generations", "8", "--save_strategy", "no")
-
-
-class Bench:
-    """The plan's server and trainers started one by one, so that something can be put between them."""
-
-    def __init__(self, folder: Path, *flags: str):
-        self.run_dir = folder / "run"
-        (self.run_dir / "processes").mkdir(parents=True)
-        self._shell = clean_environment(folder, str(folder))
-        self._recipe = read_recipe(home() / "recipes/smoke/grpo.yaml", (*SHORT, *flags))
-        (self.run_dir / "recipe.yaml").write_text(self._recipe.as_yaml())
-        self._names = Names(self.run_dir, "guard", "guard-served", "now")
-        self._resources = find_resources({})
-        self._scratch = make_scratch({})
-        self._ports, _ = free_ports(self._recipe, plan_ports(self._recipe, None), "127.0.0.1")
-        self.plan = self._plan()
-        self._environment = {
-            **base_environment(self._shell),
-            **run_environment(self._shell, self._scratch, self.run_dir, "guard-served"),
-        }
-        self._log = folder / "log.txt"
-
-    def _plan(self, server_port: int | None = None) -> Plan:
-        ports = replace(self._ports, server=server_port or self._ports.server)
-        return make_plan(self._recipe, self._resources, {}, self._names, ports=ports)
-
-    @contextmanager
-    def server(self, model: str | None = None, **variables: str) -> Iterator[str]:
-        process = self.plan.process("server")
-        assert process is not None
-        argv = [model if model and part == self.plan.model else part for part in process.argv]
-        with self._log.open("ab") as log:
-            environment = {**self._environment, **process.environment, **variables}
-            server = subprocess.Popen(argv, env=environment, stdout=log, stderr=log)
-        port, token = self._ports.server, self._scratch.token.read_text()
-        try:
-            wait_until_ready(
-                lambda: server.poll() is None, os.getpid(), "127.0.0.1", port, "guard-served", token, timeout=120
-            )
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            server.terminate()
-            server.wait(30)
-            self._scratch.remove()
-
-    def train(self, server_port: int | None = None) -> tuple[int, str]:
-        plan = self._plan(server_port)
-        write_json(self.run_dir / "plan.json", plan.as_json())
-        process = plan.process("trainer")
-        assert process is not None
-        environment = {**self._environment, **process.environment}
-        done = subprocess.run(process.argv, env=environment, capture_output=True, text=True, timeout=240, check=False)
-        return done.returncode, done.stdout + done.stderr
-
-    def causes(self) -> list[str]:
-        records = sorted((self.run_dir / "processes").glob("rank_*.json"))
-        return [(read_json(path) or {}).get("cause", "") for path in records]
+from grpo_recipes.launch.rundir import read_metrics
+from grpo_recipes.paths import cache_root
 
 
 @pytest.mark.slow

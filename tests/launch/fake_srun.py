@@ -31,6 +31,15 @@ def carry(task):
             print(line[:1023].rstrip("\n"), flush=True)
 
 
+def kill_on_bad_exit(task):
+    if task.wait() != 0:
+        for other in tasks:
+            other.kill()
+        os._exit(137)
+
+
+for task in tasks:
+    threading.Thread(target=kill_on_bad_exit, args=(task,), daemon=True).start()
 readers = [threading.Thread(target=carry, args=(task,)) for task in tasks]
 for reader in readers:
     reader.start()

@@ -9,10 +9,12 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from grpo_recipes.errors import Refused
+from grpo_recipes import cli
+from grpo_recipes.errors import EXIT_REFUSED, Refused
 from grpo_recipes.launch.disk import Disk, estimate_disk, need_room
 from grpo_recipes.launch.memory import GIB
 from grpo_recipes.launch.model_shape import ModelShape
+from grpo_recipes.launch.resources import environment_flavour
 
 from .model_folders import SMALL, model_folder
 
@@ -114,3 +116,21 @@ def test_what_cannot_be_estimated_is_not_refused(read, planned):
     need_room(recipe, planned(recipe=recipe), Path("runs/one"))
     (line,) = estimate_disk(recipe, planned(recipe=recipe), Path("runs/one")).lines()
     assert "grpo fetch" in line
+
+
+@pytest.mark.skipif(environment_flavour() != "cpu", reason="a CUDA environment asks for GPUs first")
+def test_launch_refuses_before_it_makes_anything(tmp_path, monkeypatch, capsys):
+    recipe = {
+        "model_name_or_path": model_folder(tmp_path / "model", SMALL), "dataset_name": "rows.jsonl",
+        "prompts_per_step": 1, "num_generations": 2, "max_prompt_length": 8, "max_completion_length": 8,
+        "bf16": False, "run_root": "runs", "use_vllm": False,
+    }  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=1))
+    assert cli.main(["launch", "recipe.yaml"]) == EXIT_REFUSED
+    said = capsys.readouterr().err
+    assert said.startswith("grpo: run_root: the run writes ")
+    assert "Fix: write run_root: a folder with" in said
+    assert not (tmp_path / "runs").exists()

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import stat
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -49,7 +50,9 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[s
 
     def job_it(*addresses: str, **variables: str) -> dict[str, str]:
         known = dict(zip(("n1", "n2"), addresses or ("127.0.0.1", "127.0.0.1"), strict=True))
-        answers = "".join(f'[ "$3" = {name} ] && echo "NodeName={name} NodeAddr={at} X=1"\n' for name, at in known.items())
+        answers = "".join(
+            f'[ "$3" = {name} ] && echo "NodeName={name} NodeAddr={at} X=1"\n' for name, at in known.items()
+        )
         (programs / "scontrol").write_text(f"#!/bin/sh\n{answers}true\n")
         for program in programs.iterdir():
             program.chmod(program.stat().st_mode | stat.S_IXUSR)
@@ -99,6 +102,11 @@ def test_one_srun_covers_the_job(tmp_path, monkeypatch):
         "--kill-on-bad-exit=1", "--mpi=none", "--input=all", "--export=ALL", f"--chdir={tmp_path}",
         sys.executable, "-m", "grpo_recipes.launch.agent",
     ]  # fmt: skip
+
+
+def test_options_of_the_profile_reach_srun():
+    options = {"GRPO_SRUN_OPTIONS": "--container-image=a.sqsh '--container-mounts=/a b'"}
+    assert srun_command(2, options)[-5:-3] == ["--container-image=a.sqsh", "--container-mounts=/a b"]
 
 
 def test_on_one_node_nothing_is_started(job, agents):
@@ -267,6 +275,46 @@ class FakeChild:
 
     def end(self, grace: float = 3.0) -> None:
         self.ended = True
+
+
+def test_an_agent_that_is_killed_ends_the_run_and_leaves_nothing(job, agents, tmp_path):
+    begun(agents, job(), tmp_path / "run")
+    child = remote(agents, tmp_path, STARTER)
+    until(child.ranks, "record of the rank")
+    rank = child.ranks()[0].record
+    agent = next(one for one in psutil.Process(rank["pid"]).parents() if "grpo_recipes.launch.agent" in one.cmdline())
+    agent.kill()
+    ending = wait_for_trainer(Trainers([child]), None, lambda: None)
+    assert "srun, which runs the agents of the nodes, exited with code 137" in ending.cause
+    until(lambda: not is_alive(rank["pid"]) and not Path(rank["tmp"]).exists(), "end of the rank and its scratch")
+    assert not (tmp_path / "run/summary.json").exists(), "the launcher lives, and says how the run ended"
+
+
+LAUNCHER = """
+import os, sys, time
+from pathlib import Path
+from grpo_recipes.launch.commands import Process
+from grpo_recipes.launch.nodes import Agents, RemoteChild
+from grpo_recipes.launch.resources import Resources
+from grpo_recipes.launch.survey import survey
+agents, run_dir = Agents(2), Path(sys.argv[1])
+survey(agents, Resources("cpu", (), 2).on_nodes(2), os.environ)
+agents.begin(run_dir, "mark", "token", {"EXTRA": "here"})
+child = RemoteChild(agents, Process("trainer", [sys.executable, "-c", sys.argv[2]], {}, (), "node1.log", 1))
+while not child.ranks():
+    time.sleep(0.05)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_nothing_is_left_on_the_other_node_when_the_launcher_is_killed(job, tmp_path):
+    environment = job()
+    (tmp_path / "run/processes").mkdir(parents=True)
+    argv = [sys.executable, "-c", LAUNCHER, str(tmp_path / "run"), STARTER]
+    assert subprocess.run(argv, env=environment, cwd=tmp_path, timeout=60, check=False).returncode == -9
+    rank = json.loads((tmp_path / "run/processes/rank_1.json").read_text())
+    until(lambda: not is_alive(rank["pid"]) and not Path(rank["tmp"]).exists(), "end of the rank and its scratch")
+    assert not (tmp_path / "run/summary.json").exists(), "the first node's warden says how the run ended"
 
 
 def test_trainers_of_two_nodes_end_as_one():

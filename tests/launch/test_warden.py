@@ -145,3 +145,29 @@ def test_a_launcher_that_died_before_the_warden_began_is_noticed_at_once(place):
     assert b"Traceback" not in said
     assert f"the launcher (pid {dead.pid}) died" in json.loads((place.run_dir / "summary.json").read_text())["cause"]
     assert not place.disk.exists()
+
+
+# As accelerate does, starts a rank and waits for it; the rank takes SIGTERM for a request to save.
+SAVES = """
+import os, pathlib, signal, subprocess, sys, time
+def save(*_):
+    time.sleep(6.5)  # longer than whoever is only ended has left
+    pathlib.Path(sys.argv[1]).with_name("saved").touch()
+    os._exit(75)
+if sys.argv[2:]:
+    signal.signal(signal.SIGTERM, save)
+    pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
+    time.sleep(300)
+sys.exit(subprocess.Popen([sys.executable, *sys.orig_argv[1:], "rank"], start_new_session=True).wait())
+"""
+
+
+def test_of_a_cancelled_job_the_ranks_may_save_if_the_launcher_asked_for_it(place):
+    warden = place.warden(sys.executable, "-c", SAVES, str(place.pid_file))
+    rank = place.sleeper()
+    (place.run_dir / "stop").touch()
+    for pid in (warden.pid, place.record()["pid"], rank):
+        os.kill(pid, signal.SIGTERM)
+    warden.wait(20)
+    assert place.pid_file.with_name("saved").exists()
+    assert not is_alive(rank)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.launch.rundir import write_json
+from grpo_recipes.sweep.folder import Sweep, read_sweep
 
 RECIPE = {
     "model_name_or_path": ("Qwen/Qwen2.5-1.5B-Instruct", "config_math.yaml:3"),
@@ -66,6 +67,31 @@ def make_run(
     for file in without:
         (folder / file).unlink()
     return folder
+
+
+def make_sweep(
+    root: Path,
+    rates: tuple[str, ...] = ("1e-6", "3e-6"),
+    seeds: tuple[int, ...] = (1, 2, 3),
+    statuses: dict[str, str] | None = None,
+) -> Sweep:
+    """A sweep directory of synthetic runs; the reward rises with the learning rate."""
+    cells = []
+    for rate in rates:
+        for seed in seeds:
+            name = f"learning_rate={rate},seed={seed}"
+            status = (statuses or {}).get(name, "completed")
+            summary = {"status": status, "cause": None if status == "completed" else "a cause"}
+            recipe: dict[str, tuple[Any, str]] = {
+                "learning_rate": (float(rate), "--learning_rate"),
+                "wandb_run_group": ("x", "grpo sweep"),
+            }
+            lift = 0.5 * float(rate) / 3e-6
+            make_run(root / "cells", name, steps=30, seed=seed, lift=lift, summary=summary, recipe=recipe)
+            cells.append({"name": name, "values": {"learning_rate": rate, "seed": str(seed)}})
+    record = {"name": "lr", "axes": {"learning_rate": rates, "seed": seeds}, "cells": cells, "jobs": []}
+    write_json(root / "sweep.json", {**record, "fingerprint": "", "command": "grpo sweep", "code": {}})
+    return read_sweep(root)
 
 
 def _write_rows(path: Path, rows: list[dict[str, Any]]) -> None:

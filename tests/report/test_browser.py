@@ -18,8 +18,9 @@ import pytest
 
 from grpo_recipes.report.compare import write_comparison
 from grpo_recipes.report.single import write_report
+from grpo_recipes.sweep.page import write_sweep
 
-from .synthetic_runs import make_run, two_samples
+from .synthetic_runs import make_run, make_sweep, two_samples
 
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
@@ -42,14 +43,19 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The page of a run with texts that overflow if they can, and one that compares it with two others."""
+    """The page of a run with texts that overflow if they can, one that compares it with two others, and a sweep's."""
     root = tmp_path_factory.mktemp("browser")
     long_word = {**two_samples()[0], "completion": "x" * 3000, "prompt": "<script>console.error(1)</script>" * 20}
     summary = {"status": "failed", "exit_code": 1, "cause": "y" * 300}
     run = make_run(root, steps=80, samples=[long_word, *two_samples()], summary=summary, objective="listwise")
     recipe = {"beta": (0.0, "config_math.yaml:20")}
     others = [make_run(root, f"base-20261120-10150{seed}", steps=40, seed=seed, recipe=recipe) for seed in (1, 2)]
-    return {"run": write_report(run), "comparison": write_comparison([run, *others], root / "comparison.html")}
+    sweep = make_sweep(root / "sweep", statuses={"learning_rate=1e-6,seed=2": "failed"})
+    return {
+        "run": write_report(run),
+        "comparison": write_comparison([run, *others], root / "comparison.html"),
+        "sweep": write_sweep(sweep)[0],
+    }
 
 
 @pytest.fixture(scope="module", params=["light", "dark"])

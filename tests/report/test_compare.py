@@ -100,7 +100,7 @@ def test_the_page_says_who_ends_highest_and_what_differs(tmp_path: Path) -> None
     )
     page = Page(comparison_page(runs))
     assert page.problems == []
-    assert re.search(r"run0 ends highest, at reward 0\.8\d*; next is base \(2 seeds\) at 0\.6\d*\.", page.text)
+    assert re.search(r"run0 ends highest, at reward 0\.8\d*; next is base \(2 seeds\) at 0\.6\d* ± [\d.]+\.", page.text)
     for name in ("Runs", "Curves", "Benchmarks", "Differences", "Evaluation reward", "Reward by time", "KL divergence",
                  "Entropy", "Completion length"):  # fmt: skip
         assert name in page.texts, name

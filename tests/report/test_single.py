@@ -202,6 +202,10 @@ def test_no_metric_is_hidden(tmp_path: Path) -> None:
             {"status": "stopped", "exit_code": 75, "cause": "stopped on request"},
             ["■ stopped", "Stopped. Reward", "Exit code 75: stopped on request"],
         ),
+        (
+            {"status": "requeued", "exit_code": 75, "cause": "stopped on request"},
+            ["↻ requeued", "Waiting to go on. Reward"],
+        ),
         ({"status": "running"}, ["● running", "Running. Reward"]),
         ({"smoke": True}, ["smoke test, not an experiment"]),
     ],

@@ -16,6 +16,7 @@ import pytest
 
 from grpo_recipes.launch.descendants import descendants, is_alive
 from grpo_recipes.rewards.children import ChildRewards, RewardFailed, Verdict
+from grpo_recipes.rewards.children.batch import GIVEN_UP
 from grpo_recipes.rewards.children.pool import default_workers
 
 WILD = f"{Path(__file__).with_name('wild_reward.py')}:score"
@@ -171,7 +172,7 @@ def test_giving_up_leaves_the_rest_uncalled(pool: ChildRewards) -> None:
     columns = {"answer": ["yes"] * 400, "prompts": ["?"] * 400}
     verdicts = pool.score(WILD, ["raise"] * 400, columns, give_up_after=3)
     called = [verdict for verdict in verdicts if verdict.reason == "ValueError: first line"]
-    rest = [verdict for verdict in verdicts if verdict.reason == "not called: too many without a verdict before it"]
+    rest = [verdict for verdict in verdicts if verdict.reason == GIVEN_UP]
     assert 4 <= len(called) < 400 and len(called) + len(rest) == 400
     assert [verdict.value for verdict in judge(pool, "yes")] == [1.0]
 

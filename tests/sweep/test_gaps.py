@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import pytest
 
 from grpo_recipes import cli
-from grpo_recipes.launch.rundir import read_json
+from grpo_recipes.errors import Refused
+from grpo_recipes.launch.rundir import Run, claim, read_json
 from grpo_recipes.recipe import read_frozen
+from grpo_recipes.sweep.folder import Sweep, queued
 
 TWO = ("seed=1..2",)
 
@@ -59,18 +62,21 @@ def test_again_it_fills_the_gaps_alone(sweep, made, fake_launches, capsys, again
     assert "1 of 3 completed, 2 to run" in capsys.readouterr().out
 
 
-def test_another_recipe_or_new_is_another_sweep(sweep, made, fake_launches):
+@pytest.mark.parametrize(
+    "other", [("--name", "b"), ("--name", "a", "--max_steps", "4"), ("--name", "a", "--new")], ids=" ".join
+)
+def test_another_name_or_recipe_or_new_is_another_sweep(sweep, made, fake_launches, monkeypatch, other):
     fake_launches.codes = {"seed=2": 1}
-    names = ("a", "b", "c")
-    assert sweep(*TWO, "--name", names[0]) == 1
-    assert sweep(*TWO, "--name", names[1], "--max_steps", "4") == 1
-    assert sweep(*TWO, "--name", names[2], "--new") == 1
-    assert len(made()) == 3
+    assert sweep(*TWO, "--name", "a") == 1
+    monkeypatch.setattr("grpo_recipes.sweep.folder.timestamp", lambda: "later")
+    assert sweep(*TWO, *other) == 1
+    assert len(made()) == 2
 
 
-def test_a_completed_sweep_is_not_gone_on_with(sweep, made, fake_launches):
-    assert sweep(*TWO, "--name", "a") == 0
-    assert sweep(*TWO, "--name", "b") == 0
+def test_a_completed_sweep_is_not_gone_on_with(sweep, made, fake_launches, monkeypatch):
+    assert sweep(*TWO) == 0
+    monkeypatch.setattr("grpo_recipes.sweep.folder.timestamp", lambda: "later")
+    assert sweep(*TWO) == 0
     assert len(made()) == 2
 
 
@@ -97,6 +103,43 @@ def test_what_does_not_fit_the_machine_is_refused_before_anything_is_written(swe
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("grpo: num_processes=2: ") and "accelerator: single runs one process" in said
     assert list(folder.iterdir()) == []
+
+
+def test_a_cell_that_runs_elsewhere_is_left_alone(sweep, made, fake_launches, capsys):
+    fake_launches.codes = {"seed=1": 1, "seed=2": 1}
+    assert sweep(*TWO) == 1
+    fake_launches.started, fake_launches.codes = [], {}
+    held = claim(Run(made()[0].cell(0), {}))
+    try:
+        assert cli.main(["sweep", "--resume", "last"]) == 0
+        assert cli.main(["sweep", "--resume", "last"]) == 0
+    finally:
+        os.close(held)
+    assert fake_launches.started == ["seed=2"]
+    assert "0 of 2 completed, 1 queued or running, 1 to run" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        ("echo 0; echo 3", {0, 3}),
+        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", set()),
+        ("echo 'Unable to contact slurm controller' >&2; exit 1", None),
+    ],
+)
+def test_the_queue_is_asked_for_the_jobs_of_the_sweep(folder, monkeypatch, answer, found):
+    fake_squeue = folder / "squeue"
+    fake_squeue.write_text(f'#!/bin/sh\necho "$@" > {folder}/asked\n{answer}\n')
+    fake_squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    sweep = Sweep(folder, {"jobs": [7, 8], "cells": []})
+    if found is None:
+        with pytest.raises(Refused, match="Unable to contact"):
+            queued(sweep)
+    else:
+        assert queued(sweep) == found
+    assert "--jobs=7,8" in (folder / "asked").read_text()
+    assert queued(Sweep(folder, {"jobs": [], "cells": []})) == set()
 
 
 @pytest.mark.parametrize(

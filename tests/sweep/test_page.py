@@ -7,31 +7,12 @@ import re
 import shutil
 
 import pytest
-from report.synthetic_runs import make_run
+from report.synthetic_runs import make_sweep
 from report.test_single import Page
 
 from grpo_recipes import cli
-from grpo_recipes.launch.rundir import write_json
-from grpo_recipes.sweep.folder import read_sweep
 from grpo_recipes.sweep.page import write_sweep
 from grpo_recipes.sweep.results import read_results, text_table
-
-
-def make_sweep(root, rates=("1e-6", "3e-6"), seeds=(1, 2, 3), statuses=None):
-    """A sweep directory of synthetic runs; the reward rises with the learning rate."""
-    cells = []
-    for rate in rates:
-        for seed in seeds:
-            name = f"learning_rate={rate},seed={seed}"
-            status = (statuses or {}).get(name, "completed")
-            summary = {"status": status, "cause": None if status == "completed" else "a cause"}
-            recipe = {"learning_rate": (float(rate), "--learning_rate"), "wandb_run_group": ("x", "grpo sweep")}
-            lift = 0.5 * float(rate) / 3e-6
-            make_run(root / "cells", name, steps=30, seed=seed, lift=lift, summary=summary, recipe=recipe)
-            cells.append({"name": name, "values": {"learning_rate": rate, "seed": str(seed)}})
-    record = {"name": "lr", "axes": {"learning_rate": rates, "seed": seeds}, "cells": cells, "jobs": []}
-    write_json(root / "sweep.json", {**record, "fingerprint": "", "command": "grpo sweep", "code": {}})
-    return read_sweep(root)
 
 
 def finals(sweep, rate):

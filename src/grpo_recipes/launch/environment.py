@@ -44,9 +44,11 @@ READ_VARIABLES: dict[str, str] = {
     "SLURM_GPU_FLAG_STYLE": "none, gpus or gres: how grpo submit asks for GPUs, whatever the profile says",
     "SLURM_TMPDIR": "node-local folder for temporary files",
     "NETWORK_INTERFACE": "the network interface by which the nodes of a job reach each other, e.g. ib0",
+    "NCCL_SOCKET_IFNAME": "NCCL's own: the nodes' interface where NETWORK_INTERFACE is unset",
+    "GLOO_SOCKET_IFNAME": "gloo's own: the nodes' interface where the two above are unset",
     SRUN_OPTIONS: "further options of the srun that reaches the nodes of a job; srun_options of a profile",
 }
-# What training.sh and scripts/setup.sh read before there is a Python to ask.
+# What training.sh, scripts/setup.sh and slurm/train.slurm read before there is a Python to ask.
 SHELL_VARIABLES: dict[str, str] = {
     "DEVICE": "cuda, cpu or auto: the packages that are installed",
     "ENV_MODE": "venv or conda: the kind of environment that is made",
@@ -56,6 +58,12 @@ SHELL_VARIABLES: dict[str, str] = {
     "ENV_ACTIVATE": "a file to source: that environment is used as it is",
     "CONDA_ENV": "a conda environment to use as it is",
     "CONDA_SH": "conda's etc/profile.d/conda.sh",
+    "MODEL": "of slurm/train.slurm: --model, the folder under recipes/",
+    "TASK": "of slurm/train.slurm: --task, grpo or maxent",
+    "CONFIG_SUFFIX": "of slurm/train.slurm: --config, the recipe config_SUFFIX.yaml",
+    "TP": "of slurm/train.slurm: --tp, GPUs of the vLLM server",
+    "DP": "of slurm/train.slurm: --dp, 1",
+    "OPTIONAL_ARGS": "of slurm/train.slurm: --args, further options of grpo launch",
 }
 
 

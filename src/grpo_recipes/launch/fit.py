@@ -74,16 +74,30 @@ class Memory:
     unknown: str = ""
 
     @property
+    def roles(self) -> dict[str, Need]:
+        """What is known of each role."""
+        known = {"trainer": self.trainer, "server": self.server}
+        return {role: need for role, need in known.items() if need is not None}
+
+    @property
     def fits(self) -> bool:
         """Whether it is not known to be too much."""
-        return all(need is None or need.fits for need in (self.trainer, self.server))
+        return all(need.fits for need in self.roles.values())
+
+    @property
+    def excess(self) -> str:
+        """What does not fit, in words; empty where all fits."""
+        return " and ".join(
+            f"the {role} needs {in_gib(need.total)} of {in_gib(need.available or 0)} GiB"
+            for role, need in self.roles.items()
+            if not need.fits
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Plain data: bytes."""
-        needs = {"trainer": self.trainer, "server": self.server}
-        plain = {
-            role: None if need is None else {"total": need.total, "available": need.available, "parts": need.parts}
-            for role, need in needs.items()
+        plain = {role: None for role in ("trainer", "server")} | {
+            role: {"total": need.total, "available": need.available, "parts": need.parts}
+            for role, need in self.roles.items()
         }
         return {**plain, "fits": self.fits, "knob": self.knob, "unknown": self.unknown}
 
@@ -91,10 +105,8 @@ class Memory:
         """For a person: a line a role, and one that says what does not fit."""
         if self.trainer is None:
             return [f"memory     not estimated: {self.unknown}"]
-        roles = {"trainer": self.trainer, **({"server": self.server} if self.server else {})}
-        lines = [f"memory     {role} {need}" for role, need in roles.items()]
-        wrong = " and ".join(role for role, need in roles.items() if not need.fits)
-        return [*lines, f"memory     does not fit ({wrong}). Fix: {self.knob}"] if wrong else lines
+        lines = [f"memory     {role} {need}" for role, need in self.roles.items()]
+        return lines if self.fits else [*lines, f"memory     does not fit: {self.excess}. Fix: {self.knob}"]
 
 
 def estimate_memory(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> Memory:

@@ -57,6 +57,10 @@ def freeze(recipe: Recipe, names: Names, resources: Resources, entry: str, envir
         if not sources.missing:
             record_sources(run, sources)
         write_json(run.folder / "summary.json", {"status": SUBMITTED, "smoke": plan.smoke, "restarts": 0})
+    except OSError as error:
+        shutil.rmtree(run.folder, ignore_errors=True)
+        what = f"cannot copy code and recipe into {shown(run.folder)} ({error.strerror or error})"
+        raise refuse("run_root", what, "name a folder with room that you may write to") from None
     except BaseException:
         shutil.rmtree(run.folder, ignore_errors=True)
         raise

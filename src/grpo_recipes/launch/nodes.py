@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from grpo_recipes.errors import Refused, refuse
 from grpo_recipes.launch.agent import MARK
 from grpo_recipes.launch.commands import Process
 from grpo_recipes.launch.descendants import OWN_CHILDREN
+from grpo_recipes.launch.environment import SRUN_OPTIONS
 from grpo_recipes.launch.rundir import dump_request, stop_file
 from grpo_recipes.launch.supervisor import Child, Lost, RankSeen
 

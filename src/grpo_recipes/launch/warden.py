@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from grpo_recipes.launch.descendants import OWN_CHILDREN, descendants, end_descendants, reap
@@ -72,7 +73,11 @@ def _stop(*_: object) -> None:
 def _run(options: argparse.Namespace) -> int:
     with options.log.open("ab") as log:
         child = subprocess.Popen(
-            options.command, stdout=log, stderr=log, preexec_fn=_reset_signals, start_new_session=True
+            options.command,
+            stdout=log,
+            stderr=log,
+            preexec_fn=partial(_signals_of, options.role),
+            start_new_session=True,
         )
     OWN_CHILDREN.add(child.pid)
     record = options.run_dir / "processes" / f"{options.role}.json"
@@ -95,8 +100,13 @@ def _let_ranks_save(run_dir: Path, launcher: int) -> None:
         time.sleep(0.05)
 
 
-def _reset_signals() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def _signals_of(role: str) -> None:
+    """Signals of the command, which inherits what we ignore.
+
+    accelerate must outlive the SIGTERM that comes to every process of a cancelled job: with it the kernel would end the
+    rank that saves. Where it starts several ranks it has a handler of its own. Ranks set the default again.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if role.startswith("trainer") else signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

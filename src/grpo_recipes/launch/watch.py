@@ -125,5 +125,5 @@ class Watch:
         cause = f"rank {phase.rank} has been in {phase} for {seconds:.0f} s ({limit})"
         extensions = Path(self._attempt.environment.get("TORCH_EXTENSIONS_DIR", ""))
         lock = stale_compile_lock(extensions, self._began) if phase.name == "start" else None
-        cause += f"; {lock}" if lock else dump_stacks(self._folder, [*rank_pids(self._folder), *server])
+        cause += dump_stacks(self._folder, [*rank_pids(self._folder), *server]) + (f"; {lock}" if lock else "")
         return Ending(1, cause, phase.rank, self.trainer.log)

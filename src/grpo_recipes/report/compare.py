@@ -9,13 +9,12 @@ from pathlib import Path
 from grpo_recipes.report.chart import Chart, Curve, draw
 from grpo_recipes.report.compare_tables import benchmark_rows, difference_table, run_table
 from grpo_recipes.report.curves import known, smooth, window_of
-from grpo_recipes.report.groups import Group, group_curve, grouped, recipe_value
+from grpo_recipes.report.groups import Group, group_curve, grouped, recipe_value, spread
 from grpo_recipes.report.markup import Html, element
 from grpo_recipes.report.metrics import METRICS, gaps
 from grpo_recipes.report.outcome import numbers
 from grpo_recipes.report.page import chart_grid, page, stacked, write_page
 from grpo_recipes.report.read import RunRecord, read_run
-from grpo_recipes.report.units import short
 
 
 def write_comparison(folders: Sequence[Path], path: Path) -> Path:
@@ -74,15 +73,17 @@ def comparison_warnings(groups: Sequence[Group]) -> list[Html]:
 
 def sentence(groups: Sequence[Group]) -> str:
     """Who ends highest, unless the rewards are not the same."""
-    ends = sorted(((end, group.label) for group in groups if (end := _final(group)) is not None), reverse=True)
+    finals = {group.label: found for group in groups if (found := _finals(group))}
+    ends = sorted(((sum(found) / len(found), label, spread(found)) for label, found in finals.items()), reverse=True)
     if len(ends) < 2 or _unlike_rewards(groups):
         return " against ".join(group.label for group in groups[:3]) + (" and others" if len(groups) > 3 else "")
-    return f"{ends[0][1]} ends highest, at reward {short(ends[0][0])}; next is {ends[1][1]} at {short(ends[1][0])}."
+    (_, first, reward), (_, second, other) = ends[:2]
+    return f"{first} ends highest, at reward {reward}; next is {second} at {other}."
 
 
-def _final(group: Group) -> float | None:
-    ends = known([numbers(run).last for run in group.runs])
-    return sum(ends) / len(ends) if ends else None
+def _finals(group: Group) -> list[float]:
+    """The final reward of each run."""
+    return known([numbers(run).last for run in group.runs])
 
 
 def _unlike_rewards(groups: Sequence[Group]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from grpo_recipes.evaluate.pass_at_k import score_names
 from grpo_recipes.report.curves import known
-from grpo_recipes.report.groups import Group, differing_keys, half_interval, recipe_value, seed_of
+from grpo_recipes.report.groups import Group, differing_keys, half_interval, recipe_value, seed_of, spread
 from grpo_recipes.report.markup import Html, element
 from grpo_recipes.report.outcome import numbers
 from grpo_recipes.report.read import RunRecord, number
@@ -40,12 +40,11 @@ def _together_row(group: Group) -> Sequence[object]:
     """The group's mean of final rewards and evaluations, with the interval."""
     finals = known([numbers(run).last for run in group.runs])
     evaluations = known([run.evals.last("eval_reward") for run in group.runs])
-    return (_swatch(group), element("b", group.label), _spread(finals), _spread(evaluations), *[""] * 6)
+    return (_swatch(group), element("b", group.label), _mean_cell(finals), _mean_cell(evaluations), *[""] * 6)
 
 
-def _spread(values: Sequence[float]) -> Html | None:
-    half = half_interval(values)
-    return None if half is None else element("b", f"{short(sum(values) / len(values))} ± {short(half)}")
+def _mean_cell(values: Sequence[float]) -> Html | None:
+    return element("b", spread(values)) if len(values) > 1 else None
 
 
 def _swatch(group: Group) -> Html:

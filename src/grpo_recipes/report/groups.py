@@ -13,6 +13,7 @@ from grpo_recipes.paths import shown
 from grpo_recipes.report.chart import Curve
 from grpo_recipes.report.curves import MOST_POINTS, known, mean, smooth, window_of
 from grpo_recipes.report.read import Column, RunRecord, Table
+from grpo_recipes.report.units import NOTHING, short
 
 COLOURS = 7
 # Keys that name a run or a place, and change nothing in what is learned.
@@ -133,6 +134,14 @@ def _interval_band(columns: Sequence[Column]) -> tuple[Column, Column]:
     low: Column = [None if middle is None or half is None else middle - half for middle, half in pairs]
     high: Column = [None if middle is None or half is None else middle + half for middle, half in pairs]
     return low, high
+
+
+def spread(values: Sequence[float]) -> str:
+    """The mean of values with half of its 95 % interval; of a single one the value alone."""
+    if not values:
+        return NOTHING
+    half = half_interval(values)
+    return short(sum(values) / len(values)) + ("" if half is None else f" ± {short(half)}")
 
 
 def half_interval(values: Sequence[float]) -> float | None:

@@ -16,7 +16,6 @@ from grpo_recipes.errors import Problem, Refused, refuse
 from grpo_recipes.fetch.sources import find_sources
 from grpo_recipes.launch.disk import need_room
 from grpo_recipes.launch.estimates import with_estimates
-from grpo_recipes.launch.estimates import with_estimates
 from grpo_recipes.launch.freeze import freeze, frozen_environment
 from grpo_recipes.launch.network import need_wandb_route, needs_wandb
 from grpo_recipes.launch.plan import Names, Plan, choose_recipe, make_plan
@@ -26,7 +25,7 @@ from grpo_recipes.launch.settle import note_job, planned_names
 from grpo_recipes.paths import home, shown
 from grpo_recipes.publish.preflight import need_target
 from grpo_recipes.recipe import Recipe, Value
-from grpo_recipes.slurm.profile import Profile, read_profile, walltime_seconds, walltime_seconds
+from grpo_recipes.slurm.profile import Profile, read_profile, walltime_seconds
 from grpo_recipes.slurm.queue import cluster_name
 from grpo_recipes.slurm.sbatch import submit
 from grpo_recipes.slurm.script import Request, render
@@ -128,7 +127,6 @@ def prepare(
     plan = make_plan(recipe, resources, environment, names, entry, sources=find_sources(recipe, environment))
     plan = with_estimates(plan, recipe, names, profile.gpu_memory_gib, walltime_seconds(profile.time))
     _need_memory(plan, profile)
-    plan = with_estimates(plan, recipe, names, profile.gpu_memory_gib, walltime_seconds(profile.time))
     need_room(recipe, plan, names.run_dir)
     _need_routes(recipe, profile, names, environment)
     _look_deep(path, task, flags, environment)
@@ -188,9 +186,9 @@ def _need_memory(plan: Plan, profile: Profile) -> None:
     memory = plan.memory
     if memory is None or memory.fits:
         return
-    what = f"the run does not fit: {'; '.join(memory.lines()[:-1])}"
+    what = f"the run does not fit: {memory.excess}"
     fix = f"{memory.knob}; or leave gpu_memory_gib out of {profile.name}.yaml to submit it all the same"
-    raise refuse(plan.recipe, what, fix)
+    raise refuse(shown(plan.recipe), what, fix)
 
 
 def _need_routes(recipe: Recipe, profile: Profile, names: Names, environment: Mapping[str, str]) -> None:

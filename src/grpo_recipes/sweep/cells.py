@@ -17,7 +17,7 @@ from grpo_recipes.recipe import Recipe
 from grpo_recipes.sweep.axes import Axis
 from grpo_recipes.tasks import Asked
 
-Result = TypeVar("Result")
+Made = TypeVar("Made")
 _LONGEST_VALUE = 40  # characters of a value in a folder's name
 _LONGEST_NAME = 100  # and of the name; logs are called after it too
 
@@ -87,7 +87,7 @@ def flags_of(question: Question, values: Mapping[str, str]) -> list[str]:
     return [*question.flags, *(f"--{key}={value}" for key, value in values.items())]
 
 
-def for_each(names: Sequence[str], work: Callable[[int], Result]) -> list[Result]:
+def for_each(names: Sequence[str], work: Callable[[int], Made]) -> list[Made]:
     """What ``work`` makes of each cell.
 
     Args:
@@ -97,7 +97,7 @@ def for_each(names: Sequence[str], work: Callable[[int], Result]) -> list[Result
     Raises:
         Refused: what ``work`` refused in any of them, each problem once, with the names of its cells.
     """
-    done: list[Result] = []
+    done: list[Made] = []
     problems: dict[Problem, list[str]] = {}
     for index, name in enumerate(names):
         try:

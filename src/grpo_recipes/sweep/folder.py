@@ -31,8 +31,6 @@ FOLDER = "sweeps"  # under run_root
 GONE = "gone"  # status of a cell whose run directory is not there
 COMPLETED = "completed"
 _SQUEUE_SECONDS = 60
-# What differs between two sweeps that are the same: where they stand and what W&B calls them.
-_PLACES = frozenset({"run_root", "run_name", "wandb_run_group"})
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ def fingerprint(cells: Sequence[Cell]) -> str:
     """A hash of what the cells are: the same command makes the same one as long as its recipe is the same."""
     given = [
         [cell.name, {key: entry.value for key, entry in cell.recipe.values.items()
-                     if cell.recipe.given(key) and key not in _PLACES}]
+                     if cell.recipe.given(key) and key != "run_root"}]
         for cell in cells
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpo_recipes.report.curves import known
-from grpo_recipes.report.groups import Group, half_interval
+from grpo_recipes.report.groups import Group, spread
 from grpo_recipes.report.outcome import numbers
 from grpo_recipes.report.read import RunRecord, read_run
 from grpo_recipes.report.units import NOTHING, short
@@ -88,15 +88,7 @@ def _numbers(run: RunRecord | None) -> tuple[str, str, str]:
 def _means(group: Group) -> tuple[str, str, str]:
     finals = known([numbers(run).last for run in group.runs])
     evaluations = known([run.evals.last("eval_reward") for run in group.runs])
-    return group.label, _spread(finals), _spread(evaluations)
-
-
-def _spread(values: Sequence[float]) -> str:
-    """Mean and half of its 95 % interval; the value alone where there is one."""
-    if not values:
-        return NOTHING
-    half = half_interval(values)
-    return short(sum(values) / len(values)) + ("" if half is None else f" ± {short(half)}")
+    return group.label, spread(finals), spread(evaluations)
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:

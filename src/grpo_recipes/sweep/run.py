@@ -51,6 +51,10 @@ class Way:
     profile: Profile | None = None
     most: int | None = None
 
+    def environment(self, environment: Mapping[str, str]) -> Mapping[str, str]:
+        """The user's variables, with what the site adds."""
+        return site_environment(self.profile, environment) if self.profile else environment
+
     def resources(self, environment: Mapping[str, str]) -> Resources:
         """What a run will have; it is no part of the job in which the sweep itself may run."""
         return site_resources(self.profile) if self.profile else replace(find_resources(environment), job=None)
@@ -71,8 +75,7 @@ def start(question: Question, way: Way, environment: Mapping[str, str], new: boo
     Raises:
         Refused: anything is wrong with any of the runs; nothing was written or started.
     """
-    if way.profile:
-        environment = site_environment(way.profile, environment)
+    environment = way.environment(environment)
     cells = make_cells(question, environment)
     resources = way.resources(environment)
     _plan_all(cells, question, resources, environment)
@@ -96,7 +99,7 @@ def start_again(sweep: Sweep, way: Way, environment: Mapping[str, str]) -> int:
     if gone:
         what = f"the run directory of {', '.join(gone)} is gone"
         raise refuse("--resume", what, f"make it again: {sweep.record['command']}")
-    return _run_gaps(sweep, way, environment)
+    return _run_gaps(sweep, way, way.environment(environment))
 
 
 def run_task(folder: Path, environment: Mapping[str, str]) -> int:

@@ -17,6 +17,7 @@ from grpo_recipes.rewards.load import load_rewards
 from grpo_recipes.trainers.callbacks import load_callbacks
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.lora import load_lora_config
+from grpo_recipes.trainers.meet import meet
 from grpo_recipes.trainers.model import load_tokenizer, model_init_kwargs, save_model
 from grpo_recipes.trainers.rank import (
     allow_fsdp_on_cpu,
@@ -37,6 +38,7 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
         stop.listen()
         script_args, args, model_args = TrlParser(CONFIGS, allow_abbrev=False).parse_args_and_config()
         check_world(run, args.world_size, args.device.type)
+        meet(run, args.device)
         allow_fsdp_on_cpu()
         _leave_if_asked(stop, run, args.device)
         tokenizer = load_tokenizer(model_args, args)

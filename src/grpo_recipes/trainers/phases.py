@@ -9,9 +9,11 @@ import signal
 import time
 from pathlib import Path
 
+_LENGTH = 120  # characters; longer than any content
+
 
 class PhaseFile:
-    """``processes/phase_<rank>.json``: ``phase``, ``since`` (``time.time()``) and ``step``, replaced at each change.
+    """``processes/phase_<rank>.json``: ``phase``, ``since`` (``time.time()``) and ``step``, rewritten at each change.
 
     Args:
         run_dir: the run directory.
@@ -25,8 +27,10 @@ class PhaseFile:
         folder = run_dir / "processes"
         folder.mkdir(exist_ok=True)
         self._path = str(folder / f"phase_{rank}.json")
-        self._temporary = str(folder / f".phase_{rank}.json")
         self.phase = "start"
+        temporary = folder / f".phase_{rank}.json"  # a reader never sees it empty
+        temporary.write_text(_content("start", 0))
+        temporary.replace(self._path)
 
     def enter(self, phase: str, step: int) -> str:
         """Note that a phase begins, or goes on with the next batch, after ``step`` optimizer steps.
@@ -35,13 +39,16 @@ class PhaseFile:
             The phase before.
         """
         before, self.phase = self.phase, phase
-        content = json.dumps({"phase": phase, "since": time.time(), "step": step})
-        # Without the layers of pathlib and text files: this comes several times a step.
-        descriptor = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        os.write(descriptor, content.encode())
+        # One write of one length over the last: on ext4 a rename over a file, or truncating it, flushes it to disk, a
+        # millisecond several times a step. Closed each time, for readers on other nodes.
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
+        os.write(descriptor, _content(phase, step).encode())
         os.close(descriptor)
-        os.replace(self._temporary, self._path)
         return before
+
+
+def _content(phase: str, step: int) -> str:
+    return json.dumps({"phase": phase, "since": time.time(), "step": step}).ljust(_LENGTH)
 
 
 def dump_stacks_on_signal(run_dir: Path, name: str) -> None:

@@ -37,7 +37,7 @@ def rank_record(folder: Path) -> Iterator[None]:
     path = folder / "processes" / f"rank_{rank}.json"
     record: dict[str, Any] = {"pid": os.getpid(), "rank": rank, "node": int(os.environ.get("GRPO_NODE", "0"))}
     write_json(path, record)
-    PhaseFile(folder, rank).enter("start", 0)
+    PhaseFile(folder, rank)
     dump_stacks_on_signal(folder, f"rank_{rank}")
     try:
         yield

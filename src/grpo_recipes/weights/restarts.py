@@ -10,7 +10,7 @@ from pathlib import Path
 from grpo_recipes.weights.transport import ServerError, ServerLost
 
 _LOOK_SECONDS = 0.2
-_NOTICE_SECONDS = 30.0  # in which the launcher sees that its server is gone
+_NOTICE_SECONDS = 90.0  # for the launcher to see that its server is gone, and us to see that through an NFS cache
 _MARGIN_SECONDS = 60.0  # beyond the server's own start: the launcher ends the old one, and has its say first
 
 

@@ -1,0 +1,100 @@
+"""A real server: the same generation has the same bits, whatever came before it and whichever server samples it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from one_by_one import Bench
+
+from grpo_recipes.launch.server import Activity, generated_tokens, server_state_file
+from grpo_recipes.weights.client import ClientSettings
+from grpo_recipes.weights.file import FileClient
+from grpo_recipes.weights.restarts import GenerationAborted
+
+NOISE = random.Random(3)
+PROMPTS = [[NOISE.randrange(5, 20) for _ in range(NOISE.randrange(4, 40))] for _ in range(16)]
+COMPLETIONS = 4
+LONG = {"max_tokens": 24, "generation_kwargs": {"ignore_eos": True}}
+
+
+def connect(bench: Bench, url: str, seed: int | None = 7) -> FileClient:
+    folder = Path(bench.environment["GRPO_SYNC_DIR"])
+    settings = ClientSettings(bench.served, 60.0, True, seed, folder, server_state_file(bench.run_dir), 60.0)
+    return FileClient(settings=settings, base_url=url)
+
+
+def generate(client: FileClient) -> dict[str, Any]:
+    client.generation = "train/3"
+    return client.generate(PROMPTS, n=COMPLETIONS, **LONG)
+
+
+def other_traffic(bench: Bench, url: str, turn: int) -> None:
+    """Prompts that share beginnings with ours, unseeded and not held, then a seeded generation of another size."""
+    connect(bench, url, seed=None).generate([[*PROMPTS[turn], 7], PROMPTS[2]], n=3, max_tokens=7)
+    client = connect(bench, url)
+    client.generation = f"other/{turn}"
+    client.generate(PROMPTS[::-1][: 3 + turn], n=2, max_tokens=9)
+
+
+def end_in_flight(client: FileClient) -> float:
+    """Abort a generation under way; the seconds until it had ended."""
+    ended: list[float] = []
+
+    def sample() -> None:
+        with pytest.raises(GenerationAborted):
+            client.generate(PROMPTS, n=16, **LONG)
+        ended.append(time.monotonic())
+
+    generation = threading.Thread(target=sample)
+    generation.start()
+    time.sleep(0.2)
+    start = time.monotonic()
+    client.abort()
+    generation.join(30)
+    return ended[0] - start
+
+
+def stacks_of_every_process(bench: Bench) -> dict[str, str]:
+    files = list((bench.run_dir / "stacks").glob("server_*.txt"))
+    for file in files:
+        os.kill(int(file.stem.removeprefix("server_")), signal.SIGUSR2)
+    deadline = time.monotonic() + 10
+    while not all(file.stat().st_size for file in files) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return {file.name: file.read_text() for file in files}
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_a_generation_has_the_same_bits_again_after_other_traffic_and_on_another_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path)
+    monkeypatch.setenv("GRPO_TOKEN_FILE", bench.environment["GRPO_TOKEN_FILE"])
+    with bench.server() as url:
+        client = connect(bench, url)
+        first = generate(client)
+        assert len({tuple(ids) for ids in first["completion_ids"]}) > len(PROMPTS)
+        for turn in range(5):
+            other_traffic(bench, url, turn)
+            assert generate(client) == first  # log-probs too, as floats: to the last bit
+
+        activity = generated_tokens(
+            "127.0.0.1", int(url.rsplit(":", 1)[1]), client.session.headers["Authorization"][7:]
+        )
+        assert isinstance(activity, Activity) and activity.requests == 0
+        assert activity.tokens >= 6 * len(PROMPTS) * COMPLETIONS * LONG["max_tokens"]
+        assert len(stacks_of_every_process(bench)) == 3  # the API server, the engine, its worker
+        assert all("most recent call first" in text for text in stacks_of_every_process(bench).values())
+
+        assert end_in_flight(connect(bench, url)) < 3
+        assert generate(client) == first
+    with bench.server() as url:
+        assert generate(connect(bench, url)) == first

@@ -1,0 +1,126 @@
+"""The end of an attempt: its summary, and whether Slurm is asked to start the run again."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from grpo_recipes.errors import EXIT_STOPPED
+from grpo_recipes.launch.attempt import Attempt, new_log
+from grpo_recipes.launch.checkpoints import publish
+from grpo_recipes.launch.environment import Scratch
+from grpo_recipes.launch.finish import end_without_run, finish
+from grpo_recipes.launch.plan import Names
+from grpo_recipes.launch.resources import SlurmJob
+from grpo_recipes.launch.rundir import Run, no_requeue_file, read_json, write_json
+from grpo_recipes.launch.supervisor import Ending
+
+JOB = SlurmJob(7, "cluster", 1, None)
+STOPPED = Ending(EXIT_STOPPED, "rank 0: stopped on request after step 5, state saved")
+
+
+@pytest.fixture
+def scontrol(tmp_path, monkeypatch):
+    """A fake scontrol that obeys, and the file with what it was asked."""
+    program = tmp_path / "bin/scontrol"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/asked\nkill -TERM $PPID\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
+    yield tmp_path / "asked"
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+@pytest.fixture
+def attempt(read, planned, tmp_path):
+    """``attempt(idle=..., saved=..., KEY=VALUE)``: one that began at step 4 and saved ``saved``."""
+
+    def make(idle: int = 0, saved: int = 5, **keys) -> Attempt:
+        folder = tmp_path / "run"
+        (folder / "checkpoints").mkdir(parents=True)
+        staged = tmp_path / f"checkpoint-{saved}"
+        staged.mkdir()
+        publish(staged, folder / "checkpoints", saved, 1)
+        write_json(folder / "summary.json", {"status": "running", "restarts": 1, "idle_attempts": idle})
+        run = Run(folder, {"run_name": "mine"})
+        recipe = read(**keys)
+        names = Names(folder, "mine", "mine-abcd", "stamp")
+        scratch = Scratch(tmp_path / "disk", tmp_path / "memory")
+        return Attempt(run, recipe, planned(recipe=recipe), names, scratch, {}, "", agents=None, first_step=4)
+
+    return make
+
+
+def summary_of(attempt: Attempt) -> dict:
+    return read_json(attempt.run.folder / "summary.json") or {}
+
+
+def test_a_run_stopped_to_go_on_later_is_requeued(attempt, scontrol, capsys):
+    made = attempt()
+    assert finish(made, STOPPED, wants_requeue=True, job=JOB) == 75
+    assert summary_of(made)["status"] == "requeued" and summary_of(made)["idle_attempts"] == 0
+    assert scontrol.read_text() == "requeue 7\n"
+    out = capsys.readouterr().out
+    assert "grpo: job 7 is requeued and goes on in the same run directory" in out and "continue with" not in out
+
+
+@pytest.mark.parametrize(
+    ("ending", "wanted", "job"),
+    [
+        (STOPPED, False, JOB),
+        (STOPPED, True, None),
+        (Ending(1, "rank 0: ValueError", 0), True, JOB),
+        (Ending(0), True, JOB),
+    ],
+    ids=["to-end", "outside-slurm", "failed", "done"],
+)
+def test_nothing_else_is(attempt, scontrol, ending, wanted, job):
+    made = attempt()
+    assert finish(made, ending, wanted, job) == ending.code
+    assert summary_of(made)["status"] == {0: "completed", 1: "failed", 75: "stopped"}[ending.code]
+    assert not scontrol.exists()
+
+
+def test_grpo_stop_keeps_it_from_coming_back(attempt, scontrol, capsys):
+    made = attempt()
+    no_requeue_file(made.run.folder).touch()
+    finish(made, STOPPED, wants_requeue=True, job=JOB)
+    assert summary_of(made)["status"] == "stopped" and not scontrol.exists()
+    assert "grpo: not requeued: grpo stop asked for the end" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("most", "status"), [(3, "requeued"), (2, "stopped")])
+def test_max_requeues_bounds_it(attempt, scontrol, most, status):
+    made = attempt(max_requeues=most)
+    finish(made, STOPPED, wants_requeue=True, job=SlurmJob(7, "cluster", 1, None, restarts=2))
+    assert summary_of(made)["status"] == status
+
+
+@pytest.mark.parametrize(("idle", "status"), [(0, "requeued"), (1, "stopped")])
+def test_two_attempts_in_a_row_without_a_new_checkpoint_are_enough(attempt, scontrol, idle, status):
+    made = attempt(idle=idle, saved=4)
+    finish(made, STOPPED, wants_requeue=True, job=JOB)
+    assert summary_of(made)["status"] == status and summary_of(made)["idle_attempts"] == idle + 1
+
+
+def test_when_scontrol_fails_the_run_is_stopped_and_says_how_to_go_on(attempt, scontrol, tmp_path, capsys):
+    (tmp_path / "bin/scontrol").write_text("#!/bin/bash\necho no such job >&2; exit 1\n")
+    made = attempt()
+    assert finish(made, STOPPED, wants_requeue=True, job=JOB) == 75
+    assert summary_of(made)["status"] == "stopped"
+    out = capsys.readouterr().out
+    assert "grpo: not requeued: scontrol requeue 7 failed (no such job)" in out and "grpo launch --resume" in out
+
+
+@pytest.mark.parametrize(("wanted", "asked"), [(True, True), (False, False)])
+def test_before_there_is_a_run_the_job_is_requeued_all_the_same(scontrol, wanted, asked):
+    assert end_without_run(Ending(75, "stopped on request"), wanted, JOB) == 75
+    assert scontrol.exists() == asked
+
+
+def test_logs_of_one_second_have_names_of_their_own(tmp_path):
+    names = [new_log(str(tmp_path / "liv_train_mine_stamp.log")) for _ in range(3)]
+    assert [name.rpartition("/")[2] for name in names] == [
+        "liv_train_mine_stamp.log", "liv_train_mine_stamp-2.log", "liv_train_mine_stamp-3.log"
+    ]  # fmt: skip

@@ -1,0 +1,147 @@
+"""A run that was frozen for a job: what its first start reads, compares and counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+
+from grpo_recipes.check import checked_recipe
+from grpo_recipes.errors import Refused
+from grpo_recipes.keys import ENVIRONMENT_KEYS
+from grpo_recipes.launch.attempt import prepare
+from grpo_recipes.launch.environment import READ_VARIABLES, base_environment
+from grpo_recipes.launch.freeze import freeze, frozen_environment
+from grpo_recipes.launch.nodes import Agents
+from grpo_recipes.launch.plan import make_plan
+from grpo_recipes.launch.resources import Resources, slurm_job
+from grpo_recipes.launch.rundir import Run, find_run, read_json
+from grpo_recipes.launch.settle import Options, names_of, need_same_world, planned_names, settle
+from grpo_recipes.paths import home
+from grpo_recipes.tasks import Asked
+
+SMOKE = home() / "recipes/smoke/grpo.yaml"
+CPU = Resources("cpu", (), 2)
+THREE = Resources("cuda", ("0", "1", "2"), 8)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in {*ENVIRONMENT_KEYS, *READ_VARIABLES} - {"GRPO_HOME"}:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CACHE_ROOT", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def frozen(*flags: str, resources: Resources = CPU) -> Run:
+    recipe = checked_recipe(SMOKE, flags, os.environ, Asked())
+    return freeze(recipe, planned_names(recipe), resources, "src/grpo.py", os.environ)
+
+
+def in_job(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of the run's own batch script."""
+    for name, text in frozen_environment(run.folder, os.environ).items():
+        if name != "PYTHONPATH":
+            monkeypatch.setenv(name, text)
+
+
+def test_its_folder_is_the_one_that_was_named(folder) -> None:
+    recipe = checked_recipe(SMOKE, [], os.environ, Asked())
+    names = dataclasses.replace(planned_names(recipe), run_dir=folder / "sweep" / "cells" / "seed=1")
+    assert freeze(recipe, names, CPU, "src/grpo.py", os.environ).folder == names.run_dir
+    with pytest.raises(Refused, match="another run has just taken that name"):
+        freeze(recipe, names, CPU, "src/grpo.py", os.environ)
+
+
+def test_what_fails_half_way_leaves_no_folder(folder, monkeypatch) -> None:
+    def fake_full_disk(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("shutil.copyfile", fake_full_disk)
+    with pytest.raises(Refused, match=r"run_root: cannot copy code and recipe into .*No space left on device"):
+        frozen()
+    assert list((folder / "runs").iterdir()) == []
+
+
+def test_the_users_own_code_is_frozen_with_it(folder) -> None:
+    (folder / "mine.py").write_text("def reward(completions, **_):\n    return [1.0 for _ in completions]\n")
+    run = frozen("--reward_funcs", "mine.py:reward")
+    (kept,) = (run.folder / "rewards").glob("mine*.py")
+    assert kept.read_text() == (folder / "mine.py").read_text()
+
+
+def test_an_entry_script_of_the_user_is_copied(folder, monkeypatch) -> None:
+    repository = folder / "repository"
+    for name in ("src", "requirements", "training.sh"):
+        (repository / name).parent.mkdir(exist_ok=True)
+        (repository / name).symlink_to(home() / name)
+    (repository / "mine.py").write_text("# an entry\n")
+    monkeypatch.setenv("GRPO_HOME", str(repository))
+    recipe = checked_recipe(SMOKE, [], os.environ, Asked())
+    run = freeze(recipe, planned_names(recipe), CPU, "mine.py", os.environ)
+    assert (run.folder / "code/mine.py").read_text() == "# an entry\n"
+
+
+def test_its_start_reads_the_frozen_recipe_whatever_the_environment_says(monkeypatch) -> None:
+    monkeypatch.setenv("TRAIN_SEED", "5")
+    run = frozen("--seed", "3")
+    in_job(run, monkeypatch)
+    found, recipe, entry = settle(Options(resume=str(run.folder)), CPU)
+    assert found is not None and found.folder == run.folder
+    assert recipe["seed"] == 3 and entry == "src/grpo.py"
+    assert home() == run.folder / "code"
+
+
+def test_processes_import_the_frozen_code(monkeypatch) -> None:
+    run = frozen()
+    in_job(run, monkeypatch)
+    assert base_environment(os.environ)["PYTHONPATH"] == str(run.folder / "code/src")
+    monkeypatch.delenv("GRPO_CODE")
+    assert "PYTHONPATH" not in base_environment(os.environ)
+
+
+def test_code_that_changed_after_it_was_frozen_is_refused(monkeypatch) -> None:
+    run = frozen()
+    in_job(run, monkeypatch)
+    (run.folder / "code/src/grpo.py").write_text("")
+    with pytest.raises(Refused, match="no longer those that were frozen"):
+        settle(Options(resume=str(run.folder)), CPU)
+
+
+def test_its_first_start_is_no_restart_and_its_second_is_one(folder, monkeypatch) -> None:
+    monkeypatch.setenv("SLURM_TMPDIR", str(folder))
+    (folder / "logs").mkdir()
+    run = frozen()
+    recipe = settle(Options(resume=str(run.folder)), CPU)[1]
+    counts = []
+    for _ in range(2):
+        names = names_of(run, recipe)
+        attempt = prepare(run, recipe, make_plan(recipe, CPU, os.environ, names), names, CPU, Agents(0))
+        attempt.scratch.remove()
+        counts.append((read_json(run.folder / "summary.json")["restarts"], bool(attempt.resumed)))
+    assert counts == [(0, False), (1, True)]
+
+
+def test_a_job_of_another_size_than_planned_is_refused() -> None:
+    run = frozen("--prompts_per_step", "16", resources=THREE)
+    recipe = settle(Options(resume=str(run.folder)), CPU)[1]
+    plan = make_plan(recipe, Resources("cuda", ("0", "1"), 8), os.environ, names_of(run, recipe))
+    with pytest.raises(Refused, match="submitted for 2 training processes, this job has room for 1"):
+        need_same_world(run, plan)
+    need_same_world(run, make_plan(recipe, THREE, os.environ, names_of(run, recipe)))
+
+
+def test_a_requeued_task_of_an_array_finds_its_run(monkeypatch) -> None:
+    variables = {
+        "SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2", "SLURM_CLUSTER_NAME": "c",
+        "SLURM_RESTART_COUNT": "1",
+    }  # fmt: skip
+    resources = dataclasses.replace(CPU, job=slurm_job(variables))
+    run = frozen()
+    assert settle(Options(recipe=str(SMOKE)), resources)[0] is None
+    Path("runs/.jobs").mkdir()
+    Path("runs/.jobs/c-7_2").write_text(str(run.folder))
+    assert settle(Options(recipe=str(SMOKE)), resources)[0] == find_run(Path("runs"), "last")
