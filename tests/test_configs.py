@@ -49,7 +49,8 @@ def test_our_own_keys_are_told_apart_from_trls():
     }
     assert ours == {
         "prompts_per_step", "weight_sync", "weight_guard", "weight_guard_tolerance", "seed_server",
-        "server_request_timeout", "wandb_project", "wandb_entity", "wandb_run_group", "report_samples",
+        "server_request_timeout", "vllm_node", "wandb_project", "wandb_entity", "wandb_run_group", "report_samples",
+        "server_restarts", "server_stall_timeout", "stall_timeout", "max_requeues",
         "kl_target", "kl_horizon", "kl_ctl_step_size", "maxent_objective", "maxent_utility",
         "maxent_tau", "maxent_tau_lr", "maxent_tau_min", "maxent_tau_max", "maxent_tau_warmup_steps", "maxent_beta",
         "maxent_q_temperature", "maxent_q_epsilon", "maxent_length_normalize_ref", "maxent_length_normalize_policy",

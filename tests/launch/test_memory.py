@@ -22,7 +22,6 @@ from grpo_recipes.launch.memory import (
 from grpo_recipes.launch.model_shape import ModelShape, UnknownShape
 
 RECORDED = Path(__file__).parents[2] / "bench/results/memory_estimate.json"
-SIZES = ("21M", "56M", "136M")
 SHAPE = ModelShape.of(
     {
         "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
@@ -57,7 +56,8 @@ def test_the_estimate_is_within_15_percent_of_the_recorded_peak(name, role):
 
 
 def test_three_sizes_were_measured():
-    counts = [recorded()[name]["parameters"] for name in SIZES]
+    counts = sorted({case["parameters"] for name, case in recorded().items() if name != "constant"})
+    assert len(counts) >= 3
     assert all(larger > 2 * smaller for smaller, larger in pairwise(counts))
 
 

@@ -91,6 +91,7 @@ def test_the_server_can_have_a_node_of_its_own(planned, option):
 def test_weights_go_through_the_run_directory_where_server_and_rank_0_share_no_memory(planned):
     apart = planned(flavour="cpu", nodes=cpu_nodes(2), vllm_node="own")
     assert {one.environment["GRPO_SYNC_DIR"] for one in apart.processes} == {"runs/unnamed-stamp/sync"}
+    assert apart.why_bridge == "no GPU: safetensors in the run directory"
     shared = planned(flavour="cpu", nodes=cpu_nodes(2))
     assert not shared.server_apart and not any("GRPO_SYNC_DIR" in one.environment for one in shared.processes)
 

@@ -17,5 +17,5 @@ def test_a_checkpoint_of_another_number_of_processes_is_refused(planned, tmp_pat
     run = Run(tmp_path, {})
 
     need_same_world(run, planned(gpus=("0", "1", "2")))
-    with pytest.raises(Refused, match="checkpoint-5 is of 2 processes, the plan has 3.*--num_processes 2"):
+    with pytest.raises(Refused, match=r"checkpoint-5 is of 2 processes, the plan has 3.*--num_processes 2"):
         need_same_world(run, planned(gpus=("0", "1", "2", "3")))

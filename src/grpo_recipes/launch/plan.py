@@ -204,7 +204,8 @@ def make_plan(
     trainers = shares(recipe, resources, mode, left, batch.world_size)
     idle = unused(resources, server_gpus, trainers)
     ports = ports or plan_ports(recipe, resources.job)
-    bridge, why = _bridge(recipe, resources, mode)
+    apart = mode == "server" and trainers[0].node != 0
+    bridge, why = _bridge(recipe, resources, mode, apart)
     plan = Plan(
         recipe=str(recipe.path),
         task=task_of(recipe),
@@ -222,7 +223,7 @@ def make_plan(
         ports=ports,
         nodes=tuple(node.address for node in resources.all_nodes()),
         server_host=server_host(recipe, resources),
-        server_apart=mode == "server" and trainers[0].node != 0,
+        server_apart=apart,
         processes=[],
         unused_gpus=idle,
         accelerator="custom" if environment.get("CONFIG_FILE") else _accelerator(recipe, batch.world_size),
@@ -296,7 +297,7 @@ def _threads(resources: Resources, trainers: list[Share]) -> int:
     return max(1, min((nodes[share.node].cores - 1) // share.count for share in trainers))
 
 
-def _bridge(recipe: Recipe, resources: Resources, mode: str) -> tuple[str | None, str]:
+def _bridge(recipe: Recipe, resources: Resources, mode: str, apart: bool) -> tuple[str | None, str]:
     """The weight bridge of a run with a server, and why."""
     if mode != "server":
         return None, "no server: " + ("vLLM shares the trainers' GPUs" if mode == "colocate" else "use_vllm is false")
@@ -308,7 +309,7 @@ def _bridge(recipe: Recipe, resources: Resources, mode: str) -> tuple[str | None
     if wanted != "auto":
         return str(wanted), f"asked for by {recipe.origin('weight_sync')}"
     if resources.flavour == "cpu":
-        return "file", "no GPU: safetensors in shared memory"
+        return "file", f"no GPU: safetensors in {'the run directory' if apart else 'shared memory'}"
     return "nccl", "server and trainers are on GPUs"
 
 
