@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import check_guide_rows
+import fault_rows
 import guide_rows
 import pytest
 from guide_rows import REPOSITORY, Row, exists, needs, rows
@@ -121,8 +122,8 @@ def test_a_test_without_its_program_is_excused_and_one_with_it_is_not() -> None:
 def test_the_check_ends_with_what_it_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], missing: str | None, code: int
 ) -> None:
-    file = tmp_path / "ran"
-    file.write_text("".join(f"passed {test}\n" for row in rows() for test in row.tests if test != missing))
+    file, all_rows = tmp_path / "ran", [*rows(), *fault_rows.rows()]
+    file.write_text("".join(f"passed {test}\n" for row in all_rows for test in row.tests if test != missing))
     monkeypatch.setenv("GRPO_RAN_TESTS", str(file))
     assert check_guide_rows.main() == code
     assert (TEST in capsys.readouterr().err) == bool(code)
@@ -152,3 +153,15 @@ def test_a_test_exists_where_its_function_is_defined() -> None:
     assert exists(TEST)
     assert not exists("tests/launch/test_plan.py::test_none") and not exists("tests/none.py::test_x")
     assert not exists("tests/launch/test_plan.py::accelerate_file")
+
+
+def test_a_fault_rests_on_a_test_that_passed_or_that_another_day_runs(tmp_path: Path) -> None:
+    file = tmp_path / "ran"
+    always, rotates = TEST, "tests/e2e/test_faults.py::test_memory_that_runs_out_is_told_with_what_to_ask_for"
+
+    def wrong(ran: str, *tests: str) -> list[str]:
+        file.write_text(ran)
+        return check_guide_rows.without_a_test((fault_rows.Fault("x", "ended", "", "", tests),), file)
+
+    assert not wrong(f"passed {always}\n", always) and not wrong("", rotates)
+    assert wrong("", always) and wrong(f"failed {rotates}\n", rotates) and wrong(f"skipped {always}\n", always)
