@@ -4,7 +4,7 @@ SHELL := /bin/bash
 ENV_DIR ?= .venv
 BIN := $(abspath $(ENV_DIR))/bin
 PYTEST_ARGS ?=
-SHELL_FILES = $$(git ls-files --cached --others --exclude-standard "*.sh" .ci/run)
+SHELL_FILES = $$(git ls-files --cached --others --exclude-standard "*.sh" "*.slurm" .ci/run)
 
 .PHONY: help setup smoke test e2e soak coverage docs lint format keys clean lock
 

@@ -26,8 +26,8 @@ OWNED_KEYS: dict[str, str] = {
     "logging_strategy": "remove it; every optimizer step is logged",
     "logging_first_step": "remove it; every optimizer step is logged",
     "enable_jit_checkpoint": (
-        "remove it; SIGTERM saves here already, while with it ranks save different steps, in the middle of one, and what "
-        "it marks as unfinished is resumed from"
+        "remove it; SIGTERM saves here already, while with it ranks save different steps, in the middle of one, and "
+        "what it marks as unfinished is resumed from"
     ),
     "auto_find_batch_size": "remove it; it changes the experiment's batch, lower per_device_train_batch_size instead",
     "hub_token": "remove it and export HF_TOKEN",
