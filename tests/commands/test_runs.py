@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes import cli
+from grpo_recipes.doctor.rundirs import RunFiles
 from grpo_recipes.launch.resources import Resources
 from grpo_recipes.launch.rundir import Run, claim, new_run, no_requeue_file, read_json, stop_file, write_json
 from grpo_recipes.slurm import queue
@@ -90,10 +91,23 @@ def test_a_task_of_an_array_is_named_by_its_number(folder, capsys) -> None:
     assert run.folder.name in said(capsys, "status", "12_3")
 
 
+def test_an_array_job_is_told_by_its_tasks(folder, capsys) -> None:
+    for task in (0, 10):
+        made(folder, name=f"cell{task}", status="submitted", job=f"slurm-12_{task}")
+    told = said(capsys, "stop", "12", code=2)
+    assert "12: is an array job of 2 runs. Fix: name one of them, e.g. 12_0; scancel 12 ends them all" in told
+
+
 def test_a_job_known_to_slurm_alone_is_found_by_its_script(folder, monkeypatch, capsys) -> None:
     run = made(folder)
     monkeypatch.setattr(queue, "ask", lambda *argv: f"JobId=5 JobState=RUNNING Command={run.folder}/job.sh")
     assert run.folder.name in said(capsys, "status", "5")
+
+
+@pytest.mark.parametrize("script", ["/x/job.sh", f"/{'a' * 300}/job.sh", "/dev/null/job.sh"])
+def test_another_job_is_none_of_ours(folder, monkeypatch, capsys, script) -> None:
+    monkeypatch.setattr(queue, "ask", lambda *argv: f"JobId=5 JobState=RUNNING Command={script}")
+    assert "5: is no job of a run that is known here. Fix: " in said(capsys, "stop", "5", code=2)
 
 
 def test_status_tells_step_reward_time_left_and_logs(folder, capsys) -> None:
@@ -133,6 +147,67 @@ def test_state_of_a_run_with_a_job(folder, fake_slurm, capsys, status, state, ex
     table = said(capsys, "status")
     if state in ("PENDING", "RUNNING"):
         assert expected in table
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("run.json", "{"),
+        ("summary.json", ""),
+        ("summary.json", "[]"),
+        ("job.json", ""),
+        ("metrics.jsonl", '{"step": 1\n{"step": 2}\n'),
+        ("metrics.jsonl", '{"reward": 1}\n'),
+    ],
+)
+def test_a_damaged_run_directory_is_told_and_hides_no_other(folder, capsys, file, content) -> None:
+    made(folder, "right", "completed")
+    run = made(folder, "wrong")
+    (run.folder / file).write_text(content)
+    assert f"runs/wrong-stamp/{file}: is damaged (" in said(capsys, "status", "wrong-stamp", code=2)
+    table = said(capsys, "status")
+    assert f"wrong-stamp  damaged: {file}" in table and "right-stamp  completed" in table
+
+
+def test_rows_without_an_end_have_no_time_left(folder, capsys) -> None:
+    run = made(folder)
+    (run.folder / "metrics.jsonl").write_text('{"step": 1, "seconds/step": 2.0}\n')
+    lock = claim(run)
+    assert "step     1/?\n" in said(capsys, "status", "last")
+    os.close(lock)
+
+
+@pytest.fixture
+def silent_slurm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm's commands are here and do not reach its controller."""
+    monkeypatch.undo()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("RUN_ROOT", str(folder / "runs"))
+    bin_folder = folder / "bin"
+    bin_folder.mkdir()
+    words = "Unable to contact slurm controller (connect failure)"
+    for name in ("scontrol", "squeue", "sacct", "scancel"):
+        (bin_folder / name).write_text(f"#!/bin/bash\necho '{name}: error: {words}' >&2; exit 1\n")
+        (bin_folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{bin_folder}:{os.environ['PATH']}")
+
+
+@pytest.mark.parametrize("status", ["submitted", "running"])
+def test_a_slurm_that_does_not_answer_is_no_end_of_a_run(folder, silent_slurm, capsys, status) -> None:
+    made(folder, status=status, job="slurm-77")
+    expected = f"{status}, but Slurm does not answer"
+    assert f"state    {expected}\n" in said(capsys, "status", "last")
+    assert expected in said(capsys, "status")
+    if status == "submitted":
+        assert "scancel: Unable to contact slurm controller" in said(capsys, "stop", "last", code=2)
+
+
+def test_a_job_that_slurm_has_forgotten_is_over(folder, silent_slurm, capsys) -> None:
+    made(folder, job="slurm-77")
+    (folder / "bin/scontrol").write_text(
+        "#!/bin/bash\necho 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1\n"
+    )
+    assert "state    lost: its launcher is gone\n" in said(capsys, "status", "last")
 
 
 def test_the_table_has_a_line_a_run_the_newest_first(folder, capsys) -> None:
@@ -200,6 +275,21 @@ def test_following_ends_with_the_run_and_takes_up_the_logs_of_a_new_attempt(fold
     assert told.splitlines() == [*lines, f"grpo: runs/{run.folder.name} is over: stopped"]
 
 
+def test_a_line_that_does_not_end_holds_nothing_up(folder, capsys, monkeypatch) -> None:
+    from grpo_recipes.commands import logs
+
+    monkeypatch.setattr(logs, "_MOST_BYTES", 100)
+    run = made(folder)
+    log = written(folder, "trainer.log", "begun\n")
+    follower = logs.Follower(["trainer"], 5)
+    follower.look(RunFiles(run.folder))
+    with log.open("a") as file:
+        file.write("bar\r" * 100 + "\nafter\n")
+    for _ in range(6):
+        follower.look(RunFiles(run.folder))
+    assert capsys.readouterr().out.endswith("\nafter\n")
+
+
 def test_stop_asks_to_save_and_forbids_the_requeue(folder, capsys) -> None:
     run = made(folder)
     lock = claim(run)
@@ -215,7 +305,13 @@ def test_a_run_that_is_over_is_not_stopped(folder, capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "state"), [("submitted", "PENDING"), ("requeued", "PENDING"), ("submitted", "RUNNING")]
+    ("status", "state"),
+    [
+        ("submitted", "PENDING"),
+        ("requeued", "PENDING"),
+        ("submitted", "RUNNING"),
+        ("running", "PENDING"),  # its node died, and Slurm has put it back: nobody would see a request
+    ],
 )
 def test_stop_takes_a_job_that_has_not_begun_out_of_the_queue(
     folder, fake_slurm, monkeypatch, capsys, status, state

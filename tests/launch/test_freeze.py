@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.check import checked_recipe
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import Refused, refuse
 from grpo_recipes.keys import ENVIRONMENT_KEYS
 from grpo_recipes.launch.attempt import prepare
 from grpo_recipes.launch.environment import READ_VARIABLES, base_environment
@@ -123,6 +123,24 @@ def test_its_first_start_is_no_restart_and_its_second_is_one(folder, monkeypatch
         attempt.scratch.remove()
         counts.append((read_json(run.folder / "summary.json")["restarts"], bool(attempt.resumed)))
     assert counts == [(0, False), (1, True)]
+
+
+def test_a_node_that_does_not_begin_leaves_no_scratch_and_no_running_summary(folder, monkeypatch) -> None:
+    class SilentAgents(Agents):
+        def begin(self, *_: object) -> None:
+            raise refuse("nodes of the job", "node 1 did not answer within 60 s", "")
+
+    scratch = folder / "scratch"
+    for one in (scratch, folder / "logs"):
+        one.mkdir()
+    monkeypatch.setenv("SLURM_TMPDIR", str(scratch))
+    run = frozen()
+    recipe = settle(Options(resume=str(run.folder)), CPU)[1]
+    names = names_of(run, recipe)
+    with pytest.raises(Refused, match="did not answer"):
+        prepare(run, recipe, make_plan(recipe, CPU, os.environ, names), names, CPU, SilentAgents(2))
+    assert not list(scratch.iterdir())
+    assert read_json(run.folder / "summary.json")["status"] == "submitted"
 
 
 def test_a_job_of_another_size_than_planned_is_refused() -> None:

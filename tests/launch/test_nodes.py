@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from grpo_recipes.errors import Refused
+from grpo_recipes.launch import nodes
 from grpo_recipes.launch.commands import Process
 from grpo_recipes.launch.descendants import is_alive
 from grpo_recipes.launch.nodes import Agents, RemoteChild, Trainers, srun_command
@@ -139,6 +140,7 @@ def test_names_instead_of_addresses_are_asked_for_the_way(job, agents):
 @pytest.mark.parametrize(
     ("addresses", "variables", "said"),
     [
+        ((), {"NETWORK_INTERFACE": "=ib9,lo"}, r"NETWORK_INTERFACE: node n1 has no address on 'ib9' \(it has lo"),
         ((), {"NETWORK_INTERFACE": "ib9"}, r"NETWORK_INTERFACE: node n1 has no address on 'ib9' \(it has lo"),
         (("127.0.0.1", "192.0.2.7"), {}, "node n2 cannot listen on 192.0.2.7"),
         (("name.invalid", "name.invalid"), {}, "node n1 finds no way to name.invalid"),
@@ -175,6 +177,41 @@ def test_a_silent_node_is_named(job, agents, tmp_path):
     begun(agents, job(), tmp_path / "run")
     with pytest.raises(Refused, match="node 1 did not answer within 1 s"):
         agents.ask_of([1], "stop", 1.0)
+
+
+def test_other_output_of_a_node_does_no_harm(job, agents, tmp_path):
+    environment = job()
+    srun = tmp_path / "bin" / "srun"
+    prologue = "import sys\nsys.stdout.buffer.write(b'Gr\\xfc\\xdfe\\n')\nsys.stdout.flush()\n"
+    srun.write_text(srun.read_text().replace("import json\n", prologue + "import json\n", 1))
+    assert len(survey(agents, two_nodes(), environment).nodes) == 2
+
+
+def test_an_srun_that_does_not_end_is_killed(job, tmp_path, monkeypatch):
+    monkeypatch.setattr(nodes, "_END_SECONDS", 0.5)
+    environment = job()
+    (tmp_path / "bin" / "srun").write_text("#!/bin/sh\ntrap '' TERM\nwhile :; do sleep 0.1; done\n")
+    with Agents(2) as agents:
+        agents.start(environment)
+        (srun,) = [one for one in psutil.Process().children() if "srun" in " ".join(one.cmdline())]
+        time.sleep(0.3)
+    assert not is_alive(srun.pid)
+
+
+def test_options_of_srun_that_do_not_parse_are_refused():
+    with pytest.raises(Refused, match=r"GRPO_SRUN_OPTIONS: .*No closing quotation"):
+        srun_command(2, {"GRPO_SRUN_OPTIONS": "--comment='a"})
+
+
+def test_what_a_node_refuses_is_said_in_a_line(tmp_path):
+    (tmp_path / "trl-0.0.1.dist-info").mkdir()
+    (tmp_path / "trl-0.0.1.dist-info/METADATA").write_text("Name: trl\nVersion: 0.0.1\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "grpo_recipes.launch.agent"], input='{"order": "survey"}\n', capture_output=True,
+        env={**os.environ, "SLURM_NODEID": "1", "PYTHONPATH": str(tmp_path)}, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith("grpo: node 1: environment: trl 0.0.1 is installed") and done.stderr.count("\n") == 1
 
 
 def test_srun_that_fails_is_named(job, agents, tmp_path):
@@ -293,6 +330,7 @@ def test_an_agent_that_is_killed_ends_the_run_and_leaves_nothing(job, agents, tm
 LAUNCHER = """
 import os, sys, time
 from pathlib import Path
+from grpo_recipes.launch import nodes
 from grpo_recipes.launch.commands import Process
 from grpo_recipes.launch.nodes import Agents, RemoteChild
 from grpo_recipes.launch.resources import Resources

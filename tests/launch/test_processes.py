@@ -205,8 +205,7 @@ def test_a_signal_while_trainers_train_has_them_save(fake_run, signum):
     run = fake_run(steps=200)
 
     def ask() -> None:
-        run.wait_for_step(2)
-        time.sleep(1.2)  # the launcher looks at phases each second
+        run.wait_for_step(1)  # sooner than the launcher's next look at the phases
         os.kill(os.getpid(), signum)
 
     ending = run.then(ask).end()
@@ -218,7 +217,6 @@ def test_a_server_that_scancel_ended_with_the_rest_is_not_to_blame(fake_run):
 
     def cancel() -> None:
         run.wait_for_step(2)
-        time.sleep(1.2)
         os.kill(os.getpid(), signal.SIGTERM)
         run.kill("server", signal.SIGTERM)
 

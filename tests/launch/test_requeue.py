@@ -39,7 +39,7 @@ def fake_scontrol(tmp_path, monkeypatch):
         return tmp_path / "asked"
 
     yield make
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize(
@@ -59,4 +59,4 @@ def test_what_scontrol_says_against_it_is_told(fake_scontrol):
 def test_a_missing_scontrol_is_told(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert requeue(JOB) == "scontrol requeue 7 failed (FileNotFoundError)"
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -77,7 +77,7 @@ def test_the_last_run_and_a_named_run_are_found(tmp_path):
     assert find_run(tmp_path / "elsewhere", str(second.folder)) == second
 
 
-@pytest.mark.parametrize("which", ["last", "no-such-folder", "."])
+@pytest.mark.parametrize("which", ["last", "no-such-folder", ".", "/dev/null", "a" * 300])
 def test_what_is_no_run_is_refused(tmp_path, monkeypatch, which):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Refused) as refused:
@@ -107,6 +107,15 @@ def test_rewards_of_the_summary_are_the_first_3_and_the_last_5_rows(tmp_path, co
     assert summary["seconds"]["sample"] == pytest.approx(0.5 * count)
     assert (summary["status"], summary["exit_code"]) == ("completed", 0)
     assert read_json(tmp_path / "summary.json") == summary
+
+
+@pytest.mark.parametrize("line", ["{", "[]", "3", '{"reward": 1}', '{"step": "x"}'])
+def test_a_whole_line_that_is_no_row_is_told(tmp_path, line):
+    write_rows(tmp_path, [0.0])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(f"{line}\n")
+    with pytest.raises(Refused, match=r"metrics.jsonl: is damaged \(no row: "):
+        read_metrics(tmp_path)
 
 
 def test_a_line_a_kill_cut_short_is_left_out(tmp_path):

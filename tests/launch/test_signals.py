@@ -24,7 +24,7 @@ def send(*signums: int) -> None:
 
 @pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_trainers_with_something_to_save_are_asked_by_the_file(stop, capsys, signum):
-    stop.can_save = True
+    stop.can_save = lambda: True
     send(signum)
     stop.look()
     assert stop.requested and stop.request.exists()
@@ -49,14 +49,14 @@ def test_with_nothing_to_save_a_signal_ends_the_attempt_at_once(stop, signum, co
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_the_second_time_a_signal_ends_the_attempt(stop, signum):
-    stop.can_save = True
+    stop.can_save = lambda: True
     send(signum)
     with pytest.raises(StoppedAtOnce):
         send(signum)
 
 
 def test_usr1_again_ends_nothing_since_slurm_may_send_it_where_we_have_asked_already(stop):
-    stop.can_save = True
+    stop.can_save = lambda: True
     stop.out_of_time("the job's time limit comes in 60 s")
     send(signal.SIGUSR1, signal.SIGUSR1)
     stop.look()
@@ -65,14 +65,14 @@ def test_usr1_again_ends_nothing_since_slurm_may_send_it_where_we_have_asked_alr
 
 @pytest.mark.parametrize("later", [signal.SIGTERM, signal.SIGINT])
 def test_who_wants_the_run_ended_is_not_answered_with_a_requeue(stop, later):
-    stop.can_save = True
+    stop.can_save = lambda: True
     send(signal.SIGUSR1, later)
     assert stop.requested and not stop.wants_requeue
 
 
 def test_sigterm_leaves_the_trainers_a_moment_to_save(stop, monkeypatch):
     monkeypatch.setattr(StopSignals, "_term_grace_seconds", 0.0)
-    stop.can_save = True
+    stop.can_save = lambda: True
     send(signal.SIGUSR1)
     stop.look()
     send(signal.SIGTERM)
@@ -86,7 +86,7 @@ def test_a_request_by_the_file_alone_ends_an_attempt_with_nothing_to_save(stop):
     with pytest.raises(StoppedAtOnce) as stopped:
         stop.look()
     assert stopped.value.ending().code == 75 and not stop.wants_requeue
-    stop.can_save = True
+    stop.can_save = lambda: True
     stop.look()
 
 

@@ -77,7 +77,7 @@ def wait_for(condition, what: str, seconds: float = 20) -> None:
 @pytest.fixture
 def place(tmp_path):
     made = Place(tmp_path / "run", tmp_path / "disk", tmp_path / "memory", tmp_path / "log", tmp_path / "pid")
-    for folder in (made.run_dir / "processes", made.disk, made.memory):
+    for folder in (made.run_dir / "processes", made.run_dir / "sync", made.disk, made.memory):
         folder.mkdir(parents=True)
     yield made
     if made.pid_file.exists() and is_alive(int(made.pid_file.read_text())):
@@ -132,7 +132,7 @@ def test_when_the_launcher_is_killed_all_ends_and_the_summary_says_why(place):
     summary = json.loads((place.run_dir / "summary.json").read_text())
     assert summary["status"] == "failed" and summary["exit_code"] == 137
     assert summary["cause"].startswith(f"the launcher (pid {launcher.pid}) died")
-    assert not place.disk.exists() and not place.memory.exists()
+    assert not place.disk.exists() and not place.memory.exists() and not (place.run_dir / "sync").exists()
 
 
 def test_a_launcher_that_died_before_the_warden_began_is_noticed_at_once(place):

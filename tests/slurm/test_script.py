@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -33,7 +35,7 @@ SITE = Profile("site", gpus=2)
 SHOWN = {
     "account": ("me", "--account=me"),
     "partition": ("long", "--partition=long"),
-    "nodes": (2, "--nodes=2"),
+    "nodes": (2, "--nodes=2\n#SBATCH --ntasks=2\n#SBATCH --ntasks-per-node=1\n"),
     "gpu_flag_style": ("gpus", "--gpus-per-node=2"),
     "gpu_kind": ("h100", "--gres=gpu:h100:2"),
     "gpus": (4, "--gres=gpu:4"),
@@ -105,15 +107,10 @@ def test_every_key_changes_the_script(key: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("nodes", 3, "--nodes=3\n#SBATCH --ntasks=3\n#SBATCH --ntasks-per-node=1\n"),
-        ("gpus", 1, "--gres=gpu:1\n"),
-        ("time", "5:00", "--time=5:00\n"),
         ("array", "0-5%2", "--array=0-5%2\n"),
         ("output", "o_%A_%a", "--output=o_%A_%a\n"),
         ("error", "e", "--error=e\n"),
         ("chdir", Path("/a b"), '--chdir="/a b"\n'),
-        ("dependency", "afterany:7", "--dependency=afterany:7\n"),
-        ("requeue", False, "--no-requeue\n"),
     ],
 )
 def test_every_part_of_a_request_changes_the_script(name: str, value: object, expected: str) -> None:
@@ -132,6 +129,43 @@ def test_sites_are_asked_for_gpus_in_their_own_way(style: str, lines: list[str])
 def test_nodes_without_internet_do_not_ask_the_hub() -> None:
     assert "export HF_HUB_OFFLINE=1\nexport HF_DATASETS_OFFLINE=1\n" in rendered()
     assert "OFFLINE" not in rendered(replace(SITE, internet=True))
+
+
+@pytest.mark.parametrize(
+    ("folder", "line"),
+    [
+        ("/a b", '#SBATCH --chdir="/a b"'),
+        ('/a "b"', '#SBATCH --chdir="/a \\"b\\""'),
+        ("/it's", '#SBATCH --chdir="/it\'s"'),
+        ("/run#1", '#SBATCH --chdir="/run#1"'),
+        ("/a\\b", '#SBATCH --chdir="/a\\\\b"'),
+    ],
+)
+def test_a_folder_of_any_name_stands_as_sbatch_reads_it(folder: str, line: str, tmp_path: Path) -> None:
+    script = rendered(request=Request("job", chdir=Path(folder)))
+    assert f"{line}\n" in script
+    accepted(script, tmp_path)
+
+
+def test_sbatch_reads_a_folder_of_any_name_as_it_is(tmp_path: Path) -> None:
+    if shutil.which("sbatch") is None:
+        pytest.skip("there is no sbatch here")
+    folder = "/a \"b\" 'c' #d \\e"
+    (tmp_path / "job.sh").write_text(rendered(request=Request("job", chdir=Path(folder))))
+    nobody = "ClusterName=x\nSlurmctldHost=localhost(127.0.0.1)\nSlurmctldPort=1\nMessageTimeout=2\nNodeName=n1\n"
+    (tmp_path / "slurm.conf").write_text(f"{nobody}PartitionName=main Nodes=n1 Default=YES\n")
+    environment = {**os.environ, "SLURM_CONF": str(tmp_path / "slurm.conf")}
+    with subprocess.Popen(
+        ["sbatch", "-v", "--test-only", str(tmp_path / "job.sh")], env=environment, text=True, stderr=subprocess.PIPE
+    ) as asked:
+        told = next((line for line in asked.stderr if "chdir" in line or "fatal" in line), "")
+        asked.kill()  # it would try to reach the controller that is not there
+    assert told.partition(" : ")[2] == f"{folder}\n"
+
+
+def test_an_option_that_is_quoted_already_stays_as_it_is() -> None:
+    script = rendered(replace(SITE, sbatch_options=['--comment="a b"', "-p long"]))
+    assert '#SBATCH --comment="a b"\n#SBATCH -p long\n' in script
 
 
 def run_script(script: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:

@@ -130,6 +130,13 @@ def test_what_sbatch_says_is_told_and_no_run_directory_is_left(fake_sbatch, caps
     assert "sbatch: invalid partition specified: x; Batch job failed. Fix: " in refusal(capsys, "--partition", "x")
 
 
+def test_an_sbatch_that_tells_no_job_is_told_with_its_words(folder, fake_sbatch, capsys) -> None:
+    fake_sbatch("echo Welcome; echo 'your job is on its way'")
+    assert submit() == 2
+    assert "sbatch: tells no job id ('Welcome your job is on its way')" in capsys.readouterr().err
+    assert only_run(folder)  # the job may be in the queue, and needs it
+
+
 def test_without_sbatch_there_is_no_run_directory(monkeypatch, capsys) -> None:
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
     assert "sbatch: is not on this machine" in refusal(capsys)

@@ -174,6 +174,21 @@ def test_a_stop_while_a_resumed_run_makes_up_for_an_evaluation(
     assert rows_of(tmp_path / "eval.jsonl") == rows_of(folder / "eval.jsonl")
 
 
+def test_an_evaluation_that_was_made_up_for_counts_for_the_best_metric(tmp_path: Path) -> None:
+    keys = EVALUATED | {"max_steps": 3, "metric_for_best_model": "reward", "save_strategy": "best"}
+    train(tmp_path / "whole", **keys)
+    second, third = (row["eval_reward"] for row in rows_of(tmp_path / "whole" / "eval.jsonl"))
+    keys["greater_is_better"] = second > third
+    run = tmp_path / "run"
+
+    _, stopped = train(run, Scores(2, stop_file(run)), **keys)
+
+    assert str(stopped) == "stopped on request after step 2, state saved"
+    stop_file(run).unlink()
+    trainer, _ = train(run, **keys)
+    assert (trainer.state.best_metric, trainer.state.best_global_step) == (second, 2)
+
+
 def test_a_run_resumed_without_evaluation_owes_none(tmp_path: Path) -> None:
     train(tmp_path, Scores(2, stop_file(tmp_path)), **EVALUATED)
     stop_file(tmp_path).unlink()

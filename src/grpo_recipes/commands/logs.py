@@ -90,8 +90,9 @@ class Follower:
         with path.open("rb") as file:
             file.seek(start)
             content = file.read(_MOST_BYTES)
-        # Whole lines alone: what is cut in two would be masked by halves.
-        content = content[: content.rfind(b"\n") + 1]
+        # Whole lines alone: what is cut in two would be masked by halves. One that is too long is shown all the same.
+        whole = content.rfind(b"\n") + 1
+        content = content[:whole] if whole or len(content) < _MOST_BYTES else content
         self._offsets[path] = start + len(content)
         text = content.decode(errors="replace")
         if begun:

@@ -11,7 +11,7 @@ from grpo_recipes.errors import refuse
 from grpo_recipes.keys import catalogue
 from grpo_recipes.launch.freeze import SUBMITTED
 from grpo_recipes.launch.rundir import find_run
-from grpo_recipes.slurm.queue import Job, find_job
+from grpo_recipes.slurm.queue import NO_ANSWER, Job, find_job
 
 RUN_HELP = "run directory, its name in RUN_ROOT, last for the newest there, or the id of a Slurm job"
 _OVER = ("completed", "failed", "stopped")
@@ -33,7 +33,7 @@ def named_run(which: str) -> RunFiles:
     if re.fullmatch(r"\d+(_\d+)?", which):
         return RunFiles(_folder_of_job(which))
     for folder in (Path(which), run_root() / which):
-        if os.path.isfile(folder / "run.json"):  # False too for a name that is too long
+        if os.path.isfile(folder / "run.json"):  # False too for a name that is too long, or not ours
             return RunFiles(folder.absolute())
     fix = "name a run directory, a run in RUN_ROOT, or the id of its job"
     raise refuse(which or "RUN", "is no run directory (no run.json)", fix)
@@ -44,10 +44,14 @@ def _folder_of_job(job_id: str) -> Path:
     pointers = [path for path in (run_root() / ".jobs").glob(f"*-{job_id}") if path.is_file()]
     for pointer in sorted(pointers, key=lambda path: path.stat().st_mtime, reverse=True):
         folder = Path(pointer.read_text().strip())
-        if (folder / "run.json").is_file():
+        if os.path.isfile(folder / "run.json"):
             return folder
+    tasks = sorted(path.name.rpartition("-")[2] for path in (run_root() / ".jobs").glob(f"*-{job_id}_*"))
+    if tasks:
+        fix = f"name one of them, e.g. {tasks[0]}; scancel {job_id} ends them all"
+        raise refuse(job_id, f"is an array job of {len(tasks)} runs", fix)
     job = find_job(job_id)
-    if job and job.script and (job.script.parent / "run.json").is_file():
+    if job and job.script and os.path.isfile(job.script.parent / "run.json"):
         return job.script.parent
     raise refuse(job_id, "is no job of a run that is known here", "name the run directory, or set RUN_ROOT")
 
@@ -72,6 +76,8 @@ def how_it_stands(run: RunFiles, job: Job | None) -> str:
         return f"waiting in the queue{f' ({job.reason})' if job.reason else ''}"
     if status in _OVER:
         return status
+    if job is not None and job.state == NO_ANSWER:
+        return f"{status}, but Slurm does not answer"
     if is_over(run, job):
         told = f", its job is {job.state}" if job is not None else ""
         return f"never started{told}" if status == SUBMITTED else f"lost: its launcher is gone{told}"

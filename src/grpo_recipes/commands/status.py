@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from grpo_recipes.commands.runs import RUN_HELP, how_it_stands, is_over, job_of, named_run, run_root
 from grpo_recipes.doctor.rundirs import RunFiles
+from grpo_recipes.errors import Refused
 from grpo_recipes.launch.progress import clock
 from grpo_recipes.paths import shown
-from grpo_recipes.slurm.queue import Job, my_jobs
+from grpo_recipes.slurm.queue import NO_ANSWER, Job, my_jobs
 
 HELP = "say how a run stands, or list all of them"
 TAKES_RECIPE = False
@@ -66,13 +68,21 @@ def _print_table() -> None:
     jobs = my_jobs()
     rows = [("run", "state", "job", "step", "reward", "left")]
     for folder in sorted(folders, key=_changed, reverse=True):
-        run = RunFiles(folder)
-        job = jobs.get(run.job_id)
-        state = how_it_stands(run, job)
-        rows.append((folder.name, state, run.job_id, _step(run), _reward(run), _left(run, job)))
+        try:
+            rows.append(_row(folder, jobs))
+        except Refused as damaged:
+            rows.append((folder.name, f"damaged: {Path(damaged.problems[0].where).name}", "", "", "", ""))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _row(folder: Path, jobs: Mapping[str, Job] | None) -> tuple[str, str, str, str, str, str]:
+    """A run's line in the table; ``jobs`` is None where Slurm does not answer."""
+    run = RunFiles(folder)
+    unknown = Job(run.job_id, NO_ANSWER) if run.job_id else None
+    job = unknown if jobs is None else jobs.get(run.job_id)
+    return folder.name, how_it_stands(run, job), run.job_id, _step(run), _reward(run), _left(run, job)
 
 
 def _changed(folder: Path) -> float:
@@ -95,7 +105,7 @@ def _reward(run: RunFiles) -> str:
 def _left(run: RunFiles, job: Job | None) -> str:
     """Time the remaining steps take at the pace of the last ones; empty where none is known or the run is over."""
     seconds = run.numbers("seconds/step", _PACE_ROWS)
-    if not seconds or is_over(run, job):
+    last = run.rows[-1] if run.rows else {}
+    if not seconds or "max_steps" not in last or is_over(run, job):
         return ""
-    last = run.rows[-1]
     return clock(sum(seconds) / len(seconds) * (last["max_steps"] - last["step"]))

@@ -40,8 +40,8 @@ def run(options: argparse.Namespace, flags: list[str]) -> int:
             options.which, f"{shown(found.folder)} is over: {how_it_stands(found, job)}", "nothing is to be done"
         )
     no_requeue_file(found.folder).touch()
-    if job is not None and found.summary.get("status") != "running":
-        cancel(job.id)  # nothing of it runs yet: there is nothing to save
+    if job is not None and (job.waits or found.summary.get("status") != "running"):
+        cancel(job.id)  # nothing of it runs: there is nothing to save, and nobody who would see a request
         finish_summary(found.folder, status="stopped", cause="taken out of the queue by grpo stop")
         print(f"grpo: job {job.id} is out of the queue; the run directory stays: {shown(found.folder)}")
     elif options.now:

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from grpo_recipes.commands.recipes import add_recipe_arguments, recipe_name
+from grpo_recipes.commands.runs import run_root
 from grpo_recipes.commands.submit import add_site_arguments, chosen_profile, overrides
 from grpo_recipes.errors import Problem, Refused, refuse
 from grpo_recipes.keys import catalogue
@@ -93,5 +94,4 @@ def _split(options: argparse.Namespace, flags: list[str]) -> tuple[list[str], li
 
 
 def _named(which: str) -> Sweep:
-    root = Path(os.path.expanduser(os.environ.get("RUN_ROOT") or catalogue()["run_root"]["default"]))
-    return find_sweep(root / FOLDER, which)
+    return find_sweep(run_root() / FOLDER, which)

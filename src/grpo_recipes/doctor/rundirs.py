@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import os
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import yaml
 
 from grpo_recipes.errors import Refused, refuse
 from grpo_recipes.keys import catalogue
-from grpo_recipes.launch.rundir import JOB_FILE, find_run, read_json, read_metrics
+from grpo_recipes.launch.rundir import JOB_FILE, find_run, is_claimed, read_json, read_metrics
 from grpo_recipes.paths import home
 
 _HEAD_BYTES, _TAIL_BYTES = 200_000, 400_000
@@ -104,17 +103,7 @@ class RunFiles:
 
     def is_running(self) -> bool:
         """Whether a launch still holds the run directory."""
-        path = self.folder / "lock"
-        if not path.is_file():
-            return False
-        descriptor = os.open(path, os.O_RDWR)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(descriptor)
-        return False
+        return is_claimed(self.folder)
 
     def numbers(self, key: str, last: int | None = None) -> list[float]:
         """The values of a metric that are numbers, in all rows or the last ones."""

@@ -7,6 +7,7 @@ ends, the launcher closed it, or it or srun is gone: then everything of the run 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -21,6 +22,7 @@ from typing import Any
 
 import psutil
 
+from grpo_recipes.errors import EXIT_REFUSED, Refused
 from grpo_recipes.launch.commands import Process
 from grpo_recipes.launch.descendants import end_descendants, is_alive, reap
 from grpo_recipes.launch.environment import Scratch, base_environment, make_scratch, run_environment
@@ -125,7 +127,8 @@ class Agent:
         """Have every rank of this node write its stacks."""
         for record in self._ranks():
             if is_alive(record["pid"]):
-                os.kill(record["pid"], signal.SIGUSR2)
+                with contextlib.suppress(ProcessLookupError):  # it has ended since
+                    os.kill(record["pid"], signal.SIGUSR2)
 
     def look(self) -> None:
         """Tell what changed of the processes and ranks of this node."""
@@ -208,6 +211,9 @@ def main() -> int:
             if not line:
                 return 0
             agent.obey(line)
+    except Refused as refused:
+        print(f"grpo: node {os.environ['SLURM_NODEID']}: {refused}", file=sys.stderr, flush=True)
+        return EXIT_REFUSED
     finally:
         agent.end()
 

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from grpo_recipes.errors import Refused
 from grpo_recipes.launch.checkpoints import newest_complete, step_of
 from grpo_recipes.launch.environment import (
     Scratch,
@@ -59,10 +60,12 @@ class Attempt:
         return self.plan.server_host, self.plan.ports.server, self.scratch.token.read_text()
 
 
-def prepare(
-    run: Run, recipe: Recipe, plan: Plan, names: Names, resources: Resources, agents: Agents
-) -> Attempt:
-    """Freeze recipe and plan in the run directory; make each node's scratch folders and the token."""
+def prepare(run: Run, recipe: Recipe, plan: Plan, names: Names, resources: Resources, agents: Agents) -> Attempt:
+    """Freeze recipe and plan in the run directory; make each node's scratch folders and the token.
+
+    Raises:
+        Refused: a node did not answer; no attempt has begun.
+    """
     plan = replace(plan, processes=[replace(process, log=new_log(process.log)) for process in plan.processes])
     keep(run, recipe, plan)
     for record in (run.folder / "processes").glob("*.json"):
@@ -76,7 +79,6 @@ def prepare(
         before = None  # nothing has run yet
     kept = {key: before[key] for key in ("idle_attempts", "server_restarts") if before and key in before}
     restarts = before["restarts"] + 1 if before else 0
-    write_json(run.folder / "summary.json", {"status": "running", "smoke": plan.smoke, "restarts": restarts, **kept})
     scratch = make_scratch(os.environ)
     tracking = {**wandb_environment(recipe), "WANDB_RUN_ID": run.identity["wandb_id"], "WANDB_RESUME": "allow"}
     environment = {
@@ -84,7 +86,12 @@ def prepare(
         **run_environment(os.environ, scratch, run.folder, names.served),
         **tracking,
     }
-    agents.begin(run.folder, names.served, scratch.token.read_text(), tracking)
+    try:
+        agents.begin(run.folder, names.served, scratch.token.read_text(), tracking)
+    except Refused:
+        scratch.remove()
+        raise
+    write_json(run.folder / "summary.json", {"status": "running", "smoke": plan.smoke, "restarts": restarts, **kept})
     resumed = go_back(run) if before else ""
     return Attempt(run, recipe, plan, names, scratch, environment, resumed, agents, newest_step(run))
 

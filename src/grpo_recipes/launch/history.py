@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo_recipes.launch.progress import clock
 from grpo_recipes.paths import shown
 
 if TYPE_CHECKING:
@@ -53,12 +54,7 @@ class Speed:
         told = f"{self.seconds:.3g} s a step in {runs}"
         if self.steps is None or self.walltime is None:
             return f"{told}: {3600 / self.seconds:,.0f} steps an hour"
-        return f"{told}: about {self.steps:,} steps in {_clock(self.walltime)}"
-
-
-def _clock(seconds: float) -> str:
-    minutes, second = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{second:02d}"
+        return f"{told}: about {self.steps:,} steps in {clock(self.walltime)}"
 
 
 def find_speed(plan: Plan, names: Names, walltime: float | None = None) -> Speed:

@@ -72,6 +72,7 @@ class Agents:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            errors="replace",  # a prologue of the site may write anything
             start_new_session=True,  # what a terminal sends to us is not for srun, which would end the step
         )
         OWN_CHILDREN.add(self._srun.pid)
@@ -162,8 +163,12 @@ class Agents:
             self._srun.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
             self._srun.terminate()  # srun then kills the step on every node
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            try:
                 self._srun.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._srun.kill()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._srun.wait(_END_SECONDS)
 
     def _read(self, srun: subprocess.Popen[str]) -> None:
         pieces: dict[str, str] = {}
@@ -202,7 +207,15 @@ def srun_command(count: int, environment: Mapping[str, str]) -> list[str]:
     Args:
         count: nodes of the job.
         environment: of the batch script; the cores of each node are in it.
+
+    Raises:
+        Refused: the further options are no words of a shell.
     """
+    try:
+        further = shlex.split(environment.get(SRUN_OPTIONS, ""))
+    except ValueError as error:
+        what = f"'{environment[SRUN_OPTIONS]}' cannot be split into words ({error})"
+        raise refuse(SRUN_OPTIONS, what, "close the quotes, or unset it") from None
     cores = [
         int(number) for number in re.findall(r"(\d+)(?:\(x\d+\))?", environment.get("SLURM_JOB_CPUS_PER_NODE", ""))
     ]
@@ -212,7 +225,7 @@ def srun_command(count: int, environment: Mapping[str, str]) -> list[str]:
         "--kill-on-bad-exit=1", "--mpi=none", "--input=all",
         "--export=ALL",  # a job submitted with --export=NONE would start the agents without an environment
         f"--chdir={os.getcwd()}",
-        *shlex.split(environment.get(SRUN_OPTIONS, "")),
+        *further,
         sys.executable, "-m", "grpo_recipes.launch.agent",
     ]  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import threading
 
 from grpo_recipes.launch.resources import SlurmJob
 from grpo_recipes.launch.say import say
@@ -36,7 +37,8 @@ def requeue(job: SlurmJob) -> str | None:
     Returns:
         Why that failed, or None, when Slurm has sent the signal.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())  # whichever thread the kernel gives it to
     name = job.array or str(job.id)  # one task, not the whole array
     try:
         done = subprocess.run(["scontrol", "requeue", name], capture_output=True, text=True, timeout=60, check=False)
@@ -45,5 +47,5 @@ def requeue(job: SlurmJob) -> str | None:
     if done.returncode != 0:
         return f"scontrol requeue {name} failed ({done.stderr.strip() or done.returncode})"
     say(f"job {name} is requeued and goes on in the same run directory")
-    signal.sigtimedwait({signal.SIGTERM}, _SIGTERM_SECONDS)
+    ended.wait(_SIGTERM_SECONDS)
     return None

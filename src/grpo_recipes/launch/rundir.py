@@ -12,6 +12,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from grpo_recipes.launch.resources import Resources
 from grpo_recipes.paths import home, shown
 from grpo_recipes.secrets import masked
 
+_MEND = "restore it, or mend it by hand"
+_LOCK_TRIES, _LOCK_SECONDS = 5, 0.1
 FROZEN_CODE = "code"  # folder of a run directory: the code of a run that was submitted
 JOB_FILE = "job.json"  # in a run directory: its last Slurm job, and the folder that job starts in
 # Files with one row of JSON a step, or a few, in the order of steps.
@@ -121,9 +124,11 @@ def find_run(root: Path, which: str, where: str = "--resume") -> Run:
         folder = runs[-1].parent
     else:
         folder = Path(which)
-    if not (folder / "run.json").is_file():
+    # isfile is False too for a name that is too long, and for a folder of somebody else
+    identity = read_json(folder / "run.json") if os.path.isfile(folder / "run.json") else None
+    if identity is None:
         raise refuse(where, f"'{which}' is not a run directory (no run.json)", "name a folder under run_root")
-    return Run(folder.absolute(), json.loads((folder / "run.json").read_text()))
+    return Run(folder.absolute(), identity)
 
 
 def claim(run: Run) -> int:
@@ -137,7 +142,7 @@ def claim(run: Run) -> int:
     """
     descriptor = os.open(run.folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(descriptor)
     except BlockingIOError:
         os.close(descriptor)
         what = f"another launch is running in {shown(run.folder)}"
@@ -147,6 +152,28 @@ def claim(run: Run) -> int:
     os.truncate(descriptor, 0)
     os.write(descriptor, f"{socket.gethostname()} {os.getpid()}\n".encode())
     return descriptor
+
+
+def _lock(descriptor: int) -> None:
+    """Take the lock; whoever merely looks at it (``is_claimed``) has it for the blink of an eye."""
+    for _ in range(_LOCK_TRIES - 1):
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_LOCK_SECONDS)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def is_claimed(folder: Path) -> bool:
+    """Whether a launch holds the run directory, as far as the file system has locks."""
+    try:
+        with (folder / "lock").open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def launcher_of(folder: Path) -> tuple[str, int]:
@@ -233,11 +260,20 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The file's content, or None when it does not exist."""
+    """The file's content, or None when it does not exist.
+
+    Raises:
+        Refused: it holds something else.
+    """
     try:
-        return dict(json.loads(path.read_text()))
+        content = json.loads(path.read_text())
     except FileNotFoundError:
         return None
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise refuse(shown(path), "is damaged (no JSON mapping)", _MEND)
+    return content
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -246,13 +282,26 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file of ``ROW_FILES``, none when it does not exist."""
+    """The rows of a file of ``ROW_FILES``, none when it does not exist.
+
+    Raises:
+        Refused: a whole line of it is no row.
+    """
     try:
         text = path.read_text()
     except FileNotFoundError:
         return []
-    lines = text.split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    return [_row(path, line) for line in text.split("\n")[:-1] if line]
+
+
+def _row(path: Path, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        row = None
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        raise refuse(shown(path), f"is damaged (no row: '{line[:40]}')", _MEND)
+    return row
 
 
 def move_rows_after(run_dir: Path, step: int) -> int:
@@ -269,7 +318,7 @@ def _move_rows_after(path: Path, step: int) -> int:
     if not path.exists():
         return 0
     lines = [line for line in path.read_text().split("\n")[:-1] if line]
-    kept = [line for line in lines if json.loads(line)["step"] <= step]
+    kept = [line for line in lines if _row(path, line)["step"] <= step]
     moved = lines[len(kept) :]
     if moved:
         with path.with_suffix(".redone.jsonl").open("a") as aside:

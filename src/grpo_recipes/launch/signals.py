@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,8 @@ class StopSignals(AbstractContextManager["StopSignals"]):
 
     Attributes:
         request: the file that asks the trainers, once there is a run directory.
-        can_save: whether trainers have something to save.
+        can_save: tells whether trainers have something to save; asked in the signal handler, since a step may have
+            begun a moment ago.
     """
 
     _signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -49,7 +51,7 @@ class StopSignals(AbstractContextManager["StopSignals"]):
 
     def __init__(self) -> None:
         self.request: Path | None = None
-        self.can_save = False
+        self.can_save: Callable[[], bool] = lambda: False
         self._before: dict[signal.Signals, Any] = {}
         self._seen: list[int] = []
         self._held = False
@@ -89,7 +91,7 @@ class StopSignals(AbstractContextManager["StopSignals"]):
         self._seen.append(signum)
         if self._held:
             return
-        if self.request is None or not self.can_save or again:
+        if self.request is None or again or not self.can_save():
             raise StoppedAtOnce(signum)
         if signum in _ENDED_BY_SLURM_SOON:
             self._deadline = min(self._deadline, time.monotonic() + self._term_grace_seconds)
@@ -116,7 +118,7 @@ class StopSignals(AbstractContextManager["StopSignals"]):
             say(self._unsaid.pop(0))
         if time.monotonic() > self._deadline:
             raise StoppedAtOnce(signal.SIGTERM)
-        if self.requested and not self.can_save:
+        if self.requested and not self.can_save():
             raise StoppedAtOnce()
 
     def hold(self) -> None:

@@ -57,9 +57,10 @@ def _addresses(agents: Agents, reports: list[dict], environment: Mapping[str, st
     if variable is not None and (found := _of_interface(reports, environment[variable])):
         return found
     if variable == INTERFACE_VARIABLES[0]:
-        lacking = next(report for report in reports if not report["interfaces"].get(environment[variable]))
+        wanted = _interface_name(environment[variable])
+        lacking = next(report for report in reports if not report["interfaces"].get(wanted))
         known = ", ".join(name for name, own in lacking["interfaces"].items() if own)
-        what = f"node {lacking['host']} has no address on '{environment[variable]}' (it has {known})"
+        what = f"node {lacking['host']} has no address on '{wanted}' (it has {known})"
         raise refuse(variable, what, "name the interface that joins the nodes, or unset it")
     named = [node_address(report["host"]) for report in reports]
     if all(_is_address(name) for name in named):
@@ -75,10 +76,14 @@ def _addresses(agents: Agents, reports: list[dict], environment: Mapping[str, st
 
 
 def _of_interface(reports: list[dict], wanted: str) -> list[str] | None:
-    """The address of that interface on every node, or None; NCCL and gloo take a list, NCCL also ``=name``."""
-    name = wanted.split(",")[0].removeprefix("=")
-    found = [report["interfaces"].get(name) for report in reports]
+    """The address of that interface on every node, or None."""
+    found = [report["interfaces"].get(_interface_name(wanted)) for report in reports]
     return [own[0] for own in found if own] if all(found) else None
+
+
+def _interface_name(wanted: str) -> str:
+    """The first that is wanted: NCCL and gloo take a list, NCCL also ``=name``."""
+    return wanted.split(",")[0].removeprefix("=")
 
 
 def node_address(name: str) -> str:

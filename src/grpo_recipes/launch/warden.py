@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from pathlib import Path
 from grpo_recipes.launch.descendants import OWN_CHILDREN, descendants, end_descendants, reap
 from grpo_recipes.launch.environment import Scratch
 from grpo_recipes.launch.prctl import become_subreaper, die_with_parent
-from grpo_recipes.launch.rundir import finish_summary, stop_file, write_json
+from grpo_recipes.launch.rundir import finish_summary, stop_file, sync_folder, write_json
 from grpo_recipes.paths import shown
 from grpo_recipes.report.single import report_line
 
@@ -119,6 +120,7 @@ def _launcher_died(options: argparse.Namespace, launcher: int) -> None:
     print(f"grpo: {cause}; continue with: {resume}", file=sys.stderr, flush=True)
     finish_summary(options.run_dir, status="failed", exit_code=128 + signal.SIGKILL, failed_rank=None, cause=cause)
     Scratch(*options.scratch).remove()
+    shutil.rmtree(sync_folder(options.run_dir), ignore_errors=True)
     report_line(options.run_dir)
 
 

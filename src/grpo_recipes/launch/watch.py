@@ -50,6 +50,7 @@ class Watch:
         self.server: Child | None = None
         self.trainer: Trainer | None = None
         self.stepped = False
+        stop.can_save = lambda: any(phase.name != "start" for phase in self._phases())
         self.starts_again()
 
     def starts_again(self) -> None:
@@ -78,12 +79,14 @@ class Watch:
         ending = None
         if now >= self._next_phases:
             self._next_phases = now + _PHASE_SECONDS
-            phases = read_phases(self._folder) if self.trainer else []
-            self._stop.can_save = any(phase.name != "start" for phase in phases)
+            phases = self._phases()
             self._look_at_the_clock()
             ending = self._standing(phases, now)
         self._stop.look()
         return ending
+
+    def _phases(self) -> list[Phase]:
+        return read_phases(self._folder) if self.trainer else []
 
     def show_progress(self) -> None:
         """Print a line for each step that was completed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from grpo_recipes.secrets import secret_name, secret_value
 GPU_FLAG_STYLES = ("none", "gpus", "gres")
 # minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds
 _TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
+# Keys that name files or folders, in which the home sign is read.
+_PATHS = ("run_root", "cache_root", "env_dir", "env_activate", "conda_sh")
 _TIME_FIX = "write hours:minutes:seconds, e.g. 72:00:00, or days-hours, e.g. 3-0"
 
 
@@ -130,17 +133,6 @@ def walltime_seconds(text: str) -> int | None:
     return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
 
 
-def check_time(text: str, where: str) -> str:
-    """The time limit, if Slurm can read it.
-
-    Raises:
-        Refused: it cannot, or it is no time at all.
-    """
-    if problem := _time_problem(text, where):
-        raise Refused(problem)
-    return text
-
-
 def _time_problem(text: str, where: str) -> Problem | None:
     if walltime_seconds(text):
         return None
@@ -159,8 +151,13 @@ def _read(key: str, raw: Raw) -> tuple[Any, list[Problem]]:
     if key == "environment":
         problems = _environment_problems(value, raw)
         value = {name: str(text) for name, text in value.items()}
-    elif secret_value(value):
+    elif _holds_secret(value):
         problems = [Problem(raw.origin, f"'{key}' holds what looks like a secret", "export it as a variable instead")]
+    elif "\n" in str(value):
+        problems = [Problem(raw.origin, f"'{key}' has more than one line", "write it in one line")]
+    elif key in _PATHS and value is not None:
+        problems = _path_problems(key, value, raw.origin)
+        value = os.path.expanduser(value)
     elif key == "time":
         problems = [problem] if (problem := _time_problem(value, raw.origin)) else []
     elif key in ("sbatch_options", "srun_options"):
@@ -170,6 +167,19 @@ def _read(key: str, raw: Raw) -> tuple[Any, list[Problem]]:
             if option[:1] != "-"
         ]
     return value, problems
+
+
+def _holds_secret(value: object) -> bool:
+    """Whether a value, or an option's ``NAME=text`` (as of ``--export``), is a secret."""
+    options = value if isinstance(value, list) else []
+    named = [name for option in options for name in re.findall(r"(\w+)=", str(option)) if secret_name(name)]
+    return bool(named) or secret_value(value)
+
+
+def _path_problems(key: str, path: str, where: str) -> list[Problem]:
+    if "$" not in path:
+        return []
+    return [Problem(where, f"variables in '{key}' are not read", "write the whole path; ~ is your home")]
 
 
 def _environment_problems(variables: Mapping[str, Any], raw: Raw) -> list[Problem]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
-from grpo_recipes.errors import Refused, refuse
+from grpo_recipes.errors import Problem, Refused, refuse
 
 _SECONDS = 120  # a busy controller answers late
+
+
+class MaybeSubmitted(Refused):
+    """It is not known whether the job is in the queue: what it would run must stay."""
 
 
 def submit(script: Path, cwd: Path) -> int:
@@ -21,7 +26,8 @@ def submit(script: Path, cwd: Path) -> int:
         The job id.
 
     Raises:
-        Refused: there is no sbatch, it does not answer, or it refuses, in its own words.
+        Refused: there is no sbatch, or it refuses, in its own words.
+        MaybeSubmitted: it does not answer, or tells no job id.
     """
     try:
         done = subprocess.run(
@@ -35,12 +41,17 @@ def submit(script: Path, cwd: Path) -> int:
     except FileNotFoundError:
         raise refuse("sbatch", "is not on this machine", "submit on the cluster's login node") from None
     except subprocess.TimeoutExpired:
-        raise refuse(
-            "sbatch", f"did not answer within {_SECONDS} seconds", "look with squeue whether it came through"
-        ) from None
+        raise _unknown(f"did not answer within {_SECONDS} seconds") from None
     if done.returncode:
         raise _refused(done.stderr)
-    return int(done.stdout.strip().partition(";")[0])
+    job = re.search(r"^(\d+)(;\S+)?$", done.stdout, re.MULTILINE)  # some sites print more than that
+    if job is None:
+        raise _unknown(f"tells no job id ('{' '.join(done.stdout.split())}')")
+    return int(job[1])
+
+
+def _unknown(what: str) -> MaybeSubmitted:
+    return MaybeSubmitted(Problem("sbatch", what, "look with squeue whether it came through; what it runs was kept"))
 
 
 def _refused(words: str) -> Refused:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Mapping
@@ -19,31 +20,21 @@ _FIND_MODULES = (
 
 @dataclass(frozen=True)
 class Request:
-    """What one job asks for beside its site's profile; None takes the profile's value.
+    """What one job asks for beside its site's profile.
 
     Attributes:
         job_name: name of the job.
-        nodes: nodes.
-        gpus: GPUs of a node.
-        time: time limit, as Slurm writes it.
-        array: indices of an array job, e.g. ``0-5%2``.
+        array: indices of an array job, e.g. ``0-5%2``; None: a single job.
         output: file of standard output; ``%j`` is the job, ``%A_%a`` a job of an array.
         error: file of standard error.
         chdir: folder the job starts in, absolute; None: the one it is submitted from.
-        dependency: other jobs to wait for, e.g. ``afterany:7``.
-        requeue: whether the job may be put back into the queue.
     """
 
     job_name: str
-    nodes: int | None = None
-    gpus: int | None = None
-    time: str | None = None
     array: str | None = None
     output: str = "logs/slurm_%j.out"
     error: str = "logs/slurm_%j.err"
     chdir: Path | None = None
-    dependency: str | None = None
-    requeue: bool = True
 
 
 def render(profile: Profile, request: Request, command: list[str], environment: Mapping[str, str]) -> str:
@@ -81,7 +72,6 @@ def render(profile: Profile, request: Request, command: list[str], environment: 
 
 
 def _header(profile: Profile, request: Request) -> list[str]:
-    nodes = request.nodes or profile.nodes
     optional = {
         "--account": profile.account,
         "--partition": profile.partition,
@@ -93,36 +83,39 @@ def _header(profile: Profile, request: Request) -> list[str]:
     lines = [
         f"--job-name={request.job_name}",
         *(f"{name}={text}" for name, text in named.items()),
-        f"--nodes={nodes}",
+        f"--nodes={profile.nodes}",
         # Slurm gives one node to a job of one task, however many nodes it names.
-        f"--ntasks={nodes}",
-        *(["--ntasks-per-node=1"] if nodes > 1 else []),
-        *_gpu_lines(profile, profile.gpus if request.gpus is None else request.gpus),
+        f"--ntasks={profile.nodes}",
+        *(["--ntasks-per-node=1"] if profile.nodes > 1 else []),
+        *_gpu_lines(profile),
         *([f"--cpus-per-task={profile.cpus}"] if profile.cpus else []),
         *([f"--mem={profile.mem}"] if profile.mem else []),
-        f"--time={request.time or profile.time}",
+        f"--time={profile.time}",
         f"--output={request.output}",
         *(["--exclusive"] if profile.exclusive else []),
         f"--error={request.error}",
         "--open-mode=append",
         f"--signal=B:USR1@{profile.signal_lead}",
-        "--requeue" if request.requeue else "--no-requeue",
+        "--requeue",
         *([f"--chdir={request.chdir}"] if request.chdir else []),
         *([f"--array={request.array}"] if request.array else []),
-        *([f"--dependency={request.dependency}"] if request.dependency else []),
-        *profile.sbatch_options,
     ]
-    return [_word(line) for line in lines]
+    own = [line if {*line} & {*"'\""} else _word(line) for line in profile.sbatch_options]
+    return [*map(_word, lines), *own]
 
 
 def _word(line: str) -> str:
-    """An option as sbatch reads it: a value with spaces stands in quotes."""
+    """An option as sbatch reads it: spaces, quotes, backslashes and number signs mean something to it."""
     name, equals, text = line.partition("=")
-    return f'{name}{equals}"{text}"' if any(char.isspace() for char in text) else line
+    if not re.search(r"[\s'\"\\#]", text):
+        return line
+    escaped = re.sub(r'(["\\])', r"\\\1", text)
+    return f'{name}{equals}"{escaped}"'
 
 
-def _gpu_lines(profile: Profile, gpus: int) -> list[str]:
+def _gpu_lines(profile: Profile) -> list[str]:
     """How this site is asked for GPUs."""
+    gpus = profile.gpus
     if not gpus or profile.gpu_flag_style == "none":
         return []
     kind = f"{profile.gpu_kind}:" if profile.gpu_kind else ""

@@ -27,7 +27,7 @@ from grpo_recipes.publish.preflight import need_target
 from grpo_recipes.recipe import Recipe, Value
 from grpo_recipes.slurm.profile import Profile, read_profile, walltime_seconds
 from grpo_recipes.slurm.queue import cluster_name
-from grpo_recipes.slurm.sbatch import submit
+from grpo_recipes.slurm.sbatch import MaybeSubmitted, submit
 from grpo_recipes.slurm.script import Request, render
 from grpo_recipes.tasks import GRPO, asked_task, entry_of
 
@@ -156,6 +156,7 @@ def send(submission: Submission) -> tuple[Run, int]:
 
     Raises:
         Refused: the run directory cannot be made, or sbatch refuses; then no directory is left.
+        MaybeSubmitted: sbatch tells no job id; the directory stays.
     """
     recipe, names = submission.recipe, submission.names
     run = freeze(recipe, names, submission.resources, submission.entry, submission.environment)
@@ -164,6 +165,8 @@ def send(submission: Submission) -> tuple[Run, int]:
         script.write_text(submission.script())
         Path("logs").mkdir(exist_ok=True)  # Slurm opens its logs before the script runs
         job = submit(script, Path.cwd())
+    except MaybeSubmitted:
+        raise
     except (Refused, OSError) as error:
         shutil.rmtree(run.folder, ignore_errors=True)
         if isinstance(error, Refused):

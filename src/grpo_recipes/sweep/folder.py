@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -161,10 +160,7 @@ def read_sweep(folder: Path) -> Sweep:
     Raises:
         Refused: it is none, or its record is damaged.
     """
-    try:
-        record = read_json(folder / RECORD)
-    except ValueError:
-        raise refuse(shown(folder / RECORD), "is damaged (not JSON)", "restore it, or begin with --new") from None
+    record = read_json(folder / RECORD)
     if record is None:
         raise refuse(shown(folder), f"is no sweep directory (no {RECORD})", f"name a folder under run_root/{FOLDER}")
     return Sweep(folder.absolute(), record)
@@ -204,18 +200,6 @@ def unfinished(root: Path, cells: Sequence[Cell]) -> Sweep | None:
     mark = fingerprint(cells)
     same = [sweep for sweep in sweeps_in(root) if sweep.record["fingerprint"] == mark and sweep.gaps()]
     return same[-1] if same else None
-
-
-def is_running(cell: Path) -> bool:
-    """Whether a launch on this machine holds the cell's lock, as far as the file system has locks."""
-    try:
-        with (cell / "lock").open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def queued(sweep: Sweep) -> set[int]:

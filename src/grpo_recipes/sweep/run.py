@@ -12,11 +12,12 @@ from pathlib import Path
 from grpo_recipes.errors import Refused, refuse
 from grpo_recipes.launch.plan import Plan, make_plan
 from grpo_recipes.launch.resources import Resources, find_resources
-from grpo_recipes.launch.rundir import Run, claim, code_state
+from grpo_recipes.launch.rundir import Run, claim, code_state, is_claimed
 from grpo_recipes.launch.say import print_line, say
 from grpo_recipes.launch.settle import planned_names
 from grpo_recipes.paths import shown
 from grpo_recipes.slurm.profile import Profile
+from grpo_recipes.slurm.sbatch import MaybeSubmitted
 from grpo_recipes.slurm.submission import need_environment, on_scratch, prepare, site_environment, site_resources
 from grpo_recipes.sweep.array import submit_array, task_index
 from grpo_recipes.sweep.axes import is_number
@@ -26,7 +27,6 @@ from grpo_recipes.sweep.folder import (
     GONE,
     Sweep,
     freeze_cell,
-    is_running,
     new_sweep,
     queued,
     read_sweep,
@@ -160,6 +160,8 @@ def _run_new(sweep: Sweep, way: Way, environment: Mapping[str, str]) -> int:
     say(f"{len(sweep.names)} runs in {shown(sweep.folder)}")
     try:
         return _run_gaps(sweep, way, environment)
+    except MaybeSubmitted:
+        raise
     except Refused:  # Slurm did not take it: nothing has run
         shutil.rmtree(sweep.folder, ignore_errors=True)
         raise
@@ -170,7 +172,7 @@ def _run_gaps(sweep: Sweep, way: Way, environment: Mapping[str, str]) -> int:
     lock = claim(Run(sweep.folder, {}))
     try:
         gaps, waiting = sweep.gaps(), queued(sweep)
-        left = [index for index in gaps if index not in waiting and not is_running(sweep.cell(index))]
+        left = [index for index in gaps if index not in waiting and not is_claimed(sweep.cell(index))]
         if len(left) < len(sweep.names):
             busy = f", {len(gaps) - len(left)} queued or running" if len(left) < len(gaps) else ""
             say(f"{len(sweep.names) - len(gaps)} of {len(sweep.names)} completed{busy}, {len(left)} to run")

@@ -64,6 +64,10 @@ class Evaluation:
             self._stop_if_agreed()  # before the first step, where nothing is saved
         return metrics
 
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """transformers', which raises where an evaluation was stopped and has no metrics."""
+        return bool(metrics) and super()._determine_best_metric(metrics, trial)
+
     def _evaluated_on_start(self) -> bool:
         has_rows = self._eval_file.exists() and self._eval_file.stat().st_size > 0
         return self._by_main(self.state.global_step > 0 or has_rows)
@@ -100,7 +104,7 @@ class Evaluation:
         """
         if self._evaluation_owed:
             self._evaluation_owed = False
-            self.evaluate()
+            self._determine_best_metric(self.evaluate(), None)
             self._stop_if_agreed()
         return super().training_step(*args, **kwargs)
 

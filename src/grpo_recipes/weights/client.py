@@ -119,7 +119,7 @@ class BridgeClient(VLLMClient):
 
     def get_server_info(self) -> dict[str, Any]:
         """The configuration TRL asks for, from the worker itself."""
-        return dict(self.call_workers("grpo_config")[0])
+        return dict(self._through_restarts(partial(self.call_workers, "grpo_config"))[0])
 
     # --- restarts of the server ----------------------------------------------------------------------------------
 
