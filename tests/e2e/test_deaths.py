@@ -23,6 +23,7 @@ def find(run: Launch, what: str) -> int:
 
 
 @pytest.mark.rotating
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("victim", "said", "code"),
     [
@@ -60,6 +61,7 @@ def test_kill_9_ends_the_run_and_names_the_victim(
 
 @pytest.mark.slow
 @pytest.mark.rotating
+@pytest.mark.fault
 def test_of_two_ranks_the_killed_one_is_named(launch: Callable[..., Launch]) -> None:
     run = launch(*ENDLESS, "--num_processes", "2")
     run.wait_for_step(2)

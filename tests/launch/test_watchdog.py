@@ -72,6 +72,14 @@ def test_of_several_the_one_furthest_behind_is_named():
     assert late is not None and late[0].rank == 1
 
 
+def test_of_several_in_one_phase_the_one_that_a_signal_stopped_is_named():
+    ranks = StandingRank(10)
+    both = [phase("sample", rank=0), phase("sample", rank=1)]
+    ranks.look(both, now=0)
+    late = ranks.look(both, now=20, stopped=[1])
+    assert late is not None and late[0].rank == 1
+
+
 def test_the_clocks_of_ranks_do_not_count():
     ranks = StandingRank(10)
     ranks.look([phase("sample", since=-1e9)], now=0)
@@ -141,12 +149,13 @@ def test_processes_leave_their_stacks_and_stopped_ones_are_named(tmp_path):
     assert dump_request(tmp_path).exists()
 
 
-def test_ranks_that_have_ended_are_asked_for_no_stacks(tmp_path):
+def test_only_ranks_that_live_on_this_node_are_asked_for_stacks(tmp_path):
     (tmp_path / "processes").mkdir()
     write_json(tmp_path / "processes/rank_0.json", {"pid": os.getpid(), "rank": 0})
     write_json(tmp_path / "processes/rank_1.json", {"pid": os.getpid(), "rank": 1, "exit": 0})
     write_json(tmp_path / "processes/rank_2.json", {"pid": 2**22 + 1, "rank": 2})
-    assert rank_pids(tmp_path) == [os.getpid()]
+    write_json(tmp_path / "processes/rank_3.json", {"pid": os.getpid(), "rank": 3, "node": 1})
+    assert rank_pids(tmp_path) == {0: os.getpid()}
 
 
 @pytest.mark.parametrize("folder", ["cpu_adam", "py311_cu128/cpu_adam"])

@@ -18,6 +18,7 @@ from grpo_recipes.launch.watchdog import (
     StandingRank,
     StandingServer,
     dump_stacks,
+    is_stopped,
     rank_pids,
     read_phases,
     server_pids,
@@ -119,7 +120,8 @@ class Watch:
         return Ending(1, cause, log=self.server.log, of_server=True)
 
     def _standing_rank(self, phases: list[Phase], now: float) -> Ending | None:
-        late = self._ranks.look(phases, now)
+        ranks = rank_pids(self._folder)
+        late = self._ranks.look(phases, now, [rank for rank, pid in ranks.items() if is_stopped(pid)])
         if late is None or self.trainer is None:
             return None
         phase, seconds = late
@@ -128,5 +130,5 @@ class Watch:
         cause = f"rank {phase.rank} has been in {phase} for {seconds:.0f} s ({limit})"
         extensions = Path(self._attempt.environment.get("TORCH_EXTENSIONS_DIR", ""))
         lock = stale_compile_lock(extensions, self._began) if phase.name == "start" else None
-        cause += dump_stacks(self._folder, [*rank_pids(self._folder), *server]) + (f"; {lock}" if lock else "")
+        cause += dump_stacks(self._folder, [*ranks.values(), *server]) + (f"; {lock}" if lock else "")
         return Ending(1, cause, phase.rank, self.trainer.log)

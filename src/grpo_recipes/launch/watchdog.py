@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,12 +63,15 @@ class StandingRank:
         self._limit = limit
         self._entered: dict[Phase, float] = {}
 
-    def look(self, phases: list[Phase], now: float) -> tuple[Phase, float] | None:
-        """The rank that stands, and for how many seconds; of several the one that is furthest behind.
+    def look(self, phases: list[Phase], now: float, stopped: Collection[int] = ()) -> tuple[Phase, float] | None:
+        """The rank that stands, and for how many seconds.
+
+        Of several it is one that is stopped by a signal, or the one that is furthest behind.
 
         Args:
             phases: of all ranks, now.
             now: monotonic seconds.
+            stopped: ranks whose processes are stopped.
         """
         phases = phases or [Phase(0, "start", 0, 0.0)]
         self._entered = {phase: self._entered.get(phase, now) for phase in phases}
@@ -76,7 +79,7 @@ class StandingRank:
         if not late:
             return None
         # The others have come as far as they could without it, and entered the phase they wait in later.
-        first = min(late, key=lambda phase: (phase.step, self._entered[phase], phase.rank))
+        first = min(late, key=lambda phase: (phase.rank not in stopped, phase.step, self._entered[phase], phase.rank))
         return first, now - self._entered[first]
 
 
@@ -123,7 +126,7 @@ def dump_stacks(run_dir: Path, pids: Iterable[int]) -> str:
     stopped = []
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-            if psutil.Process(pid).status() == psutil.STATUS_STOPPED:
+            if is_stopped(pid):
                 stopped.append(pid)
             os.kill(pid, signal.SIGUSR2)
     time.sleep(_DUMP_SECONDS)
@@ -134,11 +137,19 @@ def dump_stacks(run_dir: Path, pids: Iterable[int]) -> str:
     return said + (f"; stopped by a signal (SIGSTOP): pid {names}" if stopped else "")
 
 
-def rank_pids(run_dir: Path) -> list[int]:
-    """Pids of this node's ranks that live."""
+def rank_pids(run_dir: Path) -> dict[int, int]:
+    """Pids of the ranks that live on this node, by rank."""
     records = (read_json(path) or {} for path in sorted((run_dir / "processes").glob("rank_*.json")))
-    here = (record for record in records if record and not record.get("node"))
-    return [record["pid"] for record in here if "exit" not in record and is_alive(record["pid"])]
+    here = (record for record in records if "exit" not in record and record.get("node", 0) == 0)
+    return {record["rank"]: record["pid"] for record in here if is_alive(record["pid"])}
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal (SIGSTOP)."""
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def server_pids(command: int | None) -> list[int]:
