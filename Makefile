@@ -24,8 +24,8 @@ test: setup  ## quick tests
 e2e: setup  ## tests of whole runs, with a real Slurm where one is installed
 	$(BIN)/python -m pytest -m "slow and not soak" $(PYTEST_ARGS)
 
-soak: setup  ## everything slow, and what is repeated for a long time
-	$(BIN)/python -m pytest -m "slow or soak" $(PYTEST_ARGS)
+soak: setup  ## everything slow, and what is repeated for a long time; its result goes to bench/results/soak.jsonl
+	GRPO_SOAK_RESULT=$(abspath bench/results/soak.jsonl) $(BIN)/python -m pytest -m "slow or soak" $(PYTEST_ARGS)
 
 coverage: setup  ## whether the tests that just ran show what tests/guide_rows.yaml claims (needs GRPO_RAN_TESTS)
 	$(BIN)/python tests/check_guide_rows.py

@@ -10,6 +10,16 @@ import pytest
 from grpo_recipes.launch.signals import StoppedAtOnce, StopSignals
 
 
+@pytest.fixture(autouse=True)
+def asked_signals():
+    """The signals as a terminal leaves them: whoever runs the tests in the background ignores SIGINT or SIGHUP."""
+    plain = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+    before = {signum: signal.signal(signum, handler) for signum, handler in plain.items()}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
 @pytest.fixture
 def stop(tmp_path):
     with StopSignals() as stop:

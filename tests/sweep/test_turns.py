@@ -33,7 +33,11 @@ print("code", code, relay.seen, flush=True)
 @pytest.fixture
 def relay():
     process = subprocess.Popen(
-        [sys.executable, "-c", RELAY, FAKE_LAUNCH], stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", RELAY, FAKE_LAUNCH],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=_as_a_terminal_leaves_them,
     )
     assert process.stdout and process.stdout.readline() == "ready\n"
     yield process
@@ -41,6 +45,11 @@ def relay():
         os.killpg(process.pid, signal.SIGKILL)
     process.stdout.close()
     process.wait(10)
+
+
+def _as_a_terminal_leaves_them() -> None:
+    for signum in (signal.SIGINT, signal.SIGHUP):  # which a shell's background job has ignored
+        signal.signal(signum, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize(
