@@ -27,14 +27,14 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def fault_table() -> str:
-    """A row for each fault: how it ends, what is said, what to do, and the tests that inject it."""
+    """A row for each fault: how it ends, what is said and what to do; its tests are told where the pointer rests."""
     rows = []
     for row in yaml.safe_load(FAULTS.read_text())["faults"]:
         within = f" within {_text(str(row.get('limit', '30 s')))}" if row["ends"] in ("ended", "recovered") else ""
         said = _text(row["said"]).replace("{}", "…")
-        tests = "<br>".join(_sentence(test) for test in row["tests"])
-        rows.append((_text(row["fault"]), f"**{row['ends']}**{within}", said, _text(row["fix"]), tests))
-    return _table(("fault", "how it ends", "what is said", "what to do", "injected by"), rows)
+        fault = f'<span title="{", ".join(row["tests"])}">{_text(row["fault"])}</span>'
+        rows.append((fault, f"**{row['ends']}**{within}", said, _text(row["fix"])))
+    return _table(("fault", "how it ends", "what is said", "what to do"), rows)
 
 
 def guide_tables() -> str:
