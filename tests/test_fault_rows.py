@@ -15,11 +15,11 @@ def test_there_are_enough_of_them_and_none_twice() -> None:
 
 
 def test_what_is_not_true_is_told(monkeypatch) -> None:
-    row = fault_rows.Fault("x", "vanished", "words that nobody says {}", "", ("tests/test_faults.py::test_no_such",))
+    row = fault_rows.Fault("x", "vanished", "words that nobody says {}", "", ("tests/test_no.py::test_no_such",))
     monkeypatch.setattr(fault_rows, "rows", lambda: (row, fault_rows.Fault("y", "ended", "grpo", "", ())))
     assert fault_rows.faults() == [
         "x: unknown end 'vanished'",
-        "x: there is no test tests/test_faults.py::test_no_such",
+        "x: there is no test tests/test_no.py::test_no_such",
         "x: nothing in the source says 'words that nobody says '",
         "y: has no test",
     ]
