@@ -18,11 +18,15 @@ ALONE = ("--use_vllm", "false", "--prompts_per_step", "2", "--num_generations", 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of its own for the run directories, as which the folders ``full`` and ``again`` have it."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=100m", "tmpfs", str(folder)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("needs root to mount a small disk")
+    for name in ("full", "again"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "runs").symlink_to(folder)
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
@@ -33,8 +37,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_disk_that_fills_up_ends_the_run_and_costs_no_checkpoint(
     launch: Callable[..., Launch], small_disk: Path
 ) -> None:
-    (small_disk / "runs").mkdir()
-    run = launch(*ALONE, "--save_steps", "3", "--run_name", "full", folder="disk")
+    run = launch(*ALONE, "--save_steps", "3", "--run_name", "full", folder="full")
     run.wait_for(lambda: run.has_run_dir() and checkpoints(run), "a checkpoint")
 
     subprocess.run(f"cat /dev/zero > {small_disk}/filler", shell=True, stderr=subprocess.DEVNULL, check=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -106,7 +107,8 @@ def fake_run(read, planned, tmp_path):
 
     yield make
     for child in psutil.Process().children(recursive=True):
-        child.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile
+            child.kill()
 
 
 def test_a_bridge_that_reconnects_gets_a_new_server_at_the_old_address_and_the_run_goes_on(fake_run, capsys):

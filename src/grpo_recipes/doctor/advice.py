@@ -22,16 +22,17 @@ _CAUSES = (
 )  # fmt: skip
 
 
-def advice(folder: Path) -> str:
+def advice(folder: Path, cause: str) -> str:
     """What to do about a failed run: by its cause where that is known, else by what its logs say.
 
     Args:
-        folder: the run directory, its ``summary.json`` written.
+        folder: the run directory.
+        cause: as its ``summary.json`` has it, unless the disk is full.
     """
     run = RunFiles(folder)
     by_cause = [(message.pattern, message.fix) for message in MESSAGES] + list(_CAUSES)
     for pattern, fix in by_cause:
-        if re.search(pattern, run.cause):
+        if re.search(pattern, cause):
             return fix
     for finding in (weights_guard(run), out_of_memory(run)):
         if finding.status == PROBLEM:

@@ -57,7 +57,7 @@ def finish(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob 
             attempt.publisher.abandon()
         say(f"{smoke}{status} with exit code {ending.code}: {ending.cause} ({rewards})")
         if status == "failed":
-            say(f"fix: {advice(attempt.run.folder)}")
+            say(f"fix: {advice(attempt.run.folder, ending.cause)}")
         if goes_on and job is not None:
             why_not = requeue(job)
         if why_not:

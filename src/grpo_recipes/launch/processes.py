@@ -17,7 +17,7 @@ from grpo_recipes.launch.descendants import end_descendants, reap
 from grpo_recipes.launch.nodes import RemoteChild, Trainers
 from grpo_recipes.launch.prctl import become_subreaper
 from grpo_recipes.launch.restarts import Next, Restarts
-from grpo_recipes.launch.rundir import count_server_restart, stop_file, sync_folder, write_json
+from grpo_recipes.launch.rundir import count_server_restart, stop_file, sync_folder, write_json, write_last_json
 from grpo_recipes.launch.say import say
 from grpo_recipes.launch.server import NotReady, server_state_file, wait_until_ready
 from grpo_recipes.launch.signals import StoppedAtOnce, StopSignals
@@ -76,7 +76,7 @@ def run_processes(attempt: Attempt, stop: StopSignals) -> Ending:
         restarts.stepped = restarts.stepped or watch.stepped
         what, ending = restarts.after(ending, watch.stopping())
         if what is Next.END:
-            _tell_server_state(attempt, restarts.done + 1, "gone")
+            write_last_json(server_state_file(attempt.run.folder), {"epoch": restarts.done + 1, "state": "gone"})
             return ending
         say(f"{ending.cause}: {what.value} ({restarts.done} of {restarts.most})")
         count_server_restart(attempt.run.folder)

@@ -259,6 +259,14 @@ def write_json(path: Path, content: Any) -> None:
     temporary.replace(path)
 
 
+def write_last_json(path: Path, content: Any) -> None:
+    """As ``write_json``, where all ends anyway: a disk that is full is told, and must not hide what ended the run."""
+    try:
+        write_json(path, content)
+    except OSError as error:
+        print(f"grpo: note: {path.name} could not be written ({error.strerror})", flush=True)
+
+
 def read_json(path: Path) -> dict[str, Any] | None:
     """The file's content, or None when it does not exist.
 
@@ -358,7 +366,7 @@ def finish_summary(folder: Path, **facts: Any) -> dict[str, Any]:
         "seconds": {key: round(value, 3) for key, value in seconds.items()},
         **facts,
     }
-    write_json(folder / "summary.json", summary)
+    write_last_json(folder / "summary.json", summary)
     return summary
 
 

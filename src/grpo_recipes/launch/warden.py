@@ -21,7 +21,7 @@ from pathlib import Path
 from grpo_recipes.launch.descendants import OWN_CHILDREN, descendants, end_descendants, reap
 from grpo_recipes.launch.environment import Scratch
 from grpo_recipes.launch.prctl import become_subreaper, die_with_parent
-from grpo_recipes.launch.rundir import finish_summary, stop_file, sync_folder, write_json
+from grpo_recipes.launch.rundir import finish_summary, stop_file, sync_folder, write_json, write_last_json
 from grpo_recipes.paths import shown
 from grpo_recipes.report.single import report_line
 
@@ -86,7 +86,7 @@ def _run(options: argparse.Namespace) -> int:
     while child.poll() is None:
         reap()
         time.sleep(0.05)
-    write_json(record, {"pid": child.pid, "warden": os.getpid(), "exit": child.returncode})
+    write_last_json(record, {"pid": child.pid, "warden": os.getpid(), "exit": child.returncode})
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import Refused
-from grpo_recipes.launch.rundir import write_json
+from grpo_recipes.launch.rundir import write_json, write_last_json
 from grpo_recipes.secrets import masked
 from grpo_recipes.trainers.phases import PhaseFile, dump_stacks_on_signal
 
@@ -44,7 +44,7 @@ def rank_record(folder: Path) -> Iterator[None]:
     except BaseException as error:
         code, cause = _exit_of(error)
         cause = masked(cause)
-        write_json(path, {**record, "exit": code, "cause": cause, "time": time.time()})
+        write_last_json(path, {**record, "exit": code, "cause": cause, "time": time.time()})
         if not isinstance(error, SystemExit):
             traceback.print_exc()
         _finish_wandb()
