@@ -61,6 +61,7 @@ def test_scancel_ends_the_run_and_leaves_nothing(slurm: SlurmCluster, tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_usr1_to_the_batch_script_saves_and_requeues(slurm: SlurmCluster, tmp_path: Path) -> None:
     job, launch = submit_endless(slurm, tmp_path, "slurm-usr1")
 
@@ -118,6 +119,7 @@ def test_before_the_time_limit_the_launcher_stops_by_itself_and_the_job_is_reque
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_a_requeued_job_goes_on_in_its_run_directory(slurm: SlurmCluster, tmp_path: Path) -> None:
     environment = clean_environment(tmp_path, "slurm-requeue", ENV_DIR=sys.prefix)
     flags = ("--max_steps", "40", "--save_steps", "3", "--run_name", "requeued")
