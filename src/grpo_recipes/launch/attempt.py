@@ -130,6 +130,7 @@ def go_back(run: Run) -> str:
 
 
 def say_start(attempt: Attempt) -> None:
+    """Say what begins: the recipe and its run directory, the batch, notes, where it goes on, and the logs."""
     plan = attempt.plan
     smoke = "smoke test on CPU, not an experiment: " if plan.smoke else ""
     say(f"{smoke}{shown(plan.recipe)} -> {shown(attempt.run.folder)}")
