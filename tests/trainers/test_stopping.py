@@ -19,7 +19,7 @@ from grpo_recipes.rewards.watched import BatchReward
 from grpo_recipes.trainers import stop as stop_module
 from grpo_recipes.trainers.stop import CutShort, StopRequest
 
-from .scored_trainer import make_trainer, own_rewards
+from .scored_trainer import make_trainer, own_rewards, scored
 from .stopped_runs import Moment, outcome, run
 from .tiny_training import different_characters
 
@@ -156,6 +156,23 @@ def test_a_request_ends_work_only_where_its_result_is_not_needed(tmp_path: Path)
         assert stop.cuts()
         with pytest.raises(CutShort), stop.interrupting():
             time.sleep(10)
+
+
+def test_a_generate_of_the_models_own_stays_in_place(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, [different_characters], max_steps=2)
+    generate, called = trainer.model.generate, []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        called.append(len(kwargs["stopping_criteria"]))
+        return generate(*args, **kwargs)
+
+    trainer.model.generate = counted
+    trainer.train()
+    assert called == [1, 1] and trainer.model.generate is counted
+
+    del trainer.model.generate
+    scored(trainer, prompts=1, each=8)
+    assert "generate" not in vars(trainer.model)
 
 
 def test_the_file_is_looked_at_ten_times_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,11 +127,14 @@ class Stopping:
         """
         model = self.accelerator.unwrap_model(self.model_wrapped)
         criteria = StoppingCriteriaList([_UntilStopped(self.stop)])
+        own = vars(model).get("generate")  # one that the user set on this instance
         model.generate = partial(model.generate, stopping_criteria=criteria)
         try:
             yield
         finally:
             del model.generate
+            if own is not None:
+                model.generate = own
 
     def _sampled_by(
         self, client: Any, generate: Callable[..., Any], prompts: list[Any], n: int = 1, **kwargs: Any
