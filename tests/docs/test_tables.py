@@ -329,6 +329,8 @@ WRITTEN_IN = {
     "prompts are left, one step needs": "src/grpo_recipes/data/prompts.py",
     "have no verdict, more than reward_max_no_verdict:": "src/grpo_recipes/trainers/scoring.py",
     "the run was made at commit": "src/grpo_recipes/launch/rundir.py",
+    "holds no checkpoint that can be resumed:": "src/grpo_recipes/launch/checkpoints.py",
+    "was changed since the run wrote it": "src/grpo_recipes/launch/digests.py",
     "is missing: the checkpoint was made with another number of processes": "src/grpo_recipes/trainers/exact_resume.py",
 }
 

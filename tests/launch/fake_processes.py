@@ -53,7 +53,7 @@ def train(steps: int, phase: str) -> None:
     """Take ``steps`` steps; with ``phase`` other than sample stay in it, and do nothing."""
     record = {"rank": 0, "pid": os.getpid()}
     write("rank_0.json", record)
-    found = sorted(int(path.name.rpartition("-")[2]) for path in RUN.glob("checkpoints/checkpoint-*"))
+    found = sorted(int(path.name.rpartition("-")[2]) for path in RUN.glob("checkpoints/checkpoint-*[0-9]"))
     step = found[-1] if found else 0
     write("phase_0.json", {"phase": phase, "since": time.time(), "step": step})
     while step < steps:

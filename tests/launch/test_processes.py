@@ -17,10 +17,12 @@ import psutil
 import pytest
 
 from grpo_recipes.launch.attempt import Attempt
+from grpo_recipes.launch.checkpoints import complete_checkpoints
 from grpo_recipes.launch.commands import Process
 from grpo_recipes.launch.environment import Scratch
+from grpo_recipes.launch.nodes import Agents
 from grpo_recipes.launch.plan import Names
-from grpo_recipes.launch.processes import run_processes
+from grpo_recipes.launch.processes import run_processes, supervise
 from grpo_recipes.launch.rundir import Run, read_json, read_metrics, stop_file
 from grpo_recipes.launch.server import server_state_file
 from grpo_recipes.launch.signals import StoppedAtOnce, StopSignals
@@ -144,6 +146,43 @@ def test_without_reconnecting_both_go_on_from_the_newest_checkpoint(fake_run, ca
     out = capsys.readouterr().out
     assert "server and trainers are started again from the newest checkpoint (1 of 2)" in out
     assert "resuming from checkpoint-" in out
+
+
+def damage_and_kill(run: FakeRun, wanted: slice) -> None:
+    """Let the trainer take no step, make nonsense of some of its checkpoints, newest last, and kill the server."""
+    run.wait_for_step(3)
+    (run.folder / "hang").touch()
+    time.sleep(0.4)
+    for checkpoint in complete_checkpoints(run.folder / "checkpoints")[wanted]:
+        (checkpoint / "COMPLETE").write_text("null")
+    run.kill("server")
+
+
+def test_a_restart_passes_over_a_damaged_checkpoint_and_says_so(fake_run, capsys):
+    run = fake_run(bridge="nccl")
+
+    def damage() -> None:
+        damage_and_kill(run, slice(-1, None))
+        run.wait_until(lambda: run.state().get("epoch") == 2)
+        (run.folder / "hang").unlink()
+
+    assert run.then(damage).end() == Ending(0)
+    assert [row["step"] for row in read_metrics(run.folder)] == list(range(1, 9))
+    out = capsys.readouterr().out
+    (aside,) = (run.folder / "checkpoints").glob("*.damaged")
+    step = int(aside.stem.rpartition("-")[2])
+    assert f"checkpoint-{step} is damaged: COMPLETE is damaged; it is now {aside.name}, resuming from " in out
+    assert f"resuming from checkpoint-{step - 1}; 1 later rows" in out
+
+
+def test_a_restart_without_a_usable_checkpoint_ends_the_run_with_one_line(fake_run, capsys):
+    run = fake_run(bridge="nccl")
+    run.attempt.agents = Agents(0)
+    run.then(lambda: damage_and_kill(run, slice(None)))
+    with StopSignals() as stop:
+        ending = supervise(run.attempt, stop)
+    assert ending.code == 1 and "holds no checkpoint that can be resumed: checkpoint-" in ending.cause
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_server_restarts_0_ends_the_run_with_the_server(fake_run):

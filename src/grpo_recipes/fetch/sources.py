@@ -13,6 +13,7 @@ from grpo_recipes.check import SMOKE_SCHEME
 from grpo_recipes.errors import refuse
 from grpo_recipes.fetch.pieces import MODEL, Piece, local_pieces_of, pieces_of
 from grpo_recipes.fetch.records import Record, find_record
+from grpo_recipes.launch.digests import rewriting
 from grpo_recipes.launch.plan import smoke_folder
 from grpo_recipes.launch.rundir import Run, read_json, write_json
 from grpo_recipes.modebench.dataset import SCHEME as MODEBENCH_SCHEME
@@ -139,10 +140,11 @@ def changed_sources(now: Sources, recorded: list[dict[str, Any]] | None) -> str 
 
 def record_sources(run: Run, sources: Sources) -> None:
     """Leave in the run directory which commits it uses, made once, and where its trainers find them now."""
-    if "sources" not in run.identity:
-        run.identity["sources"] = sources.as_json()
-        write_json(run.folder / "run.json", run.identity)
-    write_json(run.folder / "sources.json", {"sources": sources.as_json()})
+    with rewriting(run.folder):
+        if "sources" not in run.identity:
+            run.identity["sources"] = sources.as_json()
+            write_json(run.folder / "run.json", run.identity)
+        write_json(run.folder / "sources.json", {"sources": sources.as_json()})
 
 
 def fetched_sets(folder: Path) -> Lookup:

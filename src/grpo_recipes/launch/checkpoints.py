@@ -1,27 +1,78 @@
-"""Checkpoints on disk: a checkpoint is complete or it is not listed. No torch."""
+"""Checkpoints on disk: a checkpoint is complete or it is not listed, and verified before it is resumed. No torch."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
+
+from grpo_recipes.errors import refuse
+from grpo_recipes.launch.digests import CHECKSUM, digests_under_way, has_its_checksum, with_checksum
+from grpo_recipes.paths import shown
 
 MARKER = "COMPLETE"
+_NAME = re.compile(r"checkpoint-(0|[1-9][0-9]*)", re.ASCII)
+# Shards that each rank writes: DeepSpeed's zero_pp_rank_3_mp_rank_00_..., torch's __3_0.distcp.
+_SHARD = re.compile(r"(?:pp_rank_|__)(\d+)_\w+\.(?:pt|distcp)", re.ASCII)
+_LARGE_BYTES = 2 << 30  # reading it takes seconds, so that a word is due
 
 
-def publish(staged: Path, folder: Path, step: int, world_size: int) -> None:
-    """Mark a staged checkpoint complete and put it in its place."""
-    files = {str(path.relative_to(staged)): path.stat().st_size for path in sorted(staged.rglob("*")) if path.is_file()}
-    for name in files:
-        _flush(staged / name)
-    (staged / MARKER).write_text(json.dumps({"step": step, "world_size": world_size, "files": files}, indent=1))
+def publish(staged: Path, folder: Path, step: int, world_size: int, digests: Mapping[str, str] | None = None) -> None:
+    """Mark a staged checkpoint complete and put it in its place.
+
+    Args:
+        staged: the checkpoint, every rank's part of it written.
+        folder: where it belongs.
+        step: its optimizer step.
+        world_size: how many training processes made it.
+        digests: of the files that are flushed already, by ``flush_shards``.
+    """
+    files = {name: (staged / name).stat().st_size for name in _files(staged)}
+    known = {name: digest for name, digest in (digests or {}).items() if name in files}
+    known |= _flush_and_digest(staged, (name for name in files if name not in known))
+    content = {"step": step, "world_size": world_size, "files": files, "digests": known}
+    (staged / MARKER).write_text(json.dumps(with_checksum(content), indent=1))
     _flush(staged / MARKER)
     target = folder / staged.name
     if target.exists():  # left incomplete by other software or a broken disk: never resumed, in the way
         shutil.rmtree(target)
     staged.rename(target)
     _flush(folder)
+
+
+def flush_shards(staged: Path, rank: int) -> dict[str, str]:
+    """Bring the shards that this rank wrote to the disk, and return their digests.
+
+    Each rank does so for its own: they are in the page cache of its node, and another node would read them back over
+    the network. What is not sharded is small, or rank 0's, and left to ``publish``.
+    """
+    return _flush_and_digest(staged, (name for name in _files(staged) if _rank_of_shard(name) == rank))
+
+
+def _rank_of_shard(name: str) -> int | None:
+    found = _SHARD.search(name)
+    return int(found[1]) if found else None
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def _flush_and_digest(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """Bring files to the disk; threads read them from the page cache while the disk is waited for."""
+    names = list(names)
+    with digests_under_way(folder, names) as results:
+        for name in names:
+            _flush(folder / name)
+        digests = dict(results)
+    for digest in digests.values():
+        if isinstance(digest, OSError):
+            raise digest
+    return {name: str(digest) for name, digest in digests.items()}
 
 
 def _flush(path: Path) -> None:
@@ -32,22 +83,49 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def is_complete(checkpoint: Path) -> bool:
-    """Whether every file the marker lists is there in its full size."""
+def _marker(checkpoint: Path) -> dict[str, Any] | None:
+    """Return what a checkpoint's marker says; None unless it is one that ``publish`` wrote for this folder."""
+    named = _NAME.fullmatch(checkpoint.name)
     try:
-        marker = json.loads((checkpoint / MARKER).read_text())
-    except (OSError, ValueError):
-        return False
-    return all(_size(checkpoint / name) == size for name, size in marker["files"].items())
+        content = json.loads((checkpoint / MARKER).read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
+    if named is None or not isinstance(content, dict):
+        return None
+    files, world_size = content.get("files"), content.get("world_size")
+    if not isinstance(files, dict) or not all(isinstance(size, int) for size in [world_size, *files.values()]):
+        return None
+    if content.get("step") != int(named[1]) or (_is_verifiable(content) and not has_its_checksum(content)):
+        return None
+    return content
+
+
+def _is_verifiable(marker: Mapping[str, Any]) -> bool:
+    """Return whether a marker has digests; those of earlier versions had sizes alone."""
+    return "digests" in marker or CHECKSUM in marker
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Return whether every file that the marker lists is there in its full size; their bytes are not read."""
+    marker = _marker(checkpoint)
+    return marker is not None and all(_size(checkpoint / name) == size for name, size in marker["files"].items())
 
 
 def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else -1
+    try:
+        return path.stat().st_size
+    except (OSError, ValueError):  # not there, or a name that no file can have
+        return -1
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest step first."""
-    found = [path for path in folder.glob("checkpoint-*") if is_complete(path)]
+    return [path for path in _numbered(folder) if is_complete(path)]
+
+
+def _numbered(folder: Path) -> list[Path]:
+    """Return the folders that are named as checkpoints are, oldest step first; ``checkpoint-6.bak`` is none of them."""
+    found = [path for path in folder.glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=step_of)
 
 
@@ -62,9 +140,70 @@ def world_size_of(checkpoint: Path) -> int:
 
 
 def newest_complete(folder: Path) -> Path | None:
-    """The checkpoint to resume from, or None."""
+    """The newest checkpoint that has every file in its full size, or None."""
     found = complete_checkpoints(folder)
     return found[-1] if found else None
+
+
+def verified_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | None:
+    """Return the checkpoint to resume from, each byte of it verified; None where none was ever saved.
+
+    It is ``newest_complete`` afterwards, for the ranks too: damaged checkpoints that are newer are renamed to
+    ``checkpoint-6.damaged``. Nothing is deleted.
+
+    Args:
+        folder: the run's checkpoints.
+        say: prints a line for the person who watches.
+
+    Raises:
+        Refused: there are checkpoints and none can be resumed, or the folder is something else. Nothing is renamed.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise refuse(shown(folder), "is no folder, and a run keeps its checkpoints there", "move it away")
+    damaged: list[tuple[Path, str]] = []
+    for checkpoint in reversed(_numbered(folder)):
+        what = damage(checkpoint, say)
+        if what is None:
+            for other, why in damaged:
+                say(f"{other.name} is damaged: {why}; it is now {_aside(other).name}, resuming from {checkpoint.name}")
+            return checkpoint
+        damaged.append((checkpoint, what))
+    if damaged:
+        each = ", ".join(f"{checkpoint.name} ({why})" for checkpoint, why in damaged)
+        fix = "launch the recipe as a new run, or move this folder away to start this run again from step 0"
+        raise refuse(shown(folder), f"holds no checkpoint that can be resumed: {each}", fix)
+    return None
+
+
+def damage(checkpoint: Path, say: Callable[[str], None]) -> str | None:
+    """Return what is wrong with a checkpoint, naming the file, or None. All of it is read, by several threads."""
+    marker = _marker(checkpoint)
+    if marker is None:
+        return f"{MARKER} is {'damaged' if (checkpoint / MARKER).exists() else 'missing'}"
+    files = marker["files"]
+    for name, size in files.items():
+        found = _size(checkpoint / name)
+        if found != size:
+            return f"{name} is missing" if found < 0 else f"{name} has {found:,} of {size:,} bytes"
+    if not _is_verifiable(marker):
+        say(f"note: {checkpoint.name} was saved without digests; that its bytes are those that were saved is not known")
+        return None
+    if sum(files.values()) > _LARGE_BYTES:
+        say(f"verifying {checkpoint.name} ({sum(files.values()) / 1e9:.0f} GB)")
+    with digests_under_way(checkpoint, sorted(files, key=files.__getitem__, reverse=True)) as digests:
+        for name, digest in digests:
+            if isinstance(digest, OSError):
+                return f"{name} cannot be read ({digest.strerror})"
+            if digest != marker["digests"].get(name):
+                return f"{name} no longer has the bytes that were saved"
+    return None
+
+
+def _aside(checkpoint: Path) -> Path:
+    """Rename a damaged checkpoint, so that it is not listed any more."""
+    tries = [f"{checkpoint.name}.damaged", *(f"{checkpoint.name}.damaged-{number}" for number in range(2, 1000))]
+    free = next(checkpoint.with_name(name) for name in tries if not checkpoint.with_name(name).exists())
+    return checkpoint.rename(free)
 
 
 def prune(folder: Path, limit: int | None) -> None:

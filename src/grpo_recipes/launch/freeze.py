@@ -12,9 +12,10 @@ from pathlib import Path
 
 from grpo_recipes.errors import refuse
 from grpo_recipes.fetch.sources import find_sources, record_sources
+from grpo_recipes.launch.digests import rewriting
 from grpo_recipes.launch.plan import Names, Plan, make_plan
 from grpo_recipes.launch.resources import Resources
-from grpo_recipes.launch.rundir import FROZEN_CODE, Run, frozen_hash, new_run_in, write_json
+from grpo_recipes.launch.rundir import FROZEN_CODE, Run, frozen_hash, new_run_in, write_json, write_whole
 from grpo_recipes.paths import CODE_VARIABLE, cache_root, home, shown
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.rewards.load import keep_rewards
@@ -53,7 +54,8 @@ def freeze(recipe: Recipe, names: Names, resources: Resources, entry: str, envir
             shutil.copyfile(environment["CONFIG_FILE"], run.folder / _ACCELERATE_FILE)
         keep(run, recipe, plan)
         run.identity["code"]["frozen_sha256"] = frozen_hash(run.folder)
-        write_json(run.folder / "run.json", run.identity)
+        with rewriting(run.folder):
+            write_json(run.folder / "run.json", run.identity)
         if not sources.missing:
             record_sources(run, sources)
         write_json(run.folder / "summary.json", {"status": SUBMITTED, "smoke": plan.smoke, "restarts": 0})
@@ -69,11 +71,12 @@ def freeze(recipe: Recipe, names: Names, resources: Resources, entry: str, envir
 
 def keep(run: Run, recipe: Recipe, plan: Plan) -> None:
     """Leave recipe, plan and the user's own code in the run directory; notes on that code go into the plan."""
-    (run.folder / "recipe.yaml").write_text(recipe.as_yaml())
-    for spec in recipe["callbacks"]:
-        copy_source(spec, run.folder / "callbacks")
-    plan.notes.extend(keep_rewards(recipe["reward_funcs"], run.folder))
-    write_json(run.folder / "plan.json", plan.as_json())
+    with rewriting(run.folder):
+        write_whole(run.folder / "recipe.yaml", recipe.as_yaml())
+        for spec in recipe["callbacks"]:
+            copy_source(spec, run.folder / "callbacks")
+        plan.notes.extend(keep_rewards(recipe["reward_funcs"], run.folder))
+        write_json(run.folder / "plan.json", plan.as_json())
 
 
 def frozen_environment(run_dir: Path, environment: Mapping[str, str]) -> dict[str, str]:

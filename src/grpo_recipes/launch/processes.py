@@ -9,9 +9,10 @@ import subprocess
 import traceback
 
 from grpo_recipes.check import SMOKE_SCHEME
-from grpo_recipes.errors import EXIT_STOPPED
+from grpo_recipes.errors import EXIT_STOPPED, Refused
 from grpo_recipes.fetch.pieces import smoke_command
 from grpo_recipes.launch.attempt import Attempt, go_back, say_start
+from grpo_recipes.launch.checkpoints import verified_checkpoint
 from grpo_recipes.launch.commands import Process
 from grpo_recipes.launch.descendants import end_descendants, reap
 from grpo_recipes.launch.nodes import RemoteChild, Trainers
@@ -35,6 +36,8 @@ def supervise(attempt: Attempt, stop: StopSignals) -> Ending:
         ending = make_smoke_task(attempt) or run_processes(attempt, stop)
     except StoppedAtOnce as stopped:
         ending = stopped.ending()
+    except Refused as refused:
+        ending = Ending(1, str(refused.problems[0]))  # 2 says that nothing was started
     except Exception as error:
         traceback.print_exc()
         ending = Ending(1, f"the launcher failed: {type(error).__name__}: {masked(str(error))}")
@@ -83,6 +86,7 @@ def run_processes(attempt: Attempt, stop: StopSignals) -> Ending:
         if what is Next.BOTH:
             watch.trainer.end()
             watch.trainer = None
+            verified_checkpoint(attempt.run.folder / "checkpoints", say)
             say(go_back(attempt.run))
         if failed := _start_server(attempt, watch, epoch=restarts.done + 1):
             return failed

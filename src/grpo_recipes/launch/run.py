@@ -10,6 +10,7 @@ from grpo_recipes.errors import refuse
 from grpo_recipes.fetch.preflight import need_sources
 from grpo_recipes.fetch.sources import Sources, find_sources, record_sources
 from grpo_recipes.launch.attempt import Attempt, prepare
+from grpo_recipes.launch.checkpoints import verified_checkpoint
 from grpo_recipes.launch.disk import need_room
 from grpo_recipes.launch.environment import Scratch, base_environment, run_environment, wandb_environment
 from grpo_recipes.launch.finish import end_without_run, finish
@@ -64,14 +65,16 @@ def _prepare(options: Options, resources: Resources, stop: StopSignals, agents: 
     need_room(recipe, make_plan(recipe, resources, os.environ, names, entry, ports, sources), names.run_dir)
     target = need_target(recipe, os.environ, names.run)
     _make_log_folder()
+    if run is not None:
+        claim(run)
+        verified_checkpoint(run.folder / "checkpoints", say)  # seconds for a large one: signals still end the launch
+        need_same_world(run, plan)
     stop.hold()
     if run is None:
         run, names = make_run(recipe, resources, names)
-    else:
-        need_same_world(run, plan)
+        claim(run)
     plan = make_plan(recipe, resources, os.environ, names, entry, ports, sources)
     plan.notes.extend(port_notes)
-    claim(run)
     record_sources(run, sources)
     attempt = prepare(run, recipe, plan, names, resources, agents)
     attempt.publisher = make_publisher(target, run.folder, os.environ, say)

@@ -253,9 +253,14 @@ def _versions() -> dict[str, str]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON so that a reader sees the old file or the new one, never a part."""
+    """Write JSON as ``write_whole`` does."""
+    write_whole(path, json.dumps(content, indent=1, default=str) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old one or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(content, indent=1, default=str) + "\n")
+    temporary.write_text(text)
     temporary.replace(path)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from grpo_recipes.check import checked_recipe
 from grpo_recipes.errors import Refused, refuse
 from grpo_recipes.launch.checkpoints import newest_complete, world_size_of
+from grpo_recipes.launch.digests import need_same_files
 from grpo_recipes.launch.plan import Names, Plan, choose_recipe
 from grpo_recipes.launch.resources import Resources
 from grpo_recipes.launch.rundir import (
@@ -24,6 +25,7 @@ from grpo_recipes.launch.rundir import (
     timestamp,
     write_json,
 )
+from grpo_recipes.launch.say import say
 from grpo_recipes.paths import CODE_VARIABLE
 from grpo_recipes.recipe import Recipe, merge_recipe, read_frozen
 from grpo_recipes.tasks import GRPO, asked_task, entry_of, same_task
@@ -65,12 +67,15 @@ def settle(options: Options, resources: Resources) -> tuple[Run | None, Recipe, 
         run = find_run(run_root_of(recipe), "last")
     else:
         run = find_run(Path(), options.resume)
+    notes = need_same_files(run.folder, options.allow_changed_code)
     changed = changed_code(run)
     if changed and not options.allow_changed_code:
         raise refuse("--resume", changed, "go back to that code, or add --allow-changed-code")
     recipe = read_frozen(run.folder / "recipe.yaml", options.flags, environment)
     if recipe.origin("model_revision") == "--model_revision":
         raise refuse("--model_revision", "a resumed run goes on with the commit it began with", "leave it out")
+    for note in notes:
+        say(f"note: {note}")
     saved = read_json(run.folder / "plan.json")
     if saved is None:
         return run, recipe, entry_of(recipe, asked)

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 
-from grpo_recipes.launch.checkpoints import is_complete, prune, publish
+from grpo_recipes.launch.checkpoints import flush_shards, is_complete, prune, publish
 
 # Under DDP on CPU optimizer.pt is loaded with map_location "cpu:0", which torch cannot restore.
 torch.serialization.register_package(5, lambda obj: None, lambda obj, where: obj if where.startswith("cpu:") else None)
@@ -41,8 +42,10 @@ class CompleteCheckpoints:
         finally:
             self.args.save_total_limit = limit
             self._staging = None
-        self.accelerator.wait_for_everyone()
+        staged = folder / "partial" / name
+        # Also where the ranks wait for one another: each has written its part once its digests are here.
+        digests = dict(gather_object(list(flush_shards(staged, self.args.process_index).items())))
         if self.accelerator.is_main_process:
-            publish(folder / "partial" / name, folder, self.state.global_step, self.args.world_size)
+            publish(staged, folder, self.state.global_step, self.args.world_size, digests)
             prune(folder, limit)
         self.accelerator.wait_for_everyone()

@@ -1,0 +1,142 @@
+"""Digests of the files that a resume reads, so that a byte that changed at the same size is noticed. No torch.
+
+XXH3 with 128 bits runs at the speed of memory, about ten times that of SHA-256, so a digest costs little beside writing
+or reading the file. It finds what disks, copies and people change; nobody has to be kept from forging it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from grpo_recipes.errors import Problem, Refused
+from grpo_recipes.launch.rundir import write_json
+from grpo_recipes.paths import shown
+
+CHECKSUM = "checksum"  # key of a JSON object: a digest of its other keys
+RECORD = "digests.json"  # in a run directory
+# What a resume reads of a run directory beside its checkpoints. `code/` has a hash of its own in run.json; what the
+# trainers share under `prompts/` is made anew by every attempt.
+_RECORDED = (
+    "run.json", "recipe.yaml", "plan.json", "sources.json", "accelerate.yaml", "rewards/*.py", "callbacks/*.py"
+)  # fmt: skip
+_MOST_THREADS = 4
+_PLAIN = "put it back, or add --allow-changed-code to go on with it as it is"
+_RECIPE = (
+    "put it back and give the change as a flag (--KEY VALUE), or add --allow-changed-code to go on with it as it is"
+)
+
+
+def digest_of(path: Path) -> str:
+    """Return the digest of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+
+
+@contextmanager
+def digests_under_way(folder: Path, names: Iterable[str]) -> Iterator[Iterator[tuple[str, str | OSError]]]:
+    """Read files in threads while the caller does something else.
+
+    Yields:
+        Name and digest of each file, in the order given, or the error for which it could not be read.
+    """
+    names = list(names)
+
+    def digest(name: str) -> tuple[str, str | OSError]:
+        try:
+            return name, digest_of(folder / name)
+        except OSError as error:
+            return name, error
+
+    pool = ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0))), "digests")
+    try:
+        yield pool.map(digest, names)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def with_checksum(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON object with a digest of itself."""
+    return {**content, CHECKSUM: _checksum(content)}
+
+
+def has_its_checksum(content: Mapping[str, Any]) -> bool:
+    """Return whether an object that ``with_checksum`` made is as it was."""
+    return content.get(CHECKSUM) == _checksum({key: value for key, value in content.items() if key != CHECKSUM})
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+@contextmanager
+def rewriting(run_dir: Path) -> Iterator[None]:
+    """Let our code write files of a run directory, then record the digests of all of them.
+
+    There is no record meanwhile: after a kill in these moments the run resumes unverified, and is not refused for a
+    file that we had just written.
+    """
+    (run_dir / RECORD).unlink(missing_ok=True)
+    yield
+    write_json(
+        run_dir / RECORD, with_checksum({"files": {name: digest_of(run_dir / name) for name in _files(run_dir)}})
+    )
+
+
+def _files(run_dir: Path) -> list[str]:
+    return sorted(str(path.relative_to(run_dir)) for pattern in _RECORDED for path in run_dir.glob(pattern))
+
+
+def need_same_files(run_dir: Path, allow_changed: bool) -> list[str]:
+    """Check that what a resume reads of a run directory is what our code wrote there.
+
+    Args:
+        run_dir: the run directory.
+        allow_changed: go on with files that changed.
+
+    Returns:
+        Notes for the person who watches: what changed, or that this cannot be known.
+
+    Raises:
+        Refused: files changed, one problem each.
+    """
+    try:
+        text = (run_dir / RECORD).read_text()
+    except FileNotFoundError:
+        return [f"{shown(run_dir)} has no {RECORD}, so that its recipe and plan are unchanged cannot be verified"]
+    except (OSError, ValueError):
+        text = ""
+    problems = [
+        Problem(shown(run_dir / name), what, _RECIPE if name == "recipe.yaml" else _PLAIN)
+        for name, what in _changes(run_dir, text)
+    ]
+    if problems and not allow_changed:
+        raise Refused(*problems)
+    return [f"{problem.where} {problem.what}; this attempt goes on with it as it is" for problem in problems]
+
+
+def _changes(run_dir: Path, record: str) -> Iterator[tuple[str, str]]:
+    """Yield each file that changed since the record was written, and what happened to it."""
+    try:
+        content = json.loads(record)
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict) or not has_its_checksum(content):
+        yield RECORD, "is damaged, so that the files of the run are unchanged cannot be verified"
+        return
+    recorded, here = content["files"], _files(run_dir)
+    yield from ((name, "was not written by this run") for name in here if name not in recorded)
+    with digests_under_way(run_dir, recorded) as digests:
+        for name, digest in digests:
+            if isinstance(digest, OSError):
+                yield name, f"cannot be read ({digest.strerror})"
+            elif digest != recorded[name]:
+                yield name, "was changed since the run wrote it"
