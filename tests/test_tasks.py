@@ -13,10 +13,11 @@ from grpo_recipes.check import check
 from grpo_recipes.errors import Refused
 from grpo_recipes.keys import ENVIRONMENT_KEYS
 from grpo_recipes.launch.attempt import Attempt, say_start
-from grpo_recipes.launch.environment import READ_VARIABLES, Scratch
+from grpo_recipes.launch.environment import READ_VARIABLES
 from grpo_recipes.launch.plan import Names, describe
 from grpo_recipes.launch.resources import Resources, environment_flavour
 from grpo_recipes.launch.rundir import new_run, write_json
+from grpo_recipes.launch.scratch import Scratch
 from grpo_recipes.objectives import OBJECTIVES
 from grpo_recipes.paths import home
 from grpo_recipes.recipe import Recipe, read_frozen, read_recipe

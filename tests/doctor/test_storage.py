@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from grpo_recipes.doctor import storage
+from grpo_recipes.launch.scratch import make_scratch
 
 QUOTA = """\
 Disk quotas for user alice (uid 1000):
@@ -145,6 +146,18 @@ def test_folders_of_living_runs_and_new_ones_are_no_leftovers(machine, tmp_path:
     with subprocess.Popen([sys.executable, "-c", "input()", "--scratch", str(used)], stdin=subprocess.PIPE) as warden:
         assert storage.leftovers(asked).value == "none"
         warden.kill()
+
+
+def test_a_run_of_another_container_holds_its_folder_and_is_no_leftover(machine, tmp_path: Path):
+    (tmp_path / "scratch").mkdir()
+    asked = machine(SLURM_TMPDIR=str(tmp_path / "scratch"))
+    made = make_scratch({"SLURM_TMPDIR": str(tmp_path / "scratch")})
+    os.utime(made.disk, (1, 1))
+    assert storage.leftovers(asked).value == "none"
+    while made.locks:
+        os.close(made.locks.pop())
+    assert str(made.disk) in storage.leftovers(asked).fix
+    made.remove()
 
 
 def test_the_clock_of_the_file_system(machine, tmp_path: Path, monkeypatch):

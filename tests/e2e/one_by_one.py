@@ -12,11 +12,12 @@ from pathlib import Path
 
 from real_runs import clean_environment
 
-from grpo_recipes.launch.environment import base_environment, make_scratch, run_environment
+from grpo_recipes.launch.environment import base_environment, run_environment
 from grpo_recipes.launch.plan import Names, Plan, make_plan
 from grpo_recipes.launch.ports import free_ports, plan_ports
 from grpo_recipes.launch.resources import find_resources
 from grpo_recipes.launch.rundir import read_json, write_json
+from grpo_recipes.launch.scratch import make_scratch
 from grpo_recipes.launch.server import wait_until_ready
 from grpo_recipes.paths import home
 from grpo_recipes.recipe import read_recipe

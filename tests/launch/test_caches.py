@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.launch.environment import Scratch, base_environment, run_environment
+from grpo_recipes.launch.environment import base_environment, run_environment
+from grpo_recipes.launch.scratch import Scratch
 from grpo_recipes.paths import home
 
 # Below CACHE_ROOT, unless the user chose a folder; those of the node and of the run are not caches to keep.

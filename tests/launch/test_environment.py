@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import stat
 import sys
 from pathlib import Path
 
 import pytest
 
 from grpo_recipes.keys import ENVIRONMENT_KEYS
-from grpo_recipes.launch.environment import (
-    READ_VARIABLES,
-    Scratch,
-    base_environment,
-    make_scratch,
-    run_environment,
-)
+from grpo_recipes.launch.environment import READ_VARIABLES, base_environment, run_environment
+from grpo_recipes.launch.scratch import Scratch
 from grpo_recipes.secrets import masked_environment
 
 REMOVED = [
@@ -57,32 +50,6 @@ def test_the_list_of_variables_we_read_has_no_double():
     assert all(READ_VARIABLES.values())
 
 
-def test_a_scratch_folder_is_private_short_and_gone_after_use():
-    scratch = make_scratch({})
-    try:
-        assert scratch.disk.is_dir() and scratch.memory.is_dir()
-        for folder in (scratch.disk, scratch.memory):
-            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        assert stat.S_IMODE(scratch.token.stat().st_mode) == 0o600
-        assert len(scratch.token.read_text()) == 32
-        assert len(str(scratch.disk)) < 60
-    finally:
-        scratch.remove()
-    assert not scratch.disk.exists() and not scratch.memory.exists()
-    scratch.remove()
-
-
-def test_every_attempt_has_its_own_token_in_the_jobs_own_folder(tmp_path):
-    first, second = make_scratch({"SLURM_TMPDIR": str(tmp_path)}), make_scratch({"SLURM_TMPDIR": str(tmp_path)})
-    try:
-        assert first.disk.parent == second.disk.parent == tmp_path
-        assert first.token.read_text() != second.token.read_text()
-    finally:
-        first.remove()
-        second.remove()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_every_process_knows_its_run_and_its_node_local_folders(tmp_path):
     scratch = Scratch(tmp_path / "disk", tmp_path / "memory")
     added = run_environment({"CACHE_ROOT": "/cache", "HOME": str(tmp_path)}, scratch, tmp_path / "run", "run-abcd")
@@ -112,14 +79,6 @@ def test_a_login_to_the_hub_outlives_our_choice_of_cache(tmp_path):
     login.write_text("hf_x")
     assert run_environment({"HOME": str(tmp_path)}, scratch, tmp_path, "x")["HF_TOKEN_PATH"] == str(login)
     assert "HF_TOKEN_PATH" not in run_environment({"HOME": str(tmp_path), "HF_HOME": "/h"}, scratch, tmp_path, "x")
-
-
-def test_scratch_is_made_from_a_given_environment_alone(monkeypatch, tmp_path):
-    monkeypatch.setitem(os.environ, "SLURM_TMPDIR", str(tmp_path / "none"))
-    scratch = make_scratch({})
-    assert scratch.disk.parent != tmp_path and scratch.token.exists()
-    scratch.remove()
-    assert not scratch.disk.exists() and not scratch.memory.exists()
 
 
 def test_the_environments_own_tools_come_first_on_the_path():

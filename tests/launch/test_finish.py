@@ -9,11 +9,11 @@ import pytest
 from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.launch.attempt import Attempt, new_log
 from grpo_recipes.launch.checkpoints import publish
-from grpo_recipes.launch.environment import Scratch
 from grpo_recipes.launch.finish import end_without_run, finish
 from grpo_recipes.launch.plan import Names
 from grpo_recipes.launch.resources import SlurmJob
 from grpo_recipes.launch.rundir import Run, no_requeue_file, read_json, write_json
+from grpo_recipes.launch.scratch import Scratch
 from grpo_recipes.launch.supervisor import Ending
 
 JOB = SlurmJob(7, "cluster", 1, None)

@@ -22,6 +22,8 @@ from grpo_recipes.launch.settle import Options, names_of, need_same_world, plann
 from grpo_recipes.paths import home
 from grpo_recipes.tasks import Asked
 
+from .test_scratch import dead_scratch
+
 SMOKE = home() / "recipes/smoke/grpo.yaml"
 CPU = Resources("cpu", (), 2)
 THREE = Resources("cuda", ("0", "1", "2"), 8)
@@ -123,6 +125,21 @@ def test_its_first_start_is_no_restart_and_its_second_is_one(folder, monkeypatch
         attempt.scratch.remove()
         counts.append((read_json(run.folder / "summary.json")["restarts"], bool(attempt.resumed)))
     assert counts == [(0, False), (1, True)]
+
+
+def test_a_start_first_removes_what_dead_runs_left_on_the_node(folder, monkeypatch, capsys) -> None:
+    for name in ("node", "shm", "logs"):
+        (folder / name).mkdir()
+    left = dead_scratch(folder / "node", folder / "shm")
+    monkeypatch.setenv("SLURM_TMPDIR", str(folder / "node"))
+    run = frozen()
+    recipe = settle(Options(resume=str(run.folder)), CPU)[1]
+    names = names_of(run, recipe)
+    attempt = prepare(run, recipe, make_plan(recipe, CPU, os.environ, names), names, CPU, Agents(0))
+    assert list((folder / "node").iterdir()) == [attempt.scratch.disk]
+    attempt.scratch.remove()
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if left.disk.name in line]
+    assert line.startswith("grpo: removed scratch of ") and "died on this node (" in line
 
 
 def test_a_node_that_does_not_begin_leaves_no_scratch_and_no_running_summary(folder, monkeypatch) -> None:

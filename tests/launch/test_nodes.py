@@ -25,6 +25,8 @@ from grpo_recipes.launch.rundir import dump_request, stop_file
 from grpo_recipes.launch.supervisor import Lost, wait_for_trainer
 from grpo_recipes.launch.survey import node_address, survey
 
+from .test_scratch import dead_scratch
+
 RANK = """
 import json, os, signal, sys, time
 folder = os.path.join(os.environ["GRPO_RUN_DIR"], "processes")
@@ -238,6 +240,16 @@ def test_a_process_of_another_node_has_that_nodes_own_scratch(job, agents, tmp_p
     assert child.alive() and child.lost() is None and child.exit_code() is None
     agents.close()
     assert not is_alive(rank.record["pid"]) and not any(folder.exists() for folder in scratch)
+
+
+def test_each_node_removes_what_dead_runs_left_there(job, agents, tmp_path, capsys):
+    for name in ("node", "shm"):
+        (tmp_path / name).mkdir()
+    left = dead_scratch(tmp_path / "node", tmp_path / "shm")
+    begun(agents, job(SLURM_TMPDIR=str(tmp_path / "node")), tmp_path / "run")
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if left.disk.name in line]
+    assert line.startswith("grpo: node 1: removed scratch of ") and not left.disk.exists()
+    assert left.memory.exists(), "no folder that a launch of that node uses"
 
 
 def test_a_killed_rank_of_another_node_is_named(job, agents, tmp_path):

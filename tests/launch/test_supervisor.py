@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.launch.commands import Process
-from grpo_recipes.launch.environment import Scratch
+from grpo_recipes.launch.scratch import Scratch
 from grpo_recipes.launch.supervisor import Child, Ending, tail, wait_for_trainer
 from grpo_recipes.secrets import MASK
 

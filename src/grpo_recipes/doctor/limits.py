@@ -9,7 +9,8 @@ from pathlib import Path
 import psutil
 
 from grpo_recipes.doctor.finding import Finding, ok, problem, warning
-from grpo_recipes.doctor.machine import Machine, gigabytes
+from grpo_recipes.doctor.machine import Machine
+from grpo_recipes.launch.say import gigabytes
 
 _FILES = 4096  # torch keeps a descriptor a shared tensor, vLLM and aiohttp one a request
 _PROCESSES = 4096

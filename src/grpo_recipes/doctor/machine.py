@@ -126,14 +126,6 @@ def installed(name: str) -> str | None:
         return None
 
 
-def gigabytes(number: float) -> str:
-    """Bytes as a person reads them, in units of 1000."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number / 1e3:.0f} kB"
-
-
 def existing(path: Path) -> Path:
     """``path``, or its nearest parent that exists."""
     return next(folder for folder in (path, *path.parents) if folder.exists())

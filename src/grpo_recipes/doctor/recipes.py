@@ -15,7 +15,7 @@ from grpo_recipes.doctor.access import hub_token
 from grpo_recipes.doctor.devices import visible
 from grpo_recipes.doctor.finding import OK, Finding, ok, problem, warning
 from grpo_recipes.doctor.limits import cgroup_memory
-from grpo_recipes.doctor.machine import Machine, existing, gigabytes
+from grpo_recipes.doctor.machine import Machine, existing
 from grpo_recipes.doctor.storage import SHARED_MEMORY
 from grpo_recipes.errors import Refused
 from grpo_recipes.fetch.gated import gated_note
@@ -23,6 +23,7 @@ from grpo_recipes.fetch.pieces import MODEL
 from grpo_recipes.fetch.sources import Sources, find_sources
 from grpo_recipes.launch.plan import Plan, make_plan
 from grpo_recipes.launch.resources import find_resources
+from grpo_recipes.launch.say import gigabytes
 from grpo_recipes.launch.settle import planned_names
 from grpo_recipes.paths import shown
 from grpo_recipes.recipe import Recipe

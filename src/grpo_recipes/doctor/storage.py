@@ -11,10 +11,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
-
 from grpo_recipes.doctor.finding import Finding, ok, problem, together, warning
-from grpo_recipes.doctor.machine import Machine, existing, gigabytes
+from grpo_recipes.doctor.machine import Machine, existing
+from grpo_recipes.launch.say import gigabytes
+from grpo_recipes.launch.scratch import is_held, names_in_use, size_of
 from grpo_recipes.paths import shown
 
 LITTLE_SPACE = 20e9  # a 7B checkpoint is larger; a 1.5B one with its optimizer is about 9 GB
@@ -124,12 +124,11 @@ def shared_memory(machine: Machine) -> Finding:
 def leftovers(machine: Machine) -> Finding:
     """Folders of runs that died without removing them, in /dev/shm and TMPDIR."""
     found = [path for root in {SHARED_MEMORY, machine.temporary} for path in sorted(root.glob("grpo-*")) if _ours(path)]
-    dead = [path for path in found if path.exists()]
-    alive = _used_folders() if dead else set()
-    dead = [path for path in dead if str(path) not in alive]
+    alive = names_in_use(path.name for path in found)
+    dead = [path for path in found if path.name not in alive and not is_held(path)]
     if not dead:
         return ok("none")
-    size = sum(_size(path) for path in dead)
+    size = sum(size_of(path) for path in dead)
     more = f" (and {len(dead) - 5} more)" if len(dead) > 5 else ""
     names = " ".join(shlex.quote(str(path)) for path in dead[:5])
     return warning(f"{len(dead)} of dead runs, {gigabytes(size)}", f"remove them: rm -r {names}{more}")
@@ -139,22 +138,6 @@ def _ours(path: Path) -> bool:
     """A folder of ours that is no launch's first second."""
     stat = path.lstat()
     return path.is_dir() and stat.st_uid == os.getuid() and time.time() - stat.st_mtime > _NEW_SECONDS
-
-
-def _used_folders() -> set[str]:
-    """Folders named in the environment or command line of our own living processes."""
-    used: set[str] = set()
-    for process in psutil.process_iter():
-        try:
-            variables = process.environ()
-            used |= {variables.get("TMPDIR", ""), variables.get("GRPO_SYNC_DIR", ""), *process.cmdline()}
-        except (psutil.Error, OSError):
-            continue  # another user's, or gone
-    return used
-
-
-def _size(folder: Path) -> int:
-    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def clock(machine: Machine) -> Finding:

@@ -25,10 +25,11 @@ import psutil
 from grpo_recipes.errors import EXIT_REFUSED, Refused
 from grpo_recipes.launch.commands import Process
 from grpo_recipes.launch.descendants import end_descendants, is_alive, reap
-from grpo_recipes.launch.environment import Scratch, base_environment, make_scratch, run_environment
+from grpo_recipes.launch.environment import base_environment, run_environment
 from grpo_recipes.launch.prctl import become_subreaper
 from grpo_recipes.launch.resources import environment_flavour, visible_gpus
 from grpo_recipes.launch.rundir import stop_file
+from grpo_recipes.launch.scratch import Scratch, make_scratch, remove_dead_scratch
 from grpo_recipes.launch.supervisor import Child
 
 MARK = "grpo-agent"  # first word of a report; other lines on standard output are not ours
@@ -98,11 +99,12 @@ class Agent:
     def order_begin(self, run_dir: str, mark: str, token: str, variables: dict[str, str]) -> None:
         """Make this node's own scratch folders with the run's token; ``variables`` go to every process."""
         self._run_dir = Path(run_dir)
+        removed = remove_dead_scratch(os.environ)
         self._scratch = make_scratch(os.environ)
         self._scratch.token.write_text(token)
         own = run_environment(os.environ, self._scratch, self._run_dir, mark)
         self._environment = {**base_environment(os.environ), **own, **variables}
-        self._report("begin")
+        self._report("begin", removed=removed)
 
     def order_start(self, process: dict[str, Any], start: int) -> None:
         """Start a process of the plan under its warden; ``start`` comes back in the reports of it and of its ranks."""

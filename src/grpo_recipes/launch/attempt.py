@@ -8,19 +8,14 @@ from pathlib import Path
 
 from grpo_recipes.errors import Refused
 from grpo_recipes.launch.checkpoints import newest_complete, step_of
-from grpo_recipes.launch.environment import (
-    Scratch,
-    base_environment,
-    make_scratch,
-    run_environment,
-    wandb_environment,
-)  # fmt: skip
+from grpo_recipes.launch.environment import base_environment, run_environment, wandb_environment
 from grpo_recipes.launch.freeze import SUBMITTED, keep
 from grpo_recipes.launch.nodes import Agents
 from grpo_recipes.launch.plan import Names, Plan
 from grpo_recipes.launch.resources import Resources
 from grpo_recipes.launch.rundir import Run, move_rows_after, no_requeue_file, read_json, stop_file, write_json
 from grpo_recipes.launch.say import say
+from grpo_recipes.launch.scratch import Scratch, make_scratch, remove_dead_scratch
 from grpo_recipes.launch.settle import note_job
 from grpo_recipes.paths import shown
 from grpo_recipes.publish.publisher import Publisher
@@ -79,6 +74,8 @@ def prepare(run: Run, recipe: Recipe, plan: Plan, names: Names, resources: Resou
         before = None  # nothing has run yet
     kept = {key: before[key] for key in ("idle_attempts", "server_restarts") if before and key in before}
     restarts = before["restarts"] + 1 if before else 0
+    if removed := remove_dead_scratch(os.environ):
+        say(removed)
     scratch = make_scratch(os.environ)
     tracking = {**wandb_environment(recipe), "WANDB_RUN_ID": run.identity["wandb_id"], "WANDB_RESUME": "allow"}
     environment = {

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import secrets
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_recipes.keys import ENVIRONMENT_KEYS
+from grpo_recipes.launch.scratch import Scratch
 from grpo_recipes.paths import CODE_VARIABLE, cache_root
 from grpo_recipes.recipe import Recipe
 
@@ -65,45 +62,6 @@ SHELL_VARIABLES: dict[str, str] = {
     "DP": "of slurm/train.slurm: --dp, 1",
     "OPTIONAL_ARGS": "of slurm/train.slurm: --args, further options of grpo launch",
 }
-
-
-@dataclass(frozen=True)
-class Scratch:
-    """Node-local folders of one attempt.
-
-    Attributes:
-        disk: TMPDIR and compiled caches; a short path, since unix sockets end at 107 bytes.
-        memory: where the file bridge writes, in shared memory where there is any.
-    """
-
-    disk: Path
-    memory: Path
-
-    @property
-    def token(self) -> Path:
-        """The file that holds the run's token."""
-        return self.disk / "token"
-
-    def remove(self) -> None:
-        """Remove both."""
-        shutil.rmtree(self.disk, ignore_errors=True)
-        shutil.rmtree(self.memory, ignore_errors=True)
-
-
-def make_scratch(environment: Mapping[str, str]) -> Scratch:
-    """Make the folders and a new token, readable by the user alone."""
-    node = environment.get("SLURM_TMPDIR", "")
-    disk = Path(tempfile.mkdtemp(prefix="grpo-", dir=node if os.access(node, os.W_OK) else None))
-    memory = Path("/dev/shm") / disk.name
-    if os.access("/dev/shm", os.W_OK):
-        memory.mkdir(mode=0o700)
-    else:
-        memory = disk / "weights"
-        memory.mkdir()
-    scratch = Scratch(disk, memory)
-    scratch.token.touch(mode=0o600)
-    scratch.token.write_text(secrets.token_hex(16))
-    return scratch
 
 
 def base_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -27,6 +27,7 @@ from grpo_recipes.launch.commands import Process
 from grpo_recipes.launch.descendants import OWN_CHILDREN
 from grpo_recipes.launch.environment import SRUN_OPTIONS
 from grpo_recipes.launch.rundir import dump_request, stop_file
+from grpo_recipes.launch.say import say
 from grpo_recipes.launch.supervisor import Child, Lost, RankSeen
 
 ANSWER_SECONDS = 60.0
@@ -148,7 +149,10 @@ class Agents:
         if self._srun is None:
             return
         facts = {"run_dir": str(run_dir), "mark": mark, "token": token, "variables": dict(variables)}
-        self.ask_of(range(1, self.count), "begin", ANSWER_SECONDS, **facts)
+        others = range(1, self.count)
+        for node, report in zip(others, self.ask_of(others, "begin", ANSWER_SECONDS, **facts), strict=True):
+            if report["removed"]:
+                say(f"node {node}: {report['removed']}")
         threading.Thread(target=self._relay, args=(run_dir,), daemon=True).start()
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from grpo_recipes.fetch.sources import Sources, find_sources, record_sources
 from grpo_recipes.launch.attempt import Attempt, prepare
 from grpo_recipes.launch.checkpoints import verified_checkpoint
 from grpo_recipes.launch.disk import need_room
-from grpo_recipes.launch.environment import Scratch, base_environment, run_environment, wandb_environment
+from grpo_recipes.launch.environment import base_environment, run_environment, wandb_environment
 from grpo_recipes.launch.finish import end_without_run, finish
 from grpo_recipes.launch.network import need_wandb_route
 from grpo_recipes.launch.nodes import Agents
@@ -22,6 +22,7 @@ from grpo_recipes.launch.processes import supervise
 from grpo_recipes.launch.resources import Resources, find_resources
 from grpo_recipes.launch.rundir import Run, claim
 from grpo_recipes.launch.say import say
+from grpo_recipes.launch.scratch import Scratch
 from grpo_recipes.launch.settle import Options, make_run, names_of, need_same_world, settle
 from grpo_recipes.launch.signals import StoppedAtOnce, StopSignals
 from grpo_recipes.launch.survey import survey

@@ -19,8 +19,8 @@ import psutil
 from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.launch.commands import Process
 from grpo_recipes.launch.descendants import OWN_CHILDREN, descendants, end_all, is_alive, reap
-from grpo_recipes.launch.environment import Scratch
 from grpo_recipes.launch.rundir import read_json
+from grpo_recipes.launch.scratch import Scratch
 from grpo_recipes.secrets import masked
 
 _COMMAND_NAMES = {"server": "the vLLM API server", "trainer": "accelerate launch"}
@@ -119,7 +119,9 @@ class Child:
             "--scratch", str(scratch.disk), str(scratch.memory), "--launcher", str(os.getpid()),
             "--log", str(self.log), "--node", str(process.node), "--", *process.argv,
         ]  # fmt: skip
-        self._popen = subprocess.Popen(warden, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+        self._popen = subprocess.Popen(
+            warden, env=environment, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=scratch.locks
+        )
         OWN_CHILDREN.add(self._popen.pid)
         self.warden_pid = self._popen.pid
         self._seen: dict[int, str] = {}

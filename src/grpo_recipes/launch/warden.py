@@ -19,9 +19,10 @@ from functools import partial
 from pathlib import Path
 
 from grpo_recipes.launch.descendants import OWN_CHILDREN, descendants, end_descendants, reap
-from grpo_recipes.launch.environment import Scratch
 from grpo_recipes.launch.prctl import become_subreaper, die_with_parent
 from grpo_recipes.launch.rundir import finish_summary, stop_file, sync_folder, write_json, write_last_json
+from grpo_recipes.launch.scratch import Scratch
+from grpo_recipes.launch.segments import SegmentRecorder
 from grpo_recipes.paths import shown
 from grpo_recipes.report.single import report_line
 
@@ -72,6 +73,7 @@ def _stop(*_: object) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    segments = SegmentRecorder(options.scratch[1])
     with options.log.open("ab") as log:
         child = subprocess.Popen(
             options.command,
@@ -85,6 +87,7 @@ def _run(options: argparse.Namespace) -> int:
     write_json(record, {"pid": child.pid, "warden": os.getpid()})
     while child.poll() is None:
         reap()
+        segments.look()
         time.sleep(0.05)
     write_last_json(record, {"pid": child.pid, "warden": os.getpid(), "exit": child.returncode})
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
