@@ -91,7 +91,7 @@ def test_right_for_the_models_they_train(path: Path) -> None:
     assert recipe["max_prompt_length"] + recipe["max_completion_length"] <= recipe["vllm_max_model_length"]
     assert recipe["trust_remote_code"] is False
     billions = float(recipe["model_name_or_path"].split("-")[-2 if "Instruct" in path.parents[1].name else -1][:-1])
-    assert recipe["accelerator"] == ("zero3" if billions >= 4 else "zero2" if billions >= 1 else "ddp")
+    assert recipe["accelerator"] == ("zero3" if billions >= 4 else "zero2"), "ddp would update the bfloat16 weights"
 
 
 def test_a_copied_recipe_still_finds_its_base(tmp_path: Path) -> None:

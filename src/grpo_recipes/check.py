@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from grpo_recipes import check_maxent, check_run
+from grpo_recipes import check_learning, check_maxent, check_run
 from grpo_recipes.check_data import SMOKE_SCHEME as SMOKE_SCHEME
 from grpo_recipes.check_data import SMOKE_TASKS, evaluation_data, is_hub_name, streaming, training_data
 from grpo_recipes.errors import Problem, Refused
@@ -38,6 +38,8 @@ def check(recipe: Recipe, environment: Mapping[str, str]) -> list[Problem]:
             problems += rule(recipe)
     with contextlib.suppress(BrokenKey):
         problems += _environment(recipe, environment)
+    with contextlib.suppress(BrokenKey):
+        problems += check_learning.rounded_away(recipe, environment)
     return problems
 
 
@@ -160,15 +162,6 @@ def _batch_sizes(recipe: Recipe) -> list[Problem]:
     return []
 
 
-def _precision(recipe: Recipe) -> list[Problem]:
-    if recipe["bf16"] and recipe["fp16"]:
-        return [Problem(recipe.place("fp16"), "'bf16' and 'fp16' are both true", "keep one")]
-    if recipe["fp16"] and recipe["dtype"] == "float16":
-        what = "fp16 scales the gradients of float32 weights, dtype is float16"
-        return [Problem(recipe.place("dtype"), what, "write dtype: float32, or bf16: true and dtype: bfloat16")]
-    return []
-
-
 def _steps(recipe: Recipe) -> list[Problem]:
     if recipe["max_steps"] == 0 or recipe["max_steps"] < -1:
         what = f"'max_steps' is {recipe['max_steps']}"
@@ -212,7 +205,7 @@ def _environment(recipe: Recipe, environment: Mapping[str, str]) -> list[Problem
 
 _RULES = (
     _model, training_data, streaming, evaluation_data,
-    _rewards, _batch, _batch_sizes, _lengths, _sampling, _precision, _steps, _save_steps, _clip_range, _overlong,
-    *check_run.RULES, *check_maxent.RULES, rules.evaluation, rules.benchmarks, rules.callbacks, publishing,
-    modebench.sizes, modebench.rewards,
+    _rewards, _batch, _batch_sizes, _lengths, _sampling, _steps, _save_steps, _clip_range, _overlong,
+    *check_learning.RULES, *check_run.RULES, *check_maxent.RULES,
+    rules.evaluation, rules.benchmarks, rules.callbacks, publishing, modebench.sizes, modebench.rewards,
 )  # fmt: skip

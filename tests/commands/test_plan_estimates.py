@@ -29,6 +29,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     recipe = {
         "model_name_or_path": str(tmp_path / "model"), "dataset_name": "openai/gsm8k", "prompts_per_step": 105,
         "num_generations": 8, "max_prompt_length": 512, "max_completion_length": 1024, "dtype": "bfloat16",
+        "learning_rate": 1e-3,  # at which accelerator: ddp may update bfloat16 weights
         "run_name": "seven", "run_root": str(tmp_path / "runs"), "use_vllm": True,
     }  # fmt: skip
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))

@@ -27,7 +27,8 @@ def disk(read, planned, tmp_path):
     model = model_folder(tmp_path / "model", SMALL)
 
     def estimate(**keys):
-        recipe = read(**{"model_name_or_path": model, "max_prompt_length": 8, "dtype": "bfloat16", **keys})
+        low = {"dtype": "bfloat16", "accelerator": "ddp", "learning_rate": 1e-3}
+        recipe = read(**{"model_name_or_path": model, "max_prompt_length": 8, **low, **keys})
         return estimate_disk(recipe, planned(recipe=recipe), tmp_path / "runs/one")
 
     return estimate

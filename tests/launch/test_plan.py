@@ -116,6 +116,23 @@ def test_an_accelerator_picks_trls_packaged_file(planned, option, accelerator, t
     assert option(argv, "--num_processes") == str(trainers)
 
 
+@pytest.mark.parametrize("gpus", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("keys", "updates_float32"),
+    [
+        ({}, False),
+        ({"dtype": "bfloat16"}, True),
+        ({"dtype": "auto"}, True),
+        ({"dtype": "bfloat16", "use_peft": True}, False),  # adapters are float32
+        ({"dtype": "bfloat16", "use_peft": True, "lora_modules_to_save": ["lm_head"]}, True),
+    ],
+)
+def test_accelerator_auto_keeps_float32_weights_on_one_gpu_too(planned, gpus, keys, updates_float32):
+    several = "ddp" if gpus > 2 else "single"
+    plan = planned(gpus=tuple(map(str, range(gpus))), **keys)
+    assert plan.accelerator == ("zero2" if updates_float32 else several)
+
+
 def test_accelerator_single_uses_one_gpu_and_names_the_idle_ones(planned):
     plan = planned(accelerator="single")
     assert plan.process("trainer").gpus == ("1",)

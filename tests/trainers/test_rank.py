@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from grpo_recipes.trainers.rank import check_sharing, check_world
+from grpo_recipes.errors import Refused
+from grpo_recipes.trainers.rank import check_sharing, check_updates, check_world
 
 SCRIPT = """
 import json, os, sys
@@ -123,6 +125,29 @@ def test_sharing_that_accelerate_dropped_is_told(tmp_path, accelerator, became, 
     else:
         with pytest.raises(RuntimeError, match=refused):
             check_sharing(tmp_path, *became)
+
+
+@pytest.mark.parametrize(
+    ("distributed_type", "mixed", "dtypes", "keys", "refused"),
+    [
+        ("NO", "bf16", {"bfloat16"}, {}, "accelerator: single keeps no float32 copy. Fix: write accelerator: zero2"),
+        ("MULTI_GPU", "no", {"bfloat16", "float32"}, {}, "steps of about learning_rate 1e-06 are rounded away"),
+        ("MULTI_CPU", "bf16", {"float32"}, {}, None),  # an adapter on a bfloat16 model
+        ("NO", "no", {"bfloat16"}, {"learning_rate": 1e-3}, None),
+        ("NO", "bf16", {"float16"}, {"learning_rate": 1e-3}, "squares of small gradients"),
+        ("FSDP", "no", {"bfloat16"}, {}, "accelerator: fsdp2 keeps no float32 copy"),
+        ("FSDP", "bf16", {"bfloat16"}, {}, None),
+        ("DEEPSPEED", "no", {"bfloat16"}, {}, None),
+    ],
+)
+def test_weights_whose_updates_would_be_lost_are_not_trained(distributed_type, mixed, dtypes, keys, refused):
+    args = SimpleNamespace(**{"learning_rate": 1e-6, "optim": "adamw_torch", "optim_args": None, **keys})
+    if refused is None:
+        check_updates(distributed_type, mixed, dtypes, args)
+    else:
+        with pytest.raises(Refused) as told:
+            check_updates(distributed_type, mixed, dtypes, args)
+        assert refused in str(told.value.problems[0])
 
 
 # A collective still under way when the script ends: its tensors are let go of by a thread of gloo.

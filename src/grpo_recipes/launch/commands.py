@@ -16,6 +16,7 @@ from grpo_recipes.launch.resources import Resources
 from grpo_recipes.launch.rundir import sync_folder
 from grpo_recipes.launch.server import server_command, server_environment
 from grpo_recipes.paths import home
+from grpo_recipes.precision import mixed_precision
 from grpo_recipes.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def _accelerate(
         "--num_processes", str(trainers[machine].count * machines),
         "--num_machines", str(machines),
         "--machine_rank", str(machine),
-        "--mixed_precision", _mixed_precision(recipe),
+        "--mixed_precision", mixed_precision(recipe),
         "--dynamo_backend", "no",
         "--num_cpu_threads_per_process", str(plan.threads),
         "--main_process_ip", plan.nodes[trainers[0].node] if machines > 1 else "127.0.0.1",
@@ -202,9 +203,3 @@ def _accelerate_file(accelerator: str, environment: Mapping[str, str]) -> str:
     return str(
         Path(spec.submodule_search_locations[0]) / "accelerate_configs" / f"{ACCELERATE_FILES[accelerator]}.yaml"
     )
-
-
-def _mixed_precision(recipe: Recipe) -> str:
-    if recipe["fp16"]:
-        return "fp16"
-    return "no" if recipe["bf16"] is False else "bf16"  # TRL turns bf16 on unless told otherwise

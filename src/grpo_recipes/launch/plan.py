@@ -20,6 +20,7 @@ from grpo_recipes.launch.ports import Ports, plan_ports
 from grpo_recipes.launch.resources import Resources
 from grpo_recipes.objectives import OBJECTIVES
 from grpo_recipes.paths import cache_root, home
+from grpo_recipes.precision import trains_weights_as_loaded
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.tasks import ENTRIES, MAXENT, task_of
 
@@ -352,11 +353,12 @@ def _notes(resources: Resources, batch: Batch, trainers: int, idle: tuple[str, .
 
 
 def _accelerator(recipe: Recipe, world_size: int) -> str:
+    """Return how the trainers share the model: under ``auto`` by DeepSpeed where nothing else keeps float32 weights."""
     wanted = recipe["accelerator"]
-    if wanted == "auto":
-        return "ddp" if world_size > 1 else "single"
-    if wanted == "ddp" and world_size == 1:
-        return "single"  # accelerate refuses --multi_gpu with one process
+    if wanted == "auto" and recipe["dtype"] != "float32" and trains_weights_as_loaded(recipe):
+        return "zero2"
+    if wanted in ("auto", "ddp"):
+        return "ddp" if world_size > 1 else "single"  # accelerate refuses --multi_gpu with one process
     return str(wanted)
 
 

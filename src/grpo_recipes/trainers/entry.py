@@ -22,6 +22,7 @@ from grpo_recipes.trainers.model import load_tokenizer, model_init_kwargs, save_
 from grpo_recipes.trainers.rank import (
     allow_fsdp_on_cpu,
     check_sharing,
+    check_updates,
     check_world,
     rank_record,
     run_folder,
@@ -65,6 +66,8 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
         )
         dtype = str(next(trainer.model.parameters()).dtype).removeprefix("torch.")
         check_sharing(run, trainer.accelerator.distributed_type.name, dtype)
+        trained = {str(one.dtype).removeprefix("torch.") for one in trainer.model.parameters() if one.requires_grad}
+        check_updates(trainer.accelerator.distributed_type.name, trainer.accelerator.mixed_precision, trained, args)
         checkpoint = newest_complete(run / "checkpoints")
         if trainer.accelerator.is_main_process:
             print(f"grpo: {prompts}; first prompt:\n{prompts.example}")

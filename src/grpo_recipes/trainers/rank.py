@@ -7,13 +7,14 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import Refused, refuse
 from grpo_recipes.launch.rundir import write_json, write_last_json
+from grpo_recipes.precision import float32_fix, lost_updates, updates_float32
 from grpo_recipes.secrets import masked
 from grpo_recipes.trainers.phases import PhaseFile, dump_stacks_on_signal
 
@@ -131,6 +132,33 @@ def check_sharing(folder: Path, distributed_type: str, dtype: str) -> None:
         raise RuntimeError(f"planned accelerator: {planned}, accelerate made it {distributed_type}")
     if planned in ("single", "ddp") and plan["dtype"] not in (None, "auto", dtype):
         raise RuntimeError(f"planned weights in {plan['dtype']}, the model has them in {dtype}")
+
+
+# accelerate's names of ways that update the weights as they are loaded.
+_AS_LOADED = {"NO": "single", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp"}
+
+
+def check_updates(distributed_type: str, mixed: str, dtypes: Iterable[str], args: Any) -> None:
+    """Refuse weights whose updates would be rounded away, now that their dtype is known.
+
+    The recipe is checked before; ``dtype: auto`` and a ``CONFIG_FILE`` are seen here alone.
+
+    Args:
+        distributed_type: the name of ``Accelerator().distributed_type``.
+        mixed: its mixed precision: ``no``, ``bf16`` or ``fp16``.
+        dtypes: of the parameters that are trained.
+        args: the trainer's.
+
+    Raises:
+        Refused: they would be.
+    """
+    accelerator = _AS_LOADED.get(distributed_type, "fsdp2" if distributed_type == "FSDP" else "zero2")
+    if updates_float32(accelerator, mixed):
+        return
+    for dtype in sorted(dtypes):
+        if lost := lost_updates(dtype, args.learning_rate, args.optim, args.optim_args):
+            what = f"{lost}, and accelerator: {accelerator} keeps no float32 copy"
+            raise refuse("dtype", what, float32_fix(mixed))
 
 
 def shards_weights(accelerator: Any) -> bool:
