@@ -11,6 +11,8 @@ import psutil
 import pytest
 from real_runs import Launch
 
+from grpo_recipes.launch.checkpoints import complete_checkpoints, step_of
+
 SHORT = ("--max_steps", "8", "--save_steps", "3", "--prompts_per_step", "4", "--num_generations", "8")
 
 
@@ -43,6 +45,32 @@ def test_resume_last_continues_a_killed_run(launch: Callable[..., Launch]) -> No
 
 def checkpoints(run: Launch) -> list[str]:
     return sorted(path.parent.name for path in (run.run_dir / "checkpoints").glob("checkpoint-*/COMPLETE"))
+
+
+@pytest.mark.slow
+def test_a_run_whose_newest_checkpoint_lost_a_bit_goes_on_from_the_one_before(launch: Callable[..., Launch]) -> None:
+    first = launch(*SHORT, "--max_steps", "100000", "--save_steps", "2", "--use_vllm", "false")
+    first.wait_for(lambda: first.has_run_dir() and len(checkpoints(first)) > 1, "two checkpoints")
+    for process in first.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    first.wait(30)
+    first.wait_for_nothing_left()
+    older, newest = complete_checkpoints(first.run_dir / "checkpoints")[-2:]
+    weights = bytearray((newest / "model.safetensors").read_bytes())
+    weights[len(weights) // 2] ^= 1
+    (newest / "model.safetensors").write_bytes(weights)
+
+    second = launch("--resume", str(first.run_dir), "--max_steps", str(step_of(newest)))
+
+    assert second.wait() == 0, second.output
+    what = "model.safetensors no longer has the bytes that were saved"
+    assert f"{newest.name} is damaged: {what}; it is now {newest.name}.damaged, resuming from {older.name}\n" in (
+        second.output
+    )
+    assert f"grpo: resuming from {older.name}; " in second.output
+    assert [row["step"] for row in second.rows()] == list(range(1, step_of(newest) + 1))
+    assert (newest.with_name(f"{newest.name}.damaged") / "model.safetensors").read_bytes() == bytes(weights)
 
 
 @pytest.mark.slow

@@ -1,0 +1,48 @@
+"""Whatever byte of a real checkpoint changes, it is noticed, and training goes on from the checkpoint before."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import torch
+
+from grpo_recipes.launch.checkpoints import damage, newest_complete, verified_checkpoint
+from grpo_recipes.launch.rundir import move_rows_after
+
+from .tiny_training import train
+
+SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+
+
+def flip(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def test_a_flipped_bit_of_any_file_is_noticed_and_training_goes_on_from_the_checkpoint_before(tmp_path: Path) -> None:
+    trained, _ = train(tmp_path, **SAVING)
+    weights = {name: value.clone() for name, value in trained.model.state_dict().items()}
+    folder = tmp_path / "checkpoints"
+    newest = folder / "checkpoint-6"
+    names = {str(path.relative_to(newest)): path.stat().st_size * 8 for path in newest.rglob("*") if path.is_file()}
+    assert {"model.safetensors", "optimizer.pt", "rng_state.pth", "grpo_window_0.pt", "COMPLETE"} < names.keys()
+
+    chance = random.Random(0)
+    for name, bits in names.items():
+        bit = chance.randrange(bits)
+        flip(newest / name, bit)
+        said = []
+        assert verified_checkpoint(folder, said.append) == folder / "checkpoint-4" == newest_complete(folder)
+        assert len(said) == 1 and said[0].startswith(f"checkpoint-6 is damaged: {name} "), said
+        (folder / "checkpoint-6.damaged").rename(newest)
+        flip(newest / name, bit)
+        assert damage(newest, said.append) is None
+
+    flip(newest / "optimizer.pt", names["optimizer.pt"] // 2)
+    verified_checkpoint(folder, print)
+    move_rows_after(tmp_path, 4)
+    again, _ = train(tmp_path, **SAVING)
+    assert all(torch.equal(value, weights[name]) for name, value in again.model.state_dict().items())
+    assert damage(newest, print) is None  # made again
