@@ -28,10 +28,16 @@ def test_units_have_one_spelling(text, unit):
 
 
 @pytest.mark.parametrize(
-    "text", ["x", " x", "eggs", " ab", " thousand", " million dollars", " or so", "^2", "!", " 5", " é"]
+    "text",
+    ["x", " x", "eggs", " ab", " thousand", " million dollars", " or so", "^2", "!", " 5", " é", " mil", " grand"],
 )
 def test_other_words_are_no_unit(text):
     assert unit_of(text) is None
+
+
+@pytest.mark.parametrize("word", ["bil", "gross", "lakh", "crore", "quadrillion", "thousandths"])
+def test_words_that_change_the_number_are_no_unit(word):
+    assert unit_of(f" {word}") is None and unit_of(f" {word} dollars") is None
 
 
 def test_a_sentence_is_no_unit():

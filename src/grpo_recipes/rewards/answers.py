@@ -1,54 +1,54 @@
 r"""The answer of a completion, and when two answers are the same. Pure and fast: no sympy, no torch.
 
 Numbers are compared exactly, as fractions, however they are written: ``18``, ``18.0``, ``$18``, ``\boxed{18}``,
-``1,000``, ``1/2``, ``\frac{1}{2}``, ``18 dollars``. Everything else is compared as text.
+``1,000``, ``1/2``, ``\frac{1}{2}``, ``18 dollars``. Lists, sets and tuples are compared item by item. Everything else
+is compared as text.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from grpo_recipes.rewards.answer_text import (
+    DOLLAR,
+    both_signs,
+    brackets_around,
+    clean,
+    closing_brace,
+    items_of,
+    one_kind_of_comma,
+    without_braces,
+    without_gaps,
+)
 from grpo_recipes.rewards.units import unit_of
 
 # An answer longer than this is compared as it stands: cleaning is for answers, not for essays.
 LONGEST = 500
 
 _OPEN, _CLOSE = "<answer>", "</answer>"
-_DOLLAR = "¤"  # stands for \$, which does not begin a formula; `units` knows it too
+_BOX = r"\boxed{"
+_FARTHEST = 70  # characters between two boxes of one list
+_DEEPEST = 8  # brackets inside each other; what lies deeper is compared as text
+_BETWEEN_BOXES = re.compile(
+    r"(?:[\s$,;~]|\\[()\[\],;: !]|\\q?quad(?![A-Za-z])|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])"
+    r"|\\(?:text|textrm|mathrm|mbox)\s*\{\s*,?\s*(?:and|or)\s*\})*"
+)
+_SEPARATOR = re.compile(r"(?<!\\)[,;]|and|or")
 
-_CHARACTERS = str.maketrans(
-    {**dict.fromkeys("\u2212\u2013\ufe63\uff0d", "-"), "²": "^2", "³": "^3", **dict.fromkeys("\u200b\ufeff", "")}
-)
-_REWRITES = tuple(
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"(?<!\\)\\\$", _DOLLAR),
-        (r"\\%", "%"),
-        (r"(?<!\\)\\[()\[\]]|\\(?:left|right|displaystyle)(?![A-Za-z])", ""),
-        (r"(?<=[0-9])(?:\{,\}|,\\!|\\,)(?=[0-9]{3})", ","),
-        (r"(?<!\\)\\!", ""),
-        (r"(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|~", " "),
-        (r"\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})|\\degree(?![A-Za-z])|°", " degrees "),
-        (r"\$\$?([^$]+)\$\$?", r"\1"),
-        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
-        (r"\\frac\s*([0-9])\s*(?=[0-9{])", r"\\frac{\1}"),
-        (r"(\\frac\s*\{[^{}]*\})\s*([0-9])", r"\1{\2}"),
-        (r"\s+(?=\^)", ""),
-    )
-)
-_COMMANDS = re.compile(r"\\(boxed|fbox|text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{")
-_LEAD_IN = re.compile(r"(?:(?:the\s+)?(?:final\s+)?answer(?:\s+is)?(?:\s*[:=]\s*|\s+)|=\s*)(?=\S)", re.IGNORECASE)
-_VARIABLE = re.compile(r"(\\?[A-Za-z]\w*(?:_\{\w+\})?)\s*=\s*([^=]+)")
-_PUNCTUATION = re.compile(r"\s*([^\w\s])\s*")
+_NAME = r"\\?[A-Za-z]\w*(?:_\{\w+\})?"
+_VARIABLE = re.compile(rf"({_NAME}|\(\s*{_NAME}(?:\s*,\s*{_NAME})+\s*\))\s*=\s*([^=]+)")
+_RELATION = re.compile(r"[<>]|\\(?:leq?|geq?|lt|gt|neq?)(?![A-Za-z])")
 
 _INTEGER = re.compile(r"[-+]?[0-9]+")
 _WHOLE = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)"
 _DECIMAL = rf"(?:{_WHOLE}(?:\.[0-9]*)?|\.[0-9]+)"
 _NUMBER = re.compile(
-    rf"(?P<sign>[-+]?)\s*(?P<currency>[{_DOLLAR}$€£¥]?)\s*(?P<inner>[-+]?)\s*"
+    rf"(?P<sign>[-+]?)\s*(?P<currency>[{DOLLAR}$€£¥]?)\s*(?P<inner>[-+]?)\s*"
     rf"(?:(?:(?P<whole>[0-9]+)\s*)?\\frac\s*\{{\s*(?P<above>-?{_DECIMAL})\s*\}}\s*\{{\s*(?P<below>-?{_DECIMAL})\s*\}}"
     rf"|(?:(?P<mixed>[0-9]+)\s+(?=[0-9]+\s*/))?(?P<number>{_DECIMAL})(?:\s*/\s*(?P<divisor>{_DECIMAL}))?)"
     r"(?P<unit>(?![0-9.,/]).*)?",
@@ -61,18 +61,38 @@ class Answer:
     """An answer in its normal form.
 
     Attributes:
-        value: the number, or the cleaned text of what is no number.
+        value: the number, the items, or the cleaned text of anything else.
         unit: what stands beside a number, ``"dollar"`` for ``$18``; empty without.
         variable: ``"x"`` for ``x=5``; empty without.
     """
 
-    value: int | Fraction | str
+    value: int | Fraction | str | Items
     unit: str = ""
     variable: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Items:
+    """Several answers that are one answer together.
+
+    Attributes:
+        answers: the items as they are written.
+        brackets: ``{}`` of a set, ``()``, ``[)`` and the like of a tuple or an interval, empty for a list without.
+        word: ``and`` or ``or`` between inequalities, where it changes the meaning; else empty.
+    """
+
+    answers: tuple[Answer, ...]
+    brackets: str = ""
+    word: str = ""
+
+    @property
+    def ordered(self) -> bool:
+        """Whether the items are in an order that counts."""
+        return self.brackets not in ("", "{}")
+
+
 def last_answer(text: str) -> str | None:
-    """What the last ``<answer>…</answer>`` holds, None where there is none."""
+    """Return what the last ``<answer>…</answer>`` holds, None where there is none."""
     start = text.rfind(_OPEN, 0, text.rfind(_CLOSE) + 1)
     if start < 0:
         return None
@@ -80,14 +100,38 @@ def last_answer(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last ``\boxed{…}`` holds, None where there is none or it is not closed."""
-    start = text.rfind(r"\boxed{")
-    end = _closing_brace(text, start + len(r"\boxed")) if start >= 0 else -1
-    return text[start + len(r"\boxed{") : end] if end >= 0 else None
+    r"""Return what the last ``\boxed{…}`` holds, None where there is none or it is not closed.
+
+    Boxes with nothing but a comma, a semicolon, ``and`` or ``or`` between them are one list, and returned as it is
+    written: ``\boxed{1} and \boxed{2}`` answers the same as ``\boxed{1 and 2}``.
+    """
+    start = text.rfind(_BOX)
+    end = closing_brace(text, start + len(_BOX) - 1) if start >= 0 else -1
+    if end < 0:
+        return None
+    first, last = start, text[start + len(_BOX) : end]
+    alike = True
+    while (before := _box_before(text, first)) is not None:
+        first = before
+        alike = alike and text.startswith(_BOX + last + "}", first)
+    return last if alike else text[first : end + 1]
+
+
+def _box_before(text: str, start: int) -> int | None:
+    """Return where the box of the same list begins that ends before ``start``, None where there is none."""
+    close = text.rfind("}", max(0, start - _FARTHEST), start)
+    while close >= 0:
+        between = text[close + 1 : start]
+        if _BETWEEN_BOXES.fullmatch(between) and _SEPARATOR.search(between):
+            before = text.rfind(_BOX, 0, close)
+            if before >= 0 and closing_brace(text, before + len(_BOX) - 1) == close:
+                return before
+        close = text.rfind("}", max(0, start - _FARTHEST), close)
+    return None
 
 
 def is_right(text: str, gold: str, matching: str) -> bool:
-    """Whether a completion's last answer tag holds the reference solution.
+    """Return whether a completion's last answer tag holds the reference solution.
 
     Args:
         text: the completion.
@@ -103,20 +147,80 @@ def is_right(text: str, gold: str, matching: str) -> bool:
 
 
 def same(answer: str, gold: str) -> bool:
-    """Whether two answers are the same; an empty one is like no other.
+    """Return whether two answers are the same; an empty one is like no other.
 
     A unit or a variable counts only where both have one: ``18 dollars`` is ``18``, but not ``18 cents``; ``10%`` is
     ``10`` and not ``0.1``.
     """
-    left, right = normal(answer), normal(gold)
+    return agree(normal(answer), normal(gold), alike)
+
+
+def alike(left: Answer, right: Answer) -> bool:
+    """Return whether two answers have the same value, and no two units or variables that differ."""
     if left.value != right.value or left.value == "":
         return False
     units_agree = not left.unit or not right.unit or left.unit == right.unit
     return units_agree and (not left.variable or not right.variable or left.variable == right.variable)
 
 
+def agree(left: Answer, right: Answer, equal: Callable[[Answer, Answer], bool]) -> bool:
+    """Return whether two answers are the same, lists item by item.
+
+    Lists and sets have no order, but an item that is repeated counts. Tuples and intervals have an order, and so has a
+    list that is compared with a tuple, or ``x=1, y=2`` with ``1, 2``.
+
+    Args:
+        left: an answer.
+        right: another.
+        equal: how to compare what is no list, called with what comes from left and from right.
+    """
+    one, other = left.value, right.value
+    if not (isinstance(one, Items) and isinstance(other, Items)):
+        return equal(left, right)
+    if (left.variable and right.variable and left.variable != right.variable) or {one.word, other.word} == {
+        "and",
+        "or",
+    }:
+        return False
+    if len(one.answers) != len(other.answers) or not _comparable(one.brackets, other.brackets):
+        return False
+    if one.ordered or other.ordered or _named(one) != _named(other):
+        return all(agree(*pair, equal) for pair in zip(one.answers, other.answers, strict=True))
+    return Counter(one.answers) == Counter(other.answers) or _matched(one.answers, other.answers, equal)
+
+
+def _comparable(one: str, other: str) -> bool:
+    """Return whether brackets mean the same; a list without any may be a set, or a tuple in parentheses."""
+    return one == other or {one, other} in ({"", "{}"}, {"", "()"})
+
+
+def _named(items: Items) -> bool:
+    """Return whether the items are of several variables, as in ``x=1, y=2``."""
+    return len({item.variable for item in items.answers}) > 1
+
+
+def _matched(left: tuple[Answer, ...], right: tuple[Answer, ...], equal: Callable[[Answer, Answer], bool]) -> bool:
+    """Return whether each item of one list has an equal one of its own in the other, in whatever order.
+
+    Equality is not transitive (``5`` is ``5 cm`` and ``5 kg``), so an item may have to give its place to another.
+    """
+    holder: dict[int, int] = {}
+
+    def placed(item: int, tried: set[int]) -> bool:
+        for place in sorted(range(len(right)), key=lambda place: (place in holder, right[place] != left[item])):
+            if place in tried or not agree(left[item], right[place], equal):
+                continue
+            tried.add(place)
+            if place not in holder or placed(holder[place], tried):
+                holder[place] = item
+                return True
+        return False
+
+    return all(placed(item, set()) for item in range(len(left)))
+
+
 def normal(text: str) -> Answer:
-    """The normal form of an answer. Never raises."""
+    """Return the normal form of an answer. Never raises."""
     text = text.strip()
     return _normal(text) if len(text) <= LONGEST else Answer(text)
 
@@ -125,57 +229,47 @@ def normal(text: str) -> Answer:
 def _normal(text: str) -> Answer:
     if _INTEGER.fullmatch(text):
         return Answer(int(text))
-    text = _clean(text)
-    assignment = _VARIABLE.fullmatch(text)
+    return _read(clean(text), depth=0)
+
+
+def _read(text: str, depth: int) -> Answer:
+    """Return the normal form of a cleaned text."""
+    assignment = _VARIABLE.fullmatch(text) if "=" in text else None
     variable, text = assignment.groups() if assignment else ("", text)
-    return _number(text, variable) or Answer(_PUNCTUATION.sub(r"\1", text), variable=variable)
+    number = _number(text, variable)
+    if number is not None:
+        return number
+    text, variable = one_kind_of_comma(text), variable.replace(" ", "")
+    items = _items(text, depth) if depth < _DEEPEST else None
+    if items is None:
+        return Answer(without_gaps(text).removeprefix("+"), variable=variable)
+    if items.brackets:
+        return Answer(items, variable=variable)
+    # x=1, 2 names both.
+    variable = variable or ("" if any(one.variable for one in items.answers[1:]) else items.answers[0].variable)
+    named = tuple(one if one.variable else replace(one, variable=variable) for one in items.answers)
+    return Answer(replace(items, answers=named))
 
 
-def _clean(text: str) -> str:
-    """Without what only dresses an answer: formula signs, boxes, bold, a full stop, an introduction."""
-    text = _without_commands(text.translate(_CHARACTERS))
-    for pattern, replacement in _REWRITES:
-        text = pattern.sub(replacement, text)
-    text = " ".join(text.split())
-    if text.startswith("**") and text.endswith("**") and len(text) > 4:
-        text = text[2:-2].strip()
-    introduction = _LEAD_IN.match(text)
-    text = (text[introduction.end() :] if introduction else text).removesuffix(".").strip()
-    while text.startswith("{") and _closing_brace(text, 0) == len(text) - 1:
-        text = text[1:-1].strip()
-    return text
-
-
-def _without_commands(text: str) -> str:
-    r"""``\boxed{…}`` and ``\text{…}`` replaced by what they hold, braces inside it and all."""
-    start = 0
-    while match := _COMMANDS.search(text, start):
-        end = _closing_brace(text, match.end() - 1)
-        if end < 0:
-            start = match.end()
-            continue
-        # Words of a \text stand apart from the number before them: 5\text{eggs}.
-        gap = " " if match[1] not in ("boxed", "fbox") and text[match.end()].isalpha() else ""
-        text = text[: match.start()] + gap + text[match.end() : end] + gap + text[end + 1 :]
-        start = match.start()
-    return text
-
-
-def _closing_brace(text: str, start: int) -> int:
-    """Where the brace that opens at ``start`` is closed, -1 where it is not."""
-    depth = 0
-    for position in range(start, len(text)):
-        if text[position] == "{":
-            depth += 1
-        elif text[position] == "}":
-            depth -= 1
-            if depth == 0:
-                return position
-    return -1
+def _items(text: str, depth: int) -> Items | None:
+    """Return the items of a list, a set, a tuple or an interval, None for anything else."""
+    if r"\begin" in text:
+        return None
+    inside, brackets = brackets_around(text)
+    texts, words = items_of(inside)
+    if brackets in ("", "{}"):
+        texts = [signed for one in texts for signed in both_signs(one)]
+    elif len(signed := both_signs(text)) > 1:
+        texts, brackets = signed, ""
+    if len(texts) < 2:
+        return None
+    answers = tuple(_read(without_braces(one), depth + 1) for one in texts)
+    word = words.pop() if len(words) == 1 and _RELATION.search(text) else ""
+    return Items(answers, brackets, word)
 
 
 def _number(text: str, variable: str) -> Answer | None:
-    """``text`` as a number with its unit, None when it is something else."""
+    """Return ``text`` as a number with its unit, None when it is something else."""
     match = _NUMBER.fullmatch(text)
     if match is None or (match["sign"] and match["inner"]):
         return None
@@ -190,21 +284,22 @@ def _number(text: str, variable: str) -> Answer | None:
     return Answer(-value if negative else value, unit, variable)
 
 
-def _value(match: re.Match[str]) -> Fraction | None:
-    """The number of a match without its sign; None for a division by zero or a mixed number that is none."""
+def _value(match: re.Match[str]) -> int | Fraction | None:
+    """Return the number of a match without its sign; None for a division by zero or a mixed number that is none."""
     if match["above"] is not None:
         whole, above, below = match["whole"], match["above"], match["below"]
     else:
         whole, above, below = match["mixed"], match["number"], match["divisor"] or "1"
-    dividend, divisor = _fraction(above), _fraction(below)
+    dividend, divisor = _exact(above), _exact(below)
     if divisor == 0:
         return None
-    value = dividend / divisor
-    if whole is None:
-        return value
-    proper = 0 < value < 1 and dividend.denominator == 1 and divisor.denominator == 1
-    return int(whole) + value if proper else None
+    value = dividend if divisor == 1 else Fraction(dividend, divisor)
+    if whole is not None:
+        proper = 0 <= value < 1 and dividend.denominator == 1 and divisor.denominator == 1
+        return int(whole) + value if proper else None
+    return value.numerator if value.denominator == 1 else value
 
 
-def _fraction(digits: str) -> Fraction:
-    return Fraction(digits.replace(",", "").removesuffix("."))
+def _exact(digits: str) -> int | Fraction:
+    digits = digits.replace(",", "").removesuffix(".")
+    return Fraction(digits) if "." in digits else int(digits)

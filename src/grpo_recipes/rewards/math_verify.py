@@ -15,16 +15,18 @@ from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify
 
-from grpo_recipes.rewards.answers import last_answer, last_boxed, normal, same
+from grpo_recipes.rewards.answers import Answer, Items, agree, alike, last_answer, last_boxed, normal, same
 from grpo_recipes.rewards.text import completion_text
 
 for _part in ("parser", "grader", "utils"):
     logging.getLogger(f"math_verify.{_part}").setLevel(logging.ERROR)  # it warns that its alarm is off
 
 _LATEX = (LatexExtractionConfig(boxed_match_priority=0),)
-_COMMAND = re.compile(r"\\(?:begin|end)\{\w+\}|\\[A-Za-z]+|\band\b")
+_COMMAND = re.compile(r"\\(?:begin|end)\{\w+\}|\\[A-Za-z]+|_\{\w+\}|\b(?:and|or)\b")
 # sympy takes a word for the product of its letters, in which `yes` is `sey`.
 _WORD = re.compile(r"[A-Za-z]{3}")
+# math-verify adds numbers that stand side by side, as in `1 1/2`: `2 3` is 5 to it.
+_SIDE_BY_SIDE = re.compile(r"[0-9]\.?\s+\.?[0-9]")
 
 
 def math_verify(completions: list[Any], answer: list[Any], **_: Any) -> list[float | None]:
@@ -46,15 +48,43 @@ def math_verify(completions: list[Any], answer: list[Any], **_: Any) -> list[flo
 def _verdict(text: str, gold: str) -> float | None:
     answer = last_answer(text)
     answer = last_boxed(text) if answer is None else answer
-    if not (_is_text(gold) or _is_number(gold) or _parsed(gold)):
+    reference = normal(gold)
+    if not _readable(reference):
         return None
     if answer is None:
         return 0.0
     if same(answer, gold):
         return 1.0
-    if _is_text(gold) or (_is_number(gold) and _is_number(answer)):
+    if _is_text(reference):
         return 0.0
-    return float(_equal(gold, answer))
+    return float(agree(reference, normal(answer), _equal_items))
+
+
+def _readable(answer: Answer) -> bool:
+    if isinstance(answer.value, Items):
+        return all(map(_readable, answer.value.answers))
+    return not isinstance(answer.value, str) or _is_text(answer) or bool(_parsed(answer.value))
+
+
+def _is_text(answer: Answer) -> bool:
+    """Return whether the answer holds a word, which is no mathematics."""
+    return _WORD.search(_COMMAND.sub(" ", _latex(answer))) is not None
+
+
+def _equal_items(gold: Answer, answer: Answer) -> bool:
+    """Return whether two answers, of which at most one has items, are equal."""
+    if alike(gold, answer):
+        return True
+    if not isinstance(gold.value, str) and not isinstance(answer.value, str):
+        return False
+    return _equal(_sided(gold, answer), _sided(answer, gold))
+
+
+def _sided(answer: Answer, other: Answer) -> str:
+    """Return an answer as LaTeX, with its variable where the other has another: ``y=2x`` is ``x=y/2``, not ``x=2x``."""
+    equation = other.variable or (isinstance(other.value, str) and "=" in other.value)
+    named = answer.variable and equation and other.variable != answer.variable
+    return f"{answer.variable}={_latex(answer)}" if named else _latex(answer)
 
 
 @functools.lru_cache(maxsize=1024)  # completions of one prompt often agree
@@ -67,25 +97,20 @@ def _equal(gold: str, answer: str) -> bool:
         return False
 
 
-def _is_number(answer: str) -> bool:
-    return not isinstance(normal(answer).value, str)
-
-
-def _is_text(answer: str) -> bool:
-    """Whether the answer holds a word, which is no mathematics."""
-    return _WORD.search(_COMMAND.sub(" ", _latex(answer))) is not None
-
-
 @functools.lru_cache(maxsize=1024)
-def _parsed(answer: str) -> tuple[Any, ...]:
-    """The answer as sympy sees it, empty where it cannot be read."""
-    box = rf"\boxed{{{_latex(answer)}}}"
-    return tuple(parse(box, _LATEX, fallback_mode="no_fallback", parsing_timeout=None))
+def _parsed(latex: str) -> tuple[Any, ...]:
+    """Return an answer as sympy sees it, empty where it cannot be read."""
+    if _SIDE_BY_SIDE.search(latex):
+        return ()
+    return tuple(parse(rf"\boxed{{{latex}}}", _LATEX, fallback_mode="no_fallback", parsing_timeout=None))
 
 
-def _latex(answer: str) -> str:
-    """The answer without units and dress, as LaTeX."""
-    value = normal(answer).value
+def _latex(answer: Answer) -> str:
+    """Return the answer without units, variables and dress, as LaTeX."""
+    value = answer.value
+    if isinstance(value, Items):
+        first, last = ("\\" + bracket if bracket in "{}" else bracket for bracket in value.brackets or ("", ""))
+        return first + ", ".join(map(_latex, value.answers)) + last
     if isinstance(value, Fraction) and value.denominator != 1:
         return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
     return str(value)

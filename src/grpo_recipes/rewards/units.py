@@ -45,7 +45,8 @@ _CHANGES_THE_NUMBER = """
     factorial sqrt root pi sin cos tan log exp below under above negative infinity point zero one two three four five
     six seven eight nine ten tens dozen dozens hundred hundreds thousand thousands million millions billion billions
     trillion trillions half halves third thirds fourth fourths quarter quarters fifth fifths sixth sixths eighth eighths
-    tenth tenths hundredth hundredths
+    tenth tenths hundredth hundredths thousandth thousandths mil bil grand gross lakh lakhs crore crores
+    quadrillion quadrillions
 """
 _NO_UNIT = frozenset(_CHANGES_THE_NUMBER.split())
 _WORD = re.compile(r"\s*([A-Za-z]+(?:-[A-Za-z]+)*|[%$¤¢€£¥/])(?:\^\{?([23])\}?)?")
