@@ -40,9 +40,13 @@ def train(
     reward: Any = different_characters,
     callbacks: tuple[TrainerCallback, ...] = (),
     stop: StopRequest | None = None,
+    held_out: Any = None,
     **keys: Any,
 ) -> tuple[GRPOTrainer, StoppedOnRequest | None]:
-    """Train, or go on from the newest checkpoint of ``folder``; how it was stopped, if it was."""
+    """Train, or go on from the newest checkpoint of ``folder``; how it was stopped, if it was.
+
+    ``held_out`` is the evaluation set, or a dict of sets; ``HELD_OUT`` by default. Callbacks know the trainer.
+    """
     folder.mkdir(exist_ok=True)
     torch.manual_seed(0)
     tokenizer = smoke.build_tokenizer()
@@ -64,12 +68,14 @@ def train(
         reward_funcs=[reward],
         args=args,
         train_dataset=as_dataset(SUMS),
-        eval_dataset=as_dataset(HELD_OUT) if args.eval_strategy != "no" else None,
+        eval_dataset=(held_out or as_dataset(HELD_OUT)) if args.eval_strategy != "no" else None,
         processing_class=tokenizer,
         callbacks=list(callbacks),
         run_dir=folder,
         stop=stop,
     )
+    for callback in callbacks:
+        callback.trainer = trainer
     checkpoint = newest_complete(folder / "checkpoints")
     try:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)

@@ -1,0 +1,139 @@
+"""Any set can be evaluated: its means are exact, and its row says which set it is of."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from grpo_recipes.launch.rundir import finish_summary
+from grpo_recipes.report.read import read_table
+
+from .evaluated_sets import OWN, evaluate_all, make_trainer, numbers, rewards_of
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()]
+
+
+def by_two_processes(folder: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    done = subprocess.run(
+        [*command, "tests.trainers.evaluated_sets", str(folder)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = (json.loads((folder / f"rank_{rank}.json").read_text()) for rank in (0, 1))
+    assert str(first) == str(second)  # as text: NaN is not equal to itself
+    return dict(first)
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two processes"])
+def evaluated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("evaluated")
+    return folder, evaluate_all(folder) if request.param == 1 else by_two_processes(folder)
+
+
+def test_the_mean_is_that_of_the_set_evaluated(evaluated: tuple[Path, dict[str, Any]]) -> None:
+    _, found = evaluated
+    own, twenty, seven, two = fmean(OWN), 9.5, 3.0, 6.5
+    assert math.isnan(found.pop("empty")["empty_reward"])
+    assert found == {
+        "own": {"eval_reward": own},
+        "larger": {"eval_reward": twenty},
+        "smaller": {"test_reward": two},
+        "dict": {"eval_low_reward": two, "eval_high_reward": twenty},
+        "dict, prefix": {"test_low_reward": two, "test_high_reward": seven},
+        "own, prefix": {"final_reward": own},
+        "own, passed": {"eval_reward": own},
+        "stream": {"stream_reward": seven},
+        "stream in parts": {"parts_reward": seven},
+        "no verdict": {"partly_reward": 7.5},
+        "own dict": {"eval_low_reward": two, "eval_high_reward": seven},
+        "one of the own dict": {"eval_reward": seven},
+        "no own": {"eval_seven_reward": seven},
+    }
+
+
+def test_a_row_says_which_set_it_is_of(evaluated: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = evaluated
+    own, expected = fmean(OWN), []
+    for name, prompts, mean in [
+        (None, 5, own),
+        ("other", 20, 9.5),
+        ("test", 2, 6.5),
+        ("low", 2, 6.5),
+        ("high", 20, 9.5),
+        ("test_low", 2, 6.5),
+        ("test_high", 7, 3.0),
+        (None, 5, own),
+        (None, 5, own),
+        ("stream", 7, 3.0),
+        ("parts", 7, 3.0),
+        ("partly", 5, 7.5),
+        ("empty", 0, "nan"),
+        ("low", 2, 6.5),
+        ("high", 7, 3.0),
+        ("high", 7, 3.0),
+        ("seven", 7, 3.0),
+    ]:
+        key = "eval_reward" if name is None else f"eval_{name}_reward"
+        expected.append({"step": 0, **({} if name is None else {"set": name}), key: mean, "prompts": prompts})
+    rows = rows_of(folder)
+    assert all(row["seconds"] > 0 for row in rows)
+    kept = ("step", "set", "prompts")
+    assert [{key: row[key] for key in row if key in kept or key.endswith("_reward")} for row in rows] == expected
+    assert not [key for row in rows if "set" in row for key in row if key.startswith(("eval_rewards/", "eval_loss"))]
+
+
+def test_only_the_runs_own_set_gives_its_evaluation_reward(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, numbers(OWN))
+    trainer.evaluate(numbers([1, 2]))
+    assert "final_eval_reward" not in finish_summary(tmp_path, status="completed")
+
+    trainer.evaluate()
+    trainer.evaluate(numbers([1, 2]))
+    trainer.evaluate({"low": numbers([3])})
+
+    summary = finish_summary(tmp_path, status="completed")
+    assert (summary["initial_eval_reward"], summary["final_eval_reward"]) == (fmean(OWN), fmean(OWN))
+    assert read_table(tmp_path / "eval.jsonl").column("eval_reward") == [None, fmean(OWN), None, None]  # the report's
+
+
+def test_every_metric_has_the_prefix(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+
+    logged = trainer.evaluate({"low": numbers([3]), "high": numbers([7, 8])}, metric_key_prefix="test")
+
+    assert {name for name in logged if not name.startswith(("test_low_", "test_high_"))} <= {"epoch"}
+    for name in ("loss", "reward", "reward_std", "rewards/value/mean", "completions/mean_length", "entropy", "runtime"):
+        assert {f"test_low_{name}", f"test_high_{name}"} <= set(logged)
+    seen = [set(one) for one in trainer.state.log_history]
+    assert "test_low_reward" in seen[0] and "test_high_reward" in seen[1] and not seen[0] & {"test_high_reward"}
+
+
+def test_a_prediction_is_exact_and_leaves_no_trace(tmp_path: Path) -> None:
+    plain, predicting = make_trainer(tmp_path / "plain"), make_trainer(tmp_path / "predicting")
+    for folder in ("plain", "predicting"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+
+    predicted = predicting.predict(numbers([3, 5, 10]))
+
+    assert rewards_of(predicted.metrics) == {"test_reward": 6.0}
+    assert not (tmp_path / "predicting" / "eval.jsonl").exists()
+    assert not list(predicting._logs["completion"])
+    first, second = (trainer.evaluate(numbers([1, 2])) for trainer in (plain, predicting))
+    timed = ("runtime", "per_second", "preparation_time")
+    assert {k: v for k, v in first.items() if not k.endswith(timed)} == {
+        k: v for k, v in second.items() if not k.endswith(timed)
+    }
