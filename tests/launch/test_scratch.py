@@ -151,6 +151,17 @@ def test_several_are_named_together_and_each_folder_is_found_alone(node, dead, t
     assert list((tmp_path / "node").iterdir()) == list((tmp_path / "shm").iterdir()) == []
 
 
+def test_its_segments_go_with_it_and_are_counted(node, dead, tmp_path):
+    left = dead()
+    for name in ("psm_0123abcd", "sem.mp-0123abcd", "psm_of_another"):
+        (tmp_path / "shm" / name).write_text("x")
+    with (left.memory / ".segments").open("w") as record:
+        for path in tmp_path.glob("shm/*0123abcd"):
+            record.write(f"{path.stat().st_ino} {path.name}\n")
+    assert remove_dead_scratch(node).endswith(f"({left.disk.name}: 3.0 MB), and 2 shared-memory segments of theirs")
+    assert [path.name for path in (tmp_path / "shm").iterdir()] == ["psm_of_another"]
+
+
 def test_a_living_runs_scratch_stays(node, owner, dead):
     _, living = owner()
     left = dead()
@@ -198,7 +209,8 @@ def test_a_link_is_never_followed(node, dead, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     left.disk.rename(elsewhere)
     left.disk.symlink_to(elsewhere)
-    assert left.disk.name in remove_dead_scratch(node)  # its folder in shared memory
+    said = remove_dead_scratch(node)
+    assert left.disk.name in said and "could not" not in said, "its folder in shared memory goes, the link stays"
     assert left.disk.is_symlink() and (elsewhere / "token").exists()
     left.disk.unlink()
     inside = dead()
@@ -230,8 +242,12 @@ def test_a_copy_and_what_is_no_plain_marker_stay(node, dead, tmp_path):
     linked = tmp_path / "node" / "grpo-linked00"
     linked.mkdir()
     (linked / ".grpo-scratch").symlink_to(copy / ".grpo-scratch")
+    moved = dead()
+    (moved.disk / ".grpo-scratch").rename(tmp_path / "marker")
+    (moved.disk / ".grpo-scratch").symlink_to(tmp_path / "marker")
+    shutil.rmtree(moved.memory)
     assert f"of 1 run that died on this node ({left.disk.name}: " in remove_dead_scratch(node)
-    assert (copy / "token").exists() and len(list((tmp_path / "node").iterdir())) == 4
+    assert (copy / "token").exists() and moved.token.exists() and len(list((tmp_path / "node").iterdir())) == 5
 
 
 @pytest.mark.parametrize("step", ["mkdtemp", "flock", "write", "rename"])

@@ -89,6 +89,14 @@ def test_what_a_killed_run_left_is_removed_with_its_scratch(tmp_path, made, chil
     assert remove_segments(made.memory) == 0
 
 
+def test_the_end_of_a_run_removes_what_its_killed_server_left(tmp_path, made, child):
+    left = names_in(tmp_path / "names")
+    wait_for_record(made, 2)
+    kill_all(child)
+    made.remove()
+    assert not any(path.exists() for path in left) and not made.memory.exists()
+
+
 def test_segments_of_a_living_process_stay(tmp_path, made, child):
     left = names_in(tmp_path / "names")
     wait_for_record(made, 2)

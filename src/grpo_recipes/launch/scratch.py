@@ -233,7 +233,7 @@ def _removed(names: list[str], size: int, segments: int) -> Iterator[str]:
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     which = f"{', '.join(islice(names, _MOST_NAMES))}{more}: {gigabytes(size)}"
     runs = f"{len(names)} run{'s' if len(names) > 1 else ''}"
-    theirs = f", and {segments} shared-memory segment{'s' if segments > 1 else ''}" if segments else ""
+    theirs = f", and {segments} shared-memory segment{'s' if segments > 1 else ''} of theirs" if segments else ""
     yield f"removed scratch of {runs} that died on this node ({which}){theirs}"
 
 
