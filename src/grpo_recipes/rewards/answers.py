@@ -264,6 +264,8 @@ def _items(text: str, depth: int) -> Items | None:
     if len(texts) < 2:
         return None
     answers = tuple(_read(without_braces(one), depth + 1) for one in texts)
+    if any(one.value == "" for one in answers):
+        return None
     word = words.pop() if len(words) == 1 and _RELATION.search(text) else ""
     return Items(answers, brackets, word)
 
