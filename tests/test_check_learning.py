@@ -74,3 +74,9 @@ def test_a_file_of_accelerate_is_left_to_the_trainer(read):
 def test_a_warmup_that_does_not_end_is_noted(read, warmup, said):
     told = [note for note in notes(read(warmup_steps=warmup, max_steps=20)) if "warmup" in note]
     assert [note.startswith(said) for note in told] == ([True] if said else [])
+
+
+@pytest.mark.parametrize(("hides", "said"), [(True, 1), (False, 0), (None, 0)])
+def test_a_loss_that_is_no_number_is_not_hidden(read, hides, said):
+    recipe = read() if hides is None else read(logging_nan_inf_filter=hides)
+    assert sum("logging_nan_inf_filter hides nothing here" in note for note in notes(recipe)) == said

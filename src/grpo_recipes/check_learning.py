@@ -76,6 +76,15 @@ def unfinished_warmup(recipe: Recipe) -> Iterator[str]:
         yield f"{_warmup_of_steps(recipe)}: the learning rate reaches {share:.0%} of learning_rate"
 
 
+def hidden_losses(recipe: Recipe) -> Iterator[str]:
+    """Yield a note where losses that are no number are asked to be hidden in the log."""
+    if recipe.given("logging_nan_inf_filter") and recipe["logging_nan_inf_filter"]:
+        yield (
+            f"{recipe.place('logging_nan_inf_filter')}: logging_nan_inf_filter hides nothing here: a loss that is not "
+            "finite ends the run before the step is taken"
+        )
+
+
 def reached_share(recipe: Recipe) -> float:
     """Return the largest share of ``learning_rate`` that a step takes, 1 where the number of steps is not known."""
     steps, warm = recipe["max_steps"], recipe["warmup_steps"]

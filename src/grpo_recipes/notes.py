@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from grpo_recipes.check_learning import unfinished_warmup
+from grpo_recipes.check_learning import hidden_losses, unfinished_warmup
 from grpo_recipes.modebench.dataset import TASK_KEYS
 from grpo_recipes.modebench.rules import named_tasks
 from grpo_recipes.recipe import Recipe
@@ -24,7 +24,13 @@ _LIMITS = ("reward_timeout", "reward_memory_gib", "reward_workers")
 
 def notes(recipe: Recipe) -> list[str]:
     """What a person should be told of a right recipe, a line each."""
-    return [*recipe.notes, *_batch(recipe), *unfinished_warmup(recipe), *_without_effect(recipe)]
+    return [
+        *recipe.notes,
+        *_batch(recipe),
+        *unfinished_warmup(recipe),
+        *hidden_losses(recipe),
+        *_without_effect(recipe),
+    ]
 
 
 def _batch(recipe: Recipe) -> Iterator[str]:

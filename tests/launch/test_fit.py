@@ -28,8 +28,9 @@ from .shipped_models import SHIPPED
 
 REPOSITORY = Path(__file__).parents[2]
 
-KEYS = {"max_prompt_length": 512, "max_completion_length": 1024, "dtype": "bfloat16", "bf16": True, "learning_rate": 1e-3,
-        "prompts_per_step": 105, "num_generations": 8, "per_device_train_batch_size": 8}  # fmt: skip
+KEYS = {"max_prompt_length": 512, "max_completion_length": 1024, "dtype": "bfloat16", "bf16": True,
+        "learning_rate": 1e-3, "prompts_per_step": 105, "num_generations": 8,
+        "per_device_train_batch_size": 8}  # fmt: skip
 GPUS = tuple(str(index) for index in range(8))
 
 
@@ -67,7 +68,8 @@ def test_without_the_memory_of_a_gpu_nothing_is_judged(estimate):
         (80, {"accelerator": "zero3", "gradient_checkpointing": False}, GPUS, "per_device_train_batch_size"),
         (70, {"accelerator": "ddp"}, GPUS, "accelerator"),
         (36, {"accelerator": "zero2"}, GPUS, "accelerator"),
-        (70, {"optim": "sgd", "accelerator": "single", "vllm_gpu_memory_utilization": 0.6}, ("0",), "vllm_gpu_memory_utilization"),
+        (70, {"optim": "sgd", "accelerator": "single", "vllm_gpu_memory_utilization": 0.6}, ("0",),
+         "vllm_gpu_memory_utilization"),
         (48, {"accelerator": "ddp"}, ("0", "1"), "use_peft"),
         (
             27,

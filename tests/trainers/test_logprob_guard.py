@@ -9,20 +9,23 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_recipes.trainers.finite import NotFinite
 from grpo_recipes.trainers.grpo import GRPOTrainer
 
 NAN = math.nan
 
 
-def difference(server: list[list[float]], mask: list[list[int]], **sampling: Any) -> float | None:
-    """Of a trainer whose own log-probs are all -1."""
+def difference(server: list[list[float]], mask: list[list[int]], own: float = -1.0, **sampling: Any) -> float | None:
+    """Of a trainer whose own log-probs are all ``own``."""
     trainer = SimpleNamespace(
         accelerator=SimpleNamespace(gather=lambda tensor: tensor),
         _drops_out=False,
+        state=SimpleNamespace(global_step=2),
+        not_finite=NotFinite,
         **{"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, **sampling},
     )
     output = {
-        "old_per_token_logps": torch.full((len(server), len(server[0])), -1.0),
+        "old_per_token_logps": torch.full((len(server), len(server[0])), own),
         "sampling_per_token_logps": torch.tensor(server),
         "completion_mask": torch.tensor(mask),
     }

@@ -12,6 +12,9 @@ from grpo_recipes.paths import shown
 
 # How the causes read that the launcher and the trainers note themselves, and what mends each.
 _CAUSES = (
+    (r"NotFinite", "start anew with that change (a resume keeps its learning rate); a checkpoint can be the model: "
+     "model_name_or_path: RUN/checkpoints/checkpoint-N"),
+    (r"probability tensor contains either", "the model gives no finite probabilities any more: lower learning_rate"),
     (r"died before it was ready", "its last lines are above; grpo check --deep RECIPE loads what it loads"),
     (r"was not ready after", "raise vllm_server_timeout, or see in its log what it waits for"),
     (r"port \d+ was taken", "launch again: another port is chosen; a port named in the recipe must be free"),

@@ -20,6 +20,7 @@ from grpo_recipes.trainers.checkpoints import CompleteCheckpoints
 from grpo_recipes.trainers.control import Controllers
 from grpo_recipes.trainers.evaluation import Evaluation
 from grpo_recipes.trainers.exact_resume import ExactResume
+from grpo_recipes.trainers.finite import FiniteSteps
 from grpo_recipes.trainers.lora import merged_parameters, refuse_shards
 from grpo_recipes.trainers.metrics import MetricsRows
 from grpo_recipes.trainers.reference import SyncedReference, loaded_by_every_rank
@@ -33,6 +34,7 @@ from grpo_recipes.weights.guard import TOLERANCES, WeightsDiffer, logprob_verdic
 
 
 class GRPOTrainer(
+    FiniteSteps,
     SampledTexts,
     Evaluation,
     Weighing,
@@ -145,16 +147,26 @@ class GRPOTrainer(
 
         Returns:
             NaN when the server scored none of the tokens, None when there are none to look at.
+
+        Raises:
+            NotFinite: on every rank, when the trainer's own are not finite: the server is not to blame.
         """
         if (self.top_p, self.top_k, self.min_p or 0.0, self.repetition_penalty) != (1.0, 0, 0.0, 1.0):
             return 0.0  # the server's log-probs are those of a truncated distribution: nothing to compare
         logps = output.get("old_per_token_logps")
         if logps is None or self._drops_out:
             logps = self._trainer_logps(output)
-        delta = (logps - output["sampling_per_token_logps"]).abs()[output["completion_mask"].bool()]
+        mask = output["completion_mask"].bool()
+        own = logps[mask]
+        delta = (own - output["sampling_per_token_logps"][mask]).abs()
         known = ~delta.isnan()
-        sums = torch.stack([delta[known].sum(), known.sum().to(delta.dtype), (~known).sum().to(delta.dtype)])
-        total, count, unscored = self.accelerator.gather(sums.unsqueeze(0)).sum(dim=0).tolist()
+        counts = (known.sum(), (~known).sum(), (~own.isfinite()).sum())
+        sums = torch.stack([delta[known].sum(), *(count.to(delta.dtype) for count in counts)])
+        total, count, unscored, broken = self.accelerator.gather(sums.unsqueeze(0)).sum(dim=0).tolist()
+        if broken:
+            raise self.not_finite(
+                f"{broken:.0f} log-probs of the trained model are not finite before step {self.state.global_step + 1}"
+            )
         if count == 0:
             return math.nan if unscored else None
         return total / count

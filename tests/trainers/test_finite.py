@@ -1,0 +1,128 @@
+"""A loss, a gradient or a weight that is not finite: the run ends before anything of it is kept, and says why."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from grpo_recipes.launch.checkpoints import complete_checkpoints
+from grpo_recipes.launch.rundir import read_metrics
+from grpo_recipes.trainers.finite import MOST_SKIPPED, FiniteSteps, NotFinite, _own_part
+
+from .test_logprob_guard import difference
+from .tiny_training import train
+
+
+class Poison(TrainerCallback):
+    """At the beginning of a step: weights that are no number (the loss is), or a hook that makes gradients infinite."""
+
+    def __init__(self, step: int, what: str):
+        self._step, self._what = step, what
+        self.before: list[torch.Tensor] = []
+
+    def on_step_begin(self, args, state, control, model=None, **_):
+        if state.global_step + 1 != self._step:
+            return
+        self.model = model
+        first = next(model.parameters())
+        if self._what == "loss":
+            first.data.fill_(math.nan)
+        else:
+            first.register_hook(lambda gradient: gradient * math.inf)
+        self.before = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def on_optimizer_step(self, args, state, control, **_):
+        assert state.global_step + 1 != self._step, "the update was taken"
+
+
+@pytest.mark.parametrize(("what", "said"), [("loss", "loss nan, gradient norm nan"), ("gradient", "norm nan")])
+@pytest.mark.parametrize("cut", [1.0, 0.0])
+def test_a_step_that_is_not_finite_is_not_taken(tmp_path: Path, what: str, said: str, cut: float) -> None:
+    poison = Poison(4, what)
+    with pytest.raises(NotFinite) as told:
+        train(
+            tmp_path / "run", callbacks=(poison,), save_strategy="steps", save_steps=2, max_grad_norm=cut,
+            logging_nan_inf_filter=True,
+        )  # fmt: skip
+    message = str(told.value)
+    assert said in message and "in step 4, which was not taken; the last complete checkpoint is checkpoint-2" in message
+    assert "lower learning_rate (now 0.001)" in message and ("max_grad_norm: 1.0" in message) == (cut == 0)
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3]
+    assert [path.name for path in complete_checkpoints(tmp_path / "run/checkpoints")] == ["checkpoint-2"]
+    for now, before in zip(poison.model.parameters(), poison.before, strict=True):
+        torch.testing.assert_close(now.detach(), before, equal_nan=True, rtol=0, atol=0)
+
+
+def test_weights_that_a_step_made_infinite_are_never_saved(tmp_path: Path) -> None:
+    with pytest.raises(NotFinite, match=r"weights are not finite after step 1 \(norm inf\); there is no checkpoint"):
+        train(tmp_path / "run", optim="sgd", learning_rate=1e38, max_grad_norm=0.0, save_strategy="steps", save_steps=1)
+    assert complete_checkpoints(tmp_path / "run/checkpoints") == []
+
+
+def test_a_model_that_was_never_finite_is_not_blamed_on_the_learning_rate(tmp_path: Path) -> None:
+    with pytest.raises(NotFinite, match=r"there is no checkpoint yet\. Fix: no step was taken: look at the model's"):
+        train(tmp_path / "run", callbacks=(Poison(1, "gradient"),))
+
+
+class Norms:
+    """Stands for transformers' trainer: the gradient norms of the steps to come, and a loss."""
+
+    def __init__(self, args: SimpleNamespace):
+        self.args, self.norms, self._tr_loss = args, [], torch.tensor(0.5)
+        self.state = SimpleNamespace(global_step=3)
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        return self.norms.pop(0)
+
+
+class Trainer(FiniteSteps, Norms):
+    pass
+
+
+def steps(folder: Path, norms: list[float | None], **keys: object) -> Trainer:
+    args = {"fp16": False, "learning_rate": 1e-6, "max_grad_norm": 1.0, "output_dir": str(folder), **keys}
+    trainer = Trainer(args=SimpleNamespace(**args))
+    trainer.norms = [None if norm is None else torch.tensor(norm) for norm in norms]
+    while trainer.norms:
+        trainer._get_grad_norm(None)
+    return trainer
+
+
+def test_fp16_may_skip_steps_but_not_for_ever(tmp_path: Path) -> None:
+    assert steps(tmp_path, [math.inf] * MOST_SKIPPED + [1.0] + [math.nan] * MOST_SKIPPED, fp16=True)
+    with pytest.raises(NotFinite, match="write bf16: true in the place of fp16"):
+        steps(tmp_path, [math.inf] * (MOST_SKIPPED + 1), fp16=True)
+    with pytest.raises(NotFinite):
+        steps(tmp_path, [math.inf])
+
+
+def test_a_loss_that_is_no_number_is_no_skipped_step(tmp_path: Path) -> None:
+    trainer = steps(tmp_path, [1.0, None], fp16=True)  # DeepSpeed may have no norm
+    trainer._tr_loss, trainer.norms = torch.tensor(math.nan), [torch.tensor(1.0)]
+    with pytest.raises(NotFinite, match=r"loss nan, gradient norm 1\.0 in step 4"):
+        trainer._get_grad_norm(None)
+
+
+def test_the_norm_is_handed_on_as_a_number_so_that_the_device_is_asked_once(tmp_path: Path) -> None:
+    trainer = steps(tmp_path, [])
+    trainer.norms = [torch.tensor(0.25), None]
+    assert trainer._get_grad_norm(None) == 0.25 and trainer._get_grad_norm(None) is None
+
+
+def test_of_a_sharded_parameter_each_process_looks_at_its_own_part() -> None:
+    whole, shard = torch.nn.Parameter(torch.zeros(4)), torch.ones(2)
+    assert _own_part(whole).data_ptr() == whole.data_ptr()
+    whole.ds_tensor = shard  # ZeRO-3
+    assert _own_part(whole) is not whole and torch.equal(_own_part(whole), shard)
+    distributed = SimpleNamespace(to_local=lambda: shard)  # FSDP2
+    assert _own_part(SimpleNamespace(detach=lambda: distributed)) is shard  # type: ignore[arg-type]
+
+
+def test_the_guard_does_not_blame_the_server_for_the_trainers_own_numbers() -> None:
+    with pytest.raises(NotFinite, match="2 log-probs of the trained model are not finite before step 3"):
+        difference([[-1.0, -1.0]], [[1, 1]], own=math.nan)
