@@ -130,6 +130,7 @@ def test_a_prediction_is_exact_and_leaves_no_trace(tmp_path: Path) -> None:
     predicted = predicting.predict(numbers([3, 5, 10]))
 
     assert rewards_of(predicted.metrics) == {"test_reward": 6.0}
+    assert rewards_of(predicting.predict(numbers([3, 5, 10]).to_iterable_dataset()).metrics) == {"test_reward": 6.0}
     assert not (tmp_path / "predicting" / "eval.jsonl").exists()
     assert not list(predicting._logs["completion"])
     first, second = (trainer.evaluate(numbers([1, 2])) for trainer in (plain, predicting))

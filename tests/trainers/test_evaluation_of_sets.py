@@ -129,17 +129,21 @@ class Requests:
 
 
 class EvaluatesToo(TrainerCallback):
-    """Evaluates a set of its own after a step."""
+    """Evaluates a set of its own after a step, or predicts on it."""
 
     trainer: GRPOTrainer
 
-    def __init__(self, step: int):
-        self._step = step
+    def __init__(self, step: int, predicts: bool = False):
+        self._step, self._predicts = step, predicts
         self.returned: dict[str, float] | None = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == self._step:
-            self.returned = self.trainer.evaluate(as_dataset(SETS["hard"]), metric_key_prefix="mine")
+            mine = as_dataset(SETS["hard"])
+            if self._predicts:
+                self.returned = self.trainer.predict(mine, metric_key_prefix="mine").metrics
+            else:
+                self.returned = self.trainer.evaluate(mine, metric_key_prefix="mine")
 
 
 def test_an_evaluation_of_the_users_own_changes_nothing_in_the_training(
@@ -157,12 +161,13 @@ def test_an_evaluation_of_the_users_own_changes_nothing_in_the_training(
     assert rows_of(tmp_path / "metrics.jsonl") == rows_of(folder / "metrics.jsonl")
 
 
-def test_no_evaluation_is_owed_for_one_of_the_users_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("predicts", [False, True], ids=["evaluate", "predict"])
+def test_no_evaluation_is_owed_for_one_of_the_users_own(tmp_path: Path, predicts: bool) -> None:
     keys = KEYS | {"eval_steps": 4, "save_strategy": "steps", "save_steps": 2}
     train(tmp_path / "whole", **keys)
     run = tmp_path / "run"
 
-    mine = EvaluatesToo(2)
+    mine = EvaluatesToo(2, predicts)
     _, stopped = train(run, Stops(run, "hard", 2), (mine,), **keys)
 
     assert mine.returned == {} and "after step 2, state saved" in str(stopped)
