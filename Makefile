@@ -4,9 +4,11 @@ SHELL := /bin/bash
 ENV_DIR ?= .venv
 BIN := $(abspath $(ENV_DIR))/bin
 PYTEST_ARGS ?=
+EXACT = $(abspath bench/results/exact_resume.jsonl)
+EXACT_TESTS = tests/trainers/test_exact_resume.py tests/e2e/test_exact_ranks.py
 SHELL_FILES = $$(git ls-files --cached --others --exclude-standard "*.sh" "*.slurm" .ci/run)
 
-.PHONY: help setup smoke test e2e soak coverage docs lint format keys clean lock
+.PHONY: help setup smoke test e2e soak exact coverage docs lint format keys clean lock
 
 help:  ## show this list
 	@sed -n 's/^\([a-z0-9]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -24,8 +26,13 @@ test: setup  ## quick tests
 e2e: setup  ## tests of whole runs, with a real Slurm where one is installed
 	$(BIN)/python -m pytest -m "slow and not soak" $(PYTEST_ARGS)
 
-soak: setup  ## everything slow, and what is repeated for a long time; its result goes to bench/results/soak.jsonl
-	GRPO_SOAK_RESULT=$(abspath bench/results/soak.jsonl) $(BIN)/python -m pytest -m "slow or soak" $(PYTEST_ARGS)
+soak: setup  ## stop and kill jobs on a real Slurm for half an hour; adds to bench/results/soak.jsonl
+	GRPO_SOAK_RESULT=$(abspath bench/results/soak.jsonl) $(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
+
+exact: setup  ## continue runs from every checkpoint, compare final weights; writes bench/results/exact_resume.jsonl
+	rm -f $(EXACT)
+	GRPO_EXACT_RESULT=$(EXACT) $(BIN)/python -m pytest $(EXACT_TESTS) $(PYTEST_ARGS)
+	@GRPO_EXACT_RESULT=$(EXACT) $(BIN)/python tests/exact_record.py
 
 coverage: setup  ## whether the tests that just ran show what tests/guide_rows.yaml claims (needs GRPO_RAN_TESTS)
 	$(BIN)/python tests/check_guide_rows.py

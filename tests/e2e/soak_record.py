@@ -30,6 +30,7 @@ def compared(name: str, disturbed: Launch, alone: Launch) -> dict[str, Any]:
         "ended": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "began": identity["timestamp"],
         "commit": identity["code"]["commit"],
+        "uncommitted_changes": identity["code"]["dirty"],
         "versions": identity["versions"],
         "status": summary["status"],
         "steps": summary["steps"],

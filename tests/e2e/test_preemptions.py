@@ -1,4 +1,4 @@
-"""A run stopped and started again by Slurm at random moments ends as the run left alone."""
+"""A run of two ranks, stopped and started again by Slurm at random moments, ends as the run left alone."""
 
 from __future__ import annotations
 
@@ -15,12 +15,18 @@ import pytest
 from real_runs import REPOSITORY, Launch, clean_environment, same_rows, weights_hash
 from slurm_cluster import SlurmCluster
 from soak_record import record
+from taken_prompts import FLAGS, taken_by
 
 from grpo_recipes.launch.rundir import read_rows
 from grpo_recipes.launch.watchdog import Phase, read_phases
 
 SAVE_STEPS = 4
-BATCH = ("--prompts_per_step", "4", "--num_generations", "8", "--save_steps", str(SAVE_STEPS))
+RANKS = 2
+PROMPTS = 8  # of a step
+BATCH = (
+    *("--num_processes", str(RANKS), "--prompts_per_step", str(PROMPTS), "--num_generations", "4"),
+    *("--save_steps", str(SAVE_STEPS), *FLAGS),
+)
 
 
 @dataclass(frozen=True)
@@ -50,11 +56,13 @@ def moments(generator: random.Random, count: int) -> list[Moment]:
 class Job:
     """A job that runs ``training.sh`` on a real Slurm, and its run directory."""
 
-    def __init__(self, slurm: SlurmCluster, folder: Path, mark: str, *flags: str) -> None:
+    def __init__(self, slurm: SlurmCluster, folder: Path, mark: str, nodes: int, steps: int, epoch: int) -> None:
         folder.mkdir(parents=True)
         environment = clean_environment(folder, mark, ENV_DIR=sys.prefix)
         self.slurm = slurm
-        self.id = slurm.sbatch("training.sh", *BATCH, *flags, cwd=REPOSITORY, env=environment)
+        lengths = ("--max_steps", str(steps), "--max_train_prompts", str(epoch * PROMPTS))
+        script = (f"--nodes={nodes}", "training.sh", *BATCH, *lengths)
+        self.id = slurm.sbatch(*script, cwd=REPOSITORY, env=environment)
         self.launch = Launch(None, folder, REPOSITORY, mark)  # type: ignore[arg-type]
 
     def complete(self) -> None:
@@ -99,22 +107,27 @@ def wait_until(condition: Callable[[], object], what: str, timeout: float = 240,
 
 
 def assert_equal(job: Job, alone: Job) -> None:
+    for rank in range(RANKS):
+        assert taken_by(job.launch, rank) == taken_by(alone.launch, rank), f"prompts of rank {rank}"
     assert same_rows(job.launch, alone.launch)
     assert weights_hash(job.launch) == weights_hash(alone.launch)
     wait_until(lambda: not job.launch.processes(), "end of every process")
 
 
 @pytest.mark.parametrize(
-    ("count", "steps"),
+    ("count", "nodes", "steps", "epoch"),
     [
-        pytest.param(4, 8, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
-        pytest.param(20, 40, marks=[pytest.mark.soak, pytest.mark.timeout(7200)]),
+        pytest.param(4, 1, 8, 3, marks=[pytest.mark.slow, pytest.mark.timeout(900)], id="4-stops"),
+        pytest.param(20, 2, 40, 10, marks=[pytest.mark.soak, pytest.mark.timeout(7200)], id="20-stops-two-nodes"),
     ],
 )
-def test_usr1_at_random_moments_changes_nothing(slurm: SlurmCluster, tmp_path: Path, count: int, steps: int) -> None:
+def test_usr1_at_random_moments_changes_nothing(
+    slurm: SlurmCluster, tmp_path: Path, count: int, nodes: int, steps: int, epoch: int
+) -> None:
+    """A run of more than two epochs, of ``epoch`` steps each; with two nodes, a rank runs on each."""
     seed = int(os.environ.get("GRPO_SEED", time.time()))
     print(f"GRPO_SEED={seed}")
-    job = Job(slurm, tmp_path / "stopped", f"stopped-{count}", "--max_steps", str(steps))
+    job = Job(slurm, tmp_path / "stopped", f"stopped-{count}", nodes, steps, epoch)
     planned = moments(random.Random(seed), count)
     for number, moment in enumerate(planned):
         job.attempt_runs(number)
@@ -127,9 +140,10 @@ def test_usr1_at_random_moments_changes_nothing(slurm: SlurmCluster, tmp_path: P
 
     assert job.launch.summary()["restarts"] == count - 1
     assert job.redone() <= count - 1  # the step in flight alone
-    alone = Job(slurm, tmp_path / "alone", f"alone-{count}", "--max_steps", str(steps))
+    alone = Job(slurm, tmp_path / "alone", f"alone-{count}", nodes, steps, epoch)
     alone.complete()
-    record("usr1", job.launch, alone.launch, seed=seed, moments=[str(moment) for moment in planned])
+    size = {"ranks": RANKS, "nodes": nodes, "epochs": steps / epoch}
+    record("usr1", job.launch, alone.launch, **size, seed=seed, moments=[str(moment) for moment in planned])
     assert_equal(job, alone)
 
 
@@ -141,7 +155,7 @@ def test_sigkill_of_the_whole_job_costs_at_most_the_steps_since_the_last_save(
     seed = int(os.environ.get("GRPO_SEED", time.time()))
     print(f"GRPO_SEED={seed}")
     generator = random.Random(seed)
-    job = Job(slurm, tmp_path / "killed", "killed-job", "--max_steps", "16")
+    job = Job(slurm, tmp_path / "killed", "killed-job", nodes=1, steps=16, epoch=5)
     for number in range(3):
         job.attempt_runs(number)
         job.wait_for(Moment(generator.choice(STEPPED), generator.randint(1, 4), generator.uniform(0, 0.3)))
@@ -155,7 +169,8 @@ def test_sigkill_of_the_whole_job_costs_at_most_the_steps_since_the_last_save(
         assert job.redone() - before <= SAVE_STEPS
     job.complete()
 
-    alone = Job(slurm, tmp_path / "alone", "alone-killed", "--max_steps", "16")
+    alone = Job(slurm, tmp_path / "alone", "alone-killed", nodes=1, steps=16, epoch=5)
     alone.complete()
-    record("sigkill", job.launch, alone.launch, seed=seed, save_steps=SAVE_STEPS)
+    size = {"ranks": RANKS, "nodes": 1, "epochs": 16 / 5}
+    record("sigkill", job.launch, alone.launch, **size, seed=seed, save_steps=SAVE_STEPS)
     assert_equal(job, alone)

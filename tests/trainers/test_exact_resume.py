@@ -1,106 +1,105 @@
-"""Continuing from a checkpoint equals not having stopped, on CPU bit for bit."""
+"""Continuing from a checkpoint equals not having stopped, on CPU bit for bit, whatever the ranks and the epoch."""
 
 from __future__ import annotations
 
 import json
-from contextlib import suppress
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from datasets import Dataset
-from transformers import TrainerCallback
+from exact_record import record
 
-from grpo_recipes import smoke
-from grpo_recipes.configs import GRPOConfig
-from grpo_recipes.launch.checkpoints import newest_complete
-from grpo_recipes.launch.rundir import stop_file
-from grpo_recipes.rewards.pure_accuracy_math import pure_accuracy_math
-from grpo_recipes.trainers.grpo import GRPOTrainer
-from grpo_recipes.trainers.stop import StoppedOnRequest
+from .resumed_ranks import GROUP, SHAPES, points, restarts
 
-SUMS = [(a, b) for a in range(6) for b in range(2)]
-# A generation window of 8 micro steps, 4 optimizer steps; an epoch of 3 windows: steps 6 and 7 stop inside a window,
-# step 14 in the second epoch.
-WINDOW = {
-    "per_device_train_batch_size": 4,
-    "steps_per_generation": 4,
-    "num_iterations": 2,
-    "gradient_accumulation_steps": 2,
-    "num_generations": 4,
-}
+Found = list[dict[str, dict[str, Any]]]  # by rank, shape and case: what `resumed_ranks.train` returns
 
 
-class StopAt(TrainerCallback):
-    """Requests a stop in the update of a step."""
-
-    def __init__(self, folder: Path, step: int | None):
-        self._file, self._step = stop_file(folder), step
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step + 1 == self._step:
-            self._file.touch()
-
-
-def train(folder: Path, steps: int, stop_at: int | None = None) -> tuple[list[dict], dict[str, torch.Tensor]]:
-    folder.mkdir(exist_ok=True)
-    stop_file(folder).unlink(missing_ok=True)
-    torch.manual_seed(0)
-    tokenizer = smoke.build_tokenizer()
-    args = GRPOConfig(
-        output_dir=str(folder / "checkpoints"),
-        max_steps=steps,
-        max_completion_length=4,
-        learning_rate=1e-3,
-        save_strategy="no",
-        report_to="none",
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        disable_tqdm=True,
-        use_vllm=False,
-        **WINDOW,
-    )
-    trainer = GRPOTrainer(
-        model=smoke.build_model(tokenizer),
-        reward_funcs=[
-            lambda completions, **_: [float(len(set(str(text)))) for text in completions],
-            pure_accuracy_math,
-        ],
-        args=args,
-        train_dataset=Dataset.from_list(
-            [{"prompt": [{"role": "user", "content": f"{a}+{b}="}], "answer": str(a + b)} for a, b in SUMS]
-        ),
-        processing_class=tokenizer,
-        callbacks=[StopAt(folder, stop_at)],
-        run_dir=folder,
-    )
-    checkpoint = newest_complete(folder / "checkpoints")
-    with suppress(StoppedOnRequest):
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    timed = ("seconds/", "tokens_per_second", "step_time")
-    rows = [{key: value for key, value in row.items() if not key.startswith(timed)} for row in rows]
-    return rows, {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+@pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda count: f"{count}-ranks")
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What so many ranks found, each in a process of its own."""
+    folder = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": str(request.param), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    logs = [(folder / f"rank_{rank}.txt").open("w") for rank in range(request.param)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", f"{__package__}.resumed_ranks", folder],
+            cwd=Path(__file__).parents[1],
+            env={**os.environ, **shared, "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=log,
+            stderr=log,
+        )
+        for rank, log in enumerate(logs)
+    ]
+    codes = [process.wait(500) for process in processes]
+    assert not any(codes), (folder / "rank_0.txt").read_text()[-3000:]
+    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(request.param)]
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict], dict[str, torch.Tensor]]:
-    return train(tmp_path_factory.mktemp("whole"), steps=16)
+def test_every_epoch_has_an_order_of_its_own_and_every_rank_its_share(ranks: Found) -> None:
+    """Else that runs are equal would say little."""
+    for shape in ranks[0]:
+        windows = SHAPES[shape]["windows"]
+        by_rank = _taken(ranks, shape, "whole")
+        joined = [[prompt for _, prompts in one for prompt in prompts] for one in zip(*by_rank, strict=True)]
+        assert all(one == [prompt for prompt in one[::GROUP] for _ in range(GROUP)] for one in joined)
+        epochs = [
+            [prompt for generation in joined[start : start + windows] for prompt in generation[::GROUP]]
+            for start in range(0, 3 * windows, windows)
+        ]
+        assert all(len(set(epoch)) == len(epoch) for epoch in epochs)
+        assert len({tuple(epoch) for epoch in epochs}) == 3
+        assert len({row["loss"] for row in ranks[0][shape]["whole"]["rows"]}) > 5
+        assert len({rank[shape]["whole"]["weights"] for rank in ranks}) == 1
 
 
-@pytest.mark.parametrize("stop_at", [4, 6, 7, 14], ids=lambda step: f"step-{step}")
-def test_a_resumed_run_equals_the_uninterrupted_one(
-    tmp_path: Path, uninterrupted: tuple[list[dict], dict[str, torch.Tensor]], stop_at: int
-) -> None:
-    rows_before, _ = train(tmp_path / "run", steps=16, stop_at=stop_at)
-    assert [row["step"] for row in rows_before] == list(range(1, stop_at + 1))
+def test_a_run_continued_from_any_checkpoint_equals_the_one_left_alone(ranks: Found) -> None:
+    for shape in ranks[0]:
+        for step in points(shape):
+            _assert_equal_from(ranks, shape, f"from-{step}", step)
 
-    rows, weights = train(tmp_path / "run", steps=16)
 
-    expected_rows, expected_weights = uninterrupted
-    assert rows == expected_rows
-    assert len({json.dumps(row["loss"]) for row in rows}) > 8  # the run does something to compare
-    for name, weight in weights.items():
-        assert torch.equal(weight, expected_weights[name]), name
+def test_a_run_stopped_again_and_again_equals_the_one_left_alone(ranks: Found) -> None:
+    for shape in ranks[0]:
+        _assert_equal_from(ranks, shape, "stopped", 0)
+
+
+def test_with_ignore_data_skip_the_epoch_begins_again(ranks: Found) -> None:
+    """The window under way is finished; then each rank takes what it took at the beginning of the epoch."""
+    for shape in ranks[0]:
+        epoch = SHAPES[shape]["epoch"]
+        first, *others = restarts(shape)
+        _assert_equal_from(ranks, shape, f"restarted-{first}", first)  # where the epoch begins anyway
+        for step in others:
+            case = f"restarted-{step}"
+            for whole, restarted in zip(_taken(ranks, shape, "whole"), _taken(ranks, shape, case), strict=True):
+                from_start = [prompts for done, prompts in whole if done >= step // epoch * epoch]
+                taken = [prompts for _, prompts in restarted]
+                assert taken and taken == from_start[: len(taken)], case
+            assert len({rank[shape][case]["weights"] for rank in ranks}) == 1
+            record("transformers", "ddp", len(ranks), shape, step, True, *_weights(ranks, shape, case))
+
+
+def _assert_equal_from(ranks: Found, shape: str, case: str, step: int) -> None:
+    """Whether a case has the prompts of each rank, the rows and the weights of the run left alone, from ``step`` on."""
+    for whole, continued in zip(_taken(ranks, shape, "whole"), _taken(ranks, shape, case), strict=True):
+        assert continued == [[done, prompts] for done, prompts in whole if done >= step], case
+    rows = ranks[0][shape]["whole"]["rows"]
+    assert ranks[0][shape][case]["rows"] == rows[step:], case
+    weights, alone = _weights(ranks, shape, case)
+    record("transformers", "ddp", len(ranks), shape, step or "stops", case.startswith("restarted"), weights, alone)
+    assert [rank[shape][case]["weights"] for rank in ranks] == [alone] * len(ranks), case
+
+
+def _taken(ranks: Found, shape: str, case: str) -> list[list[Any]]:
+    return [rank[shape][case]["prompts"] for rank in ranks]
+
+
+def _weights(ranks: Found, shape: str, case: str) -> tuple[str, str]:
+    return ranks[0][shape][case]["weights"], ranks[0][shape]["whole"]["weights"]

@@ -14,7 +14,7 @@ class EpochRepeatSampler(RepeatSampler):
     """TRL's sampler whose order is a function of the epoch, not of how often it was iterated in this process."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Reach the state that ``epoch`` iterations leave; transformers calls this before each epoch."""
+        """Reach the state that ``epoch`` iterations leave."""
         if self.shuffle:
             self.generator.manual_seed(self.seed)
             for _ in range(epoch):
@@ -30,17 +30,24 @@ class ExactResume:
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         stock = super()._get_train_sampler(dataset)
-        return EpochRepeatSampler(
+        self._train_sampler = EpochRepeatSampler(
             stock.data_source, stock.mini_repeat_count, stock.batch_size, stock.repeat_count, stock.shuffle, stock.seed
         )
+        return self._train_sampler
 
-    def _run_epoch(self, *args: Any, resume_from_checkpoint: str | None, **kwargs: Any) -> None:
-        """transformers', which takes one step too many in a run that had taken them all when it is resumed."""
+    def _run_epoch(self, *args: Any, epoch: int, resume_from_checkpoint: str | None, **kwargs: Any) -> None:
+        """Run an epoch as transformers does, in that epoch's order, and take no step after the last.
+
+        transformers hands the epoch to the data loader, which hands it to the samplers it finds. Of a resumed epoch
+        with several processes it does not find ours: accelerate has wrapped it once more to skip what was done.
+        transformers also takes one step too many where a resumed run had taken them all.
+        """
         ended = resume_from_checkpoint is not None and _ended_file(resume_from_checkpoint).exists()
         if ended or self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
-        else:
-            super()._run_epoch(*args, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+            return
+        self._train_sampler.set_epoch(epoch)
+        super()._run_epoch(*args, epoch=epoch, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def _maybe_log_save_evaluate(
         self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *args: Any, **kwargs: Any

@@ -1,0 +1,56 @@
+"""Lines of the file that GRPO_EXACT_RESULT names, one for each continued run: does it equal the run left alone?"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from grpo_recipes.launch.rundir import code_state
+
+_COLUMNS = ("sampler", "accelerator", "ranks", "shape", "from", "ignore_data_skip", "weights", "left alone", "equal")
+
+
+def record(
+    sampler: str,
+    accelerator: str,
+    ranks: int,
+    shape: str,
+    begins: int | str,
+    ignore_data_skip: bool,
+    weights: str,
+    alone: str,
+) -> None:
+    """Add a line, where a file is asked for.
+
+    Args:
+        sampler: what samples: transformers or vllm.
+        accelerator: how the ranks share the model.
+        ranks: how many there are.
+        shape: of the generation window, by the name of the test.
+        begins: the step of the checkpoint; "stops" for a run that was stopped more than once.
+        ignore_data_skip: the recipe's key, with which a resumed epoch begins again.
+        weights: hash of the final weights.
+        alone: the same of the run left alone.
+    """
+    file = os.environ.get("GRPO_EXACT_RESULT")
+    if not file:
+        return
+    facts = (sampler, accelerator, ranks, shape, begins, ignore_data_skip, weights[:16], alone[:16], weights == alone)
+    line = dict(zip(_COLUMNS, facts, strict=True)) | {"commit": code_state()["commit"]}
+    with Path(file).open("a") as lines:
+        lines.write(json.dumps(line) + "\n")
+
+
+def table(file: Path) -> str:
+    """The lines of a file as a table, one row for each run that was continued."""
+    rows = [[str(json.loads(line)[name]) for name in _COLUMNS] for line in file.read_text().splitlines()]
+    widths = [max(len(row[column]) for row in [_COLUMNS, *rows]) for column in range(len(_COLUMNS))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in [list(_COLUMNS), *rows]
+    )
+
+
+if __name__ == "__main__":
+    print(table(Path(os.environ["GRPO_EXACT_RESULT"])))

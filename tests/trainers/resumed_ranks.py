@@ -1,0 +1,202 @@
+"""One rank of ``test_exact_resume.py``: trains three epochs, then goes on from chosen checkpoints of that run.
+
+python resumed_ranks.py FOLDER    # with RANK, WORLD_SIZE and so on, as a launcher of ranks sets them
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from grpo_recipes import smoke
+from grpo_recipes.configs import GRPOConfig
+from grpo_recipes.launch.checkpoints import newest_complete
+from grpo_recipes.launch.rundir import stop_file
+from grpo_recipes.trainers.grpo import GRPOTrainer
+from grpo_recipes.trainers.stop import StoppedOnRequest
+
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+RANK = int(os.environ.get("RANK", "0"))
+GROUP = 4
+TIMED = ("seconds", "tokens_per_second", "step_time")
+# How long an epoch is, in windows of one generation and in optimizer steps. A window is two optimizer steps, but for
+# `uneven`: there it is half of one, and an epoch ends with a step of half as many micro-batches.
+SHAPES: dict[str, dict[str, Any]] = {
+    "one-iteration": {"windows": 1, "epoch": 2, "steps_per_generation": 4, "gradient_accumulation_steps": 2},
+    "two-iterations": {
+        "windows": 2,
+        "epoch": 4,
+        "steps_per_generation": 2,
+        "gradient_accumulation_steps": 2,
+        "num_iterations": 2,
+    },
+    "uneven": {"windows": 3, "epoch": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 4},
+}
+ROWS = 4  # of a micro-batch, for each rank
+
+
+def shapes(ranks: int) -> list[str]:
+    """The shapes that so many ranks train in."""
+    return list(SHAPES) if ranks == 2 else [name for name in SHAPES if name != "uneven"]
+
+
+def points(shape: str) -> list[int]:
+    """The steps before, at and after the end of the first, second and third epoch; none after the last step."""
+    epoch = SHAPES[shape]["epoch"]
+    around = [end + offset for end in (epoch, 2 * epoch, 3 * epoch) for offset in (-1, 0, 1)]
+    return sorted({step for step in around if step < last_step(shape)})
+
+
+def last_step(shape: str) -> int:
+    """Two steps into the fourth epoch."""
+    return 3 * SHAPES[shape]["epoch"] + 2
+
+
+class StopAt(TrainerCallback):
+    """Requests a stop in the update of a step."""
+
+    def __init__(self, folder: Path, step: int | None):
+        self._file, self._step = stop_file(folder), step
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step + 1 == self._step:
+            self._file.touch()
+
+
+def train(folder: Path, shape: str, stop_at: int | None = None, **keys: Any) -> dict[str, Any]:
+    """Train to the last step, from the newest checkpoint of ``folder`` if it has one.
+
+    Returns:
+        ``prompts`` that this rank took, a list of [steps done before, prompts] for each of its generations; ``rows``
+        of metrics.jsonl but for times, and ``weights``, a hash of those at the end.
+    """
+    newest = newest_complete(folder / "checkpoints")
+    _together()
+    if RANK == 0:
+        folder.mkdir(exist_ok=True)
+        stop_file(folder).unlink(missing_ok=True)
+        (folder / "metrics.jsonl").unlink(missing_ok=True)
+    _together()
+    taken: list[Any] = []
+
+    def reward(prompts: list[Any], completions: list[Any], trainer_state: Any, **_: Any) -> list[float]:
+        taken.append([trainer_state.global_step, [prompt[0]["content"] for prompt in prompts]])
+        return [float(sum(map(ord, completion[0]["content"])) % 7) for completion in completions]
+
+    torch.manual_seed(0)
+    tokenizer = smoke.build_tokenizer()
+    facts = SHAPES[shape]
+    prompts_at_once = WORLD * ROWS * facts["steps_per_generation"] // GROUP
+    args = GRPOConfig(
+        output_dir=str(folder / "checkpoints"),
+        max_steps=last_step(shape),
+        per_device_train_batch_size=ROWS,
+        num_generations=GROUP,
+        max_completion_length=4,
+        learning_rate=1e-3,
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+        use_vllm=False,
+        **{name: value for name, value in facts.items() if name not in ("windows", "epoch")},
+        **{"save_strategy": "no", **keys},
+    )
+    trainer = GRPOTrainer(
+        model=smoke.build_model(tokenizer),
+        reward_funcs=[reward],
+        args=args,
+        train_dataset=_sums((facts["windows"] + 1) * prompts_at_once - 1),
+        processing_class=tokenizer,
+        callbacks=[StopAt(folder, stop_at)],
+        run_dir=folder,
+    )
+    with suppress(StoppedOnRequest):
+        trainer.train(resume_from_checkpoint=str(newest) if newest else None)
+    weights = torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
+    return {
+        "prompts": taken,
+        "rows": _rows(folder) if RANK == 0 else [],
+        "weights": hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
+    }
+
+
+def restarts(shape: str) -> list[int]:
+    """The steps from which a run goes on with ``ignore_data_skip``: the second epoch's start, and inside it."""
+    epoch = SHAPES[shape]["epoch"]
+    return [epoch, epoch + 1, *([epoch + 2] if epoch > 2 else [])]  # inside a window, and between two
+
+
+def cases(folder: Path, shape: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Train a run left alone, one continued from each of its checkpoints, and one that is stopped again and again."""
+    yield "whole", train(folder / "whole", shape, save_strategy="steps", save_steps=1, save_total_limit=99)
+    for step in points(shape):
+        yield f"from-{step}", train(_copy(folder, step, f"from-{step}"), shape)
+    for step in restarts(shape):
+        yield f"restarted-{step}", train(_copy(folder, step, f"restarted-{step}"), shape, ignore_data_skip=True)
+    stopped: dict[str, Any] = {"prompts": [], "rows": []}
+    for stop_at in [*points(shape)[::2], None]:
+        part = train(folder / "stopped", shape, stop_at)
+        stopped = {name: stopped[name] + part[name] for name in ("prompts", "rows")} | {"weights": part["weights"]}
+    yield "stopped", stopped
+
+
+def _copy(folder: Path, step: int, name: str) -> Path:
+    """A run directory whose newest checkpoint is that of ``step``."""
+    copy = folder / name
+    if RANK == 0:
+        checkpoint = f"checkpoint-{step}"
+        shutil.copytree(folder / "whole" / "checkpoints" / checkpoint, copy / "checkpoints" / checkpoint)
+    _together()
+    return copy
+
+
+def _sums(count: int) -> Dataset:
+    """So many prompts; those that fill no whole generation are left out, other ones in each epoch."""
+    rows = [{"prompt": [{"role": "user", "content": f"{n // 10}+{n % 10}="}]} for n in range(count)]
+    return Dataset.from_list(rows)
+
+
+def _rows(folder: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if not key.startswith(TIMED)} for row in rows]
+
+
+def _together() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+
+
+def main(folder: Path) -> None:
+    """Write what this rank found, by shape and case, to ``rank_<n>.json``."""
+    torch.set_num_threads(1)
+    PartialState(cpu=True)
+    gc.collect()
+    gc.freeze()  # accelerate collects garbage before each training, half a second with all that is imported
+    found = {shape: dict(cases(_made(folder / shape), shape)) for shape in shapes(WORLD)}
+    (folder / f"rank_{RANK}.json").write_text(json.dumps(found))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
