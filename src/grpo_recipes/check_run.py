@@ -75,6 +75,23 @@ def report(recipe: Recipe) -> list[Problem]:
     ]
 
 
+# How accelerate could deal out batches otherwise than TRL's sampler, whose rows are whole groups in the ranks' order.
+_DEALING = {
+    "split_batches": "each rank would get a part of its own rows, and would sample the same prompts again",
+    "dispatch_batches": "accelerate sends tensors alone to the other ranks, and prompts are texts",
+}
+
+
+def dealing(recipe: Recipe) -> list[Problem]:
+    """Refuse settings of ``accelerator_config`` with which ranks get other rows than their own."""
+    given = recipe["accelerator_config"] or {}
+    return [
+        Problem(recipe.place("accelerator_config"), f"with {name}: true {why}", f"remove {name}")
+        for name, why in _DEALING.items()
+        if given.get(name)
+    ]
+
+
 def unsupported(recipe: Recipe) -> list[Problem]:
     """Keys of TRL whose path through our server, checkpoints or model folder has not been shown to work."""
     fixes = dict(_UNSUPPORTED)
@@ -87,4 +104,4 @@ def unsupported(recipe: Recipe) -> list[Problem]:
     ]
 
 
-RULES = (run_name, ports, template, colocate, report, unsupported, *check_lora.RULES)
+RULES = (run_name, ports, template, colocate, report, dealing, unsupported, *check_lora.RULES)
