@@ -120,6 +120,16 @@ def test_status_tells_step_reward_time_left_and_logs(folder, capsys) -> None:
     assert "left     about 0:06:00 of training\n" in told and "log      logs/trainer.log\n" in told
 
 
+def test_status_notes_what_the_metrics_give_reason_to(folder, capsys) -> None:
+    run = made(folder, "completed", status="completed", steps=12)
+    assert "note " not in said(capsys, "status", "last")
+    path = run.folder / "metrics.jsonl"
+    rows = [{**json.loads(row), "frac_reward_zero_std": 1} for row in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told = said(capsys, "status", "last")
+    assert "note     every completion got the reward 0.5 in 12 steps in a row" in told and ". Fix: " in told
+
+
 def test_a_run_whose_launcher_is_gone_is_lost(folder, capsys) -> None:
     made(folder, steps=4)
     assert "state    lost: its launcher is gone\n" in said(capsys, "status", "last")

@@ -11,6 +11,7 @@ import pytest
 
 from grpo_recipes.doctor import training
 from grpo_recipes.doctor.registry import RUN
+from grpo_recipes.runs import health
 
 
 def rows_of(row, count: int = 6, **metrics):
@@ -39,7 +40,16 @@ def test_a_reward_that_stays_zero(make_run, row):
 
 def test_groups_that_teach_nothing(make_run, row):
     found = training.reward(make_run(rows=rows_of(row, frac_reward_zero_std=0.97)))
-    assert found.status == "warning" and "97%" in found.value and "num_generations" in found.fix
+    assert found.status == "warning" and "97 %" in found.value and "num_generations" in found.fix
+
+
+def test_a_run_in_which_nothing_can_be_learned_is_a_problem(make_run, row):
+    found = training.reward(make_run(rows=rows_of(row, frac_reward_zero_std=1)))
+    assert found.status == "problem" and "every completion got the reward 0.5 in 6 steps in a row" in found.value
+    found = training.gradients(make_run(rows=rows_of(row, grad_norm=0.0)))
+    assert found.status == "problem" and "exactly 0 in 6 steps" in found.value
+    found = training.gradients(make_run(rows=rows_of(row, learning_rate=0.0)))
+    assert found.status == "problem" and "learning rate is 0 in 6 steps" in found.value
 
 
 def test_completions_that_are_cut_off(make_run, row):
@@ -130,11 +140,12 @@ def test_metrics_are_named_as_trl_and_we_write_them():
     assert spec is not None and spec.origin is not None
     source = (Path(spec.origin).parent / "trainer/grpo_trainer.py").read_text()
     ours = Path(training.__file__).parents[1] / "trainers"
-    source += (ours / "metrics.py").read_text() + (ours / "scoring.py").read_text()
-    asked = Path(training.__file__).read_text()
-    names = set(re.findall(r'(?:recent|numbers)\("([^"]+)"\)', asked))
+    source += "".join((ours / name).read_text() for name in ("metrics.py", "scoring.py", "maxent.py"))
+    asked = Path(training.__file__).read_text() + Path(health.__file__).read_text()
+    names = set(re.findall(r'(?:recent|numbers|row\.get)\("([^"]+)"\)|^    key = "([^"]+)"', asked, re.MULTILINE))
+    names = {name for pair in names for name in pair if name}
     assert {"reward", "kl", "entropy", "completions/clipped_ratio", "frac_reward_zero_std"} <= names
-    for name in names - {"grad_norm", "seconds/step"}:
+    for name in names - {"grad_norm", "learning_rate", "seconds/step"}:
         assert f'"{name}"' in source, name
     assert "/no_verdict" in source
     assert set(training._PHASES) - {"update"} == set(re.findall(r'"(\w+)"', re.search(r"PHASES = \((.*)\)", source)[1]))

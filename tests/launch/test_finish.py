@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 
 import pytest
@@ -124,3 +125,32 @@ def test_logs_of_one_second_have_names_of_their_own(tmp_path):
     assert [name.rpartition("/")[2] for name in names] == [
         "liv_train_mine_stamp.log", "liv_train_mine_stamp-2.log", "liv_train_mine_stamp-3.log"
     ]  # fmt: skip
+
+
+def write_rows(made: Attempt, **metrics: object) -> None:
+    rows = [{"step": step, "max_steps": 12, "reward": 0.5, **metrics} for step in range(1, 13)]
+    (made.run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_completed_run_that_learned_nothing_says_so_once_in_the_end(attempt, capsys):
+    made = attempt()
+    write_rows(made, frac_reward_zero_std=1)
+    finish(made, Ending(0), wants_requeue=False, job=None)
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("grpo: note: ")]
+    assert "every completion got the reward 0.5 in 12 steps in a row" in note and ". Fix: " in note
+
+
+def test_what_is_only_worth_a_look_is_left_to_the_report(attempt, capsys):
+    made = attempt()
+    write_rows(made, **{"completions/clipped_ratio": 0.4})
+    finish(made, Ending(0), wants_requeue=False, job=None)
+    assert "grpo: note: " not in capsys.readouterr().out
+
+
+def test_a_run_whose_numbers_broke_is_started_anew_and_not_resumed(attempt, capsys):
+    made = attempt()
+    finish(made, Ending(1, "rank 0: NotFinite: loss nan in step 6. Fix: lower it", 0), wants_requeue=False, job=None)
+    out = capsys.readouterr().out
+    assert "failed with exit code 1: rank 0: NotFinite: loss nan in step 6. Fix: lower it" in out
+    assert "grpo: fix: start anew with that change" in out and "continue with" not in out
+    assert summary_of(made)["cause"].startswith("rank 0: NotFinite")

@@ -12,6 +12,7 @@ from grpo_recipes.doctor.rundirs import RunFiles
 from grpo_recipes.errors import Refused
 from grpo_recipes.launch.progress import clock
 from grpo_recipes.paths import shown
+from grpo_recipes.runs.health import notices_of
 from grpo_recipes.slurm.queue import NO_ANSWER, Job, my_jobs
 
 HELP = "say how a run stands, or list all of them"
@@ -56,6 +57,7 @@ def _facts(run: RunFiles, job: Job | None) -> list[tuple[str, str]]:
         facts.append(("left", f"about {left} of training"))
     if run.summary.get("restarts"):
         facts.append(("restarts", str(run.summary["restarts"])))
+    facts += [("note", str(notice)) for notice in notices_of(run.rows, run.value, over=is_over(run, job))]
     facts += [("log", shown(path)) for path in run.logs.values()]
     return facts
 

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections import Counter
-from typing import Any
 
 from grpo_recipes.doctor.finding import Finding, ok, problem, warning
 from grpo_recipes.doctor.rundirs import RunFiles
+from grpo_recipes.runs.health import UNSCORED, Notice, notices_of
 
 _NOTHING = "no step was taken"
-# Nats a token: the policy gives its own tokens e times the probability that the reference does.
-_HIGH_KL = 1.0
-_NO_REWARD = 1e-6
-_ALL_ALIKE = 0.9
-_CLIPPED = 0.5
-_COLLAPSED = 0.01
-_STEEP = 100.0
 _DOMINATES = 0.5
-_WITHOUT_VERDICT = 0.05
 _SLOW_START = 300.0
 _PHASES = ("sample", "score", "sync", "save", "evaluate", "update")
 _PHASE_FIXES = {
@@ -31,22 +22,26 @@ _PHASE_FIXES = {
 }
 
 
+def _noticed(run: RunFiles, *names: str) -> Notice | None:
+    """Return the first of these notices that is true of the run."""
+    found = {notice.name: notice for notice in notices_of(run.rows, run.value)}
+    return next((found[name] for name in names if name in found), None)
+
+
 def reward(run: RunFiles) -> Finding:
     """Whether any completion earned a reward, and whether rewards differ within a group."""
     recent = run.recent("reward")
     if recent is None:
         return ok(_NOTHING) if not run.rows else problem("no reward is a number", "see no verdict")
-    if all(abs(value) < _NO_REWARD for value in run.numbers("reward")):
-        fix = (
-            "test the reward on gold answers: grpo check-rewards RECIPE; look at the first prompt in the trainer's log"
-        )
-        return problem(f"0 in all {len(run.rows)} steps{_clipped_too(run)}", fix)
-    alike = run.recent("frac_reward_zero_std")
+    zero = _noticed(run, "zero reward")
+    if zero is not None:
+        return problem(f"{zero.text}{_clipped_too(run)}", zero.fix)
     what = f"{run.numbers('reward')[0]:.3f} -> {recent:.3f}"
-    if alike is not None and alike > _ALL_ALIKE:
-        fix = "raise num_generations or temperature, or take prompts of another difficulty"
-        return warning(f"{what}; in {alike:.0%} of the groups all completions get the same: nothing to learn", fix)
-    return ok(what)
+    alike = _noticed(run, "no signal", "few signals")
+    if alike is None:
+        return ok(what)
+    said = f"{what}; {alike.text}"
+    return problem(said, alike.fix) if alike.serious else warning(said, alike.fix)
 
 
 def _clipped_too(run: RunFiles) -> str:
@@ -60,13 +55,8 @@ def truncated(run: RunFiles) -> Finding:
     if clipped is None:
         return ok(_NOTHING)
     what = f"{clipped:.0%} of the last completions"
-    if clipped > _CLIPPED:
-        fix = (
-            f"raise max_completion_length (now {run.value('max_completion_length')}), or ask for short answers in "
-            "system_prompt; check that chat_template ends a turn as the model was trained to"
-        )
-        return warning(what, fix)
-    return ok(what)
+    cut = _noticed(run, "all cut off", "cut off")
+    return warning(what, cut.fix) if cut else ok(what)
 
 
 def no_verdict(run: RunFiles) -> Finding:
@@ -80,7 +70,7 @@ def no_verdict(run: RunFiles) -> Finding:
             f"{silent[0].split('/')[1]} judged nothing in the last step{_usual_reason(run)}", _verdict_fix(run)
         )
     shares = {key: run.recent(key) for key in run.keys(lambda name: name.endswith("/no_verdict"))}
-    high = {key: share for key, share in shares.items() if share and share > _WITHOUT_VERDICT}
+    high = {key: share for key, share in shares.items() if share and share > UNSCORED}
     if high:
         what = ", ".join(f"{key} {share:.0%}" for key, share in high.items())
         return warning(what + _usual_reason(run), _verdict_fix(run))
@@ -105,13 +95,8 @@ def kl(run: RunFiles) -> Finding:
     recent = run.recent("kl")
     if recent is None:
         return ok("not measured: beta is 0" if run.rows else _NOTHING)
-    if recent > _HIGH_KL:
-        fix = (
-            f"lower learning_rate (now {run.value('learning_rate'):g}) or raise beta (now {run.value('beta'):g}, also "
-            "called init_kl_coeff); check chat_template and system_prompt"
-        )
-        return problem(f"{recent:.2f}", fix)
-    return ok(f"{recent:.3f}")
+    high = _noticed(run, "kl")
+    return problem(f"{recent:.2f}", high.fix) if high else ok(f"{recent:.3f}")
 
 
 def entropy(run: RunFiles) -> Finding:
@@ -119,36 +104,22 @@ def entropy(run: RunFiles) -> Finding:
     values = run.numbers("entropy")
     if not values:
         return ok(_NOTHING)
-    recent = run.recent("entropy") or 0.0
-    what = f"{values[0]:.3f} -> {recent:.3f}"
-    if recent < _COLLAPSED and values[0] > 5 * _COLLAPSED:
-        fix = f"lower learning_rate (now {run.value('learning_rate'):g}), raise epsilon_high or beta, or stop earlier"
-        return warning(f"{what}: it collapsed", fix)
-    return ok(what)
+    what = f"{values[0]:.3f} -> {run.recent('entropy') or 0.0:.3f}"
+    fallen = _noticed(run, "entropy")
+    return warning(f"{what}: it collapsed", fallen.fix) if fallen else ok(what)
 
 
 def gradients(run: RunFiles) -> Finding:
-    """Loss and gradient norm: numbers, and not too large."""
-    broken = [row["step"] for row in run.rows if any(_broken(row.get(key)) for key in ("loss", "grad_norm"))]
-    if broken:
-        fix = "write bf16: true or dtype: float32 (not float16), lower learning_rate; look for an empty completion"
-        return problem(
-            f"loss or grad_norm is no number at step {broken[0]} ({len(broken)} of {len(run.rows)} steps)", fix
-        )
+    """Loss, gradient norm and learning rate: numbers, not 0, and not too large."""
+    wrong = _noticed(run, "not finite", "no gradient", "learning rate")
+    if wrong is not None:
+        return problem(wrong.text, wrong.fix)
     norms = run.numbers("grad_norm")
     if not norms:
         return ok(_NOTHING)
-    recent = run.recent("grad_norm") or 0.0
-    what = f"grad_norm {statistics.median(norms):.2g} in the middle, {recent:.2g} last"
-    if recent > _STEEP:
-        rate, most = run.value("learning_rate"), run.value("max_grad_norm")
-        return warning(what, f"lower learning_rate (now {rate:g}); gradients are cut to max_grad_norm {most:g}")
-    return ok(what)
-
-
-def _broken(value: Any) -> bool:
-    """metrics.jsonl writes infinities and NaN as texts."""
-    return isinstance(value, str) or (isinstance(value, float) and not math.isfinite(value))
+    what = f"grad_norm {statistics.median(norms):.2g} in the middle, {run.recent('grad_norm') or 0.0:.2g} last"
+    steep = _noticed(run, "steep")
+    return warning(what, steep.fix) if steep else ok(what)
 
 
 def server_agreement(run: RunFiles) -> Finding:

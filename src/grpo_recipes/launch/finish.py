@@ -12,12 +12,13 @@ from grpo_recipes.launch.attempt import Attempt, newest_step
 from grpo_recipes.launch.checkpoints import newest_complete
 from grpo_recipes.launch.requeue import requeue, why_no_requeue
 from grpo_recipes.launch.resources import SlurmJob
-from grpo_recipes.launch.rundir import finish_summary, no_requeue_file, read_json
+from grpo_recipes.launch.rundir import finish_summary, no_requeue_file, read_json, read_metrics
 from grpo_recipes.launch.say import say
 from grpo_recipes.launch.supervisor import Ending, tail
 from grpo_recipes.paths import shown
 from grpo_recipes.publish.publisher import hand_over
 from grpo_recipes.report.single import report_line
+from grpo_recipes.runs.health import notices_of
 
 
 def finish(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob | None) -> int:
@@ -47,6 +48,10 @@ def finish(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob 
     if "initial_eval_reward" in summary:
         rewards += f", evaluated {summary['initial_eval_reward']} -> {summary['final_eval_reward']}"
     smoke = "smoke test on CPU, " if attempt.plan.smoke else ""
+    rows = read_metrics(attempt.run.folder)
+    for notice in notices_of(rows, attempt.recipe.__getitem__, over=not goes_on):
+        if notice.serious:
+            say(f"note: {notice}")
     for name, result in summary["benchmarks"].items():
         say(f"benchmark {name}: {result_line(result)}")
     if ending.code == 0:
@@ -63,7 +68,8 @@ def finish(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob 
         if why_not:
             finish_summary(attempt.run.folder, status=_status(ending))
             say(f"not requeued: {why_not}")
-        if (not goes_on or why_not) and newest_complete(attempt.run.folder / "checkpoints"):
+        again = "NotFinite" not in ending.cause  # the same steps would end it again
+        if again and (not goes_on or why_not) and newest_complete(attempt.run.folder / "checkpoints"):
             say(f"continue with: grpo launch --resume {shlex.quote(shown(attempt.run.folder))}")
     return ending.code
 

@@ -17,10 +17,9 @@ class Progress:
         self._path = run_dir / "metrics.jsonl"
         self._offset = self._path.stat().st_size if self._path.exists() else 0
         self._start: tuple[float, int] | None = None
-        self.last_row: dict[str, Any] | None = None
 
-    def new_lines(self) -> list[str]:
-        """A line for each row written since the last call."""
+    def new_rows(self) -> list[dict[str, Any]]:
+        """Return the rows written since the last call."""
         if not self._path.exists():
             return []
         with self._path.open() as file:
@@ -28,10 +27,10 @@ class Progress:
             text = file.read()
         whole = text.rfind("\n") + 1
         self._offset += len(text[:whole].encode())
-        return [self._line(json.loads(row)) for row in text[:whole].splitlines()]
+        return [json.loads(row) for row in text[:whole].splitlines()]
 
-    def _line(self, row: dict[str, Any]) -> str:
-        self.last_row = row
+    def line(self, row: dict[str, Any]) -> str:
+        """Return what is said of a row that was written just now."""
         now = time.monotonic()
         step, last = row["step"], row["max_steps"]
         if self._start is None:

@@ -24,6 +24,7 @@ from grpo_recipes.launch.watchdog import (
     server_pids,
     stale_compile_lock,
 )
+from grpo_recipes.runs.health import Health
 
 _PHASE_SECONDS = 1.0  # between two looks at what the ranks do
 _SERVER_SECONDS = 5.0  # between two questions to the server, at most
@@ -57,6 +58,9 @@ class Watch:
     def starts_again(self) -> None:
         """Forget what was seen of processes that are gone, and of rows that were moved aside."""
         self._progress = Progress(self._folder)
+        self._health = Health(self._attempt.recipe.__getitem__)
+        for row in read_metrics(self._folder):
+            self._health.add(row)
         self._ranks = StandingRank(self._attempt.recipe["stall_timeout"])
         self._engine = StandingServer(self._attempt.recipe["server_stall_timeout"])
 
@@ -90,11 +94,13 @@ class Watch:
         return read_phases(self._folder) if self.trainer else []
 
     def show_progress(self) -> None:
-        """Print a line for each step that was completed."""
-        for line in self._progress.new_lines():
+        """Print a line for each step that was completed, and one for what its metrics give reason to."""
+        for row in self._progress.new_rows():
             self.stepped = True
-            print_line(line)
-            self._walltime.observe(self._progress.last_row or {})
+            print_line(self._progress.line(row))
+            self._walltime.observe(row)
+            for notice in self._health.add(row):
+                say(f"note: {notice}")
 
     def _look_at_the_clock(self) -> None:
         if note := self._walltime.note():

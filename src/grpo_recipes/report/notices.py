@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-from grpo_recipes.objectives import OBJECTIVES
-from grpo_recipes.report.curves import known, mean
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
 from grpo_recipes.report.groups import recipe_value
 from grpo_recipes.report.markup import Html, element, together
 from grpo_recipes.report.metrics import METRICS
-from grpo_recipes.report.read import RunRecord
-from grpo_recipes.report.units import percent, short
+from grpo_recipes.report.read import RunRecord, Table
+from grpo_recipes.runs.health import notices_of
+
+_COUNTED = ("not finite",)  # by metric, from what could not be read as a number
 
 
 def notices(run: RunRecord) -> list[str]:
     """What a person who knows GRPO would point at."""
     metrics = run.metrics
-    found = []
-    for name, limit, text in (
-        (
-            "completions/clipped_ratio",
-            0.25,
-            "of completions reach max_completion_length: raise it, or ask for less text",
-        ),
-        (
-            "frac_reward_zero_std",
-            0.8,
-            "of groups get one reward for all completions: they teach nothing; change the data",
-        ),
-    ):
-        recent = mean(known(metrics.column(name))[-10:])
-        if recent is not None and recent > limit:
-            found.append(f"{percent(recent)} {text}.")
-    entropy = known(metrics.column("entropy"))
-    if len(entropy) >= 20 and 0 < (mean(entropy[:5]) or 0) * 0.05 > (mean(entropy[-5:]) or 0):
-        found.append(
-            f"Entropy fell from {short(mean(entropy[:5]))} to {short(mean(entropy[-5:]))}: little is explored."
-        )
-    found += _wrong_answers(run)
+    seen_in_rows = notices_of(_rows(metrics), partial(recipe_value, run), over=run.status != "running")
+    found = [
+        f"{notice.text[0].upper()}{notice.text[1:]}: {notice.fix}."
+        for notice in seen_in_rows
+        if notice.name not in _COUNTED
+    ]
     for name, seen in metrics.odd.items():
         meant = seen["inf"] if name in METRICS and METRICS[name].infinite else 0
         if times := seen.total() - meant:
@@ -45,19 +33,12 @@ def notices(run: RunRecord) -> list[str]:
     return found
 
 
-def _wrong_answers(run: RunRecord) -> list[str]:
-    """Where the policy is moved towards the weights, most of the weight must not be on wrong answers."""
-    objective = recipe_value(run, "maxent_objective")
-    masses = known(run.metrics.column("maxent/incorrect_mass"))
-    if objective not in OBJECTIVES or not OBJECTIVES[objective].targets_q or not masses:
-        return []
-    steps = sum(mass > 0.5 for mass in masses)
-    if steps <= 0.5 * len(masses):
-        return []
-    return [
-        f"More than half of the MaxEnt weight was on wrong answers in {percent(steps / len(masses))} of the steps, and "
-        f"{objective} moves the policy towards the weights: lower maxent_q_temperature, maxent_tau or maxent_beta."
-    ]
+def _rows(metrics: Table) -> Iterator[dict[str, Any]]:
+    """The rows that the columns came from, without what is no number."""
+    names = list(metrics.columns)
+    columns = [metrics.columns[name] for name in names]
+    for step, *values in zip(metrics.steps, *columns, strict=True):
+        yield {"step": step, **dict(zip(names, values, strict=True))}
 
 
 def notice_list(run: RunRecord) -> Html | None:

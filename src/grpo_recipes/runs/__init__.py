@@ -1,0 +1,1 @@
+"""A run directory and what can be read from it."""

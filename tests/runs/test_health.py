@@ -1,0 +1,221 @@
+"""Runs that do not learn are noticed, once and in time, and runs that do give no notice."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_recipes.keys import catalogue
+from grpo_recipes.paths import home
+from grpo_recipes.runs import health
+from grpo_recipes.runs.health import _RULES, FEW, MANY, Health, Notice, notices_of
+
+Rows = list[dict[str, Any]]
+
+
+def value_of(**given: Any) -> Callable[[str], Any]:
+    return lambda key: given[key] if key in given else catalogue()[key]["default"]
+
+
+def healthy(steps: int, seed: int = 0) -> Iterator[dict[str, Any]]:
+    """The shape of a smoke run: reward from 0.5 to 0.95, fewer groups that differ, entropy falling, a linear rate."""
+    noise = random.Random(seed)
+    for step in range(1, steps + 1):
+        done = step / steps
+        yield {
+            "step": step, "max_steps": steps, "loss": noise.gauss(0, 0.01), "grad_norm": 2 + noise.random(),
+            "learning_rate": 1e-6 * (1 - (step - 1) / steps),
+            "reward": 0.5 + 0.45 * (1 - math.exp(-4 * done)) + noise.gauss(0, 0.02),
+            "frac_reward_zero_std": min(0.75, max(0.0, 0.7 * done + noise.gauss(0, 0.05))),
+            "completions/clipped_ratio": max(0.0, 0.15 - done), "entropy": 1.2 * math.exp(-1.5 * done),
+            "kl": 0.05 * done, "rewards/no_verdict": 0.0, "maxent/incorrect_mass": 0.45 * (1 - done),
+        }  # fmt: skip
+
+
+def changed(rows: Iterator[dict[str, Any]], begin: int = 1, end: int = 10**9, **metrics: Any) -> Rows:
+    """The rows with these metrics changed from one step to another; ``a__b`` stands for ``a/b``."""
+    named = {name.replace("__", "/"): value for name, value in metrics.items()}
+    return [{**row, **named} if begin <= row["step"] <= end else row for row in rows]
+
+
+def live(rows: Rows, **keys: Any) -> list[tuple[int, Notice]]:
+    """What is said while the run goes on, with the step after which it is said."""
+    followed = Health(value_of(**keys))
+    return [(row["step"], notice) for row in rows for notice in followed.add(row)]
+
+
+@pytest.mark.parametrize("steps", [1, 4, FEW, 8, MANY, 60, 1000])
+@pytest.mark.parametrize("keys", [{}, {"maxent_objective": "listwise"}, {"fp16": True}])
+def test_a_run_that_learns_gives_no_notice(steps: int, keys: dict[str, Any]) -> None:
+    rows = list(healthy(steps))
+    assert live(rows, **keys) == [] and notices_of(rows, value_of(**keys)) == []
+
+
+def test_a_hard_task_that_begins_at_0_gives_none_before_many_steps() -> None:
+    hard = {"reward": 0.0, "frac_reward_zero_std": 1.0}
+    assert live(changed(healthy(60), 1, MANY - 3, **hard)) == []
+    ((step, notice),) = live(changed(healthy(60), 1, 30, **hard))
+    assert step == MANY and notice.name == "zero reward"
+    rows = changed(healthy(60), 1, 30, **hard)
+    assert notices_of(rows, value_of()) == [], "it has learned since"
+
+
+CASES = {
+    "zero reward": ({"reward": 0.0}, {}, "the reward is 0 in 10 steps in a row, from step 1 on", True),
+    "no signal": ({"frac_reward_zero_std": 1.0}, {}, "all completions of each prompt got one reward in 10", True),
+    "few signals": ({"frac_reward_zero_std": 0.9}, {}, "90 % of groups get one reward", False),
+    "no gradient": ({"grad_norm": 0.0, "loss": 0.0}, {}, "exactly 0 in 10 steps in a row", True),
+    "learning rate": ({"learning_rate": 0.0}, {}, "the learning rate is 0 in 10 steps in a row", True),
+    "not finite": ({"loss": "nan"}, {}, "is no number at step 1 (1 of 1 steps)", True),
+    "kl": ({"kl": 1.5}, {"beta": 0.04}, "is 1.50 nats a token", True),
+    "entropy": ({}, {}, "entropy fell from 1.2 to 0.01", True),
+    "all cut off": ({"completions__clipped_ratio": 1}, {}, "every completion was cut off", True),
+    "cut off": ({"completions__clipped_ratio": 0.4}, {}, "40 % of completions reach max_completion_length", False),
+    "unscored": ({"rewards__no_verdict": 0.17}, {}, "17 % of completions have no score", False),
+    "steep": ({"grad_norm": 500.0}, {}, "the gradient norm is 500", False),
+    "wrong weights": (
+        {"maxent__incorrect_mass": 0.8}, {"maxent_objective": "listwise"},
+        "wrong answers in 100 % of the steps, and listwise", False,
+    ),
+}  # fmt: skip
+
+
+def case(name: str, steps: int = 60) -> Rows:
+    if name == "entropy":
+        return changed(iter(changed(healthy(steps), 1, FEW, entropy=1.2)), FEW + 1, entropy=0.01)
+    return changed(healthy(steps), **CASES[name][0])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_way_not_to_learn_is_said_once_and_in_the_end(name: str) -> None:
+    _, keys, said, serious = CASES[name]
+    ((step, notice),) = live(case(name), **keys)
+    assert notice.name == name and step == (1 if name == "not finite" else MANY)
+    assert said in notice.text and notice.serious == serious and notice.fix in str(notice)
+    (last,) = notices_of(case(name), value_of(**keys))
+    assert (last.name, last.first, last.last) == (name, FEW + 1 if name == "entropy" else 1, 60)
+
+
+def test_every_rule_has_a_case() -> None:
+    assert {rule.name for rule in _RULES} == set(CASES)
+
+
+def test_the_docs_name_each_rule_its_limit_and_whether_it_is_said_again_in_the_end() -> None:
+    page = (
+        (home() / "docs/troubleshooting.md").read_text().partition("## Runs that do not learn")[2].partition("\n## ")[0]
+    )
+    for rule in _RULES:
+        assert page.count(f"\n| **{rule.name}** |" if rule.serious else f"\n| {rule.name} |") == 1, rule.name
+    limits = {
+        "few signals": health.FEW_SIGNALS, "cut off": health.CUT_OFF, "unscored": health.UNSCORED,
+        "entropy": health.COLLAPSED, "learning rate": health.LOW_RATE, "kl": health.HIGH_KL, "steep": health.STEEP,
+    }  # fmt: skip
+    for name, limit in limits.items():
+        (row,) = [line for line in page.splitlines() if line.strip("|* ").startswith(f"{name}") and line[:1] == "|"]
+        assert (f"{100 * limit:.0f} %" if limit < 1 else f"{limit:.0f}") in row, row
+    assert page.count(f"{MANY} steps in a row") == 5 and f"{FEW} steps at least" in page
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_short_run_is_judged_when_it_is_over(name: str) -> None:
+    rows = case(name, steps=FEW + 3)
+    keys = CASES[name][1]
+    assert [notice.name for notice in notices_of(rows, value_of(**keys))] == [name]
+    running = notices_of(rows, value_of(**keys), over=False)
+    assert [notice.name for notice in running] == (["not finite"] if name == "not finite" else [])
+
+
+def test_a_reward_that_is_the_same_for_every_completion_is_named() -> None:
+    constant = {"reward": 0.25, "frac_reward_zero_std": 1, "grad_norm": 0.0}
+    ((_, notice),) = live(changed(healthy(60), **constant))
+    assert (
+        notice.text == "every completion got the reward 0.25 in 10 steps in a row, from step 1 on: nothing is learned"
+    )
+    assert "grpo check-rewards" in notice.fix
+
+
+def test_what_comes_back_after_it_was_gone_is_said_again() -> None:
+    spells = [(1, 15), (20, 24), (40, 55)]  # the second follows too soon, and is too short
+    rows = list(healthy(80))
+    for begin, end in spells:
+        rows = changed(iter(rows), begin, end, frac_reward_zero_std=1.0)
+    said = live(rows)
+    found = [(step, notice.first) for step, notice in said if notice.name == "no signal"]
+    assert found == [(MANY, 1), (40 + MANY - 1, 40)]
+
+
+def test_what_flickers_is_said_once() -> None:
+    rows = [{**row, "completions/clipped_ratio": 0.2 + 0.1 * (row["step"] // 9 % 2)} for row in healthy(300)]
+    assert [notice.name for _, notice in live(rows)] == ["cut off"]
+
+
+@pytest.mark.parametrize(
+    ("rates", "said"),
+    [
+        ([1e-6 * step / 2000 for step in range(1, 1001)], []),  # a long warm-up that gets somewhere
+        ([1e-6 * step / 10**6 for step in range(1, 1001)], [100]),
+        ([1e-6] * 900 + [0.0] * 100, [900 + MANY]),
+        ([1e-6 * (1 - step / 1000) ** 4 for step in range(1000)], []),  # it ends near 0, as it should
+    ],
+)
+def test_the_learning_rate_over_its_schedule(rates: list[float], said: list[int]) -> None:
+    rows = [{"step": step, "max_steps": 1000, "learning_rate": rate} for step, rate in enumerate(rates, 1)]
+    assert [step for step, _ in live(rows, learning_rate=1e-6)] == said
+
+
+def test_fp16_may_skip_steps() -> None:
+    rows = changed(healthy(60), 1, 3, grad_norm="inf")
+    assert [notice.name for _, notice in live(rows)] == ["not finite"] and live(rows, fp16=True) == []
+
+
+@pytest.mark.parametrize("name", ["listwise", "weighted_mle"])
+def test_weight_on_wrong_answers_counts_where_the_policy_is_moved_towards_it(name: str) -> None:
+    rows = changed(healthy(60), maxent__incorrect_mass=0.8)
+    assert [notice.name for _, notice in live(rows, maxent_objective=name)] == ["wrong weights"]
+    assert live(rows, maxent_objective="tempered") == live(rows) == []
+
+
+def test_steps_between_two_generations_say_nothing_of_rewards() -> None:
+    between = [{key: row[key] for key in ("step", "loss", "grad_norm")} for row in healthy(200)]
+    rows = [{**row, "reward": 0.0, "frac_reward_zero_std": 1.0} if row["step"] % 4 == 1 else row for row in between]
+    ((step, notice),) = live(rows)
+    assert step == 4 * (MANY - 1) + 1 and notice.name == "zero reward"
+
+
+@pytest.mark.parametrize("odd", [None, "nan", "inf", [], {}, True, math.nan, math.inf, -1, 1e308])
+def test_rows_of_any_shape_are_read(odd: Any) -> None:
+    rows = [dict.fromkeys(row, odd) for row in healthy(30)]
+    rows += [{**row, name: odd} for row in healthy(30) for name in ("reward", "entropy", "learning_rate", "step")]
+    for notice in notices_of([{}, *rows], value_of(maxent_objective="listwise", beta=0.1)):
+        assert str(notice)
+
+
+def test_a_row_costs_the_same_in_a_long_run() -> None:
+    rows = list(healthy(20_000))
+    long, began = Health(value_of()), time.process_time()
+    for row in rows[:2_000]:
+        long.add(row)
+    first = time.process_time() - began
+    for row in rows[2_000:18_000]:
+        long.add(row)
+    began = time.process_time()
+    for row in rows[18_000:]:
+        long.add(row)
+    assert time.process_time() - began < 4 * first
+
+
+def test_the_limits_stand_in_one_place() -> None:
+    from grpo_recipes.doctor import training
+    from grpo_recipes.report import notices
+
+    for module in (training, notices):
+        text = Path(module.__file__).read_text()
+        for metric in ("clipped_ratio", "frac_reward_zero_std", "entropy", "grad_norm", '"kl"'):
+            for line in text.splitlines():
+                assert metric not in line or (" > " not in line and " < " not in line), line
