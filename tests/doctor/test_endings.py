@@ -49,6 +49,9 @@ def test_checkpoints(make_run, row):
     staged.mkdir(parents=True)
     publish(staged, run.folder / "checkpoints", 5, 3)
     assert endings.checkpoints(run).value == "checkpoint-5"
+    (run.folder / "checkpoints/checkpoint-5/COMPLETE").unlink()
+    found = endings.checkpoints(run)
+    assert found.status == "problem" and found.value == "checkpoint-5: none complete, so that a resume is refused"
     assert endings.checkpoints(make_run()).status == "ok"
 
 

@@ -10,11 +10,13 @@ import pytest
 from grpo_recipes.check import checked_recipe
 from grpo_recipes.errors import Refused
 from grpo_recipes.keys import ENVIRONMENT_KEYS
+from grpo_recipes.launch.checkpoints import is_complete, publish
 from grpo_recipes.launch.digests import RECORD, need_same_files, rewriting
 from grpo_recipes.launch.environment import READ_VARIABLES
 from grpo_recipes.launch.freeze import freeze, keep
 from grpo_recipes.launch.plan import make_plan
 from grpo_recipes.launch.resources import Resources
+from grpo_recipes.launch.run import launch
 from grpo_recipes.launch.rundir import Run
 from grpo_recipes.launch.settle import Options, names_of, planned_names, settle
 from grpo_recipes.paths import home
@@ -136,3 +138,14 @@ def test_a_kill_between_our_own_writes_leaves_no_record_that_is_wrong(run, capsy
         raise KeyboardInterrupt
     resume(run)
     assert f"has no {RECORD}" in capsys.readouterr().out
+
+
+def test_a_resume_without_an_intact_checkpoint_is_refused_before_anything_begins(run) -> None:
+    folder, before = run.folder / "checkpoints", (run.folder / "summary.json").read_bytes()
+    (folder / "partial" / "checkpoint-3").mkdir(parents=True)
+    (folder / "partial" / "checkpoint-3" / "model.safetensors").write_bytes(b"weights")
+    publish(folder / "partial" / "checkpoint-3", folder, 3, 1)
+    flip(folder / "checkpoint-3" / "model.safetensors", 5)
+    with pytest.raises(Refused, match=r"checkpoints: holds no checkpoint that can be resumed: checkpoint-3 \(model"):
+        launch(Options(resume=str(run.folder), allow_changed_code=True))
+    assert (run.folder / "summary.json").read_bytes() == before and is_complete(folder / "checkpoint-3")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from grpo_recipes.doctor.finding import Finding, ok, problem, warning
 from grpo_recipes.doctor.rundirs import RunFiles
-from grpo_recipes.launch.checkpoints import complete_checkpoints
+from grpo_recipes.launch.checkpoints import checkpoint_folders, complete_checkpoints
 from grpo_recipes.paths import shown
 
 _NO_LOG = "its log is not here (looked in logs/ of this folder and of the repository)"
@@ -138,6 +138,9 @@ def checkpoints(run: RunFiles) -> Finding:
         return ok("none kept")
     if not run.rows:
         return ok("none: no step was taken")
+    if damaged := checkpoint_folders(run.folder / "checkpoints"):
+        what = f"{', '.join(path.name for path in damaged)}: none complete, so that a resume is refused"
+        return problem(what, "launch the recipe as a new run, or move checkpoints/ away to start again from step 0")
     every = run.value("save_steps")
     return warning("none complete: a resume starts again from step 0", f"lower save_steps (now {every:g})")
 

@@ -120,10 +120,10 @@ def _size(path: Path) -> int:
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest step first."""
-    return [path for path in _numbered(folder) if is_complete(path)]
+    return [path for path in checkpoint_folders(folder) if is_complete(path)]
 
 
-def _numbered(folder: Path) -> list[Path]:
+def checkpoint_folders(folder: Path) -> list[Path]:
     """Return the folders that are named as checkpoints are, oldest step first; ``checkpoint-6.bak`` is none of them."""
     found = [path for path in folder.glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=step_of)
@@ -161,7 +161,7 @@ def verified_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | None
     if folder.exists() and not folder.is_dir():
         raise refuse(shown(folder), "is no folder, and a run keeps its checkpoints there", "move it away")
     damaged: list[tuple[Path, str]] = []
-    for checkpoint in reversed(_numbered(folder)):
+    for checkpoint in reversed(checkpoint_folders(folder)):
         what = damage(checkpoint, say)
         if what is None:
             for other, why in damaged:
