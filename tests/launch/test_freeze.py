@@ -12,13 +12,14 @@ from grpo_recipes.check import checked_recipe
 from grpo_recipes.errors import Refused, refuse
 from grpo_recipes.keys import ENVIRONMENT_KEYS
 from grpo_recipes.launch.attempt import prepare
+from grpo_recipes.launch.checkpoints import publish
 from grpo_recipes.launch.environment import READ_VARIABLES, base_environment
 from grpo_recipes.launch.freeze import freeze, frozen_environment
 from grpo_recipes.launch.nodes import Agents
 from grpo_recipes.launch.plan import make_plan
 from grpo_recipes.launch.resources import Resources, slurm_job
 from grpo_recipes.launch.rundir import Run, find_run, read_json
-from grpo_recipes.launch.settle import Options, names_of, need_same_world, planned_names, settle
+from grpo_recipes.launch.settle import Options, names_of, need_same_data, need_same_world, planned_names, settle
 from grpo_recipes.paths import home
 from grpo_recipes.tasks import Asked
 
@@ -167,6 +168,33 @@ def test_a_job_of_another_size_than_planned_is_refused() -> None:
     with pytest.raises(Refused, match="submitted for 2 training processes, this job has room for 1"):
         need_same_world(run, plan)
     need_same_world(run, make_plan(recipe, THREE, os.environ, names_of(run, recipe)))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--seed", "7"), r"--seed: seed was 42: checkpoint-5 would stand at another place"),
+        (("--max_train_prompts", "8"), r"--max_train_prompts: max_train_prompts was None"),
+        (("--dataset_train_split", "test"), r"--dataset_train_split: dataset_train_split was train"),
+        (("--prompts_per_step", "8"), r"a step had 16 prompts, now it has 8 prompts"),
+        (("--num_generations", "8"), r"leave prompts_per_step and num_generations as they were"),
+    ],
+)
+def test_a_resumed_run_keeps_its_place_in_the_data(flags: tuple[str, ...], message: str) -> None:
+    run = frozen()
+
+    def resumed(*flags: str) -> None:
+        recipe = settle(Options(resume=str(run.folder), flags=flags), CPU)[1]
+        need_same_data(run, recipe, make_plan(recipe, CPU, os.environ, names_of(run, recipe)))
+
+    resumed(*flags)  # nothing was trained yet
+    staged = run.folder / "checkpoints" / "partial" / "checkpoint-5"
+    staged.mkdir(parents=True)
+    publish(staged, run.folder / "checkpoints", 5, 1)
+    with pytest.raises(Refused, match=message):
+        resumed(*flags)
+    resumed(*flags, "--ignore_data_skip", "true")
+    resumed("--learning_rate", "1e-5", "--max_steps", "90", "--per_device_train_batch_size", "64")
 
 
 def test_a_requeued_task_of_an_array_finds_its_run(monkeypatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from exact_record import record
 
 from .resumed_ranks import GROUP, SHAPES, points, restarts
+from .tiny_training import different_characters, train
 
 Found = list[dict[str, dict[str, Any]]]  # by rank, shape and case: what `resumed_ranks.train` returns
 
@@ -103,3 +105,35 @@ def _taken(ranks: Found, shape: str, case: str) -> list[list[Any]]:
 
 def _weights(ranks: Found, shape: str, case: str) -> tuple[str, str]:
     return ranks[0][shape][case]["weights"], ranks[0][shape]["whole"]["weights"]
+
+
+def test_a_batch_that_is_split_otherwise_goes_on_with_whole_generations(tmp_path: Path) -> None:
+    whole, continued = _split_otherwise(tmp_path, num_iterations=1)
+    assert len(whole) == 6
+    assert continued == whole[3:]
+
+
+def test_a_generation_under_way_is_not_split_otherwise(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"inside a generation window of .*per_device_train_batch_size 4.*Fix: "):
+        _split_otherwise(tmp_path, num_iterations=2)
+
+
+def _split_otherwise(folder: Path, num_iterations: int) -> tuple[list[Any], list[Any]]:
+    """The prompts of each generation of a run of six steps, and of one continued after three with half the rows."""
+    taken: list[Any] = []
+
+    def reward(prompts: list[Any], completions: list[Any], **_: Any) -> list[float | None]:
+        taken.append([prompt[0]["content"] for prompt in prompts])
+        return different_characters(completions)
+
+    keys = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 9, "num_iterations": num_iterations}
+    train(folder / "whole", reward, **keys, per_device_train_batch_size=4, **_accumulated(3))
+    whole, taken = taken, []
+    saved = "checkpoints/checkpoint-3"
+    shutil.copytree(folder / "whole" / saved, folder / "continued" / saved)
+    train(folder / "continued", reward, **keys, per_device_train_batch_size=2, **_accumulated(6))
+    return whole, taken
+
+
+def _accumulated(count: int) -> dict[str, int]:
+    return {"steps_per_generation": count, "gradient_accumulation_steps": count}

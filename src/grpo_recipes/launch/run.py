@@ -23,7 +23,7 @@ from grpo_recipes.launch.resources import Resources, find_resources
 from grpo_recipes.launch.rundir import Run, claim
 from grpo_recipes.launch.say import say
 from grpo_recipes.launch.scratch import Scratch
-from grpo_recipes.launch.settle import Options, make_run, names_of, need_same_world, settle
+from grpo_recipes.launch.settle import Options, make_run, names_of, need_same_data, need_same_world, settle
 from grpo_recipes.launch.signals import StoppedAtOnce, StopSignals
 from grpo_recipes.launch.survey import survey
 from grpo_recipes.paths import shown
@@ -70,6 +70,7 @@ def _prepare(options: Options, resources: Resources, stop: StopSignals, agents: 
         claim(run)
         verified_checkpoint(run.folder / "checkpoints", say)  # seconds for a large one: signals still end the launch
         need_same_world(run, plan)
+        need_same_data(run, recipe, plan)
     stop.hold()
     if run is None:
         run, names = make_run(recipe, resources, names)

@@ -159,3 +159,29 @@ def need_same_world(run: Run, plan: Plan) -> None:
             f"{checkpoint.name if checkpoint else ''} is of {made_by} processes, the plan has {plan.batch.world_size}"
         )
         raise refuse("--resume", what, f"give it as many devices as before, or --num_processes {made_by}")
+
+
+# Keys by which a run takes its prompts in another order, or others, beside those of the batch and of the data.
+_ORDER = ("seed", "shuffle_dataset", "max_train_prompts", "max_prompt_length")
+
+
+def need_same_data(run: Run, recipe: Recipe, plan: Plan) -> None:
+    """Refuse flags and variables that would move a run's place in its data, which is a number of steps.
+
+    With ``ignore_data_skip`` the epoch begins again, so any data and batch will do.
+    """
+    checkpoint, saved = newest_complete(run.folder / "checkpoints"), read_json(run.folder / "plan.json")
+    if checkpoint is None or saved is None or recipe["ignore_data_skip"]:
+        return
+    fix = "leave it as it was, or add --ignore_data_skip true: the epoch then begins again"
+    before = read_frozen(run.folder / "recipe.yaml")
+    for key in (key for key in recipe.values if key in _ORDER or key.startswith("dataset_")):
+        if recipe[key] != before[key]:
+            what = f"{key} was {before[key]}: {checkpoint.name} would stand at another place in the data"
+            raise refuse(recipe.place(key), what, fix)
+    batch = {name: saved["batch"][name] for name in ("completions", "num_generations")}
+    now = {name: getattr(plan.batch, name) for name in batch}
+    if now != batch:
+        was, is_now = (f"{one['completions'] // one['num_generations']} prompts" for one in (batch, now))
+        what = f"a step had {was}, now it has {is_now}: {checkpoint.name} would stand at another place in the data"
+        raise refuse("--resume", what, fix.replace("it as it was", "prompts_per_step and num_generations as they were"))

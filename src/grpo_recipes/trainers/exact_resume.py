@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from trl.trainer.utils import RepeatSampler
+
+# How a generation is split into micro-steps.
+_SPLIT = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations")
 
 
 class EpochRepeatSampler(RepeatSampler):
@@ -63,9 +67,10 @@ class ExactResume:
 
     def _unsaved_state(self) -> dict[str, Any]:
         """What this rank's checkpoints hold beside TRL's, by name: copies of all that a step changes in place."""
-        inside = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
+        inside = self._step % self._window_steps != 0
         return {
             "step": self._step,
+            "split": {key: getattr(self.args, key) for key in _SPLIT},
             "buffered": self._buffered_inputs if inside else None,
             "metrics": {
                 mode: {name: list(values) for name, values in metrics.items()}
@@ -81,9 +86,29 @@ class ExactResume:
             "tokens_seen": self.state.num_input_tokens_seen,
         }
 
+    @property
+    def _window_steps(self) -> int:
+        """Micro-steps for which TRL keeps a generation."""
+        return self.args.steps_per_generation * self.num_iterations
+
     def _restore_unsaved(self, state: dict[str, Any]) -> None:
-        """Go on from what ``_unsaved_state`` returned. Called by every rank."""
+        """Go on from what ``_unsaved_state`` returned. Called by every rank.
+
+        Between two generations the batch may be split otherwise than before, for example because memory was short.
+
+        Raises:
+            ValueError: it is split otherwise, and a generation is under way.
+        """
+        split = {key: getattr(self.args, key) for key in _SPLIT}
+        if state["buffered"] is not None and state["split"] != split:
+            before, now = (", ".join(f"{key} {value}" for key, value in one.items()) for one in (state["split"], split))
+            raise ValueError(
+                f"the checkpoint was saved inside a generation window of {before}; this run has {now}. Fix: resume "
+                "with these keys as they were, and change them where a generation has been used up"
+            )
         self._step = state["step"]
+        if state["buffered"] is None:  # TRL samples where the count of micro-steps is a multiple of the window
+            self._step = math.ceil(self._step / self._window_steps) * self._window_steps
         self._buffered_inputs = state["buffered"]
         for mode, metrics in state["metrics"].items():
             self._metrics[mode] = defaultdict(list, metrics)
