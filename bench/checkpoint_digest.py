@@ -1,13 +1,13 @@
 """What digests add to the time of a save, and what verifying a checkpoint takes.
 
-    python bench/checkpoint_digest.py [--rounds 16] [--out bench/results/checkpoint_digest.json]
+    python bench/checkpoint_digest.py [--rounds 24] [--out bench/results/checkpoint_digest.json]
 
 Digests are made while the disk is waited for, which costs time only where every core is busy: on a machine that others
 use too, run it with a priority of its own (``nice -n -10`` as root).
 
 A random model of 138 million parameters takes one real step, so that its checkpoint holds weights and Adam's state in
 float32 (1.7 GB). Then the trainer saves it again and again, in each round once without digests and once with ours, in
-every fifth round once with each other candidate too. The order is reversed from round to round, and the disk comes to
+every eighth round once with each other candidate too. The order is reversed from round to round, and the disk comes to
 rest before each save. A ratio is that of two saves of one round; the figure is their median. ``cpu_seconds`` are those
 of the process, all its threads.
 """
@@ -48,7 +48,7 @@ from grpo_recipes.trainers.grpo import GRPOTrainer
 TARGET = 1.05  # largest ratio of a save with digests to one without
 OURS = "xxh3_128"
 WITHOUT = "without digests"
-EVERY = 5  # rounds, in one of which the other candidates are measured too
+EVERY = 8  # rounds, in one of which the other candidates are measured too
 
 
 class Crc32:
@@ -77,7 +77,7 @@ CANDIDATES: dict[str, Callable[[], Any]] = {
 def main() -> None:
     """Measure and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--out", type=Path, default=home() / "bench/results/checkpoint_digest.json")
     options = parser.parse_args()
     load = round(os.getloadavg()[0], 2)

@@ -56,7 +56,8 @@ def digests_under_way(folder: Path, names: Iterable[str]) -> Iterator[Iterator[t
         except OSError as error:
             return name, error
 
-    pool = ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0))), "digests")
+    cores = len(os.sched_getaffinity(0)) - 1  # one is left to the caller
+    pool = ThreadPoolExecutor(max(1, min(_MOST_THREADS, cores)), "digests")
     try:
         yield pool.map(digest, names)
     finally:
