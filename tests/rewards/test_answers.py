@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import random
+import sys
 import time
 from pathlib import Path
 
@@ -230,6 +232,16 @@ def test_random_answers_neither_raise_nor_equal_a_number_they_do_not_hold():
         assert form.value == "" or same(text, text)
         last_boxed(text)
         is_right(f"<answer>{text}</answer>", text, "normalized")
+
+
+def test_brackets_inside_brackets_need_little_of_the_stack():
+    text = "(1," * 90 + "2" + ")" * 90
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack()) + 100)
+    try:
+        assert same(text, text.replace(",", ", ")) and not same(text, "2")
+    finally:
+        sys.setrecursionlimit(limit)
 
 
 @pytest.mark.parametrize(

@@ -177,10 +177,8 @@ def agree(left: Answer, right: Answer, equal: Callable[[Answer, Answer], bool]) 
     one, other = left.value, right.value
     if not (isinstance(one, Items) and isinstance(other, Items)):
         return equal(left, right)
-    if (left.variable and right.variable and left.variable != right.variable) or {one.word, other.word} == {
-        "and",
-        "or",
-    }:
+    variables_differ = left.variable and right.variable and left.variable != right.variable
+    if variables_differ or {one.word, other.word} == {"and", "or"}:
         return False
     if len(one.answers) != len(other.answers) or not _comparable(one.brackets, other.brackets):
         return False
