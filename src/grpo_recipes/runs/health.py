@@ -28,18 +28,17 @@ LOW_RATE = 0.01  # of learning_rate is the most that a step took
 WRONG_WEIGHT = 0.5  # share of a group's weight on wrong answers, and share of the steps where it is more
 
 Row = Mapping[str, Any]
+_MORE_SPREAD = "raise num_generations or temperature, or take prompts of another difficulty"
+
+_SHORTER = "or ask for short answers in system_prompt; check that chat_template ends a turn as the model was trained to"
 
 
 @dataclass(frozen=True)
 class Notice:
-    """Something worth a look in a run's metrics.
+    """Something worth a look in a run's metrics: what is seen from one step to another, and what to do about it.
 
     Attributes:
         name: of the rule, which stays the same.
-        text: what is seen.
-        fix: what to do about it.
-        first: the first step of which it is true.
-        last: the last one.
         serious: whether a run with this has learned little or nothing, so that it is said again at the end.
     """
 
@@ -55,11 +54,7 @@ class Notice:
 
 
 class Health:
-    """Follow a run's metrics, row by row.
-
-    Args:
-        value: the value of a recipe key in this run.
-    """
+    """Follow a run's metrics, row by row; ``value`` returns the value of a recipe key in this run."""
 
     def __init__(self, value: Callable[[str], Any]):
         self._rules: list[_Rule] = [rule(value) for rule in _RULES]
@@ -140,15 +135,14 @@ class _Rule:
     """One way in which a run does not learn.
 
     Attributes:
-        name: which stays the same.
-        serious: as of its notice.
         said_by: names of rules that say the same and more.
-        first: the first step of which it is true.
+        words: the text, with what a family of rules fills in.
     """
 
     name = ""
     serious = True
     said_by: tuple[str, ...] = ()
+    words = ""
 
     def __init__(self, value: Callable[[str], Any]):
         self._value = value
@@ -156,19 +150,18 @@ class _Rule:
 
     def add(self, step: int, row: Row) -> None:
         """Look at a row."""
-        raise NotImplementedError
 
     def holds(self, enough: int) -> bool:
         """Return whether it is true, by this many rows at least."""
-        raise NotImplementedError
+        return False
 
     def text(self) -> str:
         """Return what is seen."""
-        raise NotImplementedError
+        return self.words
 
     def fix(self) -> str:
         """Return what to do."""
-        raise NotImplementedError
+        return ""
 
     def _now(self, key: str) -> str:
         value = self._value(key)
@@ -184,7 +177,7 @@ class _Streak(_Rule):
 
     def met(self, row: Row) -> bool | None:
         """Return whether it is true in this row, None where the row does not say."""
-        raise NotImplementedError
+        return None
 
     def add(self, step: int, row: Row) -> None:
         met = self.met(row)
@@ -197,19 +190,20 @@ class _Streak(_Rule):
     def holds(self, enough: int) -> bool:
         return self._count >= enough
 
+    def text(self) -> str:
+        return self.words.format(in_steps=self._in_steps())
+
     def _in_steps(self) -> str:
         return f"in {self._count} steps in a row, from step {self.first} on"
 
 
 class _ZeroReward(_Streak):
     name = "zero reward"
+    words = "the reward is 0 {in_steps}"
 
     def met(self, row: Row) -> bool | None:
         reward = number(row.get("reward"))
         return None if reward is None else abs(reward) < ZERO_REWARD
-
-    def text(self) -> str:
-        return f"the reward is 0 {self._in_steps()}"
 
     def fix(self) -> str:
         return (
@@ -245,19 +239,17 @@ class _NoSignal(_Streak):
     def fix(self) -> str:
         if self._constant:
             return "see what the reward looks at: grpo check-rewards RECIPE; or take harder or easier prompts"
-        return "raise num_generations or temperature, or take prompts of another difficulty"
+        return _MORE_SPREAD
 
 
 class _NoGradient(_Streak):
     name = "no gradient"
+    words = "the gradient is exactly 0 {in_steps}, though rewards differ: no weight is changed"
 
     def met(self, row: Row) -> bool | None:
         norm = number(row.get("grad_norm"))
         # Without a difference between rewards there is no gradient, which another rule says.
         return None if norm is None else norm == 0 and row.get("frac_reward_zero_std") != 1
-
-    def text(self) -> str:
-        return f"the gradient is exactly 0 {self._in_steps()}, though rewards differ: no weight is changed"
 
     def fix(self) -> str:
         return (
@@ -268,23 +260,14 @@ class _NoGradient(_Streak):
 
 class _AllCutOff(_Streak):
     name = "all cut off"
+    words = "every completion was cut off at max_completion_length {in_steps}"
 
     def met(self, row: Row) -> bool | None:
         share = number(row.get("completions/clipped_ratio"))
         return None if share is None else share >= 1
 
-    def text(self) -> str:
-        return f"every completion was cut off at max_completion_length {self._in_steps()}"
-
     def fix(self) -> str:
-        return _shorter(self._now("max_completion_length"))
-
-
-def _shorter(length: str) -> str:
-    return (
-        f"raise {length}, or ask for short answers in system_prompt; check that chat_template ends a turn as the model "
-        "was trained to"
-    )
+        return f"raise {self._now('max_completion_length')}, {_SHORTER}"
 
 
 class _Recent(_Rule):
@@ -311,43 +294,40 @@ class _Recent(_Rule):
     def holds(self, enough: int) -> bool:
         return len(self._window) >= enough and self.middle > self.most
 
+    def text(self) -> str:
+        return self.words.format(middle=self.middle, share=percent(self.middle))
+
 
 class _FewSignals(_Recent):
     name = "few signals"
+    words = "{share} of groups get one reward for all completions: they teach nothing"
     serious = False
     said_by = ("zero reward", "no signal")
     key = "frac_reward_zero_std"
     most = FEW_SIGNALS
 
-    def text(self) -> str:
-        return f"{percent(self.middle)} of groups get one reward for all completions: they teach nothing"
-
     def fix(self) -> str:
-        return "raise num_generations or temperature, or take prompts of another difficulty"
+        return _MORE_SPREAD
 
 
 class _CutOff(_Recent):
     name = "cut off"
+    words = "{share} of completions reach max_completion_length"
     serious = False
     said_by = ("all cut off",)
     key = "completions/clipped_ratio"
     most = CUT_OFF
 
-    def text(self) -> str:
-        return f"{percent(self.middle)} of completions reach max_completion_length"
-
     def fix(self) -> str:
-        return _shorter(self._now("max_completion_length"))
+        return f"raise {self._now('max_completion_length')}, {_SHORTER}"
 
 
 class _Unscored(_Recent):
     name = "unscored"
+    words = "{share} of completions have no score, and teach nothing"
     serious = False
     key = "rewards/no_verdict"
     most = UNSCORED
-
-    def text(self) -> str:
-        return f"{percent(self.middle)} of completions have no score, and teach nothing"
 
     def fix(self) -> str:
         return f"see slow_rewards.jsonl of the run; correct the reward, or raise {self._now('reward_timeout')}"
@@ -355,11 +335,9 @@ class _Unscored(_Recent):
 
 class _Kl(_Recent):
     name = "kl"
+    words = "the KL divergence from the reference is {middle:.2f} nats a token"
     key = "kl"
     most = HIGH_KL
-
-    def text(self) -> str:
-        return f"the KL divergence from the reference is {self.middle:.2f} nats a token"
 
     def fix(self) -> str:
         beta = f"beta (now {self._value('beta'):g}, also called init_kl_coeff)"
@@ -368,6 +346,7 @@ class _Kl(_Recent):
 
 class _Steep(_Recent):
     name = "steep"
+    words = "the gradient norm is {middle:.3g}"
     serious = False
     key = "grad_norm"
     most = STEEP
@@ -376,9 +355,6 @@ class _Steep(_Recent):
     def middle(self) -> float:
         """Return the median: single steep steps are cut, and are common."""
         return statistics.median(found for _, found in self._window)
-
-    def text(self) -> str:
-        return f"the gradient norm is {self.middle:.3g}"
 
     def fix(self) -> str:
         cut = f"gradients are cut to max_grad_norm {self._value('max_grad_norm'):g}"
