@@ -206,9 +206,7 @@ class _ZeroReward(_Streak):
         return None if reward is None else abs(reward) < ZERO_REWARD
 
     def fix(self) -> str:
-        return (
-            "test the reward on gold answers: grpo check-rewards RECIPE; look at the first prompt in the trainer's log"
-        )
+        return "test the reward on gold answers: grpo check-rewards RECIPE; look at the first prompt in the log"
 
 
 class _NoSignal(_Streak):
@@ -253,8 +251,7 @@ class _NoGradient(_Streak):
 
     def fix(self) -> str:
         return (
-            "look for what masks every token (mask_truncated_completions with all of them cut off), for epsilon and "
-            "vllm_importance_sampling_clip_max of 0"
+            "look for what masks every token: mask_truncated_completions with all of them cut off, or a clip range of 0"
         )
 
 
