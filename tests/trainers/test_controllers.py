@@ -19,10 +19,18 @@ from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
 from grpo_recipes.trainers.stop import StoppedOnRequest
 
 from .fixed_completions import make_trainer, rows_of, weights_of
-from .test_exact_resume import WINDOW, StopAt
+from .resumed_ranks import StopAt
 
 HELD_KL = {"beta": 0.05, "kl_target": 1e-3, "kl_horizon": 40.0, "kl_ctl_step_size": 0.3}
 HELD_TAU = {"maxent_objective": "tempered", "maxent_target_weight_entropy": 0.4, "maxent_tau_lr": 0.5}
+# A generation window of 8 micro steps, 4 optimizer steps.
+WINDOW = {
+    "per_device_train_batch_size": 4,
+    "steps_per_generation": 4,
+    "num_iterations": 2,
+    "gradient_accumulation_steps": 2,
+    "num_generations": 4,
+}
 
 
 @pytest.mark.parametrize(("target", "direction"), [(1e-6, 1), (1e3, -1)])

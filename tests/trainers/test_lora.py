@@ -29,7 +29,7 @@ from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
 from grpo_recipes.trainers.model import save_model
 from grpo_recipes.trainers.stop import StoppedOnRequest
 
-from .test_exact_resume import StopAt
+from .resumed_ranks import StopAt
 from .tiny_training import SUMS, as_dataset, different_characters
 
 LORA = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["all-linear"]}
