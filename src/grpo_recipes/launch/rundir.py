@@ -352,7 +352,8 @@ def finish_summary(folder: Path, **facts: Any) -> dict[str, Any]:
     """Write ``summary.json``: the given facts and what ``metrics.jsonl`` tells.
 
     ``initial_reward`` is the mean of the first 3 rows, ``final_reward`` of the last 5; ``initial_eval_reward`` and
-    ``final_eval_reward`` are those of the first and last row of ``eval.jsonl``, ``benchmarks`` is ``benchmarks.json``.
+    ``final_eval_reward`` are the first and the last ``eval_reward`` of ``eval.jsonl``, which rows of other sets than the
+    trainer's own do not have; ``benchmarks`` is ``benchmarks.json``.
     """
     rows = read_metrics(folder)
     rewards = [row["reward"] for row in rows if isinstance(row.get("reward"), int | float)]
