@@ -16,7 +16,6 @@ from grpo_recipes.launch.checkpoints import (
     MARKER,
     complete_checkpoints,
     damage,
-    flush_shards,
     is_complete,
     newest_complete,
     prune,
@@ -289,23 +288,12 @@ def test_a_file_that_the_disk_does_not_give_back_is_damage(tmp_path):
     assert verified_checkpoint(tmp_path, [].append) == older
 
 
-def test_each_rank_digests_the_shards_it_wrote_and_publishing_the_rest(tmp_path, monkeypatch):
+def test_publishing_reads_back_only_what_it_has_no_digest_of(tmp_path, monkeypatch):
     staged = stage(tmp_path, 5)
-    shards = {
-        "global_step5/zero_pp_rank_0_mp_rank_00_optim_states.pt": 0,
-        "global_step5/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt": 1,
-        "optimizer_0/__1_0.distcp": 1,
-        "global_step5/mp_rank_00_model_states.pt": None,
-        "rng_state_1.pth": None,
-    }
-    for name in shards:
-        (staged / name).parent.mkdir(exist_ok=True)
-        (staged / name).write_text(name)
-    found = [flush_shards(staged, rank) for rank in (0, 1)]
-    assert [set(one) for one in found] == [{name for name in shards if shards[name] == rank} for rank in (0, 1)]
-
+    known = {"global_step/rank_0.pt": digest_of(staged / "global_step/rank_0.pt"), "gone.pt": "0" * 32}
     read = []
     monkeypatch.setattr(digests, "digest_of", lambda path: read.append(path.name) or digest_of(path))
-    publish(staged, tmp_path, 5, 2, found[0] | found[1])
-    assert set(read) == {Path(name).name for name in [*FILES, *shards] if shards.get(name) is None}
+    publish(staged, tmp_path, 5, 2, known)
+    assert sorted(read) == ["empty", "model.safetensors", "trainer_state.json"]
+    monkeypatch.undo()
     assert verified_checkpoint(tmp_path, refuse_to_speak) == tmp_path / "checkpoint-5"

@@ -5,10 +5,14 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
 import torch
 
+from grpo_recipes.launch import digests
 from grpo_recipes.launch.checkpoints import damage, newest_complete, verified_checkpoint
+from grpo_recipes.launch.digests import digest_of
 from grpo_recipes.launch.rundir import move_rows_after
+from grpo_recipes.trainers.checkpoints import digested_saves
 
 from .tiny_training import train
 
@@ -46,3 +50,33 @@ def test_a_flipped_bit_of_any_file_is_noticed_and_training_goes_on_from_the_chec
     again, _ = train(tmp_path, **SAVING)
     assert all(torch.equal(value, weights[name]) for name, value in again.model.state_dict().items())
     assert damage(newest, print) is None  # made again
+
+
+def test_what_torch_writes_is_not_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    monkeypatch.setattr(digests, "digest_of", lambda path: read.append(path.name) or digest_of(path))
+    train(tmp_path, **SAVING | {"max_steps": 2})
+    assert "model.safetensors" in read and not [name for name in read if name.endswith((".pt", ".pth"))]
+    assert damage(tmp_path / "checkpoints" / "checkpoint-2", print) is None
+
+
+def test_digests_are_those_of_the_files_that_torch_wrote(tmp_path: Path) -> None:
+    inside, outside = tmp_path / "inside", tmp_path / "outside.pt"
+    (inside / "shards").mkdir(parents=True)
+    tensors = {"large": torch.arange(700_000), "none": torch.zeros(0), "small": torch.ones(3)}
+    plain = torch.save
+    with digested_saves(inside) as found:
+        torch.save(tensors, inside / "shards" / "rank_1.pt")
+        torch.save(tensors, str(inside / "old.pt"), _use_new_zipfile_serialization=False)
+        torch.save(tensors, outside)
+        with (inside / "open.pt").open("wb") as file:
+            torch.save(tensors, file)
+        torch.save(tensors, inside / "changed.pt")
+        torch.save(tensors, inside / "removed.pt")
+        flip(inside / "changed.pt", 4000)
+        (inside / "removed.pt").unlink()
+    assert torch.save is plain
+    assert found == {name: digest_of(inside / name) for name in ("shards/rank_1.pt", "old.pt")}
+    for path in (inside / "shards" / "rank_1.pt", inside / "old.pt", inside / "open.pt", outside):
+        loaded = torch.load(path)
+        assert all(torch.equal(loaded[name], value) for name, value in tensors.items())

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,6 @@ from grpo_recipes.paths import shown
 
 MARKER = "COMPLETE"
 _NAME = re.compile(r"checkpoint-(0|[1-9][0-9]*)", re.ASCII)
-# Shards that each rank writes: DeepSpeed's zero_pp_rank_3_mp_rank_00_..., torch's __3_0.distcp.
-_SHARD = re.compile(r"(?:pp_rank_|__)(\d+)_\w+\.(?:pt|distcp)", re.ASCII)
 _LARGE_BYTES = 2 << 30  # reading it takes seconds, so that a word is due
 
 
@@ -29,53 +27,33 @@ def publish(staged: Path, folder: Path, step: int, world_size: int, digests: Map
         folder: where it belongs.
         step: its optimizer step.
         world_size: how many training processes made it.
-        digests: of the files that are flushed already, by ``flush_shards``.
+        digests: those made while the files were written, by name; the other files are read back.
     """
     files = {name: (staged / name).stat().st_size for name in _files(staged)}
     known = {name: digest for name, digest in (digests or {}).items() if name in files}
-    known |= _flush_and_digest(staged, (name for name in files if name not in known))
+    with digests_under_way(staged, [name for name in files if name not in known]) as read:  # from the page cache
+        for name in files:
+            flush(staged / name)
+        for name, digest in read:
+            if isinstance(digest, OSError):
+                raise digest
+            known[name] = digest
     content = {"step": step, "world_size": world_size, "files": files, "digests": known}
     (staged / MARKER).write_text(json.dumps(with_checksum(content), indent=1))
-    _flush(staged / MARKER)
+    flush(staged / MARKER)
     target = folder / staged.name
     if target.exists():  # left incomplete by other software or a broken disk: never resumed, in the way
         shutil.rmtree(target)
     staged.rename(target)
-    _flush(folder)
-
-
-def flush_shards(staged: Path, rank: int) -> dict[str, str]:
-    """Bring the shards that this rank wrote to the disk, and return their digests.
-
-    Each rank does so for its own: they are in the page cache of its node, and another node would read them back over
-    the network. What is not sharded is small, or rank 0's, and left to ``publish``.
-    """
-    return _flush_and_digest(staged, (name for name in _files(staged) if _rank_of_shard(name) == rank))
-
-
-def _rank_of_shard(name: str) -> int | None:
-    found = _SHARD.search(name)
-    return int(found[1]) if found else None
+    flush(folder)
 
 
 def _files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def _flush_and_digest(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Bring files to the disk; threads read them from the page cache while the disk is waited for."""
-    names = list(names)
-    with digests_under_way(folder, names) as results:
-        for name in names:
-            _flush(folder / name)
-        digests = dict(results)
-    for digest in digests.values():
-        if isinstance(digest, OSError):
-            raise digest
-    return {name: str(digest) for name, digest in digests.items()}
-
-
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Bring a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -35,10 +35,13 @@ _RECIPE = (
 )
 
 
+new_digest = xxhash.xxh3_128
+
+
 def digest_of(path: Path) -> str:
     """Return the digest of a file's bytes."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+        return hashlib.file_digest(file, new_digest).hexdigest()
 
 
 @contextmanager
@@ -75,7 +78,7 @@ def has_its_checksum(content: Mapping[str, Any]) -> bool:
 
 
 def _checksum(content: Mapping[str, Any]) -> str:
-    return xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return new_digest(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 @contextmanager
