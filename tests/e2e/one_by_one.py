@@ -6,12 +6,14 @@ import atexit
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 from real_runs import clean_environment
 
+from grpo_recipes.launch.descendants import descendants
 from grpo_recipes.launch.environment import base_environment, run_environment
 from grpo_recipes.launch.plan import Names, Plan, make_plan
 from grpo_recipes.launch.ports import free_ports, plan_ports
@@ -74,8 +76,15 @@ class Bench:
             )
             yield f"http://127.0.0.1:{port}"
         finally:
+            engine = descendants(server.pid)
             server.terminate()
-            server.wait(30)
+            with suppress(subprocess.TimeoutExpired):
+                server.wait(30)
+            for left in engine:  # a server that does not go is killed, as the launcher does
+                with suppress(psutil.NoSuchProcess):
+                    left.kill()
+            server.kill()
+            server.wait()
 
     def train(self, server_port: int | None = None) -> tuple[int, str]:
         plan = self._plan(server_port)

@@ -29,7 +29,6 @@ WRONG_WEIGHT = 0.5  # share of a group's weight on wrong answers, and share of t
 
 Row = Mapping[str, Any]
 _MORE_SPREAD = "raise num_generations or temperature, or take prompts of another difficulty"
-
 _SHORTER = "or ask for short answers in system_prompt; check that chat_template ends a turn as the model was trained to"
 
 
