@@ -349,11 +349,11 @@ def count_server_restart(folder: Path) -> None:
 
 
 def finish_summary(folder: Path, **facts: Any) -> dict[str, Any]:
-    """Write ``summary.json``: the given facts and what ``metrics.jsonl`` tells.
+    """Write ``summary.json``: the given facts, and those that ``metrics.jsonl`` and ``eval.jsonl`` hold.
 
     ``initial_reward`` is the mean of the first 3 rows, ``final_reward`` of the last 5; ``initial_eval_reward`` and
-    ``final_eval_reward`` are the first and the last ``eval_reward`` of ``eval.jsonl``, which rows of other sets than the
-    trainer's own do not have; ``benchmarks`` is ``benchmarks.json``.
+    ``final_eval_reward`` are the first and the last ``eval_reward`` of ``eval.jsonl``, which rows of another set than
+    the trainer's own do not have; ``benchmarks`` is ``benchmarks.json``.
     """
     rows = read_metrics(folder)
     rewards = [row["reward"] for row in rows if isinstance(row.get("reward"), int | float)]
