@@ -1,13 +1,13 @@
 """What digests add to the time of a save, and what verifying a checkpoint takes.
 
-    python bench/checkpoint_digest.py [--rounds 24] [--out bench/results/checkpoint_digest.json]
+    python bench/checkpoint_digest.py [--rounds 40] [--out bench/results/checkpoint_digest.json]
 
 Some of the digests are made while the disk is waited for, which costs time where every core is busy: on a machine that
 others use too, run it with a priority of its own (``nice -n -10`` as root).
 
 A random model of 138 million parameters takes one real step, so that its checkpoint holds weights and Adam's state in
 float32 (1.7 GB). Then the trainer saves it again and again, in each round once without digests and once with ours, in
-every eighth round once with each other candidate too. The order is reversed from round to round, and the disk comes to
+every tenth round once with each other candidate too. The order is reversed from round to round, and the disk comes to
 rest before each save. A ratio is that of two saves of one round; the figure is their median. ``cpu_seconds`` are those
 of the process, all its threads.
 """
@@ -51,7 +51,7 @@ from grpo_recipes.trainers.grpo import GRPOTrainer
 TARGET = 1.05  # largest ratio of a save with digests to one without
 OURS = "xxh3_128"
 WITHOUT = "without digests"
-EVERY = 8  # rounds, in one of which the other candidates are measured too
+EVERY = 10  # rounds, in one of which the other candidates are measured too
 
 
 class Crc32:
@@ -80,7 +80,7 @@ CANDIDATES: dict[str, Callable[[], Any]] = {
 def main() -> None:
     """Measure and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--out", type=Path, default=home() / "bench/results/checkpoint_digest.json")
     options = parser.parse_args()
     load = round(os.getloadavg()[0], 2)
@@ -95,6 +95,7 @@ def main() -> None:
             "saves": _ratios(rounds),
             "gigabytes_per_second_of_one_thread": {name: saves.speed(make) for name, make in CANDIDATES.items()},
             "verification": saves.verification(),
+            "niceness": os.nice(0),
             "machine": {
                 "cores": os.cpu_count(),
                 "cpu": platform.processor() or platform.machine(),
@@ -213,10 +214,13 @@ def _ratios(rounds: list[dict[str, tuple[float, float]]]) -> dict[str, Any]:
             "median_cpu_seconds": round(statistics.median(one[name][1] for one in with_it), 3),
         }
         if name != WITHOUT:
-            ratios = [one[name][0] / one[WITHOUT][0] for one in with_it]
+            ratios = sorted(one[name][0] / one[WITHOUT][0] for one in with_it)
+            margin = 0.98 * len(ratios) ** 0.5  # of ranks, by the binomial's normal approximation
+            low, high = (round(len(ratios) / 2 + side * margin) for side in (-1, 1))
             found[name] |= {
                 "ratio_median": round(statistics.median(ratios), 4),
-                "ratio_min_max": [round(min(ratios), 4), round(max(ratios), 4)],
+                "ratio_median_95": [round(ratios[max(low, 0)], 4), round(ratios[min(high, len(ratios) - 1)], 4)],
+                "ratio_min_max": [round(ratios[0], 4), round(ratios[-1], 4)],
                 "rounds": len(ratios),
             }
         found[name]["raw_seconds"] = [round(one[name][0], 3) for one in with_it]
