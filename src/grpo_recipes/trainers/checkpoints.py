@@ -64,7 +64,8 @@ def digested_saves(folder: Path) -> Iterator[dict[str, str]]:
     """Make digests of what ``torch.save`` writes below a folder, optimizer and shards, while it is written.
 
     Reading it back costs several times as much, and over the network for a file of another node. What is written in
-    another way (safetensors, JSON) is read back by ``publish``.
+    another way (safetensors, JSON) is read back by ``publish``. torch's CRC-32 is left out of these files: ``torch.load``
+    never checks it, and it takes longer than the digest.
 
     Yields:
         Digests by name, filled as files are written, and final at the end: without files that were changed afterwards.
@@ -77,9 +78,14 @@ def digested_saves(folder: Path) -> Iterator[dict[str, str]]:
         path = Path(f) if isinstance(f, str | os.PathLike) else None
         if path is None or not path.is_relative_to(folder):
             return plain(obj, f, *args, **kwargs)
-        with path.open("wb") as file:
-            digested = _Digested(file)
-            plain(obj, digested, *args, **kwargs)
+        crc32 = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)
+        try:
+            with path.open("wb") as file:
+                digested = _Digested(file)
+                plain(obj, digested, *args, **kwargs)
+        finally:
+            torch.serialization.set_crc32_options(crc32)
         name = str(path.relative_to(folder))
         digests[name], written[name] = digested.digest.hexdigest(), path.stat()
         return None
