@@ -64,8 +64,8 @@ def digested_saves(folder: Path) -> Iterator[dict[str, str]]:
     """Make digests of what ``torch.save`` writes below a folder, optimizer and shards, while it is written.
 
     Reading it back costs several times as much, and over the network for a file of another node. What is written in
-    another way (safetensors, JSON) is read back by ``publish``. torch's CRC-32 is left out of these files: ``torch.load``
-    never checks it, and it takes longer than the digest.
+    another way (safetensors, JSON) is read back by ``publish``. torch's CRC-32 is left out of these files, because
+    ``torch.load`` never checks it and it takes longer than the digest.
 
     Yields:
         Digests by name, filled as files are written, and final at the end: without files that were changed afterwards.
