@@ -64,3 +64,14 @@ def test_who_keeps_float32_weights(accelerator: str, mixed: str, keeps: bool) ->
 def test_trl_computes_in_bfloat16_unless_told_otherwise(read) -> None:
     assert mixed_precision(read()) == mixed_precision(read(bf16=True)) == "bf16"
     assert mixed_precision(read(bf16=False)) == "no" and mixed_precision(read(fp16=True)) == "fp16"
+
+
+def test_steps_by_the_gradient_are_rounded_away_too() -> None:
+    torch.manual_seed(0)
+    weights = (torch.randn(10_000) * 0.02).to(torch.bfloat16).requires_grad_()
+    before = weights.detach().clone()
+    weights.grad = (torch.randn(10_000) * 1e-4).to(torch.bfloat16)
+    torch.optim.SGD([weights], lr=0.1).step()
+    assert (weights.detach() != before).float().mean() < 0.2
+    assert "times a small gradient" in lost_updates("bfloat16", 0.1, "sgd", None)
+    assert lost_updates("float32", 0.1, "sgd", None) == ""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from grpo_recipes.errors import Problem
 from grpo_recipes.precision import (
+    BY_GRADIENT,
     float32_fix,
     lost_updates,
     mixed_precision,
@@ -17,8 +18,6 @@ from grpo_recipes.recipe import Recipe
 
 _WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
 _WARMUP_FROM_ABOVE_ZERO = ("cosine_warmup_with_min_lr",)
-# Optimizers whose step is the learning rate times the gradient; that of all others is about the learning rate itself.
-_BY_GRADIENT = ("sgd", "schedule_free_sgd", "lomo", "adalomo", "adagrad")
 _LEAST_SHARE = 0.01  # of learning_rate; a run that never gets so far learns nothing
 
 
@@ -54,7 +53,7 @@ def rate(recipe: Recipe) -> list[Problem]:
     asked, where = recipe["learning_rate"], recipe.place("learning_rate")
     if asked == 0:
         return [Problem(where, "learning_rate is 0: no weight is ever changed", "write e.g. learning_rate: 1e-6")]
-    if asked >= 1 and recipe["optim"] not in _BY_GRADIENT:
+    if asked >= 1 and recipe["optim"] not in BY_GRADIENT:
         what = f"learning_rate {asked:g}: the first step of {recipe['optim']} moves every weight by about as much"
         return [Problem(where, what, "write e.g. learning_rate: 1e-6")]
     return []

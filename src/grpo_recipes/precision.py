@@ -8,6 +8,8 @@ from grpo_recipes.recipe import Recipe
 # Of weights with that spread a step at 1e-6 changes 2 %, at 1e-5 15 %, at 3e-5 30 %, at 1e-4 88 %, and what is rounded
 # away once is rounded away in every step: tests/test_precision.py measures it.
 LEAST_BFLOAT16_RATE = 1e-4
+# Optimizers whose step is the learning rate times the gradient; that of all others is about the learning rate itself.
+BY_GRADIENT = ("sgd", "schedule_free_sgd", "lomo", "adalomo", "adagrad")
 # DeepSpeed updates float32 copies and rounds them into the model; accelerate's FSDP2 casts the model up first, but only
 # under mixed precision.
 _KEEPS_COPIES = ("zero2", "zero3")
@@ -48,6 +50,8 @@ def lost_updates(dtype: str, learning_rate: float, optim: str, optim_args: str |
         return ""
     if dtype == "float16":
         return "squares of small gradients are 0 in float16, so that the optimizer's steps are of any size"
+    if dtype == "bfloat16" and optim in BY_GRADIENT:
+        return f"steps of learning_rate {learning_rate:g} times a small gradient are rounded away in bfloat16 weights"
     if dtype == "bfloat16" and learning_rate < LEAST_BFLOAT16_RATE:
         return f"steps of about learning_rate {learning_rate:g} are rounded away in bfloat16 weights"
     return ""

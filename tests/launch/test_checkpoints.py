@@ -179,7 +179,7 @@ def test_a_marker_that_is_not_ours_is_not_complete(tmp_path, text):
 
 def test_a_file_in_the_place_of_the_checkpoints_is_refused(tmp_path):
     (tmp_path / "checkpoints").write_text("")
-    with pytest.raises(Refused, match=r"checkpoints: is no folder, .* Fix: move it away"):
+    with pytest.raises(Refused, match=r"checkpoints: is not a folder; .* Fix: move it away"):
         verified_checkpoint(tmp_path / "checkpoints", refuse_to_speak)
 
 

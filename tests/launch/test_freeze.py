@@ -176,16 +176,20 @@ def test_a_job_of_another_size_than_planned_is_refused() -> None:
         (("--seed", "7"), r"--seed: seed was 42: checkpoint-5 would stand at another place"),
         (("--max_train_prompts", "8"), r"--max_train_prompts: max_train_prompts was None"),
         (("--dataset_train_split", "test"), r"--dataset_train_split: dataset_train_split was train"),
-        (("--prompts_per_step", "8"), r"a step had 16 prompts, now it has 8 prompts"),
-        (("--num_generations", "8"), r"leave prompts_per_step and num_generations as they were"),
+        (("--num_iterations", "2"), r"--num_iterations: num_iterations was 1"),
+        (
+            ("--prompts_per_step", "8"),
+            r"had 16 prompts a step, 16 a generation, .* now it has 8 prompts a step",
+        ),
+        (("--num_generations", "8"), r"16 completions of each, .*, 8 completions of each: .*keys of the batch as they"),
     ],
 )
 def test_a_resumed_run_keeps_its_place_in_the_data(flags: tuple[str, ...], message: str) -> None:
     run = frozen()
 
-    def resumed(*flags: str) -> None:
+    def resumed(*flags: str) -> str:
         recipe = settle(Options(resume=str(run.folder), flags=flags), CPU)[1]
-        need_same_data(run, recipe, make_plan(recipe, CPU, os.environ, names_of(run, recipe)))
+        return need_same_data(run, recipe, make_plan(recipe, CPU, os.environ, names_of(run, recipe)))
 
     resumed(*flags)  # nothing was trained yet
     staged = run.folder / "checkpoints" / "partial" / "checkpoint-5"
@@ -193,8 +197,9 @@ def test_a_resumed_run_keeps_its_place_in_the_data(flags: tuple[str, ...], messa
     publish(staged, run.folder / "checkpoints", 5, 1)
     with pytest.raises(Refused, match=message):
         resumed(*flags)
-    resumed(*flags, "--ignore_data_skip", "true")
-    resumed("--learning_rate", "1e-5", "--max_steps", "90", "--per_device_train_batch_size", "64")
+    assert "the epoch begins again" in resumed(*flags, "--ignore_data_skip", "true")
+    harmless = ("--learning_rate", "1e-5", "--max_steps", "90", "--dataset_test_split", "train")
+    assert resumed(*harmless, "--per_device_train_batch_size", "64") == ""
 
 
 def test_a_requeued_task_of_an_array_finds_its_run(monkeypatch) -> None:

@@ -72,7 +72,7 @@ CASES = {
     "few signals": ({"frac_reward_zero_std": 0.9}, {}, "90 % of groups get one reward", False),
     "no gradient": ({"grad_norm": 0.0, "loss": 0.0}, {}, "exactly 0 in 10 steps in a row", True),
     "learning rate": ({"learning_rate": 0.0}, {}, "the learning rate is 0 in 10 steps in a row", True),
-    "not finite": ({"loss": "nan"}, {}, "is no number at step 1 (1 of 1 steps)", True),
+    "not finite": ({"loss": "nan"}, {}, "is not a number at step 1 (1 of 1 steps)", True),
     "kl": ({"kl": 1.5}, {"beta": 0.04}, "is 1.50 nats a token", True),
     "entropy": ({}, {}, "entropy fell from 1.2 to 0.01", True),
     "all cut off": ({"completions__clipped_ratio": 1}, {}, "every completion was cut off", True),

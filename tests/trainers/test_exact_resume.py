@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from exact_record import record
+
+from grpo_recipes.launch.checkpoints import publish
 
 from .resumed_ranks import GROUP, SHAPES, points, restarts
 from .tiny_training import different_characters, train
@@ -116,6 +119,40 @@ def test_a_batch_that_is_split_otherwise_goes_on_with_whole_generations(tmp_path
 def test_a_generation_under_way_is_not_split_otherwise(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"inside a generation window of .*per_device_train_batch_size 4.*Fix: "):
         _split_otherwise(tmp_path, num_iterations=2)
+
+
+def test_a_checkpoint_is_not_resumed_at_another_place_in_the_data(tmp_path: Path) -> None:
+    keys = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 9, "steps_per_generation": 1}
+    train(tmp_path, **keys, max_steps=2)
+    for changed, said in (
+        ({"seed": 7}, "saved with seed 42, this run has seed 7"),
+        ({"num_iterations": 2}, "saved with num_iterations 1, this run has num_iterations 2"),
+        ({"per_device_train_batch_size": 8}, "saved with prompts of a generation 1, completions of a step 4, this run"),
+    ):
+        with pytest.raises(ValueError, match=f"checkpoint-2 was {said}.*Fix: .*--ignore_data_skip true"):
+            train(tmp_path, **keys | changed, max_steps=3)
+    train(tmp_path, **keys, seed=7, max_steps=3, ignore_data_skip=True)
+    with pytest.raises(ValueError, match=r"checkpoint-3 is of a run that began an epoch again on a resume.*Fix: "):
+        train(tmp_path, **keys, seed=7, max_steps=4)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_resumed(tmp_path: Path) -> None:
+    """It knows neither the order of its data nor how its batch was split."""
+    keys = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 9, "max_steps": 3}
+    alone, _ = train(tmp_path / "alone", **keys)
+    staged = tmp_path / "old" / "checkpoints" / "partial" / "checkpoint-2"
+    shutil.copytree(tmp_path / "alone" / "checkpoints" / "checkpoint-2", staged)
+    (staged / "order_of_data.json").unlink()
+    window = torch.load(staged / "grpo_window_0.pt", weights_only=False)
+    del window["split"]
+    torch.save(window, staged / "grpo_window_0.pt")
+    (staged / "COMPLETE").unlink()
+    publish(staged, tmp_path / "old" / "checkpoints", 2, 1)
+
+    resumed, _ = train(tmp_path / "old", **keys)
+
+    for one, other in zip(alone.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def _split_otherwise(folder: Path, num_iterations: int) -> tuple[list[Any], list[Any]]:

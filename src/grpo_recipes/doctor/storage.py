@@ -15,6 +15,7 @@ from grpo_recipes.doctor.finding import Finding, ok, problem, together, warning
 from grpo_recipes.doctor.machine import Machine, existing
 from grpo_recipes.launch.say import gigabytes
 from grpo_recipes.launch.scratch import is_held, names_in_use, size_of
+from grpo_recipes.launch.segments import SHARED_MEMORY
 from grpo_recipes.paths import shown
 
 LITTLE_SPACE = 20e9  # a 7B checkpoint is larger; a 1.5B one with its optimizer is about 9 GB
@@ -23,7 +24,6 @@ LITTLE_MEMORY = 2**30
 _FEW_FILES = 10_000
 _SKEW_SECONDS = 2.0
 _NEW_SECONDS = 60.0
-SHARED_MEMORY = Path("/dev/shm")
 
 
 def disk(machine: Machine) -> Finding:

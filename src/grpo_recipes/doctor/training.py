@@ -8,7 +8,7 @@ from collections import Counter
 
 from grpo_recipes.doctor.finding import Finding, ok, problem, warning
 from grpo_recipes.doctor.rundirs import RunFiles
-from grpo_recipes.runs.health import UNSCORED, Notice, notices_of
+from grpo_recipes.runs.health import UNSCORED, ZERO_REWARD, Notice, notices_of
 
 _NOTHING = "no step was taken"
 _DOMINATES = 0.5
@@ -24,7 +24,7 @@ _PHASE_FIXES = {
 
 def _noticed(run: RunFiles, *names: str) -> Notice | None:
     """Return the first of these notices that is true of the run."""
-    found = {notice.name: notice for notice in notices_of(run.rows, run.value)}
+    found = {notice.name: notice for notice in notices_of(run.rows, run.value, over=not run.is_running())}
     return next((found[name] for name in names if name in found), None)
 
 
@@ -36,6 +36,8 @@ def reward(run: RunFiles) -> Finding:
     zero = _noticed(run, "zero reward")
     if zero is not None:
         return problem(f"{zero.text}{_clipped_too(run)}", zero.fix)
+    if not run.is_running() and not any(abs(value) >= ZERO_REWARD for value in run.numbers("reward")):
+        return problem(f"0 in all {len(run.rows)} steps{_clipped_too(run)}", "look at it: grpo check-rewards RECIPE")
     what = f"{run.numbers('reward')[0]:.3f} -> {recent:.3f}"
     alike = _noticed(run, "no signal", "few signals")
     if alike is None:

@@ -137,7 +137,7 @@ def verified_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | None
         Refused: there are checkpoints and none can be resumed, or the folder is something else. Nothing is renamed.
     """
     if folder.exists() and not folder.is_dir():
-        raise refuse(shown(folder), "is no folder, and a run keeps its checkpoints there", "move it away")
+        raise refuse(shown(folder), "is not a folder; a run keeps its checkpoints there", "move it away")
     damaged: list[tuple[Path, str]] = []
     for checkpoint in reversed(checkpoint_folders(folder)):
         what = damage(checkpoint, say)
@@ -164,7 +164,7 @@ def damage(checkpoint: Path, say: Callable[[str], None]) -> str | None:
         if found != size:
             return f"{name} is missing" if found < 0 else f"{name} has {found:,} of {size:,} bytes"
     if not _is_verifiable(marker):
-        say(f"note: {checkpoint.name} was saved without digests; that its bytes are those that were saved is not known")
+        say(f"note: {checkpoint.name} was saved without digests: its bytes cannot be verified")
         return None
     if sum(files.values()) > _LARGE_BYTES:
         say(f"verifying {checkpoint.name} ({sum(files.values()) / 1e9:.0f} GB)")

@@ -29,10 +29,12 @@ _RECORDED = (
     "run.json", "recipe.yaml", "plan.json", "sources.json", "accelerate.yaml", "rewards/*.py", "callbacks/*.py"
 )  # fmt: skip
 _MOST_THREADS = 4
-_PLAIN = "put it back, or add --allow-changed-code to go on with it as it is"
-_RECIPE = (
-    "put it back and give the change as a flag (--KEY VALUE), or add --allow-changed-code to go on with it as it is"
-)
+_GO_ON = "or add --allow-changed-code to go on with it as it is"
+_FIXES = {
+    "recipe.yaml": f"put it back and give the change as a flag (--KEY VALUE), {_GO_ON}",
+    RECORD: "add --allow-changed-code to go on unverified",
+}
+_ADDED = "was not written by this run"
 
 
 new_digest = xxhash.xxh3_128
@@ -96,7 +98,8 @@ def rewriting(run_dir: Path) -> Iterator[None]:
 
 
 def _files(run_dir: Path) -> list[str]:
-    return sorted(str(path.relative_to(run_dir)) for pattern in _RECORDED for path in run_dir.glob(pattern))
+    found = [path for pattern in _RECORDED for path in run_dir.glob(pattern) if not path.name.startswith(".")]
+    return sorted(str(path.relative_to(run_dir)) for path in found)
 
 
 def need_same_files(run_dir: Path, allow_changed: bool) -> list[str]:
@@ -115,16 +118,21 @@ def need_same_files(run_dir: Path, allow_changed: bool) -> list[str]:
     try:
         text = (run_dir / RECORD).read_text()
     except FileNotFoundError:
-        return [f"{shown(run_dir)} has no {RECORD}, so that its recipe and plan are unchanged cannot be verified"]
-    except (OSError, ValueError):
         text = ""
-    problems = [
-        Problem(shown(run_dir / name), what, _RECIPE if name == "recipe.yaml" else _PLAIN)
-        for name, what in _changes(run_dir, text)
-    ]
+    except (OSError, ValueError):
+        text = "unreadable"
+    if not text:  # of an earlier version, or of a node that lost power in the moment of writing
+        return [f"cannot verify that recipe and plan are unchanged: {shown(run_dir)} has no {RECORD}"]
+    problems = [Problem(shown(run_dir / name), what, _fix(name, what)) for name, what in _changes(run_dir, text)]
     if problems and not allow_changed:
         raise Refused(*problems)
     return [f"{problem.where} {problem.what}; this attempt goes on with it as it is" for problem in problems]
+
+
+def _fix(name: str, what: str) -> str:
+    if what == _ADDED:
+        return f"remove it, {_GO_ON}"
+    return _FIXES.get(name, f"put it back, {_GO_ON}")
 
 
 def _changes(run_dir: Path, record: str) -> Iterator[tuple[str, str]]:
@@ -134,10 +142,10 @@ def _changes(run_dir: Path, record: str) -> Iterator[tuple[str, str]]:
     except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict) or not has_its_checksum(content):
-        yield RECORD, "is damaged, so that the files of the run are unchanged cannot be verified"
+        yield RECORD, "is damaged: it cannot show that the files of the run are unchanged"
         return
     recorded, here = content["files"], _files(run_dir)
-    yield from ((name, "was not written by this run") for name in here if name not in recorded)
+    yield from ((name, _ADDED) for name in here if name not in recorded)
     with digests_under_way(run_dir, recorded) as digests:
         for name, digest in digests:
             if isinstance(digest, OSError):

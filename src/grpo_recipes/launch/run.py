@@ -59,7 +59,7 @@ def _prepare(options: Options, resources: Resources, stop: StopSignals, agents: 
     run, recipe, entry = settle(options, resources)
     names = names_of(run, recipe)
     resources = survey(agents, resources, os.environ)
-    ports, port_notes = free_ports(recipe, plan_ports(recipe, resources.job), server_host(recipe, resources))
+    ports, notes = free_ports(recipe, plan_ports(recipe, resources.job), server_host(recipe, resources))
     plan = make_plan(recipe, resources, os.environ, names, entry, ports)
     need_wandb_route(recipe, os.environ)
     sources = _need_sources(options, run, recipe)
@@ -70,13 +70,14 @@ def _prepare(options: Options, resources: Resources, stop: StopSignals, agents: 
         claim(run)
         verified_checkpoint(run.folder / "checkpoints", say)  # seconds for a large one: signals still end the launch
         need_same_world(run, plan)
-        need_same_data(run, recipe, plan)
+        if note := need_same_data(run, recipe, plan):
+            notes.append(note)
     stop.hold()
     if run is None:
         run, names = make_run(recipe, resources, names)
         claim(run)
     plan = make_plan(recipe, resources, os.environ, names, entry, ports, sources)
-    plan.notes.extend(port_notes)
+    plan.notes.extend(notes)
     record_sources(run, sources)
     attempt = prepare(run, recipe, plan, names, resources, agents)
     attempt.publisher = make_publisher(target, run.folder, os.environ, say)

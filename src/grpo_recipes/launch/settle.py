@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from grpo_recipes.launch.rundir import (
     Run,
     changed_code,
     find_run,
+    is_claimed,
     new_run,
     read_json,
     timestamp,
@@ -67,7 +70,8 @@ def settle(options: Options, resources: Resources) -> tuple[Run | None, Recipe, 
         run = find_run(run_root_of(recipe), "last")
     else:
         run = find_run(Path(), options.resume)
-    notes = need_same_files(run.folder, options.allow_changed_code)
+    # Beside a launch that runs nothing is compared: it may be writing them, and ``claim`` refuses this one.
+    notes = [] if is_claimed(run.folder) else need_same_files(run.folder, options.allow_changed_code)
     changed = changed_code(run)
     if changed and not options.allow_changed_code:
         raise refuse("--resume", changed, "go back to that code, or add --allow-changed-code")
@@ -161,27 +165,43 @@ def need_same_world(run: Run, plan: Plan) -> None:
         raise refuse("--resume", what, f"give it as many devices as before, or --num_processes {made_by}")
 
 
-# Keys by which a run takes its prompts in another order, or others, beside those of the batch and of the data.
-_ORDER = ("seed", "shuffle_dataset", "max_train_prompts", "max_prompt_length")
+# Keys by which a run takes its prompts in another order, or others. The trainer compares what comes of all keys; these
+# are known before anything starts.
+_ORDER = (
+    "seed", "shuffle_dataset", "num_iterations", "max_train_prompts", "max_prompt_length", "dataset_name",
+    "dataset_config", "dataset_train_split", "dataset_mixture", "dataset_prompt_column",
+)  # fmt: skip
+_BEGIN_AGAIN = "add --ignore_data_skip true: the epoch then begins again"
 
 
-def need_same_data(run: Run, recipe: Recipe, plan: Plan) -> None:
+def need_same_data(run: Run, recipe: Recipe, plan: Plan) -> str:
     """Refuse flags and variables that would move a run's place in its data, which is a number of steps.
 
     With ``ignore_data_skip`` the epoch begins again, so any data and batch will do.
+
+    Returns:
+        A note where the epoch begins again, else an empty text.
     """
     checkpoint, saved = newest_complete(run.folder / "checkpoints"), read_json(run.folder / "plan.json")
-    if checkpoint is None or saved is None or recipe["ignore_data_skip"]:
-        return
-    fix = "leave it as it was, or add --ignore_data_skip true: the epoch then begins again"
+    if checkpoint is None or saved is None:
+        return ""
+    if recipe["ignore_data_skip"]:
+        return "ignore_data_skip: the epoch begins again, now and whenever this run is resumed"
     before = read_frozen(run.folder / "recipe.yaml")
-    for key in (key for key in recipe.values if key in _ORDER or key.startswith("dataset_")):
+    for key in _ORDER:
         if recipe[key] != before[key]:
             what = f"{key} was {before[key]}: {checkpoint.name} would stand at another place in the data"
-            raise refuse(recipe.place(key), what, fix)
-    batch = {name: saved["batch"][name] for name in ("completions", "num_generations")}
-    now = {name: getattr(plan.batch, name) for name in batch}
-    if now != batch:
-        was, is_now = (f"{one['completions'] // one['num_generations']} prompts" for one in (batch, now))
-        what = f"a step had {was}, now it has {is_now}: {checkpoint.name} would stand at another place in the data"
-        raise refuse("--resume", what, fix.replace("it as it was", "prompts_per_step and num_generations as they were"))
+            raise refuse(recipe.place(key), what, f"leave it as it was, or {_BEGIN_AGAIN}")
+    was, now = _sizes(before, saved["batch"]), _sizes(recipe, dataclasses.asdict(plan.batch))
+    if was != now:
+        what = f"the run had {was}, now it has {now}: {checkpoint.name} would stand at another place in the data"
+        raise refuse("--resume", what, f"leave the keys of the batch as they were, or {_BEGIN_AGAIN}")
+    return ""
+
+
+def _sizes(recipe: Recipe, batch: Mapping[str, int]) -> str:
+    """What a step and a generation take, of all processes."""
+    group, micro_steps = batch["num_generations"], recipe["steps_per_generation"] or batch["accumulation"]
+    generation = recipe["generation_batch_size"] or batch["per_device"] * batch["world_size"] * micro_steps
+    step = batch["completions"] // group
+    return f"{step} prompts a step, {generation // group} a generation, {group} completions of each"

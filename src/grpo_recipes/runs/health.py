@@ -448,7 +448,7 @@ class _NotFinite(_Rule):
         return self._count > 0
 
     def text(self) -> str:
-        return f"loss or grad_norm is no number at step {self.first} ({self._count} of {self._rows} steps)"
+        return f"loss or grad_norm is not a number at step {self.first} ({self._count} of {self._rows} steps)"
 
     def fix(self) -> str:
         return f"write bf16: true or dtype: float32 (not float16), lower {self._now('learning_rate')}"

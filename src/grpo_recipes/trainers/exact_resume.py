@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
 from pathlib import Path
@@ -31,6 +32,8 @@ class ExactResume:
     TRL keeps sampled completions for ``steps_per_generation * num_iterations`` micro steps and saves neither them nor
     the position in them; transformers does not save its running loss. Other mixins add to it by ``_unsaved_state``.
     """
+
+    _restarted = False  # whether an epoch was begun again on a resume
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         stock = super()._get_train_sampler(dataset)
@@ -100,11 +103,12 @@ class ExactResume:
             ValueError: it is split otherwise, and a generation is under way.
         """
         split = {key: getattr(self.args, key) for key in _SPLIT}
-        if state["buffered"] is not None and state["split"] != split:
-            before, now = (", ".join(f"{key} {value}" for key, value in one.items()) for one in (state["split"], split))
+        before = state.get("split", split)  # earlier versions did not save it
+        if state["buffered"] is not None and before != split:
             raise ValueError(
-                f"the checkpoint was saved inside a generation window of {before}; this run has {now}. Fix: resume "
-                "with these keys as they were, and change them where a generation has been used up"
+                f"the checkpoint was saved inside a generation window of {_listed(before)}; this run has "
+                f"{_listed(split)}. Fix: resume with these keys as they were, and change them where a generation has "
+                "been used up"
             )
         self._step = state["step"]
         if state["buffered"] is None:  # TRL samples where the count of micro-steps is a multiple of the window
@@ -138,10 +142,56 @@ class ExactResume:
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         torch.save(self._unsaved_state(), self._window_file(output_dir))
+        if self.accelerator.is_main_process:
+            facts = {**self._order_of_data(), "restarted": self._restarted}
+            _order_file(output_dir).write_text(json.dumps(facts, indent=1) + "\n")
+
+    def _order_of_data(self) -> dict[str, Any]:
+        """Return what decides which prompts a step takes, beside the prompts themselves."""
+        sampler, args = self._train_sampler, self.args
+        return {
+            "prompts": sampler.num_samples,
+            "prompts of a generation": sampler.batch_size,
+            "num_generations": sampler.mini_repeat_count,
+            "num_iterations": self.num_iterations,
+            "completions of a step": args.per_device_train_batch_size
+            * args.gradient_accumulation_steps
+            * args.world_size,
+            "shuffle_dataset": sampler.shuffle,
+            "seed": sampler.seed,
+        }
+
+    def _need_same_order(self, checkpoint: str) -> None:
+        """Refuse a checkpoint whose number of steps would mean another place in the data of this run.
+
+        Raises:
+            ValueError: it would, and ``ignore_data_skip`` does not ask to begin the epoch again.
+        """
+        if not _order_file(checkpoint).exists():
+            return  # of an earlier version
+        before = json.loads(_order_file(checkpoint).read_text())
+        self._restarted = before.pop("restarted") or self.args.ignore_data_skip
+        now = self._order_of_data()
+        if self.args.ignore_data_skip or (now == before and not self._restarted):
+            return
+        fix = "add --ignore_data_skip true: the epoch then begins again"
+        name = Path(checkpoint).name
+        if self._restarted:
+            raise ValueError(
+                f"{name} is of a run that began an epoch again on a resume: its place in the data is unknown. "
+                f"Fix: {fix}"
+            )
+        changed = [key for key in now if now[key] != before.get(key)]
+        was, is_now = (_listed({key: one.get(key) for key in changed}) for one in (before, now))
+        raise ValueError(
+            f"{name} was saved with {was}, this run has {is_now}: the checkpoint would stand at another place in the "
+            f"data. Fix: resume with the keys and the data as they were, or {fix}"
+        )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
+        self._need_same_order(checkpoint)
         if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):  # which have files of their own, and raise
             _need(Path(checkpoint) / "optimizer.pt", "the optimizer's state")
             _need(Path(checkpoint) / "scheduler.pt", "the place in the learning-rate schedule")
@@ -159,7 +209,7 @@ class ExactResume:
         super()._load_rng_state(checkpoint)
         # Our own file in our own run directory; it holds plain containers and tensors.
         state = torch.load(path, map_location=self.args.device, weights_only=False)
-        missing = [name for name in self._unsaved_state() if name not in state]
+        missing = [name for name in self._unsaved_state() if name not in state and name != "split"]
         if missing:
             raise ValueError(f"{path} has no {', '.join(missing)}: it was saved with other keys, or by other code")
         self._restore_unsaved(state)
@@ -175,6 +225,14 @@ def _need(file: Path, what: str) -> None:
     """Refuse to go on without a file that transformers would go on without."""
     if not file.exists():
         raise FileNotFoundError(f"{file} is missing: {what} cannot be restored")
+
+
+def _listed(facts: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in facts.items())
+
+
+def _order_file(checkpoint: str | Path) -> Path:
+    return Path(checkpoint) / "order_of_data.json"
 
 
 def _ended_file(checkpoint: str | Path) -> Path:
