@@ -52,10 +52,9 @@ def freeze(recipe: Recipe, names: Names, resources: Resources, entry: str, envir
         _copy_code(run.folder / FROZEN_CODE, entry)
         if environment.get("CONFIG_FILE"):
             shutil.copyfile(environment["CONFIG_FILE"], run.folder / _ACCELERATE_FILE)
-        keep(run, recipe, plan)
         run.identity["code"]["frozen_sha256"] = frozen_hash(run.folder)
-        with rewriting(run.folder):
-            write_json(run.folder / "run.json", run.identity)
+        write_json(run.folder / "run.json", run.identity)
+        keep(run, recipe, plan)
         if not sources.missing:
             record_sources(run, sources)
         write_json(run.folder / "summary.json", {"status": SUBMITTED, "smoke": plan.smoke, "restarts": 0})
