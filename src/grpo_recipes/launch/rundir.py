@@ -165,9 +165,14 @@ def _lock(descriptor: int) -> None:
 
 
 def is_claimed(folder: Path) -> bool:
-    """Whether a launch holds the run directory, as far as the file system has locks."""
+    """Return whether a launch holds the run directory, as far as the file system has locks."""
+    return is_locked(folder / "lock")
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a living process holds a lock on a file, in whichever container it runs."""
     try:
-        with (folder / "lock").open("rb") as lock:
+        with path.open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import psutil
 
+from grpo_recipes.launch.rundir import is_locked
 from grpo_recipes.launch.say import gigabytes
 from grpo_recipes.launch.segments import SHARED_MEMORY, remove_segments
 
@@ -112,15 +113,8 @@ def names_in_use(names: Iterable[str]) -> set[str]:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether the launcher or a warden of a folder's run lives, in whichever container."""
-    try:
-        with (folder / _MARKER).open("rb") as marker:
-            fcntl.flock(marker, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
+    """Return whether the launcher or a warden of a folder's run lives."""
+    return is_locked(folder / _MARKER)
 
 
 def size_of(folder: Path) -> int:
