@@ -50,10 +50,10 @@ def lost_updates(dtype: str, learning_rate: float, optim: str, optim_args: str |
         return ""
     if dtype == "float16":
         return "squares of small gradients are 0 in float16, so that the optimizer's steps are of any size"
-    if dtype == "bfloat16" and optim in BY_GRADIENT:
-        return f"steps of learning_rate {learning_rate:g} times a small gradient are rounded away in bfloat16 weights"
     if dtype == "bfloat16" and learning_rate < LEAST_BFLOAT16_RATE:
-        return f"steps of about learning_rate {learning_rate:g} are rounded away in bfloat16 weights"
+        rate = f"learning_rate {learning_rate:g}"
+        size = f"{rate} times the gradient" if optim in BY_GRADIENT else f"about {rate}"
+        return f"steps of {size} are rounded away in bfloat16 weights"
     return ""
 
 

@@ -78,7 +78,7 @@ class Evaluation:
             As transformers', without metrics where a stop request came before the end.
         """
         try:
-            with self._undisturbed(None), self._told("evaluate"):
+            with self._undisturbed(), self._told("evaluate"):
                 return super().predict(*args, **kwargs)
         except Stopped:
             if self._eval_inside:
@@ -180,7 +180,7 @@ class Evaluation:
     # --- one evaluation --------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _undisturbed(self, name: str | None) -> Iterator[None]:
+    def _undisturbed(self, name: str | None = None) -> Iterator[None]:
         """Put back what training goes on from: random states, TRL's table of completions, the clock of the row.
 
         The model's mode is put back too: by it TRL knows whether the next log is of the training. So is what is due
