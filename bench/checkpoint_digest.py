@@ -40,11 +40,11 @@ from datasets import Dataset
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo_recipes import smoke
-from grpo_recipes.configs import GRPOConfig
-from grpo_recipes.launch import digests
-from grpo_recipes.launch.checkpoints import verified_checkpoint
-from grpo_recipes.launch.rundir import code_state, write_json
 from grpo_recipes.paths import home
+from grpo_recipes.recipe.configs import GRPOConfig
+from grpo_recipes.runs import digests
+from grpo_recipes.runs.checkpoints import verified_checkpoint
+from grpo_recipes.runs.rundir import code_state, write_json
 from grpo_recipes.trainers import checkpoints
 from grpo_recipes.trainers.grpo import GRPOTrainer
 

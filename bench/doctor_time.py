@@ -17,8 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from grpo_recipes.launch.rundir import code_state, write_json
 from grpo_recipes.paths import home
+from grpo_recipes.runs.rundir import code_state, write_json
 
 GRPO = str(Path(sys.executable).with_name("grpo"))
 PROGRAMS = ("nvidia-smi", "sinfo", "quota", "lfs")

@@ -15,8 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from grpo_recipes.launch.rundir import code_state, read_metrics, write_json
 from grpo_recipes.paths import home
+from grpo_recipes.runs.rundir import code_state, read_metrics, write_json
 from grpo_recipes.weights.guard import TOLERANCES
 
 CASES = {

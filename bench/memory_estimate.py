@@ -30,12 +30,13 @@ import psutil
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo_recipes import smoke
-from grpo_recipes.launch.memory import ModelShape, Workload, server_parts, trainer_parts
-from grpo_recipes.launch.plan import Names, make_plan
-from grpo_recipes.launch.resources import Resources
-from grpo_recipes.launch.rundir import code_state, read_json, write_json
 from grpo_recipes.paths import home
+from grpo_recipes.plan.devices import Resources
+from grpo_recipes.plan.memory import ModelShape, Workload, server_parts, trainer_parts
+from grpo_recipes.plan.plan import make_plan
+from grpo_recipes.plan.types import Names
 from grpo_recipes.recipe import read_recipe
+from grpo_recipes.runs.rundir import code_state, read_json, write_json
 
 WHAT = "peak bytes of grpo launch's processes on CPU, and the estimates of grpo plan"
 RECIPE = "recipes/smoke/grpo.yaml"

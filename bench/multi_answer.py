@@ -36,10 +36,10 @@ import torch
 from multi_answer_figure import write_figure
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
-from grpo_recipes.configs import GRPOConfig
-from grpo_recipes.launch.rundir import code_state, write_json
-from grpo_recipes.objectives import OBJECTIVES
 from grpo_recipes.paths import cache_root, home
+from grpo_recipes.recipe.configs import GRPOConfig
+from grpo_recipes.recipe.objectives import OBJECTIVES
+from grpo_recipes.runs.rundir import code_state, write_json
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
 

@@ -38,14 +38,15 @@ from transformers import AutoTokenizer, TrainerCallback
 from turns import step_by_step
 
 from grpo_recipes import smoke
-from grpo_recipes.configs import GRPOConfig
-from grpo_recipes.launch.environment import base_environment, make_scratch, run_environment
-from grpo_recipes.launch.ports import is_free
-from grpo_recipes.launch.rundir import code_state, write_json
-from grpo_recipes.launch.server import server_command, server_environment, wait_until_ready
 from grpo_recipes.paths import cache_root, home
+from grpo_recipes.plan.environment import base_environment, run_environment
+from grpo_recipes.plan.ports import is_free
+from grpo_recipes.plan.server import server_command, server_environment, wait_until_ready
+from grpo_recipes.process.scratch import make_scratch
 from grpo_recipes.recipe import read_recipe
+from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.rewards.pure_accuracy_math import pure_accuracy_math
+from grpo_recipes.runs.rundir import code_state, write_json
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
 

@@ -25,8 +25,8 @@ import torch
 from tabular_figure import Line, Panel, write_figure
 from tabular_policy import GROUP, MATCHED, MEASURES, Arm, Task, Training, make_task, measure, train
 
-from grpo_recipes.launch.rundir import code_state, write_json
 from grpo_recipes.paths import home
+from grpo_recipes.runs.rundir import code_state, write_json
 
 POINTS = 25  # of a curve in the result, beside the start
 SELECTION_SEEDS = range(101, 106)  # choose the tau of an objective; no table uses them

@@ -15,12 +15,11 @@ import json
 import re
 from typing import Any
 
-from grpo_recipes import keys
 from grpo_recipes.doctor import registry
 from grpo_recipes.doctor.examine import about, name_of
-from grpo_recipes.objectives import DEFAULT_OBJECTIVE, OBJECTIVES, SCALE_REWARDS
 from grpo_recipes.paths import home
-from grpo_recipes.recipe import read_recipe
+from grpo_recipes.recipe import keys, read_recipe
+from grpo_recipes.recipe.objectives import DEFAULT_OBJECTIVE, OBJECTIVES, SCALE_REWARDS
 from grpo_recipes.slurm import profile
 
 RECIPES = home() / "recipes"

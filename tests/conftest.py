@@ -11,9 +11,11 @@ import yaml
 from ran_tests import pytest_runtest_logreport
 from rotation import pytest_collection_modifyitems
 
-from grpo_recipes.launch.plan import Names, Plan, make_plan
-from grpo_recipes.launch.resources import Node, Resources, SlurmJob
+from grpo_recipes.plan.devices import Node, Resources
+from grpo_recipes.plan.plan import make_plan
+from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.recipe import Recipe, read_recipe
+from grpo_recipes.slurm.job import SlurmJob
 
 __all__ = ["pytest_collection_modifyitems", "pytest_runtest_logreport"]
 

@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from grpo_recipes.launch.rundir import code_state
+from grpo_recipes.runs.rundir import code_state
 
 _COLUMNS = ("sampler", "accelerator", "ranks", "shape", "from", "ignore_data_skip", "weights", "left alone", "equal")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.launch.resources import environment_flavour
+from grpo_recipes.plan.devices import environment_flavour
 from grpo_recipes.secrets import MASK
 
 ROOT = Path(__file__).parents[1]
@@ -271,10 +271,10 @@ def test_no_machine_is_planned_that_cannot_be(grpo, arguments):
 
 
 def test_a_resumed_run_keeps_its_commit(grpo, tmp_path):
-    from grpo_recipes.launch.resources import Resources
-    from grpo_recipes.launch.rundir import new_run
+    from grpo_recipes.plan.devices import Resources
+    from grpo_recipes.runs.rundir import new_run
 
-    run = new_run(tmp_path / "runs", "mine", "stamp", Resources("cpu", (), 2, None))
+    run = new_run(tmp_path / "runs", "mine", "stamp", Resources("cpu", (), 2, None).facts())
     assert run is not None
     (run.folder / "recipe.yaml").write_text("# x.yaml:1\nmodel_name_or_path: a/b\n")
     told = refused(grpo("launch", "--resume", str(run.folder), "--model_revision", "other", "--allow-changed-code"))

@@ -11,12 +11,18 @@ import pytest
 from guide_rows import REPOSITORY, Row, exists, needs, rows
 from ran_tests import passed_tests, pytest_runtest_logreport
 
-from grpo_recipes.keys import ALIASES, ENVIRONMENT_KEYS, catalogue, nested_catalogue
-from grpo_recipes.launch.environment import READ_VARIABLES, SHELL_VARIABLES
 from grpo_recipes.recipe import merge_recipe
+from grpo_recipes.recipe.keys import (
+    ALIASES,
+    ENVIRONMENT_KEYS,
+    READ_VARIABLES,
+    SHELL_VARIABLES,
+    catalogue,
+    nested_catalogue,
+)
 
 READ = {*ENVIRONMENT_KEYS, *READ_VARIABLES, *SHELL_VARIABLES}
-TEST = "tests/launch/test_plan.py::test_vllm_tp_size_moves_the_devices"
+TEST = "tests/plan/test_plan.py::test_vllm_tp_size_moves_the_devices"
 
 
 def named(field: str) -> list:
@@ -151,8 +157,8 @@ def test_what_is_wrong_with_a_row_is_told(entry: Row, said: str, monkeypatch: py
 
 def test_a_test_exists_where_its_function_is_defined() -> None:
     assert exists(TEST)
-    assert not exists("tests/launch/test_plan.py::test_none") and not exists("tests/none.py::test_x")
-    assert not exists("tests/launch/test_plan.py::accelerate_file")
+    assert not exists("tests/plan/test_plan.py::test_none") and not exists("tests/none.py::test_x")
+    assert not exists("tests/plan/test_plan.py::accelerate_file")
 
 
 def test_a_fault_rests_on_a_test_that_passed_or_that_another_day_runs(tmp_path: Path) -> None:

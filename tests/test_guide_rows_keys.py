@@ -12,9 +12,8 @@ from guide_rows import rows
 
 trl = pytest.importorskip("trl")
 
-from grpo_recipes import configs  # noqa: E402
-from grpo_recipes.keys import catalogue  # noqa: E402
-from grpo_recipes.recipe import read_recipe  # noqa: E402
+from grpo_recipes.recipe import configs, read_recipe  # noqa: E402
+from grpo_recipes.recipe.keys import catalogue  # noqa: E402
 
 # None of them is the default.
 VALUES = {

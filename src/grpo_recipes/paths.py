@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,3 +28,15 @@ def shown(path: Path | str) -> str:
     """``path`` as a person would type it: relative to the working folder where that is shorter."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a living process holds a lock on a file, in whichever container it runs."""
+    try:
+        with path.open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -18,10 +18,15 @@ import math
 import os
 import random
 import shutil
+import sys
 import uuid
+from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+from grpo_recipes.errors import refuse
+from grpo_recipes.paths import cache_root
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,6 +39,7 @@ VERSION = "1"  # raise it whenever anything below changes what `make` writes
 TEST_SIZE = 20
 MAX_SUM = 18
 MAX_POSITIONS = 4096
+SMOKE_SCHEME = "smoke:"  # of model_name_or_path and dataset_name
 Row = dict[str, str]
 
 PAD, END = "<|endoftext|>", "<|im_end|>"  # as in Qwen's own tokenizers
@@ -232,6 +238,25 @@ def _publish(partial: Path, out_dir: Path, key: str) -> None:
     except OSError:  # another maker may have come first: then its result stands
         if not _is_made(out_dir, key):
             raise
+
+
+def smoke_folder(name: str, environment: Mapping[str, str]) -> Path:
+    """The cache folder of a built-in smoke task, e.g. ``smoke:sums`` or ``smoke:sums-tied``.
+
+    Raises:
+        Refused: there is no such task.
+    """
+    task = name.removeprefix(SMOKE_SCHEME)
+    if task not in ("sums", "sums-tied"):
+        raise refuse("model_name_or_path", f"there is no built-in '{name}'", "write smoke:sums or smoke:sums-tied")
+    return cache_root(environment) / "smoke" / f"{task}-{fingerprint(tied=task.endswith('-tied'))}"
+
+
+def smoke_command(name: str, environment: Mapping[str, str]) -> tuple[Path, list[str]]:
+    """Folder of a built-in smoke task, and the command that makes it there (a minute; needs torch)."""
+    folder = smoke_folder(name, environment)
+    tied = ["--tie-word-embeddings"] if name.endswith("-tied") else []
+    return folder, [sys.executable, "-m", "grpo_recipes.smoke", str(folder), *tied]
 
 
 def main(argv: list[str] | None = None) -> None:

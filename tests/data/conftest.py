@@ -12,8 +12,8 @@ import datasets
 import pytest
 
 from grpo_recipes import smoke
-from grpo_recipes.configs import ScriptArguments
 from grpo_recipes.data import Prompts, load_prompts
+from grpo_recipes.recipe.configs import ScriptArguments
 
 Rows = list[dict[str, Any]]
 ROWS = [{"problem": f"{n}+1=", "answer": f"because\n#### {n + 1}"} for n in range(3)]

@@ -14,9 +14,9 @@ import torch.distributed
 from accelerate import PartialState
 
 from grpo_recipes import smoke
-from grpo_recipes.configs import ScriptArguments
 from grpo_recipes.data import Prompts, load_eval_prompts, load_prompts, rows
 from grpo_recipes.errors import Refused
+from grpo_recipes.recipe.configs import ScriptArguments
 
 OPENED: list[str] = []
 read = rows.open_rows

@@ -5,9 +5,9 @@ from __future__ import annotations
 import datasets
 import pytest
 
-from grpo_recipes.configs import ScriptArguments
 from grpo_recipes.data import load_eval_prompts
 from grpo_recipes.errors import Refused
+from grpo_recipes.recipe.configs import ScriptArguments
 
 TEN = [{"problem": f"p{n}", "answer": str(n)} for n in range(10)]
 

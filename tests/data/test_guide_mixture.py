@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import datasets
 
-from grpo_recipes.configs import ScriptArguments
 from grpo_recipes.data import load_prompts
+from grpo_recipes.recipe.configs import ScriptArguments
 
 
 def test_every_dataset_is_read_by_its_id_configuration_and_split(tokenizer, tmp_path):

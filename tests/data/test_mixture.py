@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_recipes.configs import ScriptArguments
 from grpo_recipes.data import load_eval_prompts
 from grpo_recipes.errors import Refused
+from grpo_recipes.recipe.configs import ScriptArguments
 
 
 def rows(letter: str, count: int, **columns) -> list[dict]:

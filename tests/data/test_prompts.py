@@ -9,10 +9,10 @@ import datasets
 import pytest
 from trl import TrlParser
 
-from grpo_recipes.configs import CONFIGS, ScriptArguments
 from grpo_recipes.data import load_prompts
 from grpo_recipes.errors import Refused
 from grpo_recipes.recipe import read_recipe
+from grpo_recipes.recipe.configs import CONFIGS, ScriptArguments
 
 CHAT = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}]
 SYSTEM = {"role": "system", "content": "Theirs."}

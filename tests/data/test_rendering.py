@@ -6,9 +6,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from grpo_recipes import smoke
-from grpo_recipes.configs import GRPOConfig, ScriptArguments
 from grpo_recipes.data import load_prompts
 from grpo_recipes.errors import Refused
+from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.model import save_model
 

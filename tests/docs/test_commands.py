@@ -15,10 +15,9 @@ import yaml
 from doc_pages import PAGES, REPOSITORY, blocks, code_words, prose
 
 from grpo_recipes import cli
-from grpo_recipes.keys import ENVIRONMENT_KEYS, catalogue
-from grpo_recipes.launch.environment import READ_VARIABLES
-from grpo_recipes.launch.resources import environment_flavour
+from grpo_recipes.plan.devices import environment_flavour
 from grpo_recipes.recipe.document import BASE_KEY
+from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES, catalogue
 
 MATH = "recipes/Qwen2.5-1.5B-Instruct/grpo/config_math.yaml"
 MODEBENCH = "recipes/Qwen2.5-0.5B-Instruct"
@@ -54,7 +53,7 @@ RUN_HERE = {
     f"grpo check {MODEBENCH}/maxent/config_modebench_countdown.yaml",
     f"grpo check-rewards {MODEBENCH}/grpo/config_modebench_graph_coloring.yaml",
     f"grpo plan {MODEBENCH}/maxent/config_modebench_graph_coloring.yaml --gpus 8",
-    "python -m grpo_recipes.modebench.baselines",
+    "python -m grpo_recipes.evaluate.baselines",
 }
 
 _SBATCH = "tests/e2e/test_slurm_run.py::test_sbatch_training_sh_starts_at_once_and_completes"
@@ -63,12 +62,12 @@ _SUBMIT = "tests/e2e/test_submit.py::test_a_submitted_run_uses_its_frozen_code_a
 COVERED = {
     "grpo submit my.yaml --profile slurm/profiles/mysite.yaml": _SUBMIT,
     "grpo submit recipes/smoke/grpo.yaml --profile mltheory --dry-run": (
-        "tests/slurm/test_submit.py::test_a_dry_run_says_that_the_environment_is_another"
+        "tests/launch/test_submit.py::test_a_dry_run_says_that_the_environment_is_another"
     ),
-    "grpo status": "tests/commands/test_runs.py::test_the_table_has_a_line_a_run_the_newest_first",
-    "grpo status last": "tests/commands/test_runs.py::test_a_run_is_named_by_folder_name_job_or_last",
+    "grpo status": "tests/cli/test_runs.py::test_the_table_has_a_line_a_run_the_newest_first",
+    "grpo status last": "tests/cli/test_runs.py::test_a_run_is_named_by_folder_name_job_or_last",
     "grpo logs -f last": _SUBMIT,
-    "grpo logs last --server -n 100": "tests/commands/test_runs.py::test_logs_shows_the_last_lines_and_masks_secrets",
+    "grpo logs last --server -n 100": "tests/cli/test_runs.py::test_logs_shows_the_last_lines_and_masks_secrets",
     "grpo stop last": _SUBMIT,
     "sbatch --gres=gpu:8 slurm/train.slurm --model Qwen2.5-7B-Instruct --task maxent --config math": (
         "tests/setup/test_train_slurm.py::test_every_flag_reaches_training_sh"
@@ -80,10 +79,10 @@ COVERED = {
     "grpo plan my.yaml --gpus 8": _AUTHOR,
     "grpo launch my.yaml": _AUTHOR,
     "grpo new my.yaml --from recipes/Qwen3-4B/grpo/config_math.yaml": (
-        "tests/commands/test_new.py::test_it_copies_a_recipe_with_a_schema_that_is_found"
+        "tests/cli/test_new.py::test_it_copies_a_recipe_with_a_schema_that_is_found"
     ),
     "grpo new my.yaml --from recipes/Qwen3-4B/maxent/config_math_listwise.yaml": (
-        "tests/commands/test_new.py::test_it_copies_a_recipe_with_a_schema_that_is_found"
+        "tests/cli/test_new.py::test_it_copies_a_recipe_with_a_schema_that_is_found"
     ),
     "bash training.sh": "tests/e2e/test_smoke_run.py::test_training_sh_trains_the_smoke_recipe",
     "MAXENT=1 bash training.sh": "tests/e2e/test_maxent.py::test_one_variable_trains_the_smoke_task_by_maxent",
@@ -104,14 +103,14 @@ COVERED = {
     "grpo doctor": "tests/doctor/test_command.py::test_every_check_is_a_line_and_what_to_do_stands_below",
     "grpo doctor recipes/smoke/grpo.yaml": "tests/doctor/test_command.py::test_a_recipe_adds_its_checks",
     "grpo doctor --run last": "tests/doctor/test_command.py::test_a_run_is_explained",
-    "grpo report last": "tests/commands/test_report.py::test_last_is_the_newest_run",
+    "grpo report last": "tests/cli/test_report.py::test_last_is_the_newest_run",
     "grpo sweep recipes/smoke/grpo.yaml learning_rate=1e-4,3e-4 seed=1..3": (
         "tests/sweep/test_gaps.py::test_cells_are_frozen_runs_in_one_wandb_group"
     ),
     "grpo sweep my.yaml learning_rate=1e-6,3e-6 seed=1..3 --slurm --profile slurm/profiles/mltheory.yaml "
     "--max-parallel 2": "tests/sweep/test_array.py::test_one_array_job_runs_all_cells",
     "grpo sweep --resume last": "tests/sweep/test_gaps.py::test_again_it_fills_the_gaps_alone",
-    "grpo report RUN RUN": "tests/commands/test_report.py::test_several_runs_get_one_page_here",
+    "grpo report RUN RUN": "tests/cli/test_report.py::test_several_runs_get_one_page_here",
     "sbatch --nodes=2 --gres=gpu:8 training.sh": (
         "tests/e2e/test_two_nodes.py::test_the_update_of_two_nodes_is_that_of_the_joined_batch"
     ),

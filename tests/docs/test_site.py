@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 from doc_pages import REPOSITORY, prose
 
-from grpo_recipes.keys import ALIASES, OBSOLETE_KEYS, OWNED_KEYS, catalogue, nested_catalogue
+from grpo_recipes.recipe.keys import ALIASES, OBSOLETE_KEYS, OWNED_KEYS, catalogue, nested_catalogue
 
 NETWORK_OFF = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
 NAV = (REPOSITORY / "mkdocs.yml").read_text().split("nav:")[1].split("\n\n")[0]
@@ -95,7 +95,7 @@ def test_the_reference_has_every_module_it_names(site: Path) -> None:
         first_line = (ast.get_docstring(ast.parse(source)) or "").splitlines()[0]
         plain_words = max(re.split(r"[`<>&\"']+", first_line), key=len).strip()
         assert len(plain_words) > 10 and plain_words in text, module
-    for name in ("weights.guard.differing", "launch.plan.make_plan", "trainers.grpo.GRPOTrainer", "recipe.read_recipe"):
+    for name in ("weights.guard.differing", "plan.plan.make_plan", "trainers.grpo.GRPOTrainer", "recipe.read_recipe"):
         assert f'id="grpo_recipes.{name}"' in text
 
 

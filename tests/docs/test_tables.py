@@ -13,17 +13,17 @@ from doc_pages import PAGES, REPOSITORY, blocks, code_words, prose, table_rows
 from grpo_recipes import cli, errors
 from grpo_recipes.doctor import registry
 from grpo_recipes.doctor.examine import name_of
-from grpo_recipes.evaluate.registry import BENCHMARKS
-from grpo_recipes.keys import ENVIRONMENT_KEYS, catalogue
-from grpo_recipes.launch import ports
-from grpo_recipes.launch.commands import ACCELERATE_FILES
-from grpo_recipes.launch.environment import READ_VARIABLES, base_environment
-from grpo_recipes.launch.plan import _DEFAULT_RECIPES
-from grpo_recipes.launch.resources import environment_flavour
-from grpo_recipes.launch.rundir import finish_summary
-from grpo_recipes.modebench import baselines
-from grpo_recipes.objectives import OBJECTIVES
-from grpo_recipes.rewards.registry import REWARDS
+from grpo_recipes.evaluate import baselines
+from grpo_recipes.plan import ports
+from grpo_recipes.plan.commands import ACCELERATE_FILES
+from grpo_recipes.plan.devices import environment_flavour
+from grpo_recipes.plan.environment import base_environment
+from grpo_recipes.plan.plan import _DEFAULT_RECIPES
+from grpo_recipes.recipe.benchmark_names import BENCHMARKS
+from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES, catalogue
+from grpo_recipes.recipe.objectives import OBJECTIVES
+from grpo_recipes.recipe.reward_names import REWARDS
+from grpo_recipes.runs.rundir import finish_summary
 from grpo_recipes.trainers.metrics import PHASES
 from grpo_recipes.weights.guard import TOLERANCES, checksum_verdict, logprob_verdict
 
@@ -159,7 +159,7 @@ def test_keys_of_a_row_are_those_that_trl_and_we_write() -> None:
     trl = importlib.metadata.distribution("trl")
     source = Path(str(trl.locate_file("trl/trainer/grpo_trainer.py"))).read_text()
     ours = (REPOSITORY / "src/grpo_recipes/trainers/metrics.py").read_text()
-    for name in ("scoring", "maxent", "control"):
+    for name in ("scoring", "maxent", "kl_controller"):
         ours += (REPOSITORY / f"src/grpo_recipes/trainers/{name}.py").read_text()
     of_the_loop = {"loss", "grad_norm", "learning_rate", "epoch"}  # transformers' own
     summary = prose(DOCS / "metrics.md").split("## samples.jsonl")[0]
@@ -255,7 +255,7 @@ def test_the_memory_estimates_are_the_recorded_ones() -> None:
 
 
 def test_commands_and_keys_of_the_refused_list_are_not_accepted() -> None:
-    from grpo_recipes.keys import OBSOLETE_KEYS, OWNED_KEYS
+    from grpo_recipes.recipe.keys import OBSOLETE_KEYS, OWNED_KEYS
 
     assert not ({*OBSOLETE_KEYS, *OWNED_KEYS} & catalogue().keys())
 
@@ -308,17 +308,17 @@ SAID = {
 # Messages that need a run, a cluster or a broken machine: fixed parts of them -> the file that says them.
 WRITTEN_IN = {
     "name the interface that joins them with NETWORK_INTERFACE, or have the firewall between": (
-        "src/grpo_recipes/launch/survey.py"
+        "src/grpo_recipes/launch/preflight_network.py"
     ),
     "and a job installs nothing; on the login node run:": "scripts/setup.sh",
     "no answer from a package index:": "scripts/setup.sh",
     "replace it with:": "scripts/setup.sh",
     "no Python 3.11 to 3.13 with the venv module found": "scripts/setup.sh",
     "which is not the repository;": "training.sh",
-    "is in use by another process": "src/grpo_recipes/launch/ports.py",
-    "was taken by another process (pid": "src/grpo_recipes/launch/server.py",
-    "the vLLM server died before it was ready": "src/grpo_recipes/launch/server.py",
-    "s (vllm_server_timeout)": "src/grpo_recipes/launch/server.py",
+    "is in use by another process": "src/grpo_recipes/plan/ports.py",
+    "was taken by another process (pid": "src/grpo_recipes/plan/server.py",
+    "the vLLM server died before it was ready": "src/grpo_recipes/plan/server.py",
+    "s (vllm_server_timeout)": "src/grpo_recipes/plan/server.py",
     "the vLLM server did not answer": "src/grpo_recipes/weights/transport.py",
     "lost the connection to the vLLM server in": "src/grpo_recipes/weights/transport.py",
     "the engine of the vLLM server is dead:": "src/grpo_recipes/weights/transport.py",
@@ -333,9 +333,9 @@ WRITTEN_IN = {
     "has no column": "src/grpo_recipes/data/rows.py",
     "prompts are left, one step needs": "src/grpo_recipes/data/prompts.py",
     "have no verdict, more than reward_max_no_verdict:": "src/grpo_recipes/trainers/scoring.py",
-    "the run was made at commit": "src/grpo_recipes/launch/rundir.py",
-    "holds no checkpoint that can be resumed:": "src/grpo_recipes/launch/checkpoints.py",
-    "was changed since the run wrote it": "src/grpo_recipes/launch/digests.py",
+    "the run was made at commit": "src/grpo_recipes/runs/rundir.py",
+    "holds no checkpoint that can be resumed:": "src/grpo_recipes/runs/checkpoints.py",
+    "was changed since the run wrote it": "src/grpo_recipes/runs/digests.py",
     "is missing: the checkpoint was made with another number of processes": "src/grpo_recipes/trainers/exact_resume.py",
 }
 

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from grpo_recipes.doctor.machine import Machine
-from grpo_recipes.doctor.rundirs import RunFiles
-from grpo_recipes.keys import ENVIRONMENT_KEYS
-from grpo_recipes.launch.environment import READ_VARIABLES
-from grpo_recipes.launch.resources import Resources, SlurmJob
-from grpo_recipes.launch.rundir import finish_summary, new_run, write_json
+from grpo_recipes.plan.devices import Resources
+from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
+from grpo_recipes.runs.find import RunFiles
+from grpo_recipes.runs.rundir import finish_summary, new_run, write_json
+from grpo_recipes.slurm.job import SlurmJob
 
 GRPO = str(Path(sys.executable).with_name("grpo"))
 
@@ -153,7 +153,7 @@ def make_run(tmp_path: Path, read: Any, planned: Any, monkeypatch: pytest.Monkey
         monkeypatch.chdir(tmp_path)
         (tmp_path / "logs").mkdir(exist_ok=True)
         recipe = read(run_root="runs", **keys)
-        made = new_run(tmp_path / "runs", "test", secrets.token_hex(4), Resources("cuda", gpus, 8, job))
+        made = new_run(tmp_path / "runs", "test", secrets.token_hex(4), Resources("cuda", gpus, 8, job).facts())
         assert made is not None
         plan = planned(recipe=recipe, gpus=gpus).as_json()
         write_json(made.folder / "plan.json", plan)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.doctor import access
-from grpo_recipes.launch import ports as launch_ports
+from grpo_recipes.plan import ports as launch_ports
 
 TOKEN = "hf_" + "b" * 34
 

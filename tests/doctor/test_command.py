@@ -13,7 +13,7 @@ import pytest
 from grpo_recipes.cli import main
 from grpo_recipes.doctor.examine import name_of
 from grpo_recipes.doctor.registry import MACHINE, RECIPE, RUN
-from grpo_recipes.launch.resources import environment_flavour
+from grpo_recipes.plan.devices import environment_flavour
 
 GRPO = str(Path(sys.executable).with_name("grpo"))
 SMOKE = str(Path(__file__).resolve().parents[2] / "recipes/smoke/grpo.yaml")

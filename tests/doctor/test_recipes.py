@@ -12,7 +12,7 @@ from grpo_recipes.doctor import recipes
 from grpo_recipes.doctor.devices import Gpu
 from grpo_recipes.doctor.recipes import Case, trained_bytes
 from grpo_recipes.errors import Refused, refuse
-from grpo_recipes.launch.resources import environment_flavour
+from grpo_recipes.plan.devices import environment_flavour
 
 MEGABYTE = 10**6
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.doctor.rundirs import read_run
 from grpo_recipes.errors import Refused
+from grpo_recipes.runs.find import read_run
 
 
 def test_a_run_is_named_by_its_folder_or_as_the_last(make_run, tmp_path: Path):

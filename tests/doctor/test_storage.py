@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from grpo_recipes.doctor import storage
-from grpo_recipes.launch.scratch import make_scratch
+from grpo_recipes.process.scratch import make_scratch
 
 QUOTA = """\
 Disk quotas for user alice (uid 1000):

@@ -13,16 +13,17 @@ from pathlib import Path
 import psutil
 from real_runs import clean_environment
 
-from grpo_recipes.launch.descendants import descendants
-from grpo_recipes.launch.environment import base_environment, run_environment
-from grpo_recipes.launch.plan import Names, Plan, make_plan
-from grpo_recipes.launch.ports import free_ports, plan_ports
-from grpo_recipes.launch.resources import find_resources
-from grpo_recipes.launch.rundir import read_json, write_json
-from grpo_recipes.launch.scratch import make_scratch
-from grpo_recipes.launch.server import wait_until_ready
 from grpo_recipes.paths import home
+from grpo_recipes.plan.devices import find_resources
+from grpo_recipes.plan.environment import base_environment, run_environment
+from grpo_recipes.plan.plan import make_plan
+from grpo_recipes.plan.ports import free_ports, plan_ports
+from grpo_recipes.plan.server import wait_until_ready
+from grpo_recipes.plan.types import Names, Plan
+from grpo_recipes.process.descendants import descendants
+from grpo_recipes.process.scratch import make_scratch
 from grpo_recipes.recipe import read_recipe
+from grpo_recipes.runs.rundir import read_json, write_json
 
 SHORT = ("--max_steps", "4", "--prompts_per_step", "4", "--num_generations", "8", "--save_strategy", "no")
 

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import psutil
 
-from grpo_recipes.keys import ENVIRONMENT_KEYS
-from grpo_recipes.launch.environment import READ_VARIABLES
-from grpo_recipes.launch.rundir import read_json, read_metrics
+from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
+from grpo_recipes.runs.rundir import read_json, read_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SECRET = "hf_" + "plantedsecret" * 2

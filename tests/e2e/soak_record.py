@@ -10,7 +10,7 @@ from typing import Any
 
 from real_runs import Launch, same_rows, weights_hash
 
-from grpo_recipes.launch.rundir import read_json, read_rows
+from grpo_recipes.runs.rundir import read_json, read_rows
 
 
 def record(name: str, disturbed: Launch, alone: Launch, **facts: Any) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from real_runs import Launch
 
-from grpo_recipes.launch.checkpoints import damage
+from grpo_recipes.runs.checkpoints import damage
 
 SHORT = ("--num_processes", "2", "--max_steps", "3", "--prompts_per_step", "8", "--num_generations", "8")
 

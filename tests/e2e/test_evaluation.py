@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from real_runs import Launch
 
-from grpo_recipes.evaluate.pass_at_k import pass_table
+from grpo_recipes.stats import pass_table
 
 GRAPH = "modebench:graph_coloring"
 SHORT = ("--max_steps", "4", "--prompts_per_step", "4", "--num_generations", "8")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from one_by_one import Bench
 
-from grpo_recipes.launch.server import Activity, generated_tokens, server_state_file
+from grpo_recipes.plan.server import Activity, generated_tokens, server_state_file
 from grpo_recipes.weights.client import ClientSettings
 from grpo_recipes.weights.file import FileClient
 from grpo_recipes.weights.restarts import GenerationAborted

@@ -12,8 +12,8 @@ from fake_forgetful_proxy import FakeForgetfulProxy
 from one_by_one import Bench
 
 from grpo_recipes import smoke
-from grpo_recipes.launch.rundir import read_metrics
 from grpo_recipes.paths import cache_root
+from grpo_recipes.runs.rundir import read_metrics
 
 
 @pytest.mark.slow

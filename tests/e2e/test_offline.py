@@ -16,7 +16,7 @@ from fake_hub import WRITER, FakeHub
 from no_network import without_network
 from real_runs import REPOSITORY, SECRET, Launch
 
-from grpo_recipes.fetch.pieces import smoke_command
+from grpo_recipes.smoke import smoke_command
 
 pytestmark = pytest.mark.slow
 GRPO = str(Path(sys.executable).with_name("grpo"))

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from real_runs import Launch
 
-from grpo_recipes.launch.checkpoints import complete_checkpoints, step_of
+from grpo_recipes.runs.checkpoints import complete_checkpoints, step_of
 
 SHORT = ("--max_steps", "8", "--save_steps", "3", "--prompts_per_step", "4", "--num_generations", "8")
 

@@ -11,7 +11,7 @@ import pytest
 from real_runs import REPOSITORY, Launch, clean_environment, marked_processes
 from slurm_cluster import SlurmCluster
 
-from grpo_recipes.launch.rundir import read_json, read_metrics
+from grpo_recipes.runs.rundir import read_json, read_metrics
 from grpo_recipes.sweep.folder import Sweep, read_sweep
 
 GRPO = str(Path(sys.executable).with_name("grpo"))

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 from grpo_recipes import smoke
-from grpo_recipes.configs import ScriptArguments
-from grpo_recipes.evaluate import sampling
 from grpo_recipes.evaluate.benchmarks import BenchmarkFailed, StoppedInBenchmarks, run_benchmarks
-from grpo_recipes.evaluate.pass_at_k import pass_table
 from grpo_recipes.evaluate.problems import load_problems
-from grpo_recipes.evaluate.registry import BENCHMARKS
-from grpo_recipes.evaluate.sampling import Prompt, Sampling, problem_seed, sample
 from grpo_recipes.evaluate.scoring import recipe_scorer
-from grpo_recipes.launch.rundir import finish_summary
-from grpo_recipes.rewards.registry import make_reward
+from grpo_recipes.recipe.benchmark_names import BENCHMARKS
+from grpo_recipes.recipe.configs import ScriptArguments
+from grpo_recipes.recipe.reward_names import make_reward
+from grpo_recipes.rollouts import sampling
+from grpo_recipes.rollouts.sampling import Prompt, Sampling, problem_seed, sample
+from grpo_recipes.runs.rundir import finish_summary
+from grpo_recipes.stats import pass_table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "trainers"))
 from tiny_training import train

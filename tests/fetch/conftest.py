@@ -15,8 +15,7 @@ import yaml
 from fake_hub import FakeHub
 
 from grpo_recipes import smoke
-from grpo_recipes.keys import ENVIRONMENT_KEYS
-from grpo_recipes.launch.environment import READ_VARIABLES
+from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
 
 GRPO = str(Path(sys.executable).with_name("grpo"))
 ROWS = [{"problem": f"{number}+1=", "answer": str(number + 1)} for number in range(30)]

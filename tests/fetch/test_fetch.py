@@ -11,7 +11,7 @@ from fake_hub import READER, FakeHub
 from no_network import without_network
 
 from grpo_recipes.fetch.hub import human
-from grpo_recipes.launch.plan import smoke_folder
+from grpo_recipes.smoke import smoke_folder
 
 from .conftest import GRPO, ROWS, Shell, jsonl
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_recipes.data import read_rows
 from grpo_recipes.fetch.sources import fetched_sets, find_sources, record_sources
-from grpo_recipes.launch.rundir import Run
+from grpo_recipes.runs.rundir import Run
 from grpo_recipes.recipe import read_recipe
 import os
 sources = find_sources(read_recipe(Path("recipe.yaml")), os.environ)

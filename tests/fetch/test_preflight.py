@@ -16,8 +16,8 @@ from grpo_recipes.errors import Refused
 from grpo_recipes.fetch.hub import hub_answers
 from grpo_recipes.fetch.preflight import need_sources
 from grpo_recipes.fetch.sources import record_sources
-from grpo_recipes.launch.rundir import Run, read_json
 from grpo_recipes.recipe import read_recipe
+from grpo_recipes.runs.rundir import Run, read_json
 
 from .conftest import GRPO, Shell, jsonl
 

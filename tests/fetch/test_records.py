@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.fetch.pieces import Piece
+from grpo_recipes.fetch.assets import Piece
 from grpo_recipes.fetch.records import dataset_folder, find_record, make_record, record_file, write_record
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"

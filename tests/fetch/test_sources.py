@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.errors import Refused
-from grpo_recipes.fetch.pieces import pieces_of
+from grpo_recipes.fetch.assets import pieces_of
 from grpo_recipes.fetch.records import make_record, write_record
 from grpo_recipes.fetch.sources import changed_sources, fetched_sets, find_sources, fingerprint, record_sources
-from grpo_recipes.launch.plan import Names, make_plan
-from grpo_recipes.launch.resources import Resources
-from grpo_recipes.launch.rundir import Run, read_json, write_json
+from grpo_recipes.plan.devices import Resources
+from grpo_recipes.plan.plan import make_plan
+from grpo_recipes.plan.types import Names
 from grpo_recipes.recipe import Recipe
+from grpo_recipes.runs.rundir import Run, read_json, write_json
 
 Read = Callable[..., Recipe]
 OLD, NEW = "a" * 40, "b" * 40

@@ -9,13 +9,13 @@ import pytest
 
 from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.launch.attempt import Attempt, new_log
-from grpo_recipes.launch.checkpoints import publish
 from grpo_recipes.launch.finish import end_without_run, finish
-from grpo_recipes.launch.plan import Names
-from grpo_recipes.launch.resources import SlurmJob
-from grpo_recipes.launch.rundir import Run, no_requeue_file, read_json, write_json
-from grpo_recipes.launch.scratch import Scratch
 from grpo_recipes.launch.supervisor import Ending
+from grpo_recipes.plan.types import Names
+from grpo_recipes.process.scratch import Scratch
+from grpo_recipes.runs.checkpoints import publish
+from grpo_recipes.runs.rundir import Run, no_requeue_file, read_json, write_json
+from grpo_recipes.slurm.job import SlurmJob
 
 JOB = SlurmJob(7, "cluster", 1, None)
 STOPPED = Ending(EXIT_STOPPED, "rank 0: stopped on request after step 5, state saved")

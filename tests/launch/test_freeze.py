@@ -7,23 +7,23 @@ import os
 from pathlib import Path
 
 import pytest
+from dead_scratch import dead_scratch
 
-from grpo_recipes.check import checked_recipe
 from grpo_recipes.errors import Refused, refuse
-from grpo_recipes.keys import ENVIRONMENT_KEYS
 from grpo_recipes.launch.attempt import prepare
-from grpo_recipes.launch.checkpoints import publish
-from grpo_recipes.launch.environment import READ_VARIABLES, base_environment
 from grpo_recipes.launch.freeze import freeze, frozen_environment
 from grpo_recipes.launch.nodes import Agents
-from grpo_recipes.launch.plan import make_plan
-from grpo_recipes.launch.resources import Resources, slurm_job
-from grpo_recipes.launch.rundir import Run, find_run, read_json
-from grpo_recipes.launch.settle import Options, names_of, need_same_data, need_same_world, planned_names, settle
+from grpo_recipes.launch.resolve_run import Options, names_of, need_same_data, need_same_world, planned_names, settle
 from grpo_recipes.paths import home
-from grpo_recipes.tasks import Asked
-
-from .test_scratch import dead_scratch
+from grpo_recipes.plan.devices import Resources
+from grpo_recipes.plan.environment import base_environment
+from grpo_recipes.plan.plan import make_plan
+from grpo_recipes.recipe.check import checked_recipe
+from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
+from grpo_recipes.recipe.tasks import Asked
+from grpo_recipes.runs.checkpoints import publish
+from grpo_recipes.runs.rundir import Run, find_run, read_json
+from grpo_recipes.slurm.job import slurm_job
 
 SMOKE = home() / "recipes/smoke/grpo.yaml"
 CPU = Resources("cpu", (), 2)

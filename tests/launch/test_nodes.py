@@ -14,18 +14,17 @@ from pathlib import Path
 
 import psutil
 import pytest
+from dead_scratch import dead_scratch
 
 from grpo_recipes.errors import Refused
 from grpo_recipes.launch import nodes
-from grpo_recipes.launch.commands import Process
-from grpo_recipes.launch.descendants import is_alive
 from grpo_recipes.launch.nodes import Agents, RemoteChild, Trainers, srun_command
-from grpo_recipes.launch.resources import Resources
-from grpo_recipes.launch.rundir import dump_request, stop_file
+from grpo_recipes.launch.preflight_network import node_address, survey
 from grpo_recipes.launch.supervisor import Lost, wait_for_trainer
-from grpo_recipes.launch.survey import node_address, survey
-
-from .test_scratch import dead_scratch
+from grpo_recipes.plan.devices import Resources
+from grpo_recipes.plan.types import Process
+from grpo_recipes.process.descendants import is_alive
+from grpo_recipes.runs.rundir import dump_request, stop_file
 
 RANK = """
 import json, os, signal, sys, time
@@ -103,7 +102,7 @@ def test_one_srun_covers_the_job(tmp_path, monkeypatch):
     assert srun_command(4, {"SLURM_JOB_CPUS_PER_NODE": "64,32(x3)"}) == [
         "srun", "--nodes=4", "--ntasks=4", "--ntasks-per-node=1", "--overlap", "--cpus-per-task=32",
         "--kill-on-bad-exit=1", "--mpi=none", "--input=all", "--export=ALL", f"--chdir={tmp_path}",
-        sys.executable, "-m", "grpo_recipes.launch.agent",
+        sys.executable, "-m", "grpo_recipes.launch.node_worker",
     ]  # fmt: skip
 
 
@@ -209,7 +208,7 @@ def test_what_a_node_refuses_is_said_in_a_line(tmp_path):
     (tmp_path / "trl-0.0.1.dist-info").mkdir()
     (tmp_path / "trl-0.0.1.dist-info/METADATA").write_text("Name: trl\nVersion: 0.0.1\n")
     done = subprocess.run(
-        [sys.executable, "-m", "grpo_recipes.launch.agent"], input='{"order": "survey"}\n', capture_output=True,
+        [sys.executable, "-m", "grpo_recipes.launch.node_worker"], input='{"order": "survey"}\n', capture_output=True,
         env={**os.environ, "SLURM_NODEID": "1", "PYTHONPATH": str(tmp_path)}, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 2
@@ -331,7 +330,9 @@ def test_an_agent_that_is_killed_ends_the_run_and_leaves_nothing(job, agents, tm
     child = remote(agents, tmp_path, STARTER)
     until(child.ranks, "record of the rank")
     rank = child.ranks()[0].record
-    agent = next(one for one in psutil.Process(rank["pid"]).parents() if "grpo_recipes.launch.agent" in one.cmdline())
+    agent = next(
+        one for one in psutil.Process(rank["pid"]).parents() if "grpo_recipes.launch.node_worker" in one.cmdline()
+    )
     agent.kill()
     ending = wait_for_trainer(Trainers([child]), None, lambda: None)
     assert "srun, which runs the agents of the nodes, exited with code 137" in ending.cause
@@ -343,10 +344,10 @@ LAUNCHER = """
 import os, sys, time
 from pathlib import Path
 from grpo_recipes.launch import nodes
-from grpo_recipes.launch.commands import Process
+from grpo_recipes.plan.commands import Process
 from grpo_recipes.launch.nodes import Agents, RemoteChild
-from grpo_recipes.launch.resources import Resources
-from grpo_recipes.launch.survey import survey
+from grpo_recipes.plan.devices import Resources
+from grpo_recipes.launch.preflight_network import survey
 agents, run_dir = Agents(2), Path(sys.argv[1])
 survey(agents, Resources("cpu", (), 2).on_nodes(2), os.environ)
 agents.begin(run_dir, "mark", "token", {"EXTRA": "here"})

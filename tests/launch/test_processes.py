@@ -17,16 +17,15 @@ import psutil
 import pytest
 
 from grpo_recipes.launch.attempt import Attempt
-from grpo_recipes.launch.checkpoints import complete_checkpoints
-from grpo_recipes.launch.commands import Process
 from grpo_recipes.launch.nodes import Agents
-from grpo_recipes.launch.plan import Names
 from grpo_recipes.launch.processes import run_processes, supervise
-from grpo_recipes.launch.rundir import Run, read_json, read_metrics, stop_file
-from grpo_recipes.launch.scratch import Scratch
-from grpo_recipes.launch.server import server_state_file
 from grpo_recipes.launch.signals import StoppedAtOnce, StopSignals
 from grpo_recipes.launch.supervisor import Ending
+from grpo_recipes.plan.server import server_state_file
+from grpo_recipes.plan.types import Names, Process
+from grpo_recipes.process.scratch import Scratch
+from grpo_recipes.runs.checkpoints import complete_checkpoints
+from grpo_recipes.runs.rundir import Run, read_json, read_metrics, stop_file
 
 FAKE = str(Path(__file__).with_name("fake_processes.py"))
 

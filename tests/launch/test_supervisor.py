@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.launch.commands import Process
-from grpo_recipes.launch.scratch import Scratch
 from grpo_recipes.launch.supervisor import Child, Ending, tail, wait_for_trainer
+from grpo_recipes.plan.types import Process
+from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.secrets import MASK
 
 RECORD = """

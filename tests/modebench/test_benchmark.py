@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_recipes.configs import ScriptArguments
 from grpo_recipes.evaluate import benchmarks as module
 from grpo_recipes.evaluate.benchmarks import StoppedInBenchmarks, run_benchmarks
-from grpo_recipes.evaluate.pass_at_k import pass_table, score_names
 from grpo_recipes.evaluate.problems import load_problems
-from grpo_recipes.evaluate.sampling import problem_seed
 from grpo_recipes.evaluate.scoring import recipe_scorer
 from grpo_recipes.evaluate.untrained import UntrainedBenchmarks
-from grpo_recipes.launch.rundir import finish_summary
 from grpo_recipes.modebench.metrics import mode_scores
 from grpo_recipes.modebench.verify import mode_of, right_answers
+from grpo_recipes.recipe.configs import ScriptArguments
+from grpo_recipes.rollouts.sampling import problem_seed
+from grpo_recipes.runs.rundir import finish_summary
+from grpo_recipes.stats import pass_table, score_names
 from grpo_recipes.trainers.grpo import GRPOTrainer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "trainers"))

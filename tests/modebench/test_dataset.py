@@ -16,9 +16,9 @@ import pytest
 from grpo_recipes.data.prompts import load_eval_prompts, load_prompts
 from grpo_recipes.errors import Refused
 from grpo_recipes.evaluate.problems import load_problems
-from grpo_recipes.keys import catalogue
 from grpo_recipes.modebench.dataset import TASK_KEYS, TASKS, Settings, TooFew, rows
 from grpo_recipes.paths import home
+from grpo_recipes.recipe.keys import catalogue
 
 DEFAULTS = Settings.read(lambda key: catalogue()[key]["default"])
 # sha256 of the rows as JSON lines with sorted keys: what every Python gives for the default keys.
@@ -113,7 +113,7 @@ def test_too_many_are_refused_with_how_many_there_are() -> None:
 
 
 def arguments(**keys: Any) -> Any:
-    from grpo_recipes.configs import ScriptArguments
+    from grpo_recipes.recipe.configs import ScriptArguments
 
     return ScriptArguments(**{"dataset_name": "modebench:countdown", "modebench_prompts": 20, **keys})
 

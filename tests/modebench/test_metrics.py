@@ -9,13 +9,13 @@ from itertools import permutations, product
 
 import pytest
 
-from grpo_recipes.evaluate.pass_at_k import result_line, score_names
-from grpo_recipes.keys import catalogue
-from grpo_recipes.modebench import baselines as module
-from grpo_recipes.modebench.baselines import baselines, constant_answer, random_guesser
+from grpo_recipes.evaluate import baselines as module
+from grpo_recipes.evaluate.baselines import baselines, constant_answer, random_guesser
 from grpo_recipes.modebench.dataset import Settings, rows
 from grpo_recipes.modebench.metrics import mode_scores
 from grpo_recipes.modebench.verify import mode_of
+from grpo_recipes.recipe.keys import catalogue
+from grpo_recipes.stats import result_line, score_names
 
 DEFAULTS = Settings.read(lambda key: catalogue()[key]["default"])
 COUNTDOWN = json.dumps({"task": "countdown", "numbers": [2, 4, 8], "target": 6, "modes": 3})

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fake_hub import WRITER, FakeHub
 
-from grpo_recipes.launch import checkpoints
+from grpo_recipes.runs import checkpoints
 
 COMMIT = "c0ffee" * 6 + "c0de"
 MODEL = {

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from fake_hub import FakeHub
 
-from grpo_recipes.launch.checkpoints import prune
-from grpo_recipes.launch.rundir import read_json
 from grpo_recipes.publish import publisher as module
 from grpo_recipes.publish.preflight import Target
 from grpo_recipes.publish.publisher import Publisher, hand_over, make_publisher
+from grpo_recipes.runs.checkpoints import prune
+from grpo_recipes.runs.rundir import read_json
 
 Checkpoint = Callable[..., Path]
 Start = Callable[..., Publisher]

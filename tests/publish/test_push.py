@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from fake_hub import WRITER, FakeHub
 
-from grpo_recipes.launch.rundir import read_json
 from grpo_recipes.publish.push import Job, stale
+from grpo_recipes.runs.rundir import read_json
 
 from .conftest import MODEL, write
 

@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.launch.rundir import write_json
+from grpo_recipes.runs.rundir import write_json
 from grpo_recipes.sweep.folder import Sweep, read_sweep
 
 RECIPE = {

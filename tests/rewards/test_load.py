@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from grpo_recipes.check import check
 from grpo_recipes.errors import Refused
-from grpo_recipes.keys import catalogue
+from grpo_recipes.recipe.check import check
+from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.rewards.children import RewardFailed, Verdict
 from grpo_recipes.rewards.children.limits import MOST_PROCESSES
 from grpo_recipes.rewards.children.pool import START_SECONDS
 from grpo_recipes.rewards.load import keep_rewards, load_rewards
 from grpo_recipes.rewards.records import LimitRecords, key_of
-from grpo_recipes.rewards.watched import BatchReward, IsolatedReward, WatchedReward
+from grpo_recipes.rewards.wrapper import BatchReward, IsolatedReward, WatchedReward
 
 OWN = """
 import sys, time

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from grpo_recipes.rewards.answers import same
-from grpo_recipes.rewards.children.verdict import Verdict
+from grpo_recipes.rewards.children.score import Verdict
 from grpo_recipes.rewards.probe import corruptions, probe
 from grpo_recipes.rewards.pure_accuracy_math import pure_accuracy_math
 

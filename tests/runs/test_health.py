@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from grpo_recipes.keys import catalogue
 from grpo_recipes.paths import home
+from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.runs import health
 from grpo_recipes.runs.health import _RULES, FEW, MANY, Health, Notice, notices_of
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from grpo_recipes.launch.server import Activity, generated_tokens
+from grpo_recipes.plan.server import Activity, generated_tokens
 from grpo_recipes.server.activity import ACTIVITY_PATH, ReportActivity
 
 

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes import cli
-from grpo_recipes.keys import ENVIRONMENT_KEYS
-from grpo_recipes.launch.environment import READ_VARIABLES
-from grpo_recipes.launch.resources import environment_flavour
-from grpo_recipes.launch.rundir import read_json, write_json
 from grpo_recipes.paths import home
+from grpo_recipes.plan.devices import environment_flavour
+from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
+from grpo_recipes.runs.rundir import read_json, write_json
 from grpo_recipes.sweep.folder import Sweep, read_sweep
-from grpo_recipes.sweep.turns import Relay
+from grpo_recipes.sweep.sequential import Relay
 
 SMOKE = "recipes/smoke/grpo.yaml"
 

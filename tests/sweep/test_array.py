@@ -6,7 +6,7 @@ import pytest
 
 from grpo_recipes import cli
 from grpo_recipes.errors import Refused, refuse
-from grpo_recipes.slurm import submission
+from grpo_recipes.launch import submission
 from grpo_recipes.sweep import array
 from grpo_recipes.sweep.array import array_text, task_index
 

@@ -10,8 +10,8 @@ import pytest
 
 from grpo_recipes import cli
 from grpo_recipes.errors import Refused
-from grpo_recipes.launch.rundir import Run, claim, read_json
 from grpo_recipes.recipe import read_frozen
+from grpo_recipes.runs.rundir import Run, claim, read_json
 from grpo_recipes.sweep.folder import Sweep, queued
 
 TWO = ("seed=1..2",)

@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset
 
 from grpo_recipes import smoke
-from grpo_recipes.configs import GRPOConfig
+from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.trainers.grpo import GRPOTrainer
 
 from .tiny_training import ON_CPU, as_dataset

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from grpo_recipes import smoke
-from grpo_recipes.configs import GRPOConfig
+from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
 

@@ -22,11 +22,11 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from grpo_recipes import smoke
-from grpo_recipes.configs import GRPOConfig
-from grpo_recipes.launch.checkpoints import newest_complete
-from grpo_recipes.launch.rundir import stop_file
+from grpo_recipes.recipe.configs import GRPOConfig
+from grpo_recipes.runs.checkpoints import newest_complete
+from grpo_recipes.runs.rundir import stop_file
+from grpo_recipes.runs.stop_request import StoppedOnRequest
 from grpo_recipes.trainers.grpo import GRPOTrainer
-from grpo_recipes.trainers.stop import StoppedOnRequest
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 RANK = int(os.environ.get("RANK", "0"))

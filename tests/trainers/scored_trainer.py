@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset
 
 from grpo_recipes import smoke
-from grpo_recipes.configs import GRPOConfig
+from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.rewards.load import load_rewards
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.scoring import TooManyWithoutVerdict

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from grpo_recipes.launch.checkpoints import newest_complete, step_of
-from grpo_recipes.launch.rundir import move_rows_after, stop_file
-from grpo_recipes.trainers import stop as stop_module
+from grpo_recipes.runs import stop_request as stop_module
+from grpo_recipes.runs.checkpoints import newest_complete, step_of
+from grpo_recipes.runs.rundir import move_rows_after, stop_file
+from grpo_recipes.runs.stop_request import StoppedOnRequest, StopRequest
 from grpo_recipes.trainers.grpo import GRPOTrainer
-from grpo_recipes.trainers.stop import StoppedOnRequest, StopRequest
 
 from .tiny_training import different_characters, train
 

@@ -13,10 +13,10 @@ import torch
 from transformers import TrainerCallback
 
 from grpo_recipes.errors import Refused
-from grpo_recipes.launch.checkpoints import newest_complete
-from grpo_recipes.launch.rundir import stop_file
+from grpo_recipes.recipe.user_code import copy_source
+from grpo_recipes.runs.checkpoints import newest_complete
+from grpo_recipes.runs.rundir import stop_file
 from grpo_recipes.trainers.callbacks import load_callbacks
-from grpo_recipes.user_code import copy_source
 
 from .tiny_training import STEPS, train
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_recipes.launch.checkpoints import newest_complete
-from grpo_recipes.launch.rundir import stop_file
+from grpo_recipes.runs.checkpoints import newest_complete
+from grpo_recipes.runs.rundir import stop_file
+from grpo_recipes.runs.stop_request import StoppedOnRequest
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
-from grpo_recipes.trainers.stop import StoppedOnRequest
 
 from .fixed_completions import make_trainer, rows_of, weights_of
 from .resumed_ranks import StopAt

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_recipes.launch import digests
-from grpo_recipes.launch.checkpoints import damage, newest_complete, verified_checkpoint
-from grpo_recipes.launch.digests import digest_of
-from grpo_recipes.launch.rundir import move_rows_after
+from grpo_recipes.runs import digests
+from grpo_recipes.runs.checkpoints import damage, newest_complete, verified_checkpoint
+from grpo_recipes.runs.digests import digest_of
+from grpo_recipes.runs.rundir import move_rows_after
 from grpo_recipes.trainers.checkpoints import digested_saves
 
 from .tiny_training import train

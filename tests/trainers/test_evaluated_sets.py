@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from grpo_recipes.launch.rundir import finish_summary
 from grpo_recipes.report.read import read_table
+from grpo_recipes.runs.rundir import finish_summary
 
 from .evaluated_sets import OWN, evaluate_all, make_trainer, numbers, rewards_of
 

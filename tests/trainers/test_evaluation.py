@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from grpo_recipes.launch.checkpoints import newest_complete
-from grpo_recipes.launch.rundir import finish_summary, move_rows_after, stop_file
+from grpo_recipes.runs.checkpoints import newest_complete
+from grpo_recipes.runs.rundir import finish_summary, move_rows_after, stop_file
 from grpo_recipes.trainers.grpo import GRPOTrainer
 
 from .tiny_training import STEPS, different_characters, train

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback
 
-from grpo_recipes.launch.checkpoints import newest_complete
-from grpo_recipes.launch.rundir import stop_file
+from grpo_recipes.runs.checkpoints import newest_complete
+from grpo_recipes.runs.rundir import stop_file
 from grpo_recipes.trainers.grpo import GRPOTrainer
 
 from .evaluated_sets import make_trainer, numbers

@@ -15,7 +15,7 @@ import pytest
 import torch
 from exact_record import record
 
-from grpo_recipes.launch.checkpoints import publish
+from grpo_recipes.runs.checkpoints import publish
 
 from .resumed_ranks import GROUP, SHAPES, points, restarts
 from .tiny_training import different_characters, train

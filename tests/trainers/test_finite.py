@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from grpo_recipes.launch.checkpoints import complete_checkpoints
-from grpo_recipes.launch.rundir import read_metrics
+from grpo_recipes.runs.checkpoints import complete_checkpoints
+from grpo_recipes.runs.rundir import read_metrics
 from grpo_recipes.trainers.finite import MOST_SKIPPED, FiniteSteps, NotFinite, _own_part
 
 from .test_logprob_guard import difference

@@ -19,15 +19,15 @@ from trl import get_peft_config
 from trl.generation.vllm_generation import VLLMGeneration
 
 from grpo_recipes import smoke
-from grpo_recipes.configs import GRPOConfig, ModelConfig
 from grpo_recipes.errors import Refused
-from grpo_recipes.launch.checkpoints import newest_complete
-from grpo_recipes.launch.rundir import stop_file
+from grpo_recipes.recipe.configs import GRPOConfig, ModelConfig
+from grpo_recipes.runs.checkpoints import newest_complete
+from grpo_recipes.runs.rundir import stop_file
+from grpo_recipes.runs.stop_request import StoppedOnRequest
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.lora import check_adapter, load_lora_config, merged_parameters, refuse_shards
 from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
 from grpo_recipes.trainers.model import save_model
-from grpo_recipes.trainers.stop import StoppedOnRequest
 
 from .resumed_ranks import StopAt
 from .tiny_training import SUMS, as_dataset, different_characters

@@ -10,10 +10,10 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from grpo_recipes import smoke
-from grpo_recipes.configs import GRPOConfig
-from grpo_recipes.launch.checkpoints import newest_complete
+from grpo_recipes.recipe.configs import GRPOConfig
+from grpo_recipes.runs.checkpoints import newest_complete
+from grpo_recipes.runs.stop_request import StoppedOnRequest, StopRequest
 from grpo_recipes.trainers.grpo import GRPOTrainer
-from grpo_recipes.trainers.stop import StoppedOnRequest, StopRequest
 
 SUMS = [(a, b) for a in range(6) for b in range(2)]
 HELD_OUT = [(a, 7) for a in range(5)]

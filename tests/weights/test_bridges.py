@@ -12,8 +12,8 @@ pytest.importorskip("trl")
 from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
 
-from grpo_recipes.configs import GRPOConfig
-from grpo_recipes.keys import catalogue
+from grpo_recipes.recipe.configs import GRPOConfig
+from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.weights.bridges import BRIDGES, bridge_in_place
 from grpo_recipes.weights.client import BridgeClient, ClientSettings
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_recipes.configs import GRPOConfig
+from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.weights import bridges
 from grpo_recipes.weights.client import ServerError

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from datasets import Dataset, Features, Value, concatenate_datasets
 
-from grpo_recipes.configs import DatasetConfig, DatasetMixtureConfig, ScriptArguments
 from grpo_recipes.data.problems import BATCH_ROWS, Counts, Problems, collected, distinct, problems, prompt_key
 from grpo_recipes.data.rows import Fetched, open_rows
 from grpo_recipes.data.sources import mixture_source
 from grpo_recipes.errors import refuse
+from grpo_recipes.recipe.configs import DatasetConfig, DatasetMixtureConfig, ScriptArguments
 
 _KEY = "dataset_mixture"
 

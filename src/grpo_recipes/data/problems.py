@@ -10,12 +10,12 @@ from typing import Any
 
 from datasets import Dataset, Features, List, Value, concatenate_datasets
 
-from grpo_recipes.configs import ScriptArguments
 from grpo_recipes.data.rows import Rows, column_names, need_columns, told
 from grpo_recipes.data.sources import Source
 from grpo_recipes.data.values import Message, answer_of, chat_of
-from grpo_recipes.datafiles import RESERVED_COLUMNS
 from grpo_recipes.errors import refuse
+from grpo_recipes.recipe.configs import ScriptArguments
+from grpo_recipes.recipe.datafiles import RESERVED_COLUMNS
 
 Batch = dict[str, list[Any]]
 

@@ -10,7 +10,6 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from grpo_recipes.configs import ScriptArguments
 from grpo_recipes.data.mixture import mixed
 from grpo_recipes.data.problems import BATCH_ROWS, Counts, Problems, collected, distinct, problems
 from grpo_recipes.data.rendering import Renderer, use_template
@@ -18,6 +17,7 @@ from grpo_recipes.data.rows import Fetched, rows_of, told
 from grpo_recipes.data.sharing import prepared_once
 from grpo_recipes.data.sources import Source, eval_source, train_source
 from grpo_recipes.errors import Refused, refuse
+from grpo_recipes.recipe.configs import ScriptArguments
 
 
 @dataclass(frozen=True)

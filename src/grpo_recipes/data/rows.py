@@ -24,12 +24,12 @@ from datasets import (
 )
 from datasets.exceptions import DatasetNotFoundError, DatasetsError
 
-from grpo_recipes.configs import ScriptArguments
 from grpo_recipes.data.sources import Source
-from grpo_recipes.datafiles import BUILDERS, csv_columns, data_files, folder_kind, is_saved, split_name
 from grpo_recipes.errors import refuse
 from grpo_recipes.modebench.dataset import SCHEME, Settings, TooFew, rows
-from grpo_recipes.modebench.rules import too_few
+from grpo_recipes.recipe.check_modebench import too_few
+from grpo_recipes.recipe.configs import ScriptArguments
+from grpo_recipes.recipe.datafiles import BUILDERS, csv_columns, data_files, folder_kind, is_saved, split_name
 
 Rows = Dataset | IterableDataset
 # (hub id, configuration, split) -> folder of `save_to_disk` that an earlier `grpo fetch` left, or None.

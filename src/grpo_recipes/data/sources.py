@@ -6,9 +6,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_recipes.configs import DatasetConfig, ScriptArguments
-from grpo_recipes.datafiles import has_splits
 from grpo_recipes.errors import refuse
+from grpo_recipes.recipe.configs import DatasetConfig, ScriptArguments
+from grpo_recipes.recipe.datafiles import has_splits
 
 _COLUMN_KEYS = ("dataset_prompt_column", "dataset_solution_column")
 

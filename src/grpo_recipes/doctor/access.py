@@ -13,13 +13,13 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from grpo_recipes.doctor.finding import Finding, ok, problem, together, warning
 from grpo_recipes.doctor.machine import Machine
-from grpo_recipes.keys import ENVIRONMENT_KEYS
-from grpo_recipes.launch.ports import plan_ports
-from grpo_recipes.launch.resources import slurm_job
 from grpo_recipes.paths import shown
+from grpo_recipes.plan.ports import plan_ports
 from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS
+from grpo_recipes.runs.finding import Finding, ok, problem, together, warning
+from grpo_recipes.slurm.job import slurm_job
 
 HUB = "https://huggingface.co"
 WANDB = "https://api.wandb.ai"

@@ -6,10 +6,10 @@ import re
 import socket
 from dataclasses import dataclass
 
-from grpo_recipes.doctor.finding import Finding, ok, problem, warning
 from grpo_recipes.doctor.machine import Machine, NoAnswer
-from grpo_recipes.launch.resources import slurm_job
 from grpo_recipes.paths import home
+from grpo_recipes.runs.finding import Finding, ok, problem, warning
+from grpo_recipes.slurm.job import slurm_job
 
 # partition, its time limit, nodes, generic resources, state of the nodes, their names
 _SINFO = ("sinfo", "-h", "-o", "%R|%l|%D|%G|%T|%N")

@@ -7,9 +7,9 @@ import subprocess
 import sys
 from typing import Any
 
-from grpo_recipes.doctor.finding import Finding, ok, problem, warning
 from grpo_recipes.doctor.machine import Machine, NoAnswer
-from grpo_recipes.launch.environment import base_environment
+from grpo_recipes.plan.environment import base_environment
+from grpo_recipes.runs.finding import Finding, ok, problem, warning
 
 _TORCH = """
 import json, torch

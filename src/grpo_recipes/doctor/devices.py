@@ -7,9 +7,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_recipes.doctor.finding import Finding, ok, problem, warning
 from grpo_recipes.doctor.machine import Machine, NoAnswer
-from grpo_recipes.launch.resources import select_gpus
+from grpo_recipes.plan.devices import select_gpus
+from grpo_recipes.runs.finding import Finding, ok, problem, warning
 
 # Oldest driver branch for a CUDA major version (NVIDIA, CUDA minor version compatibility, table 1).
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_recipes.doctor.finding import OK, PROBLEM, WARNING, Finding, problem, warning
 from grpo_recipes.doctor.machine import NoAnswer
 from grpo_recipes.errors import Refused
+from grpo_recipes.runs.finding import OK, PROBLEM, WARNING, Finding, problem, warning
 from grpo_recipes.secrets import masked
 
 _MARKS = {OK: "ok", WARNING: "warn", PROBLEM: "PROBLEM"}

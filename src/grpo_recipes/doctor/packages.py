@@ -13,10 +13,10 @@ import sys
 from importlib.metadata import distributions
 from pathlib import Path
 
-from grpo_recipes.doctor.finding import Finding, ok, problem, together, warning
 from grpo_recipes.doctor.machine import Machine, installed
-from grpo_recipes.keys import catalogue_trl
 from grpo_recipes.paths import home, shown
+from grpo_recipes.recipe.keys import catalogue_trl
+from grpo_recipes.runs.finding import Finding, ok, problem, together, warning
 
 RECORD = "grpo-environment.json"
 _SETUP = "run make setup"

@@ -13,21 +13,22 @@ import psutil
 
 from grpo_recipes.doctor.access import hub_token
 from grpo_recipes.doctor.devices import visible
-from grpo_recipes.doctor.finding import OK, Finding, ok, problem, warning
 from grpo_recipes.doctor.limits import cgroup_memory
 from grpo_recipes.doctor.machine import Machine, existing
 from grpo_recipes.doctor.storage import SHARED_MEMORY
 from grpo_recipes.errors import Refused
+from grpo_recipes.fetch.assets import MODEL
 from grpo_recipes.fetch.gated import gated_note
-from grpo_recipes.fetch.pieces import MODEL
 from grpo_recipes.fetch.sources import Sources, find_sources
-from grpo_recipes.launch.plan import Plan, make_plan
-from grpo_recipes.launch.resources import find_resources
-from grpo_recipes.launch.say import gigabytes
-from grpo_recipes.launch.settle import planned_names
+from grpo_recipes.launch.resolve_run import planned_names
 from grpo_recipes.paths import shown
+from grpo_recipes.plan.devices import find_resources
+from grpo_recipes.plan.plan import make_plan
+from grpo_recipes.plan.types import Plan
+from grpo_recipes.process.say import gigabytes
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.tasks import asked_task, entry_of
+from grpo_recipes.recipe.tasks import asked_task, entry_of
+from grpo_recipes.runs.finding import OK, Finding, ok, problem, warning
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 # AdamW keeps two moments of the parameters' own dtype; a checkpoint holds them and the weights.

@@ -9,7 +9,6 @@ from grpo_recipes.doctor import (
     cluster,
     deep,
     devices,
-    endings,
     limits,
     packages,
     recipes,
@@ -17,10 +16,11 @@ from grpo_recipes.doctor import (
     storage,
     training,
 )
-from grpo_recipes.doctor.finding import Finding
 from grpo_recipes.doctor.machine import Machine
 from grpo_recipes.doctor.recipes import Case
-from grpo_recipes.doctor.rundirs import RunFiles
+from grpo_recipes.runs import endings
+from grpo_recipes.runs.find import RunFiles
+from grpo_recipes.runs.finding import Finding
 
 MACHINE: tuple[Callable[[Machine], Finding], ...] = (
     packages.environment,

@@ -8,12 +8,12 @@ import os
 import re
 from pathlib import Path
 
-from grpo_recipes.doctor.finding import Finding, ok, problem, warning
 from grpo_recipes.doctor.machine import Machine
-from grpo_recipes.keys import ENVIRONMENT_KEYS, nearest_of
-from grpo_recipes.launch.environment import READ_VARIABLES, base_environment
-from grpo_recipes.launch.rundir import code_state
 from grpo_recipes.paths import home
+from grpo_recipes.plan.environment import base_environment
+from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES, nearest_of
+from grpo_recipes.runs.finding import Finding, ok, problem, warning
+from grpo_recipes.runs.rundir import code_state
 
 # Variables of older versions that nothing reads any more, with what to set today.
 UNREAD_VARIABLES = {

@@ -11,12 +11,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from grpo_recipes.doctor.finding import Finding, ok, problem, together, warning
 from grpo_recipes.doctor.machine import Machine, existing
-from grpo_recipes.launch.say import gigabytes
-from grpo_recipes.launch.scratch import is_held, names_in_use, size_of
-from grpo_recipes.launch.segments import SHARED_MEMORY
 from grpo_recipes.paths import shown
+from grpo_recipes.process.say import gigabytes
+from grpo_recipes.process.scratch import is_held, names_in_use, size_of
+from grpo_recipes.process.segments import SHARED_MEMORY
+from grpo_recipes.runs.finding import Finding, ok, problem, together, warning
 
 LITTLE_SPACE = 20e9  # a 7B checkpoint is larger; a 1.5B one with its optimizer is about 9 GB
 FULL = 1e9

@@ -6,8 +6,8 @@ import json
 import statistics
 from collections import Counter
 
-from grpo_recipes.doctor.finding import Finding, ok, problem, warning
-from grpo_recipes.doctor.rundirs import RunFiles
+from grpo_recipes.runs.find import RunFiles
+from grpo_recipes.runs.finding import Finding, ok, problem, warning
 from grpo_recipes.runs.health import UNSCORED, ZERO_REWARD, Notice, notices_of
 
 _NOTHING = "no step was taken"

@@ -18,21 +18,21 @@ from typing import Any, TypeVar
 
 from accelerate.utils import broadcast_object_list
 
-from grpo_recipes.configs import ScriptArguments
 from grpo_recipes.data.rows import Fetched
 from grpo_recipes.errors import EXIT_STOPPED, Refused
-from grpo_recipes.evaluate.pass_at_k import pass_table
+from grpo_recipes.evaluate.baselines import baselines
 from grpo_recipes.evaluate.problems import BenchmarkProblem, load_problems
-from grpo_recipes.evaluate.registry import is_file
-from grpo_recipes.evaluate.sampling import Prompt, Sampling, Tokens, problem_seed, sample, sampling_keys
 from grpo_recipes.evaluate.scoring import MODEBENCH, Scorer, recipe_scorer
 from grpo_recipes.fetch.sources import fingerprint
-from grpo_recipes.launch.rundir import read_json, write_json
-from grpo_recipes.modebench.baselines import baselines
 from grpo_recipes.modebench.dataset import TASKS, Settings
 from grpo_recipes.modebench.metrics import mode_scores
 from grpo_recipes.modebench.verify import mode_of, problem_of
+from grpo_recipes.recipe.benchmark_names import is_file
+from grpo_recipes.recipe.configs import ScriptArguments
+from grpo_recipes.rollouts.sampling import Prompt, Sampling, Tokens, problem_seed, sample, sampling_keys
+from grpo_recipes.runs.rundir import read_json, write_json
 from grpo_recipes.secrets import masked
+from grpo_recipes.stats import pass_table
 
 _CHUNK = 256  # completions between two looks at the stop request; bounds the other ranks' wait too
 _Result = TypeVar("_Result")

@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.configs import ScriptArguments
 from grpo_recipes.data.rows import Fetched, read_rows, rows_of
 from grpo_recipes.data.sources import Source
 from grpo_recipes.data.values import Message, answer_of, chat_of
 from grpo_recipes.errors import refuse
-from grpo_recipes.evaluate.registry import (
+from grpo_recipes.modebench.dataset import TASKS
+from grpo_recipes.recipe.benchmark_names import (
     BENCHMARKS,
     SMOKE_BENCHMARK,
     Benchmark,
     benchmark_columns,
     is_file,
 )
-from grpo_recipes.launch.plan import smoke_folder
-from grpo_recipes.modebench.dataset import TASKS
+from grpo_recipes.recipe.configs import ScriptArguments
+from grpo_recipes.smoke import smoke_folder
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _KEYS = ("benchmarks", "benchmarks")

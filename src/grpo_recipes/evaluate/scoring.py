@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_recipes.evaluate.problems import BenchmarkProblem
-from grpo_recipes.rewards.registry import ACCURACY, make_reward
-from grpo_recipes.rewards.watched import WatchedReward
+from grpo_recipes.recipe.reward_names import ACCURACY, make_reward
+from grpo_recipes.rewards.wrapper import WatchedReward
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from grpo_recipes.configs import ScriptArguments
 from grpo_recipes.evaluate.benchmarks import UNTRAINED, Runner
 from grpo_recipes.evaluate.scoring import MODEBENCH
 from grpo_recipes.modebench.dataset import TASKS
+from grpo_recipes.recipe.configs import ScriptArguments
 
 
 class UntrainedBenchmarks(TrainerCallback):

@@ -30,10 +30,10 @@ from huggingface_hub.errors import (
 )
 
 from grpo_recipes.errors import Refused, refuse
+from grpo_recipes.fetch.assets import MODEL, Piece
 from grpo_recipes.fetch.files import wanted_files
 from grpo_recipes.fetch.gated import how_to_get_access
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, INTERRUPTED, human
-from grpo_recipes.fetch.pieces import MODEL, Piece
 from grpo_recipes.fetch.records import Record, dataset_folder, folder_files, make_record, write_record
 from grpo_recipes.secrets import masked
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from grpo_recipes.fetch.gated import HUB
-from grpo_recipes.launch.network import address_reachable
+from grpo_recipes.process.network import address_reachable
 
 EXIT_INTERRUPTED = 130
 INTERRUPTED = "grpo: interrupted; run it again: what came is kept"

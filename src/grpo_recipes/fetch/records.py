@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from grpo_recipes.fetch.pieces import Piece
-from grpo_recipes.launch.rundir import write_json
+from grpo_recipes.fetch.assets import Piece
 from grpo_recipes.paths import cache_root
+from grpo_recipes.runs.rundir import write_json
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.check import SMOKE_SCHEME
 from grpo_recipes.errors import refuse
-from grpo_recipes.fetch.pieces import MODEL, Piece, local_pieces_of, pieces_of
+from grpo_recipes.fetch.assets import MODEL, Piece, local_pieces_of, pieces_of
 from grpo_recipes.fetch.records import Record, find_record
-from grpo_recipes.launch.digests import rewriting
-from grpo_recipes.launch.plan import smoke_folder
-from grpo_recipes.launch.rundir import Run, read_json, write_json
 from grpo_recipes.modebench.dataset import SCHEME as MODEBENCH_SCHEME
 from grpo_recipes.modebench.dataset import Settings
 from grpo_recipes.recipe import Recipe
+from grpo_recipes.runs.digests import rewriting
+from grpo_recipes.runs.rundir import Run, read_json, write_json
+from grpo_recipes.smoke import SMOKE_SCHEME, smoke_folder
 
 Lookup = Callable[[str, str | None, str], Path | None]
 _OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")

@@ -7,19 +7,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_recipes.errors import Refused
-from grpo_recipes.launch.checkpoints import newest_complete, step_of
-from grpo_recipes.launch.environment import base_environment, run_environment, wandb_environment
 from grpo_recipes.launch.freeze import SUBMITTED, keep
 from grpo_recipes.launch.nodes import Agents
-from grpo_recipes.launch.plan import Names, Plan
-from grpo_recipes.launch.resources import Resources
-from grpo_recipes.launch.rundir import Run, move_rows_after, no_requeue_file, read_json, stop_file, write_json
-from grpo_recipes.launch.say import say
-from grpo_recipes.launch.scratch import Scratch, make_scratch, remove_dead_scratch
-from grpo_recipes.launch.settle import note_job
+from grpo_recipes.launch.resolve_run import note_job
 from grpo_recipes.paths import shown
+from grpo_recipes.plan.devices import Resources
+from grpo_recipes.plan.environment import base_environment, run_environment, wandb_environment
+from grpo_recipes.plan.types import Names, Plan
+from grpo_recipes.process.say import say
+from grpo_recipes.process.scratch import Scratch, make_scratch, remove_dead_scratch
 from grpo_recipes.publish.publisher import Publisher
 from grpo_recipes.recipe import Recipe
+from grpo_recipes.runs.checkpoints import newest_complete, step_of
+from grpo_recipes.runs.rundir import Run, move_rows_after, no_requeue_file, read_json, stop_file, write_json
 
 
 @dataclass

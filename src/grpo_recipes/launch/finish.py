@@ -5,20 +5,19 @@ from __future__ import annotations
 import shlex
 import sys
 
-from grpo_recipes.doctor.advice import advice
 from grpo_recipes.errors import EXIT_STOPPED
-from grpo_recipes.evaluate.pass_at_k import result_line
 from grpo_recipes.launch.attempt import Attempt, newest_step
-from grpo_recipes.launch.checkpoints import newest_complete
-from grpo_recipes.launch.requeue import requeue, why_no_requeue
-from grpo_recipes.launch.resources import SlurmJob
-from grpo_recipes.launch.rundir import finish_summary, no_requeue_file, read_json, read_metrics
-from grpo_recipes.launch.say import say
 from grpo_recipes.launch.supervisor import Ending, tail
 from grpo_recipes.paths import shown
+from grpo_recipes.process.say import say
 from grpo_recipes.publish.publisher import hand_over
 from grpo_recipes.report.single import report_line
+from grpo_recipes.runs.advice import advice
+from grpo_recipes.runs.checkpoints import newest_complete
 from grpo_recipes.runs.health import notices_of
+from grpo_recipes.runs.rundir import finish_summary, no_requeue_file, read_json, read_metrics
+from grpo_recipes.slurm.job import SlurmJob, requeue, why_no_requeue
+from grpo_recipes.stats import result_line
 
 
 def finish(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob | None) -> int:

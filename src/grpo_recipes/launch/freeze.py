@@ -12,14 +12,15 @@ from pathlib import Path
 
 from grpo_recipes.errors import refuse
 from grpo_recipes.fetch.sources import find_sources, record_sources
-from grpo_recipes.launch.digests import rewriting
-from grpo_recipes.launch.plan import Names, Plan, make_plan
-from grpo_recipes.launch.resources import Resources
-from grpo_recipes.launch.rundir import FROZEN_CODE, Run, frozen_hash, new_run_in, write_json, write_whole
 from grpo_recipes.paths import CODE_VARIABLE, cache_root, home, shown
+from grpo_recipes.plan.devices import Resources
+from grpo_recipes.plan.plan import make_plan
+from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.user_code import copy_source
 from grpo_recipes.rewards.load import keep_rewards
-from grpo_recipes.user_code import copy_source
+from grpo_recipes.runs.digests import rewriting
+from grpo_recipes.runs.rundir import FROZEN_CODE, Run, frozen_hash, new_run_in, write_json, write_whole
 
 SUBMITTED = "submitted"  # status of a run that no launch has started yet
 _COPIED = ("src", "requirements", "training.sh")
@@ -44,7 +45,7 @@ def freeze(recipe: Recipe, names: Names, resources: Resources, entry: str, envir
     """
     sources = find_sources(recipe, environment)
     plan = make_plan(recipe, resources, environment, names, entry, sources=sources)
-    run = new_run_in(names.run_dir.absolute(), names.run, names.timestamp, resources)
+    run = new_run_in(names.run_dir.absolute(), names.run, names.timestamp, resources.facts())
     if run is None:
         what = f"{shown(names.run_dir)} exists: another run has just taken that name"
         raise refuse("run_name", what, "submit again, or set another run_name")

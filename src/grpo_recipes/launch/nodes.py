@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import Refused, refuse
-from grpo_recipes.launch.agent import MARK
-from grpo_recipes.launch.commands import Process
-from grpo_recipes.launch.descendants import OWN_CHILDREN
-from grpo_recipes.launch.environment import SRUN_OPTIONS
-from grpo_recipes.launch.rundir import dump_request, stop_file
-from grpo_recipes.launch.say import say
+from grpo_recipes.launch.node_worker import MARK
 from grpo_recipes.launch.supervisor import Child, Lost, RankSeen
+from grpo_recipes.plan.types import Process
+from grpo_recipes.process.descendants import OWN_CHILDREN
+from grpo_recipes.process.say import say
+from grpo_recipes.recipe.keys import SRUN_OPTIONS
+from grpo_recipes.runs.rundir import dump_request, stop_file
 
 ANSWER_SECONDS = 60.0
 START_SECONDS = 180.0  # the first report of an agent: Python read from a cold file system
@@ -230,7 +230,7 @@ def srun_command(count: int, environment: Mapping[str, str]) -> list[str]:
         "--export=ALL",  # a job submitted with --export=NONE would start the agents without an environment
         f"--chdir={os.getcwd()}",
         *further,
-        sys.executable, "-m", "grpo_recipes.launch.agent",
+        sys.executable, "-m", "grpo_recipes.launch.node_worker",
     ]  # fmt: skip
 
 

@@ -8,24 +8,23 @@ import signal
 import subprocess
 import traceback
 
-from grpo_recipes.check import SMOKE_SCHEME
 from grpo_recipes.errors import EXIT_STOPPED, Refused
-from grpo_recipes.fetch.pieces import smoke_command
 from grpo_recipes.launch.attempt import Attempt, go_back, say_start
-from grpo_recipes.launch.checkpoints import verified_checkpoint
-from grpo_recipes.launch.commands import Process
-from grpo_recipes.launch.descendants import end_descendants, reap
+from grpo_recipes.launch.monitor import Watch
 from grpo_recipes.launch.nodes import RemoteChild, Trainers
-from grpo_recipes.launch.prctl import become_subreaper
 from grpo_recipes.launch.restarts import Next, Restarts
-from grpo_recipes.launch.rundir import count_server_restart, stop_file, sync_folder, write_json, write_last_json
-from grpo_recipes.launch.say import say
-from grpo_recipes.launch.server import NotReady, server_state_file, wait_until_ready
 from grpo_recipes.launch.signals import StoppedAtOnce, StopSignals
 from grpo_recipes.launch.supervisor import Child, Ending, Trainer, shell_code, trainer_ending, wait_for_trainer
-from grpo_recipes.launch.watch import Watch
 from grpo_recipes.paths import shown
+from grpo_recipes.plan.server import NotReady, server_state_file, wait_until_ready
+from grpo_recipes.plan.types import Process
+from grpo_recipes.process.descendants import end_descendants, reap
+from grpo_recipes.process.prctl import become_subreaper
+from grpo_recipes.process.say import say
+from grpo_recipes.runs.checkpoints import verified_checkpoint
+from grpo_recipes.runs.rundir import count_server_restart, stop_file, sync_folder, write_json, write_last_json
 from grpo_recipes.secrets import masked
+from grpo_recipes.smoke import SMOKE_SCHEME, smoke_command
 
 
 def supervise(attempt: Attempt, stop: StopSignals) -> Ending:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, replace
 
-from grpo_recipes.launch.server import RECONNECTING
 from grpo_recipes.launch.supervisor import Ending
+from grpo_recipes.recipe.bridges import RECONNECTING
 
 
 class Next(enum.Enum):

@@ -10,26 +10,25 @@ from grpo_recipes.errors import refuse
 from grpo_recipes.fetch.preflight import need_sources
 from grpo_recipes.fetch.sources import Sources, find_sources, record_sources
 from grpo_recipes.launch.attempt import Attempt, prepare
-from grpo_recipes.launch.checkpoints import verified_checkpoint
-from grpo_recipes.launch.disk import need_room
-from grpo_recipes.launch.environment import base_environment, run_environment, wandb_environment
 from grpo_recipes.launch.finish import end_without_run, finish
-from grpo_recipes.launch.network import need_wandb_route
 from grpo_recipes.launch.nodes import Agents
-from grpo_recipes.launch.plan import describe, make_plan, server_host
-from grpo_recipes.launch.ports import free_ports, plan_ports
+from grpo_recipes.launch.preflight_network import need_wandb_route, survey
 from grpo_recipes.launch.processes import supervise
-from grpo_recipes.launch.resources import Resources, find_resources
-from grpo_recipes.launch.rundir import Run, claim
-from grpo_recipes.launch.say import say
-from grpo_recipes.launch.scratch import Scratch
-from grpo_recipes.launch.settle import Options, make_run, names_of, need_same_data, need_same_world, settle
+from grpo_recipes.launch.resolve_run import Options, make_run, names_of, need_same_data, need_same_world, settle
 from grpo_recipes.launch.signals import StoppedAtOnce, StopSignals
-from grpo_recipes.launch.survey import survey
 from grpo_recipes.paths import shown
+from grpo_recipes.plan.devices import Resources, find_resources
+from grpo_recipes.plan.disk import need_room
+from grpo_recipes.plan.environment import base_environment, run_environment, wandb_environment
+from grpo_recipes.plan.plan import describe, make_plan, server_host
+from grpo_recipes.plan.ports import free_ports, plan_ports
+from grpo_recipes.process.say import say
+from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.publish.preflight import need_target
 from grpo_recipes.publish.publisher import make_publisher
 from grpo_recipes.recipe import Recipe
+from grpo_recipes.runs.checkpoints import verified_checkpoint
+from grpo_recipes.runs.rundir import Run, claim
 from grpo_recipes.secrets import masked_environment
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import EXIT_STOPPED
-from grpo_recipes.launch.say import say
 from grpo_recipes.launch.supervisor import Ending
+from grpo_recipes.process.say import say
 
 _ENDED_BY_SLURM_SOON = (signal.SIGTERM, signal.SIGHUP)
 

@@ -17,10 +17,10 @@ from typing import Any, Protocol
 import psutil
 
 from grpo_recipes.errors import EXIT_STOPPED
-from grpo_recipes.launch.commands import Process
-from grpo_recipes.launch.descendants import OWN_CHILDREN, descendants, end_all, is_alive, reap
-from grpo_recipes.launch.rundir import read_json
-from grpo_recipes.launch.scratch import Scratch
+from grpo_recipes.plan.types import Process
+from grpo_recipes.process.descendants import OWN_CHILDREN, descendants, end_all, is_alive, reap
+from grpo_recipes.process.scratch import Scratch
+from grpo_recipes.runs.rundir import read_json
 from grpo_recipes.secrets import masked
 
 _COMMAND_NAMES = {"server": "the vLLM API server", "trainer": "accelerate launch"}
@@ -115,9 +115,9 @@ class Child:
         self._record = self._records / f"{process.name}.json"
         self._record.unlink(missing_ok=True)
         warden = [
-            sys.executable, "-m", "grpo_recipes.launch.warden", "--role", process.name, "--run-dir", str(run_dir),
-            "--scratch", str(scratch.disk), str(scratch.memory), "--launcher", str(os.getpid()),
-            "--log", str(self.log), "--node", str(process.node), "--", *process.argv,
+            sys.executable, "-m", "grpo_recipes.launch.process_guard", "--role", process.name,
+            "--run-dir", str(run_dir), "--scratch", str(scratch.disk), str(scratch.memory),
+            "--launcher", str(os.getpid()), "--log", str(self.log), "--node", str(process.node), "--", *process.argv,
         ]  # fmt: skip
         self._popen = subprocess.Popen(
             warden, env=environment, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=scratch.locks

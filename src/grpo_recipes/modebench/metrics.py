@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_recipes.evaluate.pass_at_k import mean_with_interval
+from grpo_recipes.stats import mean_with_interval
 
 Scores = dict[str, Any]
 

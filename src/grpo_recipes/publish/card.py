@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from grpo_recipes.launch.rundir import read_json, read_metrics
+from grpo_recipes.runs.rundir import read_json, read_metrics
 from grpo_recipes.secrets import masked
 
 _MOST_ROWS = 12

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_recipes.errors import refuse
 from grpo_recipes.fetch.hub import endpoint, hub_answers, told_offline
-from grpo_recipes.publish.rules import repository
 from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.check_publishing import repository
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

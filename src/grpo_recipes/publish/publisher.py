@@ -11,15 +11,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.launch.checkpoints import complete_checkpoints, is_complete, newest_complete, step_of
-from grpo_recipes.launch.descendants import OWN_CHILDREN
-from grpo_recipes.launch.environment import base_environment, hub_environment
-from grpo_recipes.launch.rundir import finish_summary, read_json, write_json
 from grpo_recipes.paths import shown
+from grpo_recipes.plan.environment import base_environment, hub_environment
+from grpo_recipes.process.descendants import OWN_CHILDREN
 from grpo_recipes.publish.card import card_of
 from grpo_recipes.publish.preflight import Target
 from grpo_recipes.publish.push import WAITS, Job, wait_for
 from grpo_recipes.publish.stage import stage
+from grpo_recipes.runs.checkpoints import complete_checkpoints, is_complete, newest_complete, step_of
+from grpo_recipes.runs.rundir import finish_summary, read_json, write_json
 from grpo_recipes.secrets import masked
 
 _LOOK_SECONDS = 1.0

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.launch.prctl import die_with_parent
-from grpo_recipes.launch.rundir import write_json
+from grpo_recipes.process.prctl import die_with_parent
+from grpo_recipes.runs.rundir import write_json
 from grpo_recipes.secrets import masked
 
 WAITS = (5.0, 20.0)  # seconds between attempts

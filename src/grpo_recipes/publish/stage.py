@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from grpo_recipes.launch.checkpoints import is_complete
+from grpo_recipes.runs.checkpoints import is_complete
 
 _MODEL_SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja")
 

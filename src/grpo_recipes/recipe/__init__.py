@@ -13,9 +13,9 @@ from typing import Any
 import yaml
 
 from grpo_recipes.errors import Problem, Refused
-from grpo_recipes.keys import ALIASES, ENVIRONMENT_KEYS, OBSOLETE_KEYS, OWNED_KEYS, catalogue, nearest
 from grpo_recipes.recipe.document import read_document
 from grpo_recipes.recipe.flags import read_flags
+from grpo_recipes.recipe.keys import ALIASES, ENVIRONMENT_KEYS, OBSOLETE_KEYS, OWNED_KEYS, catalogue, nearest
 from grpo_recipes.recipe.values import Raw, as_bool, typed
 from grpo_recipes.secrets import secret_value
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from grpo_recipes.errors import Problem
-from grpo_recipes.keys import catalogue
+from grpo_recipes.recipe.keys import catalogue
 
 
 def read_flags(flags: Iterable[str], problems: list[Problem]) -> list[tuple[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from grpo_recipes.errors import Problem
-from grpo_recipes.keys import nearest_of, nested_catalogue
+from grpo_recipes.recipe.keys import nearest_of, nested_catalogue
 
 Entry = Mapping[str, Any]
 Path = tuple[str | int, ...]

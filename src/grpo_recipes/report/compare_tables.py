@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_recipes.evaluate.pass_at_k import score_names
 from grpo_recipes.report.curves import known
 from grpo_recipes.report.groups import Group, differing_keys, half_interval, recipe_value, seed_of, spread
 from grpo_recipes.report.markup import Html, element
@@ -13,6 +12,7 @@ from grpo_recipes.report.outcome import numbers
 from grpo_recipes.report.read import RunRecord, number
 from grpo_recipes.report.tables import BASELINES, baselines_of, score_bounds, score_text, table, value
 from grpo_recipes.report.units import NOTHING, duration, percent, short
+from grpo_recipes.stats import score_names
 
 
 def run_table(groups: Sequence[Group]) -> Html:

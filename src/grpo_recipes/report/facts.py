@@ -7,13 +7,13 @@ import time
 from typing import Any
 
 from grpo_recipes.errors import EXIT_STOPPED
-from grpo_recipes.launch.checkpoints import newest_complete
 from grpo_recipes.paths import shown
 from grpo_recipes.report.curves import known
 from grpo_recipes.report.markup import Html, element
 from grpo_recipes.report.outcome import Numbers, numbers, verdict
 from grpo_recipes.report.read import RunRecord
 from grpo_recipes.report.units import TIMES, duration, short, signed
+from grpo_recipes.runs.checkpoints import newest_complete
 
 _MARKS = {"completed": "✓", "running": "●", "stopped": "■", "requeued": "↻", "failed": "✕"}
 _SILENT_SECONDS = 900.0  # and ten usual steps, without a row: a running run may be dead

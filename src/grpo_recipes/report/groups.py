@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_recipes.keys import catalogue
 from grpo_recipes.paths import shown
+from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.report.chart import Curve
 from grpo_recipes.report.curves import MOST_POINTS, known, mean, smooth, window_of
 from grpo_recipes.report.read import Column, RunRecord, Table

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.evaluate.pass_at_k import score_names
 from grpo_recipes.report.blocks import interval, meter
 from grpo_recipes.report.markup import Html, element
 from grpo_recipes.report.plots import PHASES
 from grpo_recipes.report.read import RunRecord, Setting, number
 from grpo_recipes.report.units import NOTHING, TIMES, duration, percent, short
 from grpo_recipes.secrets import masked_environment
+from grpo_recipes.stats import score_names
 
 _MEANINGS = {
     "sample": "waiting for completions",

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.paths import shown
+from grpo_recipes.recipe.reward_names import IN_CHILDREN, REWARDS, Reward, make_reward
+from grpo_recipes.recipe.user_code import copy_path, copy_source, load_object, source_path, split_spec
 from grpo_recipes.rewards.children import ChildReward, ChildRewards
 from grpo_recipes.rewards.records import LimitRecords
-from grpo_recipes.rewards.registry import IN_CHILDREN, REWARDS, Reward, make_reward
-from grpo_recipes.rewards.watched import BatchReward, IsolatedReward
-from grpo_recipes.user_code import copy_path, copy_source, load_object, source_path, split_spec
+from grpo_recipes.rewards.wrapper import BatchReward, IsolatedReward
 
 _COPIES = "rewards"  # folder of the run directory
 

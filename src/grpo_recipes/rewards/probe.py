@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_recipes.modebench.verify import is_problem, right_answers, wrong_answers
+from grpo_recipes.recipe.reward_names import ACCURACY, REWARDS
 from grpo_recipes.rewards.answers import same
 from grpo_recipes.rewards.children import Verdict
-from grpo_recipes.rewards.registry import ACCURACY, REWARDS
 
 TAG, TAGGED_BOX, BOX = "<answer>%s</answer>", r"<answer>\boxed{%s}</answer>", r"\boxed{%s}"
 _LAST_NUMBER = re.compile(r"[0-9]+(?=[^0-9]*$)")

@@ -1,1 +1,1 @@
-"""A run directory and what can be read from it."""
+"""Write, find and read run directories, and judge what they hold."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from grpo_recipes.weights.fingerprint import fingerprint
+from grpo_recipes.server.fingerprint import fingerprint
 
 # A child of vLLM's own logger: only those reach the server's log.
 logger = init_logger("vllm.grpo_recipes")

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import Problem, Refused
-from grpo_recipes.keys import nearest_of
 from grpo_recipes.recipe.document import read_document
+from grpo_recipes.recipe.keys import nearest_of
 from grpo_recipes.recipe.values import Raw, typed
 from grpo_recipes.secrets import secret_name, secret_value
 

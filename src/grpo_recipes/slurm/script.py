@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_recipes.launch.environment import SRUN_OPTIONS
+from grpo_recipes.recipe.keys import SRUN_OPTIONS
 from grpo_recipes.slurm.profile import Profile
 
 # Module and conda code reads unset variables and ignores failures, so the script sets neither -u nor -e.

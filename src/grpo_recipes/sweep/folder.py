@@ -16,14 +16,14 @@ from typing import Any
 
 from grpo_recipes.errors import refuse
 from grpo_recipes.launch.freeze import freeze
-from grpo_recipes.launch.plan import Names
-from grpo_recipes.launch.resources import Resources
-from grpo_recipes.launch.rundir import code_state, read_json, timestamp, write_json
 from grpo_recipes.paths import shown
+from grpo_recipes.plan.devices import Resources
+from grpo_recipes.plan.types import Names
 from grpo_recipes.recipe import Recipe, Value
+from grpo_recipes.recipe.tasks import entry_of
+from grpo_recipes.runs.rundir import code_state, read_json, timestamp, write_json
 from grpo_recipes.secrets import masked
-from grpo_recipes.sweep.cells import Cell, Question
-from grpo_recipes.tasks import entry_of
+from grpo_recipes.sweep.trials import Cell, Question
 
 RECORD = "sweep.json"
 FOLDER = "sweeps"  # under run_root

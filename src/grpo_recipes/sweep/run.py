@@ -10,18 +10,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_recipes.errors import Refused, refuse
-from grpo_recipes.launch.plan import Plan, make_plan
-from grpo_recipes.launch.resources import Resources, find_resources
-from grpo_recipes.launch.rundir import Run, claim, code_state, is_claimed
-from grpo_recipes.launch.say import print_line, say
-from grpo_recipes.launch.settle import planned_names
+from grpo_recipes.launch.resolve_run import planned_names
+from grpo_recipes.launch.submission import need_environment, on_scratch, prepare, site_environment, site_resources
 from grpo_recipes.paths import shown
+from grpo_recipes.plan.devices import Resources, find_resources
+from grpo_recipes.plan.plan import make_plan
+from grpo_recipes.plan.types import Plan
+from grpo_recipes.process.say import print_line, say
+from grpo_recipes.recipe.tasks import entry_of
+from grpo_recipes.runs.rundir import Run, claim, code_state, is_claimed
 from grpo_recipes.slurm.profile import Profile
 from grpo_recipes.slurm.sbatch import MaybeSubmitted
-from grpo_recipes.slurm.submission import need_environment, on_scratch, prepare, site_environment, site_resources
 from grpo_recipes.sweep.array import submit_array, task_index
-from grpo_recipes.sweep.axes import is_number
-from grpo_recipes.sweep.cells import Cell, Question, flags_of, for_each, make_cells
 from grpo_recipes.sweep.folder import (
     COMPLETED,
     GONE,
@@ -35,8 +35,9 @@ from grpo_recipes.sweep.folder import (
 )
 from grpo_recipes.sweep.page import write_sweep
 from grpo_recipes.sweep.results import text_table
-from grpo_recipes.sweep.turns import Relay, run_cell, run_in_turn
-from grpo_recipes.tasks import entry_of
+from grpo_recipes.sweep.sequential import Relay, run_cell, run_in_turn
+from grpo_recipes.sweep.spec import is_number
+from grpo_recipes.sweep.trials import Cell, Question, flags_of, for_each, make_cells
 
 
 @dataclass(frozen=True)

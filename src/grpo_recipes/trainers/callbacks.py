@@ -9,7 +9,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from grpo_recipes.errors import refuse
-from grpo_recipes.user_code import load_object
+from grpo_recipes.recipe.user_code import load_object
 
 
 def load_callbacks(specs: Iterable[str], copies: Path | None = None) -> list[TrainerCallback]:

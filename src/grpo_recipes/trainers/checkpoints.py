@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 import torch
 from accelerate.utils import gather_object
 
-from grpo_recipes.launch.checkpoints import flush, is_complete, prune, publish
-from grpo_recipes.launch.digests import new_digest
+from grpo_recipes.runs.checkpoints import flush, is_complete, prune, publish
+from grpo_recipes.runs.digests import new_digest
 
 # Under DDP on CPU optimizer.pt is loaded with map_location "cpu:0", which torch cannot restore.
 torch.serialization.register_package(5, lambda obj: None, lambda obj, where: obj if where.startswith("cpu:") else None)

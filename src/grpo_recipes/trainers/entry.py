@@ -7,18 +7,20 @@ from pathlib import Path
 import torch
 from trl import TrlParser
 
-from grpo_recipes.configs import CONFIGS
 from grpo_recipes.data import load_eval_prompts, load_prompts
 from grpo_recipes.evaluate.benchmarks import run_benchmarks
 from grpo_recipes.evaluate.untrained import UntrainedBenchmarks
 from grpo_recipes.fetch.sources import fetched_sets
-from grpo_recipes.launch.checkpoints import newest_complete
+from grpo_recipes.recipe.configs import CONFIGS
 from grpo_recipes.rewards.load import load_rewards
+from grpo_recipes.runs.checkpoints import newest_complete
+from grpo_recipes.runs.stop_request import StoppedOnRequest, StopRequest
+from grpo_recipes.trainers.barrier import meet
 from grpo_recipes.trainers.callbacks import load_callbacks
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.lora import load_lora_config
-from grpo_recipes.trainers.meet import meet
 from grpo_recipes.trainers.model import load_tokenizer, model_init_kwargs, save_model
+from grpo_recipes.trainers.preemption import agreed, before_a_step
 from grpo_recipes.trainers.rank import (
     allow_fsdp_on_cpu,
     check_sharing,
@@ -27,8 +29,6 @@ from grpo_recipes.trainers.rank import (
     rank_record,
     run_folder,
 )
-from grpo_recipes.trainers.stop import StoppedOnRequest, StopRequest
-from grpo_recipes.trainers.stopping import agreed, before_a_step
 
 
 def train(trainer_class: type[GRPOTrainer]) -> None:

@@ -19,10 +19,10 @@ from accelerate.data_loader import IterableDatasetShard
 from accelerate.utils import broadcast_object_list, set_seed
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 
-from grpo_recipes.launch.rundir import read_rows
+from grpo_recipes.runs.rundir import read_rows
+from grpo_recipes.runs.stop_request import Stopped
 from grpo_recipes.trainers.metrics import json_number
 from grpo_recipes.trainers.random_states import random_states, set_random_states
-from grpo_recipes.trainers.stop import Stopped
 
 _LEFT_OUT = "model_preparation_time"  # transformers', of the first evaluation of a process
 _UNNAMED = "other"  # a set that was passed without a metric_key_prefix

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from grpo_recipes.configs import GRPOConfig
-from grpo_recipes.launch.checkpoints import newest_complete
+from grpo_recipes.recipe.configs import GRPOConfig
+from grpo_recipes.runs.checkpoints import newest_complete
 
 # fp16 begins with gradients times 65536 and halves that factor with each step it has to skip: after 17 it is below 1.
 MOST_SKIPPED = 20

@@ -14,20 +14,20 @@ import torch
 import trl
 from accelerate.utils import broadcast_object_list, is_peft_model
 
-from grpo_recipes.configs import GRPOConfig
-from grpo_recipes.launch.server import seeds_sampling, server_state_file
+from grpo_recipes.plan.server import seeds_sampling, server_state_file
+from grpo_recipes.recipe.configs import GRPOConfig
+from grpo_recipes.trainers.advantages import Weighing
 from grpo_recipes.trainers.checkpoints import CompleteCheckpoints
-from grpo_recipes.trainers.control import Controllers
 from grpo_recipes.trainers.evaluation import Evaluation
 from grpo_recipes.trainers.exact_resume import ExactResume
 from grpo_recipes.trainers.finite import FiniteSteps
+from grpo_recipes.trainers.kl_controller import Controllers
 from grpo_recipes.trainers.lora import merged_parameters, refuse_shards
 from grpo_recipes.trainers.metrics import MetricsRows
+from grpo_recipes.trainers.preemption import Stopping
 from grpo_recipes.trainers.reference import SyncedReference, loaded_by_every_rank
 from grpo_recipes.trainers.samples import SampledTexts
 from grpo_recipes.trainers.scoring import Scoring
-from grpo_recipes.trainers.stopping import Stopping
-from grpo_recipes.trainers.weighing import Weighing
 from grpo_recipes.weights.bridges import bridge_in_place
 from grpo_recipes.weights.client import ClientSettings
 from grpo_recipes.weights.guard import TOLERANCES, WeightsDiffer, logprob_verdict

@@ -16,8 +16,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from grpo_recipes.configs import ModelConfig
 from grpo_recipes.errors import refuse
+from grpo_recipes.recipe.configs import ModelConfig
 from grpo_recipes.trainers.rank import shards_weights
 
 _ALL_LINEAR = "all-linear"

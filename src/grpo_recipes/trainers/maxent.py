@@ -27,9 +27,9 @@ from grpo_recipes.algorithms.maxent import (
     tempered_weights,
     weight_entropy,
 )
-from grpo_recipes.configs import GRPOConfig
-from grpo_recipes.objectives import OBJECTIVES, SCALE_REWARDS, Objective
-from grpo_recipes.rewards.registry import ACCURACY
+from grpo_recipes.recipe.configs import GRPOConfig
+from grpo_recipes.recipe.objectives import OBJECTIVES, SCALE_REWARDS, Objective
+from grpo_recipes.recipe.reward_names import ACCURACY
 from grpo_recipes.trainers.grpo import GRPOTrainer
 
 _RIGHT = 1.0 - 1e-6  # least accuracy reward of a right answer

@@ -10,7 +10,7 @@ from typing import Any
 from accelerate.utils import is_peft_model
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from grpo_recipes.configs import GRPOConfig, ModelConfig
+from grpo_recipes.recipe.configs import GRPOConfig, ModelConfig
 from grpo_recipes.trainers.lora import save_merged
 
 

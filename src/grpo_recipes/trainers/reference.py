@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
-from grpo_recipes.configs import GRPOConfig
+from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.trainers.rank import shards_weights
 
 _RANK_0_LOADS = "FSDP_CPU_RAM_EFFICIENT_LOADING"

@@ -13,7 +13,7 @@ from accelerate.utils import gather_object
 
 from grpo_recipes.rewards.children.batch import GIVEN_UP
 from grpo_recipes.rewards.text import completion_text
-from grpo_recipes.rewards.watched import WatchedReward
+from grpo_recipes.rewards.wrapper import WatchedReward
 from grpo_recipes.secrets import masked
 
 _SLOW_SHARE = 0.5  # of the limit

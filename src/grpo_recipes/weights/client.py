@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 import torch
 from trl.generation.vllm_client import VLLMClient
 
-from grpo_recipes.launch.server import RECONNECTING
+from grpo_recipes.recipe.bridges import RECONNECTING
 from grpo_recipes.server.activity import ACTIVITY_PATH
-from grpo_recipes.weights.fingerprint import fingerprint
+from grpo_recipes.server.fingerprint import fingerprint
 from grpo_recipes.weights.guard import WeightsDiffer, checksum_verdict, differing, held_name
 from grpo_recipes.weights.restarts import GenerationAborted, ServerRestarts
 from grpo_recipes.weights.seeded import REQUESTS, Hold, sample_each
@@ -44,7 +44,7 @@ class ClientSettings:
         guard: whether to compare checksums after every sync.
         seed: run seed for per-prompt sampling seeds, or None for the server's own.
         sync_dir: where the file bridge writes.
-        state_file: where the launcher says which server is up (``launch.server.server_state_file``).
+        state_file: where the launcher says which server is up (``plan.server.server_state_file``).
         start_timeout: longest time in seconds a server may take to be ready.
     """
 
@@ -244,7 +244,7 @@ class BridgeClient(VLLMClient):
             GenerationAborted, ServerError: as ``generate``.
         """
         extra = kwargs.pop("generation_kwargs", None) or {}
-        hold = Hold(self, n) if self.settings.seed is not None else None
+        hold = Hold(self, n, self.settings.request_timeout) if self.settings.seed is not None else None
 
         def sample(index: int) -> dict[str, Any]:
             order = {"priority": index} if hold else {}

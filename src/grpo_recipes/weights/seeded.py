@@ -5,13 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from grpo_recipes.weights.restarts import GenerationAborted
 from grpo_recipes.weights.transport import ServerLost
-
-if TYPE_CHECKING:
-    from grpo_recipes.weights.client import BridgeClient
 
 REQUESTS = 256  # at a time: each holds a thread and a connection until it is answered
 _LOOK_SECONDS = 0.005
@@ -49,6 +46,23 @@ def sample_each(sample: Callable[[int], Answer], prompts: int, hold: Hold | None
     }
 
 
+class Engine(Protocol):
+    """The engine of a server, as far as sampling again bit for bit needs it."""
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the generation was given up."""
+
+    def pause(self, mode: str) -> None:
+        """Stop taking up requests."""
+
+    def resume(self) -> None:
+        """Go on."""
+
+    def completions_under_way(self) -> int:
+        """Return the completions that were asked for and are not finished."""
+
+
 class Hold:
     """The engine is paused until it has all requests of a moment.
 
@@ -56,34 +70,35 @@ class Hold:
     arrives. Pausing also empties the engine's prefix cache, so that nothing depends on what it sampled before.
 
     Args:
-        client: of the server.
+        engine: of the server.
         n: completions of a request.
+        limit: longest wait in seconds.
     """
 
-    def __init__(self, client: BridgeClient, n: int):
-        self._client = client
+    def __init__(self, engine: Engine, n: int, limit: float):
+        self._engine = engine
+        self._limit = limit
         self._n = n
 
     def begin(self) -> None:
         """Pause the engine once it has finished or dropped everything else."""
         self._wait_for(0, [])
-        self._client.pause("keep")
+        self._engine.pause("keep")
 
     def end(self, futures: Sequence[Future[Answer]]) -> None:
         """Let the engine go on when it has the requests, or when one of them has failed."""
         try:
             self._wait_for(len(futures) * self._n, futures)
         finally:
-            self._client.resume()
+            self._engine.resume()
 
     def _wait_for(self, completions: int, futures: Sequence[Future[Answer]]) -> None:
-        limit = self._client.settings.request_timeout
-        deadline = time.monotonic() + limit
-        while self._client.completions_under_way() != completions:
+        deadline = time.monotonic() + self._limit
+        while self._engine.completions_under_way() != completions:
             if any(future.done() for future in futures):
                 return
-            if self._client.aborted:
+            if self._engine.aborted:
                 raise GenerationAborted
             if time.monotonic() > deadline:
-                raise ServerLost(f"the vLLM server did not take up {completions} completions within {limit:g} s")
+                raise ServerLost(f"the vLLM server did not take up {completions} completions within {self._limit:g} s")
             time.sleep(_LOOK_SECONDS)

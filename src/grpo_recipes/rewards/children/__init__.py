@@ -7,6 +7,6 @@ with ChildRewards("math_verify", workers=2, timeout=5, memory_gib=4) as pool:
 """
 
 from grpo_recipes.rewards.children.pool import ChildReward, ChildRewards, RewardFailed, default_workers
-from grpo_recipes.rewards.children.verdict import Verdict
+from grpo_recipes.rewards.children.score import Verdict
 
 __all__ = ["ChildReward", "ChildRewards", "RewardFailed", "Verdict", "default_workers"]

@@ -7,7 +7,7 @@ from collections import deque
 from typing import Any
 
 from grpo_recipes.rewards.children.child import Child
-from grpo_recipes.rewards.children.verdict import Verdict
+from grpo_recipes.rewards.children.score import Verdict
 
 TIME_LIMIT = "time limit"
 GIVEN_UP = "not called: too many without a verdict before it, or the run was stopped"

@@ -14,9 +14,9 @@ from typing import Any
 
 from grpo_recipes.rewards.children.batch import TIME_LIMIT, Batch, Pace
 from grpo_recipes.rewards.children.child import Child
-from grpo_recipes.rewards.children.crew import Crew
 from grpo_recipes.rewards.children.limits import MOST_PROCESSES
-from grpo_recipes.rewards.children.verdict import Verdict
+from grpo_recipes.rewards.children.score import Verdict
+from grpo_recipes.rewards.children.workers import Crew
 
 START_SECONDS = 300.0  # imports over a network disk, while every rank does the same
 _FAILED_STARTS = 3  # in a row

@@ -23,12 +23,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from grpo_recipes.launch.prctl import become_subreaper, die_with_parent
+from grpo_recipes.process.prctl import become_subreaper, die_with_parent
+from grpo_recipes.recipe.reward_names import make_reward
+from grpo_recipes.recipe.user_code import load_object
 from grpo_recipes.rewards.children.limits import end_family, limit_this_process, reap_all
-from grpo_recipes.rewards.children.verdict import WrongShape, described, entries, number
+from grpo_recipes.rewards.children.score import WrongShape, described, entries, number
 from grpo_recipes.rewards.children.wire import next_request
-from grpo_recipes.rewards.registry import make_reward
-from grpo_recipes.user_code import load_object
 
 _TRACEBACKS = 3  # printed by one worker; a reward that is wrong is wrong for every completion
 

@@ -1,0 +1,184 @@
+"""Whether configs, tokenizer, data and rewards work together (`grpo check --deep`). Seconds; nothing is downloaded."""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trl import TrlParser, get_peft_config
+
+from grpo_recipes import smoke
+from grpo_recipes.data.problems import Message
+from grpo_recipes.data.rendering import Renderer, use_template
+from grpo_recipes.doctor.reward_probe import probe_rewards, problems_of, sample_rows
+from grpo_recipes.errors import Problem, Refused, refuse
+from grpo_recipes.fetch.sources import Sources, find_sources
+from grpo_recipes.paths import shown
+from grpo_recipes.plan.batch import derive_batch
+from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.configs import CONFIGS
+from grpo_recipes.smoke import SMOKE_SCHEME
+from grpo_recipes.trainers.callbacks import load_callbacks
+from grpo_recipes.trainers.lora import check_adapter, skeleton
+from grpo_recipes.trainers.model import load_tokenizer
+
+SAMPLE = 64  # rows of the dataset that are looked at
+_ANSWER = "<answer>0</answer>"
+
+
+def look_deep(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
+    """Build, load and try everything of a recipe that needs no GPU.
+
+    Args:
+        recipe: a checked recipe.
+        environment: variables of the user, for the caches.
+
+    Returns:
+        What was seen, a line or a block each.
+
+    Raises:
+        Refused: everything that does not work, one line a fault.
+    """
+    problems: list[Problem] = []
+    seen: list[str] = []
+
+    def part(look: Callable[[], list[str]]) -> None:
+        try:
+            seen.extend(look())
+        except Refused as refused:
+            problems.extend(refused.problems)
+
+    sources = find_sources(recipe, environment)
+    part(lambda: _present(recipe, sources))
+    part(lambda: _configs(recipe))
+    part(lambda: _callbacks(recipe))
+    if not problems:
+        part(lambda: _adapter(recipe, sources))
+    if not problems:
+        rows = sample_rows(recipe, SAMPLE, environment)
+        part(lambda: _prompts(recipe, sources, rows))
+        part(lambda: _rewards(recipe, rows))
+    if problems:
+        raise Refused(*dict.fromkeys(problems))
+    return seen
+
+
+def _present(recipe: Recipe, sources: Sources) -> list[str]:
+    if sources.missing:
+        fix = f"run grpo fetch {shlex.quote(shown(recipe.path))}"
+        raise Refused(*[Problem(piece.where, f"{piece} is not on this machine", fix) for piece in sources.missing])
+    return [f"{source.kind:<10} {source.id} at {source.commit[:12]}" for source in sources.found]
+
+
+def _configs(recipe: Recipe) -> list[str]:
+    _parsed(recipe)
+    return ["configs    TRL takes every value"]
+
+
+def _parsed(recipe: Recipe) -> tuple[Any, Any, Any]:
+    """The configs as a training process builds them, on CPU, which a login node has."""
+    batch = derive_batch(recipe, 1)
+    with tempfile.TemporaryDirectory() as folder:
+        frozen = Path(folder) / "recipe.yaml"
+        frozen.write_text(recipe.as_yaml())
+        flags = {
+            "config": frozen,
+            "output_dir": folder,
+            "use_cpu": "true",
+            "per_device_train_batch_size": batch.per_device,
+            "gradient_accumulation_steps": batch.accumulation,
+        }
+        argv = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
+        try:
+            script_args, args, model_args = TrlParser(CONFIGS, allow_abbrev=False).parse_args_and_config(argv)
+        except (ValueError, TypeError) as error:
+            what = f"TRL refuses the recipe: {' '.join(str(error).split())[:300]}"
+            raise refuse(recipe.path.name, what, "change the keys it names") from error
+    return script_args, args, model_args
+
+
+def _callbacks(recipe: Recipe) -> list[str]:
+    load_callbacks(recipe["callbacks"])
+    return [f"callbacks  {', '.join(recipe['callbacks'])}"] if recipe["callbacks"] else []
+
+
+def _adapter(recipe: Recipe, sources: Sources) -> list[str]:
+    """Whether the model has the layers that the LoRA keys name."""
+    if not recipe["use_peft"]:
+        return []
+    _, args, model_args = _parsed(recipe)
+    if recipe["model_name_or_path"].startswith(SMOKE_SCHEME):
+        model = smoke.build_model(smoke.build_tokenizer(), tied=recipe["model_name_or_path"].endswith("-tied"))
+    else:
+        assert sources.model is not None
+        model_args.model_name_or_path, model_args.model_revision = sources.model.path, "main"
+        model = skeleton(model_args, args.trust_remote_code)
+    try:
+        layers = check_adapter(model, get_peft_config(model_args))
+    except Refused as refused:
+        raise Refused(*[replace(one, where=recipe.place(one.where)) for one in refused.problems]) from refused
+    return [f"adapter    on {layers} layers"]
+
+
+def _prompts(recipe: Recipe, sources: Sources, rows: list[dict[str, Any]]) -> list[str]:
+    """The first prompt as the model sees it, and the length of all that were looked at."""
+    if not rows:
+        raise refuse(recipe.path.name, "the dataset has no rows with a prompt and a solution", "look at its columns")
+    tokenizer = _tokenizer(recipe, sources)
+    use_template(recipe["chat_template"], tokenizer)
+    renderer = Renderer(tokenizer, recipe["chat_template_kwargs"] or {})
+    prompts = [row["prompt"] for row in rows]
+    lengths = renderer.lengths(prompts)
+    limit = recipe["max_prompt_length"]
+    fitting = sum(length <= limit for length in lengths) if limit else len(lengths)
+    if not fitting:
+        what = f"none of {len(lengths)} prompts fits, the shortest has {min(lengths)} tokens"
+        raise refuse(recipe.place("max_prompt_length"), what, f"write {max(lengths)} or more")
+    return [
+        f"prompts    {fitting} of the first {len(lengths)} fit; {min(lengths)} to {max(lengths)} tokens",
+        _end_of_turn(renderer, prompts[0]),
+        f"first prompt, {lengths[0]} tokens:\n{renderer.text(prompts[0])}",
+    ]
+
+
+def _tokenizer(recipe: Recipe, sources: Sources) -> Any:
+    if recipe["model_name_or_path"].startswith(SMOKE_SCHEME):
+        return smoke.build_tokenizer()  # the model itself takes a minute to make
+    _, args, model_args = _parsed(recipe)
+    assert sources.model is not None
+    model_args.model_name_or_path, model_args.model_revision = sources.model.path, "main"
+    try:
+        return load_tokenizer(model_args, args)
+    except (OSError, ValueError) as error:
+        what = f"the tokenizer cannot be loaded: {' '.join(str(error).split())[:300]}"
+        raise refuse(recipe.place("model_name_or_path"), what, "name a model with its tokenizer files") from error
+
+
+def _end_of_turn(renderer: Renderer, prompt: list[Message]) -> str:
+    """Whether the token that ends a completion is the one with which the template ends an answer."""
+    tokenizer = renderer.tokenizer
+    turn = [*prompt, {"role": "assistant", "content": _ANSWER}]
+    text = str(tokenizer.apply_chat_template(turn, tokenize=False, **renderer.template_kwargs))
+    after = text.rpartition(_ANSWER)[2]
+    if str(tokenizer.eos_token) in after:
+        return f"answers    end with {tokenizer.eos_token}"
+    return f"note: the template ends an answer with {after.strip()!r}, a completion ends at {tokenizer.eos_token}"
+
+
+def _rewards(recipe: Recipe, rows: list[dict[str, Any]]) -> list[str]:
+    findings = probe_rewards(recipe, rows)
+    problems = problems_of(recipe, rows, findings)
+    if problems:
+        raise Refused(*problems)
+    return [
+        f"reward     {one.reward}: right answers {_mean(one.right_mean)}, wrong ones {_mean(one.wrong_mean)}"
+        for one in findings
+    ]
+
+
+def _mean(value: float | None) -> str:
+    return "without a verdict" if value is None else f"{value:.3f}"

@@ -1,0 +1,163 @@
+"""A recipe's rewards, shown a sample of its own rows."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from grpo_recipes import smoke
+from grpo_recipes.errors import Problem, Refused
+from grpo_recipes.fetch.assets import MODEL
+from grpo_recipes.fetch.sources import find_sources
+from grpo_recipes.modebench.verify import is_problem
+from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.reward_names import ACCURACY, IN_CHILDREN, REWARDS, make_reward
+from grpo_recipes.recipe.user_code import load_object
+from grpo_recipes.rewards.children import ChildReward, ChildRewards, RewardFailed, Verdict
+from grpo_recipes.rewards.children.score import described, entries, number
+from grpo_recipes.rewards.probe import Finding, Score, probe
+from grpo_recipes.smoke import SMOKE_SCHEME
+
+_MEND = "mend it, or name another in reward_funcs"
+_LONG = 200  # characters; an answer that completions can repeat is shorter
+
+
+def sample_rows(recipe: Recipe, most: int, environment: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The first rows a recipe trains on, before any shuffle.
+
+    Args:
+        recipe: the recipe.
+        most: rows at most.
+        environment: variables of the user, for the caches.
+
+    Returns:
+        Rows with ``prompt`` (chat messages), ``answer`` (text) and the other scalar columns.
+
+    Raises:
+        Refused: the dataset cannot be read, or lacks a column.
+    """
+    from datasets import Dataset, disable_progress_bars
+
+    from grpo_recipes.data.mixture import mixed
+    from grpo_recipes.data.problems import Counts, collected, problems
+    from grpo_recipes.data.rows import rows_of
+    from grpo_recipes.data.sources import train_source
+
+    disable_progress_bars()
+    args: Any = SimpleNamespace(**{key: entry.value for key, entry in recipe.values.items()})
+    fetched = _fetched(recipe, environment)
+    if args.dataset_mixture:
+        joined, _ = mixed(args, Counts(), fetched)
+        return joined.select(range(min(most, len(joined)))).to_list()
+    source = train_source(args)
+    if source.id.startswith(SMOKE_SCHEME):
+        rows = Dataset.from_list(smoke.split()[0])
+    else:
+        rows = rows_of(source, args, fetched)
+    return collected(problems(rows, source, args, Counts(), batch_rows=most), most).to_list()
+
+
+def probe_rewards(recipe: Recipe, rows: list[dict[str, Any]]) -> list[Finding]:
+    """Show every reward of a recipe right and wrong completions of these rows.
+
+    Raises:
+        Refused: a reward cannot be loaded.
+    """
+    strict = recipe["answer_matching"] == "strict"
+    most_missing = recipe["reward_max_no_verdict"]
+    with _scores(recipe) as scores:
+        return [probe(name, score, rows, strict, most_missing) for name, score in scores.items()]
+
+
+def problems_of(recipe: Recipe, rows: list[dict[str, Any]], findings: list[Finding]) -> list[Problem]:
+    """What is wrong with the rewards, one line a fault."""
+    where = recipe.place("reward_funcs")
+    found = [
+        Problem(where, f"reward '{finding.reward}' {what}", fix) for finding in findings for what, fix in finding.faults
+    ]
+    if not found and findings and not any(finding.tells_apart for finding in findings):
+        what = "no reward tells right answers from wrong ones: all get the same on average"
+        found.append(Problem(where, what, f"add one that does, e.g. {ACCURACY[0]}, or mend your own"))
+    return found + _long_solutions(recipe, rows)
+
+
+def _long_solutions(recipe: Recipe, rows: list[dict[str, Any]]) -> list[Problem]:
+    """A solution with its reasoning equals itself, and no completion ever equals it."""
+    compared = {*ACCURACY, "cosine_length"} & set(recipe["reward_funcs"])
+    answers = [row["answer"] for row in rows if not is_problem(row["answer"])]
+    long = [answer for answer in answers if "\n" in answer or len(answer) > _LONG]
+    if not compared or len(long) * 2 <= len(rows):
+        return []
+    key = "dataset_solution_column"
+    what = (
+        f"{len(long)} of {len(rows)} reference solutions are no short answers, e.g. '{' '.join(long[0].split())[:60]}…'"
+    )
+    marker = "'####'" if "####" in long[0] else "the text before the answer"
+    fix = f"add dataset_solution_marker: {marker}, or name the column of the final answer"
+    return [Problem(recipe.place(key), what, fix)]
+
+
+@contextmanager
+def _scores(recipe: Recipe) -> Iterator[dict[str, Score]]:
+    """The recipe's rewards by their names, in children where the trainer has them there."""
+    names = list(dict.fromkeys(recipe["reward_funcs"]))
+    isolated = recipe["reward_isolation"] == "completion"
+    away = [name for name in names if name in IN_CHILDREN or (name not in REWARDS and isolated)]
+    if not away:
+        yield {name: _here(recipe, name) for name in names}
+        return
+    pool = ChildRewards(
+        *[ChildReward(name, _keys(recipe, name)) for name in away],
+        workers=recipe["reward_workers"],
+        timeout=recipe["reward_timeout"],
+        memory_gib=recipe["reward_memory_gib"],
+    )
+    try:
+        with pool:
+            yield {name: _away(pool, name) if name in away else _here(recipe, name) for name in names}
+    except RewardFailed as error:
+        raise Refused(Problem(recipe.place("reward_funcs"), str(error), _MEND)) from error
+
+
+def _away(pool: ChildRewards, name: str) -> Score:
+    return lambda completions, columns: pool.score(name, completions, columns)
+
+
+def _here(recipe: Recipe, name: str) -> Score:
+    def score(completions: list[Any], columns: dict[str, list[Any]]) -> list[Verdict]:
+        reward = make_reward(name, SimpleNamespace(**_keys(recipe, name)), None)
+        return _verdicts(reward(completions, **columns), len(completions))
+
+    def score_theirs(completions: list[Any], columns: dict[str, list[Any]]) -> list[Verdict]:
+        try:
+            result = load_object(name)(completions=completions, **columns)
+            return _verdicts(asyncio.run(result) if inspect.iscoroutine(result) else result, len(completions))
+        except Refused:
+            raise
+        except Exception as error:  # theirs: whatever it raises would end the run
+            traceback.print_exc()
+            what = f"reward '{name}' failed: {described(error)}"
+            raise Refused(Problem(recipe.place("reward_funcs"), what, _MEND)) from error
+
+    return score if name in REWARDS else score_theirs
+
+
+def _verdicts(result: Any, count: int) -> list[Verdict]:
+    return [Verdict(*number(entry)) for entry in entries(result, count)]
+
+
+def _keys(recipe: Recipe, name: str) -> dict[str, Any]:
+    return {key: recipe[key] for key in REWARDS.get(name, ())}
+
+
+def _fetched(recipe: Recipe, environment: Mapping[str, str]) -> Any:
+    """Where earlier ``grpo fetch`` left datasets: ``(id, configuration, split)`` -> folder or None."""
+    sets = [source for source in find_sources(recipe, environment, None).found if source.kind != MODEL]
+    paths = {(source.id, source.config, source.split): Path(source.path) for source in sets if source.from_hub}
+    return lambda *wanted: paths.get(wanted)

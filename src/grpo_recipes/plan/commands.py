@@ -1,0 +1,178 @@
+"""The argv and environment of a plan's processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from grpo_recipes.errors import refuse
+from grpo_recipes.paths import home
+from grpo_recipes.plan.devices import Resources
+from grpo_recipes.plan.environment import no_proxy
+from grpo_recipes.plan.server import server_command, server_environment
+from grpo_recipes.plan.types import Process, Share
+from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.precision import mixed_precision
+from grpo_recipes.runs.rundir import sync_folder
+
+if TYPE_CHECKING:
+    from grpo_recipes.plan.types import Names, Plan
+
+ACCELERATE_FILES = {
+    "single": "single_gpu",
+    "ddp": "multi_gpu",
+    "zero2": "zero2",
+    "zero3": "zero3",
+    "fsdp2": "fsdp2",
+}
+
+
+def server_process(
+    recipe: Recipe,
+    plan: Plan,
+    resources: Resources,
+    environment: Mapping[str, str],
+    names: Names,
+    gpus: tuple[str, ...],
+) -> Process:
+    """The vLLM server of ``plan`` on those GPUs of the first node."""
+    argv = server_command(recipe, plan.model, names.served, plan.server_host, plan.ports.server, plan.flavour)
+    variables = server_environment(plan.flavour, plan.ports.vllm_internal)
+    if environment.get("VLLM_PLUGINS"):  # unset, vLLM loads every plug-in that is installed, ours too
+        variables["VLLM_PLUGINS"] = f"{environment['VLLM_PLUGINS']},grpo_recipes"
+    variables |= _host_ip(plan, resources, environment, 0)
+    variables |= _network(plan, resources, environment, names, 0)
+    log = f"logs/liv_vllm_{names.run}_{names.timestamp}.log"
+    return Process("server", argv, {**variables, **_devices(gpus)}, gpus, log)
+
+
+def trainer_processes(
+    recipe: Recipe,
+    plan: Plan,
+    resources: Resources,
+    environment: Mapping[str, str],
+    names: Names,
+    trainers: Sequence[Share],
+) -> list[Process]:
+    """The trainers of ``plan``: on each node one ``accelerate launch``, machine by machine."""
+    made = []
+    for machine, share in enumerate(trainers):
+        variables = {**_devices(share.gpus), "GRPO_NODE": str(share.node)}
+        if plan.mode == "server":
+            # Where rank 0 offers the NCCL group: TRL asks vLLM, which would take the interface of the default route.
+            variables |= _host_ip(plan, resources, environment, share.node)
+        if plan.flavour == "cpu":
+            # use_cpu alone keeps accelerate on the CPU: ACCELERATE_USE_CPU would also make it ignore DeepSpeed, and
+            # `accelerate launch --cpu` start one process whatever it is told.
+            variables["DS_ACCELERATOR"] = "cpu"
+        variables |= _network(plan, resources, environment, names, share.node)
+        suffix = f"_node{share.node}" if share.node else ""
+        log = f"logs/liv_train_{names.run}_{names.timestamp}{suffix}.log"
+        argv = _accelerate(recipe, plan, environment, names, trainers, machine)
+        made.append(Process("trainer", argv, variables, share.gpus, log, share.node))
+    return made
+
+
+def _accelerate(
+    recipe: Recipe,
+    plan: Plan,
+    environment: Mapping[str, str],
+    names: Names,
+    trainers: Sequence[Share],
+    machine: int,
+) -> list[str]:
+    """The argv of one machine of the trainers."""
+    machines = len(trainers)
+    return [
+        sys.executable, "-m", "accelerate.commands.launch",
+        "--config_file", _accelerate_file(plan.accelerator, environment),
+        # accelerate starts num_processes // num_machines here, and torch adds the machines up: they may be unequal.
+        "--num_processes", str(trainers[machine].count * machines),
+        "--num_machines", str(machines),
+        "--machine_rank", str(machine),
+        "--mixed_precision", mixed_precision(recipe),
+        "--dynamo_backend", "no",
+        "--num_cpu_threads_per_process", str(plan.threads),
+        "--main_process_ip", plan.nodes[trainers[0].node] if machines > 1 else "127.0.0.1",
+        "--main_process_port", str(plan.ports.main_process),
+        str(home() / plan.entry),
+        *_trainer_flags(recipe, plan, names),
+    ]  # fmt: skip
+
+
+def _host_ip(plan: Plan, resources: Resources, environment: Mapping[str, str], node: int) -> dict[str, str]:
+    """vLLM's name for the address of this machine; what the user exported can be right on one node alone."""
+    if resources.nodes:
+        return {"VLLM_HOST_IP": plan.nodes[node]}
+    return {"VLLM_HOST_IP": environment.get("VLLM_HOST_IP", plan.server_host)}
+
+
+def _network(
+    plan: Plan, resources: Resources, environment: Mapping[str, str], names: Names, node: int
+) -> dict[str, str]:
+    """What a process needs to meet those of other nodes; nothing on one node."""
+    if not resources.nodes:
+        return {}
+    variables = {name: no_proxy(environment.get(name, ""), plan.nodes) for name in ("NO_PROXY", "no_proxy")}
+    interface = resources.nodes[node].interface
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        if interface is not None and name not in environment:
+            variables[name] = interface  # left alone, gloo takes that of the host's name, NCCL the first it finds
+    if plan.bridge == "file" and plan.server_apart:
+        variables["GRPO_SYNC_DIR"] = str(sync_folder(names.run_dir))  # shared memory ends at the node
+    return variables
+
+
+def _trainer_flags(recipe: Recipe, plan: Plan, names: Names) -> list[str]:
+    """What the launcher settles: flags of the entry script beside the frozen recipe."""
+    flags = {
+        "config": names.run_dir / "recipe.yaml",
+        "output_dir": names.run_dir / "checkpoints",
+        "model_name_or_path": plan.model,
+        "run_name": names.run_dir.name,
+        "per_device_train_batch_size": plan.batch.per_device,
+        "gradient_accumulation_steps": plan.batch.accumulation,
+        "use_cpu": str(plan.flavour == "cpu").lower(),
+    }
+    if recipe["push_to_hub"]:
+        flags["push_to_hub"] = "false"  # the launcher publishes: transformers would push while it saves
+    if plan.eval_batch is not None:
+        flags["per_device_eval_batch_size"] = plan.eval_batch
+    if plan.dataset is not None:
+        flags["dataset_name"] = plan.dataset
+    if plan.eval_dataset is not None:
+        flags["eval_dataset_name"] = plan.eval_dataset
+    if plan.mode == "server":
+        flags |= {
+            "vllm_mode": "server",
+            "vllm_server_host": plan.server_host,
+            "vllm_server_port": plan.ports.server,
+            "vllm_group_port": plan.ports.group,
+            "weight_sync": plan.bridge,
+        }
+    elif plan.mode == "colocate":
+        memory = recipe["vllm_gpu_memory_utilization"] if recipe.given("vllm_gpu_memory_utilization") else 0.3
+        flags |= {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": memory}
+    return [text for name, value in flags.items() for text in (f"--{name}", str(value))]
+
+
+def _devices(gpus: tuple[str, ...]) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+
+
+def _accelerate_file(accelerator: str, environment: Mapping[str, str]) -> str:
+    """CONFIG_FILE, or TRL's packaged accelerate file."""
+    given = environment.get("CONFIG_FILE")
+    if given:
+        if not Path(given).is_file():
+            raise refuse("CONFIG_FILE", f"there is no accelerate file '{given}'", "unset it, or name an existing file")
+        return str(Path(given).absolute())
+    spec = importlib.util.find_spec("trl")
+    if spec is None or not spec.submodule_search_locations:
+        raise refuse("environment", "trl is not installed", "run make setup")
+    return str(
+        Path(spec.submodule_search_locations[0]) / "accelerate_configs" / f"{ACCELERATE_FILES[accelerator]}.yaml"
+    )

@@ -1,0 +1,251 @@
+"""The plan of a run: every process with its devices, ports, argv and environment. Pure; `launch` executes this plan."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from grpo_recipes.errors import Refused, refuse
+from grpo_recipes.paths import home
+from grpo_recipes.plan.batch import Batch, derive_batch, derive_eval_batch
+from grpo_recipes.plan.commands import server_process, trainer_processes
+from grpo_recipes.plan.devices import Resources
+from grpo_recipes.plan.placement import shares, split, trainer_count, unused
+from grpo_recipes.plan.ports import Ports, plan_ports
+from grpo_recipes.plan.types import Names, Plan, Share, Weighting
+from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.check import check
+from grpo_recipes.recipe.objectives import OBJECTIVES
+from grpo_recipes.recipe.precision import trains_weights_as_loaded
+from grpo_recipes.recipe.tasks import ENTRIES, MAXENT, task_of
+from grpo_recipes.smoke import SMOKE_SCHEME, smoke_folder
+
+if TYPE_CHECKING:
+    from grpo_recipes.fetch.sources import Sources
+_DEFAULT_RECIPES = {"cpu": "recipes/smoke/{task}.yaml", "cuda": "recipes/Qwen2.5-1.5B-Instruct/{task}/config_math.yaml"}
+
+
+def choose_recipe(given: str | None, environment: Mapping[str, str], task: str, flavour: str) -> Path:
+    """The recipe named on the command line, by CONFIG, or the flavour's default.
+
+    Raises:
+        Refused: the file does not exist.
+    """
+    where, name = ("RECIPE", given) if given else ("CONFIG", environment.get("CONFIG"))
+    if not name:
+        where, name = "default recipe", str(home() / _DEFAULT_RECIPES[flavour].format(task=task))
+    path = Path(name)
+    if not os.path.isfile(path) and os.path.isfile(home() / path):  # of Path itself a name too long raises OSError
+        path = home() / path
+    if not os.path.isfile(path):
+        raise refuse(where, f"there is no recipe '{name}'", "name an existing .yaml file under recipes/")
+    return path
+
+
+def make_plan(
+    recipe: Recipe,
+    resources: Resources,
+    environment: Mapping[str, str],
+    names: Names,
+    entry: str | None = None,
+    ports: Ports | None = None,
+    sources: Sources | None = None,
+) -> Plan:
+    """Plan a run.
+
+    Args:
+        recipe: the merged recipe, its task settled.
+        resources: what this machine offers.
+        environment: variables of the user, for CONFIG_FILE, VLLM_MODEL and the caches.
+        names: names of the attempt.
+        entry: entry script of the trainers; the task's own by default.
+        ports: ports to use instead of the planned ones (the launcher's, after looking at the sockets).
+        sources: what was looked for on this machine: the model is then served and trained from its folder.
+
+    Raises:
+        Refused: the recipe contradicts itself, the environment, or the resources.
+    """
+    if problems := check(recipe, environment):
+        raise Refused(*problems)
+    mode = _mode(recipe, resources)
+    server_gpus, left = split(recipe, resources, mode)
+    count = trainer_count(recipe, resources, left)
+    batch = derive_batch(recipe, count)
+    trainers = shares(recipe, resources, mode, left, batch.world_size)
+    idle = unused(resources, server_gpus, trainers)
+    ports = ports or plan_ports(recipe, resources.job)
+    apart = mode == "server" and trainers[0].node != 0
+    bridge, why = _bridge(recipe, resources, mode, apart)
+    plan = Plan(
+        recipe=str(recipe.path),
+        task=task_of(recipe),
+        entry=entry or ENTRIES[task_of(recipe)],
+        maxent=_weighting(recipe),
+        flavour=resources.flavour,
+        mode=mode,
+        bridge=bridge,
+        why_bridge=why,
+        model=_model_path(recipe, environment, sources),
+        dataset=_smoke_path(recipe["dataset_name"] or "", "train.jsonl", environment) or None,
+        eval_dataset=_smoke_path(recipe["eval_dataset_name"] or "", "test.jsonl", environment) or None,
+        batch=batch,
+        eval_batch=derive_eval_batch(recipe, batch),
+        ports=ports,
+        nodes=tuple(node.address for node in resources.all_nodes()),
+        server_host=server_host(recipe, resources),
+        server_apart=apart,
+        processes=[],
+        unused_gpus=idle,
+        accelerator="custom" if environment.get("CONFIG_FILE") else _accelerator(recipe, batch.world_size),
+        dtype=recipe["dtype"],
+        smoke=recipe["model_name_or_path"].startswith(SMOKE_SCHEME),
+        threads=_threads(resources, trainers),
+        notes=[*recipe.notes, *_notes(resources, batch, count, idle)],
+    )
+    processes = trainer_processes(recipe, plan, resources, environment, names, trainers)
+    if mode == "server":
+        processes = [server_process(recipe, plan, resources, environment, names, server_gpus), *processes]
+    plan = replace(plan, processes=processes)
+    return _offline(plan, sources, environment) if sources else plan
+
+
+def _offline(plan: Plan, sources: Sources, environment: Mapping[str, str]) -> Plan:
+    """The plan with what was found of the sources: notes, and variables that keep its processes from the hub."""
+    offline = sources.offline_variables(environment)
+    processes = [replace(one, environment={**one.environment, **offline}) for one in plan.processes]
+    return replace(plan, processes=processes, notes=[*plan.notes, *sources.notes()])
+
+
+def _weighting(recipe: Recipe) -> Weighting | None:
+    if task_of(recipe) != MAXENT:
+        return None
+    name = recipe["maxent_objective"]
+    objective = OBJECTIVES[name]
+    return Weighting(
+        objective=name,
+        tau=objective.tau_or_default(recipe["maxent_tau"]),
+        beta=recipe["maxent_beta"] if objective.targets_q else None,
+        loss_type=objective.loss_type(recipe["maxent_length_normalize_policy"]),
+    )
+
+
+def _mode(recipe: Recipe, resources: Resources) -> str:
+    nodes = resources.all_nodes()
+    bare = next((index for index, node in enumerate(nodes) if not node.gpus), None)
+    if resources.flavour == "cuda" and bare is not None:
+        where = f" on node {bare}" if len(nodes) > 1 else ""
+        what = f"no GPU is visible{where} and this is a CUDA environment"
+        raise refuse("devices", what, "submit with sbatch --gres=gpu:8 training.sh, or set up with DEVICE=cpu")
+    if not recipe["use_vllm"]:
+        return "transformers"
+    if resources.flavour == "cpu":
+        if recipe["vllm_mode"] == "colocate":
+            raise refuse(
+                recipe.origin("vllm_mode"), "colocated vLLM cannot take weights on CPU", "write vllm_mode: server"
+            )
+        return "server"
+    if len(nodes) == len(resources.gpus) == 1 and recipe["vllm_mode"] == "server":
+        if recipe.given("vllm_mode"):
+            what = "vllm_mode: server needs two GPUs, one is visible"
+            raise refuse(recipe.origin("vllm_mode"), what, "write vllm_mode: colocate, or ask for more GPUs")
+        return "colocate"
+    return str(recipe["vllm_mode"])
+
+
+def server_host(recipe: Recipe, resources: Resources) -> str:
+    """The recipe's host where it names one; else the loopback, and the first node's address in a job on several."""
+    if recipe.given("vllm_server_host") or not resources.nodes:
+        return str(recipe["vllm_server_host"])
+    return resources.nodes[0].address
+
+
+def _threads(resources: Resources, trainers: list[Share]) -> int:
+    """CPU threads of a trainer, the same on every node since results depend on it; one core is for the server."""
+    if resources.flavour == "cuda":
+        return 1
+    nodes = resources.all_nodes()
+    return max(1, min((nodes[share.node].cores - 1) // share.count for share in trainers))
+
+
+def _bridge(recipe: Recipe, resources: Resources, mode: str, apart: bool) -> tuple[str | None, str]:
+    """The weight bridge of a run with a server, and why."""
+    if mode != "server":
+        return None, "no server: " + ("vLLM shares the trainers' GPUs" if mode == "colocate" else "use_vllm is false")
+    wanted = recipe["weight_sync"]
+    if wanted == "nccl" and resources.flavour == "cpu":
+        raise refuse(
+            recipe.origin("weight_sync"), "nccl needs GPUs, this is a CPU environment", "write weight_sync: file"
+        )
+    if wanted != "auto":
+        return str(wanted), f"asked for by {recipe.origin('weight_sync')}"
+    if resources.flavour == "cpu":
+        return "file", f"no GPU: safetensors in {'the run directory' if apart else 'shared memory'}"
+    return "nccl", "server and trainers are on GPUs"
+
+
+def _model_path(recipe: Recipe, environment: Mapping[str, str], sources: Sources | None) -> str:
+    """The folder of a fetched model: one commit for all, though TRL gives its colocated vLLM no revision."""
+    if sources is not None and sources.model is not None and sources.model.from_hub:
+        return sources.model.path
+    return _smoke_path(recipe["model_name_or_path"], "model", environment)
+
+
+def _smoke_path(name: str, part: str, environment: Mapping[str, str]) -> str:
+    """Where ``smoke:sums`` is, or ``name`` itself."""
+    if not name.startswith(SMOKE_SCHEME):
+        return name
+    return str(smoke_folder(name, environment) / part)
+
+
+def _notes(resources: Resources, batch: Batch, trainers: int, idle: tuple[str, ...]) -> list[str]:
+    notes = []
+    if batch.world_size < trainers:
+        notes.append(f"{batch.world_size} of {trainers} trainers are used: the batch divides by no larger number")
+    job = resources.job
+    if resources.flavour == "cuda" and job and job.gpus_on_node not in (None, len(resources.gpus)):
+        notes.append(f"Slurm says {job.gpus_on_node} GPUs, the driver shows {len(resources.gpus)}; the driver counts")
+    if idle:
+        notes.append(f"nothing uses GPU {', '.join(idle)}")
+    return notes
+
+
+def _accelerator(recipe: Recipe, world_size: int) -> str:
+    """Return how the trainers share the model: under ``auto`` by DeepSpeed where nothing else keeps float32 weights."""
+    wanted = recipe["accelerator"]
+    if wanted == "auto" and recipe["dtype"] != "float32" and trains_weights_as_loaded(recipe):
+        return "zero2"
+    if wanted in ("auto", "ddp"):
+        return "ddp" if world_size > 1 else "single"  # accelerate refuses --multi_gpu with one process
+    return str(wanted)
+
+
+def describe(
+    plan: Plan, environment_differences: Mapping[str, Mapping[str, str]] | None = None, estimates: Sequence[str] = ()
+) -> str:
+    """Return the plan for a person: one line a fact, those of ``estimates`` among them, and one block a process."""
+    several = len(plan.nodes) > 1
+    lines = [
+        f"recipe     {plan.recipe} ({plan.task}, {plan.entry})",
+        *([f"objective  {plan.maxent}"] if plan.maxent else []),
+        f"flavour    {plan.flavour}" + (" (smoke test, not an experiment)" if plan.smoke else ""),
+        f"model      {plan.model} ({plan.dtype})",
+        f"dataset    {plan.dataset or 'mixture'}",
+        f"batch      {plan.batch}",
+        *([f"evaluation {plan.eval_batch} completions a batch and trainer"] if plan.eval_batch else []),
+        f"vllm       {plan.mode}, weights by {plan.bridge or 'none'} ({plan.why_bridge})",
+        f"ports      server {plan.ports.server}, weights {plan.ports.group}, trainers {plan.ports.main_process}",
+        *([f"nodes      {len(plan.nodes)}: {', '.join(plan.nodes)}"] if several else []),
+        *estimates,
+        *(f"note       {note}" for note in plan.notes),
+    ]
+    for process in plan.processes:
+        lines.append(f"{process.name:<10} {json.dumps(process.argv)}")
+        shown = (environment_differences or {}).get(process.name, process.environment)
+        lines += [f"           {name}={value}" for name, value in sorted(shown.items())]
+        where = f"node {process.node}{', GPU ' if process.gpus else ''}{', '.join(process.gpus)}; " if several else ""
+        lines.append(f"           {where}log {process.log}")
+    return "\n".join(lines)

@@ -1,0 +1,63 @@
+"""Which runs keep float32 weights to update, and which round their updates away. Pure: no torch, no socket."""
+
+from __future__ import annotations
+
+from grpo_recipes.recipe import Recipe
+
+# One step of AdamW changes a weight by about the learning rate; neighbouring bfloat16 numbers near 0.02 are 1e-4 apart.
+# Of weights with that spread a step at 1e-6 changes 2 %, at 1e-5 15 %, at 3e-5 30 %, at 1e-4 88 %, and what is rounded
+# away once is rounded away in every step: tests/recipe/test_precision.py measures it.
+LEAST_BFLOAT16_RATE = 1e-4
+# Optimizers whose step is the learning rate times the gradient; that of all others is about the learning rate itself.
+BY_GRADIENT = ("sgd", "schedule_free_sgd", "lomo", "adalomo", "adagrad")
+# DeepSpeed updates float32 copies and rounds them into the model; accelerate's FSDP2 casts the model up first, but only
+# under mixed precision.
+_KEEPS_COPIES = ("zero2", "zero3")
+
+
+def mixed_precision(recipe: Recipe) -> str:
+    """Return what accelerate calls the precision of the computation: TRL turns bf16 on unless told otherwise."""
+    if recipe["fp16"]:
+        return "fp16"
+    return "no" if recipe["bf16"] is False else "bf16"
+
+
+def updates_float32(accelerator: str, mixed: str) -> bool:
+    """Return whether a run updates float32 weights, whatever the model's dtype is.
+
+    Args:
+        accelerator: as in the plan.
+        mixed: as ``mixed_precision``.
+    """
+    return accelerator in _KEEPS_COPIES or (accelerator == "fsdp2" and mixed != "no")
+
+
+def trains_weights_as_loaded(recipe: Recipe) -> bool:
+    """Return whether weights are trained in the dtype they are loaded in: PEFT keeps adapters in float32, no more."""
+    return not recipe["use_peft"] or bool(recipe["lora_modules_to_save"])
+
+
+def lost_updates(dtype: str, learning_rate: float, optim: str, optim_args: str | None) -> str:
+    """Return why updates of weights of this dtype do not arrive, or an empty text where they do.
+
+    Args:
+        dtype: of the weights that the optimizer updates.
+        learning_rate: the highest of the run.
+        optim: the optimizer.
+        optim_args: its arguments; Kahan summation keeps what is rounded away.
+    """
+    if optim == "adamw_anyprecision" and "use_kahan_summation=True" in (optim_args or "").replace(" ", ""):
+        return ""
+    if dtype == "float16":
+        return "squares of small gradients are 0 in float16, so that the optimizer's steps are of any size"
+    if dtype == "bfloat16" and learning_rate < LEAST_BFLOAT16_RATE:
+        rate = f"learning_rate {learning_rate:g}"
+        size = f"{rate} times the gradient" if optim in BY_GRADIENT else f"about {rate}"
+        return f"steps of {size} are rounded away in bfloat16 weights"
+    return ""
+
+
+def float32_fix(mixed: str) -> str:
+    """Return the edit after which float32 weights are updated."""
+    computed = " (bf16: true keeps the computation in bfloat16)" if mixed == "bf16" else ""
+    return f"write accelerator: zero2, or dtype: float32{computed}"

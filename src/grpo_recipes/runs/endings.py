@@ -1,0 +1,243 @@
+"""Checks of how a run ended: its summary, its logs, and what is known of the messages in them."""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass
+
+from grpo_recipes.paths import shown
+from grpo_recipes.runs.checkpoints import checkpoint_folders, complete_checkpoints
+from grpo_recipes.runs.find import RunFiles
+from grpo_recipes.runs.finding import Finding, ok, problem, warning
+
+_NO_LOG = "its log is not here (looked in logs/ of this folder and of the repository)"
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message that libraries write when something outside the recipe is wrong.
+
+    Attributes:
+        pattern: how it reads.
+        means: what it means.
+        fix: what to do.
+    """
+
+    pattern: str
+    means: str
+    fix: str
+
+
+# Patterns with the software that says them; a line of the log is enough to tell.
+MESSAGES = (
+    # vLLM, v1/worker/utils.py
+    Message(
+        r"Free memory on device .* is less than desired GPU memory utilization",
+        "another process holds memory of the server's GPU",
+        "end it or take another GPU (grpo doctor shows who), or lower vllm_gpu_memory_utilization",
+    ),
+    # vLLM, v1/core/kv_cache_utils.py
+    Message(
+        r"No available memory for the cache blocks|larger than the available KV cache",
+        "the server has too little memory for one sequence",
+        "raise vllm_gpu_memory_utilization, or lower vllm_max_model_length",
+    ),
+    # huggingface_hub
+    Message(
+        r"GatedRepoError|Cannot access gated repo",
+        "the model or dataset is behind a licence",
+        "accept it on its page and log in: hf auth login",
+    ),
+    Message(
+        r"LocalEntryNotFoundError|OfflineModeIsEnabled|Cannot reach https://huggingface\.co"
+        r"|couldn't connect to 'https://huggingface\.co",
+        "something had to be downloaded and the hub does not answer from there",
+        "bring it first: grpo fetch RECIPE",
+    ),
+    # the kernel's error texts; vLLM's own advice about ulimit quotes one of them in backticks
+    Message(
+        r"No space left on device|Disk quota exceeded",
+        "a disk, /dev/shm or a quota was full",
+        "grpo doctor shows which; make room, lower save_total_limit",
+    ),
+    Message(
+        r"(?<!`)OSError: \[Errno 24\]|\(os error 24\)",
+        "the limit of open files was reached",
+        "ulimit -n 65536 before sbatch",
+    ),
+    Message(
+        r"AF_UNIX path too long|ipc path .* is longer than \d+ characters",
+        "TMPDIR is too long for unix sockets",
+        "set TMPDIR to a short path on the node, e.g. /tmp",
+    ),
+    Message(r"Bus error", "shared memory was full", "make /dev/shm larger (docker run --shm-size), see grpo doctor"),
+    Message(
+        r"Address already in use|EADDRINUSE",
+        "another process had the port",
+        "remove the port from recipe and variables: the launcher then finds a free one",
+    ),
+    # torch
+    Message(
+        r"Watchdog caught collective operation timeout|NCCL error|ncclSystemError|ncclRemoteError",
+        "the training processes lost each other",
+        "look for the process that died first in the log; NCCL_DEBUG=INFO tells more",
+    ),
+    Message(
+        r"CUDA driver version is insufficient|NVIDIA driver on your system is too old",
+        "the driver is too old for this torch",
+        "see driver in grpo doctor",
+    ),
+    Message(
+        r"no kernel image is available for execution on the device",
+        "torch or vLLM was not built for this GPU",
+        "take a newer GPU, or build for it",
+    ),
+    Message(
+        r"uncorrectable ECC error|CUDA error: unspecified launch failure",
+        "the GPU failed",
+        "leave the node out (sbatch --exclude) and tell the admins",
+    ),
+    Message(
+        r"ModuleNotFoundError: No module named", "a package is missing", "run make setup; see modules in grpo doctor"
+    ),
+    # Slurm
+    Message(r"DUE TO TIME LIMIT", "the job's time was over", "grpo launch --resume continues it; ask for more time"),
+)
+_MEMORY_GPU = r"CUDA out of memory|torch\.OutOfMemoryError|torch\.cuda\.OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED"
+_MEMORY_HOST = r"can't allocate memory|Cannot allocate memory|\boom[-_]kill|Out Of Memory|^MemoryError|std::bad_alloc"
+
+
+def ending(run: RunFiles) -> Finding:
+    """Status, exit code and cause, as the launcher noted them."""
+    status, code = run.summary.get("status", "unknown"), run.summary.get("exit_code")
+    steps = f"{run.summary.get('steps', len(run.rows))} steps"
+    if status == "completed":
+        return ok(f"completed, {steps}")
+    resume = f"grpo launch --resume {shown(run.folder)}"
+    if status == "running":
+        if run.is_running():
+            return ok(f"running, {len(run.rows)} steps so far")
+        return problem(
+            f"the launcher was killed after {len(run.rows)} steps, without a word", f"continue with {resume}"
+        )
+    what = f"{status} with exit code {code} after {steps}: {run.cause or 'no cause noted'}"
+    if status == "requeued":
+        return ok(f"{what}; Slurm starts it again")
+    if status == "stopped":
+        return warning(what, f"continue with {resume}")
+    return problem(what, f"mend it first (see below), then {resume}")
+
+
+def checkpoints(run: RunFiles) -> Finding:
+    """The complete checkpoints, from which the run can go on."""
+    found = complete_checkpoints(run.folder / "checkpoints")
+    if found:
+        return ok(f"{', '.join(path.name for path in found)}")
+    if run.summary.get("status") == "completed":
+        return ok("none kept")
+    if not run.rows:
+        return ok("none: no step was taken")
+    if damaged := checkpoint_folders(run.folder / "checkpoints"):
+        what = f"{', '.join(path.name for path in damaged)}: none complete, so that a resume is refused"
+        return problem(what, "launch the recipe as a new run, or move checkpoints/ away to start again from step 0")
+    every = run.value("save_steps")
+    return warning("none complete: a resume starts again from step 0", f"lower save_steps (now {every:g})")
+
+
+def server_log(run: RunFiles) -> Finding:
+    """Whether the server wrote anything: an empty log means that it did not start, as without its GPUs."""
+    if not run.planned("server"):
+        return ok("no server in this run")
+    if "server" not in run.logs:
+        return warning(_NO_LOG, "run grpo doctor where the run was started")
+    path = run.logs["server"]
+    if path.stat().st_size == 0 and not run.rows:
+        fix = "were GPUs allocated? nvidia-smi -L in a job, sbatch --gres=gpu:8; see gpus and slurm in grpo doctor"
+        return problem(f"{shown(path)} is empty: the server never began", fix)
+    if not run.rows and "died before it was ready" in run.cause:
+        return problem(f"the server died while starting: {_last_error(run.texts['server'])}", f"read {shown(path)}")
+    return ok(f"{shown(path)}, {path.stat().st_size // 1000} kB")
+
+
+def _last_error(text: str) -> str:
+    found = re.findall(r"(?:^|\s)((?:[A-Za-z_.]*(?:Error|Exception|NotFound)): [^\n]{1,200})", text)
+    return found[-1] if found else "no error in its log"
+
+
+def out_of_memory(run: RunFiles) -> Finding:
+    """GPU or host memory that ran out: in which process, and the knobs with their values."""
+    for role, text in run.texts.items():
+        if re.search(_MEMORY_GPU, text):
+            return problem(
+                f"the {role} ran out of GPU memory{_at(run)}", server_knobs(run) if role == "server" else gpu_knobs(run)
+            )
+    hosts = [role for role, text in run.texts.items() if re.search(_MEMORY_HOST, text, re.MULTILINE)]
+    if hosts or f"signal {signal.SIGKILL.value}" in run.cause:
+        what = (
+            f"the {hosts[0]} ran out of host memory"
+            if hosts
+            else f"{run.cause}: usually the kernel, for want of memory"
+        )
+        fix = f"ask for more (sbatch --mem=128G), or lower {_now(run, 'per_device_train_batch_size')}"
+        return problem(f"{what}{_at(run)}", fix)
+    return ok("no sign of it in the logs" if run.texts else "no logs to look in")
+
+
+def _at(run: RunFiles) -> str:
+    return f" after {len(run.rows)} steps" if run.rows else " before the first step"
+
+
+def _now(run: RunFiles, key: str) -> str:
+    value = run.value(key)
+    return f"{key} (now {str(value).lower() if isinstance(value, bool) else value})"
+
+
+def gpu_knobs(run: RunFiles) -> str:
+    """What to turn when a trainer's GPU memory ran out, with the values of the run."""
+    per_device, checkpointing = run.value("per_device_train_batch_size"), run.value("gradient_checkpointing")
+    knobs = [] if checkpointing else ["write gradient_checkpointing: true (now false)"]
+    if per_device > 1:
+        same = ", the step stays the same" if run.value("prompts_per_step") else ""
+        knobs.append(f"write per_device_train_batch_size: {per_device // 2} (now {per_device}{same})")
+    knobs.append(f"lower {_now(run, 'max_completion_length')} or {_now(run, 'num_generations')}")
+    if run.plan.get("mode") == "colocate":
+        knobs.append(f"lower {_now(run, 'vllm_gpu_memory_utilization')}, which vLLM takes of the same GPU")
+    elif run.value("accelerator") not in ("zero3", "fsdp2"):
+        knobs.append("or write accelerator: zero3")
+    return "; ".join(knobs)
+
+
+def server_knobs(run: RunFiles) -> str:
+    """What to turn when the server's GPU memory ran out, with the values of the run."""
+    return f"lower {_now(run, 'vllm_gpu_memory_utilization')} or {_now(run, 'vllm_max_model_length')}"
+
+
+def weights_guard(run: RunFiles) -> Finding:
+    """Whether the guard found other weights in the server than in the trainer."""
+    said = [role for role, text in run.texts.items() if "WeightsDiffer:" in text]
+    if "WeightsDiffer" in run.cause or said:
+        bridge = run.plan.get("bridge")
+        other = "; weight_sync: file is another way" if bridge == "nccl" else ""
+        fix = f"the Weights page of the docs says what each message means{other}"
+        return problem(f"the server had other weights than the trainer (bridge {bridge})", fix)
+    if run.value("weight_guard") is False:
+        return warning(
+            "weight_guard: false: nothing proves which weights were sampled from", "remove weight_guard: false"
+        )
+    return ok("found nothing wrong" if run.rows else "no step was sampled")
+
+
+def known_messages(run: RunFiles) -> Finding:
+    """Messages in the logs that are known to come from outside the recipe."""
+    if run.summary.get("status") == "completed":
+        return ok("the run completed")
+    texts = {**run.texts, "summary": run.cause}
+    found = [
+        (role, message) for message in MESSAGES for role, text in texts.items() if re.search(message.pattern, text)
+    ]
+    if not found:
+        return ok("none" if run.texts else "no logs to look in")
+    first = {message.means: (role, message.fix) for role, message in reversed(found)}
+    what = "; ".join(f"{means} ({role} log)" for means, (role, _) in reversed(first.items()))
+    return problem(what, "; ".join(fix for _, fix in reversed(first.values())))

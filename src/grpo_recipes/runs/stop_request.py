@@ -1,0 +1,118 @@
+"""Asking a run to stop: by a file in the run directory, since signals of a group do not reach ranks, or by SIGTERM."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from grpo_recipes.errors import EXIT_STOPPED
+from grpo_recipes.runs.rundir import stop_file
+
+LOOK_SECONDS = 0.1  # between two looks at the file; it may be on a network disk
+
+
+class Stopped(BaseException):
+    """Raised on every rank at the same place; ``except Exception`` of rewards and callbacks must not hold it up."""
+
+
+class CutShort(BaseException):
+    """Raised in a call of the user's code, which cannot be asked to look at the request."""
+
+
+class StoppedOnRequest(SystemExit):
+    """Training ended on request; what is saved is said."""
+
+    def __init__(self, what: str):
+        super().__init__(EXIT_STOPPED)
+        self._what = what
+
+    def __str__(self) -> str:
+        return f"stopped on request {self._what}"
+
+
+class StopRequest:
+    """Whether the run is asked to stop, as far as this process knows.
+
+    Work whose result would be thrown away ends early: inside ``cutting_short`` it polls ``cuts``.
+
+    Args:
+        run_dir: the run directory.
+    """
+
+    def __init__(self, run_dir: Path):
+        self._file = stop_file(run_dir)
+        self._signalled = self._listens = self._cutting = self._raises = False
+        self._found = False
+        self._looks_next = 0.0
+        self._pid = os.getpid()
+
+    def listen(self) -> None:
+        """From now on SIGTERM is a request too: Slurm sends it to every process of a cancelled job.
+
+        It must not end the process by itself: accelerate also sends it to ranks that are still saving.
+        """
+        signal.signal(signal.SIGTERM, self._on_signal)
+        self._listens = True
+
+    def _on_signal(self, signum: int, _: object) -> None:
+        if os.getpid() != self._pid:  # a forked worker, which its pool ends so
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+        self._signalled = True
+        if self._raises:
+            self._raises = False
+            raise CutShort
+
+    def requested(self) -> bool:
+        """Whether a request has come; looks at the file now."""
+        self._found = self._found or self._signalled or self._file.exists()
+        self._looks_next = time.monotonic() + LOOK_SECONDS
+        return self._found
+
+    @contextmanager
+    def cutting_short(self) -> Iterator[None]:
+        """While inside, a request makes the result of the work under way worthless."""
+        self._cutting = True
+        try:
+            yield
+        finally:
+            self._cutting = False
+
+    def cuts(self) -> bool:
+        """Whether to end the work under way now; for inner loops, it looks at the file ten times a second."""
+        if not self._cutting:
+            return False
+        if self._found or self._signalled or time.monotonic() < self._looks_next:
+            return self._found or self._signalled
+        return self.requested()
+
+    @contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """While inside ``cutting_short`` too, interrupt this thread, the main one, when a request comes.
+
+        Raises:
+            CutShort: it came. Code that never returns to Python bytecode is not interrupted.
+        """
+        if not (self._cutting and self._listens):
+            yield
+            return
+        left = threading.Event()
+        self._raises = True
+        try:
+            threading.Thread(target=self._signal_when_requested, args=(left,), daemon=True).start()
+            yield
+        finally:
+            self._raises = False
+            left.set()
+
+    def _signal_when_requested(self, left: threading.Event) -> None:
+        while not self.requested():
+            if left.wait(LOOK_SECONDS):
+                return
+        if not left.is_set():
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)

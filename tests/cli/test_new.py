@@ -1,0 +1,68 @@
+"""`grpo new`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from grpo_recipes import cli
+from grpo_recipes.paths import home
+from grpo_recipes.recipe import read_recipe
+from grpo_recipes.recipe.schema import schema_file, schema_note
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_it_needs_one_edit_to_be_right(folder, capsys):
+    assert cli.main(["new", "my.yaml"]) == 0
+    assert "then: grpo check my.yaml" in capsys.readouterr().out
+    assert (folder / "my.yaml").read_text().startswith(f"# yaml-language-server: $schema={schema_file()}\n")
+    assert cli.main(["check", "my.yaml"]) == 2
+    assert "no file 'data.jsonl'" in capsys.readouterr().err
+    (folder / "data.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
+    assert cli.main(["check", "my.yaml"]) == 0
+
+
+@pytest.mark.parametrize("name", ["grpo/config_math.yaml", "maxent/config_math_listwise.yaml"])
+def test_it_copies_a_recipe_with_a_schema_that_is_found(folder, name):
+    source = home() / "recipes/Qwen3-4B" / name
+    assert cli.main(["new", "my.yaml", "--from", f"recipes/Qwen3-4B/{name}"]) == 0
+    assert yaml.safe_load((folder / "my.yaml").read_text()) == yaml.safe_load(source.read_text())
+    assert (folder / "my.yaml").read_text().count("yaml-language-server") == 1
+    assert schema_note(folder / "my.yaml") is None
+    assert read_recipe(folder / "my.yaml")["model_name_or_path"] == "Qwen/Qwen3-4B"
+
+
+def test_nothing_is_overwritten(folder, capsys):
+    (folder / "my.yaml").write_text("seed: 1\n")
+    assert cli.main(["new", "my.yaml"]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert (folder / "my.yaml").read_text() == "seed: 1\n"
+    assert cli.main(["new", "no/such/folder/my.yaml"]) == 2
+    assert cli.main(["new", "other.yaml", "--from", "no_such.yaml"]) == 2
+    assert not (folder / "other.yaml").exists()
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "a\0b", "a\udcff/b"])
+def test_a_name_that_no_file_can_have_is_refused(folder, capsys, name):
+    assert cli.main(["new", name]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_an_empty_name_is_none(folder, capsys):
+    assert cli.main(["new", ""]) == 2
+    assert "FILE: is empty" in capsys.readouterr().err
+    assert cli.main(["new", "my.yaml", "--from", ""]) == 2
+    assert "--from: is empty" in capsys.readouterr().err
+    assert list(folder.iterdir()) == []
+
+
+def test_the_command_it_names_can_be_typed_for_a_name_with_a_space(folder, capsys):
+    assert cli.main(["new", "my own.yaml"]) == 0
+    assert capsys.readouterr().out.endswith("then: grpo check 'my own.yaml'\n")

@@ -1,0 +1,123 @@
+"""`grpo plan`: memory, disk and speed, as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from grpo_recipes import cli
+from grpo_recipes.errors import EXIT_REFUSED
+from grpo_recipes.launch import submission
+
+MODEL = {
+    "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
+    "max_position_embeddings": 32768, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """``plan(...)``: exit code, output and errors of `grpo plan` of a 7B model on eight GPUs."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(MODEL))
+    recipe = {
+        "model_name_or_path": str(tmp_path / "model"), "dataset_name": "openai/gsm8k", "prompts_per_step": 105,
+        "num_generations": 8, "max_prompt_length": 512, "max_completion_length": 1024, "dtype": "bfloat16",
+        "learning_rate": 1e-3,  # at which accelerator: ddp may update bfloat16 weights
+        "run_name": "seven", "run_root": str(tmp_path / "runs"), "use_vllm": True,
+    }  # fmt: skip
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CACHE_ROOT", str(tmp_path / "cache"))
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = cli.main(["plan", "recipe.yaml", "--gpus", "8", *arguments])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def blocks(text: str, name: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith(f"{name} ")]
+
+
+def test_what_does_not_fit_is_told_with_the_key_to_change(plan):
+    code, text, _ = plan("--gpu-memory", "80", "--accelerator", "zero3", "--gradient_checkpointing", "false")
+    assert code == 0
+    first, _, last = blocks(text, "memory")
+    assert " of 76.0 GiB: libraries" in first
+    assert last.startswith("memory     does not fit: the trainer needs ")
+    assert "Fix: per_device_train_batch_size: " in last
+    key, _, value = last.partition("Fix: ")[2].partition(": ")
+    flags = ("--accelerator", "zero3", "--gradient_checkpointing", "false", f"--{key}", value)
+    assert len(blocks(plan("--gpu-memory", "80", *flags)[1], "memory")) == 2
+
+
+def test_the_same_as_json(plan):
+    told = json.loads(plan("--gpu-memory", "80", "--accelerator", "ddp", "--json")[1])
+    memory = told["memory"]
+    assert memory["trainer"]["total"] == sum(memory["trainer"]["parts"].values())
+    assert memory["trainer"]["available"] == int(0.95 * 80 * 2**30)
+    assert memory["fits"] == (memory["knob"] is None)
+    assert told["disk"]["total"] == 3 * told["disk"]["checkpoint"] + told["disk"]["model"]
+    assert told["disk"]["free"] == pytest.approx(os.statvfs(".").f_bavail * os.statvfs(".").f_frsize, rel=0.1)
+    assert told["speed"]["seconds"] is None
+    assert json.loads(plan("--json")[1])["memory"]["trainer"]["available"] is None
+
+
+def test_steps_within_the_time_limit_by_an_earlier_run(plan, tmp_path, monkeypatch):
+    assert "no earlier run" in blocks(plan()[1], "speed")[0]
+    earlier = tmp_path / "runs/seven-20260101-000000"
+    earlier.mkdir(parents=True)
+    (earlier / "run.json").write_text(json.dumps({"run_name": "seven"}))
+    (earlier / "plan.json").write_text(plan("--json")[1])
+    rows = [{"step": step, "seconds/step": 36.0} for step in range(1, 5)]
+    (earlier / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert blocks(plan()[1], "speed") == ["speed      36 s a step in 1 earlier run: 100 steps an hour"]
+    told = blocks(plan("--time", "3-00:00:00")[1], "speed")[0]
+    assert told.endswith("about 7,200 steps in 72:00:00")
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1")
+    assert blocks(plan()[1], "speed")[0].endswith("about 0 steps in 0:00:00")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--time", "soon"], "'soon' is no time limit"),
+        (["--time", "0"], "write --time 72:00:00"),
+        (["--gpu-memory", "0.5"], "0.5 GiB is no GPU"),
+        (["--gpu-memory", "nan"], "nan GiB is no GPU"),
+    ],
+)
+def test_wrong_numbers_are_refused(flags, said, plan):
+    code, _, errors = plan(*flags)
+    assert code == EXIT_REFUSED
+    assert said in errors
+
+
+def test_a_model_that_is_not_here_is_named(plan):
+    lines = blocks(plan("--model_name_or_path", "some/model")[1], "memory")
+    assert lines == ["memory     not estimated: its config.json is not on this machine; grpo fetch RECIPE brings it"]
+
+
+def test_submit_judges_by_the_profile(plan, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(submission, "_look_deep", lambda *_: None)
+    (tmp_path / "rows.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
+    (tmp_path / "site.yaml").write_text("gpus: 8\ngpu_memory_gib: 24\ntime: 1-0\n")
+    command = ["submit", "recipe.yaml", "--profile", "site.yaml", "--dry-run", "--dataset_name", "rows.jsonl"]
+    assert cli.main([*command, "--accelerator", "ddp"]) == EXIT_REFUSED
+    assert "the trainer needs 82.2 of 22.8 GiB" in capsys.readouterr().err
+    small = ["--per_device_train_batch_size", "1", "--use_peft", "true", "--vllm_gpu_memory_utilization", "0.95"]
+    assert cli.main([*command, "--accelerator", "ddp", *small]) == 0
+    assert " of 22.8 GiB" in capsys.readouterr().err
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=1))
+    assert cli.main([*command, "--accelerator", "ddp", *small]) == EXIT_REFUSED
+    assert "GiB are free in" in capsys.readouterr().err

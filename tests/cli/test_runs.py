@@ -1,0 +1,366 @@
+"""`grpo status`, `grpo logs` and `grpo stop` of runs without Slurm, and with a fake one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from grpo_recipes import cli
+from grpo_recipes.plan.devices import Resources
+from grpo_recipes.runs.find import RunFiles
+from grpo_recipes.runs.rundir import Run, claim, new_run, no_requeue_file, read_json, stop_file, write_json
+from grpo_recipes.slurm import queue
+
+CPU = Resources("cpu", (), 2)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with RUN_ROOT of its own, and no Slurm."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RUN_ROOT", str(tmp_path / "runs"))
+    monkeypatch.setattr(queue, "ask", lambda *argv: None)
+    return tmp_path
+
+
+@pytest.fixture
+def fake_slurm(monkeypatch: pytest.MonkeyPatch):
+    """``fake_slurm(state, reason)``: what a fake Slurm says of every job; None where it knows none."""
+
+    def say(state: str | None, reason: str = "None") -> None:
+        def ask(*argv: str) -> str | None:
+            if state is None:
+                return None
+            if argv[0] == "squeue":
+                return f"77|{state}|{reason}"
+            return (
+                f"JobId=77 JobState={state} Reason={reason} EndTime=2026-01-02T00:00:00 Command=/x/job.sh Comment=a b"
+            )
+
+        monkeypatch.setattr(queue, "ask", ask)
+
+    return say
+
+
+def made(folder: Path, name: str = "one", status: str = "running", steps: int = 0, job: str | None = None) -> Run:
+    run = new_run(folder / "runs", name, "stamp", CPU.facts())
+    assert run is not None
+    rows = [{"step": step, "max_steps": 10, "reward": 0.5, "seconds/step": 60.0} for step in range(1, steps + 1)]
+    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_json(run.folder / "summary.json", {"status": status, "smoke": True, "restarts": 0})
+    logs = [{"role": role, "log": f"logs/{role}.log"} for role in ("server", "trainer")]
+    write_json(run.folder / "plan.json", {"processes": logs, "batch": {"per_device": 1}})
+    if job:
+        write_json(run.folder / "job.json", {"job": job, "working_folder": str(folder)})
+        (folder / "runs/.jobs").mkdir(exist_ok=True)
+        (folder / "runs/.jobs" / job).write_text(str(run.folder))
+    return run
+
+
+def written(folder: Path, name: str, text: str) -> Path:
+    path = folder / "logs" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> str:
+    assert cli.main(list(argv)) == code
+    told = capsys.readouterr()
+    return told.err if code else told.out
+
+
+def test_a_run_is_named_by_folder_name_job_or_last(folder, capsys) -> None:
+    run = made(folder, status="completed", job="slurm-77")
+    for which in (str(run.folder), run.folder.name, "77", "last"):
+        assert f"run      runs/{run.folder.name}\nstate    completed\n" in said(capsys, "status", which)
+    for which in ("78", "other", ""):
+        assert "Fix: " in said(capsys, "status", which, code=2)
+
+
+def test_a_task_of_an_array_is_named_by_its_number(folder, capsys) -> None:
+    run = made(folder, status="completed", job="slurm-12_3")
+    assert run.folder.name in said(capsys, "status", "12_3")
+
+
+def test_an_array_job_is_told_by_its_tasks(folder, capsys) -> None:
+    for task in (0, 10):
+        made(folder, name=f"cell{task}", status="submitted", job=f"slurm-12_{task}")
+    told = said(capsys, "stop", "12", code=2)
+    assert "12: is an array job of 2 runs. Fix: name one of them, e.g. 12_0; scancel 12 ends them all" in told
+
+
+def test_a_job_known_to_slurm_alone_is_found_by_its_script(folder, monkeypatch, capsys) -> None:
+    run = made(folder)
+    monkeypatch.setattr(queue, "ask", lambda *argv: f"JobId=5 JobState=RUNNING Command={run.folder}/job.sh")
+    assert run.folder.name in said(capsys, "status", "5")
+
+
+@pytest.mark.parametrize("script", ["/x/job.sh", f"/{'a' * 300}/job.sh", "/dev/null/job.sh"])
+def test_another_job_is_none_of_ours(folder, monkeypatch, capsys, script) -> None:
+    monkeypatch.setattr(queue, "ask", lambda *argv: f"JobId=5 JobState=RUNNING Command={script}")
+    assert "5: is no job of a run that is known here. Fix: " in said(capsys, "stop", "5", code=2)
+
+
+def test_status_tells_step_reward_time_left_and_logs(folder, capsys) -> None:
+    run = made(folder, steps=4)
+    written(folder, "trainer.log", "x\n")
+    lock = claim(run)
+    told = said(capsys, "status", "last")
+    os.close(lock)
+    assert "state    running\n" in told and "step     4/10\n" in told and "reward   0.500" in told
+    assert "left     about 0:06:00 of training\n" in told and "log      logs/trainer.log\n" in told
+
+
+def test_status_notes_what_the_metrics_give_reason_to(folder, capsys) -> None:
+    run = made(folder, "completed", status="completed", steps=12)
+    assert "note " not in said(capsys, "status", "last")
+    path = run.folder / "metrics.jsonl"
+    rows = [{**json.loads(row), "frac_reward_zero_std": 1} for row in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told = said(capsys, "status", "last")
+    assert "note     every completion got the reward 0.5 in 12 steps in a row" in told and ". Fix: " in told
+
+
+def test_a_run_whose_launcher_is_gone_is_lost(folder, capsys) -> None:
+    made(folder, steps=4)
+    assert "state    lost: its launcher is gone\n" in said(capsys, "status", "last")
+
+
+@pytest.mark.parametrize(
+    ("status", "state", "expected"),
+    [
+        ("submitted", "PENDING", "waiting in the queue (Priority)"),
+        ("submitted", "RUNNING", "starting"),
+        ("submitted", "FAILED", "never started, its job is FAILED"),
+        ("submitted", None, "never started"),
+        ("running", "RUNNING", "running"),
+        ("running", "TIMEOUT", "lost: its launcher is gone, its job is TIMEOUT"),
+        ("stopped", "PENDING", "waiting in the queue (Priority)"),
+        ("requeued", "PENDING", "waiting in the queue (Priority)"),
+        ("completed", "COMPLETING", "completed"),
+        ("failed", None, "failed"),
+    ],
+)
+def test_state_of_a_run_with_a_job(folder, fake_slurm, capsys, status, state, expected) -> None:
+    made(folder, status=status, job="slurm-77")
+    fake_slurm(state, "Priority")
+    assert f"state    {expected}\n" in said(capsys, "status", "last")
+    table = said(capsys, "status")
+    if state in ("PENDING", "RUNNING"):
+        assert expected in table
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("run.json", "{"),
+        ("summary.json", ""),
+        ("summary.json", "[]"),
+        ("job.json", ""),
+        ("metrics.jsonl", '{"step": 1\n{"step": 2}\n'),
+        ("metrics.jsonl", '{"reward": 1}\n'),
+    ],
+)
+def test_a_damaged_run_directory_is_told_and_hides_no_other(folder, capsys, file, content) -> None:
+    made(folder, "right", "completed")
+    run = made(folder, "wrong")
+    (run.folder / file).write_text(content)
+    assert f"runs/wrong-stamp/{file}: is damaged (" in said(capsys, "status", "wrong-stamp", code=2)
+    table = said(capsys, "status")
+    assert f"wrong-stamp  damaged: {file}" in table and "right-stamp  completed" in table
+
+
+def test_rows_without_an_end_have_no_time_left(folder, capsys) -> None:
+    run = made(folder)
+    (run.folder / "metrics.jsonl").write_text('{"step": 1, "seconds/step": 2.0}\n')
+    lock = claim(run)
+    assert "step     1/?\n" in said(capsys, "status", "last")
+    os.close(lock)
+
+
+@pytest.fixture
+def silent_slurm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm's commands are here and do not reach its controller."""
+    monkeypatch.undo()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("RUN_ROOT", str(folder / "runs"))
+    bin_folder = folder / "bin"
+    bin_folder.mkdir()
+    words = "Unable to contact slurm controller (connect failure)"
+    for name in ("scontrol", "squeue", "sacct", "scancel"):
+        (bin_folder / name).write_text(f"#!/bin/bash\necho '{name}: error: {words}' >&2; exit 1\n")
+        (bin_folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{bin_folder}:{os.environ['PATH']}")
+
+
+@pytest.mark.parametrize("status", ["submitted", "running"])
+def test_a_slurm_that_does_not_answer_is_no_end_of_a_run(folder, silent_slurm, capsys, status) -> None:
+    made(folder, status=status, job="slurm-77")
+    expected = f"{status}, but Slurm does not answer"
+    assert f"state    {expected}\n" in said(capsys, "status", "last")
+    assert expected in said(capsys, "status")
+    if status == "submitted":
+        assert "scancel: Unable to contact slurm controller" in said(capsys, "stop", "last", code=2)
+
+
+def test_a_job_that_slurm_has_forgotten_is_over(folder, silent_slurm, capsys) -> None:
+    made(folder, job="slurm-77")
+    (folder / "bin/scontrol").write_text(
+        "#!/bin/bash\necho 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1\n"
+    )
+    assert "state    lost: its launcher is gone\n" in said(capsys, "status", "last")
+
+
+def test_the_table_has_a_line_a_run_the_newest_first(folder, capsys) -> None:
+    assert "there is no run in runs" in said(capsys, "status")
+    made(folder, "old", "completed", steps=3)
+    os.utime(folder / "runs/old-stamp/summary.json", (1, 1))
+    made(folder, "new", "failed")
+    head, first, second = said(capsys, "status").splitlines()
+    assert head.split() == ["run", "state", "job", "step", "reward", "left"]
+    assert first.split() == ["new-stamp", "failed"]
+    assert second.split() == ["old-stamp", "completed", "3/10", "0.500"]
+
+
+def test_logs_shows_the_last_lines_and_masks_secrets(folder, capsys) -> None:
+    made(folder, status="completed")
+    written(folder, "trainer.log", "".join(f"line {number}\n" for number in range(9)) + "hf_" + "a" * 20 + "\n")
+    written(folder, "server.log", "served\n")
+    told = said(capsys, "logs", "last", "-n", "2")
+    assert told.startswith("==> logs/trainer.log <==\nline 8\n") and "aaaa" not in told and "line 7" not in told
+    assert said(capsys, "logs", "last", "--server") == "==> logs/server.log <==\nserved\n"
+    both = said(capsys, "logs", "last", "--server", "--trainer")
+    assert "server.log" in both and "trainer.log" in both
+
+
+def test_logs_of_a_job_are_slurms_by_default(folder, capsys) -> None:
+    made(folder, status="completed", job="slurm-77")
+    written(folder, "slurm_77.out", "of the launcher\n")
+    assert said(capsys, "logs", "77") == "==> logs/slurm_77.out <==\nof the launcher\n"
+
+
+def test_a_log_that_is_not_there_yet_is_said(folder, capsys) -> None:
+    made(folder, status="completed")
+    assert "has no log of server yet" in said(capsys, "logs", "last", "--server", code=2)
+    assert "--lines: is -1" in said(capsys, "logs", "last", "-n", "-1", code=2)
+
+
+def test_following_ends_with_the_run_and_takes_up_the_logs_of_a_new_attempt(folder, capsys, monkeypatch) -> None:
+    from grpo_recipes.cli import logs
+
+    monkeypatch.setattr(logs, "_SECONDS", 0.02)
+    monkeypatch.setattr(logs, "_SLURM_SECONDS", 0.05)
+    run = made(folder)
+    log = written(folder, "trainer.log", "begun\n")
+    lock = claim(run)
+
+    def live() -> None:
+        time.sleep(0.2)
+        with log.open("a") as file:
+            file.write("half a li")
+            file.flush()
+            time.sleep(0.2)
+            file.write("ne\n")
+        time.sleep(0.2)
+        write_json(run.folder / "plan.json", {"processes": [{"role": "trainer", "log": "logs/second.log"}]})
+        written(folder, "second.log", "second attempt\n")
+        time.sleep(0.2)
+        write_json(run.folder / "summary.json", {"status": "stopped"})
+        os.close(lock)
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    told = said(capsys, "logs", "-f", "last")
+    thread.join()
+    lines = ["==> logs/trainer.log <==", "begun", "half a line", "==> logs/second.log <==", "second attempt"]
+    assert told.splitlines() == [*lines, f"grpo: runs/{run.folder.name} is over: stopped"]
+
+
+def test_a_line_that_does_not_end_holds_nothing_up(folder, capsys, monkeypatch) -> None:
+    from grpo_recipes.cli import logs
+
+    monkeypatch.setattr(logs, "_MOST_BYTES", 100)
+    run = made(folder)
+    log = written(folder, "trainer.log", "begun\n")
+    follower = logs.Follower(["trainer"], 5)
+    follower.look(RunFiles(run.folder))
+    with log.open("a") as file:
+        file.write("bar\r" * 100 + "\nafter\n")
+    for _ in range(6):
+        follower.look(RunFiles(run.folder))
+    assert capsys.readouterr().out.endswith("\nafter\n")
+
+
+def test_stop_asks_to_save_and_forbids_the_requeue(folder, capsys) -> None:
+    run = made(folder)
+    lock = claim(run)
+    assert "saves after the step in flight" in said(capsys, "stop", "last")
+    assert stop_file(run.folder).exists() and no_requeue_file(run.folder).exists()
+    os.close(lock)
+
+
+def test_a_run_that_is_over_is_not_stopped(folder, capsys) -> None:
+    run = made(folder, status="completed")
+    assert "is over: completed" in said(capsys, "stop", "last", code=2)
+    assert not stop_file(run.folder).exists()
+
+
+@pytest.mark.parametrize(
+    ("status", "state"),
+    [
+        ("submitted", "PENDING"),
+        ("requeued", "PENDING"),
+        ("submitted", "RUNNING"),
+        ("running", "PENDING"),  # its node died, and Slurm has put it back: nobody would see a request
+    ],
+)
+def test_stop_takes_a_job_that_has_not_begun_out_of_the_queue(
+    folder, fake_slurm, monkeypatch, capsys, status, state
+) -> None:
+    run = made(folder, status=status, job="slurm-77")
+    fake_slurm(state)
+    bin_folder = folder / "bin"
+    bin_folder.mkdir()
+    (bin_folder / "scancel").write_text(f'#!/bin/bash\necho "$*" > {folder}/cancelled\n')
+    (bin_folder / "scancel").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{bin_folder}:{os.environ['PATH']}")
+    assert "job 77 is out of the queue" in said(capsys, "stop", "last")
+    assert (folder / "cancelled").read_text() == "77\n"
+    assert read_json(run.folder / "summary.json")["status"] == "stopped"
+    (bin_folder / "scancel").write_text("#!/bin/bash\necho 'scancel: error: Access denied' >&2; exit 1\n")
+    assert "scancel: Access denied" in said(capsys, "stop", "last", code=2)
+
+
+def test_stop_now_tells_the_launcher_twice(folder, capsys) -> None:
+    run = made(folder)
+    code = (
+        "import signal, sys, time\n"
+        "from pathlib import Path\n"
+        "from grpo_recipes.runs.rundir import claim, find_run\n"
+        "seen = []\n"
+        "signal.signal(signal.SIGTERM, lambda *_: seen.append(1))\n"
+        "lock = claim(find_run(Path(), sys.argv[1]))\n"
+        "print('ready', flush=True)\n"
+        "while not seen: time.sleep(0.01)\n"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", code, str(run.folder)], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout.readline() == "ready\n"
+    assert f"pid {launcher.pid}" in said(capsys, "stop", "last", "--now")
+    assert launcher.wait(30) in (0, -signal.SIGTERM)
+
+
+def test_stop_now_does_not_reach_another_host(folder, capsys) -> None:
+    run = made(folder)
+    lock = claim(run)
+    (run.folder / "lock").write_text("elsewhere 1\n")
+    assert "the launcher runs on elsewhere" in said(capsys, "stop", "last", "--now", code=2)
+    os.close(lock)

@@ -1,0 +1,106 @@
+"""`grpo check --deep`: what only the libraries themselves can tell, without a download and without a launch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from grpo_recipes import smoke
+from grpo_recipes.doctor.deep_check import look_deep
+from grpo_recipes.errors import Refused
+from grpo_recipes.recipe import Recipe
+
+SMOKE = {
+    "model_name_or_path": "smoke:sums", "dtype": "float32", "bf16": False, "vllm_max_model_length": None,
+    "max_completion_length": 8,
+}  # fmt: skip
+
+
+@pytest.fixture
+def sums(read: Callable[..., Recipe], tmp_path: Path) -> Callable[..., Recipe]:
+    """``sums(KEY=VALUE, ...)``: a recipe on a local file of sums, with keys changed."""
+    data = tmp_path / "sums.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in smoke.split()[0]))
+    return lambda **changes: read(**{**SMOKE, "dataset_name": str(data), **changes})
+
+
+def seen(recipe: Recipe, tmp_path: Path) -> str:
+    return "\n".join(look_deep(recipe, {"CACHE_ROOT": str(tmp_path / "cache")}))
+
+
+def refused(recipe: Recipe, tmp_path: Path) -> list[str]:
+    with pytest.raises(Refused) as error:
+        look_deep(recipe, {"CACHE_ROOT": str(tmp_path / "cache")})
+    return [str(problem) for problem in error.value.problems]
+
+
+def test_the_first_prompt_its_tokens_its_end_and_the_scores(sums, tmp_path):
+    told = seen(sums(system_prompt="Add."), tmp_path)
+    assert "first prompt, 13 tokens:\n<|system|>Add.<|im_end|><|user|>5+9=<|im_end|><|assistant|>" in told
+    assert "64 of the first 64 fit; 13 to 13 tokens" in told
+    assert "answers    end with <|im_end|>" in told
+    assert "reward     pure_accuracy_math: right answers 1.000, wrong ones 0.000" in told
+    assert "configs    TRL takes every value" in told
+
+
+def test_what_is_not_on_this_machine_is_named_with_the_command(read, tmp_path):
+    problems = refused(read(), tmp_path)
+    assert len(problems) == 2
+    assert all("grpo fetch" in problem for problem in problems)
+    assert "Qwen/Qwen2.5-1.5B-Instruct" in problems[0] and "openai/gsm8k" in problems[1]
+
+
+def test_a_value_that_only_trl_refuses(sums, tmp_path):
+    (problem,) = refused(sums(num_generations_eval=3, eval_strategy="steps", eval_steps=0), tmp_path)
+    assert "TRL refuses the recipe" in problem and "eval" in problem
+
+
+def test_no_prompt_fits(sums, tmp_path):
+    (problem,) = refused(sums(max_prompt_length=5), tmp_path)
+    assert "none of 64 prompts fits, the shortest has 7 tokens" in problem and "write 7 or more" in problem
+
+
+def test_a_template_that_cannot_render(sums, tmp_path):
+    (problem,) = refused(sums(chat_template="{{ raise_exception('no') }}"), tmp_path)
+    assert "cannot render a prompt: no" in problem
+
+
+def test_a_template_whose_answers_do_not_end(sums, tmp_path):
+    told = seen(sums(chat_template="{% for m in messages %}{{ m['content'] }}<end>{% endfor %}"), tmp_path)
+    assert "note: the template ends an answer with '<end>', a completion ends at <|im_end|>" in told
+
+
+def test_solutions_that_no_completion_can_equal(sums, tmp_path):
+    data = tmp_path / "long.jsonl"
+    rows = [{"problem": f"{n}+1=", "answer": f"We add one to {n}.\nThen\n#### {n + 1}"} for n in range(8)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (problem,) = refused(sums(dataset_name=str(data)), tmp_path)
+    assert "are no short answers" in problem and "dataset_solution_marker: '####'" in problem
+    assert "right answers 1.000" in seen(sums(dataset_name=str(data), dataset_solution_marker="####"), tmp_path)
+
+
+def test_a_callback_that_is_none(sums, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("class Mine:\n    pass\n")
+    (problem,) = refused(sums(callbacks=["mine.py:Mine"]), tmp_path)
+    assert "no subclass of transformers.TrainerCallback" in problem
+    text = "from transformers import TrainerCallback\n\n\nclass Ours(TrainerCallback):\n    pass\n"
+    (tmp_path / "ours.py").write_text(text)
+    assert "callbacks  ours.py:Ours" in seen(sums(callbacks=["ours.py:Ours"]), tmp_path)
+
+
+def test_a_reward_of_ones_own_that_fails(sums, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def score(completions, **columns):\n    raise KeyError('gold')\n")
+    (problem, *_) = refused(sums(reward_funcs=["mine.py:score"]), tmp_path)
+    assert "mine.py:score" in problem and "gold" in problem
+
+
+def test_layers_that_the_model_lacks_are_told_at_their_line(sums, tmp_path):
+    (problem,) = refused(sums(use_peft=True, lora_target_modules=["q_proj", "v_prj"]), tmp_path)
+    assert problem.startswith("recipe.yaml:") and "the model has no layer 'v_prj'" in problem
+    assert "adapter    on 14 layers" in seen(sums(use_peft=True, lora_target_modules=["all-linear"]), tmp_path)
+    assert "adapter" not in seen(sums(), tmp_path)

@@ -1,0 +1,225 @@
+"""`grpo submit` with a fake sbatch: what is checked, frozen and left, and what is refused with nothing written."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_recipes import cli
+from grpo_recipes.cli.submit import OVERRIDES
+from grpo_recipes.launch import submission
+from grpo_recipes.paths import home
+from grpo_recipes.plan.devices import environment_flavour
+from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
+from grpo_recipes.runs.rundir import changed_code, find_run, read_json
+from tests.plan.model_folders import SMALL, model_folder
+
+SMOKE = str(home() / "recipes/smoke/grpo.yaml")
+MATH = str(home() / "recipes/Qwen2.5-1.5B-Instruct/grpo/config_math.yaml")
+pytestmark = pytest.mark.skipif(environment_flavour() != "cpu", reason="the profile for nodes without GPUs is used")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with nothing set, and a check --deep that finds nothing."""
+    for name in {*ENVIRONMENT_KEYS, *READ_VARIABLES, "WANDB_MODE"} - {"GRPO_HOME"}:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CACHE_ROOT", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(submission, "_look_deep", lambda *arguments: None)
+    return tmp_path
+
+
+@pytest.fixture
+def fake_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Puts a fake sbatch in front of everything else: bash code."""
+
+    def put(body: str) -> None:
+        bin_folder = tmp_path / "bin"
+        bin_folder.mkdir()
+        for name, code in {"sbatch": body, "scontrol": "echo 'ClusterName = fake'"}.items():
+            (bin_folder / name).write_text(f"#!/bin/bash\n{code}\n")
+            (bin_folder / name).chmod(0o755)
+        monkeypatch.setenv("PATH", f"{bin_folder}:{os.environ['PATH']}")
+
+    return put
+
+
+def submit(*arguments: str, profile: str = "cpu", recipe: str = SMOKE) -> int:
+    return cli.main(["submit", recipe, "--profile", profile, *arguments])
+
+
+def profile_of(folder: Path, text: str) -> str:
+    (folder / "site.yaml").write_text(text)
+    return str(folder / "site.yaml")
+
+
+def only_run(folder: Path) -> Path:
+    (path,) = (folder / "runs").glob("*/run.json")
+    return path.parent
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str, **named: str) -> str:
+    assert submit(*arguments, **named) == 2
+    assert not Path("runs").exists() or not [path for path in Path("runs").iterdir() if path.name != ".jobs"]
+    return capsys.readouterr().err
+
+
+def test_a_run_is_frozen_and_its_script_submitted(folder, fake_sbatch, capsys) -> None:
+    fake_sbatch('cp "${@: -1}" "$PWD/seen.sh"; echo "77;fake"')
+    assert submit("--seed", "7", "--time", "0:30:00") == 0
+    run_dir = only_run(folder)
+    said = capsys.readouterr().out
+    assert f"job 77 is submitted, run directory runs/{run_dir.name}" in said
+    assert "grpo status 77" in said and "grpo logs -f 77" in said and "grpo stop 77" in said
+    script = (run_dir / "job.sh").read_text()
+    assert (folder / "seen.sh").read_text() == script
+    assert f"#SBATCH --chdir={folder}\n" in script and "#SBATCH --time=0:30:00\n" in script
+    assert script.endswith(f"exec grpo launch --resume {run_dir}\n")
+    assert (folder / "logs").is_dir()
+    assert read_json(run_dir / "summary.json") == {"status": "submitted", "smoke": True, "restarts": 0}
+    assert "seed: 7" in (run_dir / "recipe.yaml").read_text()
+    assert read_json(run_dir / "plan.json")["flavour"] == "cpu"
+    assert (folder / "runs/.jobs/fake-77").read_text() == str(run_dir)
+    assert read_json(run_dir / "job.json") == {"job": "fake-77", "working_folder": str(folder)}
+
+
+def test_the_frozen_code_is_a_copy_that_the_run_holds_itself_to(folder, fake_sbatch, monkeypatch) -> None:
+    fake_sbatch("echo 1")
+    assert submit() == 0
+    run = find_run(Path("runs"), "last")
+    code = run.folder / "code"
+    copied = {str(path.relative_to(code)) for path in code.rglob("*.py")}
+    assert copied == {str(path.relative_to(home())) for path in (home() / "src").rglob("*.py")}
+    assert (code / "training.sh").is_file() and (code / "requirements/cpu.txt").is_file()
+    assert changed_code(run) is None  # against the repository
+    monkeypatch.setenv("GRPO_CODE", str(code))
+    assert changed_code(run) is None  # against itself
+    (code / "src/grpo.py").write_text("raise SystemExit\n")
+    assert "no longer those that were frozen" in changed_code(run)
+
+
+def test_a_dry_run_prints_the_script_and_writes_nothing(folder, capsys) -> None:
+    before = sorted(folder.iterdir())
+    assert submit("--dry-run", "--seed", "7") == 0
+    told = capsys.readouterr()
+    assert told.out.startswith("#!/bin/bash\n#SBATCH --job-name=smoke\n") and "launch --resume" in told.out
+    assert "batch 16 prompts x 16 completions" in told.err
+    assert sorted(folder.iterdir()) == before
+
+
+def test_a_dry_run_says_that_the_environment_is_another(capsys) -> None:
+    assert submit("--dry-run", profile="mltheory") == 0
+    assert "submitting would end here: --profile: nodes with GPUs" in capsys.readouterr().err
+    assert "run DEVICE=cuda make setup" in refusal(capsys, profile="mltheory")
+
+
+def test_another_environment_is_not_looked_into(folder, fake_sbatch) -> None:
+    fake_sbatch("echo 1")
+    assert submit(profile=profile_of(folder, "gpus: 2\nenv_dir: /of/the/cluster\n")) == 0
+
+
+def test_what_sbatch_says_is_told_and_no_run_directory_is_left(fake_sbatch, capsys) -> None:
+    fake_sbatch(
+        "echo 'sbatch: error: invalid partition specified: x' >&2; echo 'sbatch: error: Batch job failed' >&2; exit 1"
+    )
+    assert "sbatch: invalid partition specified: x; Batch job failed. Fix: " in refusal(capsys, "--partition", "x")
+
+
+def test_an_sbatch_that_tells_no_job_is_told_with_its_words(folder, fake_sbatch, capsys) -> None:
+    fake_sbatch("echo Welcome; echo 'your job is on its way'")
+    assert submit() == 2
+    assert "sbatch: tells no job id ('Welcome your job is on its way')" in capsys.readouterr().err
+    assert only_run(folder)  # the job may be in the queue, and needs it
+
+
+def test_without_sbatch_there_is_no_run_directory(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    assert "sbatch: is not on this machine" in refusal(capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--time", "soon"], "--time: 'soon' is no time limit of Slurm's"),
+        (["--nodes", "0"], "'nodes' is 0, below 1"),
+        (["--gpus", "x"], "'gpus' is 'x' where a whole number belongs"),
+        (["--learning_rat", "1"], "unknown key 'learning_rat'"),
+        (["--report_to", "wandb"], "--report_to: reports to W&B, and the nodes of cpu have no internet"),
+        (["--push_to_hub", "true", "--hub_model_id", "a/b"], "publishes, and the nodes of cpu have no internet"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(arguments, message, capsys) -> None:
+    assert message in refusal(capsys, *arguments)
+
+
+def test_a_profile_that_is_not_there(capsys) -> None:
+    assert "there is no profile 'nowhere'. Fix: name a file, or one of cpu, " in refusal(capsys, profile="nowhere")
+
+
+def test_nodes_with_internet_may_report_to_wandb(folder, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("no_proxy", "*")
+    site = profile_of(folder, "internet: true\n")
+    assert "W&B does not answer" in refusal(capsys, "--report_to", "wandb", profile=site)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert submit("--dry-run", "--report_to", "wandb") == 0
+
+
+def test_every_override_reaches_the_script(capsys) -> None:
+    values = {"time": "0:05:00", "nodes": "2", "gpus": "8", "cpus": "3"}
+    given = {key: values.get(key, f"my-{key}") for key in OVERRIDES}
+    assert submit("--dry-run", *[f"--{key}={text}" for key, text in given.items()], profile="mltheory") == 0
+    header = capsys.readouterr().out
+    named = {"cpus": "cpus-per-task=3", "gpus": "gres=gpu:a100:8"}
+    for key, text in given.items():
+        assert f"#SBATCH --{named.get(key, f'{key}={text}')}\n" in header
+
+
+def test_a_variable_says_how_gpus_are_asked_for(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("SLURM_GPU_FLAG_STYLE", "gpus")
+    assert submit("--dry-run", profile="mltheory") == 0
+    assert "#SBATCH --gpus-per-node=a100:7\n" in capsys.readouterr().out
+    monkeypatch.setenv("SLURM_GPU_FLAG_STYLE", "some")
+    assert "SLURM_GPU_FLAG_STYLE: 'gpu_flag_style' is 'some'" in refusal(capsys, profile="mltheory")
+
+
+def test_the_site_says_where_runs_and_downloads_are_unless_the_user_does(folder, monkeypatch, capsys) -> None:
+    site = profile_of(folder, f"run_root: {folder}/scratch\ncache_root: /site/cache\njob_name: mine\n")
+    monkeypatch.delenv("CACHE_ROOT")
+    assert submit("--dry-run", profile=site) == 0
+    script = capsys.readouterr().out
+    assert f"--resume {folder}/scratch/smoke-" in script and "CACHE_ROOT=/site/cache\n" in script
+    assert "--job-name=mine\n" in script
+    monkeypatch.setenv("CACHE_ROOT", "/my/cache")
+    assert submit("--dry-run", "--run_root", f"{folder}/own", profile=site) == 0
+    script = capsys.readouterr().out
+    assert f"--resume {folder}/own/smoke-" in script and "CACHE_ROOT=/my/cache\n" in script
+
+
+def test_a_model_too_large_for_the_sites_gpu_is_refused_with_the_key_to_change(folder, capsys) -> None:
+    flags = ["--model_name_or_path", model_folder(folder / "model", SMALL)]
+    error = refusal(capsys, *flags, profile=profile_of(folder, "gpus: 2\ngpu_memory_gib: 1\nenv_dir: /x\n"))
+    assert "the run does not fit: " in error and "leave gpu_memory_gib out of site.yaml" in error
+    assert submit("--dry-run", *flags, profile=profile_of(folder, "gpus: 2\nenv_dir: /x\n")) == 0
+
+
+def test_an_accelerate_file_is_frozen(folder, fake_sbatch, monkeypatch) -> None:
+    (folder / "mine.yaml").write_text("distributed_type: 'NO'\n")
+    monkeypatch.setenv("CONFIG_FILE", "mine.yaml")
+    fake_sbatch("echo 1")
+    assert submit() == 0
+    run_dir = only_run(folder)
+    assert f"export CONFIG_FILE={run_dir}/accelerate.yaml\n" in (run_dir / "job.sh").read_text()
+    assert (run_dir / "accelerate.yaml").read_text() == "distributed_type: 'NO'\n"
+
+
+def test_what_is_not_here_is_refused_with_the_command_that_brings_it(monkeypatch, capsys) -> None:
+    monkeypatch.undo()  # the real check --deep
+    monkeypatch.setenv("CACHE_ROOT", "/nowhere")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert submit("--dry-run", recipe=MATH, profile="mltheory") == 2
+    assert "grpo fetch recipes/Qwen2.5-1.5B-Instruct/grpo/config_math.yaml" in capsys.readouterr().err

@@ -1,0 +1,137 @@
+"""Bytes of checkpoints against the room of a real file system."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from grpo_recipes import cli
+from grpo_recipes.errors import EXIT_REFUSED, Refused
+from grpo_recipes.plan.devices import environment_flavour
+from grpo_recipes.plan.disk import Disk, estimate_disk, need_room
+from grpo_recipes.plan.memory import GIB
+from grpo_recipes.plan.model_shape import ModelShape
+
+from .model_folders import SMALL, model_folder
+
+P = ModelShape.of(SMALL).parameters
+
+
+@pytest.fixture
+def disk(read, planned, tmp_path):
+    """``disk(KEY=VALUE, ...)`` of a small model."""
+    model = model_folder(tmp_path / "model", SMALL)
+
+    def estimate(**keys):
+        low = {"dtype": "bfloat16", "accelerator": "ddp", "learning_rate": 1e-3}
+        recipe = read(**{"model_name_or_path": model, "max_prompt_length": 8, **low, **keys})
+        return estimate_disk(recipe, planned(recipe=recipe), tmp_path / "runs/one")
+
+    return estimate
+
+
+@pytest.mark.parametrize(
+    ("keys", "checkpoint"),
+    [
+        ({}, 2 * P + 4 * P),
+        ({"optim": "sgd"}, 2 * P),
+        ({"accelerator": "zero2"}, 2 * P + 12 * P + 2 * P),
+        ({"sync_ref_model": True, "beta": 0.1}, 2 * P + 4 * P + 2 * P),
+    ],
+)
+def test_what_a_checkpoint_holds(keys, checkpoint, disk):
+    found = disk(**keys)
+    assert found.checkpoint == checkpoint
+    assert found.model == 2 * P
+    assert found.total == 3 * checkpoint + 2 * P  # a limit of two, and the one being written
+
+
+def test_an_adapter_is_small_and_its_model_is_merged(disk):
+    found = disk(use_peft=True, lora_r=1)
+    assert found.checkpoint < P
+    assert found.model > 2 * P
+
+
+@pytest.mark.parametrize(
+    ("keys", "checkpoints"),
+    [
+        ({}, 3),
+        ({"save_total_limit": 5}, 6),
+        ({"save_total_limit": 5, "max_steps": 250, "save_steps": 100}, 3),
+        ({"save_total_limit": None, "max_steps": 250, "save_steps": 100}, 3),
+        ({"save_total_limit": None}, None),
+        ({"save_total_limit": None, "save_strategy": "epoch"}, None),
+        ({"save_strategy": "no"}, 1),
+    ],
+)
+def test_how_many_checkpoints_there_are_at_a_time(keys, checkpoints, disk):
+    assert disk(**keys).checkpoints == checkpoints
+
+
+def test_free_bytes_are_those_the_user_may_write(disk, tmp_path):
+    there = os.statvfs(tmp_path)
+    assert disk().free == pytest.approx(there.f_bavail * there.f_frsize, rel=0.1)
+
+
+def test_what_a_resumed_run_has_written_is_room(disk, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=10, f_frsize=100))
+    kept = tmp_path / "runs/one/checkpoints/checkpoint-2"
+    kept.mkdir(parents=True)
+    (kept / "weights").write_bytes(b"x" * 500)
+    assert disk().free == 1500
+
+
+def test_the_limit_that_is_named_fits(disk, monkeypatch):
+    free = 10 * 6 * P
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=free, f_frsize=1))
+    found = disk(save_total_limit=20)
+    assert not found.fits
+    assert found.lines()[-1] == f"disk       does not fit. Fix: {found.knob}"
+    named = yaml.safe_load(found.knob)
+    assert disk(**named).fits
+    assert not disk(save_total_limit=named["save_total_limit"] + 1).fits
+
+
+def test_where_not_even_one_fits_another_folder_is_named():
+    disk = Disk(checkpoint=10 * GIB, checkpoints=3, model=5 * GIB, free=12 * GIB, folder="runs")
+    assert disk.knob == "run_root: a folder with 25.0 GiB free, and save_total_limit: 1"
+
+
+def test_a_run_that_cannot_fit_is_refused(read, planned, tmp_path, monkeypatch):
+    recipe = read(model_name_or_path=model_folder(tmp_path / "model", SMALL), max_prompt_length=8)
+    plan = planned(recipe=recipe)
+    need_room(recipe, plan, tmp_path / "runs/one")
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=1))
+    with pytest.raises(Refused) as refused:
+        need_room(recipe, plan, tmp_path / "runs/one")
+    assert "GiB are free in" in str(refused.value)
+    assert "save_total_limit" in refused.value.problems[0].fix
+
+
+def test_what_cannot_be_estimated_is_not_refused(read, planned):
+    recipe = read()
+    need_room(recipe, planned(recipe=recipe), Path("runs/one"))
+    (line,) = estimate_disk(recipe, planned(recipe=recipe), Path("runs/one")).lines()
+    assert "grpo fetch" in line
+
+
+@pytest.mark.skipif(environment_flavour() != "cpu", reason="a CUDA environment asks for GPUs first")
+def test_launch_refuses_before_it_makes_anything(tmp_path, monkeypatch, capsys):
+    recipe = {
+        "model_name_or_path": model_folder(tmp_path / "model", SMALL), "dataset_name": "rows.jsonl",
+        "prompts_per_step": 1, "num_generations": 2, "max_prompt_length": 8, "max_completion_length": 8,
+        "bf16": False, "run_root": "runs", "use_vllm": False,
+    }  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=1))
+    assert cli.main(["launch", "recipe.yaml"]) == EXIT_REFUSED
+    said = capsys.readouterr().err
+    assert said.startswith("grpo: run_root: the run writes ")
+    assert "Fix: write run_root: a folder with" in said
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,86 @@
+"""What children get of the login shell, and the folders of one attempt."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_recipes.plan.environment import base_environment, run_environment
+from grpo_recipes.process.scratch import Scratch
+from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
+from grpo_recipes.secrets import masked_environment
+
+REMOVED = [
+    "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "PMI_SIZE", "PMIX_RANK",
+    "OMPI_COMM_WORLD_SIZE", "VLLM_MODEL", "VLLM_PORT", "VLLM_TP_SIZE", "VLLM_MAX_LEN", "VLLM_MEM_UTIL", "VLLM_MODE",
+    "VLLM_GROUP_PORT", "MASTER_PORT", "RUN_NAME", "CONFIG", "CONFIG_FILE", "TRAIN_ENTRYPOINT", "MAXENT", "TRAIN_SEED",
+    "ACCELERATOR",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_what_would_reach_into_the_children_is_removed(name):
+    assert name not in base_environment({name: "x", "PATH": "/bin"})
+
+
+@pytest.mark.parametrize("name", ["HOME", "HF_TOKEN", "WANDB_PROJECT", "VLLM_LOGGING_LEVEL", "SLURM_JOB_ID"])
+def test_the_rest_of_the_users_environment_is_kept(name):
+    assert base_environment({name: "x"})[name] == "x"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "localhost,127.0.0.1,::1"),
+        ({"NO_PROXY": "a.org"}, "a.org,localhost,127.0.0.1,::1"),
+        ({"NO_PROXY": "127.0.0.1,,b"}, "127.0.0.1,b,localhost,::1"),
+    ],
+)
+def test_a_proxy_is_never_asked_for_this_machine(given, expected):
+    kept = base_environment({**given, "http_proxy": "http://proxy:1"})
+    assert kept["NO_PROXY"] == expected
+    assert "127.0.0.1" in kept["no_proxy"].split(",")
+    assert kept["http_proxy"] == "http://proxy:1"
+
+
+def test_the_list_of_variables_we_read_has_no_double():
+    assert not set(READ_VARIABLES) & set(ENVIRONMENT_KEYS)
+    assert all(READ_VARIABLES.values())
+
+
+def test_every_process_knows_its_run_and_its_node_local_folders(tmp_path):
+    scratch = Scratch(tmp_path / "disk", tmp_path / "memory")
+    added = run_environment({"CACHE_ROOT": "/cache", "HOME": str(tmp_path)}, scratch, tmp_path / "run", "run-abcd")
+    assert added["GRPO_RUN"] == "run-abcd"
+    assert added["GRPO_RUN_DIR"] == str(tmp_path / "run")
+    assert added["GRPO_SYNC_DIR"] == str(scratch.memory)
+    assert added["GRPO_TOKEN_FILE"] == str(scratch.token)
+    assert added["TMPDIR"] == str(scratch.disk)
+    assert added["PYTHONNOUSERSITE"] == "1"
+    assert added["HF_HOME"] == "/cache/huggingface"
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR"):
+        assert added[name].startswith(str(scratch.disk))
+    assert masked_environment(added) == added, "nothing secret is added"
+
+
+@pytest.mark.parametrize("name", ["HF_HOME", "WANDB_DIR", "TRITON_CACHE_DIR", "TENSORBOARD_LOGGING_DIR"])
+def test_a_folder_the_user_chose_is_left_alone(tmp_path, name):
+    added = run_environment({name: "/mine"}, Scratch(tmp_path, tmp_path), tmp_path, "x")
+    assert name not in added
+
+
+def test_a_login_to_the_hub_outlives_our_choice_of_cache(tmp_path):
+    scratch = Scratch(tmp_path, tmp_path)
+    login = tmp_path / ".cache/huggingface/token"
+    assert "HF_TOKEN_PATH" not in run_environment({"HOME": str(tmp_path)}, scratch, tmp_path, "x")
+    login.parent.mkdir(parents=True)
+    login.write_text("hf_x")
+    assert run_environment({"HOME": str(tmp_path)}, scratch, tmp_path, "x")["HF_TOKEN_PATH"] == str(login)
+    assert "HF_TOKEN_PATH" not in run_environment({"HOME": str(tmp_path), "HF_HOME": "/h"}, scratch, tmp_path, "x")
+
+
+def test_the_environments_own_tools_come_first_on_the_path():
+    folders = base_environment({"PATH": "/usr/bin:/bin"})["PATH"].split(":")
+    assert folders == [str(Path(sys.executable).parent), "/usr/bin", "/bin"]

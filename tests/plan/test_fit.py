@@ -1,0 +1,189 @@
+"""Whether a plan fits its GPUs: the key that is named, set to the value that is named, makes it fit."""
+
+from __future__ import annotations
+
+import re
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from grpo_recipes.plan.fit import (
+    Need,
+    estimate_memory,
+    gpu_memory,
+    server_knob,
+    server_need,
+    trainer_knob,
+    trainer_need,
+)
+from grpo_recipes.plan.memory import GIB, Workload
+from grpo_recipes.plan.model_shape import read_shape
+from grpo_recipes.recipe import read_recipe
+
+from .model_folders import model_folder
+from .shipped_models import SHIPPED
+
+REPOSITORY = Path(__file__).parents[2]
+
+KEYS = {"max_prompt_length": 512, "max_completion_length": 1024, "dtype": "bfloat16", "bf16": True,
+        "learning_rate": 1e-3, "prompts_per_step": 105, "num_generations": 8,
+        "per_device_train_batch_size": 8}  # fmt: skip
+GPUS = tuple(str(index) for index in range(8))
+
+
+@pytest.fixture
+def estimate(read, planned, tmp_path):
+    """``estimate(GIB_OF_A_GPU, KEY=VALUE, ...)`` of a 7B model on eight GPUs."""
+    model = model_folder(tmp_path / "model")
+
+    def estimate_it(gib, gpus=GPUS, **keys):
+        recipe = read(**{**KEYS, "model_name_or_path": model, **keys})
+        plan = planned(recipe=recipe, gpus=gpus)
+        return estimate_memory(recipe, plan, gib)
+
+    return estimate_it
+
+
+def test_a_shipped_size_fits_and_shows_its_parts(estimate):
+    memory = estimate(80, accelerator="zero3")
+    assert memory.fits
+    assert memory.knob is None
+    first, second = memory.lines()
+    assert re.match(r"memory     trainer \d+\.\d of 76\.0 GiB: libraries 1\.0, weights \d", first)
+    assert re.match(r"memory     server 72\.0 of 72\.0 GiB: .*KV cache \d\d\.\d$", second)
+
+
+def test_without_the_memory_of_a_gpu_nothing_is_judged(estimate):
+    memory = estimate(None, accelerator="ddp")
+    assert memory.fits
+    assert " of " not in memory.lines()[0]
+
+
+@pytest.mark.parametrize(
+    ("gib", "keys", "gpus", "key"),
+    [
+        (80, {"accelerator": "zero3", "gradient_checkpointing": False}, GPUS, "per_device_train_batch_size"),
+        (70, {"accelerator": "ddp"}, GPUS, "accelerator"),
+        (36, {"accelerator": "zero2"}, GPUS, "accelerator"),
+        (70, {"optim": "sgd", "accelerator": "single", "vllm_gpu_memory_utilization": 0.6}, ("0",),
+         "vllm_gpu_memory_utilization"),
+        (48, {"accelerator": "ddp"}, ("0", "1"), "use_peft"),
+        (
+            27,
+            {"accelerator": "zero3", "gradient_checkpointing": False, "per_device_train_batch_size": 1,
+             "max_prompt_length": 1024},
+            GPUS,
+            "gradient_checkpointing",
+        ),
+        (16, {"vllm_max_model_length": 32768, "use_peft": True, "vllm_gpu_memory_utilization": 0.97,
+              "per_device_train_batch_size": 1, "accelerator": "ddp"}, GPUS, None),
+        (24, {"vllm_gpu_memory_utilization": 0.7, "use_peft": True, "accelerator": "ddp"}, GPUS,
+         "vllm_gpu_memory_utilization"),
+        (24, {"vllm_max_model_length": 32768, "vllm_gpu_memory_utilization": 0.85, "use_peft": True,
+              "accelerator": "ddp"}, GPUS, "vllm_max_model_length"),
+    ],
+)  # fmt: skip
+def test_the_key_that_is_named_makes_it_fit(gib, keys, gpus, key, estimate):
+    memory = estimate(gib, gpus, **keys)
+    assert not memory.fits
+    assert memory.lines()[-1].endswith(f"Fix: {memory.knob}")
+    if key is None:
+        assert "no key alone" in memory.knob
+        return
+    named = yaml.safe_load(memory.knob)
+    assert list(named) == [key]
+    assert estimate(gib, gpus, **{**keys, **named}).fits
+
+
+def test_the_batch_of_trl_keeps_its_size(estimate):
+    keys = {"prompts_per_step": None, "gradient_accumulation_steps": 15, "per_device_train_batch_size": 56,
+            "accelerator": "zero3", "gradient_checkpointing": False}  # fmt: skip
+    size, steps = map(int, re.findall(r": (\d+)", estimate(80, **keys).knob))
+    assert size * steps == 56 * 15
+    assert estimate(80, **{**keys, "per_device_train_batch_size": size, "gradient_accumulation_steps": steps}).fits
+
+
+def workload(read, planned, model, **keys):
+    recipe = read(**{**KEYS, "model_name_or_path": model, **keys})
+    return recipe, read_shape(model), Workload.of(recipe, planned(recipe=recipe, gpus=GPUS))
+
+
+def test_more_gpus_are_named_where_no_key_is_enough(read, planned, tmp_path):
+    recipe, shape, work = workload(read, planned, model_folder(tmp_path / "model"), use_peft=False)
+    work = replace(work, world_size=2, accelerator="zero3", per_device=1)
+    device = int(16.5 * GIB)
+    said = trainer_knob(recipe, shape, work, device)
+    count = int(re.match(r"train on (\d+) GPUs", said)[1])
+    smallest = replace(work, accumulation=2, checkpointing=True, world_size=count)
+    assert trainer_need(shape, smallest, device).fits
+    assert not trainer_need(shape, replace(smallest, world_size=count - 1), device).fits
+    assert "take GPUs of" in trainer_knob(recipe, shape, work, 4 * GIB)
+
+
+def test_a_server_is_split_where_one_gpu_is_too_small(read, planned, tmp_path):
+    _, shape, work = workload(read, planned, model_folder(tmp_path / "model"), vllm_gpu_memory_utilization=0.95)
+    device = 16 * GIB
+    assert not server_need(shape, work, device).fits
+    assert server_knob(shape, work, device) == "vllm_tensor_parallel_size: 2"
+    assert server_need(shape, replace(work, parallel=2), device).fits
+    assert "larger GPUs" in server_knob(shape, work, GIB)
+
+
+def test_the_server_needs_room_for_its_longest_sequence(estimate):
+    short, long = estimate(22, vllm_max_model_length=2048), estimate(22, vllm_max_model_length=32768)
+    assert short.server.fits
+    assert not long.server.fits
+
+
+def test_on_cpu_the_parts_are_told_and_nothing_is_judged(read, planned, tmp_path):
+    recipe = read(**{**KEYS, "model_name_or_path": model_folder(tmp_path / "model"), "bf16": False})
+    memory = estimate_memory(recipe, planned(recipe=recipe, flavour="cpu"), 1)
+    assert memory.fits
+    assert "weights in transit" in memory.server.parts
+
+
+def test_a_model_that_is_not_here_is_not_guessed(estimate):
+    memory = estimate(80, model_name_or_path="some/model")
+    assert memory.lines() == [f"memory     not estimated: {memory.unknown}"]
+    assert "grpo fetch" in memory.unknown
+    assert memory.as_json()["trainer"] is None
+
+
+@pytest.mark.parametrize("folder", sorted(SHIPPED))
+def test_shipped_recipes_fit_eight_gpus_of_80_gb(folder, planned, tmp_path):
+    config, billions = SHIPPED[folder]
+    model = model_folder(tmp_path / "model", config)
+    assert read_shape(model).parameters == pytest.approx(1e9 * billions, rel=1e-3)
+    recipes = sorted((REPOSITORY / "recipes" / folder).rglob("*.yaml"))
+    assert recipes
+    for path in recipes:
+        recipe = read_recipe(path, ["--model_name_or_path", model])
+        memory = estimate_memory(recipe, planned(recipe=recipe, gpus=GPUS), 79.6)
+        assert memory.fits, (path.name, memory.lines())
+
+
+def test_every_shipped_model_is_counted():
+    folders = {path.name for path in (REPOSITORY / "recipes").iterdir() if path.is_dir()}
+    assert folders - {"base", "smoke"} == SHIPPED.keys()
+
+
+def test_a_need_in_numbers():
+    need = Need({"weights": GIB, "optimizer": 2 * GIB}, 2 * GIB)
+    assert (need.total, need.fits, str(need)) == (3 * GIB, False, "3.0 of 2.0 GiB: weights 1.0, optimizer 2.0")
+
+
+@pytest.mark.parametrize(("printed", "found"), [("81559\n40536\n", 40536 / 1024), ("[N/A]\n", None), ("", None)])
+def test_the_driver_tells_the_smallest_gpu(printed, found, tmp_path, monkeypatch):
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text(f"#!/bin/sh\nprintf '{printed}'\n")
+    fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert gpu_memory() == found
+
+
+def test_without_a_driver_no_memory_is_known(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpu_memory() is None

@@ -1,0 +1,56 @@
+"""The sizes that a config.json tells, against the models transformers builds from it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from grpo_recipes.plan.model_shape import _KNOWN, ModelShape, UnknownShape, read_shape
+
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 100, "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", sorted(_KNOWN))
+def test_parameters_are_those_of_the_built_model(kind, tied):
+    config = AutoConfig.for_model(kind, **SIZES, tie_word_embeddings=tied)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert ModelShape.of(config.to_dict()).parameters == sum(one.numel() for one in model.parameters())
+
+
+def test_numbers_a_file_may_leave_out():
+    plain = {key: value for key, value in SIZES.items() if key not in ("head_dim", "num_key_value_heads")}
+    shape = ModelShape.of({**plain, "model_type": "llama", "torch_dtype": "bfloat16"})
+    assert (shape.head, shape.kv_heads, shape.tied, shape.dtype) == (16, 4, False, "bfloat16")
+    assert ModelShape.of({**plain, "model_type": "gemma"}).tied
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({**SIZES, "model_type": "mixtral"}, "type 'mixtral'"),
+        ({"model_type": "qwen2", "hidden_size": 8}, "num_attention_heads"),
+        ({**SIZES, "model_type": "qwen2", "hidden_size": "wide"}, "wide"),
+        ({**SIZES, "model_type": "qwen2", "num_attention_heads": 0, "head_dim": None}, "Zero"),
+        ([], "type 'None'"),
+    ],
+)
+def test_what_is_not_counted_is_said(config, said, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnknownShape, match=said):
+        read_shape(str(tmp_path))
+
+
+@pytest.mark.parametrize(("text", "said"), [(None, "grpo fetch"), ("{", "not JSON"), ("\udcff", "not JSON")])
+def test_a_model_that_is_not_here_or_broken(text, said, tmp_path):
+    if text is not None:
+        (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(UnknownShape, match=said):
+        read_shape(str(tmp_path))

@@ -1,0 +1,317 @@
+"""The plan of a run: devices, ports, argv and environment of every process."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from grpo_recipes.errors import Refused
+from grpo_recipes.plan.environment import base_environment
+from grpo_recipes.plan.plan import choose_recipe, describe
+from grpo_recipes.recipe import read_recipe
+from grpo_recipes.slurm.job import SlurmJob
+from grpo_recipes.smoke import smoke_folder
+
+ROOT = Path(__file__).parents[2]
+MATH = ROOT / "recipes/Qwen2.5-1.5B-Instruct/grpo/config_math.yaml"
+SMOKE = ROOT / "recipes/smoke/grpo.yaml"
+UUIDS = ("GPU-aaaa", "GPU-bbbb", "GPU-cccc")
+MIGS = ("MIG-aaaa", "MIG-bbbb")
+
+
+def accelerate_file(name: str) -> str:
+    (folder,) = importlib.util.find_spec("trl").submodule_search_locations
+    return str(Path(folder) / "accelerate_configs" / f"{name}.yaml")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "parallel", "server", "trainers"),
+    [
+        (("0", "1"), 1, ("0",), ("1",)),
+        (("0", "1", "2", "3"), 1, ("0",), ("1", "2", "3")),
+        (("0", "1", "2", "3"), 2, ("0", "1"), ("2", "3")),
+        (("3", "1", "0", "2"), 1, ("3",), ("1", "0", "2")),
+        (UUIDS, 1, ("GPU-aaaa",), ("GPU-bbbb", "GPU-cccc")),
+        (MIGS, 1, ("MIG-aaaa",), ("MIG-bbbb",)),
+    ],
+)
+def test_the_first_gpus_serve_and_the_rest_train(planned, option, gpus, parallel, server, trainers):
+    plan = planned(gpus=gpus, vllm_tensor_parallel_size=parallel)
+    assert plan.mode == "server"
+    assert [process.role for process in plan.processes] == ["server", "trainer"]
+    for role, devices in (("server", server), ("trainer", trainers)):
+        process = plan.process(role)
+        assert process.gpus == devices
+        assert process.environment["CUDA_VISIBLE_DEVICES"] == ",".join(devices)
+    assert option(plan.process("trainer").argv, "--num_processes") == str(len(trainers))
+    assert ("--tensor-parallel-size" in plan.process("server").argv) == (parallel > 1)
+    assert plan.unused_gpus == ()
+
+
+def test_one_gpu_means_colocate_without_a_server(planned, option):
+    plan = planned(gpus=("0",))
+    assert (plan.mode, plan.bridge, plan.process("server")) == ("colocate", None, None)
+    argv = plan.process("trainer").argv
+    assert plan.process("trainer").gpus == ("0",)
+    assert option(argv, "--vllm_mode") == "colocate"
+    assert option(argv, "--vllm_gpu_memory_utilization") == "0.3"
+
+
+def test_colocate_trains_on_all_gpus_with_the_memory_the_user_gave(planned, option):
+    plan = planned(vllm_mode="colocate", vllm_gpu_memory_utilization=0.4)
+    assert plan.process("trainer").gpus == ("0", "1", "2", "3")
+    assert plan.process("server") is None
+    assert option(plan.process("trainer").argv, "--vllm_gpu_memory_utilization") == "0.4"
+
+
+def test_without_vllm_everything_trains(planned):
+    plan = planned(use_vllm=False)
+    assert (plan.mode, plan.bridge, plan.process("server")) == ("transformers", None, None)
+    assert plan.process("trainer").gpus == ("0", "1", "2", "3")
+
+
+@pytest.mark.parametrize(
+    ("resources", "keys", "said"),
+    [
+        ({"gpus": ("0",)}, {"vllm_mode": "server"}, "vllm_mode: colocate"),
+        ({"gpus": ()}, {}, "--gres"),
+        ({"gpus": ("0", "1")}, {"vllm_tensor_parallel_size": 2}, "leaves no GPU to train on"),
+        ({"gpus": ("0", "1")}, {"vllm_tensor_parallel_size": 3}, "write at most 1"),
+        ({"gpus": ("0", "1", "2")}, {"num_processes": 3}, "exceeds the 2 GPUs"),
+        ({}, {"accelerator": "single", "num_processes": 2}, "accelerator: single runs one process"),
+        ({"flavour": "cpu"}, {"vllm_mode": "colocate"}, "vllm_mode: server"),
+        ({"flavour": "cpu"}, {"weight_sync": "nccl"}, "weight_sync: file"),
+        ({"environment": {"CONFIG_FILE": "/no/such.yaml"}}, {}, "CONFIG_FILE"),
+        ({"environment": {"VLLM_MODEL": "other/model"}}, {}, "VLLM_MODEL"),
+        ({"flavour": "cpu"}, {"model_name_or_path": "smoke:nothing"}, "smoke:sums"),
+        ({}, {"reward_funcs": ["nothing"]}, "no reward 'nothing'"),
+    ],
+)
+def test_what_the_machine_cannot_do_is_refused_with_the_way_out(planned, resources, keys, said):
+    with pytest.raises(Refused, match=said):
+        planned(**resources, **keys)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "trainers", "name"),
+    [
+        ("auto", 1, "single_gpu"),
+        ("auto", 3, "multi_gpu"),
+        ("single", 1, "single_gpu"),
+        ("ddp", 3, "multi_gpu"),
+        ("ddp", 1, "single_gpu"),
+        ("zero2", 3, "zero2"),
+        ("zero3", 3, "zero3"),
+        ("zero3", 1, "zero3"),
+        ("fsdp2", 3, "fsdp2"),
+    ],
+)
+def test_an_accelerator_picks_trls_packaged_file(planned, option, accelerator, trainers, name):
+    argv = planned(gpus=("0", "1", "2", "3")[: trainers + 1], accelerator=accelerator).process("trainer").argv
+    file = option(argv, "--config_file")
+    assert file == accelerate_file(name)
+    assert Path(file).is_file()
+    assert option(argv, "--num_processes") == str(trainers)
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("keys", "updates_float32"),
+    [
+        ({}, False),
+        ({"dtype": "bfloat16"}, True),
+        ({"dtype": "auto"}, True),
+        ({"dtype": "bfloat16", "use_peft": True}, False),  # adapters are float32
+        ({"dtype": "bfloat16", "use_peft": True, "lora_modules_to_save": ["lm_head"]}, True),
+    ],
+)
+def test_accelerator_auto_keeps_float32_weights_on_one_gpu_too(planned, gpus, keys, updates_float32):
+    several = "ddp" if gpus > 2 else "single"
+    plan = planned(gpus=tuple(map(str, range(gpus))), **keys)
+    assert plan.accelerator == ("zero2" if updates_float32 else several)
+
+
+def test_accelerator_single_uses_one_gpu_and_names_the_idle_ones(planned):
+    plan = planned(accelerator="single")
+    assert plan.process("trainer").gpus == ("1",)
+    assert plan.unused_gpus == ("2", "3")
+
+
+@pytest.mark.parametrize("gpus", [2, 4, 7, 8])
+def test_the_shipped_math_recipe_is_the_same_experiment_on_any_machine(planned, option, gpus):
+    plan = planned(recipe=read_recipe(MATH), gpus=tuple(map(str, range(gpus))))
+    assert plan.batch.completions == 840
+    assert plan.unused_gpus == ()
+    argv = plan.process("trainer").argv
+    world, each, times = (
+        int(option(argv, flag))
+        for flag in ("--num_processes", "--per_device_train_batch_size", "--gradient_accumulation_steps")
+    )
+    assert (world, world * each * times) == (gpus - 1, 840)
+
+
+def test_gpus_that_nothing_uses_are_named(planned):
+    plan = planned(gpus=tuple("01234567"), prompts_per_step=8, num_generations=2)
+    assert plan.unused_gpus == ("5", "6", "7")
+    assert "nothing uses GPU 5, 6, 7" in plan.notes
+    assert any("4 of 7 trainers are used" in note for note in plan.notes)
+
+
+def test_slurms_other_count_of_gpus_is_told_and_the_drivers_used(planned):
+    plan = planned(gpus=("0", "1"), job=SlurmJob(7, "c", 1, 4))
+    assert any("Slurm says 4 GPUs, the driver shows 2" in note for note in plan.notes)
+    assert plan.process("trainer").gpus == ("1",)
+    assert planned(gpus=("0", "1"), job=SlurmJob(7, "c", 1, 2)).notes == []
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "where", "seen"),
+    [
+        ("VLLM_PORT", "9000", "server --port", "9000"),
+        ("VLLM_PORT", "9000", "trainer --vllm_server_port", "9000"),
+        ("VLLM_GROUP_PORT", "9001", "trainer --vllm_group_port", "9001"),
+        ("MASTER_PORT", "9002", "trainer --main_process_port", "9002"),
+        ("VLLM_TP_SIZE", "2", "server --tensor-parallel-size", "2"),
+        ("VLLM_TP_SIZE", "2", "trainer --num_processes", "2"),
+        ("VLLM_MAX_LEN", "4096", "server --max-model-len", "4096"),
+        ("VLLM_MEM_UTIL", ".8", "server --gpu-memory-utilization", "0.8"),
+        ("VLLM_MODE", "colocate", "trainer --vllm_mode", "colocate"),
+        ("RUN_NAME", "mine", "trainer --run_name", "mine-stamp"),
+        ("RUN_ROOT", "/elsewhere", "trainer --output_dir", "/elsewhere/unnamed-stamp/checkpoints"),
+        ("ACCELERATOR", "zero3", "trainer --config_file", accelerate_file("zero3")),
+        ("CONFIG_FILE", str(SMOKE), "trainer --config_file", str(SMOKE)),
+    ],
+)
+def test_a_variable_of_the_guide_reaches_the_command(planned, option, variable, value, where, seen):
+    role, flag = where.split()
+    assert option(planned(environment={variable: value}).process(role).argv, flag) == seen
+    plain = planned().process(role).argv
+    assert flag not in plain or option(plain, flag) != seen
+
+
+def test_the_seed_variable_reaches_the_frozen_recipe(read):
+    assert "seed: 7" in read(environment={"TRAIN_SEED": "7"}).as_yaml()
+
+
+def test_vllm_tp_size_moves_the_devices(planned):
+    plan = planned(environment={"VLLM_TP_SIZE": "2"})
+    assert plan.process("server").gpus == ("0", "1")
+    assert plan.process("trainer").gpus == ("2", "3")
+
+
+def test_the_run_name_stands_in_the_logs_names(planned):
+    plan = planned(environment={"RUN_NAME": "mine"})
+    assert [process.log for process in plan.processes] == [
+        "logs/liv_vllm_mine_stamp.log",
+        "logs/liv_train_mine_stamp.log",
+    ]
+
+
+OURS = {
+    "VLLM_MODEL": "Qwen/Qwen2.5-1.5B-Instruct", "VLLM_PORT": "9000", "VLLM_TP_SIZE": "2", "VLLM_MAX_LEN": "4096",
+    "VLLM_MEM_UTIL": "0.8", "VLLM_MODE": "server", "VLLM_GROUP_PORT": "9001", "MASTER_PORT": "9002", "RUN_NAME": "x",
+    "ACCELERATOR": "zero2", "TRAIN_SEED": "7", "CONFIG_FILE": str(SMOKE),
+}  # fmt: skip
+
+
+def test_our_variables_stop_at_the_launcher(planned):
+    base = base_environment({**OURS, "VLLM_LOGGING_LEVEL": "DEBUG"})
+    for process in planned(environment=OURS).processes:
+        environment = {**base, **process.environment}
+        assert not set(OURS) & set(environment)
+        assert environment["VLLM_LOGGING_LEVEL"] == "DEBUG"
+
+
+def test_inside_slurm_vllm_gets_an_internal_port_of_the_jobs_block(planned, option):
+    plan = planned(job=SlurmJob(7, "c", 1, None))
+    server, trainer = plan.process("server"), plan.process("trainer")
+    assert (
+        option(server.argv, "--port") == option(trainer.argv, "--vllm_server_port") == str(plan.ports.server) == "20070"
+    )
+    assert server.environment["VLLM_PORT"] == str(plan.ports.vllm_internal)
+    assert "VLLM_PORT" not in trainer.environment
+
+
+def test_a_cpu_plan_uses_the_file_bridge_and_no_gpu(planned, option):
+    plan = planned(flavour="cpu", recipe=read_recipe(SMOKE))
+    assert (plan.flavour, plan.mode, plan.bridge, plan.smoke) == ("cpu", "server", "file", True)
+    trainer = plan.process("trainer")
+    assert option(trainer.argv, "--use_cpu") == "true"
+    assert option(trainer.argv, "--weight_sync") == "file"
+    assert option(trainer.argv, "--mixed_precision") == "no"
+    for process in plan.processes:
+        assert process.gpus == () and process.environment["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_cpu_processes_are_as_many_as_the_recipe_asks_for(planned, option):
+    argv = planned(flavour="cpu", num_processes=2).process("trainer").argv
+    assert option(argv, "--num_processes") == "2"
+    assert option(argv, "--config_file") == accelerate_file("multi_gpu")
+
+
+@pytest.mark.parametrize(
+    ("keys", "bridge"), [({}, "nccl"), ({"weight_sync": "file"}, "file"), ({"weight_sync": "nccl"}, "nccl")]
+)
+def test_the_bridge_between_gpus(planned, option, keys, bridge):
+    plan = planned(**keys)
+    assert plan.bridge == bridge == option(plan.process("trainer").argv, "--weight_sync")
+
+
+@pytest.mark.parametrize(
+    ("keys", "precision"), [({}, "bf16"), ({"bf16": True}, "bf16"), ({"bf16": False}, "no"), ({"fp16": True}, "fp16")]
+)
+def test_mixed_precision_is_always_passed(planned, option, keys, precision):
+    assert option(planned(**keys).process("trainer").argv, "--mixed_precision") == precision
+
+
+def test_smoke_model_and_data_come_from_the_cache(planned, option, tmp_path):
+    plan = planned(flavour="cpu", recipe=read_recipe(SMOKE))
+    folder = smoke_folder("smoke:sums", {"CACHE_ROOT": str(tmp_path / "cache")})
+    assert folder.is_relative_to(tmp_path / "cache")
+    assert plan.model == option(plan.process("server").argv, "--model") == str(folder / "model")
+    assert plan.dataset == option(plan.process("trainer").argv, "--dataset_name") == str(folder / "train.jsonl")
+    assert smoke_folder("smoke:sums-tied", {}).name != smoke_folder("smoke:sums", {}).name
+
+
+def test_a_plan_is_plain_data_and_readable(planned):
+    plan = planned()
+    again = json.loads(json.dumps(plan.as_json()))
+    assert again["batch"]["completions"] == 48
+    assert [process["role"] for process in again["processes"]] == ["server", "trainer"]
+    text = describe(plan)
+    for fact in ("recipe.yaml", "48 a step", "8000", "51216", "29525", "nccl", "--served-model-name"):
+        assert fact in text
+
+
+def test_a_recipe_is_found_by_argument_then_config_then_flavour(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("")
+    assert choose_recipe(str(mine), {"CONFIG": str(SMOKE)}, "grpo", "cpu") == mine
+    assert choose_recipe(None, {"CONFIG": str(mine)}, "grpo", "cpu") == mine
+    assert choose_recipe(None, {}, "grpo", "cpu") == SMOKE
+    assert choose_recipe(None, {}, "grpo", "cuda") == MATH
+    assert choose_recipe(None, {}, "maxent", "cpu") == SMOKE.with_name("maxent.yaml")
+    assert choose_recipe(None, {}, "maxent", "cuda") == MATH.parents[1] / "maxent" / MATH.name
+    assert choose_recipe("recipes/smoke/grpo.yaml", {}, "grpo", "cpu") == SMOKE
+
+
+@pytest.mark.parametrize(("given", "config", "where"), [("no.yaml", None, "RECIPE"), (None, "no.yaml", "CONFIG")])
+def test_a_missing_recipe_is_named_with_where_it_came_from(given, config, where):
+    with pytest.raises(Refused) as refused:
+        choose_recipe(given, {"CONFIG": config} if config else {}, "grpo", "cpu")
+    assert refused.value.problems[0].where == where and "'no.yaml'" in refused.value.problems[0].what
+
+
+def test_the_users_vllm_plugins_are_kept_and_ours_is_added(planned):
+    assert "VLLM_PLUGINS" not in planned().process("server").environment
+    server = planned(environment={"VLLM_PLUGINS": "mine"}).process("server")
+    assert server.environment["VLLM_PLUGINS"] == "mine,grpo_recipes"
+
+
+def test_a_recipe_name_that_no_file_can_have(tmp_path):
+    with pytest.raises(Refused, match="there is no recipe"):
+        choose_recipe("x" * 5000, {}, "grpo", "cpu")

@@ -1,0 +1,160 @@
+"""Ports: planned by arithmetic, then looked at for real."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from grpo_recipes.errors import Refused
+from grpo_recipes.plan.ports import Ports, free_ports, is_free, plan_ports
+from grpo_recipes.slurm.job import SlurmJob
+
+LOOPBACK = "127.0.0.1"
+EPHEMERAL_RANGE_BEGINS = 32768
+
+
+@contextmanager
+def listening(port: int = 0, address: str = LOOPBACK) -> Iterator[int]:
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((address, port))
+        holder.listen()
+        yield holder.getsockname()[1]
+
+
+def unused() -> int:
+    with listening() as port:
+        return port
+
+
+def job(number: int) -> SlurmJob:
+    return SlurmJob(number, "cluster", 1, None)
+
+
+def all_of(ports: Ports) -> set[int]:
+    return {ports.server, ports.group, ports.main_process, ports.vllm_internal}
+
+
+def test_outside_slurm_the_guides_numbers(read):
+    assert plan_ports(read(), None) == Ports(8000, 51216, 29525, None)
+
+
+@pytest.mark.parametrize("number", [1, 7, 1199, 1200, 123456, 4294967295])
+def test_inside_slurm_ports_come_from_the_job_id(read, number):
+    ports = plan_ports(read(), job(number))
+    assert len(all_of(ports)) == 4
+    assert all(1024 <= port < EPHEMERAL_RANGE_BEGINS for port in all_of(ports))
+    assert ports == plan_ports(read(), job(number))
+
+
+def test_neighbouring_jobs_share_no_port(read):
+    seen: set[int] = set()
+    for number in range(5000, 5200):
+        ports = all_of(plan_ports(read(), job(number)))
+        assert not ports & seen
+        seen |= ports
+
+
+def test_ports_the_user_gave_are_literal_in_slurm_too(read):
+    recipe = read(vllm_server_port=9000, vllm_group_port=9001, main_process_port=9002)
+    for slurm in (None, job(7)):
+        ports = plan_ports(recipe, slurm)
+        assert (ports.server, ports.group, ports.main_process) == (9000, 9001, 9002)
+
+
+@pytest.mark.parametrize("address", [LOOPBACK, "0.0.0.0"])
+def test_a_port_is_free_until_someone_listens(address):
+    with listening(address=address) as port:
+        assert not is_free(LOOPBACK, port)
+    assert is_free(LOOPBACK, port)
+
+
+def test_a_busy_port_of_our_choosing_is_replaced_with_a_note(read):
+    with listening() as busy:
+        ports, notes = free_ports(read(), Ports(busy, unused(), unused(), None), LOOPBACK)
+        assert ports.server != busy
+        assert is_free(LOOPBACK, ports.server)
+    assert notes == [f"port {busy} (vllm_server_port) is in use by another process; using {ports.server}"]
+
+
+def test_free_ports_are_kept_without_a_note(read):
+    ports = Ports(unused(), unused(), unused(), 777)
+    assert free_ports(read(), ports, LOOPBACK) == (ports, [])
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [("vllm_server_port", "server"), ("vllm_group_port", "group"), ("main_process_port", "main_process")],
+)
+def test_a_busy_port_the_user_gave_is_refused(read, key, name):
+    free = {"server": unused(), "group": unused(), "main_process": unused()}
+    with listening() as busy, pytest.raises(Refused) as refused:
+        free_ports(read(**{key: busy}), Ports(**{**free, name: busy}, vllm_internal=None), LOOPBACK)
+    (problem,) = refused.value.problems
+    assert problem.where.startswith("recipe.yaml:") and str(busy) in problem.what and key in problem.fix
+
+
+def test_two_ports_of_ours_are_never_the_same(read):
+    port = unused()
+    ports, _ = free_ports(read(), Ports(port, port, port, None), LOOPBACK)
+    assert len({ports.server, ports.group, ports.main_process}) == 3
+
+
+@pytest.mark.parametrize("host", ["203.0.113.7", "no-such-host.invalid"])
+def test_an_address_that_is_not_ours_is_refused_and_not_searched_for_ever(read, host):
+    outcome: list[object] = []
+
+    def look() -> None:
+        try:
+            outcome.append(free_ports(read(), Ports(8000, 51216, 29525, None), host))
+        except Refused as refused:
+            outcome.append(refused.problems[0])
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert outcome, "still looking for a port after 10 s"
+    assert "vllm_server_host" in str(outcome[0])
+
+
+CHOOSES = """
+import sys
+from pathlib import Path
+from grpo_recipes.plan.ports import Ports, free_ports
+from grpo_recipes.recipe import read_recipe
+
+sys.stdin.readline()
+wanted = Ports(*map(int, sys.argv[1:4]), None)
+print(free_ports(read_recipe(Path(sys.argv[4])), wanted, "127.0.0.1")[0].server, flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_launches_of_the_same_moment_choose_different_ports(read):
+    recipe = read()
+    wanted = [str(unused()) for _ in range(3)]
+    command = [sys.executable, "-c", CHOOSES, *wanted, str(recipe.path)]
+    launches = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    for one in launches:
+        one.stdin.write("choose\n")
+        one.stdin.flush()
+    chosen = [one.stdout.readline() for one in launches]
+    for one in launches:
+        one.communicate("end\n")
+
+    assert len(set(chosen)) == 4 and f"{wanted[0]}\n" in chosen
+    assert free_ports(recipe, Ports(*map(int, wanted), None), LOOPBACK)[1] == []  # their ends freed all
+
+
+def test_a_port_the_user_gave_that_another_launch_keeps_is_refused(read):
+    port = unused()
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(f"\0grpo-recipes-port-{port}")
+        with pytest.raises(Refused, match=str(port)):
+            free_ports(read(vllm_server_port=port), Ports(port, unused(), unused(), None), LOOPBACK)

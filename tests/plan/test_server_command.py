@@ -1,0 +1,140 @@
+"""The server's command and environment."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_recipes.plan.server import has_trl_serve, server_command, server_environment
+
+
+def command(recipe, flavour: str = "cuda") -> list[str]:
+    return server_command(recipe, "the/model", "run-abcd", "127.0.0.1", 8123, flavour)
+
+
+@pytest.fixture
+def versions(monkeypatch):
+    """``versions(vllm=..., trl=...)`` replaces what the metadata of installed packages says."""
+
+    def set_versions(**found: str | None) -> None:
+        def version(name: str) -> str:
+            if found.get(name) is None:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return found[name]
+
+        monkeypatch.setattr(importlib.metadata, "version", version)
+
+    return set_versions
+
+
+@pytest.mark.parametrize("flavour", ["cpu", "cuda"])
+@pytest.mark.parametrize("vllm", [None, "0.31.0"])
+def test_every_server_is_named_bound_guarded_and_reports_its_weights(read, option, versions, flavour, vllm):
+    versions(vllm=vllm, trl="1.16.0")
+    argv = command(read(dtype="bfloat16"), flavour)
+    assert option(argv, "--host") == "127.0.0.1"
+    assert option(argv, "--port") == "8123"
+    assert option(argv, "--served-model-name") == "run-abcd"
+    assert option(argv, "--model") == "the/model"
+    assert option(argv, "--dtype") == "bfloat16"
+    assert option(argv, "--max-model-len") == "2048"
+    middleware = [value for flag, value in itertools.pairwise(argv) if flag == "--middleware"]
+    # The last is the first that a request meets: nobody without the token learns anything.
+    assert middleware == ["grpo_recipes.server.activity.ReportActivity", "grpo_recipes.server.auth.RequireToken"]
+    assert option(argv, "--worker-extension-cls") == "grpo_recipes.server.worker.WeightReport"
+    assert not [text for text in argv if "token" in text.lower() and "RequireToken" not in text]
+    assert "--api-key" not in argv
+
+
+def test_the_named_classes_exist():
+    for name in ("grpo_recipes.server.activity", "grpo_recipes.server.auth", "grpo_recipes.server.worker"):
+        assert importlib.util.find_spec(name) is not None
+
+
+def test_trls_own_command_where_its_vllm_is_installed(read, versions):
+    versions(vllm="0.31.0", trl="1.16.0")
+    argv = command(read())
+    assert argv[:2] == [str(Path(sys.executable).with_name("trl")), "vllm-serve"]
+    assert "--weight-transfer-config" not in argv and "--logprobs-mode" not in argv
+
+
+@pytest.mark.parametrize("found", [{"vllm": None, "trl": "1.16.0"}, {"vllm": "0.31.0", "trl": "2.0.0"}])
+def test_the_module_with_what_trl_would_have_added_otherwise(read, option, versions, found):
+    versions(**found)
+    assert not has_trl_serve()
+    argv = command(read())
+    assert argv[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    assert option(argv, "--logprobs-mode") == "processed_logprobs"
+    assert option(argv, "--max-logprobs") == "-1"
+    assert json.loads(option(argv, "--weight-transfer-config")) == {"backend": "nccl"}
+
+
+def test_what_depends_on_the_flavour(read, option):
+    assert option(command(read(), "cuda"), "--gpu-memory-utilization") == "0.9"
+    cpu = command(read(), "cpu")
+    assert "--enforce-eager" in cpu and "--no-enable-chunked-prefill" in cpu
+    assert "--no-enable-chunked-prefill" not in command(read(), "cuda")
+    assert "--gpu-memory-utilization" not in cpu and "--weight-transfer-config" not in cpu
+
+
+@pytest.mark.parametrize(
+    ("keys", "flag", "value"),
+    [
+        ({"vllm_tensor_parallel_size": 2}, "--tensor-parallel-size", "2"),
+        ({"model_revision": "abc"}, "--revision", "abc"),
+        ({"trust_remote_code": True}, "--trust-remote-code", None),
+        ({"vllm_max_model_length": 4096}, "--max-model-len", "4096"),
+    ],
+)
+def test_keys_that_reach_the_server(read, option, keys, flag, value):
+    argv = command(read(**keys))
+    assert flag in argv
+    assert value is None or option(argv, flag) == value
+    without = command(read(vllm_max_model_length=None))
+    assert flag not in without
+
+
+@pytest.mark.parametrize(
+    ("flavour", "seed_server", "seeded"),
+    [
+        ("cpu", None, True),
+        ("cpu", False, False),
+        ("cuda", None, False),
+        ("cuda", True, True),
+    ],
+)
+def test_seeded_requests_are_taken_in_the_order_of_prompts(read, option, flavour, seed_server, seeded):
+    argv = command(read(seed_server=seed_server), flavour)
+    assert ("--scheduling-policy" in argv) is seeded
+    assert not seeded or option(argv, "--scheduling-policy") == "priority"
+
+
+def test_a_model_without_dtype_is_served_as_its_own(read, option):
+    assert option(command(read(dtype=None)), "--dtype") == "auto"
+
+
+def test_the_servers_environment():
+    cuda, cpu = server_environment("cuda", None), server_environment("cpu", 20073)
+    assert cuda["VLLM_SERVER_DEV_MODE"] == "1"
+    assert "VLLM_PORT" not in cuda and cpu["VLLM_PORT"] == "20073"
+    assert set(cuda) < set(cpu)
+    for environment in (cuda, cpu):
+        assert int(environment["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > 7 * 24 * 3600  # a step may take long; 5 s by default
+        assert environment["GRPO_SERVER"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("keys", "limit"),
+    [
+        ({"vllm_max_model_length": 4096, "max_prompt_length": 100, "max_completion_length": 20}, "4096"),
+        ({"vllm_max_model_length": None, "max_prompt_length": 100, "max_completion_length": 20}, "120"),
+    ],
+)
+def test_the_longest_sequence_follows_from_the_recipes_limits(read, option, keys, limit):
+    assert option(command(read(**keys), "cpu"), "--max-model-len") == limit

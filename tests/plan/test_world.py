@@ -1,0 +1,21 @@
+"""A checkpoint fits the number of training processes that made it."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_recipes.errors import Refused
+from grpo_recipes.launch.resolve_run import need_same_world
+from grpo_recipes.runs.checkpoints import publish
+from grpo_recipes.runs.rundir import Run
+
+
+def test_a_checkpoint_of_another_number_of_processes_is_refused(planned, tmp_path):
+    staged = tmp_path / "checkpoints" / "partial" / "checkpoint-5"
+    staged.mkdir(parents=True)
+    publish(staged, tmp_path / "checkpoints", 5, 2)
+    run = Run(tmp_path, {})
+
+    need_same_world(run, planned(gpus=("0", "1", "2")))
+    with pytest.raises(Refused, match=r"checkpoint-5 is of 2 processes, the plan has 3.*--num_processes 2"):
+        need_same_world(run, planned(gpus=("0", "1", "2", "3")))

@@ -1,0 +1,315 @@
+"""Scratch folders: made for one attempt, and removed by the next launch when their owner died; real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from dead_scratch import dead_scratch, kill, start_owner
+from waiting import wait_for
+
+from grpo_recipes.launch.supervisor import Child
+from grpo_recipes.plan.types import Process
+from grpo_recipes.process import scratch, segments
+from grpo_recipes.process.scratch import Scratch, is_held, make_scratch, remove_dead_scratch
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch) -> dict[str, str]:
+    """The environment of a launch on a node of this test's own: its temporary folder, and its shared memory."""
+    for name in ("node", "shm"):
+        (tmp_path / name).mkdir()
+    for module in (scratch, segments):
+        monkeypatch.setattr(module, "SHARED_MEMORY", tmp_path / "shm")
+    return {"SLURM_TMPDIR": str(tmp_path / "node")}
+
+
+@pytest.fixture
+def owner(node: dict[str, str], tmp_path: Path) -> Iterator[Callable[[], tuple[subprocess.Popen[str], Scratch]]]:
+    """Start a process that owns scratch on that node."""
+    started = []
+
+    def start() -> tuple[subprocess.Popen[str], Scratch]:
+        process, made = start_owner(tmp_path / "node", tmp_path / "shm")
+        started.append(process)
+        return process, made
+
+    yield start
+    for process in started:
+        kill(process)
+
+
+@pytest.fixture
+def dead(node, tmp_path: Path) -> Callable[[], Scratch]:
+    """Make scratch on that node whose owner was killed."""
+    return lambda: dead_scratch(tmp_path / "node", tmp_path / "shm")
+
+
+def test_a_scratch_folder_is_private_short_and_gone_after_use():
+    scratch = make_scratch({})
+    try:
+        assert scratch.disk.is_dir() and scratch.memory.is_dir()
+        for folder in (scratch.disk, scratch.memory):
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert stat.S_IMODE(scratch.token.stat().st_mode) == 0o600
+        assert len(scratch.token.read_text()) == 32
+        assert len(str(scratch.disk)) < 60
+    finally:
+        scratch.remove()
+    assert not scratch.disk.exists() and not scratch.memory.exists()
+    scratch.remove()
+
+
+def test_every_attempt_has_its_own_token_in_the_jobs_own_folder(tmp_path):
+    first, second = make_scratch({"SLURM_TMPDIR": str(tmp_path)}), make_scratch({"SLURM_TMPDIR": str(tmp_path)})
+    try:
+        assert first.disk.parent == second.disk.parent == tmp_path
+        assert first.token.read_text() != second.token.read_text()
+    finally:
+        first.remove()
+        second.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_scratch_is_made_from_a_given_environment_alone(monkeypatch, tmp_path):
+    monkeypatch.setitem(os.environ, "SLURM_TMPDIR", str(tmp_path / "none"))
+    scratch = make_scratch({})
+    assert scratch.disk.parent != tmp_path and scratch.token.exists()
+    scratch.remove()
+    assert not scratch.disk.exists() and not scratch.memory.exists()
+
+
+def test_the_temporary_folder_may_be_shared_memory_itself(node, tmp_path):
+    made = make_scratch({"SLURM_TMPDIR": str(tmp_path / "shm")})
+    assert made.disk.parent == tmp_path / "shm" and made.memory.is_dir()
+    made.remove()
+    assert list((tmp_path / "shm").iterdir()) == []
+
+
+def test_what_a_killed_run_left_is_removed_and_said_in_one_line(node, dead, tmp_path):
+    left = dead()
+    assert remove_dead_scratch(node) == f"removed scratch of 1 run that died on this node ({left.disk.name}: 3.0 MB)"
+    assert list((tmp_path / "node").iterdir()) == list((tmp_path / "shm").iterdir()) == []
+    assert remove_dead_scratch(node) == ""
+
+
+def test_several_are_named_together_and_each_folder_is_found_alone(node, dead, tmp_path):
+    names = sorted(dead().disk.name for _ in range(7))
+    shutil.rmtree(tmp_path / "node" / names[0])  # as a site does with a job's own folder
+    said = remove_dead_scratch(node)
+    assert said.startswith("removed scratch of 7 runs that died on this node (")
+    assert sum(name in said for name in names) == 5 and " and 2 more: 18.0 MB)" in said
+    assert list((tmp_path / "node").iterdir()) == list((tmp_path / "shm").iterdir()) == []
+
+
+def test_its_segments_go_with_it_and_are_counted(node, dead, tmp_path):
+    left = dead()
+    for name in ("psm_0123abcd", "sem.mp-0123abcd", "psm_of_another"):
+        (tmp_path / "shm" / name).write_text("x")
+    with (left.memory / ".segments").open("w") as record:
+        for path in tmp_path.glob("shm/*0123abcd"):
+            record.write(f"{path.stat().st_ino} {path.name}\n")
+    assert remove_dead_scratch(node).endswith(f"({left.disk.name}: 3.0 MB), and 2 shared-memory segments of theirs")
+    assert [path.name for path in (tmp_path / "shm").iterdir()] == ["psm_of_another"]
+
+
+def test_a_living_runs_scratch_stays(node, owner, dead):
+    _, living = owner()
+    left = dead()
+    assert left.disk.name in (said := remove_dead_scratch(node)) and living.disk.name not in said
+    assert living.token.exists() and living.memory.is_dir() and not left.disk.exists()
+
+
+def test_a_warden_holds_the_scratch_of_a_launcher_that_died(node, tmp_path):
+    (tmp_path / "run/processes").mkdir(parents=True)
+    made = make_scratch(node)
+    command = Process("trainer", ["sleep", "300"], {}, (), str(tmp_path / "log"))
+    child = Child(command, {"PATH": os.environ["PATH"]}, tmp_path / "run", made)
+    try:
+        while made.locks:
+            os.close(made.locks.pop())  # as the kernel does when we die
+        wait_for(child.command_pid, "the warden's command")
+        assert is_held(made.disk) and remove_dead_scratch(node) == "" and made.token.exists()
+    finally:
+        child.end()
+    assert not is_held(made.disk) and made.disk.name in remove_dead_scratch(node)
+
+
+def test_a_process_that_outlived_launcher_and_wardens_keeps_its_scratch(node, dead):
+    left = dead()
+    rank = subprocess.Popen(["sleep", "300"], env={"TMPDIR": str(left.disk), "PATH": os.environ["PATH"]})
+    try:
+        assert remove_dead_scratch(node) == "" and left.token.exists() and left.memory.is_dir()
+    finally:
+        kill(rank)
+    assert left.disk.name in remove_dead_scratch(node)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder to another user")
+@pytest.mark.parametrize("what", ["folder", "marker"])
+def test_another_users_folder_is_never_touched(node, dead, what):
+    left = dead()
+    for folder in (left.disk, left.memory):
+        os.chown(folder if what == "folder" else folder / ".grpo-scratch", 12345, -1)
+    assert remove_dead_scratch(node) == ""
+    assert left.token.exists() and left.memory.is_dir()
+
+
+def test_a_link_is_never_followed(node, dead, tmp_path):
+    left = dead()
+    elsewhere = tmp_path / "elsewhere"
+    left.disk.rename(elsewhere)
+    left.disk.symlink_to(elsewhere)
+    said = remove_dead_scratch(node)
+    assert left.disk.name in said and "could not" not in said, "its folder in shared memory goes, the link stays"
+    assert left.disk.is_symlink() and (elsewhere / "token").exists()
+    left.disk.unlink()
+    inside = dead()
+    (inside.disk / "link").symlink_to(elsewhere)
+    assert remove_dead_scratch(node) and not inside.disk.exists() and (elsewhere / "token").exists()
+
+
+MARKERS = ["", "null", "[]", "7", "\xff", '{"name": "grpo-my_notes"}', '{"name": [], "inode": {}, "boot": 0}']
+
+
+@pytest.mark.parametrize("marker", [None, *MARKERS])
+def test_a_folder_that_somebody_made_by_hand_stays(node, tmp_path, marker):
+    for name in ("grpo-notes", "grpo-my_notes"):
+        (tmp_path / "node" / name).mkdir()
+        (tmp_path / "node" / name / "token").write_text("0" * 32)
+        if marker is not None:
+            (tmp_path / "node" / name / ".grpo-scratch").write_text(marker, encoding="latin-1")
+    assert remove_dead_scratch(node) == ""
+    assert len(list((tmp_path / "node").glob("*/token"))) == 2
+
+
+def test_a_copy_and_what_is_no_plain_marker_stay(node, dead, tmp_path):
+    left = dead()
+    copy = tmp_path / "node" / "grpo-for_later"
+    shutil.copytree(left.disk, copy)
+    for name, make in (("grpo-fifo0000", os.mkfifo), ("grpo-folder00", os.mkdir)):
+        (tmp_path / "node" / name).mkdir()
+        make(tmp_path / "node" / name / ".grpo-scratch")
+    linked = tmp_path / "node" / "grpo-linked00"
+    linked.mkdir()
+    (linked / ".grpo-scratch").symlink_to(copy / ".grpo-scratch")
+    moved = dead()
+    (moved.disk / ".grpo-scratch").rename(tmp_path / "marker")
+    (moved.disk / ".grpo-scratch").symlink_to(tmp_path / "marker")
+    shutil.rmtree(moved.memory)
+    assert f"of 1 run that died on this node ({left.disk.name}: " in remove_dead_scratch(node)
+    assert (copy / "token").exists() and moved.token.exists() and len(list((tmp_path / "node").iterdir())) == 5
+
+
+@pytest.mark.parametrize("step", ["mkdtemp", "flock", "write", "rename"])
+def test_a_folder_that_is_being_made_stays(node, monkeypatch, step):
+    home = {"mkdtemp": tempfile, "flock": fcntl, "write": os, "rename": Path}[step]
+    real, results = getattr(home, step), []
+
+    def and_remove(*given, **options):
+        if results and results[-1] is None:
+            return real(*given, **options)  # a call of the removal itself
+        results.append(None)
+        results[-1] = remove_dead_scratch(node)
+        done = real(*given, **options)
+        results.append(None)
+        results[-1] = remove_dead_scratch(node)
+        return done
+
+    monkeypatch.setattr(home, step, and_remove)
+    made = make_scratch(node)
+    monkeypatch.undo()
+    assert set(results) == {""} and len(results) >= 2
+    assert made.token.exists() and is_held(made.disk) and is_held(made.memory)
+    made.remove()
+
+
+def test_of_two_launches_at_once_each_folder_is_removed_by_one(node, dead, tmp_path):
+    names = [dead().disk.name for _ in range(5)]
+    said, barrier = [], threading.Barrier(4)
+
+    def remove_too():
+        barrier.wait()
+        said.append(remove_dead_scratch(node))
+
+    threads = [threading.Thread(target=remove_too) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert list((tmp_path / "node").iterdir()) == list((tmp_path / "shm").iterdir()) == []
+    # Folder and shared memory of a run may go to two of them.
+    assert all(1 <= sum(name in line for line in said) <= 2 for name in names)
+    assert not any("could not" in line for line in said), said
+
+
+def test_a_folder_that_another_launch_has_just_removed_is_no_folder(node, dead, monkeypatch):
+    left, real = dead(), fcntl.flock
+
+    def too_late(descriptor, operation):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.readlink(f"/proc/self/fd/{descriptor}"))
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", too_late)
+    assert remove_dead_scratch(node) == "" and left.token.exists()
+
+
+def test_where_there_are_no_locks_nothing_is_marked_or_removed(node, monkeypatch, tmp_path):
+    def fake_no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", fake_no_locks)
+    made = make_scratch(node)
+    assert made.locks == [] and made.token.exists()
+    assert {path.name for path in made.disk.iterdir()} == {"token"}
+    assert remove_dead_scratch(node) == "" and made.token.exists() and not is_held(made.disk)
+
+
+@pytest.mark.parametrize(("device", "removed"), [(0, False), (8, True)])
+def test_a_marker_of_another_boot_counts_on_a_disk_of_this_machine_alone(node, dead, monkeypatch, device, removed):
+    left = dead()
+    facts = json.loads((left.disk / ".grpo-scratch").read_text())
+    assert facts["boot"] == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    monkeypatch.setattr(scratch, "_boot", lambda: "another node, or this one started again")
+    monkeypatch.setattr(os, "major", lambda _: device)
+    assert bool(remove_dead_scratch(node)) is removed
+    assert left.token.exists() is not removed
+
+
+def test_what_cannot_be_removed_is_named_and_tried_again(node, dead, monkeypatch):
+    left, real = dead(), scratch._remove_entry
+
+    def fake_stubborn(name: str, folder: int) -> None:
+        if name == "inductor":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        real(name, folder)
+
+    monkeypatch.setattr(scratch, "_remove_entry", fake_stubborn)
+    assert remove_dead_scratch(node).endswith(f"; could not remove {left.disk} (Permission denied)")
+    assert not left.token.exists() and not left.memory.exists() and left.disk.is_dir()
+    monkeypatch.setattr(scratch, "_remove_entry", real)
+    assert left.disk.name in remove_dead_scratch(node) and not left.disk.exists()
+
+
+def test_the_removal_takes_a_bounded_time_and_never_fails_the_launch(node, dead, monkeypatch):
+    left = dead()
+    monkeypatch.setattr(scratch, "_MOST_SECONDS", -1.0)
+    assert remove_dead_scratch(node) == "more is left for the next launch" and left.token.exists()
+
+    def fake_no_descriptors(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(scratch, "names_in_use", fake_no_descriptors)
+    assert "could not look for scratch that dead runs left" in remove_dead_scratch(node) and left.token.exists()

@@ -1,0 +1,172 @@
+"""Each rule with a recipe that breaks it and the corrected one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grpo_recipes.recipe import read_recipe
+from grpo_recipes.recipe.check import check
+
+ROOT = Path(__file__).parents[2] / "recipes"
+RECIPES = sorted(path for path in ROOT.rglob("*.yaml") if path.parent != ROOT / "base")
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_shipped_recipes_are_right(path):
+    assert check(read_recipe(path), {}) == []
+
+
+def test_there_are_shipped_recipes():
+    assert {"grpo.yaml", "config_math.yaml"} <= {path.name for path in RECIPES}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right", "said"),
+    [
+        ({"model_name_or_path": None}, {"model_name_or_path": "a/b"}, "no model is named"),
+        ({"model_name_or_path": "/no/such/folder"}, {"model_name_or_path": "/tmp"}, "no folder"),
+        ({"model_name_or_path": "./no/such/folder"}, {}, "no folder"),
+        ({"dataset_name": None}, {"dataset_name": "a/b"}, "no dataset is named"),
+        ({"dataset_name": "rows.jsonl"}, {"dataset_name": "rows"}, "no file 'rows.jsonl'"),
+        ({"dataset_name": "/no/such"}, {"dataset_name": "no/such"}, "no file"),
+        ({"reward_funcs": ["accuracy"]}, {"reward_funcs": ["pure_accuracy_math"]}, "no reward 'accuracy'"),
+        ({"reward_funcs": []}, {"reward_funcs": ["format_tags"]}, "no reward is named"),
+        (
+            {"reward_funcs": ["pure_accuracy_math", "format_tags"], "reward_weights": [1.0]},
+            {"reward_funcs": ["pure_accuracy_math", "format_tags"], "reward_weights": [1.0, 0.1]},
+            "1 weights for 2 rewards",
+        ),
+        (
+            {"gradient_accumulation_steps": 4},
+            {"gradient_accumulation_steps": 4, "prompts_per_step": None},
+            "contradicts",
+        ),
+        ({"steps_per_generation": 4}, {"steps_per_generation": 4, "prompts_per_step": None}, "contradicts"),
+        ({"generation_batch_size": 48}, {"generation_batch_size": 48, "prompts_per_step": None}, "contradicts"),
+        (
+            {"max_prompt_length": 1600, "max_completion_length": 512},
+            {"max_prompt_length": 1536, "max_completion_length": 512},
+            "exceed the server's 2048",
+        ),
+        ({"max_completion_length": 2048}, {"max_completion_length": 2047}, "exceed"),
+        ({"max_completion_length": 2048}, {"max_completion_length": 2048, "use_vllm": False}, "exceed"),
+        ({"top_p": 0.9}, {"top_p": 1.0}, "importance-sampling"),
+        ({"top_p": 0.9}, {"top_p": 0.9, "vllm_importance_sampling_correction": False}, "importance-sampling"),
+        ({"top_k": 50}, {"top_k": 0}, "importance-sampling"),
+        ({"min_p": 0.1}, {"min_p": 0.0}, "importance-sampling"),
+        ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1, "use_vllm": False}, "importance-sampling"),
+        ({"load_in_8bit": True}, {}, "'load_in_8bit'"),
+        ({"load_in_4bit": True}, {}, "'load_in_4bit'"),
+        ({"push_to_hub": True, "hub_model_id": "my model"}, {"push_to_hub": True}, "no name of a repository"),
+        ({"dataset_streaming": True}, {"dataset_streaming": True, "max_train_prompts": 9}, "would read the stream"),
+        ({"save_only_model": True}, {}, "'save_only_model'"),
+        ({"load_best_model_at_end": True}, {}, "'load_best_model_at_end'"),
+        ({"eval_strategy": "steps"}, {"eval_strategy": "steps", "eval_steps": 5}, "without eval_steps"),
+        ({"benchmarks": ["math"]}, {"benchmarks": ["math_500"]}, "no benchmark 'math'"),
+        ({"callbacks": ["missing.py:Mine"]}, {"callbacks": []}, "no file 'missing.py'"),
+        ({"vllm_mode": "colocate", "weight_sync": "nccl"}, {"vllm_mode": "colocate"}, "weight_sync has no meaning"),
+        ({"report_to": ["mlflow"]}, {"report_to": ["wandb", "tensorboard"]}, "'mlflow' is not supported"),
+        ({"report_to": "all"}, {"report_to": "none"}, "'all' is not supported"),
+    ],
+)
+def test_a_broken_rule_is_told_and_the_correction_passes(read, wrong, right, said):
+    (problem,) = check(read(**wrong), {})
+    assert said in str(problem)
+    assert problem.where.startswith("recipe.yaml") and problem.fix
+    assert check(read(**right), {}) == []
+
+
+def test_the_server_must_serve_the_model_that_is_trained(read):
+    recipe = read()
+    (problem,) = check(recipe, {"VLLM_MODEL": "Qwen/other"})
+    assert problem.where == "VLLM_MODEL"
+    assert "Qwen/other" in problem.what and recipe["model_name_or_path"] in problem.what
+    assert check(recipe, {"VLLM_MODEL": recipe["model_name_or_path"]}) == []
+    assert check(recipe, {"VLLM_MODEL": ""}) == []
+
+
+def test_all_contradictions_are_told_at_once(read):
+    keys = {"reward_funcs": ["x", "y"], "reward_weights": [1.0], "top_p": 0.5, "load_in_4bit": True}
+    problems = check(read(**keys), {"VLLM_MODEL": "z"})
+    assert len(problems) == 6
+
+
+def test_a_problem_of_a_default_names_the_recipe_and_one_of_a_flag_the_flag(read):
+    assert check(read(without="model_name_or_path"), {})[0].where == "recipe.yaml"
+    assert check(read(["--top_p", "0.5"]), {})[0].where == "--top_p"
+
+
+def test_a_dataset_in_a_file_passes_when_the_file_is_there(read, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    assert len(check(read(dataset_name=str(rows)), {})) == 1
+    rows.write_text('{"problem": "1", "answer": "1"}\n')
+    assert check(read(dataset_name=str(rows)), {}) == []
+
+
+@pytest.mark.parametrize("key", ["model_name_or_path", "dataset_name"])
+def test_the_home_of_a_user_who_does_not_exist_is_a_missing_path(read, key):
+    (problem,) = check(read(**{key: "~no-such-user-here/x"}), {})
+    assert "no-such-user-here" in problem.what
+
+
+def test_columns_of_a_local_file_are_checked_by_its_first_line(read, tmp_path):
+    data = tmp_path / "mine.jsonl"
+    data.write_text('{"question": "1+1", "gold": "2"}\n')
+    (problem,) = check(read(dataset_name=str(data), dataset_prompt_column="question"), {})
+    assert "'mine.jsonl' has no column 'answer'" in problem.what
+    assert problem.fix == "write one of question, gold"
+    assert (
+        check(read(dataset_name=str(data), dataset_prompt_column="question", dataset_solution_column="gold"), {}) == []
+    )
+    data.write_text("not json\n")
+    (problem,) = check(read(dataset_name=str(data)), {})
+    assert "does not begin with a JSON object" in problem.what
+
+
+def test_no_text_is_taken_for_a_name_on_the_hub(read, tmp_path):
+    (tmp_path / "model.yaml").write_text("")
+    address, file = "https://huggingface.co/Qwen/Qwen3-4B", str(tmp_path / "model.yaml")
+    for name in (address, "my model", "a/b/c", "smoke:sum", file):
+        (problem,) = check(read(model_name_or_path=name), {})
+        assert problem.where.startswith("recipe.yaml:") and f"'{name}'" in problem.what, problem
+    for name in ("gpt2", "Qwen/Qwen3-4B", "smoke:sums", "smoke:sums-tied", str(tmp_path)):
+        assert check(read(model_name_or_path=name), {}) == []
+
+
+def test_no_text_is_taken_for_a_dataset_on_the_hub(read):
+    for name in ("https://huggingface.co/datasets/openai/gsm8k", "my data", "smoke:sum"):
+        (problem,) = check(read(dataset_name=name), {})
+        assert f"'{name}'" in problem.what, problem
+
+
+@pytest.mark.parametrize("name", ["a/b", "../x", "..", ".hidden", "-x", "a\nb", "", " ", "x" * 101, "é" * 60])
+def test_a_run_name_is_the_name_of_a_folder(read, name):
+    (problem,) = check(read(run_name=name), {})
+    assert problem.where.startswith("recipe.yaml:") and "run_name" in problem.what
+
+
+@pytest.mark.parametrize("name", ["mine", "Größe 2 (a=1, b=2)", "7", "x" * 100])
+def test_most_names_are_run_names(read, name):
+    assert check(read(run_name=name), {}) == []
+
+
+@pytest.mark.parametrize(
+    "keys", [{"bnb_4bit_quant_type": "nf4"}, {"use_bnb_nested_quant": True}, {"bnb_4bit_quant_storage": "uint8"}]
+)
+def test_keys_of_what_is_not_supported_are_refused_too(read, keys):
+    (problem,) = check(read(**keys), {})
+    assert f"'{next(iter(keys))}' is not supported" in str(problem)
+
+
+def test_two_ports_are_two(read):
+    (problem,) = check(read(vllm_server_port=8123, vllm_group_port=8123), {})
+    assert problem.what == "vllm_group_port is 8123, and so is vllm_server_port"
+    assert check(read(vllm_server_port=8123, vllm_group_port=8124, main_process_port=8125), {}) == []
+
+
+def test_a_chat_template_is_no_file_name(read):
+    (problem,) = check(read(chat_template="template.jinja"), {})
+    assert "does not mention messages" in problem.what
+    assert check(read(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}"), {}) == []

@@ -1,0 +1,114 @@
+"""What `grpo check`, its notes and `grpo check-rewards` say of a ModeBench recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_recipes import cli
+from grpo_recipes.fetch.assets import pieces_of
+from grpo_recipes.fetch.sources import find_sources
+from grpo_recipes.paths import home
+from grpo_recipes.recipe import Recipe, read_recipe
+from grpo_recipes.recipe.check import check
+from grpo_recipes.recipe.keys import catalogue
+from grpo_recipes.recipe.warnings import notes
+
+RIGHT = {"dataset_name": "modebench:countdown", "reward_funcs": ["modebench"]}
+GRAPH = {"dataset_name": "modebench:graph_coloring", "reward_funcs": ["modebench"]}
+STEPS = {"eval_strategy": "steps", "eval_steps": 5}
+Read = Callable[..., Recipe]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right", "said"),
+    [
+        ({"dataset_name": "modebench:sums"}, {}, "no built-in 'modebench:sums'. Fix: write modebench:countdown or"),
+        ({"dataset_config": "x"}, {}, "has no configuration 'x'"),
+        ({"dataset_train_split": "train[:9]"}, {"dataset_train_split": "test"}, "has no split 'train[:9]'"),
+        ({"dataset_prompt_column": "question"}, {}, "has no column 'question'. Fix: write one of problem, answer"),
+        (STEPS | {"dataset_test_split": "held"}, STEPS, "has no split 'held'"),
+        (STEPS | {"eval_dataset_name": "modebench:graph_coloring", "eval_dataset_split": "validation"},
+         STEPS | {"eval_dataset_name": "modebench:graph_coloring"}, "has no split 'validation'"),
+        (STEPS | {"eval_dataset_name": "openai/gsm8k"}, {"eval_dataset_name": "openai/gsm8k"},
+         "the rewards of 'modebench:countdown' cannot judge 'openai/gsm8k'"),
+        (STEPS | {"dataset_name": "openai/gsm8k", "reward_funcs": ["math_verify"],
+                  "eval_dataset_name": "modebench:countdown"},
+         STEPS | {"dataset_name": "openai/gsm8k", "reward_funcs": ["math_verify"]}, "cannot judge 'modeb"),
+        ({"dataset_streaming": True, "max_train_prompts": 9}, {"max_train_prompts": 9}, "there is nothing to stream"),
+        ({"dataset_name": None, "reward_funcs": ["math_verify"],
+          "dataset_mixture": {"datasets": [{"id": "modebench:countdown"}]}}, {}, "' cannot be mixed"),
+        ({"modebench_prompts": 598}, {"modebench_prompts": 597}, "there are 725. Fix: write modebench_prompts: 597 or"),
+        ({"modebench_test_prompts": 725}, {"modebench_test_prompts": 181, "modebench_prompts": 544},
+         "there are 725. Fix: write modebench_test_prompts: 181 and modebench_prompts: 544"),
+        ({"dataset_name": "openai/gsm8k", "reward_funcs": ["math_verify"], "benchmarks": ["modebench:countdown"],
+          "modebench_min_modes": 9}, {}, "modebench:countdown: 512 problems are asked for"),
+        ({"modebench_min_modes": 9, "modebench_max_modes": 8}, {}, "modes 9 exceeds modebench_max_modes 8"),
+        ({"modebench_numbers": 4, "modebench_largest_number": 15}, {"modebench_numbers": 4}, "Fix: write at most 14"),
+        (GRAPH | {"modebench_vertices": 4, "modebench_hidden": 5}, GRAPH, "hidden 5 exceeds modebench_vertices 4"),
+        ({"reward_funcs": ["pure_accuracy_math"]}, {}, "'pure_accuracy_math' compares with one answer, a problem of"),
+        ({"reward_funcs": ["modebench", "cosine_length"]}, {"reward_funcs": ["modebench", "soft_overlong"]},
+         "'cosine_length' compares with one answer"),
+        ({"dataset_name": "openai/gsm8k"}, {}, "'modebench' judges the problems of modebench:countdown and"),
+    ],
+)  # fmt: skip
+def test_a_wrong_recipe_is_told_and_the_right_one_passes(
+    read: Read, wrong: dict[str, Any], right: dict[str, Any], said: str
+) -> None:
+    assert check(read(**RIGHT | right), {}) == []
+    (problem,) = check(read(**RIGHT | wrong), {})
+    assert said in str(problem)
+    assert problem.where.startswith("recipe.yaml")
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (RIGHT | {"modebench_hidden": 4}, "the dataset or benchmark modebench:graph_coloring"),
+        (GRAPH | {"modebench_numbers": 4}, "the dataset or benchmark modebench:countdown"),
+        ({"modebench_seed": 3}, "the dataset or benchmark modebench:countdown or modebench:graph_coloring"),
+        (RIGHT | {"modebench_numbers": 4, "modebench_seed": 3}, None),
+        (RIGHT | {"modebench_hidden": 4, "benchmarks": ["modebench:graph_coloring"]}, None),
+    ],
+)
+def test_keys_that_nothing_reads_are_told(read: Read, keys: dict[str, Any], said: str | None) -> None:
+    told = [note for note in notes(read(**keys)) if "modebench_" in note]
+    assert (not told) if said is None else (len(told) == 1 and told[0].endswith(f"does nothing without {said}"))
+
+
+def test_nothing_is_fetched_and_a_change_of_a_key_is_a_change_of_the_data(read: Read) -> None:
+    recipes = [read(**RIGHT, benchmarks=["modebench:countdown"], modebench_seed=seed) for seed in (0, 0, 1)]
+    assert [piece.id for piece in pieces_of(recipes[0])] == ["Qwen/Qwen2.5-1.5B-Instruct"]
+    marks = [{source.commit for source in find_sources(recipe, {}).found} for recipe in recipes]
+    assert marks[0] == marks[1] != marks[2]
+
+
+@pytest.mark.parametrize("task", ["countdown", "graph_coloring"])
+def test_its_reward_tells_right_from_wrong(task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "model_name_or_path: Qwen/Qwen2.5-0.5B-Instruct\nreward_funcs: [modebench]\nmodebench_prompts: 40\n"
+        f"dataset_name: modebench:{task}\nprompts_per_step: 4\nnum_generations: 4\n"
+    )
+    assert cli.main(["check-rewards", str(recipe), "--rows", "30"]) == 0
+    cells = capsys.readouterr().out.splitlines()[1].split()
+    assert cells[0] == "modebench" and cells[2:4] == ["1.000", "0"] and cells[5:] == ["0.000", "0", "0"]
+    assert int(cells[1]) > 60 and int(cells[4]) >= 60
+
+
+RECIPES = home() / "recipes/Qwen2.5-0.5B-Instruct"
+
+
+@pytest.mark.parametrize("task", ["countdown", "graph_coloring"])
+def test_the_shipped_recipes_are_one_experiment_on_every_number_of_gpus(task: str, planned: Any) -> None:
+    grpo, maxent = (read_recipe(RECIPES / kind / f"config_modebench_{task}.yaml") for kind in ("grpo", "maxent"))
+    assert check(grpo, {}) == check(maxent, {}) == []
+    assert grpo["dataset_name"] == f"modebench:{task}" and grpo["benchmarks"] == [f"modebench:{task}"]
+    differing = {key for key in catalogue() if grpo[key] != maxent[key]}
+    assert differing <= {"maxent_objective", "run_name"} and maxent.given("maxent_objective")
+    batches = [planned(recipe=grpo, gpus=[str(gpu) for gpu in range(count)]).batch for count in (2, 4, 7, 8)]
+    assert {(batch.completions, batch.tokens) for batch in batches} == {(672, 672 * 512)}
+    assert [batch.world_size for batch in batches] == [1, 3, 6, 7]

@@ -1,0 +1,42 @@
+"""Names that the hub would refuse are refused by `grpo check`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.check import check
+from grpo_recipes.recipe.check_publishing import repository
+
+Read = Callable[..., Recipe]
+
+
+@pytest.mark.parametrize("name", ["ada/sums", "sums", "Sum-Lab/qwen2.5_1.5B-math.v2", "a/b"])
+def test_names_of_repositories(read: Read, name: str) -> None:
+    assert check(read(push_to_hub=True, hub_model_id=name), {}) == []
+
+
+@pytest.mark.parametrize("name", ["ada/my sums", "a/b/c", "https://huggingface.co/a/b", "ada/", "-x", "a--b", "x.git"])
+def test_what_is_no_name(read: Read, name: str) -> None:
+    (problem,) = check(read(push_to_hub=True, hub_model_id=name), {})
+    assert problem.where.startswith("recipe.yaml:") and f"'{name}' is no name of a repository" in problem.what
+    assert check(read(hub_model_id=name), {}) == []  # nothing is pushed
+
+
+@pytest.mark.parametrize("branch", ["main", "run/7", "v2.0"])
+def test_a_branch(read: Read, branch: str) -> None:
+    assert check(read(push_to_hub=True, hub_revision=branch), {}) == []
+
+
+@pytest.mark.parametrize("branch", ["0123456789" * 4, "-f", "two words"])
+def test_a_push_goes_to_a_branch(read: Read, branch: str) -> None:
+    (problem,) = check(read(push_to_hub=True, hub_revision=branch), {})
+    assert "a push goes to a branch" in problem.what
+
+
+@pytest.mark.parametrize(("run", "name"), [("qwen2.5-math", "qwen2.5-math"), ("a  b//c--d", "a-b-c-d"), ("-x.", "x")])
+def test_without_a_name_the_run_names_it(read: Read, run: str, name: str) -> None:
+    assert repository(read(push_to_hub=True), run) == name
+    assert repository(read(push_to_hub=True, hub_model_id="ada/sums"), run) == "ada/sums"

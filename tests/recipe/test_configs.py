@@ -1,0 +1,125 @@
+"""The catalogue against the dataclasses it is made from, and a frozen recipe through TRL's own parser."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+trl = pytest.importorskip("trl")
+
+from grpo_recipes.recipe import configs, read_recipe  # noqa: E402
+from grpo_recipes.recipe.keys import CATALOGUE_FILE, OBSOLETE_KEYS, OWNED_KEYS, catalogue  # noqa: E402
+
+ROOT = Path(__file__).parents[2] / "recipes"
+RECIPES = sorted(path for path in ROOT.rglob("*.yaml") if path.parent != ROOT / "base")
+
+
+def fields() -> set[str]:
+    return {spec.name for config in configs.CONFIGS for spec in dataclasses.fields(config)}
+
+
+def plain(value):
+    return value.value if isinstance(value, enum.Enum) else value
+
+
+def test_the_catalogue_file_is_what_the_dataclasses_say():
+    generated = json.loads(json.dumps(configs.catalogue_content()))
+    assert json.loads(CATALOGUE_FILE.read_text()) == generated, "run make keys"
+
+
+def test_owned_keys_are_fields_and_obsolete_ones_are_not():
+    assert set(OWNED_KEYS) <= fields()
+    assert not set(OBSOLETE_KEYS) & fields()
+
+
+def test_every_field_is_in_the_catalogue_or_owned():
+    assert {name for name in fields() if not name.startswith("_")} - set(OWNED_KEYS) == set(catalogue())
+
+
+def test_our_own_keys_are_told_apart_from_trls():
+    ours = {spec.name for spec in dataclasses.fields(configs.GRPOConfig)} - {
+        spec.name for spec in dataclasses.fields(trl.GRPOConfig)
+    }
+    assert ours == {
+        "prompts_per_step", "weight_sync", "weight_guard", "weight_guard_tolerance", "seed_server",
+        "server_request_timeout", "vllm_node", "wandb_project", "wandb_entity", "wandb_run_group", "report_samples",
+        "server_restarts", "server_stall_timeout", "stall_timeout", "max_requeues",
+        "kl_target", "kl_horizon", "kl_ctl_step_size", "maxent_objective", "maxent_utility",
+        "maxent_tau", "maxent_tau_lr", "maxent_tau_min", "maxent_tau_max", "maxent_tau_warmup_steps", "maxent_beta",
+        "maxent_q_temperature", "maxent_q_epsilon", "maxent_length_normalize_ref", "maxent_length_normalize_policy",
+        "maxent_target_weight_entropy", "maxent_target_eff_rollouts",
+    }  # fmt: skip
+
+
+def parsed(frozen: Path, out: Path, *flags: str) -> dict[str, object]:
+    """Every field of TRL's parse of a frozen recipe, with what the launcher adds on a CPU machine."""
+    parser = trl.TrlParser(configs.CONFIGS, allow_abbrev=False)
+    arguments = ["--config", str(frozen), "--output_dir", str(out), "--use_cpu", "true", "--bf16", "false"]
+    arguments += flags
+    found: dict[str, object] = {}
+    for config in parser.parse_args_and_config(arguments):
+        found |= {spec.name: getattr(config, spec.name) for spec in dataclasses.fields(config)}
+    return found
+
+
+# What the launcher settles beside the recipe, or TRL derives from other keys.
+DERIVED = {"bf16", "generation_batch_size", "steps_per_generation", "run_name"}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_trl_reads_the_same_values_from_a_frozen_recipe(path, tmp_path):
+    recipe = read_recipe(path, ["--reward_weights", *["0.5"] * len(read_recipe(path)["reward_funcs"])])
+    frozen = tmp_path / "recipe.yaml"
+    frozen.write_text(recipe.as_yaml())
+
+    # A generation of whole groups, which the launcher's arithmetic makes of prompts_per_step.
+    accumulation = str(recipe["prompts_per_step"] * recipe["num_generations"])
+    found = parsed(frozen, tmp_path / "out", "--gradient_accumulation_steps", accumulation)
+
+    given = [key for key in catalogue() if recipe.given(key) and key not in DERIVED]
+    assert len(given) > 15
+    for key in given:
+        value = plain(found[key])
+        expected = recipe[key]
+        if key == "report_to":
+            assert value in ([], ["none"], "none") and expected == []
+        else:
+            assert value == expected, key
+
+
+def test_trl_reads_awkward_values_from_a_frozen_recipe(tmp_path):
+    path, frozen = tmp_path / "awkward.yaml", tmp_path / "recipe.yaml"
+    path.write_text(
+        "run_name: 'no'\nsystem_prompt: |\n  a: b # c\n\n  'd' ä\nlearning_rate: 1e-6\nmax_prompt_length: null\n"
+        "maxent_tau: .inf\n"
+        'model_init_kwargs: {a: {b: [1, null]}}\nnum_generations: 4\nchat_template: "{% if a %}\\t# {{ b }}\\n"\n'
+    )
+    recipe = read_recipe(path)
+    frozen.write_text(recipe.as_yaml())
+
+    found = parsed(frozen, tmp_path / "out")
+
+    for key in (
+        "run_name",
+        "system_prompt",
+        "learning_rate",
+        "max_prompt_length",
+        "maxent_tau",
+        "model_init_kwargs",
+        "chat_template",
+    ):
+        assert found[key] == recipe[key], key
+
+
+def test_the_entry_script_refuses_to_run_without_the_launcher():
+    script = Path(__file__).parents[2] / "src" / "grpo.py"
+    environment = {"PATH": "/usr/bin:/bin", "HOME": "/tmp"}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode != 0
+    assert "grpo launch RECIPE" in done.stderr

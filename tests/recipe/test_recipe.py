@@ -1,0 +1,330 @@
+"""Reading a recipe: precedence, origins, types, and everything wrong told at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grpo_recipes.errors import Refused
+from grpo_recipes.recipe import DEFAULT_ORIGIN, read_recipe
+from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, OBSOLETE_KEYS, OWNED_KEYS, catalogue
+
+TOKEN = "hf_" + "plantedsecret" * 2
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "recipe.yaml"
+
+
+def problems_of(path: Path, text: str, *flags: str, **environment: str) -> list[str]:
+    path.write_text(text)
+    with pytest.raises(Refused) as refused:
+        read_recipe(path, flags, environment)
+    return [str(problem) for problem in refused.value.problems]
+
+
+def value_of(path: Path, text: str, key: str, *flags: str, **environment: str):
+    path.write_text(text)
+    return read_recipe(path, flags, environment)[key]
+
+
+@pytest.mark.parametrize(
+    ("text", "environment", "flags", "value", "origin"),
+    [
+        ("", {}, [], 42, "default"),
+        ("# a comment\nseed: 1\n", {}, [], 1, "recipe.yaml:2"),
+        ("seed: 1", {"TRAIN_SEED": "2"}, [], 2, "TRAIN_SEED"),
+        ("seed: 1", {"TRAIN_SEED": "2"}, ["--seed", "3"], 3, "--seed"),
+        ("seed: 1", {"TRAIN_SEED": ""}, [], 1, "recipe.yaml:1"),
+        ("seed: 1", {}, ["--seed=3"], 3, "--seed"),
+        ("", {"TRAIN_SEED": "2"}, [], 2, "TRAIN_SEED"),
+    ],
+)
+def test_flag_beats_environment_beats_yaml_beats_default(path, text, environment, flags, value, origin):
+    path.write_text(text)
+    recipe = read_recipe(path, flags, environment)
+    assert (recipe["seed"], recipe.origin("seed")) == (value, origin)
+    assert recipe.given("seed") == (origin != DEFAULT_ORIGIN)
+
+
+def test_every_environment_key_is_read_with_its_variable_as_origin(path):
+    path.write_text("")
+    samples = {"str": "text", "int": "2048", "float": "0.5", "bool": "True"}
+    for variable, key in ENVIRONMENT_KEYS.items():
+        entry = catalogue()[key]
+        text = entry["choices"][-1] if entry.get("choices") else samples[entry["type"]]
+        recipe = read_recipe(path, [], {variable: text})
+        assert (str(recipe[key]), recipe.origin(key)) == (text, variable)
+
+
+def test_an_environment_is_only_read_when_given(path, monkeypatch):
+    monkeypatch.setenv("TRAIN_SEED", "7")
+    path.write_text("")
+    assert read_recipe(path)["seed"] == 42
+
+
+def test_every_key_of_the_catalogue_has_a_value(path):
+    path.write_text("")
+    assert set(read_recipe(path).values) == set(catalogue())
+
+
+@pytest.mark.parametrize(
+    ("flags", "key", "value"),
+    [
+        (["--learning_rate", "1e-6"], "learning_rate", 1e-6),
+        (["--learning_rate=1e-6"], "learning_rate", 1e-6),
+        (["--learning-rate", "1e-6"], "learning_rate", 1e-6),
+        (["--use_vllm"], "use_vllm", True),
+        (["--use_vllm", "false"], "use_vllm", False),
+        (["--use_vllm=no"], "use_vllm", False),
+        (["--no_use_vllm"], "use_vllm", False),
+        (["--no-gradient-checkpointing"], "gradient_checkpointing", False),
+        (["--reward_funcs", "a", "b"], "reward_funcs", ["a", "b"]),
+        (["--reward_funcs=a,b"], "reward_funcs", ["a", "b"]),
+        (["--reward_funcs", "a,b"], "reward_funcs", ["a", "b"]),
+        (["--reward_weights", "1.0", "-0.5"], "reward_weights", [1.0, -0.5]),
+        (["--reward_weights", "null"], "reward_weights", None),
+        (["--max_prompt_length", "null"], "max_prompt_length", None),
+        (["--run_name", "42"], "run_name", "42"),
+        (["--max_steps", "-1"], "max_steps", -1),
+        (["--model_init_kwargs", "{low: 1}"], "model_init_kwargs", {"low": 1}),
+        (["--report_to", "none"], "report_to", []),
+        (["--seed", "1", "--seed", "2"], "seed", 2),
+    ],
+)
+def test_ways_to_write_a_flag(path, flags, key, value):
+    found = value_of(path, "", key, *flags)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_the_guides_overwrite_flag_is_accepted_with_a_note(path):
+    path.write_text("")
+    recipe = read_recipe(path, ["--overwrite_output_dir", "false"])
+    assert len(recipe.notes) == 1 and "overwrite_output_dir" in recipe.notes[0]
+    assert "--overwrite_output_dir: " in problems_of(path, "", "--overwrite_output_dir", "true")[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "where", "said"),
+    [
+        ("learning_rte: 1", [], "recipe.yaml:1", "write 'learning_rate'"),
+        ("seed: 1\nxyzzyx: 1", [], "recipe.yaml:2", "remove it"),
+        ("", ["--max_comp", "7"], "--max_comp", "unknown key 'max_comp'"),
+        ("", ["--seeed=7"], "--seeed", "write 'seed'"),
+        ("", ["--dry"], "--dry", "unknown key"),
+        ("", ["--no_seed"], "--no_seed", "unknown key 'no_seed'"),
+        ("", ["7"], "'7'", "stands alone"),
+        ("", ["--seed", "7", "8"], "--seed", "takes one value"),
+        ("seed: 1\nlearning_rate: 1\nseed: 2", [], "recipe.yaml:3", "first on line 1"),
+        ("model_init_kwargs:\n  a: 1\n  a: 2", [], "recipe.yaml:3", "'a' is given twice"),
+        ("model_init_kwargs:\n  a:\n    - b: 1\n      b: 2", [], "recipe.yaml:4", "'b' is given twice"),
+        ("num_generations: 7.5", [], "recipe.yaml:1", "a whole number"),
+        ("num_generations: many", [], "recipe.yaml:1", "a whole number"),
+        ("num_generations: true", [], "recipe.yaml:1", "a whole number"),
+        ("max_steps: .inf", [], "recipe.yaml:1", "a whole number"),
+        ("learning_rate: .nan", [], "recipe.yaml:1", "not a number"),
+        ("learning_rate: [1]", [], "recipe.yaml:1", "a number"),
+        ("learning_rate:", [], "recipe.yaml:1", "is empty"),
+        ("reward_funcs: 7", [], "recipe.yaml:1", "where a list belongs"),
+        ("reward_weights: [1, x]", [], "recipe.yaml:1", "a number"),
+        ("model_init_kwargs: [1]", [], "recipe.yaml:1", "where a mapping belongs"),
+        ("", ["--model_init_kwargs", "{a: "], "--model_init_kwargs", "mapping"),
+        ("run_name: no", [], "recipe.yaml:1", "quote the word"),
+        ("bf16: maybe", [], "recipe.yaml:1", "true or false"),
+        ("bf16: 1", [], "recipe.yaml:1", "true or false"),
+        ("num_generations: 1", [], "recipe.yaml:1", "below 2"),
+        ("vllm_gpu_memory_utilization: 1.5", [], "recipe.yaml:1", "above 1.0"),
+        ("logging_steps: 10", [], "recipe.yaml:1", "above 1"),
+        ("vllm_server_port: 80", [], "recipe.yaml:1", "below 1024"),
+        ("vllm_mode: servr", [], "recipe.yaml:1", "server, colocate"),
+        ("loss_type: gspo", [], "recipe.yaml:1", "write one of grpo"),
+    ],
+)
+def test_a_fault_is_told_with_its_place_and_what_to_write(path, text, flags, where, said):
+    (problem,) = problems_of(path, text, *flags)
+    assert problem.startswith(f"{where}: ")
+    assert said in problem
+    assert ". Fix: " in problem and "\n" not in problem
+
+
+@pytest.mark.parametrize("table", [OBSOLETE_KEYS, OWNED_KEYS], ids=["obsolete", "owned"])
+def test_obsolete_and_owned_keys_are_refused_with_their_replacement(path, table):
+    for key, fix in table.items():
+        assert key not in catalogue()
+        (problem,) = problems_of(path, f"{key}: x")
+        assert problem.startswith("recipe.yaml:1: ") and problem.endswith(f"Fix: {fix}")
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("learning_rate: 1e-6", "learning_rate", 1e-6),
+        ("learning_rate: 1", "learning_rate", 1.0),
+        ("num_generations: 8.0", "num_generations", 8),
+        ("max_steps: 9007199254740993", "max_steps", 9007199254740993),
+        ("run_name: 42", "run_name", "42"),
+        ("reward_funcs: one", "reward_funcs", ["one"]),
+        ("reward_weights: [1, 2e-1]", "reward_weights", [1.0, 0.2]),
+        ("max_prompt_length: null", "max_prompt_length", None),
+        ("report_to: none", "report_to", []),
+        ("system_prompt: >-\n  two\n  lines", "system_prompt", "two lines"),
+    ],
+)
+def test_values_are_typed_by_the_catalogue(path, text, key, value):
+    found = value_of(path, text, key)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_everything_wrong_is_told_at_once(path):
+    text = "seed: x\nlearning_rte: 1\ntorch_dtype: y\nnum_generations: 1\nnum_generations: 0\n"
+    told = problems_of(path, text, "--output_dir", "z", VLLM_PORT="http")
+    wheres = [problem.split(": ")[0] for problem in told]
+    assert sorted(wheres) == sorted(
+        [
+            "recipe.yaml:1",
+            "recipe.yaml:2",
+            "recipe.yaml:3",
+            "recipe.yaml:5",
+            "recipe.yaml:5",
+            "--output_dir",
+            "VLLM_PORT",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "flags"),
+    [
+        (f"run_name: {TOKEN}", []),
+        ("", ["--system_prompt", f"say {TOKEN}"]),
+        ("model_name_or_path: https://user:pw@host/model", []),
+        (f"reward_funcs: [{TOKEN}]", []),
+        (f"model_init_kwargs:\n  auth:\n    token: {TOKEN}", []),
+        ("", ["--reward_funcs", "a", TOKEN]),
+    ],
+    ids=["text", "flag", "url", "list", "nested", "list-flag"],
+)
+def test_a_secret_in_a_value_is_refused_and_not_repeated(path, text, flags):
+    (problem,) = problems_of(path, text, *flags)
+    assert "looks like a secret" in problem
+    assert TOKEN not in problem and "user:pw" not in problem
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"seed: [1", "not valid YAML"),
+        (b"seed: 1\n  learning_rate: 2\n", "not valid YAML"),
+        (b"- seed\n", "a recipe is a mapping"),
+        (b"seed", "a recipe is a mapping"),
+        (b"seed: 1\n---\nseed: 2\n", "a second document begins"),
+        (b"chat_template: {{ messages }}\n", "not valid YAML"),
+        (b"seed: \x00\n", "not valid YAML"),
+        (b"run_name: \xff\xfe\n", "cannot be read"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_refused_in_one_line(path, content, said):
+    path.write_bytes(content)
+    with pytest.raises(Refused) as refused:
+        read_recipe(path)
+    (problem,) = refused.value.problems
+    assert said in str(problem) and "\n" not in str(problem)
+    assert "recipe.yaml" in problem.where
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(Refused, match=r"none\.yaml"):
+        read_recipe(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n"])
+def test_an_empty_file_is_all_defaults(path, text):
+    path.write_text(text)
+    recipe = read_recipe(path)
+    assert not [key for key in recipe.values if recipe.given(key)]
+
+
+def test_the_yaml_of_a_recipe_reads_back_as_the_same_recipe(path, tmp_path):
+    path.write_text(
+        "system_prompt: |\n  two lines: a # b\n\n  and 'quotes' \"too\" ä\nrun_name: 'no'\nlearning_rate: 1e-6\n"
+        "reward_weights: [1, 0.5]\nreward_funcs: [a, b]\nreport_to: none\nmodel_init_kwargs: {a: {b: [1, null]}}\n"
+        "max_prompt_length: null\nbf16: true\ndataset_solution_marker: '####'\n"
+        'chat_template: "{% if a %}\\t# {{ b }}\\n"'
+    )
+    recipe = read_recipe(path, ["--seed", "5", "--no_use_vllm"], {"VLLM_PORT": "9000"})
+    frozen = tmp_path / "frozen.yaml"
+    frozen.write_text(recipe.as_yaml())
+
+    again = read_recipe(frozen)
+
+    for key in catalogue():
+        assert again[key] == recipe[key], key
+        assert again.given(key) == recipe.given(key), key
+    assert "# VLLM_PORT" in frozen.read_text() and "# --seed" in frozen.read_text()
+    assert "# recipe.yaml:" in frozen.read_text()
+
+
+def test_reading_leaves_the_file_alone(path):
+    path.write_text("seed: 1\n")
+    before = path.stat().st_mtime_ns
+    read_recipe(path, ["--seed", "2"])
+    assert path.read_text() == "seed: 1\n" and path.stat().st_mtime_ns == before
+
+
+def test_a_base_is_overridden_key_by_key(tmp_path):
+    (tmp_path / "root.yaml").write_text("seed: 1\nbeta: 0.1\nrun_name: root\n")
+    (tmp_path / "middle.yaml").write_text("base: root.yaml\nseed: 2\nrun_name: middle\n")
+    path = tmp_path / "leaf.yaml"
+    path.write_text("base: middle.yaml\nseed: 3\n")
+    recipe = read_recipe(path, ["--beta", "0.2"])
+    found = {key: (recipe[key], recipe.origin(key)) for key in ("seed", "run_name", "beta")}
+    assert found == {"seed": (3, "leaf.yaml:2"), "run_name": ("middle", "middle.yaml:3"), "beta": (0.2, "--beta")}
+    assert "base" not in recipe.as_yaml()
+
+
+def test_a_fault_in_a_base_names_its_own_line(tmp_path):
+    (tmp_path / "root.yaml").write_text("\nseeed: 1\n")
+    path = tmp_path / "leaf.yaml"
+    assert problems_of(path, "base: root.yaml\nbeta: x\n")[0].startswith("leaf.yaml:2")
+    assert problems_of(path, "base: root.yaml\nbeta: x\n")[1].startswith("root.yaml:2: unknown key 'seeed'")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("base: leaf.yaml", "builds on this recipe again"), ("base: other.yaml", "builds on"), ("base: 7", "is 7")],
+)
+def test_bases_that_go_nowhere(tmp_path, text, said):
+    (tmp_path / "other.yaml").write_text("base: leaf.yaml\n")
+    (problem,) = problems_of(tmp_path / "leaf.yaml", text)
+    assert said in problem
+
+
+def test_another_name_of_a_key(path):
+    path.write_text("gen_temperature: 0.7\n")
+    recipe = read_recipe(path)
+    assert recipe["temperature"] == 0.7
+    assert recipe.notes == ["recipe.yaml:1: 'gen_temperature' is read as temperature"]
+    assert value_of(path, "temperature: 0.7", "temperature", "--gen_temperature", "0.9") == 0.9
+    assert "two names" in problems_of(path, "temperature: 0.7\ngen_temperature: 0.9\n")[0]
+
+
+def test_what_a_broken_key_means_is_not_guessed(path):
+    from grpo_recipes.recipe import BrokenKey, merge_recipe
+
+    path.write_text("num_generations: x\nseed: 1\n")
+    recipe, problems = merge_recipe(path)
+    assert len(problems) == 1 and recipe["seed"] == 1
+    with pytest.raises(BrokenKey):
+        recipe["num_generations"]
+
+
+def test_parts_of_a_mapping_are_typed(path):
+    text = "dataset_mixture:\n  seed: '3'\n  datasets: [{id: a/b, weight: '0.5', columns: question}]\n"
+    mixture = value_of(path, text, "dataset_mixture")
+    assert mixture == {"seed": 3, "datasets": [{"id": "a/b", "weight": 0.5, "columns": ["question"]}]}
+    flag = ["--dataset_mixture", "{seed: '3', datasets: [{id: a/b}]}"]
+    assert value_of(path, "", "dataset_mixture", *flag) == {"seed": 3, "datasets": [{"id": "a/b"}]}

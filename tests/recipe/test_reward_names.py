@@ -1,0 +1,84 @@
+"""The names a recipe can give, and the recipe's keys bound to them."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from grpo_recipes.recipe.keys import catalogue
+from grpo_recipes.recipe.reward_names import ACCURACY, IN_CHILDREN, REWARDS, make_reward
+
+DEFAULTS = SimpleNamespace(**{key: entry["default"] for key, entry in catalogue().items()})
+PROBLEM = '{"task": "countdown", "numbers": [2, 3, 4], "target": 9, "modes": 1}'
+COLUMNS = {"answer": ["7"], "completion_ids": [[1, 2, 3]], "prompts": ["?"], "trainer_state": None}
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_a_reward_has_its_name_its_keys_and_takes_whatever_columns_come(name):
+    reward = make_reward(name, DEFAULTS, DEFAULTS)
+    parameters = inspect.signature(reward).parameters
+
+    assert reward.__name__ == name and reward.__doc__
+    assert inspect.Parameter.VAR_KEYWORD in [parameter.kind for parameter in parameters.values()]
+    assert set(REWARDS[name]) <= set(catalogue()) & set(parameters)
+    columns = {**COLUMNS, "answer": [PROBLEM]} if name == "modebench" else COLUMNS
+    (score,) = reward(completions=["<answer>7</answer>"], **columns)
+    assert isinstance(score, float)
+
+
+def test_every_key_of_a_reward_is_bound():
+    """A key that only a reward's help names must reach it."""
+    for name, keys in REWARDS.items():
+        named = {key for key, entry in catalogue().items() if entry["help"].startswith(f"{name}:")}
+        assert named <= set(keys)
+
+
+def test_the_recipe_decides_and_not_a_column_of_its_name():
+    keys = SimpleNamespace(answer_matching="strict")
+    reward = make_reward("pure_accuracy_math", keys, None)
+    columns = {"answer": ["7"], "answer_matching": ["normalized"]}
+
+    assert reward(["<answer>7.0</answer>"], **columns) == [0.0]
+    assert make_reward("pure_accuracy_math", DEFAULTS, None)(["<answer>7.0</answer>"], **columns) == [1.0]
+
+
+def test_keys_come_from_both_configs():
+    args = SimpleNamespace(max_completion_length=10)
+    reward = make_reward("soft_overlong", SimpleNamespace(soft_punish_cache=5), args)
+
+    assert reward(["a", "a"], completion_ids=[[1] * 5, [1] * 10]) == [0.0, -1.0]
+
+
+def test_a_reward_without_keys_needs_no_recipe():
+    assert make_reward("math_verify", None, None)(["<answer>7</answer>"], answer=["7"]) == [1.0]
+
+
+def test_the_default_reward_is_registered():
+    assert set(catalogue()["reward_funcs"]["default"]) <= set(REWARDS)
+    assert set(ACCURACY) <= set(REWARDS) and set(IN_CHILDREN) <= set(REWARDS)
+
+
+def test_the_names_are_read_without_what_is_heavy():
+    heavy = ("torch", "sympy", "trl")
+    code = f"import sys, grpo_recipes.recipe.reward_names; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.strip() == "[]"
+
+
+def test_an_exact_match_does_not_import_sympy():
+    code = """
+import sys
+from types import SimpleNamespace
+from grpo_recipes.recipe.reward_names import make_reward
+reward = make_reward("pure_accuracy_math", SimpleNamespace(answer_matching="normalized"), None)
+assert reward(["<answer>7</answer>"], answer=["7"]) == [1.0]
+print([m for m in ("torch", "sympy", "trl") if m in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.strip() == "[]"

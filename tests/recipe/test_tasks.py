@@ -1,0 +1,294 @@
+"""Which trainer a run uses: asked for, or said by the recipe; and that every command agrees."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from grpo_recipes import cli
+from grpo_recipes.errors import Refused
+from grpo_recipes.launch.attempt import Attempt, say_start
+from grpo_recipes.paths import home
+from grpo_recipes.plan.devices import Resources, environment_flavour
+from grpo_recipes.plan.plan import describe
+from grpo_recipes.plan.types import Names
+from grpo_recipes.process.scratch import Scratch
+from grpo_recipes.recipe import Recipe, read_frozen, read_recipe
+from grpo_recipes.recipe.check import check
+from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
+from grpo_recipes.recipe.objectives import OBJECTIVES
+from grpo_recipes.recipe.tasks import Asked, asked_task, entry_of, same_task, task_of, with_task
+from grpo_recipes.runs.rundir import new_run, write_json
+
+GRPO, MAXENT = Asked("grpo", "--task"), Asked("maxent", "MAXENT")
+SMOKE = home() / "recipes/smoke"
+on_cpu = pytest.mark.skipif(environment_flavour() != "cpu", reason="needs a CPU environment")
+
+
+@pytest.fixture
+def nothing_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in {*ENVIRONMENT_KEYS, *READ_VARIABLES} - {"CACHE_ROOT", "GRPO_HOME"}:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("environment", "option", "expected"),
+    [
+        ({}, None, Asked()),
+        ({"MAXENT": ""}, None, Asked()),
+        ({"MAXENT": "1"}, None, Asked("maxent", "MAXENT")),
+        ({"MAXENT": "true"}, "maxent", Asked("maxent", "--task")),
+        ({"MAXENT": "0"}, None, Asked("grpo", "MAXENT")),
+        ({"MAXENT": "No"}, "grpo", Asked("grpo", "--task")),
+        ({}, "grpo", Asked("grpo", "--task")),
+        ({"TRAIN_ENTRYPOINT": "src/grpo.py"}, None, Asked("grpo", "TRAIN_ENTRYPOINT", "src/grpo.py")),
+        ({"TRAIN_ENTRYPOINT": "src/grpo.py"}, "grpo", Asked("grpo", "--task", "src/grpo.py")),
+        ({"TRAIN_ENTRYPOINT": "src/maxent-grpo.py"}, None, Asked("maxent", "TRAIN_ENTRYPOINT", "src/maxent-grpo.py")),
+        ({"TRAIN_ENTRYPOINT": "./src//grpo.py"}, None, Asked("grpo", "TRAIN_ENTRYPOINT", "src/grpo.py")),
+        (
+            {"TRAIN_ENTRYPOINT": str(home() / "src/maxent-grpo.py")},
+            None,
+            Asked("maxent", "TRAIN_ENTRYPOINT", "src/maxent-grpo.py"),
+        ),
+        (
+            {"TRAIN_ENTRYPOINT": "src/grpo_recipes/errors.py"},
+            None,
+            Asked(entry="src/grpo_recipes/errors.py"),
+        ),
+        (
+            {"TRAIN_ENTRYPOINT": "src/grpo_recipes/errors.py", "MAXENT": "1"},
+            None,
+            Asked("maxent", "MAXENT", "src/grpo_recipes/errors.py"),
+        ),
+    ],
+)
+def test_who_asks_for_which_task(environment: dict[str, str], option: str | None, expected: Asked) -> None:
+    assert asked_task(environment, option) == expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "option", "where"),
+    [
+        ({"MAXENT": "1", "TRAIN_ENTRYPOINT": "src/grpo.py"}, None, "TRAIN_ENTRYPOINT"),
+        ({"MAXENT": "0", "TRAIN_ENTRYPOINT": "src/maxent-grpo.py"}, None, "TRAIN_ENTRYPOINT"),
+        ({"TRAIN_ENTRYPOINT": "src/maxent-grpo.py"}, "grpo", "TRAIN_ENTRYPOINT"),
+        ({"TRAIN_ENTRYPOINT": "src/grpo.py"}, "maxent", "TRAIN_ENTRYPOINT"),
+        ({"MAXENT": "1"}, "grpo", "MAXENT"),
+        ({"MAXENT": "0"}, "maxent", "MAXENT"),
+        ({"MAXENT": "2"}, None, "MAXENT"),
+        ({"TRAIN_ENTRYPOINT": "src/none.py"}, None, "TRAIN_ENTRYPOINT"),
+    ],
+)
+def test_contradictions_and_missing_entry_scripts_are_refused(
+    environment: dict[str, str], option: str | None, where: str
+) -> None:
+    with pytest.raises(Refused) as refused:
+        asked_task(environment, option)
+    assert refused.value.problems[0].where == where
+
+
+def test_a_switch_and_an_entry_script_that_are_both_wrong_are_told_at_once() -> None:
+    with pytest.raises(Refused) as refused:
+        asked_task({"MAXENT": "2", "TRAIN_ENTRYPOINT": "src/none.py"})
+    assert [problem.where for problem in refused.value.problems] == ["MAXENT", "TRAIN_ENTRYPOINT"]
+
+
+def test_a_home_without_a_repository_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRPO_HOME", str(tmp_path))
+    with pytest.raises(Refused, match="GRPO_HOME: there is no repository in"):
+        asked_task({})
+
+
+@pytest.mark.parametrize("asked", [Asked(), MAXENT])
+def test_a_recipe_that_names_its_objective_is_maxents(read: Callable[..., Recipe], asked: Asked) -> None:
+    recipe, problems = with_task(read(maxent_objective="listwise"), asked)
+    assert (task_of(recipe), entry_of(recipe, asked), problems) == ("maxent", "src/maxent-grpo.py", [])
+    assert recipe["maxent_objective"] == "listwise" and recipe.origin("maxent_objective").startswith("recipe.yaml:")
+    recipe, problems = with_task(read(["--maxent_objective", "listwise"]), asked)
+    assert (task_of(recipe), recipe.origin("maxent_objective"), problems) == ("maxent", "--maxent_objective", [])
+
+
+def test_a_recipe_without_an_objective_is_grpos_unless_maxent_is_asked_for(read: Callable[..., Recipe]) -> None:
+    recipe, problems = with_task(read(), Asked())
+    assert (task_of(recipe), entry_of(recipe, Asked()), problems) == ("grpo", "src/grpo.py", [])
+    recipe, problems = with_task(read(maxent_tau=0.1), MAXENT)
+    assert (task_of(recipe), recipe.origin("maxent_objective"), problems) == ("maxent", "MAXENT", [])
+    assert check(recipe, {}) == [], "its maxent_tau is read"
+    assert entry_of(recipe, Asked("maxent", "MAXENT", "src/mine.py")) == "src/mine.py"
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "keys", "cure"),
+    [
+        ([], {}, {"maxent_objective": "tempered"}, "take a GRPO recipe"),
+        (["--maxent_objective", "tempered"], {}, {}, "leave out --maxent_objective"),
+        ([], {"MAXENT_OBJECTIVE": "tempered"}, {}, "leave out MAXENT_OBJECTIVE"),
+    ],
+)
+def test_grpo_asked_for_against_a_maxent_recipe_is_refused(
+    read: Callable[..., Recipe], flags: list[str], environment: dict[str, str], keys: dict[str, str], cure: str
+) -> None:
+    _, (problem,) = with_task(read(flags, environment, **keys), GRPO)
+    assert problem.where == "--task" and problem.fix == f"leave out --task, or {cure}"
+
+
+@pytest.mark.parametrize("asked", [Asked(), MAXENT])
+def test_the_variable_of_the_objective_overrides_a_maxent_recipe(read: Callable[..., Recipe], asked: Asked) -> None:
+    recipe, problems = with_task(read([], {"MAXENT_OBJECTIVE": "listwise"}, maxent_objective="tempered"), asked)
+    assert (recipe["maxent_objective"], recipe.origin("maxent_objective"), problems) == (
+        "listwise", "MAXENT_OBJECTIVE", [],
+    )  # fmt: skip
+
+
+def test_the_recipe_is_named_where_a_variable_overrides_its_objective_and_grpo_is_asked_for(
+    read: Callable[..., Recipe],
+) -> None:
+    _, (problem,) = with_task(read([], {"MAXENT_OBJECTIVE": "listwise"}, maxent_objective="tempered"), GRPO)
+    assert problem.what.startswith("asks for GRPO, recipe.yaml:") and problem.fix.endswith("take a GRPO recipe")
+
+
+def test_the_variable_of_the_objective_alone_chooses_nothing(read: Callable[..., Recipe]) -> None:
+    recipe = read([], {"MAXENT_OBJECTIVE": "listwise"})
+    settled, (problem,) = with_task(recipe, Asked())
+    assert task_of(settled) == "grpo" and "set MAXENT=1 too, or unset MAXENT_OBJECTIVE" in problem.fix
+    settled, problems = with_task(recipe, MAXENT)
+    assert (task_of(settled), settled["maxent_objective"], problems) == ("maxent", "listwise", [])
+    over, problems = with_task(read([], {"MAXENT_OBJECTIVE": "listwise"}, maxent_objective="tempered"), MAXENT)
+    assert (over["maxent_objective"], problems) == ("listwise", [])
+
+
+def test_a_frozen_recipe_says_its_task_by_itself(read: Callable[..., Recipe], tmp_path: Path) -> None:
+    recipe, _ = with_task(read(), MAXENT)
+    (tmp_path / "frozen.yaml").write_text(recipe.as_yaml())
+    again = read_frozen(tmp_path / "frozen.yaml")
+    assert task_of(again) == "maxent" and again.origin("maxent_objective") == "MAXENT"
+    same_task(again, Asked(), "maxent")
+    same_task(again, MAXENT, "maxent")
+    with pytest.raises(Refused, match="--task: asks for GRPO, the run is one of MaxEnt"):
+        same_task(again, GRPO, "maxent")
+    with pytest.raises(Refused, match="MAXENT: asks for MaxEnt, the run is one of GRPO"):
+        same_task(read(), MAXENT, "grpo")
+    with pytest.raises(Refused, match="--maxent_objective: 'maxent_objective' would make this GRPO run"):
+        same_task(read(["--maxent_objective", "listwise"]), Asked(), "grpo")
+
+
+def test_a_plan_shows_what_is_optimised(planned: Callable, read: Callable[..., Recipe]) -> None:
+    plan = planned(maxent_objective="listwise", maxent_tau=0.25, maxent_beta=1)
+    assert (plan.task, plan.entry) == ("maxent", "src/maxent-grpo.py")
+    assert any(word.endswith("/src/maxent-grpo.py") for word in plan.process("trainer").argv)
+    assert "objective  listwise, tau 0.25, maxent_beta 1, loss_type grpo" in describe(plan).splitlines()
+    sums = planned(maxent_objective="weighted_mle", maxent_length_normalize_policy=False).as_json()["maxent"]
+    assert sums == {
+        "objective": "weighted_mle",
+        "tau": OBJECTIVES["weighted_mle"].tau,
+        "beta": 0.0,
+        "loss_type": "dr_grpo",
+    }
+    plan = planned(flags=["--maxent_objective", "tempered", "--maxent_tau", "inf"])
+    assert "objective  tempered, tau inf, loss_type dr_grpo" in describe(plan).splitlines()
+    varied = planned(environment={"MAXENT_TAU": "0.125"}, maxent_objective="tempered")
+    assert "objective  tempered, tau 0.125, loss_type dr_grpo" in describe(varied).splitlines()
+    again = json.loads(json.dumps(plan.as_json(), allow_nan=False))["maxent"]
+    assert again == {"objective": "tempered", "tau": "inf", "beta": None, "loss_type": "dr_grpo"}
+    plan = planned()
+    assert (plan.task, plan.entry, plan.maxent) == ("grpo", "src/grpo.py", None) and "objective" not in describe(plan)
+
+
+def test_a_launch_says_what_is_optimised(
+    planned: Callable, read: Callable[..., Recipe], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = new_run(tmp_path / "runs", "mine", "stamp", Resources("cpu", (), 2, None).facts())
+    assert run is not None
+    for keys, said in (({"maxent_objective": "weighted_mle", "maxent_tau": 0.2, "maxent_beta": 0.5}, 1), ({}, 0)):
+        plan = planned(**keys)
+        names = Names(run.folder, "mine", "mine-abcd", "stamp")
+        say_start(Attempt(run, read(**keys), plan, names, Scratch(tmp_path, tmp_path), {}, "", agents=None))
+        told = capsys.readouterr().out
+        assert told.count("grpo: objective weighted_mle, tau 0.2, maxent_beta 0.5, loss_type grpo\n") == said
+        assert told.count("objective") == said
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("words", "variables", "recipe", "task"),
+    [
+        ([], {}, "grpo.yaml", "grpo"),
+        ([], {"MAXENT": "1"}, "maxent.yaml", "maxent"),
+        ([], {"TRAIN_ENTRYPOINT": "src/maxent-grpo.py"}, "maxent.yaml", "maxent"),
+        (["--task", "maxent"], {}, "maxent.yaml", "maxent"),
+        ([str(SMOKE / "maxent.yaml")], {}, "maxent.yaml", "maxent"),
+        ([str(SMOKE / "grpo.yaml")], {"MAXENT": "1"}, "grpo.yaml", "maxent"),
+    ],
+)
+def test_commands_agree_on_the_task(
+    nothing_set: None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    variables: dict[str, str],
+    recipe: str,
+    task: str,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["plan", *words, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (Path(plan["recipe"]).name, plan["task"]) == (recipe, task)
+    assert (plan["maxent"] is not None) == (task == "maxent")
+    assert cli.main(["launch", "--dry-run", *words]) == 0
+    assert f"/{recipe} ({task}, src/{'maxent-grpo' if task == 'maxent' else 'grpo'}.py)" in capsys.readouterr().out
+    assert cli.main(["check", *words]) == 0 and recipe in capsys.readouterr().out
+
+
+@on_cpu
+@pytest.mark.parametrize("command", ["check", "plan", "launch", "fetch", "doctor", "check-rewards"])
+def test_every_command_refuses_a_maxent_recipe_with_maxent_off(
+    nothing_set: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("MAXENT", "0")
+    assert cli.main([command, str(SMOKE / "maxent.yaml")]) == 2
+    told = capsys.readouterr()
+    assert "MAXENT: asks for GRPO, maxent.yaml:5 for MaxEnt-GRPO" in told.out + told.err
+
+
+@pytest.mark.parametrize("task", ["grpo", "maxent"])
+def test_a_resumed_run_keeps_its_task(
+    nothing_set: None, capsys: pytest.CaptureFixture[str], tmp_path: Path, task: str
+) -> None:
+    run = new_run(tmp_path / "runs", "mine", "stamp", Resources("cpu", (), 2, None).facts())
+    assert run is not None
+    smoke = "model_name_or_path: smoke:sums\ndataset_name: smoke:sums\nprompts_per_step: 4\n"
+    objective = "# MAXENT\nmaxent_objective: tempered\n" if task == "maxent" else ""
+    lines = "".join(f"# x.yaml:1\n{line}\n" for line in smoke.splitlines())
+    (run.folder / "recipe.yaml").write_text(objective + lines)
+    write_json(run.folder / "plan.json", {"task": task, "entry": "src/mine.py"})
+    resume = ["launch", "--resume", str(run.folder), "--allow-changed-code", "--dry-run"]
+    other = "maxent" if task == "grpo" else "grpo"
+    assert cli.main([*resume, "--task", other]) == 2
+    assert "a resumed run goes on as it began" in capsys.readouterr().err
+    assert cli.main([*resume, "--use_vllm", "false"]) == 0
+    assert f"({task}, src/mine.py)" in capsys.readouterr().out
+
+
+@on_cpu
+def test_the_last_run_is_resumed_with_keys_that_its_own_recipe_reads(
+    nothing_set: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = new_run(tmp_path / "runs", "mine", "stamp", Resources("cpu", (), 2, None).facts())
+    assert run is not None
+    (run.folder / "recipe.yaml").write_text(read_recipe(SMOKE / "maxent.yaml").as_yaml())
+    write_json(run.folder / "plan.json", {"task": "maxent", "entry": "src/maxent-grpo.py"})
+    resume = ["launch", "--resume", "last", "--allow-changed-code", "--dry-run"]
+    assert cli.main([*resume, "--maxent_tau", "0.3"]) == 0
+    assert "objective  tempered, tau 0.3" in capsys.readouterr().out
+    monkeypatch.setenv("MAXENT_TAU", "0.4")
+    assert cli.main(resume) == 0
+    assert "objective  tempered, tau 0.4" in capsys.readouterr().out
+    assert cli.main([*resume, "--maxent_utilty", "advantage"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "grpo: --maxent_utilty: unknown key 'maxent_utilty'. Fix: write 'maxent_utility'"
+    ]

@@ -1,0 +1,299 @@
+"""A checkpoint is complete or it is not listed; on real files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from grpo_recipes.errors import Refused
+from grpo_recipes.runs import digests
+from grpo_recipes.runs.checkpoints import (
+    MARKER,
+    complete_checkpoints,
+    damage,
+    is_complete,
+    newest_complete,
+    prune,
+    publish,
+    verified_checkpoint,
+)
+from grpo_recipes.runs.digests import digest_of, has_its_checksum
+
+FILES = {
+    "model.safetensors": b"weights" * 100,
+    "trainer_state.json": b"{}",
+    "global_step/rank_0.pt": b"state",
+    "empty": b"",
+}
+
+
+def stage(folder: Path, step: int) -> Path:
+    staged = folder / "partial" / f"checkpoint-{step}"
+    for name, content in FILES.items():
+        (staged / name).parent.mkdir(parents=True, exist_ok=True)
+        (staged / name).write_bytes(content)
+    return staged
+
+
+def published(folder: Path, *steps: int) -> list[Path]:
+    for step in steps:
+        publish(stage(folder, step), folder, step, world_size=2)
+    return [folder / f"checkpoint-{step}" for step in steps]
+
+
+def test_publishing_moves_every_file_and_marks_last(tmp_path):
+    (checkpoint,) = published(tmp_path, 5)
+    assert is_complete(checkpoint)
+    for name, content in FILES.items():
+        assert (checkpoint / name).read_bytes() == content
+    marker = json.loads((checkpoint / MARKER).read_text())
+    assert (marker["step"], marker["world_size"]) == (5, 2)
+    assert marker["files"] == {name: len(content) for name, content in FILES.items()}
+    assert not (tmp_path / "partial/checkpoint-5").exists()
+
+
+def test_an_unpublished_checkpoint_is_not_complete(tmp_path):
+    stage(tmp_path, 5)
+    assert not is_complete(tmp_path / "partial/checkpoint-5")
+    assert complete_checkpoints(tmp_path) == [] and newest_complete(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: (folder / "model.safetensors").write_bytes(b"weights"),
+        lambda folder: (folder / "model.safetensors").unlink(),
+        lambda folder: (folder / "global_step/rank_0.pt").unlink(),
+        lambda folder: (folder / "empty").write_bytes(b"x"),
+        lambda folder: (folder / MARKER).unlink(),
+        lambda folder: (folder / MARKER).write_text('{"step": 5, "fi'),
+        lambda folder: (folder / MARKER).write_text(""),
+    ],
+    ids=["truncated", "missing", "missing-nested", "grown", "no-marker", "torn-marker", "empty-marker"],
+)
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, damage):
+    older, newest = published(tmp_path, 5, 10)
+    damage(newest)
+    assert not is_complete(newest)
+    assert newest_complete(tmp_path) == older
+
+
+def test_newest_is_by_number_and_not_by_time(tmp_path):
+    paths = published(tmp_path, 100, 20, 3)
+    for path, seconds in zip(paths, (1, 2, 3), strict=True):
+        os.utime(path, (seconds, seconds))
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["checkpoint-3", "checkpoint-20", "checkpoint-100"]
+    assert newest_complete(tmp_path) == tmp_path / "checkpoint-100"
+
+
+def test_a_folder_that_does_not_exist_has_no_checkpoint(tmp_path):
+    assert newest_complete(tmp_path / "none") is None
+
+
+def test_what_stood_in_the_way_incomplete_is_replaced(tmp_path):
+    (tmp_path / "checkpoint-5").mkdir()
+    (tmp_path / "checkpoint-5/model.safetensors").write_bytes(b"old")
+    (checkpoint,) = published(tmp_path, 5)
+    assert is_complete(checkpoint) and (checkpoint / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+
+
+@pytest.mark.parametrize(("limit", "left"), [(1, [40]), (2, [30, 40]), (9, [10, 20, 30, 40]), (None, [10, 20, 30, 40])])
+def test_pruning_keeps_the_newest(tmp_path, limit, left):
+    published(tmp_path, 40, 10, 30, 20)
+    prune(tmp_path, limit)
+    assert complete_checkpoints(tmp_path) == [tmp_path / f"checkpoint-{step}" for step in left]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"checkpoint-{step}" for step in left)
+
+
+def test_pruning_counts_complete_checkpoints_only(tmp_path):
+    _, newest = published(tmp_path, 10, 20)
+    (newest / MARKER).unlink()
+    prune(tmp_path, 1)
+    assert newest_complete(tmp_path) == tmp_path / "checkpoint-10"
+
+
+def test_leftovers_of_an_interrupted_save_are_removed(tmp_path):
+    published(tmp_path, 10)
+    stage(tmp_path, 20)
+    prune(tmp_path, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-10"]
+
+
+def test_a_pruning_that_was_cut_short_leaves_nothing_that_is_listed(tmp_path):
+    first, second = published(tmp_path, 10, 20)
+    (first / MARKER).unlink()  # the first thing a removal does
+    assert complete_checkpoints(tmp_path) == [second]
+
+
+# --- what is not one of our checkpoints --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["checkpoint-best", "checkpoint-6.bak", "checkpoint-backup", "checkpoint-3-keep", "checkpoint-06", "checkpoint-9"],
+)
+def test_a_copy_under_another_name_is_neither_listed_nor_resumed_nor_pruned(tmp_path, name):
+    older, newest = published(tmp_path, 3, 6)
+    shutil.copytree(newest, tmp_path / name)
+    assert complete_checkpoints(tmp_path) == [older, newest] and not is_complete(tmp_path / name)
+    prune(tmp_path, 1)
+    assert complete_checkpoints(tmp_path) == [newest] and (tmp_path / name / MARKER).exists()
+    if name != "checkpoint-9":  # which looks like one of ours
+        assert verified_checkpoint(tmp_path, refuse_to_speak) == newest and (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "null",
+        "[]",
+        "3",
+        "{}",
+        '{"files": {}}',
+        '{"files": 3, "step": 6, "world_size": 2}',
+        '{"files": {"model.safetensors": null}, "step": 6, "world_size": 2}',
+        '{"files": {"' + "x" * 9999 + '": 1}, "step": 6, "world_size": 2}',
+        '{"files": {}, "step": 6}',
+        '{"files": {}, "world_size": 2}',
+        '{"files": {}, "step": 6, "world_size": null}',
+        '{"files": {}, "step": 6, "world_size": 2, "digests": null}',
+        '{"files": {}, "step": 6, "world_size": 2, "checksum": 7}',
+        '{"files": {"mod',
+        "[" * 100_000,
+        "\udcff",
+    ],
+)
+def test_a_marker_that_is_not_ours_is_not_complete(tmp_path, text):
+    older, newest = published(tmp_path, 3, 6)
+    (newest / MARKER).write_text(text, errors="surrogateescape")
+    assert not is_complete(newest) and complete_checkpoints(tmp_path) == [older]
+    said = []
+    assert verified_checkpoint(tmp_path, said.append) == older
+    assert len(said) == 1 and said[0].startswith("checkpoint-6 is damaged: ")
+
+
+def test_a_file_in_the_place_of_the_checkpoints_is_refused(tmp_path):
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(Refused, match=r"checkpoints: is not a folder; .* Fix: move it away"):
+        verified_checkpoint(tmp_path / "checkpoints", refuse_to_speak)
+
+
+# --- bytes that changed at the same size -------------------------------------------------------------------------
+
+
+def refuse_to_speak(text: str) -> None:
+    raise AssertionError(text)
+
+
+def flip(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def test_the_marker_holds_a_digest_of_each_file_and_of_itself(tmp_path):
+    (checkpoint,) = published(tmp_path, 5)
+    marker = json.loads((checkpoint / MARKER).read_text())
+    assert marker["digests"] == {name: xxhash.xxh3_128(content).hexdigest() for name, content in FILES.items()}
+    assert has_its_checksum(marker) and not has_its_checksum(marker | {"world_size": 3})
+
+
+def test_an_undamaged_checkpoint_is_verified_without_a_word(tmp_path):
+    assert verified_checkpoint(tmp_path / "none", refuse_to_speak) is None
+    stage(tmp_path, 1)  # a save that was killed
+    assert verified_checkpoint(tmp_path, refuse_to_speak) is None
+    _, newest = published(tmp_path, 3, 6)
+    assert verified_checkpoint(tmp_path, refuse_to_speak) == newest
+
+
+@pytest.mark.parametrize("name", [name for name, content in FILES.items() if content])
+def test_a_flipped_bit_is_named_and_the_checkpoint_before_is_resumed(tmp_path, name):
+    bits = len(FILES[name]) * 8
+    for bit in {0, bits // 2, bits - 1}:
+        folder = tmp_path / str(bit)
+        older, newest = published(folder, 3, 6)
+        flip(newest / name, bit)
+        assert newest_complete(folder) == newest  # a listing does not read the bytes
+        said = []
+        assert verified_checkpoint(folder, said.append) == older == newest_complete(folder)
+        assert said == [
+            f"checkpoint-6 is damaged: {name} no longer has the bytes that were saved; it is now checkpoint-6.damaged, "
+            "resuming from checkpoint-3"
+        ]
+        assert (folder / "checkpoint-6.damaged" / name).exists()  # nothing is deleted
+
+
+def test_no_bit_of_the_marker_can_flip_and_change_what_is_resumed(tmp_path):
+    older, newest = published(tmp_path, 3, 6)
+    marker = (newest / MARKER).read_bytes()
+    meant = json.loads(marker)
+    for bit in range(len(marker) * 8):
+        (newest / MARKER).write_bytes(marker)
+        flip(newest / MARKER, bit)
+        if is_complete(newest):  # a blank that became another one
+            assert json.loads((newest / MARKER).read_text()) == meant
+        else:
+            assert newest_complete(tmp_path) == older
+            assert damage(newest, refuse_to_speak) == "COMPLETE is damaged"
+
+
+def test_every_damaged_one_is_named_and_a_second_time_too(tmp_path):
+    oldest, older, newest = published(tmp_path, 3, 6, 9)
+    (tmp_path / "checkpoint-9.damaged").mkdir()
+    (newest / "trainer_state.json").unlink()
+    flip(older / "model.safetensors", 99)
+    said = []
+    assert verified_checkpoint(tmp_path, said.append) == oldest
+    assert [line.split(",")[0] for line in said] == [
+        "checkpoint-9 is damaged: trainer_state.json is missing; it is now checkpoint-9.damaged-2",
+        "checkpoint-6 is damaged: model.safetensors no longer has the bytes that were saved; it is now "
+        "checkpoint-6.damaged",
+    ]
+
+
+def test_where_none_can_be_resumed_a_person_decides(tmp_path):
+    older, newest = published(tmp_path, 3, 6)
+    (older / MARKER).unlink()
+    (newest / "model.safetensors").write_bytes(b"weights")
+    with pytest.raises(Refused) as refused:
+        verified_checkpoint(tmp_path, refuse_to_speak)
+    (problem,) = refused.value.problems
+    assert problem.what == (
+        "holds no checkpoint that can be resumed: checkpoint-6 (model.safetensors has 7 of 700 bytes), "
+        "checkpoint-3 (COMPLETE is missing)"
+    )
+    assert "as a new run, or move this folder away" in problem.fix
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "checkpoint-6", "partial"]
+
+
+def test_a_checkpoint_of_an_earlier_version_is_resumed_with_a_note(tmp_path):
+    (checkpoint,) = published(tmp_path, 5)
+    marker = json.loads((checkpoint / MARKER).read_text())
+    (checkpoint / MARKER).write_text(json.dumps({key: marker[key] for key in ("step", "world_size", "files")}))
+    said = []
+    assert verified_checkpoint(tmp_path, said.append) == checkpoint
+    assert len(said) == 1 and said[0].startswith("note: checkpoint-5 was saved without digests")
+
+
+def test_a_file_that_the_disk_does_not_give_back_is_damage(tmp_path):
+    older, newest = published(tmp_path, 3, 6)
+    (newest / "empty").unlink()
+    (newest / "empty").symlink_to("/proc/self/mem")  # reading it is an input/output error
+    assert damage(newest, refuse_to_speak) == "empty cannot be read (Input/output error)"
+    assert verified_checkpoint(tmp_path, [].append) == older
+
+
+def test_publishing_reads_back_only_what_it_has_no_digest_of(tmp_path, monkeypatch):
+    staged = stage(tmp_path, 5)
+    known = {"global_step/rank_0.pt": digest_of(staged / "global_step/rank_0.pt"), "gone.pt": "0" * 32}
+    read = []
+    monkeypatch.setattr(digests, "digest_of", lambda path: read.append(path.name) or digest_of(path))
+    publish(staged, tmp_path, 5, 2, known)
+    assert sorted(read) == ["empty", "model.safetensors", "trainer_state.json"]
+    monkeypatch.undo()
+    assert verified_checkpoint(tmp_path, refuse_to_speak) == tmp_path / "checkpoint-5"

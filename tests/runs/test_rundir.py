@@ -1,0 +1,167 @@
+"""The run directory: identity, finding it again, and the summary recomputed from metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import threading
+
+import pytest
+
+from grpo_recipes.errors import Refused
+from grpo_recipes.paths import home
+from grpo_recipes.plan.devices import Resources
+from grpo_recipes.runs.rundir import (
+    changed_code,
+    find_run,
+    finish_summary,
+    new_run,
+    read_json,
+    read_metrics,
+    timestamp,
+    write_json,
+)
+from grpo_recipes.slurm.job import SlurmJob
+
+CPU = Resources("cpu", (), 2)
+
+
+def write_rows(folder, rewards, torn=""):
+    rows = [{"step": step, "reward": reward, "seconds/sample": 0.5} for step, reward in enumerate(rewards, 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + torn)
+
+
+def test_a_new_run_has_a_private_folder_and_an_identity(tmp_path):
+    run = new_run(tmp_path / "deep" / "runs", "mine", "20260101-000000", CPU.facts())
+    assert run.folder == tmp_path / "deep/runs/mine-20260101-000000"
+    assert stat.S_IMODE(run.folder.stat().st_mode) == 0o700
+    identity = json.loads((run.folder / "run.json").read_text())
+    assert identity == run.identity and run.name == "mine"
+    assert identity["timestamp"] == "20260101-000000"
+    assert identity["job"] is None and identity["pid"] == os.getpid()
+    assert re.fullmatch(r"[0-9a-f]{8}", identity["wandb_id"])
+    assert {"torch", "trl", "transformers"} <= set(identity["versions"])
+    if (home() / ".git").exists():
+        assert re.fullmatch(r"[0-9a-f]{40}", identity["code"]["commit"])
+    assert (run.folder / "code.patch").exists()
+
+
+def test_a_run_of_a_job_names_the_job(tmp_path):
+    resources = Resources("cpu", (), 2, SlurmJob(7, "cluster", 1, None))
+    assert new_run(tmp_path, "mine", "stamp", resources.facts()).identity["job"] == "cluster-7"
+
+
+def test_a_folder_of_another_launch_is_not_taken(tmp_path):
+    assert new_run(tmp_path, "mine", "stamp", CPU.facts()) is not None
+    assert new_run(tmp_path, "mine", "stamp", CPU.facts()) is None
+
+
+def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path):
+    root = tmp_path / "runs"
+    root.write_text("")
+    with pytest.raises(Refused, match="run_root"):
+        new_run(root, "mine", "stamp", CPU.facts())
+
+
+def test_a_timestamp_is_sortable_and_fits_a_file_name():
+    assert re.fullmatch(r"\d{8}-\d{6}", timestamp())
+
+
+def test_the_last_run_and_a_named_run_are_found(tmp_path):
+    first, second = new_run(tmp_path, "b", "1", CPU.facts()), new_run(tmp_path, "a", "2", CPU.facts())
+    os.utime(first.folder / "run.json", (1, 1))
+    assert find_run(tmp_path, "last") == second
+    os.utime(second.folder / "run.json", (0, 0))
+    assert find_run(tmp_path, "last") == first
+    assert find_run(tmp_path / "elsewhere", str(second.folder)) == second
+
+
+@pytest.mark.parametrize("which", ["last", "no-such-folder", ".", "/dev/null", "a" * 300])
+def test_what_is_no_run_is_refused(tmp_path, monkeypatch, which):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Refused) as refused:
+        find_run(tmp_path, which)
+    assert refused.value.problems[0].where == "--resume"
+
+
+@pytest.mark.parametrize(
+    ("key", "said"), [("commit", "made at commit other"), ("patch_sha256", "uncommitted"), ("lock_sha256", "locks")]
+)
+def test_a_change_of_the_code_is_noticed(tmp_path, key, said):
+    run = new_run(tmp_path, "mine", "stamp", CPU.facts())
+    if changed_code(run) is not None:
+        pytest.skip("the tree is being edited while the tests run")
+    run.identity["code"][key] = "other"
+    assert said in changed_code(run)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 20])
+def test_rewards_of_the_summary_are_the_first_3_and_the_last_5_rows(tmp_path, count):
+    rewards = [0.1 * index * index for index in range(count)]
+    write_rows(tmp_path, rewards)
+    summary = finish_summary(tmp_path, status="completed", exit_code=0)
+    assert summary["initial_reward"] == pytest.approx(sum(rewards[:3]) / len(rewards[:3]), abs=1e-6)
+    assert summary["final_reward"] == pytest.approx(sum(rewards[-5:]) / len(rewards[-5:]), abs=1e-6)
+    assert summary["steps"] == count
+    assert summary["seconds"]["sample"] == pytest.approx(0.5 * count)
+    assert (summary["status"], summary["exit_code"]) == ("completed", 0)
+    assert read_json(tmp_path / "summary.json") == summary
+
+
+@pytest.mark.parametrize("line", ["{", "[]", "3", '{"reward": 1}', '{"step": "x"}'])
+def test_a_whole_line_that_is_no_row_is_told(tmp_path, line):
+    write_rows(tmp_path, [0.0])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(f"{line}\n")
+    with pytest.raises(Refused, match=r"metrics.jsonl: is damaged \(no row: "):
+        read_metrics(tmp_path)
+
+
+def test_a_line_a_kill_cut_short_is_left_out(tmp_path):
+    write_rows(tmp_path, [0.0, 1.0], torn='{"step": 3, "rew')
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
+    summary = finish_summary(tmp_path, status="failed")
+    assert (summary["steps"], summary["final_reward"]) == (2, 0.5)
+
+
+def test_a_run_without_a_step_has_no_rewards(tmp_path):
+    summary = finish_summary(tmp_path, status="failed")
+    assert (summary["steps"], summary["initial_reward"], summary["final_reward"]) == (0, None, None)
+
+
+def test_rows_without_a_reward_are_left_out_of_the_means(tmp_path):
+    write_rows(tmp_path, [None, 1.0, "nan", 3.0])
+    summary = finish_summary(tmp_path, status="completed")
+    assert summary["initial_reward"] == summary["final_reward"] == 2.0
+    assert summary["steps"] == 4
+
+
+def test_a_summary_keeps_what_earlier_writers_said(tmp_path):
+    write_json(tmp_path / "summary.json", {"smoke": True, "restarts": 2, "status": "running"})
+    summary = finish_summary(tmp_path, status="completed")
+    assert (summary["smoke"], summary["restarts"], summary["status"]) == (True, 2, "completed")
+
+
+def test_json_is_replaced_whole_whoever_reads_meanwhile(tmp_path):
+    path, done, seen = tmp_path / "file.json", threading.Event(), []
+    write_json(path, {"value": 0, "padding": "x" * 200_000})
+
+    def read_on():
+        while not done.is_set():
+            seen.append(read_json(path)["value"])
+
+    reader = threading.Thread(target=read_on)
+    reader.start()
+    for value in range(1, 60):
+        write_json(path, {"value": value, "padding": "x" * 200_000})
+    done.set()
+    reader.join()
+    assert seen and seen == sorted(seen)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file.json"]
+
+
+def test_a_missing_file_reads_as_none(tmp_path):
+    assert read_json(tmp_path / "none.json") is None
+    assert read_metrics(tmp_path) == []

@@ -1,0 +1,88 @@
+"""A number per tensor that sees every change and adds up over parts."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from grpo_recipes.server import fingerprint as module  # noqa: E402
+from grpo_recipes.server.fingerprint import fingerprint  # noqa: E402
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+WRAP = 1 << 64
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def tensor(request):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(64, 48, generator=generator).to(request.param)
+
+
+def bits(tensor):
+    return tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+
+
+def nudged(tensor, **steps):
+    """A copy whose elements at the given flat indices are moved by so many units in the last place."""
+    copy = tensor.clone()
+    for index, step in steps.items():
+        bits(copy).view(-1)[int(index[1:])] += step
+    return copy
+
+
+def test_it_is_one_number_and_repeatable(tensor):
+    value = fingerprint(tensor)
+    assert value.dtype == torch.int64 and value.shape == ()
+    assert int(value) == int(fingerprint(tensor.clone()))
+
+
+@pytest.mark.parametrize("index", [0, 1, 1000, 64 * 48 - 1])
+@pytest.mark.parametrize("step", [1, -1])
+def test_one_unit_in_the_last_place_of_one_element_changes_it(tensor, index, step):
+    assert int(fingerprint(nudged(tensor, **{f"i{index}": step}))) != int(fingerprint(tensor))
+
+
+def test_a_step_up_and_a_step_down_elsewhere_do_not_cancel(tensor):
+    before = int(fingerprint(tensor))
+    for other in range(1, 200):
+        assert int(fingerprint(nudged(tensor, i0=1, **{f"i{other}": -1}))) != before
+
+
+def test_zero_padding_adds_nothing(tensor):
+    padded = torch.cat([tensor, torch.zeros(5, 48, dtype=tensor.dtype)])
+    assert int(fingerprint(padded)) == int(fingerprint(tensor))
+
+
+def test_the_parts_of_a_fused_tensor_add_up_to_the_whole(tensor):
+    parts = tensor.split([10, 20, 34])
+    assert sum(int(fingerprint(part)) for part in parts) % WRAP == int(fingerprint(tensor)) % WRAP
+    columns = tensor.split([16, 32], dim=1)
+    assert sum(int(fingerprint(part)) for part in columns) % WRAP == int(fingerprint(tensor)) % WRAP
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 3072, 1 << 22])
+def test_how_much_is_summed_at_a_time_does_not_matter(tensor, chunk, monkeypatch):
+    whole = int(fingerprint(tensor))
+    monkeypatch.setattr(module, "_CHUNK", chunk)
+    assert int(fingerprint(tensor)) == whole
+
+
+def test_a_view_that_is_not_contiguous_counts_its_own_elements(tensor):
+    assert int(fingerprint(tensor.t())) == int(fingerprint(tensor))
+    assert int(fingerprint(tensor[:, ::2])) == int(fingerprint(tensor[:, ::2].contiguous()))
+
+
+def test_the_tensor_is_left_as_it_was(tensor):
+    before = tensor.clone()
+    fingerprint(torch.nn.Parameter(tensor))
+    assert torch.equal(bits(before), bits(tensor))
+
+
+@pytest.mark.parametrize("empty", [torch.empty(0), torch.zeros(4)])
+def test_nothing_and_zeros_have_the_number_0(empty):
+    assert int(fingerprint(empty)) == 0
+
+
+def test_a_single_number_has_one_too():
+    assert int(fingerprint(torch.tensor(1.5))) != int(fingerprint(torch.tensor(-1.5)))

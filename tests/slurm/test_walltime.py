@@ -1,0 +1,79 @@
+"""How early before the end of a job the launcher asks for the stop."""
+
+from __future__ import annotations
+
+import datetime
+
+import pytest
+
+from grpo_recipes.slurm.walltime import Walltime, job_end_time
+
+END = 10_000.0
+ROW = {"seconds/sample": 40.0, "seconds/score": 1.0, "seconds/update": 20.0, "seconds/step": 70.0, "seconds/save": 5.0}
+
+
+def test_the_lead_is_twice_the_longest_phase_plus_the_save():
+    walltime = Walltime(lambda: END)
+    assert walltime.lead == 30
+    walltime.observe({**ROW, "seconds/save": None})
+    assert walltime.lead == 3 * 40 + 30  # no save was seen yet
+    walltime.observe(ROW)
+    walltime.observe({"seconds/sample": 1.0})
+    assert walltime.lead == 2 * 40 + 5 + 30
+
+
+def test_the_stop_is_due_when_the_lead_begins():
+    walltime = Walltime(lambda: END)
+    walltime.observe(ROW)
+    assert walltime.due(END - 116) is None
+    assert walltime.due(END - 115) == "the job's time limit comes in 115 s"
+
+
+def test_a_limit_that_was_raised_meanwhile_counts():
+    ends = iter([END, END + 3600])
+    walltime = Walltime(lambda: next(ends))
+    assert walltime.due(END - 1) is None
+    assert walltime.due(END + 3000) is None
+
+
+def test_without_an_end_nothing_is_due():
+    assert Walltime(lambda: None).due(1e12) is None
+
+
+def test_phases_too_long_for_slurms_signal_are_noted_once():
+    walltime = Walltime(lambda: END)
+    assert walltime.note() is None
+    walltime.observe({"seconds/sample": 400.0, "seconds/save": 20.0})
+    assert walltime.note() == (
+        "note: with phases of 400 s the signal 300 s before the time limit may come too late; the launcher stops 850 s "
+        "before the limit"
+    )
+    assert walltime.note() is None
+
+
+@pytest.mark.parametrize(
+    ("printed", "variables", "expected"),
+    [
+        (
+            "JobId=7 StartTime=2026-01-01T10:00:00 EndTime=2026-01-01T12:00:00 Deadline=N/A",
+            {"SLURM_JOB_END_TIME": "5"},
+            datetime.datetime(2026, 1, 1, 12).timestamp(),
+        ),
+        ("JobId=7 EndTime=Unknown Deadline=N/A", {}, None),
+        ("", {"SLURM_JOB_END_TIME": "1767268800"}, 1767268800.0),
+        ("", {}, None),
+    ],
+    ids=["controller", "no-limit", "variable", "nothing"],
+)
+def test_the_end_of_the_job_is_the_controllers_else_slurms_variable(
+    tmp_path, monkeypatch, printed, variables, expected
+):
+    fake = tmp_path / "scontrol"
+    fake.write_text(f'#!/bin/bash\necho "{printed}"\n' if printed else "#!/bin/bash\nexit 1\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert job_end_time({"SLURM_JOB_ID": "7", **variables}) == expected
+
+
+def test_outside_slurm_there_is_no_end():
+    assert job_end_time({}) is None

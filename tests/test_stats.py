@@ -1,0 +1,76 @@
+"""pass@k against its definition, and intervals against published numbers and a simulation."""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import combinations
+
+import pytest
+
+from grpo_recipes.stats import mean_with_interval, pass_at_k, pass_table, reported_ks, result_line, wilson
+
+
+@pytest.mark.parametrize("samples", [1, 4, 7])
+def test_it_is_the_share_of_subsets_with_a_right_one(samples: int) -> None:
+    for right in range(samples + 1):
+        verdicts = [number < right for number in range(samples)]
+        for k in range(1, samples + 1):
+            subsets = list(combinations(verdicts, k))
+            expected = sum(any(subset) for subset in subsets) / len(subsets)
+            assert pass_at_k(samples, right, k) == pytest.approx(expected)
+
+
+def test_large_numbers_do_not_overflow() -> None:
+    expected = 1 - math.comb(9990, 100) / math.comb(10000, 100)
+    assert pass_at_k(10000, 10, 100) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("samples", "right", "k"), [(3, 4, 1), (3, 1, 4), (3, -1, 1), (3, 1, 0)])
+def test_what_is_not_defined_raises(samples: int, right: int, k: int) -> None:
+    with pytest.raises(ValueError, match="not defined"):
+        pass_at_k(samples, right, k)
+
+
+def test_wilson_gives_the_textbook_numbers() -> None:
+    # Newcombe 1998 (Statistics in Medicine 17:857), table I, method 3.
+    assert wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert wilson(15, 148) == pytest.approx((0.0624, 0.1605), abs=5e-5)
+    assert wilson(0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
+    assert wilson(1, 29) == pytest.approx((0.0061, 0.1718), abs=5e-5)
+
+
+@pytest.mark.parametrize("samples", [1, 8])
+def test_intervals_hold_the_truth_as_often_as_they_say(samples: int) -> None:
+    rng = random.Random(0)
+    held = 0
+    for _ in range(4000):
+        chances = [rng.choice((0.1, 0.5, 0.9)) for _ in range(60)]  # problems differ, completions of one are alike
+        scores = [sum(rng.random() < chance for _ in range(samples)) / samples for chance in chances]
+        _, (low, high) = mean_with_interval(scores)
+        held += low <= 0.5 <= high
+    assert 0.935 <= held / 4000 <= 0.965
+
+
+def test_one_problem_says_nothing_about_others() -> None:
+    assert mean_with_interval([0.25]) == (0.25, (0.0, 1.0))
+
+
+def test_reported_ks() -> None:
+    assert [reported_ks(samples) for samples in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+
+
+def test_a_table_leaves_out_what_has_no_verdict() -> None:
+    table = pass_table([[1.0, 0.0], [None, 1.0], [None, None], [0.0, 0.0]])
+
+    assert table["pass@1"] == pytest.approx((0.5 + 1 + 0) / 3, abs=1e-6)
+    assert table["pass@2"] == 0.5  # the second problem has one verdict only
+    low, high = table["pass@2_ci"]
+    assert low < 0.5 < high
+    assert pass_table([[None]]) == {"pass@1": None, "pass@1_ci": None}
+
+
+def test_a_line_for_a_person() -> None:
+    result = {**pass_table([[1.0, 0.0]] * 3 + [[0.0, 0.0]]), "problems": 4, "samples": 2}
+    assert result_line(result) == "pass@1 0.375 (0.130 to 0.620), pass@2 0.750 (0.301 to 0.954); 4 problems"
+    assert result_line({**pass_table([[None]]), "problems": 1}) == "pass@1 none; 1 problems"
