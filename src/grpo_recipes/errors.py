@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from grpo_recipes.secrets import masked
 
 # Exit codes of `grpo`: everything else is the first failed rank's own, or 128+n for a signal.
-EXIT_REFUSED = 2  # recipe, flag or environment is wrong; nothing was started
+EXIT_CONFIG_ERROR = 2  # recipe, flag or environment is wrong; nothing was started
 EXIT_STOPPED = 75  # stopped on request, state saved
 
 
@@ -38,7 +38,7 @@ def _line(text: str) -> str:
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in masked(text))
 
 
-class Refused(Exception):
+class ConfigError(Exception):
     """Bad input: printed one line a problem, exit code 2, nothing started."""
 
     def __init__(self, *problems: Problem):
@@ -46,6 +46,6 @@ class Refused(Exception):
         super().__init__("\n".join(str(problem) for problem in problems))
 
 
-def refuse(where: str, what: str, fix: str) -> Refused:
-    """A refusal of a single problem, for ``raise refuse(...)``."""
-    return Refused(Problem(where, what, fix))
+def config_error(where: str, what: str, fix: str) -> ConfigError:
+    """A refusal of a single problem, for ``raise config_error(...)``."""
+    return ConfigError(Problem(where, what, fix))

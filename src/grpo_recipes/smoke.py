@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from grpo_recipes.errors import refuse
+from grpo_recipes.errors import config_error
 from grpo_recipes.paths import cache_root
 
 if TYPE_CHECKING:
@@ -244,11 +244,13 @@ def smoke_folder(name: str, environment: Mapping[str, str]) -> Path:
     """The cache folder of a built-in smoke task, e.g. ``smoke:sums`` or ``smoke:sums-tied``.
 
     Raises:
-        Refused: there is no such task.
+        ConfigError: there is no such task.
     """
     task = name.removeprefix(SMOKE_SCHEME)
     if task not in ("sums", "sums-tied"):
-        raise refuse("model_name_or_path", f"there is no built-in '{name}'", "write smoke:sums or smoke:sums-tied")
+        raise config_error(
+            "model_name_or_path", f"there is no built-in '{name}'", "write smoke:sums or smoke:sums-tied"
+        )
     return cache_root(environment) / "smoke" / f"{task}-{fingerprint(tied=task.endswith('-tied'))}"
 
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from grpo_recipes import cli
-from grpo_recipes.errors import EXIT_REFUSED
+from grpo_recipes.errors import EXIT_CONFIG_ERROR
 from grpo_recipes.launch import submission
 
 MODEL = {
@@ -99,7 +99,7 @@ def test_steps_within_the_time_limit_by_an_earlier_run(plan, tmp_path, monkeypat
 )
 def test_wrong_numbers_are_refused(flags, said, plan):
     code, _, errors = plan(*flags)
-    assert code == EXIT_REFUSED
+    assert code == EXIT_CONFIG_ERROR
     assert said in errors
 
 
@@ -113,11 +113,11 @@ def test_submit_judges_by_the_profile(plan, tmp_path, monkeypatch, capsys):
     (tmp_path / "rows.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
     (tmp_path / "site.yaml").write_text("gpus: 8\ngpu_memory_gib: 24\ntime: 1-0\n")
     command = ["submit", "recipe.yaml", "--profile", "site.yaml", "--dry-run", "--dataset_name", "rows.jsonl"]
-    assert cli.main([*command, "--accelerator", "ddp"]) == EXIT_REFUSED
+    assert cli.main([*command, "--accelerator", "ddp"]) == EXIT_CONFIG_ERROR
     assert "the trainer needs 82.2 of 22.8 GiB" in capsys.readouterr().err
     small = ["--per_device_train_batch_size", "1", "--use_peft", "true", "--vllm_gpu_memory_utilization", "0.95"]
     assert cli.main([*command, "--accelerator", "ddp", *small]) == 0
     assert " of 22.8 GiB" in capsys.readouterr().err
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=1))
-    assert cli.main([*command, "--accelerator", "ddp", *small]) == EXIT_REFUSED
+    assert cli.main([*command, "--accelerator", "ddp", *small]) == EXIT_CONFIG_ERROR
     assert "GiB are free in" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from accelerate import PartialState
 
 from grpo_recipes import smoke
 from grpo_recipes.data import Prompts, load_eval_prompts, load_prompts, rows
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe.configs import ScriptArguments
 
 OPENED: list[str] = []
@@ -28,7 +28,7 @@ def attempt(keys: dict) -> dict:
     tokenizer, args = smoke.build_tokenizer(), ScriptArguments(**keys)
     try:
         loaded = [load_prompts(args, tokenizer, seed=3), load_eval_prompts(args, tokenizer, 3)]
-    except (Refused, RuntimeError, ZeroDivisionError) as error:
+    except (ConfigError, RuntimeError, ZeroDivisionError) as error:
         return {"opened": [*OPENED], "error": [type(error).__name__, str(error)]}
     train, evaluation = (seen(prompts) for prompts in loaded)
     left = sorted(path.name for path in (Path(os.environ["GRPO_RUN_DIR"]) / "prompts").iterdir())

@@ -6,7 +6,7 @@ import datasets
 import pytest
 
 from grpo_recipes.data import load_eval_prompts
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe.configs import ScriptArguments
 
 TEN = [{"problem": f"p{n}", "answer": str(n)} for n in range(10)]
@@ -51,7 +51,7 @@ def test_columns_of_its_own_replace_those_of_training(load_eval, write, contents
     assert contents(load_eval(eval_dataset_name=name)) == ["3"]
     own = load_eval(eval_dataset_name=name, eval_dataset_prompt_column="q", eval_dataset_solution_column="a")
     assert (contents(own), own.dataset["answer"][:]) == (["1"], ["2"])
-    with pytest.raises(Refused, match=r"eval_dataset_solution_column: .*no column 'gold'"):
+    with pytest.raises(ConfigError, match=r"eval_dataset_solution_column: .*no column 'gold'"):
         load_eval(eval_dataset_name=name, eval_dataset_solution_column="gold")
 
 
@@ -69,13 +69,13 @@ def test_without_a_set_of_its_own_the_test_split_is_taken(load_eval, tmp_path, c
     made.save_to_disk(tmp_path / "both")
     keys = {"dataset_name": str(tmp_path / "both"), "eval_subsample": 1.0}
     assert sorted(contents(load_eval(**keys, dataset_test_split="held"))) == ["p8", "p9"]
-    with pytest.raises(Refused, match="test"):
+    with pytest.raises(ConfigError, match="test"):
         load_eval(**keys)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "saved"])
 def test_a_single_file_has_no_test_split(load_eval, write, kind):
-    with pytest.raises(Refused, match=r"has no split 'test' to evaluate on.*add eval_dataset_name"):
+    with pytest.raises(ConfigError, match=r"has no split 'test' to evaluate on.*add eval_dataset_name"):
         load_eval(dataset_name=write(TEN, kind, "only"))
 
 
@@ -85,12 +85,12 @@ def test_a_split_and_a_configuration_of_its_own_are_read(load_eval, write, conte
         "p0",
         "p1",
     ]
-    with pytest.raises(Refused, match="no configuration 'main'"):
+    with pytest.raises(ConfigError, match="no configuration 'main'"):
         load_eval(eval_dataset_name=name, eval_dataset_config="main")
 
 
 def test_a_mixture_that_holds_nothing_out_is_refused(load_eval, write):
-    with pytest.raises(Refused, match="test_split_size"):
+    with pytest.raises(ConfigError, match="test_split_size"):
         load_eval(dataset_name=None, dataset_mixture={"datasets": [{"id": write(TEN)}]})
 
 
@@ -107,5 +107,5 @@ def test_a_stream_is_read_as_far_as_the_largest_size_needs(load_eval, write, con
 
 
 def test_nothing_left_to_evaluate_on_is_refused(load_eval, write):
-    with pytest.raises(Refused, match="no evaluation prompt is left"):
+    with pytest.raises(ConfigError, match="no evaluation prompt is left"):
         load_eval(eval_dataset_name=write(TEN, name="test"), max_prompt_length=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grpo_recipes.data import load_eval_prompts
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe.configs import ScriptArguments
 
 
@@ -84,9 +84,11 @@ def test_splits_and_slices_of_entries_are_read(load, contents, two):
 
 
 def test_a_missing_column_names_the_dataset(load, two):
-    with pytest.raises(Refused, match=r"dataset_mixture: .*b.jsonl' has no column 'problem'.*question, gold, level"):
+    with pytest.raises(
+        ConfigError, match=r"dataset_mixture: .*b.jsonl' has no column 'problem'.*question, gold, level"
+    ):
         load(dataset_mixture=mixture({"id": two[0]}, {"id": two[1]}))
-    with pytest.raises(Refused, match=r"has no column 'grade'"):
+    with pytest.raises(ConfigError, match=r"has no column 'grade'"):
         load(dataset_mixture=mixture({"id": two[1], "columns": ["question", "gold", "grade"]}))
 
 
@@ -111,12 +113,12 @@ def test_a_prompt_with_several_answers_is_never_on_both_sides(load, contents, to
 
 
 def test_holding_out_everything_is_refused(load, two):
-    with pytest.raises(Refused, match="leaves none to train on"):
+    with pytest.raises(ConfigError, match="leaves none to train on"):
         load(dataset_mixture=mixture({"id": two[0]}, test_split_size=100))
 
 
 def test_max_train_prompts_and_lengths_apply_to_a_mixture(load, contents, two):
     given = mixture({"id": two[0]})
     assert contents(load(dataset_mixture=given, max_train_prompts=9)) == contents(load(dataset_mixture=given))[:9]
-    with pytest.raises(Refused, match="raise max_prompt_length"):
+    with pytest.raises(ConfigError, match="raise max_prompt_length"):
         load(dataset_mixture=given, max_prompt_length=2)

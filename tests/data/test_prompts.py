@@ -10,7 +10,7 @@ import pytest
 from trl import TrlParser
 
 from grpo_recipes.data import load_prompts
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe import read_recipe
 from grpo_recipes.recipe.configs import CONFIGS, ScriptArguments
 
@@ -65,7 +65,7 @@ def test_a_chats_own_system_message_stays_and_is_counted(load):
     ],
 )
 def test_a_chat_that_is_no_prompt_is_refused(load, chat, said):
-    with pytest.raises(Refused, match=said) as refused:
+    with pytest.raises(ConfigError, match=said) as refused:
         load([{"problem": chat, "answer": "4"}])
     assert refused.value.problems[0].where == "dataset_prompt_column"
 
@@ -85,7 +85,7 @@ def test_what_the_template_is_given_counts_too(write, tokenizer):
     tokenizer.chat_template = "{{ messages[0]['content'] }}{% if long %}, and this too{% endif %}"
     args = ScriptArguments(dataset_name=write(), max_prompt_length=8)
     assert len(load_prompts(args, tokenizer).dataset) == 3
-    with pytest.raises(Refused, match="0 of 3 prompts are left"):
+    with pytest.raises(ConfigError, match="0 of 3 prompts are left"):
         load_prompts(args, tokenizer, template_kwargs={"long": True})
 
 
@@ -132,13 +132,13 @@ def test_a_csv_file_is_read_as_texts(load, tmp_path):
 
 
 def test_a_solution_that_json_made_a_date_is_refused(load):
-    with pytest.raises(Refused, match="where a text belongs"):
+    with pytest.raises(ConfigError, match="where a text belongs"):
         load([{"problem": "When?", "answer": "2020-01-01"}])
 
 
 @pytest.mark.parametrize("key", ["dataset_prompt_column", "dataset_solution_column"])
 def test_a_missing_column_is_refused_with_those_that_exist(load, key):
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ConfigError) as refused:
         load(**{key: "question"})
     (problem,) = refused.value.problems
     assert problem.where == key and "no column 'question'" in problem.what
@@ -166,12 +166,12 @@ def test_too_few_prompts_for_one_step_are_refused(load, least, enough):
     if enough:
         assert len(load(least=least).dataset) == 3
     else:
-        with pytest.raises(Refused, match="3 of 3 prompts are left, one step needs 4"):
+        with pytest.raises(ConfigError, match="3 of 3 prompts are left, one step needs 4"):
             load(least=least)
 
 
 def test_a_limit_that_no_prompt_meets_is_refused(load):
-    with pytest.raises(Refused, match=r"3 longer than max_prompt_length\. Fix: raise"):
+    with pytest.raises(ConfigError, match=r"3 longer than max_prompt_length\. Fix: raise"):
         load(max_prompt_length=2)
 
 
@@ -186,12 +186,12 @@ def test_max_train_prompts_takes_the_first_usable_of_a_shuffle_by_the_seed(load,
 
 
 def test_too_few_rows_are_not_blamed_on_a_limit(load):
-    with pytest.raises(Refused, match="lower prompts_per_step, or name a larger dataset"):
+    with pytest.raises(ConfigError, match="lower prompts_per_step, or name a larger dataset"):
         load(max_prompt_length=100, least=4)
 
 
 def test_too_small_a_max_train_prompts_is_told(load):
-    with pytest.raises(Refused, match="raise max_train_prompts or lower prompts_per_step"):
+    with pytest.raises(ConfigError, match="raise max_train_prompts or lower prompts_per_step"):
         load(max_train_prompts=2, least=3)
 
 
@@ -207,13 +207,13 @@ def test_a_stream_is_read_no_further_than_it_must(load, contents, tmp_path):
     prompts = load(dataset_name=name, dataset_streaming=True, max_train_prompts=5)
     assert contents(prompts) == ["p00001", "p00002", "p00003", "p00004", "p00005"]
     assert prompts.read == 10 and "the first 5 of the stream" in str(prompts)
-    with pytest.raises(Refused, match=r"rows.jsonl.*cannot be read: JSON parse error"):
+    with pytest.raises(ConfigError, match=r"rows.jsonl.*cannot be read: JSON parse error"):
         load(dataset_name=name, max_train_prompts=5)
 
 
 def test_a_stream_that_breaks_before_it_gave_enough_is_refused(load, tmp_path):
     name = broken_at_its_end(tmp_path / "rows.jsonl")
-    with pytest.raises(Refused, match=r"rows.jsonl.*cannot be read: JSON parse error"):
+    with pytest.raises(ConfigError, match=r"rows.jsonl.*cannot be read: JSON parse error"):
         load(dataset_name=name, dataset_streaming=True, max_train_prompts=5001)
 
 

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from grpo_recipes import smoke
 from grpo_recipes.data import load_prompts
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.model import save_model
@@ -25,13 +25,13 @@ def test_a_template_of_the_recipe_replaces_the_tokenizers(load, tokenizer):
 
 def test_a_tokenizer_without_a_template_is_refused(write, tokenizer):
     tokenizer.chat_template = None
-    with pytest.raises(Refused, match="chat_template"):
+    with pytest.raises(ConfigError, match="chat_template"):
         load_prompts(ScriptArguments(dataset_name=write()), tokenizer)
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no system here') }}", "{{ 1", "{{ messages[3].content }}"])
 def test_a_template_that_cannot_render_is_refused(load, template):
-    with pytest.raises(Refused, match="the template cannot render a prompt"):
+    with pytest.raises(ConfigError, match="the template cannot render a prompt"):
         load(chat_template=template)
 
 

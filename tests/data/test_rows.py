@@ -8,7 +8,7 @@ import datasets
 import pytest
 
 from grpo_recipes.data import read_rows
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 
 TEN = [{"problem": str(n), "answer": str(n), "level": n} for n in range(10)]
 
@@ -22,7 +22,7 @@ def test_columns_and_a_limit_narrow_what_is_read(write, kind, streaming):
 
 
 def test_a_missing_column_names_those_that_exist(write):
-    with pytest.raises(Refused, match=r"has no column 'gold'.*problem, answer, level"):
+    with pytest.raises(ConfigError, match=r"has no column 'gold'.*problem, answer, level"):
         read_rows(write(TEN), None, "train", columns=["problem", "gold"])
 
 
@@ -40,7 +40,7 @@ def test_a_folder_of_files_has_the_splits_of_their_names(write, tmp_path):
     folder = str(tmp_path / "folder")
     assert sorted(read_rows(folder, None, "train")["level"]) == list(range(7))
     assert read_rows(folder, None, "test")["level"][:] == [7, 8, 9]
-    with pytest.raises(Refused, match=r'Unknown split "validation". Should be one of'):
+    with pytest.raises(ConfigError, match=r'Unknown split "validation". Should be one of'):
         read_rows(folder, None, "validation")
 
 
@@ -58,7 +58,7 @@ def test_a_saved_dictionary_has_its_own_splits(tmp_path):
     path = str(tmp_path / "saved")
     assert read_rows(path, None, "test")["level"][:] == [6, 7, 8, 9]
     assert len(read_rows(path, None, "train+test[:1]")) == 7
-    with pytest.raises(Refused, match="validation"):
+    with pytest.raises(ConfigError, match="validation"):
         read_rows(path, None, "validation")
 
 
@@ -90,20 +90,20 @@ def broken(folder: Path, name: str, content: str | None) -> str:
     ],
 )
 def test_what_cannot_be_read_is_told_in_one_line(tmp_path, name, content, said):
-    with pytest.raises(Refused, match=said) as refused:
+    with pytest.raises(ConfigError, match=said) as refused:
         read_rows(broken(tmp_path, name, content), None, "train")
     assert "\n" not in str(refused.value) and name in str(refused.value)
 
 
 def test_a_file_has_no_configuration(write):
-    with pytest.raises(Refused, match="no configuration 'main'"):
+    with pytest.raises(ConfigError, match="no configuration 'main'"):
         read_rows(write(TEN), "main", "train")
 
 
 def test_without_a_network_the_fix_names_fetch(monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(Refused, match="grpo fetch RECIPE") as refused:
+    with pytest.raises(ConfigError, match="grpo fetch RECIPE") as refused:
         read_rows("openai/gsm8k", "main", "train")
     assert refused.value.problems[0].where == "'openai/gsm8k'"
 

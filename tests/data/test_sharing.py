@@ -66,7 +66,7 @@ def test_another_attempt_leaves_nothing_of_those_before(outcomes):
 def test_what_one_rank_refuses_all_do(outcomes):
     first, second = outcomes["refused"]
     assert first["error"] == second["error"]
-    assert first["error"][0] == "Refused" and "no column 'question'" in first["error"][1]
+    assert first["error"][0] == "ConfigError" and "no column 'question'" in first["error"][1]
 
 
 def test_another_failure_reaches_all_too(outcomes):

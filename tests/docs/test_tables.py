@@ -365,7 +365,7 @@ def test_messages_are_what_the_code_says(
         monkeypatch.setenv("RUN_ROOT", "no-such-folder")
         message = message.replace("no run in runs", "no run in no-such-folder")
 
-    assert cli.main(command.split()) == errors.EXIT_REFUSED
+    assert cli.main(command.split()) == errors.EXIT_CONFIG_ERROR
 
     assert capsys.readouterr().err.strip() == message
 

@@ -10,7 +10,7 @@ import pytest
 
 from grpo_recipes import smoke
 from grpo_recipes.doctor.deep_check import look_deep
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe import Recipe
 
 SMOKE = {
@@ -32,7 +32,7 @@ def seen(recipe: Recipe, tmp_path: Path) -> str:
 
 
 def refused(recipe: Recipe, tmp_path: Path) -> list[str]:
-    with pytest.raises(Refused) as error:
+    with pytest.raises(ConfigError) as error:
         look_deep(recipe, {"CACHE_ROOT": str(tmp_path / "cache")})
     return [str(problem) for problem in error.value.problems]
 

@@ -7,7 +7,7 @@ import importlib.metadata
 import pytest
 
 from grpo_recipes.doctor import devices
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 
 UUIDS = ["GPU-11111111-aaaa-bbbb-cccc-000000000001", "GPU-22222222-aaaa-bbbb-cccc-000000000002"]
 NAME = "NVIDIA A100-SXM4-80GB"
@@ -88,7 +88,7 @@ def test_cuda_visible_devices_cuts_the_gpus_down(fake_nvidia_smi, cuda_machine):
     one = devices.gpus(cuda_machine(CUDA_VISIBLE_DEVICES="1"))
     assert one.status == "ok" and one.value.startswith("1 visible of 2 (CUDA_VISIBLE_DEVICES=1)")
     assert devices.gpus(cuda_machine(CUDA_VISIBLE_DEVICES="")).status == "problem"
-    with pytest.raises(Refused, match="'5' is no GPU"):
+    with pytest.raises(ConfigError, match="'5' is no GPU"):
         devices.gpus(cuda_machine(CUDA_VISIBLE_DEVICES="5"))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from grpo_recipes.doctor.examine import Result, about, as_text, examine, name_of
 from grpo_recipes.doctor.machine import NoAnswer
 from grpo_recipes.doctor.registry import DEEP, MACHINE, RECIPE, RUN
-from grpo_recipes.errors import Problem, Refused
+from grpo_recipes.errors import ConfigError, Problem
 from grpo_recipes.paths import home
 from grpo_recipes.runs.finding import OK, PROBLEM, WARNING, Finding, ok, problem, together, warning
 
@@ -27,7 +27,7 @@ def good(subject: str) -> Finding:
 
 def refusing(subject: str) -> Finding:
     """Refuses."""
-    raise Refused(Problem("here", "is wrong", "mend it"), Problem("there", "too", "that as well"))
+    raise ConfigError(Problem("here", "is wrong", "mend it"), Problem("there", "too", "that as well"))
 
 
 def broken(subject: str) -> Finding:

@@ -11,7 +11,7 @@ import pytest
 from grpo_recipes.doctor import recipes
 from grpo_recipes.doctor.devices import Gpu
 from grpo_recipes.doctor.recipes import Case, trained_bytes
-from grpo_recipes.errors import Refused, refuse
+from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.plan.devices import environment_flavour
 
 MEGABYTE = 10**6
@@ -128,7 +128,7 @@ def test_memory_of_gpus(case, local, monkeypatch):
 def test_what_a_launch_would_start(case):
     found = recipes.gpu_plan(case())
     assert found.status == "ok" and found.value == "vllm server, training processes: 1"
-    with pytest.raises(Refused, match="colocate"):
+    with pytest.raises(ConfigError, match="colocate"):
         recipes.gpu_plan(case(vllm_mode="colocate"))
 
 
@@ -144,7 +144,9 @@ class FakeGpulessCase(Case):
 
     @property
     def plan(self):
-        raise refuse("devices", "no GPU is visible and this is a CUDA environment", "submit with sbatch --gres=gpu:8")
+        raise config_error(
+            "devices", "no GPU is visible and this is a CUDA environment", "submit with sbatch --gres=gpu:8"
+        )
 
 
 def test_no_gpu_is_usual_on_a_login_node_and_a_problem_in_a_job(case, fake_program):
@@ -152,5 +154,5 @@ def test_no_gpu_is_usual_on_a_login_node_and_a_problem_in_a_job(case, fake_progr
     login = case()
     assert recipes.gpu_plan(FakeGpulessCase(login.machine, login.recipe)).status == "warning"
     job = case(variables={"SLURM_JOB_ID": "7"})
-    with pytest.raises(Refused, match="no GPU is visible"):
+    with pytest.raises(ConfigError, match="no GPU is visible"):
         recipes.gpu_plan(FakeGpulessCase(job.machine, job.recipe))

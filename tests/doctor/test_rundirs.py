@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.runs.find import read_run
 
 
@@ -17,9 +17,9 @@ def test_a_run_is_named_by_its_folder_or_as_the_last(make_run, tmp_path: Path):
     os.utime(first.folder / "run.json", (1, 1))
     assert read_run(str(first.folder), Path("runs")).folder == first.folder
     assert read_run("last", tmp_path / "runs").folder == second.folder
-    with pytest.raises(Refused, match="not a run directory"):
+    with pytest.raises(ConfigError, match="not a run directory"):
         read_run(str(tmp_path), tmp_path)
-    with pytest.raises(Refused, match="--run: there is no run in"):
+    with pytest.raises(ConfigError, match="--run: there is no run in"):
         read_run("last", tmp_path / "none")
 
 
@@ -55,5 +55,5 @@ def test_metrics_that_are_no_numbers_are_left_out_of_the_mean(make_run, row):
 
 
 def test_a_name_too_long_for_a_file_is_no_run(tmp_path: Path):
-    with pytest.raises(Refused, match="not a run directory"):
+    with pytest.raises(ConfigError, match="not a run directory"):
         read_run("a" * 300, tmp_path)

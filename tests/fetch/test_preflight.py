@@ -12,7 +12,7 @@ import pytest
 from fake_hub import FakeHub
 from no_network import without_network
 
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.fetch.hub import hub_answers
 from grpo_recipes.fetch.preflight import need_sources
 from grpo_recipes.fetch.sources import record_sources
@@ -72,7 +72,7 @@ def test_a_fetch_that_fails_refuses_the_launch(shell: Shell, hub: FakeHub, varia
     monkeypatch.chdir(shell.folder)
     del hub.repos["dataset", "ada/rows"]
     with pytest.raises(
-        Refused, match=r"grpo fetch: ended with code 2\. Fix: mend what it says above; then: grpo fetch"
+        ConfigError, match=r"grpo fetch: ended with code 2\. Fix: mend what it says above; then: grpo fetch"
     ):
         need_sources(read_recipe(Path(shell.recipe())), variables(), None, ["recipe.yaml"])
 
@@ -84,7 +84,7 @@ def test_local_data_that_changed_stops_a_resume(shell: Shell, variables: Variabl
     recipe = read_recipe(Path(shell.recipe(model_name_or_path=str(tiny_model), dataset_name="rows.jsonl")))
     recorded = need_sources(recipe, variables(), None, []).as_json()
     rows.write_bytes(jsonl([{"problem": "2", "answer": "1"}]))
-    with pytest.raises(Refused, match=r"--resume: the dataset 'rows\.jsonl' is not what the run began with"):
+    with pytest.raises(ConfigError, match=r"--resume: the dataset 'rows\.jsonl' is not what the run began with"):
         need_sources(recipe, variables(), recorded, [])
     assert need_sources(recipe, variables(), recorded, [], allow_changed=True).found
 
@@ -102,7 +102,7 @@ def test_a_resumed_run_gets_its_own_commits_back(shell: Shell, hub: FakeHub, var
     shutil.rmtree(shell.cache)
 
     recorded = read_json(run / "run.json")["sources"]
-    with pytest.raises(Refused, match=f"grpo fetch --resume {run}"):
+    with pytest.raises(ConfigError, match=f"grpo fetch --resume {run}"):
         need_sources(recipe, {**variables(), "HF_HUB_OFFLINE": "1"}, recorded, ["--resume", str(run)])
     again = need_sources(recipe, variables(), recorded, ["--resume", str(run)])
     assert [source.commit for source in again.found] == [source.commit for source in began_with.found]

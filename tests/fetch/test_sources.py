@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.fetch.assets import pieces_of
 from grpo_recipes.fetch.records import make_record, write_record
 from grpo_recipes.fetch.sources import changed_sources, fetched_sets, find_sources, fingerprint, record_sources
@@ -132,7 +132,7 @@ def test_a_local_model_that_changed_is_noticed(read: Read, environment: dict[str
 
 def test_a_local_file_that_is_not_there_is_refused(read: Read, environment: dict[str, str]) -> None:
     recipe = read(dataset_mixture={"datasets": [{"id": "./none.jsonl"}]}, without="dataset_name")
-    with pytest.raises(Refused, match=r"recipe.yaml:\d+: no file or folder './none.jsonl'"):
+    with pytest.raises(ConfigError, match=r"recipe.yaml:\d+: no file or folder './none.jsonl'"):
         find_sources(recipe, environment)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from dead_scratch import dead_scratch
 
-from grpo_recipes.errors import Refused, refuse
+from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.launch.attempt import prepare
 from grpo_recipes.launch.freeze import freeze, frozen_environment
 from grpo_recipes.launch.nodes import Agents
@@ -20,7 +20,7 @@ from grpo_recipes.plan.environment import base_environment
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.recipe.check import checked_recipe
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
-from grpo_recipes.recipe.tasks import Asked
+from grpo_recipes.recipe.tasks import RequestedTask
 from grpo_recipes.runs.checkpoints import publish
 from grpo_recipes.runs.rundir import Run, find_run, read_json
 from grpo_recipes.slurm.job import slurm_job
@@ -40,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def frozen(*flags: str, resources: Resources = CPU) -> Run:
-    recipe = checked_recipe(SMOKE, flags, os.environ, Asked())
+    recipe = checked_recipe(SMOKE, flags, os.environ, RequestedTask())
     return freeze(recipe, planned_names(recipe), resources, "src/grpo.py", os.environ)
 
 
@@ -52,10 +52,10 @@ def in_job(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_its_folder_is_the_one_that_was_named(folder) -> None:
-    recipe = checked_recipe(SMOKE, [], os.environ, Asked())
+    recipe = checked_recipe(SMOKE, [], os.environ, RequestedTask())
     names = dataclasses.replace(planned_names(recipe), run_dir=folder / "sweep" / "cells" / "seed=1")
     assert freeze(recipe, names, CPU, "src/grpo.py", os.environ).folder == names.run_dir
-    with pytest.raises(Refused, match="another run has just taken that name"):
+    with pytest.raises(ConfigError, match="another run has just taken that name"):
         freeze(recipe, names, CPU, "src/grpo.py", os.environ)
 
 
@@ -64,7 +64,7 @@ def test_what_fails_half_way_leaves_no_folder(folder, monkeypatch) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("shutil.copyfile", fake_full_disk)
-    with pytest.raises(Refused, match=r"run_root: cannot copy code and recipe into .*No space left on device"):
+    with pytest.raises(ConfigError, match=r"run_root: cannot copy code and recipe into .*No space left on device"):
         frozen()
     assert list((folder / "runs").iterdir()) == []
 
@@ -83,7 +83,7 @@ def test_an_entry_script_of_the_user_is_copied(folder, monkeypatch) -> None:
         (repository / name).symlink_to(home() / name)
     (repository / "mine.py").write_text("# an entry\n")
     monkeypatch.setenv("GRPO_HOME", str(repository))
-    recipe = checked_recipe(SMOKE, [], os.environ, Asked())
+    recipe = checked_recipe(SMOKE, [], os.environ, RequestedTask())
     run = freeze(recipe, planned_names(recipe), CPU, "mine.py", os.environ)
     assert (run.folder / "code/mine.py").read_text() == "# an entry\n"
 
@@ -110,7 +110,7 @@ def test_code_that_changed_after_it_was_frozen_is_refused(monkeypatch) -> None:
     run = frozen()
     in_job(run, monkeypatch)
     (run.folder / "code/src/grpo.py").write_text("")
-    with pytest.raises(Refused, match="no longer those that were frozen"):
+    with pytest.raises(ConfigError, match="no longer those that were frozen"):
         settle(Options(resume=str(run.folder)), CPU)
 
 
@@ -146,7 +146,7 @@ def test_a_start_first_removes_what_dead_runs_left_on_the_node(folder, monkeypat
 def test_a_node_that_does_not_begin_leaves_no_scratch_and_no_running_summary(folder, monkeypatch) -> None:
     class SilentAgents(Agents):
         def begin(self, *_: object) -> None:
-            raise refuse("nodes of the job", "node 1 did not answer within 60 s", "")
+            raise config_error("nodes of the job", "node 1 did not answer within 60 s", "")
 
     scratch = folder / "scratch"
     for one in (scratch, folder / "logs"):
@@ -155,7 +155,7 @@ def test_a_node_that_does_not_begin_leaves_no_scratch_and_no_running_summary(fol
     run = frozen()
     recipe = settle(Options(resume=str(run.folder)), CPU)[1]
     names = names_of(run, recipe)
-    with pytest.raises(Refused, match="did not answer"):
+    with pytest.raises(ConfigError, match="did not answer"):
         prepare(run, recipe, make_plan(recipe, CPU, os.environ, names), names, CPU, SilentAgents(2))
     assert not list(scratch.iterdir())
     assert read_json(run.folder / "summary.json")["status"] == "submitted"
@@ -165,7 +165,7 @@ def test_a_job_of_another_size_than_planned_is_refused() -> None:
     run = frozen("--prompts_per_step", "16", resources=THREE)
     recipe = settle(Options(resume=str(run.folder)), CPU)[1]
     plan = make_plan(recipe, Resources("cuda", ("0", "1"), 8), os.environ, names_of(run, recipe))
-    with pytest.raises(Refused, match="submitted for 2 training processes, this job has room for 1"):
+    with pytest.raises(ConfigError, match="submitted for 2 training processes, this job has room for 1"):
         need_same_world(run, plan)
     need_same_world(run, make_plan(recipe, THREE, os.environ, names_of(run, recipe)))
 
@@ -195,7 +195,7 @@ def test_a_resumed_run_keeps_its_place_in_the_data(flags: tuple[str, ...], messa
     staged = run.folder / "checkpoints" / "partial" / "checkpoint-5"
     staged.mkdir(parents=True)
     publish(staged, run.folder / "checkpoints", 5, 1)
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(ConfigError, match=message):
         resumed(*flags)
     assert "the epoch begins again" in resumed(*flags, "--ignore_data_skip", "true")
     harmless = ("--learning_rate", "1e-5", "--max_steps", "90", "--dataset_test_split", "train")

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from dead_scratch import dead_scratch
 
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.launch import nodes
 from grpo_recipes.launch.nodes import Agents, RemoteChild, Trainers, srun_command
 from grpo_recipes.launch.preflight_network import node_address, survey
@@ -150,13 +150,13 @@ def test_names_instead_of_addresses_are_asked_for_the_way(job, agents):
     ],
 )
 def test_nodes_that_cannot_work_together_are_refused(job, agents, addresses, variables, said):
-    with pytest.raises(Refused, match=said):
+    with pytest.raises(ConfigError, match=said):
         survey(agents, two_nodes(), job(*addresses, **variables))
 
 
 def test_a_node_without_an_address_in_slurm_is_refused(job):
     job()
-    with pytest.raises(Refused, match="scontrol tells no address of node n9"):
+    with pytest.raises(ConfigError, match="scontrol tells no address of node n9"):
         node_address("n9")
 
 
@@ -170,13 +170,13 @@ def test_the_pair_that_does_not_reach_each_other_is_named(job, agents, monkeypat
 
     monkeypatch.setattr(agents, "ask", nobody_listens)
     said = r"node n1 \(127.0.0.1\) does not reach node n2 \(127.0.0.1\): Connection refused"
-    with pytest.raises(Refused, match=said):
+    with pytest.raises(ConfigError, match=said):
         survey(agents, two_nodes(), job())
 
 
 def test_a_silent_node_is_named(job, agents, tmp_path):
     begun(agents, job(), tmp_path / "run")
-    with pytest.raises(Refused, match="node 1 did not answer within 1 s"):
+    with pytest.raises(ConfigError, match="node 1 did not answer within 1 s"):
         agents.ask_of([1], "stop", 1.0)
 
 
@@ -200,7 +200,7 @@ def test_an_srun_that_does_not_end_is_killed(job, tmp_path, monkeypatch):
 
 
 def test_options_of_srun_that_do_not_parse_are_refused():
-    with pytest.raises(Refused, match=r"GRPO_SRUN_OPTIONS: .*No closing quotation"):
+    with pytest.raises(ConfigError, match=r"GRPO_SRUN_OPTIONS: .*No closing quotation"):
         srun_command(2, {"GRPO_SRUN_OPTIONS": "--comment='a"})
 
 
@@ -218,7 +218,7 @@ def test_what_a_node_refuses_is_said_in_a_line(tmp_path):
 def test_srun_that_fails_is_named(job, agents, tmp_path):
     environment = job()
     (tmp_path / "bin" / "srun").write_text("#!/bin/sh\nexit 7\n")
-    with pytest.raises(Refused, match="exited with code 7"):
+    with pytest.raises(ConfigError, match="exited with code 7"):
         survey(agents, two_nodes(), environment)
 
 

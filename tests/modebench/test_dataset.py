@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from grpo_recipes.data.prompts import load_eval_prompts, load_prompts
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.evaluate.problems import load_problems
 from grpo_recipes.modebench.dataset import TASK_KEYS, TASKS, Settings, TooFew, rows
 from grpo_recipes.paths import home
@@ -131,7 +131,7 @@ def test_a_recipe_trains_and_is_evaluated_on_them(tokenizer: Any) -> None:
 
 
 def test_too_many_are_refused_where_they_are_loaded(tokenizer: Any) -> None:
-    with pytest.raises(Refused, match=r"there are 725\. Fix: write modebench_prompts: 597 or less"):
+    with pytest.raises(ConfigError, match=r"there are 725\. Fix: write modebench_prompts: 597 or less"):
         load_prompts(arguments(modebench_prompts=9999), tokenizer)
 
 

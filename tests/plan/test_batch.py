@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.plan.batch import derive_batch, derive_eval_batch, largest_divisor
 from grpo_recipes.recipe import read_recipe
 
@@ -71,12 +71,12 @@ def test_without_prompts_per_step_trls_keys_mean_what_they_mean_in_trl(read, tra
     ],
 )
 def test_a_generation_that_is_no_whole_number_of_groups_is_refused(read, keys):
-    with pytest.raises(Refused, match="whole groups of 4"):
+    with pytest.raises(ConfigError, match="whole groups of 4"):
         derive_batch(read(prompts_per_step=None, num_generations=4, **keys), 2)
 
 
 def test_a_batch_without_completions_per_prompt_is_refused(read):
-    with pytest.raises(Refused, match="num_generations"):
+    with pytest.raises(ConfigError, match="num_generations"):
         derive_batch(read(num_generations=None), 2)
 
 
@@ -109,5 +109,5 @@ def test_an_evaluation_batch_too_small_for_a_group_is_refused(read):
     recipe = read(
         prompts_per_step=12, num_generations=8, eval_strategy="steps", eval_steps=5, per_device_eval_batch_size=2
     )
-    with pytest.raises(Refused, match=r"3 trainers x 2 completions .* groups of 8.*per_device_eval_batch_size: 8"):
+    with pytest.raises(ConfigError, match=r"3 trainers x 2 completions .* groups of 8.*per_device_eval_batch_size: 8"):
         derive_eval_batch(recipe, derive_batch(recipe, 3))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.plan.devices import environment_flavour, find_resources, select_gpus, visible_gpus
 from grpo_recipes.slurm.job import SlurmJob, slurm_job
 
@@ -40,7 +40,7 @@ def test_gpus_are_those_of_the_driver_cut_down_to_cuda_visible_devices(visible, 
 
 @pytest.mark.parametrize("visible", ["2", "0,5", "GPU-9999", "MIG-9999", "all"])
 def test_a_gpu_the_driver_does_not_list_is_refused(visible):
-    with pytest.raises(Refused, match="is no GPU of this machine"):
+    with pytest.raises(ConfigError, match="is no GPU of this machine"):
         select_gpus(LISTING, visible)
 
 
@@ -104,7 +104,7 @@ def test_a_torch_without_cpu_in_its_version_is_for_cuda(monkeypatch, torch, flav
 def test_another_trl_than_the_catalogues_is_refused(monkeypatch):
     real = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.15.0" if name == "trl" else real(name))
-    with pytest.raises(Refused, match=r"trl 1\.15\.0 is installed"):
+    with pytest.raises(ConfigError, match=r"trl 1\.15\.0 is installed"):
         environment_flavour()
 
 
@@ -113,7 +113,7 @@ def test_an_environment_without_torch_is_refused(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    with pytest.raises(Refused, match="torch is not installed"):
+    with pytest.raises(ConfigError, match="torch is not installed"):
         environment_flavour()
 
 
@@ -128,5 +128,5 @@ def test_a_requeued_job_knows_how_often():
 
 @pytest.mark.parametrize("name", ["SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_RESTART_COUNT"])
 def test_a_number_of_slurms_that_is_none(name):
-    with pytest.raises(Refused, match=f"{name}: 'abc' is no number"):
+    with pytest.raises(ConfigError, match=f"{name}: 'abc' is no number"):
         slurm_job({"SLURM_JOB_ID": "7", name: "abc"})

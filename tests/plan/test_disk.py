@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from grpo_recipes import cli
-from grpo_recipes.errors import EXIT_REFUSED, Refused
+from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError
 from grpo_recipes.plan.devices import environment_flavour
 from grpo_recipes.plan.disk import Disk, estimate_disk, need_room
 from grpo_recipes.plan.memory import GIB
@@ -106,7 +106,7 @@ def test_a_run_that_cannot_fit_is_refused(read, planned, tmp_path, monkeypatch):
     plan = planned(recipe=recipe)
     need_room(recipe, plan, tmp_path / "runs/one")
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=1))
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ConfigError) as refused:
         need_room(recipe, plan, tmp_path / "runs/one")
     assert "GiB are free in" in str(refused.value)
     assert "save_total_limit" in refused.value.problems[0].fix
@@ -130,7 +130,7 @@ def test_launch_refuses_before_it_makes_anything(tmp_path, monkeypatch, capsys):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=1))
-    assert cli.main(["launch", "recipe.yaml"]) == EXIT_REFUSED
+    assert cli.main(["launch", "recipe.yaml"]) == EXIT_CONFIG_ERROR
     said = capsys.readouterr().err
     assert said.startswith("grpo: run_root: the run writes ")
     assert "Fix: write run_root: a folder with" in said

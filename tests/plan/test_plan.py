@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.plan.environment import base_environment
 from grpo_recipes.plan.plan import choose_recipe, describe
 from grpo_recipes.recipe import read_recipe
@@ -91,7 +91,7 @@ def test_without_vllm_everything_trains(planned):
     ],
 )
 def test_what_the_machine_cannot_do_is_refused_with_the_way_out(planned, resources, keys, said):
-    with pytest.raises(Refused, match=said):
+    with pytest.raises(ConfigError, match=said):
         planned(**resources, **keys)
 
 
@@ -301,7 +301,7 @@ def test_a_recipe_is_found_by_argument_then_config_then_flavour(tmp_path, monkey
 
 @pytest.mark.parametrize(("given", "config", "where"), [("no.yaml", None, "RECIPE"), (None, "no.yaml", "CONFIG")])
 def test_a_missing_recipe_is_named_with_where_it_came_from(given, config, where):
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ConfigError) as refused:
         choose_recipe(given, {"CONFIG": config} if config else {}, "grpo", "cpu")
     assert refused.value.problems[0].where == where and "'no.yaml'" in refused.value.problems[0].what
 
@@ -313,5 +313,5 @@ def test_the_users_vllm_plugins_are_kept_and_ours_is_added(planned):
 
 
 def test_a_recipe_name_that_no_file_can_have(tmp_path):
-    with pytest.raises(Refused, match="there is no recipe"):
+    with pytest.raises(ConfigError, match="there is no recipe"):
         choose_recipe("x" * 5000, {}, "grpo", "cpu")

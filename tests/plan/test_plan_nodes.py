@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.plan.batch import spread
 from grpo_recipes.plan.devices import Node, Resources
 from grpo_recipes.plan.plan import describe
@@ -138,7 +138,7 @@ def test_one_gpu_a_node_is_enough_for_a_server(planned):
 )
 def test_nodes_that_would_do_nothing_are_refused(planned, nodes, keys, said):
     flavour = "cpu" if nodes and not nodes[0].gpus else "cuda"
-    with pytest.raises(Refused, match=said):
+    with pytest.raises(ConfigError, match=said):
         planned(flavour=flavour, gpus=EIGHT, nodes=nodes, **keys)
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.plan.ports import Ports, free_ports, is_free, plan_ports
 from grpo_recipes.slurm.job import SlurmJob
 
@@ -94,7 +94,7 @@ def test_free_ports_are_kept_without_a_note(read):
 )
 def test_a_busy_port_the_user_gave_is_refused(read, key, name):
     free = {"server": unused(), "group": unused(), "main_process": unused()}
-    with listening() as busy, pytest.raises(Refused) as refused:
+    with listening() as busy, pytest.raises(ConfigError) as refused:
         free_ports(read(**{key: busy}), Ports(**{**free, name: busy}, vllm_internal=None), LOOPBACK)
     (problem,) = refused.value.problems
     assert problem.where.startswith("recipe.yaml:") and str(busy) in problem.what and key in problem.fix
@@ -113,7 +113,7 @@ def test_an_address_that_is_not_ours_is_refused_and_not_searched_for_ever(read, 
     def look() -> None:
         try:
             outcome.append(free_ports(read(), Ports(8000, 51216, 29525, None), host))
-        except Refused as refused:
+        except ConfigError as refused:
             outcome.append(refused.problems[0])
 
     thread = threading.Thread(target=look, daemon=True)
@@ -156,5 +156,5 @@ def test_a_port_the_user_gave_that_another_launch_keeps_is_refused(read):
     port = unused()
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(f"\0grpo-recipes-port-{port}")
-        with pytest.raises(Refused, match=str(port)):
+        with pytest.raises(ConfigError, match=str(port)):
             free_ports(read(vllm_server_port=port), Ports(port, unused(), unused(), None), LOOPBACK)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.launch.resolve_run import need_same_world
 from grpo_recipes.runs.checkpoints import publish
 from grpo_recipes.runs.rundir import Run
@@ -17,5 +17,5 @@ def test_a_checkpoint_of_another_number_of_processes_is_refused(planned, tmp_pat
     run = Run(tmp_path, {})
 
     need_same_world(run, planned(gpus=("0", "1", "2")))
-    with pytest.raises(Refused, match=r"checkpoint-5 is of 2 processes, the plan has 3.*--num_processes 2"):
+    with pytest.raises(ConfigError, match=r"checkpoint-5 is of 2 processes, the plan has 3.*--num_processes 2"):
         need_same_world(run, planned(gpus=("0", "1", "2", "3")))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.launch.preflight_network import need_wandb_route
 from grpo_recipes.plan.environment import wandb_environment
 from grpo_recipes.process.network import address_reachable, reachable, route_to
@@ -79,7 +79,7 @@ def test_an_address_answers_through_its_proxy(port):
 
 def test_a_run_that_reports_to_wandb_needs_a_route(read, port):
     recipe = read(report_to=["tensorboard", "wandb"])
-    with pytest.raises(Refused, match=r"recipe.yaml:\d+: W&B does not answer at .*WANDB_MODE=offline"):
+    with pytest.raises(ConfigError, match=r"recipe.yaml:\d+: W&B does not answer at .*WANDB_MODE=offline"):
         need_wandb_route(recipe, {"WANDB_BASE_URL": NOWHERE})
     need_wandb_route(recipe, {"WANDB_BASE_URL": f"http://127.0.0.1:{port}"})
     need_wandb_route(recipe, {"WANDB_BASE_URL": NOWHERE, "WANDB_MODE": "offline"})

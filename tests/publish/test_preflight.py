@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from fake_hub import READER, WRITER, FakeHub
 
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.publish.preflight import need_target
 from grpo_recipes.recipe import Recipe
 
@@ -51,7 +51,7 @@ def test_the_target_is_the_users_or_of_an_organisation(ask, name: str | None, re
 @pytest.mark.parametrize("repo", ["eve/x", "readers/x"])
 def test_where_the_account_may_not_write(ask, repo: str) -> None:
     with pytest.raises(
-        Refused, match=rf"recipe.yaml:\d+: 'ada' may not write to '{repo}'. Fix: write hub_model_id: ada/x"
+        ConfigError, match=rf"recipe.yaml:\d+: 'ada' may not write to '{repo}'. Fix: write hub_model_id: ada/x"
     ):
         ask(hub_model_id=repo)
 
@@ -69,14 +69,14 @@ def test_a_fine_grained_token_is_believed(ask, hub: FakeHub) -> None:
     [(None, "needs a login"), ("hf_" + "unknown" * 4, r"refuses the login \(HTTP 401\)"), (READER, "may only read")],
 )
 def test_a_login_that_may_write_is_needed(ask, token: str | None, what: str) -> None:
-    with pytest.raises(Refused, match=what) as refused:
+    with pytest.raises(ConfigError, match=what) as refused:
         ask(token)
     assert "hf_" not in str(refused.value)
 
 
 @pytest.mark.parametrize("how", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:1"}])
 def test_without_the_hub_the_way_to_publish_later_is_named(ask, how: dict[str, str]) -> None:
-    with pytest.raises(Refused, match=r"push_to_hub cannot work here: .*hf upload sums <run>/model"):
+    with pytest.raises(ConfigError, match=r"push_to_hub cannot work here: .*hf upload sums <run>/model"):
         ask(environment=how)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datasets
 import pytest
 
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe.check import check
 
 RIGHT = '{"problem": "1", "answer": "1"}\n'
@@ -32,7 +32,7 @@ def faults(read, keys):
     """What the types of the keys tell, or else the rules."""
     try:
         return check(read(**keys), {})
-    except Refused as refused:
+    except ConfigError as refused:
         return refused.problems
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe import read_frozen, read_recipe
 from grpo_recipes.recipe.check import check
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, catalogue
@@ -166,5 +166,5 @@ def test_no_other_word_is_a_tau(tmp_path: Path, written: str, read):
     path = tmp_path / "mine.yaml"
     path.write_text(f"maxent_tau: {written}\n")
     for attempt in (lambda: read_recipe(path), lambda: read([f"--maxent_tau={written}"])):
-        with pytest.raises(Refused, match="maxent_tau"):
+        with pytest.raises(ConfigError, match="maxent_tau"):
             attempt()

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe import read_recipe
 
 
 def refusal(path: Path, text: str, *flags: str) -> str:
     path.write_text(text)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ConfigError) as refused:
         read_recipe(path, flags)
     (problem,) = refused.value.problems
     assert "\n" not in str(problem)
@@ -57,7 +57,7 @@ def test_a_file_too_large_for_a_recipe_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     refusal(path, "x")
     os.truncate(path, 2 << 30)
-    with pytest.raises(Refused, match="has 2147 MB, no recipe is so large"):
+    with pytest.raises(ConfigError, match="has 2147 MB, no recipe is so large"):
         read_recipe(path)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe import DEFAULT_ORIGIN, read_recipe
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, OBSOLETE_KEYS, OWNED_KEYS, catalogue
 
@@ -20,7 +20,7 @@ def path(tmp_path: Path) -> Path:
 
 def problems_of(path: Path, text: str, *flags: str, **environment: str) -> list[str]:
     path.write_text(text)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ConfigError) as refused:
         read_recipe(path, flags, environment)
     return [str(problem) for problem in refused.value.problems]
 
@@ -229,7 +229,7 @@ def test_a_secret_in_a_value_is_refused_and_not_repeated(path, text, flags):
 )
 def test_a_file_that_is_no_recipe_is_refused_in_one_line(path, content, said):
     path.write_bytes(content)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ConfigError) as refused:
         read_recipe(path)
     (problem,) = refused.value.problems
     assert said in str(problem) and "\n" not in str(problem)
@@ -237,7 +237,7 @@ def test_a_file_that_is_no_recipe_is_refused_in_one_line(path, content, said):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(Refused, match=r"none\.yaml"):
+    with pytest.raises(ConfigError, match=r"none\.yaml"):
         read_recipe(tmp_path / "none.yaml")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes import cli
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.launch.attempt import Attempt, say_start
 from grpo_recipes.paths import home
 from grpo_recipes.plan.devices import Resources, environment_flavour
@@ -20,10 +20,10 @@ from grpo_recipes.recipe import Recipe, read_frozen, read_recipe
 from grpo_recipes.recipe.check import check
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
 from grpo_recipes.recipe.objectives import OBJECTIVES
-from grpo_recipes.recipe.tasks import Asked, asked_task, entry_of, same_task, task_of, with_task
+from grpo_recipes.recipe.tasks import RequestedTask, entry_of, requested_task, same_task, task_of, with_task
 from grpo_recipes.runs.rundir import new_run, write_json
 
-GRPO, MAXENT = Asked("grpo", "--task"), Asked("maxent", "MAXENT")
+GRPO, MAXENT = RequestedTask("grpo", "--task"), RequestedTask("maxent", "MAXENT")
 SMOKE = home() / "recipes/smoke"
 on_cpu = pytest.mark.skipif(environment_flavour() != "cpu", reason="needs a CPU environment")
 
@@ -38,36 +38,40 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("environment", "option", "expected"),
     [
-        ({}, None, Asked()),
-        ({"MAXENT": ""}, None, Asked()),
-        ({"MAXENT": "1"}, None, Asked("maxent", "MAXENT")),
-        ({"MAXENT": "true"}, "maxent", Asked("maxent", "--task")),
-        ({"MAXENT": "0"}, None, Asked("grpo", "MAXENT")),
-        ({"MAXENT": "No"}, "grpo", Asked("grpo", "--task")),
-        ({}, "grpo", Asked("grpo", "--task")),
-        ({"TRAIN_ENTRYPOINT": "src/grpo.py"}, None, Asked("grpo", "TRAIN_ENTRYPOINT", "src/grpo.py")),
-        ({"TRAIN_ENTRYPOINT": "src/grpo.py"}, "grpo", Asked("grpo", "--task", "src/grpo.py")),
-        ({"TRAIN_ENTRYPOINT": "src/maxent-grpo.py"}, None, Asked("maxent", "TRAIN_ENTRYPOINT", "src/maxent-grpo.py")),
-        ({"TRAIN_ENTRYPOINT": "./src//grpo.py"}, None, Asked("grpo", "TRAIN_ENTRYPOINT", "src/grpo.py")),
+        ({}, None, RequestedTask()),
+        ({"MAXENT": ""}, None, RequestedTask()),
+        ({"MAXENT": "1"}, None, RequestedTask("maxent", "MAXENT")),
+        ({"MAXENT": "true"}, "maxent", RequestedTask("maxent", "--task")),
+        ({"MAXENT": "0"}, None, RequestedTask("grpo", "MAXENT")),
+        ({"MAXENT": "No"}, "grpo", RequestedTask("grpo", "--task")),
+        ({}, "grpo", RequestedTask("grpo", "--task")),
+        ({"TRAIN_ENTRYPOINT": "src/grpo.py"}, None, RequestedTask("grpo", "TRAIN_ENTRYPOINT", "src/grpo.py")),
+        ({"TRAIN_ENTRYPOINT": "src/grpo.py"}, "grpo", RequestedTask("grpo", "--task", "src/grpo.py")),
+        (
+            {"TRAIN_ENTRYPOINT": "src/maxent-grpo.py"},
+            None,
+            RequestedTask("maxent", "TRAIN_ENTRYPOINT", "src/maxent-grpo.py"),
+        ),
+        ({"TRAIN_ENTRYPOINT": "./src//grpo.py"}, None, RequestedTask("grpo", "TRAIN_ENTRYPOINT", "src/grpo.py")),
         (
             {"TRAIN_ENTRYPOINT": str(home() / "src/maxent-grpo.py")},
             None,
-            Asked("maxent", "TRAIN_ENTRYPOINT", "src/maxent-grpo.py"),
+            RequestedTask("maxent", "TRAIN_ENTRYPOINT", "src/maxent-grpo.py"),
         ),
         (
             {"TRAIN_ENTRYPOINT": "src/grpo_recipes/errors.py"},
             None,
-            Asked(entry="src/grpo_recipes/errors.py"),
+            RequestedTask(entry="src/grpo_recipes/errors.py"),
         ),
         (
             {"TRAIN_ENTRYPOINT": "src/grpo_recipes/errors.py", "MAXENT": "1"},
             None,
-            Asked("maxent", "MAXENT", "src/grpo_recipes/errors.py"),
+            RequestedTask("maxent", "MAXENT", "src/grpo_recipes/errors.py"),
         ),
     ],
 )
-def test_who_asks_for_which_task(environment: dict[str, str], option: str | None, expected: Asked) -> None:
-    assert asked_task(environment, option) == expected
+def test_who_asks_for_which_task(environment: dict[str, str], option: str | None, expected: RequestedTask) -> None:
+    assert requested_task(environment, option) == expected
 
 
 @pytest.mark.parametrize(
@@ -86,25 +90,25 @@ def test_who_asks_for_which_task(environment: dict[str, str], option: str | None
 def test_contradictions_and_missing_entry_scripts_are_refused(
     environment: dict[str, str], option: str | None, where: str
 ) -> None:
-    with pytest.raises(Refused) as refused:
-        asked_task(environment, option)
+    with pytest.raises(ConfigError) as refused:
+        requested_task(environment, option)
     assert refused.value.problems[0].where == where
 
 
 def test_a_switch_and_an_entry_script_that_are_both_wrong_are_told_at_once() -> None:
-    with pytest.raises(Refused) as refused:
-        asked_task({"MAXENT": "2", "TRAIN_ENTRYPOINT": "src/none.py"})
+    with pytest.raises(ConfigError) as refused:
+        requested_task({"MAXENT": "2", "TRAIN_ENTRYPOINT": "src/none.py"})
     assert [problem.where for problem in refused.value.problems] == ["MAXENT", "TRAIN_ENTRYPOINT"]
 
 
 def test_a_home_without_a_repository_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRPO_HOME", str(tmp_path))
-    with pytest.raises(Refused, match="GRPO_HOME: there is no repository in"):
-        asked_task({})
+    with pytest.raises(ConfigError, match="GRPO_HOME: there is no repository in"):
+        requested_task({})
 
 
-@pytest.mark.parametrize("asked", [Asked(), MAXENT])
-def test_a_recipe_that_names_its_objective_is_maxents(read: Callable[..., Recipe], asked: Asked) -> None:
+@pytest.mark.parametrize("asked", [RequestedTask(), MAXENT])
+def test_a_recipe_that_names_its_objective_is_maxents(read: Callable[..., Recipe], asked: RequestedTask) -> None:
     recipe, problems = with_task(read(maxent_objective="listwise"), asked)
     assert (task_of(recipe), entry_of(recipe, asked), problems) == ("maxent", "src/maxent-grpo.py", [])
     assert recipe["maxent_objective"] == "listwise" and recipe.origin("maxent_objective").startswith("recipe.yaml:")
@@ -113,12 +117,12 @@ def test_a_recipe_that_names_its_objective_is_maxents(read: Callable[..., Recipe
 
 
 def test_a_recipe_without_an_objective_is_grpos_unless_maxent_is_asked_for(read: Callable[..., Recipe]) -> None:
-    recipe, problems = with_task(read(), Asked())
-    assert (task_of(recipe), entry_of(recipe, Asked()), problems) == ("grpo", "src/grpo.py", [])
+    recipe, problems = with_task(read(), RequestedTask())
+    assert (task_of(recipe), entry_of(recipe, RequestedTask()), problems) == ("grpo", "src/grpo.py", [])
     recipe, problems = with_task(read(maxent_tau=0.1), MAXENT)
     assert (task_of(recipe), recipe.origin("maxent_objective"), problems) == ("maxent", "MAXENT", [])
     assert check(recipe, {}) == [], "its maxent_tau is read"
-    assert entry_of(recipe, Asked("maxent", "MAXENT", "src/mine.py")) == "src/mine.py"
+    assert entry_of(recipe, RequestedTask("maxent", "MAXENT", "src/mine.py")) == "src/mine.py"
 
 
 @pytest.mark.parametrize(
@@ -136,8 +140,10 @@ def test_grpo_asked_for_against_a_maxent_recipe_is_refused(
     assert problem.where == "--task" and problem.fix == f"leave out --task, or {cure}"
 
 
-@pytest.mark.parametrize("asked", [Asked(), MAXENT])
-def test_the_variable_of_the_objective_overrides_a_maxent_recipe(read: Callable[..., Recipe], asked: Asked) -> None:
+@pytest.mark.parametrize("asked", [RequestedTask(), MAXENT])
+def test_the_variable_of_the_objective_overrides_a_maxent_recipe(
+    read: Callable[..., Recipe], asked: RequestedTask
+) -> None:
     recipe, problems = with_task(read([], {"MAXENT_OBJECTIVE": "listwise"}, maxent_objective="tempered"), asked)
     assert (recipe["maxent_objective"], recipe.origin("maxent_objective"), problems) == (
         "listwise", "MAXENT_OBJECTIVE", [],
@@ -153,7 +159,7 @@ def test_the_recipe_is_named_where_a_variable_overrides_its_objective_and_grpo_i
 
 def test_the_variable_of_the_objective_alone_chooses_nothing(read: Callable[..., Recipe]) -> None:
     recipe = read([], {"MAXENT_OBJECTIVE": "listwise"})
-    settled, (problem,) = with_task(recipe, Asked())
+    settled, (problem,) = with_task(recipe, RequestedTask())
     assert task_of(settled) == "grpo" and "set MAXENT=1 too, or unset MAXENT_OBJECTIVE" in problem.fix
     settled, problems = with_task(recipe, MAXENT)
     assert (task_of(settled), settled["maxent_objective"], problems) == ("maxent", "listwise", [])
@@ -166,14 +172,14 @@ def test_a_frozen_recipe_says_its_task_by_itself(read: Callable[..., Recipe], tm
     (tmp_path / "frozen.yaml").write_text(recipe.as_yaml())
     again = read_frozen(tmp_path / "frozen.yaml")
     assert task_of(again) == "maxent" and again.origin("maxent_objective") == "MAXENT"
-    same_task(again, Asked(), "maxent")
+    same_task(again, RequestedTask(), "maxent")
     same_task(again, MAXENT, "maxent")
-    with pytest.raises(Refused, match="--task: asks for GRPO, the run is one of MaxEnt"):
+    with pytest.raises(ConfigError, match="--task: asks for GRPO, the run is one of MaxEnt"):
         same_task(again, GRPO, "maxent")
-    with pytest.raises(Refused, match="MAXENT: asks for MaxEnt, the run is one of GRPO"):
+    with pytest.raises(ConfigError, match="MAXENT: asks for MaxEnt, the run is one of GRPO"):
         same_task(read(), MAXENT, "grpo")
-    with pytest.raises(Refused, match="--maxent_objective: 'maxent_objective' would make this GRPO run"):
-        same_task(read(["--maxent_objective", "listwise"]), Asked(), "grpo")
+    with pytest.raises(ConfigError, match="--maxent_objective: 'maxent_objective' would make this GRPO run"):
+        same_task(read(["--maxent_objective", "listwise"]), RequestedTask(), "grpo")
 
 
 def test_a_plan_shows_what_is_optimised(planned: Callable, read: Callable[..., Recipe]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe.user_code import copy_source, load_object, problem_with, source_file
 
 
@@ -92,7 +92,7 @@ def test_a_module_of_the_working_folder_does_not_take_pythons_place(folder: Path
     (folder / "colorsys.py").write_text("mine = 1\n")
     (folder / "my_own_module.py").write_text("mine = 2\n")
     assert load_object("my_own_module:mine") == 2
-    with pytest.raises(Refused, match="'colorsys' has no 'mine'"):
+    with pytest.raises(ConfigError, match="'colorsys' has no 'mine'"):
         load_object("colorsys:mine")
 
 
@@ -122,7 +122,7 @@ def test_errors_of_the_users_code_are_the_users(folder: Path) -> None:
     for _ in range(2):  # a module that failed is not left half loaded
         with pytest.raises(LookupError, match="mine"):
             load_object("mine.py:name")
-    with pytest.raises(Refused, match=r"no file 'other\.py'"):
+    with pytest.raises(ConfigError, match=r"no file 'other\.py'"):
         load_object("other.py:name")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe import read_recipe
 
 HUGE = "9" * 400
@@ -32,7 +32,7 @@ HUGE = "9" * 400
 def test_it_is_refused_in_one_short_line(tmp_path: Path, text: str, flags: list[str], said: str) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ConfigError) as refused:
         read_recipe(path, flags)
     (problem,) = refused.value.problems
     assert said in str(problem) and len(str(problem)) < 300
@@ -48,7 +48,7 @@ def test_it_is_refused_in_one_short_line(tmp_path: Path, text: str, flags: list[
 )
 def test_what_to_write_in_place_of_nothing_is_said_in_words(tmp_path: Path, text: str, fix: str) -> None:
     (tmp_path / "recipe.yaml").write_text(text)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ConfigError) as refused:
         read_recipe(tmp_path / "recipe.yaml")
     assert refused.value.problems[0].fix == fix
 
@@ -71,5 +71,5 @@ def test_lines_and_tabs_in_a_text_are_kept(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_numbers_that_the_trainer_would_die_of_are_out_of_range(tmp_path: Path, flag: str) -> None:
     (tmp_path / "recipe.yaml").write_text("")
-    with pytest.raises(Refused, match=r"(below|above) "):
+    with pytest.raises(ConfigError, match=r"(below|above) "):
         read_recipe(tmp_path / "recipe.yaml", [flag])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.report.read import read_run, read_samples, read_scored, read_settings, read_table
 
 from .synthetic_runs import make_run
@@ -93,12 +93,12 @@ def test_evaluations_are_also_read_from_the_metrics(tmp_path: Path) -> None:
 def test_a_damaged_file_is_named(tmp_path: Path, file: str) -> None:
     folder = make_run(tmp_path, steps=1)
     (folder / file).write_text("{ [")
-    with pytest.raises(Refused, match=f"{file}: is damaged"):
+    with pytest.raises(ConfigError, match=f"{file}: is damaged"):
         read_run(folder)
 
 
 def test_a_folder_without_identity_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="is not a run directory"):
+    with pytest.raises(ConfigError, match="is not a run directory"):
         read_run(tmp_path)
 
 
@@ -117,7 +117,7 @@ def test_a_part_of_another_kind_is_told(tmp_path: Path, file: str, key: str, val
     folder = make_run(tmp_path, steps=2)
     content = json.loads((folder / file).read_text())
     (folder / file).write_text(json.dumps({**content, key: value}))
-    with pytest.raises(Refused, match=f"{file}: is damaged \\({said}"):
+    with pytest.raises(ConfigError, match=f"{file}: is damaged \\({said}"):
         read_run(folder)
 
 
@@ -125,7 +125,7 @@ def test_a_part_of_another_kind_is_told(tmp_path: Path, file: str, key: str, val
 def test_a_file_nested_too_deeply_is_damaged(tmp_path: Path, file: str) -> None:
     folder = make_run(tmp_path, steps=2)
     (folder / file).write_text("[" * 5000)
-    with pytest.raises(Refused, match=f"{file}: is damaged"):
+    with pytest.raises(ConfigError, match=f"{file}: is damaged"):
         read_run(folder)
 
 
@@ -148,5 +148,5 @@ def test_numbers_that_no_chart_can_show_are_left_out(tmp_path: Path) -> None:
 
 
 def test_a_folder_with_a_name_too_long_for_a_file_is_no_run() -> None:
-    with pytest.raises(Refused, match="is not a run directory"):
+    with pytest.raises(ConfigError, match="is not a run directory"):
         read_run(Path("a" * 300))

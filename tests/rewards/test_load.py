@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe.check import check
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.rewards.children import RewardFailed, Verdict
@@ -130,7 +130,7 @@ def test_the_number_of_children_their_time_and_memory_are_the_recipes(load: Any)
 
 @pytest.mark.parametrize("name", ["absent.py:score", "own.py:absent", "no.such.module:score"])
 def test_what_is_not_there_is_refused(load: Any, name: str) -> None:
-    with pytest.raises((Refused, RewardFailed), match=r"absent|no module"):
+    with pytest.raises((ConfigError, RewardFailed), match=r"absent|no module"):
         load(name)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.runs import digests
 from grpo_recipes.runs.checkpoints import (
     MARKER,
@@ -179,7 +179,7 @@ def test_a_marker_that_is_not_ours_is_not_complete(tmp_path, text):
 
 def test_a_file_in_the_place_of_the_checkpoints_is_refused(tmp_path):
     (tmp_path / "checkpoints").write_text("")
-    with pytest.raises(Refused, match=r"checkpoints: is not a folder; .* Fix: move it away"):
+    with pytest.raises(ConfigError, match=r"checkpoints: is not a folder; .* Fix: move it away"):
         verified_checkpoint(tmp_path / "checkpoints", refuse_to_speak)
 
 
@@ -260,7 +260,7 @@ def test_where_none_can_be_resumed_a_person_decides(tmp_path):
     older, newest = published(tmp_path, 3, 6)
     (older / MARKER).unlink()
     (newest / "model.safetensors").write_bytes(b"weights")
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ConfigError) as refused:
         verified_checkpoint(tmp_path, refuse_to_speak)
     (problem,) = refused.value.problems
     assert problem.what == (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.runs.rundir import Run, claim, is_claimed
 
 
@@ -18,7 +18,7 @@ def test_a_run_directory_is_claimed_once_and_free_again_afterwards(tmp_path: Pat
     run = Run(tmp_path, {"run_name": "run"})
     held = claim(run)
 
-    with pytest.raises(Refused, match="another launch is running"):
+    with pytest.raises(ConfigError, match="another launch is running"):
         claim(run)
 
     os.close(held)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.launch.freeze import freeze, keep
 from grpo_recipes.launch.resolve_run import Options, names_of, planned_names, settle
 from grpo_recipes.launch.run import launch
@@ -16,7 +16,7 @@ from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.recipe.check import checked_recipe
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
-from grpo_recipes.recipe.tasks import Asked
+from grpo_recipes.recipe.tasks import RequestedTask
 from grpo_recipes.runs.checkpoints import is_complete, publish
 from grpo_recipes.runs.digests import RECORD, need_same_files, rewriting
 from grpo_recipes.runs.rundir import Run
@@ -42,7 +42,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "mine.yaml").write_text("distributed_type: 'NO'\n")
     flags = ["--reward_funcs", "mine.py:reward", "--callbacks", "mine.py:Quiet"]
-    recipe = checked_recipe(home() / "recipes/smoke/grpo.yaml", flags, os.environ, Asked())
+    recipe = checked_recipe(home() / "recipes/smoke/grpo.yaml", flags, os.environ, RequestedTask())
     return freeze(recipe, planned_names(recipe), CPU, "src/grpo.py", os.environ)
 
 
@@ -70,12 +70,12 @@ def test_a_flipped_bit_is_refused_by_name_and_taken_on_purpose(run, name, place)
     path = run.folder / name
     before = path.read_bytes()
     flip(path, round(place * (len(before) * 8 - 1)))
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ConfigError) as refused:
         need_same_files(run.folder, allow_changed=False)
     (problem,) = refused.value.problems
     assert problem.where.endswith(name) and problem.what == "was changed since the run wrote it"
     assert "put it back" in problem.fix and "--allow-changed-code" in problem.fix
-    with pytest.raises(Refused):
+    with pytest.raises(ConfigError):
         resume(run)
 
     (note,) = need_same_files(run.folder, allow_changed=True)
@@ -92,7 +92,7 @@ def test_no_bit_of_the_record_itself_can_flip_unnoticed(run) -> None:
         flip(run.folder / RECORD, bit)
         try:
             need_same_files(run.folder, allow_changed=False)
-        except Refused as refused:
+        except ConfigError as refused:
             assert refused.problems[0].where.endswith(RECORD)
         else:
             assert not content[bit // 8 : bit // 8 + 1].strip()  # a blank that became another one
@@ -101,7 +101,7 @@ def test_no_bit_of_the_record_itself_can_flip_unnoticed(run) -> None:
 def test_an_edited_recipe_is_not_applied_without_a_word(run, capsys) -> None:
     recipe = run.folder / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("max_steps: 60", "max_steps: 5"))
-    with pytest.raises(Refused, match=r"recipe\.yaml: was changed .*give the change as a flag \(--KEY VALUE\), or"):
+    with pytest.raises(ConfigError, match=r"recipe\.yaml: was changed .*give the change as a flag \(--KEY VALUE\), or"):
         resume(run)
     resume(run, allow=True)
     assert "recipe.yaml was changed since the run wrote it" in capsys.readouterr().out
@@ -117,7 +117,7 @@ def test_a_flag_of_a_resume_changes_the_recipe_and_its_record(run) -> None:
 def test_a_missing_and_a_strange_file_are_named_together(run) -> None:
     (run.folder / "plan.json").unlink()
     (run.folder / "rewards" / "other.py").write_text("")
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ConfigError) as refused:
         resume(run)
     assert [(Path(one.where).name, one.what) for one in refused.value.problems] == [
         ("other.py", "was not written by this run"),
@@ -146,6 +146,8 @@ def test_a_resume_without_an_intact_checkpoint_is_refused_before_anything_begins
     (folder / "partial" / "checkpoint-3" / "model.safetensors").write_bytes(b"weights")
     publish(folder / "partial" / "checkpoint-3", folder, 3, 1)
     flip(folder / "checkpoint-3" / "model.safetensors", 5)
-    with pytest.raises(Refused, match=r"checkpoints: holds no checkpoint that can be resumed: checkpoint-3 \(model"):
+    with pytest.raises(
+        ConfigError, match=r"checkpoints: holds no checkpoint that can be resumed: checkpoint-3 \(model"
+    ):
         launch(Options(resume=str(run.folder), allow_changed_code=True))
     assert (run.folder / "summary.json").read_bytes() == before and is_complete(folder / "checkpoint-3")

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.paths import home
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.runs.rundir import (
@@ -61,7 +61,7 @@ def test_a_folder_of_another_launch_is_not_taken(tmp_path):
 def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path):
     root = tmp_path / "runs"
     root.write_text("")
-    with pytest.raises(Refused, match="run_root"):
+    with pytest.raises(ConfigError, match="run_root"):
         new_run(root, "mine", "stamp", CPU.facts())
 
 
@@ -81,7 +81,7 @@ def test_the_last_run_and_a_named_run_are_found(tmp_path):
 @pytest.mark.parametrize("which", ["last", "no-such-folder", ".", "/dev/null", "a" * 300])
 def test_what_is_no_run_is_refused(tmp_path, monkeypatch, which):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ConfigError) as refused:
         find_run(tmp_path, which)
     assert refused.value.problems[0].where == "--resume"
 
@@ -115,7 +115,7 @@ def test_a_whole_line_that_is_no_row_is_told(tmp_path, line):
     write_rows(tmp_path, [0.0])
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(f"{line}\n")
-    with pytest.raises(Refused, match=r"metrics.jsonl: is damaged \(no row: "):
+    with pytest.raises(ConfigError, match=r"metrics.jsonl: is damaged \(no row: "):
         read_metrics(tmp_path)
 
 

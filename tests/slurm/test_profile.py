@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.paths import home
 from grpo_recipes.slurm.profile import KEYS, Profile, read_profile, walltime_seconds
 
@@ -60,7 +60,7 @@ def test_a_profile_builds_on_another(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_is_told_with_its_line(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ConfigError) as refused:
         read_profile(written(tmp_path, text))
     assert message in str(refused.value)
     assert "plantedsecret" not in str(refused.value)
@@ -75,7 +75,7 @@ def test_the_home_sign_is_read_in_paths(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ConfigError) as refused:
         read_profile(written(tmp_path, "acount: me\ngpus: many\n"))
     assert len(refused.value.problems) == 2
 
@@ -83,7 +83,7 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
 def test_the_command_line_stands_over_the_profile() -> None:
     given = Profile("site", account="a").with_values({"account": "b", "gpus": "2", "time": "1-0"})
     assert (given.account, given.gpus, given.time) == ("b", 2, "1-0")
-    with pytest.raises(Refused, match=r"--time: 'soon' is no time limit"):
+    with pytest.raises(ConfigError, match=r"--time: 'soon' is no time limit"):
         given.with_values({"time": "soon"})
 
 

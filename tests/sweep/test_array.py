@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grpo_recipes import cli
-from grpo_recipes.errors import Refused, refuse
+from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.launch import submission
 from grpo_recipes.sweep import array
 from grpo_recipes.sweep.array import array_text, task_index
@@ -75,7 +75,7 @@ def test_again_it_submits_what_is_missing(sweep, made, fake_sbatch, fake_launche
 
 def test_when_sbatch_refuses_nothing_is_left(sweep, made, monkeypatch, folder, capsys):
     def fake_refusal(script, cwd):
-        raise refuse("sbatch", "invalid partition", "name another")
+        raise config_error("sbatch", "invalid partition", "name another")
 
     monkeypatch.setattr(array, "submit", fake_refusal)
     monkeypatch.setattr(submission, "_look_deep", lambda *arguments: None)
@@ -86,5 +86,5 @@ def test_when_sbatch_refuses_nothing_is_left(sweep, made, monkeypatch, folder, c
 @pytest.mark.parametrize("index", ["", "2", "x"])
 def test_a_task_is_one_of_the_sweep(sweep, made, fake_sbatch, index):
     assert sweep("seed=1..2", "--slurm", "--profile", "cpu") == 0
-    with pytest.raises(Refused, match="is no cell of"):
+    with pytest.raises(ConfigError, match="is no cell of"):
         task_index(made()[0], {"SLURM_ARRAY_TASK_ID": index})

@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from grpo_recipes import cli
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe import read_frozen
 from grpo_recipes.runs.rundir import Run, claim, read_json
 from grpo_recipes.sweep.folder import Sweep, queued
@@ -134,7 +134,7 @@ def test_the_queue_is_asked_for_the_jobs_of_the_sweep(folder, monkeypatch, answe
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     sweep = Sweep(folder, {"jobs": [7, 8], "cells": []})
     if found is None:
-        with pytest.raises(Refused, match="Unable to contact"):
+        with pytest.raises(ConfigError, match="Unable to contact"):
             queued(sweep)
     else:
         assert queued(sweep) == found

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.sweep.spec import read_axes
 
 
@@ -62,31 +62,31 @@ def test_other_names_of_a_key_are_that_key():
     ],
 )
 def test_what_cannot_be_varied_is_refused_with_the_edit(word, what, fix):
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ConfigError) as refused:
         read_axes([word], [])
     (problem,) = refused.value.problems
     assert what in problem.what and fix in problem.fix
 
 
 def test_a_key_is_given_once():
-    with pytest.raises(Refused, match="swept twice"):
+    with pytest.raises(ConfigError, match="swept twice"):
         read_axes(["beta=0,1", "init_kl_coeff=2,3"], [])
     for flags in (["--seed", "7"], ["--seed=7"]):
-        with pytest.raises(Refused, match="--seed is given too"):
+        with pytest.raises(ConfigError, match="--seed is given too"):
             read_axes(["seed=1..2"], flags)
 
 
 def test_everything_wrong_is_told_at_once():
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ConfigError) as refused:
         read_axes(["seed=3..1", "sed=1,2", "beta=1.."], [])
     assert len(refused.value.problems) == 3
 
 
 def test_a_sweep_has_cells_but_not_too_many():
     assert len(read_axes(["seed=1..40", "max_steps=1..25"], [])) == 2
-    with pytest.raises(Refused, match="1,040 runs are more than 1,000"):
+    with pytest.raises(ConfigError, match="1,040 runs are more than 1,000"):
         read_axes(["seed=1..40", "max_steps=1..26"], [])
-    with pytest.raises(Refused, match="nothing is varied"):
+    with pytest.raises(ConfigError, match="nothing is varied"):
         read_axes([], [])
 
 
@@ -94,5 +94,5 @@ def test_a_sweep_has_cells_but_not_too_many():
 def test_any_text_is_read_or_refused(text):
     try:
         assert read_axes([f"seed={text}"], [])[0].values
-    except Refused as refused:
+    except ConfigError as refused:
         assert refused.problems

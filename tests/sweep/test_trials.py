@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.paths import home
 from grpo_recipes.sweep.spec import read_axes
 from grpo_recipes.sweep.trials import Question, make_cells
@@ -19,7 +19,7 @@ def cells(*words, flags=(), path=MATH, environment=None):
 
 
 def problems(*words, **keys):
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ConfigError) as refused:
         cells(*words, **keys)
     return [str(problem) for problem in refused.value.problems]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe.user_code import copy_source
 from grpo_recipes.runs.checkpoints import newest_complete
 from grpo_recipes.runs.rundir import stop_file
@@ -70,7 +70,7 @@ def test_a_callback_is_called_from_the_copy(folder: Path) -> None:
     ],
 )
 def test_what_is_no_callback_is_told(folder: Path, spec: str, said: str) -> None:
-    with pytest.raises(Refused, match=said):
+    with pytest.raises(ConfigError, match=said):
         load_callbacks([spec])
     assert len(load_callbacks(["mine.py:Counts"])) == 1
 

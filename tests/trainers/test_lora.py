@@ -19,7 +19,7 @@ from trl import get_peft_config
 from trl.generation.vllm_generation import VLLMGeneration
 
 from grpo_recipes import smoke
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe.configs import GRPOConfig, ModelConfig
 from grpo_recipes.runs.checkpoints import newest_complete
 from grpo_recipes.runs.rundir import stop_file
@@ -290,7 +290,7 @@ def test_the_reference_is_the_base_model(base: Path, tmp_path: Path, cls: type, 
 )
 def test_an_adapter_that_does_not_fit_the_model_is_refused(keys: dict[str, Any], tied: bool, said: str) -> None:
     model = smoke.build_model(smoke.build_tokenizer(), tied=tied)
-    with pytest.raises(Refused, match=said):
+    with pytest.raises(ConfigError, match=said):
         check_adapter(model, get_peft_config(ModelConfig(**LORA | keys)))
 
 
@@ -306,7 +306,9 @@ def test_which_layers_get_an_adapter(names: list[str] | None, layers: int) -> No
 
 def test_a_typo_is_told_before_weights_are_read(base: Path) -> None:
     model_args = ModelConfig(model_name_or_path=str(base), **LORA | {"lora_target_modules": ["qproj"]})
-    with pytest.raises(Refused, match=r"no layer 'qproj'\. Fix: its linear layers are down_proj, gate_proj, k_proj"):
+    with pytest.raises(
+        ConfigError, match=r"no layer 'qproj'\. Fix: its linear layers are down_proj, gate_proj, k_proj"
+    ):
         load_lora_config(model_args, False)
 
 

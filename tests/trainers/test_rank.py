@@ -10,13 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.trainers.rank import check_sharing, check_updates, check_world
 
 SCRIPT = """
 import json, os, sys
 from pathlib import Path
-from grpo_recipes.errors import Problem, Refused
+from grpo_recipes.errors import Problem, ConfigError
 from grpo_recipes.trainers.rank import rank_record, run_folder
 run = run_folder()
 with rank_record(run):
@@ -51,7 +51,7 @@ def rank(tmp_path):
         ("sys.exit(7)", 7, "7"),
         ("raise SystemExit('said why')", 1, "said why"),
         ("raise KeyboardInterrupt", 1, "KeyboardInterrupt: "),
-        ("raise Refused(Problem('recipe.yaml:3', 'wrong', 'mend it'))", 1, "recipe.yaml:3: wrong. Fix: mend it"),
+        ("raise ConfigError(Problem('recipe.yaml:3', 'wrong', 'mend it'))", 1, "recipe.yaml:3: wrong. Fix: mend it"),
     ],
 )
 def test_a_rank_records_how_it_ended(rank, code, exit_code, cause):
@@ -145,7 +145,7 @@ def test_weights_whose_updates_would_be_lost_are_not_trained(distributed_type, m
     if refused is None:
         check_updates(distributed_type, mixed, dtypes, args)
     else:
-        with pytest.raises(Refused) as told:
+        with pytest.raises(ConfigError) as told:
             check_updates(distributed_type, mixed, dtypes, args)
         assert refused in str(told.value.problems[0])
 

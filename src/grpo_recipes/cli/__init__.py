@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from grpo_recipes.cli.recipes import EPILOG, USAGE
-from grpo_recipes.errors import EXIT_REFUSED, Refused, refuse
+from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, config_error
 from grpo_recipes.recipe.keys import nearest_of
 
 COMMANDS = (
@@ -39,7 +39,7 @@ class _Parser(argparse.ArgumentParser):
         where, _, what = message.removeprefix("argument ").partition(": ")
         if where == "the following arguments are required":
             where, what = what, "is missing"
-        raise refuse(where, what, f"see {self.prog} --help")
+        raise config_error(where, what, f"see {self.prog} --help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,14 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
-    except Refused as refused:
+    except ConfigError as refused:
         for problem in refused.problems:
             print(f"grpo: {problem}", file=sys.stderr)
-        return EXIT_REFUSED
+        return EXIT_CONFIG_ERROR
     except BrokenPipeError:
         # `grpo plan | head`: nothing is left to tell; keep the interpreter from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_REFUSED
+        return EXIT_CONFIG_ERROR
 
 
 def _run(arguments: list[str]) -> int:
@@ -71,7 +71,7 @@ def _run(arguments: list[str]) -> int:
         recipe = flags.pop(0)  # after options of the command alone, e.g. `grpo check --deep my.yaml`
     options.recipe = recipe
     if flags and arguments[0] not in takes_recipe:
-        raise refuse(flags[0], "is no option of this command", f"see grpo {arguments[0]} --help")
+        raise config_error(flags[0], "is no option of this command", f"see grpo {arguments[0]} --help")
     _look_at_folder()
     return int(options.run(options, flags))
 
@@ -80,14 +80,16 @@ def _look_at_command(arguments: list[str]) -> None:
     if not arguments or arguments[0].startswith("-") or arguments[0] in COMMANDS:
         return
     close = nearest_of(arguments[0], COMMANDS)
-    raise refuse(arguments[0], "is no command", f"write {close or 'one of ' + ', '.join(COMMANDS)}")
+    raise config_error(arguments[0], "is no command", f"write {close or 'one of ' + ', '.join(COMMANDS)}")
 
 
 def _look_at_folder() -> None:
     try:
         os.getcwd()
     except OSError as error:
-        raise refuse(".", f"the working folder is gone ({error.strerror})", "cd to a folder that exists") from None
+        raise config_error(
+            ".", f"the working folder is gone ({error.strerror})", "cd to a folder that exists"
+        ) from None
 
 
 def _parser() -> tuple[argparse.ArgumentParser, set[str]]:

@@ -8,7 +8,7 @@ import os
 from dataclasses import asdict
 
 from grpo_recipes.cli.recipes import add_recipe_arguments, chosen_recipe
-from grpo_recipes.errors import EXIT_REFUSED, Refused
+from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError
 from grpo_recipes.fetch.gated import gated_note
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.environment import hub_environment
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace, flags: list[str]) -> int:
         0, or with ``--json`` 2 where something is wrong.
 
     Raises:
-        Refused: every problem of the recipe, without ``--json``.
+        ConfigError: every problem of the recipe, without ``--json``.
     """
     if options.json:
         return _run_json(options, flags)
@@ -59,7 +59,7 @@ def _run_json(options: argparse.Namespace, flags: list[str]) -> int:
     try:
         recipe = chosen_recipe(options, flags)
         seen = _deep(recipe) if options.deep else []
-    except Refused as refused:
+    except ConfigError as refused:
         problems = refused.problems
     answer = {
         "ok": not problems,
@@ -69,7 +69,7 @@ def _run_json(options: argparse.Namespace, flags: list[str]) -> int:
         "deep": seen,
     }
     print(json.dumps(answer, indent=1))
-    return EXIT_REFUSED if problems else 0
+    return EXIT_CONFIG_ERROR if problems else 0
 
 
 def _deep(recipe: Recipe) -> list[str]:

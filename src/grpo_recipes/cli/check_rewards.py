@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from grpo_recipes.cli.recipes import add_recipe_arguments, chosen_recipe
-from grpo_recipes.errors import EXIT_REFUSED, Problem, Refused
+from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, Problem
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.environment import hub_environment
 from grpo_recipes.recipe import Recipe
@@ -37,10 +37,10 @@ def run(options: argparse.Namespace, flags: list[str]) -> int:
         0, or with ``--json`` 2 where something is wrong.
 
     Raises:
-        Refused: the recipe is wrong, or a reward does not tell right from wrong.
+        ConfigError: the recipe is wrong, or a reward does not tell right from wrong.
     """
     if options.rows < 1:
-        raise Refused(Problem("--rows", f"{options.rows} rows try nothing", "write 1 or more"))
+        raise ConfigError(Problem("--rows", f"{options.rows} rows try nothing", "write 1 or more"))
     if options.json:
         return _run_json(options, flags)
     recipe = chosen_recipe(options, flags)
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace, flags: list[str]) -> int:
         if finding.missed is None and finding.right_mean is not None and not finding.tells_apart:
             print(f"grpo: note: {finding.reward} gives right and wrong answers the same")
     if problems:
-        raise Refused(*problems)
+        raise ConfigError(*problems)
     print(f"grpo: the rewards of {shown(recipe.path)} tell right from wrong on {len(rows)} rows")
     return 0
 
@@ -63,7 +63,7 @@ def _run_json(options: argparse.Namespace, flags: list[str]) -> int:
         recipe = chosen_recipe(options, flags)
         rows, findings, problems = _look(recipe, options.rows)
         name = str(recipe.path)
-    except Refused as refused:
+    except ConfigError as refused:
         problems, name = refused.problems, options.recipe or options.config
     answer = {
         "ok": not problems,
@@ -73,7 +73,7 @@ def _run_json(options: argparse.Namespace, flags: list[str]) -> int:
         "problems": [asdict(problem) for problem in problems],
     }
     print(json.dumps(answer, indent=1))
-    return EXIT_REFUSED if problems else 0
+    return EXIT_CONFIG_ERROR if problems else 0
 
 
 def _look(recipe: Recipe, most: int) -> tuple[list[dict[str, Any]], list[Finding], list[Problem]]:
@@ -83,7 +83,7 @@ def _look(recipe: Recipe, most: int) -> tuple[list[dict[str, Any]], list[Finding
 
     rows = sample_rows(recipe, most, os.environ)
     if not rows:
-        raise Refused(Problem(recipe.path.name, "the dataset has no rows with a solution", "look at its columns"))
+        raise ConfigError(Problem(recipe.path.name, "the dataset has no rows with a solution", "look at its columns"))
     findings = probe_rewards(recipe, rows)
     return rows, findings, problems_of(recipe, rows, findings)
 

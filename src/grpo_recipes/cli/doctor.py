@@ -14,7 +14,7 @@ from grpo_recipes.doctor.examine import Result, as_text, examine
 from grpo_recipes.doctor.machine import Machine
 from grpo_recipes.doctor.recipes import Case
 from grpo_recipes.doctor.registry import DEEP, MACHINE, RECIPE, RUN
-from grpo_recipes.errors import EXIT_REFUSED, Refused, refuse
+from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, config_error
 from grpo_recipes.paths import shown
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.runs.find import read_run
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace, flags: list[str]) -> int:
         0, or 2 when there is a problem.
 
     Raises:
-        Refused: the options contradict each other, or the run is none.
+        ConfigError: the options contradict each other, or the run is none.
     """
     if options.run_dir is not None:
         results = _of_run(options, flags)
@@ -55,12 +55,12 @@ def run(options: argparse.Namespace, flags: list[str]) -> int:
         print(json.dumps(content, indent=1))
     else:
         print(as_text(results))
-    return EXIT_REFUSED if problems else 0
+    return EXIT_CONFIG_ERROR if problems else 0
 
 
 def _of_run(options: argparse.Namespace, flags: list[str]) -> list[Result]:
     if recipe_name(options) or flags:
-        raise refuse("--run", "a run has its own recipe", "leave out the recipe and its flags")
+        raise config_error("--run", "a run has its own recipe", "leave out the recipe and its flags")
     files = read_run(options.run_dir, Machine(os.environ).run_root)
     return examine([(check, files) for check in RUN], _SECONDS)
 
@@ -68,7 +68,7 @@ def _of_run(options: argparse.Namespace, flags: list[str]) -> list[Result]:
 def _of_machine(options: argparse.Namespace, flags: list[str]) -> list[Result]:
     named = recipe_name(options) is not None
     if flags and not named:
-        raise refuse(flags[0], "is no option of grpo doctor", "name the recipe it belongs to, right after doctor")
+        raise config_error(flags[0], "is no option of grpo doctor", "name the recipe it belongs to, right after doctor")
     recipe, wrong = _recipe(options, flags) if named else (None, None)
     seconds, patience = (_DEEP_SECONDS, _DEEP_PATIENCE) if options.deep else (_SECONDS, _PATIENCE)
     machine = Machine(os.environ, recipe, patience, options.deep)
@@ -84,7 +84,7 @@ def _recipe(options: argparse.Namespace, flags: list[str]) -> tuple[Recipe | Non
     """The recipe, or a check that tells what is wrong in it: the machine is looked at all the same."""
     try:
         return chosen_recipe(options, flags), None
-    except Refused as refused:
+    except ConfigError as refused:
         count, first = len(refused.problems), str(refused.problems[0])
 
     def recipe(_: Machine) -> Finding:

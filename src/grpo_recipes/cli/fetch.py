@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.cli.recipes import add_recipe_arguments, chosen_recipe, recipe_name
-from grpo_recipes.errors import Problem, Refused, refuse
+from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.fetch.assets import Piece
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, INTERRUPTED, hub_answers, human
 from grpo_recipes.fetch.records import Record, find_record
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace, flags: list[str]) -> int:
         0, or 130 after Ctrl-C.
 
     Raises:
-        Refused: the recipe is wrong, or a piece cannot be had.
+        ConfigError: the recipe is wrong, or a piece cannot be had.
     """
     os.environ.update(hub_environment(os.environ))
     if not sys.stderr.isatty():
@@ -71,7 +71,7 @@ def _recipe(options: argparse.Namespace, flags: list[str]) -> tuple[Recipe, list
     if options.resume is None:
         return chosen_recipe(options, flags), None
     if recipe_name(options):
-        raise refuse("--resume", "a run has its own recipe", "leave the recipe out")
+        raise config_error("--resume", "a run has its own recipe", "leave the recipe out")
     found = find_run(Path(), options.resume)
     return read_frozen(found.folder / "recipe.yaml", flags, os.environ), found.identity.get("sources")
 
@@ -90,14 +90,14 @@ def _make_smoke_task(name: str) -> None:
     print(f"grpo: making the smoke model and data in {shown(folder)} (once, about a minute)", flush=True)
     code = subprocess.run(command, check=False).returncode
     if code:
-        raise refuse(name, f"python -m grpo_recipes.smoke exited with code {code}", "look at its message above")
+        raise config_error(name, f"python -m grpo_recipes.smoke exited with code {code}", "look at its message above")
 
 
 def _hub_rows(pieces: list[Piece], update: bool) -> list[tuple[str, ...]]:
     """Bring what is missing, and with ``update`` what is newer; a row of the table for each piece.
 
     Raises:
-        Refused: pieces that could not be brought; the others were.
+        ConfigError: pieces that could not be brought; the others were.
     """
     if not pieces:
         return []
@@ -106,19 +106,19 @@ def _hub_rows(pieces: list[Piece], update: bool) -> list[tuple[str, ...]]:
     for piece in pieces:
         try:
             rows.append(_hub_row(piece, find_record(piece, os.environ), online, update))
-        except Refused as refused:
+        except ConfigError as refused:
             problems += refused.problems
     if problems:
-        raise Refused(*problems)
+        raise ConfigError(*problems)
     return rows
 
 
 def _hub_row(piece: Piece, record: Record | None, online: bool, update: bool) -> tuple[str, ...]:
     if record is None and not online:
-        raise refuse(piece.where, f"{piece} is not here and the hub does not answer", _WHERE_ONLINE)
+        raise config_error(piece.where, f"{piece} is not here and the hub does not answer", _WHERE_ONLINE)
     if record is not None and not online:
         if update:
-            raise refuse(
+            raise config_error(
                 "--update", f"cannot look for newer commits of {piece}: the hub does not answer", _WHERE_ONLINE
             )
         return _row(record, "here; the hub does not answer, so not compared")

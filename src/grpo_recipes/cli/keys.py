@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from grpo_recipes.errors import refuse
+from grpo_recipes.errors import config_error
 from grpo_recipes.recipe.benchmark_names import BENCHMARKS
 from grpo_recipes.recipe.keys import (
     ALIASES,
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace, _: list[str]) -> int:
         0.
 
     Raises:
-        Refused: nothing has it.
+        ConfigError: nothing has it.
     """
     word = (options.word or "").lower()
     other = "--env" if options.env else "--benchmarks" if options.benchmarks else ""
@@ -79,11 +79,15 @@ def _found(table: dict[str, str], word: str) -> dict[str, dict[str, Any]]:
 
 def _nothing(word: str, table: str) -> Exception:
     if table:
-        return refuse(f"'{word}'", f"nothing in grpo keys {table} has that in its name or meaning", "leave it out")
+        return config_error(
+            f"'{word}'", f"nothing in grpo keys {table} has that in its name or meaning", "leave it out"
+        )
     if word.lower() in _NO_KEYS:
-        return refuse(f"'{word}'", "is no key of a recipe", _NO_KEYS[word.lower()])
+        return config_error(f"'{word}'", "is no key of a recipe", _NO_KEYS[word.lower()])
     close = nearest(word)
-    return refuse(f"'{word}'", "no key has that in its name or meaning", f"try {close}" if close else "see grpo keys")
+    return config_error(
+        f"'{word}'", "no key has that in its name or meaning", f"try {close}" if close else "see grpo keys"
+    )
 
 
 def _lines(found: dict[str, dict[str, Any]]) -> Iterator[str]:

@@ -27,7 +27,7 @@ def run(options: argparse.Namespace, flags: list[str]) -> int:
         The exit code of the run.
 
     Raises:
-        Refused: before anything was started.
+        ConfigError: before anything was started.
     """
     return launch(
         Options(

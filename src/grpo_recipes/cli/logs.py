@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from grpo_recipes.cli.runs import RUN_HELP, how_it_stands, is_over, job_of, named_run
-from grpo_recipes.errors import refuse
+from grpo_recipes.errors import config_error
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.paths import shown
 from grpo_recipes.runs.find import RunFiles
@@ -39,10 +39,10 @@ def run(options: argparse.Namespace, flags: list[str]) -> int:
         0, or 130 after Ctrl-C.
 
     Raises:
-        Refused: there is no such run, or it has no such log.
+        ConfigError: there is no such run, or it has no such log.
     """
     if options.lines < 0:
-        raise refuse("--lines", f"is {options.lines}", "write 0 or more")
+        raise config_error("--lines", f"is {options.lines}", "write 0 or more")
     found = named_run(options.which)
     asked = [kind for kind in _KINDS if getattr(options, kind)] or ["slurm" if found.job_id else "trainer"]
     follower = Follower(asked, options.lines)
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace, flags: list[str]) -> int:
             _follow(found.folder, follower)
         elif not follower.look(found):
             what = f"{shown(found.folder)} has no log of {' or '.join(asked)} yet"
-            raise refuse(options.which, what, "grpo status says how it stands; -f waits for it")
+            raise config_error(options.which, what, "grpo status says how it stands; -f waits for it")
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return 0

@@ -8,7 +8,7 @@ import re
 import shlex
 from pathlib import Path
 
-from grpo_recipes.errors import refuse
+from grpo_recipes.errors import config_error
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.plan import choose_recipe
 from grpo_recipes.recipe.schema import schema_line
@@ -53,14 +53,14 @@ def run(options: argparse.Namespace, _: list[str]) -> int:
         0.
 
     Raises:
-        Refused: the file is there already or cannot be written, or the recipe to copy does not exist.
+        ConfigError: the file is there already or cannot be written, or the recipe to copy does not exist.
     """
     for where, name in (("FILE", options.file), ("--from", options.source)):
         if name == "":
-            raise refuse(where, "is empty", "name a file")
+            raise config_error(where, "is empty", "name a file")
     path = Path(options.file)
     if os.path.lexists(path):
-        raise refuse(options.file, "is there already", "name another file")
+        raise config_error(options.file, "is there already", "name another file")
     text = _START
     if options.source:
         text = _SCHEMA_LINE.sub("", choose_recipe(options.source, {}, "grpo", "cpu").read_text(encoding="utf-8"))
@@ -68,6 +68,6 @@ def run(options: argparse.Namespace, _: list[str]) -> int:
         path.write_text(f"{schema_line(path)}\n{text}", encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         what = f"cannot be written ({getattr(error, 'strerror', None) or error})"
-        raise refuse(options.file, what, "name a file in a folder of yours") from None
+        raise config_error(options.file, what, "name a file in a folder of yours") from None
     print(f"grpo: {shown(path)} is written; edit it, then: grpo check {shlex.quote(shown(path))}")
     return 0

@@ -8,7 +8,7 @@ import os
 from dataclasses import replace
 
 from grpo_recipes.cli.recipes import add_recipe_arguments, recipe_name
-from grpo_recipes.errors import refuse
+from grpo_recipes.errors import config_error
 from grpo_recipes.fetch.sources import find_sources
 from grpo_recipes.launch.resolve_run import planned_names
 from grpo_recipes.plan.devices import find_resources
@@ -16,7 +16,7 @@ from grpo_recipes.plan.estimates import estimate, job_walltime
 from grpo_recipes.plan.fit import gpu_memory
 from grpo_recipes.plan.plan import choose_recipe, describe, make_plan
 from grpo_recipes.recipe.check import checked_recipe
-from grpo_recipes.recipe.tasks import GRPO, asked_task, entry_of
+from grpo_recipes.recipe.tasks import GRPO, entry_of, requested_task
 from grpo_recipes.slurm.profile import walltime_seconds
 
 HELP = "say what a launch would start, without starting it"
@@ -42,14 +42,14 @@ def run(options: argparse.Namespace, flags: list[str]) -> int:
         0.
 
     Raises:
-        Refused: the recipe is wrong, or does not fit the machine planned for.
+        ConfigError: the recipe is wrong, or does not fit the machine planned for.
     """
     resources = find_resources(os.environ)
     _check_counts(options)
     if options.gpus is not None:
         resources = replace(resources, flavour="cuda", gpus=tuple(str(index) for index in range(options.gpus)))
         resources = resources.on_nodes(options.nodes)
-    asked = asked_task(os.environ, options.task)
+    asked = requested_task(os.environ, options.task)
     path = choose_recipe(recipe_name(options), os.environ, asked.task or GRPO, resources.flavour)
     recipe = checked_recipe(path, flags, os.environ, asked)
     sources = find_sources(recipe, os.environ)
@@ -66,7 +66,7 @@ def _gpu_gib(options: argparse.Namespace) -> float | None:
     """GiB of a GPU: as told, else the driver's where the plan is for the GPUs of this machine."""
     if options.gpu_memory is not None:
         if not _LEAST_GIB <= options.gpu_memory <= _MOST:
-            raise refuse("--gpu-memory", f"{options.gpu_memory:g} GiB is no GPU", "write --gpu-memory 80")
+            raise config_error("--gpu-memory", f"{options.gpu_memory:g} GiB is no GPU", "write --gpu-memory 80")
         return float(options.gpu_memory)
     return gpu_memory() if options.gpus is None else None
 
@@ -77,7 +77,7 @@ def _walltime(options: argparse.Namespace) -> float | None:
         return job_walltime(os.environ)
     seconds = walltime_seconds(options.time)
     if not seconds:
-        raise refuse("--time", f"'{options.time}' is no time limit of Slurm's", "write --time 72:00:00")
+        raise config_error("--time", f"'{options.time}' is no time limit of Slurm's", "write --time 72:00:00")
     return seconds
 
 
@@ -85,6 +85,6 @@ def _check_counts(options: argparse.Namespace) -> None:
     least = 1 if options.nodes > 1 else 0
     if not 1 <= options.nodes <= _MOST or (options.gpus is not None and not least <= options.gpus <= _MOST):
         what = f"{options.gpus or 0} GPUs on {options.nodes} nodes is no machine"
-        raise refuse("--gpus, --nodes", what, "write --gpus 8 --nodes 2")
+        raise config_error("--gpus, --nodes", what, "write --gpus 8 --nodes 2")
     if options.nodes > 1 and options.gpus is None:
-        raise refuse("--nodes", "says nothing about the GPUs of a node", "add --gpus 8")
+        raise config_error("--nodes", "says nothing about the GPUs of a node", "add --gpus 8")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 
-from grpo_recipes.errors import Problem, Refused
+from grpo_recipes.errors import ConfigError, Problem
 from grpo_recipes.plan.devices import environment_flavour
 from grpo_recipes.plan.plan import choose_recipe
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import checked_recipe
-from grpo_recipes.recipe.tasks import GRPO, MAXENT, asked_task
+from grpo_recipes.recipe.tasks import GRPO, MAXENT, requested_task
 
 USAGE = "[RECIPE] [options] [--KEY VALUE ...]"
 EPILOG = "Any recipe key is a flag too, e.g. --learning_rate 1e-6: flag > environment variable > YAML > default."
@@ -28,12 +28,12 @@ def recipe_name(options: argparse.Namespace) -> str | None:
     """The recipe named on the command line, or None.
 
     Raises:
-        Refused: two are named, or an empty name, as of a variable that is not set.
+        ConfigError: two are named, or an empty name, as of a variable that is not set.
     """
     if "" in (options.recipe, options.config):
-        raise Refused(Problem("RECIPE", "an empty text names no recipe", "name a .yaml file, or leave it out"))
+        raise ConfigError(Problem("RECIPE", "an empty text names no recipe", "name a .yaml file, or leave it out"))
     if options.recipe and options.config:
-        raise Refused(Problem("--config", "two recipes are named", "name one"))
+        raise ConfigError(Problem("--config", "two recipes are named", "name one"))
     return options.recipe or options.config
 
 
@@ -41,8 +41,8 @@ def chosen_recipe(options: argparse.Namespace, flags: list[str]) -> Recipe:
     """The recipe of this command line and environment, merged, typed and checked.
 
     Raises:
-        Refused: it does not exist, or is wrong.
+        ConfigError: it does not exist, or is wrong.
     """
-    asked = asked_task(os.environ, options.task)
+    asked = requested_task(os.environ, options.task)
     path = choose_recipe(recipe_name(options), os.environ, asked.task or GRPO, environment_flavour())
     return checked_recipe(path, flags, os.environ, asked)

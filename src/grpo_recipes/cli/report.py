@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from grpo_recipes.errors import refuse
+from grpo_recipes.errors import config_error
 from grpo_recipes.paths import shown
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.report.compare import write_comparison
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace, flags: list[str]) -> int:
         0.
 
     Raises:
-        Refused: one is no run directory, or the page cannot be written.
+        ConfigError: one is no run directory, or the page cannot be written.
     """
     folders = [_folder(which) for which in options.runs]
     try:
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace, flags: list[str]) -> int:
         else:
             page = write_comparison(folders, options.out or Path("report.html"))
     except OSError as error:
-        raise refuse("--out", f"cannot write the page ({error.strerror})", "name a file you may write") from None
+        raise config_error("--out", f"cannot write the page ({error.strerror})", "name a file you may write") from None
     print(f"grpo: {shown(page)}")
     return 0
 

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from grpo_recipes.errors import refuse
+from grpo_recipes.errors import config_error
 from grpo_recipes.launch.freeze import SUBMITTED
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.runs.find import RunFiles
@@ -26,7 +26,7 @@ def named_run(which: str) -> RunFiles:
     """The run a person means by a folder, a name, a job id or ``last``.
 
     Raises:
-        Refused: there is none.
+        ConfigError: there is none.
     """
     if which == "last":
         return RunFiles(find_run(run_root(), "last", "last").folder)
@@ -36,7 +36,7 @@ def named_run(which: str) -> RunFiles:
         if os.path.isfile(folder / "run.json"):  # False too for a name that is too long, or not ours
             return RunFiles(folder.absolute())
     fix = "name a run directory, a run in RUN_ROOT, or the id of its job"
-    raise refuse(which or "RUN", "is no run directory (no run.json)", fix)
+    raise config_error(which or "RUN", "is no run directory (no run.json)", fix)
 
 
 def _folder_of_job(job_id: str) -> Path:
@@ -49,11 +49,11 @@ def _folder_of_job(job_id: str) -> Path:
     tasks = sorted(path.name.rpartition("-")[2] for path in (run_root() / ".jobs").glob(f"*-{job_id}_*"))
     if tasks:
         fix = f"name one of them, e.g. {tasks[0]}; scancel {job_id} ends them all"
-        raise refuse(job_id, f"is an array job of {len(tasks)} runs", fix)
+        raise config_error(job_id, f"is an array job of {len(tasks)} runs", fix)
     job = find_job(job_id)
     if job and job.script and os.path.isfile(job.script.parent / "run.json"):
         return job.script.parent
-    raise refuse(job_id, "is no job of a run that is known here", "name the run directory, or set RUN_ROOT")
+    raise config_error(job_id, "is no job of a run that is known here", "name the run directory, or set RUN_ROOT")
 
 
 def job_of(run: RunFiles) -> Job | None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from grpo_recipes.cli.runs import RUN_HELP, how_it_stands, is_over, job_of, named_run, run_root
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.paths import shown
 from grpo_recipes.runs.find import RunFiles
 from grpo_recipes.runs.health import notices_of
@@ -32,7 +32,7 @@ def run(options: argparse.Namespace, flags: list[str]) -> int:
         0.
 
     Raises:
-        Refused: there is no such run.
+        ConfigError: there is no such run.
     """
     if options.which is None:
         _print_table()
@@ -72,7 +72,7 @@ def _print_table() -> None:
     for folder in sorted(folders, key=_changed, reverse=True):
         try:
             rows.append(_row(folder, jobs))
-        except Refused as damaged:
+        except ConfigError as damaged:
             rows.append((folder.name, f"damaged: {Path(damaged.problems[0].where).name}", "", "", "", ""))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:

@@ -8,7 +8,7 @@ import signal
 import socket
 
 from grpo_recipes.cli.runs import RUN_HELP, how_it_stands, is_over, job_of, named_run
-from grpo_recipes.errors import refuse
+from grpo_recipes.errors import config_error
 from grpo_recipes.paths import shown
 from grpo_recipes.runs.find import RunFiles
 from grpo_recipes.runs.rundir import finish_summary, launcher_of, no_requeue_file, stop_file
@@ -31,12 +31,12 @@ def run(options: argparse.Namespace, flags: list[str]) -> int:
         0.
 
     Raises:
-        Refused: there is no such run, or nothing of it runs or waits.
+        ConfigError: there is no such run, or nothing of it runs or waits.
     """
     found = named_run(options.which)
     job = job_of(found)
     if is_over(found, job):
-        raise refuse(
+        raise config_error(
             options.which, f"{shown(found.folder)} is over: {how_it_stands(found, job)}", "nothing is to be done"
         )
     no_requeue_file(found.folder).touch()
@@ -60,7 +60,7 @@ def _end_at_once(run: RunFiles, job: Job | None) -> None:
         return
     host, pid = launcher_of(run.folder)
     if host != socket.gethostname():
-        raise refuse("--now", f"the launcher runs on {host}, this is {socket.gethostname()}", "do it there")
+        raise config_error("--now", f"the launcher runs on {host}, this is {socket.gethostname()}", "do it there")
     for _ in range(2):
         os.kill(pid, signal.SIGTERM)
     print(f"grpo: its launcher (pid {pid}) was told to end at once")

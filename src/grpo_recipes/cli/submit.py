@@ -7,7 +7,7 @@ import os
 import sys
 
 from grpo_recipes.cli.recipes import add_recipe_arguments, recipe_name
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.launch.submission import Submission, need_environment, prepare, send, site_profile
 from grpo_recipes.paths import shown
 from grpo_recipes.slurm.profile import KEYS, Profile
@@ -43,7 +43,7 @@ def chosen_profile(options: argparse.Namespace) -> Profile:
     """The site's profile with what the command line gives in place of its values.
 
     Raises:
-        Refused: there is none, or something in either is wrong.
+        ConfigError: there is none, or something in either is wrong.
     """
     return site_profile(options.profile, os.environ).with_values(overrides(options))
 
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace, flags: list[str]) -> int:
         0.
 
     Raises:
-        Refused: recipe, profile or environment is wrong, something is missing here, or sbatch refuses.
+        ConfigError: recipe, profile or environment is wrong, something is missing here, or sbatch refuses.
     """
     profile = chosen_profile(options)
     if not options.dry_run:
@@ -92,5 +92,5 @@ def _say_other_environment(submission: Submission) -> None:
     """What a submission would be refused for though the script is right."""
     try:
         need_environment(submission.profile)
-    except Refused as refused:
+    except ConfigError as refused:
         print(f"grpo: note: submitting would end here: {refused}", file=sys.stderr)

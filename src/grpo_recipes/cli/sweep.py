@@ -9,10 +9,10 @@ from pathlib import Path
 from grpo_recipes.cli.recipes import add_recipe_arguments, recipe_name
 from grpo_recipes.cli.runs import run_root
 from grpo_recipes.cli.submit import add_site_arguments, chosen_profile, overrides
-from grpo_recipes.errors import Problem, Refused, refuse
+from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.plan.plan import choose_recipe
 from grpo_recipes.recipe.keys import catalogue
-from grpo_recipes.recipe.tasks import GRPO, asked_task
+from grpo_recipes.recipe.tasks import GRPO, requested_task
 from grpo_recipes.sweep.folder import FOLDER, Sweep, find_sweep
 from grpo_recipes.sweep.run import Way, run_task, start, start_again
 from grpo_recipes.sweep.spec import is_axis, read_axes
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace, flags: list[str]) -> int:
         0, or the exit code of the first run that did not complete; 75 where a signal left runs over.
 
     Raises:
-        Refused: the command line, or the recipe of any run; nothing was written or started.
+        ConfigError: the command line, or the recipe of any run; nothing was written or started.
     """
     if options.cell:
         return run_task(options.cell, os.environ)
@@ -55,11 +55,11 @@ def run(options: argparse.Namespace, flags: list[str]) -> int:
     words, flags = _split(options, flags)
     if options.resume is not None:
         if words or flags or options.recipe or options.config or options.name or options.new:
-            raise refuse("--resume", "a sweep goes on as it began", "leave out recipe, keys, --name and --new")
+            raise config_error("--resume", "a sweep goes on as it began", "leave out recipe, keys, --name and --new")
         return start_again(_named(options.resume), way, os.environ)
     if options.name is not None:
         flags = ["--run_name", options.name, *flags]
-    asked = asked_task(os.environ, options.task)
+    asked = requested_task(os.environ, options.task)
     path = choose_recipe(recipe_name(options), os.environ, asked.task or GRPO, way.resources(os.environ).flavour)
     return start(Question(path, read_axes(words, flags), flags, asked), way, os.environ, options.new)
 
@@ -77,7 +77,7 @@ def _check(options: argparse.Namespace) -> None:
     if options.max_parallel is not None and options.max_parallel < 1:
         problems.append(Problem("--max-parallel", f"is {options.max_parallel}", "write 1 or more"))
     if problems:
-        raise Refused(*problems)
+        raise ConfigError(*problems)
 
 
 def _split(options: argparse.Namespace, flags: list[str]) -> tuple[list[str], list[str]]:
@@ -89,7 +89,7 @@ def _split(options: argparse.Namespace, flags: list[str]) -> tuple[list[str], li
         options.recipe = None
     late = next((word for word in flags[first:] if is_axis(word) and word.partition("=")[0] in catalogue()), None)
     if late:
-        raise refuse(late, "stands behind a flag", f"write {late} before the flags")
+        raise config_error(late, "stands behind a flag", f"write {late} before the flags")
     return words, flags[first:]
 
 

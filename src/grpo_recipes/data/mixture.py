@@ -9,7 +9,7 @@ from datasets import Dataset, Features, Value, concatenate_datasets
 from grpo_recipes.data.problems import BATCH_ROWS, Counts, Problems, collected, distinct, problems, prompt_key
 from grpo_recipes.data.rows import Fetched, open_rows
 from grpo_recipes.data.sources import mixture_source
-from grpo_recipes.errors import refuse
+from grpo_recipes.errors import config_error
 from grpo_recipes.recipe.configs import DatasetConfig, DatasetMixtureConfig, ScriptArguments
 
 _KEY = "dataset_mixture"
@@ -28,7 +28,7 @@ def mixed(args: ScriptArguments, counts: Counts, fetched: Fetched | None = None)
         ``prompt`` and ``answer`` they have ``source``, the id of the dataset, and the columns that all datasets have.
 
     Raises:
-        Refused: a dataset cannot be read, lacks a column, or too few rows are left.
+        ConfigError: a dataset cannot be read, lacks a column, or too few rows are left.
     """
     mixture = _mixture(args)
     parts = [_part(entry, mixture.seed, args, counts, fetched) for entry in mixture.datasets]
@@ -47,7 +47,7 @@ def hold_out(rows: Dataset, size: float) -> tuple[Dataset, Dataset]:
         size: share below 1, or number of rows.
 
     Raises:
-        Refused: nothing would be left to train on.
+        ConfigError: nothing would be left to train on.
     """
     wanted = max(1, round(size * len(rows))) if size < 1 else int(size)
     groups: dict[bytes, list[int]] = {}
@@ -59,7 +59,7 @@ def hold_out(rows: Dataset, size: float) -> tuple[Dataset, Dataset]:
         (held if len(held) < wanted else kept).extend(group)
     if not kept:
         what = f"test_split_size {size:g} of {len(rows)} rows leaves none to train on"
-        raise refuse(_KEY, what, "hold out fewer rows")
+        raise config_error(_KEY, what, "hold out fewer rows")
     return rows.select(sorted(kept)), rows.select(held)
 
 

@@ -13,7 +13,7 @@ from datasets import Dataset, Features, List, Value, concatenate_datasets
 from grpo_recipes.data.rows import Rows, column_names, need_columns, told
 from grpo_recipes.data.sources import Source
 from grpo_recipes.data.values import Message, answer_of, chat_of
-from grpo_recipes.errors import refuse
+from grpo_recipes.errors import config_error
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.recipe.datafiles import RESERVED_COLUMNS
 
@@ -88,11 +88,11 @@ def problems(
         batch_rows: rows read at a time.
 
     Raises:
-        Refused: a column is missing; later, that a value is neither a text nor a chat.
+        ConfigError: a column is missing; later, that a value is neither a text nor a chat.
     """
     names = column_names(rows)
     if not names:
-        raise refuse(f"'{source.id}'", "the dataset has no rows", "name a dataset with rows")
+        raise config_error(f"'{source.id}'", "the dataset has no rows", "name a dataset with rows")
     need_columns(source.id, names, dict(zip((source.prompt, source.solution), source.keys, strict=True)))
     need_columns(source.id, names, dict.fromkeys(source.others or (), source.keys[0]))
     known = rows.features or Dataset.from_dict(next(rows.iter(BATCH_ROWS))).features

@@ -16,7 +16,7 @@ from grpo_recipes.data.rendering import Renderer, use_template
 from grpo_recipes.data.rows import Fetched, rows_of, told
 from grpo_recipes.data.sharing import prepared_once
 from grpo_recipes.data.sources import Source, eval_source, train_source
-from grpo_recipes.errors import Refused, refuse
+from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.recipe.configs import ScriptArguments
 
 
@@ -82,7 +82,7 @@ def load_prompts(
         fetched: as in ``read_rows``.
 
     Raises:
-        Refused: the source cannot be read, a column is missing, the template fails, or too few prompts are left.
+        ConfigError: the source cannot be read, a column is missing, the template fails, or too few prompts are left.
     """
     use_template(args.chat_template, tokenizer)
     setting = _Setting(args, Renderer(tokenizer, template_kwargs or {}), seed, fetched)
@@ -103,7 +103,7 @@ def load_eval_prompts(
     of these the share ``eval_subsample``, at least one and at most ``eval_max_prompts``, drawn by ``seed``.
 
     Raises:
-        Refused: as ``load_prompts``; or there is nothing to evaluate on.
+        ConfigError: as ``load_prompts``; or there is nothing to evaluate on.
     """
     use_template(args.chat_template, tokenizer)
     setting = _Setting(args, Renderer(tokenizer, template_kwargs or {}), seed, fetched)
@@ -122,12 +122,12 @@ def _train(setting: _Setting, least: int) -> Prompts:
     return Prompts(dataset, counts, setting.renderer.text(dataset[0]["prompt"]))
 
 
-def _too_few(found: int, least: int, limit: int | None, counts: Counts) -> Refused:
+def _too_few(found: int, least: int, limit: int | None, counts: Counts) -> ConfigError:
     key = "max_train_prompts" if found == limit else "max_prompt_length" if counts.too_long else None
     what = f"{found} of {counts.read} prompts are left, one step needs {least}"
     long = [f"{counts.too_long} longer than max_prompt_length"] if counts.too_long else []
     fix = f"raise {key} or lower prompts_per_step" if key else "lower prompts_per_step, or name a larger dataset"
-    return refuse(key or "prompts_per_step", "; ".join([what, *long, *counts.lines()]), fix)
+    return config_error(key or "prompts_per_step", "; ".join([what, *long, *counts.lines()]), fix)
 
 
 def _train_problems(setting: _Setting, counts: Counts) -> Problems:
@@ -154,7 +154,9 @@ def _evaluate(setting: _Setting) -> Prompts:
         found = distinct(problems(shuffled, source, args, counts, min(BATCH_ROWS, wanted)), counts)
     dataset = _finished(found, setting, counts, wanted)
     if len(dataset) == 0:
-        raise refuse("eval_strategy", "; ".join(["no evaluation prompt is left", *counts.lines()]), "name another set")
+        raise config_error(
+            "eval_strategy", "; ".join(["no evaluation prompt is left", *counts.lines()]), "name another set"
+        )
     title = f"evaluating on {len(dataset)} of {len(rows)} rows (eval_subsample {args.eval_subsample:g})"
     return Prompts(dataset, counts, setting.renderer.text(dataset[0]["prompt"]), title)
 
@@ -165,7 +167,7 @@ def _eval_rows(setting: _Setting, counts: Counts) -> tuple[Dataset, Source | Non
     if args.dataset_mixture and not args.eval_dataset_name:
         _, held = mixed(args, counts, setting.fetched)
         if held is None:
-            raise refuse("dataset_mixture", "nothing is held out to evaluate on", "add test_split_size to it")
+            raise config_error("dataset_mixture", "nothing is held out to evaluate on", "add test_split_size to it")
         return held, None
     source = eval_source(args)
     rows = rows_of(source, args, setting.fetched)

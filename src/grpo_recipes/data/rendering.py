@@ -11,19 +11,19 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_recipes.data.problems import Batch, Counts, chosen
 from grpo_recipes.data.values import Message
-from grpo_recipes.errors import refuse
+from grpo_recipes.errors import config_error
 
 
 def use_template(template: str | None, tokenizer: PreTrainedTokenizerBase) -> None:
     """Give the tokenizer the recipe's chat template. TRL renders with it, and it is saved with the model.
 
     Raises:
-        Refused: there is no template at all.
+        ConfigError: there is no template at all.
     """
     if template is not None:
         tokenizer.chat_template = template
     if tokenizer.chat_template is None:
-        raise refuse("chat_template", "the tokenizer has no chat template", "add chat_template to the recipe")
+        raise config_error("chat_template", "the tokenizer has no chat template", "add chat_template to the recipe")
 
 
 @dataclass(frozen=True)
@@ -64,4 +64,4 @@ class Renderer:
             )
         except TemplateError as error:
             fix = "write a chat_template that can, or leave out what it cannot (a system prompt, the roles of a chat)"
-            raise refuse("chat_template", f"the template cannot render a prompt: {error}", fix) from error
+            raise config_error("chat_template", f"the template cannot render a prompt: {error}", fix) from error

@@ -25,7 +25,7 @@ from datasets import (
 from datasets.exceptions import DatasetNotFoundError, DatasetsError
 
 from grpo_recipes.data.sources import Source
-from grpo_recipes.errors import refuse
+from grpo_recipes.errors import config_error
 from grpo_recipes.modebench.dataset import SCHEME, Settings, TooFew, rows
 from grpo_recipes.recipe.check_modebench import too_few
 from grpo_recipes.recipe.configs import ScriptArguments
@@ -59,7 +59,7 @@ def read_rows(
         revision: branch, tag or commit of a hub dataset.
 
     Raises:
-        Refused: it cannot be read, or lacks a column.
+        ConfigError: it cannot be read, or lacks a column.
     """
     if streaming and limit is None:
         raise ValueError("a stream is read to a limit")
@@ -84,7 +84,7 @@ def open_rows(
     """As ``read_rows``, with a stream left unread. What is on this machine is mapped, never streamed from the hub.
 
     Raises:
-        Refused: it cannot be read.
+        ConfigError: it cannot be read.
     """
     folder = fetched(source, config, split) if fetched else None
     if folder is not None:
@@ -110,7 +110,7 @@ def rows_of(source: Source, args: ScriptArguments, fetched: Fetched | None = Non
         fetched: as in ``read_rows``.
 
     Raises:
-        Refused: it cannot be read, or there are too few problems of the kind asked for.
+        ConfigError: it cannot be read, or there are too few problems of the kind asked for.
     """
     if not source.id.startswith(SCHEME):
         return open_rows(source.id, source.config, source.split, args.dataset_streaming, fetched)
@@ -119,7 +119,7 @@ def rows_of(source: Source, args: ScriptArguments, fetched: Fetched | None = Non
         return Dataset.from_list(rows(source.id, source.split, settings))
     except TooFew as error:
         key, what, fix = too_few(settings, error.found)
-        raise refuse(key, what, fix) from error
+        raise config_error(key, what, fix) from error
 
 
 def column_names(rows: Rows) -> list[str]:
@@ -136,11 +136,11 @@ def need_columns(source: str, names: list[str], wanted: dict[str, str]) -> None:
         wanted: column -> the recipe key that names it.
 
     Raises:
-        Refused: one is missing; the message lists those that exist.
+        ConfigError: one is missing; the message lists those that exist.
     """
     for column, key in wanted.items():
         if column not in names:
-            raise refuse(key, f"'{source}' has no column '{column}'", f"write one of {', '.join(names)}")
+            raise config_error(key, f"'{source}' has no column '{column}'", f"write one of {', '.join(names)}")
 
 
 @contextmanager
@@ -148,12 +148,12 @@ def told(source: str) -> Iterator[None]:
     """Say which dataset cannot be read and why, in one line.
 
     Raises:
-        Refused: in place of what ``datasets`` raises.
+        ConfigError: in place of what ``datasets`` raises.
     """
     try:
         yield
     except (DatasetsError, OSError, ValueError, RuntimeError, StopIteration) as error:
-        raise refuse(f"'{source}'", f"the dataset cannot be read: {_reason(error)}", _fix(error)) from error
+        raise config_error(f"'{source}'", f"the dataset cannot be read: {_reason(error)}", _fix(error)) from error
 
 
 def _saved(path: Path, split: str) -> Dataset:

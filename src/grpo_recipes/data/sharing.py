@@ -14,7 +14,7 @@ import torch.distributed
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset, load_from_disk
 
-from grpo_recipes.errors import Problem, Refused
+from grpo_recipes.errors import ConfigError, Problem
 
 
 @dataclass
@@ -37,7 +37,7 @@ def prepared_once(name: str, prepare: Callable[[], Any]) -> Any:
         prepare: returns a dataclass with a ``dataset``.
 
     Raises:
-        Refused: on every rank, when ``prepare`` refuses.
+        ConfigError: on every rank, when ``prepare`` refuses.
         RuntimeError: on the other ranks, when it fails in another way.
     """
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
@@ -47,7 +47,7 @@ def prepared_once(name: str, prepare: Callable[[], Any]) -> Any:
         try:
             prepared = prepare()
             outcome = _Outcome(_save(name, prepared.dataset), replace(prepared, dataset=None))
-        except Refused as refused:
+        except ConfigError as refused:
             outcome.problems = refused.problems
         except Exception as error:  # the other ranks wait: they must hear of it, whatever it is
             failure, outcome.failure = error, f"{type(error).__name__}: {error}"
@@ -73,7 +73,7 @@ def _save(name: str, dataset: Dataset) -> str:
 
 def _taken(outcome: _Outcome) -> Any:
     if outcome.problems:
-        raise Refused(*outcome.problems)
+        raise ConfigError(*outcome.problems)
     if outcome.failure:
         raise RuntimeError(f"rank 0 could not prepare the prompts: {outcome.failure}")
     return replace(outcome.rest, dataset=load_from_disk(outcome.folder))

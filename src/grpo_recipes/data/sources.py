@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_recipes.errors import refuse
+from grpo_recipes.errors import config_error
 from grpo_recipes.recipe.configs import DatasetConfig, ScriptArguments
 from grpo_recipes.recipe.datafiles import has_splits
 
@@ -54,7 +54,7 @@ def eval_source(args: ScriptArguments) -> Source:
     """``eval_dataset_name``, or else ``dataset_test_split`` of ``dataset_name``.
 
     Raises:
-        Refused: ``dataset_name`` is a single file, of which no part is kept apart.
+        ConfigError: ``dataset_name`` is a single file, of which no part is kept apart.
     """
     given = [bool(getattr(args, f"eval_{key}")) for key in _COLUMN_KEYS]
     keys = [f"eval_{key}" if own else key for key, own in zip(_COLUMN_KEYS, given, strict=True)]
@@ -67,5 +67,5 @@ def eval_source(args: ScriptArguments) -> Source:
     path = Path(os.path.expanduser(args.dataset_name))
     if path.exists() and not has_splits(path):
         what = f"'{args.dataset_name}' has no split '{args.dataset_test_split}' to evaluate on"
-        raise refuse("eval_strategy", what, "add eval_dataset_name")
+        raise config_error("eval_strategy", what, "add eval_dataset_name")
     return Source(args.dataset_name, args.dataset_config, args.dataset_test_split, prompt, solution, where)

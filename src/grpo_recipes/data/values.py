@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from grpo_recipes.data.sources import Source
-from grpo_recipes.errors import refuse
+from grpo_recipes.errors import config_error
 
 Message = dict[str, str]
 
@@ -19,7 +19,7 @@ def chat_of(value: Any, source: Source) -> list[Message]:
         source: for what the message says.
 
     Raises:
-        Refused: it is neither, or a chat that ends with the assistant's turn.
+        ConfigError: it is neither, or a chat that ends with the assistant's turn.
     """
     if not isinstance(value, list):
         text = _text(value, source.prompt, source.keys[0], source)
@@ -27,7 +27,7 @@ def chat_of(value: Any, source: Source) -> list[Message]:
     messages = [_message(message, source) for message in value]
     if messages and messages[-1]["role"] == "assistant":
         what = f"a chat in column '{source.prompt}' of '{source.id}' ends with an assistant's turn"
-        raise refuse(source.keys[0], what, "leave out the last message: a prompt ends with the user's")
+        raise config_error(source.keys[0], what, "leave out the last message: a prompt ends with the user's")
     return messages if messages and messages[-1]["content"].strip() else []
 
 
@@ -35,7 +35,7 @@ def answer_of(value: Any, marker: str | None, source: Source) -> tuple[str, bool
     """A solution as text, and whether it is one in which the marker is missing.
 
     Raises:
-        Refused: it is no scalar.
+        ConfigError: it is no scalar.
     """
     text = _text(value, source.solution, source.keys[1], source)
     if not marker:
@@ -49,7 +49,7 @@ def _message(message: Any, source: Source) -> Message:
     role, content = given.get("role"), given.get("content", "")
     if not isinstance(role, str) or not isinstance(content, str) or given.keys() - {"role", "content"}:
         what = f"a chat in column '{source.prompt}' of '{source.id}' holds {_short(message)}"
-        raise refuse(source.keys[0], what, "write messages {role, content} with two texts and nothing else")
+        raise config_error(source.keys[0], what, "write messages {role, content} with two texts and nothing else")
     return {"role": role, "content": content}
 
 
@@ -62,7 +62,7 @@ def _text(value: Any, column: str, key: str, source: Source) -> str:
     if isinstance(value, str | bool | int | float):
         return str(value)
     what = f"column '{column}' of '{source.id}' holds {_short(value)}, where a text belongs"
-    raise refuse(key, what, "name a column of texts, or save it as texts")
+    raise config_error(key, what, "name a column of texts, or save it as texts")
 
 
 def _short(value: Any) -> str:

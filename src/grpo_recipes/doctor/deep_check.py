@@ -15,7 +15,7 @@ from grpo_recipes import smoke
 from grpo_recipes.data.problems import Message
 from grpo_recipes.data.rendering import Renderer, use_template
 from grpo_recipes.doctor.reward_probe import probe_rewards, problems_of, sample_rows
-from grpo_recipes.errors import Problem, Refused, refuse
+from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.fetch.sources import Sources, find_sources
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.batch import derive_batch
@@ -41,7 +41,7 @@ def look_deep(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
         What was seen, a line or a block each.
 
     Raises:
-        Refused: everything that does not work, one line a fault.
+        ConfigError: everything that does not work, one line a fault.
     """
     problems: list[Problem] = []
     seen: list[str] = []
@@ -49,7 +49,7 @@ def look_deep(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
     def part(look: Callable[[], list[str]]) -> None:
         try:
             seen.extend(look())
-        except Refused as refused:
+        except ConfigError as refused:
             problems.extend(refused.problems)
 
     sources = find_sources(recipe, environment)
@@ -63,14 +63,14 @@ def look_deep(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
         part(lambda: _prompts(recipe, sources, rows))
         part(lambda: _rewards(recipe, rows))
     if problems:
-        raise Refused(*dict.fromkeys(problems))
+        raise ConfigError(*dict.fromkeys(problems))
     return seen
 
 
 def _present(recipe: Recipe, sources: Sources) -> list[str]:
     if sources.missing:
         fix = f"run grpo fetch {shlex.quote(shown(recipe.path))}"
-        raise Refused(*[Problem(piece.where, f"{piece} is not on this machine", fix) for piece in sources.missing])
+        raise ConfigError(*[Problem(piece.where, f"{piece} is not on this machine", fix) for piece in sources.missing])
     return [f"{source.kind:<10} {source.id} at {source.commit[:12]}" for source in sources.found]
 
 
@@ -97,7 +97,7 @@ def _parsed(recipe: Recipe) -> tuple[Any, Any, Any]:
             script_args, args, model_args = TrlParser(CONFIGS, allow_abbrev=False).parse_args_and_config(argv)
         except (ValueError, TypeError) as error:
             what = f"TRL refuses the recipe: {' '.join(str(error).split())[:300]}"
-            raise refuse(recipe.path.name, what, "change the keys it names") from error
+            raise config_error(recipe.path.name, what, "change the keys it names") from error
     return script_args, args, model_args
 
 
@@ -119,15 +119,17 @@ def _adapter(recipe: Recipe, sources: Sources) -> list[str]:
         model = skeleton(model_args, args.trust_remote_code)
     try:
         layers = check_adapter(model, get_peft_config(model_args))
-    except Refused as refused:
-        raise Refused(*[replace(one, where=recipe.place(one.where)) for one in refused.problems]) from refused
+    except ConfigError as refused:
+        raise ConfigError(*[replace(one, where=recipe.place(one.where)) for one in refused.problems]) from refused
     return [f"adapter    on {layers} layers"]
 
 
 def _prompts(recipe: Recipe, sources: Sources, rows: list[dict[str, Any]]) -> list[str]:
     """The first prompt as the model sees it, and the length of all that were looked at."""
     if not rows:
-        raise refuse(recipe.path.name, "the dataset has no rows with a prompt and a solution", "look at its columns")
+        raise config_error(
+            recipe.path.name, "the dataset has no rows with a prompt and a solution", "look at its columns"
+        )
     tokenizer = _tokenizer(recipe, sources)
     use_template(recipe["chat_template"], tokenizer)
     renderer = Renderer(tokenizer, recipe["chat_template_kwargs"] or {})
@@ -137,7 +139,7 @@ def _prompts(recipe: Recipe, sources: Sources, rows: list[dict[str, Any]]) -> li
     fitting = sum(length <= limit for length in lengths) if limit else len(lengths)
     if not fitting:
         what = f"none of {len(lengths)} prompts fits, the shortest has {min(lengths)} tokens"
-        raise refuse(recipe.place("max_prompt_length"), what, f"write {max(lengths)} or more")
+        raise config_error(recipe.place("max_prompt_length"), what, f"write {max(lengths)} or more")
     return [
         f"prompts    {fitting} of the first {len(lengths)} fit; {min(lengths)} to {max(lengths)} tokens",
         _end_of_turn(renderer, prompts[0]),
@@ -155,7 +157,7 @@ def _tokenizer(recipe: Recipe, sources: Sources) -> Any:
         return load_tokenizer(model_args, args)
     except (OSError, ValueError) as error:
         what = f"the tokenizer cannot be loaded: {' '.join(str(error).split())[:300]}"
-        raise refuse(recipe.place("model_name_or_path"), what, "name a model with its tokenizer files") from error
+        raise config_error(recipe.place("model_name_or_path"), what, "name a model with its tokenizer files") from error
 
 
 def _end_of_turn(renderer: Renderer, prompt: list[Message]) -> str:
@@ -173,7 +175,7 @@ def _rewards(recipe: Recipe, rows: list[dict[str, Any]]) -> list[str]:
     findings = probe_rewards(recipe, rows)
     problems = problems_of(recipe, rows, findings)
     if problems:
-        raise Refused(*problems)
+        raise ConfigError(*problems)
     return [
         f"reward     {one.reward}: right answers {_mean(one.right_mean)}, wrong ones {_mean(one.wrong_mean)}"
         for one in findings

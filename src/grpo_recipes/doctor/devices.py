@@ -66,7 +66,7 @@ def visible_ids(machine: Machine) -> tuple[str, ...]:
     """What CUDA_VISIBLE_DEVICES leaves of them: indices, UUIDs or ids of MIG slices.
 
     Raises:
-        Refused: it names what the driver does not list.
+        ConfigError: it names what the driver does not list.
     """
     listing = machine.ask(*LISTING)
     return select_gpus(listing.out if listing else "", machine.environment.get("CUDA_VISIBLE_DEVICES"))

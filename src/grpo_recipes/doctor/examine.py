@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_recipes.doctor.machine import NoAnswer
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.runs.finding import OK, PROBLEM, WARNING, Finding, problem, warning
 from grpo_recipes.secrets import masked
 
@@ -67,7 +67,7 @@ def _guarded(check: Callable[[Any], Finding], subject: Any) -> Finding:
     """The check's finding; a refusal is a problem, and a check that fails hides no other."""
     try:
         return check(subject)
-    except Refused as refused:
+    except ConfigError as refused:
         first = refused.problems[0]
         more = f" (and {len(refused.problems) - 1} more)" if len(refused.problems) > 1 else ""
         return problem(f"{first.where}: {first.what}{more}", first.fix)

@@ -16,7 +16,7 @@ from grpo_recipes.doctor.devices import visible
 from grpo_recipes.doctor.limits import cgroup_memory
 from grpo_recipes.doctor.machine import Machine, existing
 from grpo_recipes.doctor.storage import SHARED_MEMORY
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.fetch.assets import MODEL
 from grpo_recipes.fetch.gated import gated_note
 from grpo_recipes.fetch.sources import Sources, find_sources
@@ -27,7 +27,7 @@ from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.types import Plan
 from grpo_recipes.process.say import gigabytes
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.tasks import asked_task, entry_of
+from grpo_recipes.recipe.tasks import entry_of, requested_task
 from grpo_recipes.runs.finding import OK, Finding, ok, problem, warning
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
@@ -60,9 +60,9 @@ class Case:
         """What a launch would start.
 
         Raises:
-            Refused: it would start nothing.
+            ConfigError: it would start nothing.
         """
-        entry = entry_of(self.recipe, asked_task(self.environment, self.task))
+        entry = entry_of(self.recipe, requested_task(self.environment, self.task))
         return make_plan(
             self.recipe, find_resources(self.environment), self.environment, planned_names(self.recipe), entry
         )
@@ -93,7 +93,7 @@ def gpu_plan(case: Case) -> Finding:
     """What a launch of the recipe would start here, with the GPUs that it would use and leave."""
     try:
         plan = case.plan
-    except Refused as refused:
+    except ConfigError as refused:
         first = refused.problems[0]
         if first.where == "devices" and not case.machine.in_job and case.machine.ask("sinfo", "--version"):
             return warning(f"{first.what}: usual on a login node", "grpo plan RECIPE --gpus 8 shows the plan of a job")

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from grpo_recipes import smoke
-from grpo_recipes.errors import Problem, Refused
+from grpo_recipes.errors import ConfigError, Problem
 from grpo_recipes.fetch.assets import MODEL
 from grpo_recipes.fetch.sources import find_sources
 from grpo_recipes.modebench.verify import is_problem
@@ -40,7 +40,7 @@ def sample_rows(recipe: Recipe, most: int, environment: Mapping[str, str]) -> li
         Rows with ``prompt`` (chat messages), ``answer`` (text) and the other scalar columns.
 
     Raises:
-        Refused: the dataset cannot be read, or lacks a column.
+        ConfigError: the dataset cannot be read, or lacks a column.
     """
     from datasets import Dataset, disable_progress_bars
 
@@ -67,7 +67,7 @@ def probe_rewards(recipe: Recipe, rows: list[dict[str, Any]]) -> list[Finding]:
     """Show every reward of a recipe right and wrong completions of these rows.
 
     Raises:
-        Refused: a reward cannot be loaded.
+        ConfigError: a reward cannot be loaded.
     """
     strict = recipe["answer_matching"] == "strict"
     most_missing = recipe["reward_max_no_verdict"]
@@ -122,7 +122,7 @@ def _scores(recipe: Recipe) -> Iterator[dict[str, Score]]:
         with pool:
             yield {name: _away(pool, name) if name in away else _here(recipe, name) for name in names}
     except RewardFailed as error:
-        raise Refused(Problem(recipe.place("reward_funcs"), str(error), _MEND)) from error
+        raise ConfigError(Problem(recipe.place("reward_funcs"), str(error), _MEND)) from error
 
 
 def _away(pool: ChildRewards, name: str) -> Score:
@@ -138,12 +138,12 @@ def _here(recipe: Recipe, name: str) -> Score:
         try:
             result = load_object(name)(completions=completions, **columns)
             return _verdicts(asyncio.run(result) if inspect.iscoroutine(result) else result, len(completions))
-        except Refused:
+        except ConfigError:
             raise
         except Exception as error:  # theirs: whatever it raises would end the run
             traceback.print_exc()
             what = f"reward '{name}' failed: {described(error)}"
-            raise Refused(Problem(recipe.place("reward_funcs"), what, _MEND)) from error
+            raise ConfigError(Problem(recipe.place("reward_funcs"), what, _MEND)) from error
 
     return score if name in REWARDS else score_theirs
 

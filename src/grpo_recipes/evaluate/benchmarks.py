@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from accelerate.utils import broadcast_object_list
 
 from grpo_recipes.data.rows import Fetched
-from grpo_recipes.errors import EXIT_STOPPED, Refused
+from grpo_recipes.errors import EXIT_STOPPED, ConfigError
 from grpo_recipes.evaluate.baselines import baselines
 from grpo_recipes.evaluate.problems import BenchmarkProblem, load_problems
 from grpo_recipes.evaluate.scoring import MODEBENCH, Scorer, recipe_scorer
@@ -169,7 +169,9 @@ class Runner:
             try:
                 outcome[0] = work()
             except Exception as error:  # whatever it is: the other ranks wait, and the other benchmarks may run
-                reason = str(error.problems[0]) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
+                reason = (
+                    str(error.problems[0]) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+                )
                 outcome[1] = masked(" ".join(reason.split()))
         broadcast_object_list(outcome, from_process=0)
         if outcome[1] is not None:

@@ -11,7 +11,7 @@ from typing import Any
 from grpo_recipes.data.rows import Fetched, read_rows, rows_of
 from grpo_recipes.data.sources import Source
 from grpo_recipes.data.values import Message, answer_of, chat_of
-from grpo_recipes.errors import refuse
+from grpo_recipes.errors import config_error
 from grpo_recipes.modebench.dataset import TASKS
 from grpo_recipes.recipe.benchmark_names import (
     BENCHMARKS,
@@ -59,7 +59,7 @@ def load_problems(
         fetched: as in ``data.read_rows``.
 
     Raises:
-        Refused: the dataset cannot be read, or a problem or answer is missing.
+        ConfigError: the dataset cannot be read, or a problem or answer is missing.
     """
     benchmark = _file_benchmark(name, args) if is_file(name) else BENCHMARKS[name]
     place = _smoke_file() if name == SMOKE_BENCHMARK else benchmark.id
@@ -69,7 +69,7 @@ def load_problems(
     else:
         rows = read_rows(place, benchmark.config, benchmark.split, fetched=fetched)
     if len(rows) == 0:
-        raise refuse("benchmarks", f"'{place}' has no rows", "name a dataset with rows")
+        raise config_error("benchmarks", f"'{place}' has no rows", "name a dataset with rows")
     indices = _drawn(len(rows), args.benchmark_max_problems, seed)
     return [_problem(index, rows[index], benchmark, source, args.system_prompt, seed) for index in indices]
 
@@ -77,11 +77,11 @@ def load_problems(
 def _file_benchmark(name: str, args: ScriptArguments) -> Benchmark:
     path = os.path.expanduser(name)
     if not os.path.isfile(path):
-        raise refuse("benchmarks", f"no file '{name}'", "put it back, or leave it out")
+        raise config_error("benchmarks", f"no file '{name}'", "put it back, or leave it out")
     names = read_rows(path, None, "test").column_names
     columns = benchmark_columns(names, (args.dataset_prompt_column, args.dataset_solution_column))
     if columns is None:
-        raise refuse("benchmarks", f"'{name}' has the columns {', '.join(names)}", "name two problem and answer")
+        raise config_error("benchmarks", f"'{name}' has the columns {', '.join(names)}", "name two problem and answer")
     return Benchmark("", path, "test", prompt=columns[0], solution=columns[1])
 
 
@@ -102,7 +102,9 @@ def _problem(
     prompt = chat_of(row.get(benchmark.prompt), source)
     gold, _ = answer_of(row.get(benchmark.solution), benchmark.marker, source)
     if not prompt or not gold:
-        raise refuse("benchmarks", f"row {index} of '{source.id}' has no problem or no answer", "mend the dataset")
+        raise config_error(
+            "benchmarks", f"row {index} of '{source.id}' has no problem or no answer", "mend the dataset"
+        )
     if benchmark.wrong:
         options = [gold, *(str(row[column]).strip() for column in benchmark.wrong)]
         prompt, gold = _multiple_choice(prompt, options, random.Random(f"{seed}/{index}"))

@@ -29,7 +29,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from grpo_recipes.errors import Refused, refuse
+from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.fetch.assets import MODEL, Piece
 from grpo_recipes.fetch.files import wanted_files
 from grpo_recipes.fetch.gated import how_to_get_access
@@ -47,7 +47,7 @@ def commit_of(piece: Piece) -> str:
     """The commit a piece's revision stands for at the hub now.
 
     Raises:
-        Refused: there is no such repository or revision, or it may not be read.
+        ConfigError: there is no such repository or revision, or it may not be read.
     """
     return str(_info(piece, HfApi(), files_metadata=False).sha)
 
@@ -59,7 +59,7 @@ def fetch(piece: Piece, environment: Mapping[str, str]) -> Record:
     under ``<CACHE_ROOT>/datasets``, and appears there complete or not at all.
 
     Raises:
-        Refused: it does not exist, may not be read, does not fit on the disk, or the hub does not answer.
+        ConfigError: it does not exist, may not be read, does not fit on the disk, or the hub does not answer.
     """
     bring = _fetch_model if piece.kind == MODEL else _fetch_dataset
     try:
@@ -68,7 +68,7 @@ def fetch(piece: Piece, environment: Mapping[str, str]) -> Record:
         raise _refusal(error, piece) from None
     except OSError as error:
         fix = "free space or set CACHE_ROOT to a larger file system, then run it again: what came is kept"
-        raise refuse(piece.where, f"cannot fetch {piece}: {_line(error)}", fix) from None
+        raise config_error(piece.where, f"cannot fetch {piece}: {_line(error)}", fix) from None
     write_record(record, piece, environment)
     return record
 
@@ -90,7 +90,7 @@ def _fetch_model(piece: Piece, _: Mapping[str, str]) -> Record:
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
     names = wanted_files(sizes, piece.code)
     if not names:
-        raise refuse(piece.where, f"{piece} holds no files of a model", "name a repository with weights")
+        raise config_error(piece.where, f"{piece} holds no files of a model", "name a repository with weights")
     arguments: dict[str, Any] = {"revision": info.sha, "allow_patterns": [glob.escape(name) for name in names]}
     planned = snapshot_download(piece.id, dry_run=True, **arguments)
     needed = sum(file.file_size or 0 for file in planned if file.will_download)
@@ -122,7 +122,7 @@ def _need_space(piece: Piece, folder: Path, needed: int) -> None:
     free = shutil.disk_usage(there).free
     if needed > free:
         what = f"{piece} takes {human(needed)} more, {there} has {human(free)} free"
-        raise refuse(piece.where, what, "free space, or set CACHE_ROOT or HF_HOME to a larger file system")
+        raise config_error(piece.where, what, "free space, or set CACHE_ROOT or HF_HOME to a larger file system")
 
 
 def _fetch_dataset(piece: Piece, environment: Mapping[str, str]) -> Record:
@@ -191,7 +191,7 @@ def _rows(piece: Piece, commit: str, cache: Path) -> Any:
         raise _dataset_refusal(error, piece) from None
 
 
-def _dataset_refusal(error: Exception, piece: Piece) -> Refused:
+def _dataset_refusal(error: Exception, piece: Piece) -> ConfigError:
     """What keeps a dataset from being read: its licence, or its name, configuration, split or format."""
     causes = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
@@ -200,25 +200,31 @@ def _dataset_refusal(error: Exception, piece: Piece) -> Refused:
         if isinstance(cause, _HUB_ERRORS):
             return _refusal(cause, piece)
     if "gated" in str(error):
-        return refuse(piece.where, f"{piece} is gated", how_to_get_access(piece.id, piece.kind))
-    return refuse(piece.where, f"cannot read {piece}: {_line(error)}", "correct the name, the config or the split")
+        return config_error(piece.where, f"{piece} is gated", how_to_get_access(piece.id, piece.kind))
+    return config_error(
+        piece.where, f"cannot read {piece}: {_line(error)}", "correct the name, the config or the split"
+    )
 
 
-def _refusal(error: Exception, piece: Piece) -> Refused:
+def _refusal(error: Exception, piece: Piece) -> ConfigError:
     """One line for what the hub answered, or did not."""
     if isinstance(error, GatedRepoError):
         what = f"{piece} is gated and this account may not read it"
-        return refuse(piece.where, what, how_to_get_access(piece.id, piece.kind))
+        return config_error(piece.where, what, how_to_get_access(piece.id, piece.kind))
     if isinstance(error, RepositoryNotFoundError):
         what = f"the hub has no {piece.kind} '{piece.id}', or it is private"
-        return refuse(piece.where, what, "correct the name; for a private one export HF_TOKEN or run hf auth login")
+        return config_error(
+            piece.where, what, "correct the name; for a private one export HF_TOKEN or run hf auth login"
+        )
     if isinstance(error, HFValidationError):
-        return refuse(piece.where, f"'{piece.id}' is neither here nor the name of a {piece.kind}", "correct the name")
+        return config_error(
+            piece.where, f"'{piece.id}' is neither here nor the name of a {piece.kind}", "correct the name"
+        )
     if isinstance(error, RevisionNotFoundError):
         what = f"{piece.kind} '{piece.id}' has no revision '{piece.revision}'"
-        return refuse(piece.where, what, "name a branch, tag or commit that exists (model_revision)")
+        return config_error(piece.where, what, "name a branch, tag or commit that exists (model_revision)")
     fix = "run it again where the hub is reachable: what came is kept"
-    return refuse(piece.where, f"cannot fetch {piece} from {constants.ENDPOINT}: {_line(error)}", fix)
+    return config_error(piece.where, f"cannot fetch {piece} from {constants.ENDPOINT}: {_line(error)}", fix)
 
 
 def _line(error: Exception) -> str:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_recipes.errors import Problem, Refused, refuse
+from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, endpoint, hub_answers, told_offline
 from grpo_recipes.fetch.sources import Sources, changed_sources, find_sources
 from grpo_recipes.process.prctl import die_with_parent
@@ -37,23 +37,23 @@ def need_sources(
         allow_changed: take a local model or dataset though it changed since the run began.
 
     Raises:
-        Refused: something is missing and cannot be brought, or a resumed run's local files changed.
+        ConfigError: something is missing and cannot be brought, or a resumed run's local files changed.
     """
     sources = find_sources(recipe, environment, recorded)
     changed = changed_sources(sources, recorded)
     if changed and not allow_changed:
-        raise refuse("--resume", changed, "put back what it began with, or add --allow-changed-code")
+        raise config_error("--resume", changed, "put back what it began with, or add --allow-changed-code")
     if not sources.missing:
         return sources
     command = f"grpo fetch {shlex.join(arguments)}"
     if not hub_answers(environment):
         why = "HF_HUB_OFFLINE is set" if told_offline(environment) else f"{endpoint(environment)} does not answer"
-        raise Refused(*[_missing(str(piece), piece.where, why, command) for piece in sources.missing])
+        raise ConfigError(*[_missing(str(piece), piece.where, why, command) for piece in sources.missing])
     print(f"grpo: not here yet: {', '.join(map(str, sources.missing))}; running {command}", flush=True)
     _fetch(arguments, environment, command)
     sources = find_sources(recipe, environment, recorded)
     if sources.missing:
-        raise refuse("grpo fetch", f"left out {sources.missing[0]}", f"run {command} and look at what it says")
+        raise config_error("grpo fetch", f"left out {sources.missing[0]}", f"run {command} and look at what it says")
     return sources
 
 
@@ -74,4 +74,6 @@ def _fetch(arguments: Sequence[str], environment: Mapping[str, str], command: st
     if done.returncode == EXIT_INTERRUPTED:
         raise SystemExit(EXIT_INTERRUPTED)
     if done.returncode:
-        raise refuse("grpo fetch", f"ended with code {done.returncode}", f"mend what it says above; then: {command}")
+        raise config_error(
+            "grpo fetch", f"ended with code {done.returncode}", f"mend what it says above; then: {command}"
+        )

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.errors import refuse
+from grpo_recipes.errors import config_error
 from grpo_recipes.fetch.assets import MODEL, Piece, local_pieces_of, pieces_of
 from grpo_recipes.fetch.records import Record, find_record
 from grpo_recipes.modebench.dataset import SCHEME as MODEBENCH_SCHEME
@@ -105,7 +105,7 @@ def find_sources(
         recorded: sources of the run that is resumed: its commits are looked for, whatever came later.
 
     Raises:
-        Refused: a local file or folder does not exist.
+        ConfigError: a local file or folder does not exist.
     """
     found, missing = local_sources(recipe, environment), []
     for piece in wanted_pieces(recipe, recorded):
@@ -183,7 +183,7 @@ def _local(piece: Piece, recipe: Recipe, environment: Mapping[str, str]) -> Sour
     else:
         path = Path(os.path.expanduser(piece.id)).absolute()
         if not path.exists():
-            raise refuse(piece.where, f"no file or folder '{piece.id}'", "name an existing one, or a hub id")
+            raise config_error(piece.where, f"no file or folder '{piece.id}'", "name an existing one, or a hub id")
         mark = fingerprint(path)
     return Source(piece.kind, piece.id, piece.config, piece.split, piece.limit, None, mark, str(path))
 

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from grpo_recipes.errors import Refused
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.launch.freeze import SUBMITTED, keep
 from grpo_recipes.launch.nodes import Agents
 from grpo_recipes.launch.resolve_run import note_job
@@ -59,7 +59,7 @@ def prepare(run: Run, recipe: Recipe, plan: Plan, names: Names, resources: Resou
     """Freeze recipe and plan in the run directory; make each node's scratch folders and the token.
 
     Raises:
-        Refused: a node did not answer; no attempt has begun.
+        ConfigError: a node did not answer; no attempt has begun.
     """
     plan = replace(plan, processes=[replace(process, log=new_log(process.log)) for process in plan.processes])
     keep(run, recipe, plan)
@@ -85,7 +85,7 @@ def prepare(run: Run, recipe: Recipe, plan: Plan, names: Names, resources: Resou
     }
     try:
         agents.begin(run.folder, names.served, scratch.token.read_text(), tracking)
-    except Refused:
+    except ConfigError:
         scratch.remove()
         raise
     write_json(run.folder / "summary.json", {"status": "running", "smoke": plan.smoke, "restarts": restarts, **kept})

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from grpo_recipes.errors import refuse
+from grpo_recipes.errors import config_error
 from grpo_recipes.fetch.sources import find_sources, record_sources
 from grpo_recipes.paths import CODE_VARIABLE, cache_root, home, shown
 from grpo_recipes.plan.devices import Resources
@@ -41,14 +41,14 @@ def freeze(recipe: Recipe, names: Names, resources: Resources, entry: str, envir
         The run, with ``status`` "submitted" in its ``summary.json``.
 
     Raises:
-        Refused: the plan does not fit, or the folder exists or cannot be made.
+        ConfigError: the plan does not fit, or the folder exists or cannot be made.
     """
     sources = find_sources(recipe, environment)
     plan = make_plan(recipe, resources, environment, names, entry, sources=sources)
     run = new_run_in(names.run_dir.absolute(), names.run, names.timestamp, resources.facts())
     if run is None:
         what = f"{shown(names.run_dir)} exists: another run has just taken that name"
-        raise refuse("run_name", what, "submit again, or set another run_name")
+        raise config_error("run_name", what, "submit again, or set another run_name")
     try:
         _copy_code(run.folder / FROZEN_CODE, entry)
         if environment.get("CONFIG_FILE"):
@@ -62,7 +62,7 @@ def freeze(recipe: Recipe, names: Names, resources: Resources, entry: str, envir
     except OSError as error:
         shutil.rmtree(run.folder, ignore_errors=True)
         what = f"cannot copy code and recipe into {shown(run.folder)} ({error.strerror or error})"
-        raise refuse("run_root", what, "name a folder with room that you may write to") from None
+        raise config_error("run_root", what, "name a folder with room that you may write to") from None
     except BaseException:
         shutil.rmtree(run.folder, ignore_errors=True)
         raise

@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from grpo_recipes.errors import EXIT_REFUSED, Refused
+from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError
 from grpo_recipes.launch.supervisor import Child
 from grpo_recipes.plan.devices import environment_flavour, visible_gpus
 from grpo_recipes.plan.environment import base_environment, run_environment
@@ -213,9 +213,9 @@ def main() -> int:
             if not line:
                 return 0
             agent.obey(line)
-    except Refused as refused:
+    except ConfigError as refused:
         print(f"grpo: node {os.environ['SLURM_NODEID']}: {refused}", file=sys.stderr, flush=True)
-        return EXIT_REFUSED
+        return EXIT_CONFIG_ERROR
     finally:
         agent.end()
 

@@ -21,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.errors import Refused, refuse
+from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.launch.node_worker import MARK
 from grpo_recipes.launch.supervisor import Child, Lost, RankSeen
 from grpo_recipes.plan.types import Process
@@ -61,13 +61,13 @@ class Agents:
         """Start an agent on every node.
 
         Raises:
-            Refused: this process is not on the first node, or there is no srun.
+            ConfigError: this process is not on the first node, or there is no srun.
         """
         if environment.get("SLURM_NODEID") != "0" or environment.get("SLURM_PROCID", "0") != "0":
             what = "a job on several nodes is launched once, on its first node; this is not there"
-            raise refuse("SLURM_NODEID", what, "submit training.sh with sbatch")
+            raise config_error("SLURM_NODEID", what, "submit training.sh with sbatch")
         if shutil.which("srun") is None:
-            raise refuse("srun", "there is none here", "load the module that has it, e.g. MODULES=slurm")
+            raise config_error("srun", "there is none here", "load the module that has it, e.g. MODULES=slurm")
         self._srun = subprocess.Popen(
             srun_command(self.count, environment),
             stdin=subprocess.PIPE,
@@ -103,7 +103,7 @@ class Agents:
             One report a node, in their order.
 
         Raises:
-            Refused: a node is silent for ``seconds``, or srun ended.
+            ConfigError: a node is silent for ``seconds``, or srun ended.
         """
         return self.ask_of(range(self.count), order, seconds, **facts)
 
@@ -117,10 +117,14 @@ class Agents:
         with self._news:
             while silent := [node for node in to if (order, node, "") not in self._reports]:
                 if not self.alive():
-                    raise refuse("nodes of the job", self.ending(), "see what srun wrote above, in the job's error log")
+                    raise config_error(
+                        "nodes of the job", self.ending(), "see what srun wrote above, in the job's error log"
+                    )
                 if time.monotonic() > deadline:
                     what = f"node {silent[0]} did not answer within {seconds:.0f} s"
-                    raise refuse("nodes of the job", what, "look at that node, or leave it out with sbatch --exclude")
+                    raise config_error(
+                        "nodes of the job", what, "look at that node, or leave it out with sbatch --exclude"
+                    )
                 self._news.wait(0.2)
             return [self._reports[(order, node, "")] for node in to]
 
@@ -144,7 +148,7 @@ class Agents:
             variables: what every process gets beside the environment that the agent makes on its node.
 
         Raises:
-            Refused: a node did not answer.
+            ConfigError: a node did not answer.
         """
         if self._srun is None:
             return
@@ -213,13 +217,13 @@ def srun_command(count: int, environment: Mapping[str, str]) -> list[str]:
         environment: of the batch script; the cores of each node are in it.
 
     Raises:
-        Refused: the further options are no words of a shell.
+        ConfigError: the further options are no words of a shell.
     """
     try:
         further = shlex.split(environment.get(SRUN_OPTIONS, ""))
     except ValueError as error:
         what = f"'{environment[SRUN_OPTIONS]}' cannot be split into words ({error})"
-        raise refuse(SRUN_OPTIONS, what, "close the quotes, or unset it") from None
+        raise config_error(SRUN_OPTIONS, what, "close the quotes, or unset it") from None
     cores = [
         int(number) for number in re.findall(r"(\d+)(?:\(x\d+\))?", environment.get("SLURM_JOB_CPUS_PER_NODE", ""))
     ]
@@ -286,7 +290,7 @@ class RemoteChild:
 
     def end(self, grace: float = 3.0) -> None:
         """End the command and all it started on its node, and wait for that; a silent agent is found by ``alive``."""
-        with contextlib.suppress(Refused):
+        with contextlib.suppress(ConfigError):
             self._agents.ask_of([self._node], "end", ANSWER_SECONDS, process=self._name, grace=grace)
 
     def _told(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
 
-from grpo_recipes.errors import refuse
+from grpo_recipes.errors import config_error
 from grpo_recipes.launch.nodes import START_SECONDS, Agents
 from grpo_recipes.plan.devices import Node, Resources
 from grpo_recipes.process.network import address_reachable
@@ -31,7 +31,7 @@ def survey(agents: Agents, resources: Resources, environment: Mapping[str, str])
         The resources with the nodes as they are; unchanged on one node.
 
     Raises:
-        Refused: a node is silent, has no address that is asked for, or does not reach another one.
+        ConfigError: a node is silent, has no address that is asked for, or does not reach another one.
     """
     if not resources.nodes:
         return resources
@@ -63,7 +63,7 @@ def _addresses(agents: Agents, reports: list[dict], environment: Mapping[str, st
         lacking = next(report for report in reports if not report["interfaces"].get(wanted))
         known = ", ".join(name for name, own in lacking["interfaces"].items() if own)
         what = f"node {lacking['host']} has no address on '{wanted}' (it has {known})"
-        raise refuse(variable, what, "name the interface that joins the nodes, or unset it")
+        raise config_error(variable, what, "name the interface that joins the nodes, or unset it")
     named = [node_address(report["host"]) for report in reports]
     if all(_is_address(name) for name in named):
         return named
@@ -73,7 +73,9 @@ def _addresses(agents: Agents, reports: list[dict], environment: Mapping[str, st
     for node, answer in enumerate(answers):
         if answer["address"] is None:
             what = f"node {reports[node]['host']} finds no way to {answer['peer']} ({answer['error']})"
-            raise refuse("network of the nodes", what, "name the interface that joins them with NETWORK_INTERFACE")
+            raise config_error(
+                "network of the nodes", what, "name the interface that joins them with NETWORK_INTERFACE"
+            )
     return [answer["address"] for answer in answers]
 
 
@@ -92,7 +94,7 @@ def node_address(name: str) -> str:
     """``NodeAddr`` of a node as Slurm has it: an address, or a name.
 
     Raises:
-        Refused: Slurm does not tell.
+        ConfigError: Slurm does not tell.
     """
     try:
         done = subprocess.run(
@@ -103,7 +105,7 @@ def node_address(name: str) -> str:
         told = None
     if told is None:
         what = f"scontrol tells no address of node {name}"
-        raise refuse("network of the nodes", what, "name the interface that joins them with NETWORK_INTERFACE")
+        raise config_error("network of the nodes", what, "name the interface that joins them with NETWORK_INTERFACE")
     return told[1]
 
 
@@ -118,7 +120,7 @@ def _need_ways(agents: Agents, nodes: list[Node]) -> None:
     """Have every node open a connection to every other one.
 
     Raises:
-        Refused: one does not; the pair is named.
+        ConfigError: one does not; the pair is named.
     """
     fix = "name the interface that joins them with NETWORK_INTERFACE, or have the firewall between them opened"
     own = {str(index): node.address for index, node in enumerate(nodes)}
@@ -126,14 +128,14 @@ def _need_ways(agents: Agents, nodes: list[Node]) -> None:
     for node, report in zip(nodes, listening, strict=True):
         if report["port"] is None:
             what = f"node {node.name} cannot listen on {node.address} ({report['error']})"
-            raise refuse("network of the nodes", what, fix)
+            raise config_error("network of the nodes", what, fix)
     peers = [[index, node.address, listening[index]["port"]] for index, node in enumerate(nodes)]
     tried = agents.ask("connect", peers=peers, limit=_CONNECT_SECONDS)
     for node, report in zip(nodes, tried, strict=True):
         for other, error in report["failed"].items():
             to = nodes[int(other)]
             what = f"node {node.name} ({node.address}) does not reach node {to.name} ({to.address}): {error}"
-            raise refuse("network of the nodes", what, fix)
+            raise config_error("network of the nodes", what, fix)
 
 
 WANDB_ADDRESS = "https://api.wandb.ai"
@@ -152,13 +154,13 @@ def need_wandb_route(recipe: Recipe, environment: Mapping[str, str]) -> None:
     W&B itself waits for minutes, and ends the trainer when the model is long loaded.
 
     Raises:
-        Refused: WANDB_MODE is not set and no connection opens.
+        ConfigError: WANDB_MODE is not set and no connection opens.
     """
     if not needs_wandb(recipe, environment):
         return
     address = environment.get("WANDB_BASE_URL") or WANDB_ADDRESS
     if not address_reachable(address, environment):
         what = f"W&B does not answer at {address} from this machine"
-        raise refuse(
+        raise config_error(
             recipe.origin("report_to"), what, "export WANDB_MODE=offline and run wandb sync later, or report_to: none"
         )

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import traceback
 
-from grpo_recipes.errors import EXIT_STOPPED, Refused
+from grpo_recipes.errors import EXIT_STOPPED, ConfigError
 from grpo_recipes.launch.attempt import Attempt, go_back, say_start
 from grpo_recipes.launch.monitor import Watch
 from grpo_recipes.launch.nodes import RemoteChild, Trainers
@@ -35,7 +35,7 @@ def supervise(attempt: Attempt, stop: StopSignals) -> Ending:
         ending = make_smoke_task(attempt) or run_processes(attempt, stop)
     except StoppedAtOnce as stopped:
         ending = stopped.ending()
-    except Refused as refused:
+    except ConfigError as refused:
         ending = Ending(1, str(refused.problems[0]))  # 2 says that nothing was started
     except Exception as error:
         traceback.print_exc()

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_recipes.errors import Refused, refuse
+from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.paths import CODE_VARIABLE
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import choose_recipe
@@ -18,7 +18,7 @@ from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.process.say import say
 from grpo_recipes.recipe import Recipe, merge_recipe, read_frozen
 from grpo_recipes.recipe.check import checked_recipe
-from grpo_recipes.recipe.tasks import GRPO, asked_task, entry_of, same_task
+from grpo_recipes.recipe.tasks import GRPO, entry_of, requested_task, same_task
 from grpo_recipes.runs.checkpoints import newest_complete, world_size_of
 from grpo_recipes.runs.digests import need_same_files
 from grpo_recipes.runs.rundir import (
@@ -51,9 +51,9 @@ def settle(options: Options, resources: Resources) -> tuple[Run | None, Recipe, 
     """Which run this is (None: a new one), its recipe and entry script."""
     # What the environment said when a run was submitted is in its frozen recipe.
     environment = {} if os.environ.get(CODE_VARIABLE) else os.environ
-    asked = asked_task(environment, options.task)
+    asked = requested_task(environment, options.task)
     if options.resume is not None and options.recipe:
-        raise refuse("--resume", "a resumed run goes on with its own recipe", "leave the recipe out")
+        raise config_error("--resume", "a resumed run goes on with its own recipe", "leave the recipe out")
     if options.resume in (None, "last"):
         path = choose_recipe(options.recipe, environment, asked.task or GRPO, resources.flavour)
     if options.resume is None:
@@ -67,7 +67,7 @@ def settle(options: Options, resources: Resources) -> tuple[Run | None, Recipe, 
         # Flags are for the run's own recipe, with which they are checked: run_root alone is asked of this one.
         recipe, problems = merge_recipe(path, options.flags, environment)
         if "run_root" in recipe.broken:
-            raise Refused(*problems)
+            raise ConfigError(*problems)
         run = find_run(run_root_of(recipe), "last")
     else:
         run = find_run(Path(), options.resume)
@@ -75,10 +75,10 @@ def settle(options: Options, resources: Resources) -> tuple[Run | None, Recipe, 
     notes = [] if is_claimed(run.folder) else need_same_files(run.folder, options.allow_changed_code)
     changed = changed_code(run)
     if changed and not options.allow_changed_code:
-        raise refuse("--resume", changed, "go back to that code, or add --allow-changed-code")
+        raise config_error("--resume", changed, "go back to that code, or add --allow-changed-code")
     recipe = read_frozen(run.folder / "recipe.yaml", options.flags, environment)
     if recipe.origin("model_revision") == "--model_revision":
-        raise refuse("--model_revision", "a resumed run goes on with the commit it began with", "leave it out")
+        raise config_error("--model_revision", "a resumed run goes on with the commit it began with", "leave it out")
     for note in notes:
         say(f"note: {note}")
     saved = read_json(run.folder / "plan.json")
@@ -138,7 +138,7 @@ def make_run(recipe: Recipe, resources: Resources, names: Names) -> tuple[Run, N
             return run, names
         time.sleep(1)
         names = names_of(None, recipe)
-    raise refuse("run_root", f"no free name for a run directory of '{names.run}'", "set another run_name")
+    raise config_error("run_root", f"no free name for a run directory of '{names.run}'", "set another run_name")
 
 
 def frozen_world_size(run: Run) -> int | None:
@@ -158,12 +158,12 @@ def need_same_world(run: Run, plan: Plan) -> None:
     frozen = None if checkpoint else frozen_world_size(run)
     if frozen not in (None, plan.batch.world_size):
         what = f"the run was submitted for {frozen} training processes, this job has room for {plan.batch.world_size}"
-        raise refuse("devices", what, "look at what the job was given, and submit again")
+        raise config_error("devices", what, "look at what the job was given, and submit again")
     if made_by != plan.batch.world_size:
         what = (
             f"{checkpoint.name if checkpoint else ''} is of {made_by} processes, the plan has {plan.batch.world_size}"
         )
-        raise refuse("--resume", what, f"give it as many devices as before, or --num_processes {made_by}")
+        raise config_error("--resume", what, f"give it as many devices as before, or --num_processes {made_by}")
 
 
 # Keys by which a run takes its prompts in another order, or others. The trainer compares what comes of all keys; these
@@ -192,11 +192,11 @@ def need_same_data(run: Run, recipe: Recipe, plan: Plan) -> str:
     for key in _ORDER:
         if recipe[key] != before[key]:
             what = f"{key} was {before[key]}: {checkpoint.name} would stand at another place in the data"
-            raise refuse(recipe.place(key), what, f"leave it as it was, or {_BEGIN_AGAIN}")
+            raise config_error(recipe.place(key), what, f"leave it as it was, or {_BEGIN_AGAIN}")
     was, now = _sizes(before, saved["batch"]), _sizes(recipe, dataclasses.asdict(plan.batch))
     if was != now:
         what = f"the run had {was}, now it has {now}: {checkpoint.name} would stand at another place in the data"
-        raise refuse("--resume", what, f"leave the keys of the batch as they were, or {_BEGIN_AGAIN}")
+        raise config_error("--resume", what, f"leave the keys of the batch as they were, or {_BEGIN_AGAIN}")
     return ""
 
 

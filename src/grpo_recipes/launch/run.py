@@ -6,7 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from grpo_recipes.errors import refuse
+from grpo_recipes.errors import config_error
 from grpo_recipes.fetch.preflight import need_sources
 from grpo_recipes.fetch.sources import Sources, find_sources, record_sources
 from grpo_recipes.launch.attempt import Attempt, prepare
@@ -39,7 +39,7 @@ def launch(options: Options) -> int:
         The exit code: 0, 75 when it was stopped with its state saved, the first failed rank's, or 128+n for a signal.
 
     Raises:
-        Refused: recipe, flag or environment is wrong; nothing was started.
+        ConfigError: recipe, flag or environment is wrong; nothing was started.
     """
     resources = find_resources(os.environ)
     if options.dry_run:
@@ -112,4 +112,4 @@ def _make_log_folder() -> None:
         Path("logs").mkdir(exist_ok=True)
     except OSError as error:
         what = f"cannot make the folder logs here ({error.strerror})"
-        raise refuse("working folder", what, "launch from a folder you may write to") from None
+        raise config_error("working folder", what, "launch from a folder you may write to") from None

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from grpo_recipes.errors import Problem, Refused, refuse
+from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.fetch.sources import find_sources
 from grpo_recipes.launch.freeze import freeze, frozen_environment
 from grpo_recipes.launch.preflight_network import need_wandb_route, needs_wandb
@@ -26,7 +26,7 @@ from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.publish.preflight import need_target
 from grpo_recipes.recipe import Recipe, Value
 from grpo_recipes.recipe.check import checked_recipe
-from grpo_recipes.recipe.tasks import GRPO, asked_task, entry_of
+from grpo_recipes.recipe.tasks import GRPO, entry_of, requested_task
 from grpo_recipes.runs.rundir import Run
 from grpo_recipes.slurm.profile import Profile, read_profile, walltime_seconds
 from grpo_recipes.slurm.queue import cluster_name
@@ -73,14 +73,14 @@ def find_profile(given: str) -> Path:
     """The profile of that path, here or in the repository, or of that name among the repository's.
 
     Raises:
-        Refused: there is none.
+        ConfigError: there is none.
     """
     shipped = home() / PROFILES
     places = [Path(given), home() / given, shipped / f"{given}.yaml"]
     found = next((place for place in places if os.path.isfile(place)), None)  # False too for a name that is too long
     if found is None:
         names = ", ".join(sorted(path.stem for path in shipped.glob("*.yaml")))
-        raise refuse("--profile", f"there is no profile '{given}'", f"name a file, or one of {names}")
+        raise config_error("--profile", f"there is no profile '{given}'", f"name a file, or one of {names}")
     return found
 
 
@@ -88,7 +88,7 @@ def site_profile(given: str, environment: Mapping[str, str]) -> Profile:
     """The profile the user names; SLURM_GPU_FLAG_STYLE stands over its ``gpu_flag_style``.
 
     Raises:
-        Refused: there is none, or something is wrong in it.
+        ConfigError: there is none, or something is wrong in it.
     """
     profile = read_profile(find_profile(given))
     style = environment.get("SLURM_GPU_FLAG_STYLE")
@@ -120,11 +120,11 @@ def prepare(
         environment: variables of the user.
 
     Raises:
-        Refused: everything that would end the job.
+        ConfigError: everything that would end the job.
     """
     environment = site_environment(profile, environment)
     resources = site_resources(profile)
-    asked = asked_task(environment, task)
+    asked = requested_task(environment, task)
     path = choose_recipe(recipe_name, environment, asked.task or GRPO, resources.flavour)
     recipe = on_scratch(checked_recipe(path, flags, environment, asked), profile)
     names, entry = planned_names(recipe), entry_of(recipe, asked)
@@ -141,7 +141,7 @@ def need_environment(profile: Profile) -> None:
     """The environment of the job must be of the flavour of its nodes, as far as it is known here.
 
     Raises:
-        Refused: it is this one, and of the other flavour.
+        ConfigError: it is this one, and of the other flavour.
     """
     if profile.env_dir or profile.env_activate or profile.conda_env:
         return
@@ -149,7 +149,7 @@ def need_environment(profile: Profile) -> None:
     if here != there:
         what = f"nodes {'with' if profile.gpus else 'without'} GPUs, and this environment is for {here}"
         fix = f"run DEVICE={there} make setup, or name another environment in {profile.name}.yaml (env_dir)"
-        raise refuse("--profile", what, fix)
+        raise config_error("--profile", what, fix)
 
 
 def send(submission: Submission) -> tuple[Run, int]:
@@ -159,7 +159,7 @@ def send(submission: Submission) -> tuple[Run, int]:
         The run and the id of its job.
 
     Raises:
-        Refused: the run directory cannot be made, or sbatch refuses; then no directory is left.
+        ConfigError: the run directory cannot be made, or sbatch refuses; then no directory is left.
         MaybeSubmitted: sbatch tells no job id; the directory stays.
     """
     recipe, names = submission.recipe, submission.names
@@ -171,12 +171,12 @@ def send(submission: Submission) -> tuple[Run, int]:
         job = submit(script, Path.cwd())
     except MaybeSubmitted:
         raise
-    except (Refused, OSError) as error:
+    except (ConfigError, OSError) as error:
         shutil.rmtree(run.folder, ignore_errors=True)
-        if isinstance(error, Refused):
+        if isinstance(error, ConfigError):
             raise
         what = f"cannot write {error.filename} ({error.strerror})"
-        raise refuse("working folder", what, "submit from a folder you may write to") from None
+        raise config_error("working folder", what, "submit from a folder you may write to") from None
     note_job(run.folder, recipe, f"{cluster_name()}-{job}")
     return run, job
 
@@ -194,7 +194,7 @@ def _need_memory(plan: Plan, memory: Memory, profile: Profile) -> None:
         return
     what = f"the run does not fit: {memory.excess}"
     fix = f"{memory.knob}; or leave gpu_memory_gib out of {profile.name}.yaml to submit it all the same"
-    raise refuse(shown(plan.recipe), what, fix)
+    raise config_error(shown(plan.recipe), what, fix)
 
 
 def _need_routes(recipe: Recipe, profile: Profile, names: Names, environment: Mapping[str, str]) -> None:
@@ -212,14 +212,14 @@ def _need_routes(recipe: Recipe, profile: Profile, names: Names, environment: Ma
         fix = "remove it, and push the model of the finished run from here: hf upload"
         problems.append(Problem(recipe.origin("push_to_hub"), f"publishes, and {nodes}", fix))
     if problems:
-        raise Refused(*problems)
+        raise ConfigError(*problems)
 
 
 def _look_deep(path: Path, task: str | None, flags: Sequence[str], environment: Mapping[str, str]) -> None:
     """`grpo check --deep` in a process of its own: it imports torch, and keeps the hub's clients off the network.
 
     Raises:
-        Refused: everything it finds, models and data that are not here included.
+        ConfigError: everything it finds, models and data that are not here included.
     """
     options = ["--deep", "--json", *(["--task", task] if task else [])]
     argv = [sys.executable, "-m", "grpo_recipes", "check", str(path), *options, *flags]
@@ -230,9 +230,9 @@ def _look_deep(path: Path, task: str | None, flags: Sequence[str], environment: 
         found = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
         what = f"grpo check --deep took more than {_DEEP_SECONDS} seconds"
-        raise refuse(shown(path), what, "run it by itself and see where it stays") from None
+        raise config_error(shown(path), what, "run it by itself and see where it stays") from None
     except json.JSONDecodeError:
         what = f"grpo check --deep ended with code {done.returncode} and no answer"
-        raise refuse(shown(path), what, "run it by itself and look at its messages") from None
+        raise config_error(shown(path), what, "run it by itself and look at its messages") from None
     if found["problems"]:
-        raise Refused(*[Problem(**problem) for problem in found["problems"]])
+        raise ConfigError(*[Problem(**problem) for problem in found["problems"]])

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grpo_recipes.errors import refuse
+from grpo_recipes.errors import config_error
 from grpo_recipes.recipe import Recipe
 
 
@@ -48,11 +48,11 @@ def derive_batch(recipe: Recipe, trainers: int) -> Batch:
     in TRL.
 
     Raises:
-        Refused: the batch is not a whole number of groups.
+        ConfigError: the batch is not a whole number of groups.
     """
     group, most = recipe["num_generations"], recipe["per_device_train_batch_size"]
     if group is None:
-        raise refuse(recipe.origin("num_generations"), "num_generations is empty", "write num_generations: 8")
+        raise config_error(recipe.origin("num_generations"), "num_generations is empty", "write num_generations: 8")
     if recipe["prompts_per_step"] is None:
         return _literal_batch(recipe, trainers)
     completions = recipe["prompts_per_step"] * group
@@ -76,7 +76,7 @@ def _literal_batch(recipe: Recipe, trainers: int) -> Batch:
         recipe["steps_per_generation"] or accumulation
     )
     if generated % group or generated % (trainers * per_device):
-        raise refuse(
+        raise config_error(
             recipe.origin("num_generations"),
             f"{generated} completions a generation ({trainers} x {per_device} per device x accumulation) "
             f"are not whole groups of {group}",
@@ -92,7 +92,7 @@ def derive_eval_batch(recipe: Recipe, batch: Batch) -> int | None:
     ``per_device_eval_batch_size`` is the most; without it, what one generation of the training gives each process.
 
     Raises:
-        Refused: no size the recipe allows holds whole groups.
+        ConfigError: no size the recipe allows holds whole groups.
     """
     if recipe["eval_strategy"] == "no":
         return None
@@ -105,7 +105,7 @@ def derive_eval_batch(recipe: Recipe, batch: Batch) -> int | None:
         trainers = f"{batch.world_size} trainer{'s' if batch.world_size > 1 else ''}"
         what = f"{trainers} x {most} completions hold no whole number of evaluation groups of {group}"
         fix = f"write per_device_eval_batch_size: {smallest} (or a multiple), or set num_generations_eval"
-        raise refuse(recipe.origin("per_device_eval_batch_size"), what, fix)
+        raise config_error(recipe.origin("per_device_eval_batch_size"), what, fix)
     return int(most // smallest * smallest)
 
 

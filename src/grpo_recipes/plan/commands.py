@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo_recipes.errors import refuse
+from grpo_recipes.errors import config_error
 from grpo_recipes.paths import home
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.environment import no_proxy
@@ -168,11 +168,13 @@ def _accelerate_file(accelerator: str, environment: Mapping[str, str]) -> str:
     given = environment.get("CONFIG_FILE")
     if given:
         if not Path(given).is_file():
-            raise refuse("CONFIG_FILE", f"there is no accelerate file '{given}'", "unset it, or name an existing file")
+            raise config_error(
+                "CONFIG_FILE", f"there is no accelerate file '{given}'", "unset it, or name an existing file"
+            )
         return str(Path(given).absolute())
     spec = importlib.util.find_spec("trl")
     if spec is None or not spec.submodule_search_locations:
-        raise refuse("environment", "trl is not installed", "run make setup")
+        raise config_error("environment", "trl is not installed", "run make setup")
     return str(
         Path(spec.submodule_search_locations[0]) / "accelerate_configs" / f"{ACCELERATE_FILES[accelerator]}.yaml"
     )

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grpo_recipes.errors import refuse
+from grpo_recipes.errors import config_error
 from grpo_recipes.recipe.keys import catalogue_trl
 from grpo_recipes.slurm.job import SlurmJob, slurm_job
 
@@ -74,7 +74,7 @@ def find_resources(environment: Mapping[str, str]) -> Resources:
     """Look at the packages, the driver and Slurm's variables; other nodes of the job are taken to be like this one.
 
     Raises:
-        Refused: the environment has no torch, or another TRL than the catalogue's.
+        ConfigError: the environment has no torch, or another TRL than the catalogue's.
     """
     flavour = environment_flavour()
     gpus = visible_gpus(environment) if flavour == "cuda" else ()
@@ -89,10 +89,10 @@ def environment_flavour() -> str:
         torch = importlib.metadata.version("torch")
         trl = importlib.metadata.version("trl")
     except importlib.metadata.PackageNotFoundError as error:
-        raise refuse("environment", f"{error.name} is not installed", "run make setup") from None
+        raise config_error("environment", f"{error.name} is not installed", "run make setup") from None
     if trl != catalogue_trl():
         what = f"trl {trl} is installed, the recipe keys are those of trl {catalogue_trl()}"
-        raise refuse("environment", what, "run make setup, or make keys after an upgrade")
+        raise config_error("environment", what, "run make setup, or make keys after an upgrade")
     return "cpu" if torch.endswith("+cpu") else "cuda"
 
 
@@ -100,7 +100,7 @@ def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
     """GPUs the driver lists, cut down to CUDA_VISIBLE_DEVICES (indices, UUIDs or MIG ids).
 
     Raises:
-        Refused: CUDA_VISIBLE_DEVICES names a GPU that the driver does not list.
+        ConfigError: CUDA_VISIBLE_DEVICES names a GPU that the driver does not list.
     """
     if shutil.which("nvidia-smi") is None:
         return ()
@@ -126,5 +126,5 @@ def select_gpus(listing: str, visible: str | None) -> tuple[str, ...]:
     for item in wanted:
         if item not in by_index and not any(uuid.startswith(item) for uuid in known):
             what = f"'{item}' is no GPU of this machine (nvidia-smi -L lists {len(by_index)})"
-            raise refuse("CUDA_VISIBLE_DEVICES", what, "unset it, or name GPUs that nvidia-smi -L lists")
+            raise config_error("CUDA_VISIBLE_DEVICES", what, "unset it, or name GPUs that nvidia-smi -L lists")
     return tuple(wanted)

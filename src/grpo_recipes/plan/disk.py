@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_recipes.errors import Refused, refuse
+from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.memory import Workload, checkpoint_states, in_gib, trained
 from grpo_recipes.plan.model_shape import UnknownShape, read_shape
@@ -125,13 +125,13 @@ def need_room(recipe: Recipe, plan: Plan, run_dir: Path) -> None:
     """Refuse a run whose checkpoints cannot fit.
 
     Raises:
-        Refused: nothing was started.
+        ConfigError: nothing was started.
     """
     disk = estimate_disk(recipe, plan, run_dir)
     if not disk.fits:
         raise _too_much(disk)
 
 
-def _too_much(disk: Disk) -> Refused:
+def _too_much(disk: Disk) -> ConfigError:
     what = f"the run writes {in_gib(disk.total)} GiB, {in_gib(disk.free or 0)} GiB are free in {shown(disk.folder)}"
-    return refuse("run_root", what, f"write {disk.knob}")
+    return config_error("run_root", what, f"write {disk.knob}")

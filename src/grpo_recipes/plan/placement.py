@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from grpo_recipes.errors import refuse
+from grpo_recipes.errors import config_error
 from grpo_recipes.plan.batch import spread
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.types import Share
@@ -15,13 +15,13 @@ def split(recipe: Recipe, resources: Resources, mode: str) -> tuple[tuple[str, .
     """GPUs of the server, the first ones of the first node, and for each node those left to train on.
 
     Raises:
-        Refused: nothing would be left, or a node of its own is asked for where there is none.
+        ConfigError: nothing would be left, or a node of its own is asked for where there is none.
     """
     left = [node.gpus for node in resources.all_nodes()]
     own = recipe["vllm_node"] == "own"
     if own and (mode != "server" or len(left) == 1):
         what = "there is one node" if mode == "server" else f"there is no server (vLLM: {mode})"
-        raise refuse(recipe.origin("vllm_node"), f"vllm_node: own, but {what}", "write vllm_node: shared")
+        raise config_error(recipe.origin("vllm_node"), f"vllm_node: own, but {what}", "write vllm_node: shared")
     if mode != "server" or resources.flavour == "cpu":
         return (), left
     parallel = recipe["vllm_tensor_parallel_size"]
@@ -32,7 +32,7 @@ def split(recipe: Recipe, resources: Resources, mode: str) -> tuple[tuple[str, .
         if len(left) > 1:
             what = f"vllm_tensor_parallel_size {parallel} is more than one node has ({seen})"
         fix = f"write at most {most}, or ask for more GPUs"
-        raise refuse(recipe.origin("vllm_tensor_parallel_size"), what, fix)
+        raise config_error(recipe.origin("vllm_tensor_parallel_size"), what, fix)
     return left[0][:parallel], [() if own else left[0][parallel:], *left[1:]]
 
 
@@ -40,7 +40,7 @@ def trainer_count(recipe: Recipe, resources: Resources, left: Sequence[tuple[str
     """Training processes there may be: ``num_processes``, or one a GPU; on CPU one a node that trains.
 
     Raises:
-        Refused: the recipe asks for more than there is room for.
+        ConfigError: the recipe asks for more than there is room for.
     """
     wanted = recipe["num_processes"]
     if resources.flavour == "cuda":
@@ -49,12 +49,12 @@ def trainer_count(recipe: Recipe, resources: Resources, left: Sequence[tuple[str
         available = wanted or max(1, len(resources.nodes) - (recipe["vllm_node"] == "own"))
     if wanted is not None and wanted > available:
         what = f"num_processes {wanted} exceeds the {available} GPUs left to train on"
-        raise refuse(recipe.origin("num_processes"), what, f"write at most {available}, or remove num_processes")
+        raise config_error(recipe.origin("num_processes"), what, f"write at most {available}, or remove num_processes")
     count = wanted or available
     if recipe["accelerator"] == "single" and count > 1:
         if wanted is not None:
             what = f"accelerator: single runs one process, num_processes is {wanted}"
-            raise refuse(recipe.origin("accelerator"), what, "write accelerator: ddp, or remove num_processes")
+            raise config_error(recipe.origin("accelerator"), what, "write accelerator: ddp, or remove num_processes")
         count = 1
     return int(count)
 
@@ -65,7 +65,7 @@ def shares(
     """The trainers of each node that has any, spread evenly.
 
     Raises:
-        Refused: a node of the job would do nothing.
+        ConfigError: a node of the job would do nothing.
     """
     if resources.flavour == "cuda":
         rooms = [len(gpus) for gpus in left]
@@ -81,7 +81,7 @@ def shares(
         )
         needed = len(left) - len(idle)
         own = ", or write vllm_node: own" if serving and counts[0] and recipe["vllm_node"] != "own" else ""
-        raise refuse("sbatch --nodes", what, f"submit with --nodes={needed}, or more prompts_per_step{own}")
+        raise config_error("sbatch --nodes", what, f"submit with --nodes={needed}, or more prompts_per_step{own}")
     return [Share(node, count, left[node][:count]) for node, count in enumerate(counts) if count]
 
 

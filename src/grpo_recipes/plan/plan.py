@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo_recipes.errors import Refused, refuse
+from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.paths import home
 from grpo_recipes.plan.batch import Batch, derive_batch, derive_eval_batch
 from grpo_recipes.plan.commands import server_process, trainer_processes
@@ -33,7 +33,7 @@ def choose_recipe(given: str | None, environment: Mapping[str, str], task: str, 
     """The recipe named on the command line, by CONFIG, or the flavour's default.
 
     Raises:
-        Refused: the file does not exist.
+        ConfigError: the file does not exist.
     """
     where, name = ("RECIPE", given) if given else ("CONFIG", environment.get("CONFIG"))
     if not name:
@@ -42,7 +42,7 @@ def choose_recipe(given: str | None, environment: Mapping[str, str], task: str, 
     if not os.path.isfile(path) and os.path.isfile(home() / path):  # of Path itself a name too long raises OSError
         path = home() / path
     if not os.path.isfile(path):
-        raise refuse(where, f"there is no recipe '{name}'", "name an existing .yaml file under recipes/")
+        raise config_error(where, f"there is no recipe '{name}'", "name an existing .yaml file under recipes/")
     return path
 
 
@@ -67,10 +67,10 @@ def make_plan(
         sources: what was looked for on this machine: the model is then served and trained from its folder.
 
     Raises:
-        Refused: the recipe contradicts itself, the environment, or the resources.
+        ConfigError: the recipe contradicts itself, the environment, or the resources.
     """
     if problems := check(recipe, environment):
-        raise Refused(*problems)
+        raise ConfigError(*problems)
     mode = _mode(recipe, resources)
     server_gpus, left = split(recipe, resources, mode)
     count = trainer_count(recipe, resources, left)
@@ -139,19 +139,19 @@ def _mode(recipe: Recipe, resources: Resources) -> str:
     if resources.flavour == "cuda" and bare is not None:
         where = f" on node {bare}" if len(nodes) > 1 else ""
         what = f"no GPU is visible{where} and this is a CUDA environment"
-        raise refuse("devices", what, "submit with sbatch --gres=gpu:8 training.sh, or set up with DEVICE=cpu")
+        raise config_error("devices", what, "submit with sbatch --gres=gpu:8 training.sh, or set up with DEVICE=cpu")
     if not recipe["use_vllm"]:
         return "transformers"
     if resources.flavour == "cpu":
         if recipe["vllm_mode"] == "colocate":
-            raise refuse(
+            raise config_error(
                 recipe.origin("vllm_mode"), "colocated vLLM cannot take weights on CPU", "write vllm_mode: server"
             )
         return "server"
     if len(nodes) == len(resources.gpus) == 1 and recipe["vllm_mode"] == "server":
         if recipe.given("vllm_mode"):
             what = "vllm_mode: server needs two GPUs, one is visible"
-            raise refuse(recipe.origin("vllm_mode"), what, "write vllm_mode: colocate, or ask for more GPUs")
+            raise config_error(recipe.origin("vllm_mode"), what, "write vllm_mode: colocate, or ask for more GPUs")
         return "colocate"
     return str(recipe["vllm_mode"])
 
@@ -177,7 +177,7 @@ def _bridge(recipe: Recipe, resources: Resources, mode: str, apart: bool) -> tup
         return None, "no server: " + ("vLLM shares the trainers' GPUs" if mode == "colocate" else "use_vllm is false")
     wanted = recipe["weight_sync"]
     if wanted == "nccl" and resources.flavour == "cpu":
-        raise refuse(
+        raise config_error(
             recipe.origin("weight_sync"), "nccl needs GPUs, this is a CPU environment", "write weight_sync: file"
         )
     if wanted != "auto":

@@ -6,7 +6,7 @@ import errno
 import socket
 from dataclasses import dataclass
 
-from grpo_recipes.errors import refuse
+from grpo_recipes.errors import config_error
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.slurm.job import SlurmJob
 
@@ -49,7 +49,7 @@ def free_ports(recipe: Recipe, ports: Ports, host: str) -> tuple[Ports, list[str
     """``ports`` with every busy one of our choosing replaced by the next free one; all are then kept for this process.
 
     Raises:
-        Refused: a port that the user gave is busy.
+        ConfigError: a port that the user gave is busy.
     """
     keys = {"server": "vllm_server_port", "group": "vllm_group_port", "main_process": "main_process_port"}
     chosen: dict[str, int] = {}
@@ -60,7 +60,7 @@ def free_ports(recipe: Recipe, ports: Ports, host: str) -> tuple[Ports, list[str
         while port in chosen.values() or not (is_free(host, port) and keep(port)):
             if recipe.given(key):
                 what = f"port {wanted} is in use by another process"
-                raise refuse(recipe.origin(key), what, f"free it, or remove {key} and let the launcher choose")
+                raise config_error(recipe.origin(key), what, f"free it, or remove {key} and let the launcher choose")
             port = port + _BLOCK_SIZE if port + _BLOCK_SIZE <= 65535 else _BLOCK_BASE
         if port != wanted:
             notes.append(f"port {wanted} ({key}) is in use by another process; using {port}")
@@ -93,7 +93,7 @@ def is_free(host: str, port: int) -> bool:
     """Whether a server could listen on ``host:port`` now, on all interfaces too.
 
     Raises:
-        Refused: the host is not this machine, so that no port of it will ever be free.
+        ConfigError: the host is not this machine, so that no port of it will ever be free.
     """
     for address in (host, "0.0.0.0"):
         with socket.socket() as probe:
@@ -104,5 +104,5 @@ def is_free(host: str, port: int) -> bool:
                 if error.errno in (errno.EADDRINUSE, errno.EACCES):
                     return False
                 what = f"'{address}' is no IPv4 address of this machine ({error.strerror})"
-                raise refuse("vllm_server_host", what, "write vllm_server_host: 127.0.0.1") from None
+                raise config_error("vllm_server_host", what, "write vllm_server_host: 127.0.0.1") from None
     return True

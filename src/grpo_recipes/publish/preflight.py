@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from grpo_recipes.errors import refuse
+from grpo_recipes.errors import config_error
 from grpo_recipes.fetch.hub import endpoint, hub_answers, told_offline
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check_publishing import repository
@@ -50,7 +50,7 @@ def need_target(recipe: Recipe, environment: Mapping[str, str], run_name: str) -
         None without ``push_to_hub``.
 
     Raises:
-        Refused: the hub does not answer, nobody is logged in, or the account may not write there.
+        ConfigError: the hub does not answer, nobody is logged in, or the account may not write there.
     """
     if not recipe["push_to_hub"]:
         return None
@@ -58,7 +58,7 @@ def need_target(recipe: Recipe, environment: Mapping[str, str], run_name: str) -
     if not hub_answers(environment):
         why = "HF_HUB_OFFLINE is set" if told_offline(environment) else f"{endpoint(environment)} does not answer"
         fix = f"remove it and publish afterwards where the hub answers: hf upload {name} <run>/model"
-        raise refuse(where, f"push_to_hub cannot work here: {why}", fix)
+        raise config_error(where, f"push_to_hub cannot work here: {why}", fix)
     api = _hub(endpoint(environment))
     account = _account(api, where)
     repo, note = _writable(recipe, name, account)
@@ -89,13 +89,13 @@ def _account(api: HfApi, where: str) -> dict[str, Any]:
 
     login = "export HF_TOKEN, or run hf auth login, with a token that may write"
     if get_token() is None:
-        raise refuse(where, "push_to_hub needs a login at the hub, there is none", login)
+        raise config_error(where, "push_to_hub needs a login at the hub, there is none", login)
     try:
         return api.whoami()
     except HfHubHTTPError as error:
-        raise refuse(where, f"the hub refuses the login (HTTP {error.response.status_code})", login) from None
+        raise config_error(where, f"the hub refuses the login (HTTP {error.response.status_code})", login) from None
     except httpx.TransportError as error:
-        raise refuse(where, f"the hub does not answer ({type(error).__name__})", "try again") from None
+        raise config_error(where, f"the hub does not answer ({type(error).__name__})", "try again") from None
 
 
 def _writable(recipe: Recipe, name: str, account: dict[str, Any]) -> tuple[str, str]:
@@ -103,7 +103,7 @@ def _writable(recipe: Recipe, name: str, account: dict[str, Any]) -> tuple[str, 
     where = recipe.place("hub_model_id" if recipe.given("hub_model_id") else "push_to_hub")
     role = account.get("auth", {}).get("accessToken", {}).get("role")
     if role == "read":
-        raise refuse(where, "the token at hand may only read", "export HF_TOKEN with a token that may write")
+        raise config_error(where, "the token at hand may only read", "export HF_TOKEN with a token that may write")
     orgs = [org["name"] for org in account.get("orgs", []) if org.get("roleInOrg") not in ("read", "no_access")]
     repo = name if "/" in name else f"{account['name']}/{name}"
     if repo.split("/")[0] in (account["name"], *orgs):
@@ -111,7 +111,9 @@ def _writable(recipe: Recipe, name: str, account: dict[str, Any]) -> tuple[str, 
     if role == "fineGrained":  # lists the organisations it was made for alone
         return repo, f"whether this fine-grained token may write to {repo} shows with the first push"
     what = f"'{account['name']}' may not write to '{repo}'"
-    raise refuse(where, what, f"write hub_model_id: {account['name']}/{repo.split('/')[1]}, or log in as its owner")
+    raise config_error(
+        where, what, f"write hub_model_id: {account['name']}/{repo.split('/')[1]}, or log in as its owner"
+    )
 
 
 def _public_note(api: HfApi, recipe: Recipe, repo: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from grpo_recipes.errors import Problem, Refused
+from grpo_recipes.errors import ConfigError, Problem
 from grpo_recipes.recipe.document import read_document
 from grpo_recipes.recipe.flags import read_flags
 from grpo_recipes.recipe.keys import ALIASES, ENVIRONMENT_KEYS, OBSOLETE_KEYS, OWNED_KEYS, catalogue, nearest
@@ -89,7 +89,7 @@ def read_frozen(path: Path, flags: Iterable[str] = (), environment: Mapping[str,
     """Read what ``as_yaml`` wrote, with the origins it names, and what overrides it now.
 
     Raises:
-        Refused: as ``read_recipe``.
+        ConfigError: as ``read_recipe``.
     """
     recipe = read_recipe(path, flags, environment)
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -110,11 +110,11 @@ def read_recipe(path: Path, flags: Iterable[str] = (), environment: Mapping[str,
         environment: variables to look in for those of ``ENVIRONMENT_KEYS``; none by default.
 
     Raises:
-        Refused: every unknown key, duplicate, wrong type, value out of range or secret found, all at once.
+        ConfigError: every unknown key, duplicate, wrong type, value out of range or secret found, all at once.
     """
     recipe, problems = merge_recipe(path, flags, environment)
     if problems:
-        raise Refused(*problems)
+        raise ConfigError(*problems)
     return recipe
 
 
@@ -124,7 +124,7 @@ def merge_recipe(
     """As ``read_recipe``, with the problems beside what could be read.
 
     Raises:
-        Refused: the file cannot be read at all.
+        ConfigError: the file cannot be read at all.
     """
     problems: list[Problem] = []
     notes: list[str] = []

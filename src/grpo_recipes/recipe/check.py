@@ -7,14 +7,14 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from grpo_recipes.errors import Problem, Refused
+from grpo_recipes.errors import ConfigError, Problem
 from grpo_recipes.recipe import BrokenKey, Recipe, check_learning, check_maxent, check_run, in_order, merge_recipe
 from grpo_recipes.recipe import check_evaluation as rules
 from grpo_recipes.recipe import check_modebench as modebench
 from grpo_recipes.recipe.check_data import SMOKE_TASKS, evaluation_data, is_hub_name, streaming, training_data
 from grpo_recipes.recipe.check_publishing import publishing
 from grpo_recipes.recipe.reward_names import REWARDS
-from grpo_recipes.recipe.tasks import Asked, with_task
+from grpo_recipes.recipe.tasks import RequestedTask, with_task
 from grpo_recipes.recipe.user_code import copy_path, problem_with
 from grpo_recipes.smoke import SMOKE_SCHEME as SMOKE_SCHEME
 
@@ -42,17 +42,17 @@ def check(recipe: Recipe, environment: Mapping[str, str]) -> list[Problem]:
     return problems
 
 
-def checked_recipe(path: Path, flags: Iterable[str], environment: Mapping[str, str], asked: Asked) -> Recipe:
+def checked_recipe(path: Path, flags: Iterable[str], environment: Mapping[str, str], asked: RequestedTask) -> Recipe:
     """Read a recipe, settle its task and check it, so that everything that is wrong is told at once.
 
     Raises:
-        Refused: unreadable, wrong keys or values, or contradictions.
+        ConfigError: unreadable, wrong keys or values, or contradictions.
     """
     recipe, problems = merge_recipe(path, flags, environment)
     recipe, contradictions = with_task(recipe, asked)
     problems += contradictions + check(recipe, environment)
     if problems:
-        raise Refused(*in_order(problems))
+        raise ConfigError(*in_order(problems))
     return recipe
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from grpo_recipes.errors import Problem, Refused, refuse
+from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.paths import home
 from grpo_recipes.recipe import DEFAULT_ORIGIN, Recipe, Value
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS
@@ -23,7 +23,7 @@ _SWITCH = {"": None, "0": GRPO, "false": GRPO, "no": GRPO, "1": MAXENT, "true": 
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestedTask:
     """What the command line and the environment ask for.
 
     Attributes:
@@ -37,7 +37,7 @@ class Asked:
     entry: str | None = None
 
 
-def asked_task(environment: Mapping[str, str], option: str | None = None) -> Asked:
+def requested_task(environment: Mapping[str, str], option: str | None = None) -> RequestedTask:
     """The task that ``--task``, ``MAXENT`` and ``TRAIN_ENTRYPOINT`` ask for.
 
     Args:
@@ -45,10 +45,12 @@ def asked_task(environment: Mapping[str, str], option: str | None = None) -> Ask
         option: value of ``--task``.
 
     Raises:
-        Refused: they contradict each other, or the entry script does not exist.
+        ConfigError: they contradict each other, or the entry script does not exist.
     """
     if not (home() / ENTRIES[GRPO]).is_file():
-        raise refuse("GRPO_HOME", f"there is no repository in {home()}", "unset GRPO_HOME, or name the repository")
+        raise config_error(
+            "GRPO_HOME", f"there is no repository in {home()}", "unset GRPO_HOME, or name the repository"
+        )
     switch, entry = environment.get("MAXENT", ""), environment.get("TRAIN_ENTRYPOINT") or None
     problems = []
     if switch.lower() not in _SWITCH:
@@ -58,7 +60,7 @@ def asked_task(environment: Mapping[str, str], option: str | None = None) -> Ask
         fix = f"use {', '.join(ENTRIES.values())}"
         problems.append(Problem("TRAIN_ENTRYPOINT", f"there is no entry script {entry}", fix))
     if problems:
-        raise Refused(*problems)
+        raise ConfigError(*problems)
     own = _task_of_script(entry)
     entry = ENTRIES[own] if own else entry
     answers = [("--task", option), ("MAXENT", _SWITCH[switch.lower()]), ("TRAIN_ENTRYPOINT", own)]
@@ -67,8 +69,8 @@ def asked_task(environment: Mapping[str, str], option: str | None = None) -> Ask
         first, wanted = given[0]
         if task != wanted:
             written = f"'{entry if source == 'TRAIN_ENTRYPOINT' else switch}' contradicts {first} ({wanted})"
-            raise refuse(source, written, "unset one of the two")
-    return Asked(given[0][1], given[0][0], entry) if given else Asked(entry=entry)
+            raise config_error(source, written, "unset one of the two")
+    return RequestedTask(given[0][1], given[0][0], entry) if given else RequestedTask(entry=entry)
 
 
 def _task_of_script(entry: str | None) -> str | None:
@@ -82,15 +84,15 @@ def task_of(recipe: Recipe) -> str:
     return MAXENT if recipe.given("maxent_objective") else GRPO
 
 
-def entry_of(recipe: Recipe, asked: Asked) -> str:
+def entry_of(recipe: Recipe, asked: RequestedTask) -> str:
     """The entry script of a settled recipe."""
     return asked.entry or ENTRIES[task_of(recipe)]
 
 
-def with_task(recipe: Recipe, asked: Asked) -> tuple[Recipe, list[Problem]]:
+def with_task(recipe: Recipe, asked: RequestedTask) -> tuple[Recipe, list[Problem]]:
     """The recipe with its task settled, and what contradicts that.
 
-    Asked for MaxEnt, a recipe without an objective is given the default one, with who asked as its origin.
+    RequestedTask for MaxEnt, a recipe without an objective is given the default one, with who asked as its origin.
     """
     objective = recipe.values["maxent_objective"]
     if asked.task == MAXENT and not recipe.given("maxent_objective"):
@@ -109,7 +111,7 @@ def with_task(recipe: Recipe, asked: Asked) -> tuple[Recipe, list[Problem]]:
     return recipe, []
 
 
-def same_task(recipe: Recipe, asked: Asked, task: str) -> None:
+def same_task(recipe: Recipe, asked: RequestedTask, task: str) -> None:
     """A resumed run keeps its task.
 
     Args:
@@ -118,11 +120,11 @@ def same_task(recipe: Recipe, asked: Asked, task: str) -> None:
         task: that of the run.
 
     Raises:
-        Refused: another task is asked for.
+        ConfigError: another task is asked for.
     """
     if asked.task not in (None, task):
         what = f"asks for {_NAMES[asked.task]}, the run is one of {_NAMES[task]}"
-        raise refuse(asked.source, what, f"leave out {asked.source}: a resumed run goes on as it began")
+        raise config_error(asked.source, what, f"leave out {asked.source}: a resumed run goes on as it began")
     if task_of(recipe) != task:
         origin = recipe.origin("maxent_objective")
-        raise refuse(origin, "'maxent_objective' would make this GRPO run one of MaxEnt", f"leave out {origin}")
+        raise config_error(origin, "'maxent_objective' would make this GRPO run one of MaxEnt", f"leave out {origin}")

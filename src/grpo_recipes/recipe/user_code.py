@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from grpo_recipes.errors import Problem, Refused
+from grpo_recipes.errors import ConfigError, Problem
 
 
 def split_spec(spec: str) -> tuple[str, str]:
@@ -63,12 +63,12 @@ def source_file(spec: str) -> Path:
     """The file that ``spec`` names something in.
 
     Raises:
-        Refused: there is none.
+        ConfigError: there is none.
     """
     place, _ = split_spec(spec)
     path = _find_source(place)
     if path is None:
-        raise Refused(Problem(spec, *_not_found(place)))
+        raise ConfigError(Problem(spec, *_not_found(place)))
     return path
 
 
@@ -103,12 +103,12 @@ def load_object(spec: str, copies: Path | None = None) -> Any:
             imported by name, since they may be part of a package.
 
     Raises:
-        Refused: there is no such file, module or name. What the code itself raises is not caught.
+        ConfigError: there is no such file, module or name. What the code itself raises is not caught.
     """
     place, name = split_spec(spec)
     module = _load_file(spec, copies) if place.endswith(".py") else _load_module(spec)
     if not hasattr(module, name):
-        raise Refused(Problem(spec, f"'{place}' has no '{name}'", "name a function or class of it"))
+        raise ConfigError(Problem(spec, f"'{place}' has no '{name}'", "name a function or class of it"))
     return getattr(module, name)
 
 

@@ -28,7 +28,7 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
         The page's path.
 
     Raises:
-        Refused: a folder is no run directory.
+        ConfigError: a folder is no run directory.
         OSError: the page cannot be written.
     """
     unique = list(dict.fromkeys(folder.resolve() for folder in folders))

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from grpo_recipes.errors import refuse
+from grpo_recipes.errors import config_error
 from grpo_recipes.paths import shown
 from grpo_recipes.secrets import masked
 
@@ -110,10 +110,10 @@ def read_run(folder: Path) -> RunRecord:
     """Read a run directory.
 
     Raises:
-        Refused: it is none, or one of its JSON files is damaged.
+        ConfigError: it is none, or one of its JSON files is damaged.
     """
     if not os.path.isfile(folder / "run.json"):  # False too for a name that is too long
-        raise refuse(shown(folder), "is not a run directory (no run.json)", "name a folder under run_root")
+        raise config_error(shown(folder), "is not a run directory (no run.json)", "name a folder under run_root")
     metrics = read_table(folder / "metrics.jsonl")
     return RunRecord(
         folder=folder.absolute(),
@@ -133,7 +133,7 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     content = _row(path.read_text(errors="replace"))
     what = "not a JSON mapping" if content is None else _wrong_part(content)
     if content is None or what:
-        raise refuse(shown(path), f"is damaged ({what})", "restore it, or remove the file")
+        raise config_error(shown(path), f"is damaged ({what})", "restore it, or remove the file")
     return dict(_clean(content))
 
 
@@ -245,7 +245,7 @@ def read_settings(path: Path) -> list[Setting]:
     try:
         values = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError):
-        raise refuse(shown(path), "is damaged (not YAML)", "restore it, or remove the file") from None
+        raise config_error(shown(path), "is damaged (not YAML)", "restore it, or remove the file") from None
     origins = {key: origin for origin, key in re.findall(r"^# (.*)\n([A-Za-z_]\w*):", text, re.MULTILINE)}
     origins |= {key: origin for key, origin in re.findall(r"^(\w+):.*  # (\S+)$", text, re.MULTILINE)}
     pairs = values.items() if isinstance(values, dict) else ()

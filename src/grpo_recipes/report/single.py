@@ -33,7 +33,7 @@ def write_report(folder: Path, path: Path | None = None) -> Path:
         The page's path.
 
     Raises:
-        Refused: the folder is no run directory.
+        ConfigError: the folder is no run directory.
         OSError: the page cannot be written.
     """
     run = read_run(folder)

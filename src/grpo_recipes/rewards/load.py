@@ -54,7 +54,7 @@ def load_rewards(script_args: Any, args: Any, run_dir: Path) -> list[Reward]:
         run_dir: has, or gets, copies of the user's files; verdicts that limits decide are kept there.
 
     Raises:
-        Refused: a file, module or function is not there.
+        ConfigError: a file, module or function is not there.
         RewardFailed: one cannot be loaded.
     """
     names = script_args.reward_funcs

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.errors import refuse
+from grpo_recipes.errors import config_error
 from grpo_recipes.paths import shown
 from grpo_recipes.runs.digests import CHECKSUM, digests_under_way, has_its_checksum, with_checksum
 
@@ -134,10 +134,10 @@ def verified_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | None
         say: prints a line for the person who watches.
 
     Raises:
-        Refused: there are checkpoints and none can be resumed, or the folder is something else. Nothing is renamed.
+        ConfigError: there are checkpoints and none can be resumed, or the folder is something else. Nothing is renamed.
     """
     if folder.exists() and not folder.is_dir():
-        raise refuse(shown(folder), "is not a folder; a run keeps its checkpoints there", "move it away")
+        raise config_error(shown(folder), "is not a folder; a run keeps its checkpoints there", "move it away")
     damaged: list[tuple[Path, str]] = []
     for checkpoint in reversed(checkpoint_folders(folder)):
         what = damage(checkpoint, say)
@@ -149,7 +149,7 @@ def verified_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | None
     if damaged:
         each = ", ".join(f"{checkpoint.name} ({why})" for checkpoint, why in damaged)
         fix = "launch the recipe as a new run, or move this folder away to start this run again from step 0"
-        raise refuse(shown(folder), f"holds no checkpoint that can be resumed: {each}", fix)
+        raise config_error(shown(folder), f"holds no checkpoint that can be resumed: {each}", fix)
     return None
 
 

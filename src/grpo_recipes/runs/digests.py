@@ -17,7 +17,7 @@ from typing import Any
 
 import xxhash
 
-from grpo_recipes.errors import Problem, Refused
+from grpo_recipes.errors import ConfigError, Problem
 from grpo_recipes.paths import shown
 from grpo_recipes.runs.rundir import write_json
 
@@ -113,7 +113,7 @@ def need_same_files(run_dir: Path, allow_changed: bool) -> list[str]:
         Notes for the person who watches: what changed, or that this cannot be known.
 
     Raises:
-        Refused: files changed, one problem each.
+        ConfigError: files changed, one problem each.
     """
     try:
         text = (run_dir / RECORD).read_text()
@@ -125,7 +125,7 @@ def need_same_files(run_dir: Path, allow_changed: bool) -> list[str]:
         return [f"cannot verify that recipe and plan are unchanged: {shown(run_dir)} has no {RECORD}"]
     problems = [Problem(shown(run_dir / name), what, _fix(name, what)) for name, what in _changes(run_dir, text)]
     if problems and not allow_changed:
-        raise Refused(*problems)
+        raise ConfigError(*problems)
     return [f"{problem.where} {problem.what}; this attempt goes on with it as it is" for problem in problems]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from grpo_recipes.errors import Refused, refuse
+from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.paths import home
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.runs.rundir import JOB_FILE, find_run, is_claimed, read_json, read_metrics
@@ -128,16 +128,16 @@ def read_run(which: str, root: Path) -> RunFiles:
         root: where runs are.
 
     Raises:
-        Refused: there is none.
+        ConfigError: there is none.
     """
     if which == "last":
         try:
             return RunFiles(find_run(root, "last").folder)
-        except Refused as refused:
-            raise refuse("--run", refused.problems[0].what, "name the run directory, or set RUN_ROOT") from None
+        except ConfigError as refused:
+            raise config_error("--run", refused.problems[0].what, "name the run directory, or set RUN_ROOT") from None
     folder = Path(which)
     if not which or not os.path.isfile(folder / "run.json"):  # False too for a name that is too long
-        raise refuse(
+        raise config_error(
             "--run", f"'{which}' is not a run directory (no run.json)", "name a folder under run_root, or last"
         )
     return RunFiles(folder.absolute())

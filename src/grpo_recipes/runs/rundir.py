@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.errors import refuse
+from grpo_recipes.errors import config_error
 from grpo_recipes.paths import home, is_locked, shown
 from grpo_recipes.secrets import masked
 
@@ -58,7 +58,7 @@ def new_run(root: Path, name: str, stamp: str, facts: Mapping[str, Any]) -> Run 
         The run, or None when the folder exists: jobs of one array start in the same second.
 
     Raises:
-        Refused: the folder cannot be made.
+        ConfigError: the folder cannot be made.
     """
     return new_run_in((root / f"{name}-{stamp}").absolute(), name, stamp, facts)
 
@@ -72,7 +72,7 @@ def new_run_in(folder: Path, name: str, stamp: str, facts: Mapping[str, Any]) ->
         return None
     except OSError as error:
         what = f"cannot make the run directory {shown(folder)} ({error.strerror})"
-        raise refuse("run_root", what, "name a folder you may write to with run_root or RUN_ROOT") from None
+        raise config_error("run_root", what, "name a folder you may write to with run_root or RUN_ROOT") from None
     code = code_state()
     (folder / "code.patch").write_text(masked(code.pop("patch")))
     identity = {
@@ -115,19 +115,19 @@ def find_run(root: Path, which: str, where: str = "--resume") -> Run:
     """The run directory a person means by ``last`` or a path; ``where`` they said so.
 
     Raises:
-        Refused: there is none, or the folder is not a run directory.
+        ConfigError: there is none, or the folder is not a run directory.
     """
     if which == "last":
         runs = sorted(root.glob("*/run.json"), key=lambda path: path.stat().st_mtime)
         if not runs:
-            raise refuse(where, f"there is no run in {shown(root)}", "name the run directory, or set run_root")
+            raise config_error(where, f"there is no run in {shown(root)}", "name the run directory, or set run_root")
         folder = runs[-1].parent
     else:
         folder = Path(which)
     # isfile is False too for a name that is too long, and for a folder of somebody else
     identity = read_json(folder / "run.json") if os.path.isfile(folder / "run.json") else None
     if identity is None:
-        raise refuse(where, f"'{which}' is not a run directory (no run.json)", "name a folder under run_root")
+        raise config_error(where, f"'{which}' is not a run directory (no run.json)", "name a folder under run_root")
     return Run(folder.absolute(), identity)
 
 
@@ -138,7 +138,7 @@ def claim(run: Run) -> int:
         The descriptor that holds the lock.
 
     Raises:
-        Refused: a launch that still runs has it.
+        ConfigError: a launch that still runs has it.
     """
     descriptor = os.open(run.folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
     try:
@@ -146,7 +146,7 @@ def claim(run: Run) -> int:
     except BlockingIOError:
         os.close(descriptor)
         what = f"another launch is running in {shown(run.folder)}"
-        raise refuse("--resume", what, "wait for it, or stop it first") from None
+        raise config_error("--resume", what, "wait for it, or stop it first") from None
     except OSError as error:  # Lustre without flock, NFS without a lock daemon
         print(f"grpo: note: no file locks in {shown(run.folder)} ({error.strerror}): start it once only", flush=True)
     os.truncate(descriptor, 0)
@@ -173,12 +173,12 @@ def launcher_of(folder: Path) -> tuple[str, int]:
     """Host and pid of the launch that claimed the run directory last; it lives as long as the lock is held.
 
     Raises:
-        Refused: none did.
+        ConfigError: none did.
     """
     path = folder / "lock"
     host, _, pid = (path.read_text() if path.is_file() else "").strip().partition(" ")
     if not pid.isdigit():
-        raise refuse(shown(folder), "no launch has claimed it", "grpo status says how it stands")
+        raise config_error(shown(folder), "no launch has claimed it", "grpo status says how it stands")
     return host, int(pid)
 
 
@@ -269,7 +269,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """The file's content, or None when it does not exist.
 
     Raises:
-        Refused: it holds something else.
+        ConfigError: it holds something else.
     """
     try:
         content = json.loads(path.read_text())
@@ -278,7 +278,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except ValueError:
         content = None
     if not isinstance(content, dict):
-        raise refuse(shown(path), "is damaged (no JSON mapping)", _MEND)
+        raise config_error(shown(path), "is damaged (no JSON mapping)", _MEND)
     return content
 
 
@@ -291,7 +291,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a file of ``ROW_FILES``, none when it does not exist.
 
     Raises:
-        Refused: a whole line of it is no row.
+        ConfigError: a whole line of it is no row.
     """
     try:
         text = path.read_text()
@@ -306,7 +306,7 @@ def _row(path: Path, line: str) -> dict[str, Any]:
     except ValueError:
         row = None
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-        raise refuse(shown(path), f"is damaged (no row: '{line[:40]}')", _MEND)
+        raise config_error(shown(path), f"is damaged (no row: '{line[:40]}')", _MEND)
     return row
 
 

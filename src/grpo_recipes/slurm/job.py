@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from grpo_recipes.errors import refuse
+from grpo_recipes.errors import config_error
 from grpo_recipes.process.say import say
 
 _IDLE_ATTEMPTS = 2  # so many in a row without a new checkpoint, and a requeue would only burn the queue's time
@@ -83,7 +83,7 @@ def slurm_job(environment: Mapping[str, str]) -> SlurmJob | None:
     """The job of SLURM_JOB_ID, or None.
 
     Raises:
-        Refused: a number of Slurm's is none.
+        ConfigError: a number of Slurm's is none.
     """
     if not environment.get("SLURM_JOB_ID"):
         return None
@@ -102,5 +102,5 @@ def slurm_job(environment: Mapping[str, str]) -> SlurmJob | None:
 def _slurm_number(environment: Mapping[str, str], name: str, default: str = "") -> int:
     text = environment.get(name) or default
     if not text.isdecimal():
-        raise refuse(name, f"'{text}' is no number, as Slurm sets it", f"unset {name}, or submit with sbatch")
+        raise config_error(name, f"'{text}' is no number, as Slurm sets it", f"unset {name}, or submit with sbatch")
     return int(text)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.errors import Problem, Refused
+from grpo_recipes.errors import ConfigError, Problem
 from grpo_recipes.recipe.document import read_document
 from grpo_recipes.recipe.keys import nearest_of
 from grpo_recipes.recipe.values import Raw, typed
@@ -78,7 +78,7 @@ class Profile:
             where: who gives them; by default the flag of that key.
 
         Raises:
-            Refused: everything that is wrong in them.
+            ConfigError: everything that is wrong in them.
         """
         problems: list[Problem] = []
         values = {}
@@ -86,7 +86,7 @@ class Profile:
             values[key], found = _read(key, Raw(text, where or f"--{key}", from_text=True))
             problems += found
         if problems:
-            raise Refused(*problems)
+            raise ConfigError(*problems)
         return dataclasses.replace(self, **values)
 
 
@@ -101,7 +101,7 @@ def read_profile(path: Path) -> Profile:
         path: the YAML file; ``base`` in it names another one that it builds on, as in recipes.
 
     Raises:
-        Refused: everything that is wrong in it, with file and line.
+        ConfigError: everything that is wrong in it, with file and line.
     """
     problems: list[Problem] = []
     values: dict[str, Any] = {"name": path.stem}
@@ -114,7 +114,7 @@ def read_profile(path: Path) -> Profile:
     if not problems:
         problems = _contradictions(values, origins)
     if problems:
-        raise Refused(*problems)
+        raise ConfigError(*problems)
     return Profile(**values)
 
 

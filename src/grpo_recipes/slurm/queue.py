@@ -7,7 +7,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_recipes.errors import refuse
+from grpo_recipes.errors import config_error
 
 _SECONDS = 30
 NO_ANSWER = "UNKNOWN"  # state of a job while Slurm is here and does not answer
@@ -108,15 +108,15 @@ def cancel(job_id: str) -> None:
     """Take a job out of the queue, or end it.
 
     Raises:
-        Refused: Slurm does not do it, in its own words.
+        ConfigError: Slurm does not do it, in its own words.
     """
     try:
         done = subprocess.run(["scancel", job_id], capture_output=True, text=True, timeout=_SECONDS, check=False)
     except (FileNotFoundError, subprocess.TimeoutExpired):
-        raise refuse("scancel", "is not here, or does not answer", "try on the login node") from None
+        raise config_error("scancel", "is not here, or does not answer", "try on the login node") from None
     if done.returncode:
         words = done.stderr.removeprefix("scancel: ").removeprefix("error: ").strip()
-        raise refuse("scancel", words or f"ends with code {done.returncode}", "look at the job with squeue")
+        raise config_error("scancel", words or f"ends with code {done.returncode}", "look at the job with squeue")
 
 
 def ask(*argv: str) -> str | None:

@@ -6,12 +6,12 @@ import re
 import subprocess
 from pathlib import Path
 
-from grpo_recipes.errors import Problem, Refused, refuse
+from grpo_recipes.errors import ConfigError, Problem, config_error
 
 _SECONDS = 120  # a busy controller answers late
 
 
-class MaybeSubmitted(Refused):
+class MaybeSubmitted(ConfigError):
     """It is not known whether the job is in the queue: what it would run must stay."""
 
 
@@ -26,7 +26,7 @@ def submit(script: Path, cwd: Path) -> int:
         The job id.
 
     Raises:
-        Refused: there is no sbatch, or it refuses, in its own words.
+        ConfigError: there is no sbatch, or it refuses, in its own words.
         MaybeSubmitted: it does not answer, or tells no job id.
     """
     try:
@@ -39,7 +39,7 @@ def submit(script: Path, cwd: Path) -> int:
             check=False,
         )
     except FileNotFoundError:
-        raise refuse("sbatch", "is not on this machine", "submit on the cluster's login node") from None
+        raise config_error("sbatch", "is not on this machine", "submit on the cluster's login node") from None
     except subprocess.TimeoutExpired:
         raise _unknown(f"did not answer within {_SECONDS} seconds") from None
     if done.returncode:
@@ -54,7 +54,7 @@ def _unknown(what: str) -> MaybeSubmitted:
     return MaybeSubmitted(Problem("sbatch", what, "look with squeue whether it came through; what it runs was kept"))
 
 
-def _refused(words: str) -> Refused:
+def _refused(words: str) -> ConfigError:
     lines = [line.removeprefix("sbatch: ").removeprefix("error: ").strip() for line in words.splitlines()]
     what = "; ".join(line for line in lines if line) or "refuses the script and does not say why"
-    return refuse("sbatch", what.rstrip("."), "correct the profile, or give another value on the command line")
+    return config_error("sbatch", what.rstrip("."), "correct the profile, or give another value on the command line")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from grpo_recipes.errors import refuse
+from grpo_recipes.errors import config_error
 from grpo_recipes.launch.freeze import frozen_environment
 from grpo_recipes.launch.resolve_run import note_job
 from grpo_recipes.recipe import read_frozen
@@ -34,7 +34,7 @@ def submit_array(
         The job id, which the sweep remembers.
 
     Raises:
-        Refused: the log folder or the script cannot be written, or sbatch refuses.
+        ConfigError: the log folder or the script cannot be written, or sbatch refuses.
     """
     request = Request(
         job_name=profile.job_name or str(sweep.record["name"]),
@@ -50,7 +50,7 @@ def submit_array(
         script.write_text(render(profile, request, ["grpo", "sweep", "--cell", str(sweep.folder)], variables))
     except OSError as error:
         what = f"cannot write {error.filename} ({error.strerror})"
-        raise refuse("working folder", what, "submit from a folder you may write to") from None
+        raise config_error("working folder", what, "submit from a folder you may write to") from None
     job = submit(script, Path.cwd())
     sweep.add_job(job)
     cluster = cluster_name()
@@ -75,9 +75,9 @@ def task_index(sweep: Sweep, environment: Mapping[str, str]) -> int:
     """The cell of the array task we are.
 
     Raises:
-        Refused: we are none, or of another sweep.
+        ConfigError: we are none, or of another sweep.
     """
     text = environment.get(INDEX, "")
     if not text.isdecimal() or int(text) >= len(sweep.names):
-        raise refuse(INDEX, f"'{text}' is no cell of {sweep.folder.name}", "submit with grpo sweep --slurm")
+        raise config_error(INDEX, f"'{text}' is no cell of {sweep.folder.name}", "submit with grpo sweep --slurm")
     return int(text)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.errors import refuse
+from grpo_recipes.errors import config_error
 from grpo_recipes.launch.freeze import freeze
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.devices import Resources
@@ -102,7 +102,7 @@ def new_sweep(question: Question, cells: Sequence[Cell], resources: Resources, e
         environment: variables of the user.
 
     Raises:
-        Refused: the directory or one of the runs cannot be made; nothing is left of it then.
+        ConfigError: the directory or one of the runs cannot be made; nothing is left of it then.
     """
     recipe = cells[0].recipe
     stamp = timestamp()
@@ -111,7 +111,7 @@ def new_sweep(question: Question, cells: Sequence[Cell], resources: Resources, e
         folder.mkdir(parents=True, mode=0o700)
     except OSError as error:
         what = f"cannot make the sweep directory {shown(folder)} ({error.strerror})"
-        raise refuse("run_root", what, "try again, or name a folder you may write to with run_root") from None
+        raise config_error("run_root", what, "try again, or name a folder you may write to with run_root") from None
     code = code_state()
     (folder / "code.patch").write_text(masked(code.pop("patch")))
     record = {
@@ -158,11 +158,13 @@ def read_sweep(folder: Path) -> Sweep:
     """Read a sweep directory.
 
     Raises:
-        Refused: it is none, or its record is damaged.
+        ConfigError: it is none, or its record is damaged.
     """
     record = read_json(folder / RECORD)
     if record is None:
-        raise refuse(shown(folder), f"is no sweep directory (no {RECORD})", f"name a folder under run_root/{FOLDER}")
+        raise config_error(
+            shown(folder), f"is no sweep directory (no {RECORD})", f"name a folder under run_root/{FOLDER}"
+        )
     return Sweep(folder.absolute(), record)
 
 
@@ -174,13 +176,13 @@ def find_sweep(root: Path, which: str) -> Sweep:
         which: what they wrote.
 
     Raises:
-        Refused: there is none, or the folder is no sweep directory.
+        ConfigError: there is none, or the folder is no sweep directory.
     """
     if which != "last":
         return read_sweep(Path(which))
     sweeps = sweeps_in(root)
     if not sweeps:
-        raise refuse("last", f"there is no sweep in {shown(root)}", "name the sweep directory, or set RUN_ROOT")
+        raise config_error("last", f"there is no sweep in {shown(root)}", "name the sweep directory, or set RUN_ROOT")
     return sweeps[-1]
 
 
@@ -213,7 +215,7 @@ def queued(sweep: Sweep) -> set[int]:
     except FileNotFoundError:
         return set()  # another machine than the one it was submitted from
     except subprocess.TimeoutExpired:
-        raise refuse("squeue", f"did not answer within {_SQUEUE_SECONDS} seconds", "try again later") from None
+        raise config_error("squeue", f"did not answer within {_SQUEUE_SECONDS} seconds", "try again later") from None
     if done.returncode and "Invalid job id" not in done.stderr:
-        raise refuse("squeue", done.stderr.strip() or f"exit code {done.returncode}", "try again later")
+        raise config_error("squeue", done.stderr.strip() or f"exit code {done.returncode}", "try again later")
     return {int(line) for line in done.stdout.split() if line.isdigit()}

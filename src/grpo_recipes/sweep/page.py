@@ -32,7 +32,7 @@ def write_sweep(sweep: Sweep, path: Path | None = None) -> tuple[Path, list[Resu
         The page's path, and the results it shows.
 
     Raises:
-        Refused: a file of a cell is damaged.
+        ConfigError: a file of a cell is damaged.
         OSError: the page cannot be written.
     """
     path = path or sweep.folder / PAGE

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from grpo_recipes.errors import Refused, refuse
+from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.launch.resolve_run import planned_names
 from grpo_recipes.launch.submission import need_environment, on_scratch, prepare, site_environment, site_resources
 from grpo_recipes.paths import shown
@@ -74,7 +74,7 @@ def start(question: Question, way: Way, environment: Mapping[str, str], new: boo
         The exit code of the command.
 
     Raises:
-        Refused: anything is wrong with any of the runs; nothing was written or started.
+        ConfigError: anything is wrong with any of the runs; nothing was written or started.
     """
     environment = way.environment(environment)
     cells = make_cells(question, environment)
@@ -94,12 +94,12 @@ def start_again(sweep: Sweep, way: Way, environment: Mapping[str, str]) -> int:
     """Run what is not completed in a sweep.
 
     Raises:
-        Refused: a run directory is gone, or nothing can be started.
+        ConfigError: a run directory is gone, or nothing can be started.
     """
     gone = [sweep.names[index] for index in sweep.gaps() if sweep.status(index) == GONE]
     if gone:
         what = f"the run directory of {', '.join(gone)} is gone"
-        raise refuse("--resume", what, f"make it again: {sweep.record['command']}")
+        raise config_error("--resume", what, f"make it again: {sweep.record['command']}")
     return _run_gaps(sweep, way, way.environment(environment))
 
 
@@ -152,7 +152,7 @@ def _restore(
     code = {key: value for key, value in code_state().items() if key != "patch"}
     if gone and code != sweep.record["code"]:
         what = f"the run directory of {gone[0].name} is gone, and the code is no longer the sweep's"
-        raise refuse(shown(sweep.folder), what, "go back to that code, or begin another sweep with --new")
+        raise config_error(shown(sweep.folder), what, "go back to that code, or begin another sweep with --new")
     for cell in gone:
         freeze_cell(sweep, cell, question, resources, environment)
 
@@ -163,7 +163,7 @@ def _run_new(sweep: Sweep, way: Way, environment: Mapping[str, str]) -> int:
         return _run_gaps(sweep, way, environment)
     except MaybeSubmitted:
         raise
-    except Refused:  # Slurm did not take it: nothing has run
+    except ConfigError:  # Slurm did not take it: nothing has run
         shutil.rmtree(sweep.folder, ignore_errors=True)
         raise
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from grpo_recipes.errors import Problem, Refused
+from grpo_recipes.errors import ConfigError, Problem
 from grpo_recipes.recipe.flags import read_flags
 from grpo_recipes.recipe.keys import ALIASES, OBSOLETE_KEYS, OWNED_KEYS, catalogue, nearest
 from grpo_recipes.report.groups import NO_EXPERIMENT
@@ -52,7 +52,7 @@ def read_axes(words: Sequence[str], flags: Iterable[str]) -> list[Axis]:
         flags: the recipe flags that hold for all runs.
 
     Raises:
-        Refused: everything that is wrong with them, at once; there is no axis, or more than ``MOST_CELLS`` runs.
+        ConfigError: everything that is wrong with them, at once; there is no axis, or more than ``MOST_CELLS`` runs.
     """
     problems: list[Problem] = []
     fixed = {_canonical(name) for name, _ in read_flags(flags, [])}
@@ -68,9 +68,9 @@ def read_axes(words: Sequence[str], flags: Iterable[str]) -> list[Axis]:
             problems.append(Problem(word, f"--{axis.key} is given too", "keep one of the two"))
         axes.append(axis)
     if problems:
-        raise Refused(*problems)
+        raise ConfigError(*problems)
     if not axes:
-        raise Refused(Problem("sweep", "nothing is varied", "name keys and values, e.g. learning_rate=1e-6,3e-6"))
+        raise ConfigError(Problem("sweep", "nothing is varied", "name keys and values, e.g. learning_rate=1e-6,3e-6"))
     _need_few(axes)
     return axes
 
@@ -81,7 +81,7 @@ def _need_few(axes: Sequence[Axis]) -> None:
         cells *= len(axis.values)
     if cells > MOST_CELLS:
         what = f"{cells:,} runs are more than {MOST_CELLS:,}"
-        raise Refused(Problem("sweep", what, "take fewer values, or fewer keys at a time"))
+        raise ConfigError(Problem("sweep", what, "take fewer values, or fewer keys at a time"))
 
 
 def _read_axis(word: str) -> tuple[Axis | None, list[Problem]]:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from grpo_recipes.errors import Problem, Refused
+from grpo_recipes.errors import ConfigError, Problem
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import checked_recipe
-from grpo_recipes.recipe.tasks import Asked
+from grpo_recipes.recipe.tasks import RequestedTask
 from grpo_recipes.recipe.warnings import needed_by
 from grpo_recipes.sweep.spec import Axis
 
@@ -53,7 +53,7 @@ class Question:
     path: Path
     axes: Sequence[Axis]
     flags: Sequence[str] = ()
-    asked: Asked = field(default_factory=Asked)
+    asked: RequestedTask = field(default_factory=RequestedTask)
 
 
 def make_cells(question: Question, environment: Mapping[str, str]) -> list[Cell]:
@@ -64,7 +64,7 @@ def make_cells(question: Question, environment: Mapping[str, str]) -> list[Cell]
         environment: variables of the user.
 
     Raises:
-        Refused: every problem of every cell's recipe; an axis that changes nothing.
+        ConfigError: every problem of every cell's recipe; an axis that changes nothing.
     """
     keys = [axis.key for axis in question.axes]
     combinations = list(itertools.product(*(axis.values for axis in question.axes)))
@@ -78,7 +78,7 @@ def make_cells(question: Question, environment: Mapping[str, str]) -> list[Cell]
     cells = for_each(names, cell)
     idle = [problem for axis in question.axes for problem in _idle(axis, cells)]
     if idle:
-        raise Refused(*idle)
+        raise ConfigError(*idle)
     return cells
 
 
@@ -95,18 +95,18 @@ def for_each(names: Sequence[str], work: Callable[[int], Made]) -> list[Made]:
         work: is given the index of a cell.
 
     Raises:
-        Refused: what ``work`` refused in any of them, each problem once, with the names of its cells.
+        ConfigError: what ``work`` refused in any of them, each problem once, with the names of its cells.
     """
     done: list[Made] = []
     problems: dict[Problem, list[str]] = {}
     for index, name in enumerate(names):
         try:
             done.append(work(index))
-        except Refused as refused:
+        except ConfigError as refused:
             for problem in refused.problems:
                 problems.setdefault(problem, []).append(name)
     if problems:
-        raise Refused(*(_told(problem, where, len(names)) for problem, where in problems.items()))
+        raise ConfigError(*(_told(problem, where, len(names)) for problem, where in problems.items()))
     return done
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from grpo_recipes.errors import refuse
+from grpo_recipes.errors import config_error
 from grpo_recipes.recipe.user_code import load_object
 
 
@@ -20,7 +20,7 @@ def load_callbacks(specs: Iterable[str], copies: Path | None = None) -> list[Tra
         copies: the run's folder of copied files, which are run in place of the originals.
 
     Raises:
-        Refused: a name is no class of callbacks, or its constructor wants arguments.
+        ConfigError: a name is no class of callbacks, or its constructor wants arguments.
     """
     return [_make(spec, load_object(spec, copies)) for spec in specs]
 
@@ -28,8 +28,10 @@ def load_callbacks(specs: Iterable[str], copies: Path | None = None) -> list[Tra
 def _make(spec: str, found: Any) -> TrainerCallback:
     if not (isinstance(found, type) and issubclass(found, TrainerCallback)):
         what = f"'{spec}' is no subclass of transformers.TrainerCallback"
-        raise refuse("callbacks", what, "derive the class from TrainerCallback")
+        raise config_error("callbacks", what, "derive the class from TrainerCallback")
     try:
         return found()
     except TypeError as error:
-        raise refuse("callbacks", f"'{spec}' cannot be made ({error})", "let its __init__ take no argument") from error
+        raise config_error(
+            "callbacks", f"'{spec}' cannot be made ({error})", "let its __init__ take no argument"
+        ) from error

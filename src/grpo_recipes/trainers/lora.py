@@ -16,7 +16,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from grpo_recipes.errors import refuse
+from grpo_recipes.errors import config_error
 from grpo_recipes.recipe.configs import ModelConfig
 from grpo_recipes.trainers.rank import shards_weights
 
@@ -27,7 +27,7 @@ def load_lora_config(model_args: ModelConfig, trust_remote_code: bool) -> LoraCo
     """The adapter as the recipe says, None without ``use_peft``. Reads the model's configuration, no weights.
 
     Raises:
-        Refused: it does not fit the model.
+        ConfigError: it does not fit the model.
     """
     config = trl.get_peft_config(model_args)
     if config is not None:
@@ -61,7 +61,7 @@ def check_adapter(model: PreTrainedModel, config: LoraConfig) -> int:
         How many layers get an adapter.
 
     Raises:
-        Refused: a name that fits no layer, a layer that cannot have an adapter, or one tied to another.
+        ConfigError: a name that fits no layer, a layer that cannot have an adapter, or one tied to another.
     """
     linear = ", ".join(
         sorted({name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, nn.Linear)})
@@ -70,13 +70,13 @@ def check_adapter(model: PreTrainedModel, config: LoraConfig) -> int:
     for key, names in (("lora_target_modules", targets), ("lora_modules_to_save", config.modules_to_save or [])):
         for name in sorted(names):
             if not _layers_called(model, name):
-                raise refuse(key, f"the model has no layer '{name}'", f"its linear layers are {linear}")
+                raise config_error(key, f"the model has no layer '{name}'", f"its linear layers are {linear}")
     _check_tied(model, config)
     try:
         adapted = get_peft_model(model, copy.deepcopy(config))
     except (ValueError, TypeError) as error:
         what = f"PEFT cannot put the adapter on this model: {' '.join(str(error).split())[:300]}"
-        raise refuse("lora_target_modules", what, f"write {_ALL_LINEAR}, or some of {linear}") from error
+        raise config_error("lora_target_modules", what, f"write {_ALL_LINEAR}, or some of {linear}") from error
     return len(_adapted_layers(adapted))
 
 
@@ -93,7 +93,7 @@ def _check_tied(model: PreTrainedModel, config: LoraConfig) -> None:
     for name in config.modules_to_save or []:
         if any(layer is one for layer in _layers_called(model, name) for one in tied):
             what = f"'{name}' shares its weights with another layer (tie_word_embeddings)"
-            raise refuse("lora_modules_to_save", what, f"remove {name}, or remove use_peft")
+            raise config_error("lora_modules_to_save", what, f"remove {name}, or remove use_peft")
 
 
 def refuse_shards(accelerator: Accelerator) -> None:

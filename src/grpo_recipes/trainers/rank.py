@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.errors import Refused, refuse
+from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.process.phases import PhaseFile, dump_stacks_on_signal
 from grpo_recipes.recipe.precision import float32_fix, lost_updates, updates_float32
 from grpo_recipes.runs.rundir import write_json, write_last_json
@@ -78,7 +78,7 @@ def _exit_of(error: BaseException) -> tuple[int, str]:
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         return code, str(error) if code else ""
-    if isinstance(error, Refused):
+    if isinstance(error, ConfigError):
         return 1, str(error.problems[0])  # 2 says that nothing was started; by now a server runs
     lines = str(error).strip().splitlines() or [""]
     return 1, f"{type(error).__name__}: {lines[0]}"
@@ -150,7 +150,7 @@ def check_updates(distributed_type: str, mixed: str, dtypes: Iterable[str], args
         args: the trainer's.
 
     Raises:
-        Refused: they would be.
+        ConfigError: they would be.
     """
     accelerator = _AS_LOADED.get(distributed_type, "fsdp2" if distributed_type == "FSDP" else "zero2")
     if updates_float32(accelerator, mixed):
@@ -158,7 +158,7 @@ def check_updates(distributed_type: str, mixed: str, dtypes: Iterable[str], args
     for dtype in sorted(dtypes):
         if lost := lost_updates(dtype, args.learning_rate, args.optim, args.optim_args):
             what = f"{lost}, and accelerator: {accelerator} keeps no float32 copy"
-            raise refuse("dtype", what, float32_fix(mixed))
+            raise config_error("dtype", what, float32_fix(mixed))
 
 
 def shards_weights(accelerator: Any) -> bool:
