@@ -11,6 +11,7 @@ import pytest
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.plan.environment import base_environment
 from grpo_recipes.plan.plan import choose_recipe, describe
+from grpo_recipes.plan.types import Process
 from grpo_recipes.recipe import read_recipe
 from grpo_recipes.slurm.job import SlurmJob
 from grpo_recipes.smoke import smoke_folder
@@ -258,6 +259,19 @@ def test_cpu_processes_are_as_many_as_the_recipe_asks_for(planned, option):
 def test_the_bridge_between_gpus(planned, option, keys, bridge):
     plan = planned(**keys)
     assert plan.bridge == bridge == option(plan.process("trainer").argv, "--weight_sync")
+
+
+@pytest.mark.parametrize(("bridge", "on_loss"), [("nccl", "restart with trainers"), ("file", "restart")])
+def test_a_process_says_what_it_starts_after_when_it_is_ready_and_what_its_loss_means(planned, bridge, on_loss):
+    server, trainer = planned(weight_sync=bridge).processes
+    assert (server.after, server.ready, server.on_loss) == ((), "serving", on_loss)
+    assert (trainer.after, trainer.ready, trainer.on_loss) == (("server",), "started", "fail")
+    assert planned(gpus=("0",)).processes[0].after == ()
+
+
+def test_a_process_is_read_back_from_the_plan_as_json(planned):
+    plan = planned()
+    assert [Process.of_json(one) for one in json.loads(json.dumps(plan.as_json()))["processes"]] == plan.processes
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ class Agent:
     def order_start(self, process: dict[str, Any], start: int) -> None:
         """Start a process of the plan under its warden; ``start`` comes back in the reports of it and of its ranks."""
         assert self._scratch is not None
-        planned = Process(**{**process, "gpus": tuple(process["gpus"])})
+        planned = Process.of_json(process)
         for rank in self._ranks():  # of the process that ran in its place before
             (self._run_dir / "processes" / f"rank_{rank['rank']}.json").unlink(missing_ok=True)
         environment = {**self._environment, **planned.environment}

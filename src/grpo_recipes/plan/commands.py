@@ -13,8 +13,9 @@ from grpo_recipes.paths import home
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.environment import no_proxy
 from grpo_recipes.plan.server import server_command, server_environment
-from grpo_recipes.plan.types import Process, Share
+from grpo_recipes.plan.types import OnLoss, Process, Share
 from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.bridges import RECONNECTING
 from grpo_recipes.recipe.precision import mixed_precision
 from grpo_recipes.runs.rundir import sync_folder
 
@@ -46,7 +47,8 @@ def server_process(
     variables |= _host_ip(plan, resources, environment, 0)
     variables |= _network(plan, resources, environment, names, 0)
     log = f"logs/liv_vllm_{names.run}_{names.timestamp}.log"
-    return Process("server", argv, {**variables, **_devices(gpus)}, gpus, log)
+    on_loss: OnLoss = "restart" if plan.bridge in RECONNECTING else "restart with trainers"
+    return Process("server", argv, {**variables, **_devices(gpus)}, gpus, log, ready="serving", on_loss=on_loss)
 
 
 def trainer_processes(
@@ -72,7 +74,8 @@ def trainer_processes(
         suffix = f"_node{share.node}" if share.node else ""
         log = f"logs/liv_train_{names.run}_{names.timestamp}{suffix}.log"
         argv = _accelerate(recipe, plan, environment, names, trainers, machine)
-        made.append(Process("trainer", argv, variables, share.gpus, log, share.node))
+        after = ("server",) if plan.mode == "server" else ()
+        made.append(Process("trainer", argv, variables, share.gpus, log, share.node, after))
     return made
 
 

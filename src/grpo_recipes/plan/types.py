@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from grpo_recipes.plan.batch import Batch
 from grpo_recipes.plan.ports import Ports
@@ -26,29 +27,35 @@ class Share:
     gpus: tuple[str, ...]
 
 
+Ready = Literal["started", "serving"]
+OnLoss = Literal["fail", "restart", "restart with trainers"]
+
+
 @dataclass(frozen=True)
 class Process:
-    """One process the launcher starts.
+    """One process the launcher starts."""
 
-    Attributes:
-        role: ``server`` or ``trainer``.
-        argv: its command.
-        environment: variables set for it beyond the cleaned environment all share.
-        gpus: GPU ids it may use.
-        log: file of its output.
-        node: index of the node it runs on.
-    """
-
-    role: str
+    role: str  # server or trainer
     argv: list[str]
-    environment: dict[str, str]
-    gpus: tuple[str, ...]
+    environment: dict[str, str]  # beyond the cleaned environment that all processes share
+    gpus: tuple[str, ...]  # ids as CUDA_VISIBLE_DEVICES takes them
     log: str
-    node: int = 0
+    node: int = 0  # index of the node it runs on
+    after: tuple[str, ...] = ()  # roles whose processes must be ready before this one starts
+    # When it is ready: as soon as it has started, or once it serves this run's model at the plan's address.
+    ready: Ready = "started"
+    # What its loss means: the end of the run, a restart of it alone, or one of it and the trainers from the newest
+    # checkpoint. Restarts are limited by the recipe's server_restarts.
+    on_loss: OnLoss = "fail"
+
+    @classmethod
+    def of_json(cls, plain: Mapping[str, Any]) -> Process:
+        """Return the process that ``Plan.as_json`` wrote."""
+        return cls(**{**plain, "gpus": tuple(plain["gpus"]), "after": tuple(plain["after"])})
 
     @property
     def name(self) -> str:
-        """By which it is told from the others of its role: ``trainer``, or ``trainer_1`` on node 1."""
+        """``trainer``, or ``trainer_1`` on node 1: unique among the processes of a plan."""
         return f"{self.role}_{self.node}" if self.node else self.role
 
 
