@@ -8,7 +8,7 @@ The launcher starts this file under accelerate, beside a vLLM server, with the f
 import os
 import signal
 
-from grpo_recipes.process.prctl import die_with_parent
+from grpo_recipes.process.tree import die_with_parent
 
 # Before the imports, which take seconds. SIGTERM will be a request to save, which an orphan must not do.
 die_with_parent(os.getppid(), signal.SIGKILL)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.doctor.machine import NoAnswer, existing
-from grpo_recipes.process.say import gigabytes
+from grpo_recipes.process.reports import gigabytes
 
 
 def test_a_program_runs_once_however_many_checks_ask(machine, fake_program, tmp_path: Path):

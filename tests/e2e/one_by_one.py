@@ -20,8 +20,8 @@ from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.ports import free_ports, plan_ports
 from grpo_recipes.plan.server import wait_until_ready
 from grpo_recipes.plan.types import Names, Plan
-from grpo_recipes.process.descendants import descendants
 from grpo_recipes.process.scratch import make_scratch
+from grpo_recipes.process.tree import descendants
 from grpo_recipes.recipe import read_recipe
 from grpo_recipes.runs.rundir import read_json, write_json
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from real_runs import REPOSITORY, SECRET, Launch
 
-from grpo_recipes.process.descendants import is_alive
+from grpo_recipes.process.tree import is_alive
 
 REWARD = f"""
 import os

@@ -23,7 +23,7 @@ from grpo_recipes.launch.preflight_network import node_address, survey
 from grpo_recipes.launch.supervisor import Lost, wait_for_trainer
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.types import Process
-from grpo_recipes.process.descendants import is_alive
+from grpo_recipes.process.tree import is_alive
 from grpo_recipes.runs.rundir import dump_request, stop_file
 
 RANK = """

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from waiting import wait_for
 
-from grpo_recipes.process.descendants import is_alive
+from grpo_recipes.process.tree import is_alive
 
 # Starts a sleeper in a session of its own, writes its pid, and goes on as argv says.
 PARENT = """

@@ -21,7 +21,7 @@ from waiting import wait_for
 
 from grpo_recipes.launch.supervisor import Child
 from grpo_recipes.plan.types import Process
-from grpo_recipes.process import scratch, segments
+from grpo_recipes.process import scratch
 from grpo_recipes.process.scratch import Scratch, is_held, make_scratch, remove_dead_scratch
 
 
@@ -30,8 +30,7 @@ def node(tmp_path: Path, monkeypatch) -> dict[str, str]:
     """The environment of a launch on a node of this test's own: its temporary folder, and its shared memory."""
     for name in ("node", "shm"):
         (tmp_path / name).mkdir()
-    for module in (scratch, segments):
-        monkeypatch.setattr(module, "SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(scratch, "SHARED_MEMORY", tmp_path / "shm")
     return {"SLURM_TMPDIR": str(tmp_path / "node")}
 
 

@@ -16,10 +16,9 @@ from waiting import wait_for
 
 from grpo_recipes.launch.supervisor import Child
 from grpo_recipes.plan.types import Process
-from grpo_recipes.process import segments
-from grpo_recipes.process.descendants import descendants, is_alive
-from grpo_recipes.process.scratch import Scratch, make_scratch
-from grpo_recipes.process.segments import remove_segments
+from grpo_recipes.process import scratch as scratch_module
+from grpo_recipes.process.scratch import Scratch, make_scratch, remove_segments
+from grpo_recipes.process.tree import descendants, is_alive
 
 # A segment as vLLM makes, in a process below, and a semaphore as the trainers have: all that a kill leaves behind.
 MAKER = """
@@ -117,7 +116,7 @@ def test_segments_of_other_programs_are_not_recorded(tmp_path, made, child):
     other = subprocess.Popen([sys.executable, "-c", MAKER, str(tmp_path / "others")], start_new_session=True)
     try:
         others = names_in(tmp_path / "others")
-        time.sleep(3 * segments._LOOK_SECONDS)
+        time.sleep(3 * scratch_module._LOOK_SECONDS)
         record = (made.memory / ".segments").read_text()
         assert not any(path.name in record for path in others)
     finally:
@@ -156,7 +155,7 @@ def test_a_file_that_the_user_named_is_never_recorded(made, tmp_path):
     child = Child(process, dict(os.environ), tmp_path / "run", made)
     try:
         wait_for(kept.exists, "the file")
-        time.sleep(2 * segments._LOOK_SECONDS)
+        time.sleep(2 * scratch_module._LOOK_SECONDS)
         assert not (made.memory / ".segments").exists()
     finally:
         child.end()
@@ -165,7 +164,7 @@ def test_a_file_that_the_user_named_is_never_recorded(made, tmp_path):
 
 
 def test_without_shared_memory_nothing_is_recorded(tmp_path, monkeypatch):
-    monkeypatch.setattr(segments, "SHARED_MEMORY", tmp_path / "none")
-    recorder = segments.SegmentRecorder(tmp_path / "memory")
+    monkeypatch.setattr(scratch_module, "SHARED_MEMORY", tmp_path / "none")
+    recorder = scratch_module.SegmentRecorder(tmp_path / "memory")
     recorder.look()
     assert remove_segments(tmp_path / "memory") == 0 and list(tmp_path.iterdir()) == []

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from grpo_recipes.process.descendants import descendants, is_alive
+from grpo_recipes.process.tree import descendants, is_alive
 from grpo_recipes.rewards.children import ChildRewards, RewardFailed, Verdict
 from grpo_recipes.rewards.children.batch import GIVEN_UP
 from grpo_recipes.rewards.children.pool import default_workers

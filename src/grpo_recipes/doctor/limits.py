@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from grpo_recipes.doctor.machine import Machine
-from grpo_recipes.process.say import gigabytes
+from grpo_recipes.process.reports import gigabytes
 from grpo_recipes.runs.finding import Finding, ok, problem, warning
 
 _FILES = 4096  # torch keeps a descriptor a shared tensor, vLLM and aiohttp one a request

@@ -25,7 +25,7 @@ from grpo_recipes.paths import shown
 from grpo_recipes.plan.devices import find_resources
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.types import Plan
-from grpo_recipes.process.say import gigabytes
+from grpo_recipes.process.reports import gigabytes
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.tasks import entry_of, requested_task
 from grpo_recipes.runs.finding import OK, Finding, ok, problem, warning

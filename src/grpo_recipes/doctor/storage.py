@@ -13,9 +13,8 @@ from pathlib import Path
 
 from grpo_recipes.doctor.machine import Machine, existing
 from grpo_recipes.paths import shown
-from grpo_recipes.process.say import gigabytes
-from grpo_recipes.process.scratch import is_held, names_in_use, size_of
-from grpo_recipes.process.segments import SHARED_MEMORY
+from grpo_recipes.process.reports import gigabytes
+from grpo_recipes.process.scratch import SHARED_MEMORY, is_held, names_in_use, size_of
 from grpo_recipes.runs.finding import Finding, ok, problem, together, warning
 
 LITTLE_SPACE = 20e9  # a 7B checkpoint is larger; a 1.5B one with its optimizer is about 9 GB

@@ -13,7 +13,7 @@ from typing import Any
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, endpoint, hub_answers, told_offline
 from grpo_recipes.fetch.sources import Sources, changed_sources, find_sources
-from grpo_recipes.process.prctl import die_with_parent
+from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.recipe import Recipe
 
 

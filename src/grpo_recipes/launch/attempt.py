@@ -14,7 +14,7 @@ from grpo_recipes.paths import shown
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.environment import base_environment, run_environment, wandb_environment
 from grpo_recipes.plan.types import Names, Plan
-from grpo_recipes.process.say import say
+from grpo_recipes.process.reports import say
 from grpo_recipes.process.scratch import Scratch, make_scratch, remove_dead_scratch
 from grpo_recipes.publish.publisher import Publisher
 from grpo_recipes.recipe import Recipe

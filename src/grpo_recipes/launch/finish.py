@@ -9,7 +9,7 @@ from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.launch.attempt import Attempt, newest_step
 from grpo_recipes.launch.supervisor import Ending, tail
 from grpo_recipes.paths import shown
-from grpo_recipes.process.say import say
+from grpo_recipes.process.reports import say
 from grpo_recipes.publish.publisher import hand_over
 from grpo_recipes.report.single import report_line
 from grpo_recipes.runs.advice import advice

@@ -20,7 +20,7 @@ from grpo_recipes.launch.stall_detector import (
 )
 from grpo_recipes.launch.supervisor import Child, Ending, Trainer
 from grpo_recipes.plan.server import generated_tokens
-from grpo_recipes.process.say import print_line, say
+from grpo_recipes.process.reports import print_line, say
 from grpo_recipes.runs.health import Health
 from grpo_recipes.runs.progress import Progress
 from grpo_recipes.runs.rundir import read_metrics

@@ -27,9 +27,8 @@ from grpo_recipes.launch.supervisor import Child
 from grpo_recipes.plan.devices import environment_flavour, visible_gpus
 from grpo_recipes.plan.environment import base_environment, run_environment
 from grpo_recipes.plan.types import Process
-from grpo_recipes.process.descendants import end_descendants, is_alive, reap
-from grpo_recipes.process.prctl import become_subreaper
 from grpo_recipes.process.scratch import Scratch, make_scratch, remove_dead_scratch
+from grpo_recipes.process.tree import become_subreaper, end_descendants, is_alive, reap
 from grpo_recipes.runs.rundir import stop_file
 
 MARK = "grpo-agent"  # first word of a report; other lines on standard output are not ours

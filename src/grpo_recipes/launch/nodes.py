@@ -25,8 +25,8 @@ from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.launch.node_worker import MARK
 from grpo_recipes.launch.supervisor import Child, Lost, RankSeen
 from grpo_recipes.plan.types import Process
-from grpo_recipes.process.descendants import OWN_CHILDREN
-from grpo_recipes.process.say import say
+from grpo_recipes.process.reports import say
+from grpo_recipes.process.tree import OWN_CHILDREN
 from grpo_recipes.recipe.keys import SRUN_OPTIONS
 from grpo_recipes.runs.rundir import dump_request, stop_file
 

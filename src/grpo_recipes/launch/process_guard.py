@@ -19,10 +19,15 @@ from functools import partial
 from pathlib import Path
 
 from grpo_recipes.paths import shown
-from grpo_recipes.process.descendants import OWN_CHILDREN, descendants, end_descendants, reap
-from grpo_recipes.process.prctl import become_subreaper, die_with_parent
-from grpo_recipes.process.scratch import Scratch
-from grpo_recipes.process.segments import SegmentRecorder
+from grpo_recipes.process.scratch import Scratch, SegmentRecorder
+from grpo_recipes.process.tree import (
+    OWN_CHILDREN,
+    become_subreaper,
+    descendants,
+    die_with_parent,
+    end_descendants,
+    reap,
+)
 from grpo_recipes.report.single import report_line
 from grpo_recipes.runs.rundir import finish_summary, stop_file, sync_folder, write_json, write_last_json
 

@@ -18,9 +18,8 @@ from grpo_recipes.launch.supervisor import Child, Ending, Trainer, shell_code, t
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.server import NotReady, server_state_file, wait_until_ready
 from grpo_recipes.plan.types import Process
-from grpo_recipes.process.descendants import end_descendants, reap
-from grpo_recipes.process.prctl import become_subreaper
-from grpo_recipes.process.say import say
+from grpo_recipes.process.reports import say
+from grpo_recipes.process.tree import become_subreaper, end_descendants, reap
 from grpo_recipes.runs.checkpoints import verified_checkpoint
 from grpo_recipes.runs.rundir import count_server_restart, stop_file, sync_folder, write_json, write_last_json
 from grpo_recipes.secrets import masked

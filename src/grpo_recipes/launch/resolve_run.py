@@ -15,7 +15,7 @@ from grpo_recipes.paths import CODE_VARIABLE
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import choose_recipe
 from grpo_recipes.plan.types import Names, Plan
-from grpo_recipes.process.say import say
+from grpo_recipes.process.reports import say
 from grpo_recipes.recipe import Recipe, merge_recipe, read_frozen
 from grpo_recipes.recipe.check import checked_recipe
 from grpo_recipes.recipe.tasks import GRPO, entry_of, requested_task, same_task

@@ -22,7 +22,7 @@ from grpo_recipes.plan.disk import need_room
 from grpo_recipes.plan.environment import base_environment, run_environment, wandb_environment
 from grpo_recipes.plan.plan import describe, make_plan, server_host
 from grpo_recipes.plan.ports import free_ports, plan_ports
-from grpo_recipes.process.say import say
+from grpo_recipes.process.reports import say
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.publish.preflight import need_target
 from grpo_recipes.publish.publisher import make_publisher

@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.launch.supervisor import Ending
-from grpo_recipes.process.say import say
+from grpo_recipes.process.reports import say
 
 _ENDED_BY_SLURM_SOON = (signal.SIGTERM, signal.SIGHUP)
 

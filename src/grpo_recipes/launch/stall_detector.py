@@ -14,7 +14,7 @@ import psutil
 
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.server import Activity
-from grpo_recipes.process.descendants import descendants, is_alive
+from grpo_recipes.process.tree import descendants, is_alive
 from grpo_recipes.runs.rundir import dump_request, read_json
 
 # Phases that may last longer than `stall_timeout`: a whole evaluation, a save to a slow disk, benchmarks at the end.

@@ -18,8 +18,8 @@ import psutil
 
 from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.plan.types import Process
-from grpo_recipes.process.descendants import OWN_CHILDREN, descendants, end_all, is_alive, reap
 from grpo_recipes.process.scratch import Scratch
+from grpo_recipes.process.tree import OWN_CHILDREN, descendants, end_all, is_alive, reap
 from grpo_recipes.runs.rundir import read_json
 from grpo_recipes.secrets import masked
 

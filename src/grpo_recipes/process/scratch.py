@@ -1,10 +1,18 @@
-"""Node-local folders of one attempt, and the removal of those whose owners died.
+"""Node-local folders of one attempt, the shared memory of its processes, and the removal of what dead runs left.
 
-A folder holds a marker file. The launcher (or agent) that made it keeps a lock on the marker, and so do its wardens,
-which inherit it. The kernel drops the lock when the last of them dies, however they die, and it holds across
-containers, where process ids mean nothing. A folder without a marker is never removed: the marker appears under its
-name only once it is locked, so a folder that is being made has none, and neither has a user's own, or one on a file
+A folder holds a marker file. The launcher (or node worker) that made it keeps a lock on the marker, and so do its
+process guards, which inherit it. The kernel drops the lock when the last of them dies, however they die, and it holds
+across containers, where process ids mean nothing. A folder without a marker is never removed: the marker appears under
+its name only once it is locked, so a folder that is being made has none, and neither has a user's own, or one on a file
 system without locks.
+
+Python's ``multiprocessing`` draws the names of shared-memory segments at random (``psm_948e8e13`` of vLLM's message
+queues, ``sem.mp-kgh1xwy0`` of the trainers) and removes them by a helper process at the end, which a SIGKILL of the
+whole job takes along. A name does not show its owner, and a segment that nobody maps may be waiting for another program
+of the same user. So each process guard looks once a second which new segments the processes below it map, and records
+these in the run's folder in ``/dev/shm``. Naming the segments ourselves would mean patching private parts of Python in
+every process, and would miss those that C libraries make. A segment made in the last second before a kill is not
+recorded, and stays.
 """
 
 from __future__ import annotations
@@ -13,41 +21,40 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 
 import psutil
 
 from grpo_recipes.paths import is_locked
-from grpo_recipes.process.say import gigabytes
-from grpo_recipes.process.segments import SHARED_MEMORY, remove_segments
+from grpo_recipes.process.reports import gigabytes
+from grpo_recipes.process.tree import descendants
 
+SHARED_MEMORY = Path("/dev/shm")
 _MARKER = ".grpo-scratch"
-_MOST_SECONDS = 20.0  # another node's agent must answer within a minute
+_MOST_SECONDS = 20.0  # another node's worker must answer within a minute
 _MOST_FOLDERS = 200  # each holds a descriptor while it is looked at
 _MOST_NAMES = 5
+# Kinds of segments whose makers draw the name and remove them at their end; what a user keeps there has its own name.
+_SEGMENT_KINDS = ("psm_", "sem.mp-", "torch_", "nccl-")
+_LOOK_SECONDS = 1.0
+_LOOKS = 3  # a maker maps its segment at once; what nobody below us maps after these is another program's
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """Node-local folders of one attempt.
+    """Node-local folders of one attempt."""
 
-    Attributes:
-        disk: TMPDIR and compiled caches; a short path, since unix sockets end at 107 bytes.
-        memory: where the file bridge writes, in shared memory where there is any.
-        locks: descriptors that hold the locks of the folders; children that inherit them hold them too.
-    """
-
-    disk: Path
-    memory: Path
-    locks: list[int] = field(default_factory=list)
+    disk: Path  # TMPDIR and compiled caches; a short path, since unix sockets end at 107 bytes
+    memory: Path  # where the file bridge writes, in shared memory where there is any
+    locks: list[int] = field(default_factory=list)  # descriptors that hold the folders' locks; children inherit them
 
     @property
     def token(self) -> Path:
@@ -55,7 +62,7 @@ class Scratch:
         return self.disk / "token"
 
     def remove(self) -> None:
-        """Remove both, and the shared-memory segments that a killed process of the run left."""
+        """Remove both folders, and the shared-memory segments that a killed process of the run left."""
         remove_segments(self.memory)
         for folder in (self.disk, self.memory):
             with contextlib.suppress(OSError):
@@ -68,13 +75,13 @@ def make_scratch(environment: Mapping[str, str]) -> Scratch:
     """Make the folders and a new token, readable by the user alone."""
     disk = Path(tempfile.mkdtemp(prefix="grpo-", dir=_node_folder(environment)))
     memory = SHARED_MEMORY / disk.name
+    folders = [disk]
     if memory != disk and os.access(SHARED_MEMORY, os.W_OK):
         memory.mkdir(mode=0o700)
-        folders = [disk, memory]
+        folders.append(memory)
     else:
         memory = disk / "weights"
         memory.mkdir()
-        folders = [disk]
     scratch = Scratch(disk, memory, [lock for folder in folders if (lock := _mark(folder)) is not None])
     scratch.token.touch(mode=0o600)
     scratch.token.write_text(secrets.token_hex(16))
@@ -82,26 +89,21 @@ def make_scratch(environment: Mapping[str, str]) -> Scratch:
 
 
 def remove_dead_scratch(environment: Mapping[str, str]) -> str:
-    """Remove scratch that dead runs of this user left on this node; takes seconds, and never fails the launch.
+    """Remove scratch that dead runs of this user left on this node; this takes seconds and never fails the launch.
 
-    Returns:
-        One line that says what was removed, and what could not be; empty where there was nothing.
+    Returns one line that names what was removed and what could not be; empty where there was nothing.
     """
-    locks: list[int] = []
-    try:
-        dead = _dead_folders(environment, locks)
-        return _remove_all(dead)
-    except OSError as error:
-        return f"could not look for scratch that dead runs left: {error}"
-    finally:
-        for lock in locks:
-            os.close(lock)
+    with contextlib.ExitStack() as locks:
+        try:
+            return _remove_all(_dead_folders(environment, locks))
+        except OSError as error:
+            return f"could not look for scratch that dead runs left: {error}"
 
 
 def names_in_use(names: Iterable[str]) -> set[str]:
     """Return those of the folder names that a living process of this user has in its environment or command line.
 
-    Every process of a run has: a rank that outlived its launcher and wardens still works in the folder.
+    Every process of a run has: a rank that outlived its launcher and process guards still works in the folder.
     """
     wanted = {name: name.encode() for name in names}
     used: set[str] = set()
@@ -113,26 +115,25 @@ def names_in_use(names: Iterable[str]) -> set[str]:
 
 
 def is_held(folder: Path) -> bool:
-    """Return whether the launcher or a warden of a folder's run lives."""
+    """Return whether the launcher or a process guard of a folder's run lives."""
     return is_locked(folder / _MARKER)
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of the files in a folder."""
+    """Return the bytes of the files in a folder."""
     return sum(os.lstat(os.path.join(parent, name)).st_size for parent, _, names in os.walk(folder) for name in names)
 
 
 def _node_folder(environment: Mapping[str, str]) -> str | None:
-    """Slurm's node-local folder where it can be written; None is the temporary folder."""
+    """Return Slurm's node-local folder where it can be written; None stands for the temporary folder."""
     node = environment.get("SLURM_TMPDIR", "")
     return node if os.access(node, os.W_OK) else None
 
 
 def _mark(folder: Path) -> int | None:
-    """Put the marker into a folder, locked before it is seen.
+    """Put the marker into a folder, locked before it is seen, and return the descriptor that holds the lock.
 
-    Returns:
-        The descriptor that holds the lock, None where the file system has none: nobody may remove that folder then.
+    Returns None where the file system has no locks: nobody may remove that folder then.
     """
     new = folder / f"{_MARKER}.new"
     descriptor = os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
@@ -148,22 +149,22 @@ def _mark(folder: Path) -> int | None:
     return descriptor
 
 
-def _dead_folders(environment: Mapping[str, str], locks: list[int]) -> list[Path]:
-    """Find folders whose owners are dead; ``locks`` gets what holds them, so that two launches share no folder."""
+def _dead_folders(environment: Mapping[str, str], locks: contextlib.ExitStack) -> list[Path]:
+    """Return the folders whose owners are dead; ``locks`` holds them, so that two launches remove none twice."""
     roots = dict.fromkeys([Path(_node_folder(environment) or tempfile.gettempdir()), SHARED_MEMORY])
     dead: list[Path] = []
     for folder in (folder for root in roots for folder in sorted(root.glob("grpo-*"))):
         if len(dead) == _MOST_FOLDERS:
             break
         if (lock := _lock_of_dead(folder)) is not None:
-            locks.append(lock)
+            locks.callback(os.close, lock)
             dead.append(folder)
     used = names_in_use(folder.name for folder in dead)
     return [folder for folder in dead if folder.name not in used]
 
 
 def _lock_of_dead(folder: Path) -> int | None:
-    """Take the lock of a folder that is ours beyond doubt and whose owner is dead; None for every other."""
+    """Take the lock of a folder that is certainly ours and whose owner is dead; return None for every other."""
     try:
         status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
@@ -171,20 +172,18 @@ def _lock_of_dead(folder: Path) -> int | None:
         descriptor = os.open(folder / _MARKER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
-    try:
+    with contextlib.suppress(OSError, ValueError):  # held by a living run, or no marker of ours
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if _is_marker_of(descriptor, folder.name, status):
             return descriptor
-    except (OSError, ValueError):  # held by a living run, or no marker of ours
-        pass
     os.close(descriptor)
     return None
 
 
 def _is_marker_of(descriptor: int, name: str, folder: os.stat_result) -> bool:
-    """Whether a marker was made for this very folder, not a copy of it, and on this machine.
+    """Return whether a marker was made for this very folder, not a copy of it, and on this machine.
 
-    A network folder is seen by nodes whose locks may not be ours to see: there the marker must be of this boot. On a
+    A network folder is seen by nodes whose locks may be invisible here: there the marker must be of this boot. On a
     disk of this machine it may be of an earlier one.
     """
     marker = os.fstat(descriptor)
@@ -202,8 +201,10 @@ def _boot() -> str:
 
 
 def _remove_all(folders: list[Path]) -> str:
+    """Remove folders for a bounded time, and return the line for the person at the terminal."""
     deadline = time.monotonic() + _MOST_SECONDS
-    removed, failed = [], []
+    removed: dict[str, None] = {}
+    failed = []
     size = segments = 0
     for folder in folders:
         if time.monotonic() > deadline:
@@ -216,19 +217,15 @@ def _remove_all(folders: list[Path]) -> str:
         except OSError as error:
             failed.append(f"could not remove {folder} ({error.strerror})")
         else:
-            removed.append(folder.name)
+            removed[folder.name] = None
             size += bytes_here
-    return "; ".join([*_removed(list(dict.fromkeys(removed)), size, segments), *failed])
-
-
-def _removed(names: list[str], size: int, segments: int) -> Iterator[str]:
-    if not names:
-        return
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    which = f"{', '.join(islice(names, _MOST_NAMES))}{more}: {gigabytes(size)}"
-    runs = f"{len(names)} run{'s' if len(names) > 1 else ''}"
+    if not removed:
+        return "; ".join(failed)
+    more = f" and {len(removed) - _MOST_NAMES} more" if len(removed) > _MOST_NAMES else ""
+    which = f"{', '.join(list(removed)[:_MOST_NAMES])}{more}: {gigabytes(size)}"
+    runs = f"{len(removed)} run{'s' if len(removed) > 1 else ''}"
     theirs = f", and {segments} shared-memory segment{'s' if segments > 1 else ''} of theirs" if segments else ""
-    yield f"removed scratch of {runs} that died on this node ({which}){theirs}"
+    return "; ".join([f"removed scratch of {runs} that died on this node ({which}){theirs}", *failed])
 
 
 def _remove(folder: Path) -> None:
@@ -259,3 +256,84 @@ def _remove_entry(name: str, folder: int) -> None:
         shutil.rmtree(name, dir_fd=folder)
     else:
         os.unlink(name, dir_fd=folder)
+
+
+class SegmentRecorder:
+    """Record the segments that the descendants of this process make from now on.
+
+    ``memory`` is the run's folder in shared memory; nothing is recorded where that folder is elsewhere.
+    """
+
+    def __init__(self, memory: Path) -> None:
+        self._record = _segment_record(memory)
+        self._active = memory.parent == SHARED_MEMORY
+        self._next_look = 0.0
+        self._looks = dict.fromkeys(_segments().values(), _LOOKS) if self._active else {}
+
+    def look(self) -> None:
+        """Record what is new; without anything new this lists one folder, once a second."""
+        if not self._active or time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + _LOOK_SECONDS
+        there = {inode: name for name, inode in _segments().items()}
+        self._looks = {inode: self._looks.get(inode, 0) for inode in there}
+        unknown = [inode for inode, looks in self._looks.items() if looks < _LOOKS]
+        if not unknown:
+            return
+        mapped = _mapped(process.pid for process in descendants())
+        for inode in unknown:
+            self._looks[inode] += 1
+            if inode in mapped:
+                self._looks[inode] = _LOOKS
+                with contextlib.suppress(OSError), self._record.open("a") as record:  # shared memory may be full
+                    record.write(f"{inode} {there[inode]}\n")
+
+
+def remove_segments(memory: Path) -> int:
+    """Remove the recorded segments of a run that has ended, but none that a living process maps; return how many."""
+    if memory.parent != SHARED_MEMORY:
+        return 0
+    try:
+        text = _segment_record(memory).read_text(errors="replace")
+    except OSError:
+        return 0
+    there = _segments()
+    # Whole lines only: a kill can tear the last one.
+    recorded = re.findall(r"^(\d+) ([^/\s]+)\n", text, re.MULTILINE)
+    left = [name for inode, name in recorded if there.get(name) == int(inode)]
+    mapped = _mapped(psutil.pids()) if left else set()
+    removed = 0
+    for name in left:
+        if there[name] not in mapped:
+            with contextlib.suppress(OSError):
+                (SHARED_MEMORY / name).unlink()
+                removed += 1
+    return removed
+
+
+def _segment_record(memory: Path) -> Path:
+    return memory / ".segments"
+
+
+def _segments() -> dict[str, int]:
+    """Return names and inodes of the segments of this user."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(SHARED_MEMORY):
+            if entry.name.startswith(_SEGMENT_KINDS):
+                with contextlib.suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+                        found[entry.name] = status.st_ino
+    return found
+
+
+def _mapped(pids: Iterable[int]) -> set[int]:
+    """Return inodes of the shared memory that processes map; glibc's semaphores are mapped under another name."""
+    device = SHARED_MEMORY.stat().st_dev
+    pattern = re.compile(rb" %02x:%02x (\d+) " % (os.major(device), os.minor(device)))
+    inodes: set[int] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # another user's, or gone
+            inodes.update(map(int, pattern.findall(Path(f"/proc/{pid}/maps").read_bytes())))
+    return inodes

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.process.prctl import die_with_parent
+from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.runs.rundir import write_json
 from grpo_recipes.secrets import masked
 

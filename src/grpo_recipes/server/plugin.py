@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.process.phases import dump_stacks_on_signal
+from grpo_recipes.process.reports import dump_stacks_on_signal
 
 
 def register() -> None:

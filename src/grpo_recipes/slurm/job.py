@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from grpo_recipes.errors import config_error
-from grpo_recipes.process.say import say
+from grpo_recipes.process.reports import say
 
 _IDLE_ATTEMPTS = 2  # so many in a row without a new checkpoint, and a requeue would only burn the queue's time
 _SIGTERM_SECONDS = 60.0

@@ -16,7 +16,7 @@ from grpo_recipes.paths import shown
 from grpo_recipes.plan.devices import Resources, find_resources
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.types import Plan
-from grpo_recipes.process.say import print_line, say
+from grpo_recipes.process.reports import print_line, say
 from grpo_recipes.recipe.tasks import entry_of
 from grpo_recipes.runs.rundir import Run, claim, code_state, is_claimed
 from grpo_recipes.slurm.profile import Profile

@@ -13,8 +13,8 @@ from pathlib import Path
 from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.launch.freeze import SUBMITTED, frozen_environment
 from grpo_recipes.paths import shown
-from grpo_recipes.process.prctl import die_with_parent
-from grpo_recipes.process.say import say
+from grpo_recipes.process.reports import say
+from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.runs.rundir import read_json, write_json
 from grpo_recipes.sweep.folder import Sweep
 

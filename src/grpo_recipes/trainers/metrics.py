@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.process.phases import PhaseFile
+from grpo_recipes.process.reports import PhaseFile
 
 PHASES = ("sample", "score", "sync", "save", "evaluate")
 

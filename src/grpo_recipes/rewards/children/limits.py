@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from grpo_recipes.process.descendants import descendants
+from grpo_recipes.process.tree import descendants
 from grpo_recipes.secrets import secret_name, secret_value
 
 MOST_PROCESSES = 64  # of one child process, itself included

@@ -1,4 +1,4 @@
-"""What a rank is doing, and where all its threads are: for the launcher, which tells a hung run from a slow one."""
+"""What a process reports: lines for the person at the terminal, a rank's phase, and the stacks of its threads."""
 
 from __future__ import annotations
 
@@ -6,21 +6,39 @@ import faulthandler
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
-_LENGTH = 120  # characters; longer than any content
+_PHASE_LENGTH = 120  # characters; longer than any content
+
+
+def say(text: str) -> None:
+    """Print a line of the launcher's own."""
+    print_line(f"grpo: {text}")
+
+
+def print_line(text: str) -> None:
+    """Print a line; a terminal or pipe that is gone must not end the run."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def gigabytes(number: float) -> str:
+    """Return a number of bytes as text, in units of 1000: ``1.5 GB``."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number / 1e3:.0f} kB"
 
 
 class PhaseFile:
     """``processes/phase_<rank>.json``: ``phase``, ``since`` (``time.time()``) and ``step``, rewritten at each change.
 
-    Args:
-        run_dir: the run directory.
-        rank: of this process.
-
-    Attributes:
-        phase: start, sample, score, sync, update, save, evaluate or end.
+    The launcher reads it to distinguish a hung run from a slow one. A phase is start, sample, score, sync, update,
+    save, evaluate or end.
     """
 
     def __init__(self, run_dir: Path, rank: int):
@@ -29,26 +47,22 @@ class PhaseFile:
         self._path = str(folder / f"phase_{rank}.json")
         self.phase = "start"
         temporary = folder / f".phase_{rank}.json"  # a reader never sees it empty
-        temporary.write_text(_content("start", 0))
+        temporary.write_text(_phase_text("start", 0))
         temporary.replace(self._path)
 
     def enter(self, phase: str, step: int) -> str:
-        """Note that a phase begins, or goes on with the next batch, after ``step`` optimizer steps.
-
-        Returns:
-            The phase before.
-        """
+        """Note that a phase begins, or goes on with the next batch, after ``step`` steps; return the phase before."""
         before, self.phase = self.phase, phase
         # One write of one length over the last: on ext4 a rename over a file, or truncating it, flushes it to disk, a
         # millisecond several times a step. Closed each time, for readers on other nodes.
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
-        os.write(descriptor, _content(phase, step).encode())
+        os.write(descriptor, _phase_text(phase, step).encode())
         os.close(descriptor)
         return before
 
 
-def _content(phase: str, step: int) -> str:
-    return json.dumps({"phase": phase, "since": time.time(), "step": step}).ljust(_LENGTH)
+def _phase_text(phase: str, step: int) -> str:
+    return json.dumps({"phase": phase, "since": time.time(), "step": step}).ljust(_PHASE_LENGTH)
 
 
 def dump_stacks_on_signal(run_dir: Path, name: str) -> None:

@@ -1,0 +1,88 @@
+"""The tree of a run's processes: who descends from us, who lives, and how all of them end."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Iterable
+
+import psutil
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+# Children that a Popen object waits for: collecting one in ``reap`` would make its Popen report exit code 0.
+OWN_CHILDREN: set[int] = set()
+
+
+def die_with_parent(parent: int, signum: int = signal.SIGTERM) -> None:
+    """Have the kernel send us ``signum`` when our parent dies; send it now if our parent is no longer ``parent``."""
+    _prctl(_PR_SET_PDEATHSIG, signum)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signum)
+
+
+def become_subreaper() -> None:
+    """Make orphaned descendants our children, so that none escapes the clean-up."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    """Set a process attribute of Linux that Python has no name for."""
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether ``pid`` runs; a zombie does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def descendants(pid: int | None = None) -> list[psutil.Process]:
+    """Return the living descendants of ``pid`` (of this process by default), without zombies."""
+    try:
+        children = psutil.Process(pid or os.getpid()).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    return [child for child in children if is_alive(child.pid)]
+
+
+def end_all(processes: Iterable[psutil.Process], grace: float = 5.0) -> None:
+    """Send SIGTERM, and after ``grace`` seconds SIGKILL to those that are left."""
+    targets = list(processes)
+    for process in targets:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+    deadline = time.monotonic() + grace
+    while time.monotonic() < deadline and any(is_alive(process.pid) for process in targets):
+        reap()
+        time.sleep(0.05)
+    for process in targets:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def end_descendants(grace: float = 5.0) -> None:
+    """End every descendant of this process, those born meanwhile included."""
+    for _ in range(5):
+        living = descendants()
+        if not living:
+            return
+        end_all(living, grace)
+        time.sleep(0.05)
+        reap()
+
+
+def reap() -> None:
+    """Collect adopted children that have exited, so that they do not count as alive."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if info is None or info.si_pid in OWN_CHILDREN:
+                return
+            os.waitpid(info.si_pid, 0)
