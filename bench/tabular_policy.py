@@ -14,9 +14,7 @@ from grpo_recipes.algorithms.maxent import (
     effective_rollouts,
     incorrect_mass,
     listwise_q,
-    mode_adaptive_tau,
     policy_weights,
-    semantic_entropy_scale,
     target_weights,
     tempered_weights,
 )
@@ -153,6 +151,62 @@ def _distinct_right(groups: Groups) -> torch.Tensor:
     different = int(groups.answers_PG.max()) + 1
     seen_PK = torch.zeros(len(groups.answers_PG), different, dtype=torch.float64)
     return seen_PK.scatter_reduce(1, groups.answers_PG, groups.rewards_PG, "amax").sum(1)
+
+
+def mode_adaptive_tau(tau: float, distinct_correct_P: torch.Tensor) -> torch.Tensor:
+    """A smaller tau where more distinct right answers are known: tau / log(1 + max(distinct, 1)).
+
+    Args:
+        tau: the temperature to adapt; at least 0.
+        distinct_correct_P: (P,) number of distinct right answers in each group.
+
+    Returns:
+        (P,) temperatures; float64 for a count in whole numbers.
+
+    Raises:
+        ValueError: tau is below 0 or NaN.
+    """
+    if not tau >= 0:
+        raise ValueError(f"tau must be at least 0, not {tau}")
+    counts_P = distinct_correct_P if distinct_correct_P.is_floating_point() else distinct_correct_P.double()
+    return tau / counts_P.clamp(min=1).log1p()
+
+
+def semantic_entropy_scale(
+    logps_PG: torch.Tensor, keys: Sequence[Sequence[str | None]], alpha: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """SEED: smaller advantages where the policy's answers differ in meaning, 1 / (1 + alpha * H / log N).
+
+    Args:
+        logps_PG: (P, G) log-probabilities per token under the policy, in nats; NaN leaves a completion out.
+        keys: P rows of G: completions with the same key mean the same, one without a key is alone.
+        alpha: strength; at least 0.
+
+    Returns:
+        (P,) factors of the advantages, and (P,) entropies H of the meanings in nats. N counts the completions that are
+        not left out; where N < 2 the factor is 1.
+
+    Raises:
+        ValueError: alpha is below 0, keys do not match logps_PG, or a log-probability is infinite.
+    """
+    if not 0 <= alpha < math.inf:
+        raise ValueError(f"alpha must be at least 0 and finite, not {alpha}")
+    if [len(row) for row in keys] != [logps_PG.shape[1]] * len(logps_PG):
+        raise ValueError(f"keys must be {logps_PG.shape[0]} rows of {logps_PG.shape[1]}")
+    if logps_PG.isinf().any():
+        raise ValueError("log-probabilities must be finite, or NaN where a completion is left out")
+    known_PG = ~logps_PG.isnan()
+    clusters_PG = torch.tensor([_clusters(row) for row in keys], device=logps_PG.device)
+    masses_PG = torch.zeros_like(logps_PG).scatter_add_(1, clusters_PG, policy_weights(logps_PG, known_PG))
+    entropy_P = -torch.xlogy(masses_PG, masses_PG).sum(1)
+    largest_P = known_PG.sum(1).clamp(min=1).to(entropy_P.dtype).log()
+    share_P = torch.where(largest_P > 0, entropy_P / largest_P, 0.0)
+    return 1 / (1 + alpha * share_P), entropy_P
+
+
+def _clusters(keys: Sequence[str | None]) -> list[int]:
+    """For each completion the place of the first with its key; its own place without a key."""
+    return [place if key is None else keys.index(key) for place, key in enumerate(keys)]
 
 
 @dataclass(frozen=True)

@@ -83,17 +83,3 @@ def test_five_right_of_sixteen(tau, right, wrong, rollouts, wrong_mass):
     # The ratio does not depend on the success rate.
     ratio = math.exp(20 / (192 * tau))
     near(weights_PG[0, :1] / weights_PG[0, -1:], [ratio], 1e-9 * ratio)
-
-
-def test_mode_adaptive_tau():
-    near(maxent.mode_adaptive_tau(0.05, torch.tensor([1, 2, 4])), [0.0721347520, 0.0455119613, 0.0310667467])
-    assert torch.equal(
-        maxent.mode_adaptive_tau(0.05, torch.tensor([0])), maxent.mode_adaptive_tau(0.05, torch.tensor([1]))
-    )
-
-
-def test_semantic_entropy_scale():
-    logps_PG = torch.tensor([[-0.1, -0.2, -0.3, -0.4]], dtype=torch.float64)
-    scale_P, entropy_P = maxent.semantic_entropy_scale(logps_PG, [["a", "a", "b", None]], alpha=1.0)
-    near(scale_P, [0.58102754], 1e-8)
-    near(entropy_P, [0.99964136], 1e-8)

@@ -184,16 +184,6 @@ def test_a_tau_for_each_group():
     close(weights_PG[:, 0], torch.tensor([1.0, 1 / (1 + math.exp(-1)), 0.5], dtype=torch.float64))
 
 
-def test_semantic_entropy_ignores_what_it_does_not_know():
-    logps_PG = torch.tensor([[-0.1, NAN, -0.3, -0.4], [NAN] * 4, [-1.0, NAN, NAN, NAN]], dtype=torch.float64)
-    keys = [["a", "a", "b", None]] + [["a"] * 4] * 2
-    scale_P, entropy_P = maxent.semantic_entropy_scale(logps_PG, keys, alpha=1.0)
-    alone_P, alone_entropy_P = maxent.semantic_entropy_scale(logps_PG[:1, [0, 2, 3]], [["a", "b", None]], alpha=1.0)
-    close(scale_P, torch.cat([alone_P, torch.ones(2, dtype=torch.float64)]))
-    close(entropy_P, torch.cat([alone_entropy_P, torch.zeros(2, dtype=torch.float64)]))
-    assert torch.equal(maxent.semantic_entropy_scale(logps_PG, keys, alpha=0.0)[0], torch.ones(3, dtype=torch.float64))
-
-
 ONE_PG = torch.tensor([[1.0, 0.0]])
 
 
@@ -216,9 +206,6 @@ ONE_PG = torch.tensor([[1.0, 0.0]])
         (lambda: maxent.tempered_weights(ONE_PG, torch.tensor([[-1.0]])), "tau must be at least 0"),
         (lambda: maxent.tempered_weights(-INF * torch.ones(1, 2), 1.0), "utilities must be finite"),
         (lambda: maxent.policy_weights(ONE_PG * NAN, ONE_PG > 0), "logps_PG must be finite"),
-        (lambda: maxent.mode_adaptive_tau(-1.0, torch.tensor([1])), "tau must be at least 0"),
-        (lambda: maxent.semantic_entropy_scale(ONE_PG, [["a", "b"]], -1.0), "alpha must be at least 0"),
-        (lambda: maxent.semantic_entropy_scale(ONE_PG, [["a"]], 1.0), "keys must be 1 rows of 2"),
     ],
 )
 def test_a_value_out_of_its_range_is_an_error(call, message):
