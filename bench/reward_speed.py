@@ -28,7 +28,7 @@ from typing import Any
 
 from grpo_recipes.paths import home
 from grpo_recipes.rewards.children import ChildRewards
-from grpo_recipes.rewards.pure_accuracy_math import pure_accuracy_math
+from grpo_recipes.rewards.functions import pure_accuracy_math
 from grpo_recipes.runs.rundir import code_state, write_json
 
 GROUP = 8

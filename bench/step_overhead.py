@@ -45,7 +45,7 @@ from grpo_recipes.plan.server import server_command, server_environment, wait_un
 from grpo_recipes.process.scratch import make_scratch
 from grpo_recipes.recipe import read_recipe
 from grpo_recipes.recipe.configs import GRPOConfig
-from grpo_recipes.rewards.pure_accuracy_math import pure_accuracy_math
+from grpo_recipes.rewards.functions import pure_accuracy_math
 from grpo_recipes.runs.rundir import code_state, write_json
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_recipes.rewards.cosine_length import cosine_length
+from grpo_recipes.rewards.functions import cosine_length
 
 RIGHT, WRONG = "<answer>7.0</answer>", "<answer>8</answer>"
 

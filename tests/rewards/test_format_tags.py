@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_recipes.rewards.format_tags import format_tags
+from grpo_recipes.rewards.functions import format_tags
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from grpo_recipes.rewards.functions import pure_accuracy_math
 from grpo_recipes.rewards.math_verify import math_verify
-from grpo_recipes.rewards.pure_accuracy_math import pure_accuracy_math
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 pytestmark = pytest.mark.skipif(not GSM8K.is_dir(), reason="no GSM8K beside the repository")

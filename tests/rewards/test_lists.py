@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
+from grpo_recipes.rewards.functions import pure_accuracy_math
 from grpo_recipes.rewards.math_verify import math_verify
-from grpo_recipes.rewards.pure_accuracy_math import pure_accuracy_math
 
 REWARDS = (pure_accuracy_math, math_verify)
 

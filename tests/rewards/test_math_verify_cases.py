@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from grpo_recipes.rewards.answers import LONGEST
+from grpo_recipes.rewards.functions import pure_accuracy_math
 from grpo_recipes.rewards.math_verify import math_verify
-from grpo_recipes.rewards.pure_accuracy_math import pure_accuracy_math
 
 CASES: list[dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "math_verify_cases.yaml").read_text())["cases"]
 

@@ -8,8 +8,8 @@ import pytest
 
 from grpo_recipes.rewards.answers import same
 from grpo_recipes.rewards.children.score import Verdict
+from grpo_recipes.rewards.functions import pure_accuracy_math
 from grpo_recipes.rewards.probe import corruptions, probe
-from grpo_recipes.rewards.pure_accuracy_math import pure_accuracy_math
 
 ROWS = [
     {"prompt": [{"role": "user", "content": f"{a}+{a}="}], "answer": str(2 * a), "difficulty": a} for a in range(1, 9)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_recipes.rewards.pure_accuracy_math import pure_accuracy_math
+from grpo_recipes.rewards.functions import pure_accuracy_math
 
 
 @pytest.mark.parametrize(

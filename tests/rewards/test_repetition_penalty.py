@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from grpo_recipes.rewards.repetition_penalty import repetition_penalty
+from grpo_recipes.rewards.functions import repetition_penalty
 
 
 @pytest.mark.parametrize(

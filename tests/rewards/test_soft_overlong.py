@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_recipes.rewards.soft_overlong import soft_overlong
+from grpo_recipes.rewards.functions import soft_overlong
 
 
 def rewards(lengths: list[int], **keys) -> list[float | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_recipes.rewards.text import completion_text
+from grpo_recipes.rewards.answers import completion_text
 
 
 @pytest.mark.parametrize(

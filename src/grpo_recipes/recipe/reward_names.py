@@ -18,7 +18,7 @@ _COSINE = (
     "cosine_max_len",
 )
 
-# Name of the reward, of its module and of the function in it -> recipe keys that the function takes by these names.
+# Name of the reward and of its function -> recipe keys that the function takes by these names.
 REWARDS: dict[str, tuple[str, ...]] = {
     "pure_accuracy_math": _MATCHING,
     "math_verify": (),
@@ -51,7 +51,8 @@ def make_reward(name: str, script_args: Any, args: Any) -> Reward:
         ``reward(completions, **columns) -> list[float | None]`` whose ``__name__`` is ``name``. A column of the dataset
         that is named like a bound key does not replace it.
     """
-    function = getattr(importlib.import_module(f"grpo_recipes.rewards.{name}"), name)
+    module = "math_verify" if name == "math_verify" else "functions"  # importing math_verify takes a second
+    function = getattr(importlib.import_module(f"grpo_recipes.rewards.{module}"), name)
     bound = {key: getattr(script_args if hasattr(script_args, key) else args, key) for key in REWARDS[name]}
 
     @functools.wraps(function)

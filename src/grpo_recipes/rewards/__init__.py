@@ -1,5 +1,5 @@
-"""Rewards: one small file each, named in ``registry.REWARDS``.
+"""Rewards: our own in ``functions`` and ``math_verify``, the user's through ``load``; names in ``recipe.reward_names``.
 
 A reward is a function ``reward(completions, **columns) -> list[float | None]`` that TRL calls with one entry per
-completion; ``None`` means no verdict.
+completion; None leaves the completion unscored.
 """

@@ -1,4 +1,4 @@
-r"""The text of an answer: take off what only dresses it, and find the items of a list. Regular expressions only.
+r"""The text of an answer: take off what only dresses it, find the items of a list and the unit of a number.
 
 Taking something off leaves a space, so that two numbers beside each other never become one: ``$12$,$345$`` reads
 ``12 , 345``. Commas are then written in one way, ``, `` between items and none inside a number.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-DOLLAR = "¤"  # stands for \$, which does not begin a formula; `units` knows it too
+DOLLAR = "¤"  # stands for \$, which does not begin a formula; a unit as well
 
 _CHARACTERS = str.maketrans(
     {
@@ -201,3 +201,86 @@ def both_signs(text: str) -> list[str]:
     if text.count(r"\pm") != 1 or r"\mp" in text:
         return [text]
     return [text.replace(r"\pm", sign) for sign in "+-"]
+
+
+# --- units
+
+_UNITS = {
+    "dollar": "dollars usd buck bucks $ ¤",
+    "cent": "cents ¢",
+    "euro": "euros eur €",
+    "pound": "pounds lb lbs £ gbp",  # money or weight: the problem says which
+    "yen": "¥ jpy",
+    "percent": "% percentage pct",
+    "degree": "degrees deg",
+    "metre": "m meter meters metres",
+    "centimetre": "cm centimeter centimeters centimetres",
+    "millimetre": "mm millimeter millimeters millimetres",
+    "kilometre": "km kilometer kilometers kilometres",
+    "inch": "inches",
+    "foot": "feet ft",
+    "yard": "yards yd",
+    "mile": "miles mi",
+    "gram": "g grams gramme grammes",
+    "kilogram": "kg kilograms kilo kilos",
+    "ounce": "ounces oz",
+    "litre": "l liter liters litres",
+    "millilitre": "ml milliliter milliliters millilitres",
+    "second": "s sec secs seconds",
+    "minute": "min mins minutes",
+    "hour": "h hr hrs hours",
+    "day": "days",
+    "week": "weeks",
+    "month": "months",
+    "year": "years yr yrs",
+    "mph": "",
+    "square": "sq",
+    "cubic": "cu",
+    "per": "/",
+}
+_UNIT_OF_WORD = {name: unit for unit, names in _UNITS.items() for name in (unit, *names.split())}
+_SHORT_WORDS = frozenset({"of", "in"})
+# Words that change the number before them: with one of these it is not a number and a unit.
+_CHANGES_THE_NUMBER = """
+    and or not plus minus over less more fewer than from between choose mod remainder divided multiplied squared cubed
+    factorial sqrt root pi sin cos tan log exp below under above negative infinity point zero one two three four five
+    six seven eight nine ten tens dozen dozens hundred hundreds thousand thousands million millions billion billions
+    trillion trillions half halves third thirds fourth fourths quarter quarters fifth fifths sixth sixths eighth eighths
+    tenth tenths hundredth hundredths thousandth thousandths mil bil grand gross lakh lakhs crore crores
+    quadrillion quadrillions
+"""
+_NO_UNIT = frozenset(_CHANGES_THE_NUMBER.split())
+_UNIT_WORD = re.compile(r"\s*([A-Za-z]+(?:-[A-Za-z]+)*|[%$¤¢€£¥/])(?:\^\{?([23])\}?)?")
+_MOST_WORDS = 5
+
+
+def unit_of(text: str) -> str | None:
+    """Return the unit in what follows a number, in one spelling: ``" cm^2"`` and ``"centimeters^2"`` give the same.
+
+    A word glued to the number must be a known unit (``5cm``, but ``5x`` is a product); after a space any word of three
+    letters or more is one (``5 eggs``), unless it changes the number (``5 million``). ``""`` for blank text, None when
+    the text is something else.
+    """
+    words: list[str] = []
+    position = 0
+    while position < len(text.rstrip()):
+        match = _UNIT_WORD.match(text, position)
+        if match is None or len(words) == _MOST_WORDS:
+            return None
+        name = _unit_word(match[1], glued=position == 0 and not match[0][0].isspace())
+        if name is None:
+            return None
+        words.append(name + (match[2] or ""))
+        position = match.end()
+    return " ".join(words)
+
+
+def _unit_word(word: str, glued: bool) -> str | None:
+    """Return the one spelling of a word that is a unit, None for another word."""
+    known = _UNIT_OF_WORD.get(word if len(word) == 1 else word.lower())
+    if known is not None:
+        return known
+    word = word.lower()
+    if glued or word in _NO_UNIT or (len(word) < 3 and word not in _SHORT_WORDS):
+        return None
+    return word.rstrip("s") if len(word) > 3 else word

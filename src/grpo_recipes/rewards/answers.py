@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
 from grpo_recipes.rewards.answer_text import (
     DOLLAR,
@@ -22,10 +23,10 @@ from grpo_recipes.rewards.answer_text import (
     closing_brace,
     items_of,
     one_kind_of_comma,
+    unit_of,
     without_braces,
     without_gaps,
 )
-from grpo_recipes.rewards.units import unit_of
 
 # An answer longer than this is compared as it stands: cleaning is for answers, not for essays.
 LONGEST = 500
@@ -89,6 +90,13 @@ class Items:
     def ordered(self) -> bool:
         """Whether the items are in an order that counts."""
         return self.brackets not in ("", "{}")
+
+
+def completion_text(completion: str | list[dict[str, Any]]) -> str:
+    """Return the text of a completion given as text, or as a list of chat messages (the last one counts)."""
+    if isinstance(completion, str):
+        return completion
+    return str(completion[-1].get("content") or "") if completion else ""
 
 
 def last_answer(text: str) -> str | None:

@@ -15,8 +15,17 @@ from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify
 
-from grpo_recipes.rewards.answers import Answer, Items, agree, alike, last_answer, last_boxed, normal, same
-from grpo_recipes.rewards.text import completion_text
+from grpo_recipes.rewards.answers import (
+    Answer,
+    Items,
+    agree,
+    alike,
+    completion_text,
+    last_answer,
+    last_boxed,
+    normal,
+    same,
+)
 
 for _part in ("parser", "grader", "utils"):
     logging.getLogger(f"math_verify.{_part}").setLevel(logging.ERROR)  # it warns that its alarm is off

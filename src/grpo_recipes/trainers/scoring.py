@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 
+from grpo_recipes.rewards.answers import completion_text
 from grpo_recipes.rewards.children.batch import GIVEN_UP
-from grpo_recipes.rewards.text import completion_text
 from grpo_recipes.rewards.wrapper import WatchedReward
 from grpo_recipes.secrets import masked
 

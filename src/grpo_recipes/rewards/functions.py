@@ -1,0 +1,122 @@
+r"""The rewards a recipe names, other than ``math_verify``: pure, fast, and called in the trainer's own process.
+
+Every one takes ``completions``, one a row as text or chat messages, and the columns it needs, one entry a row:
+``answer``, the reference solutions, and ``completion_ids``, the sampled tokens without padding.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from grpo_recipes.modebench.verify import is_problem, mode_of
+from grpo_recipes.rewards.answers import completion_text, is_right
+
+_ONE_ANSWER = re.compile(r"(?:(?!</?answer>).)*<answer>(?:(?!</?answer>).)+</answer>\s*", re.DOTALL)
+
+
+def pure_accuracy_math(
+    completions: list[Any], answer: list[Any], *, answer_matching: str = "normalized", **_: Any
+) -> list[float | None]:
+    """Return 1.0 where the last answer tag holds the reference solution, else 0.0 (the guide's default reward).
+
+    ``answer_matching: normalized`` compares numbers by value, however they are written (see ``answers``); ``strict``
+    compares text, up to surrounding white space.
+    """
+    return [
+        float(is_right(completion_text(completion), str(gold), answer_matching))
+        for completion, gold in zip(completions, answer, strict=True)
+    ]
+
+
+def modebench(completions: list[Any], answer: list[Any], **_: Any) -> list[float | None]:
+    r"""Return 1.0 where the last ``\boxed{...}`` gives any right answer of a ModeBench problem, else 0.0.
+
+    ``answer`` has the problems as JSON; None where a row is not a ModeBench problem.
+    """
+    return [
+        float(mode_of(completion_text(completion), problem) is not None) if is_problem(problem) else None
+        for completion, problem in zip(completions, map(str, answer), strict=True)
+    ]
+
+
+def format_tags(completions: list[Any], **_: Any) -> list[float | None]:
+    """Return 1.0 for free text followed by exactly one non-empty answer tag and nothing else, otherwise 0.0."""
+    return [float(_ONE_ANSWER.fullmatch(completion_text(completion)) is not None) for completion in completions]
+
+
+def cosine_length(
+    completions: list[Any],
+    answer: list[Any],
+    completion_ids: list[list[int]],
+    *,
+    max_completion_length: int,
+    cosine_max_len: int | None = None,
+    cosine_min_value_wrong: float = 0.0,
+    cosine_max_value_wrong: float = -0.5,
+    cosine_min_value_correct: float = 0.5,
+    cosine_max_value_correct: float = 1.0,
+    answer_matching: str = "normalized",
+    **_: Any,
+) -> list[float | None]:
+    """Return more for a short right answer than for a long one: the cosine reward of arXiv 2502.03373, appendix C.1.
+
+    ``R = end + (start - end) / 2 * (1 + cos(pi * min(n, L) / L))`` with n the tokens of the completion, its end token
+    included, and L = ``cosine_max_len``, or ``max_completion_length``. A right answer goes from
+    ``cosine_max_value_correct`` when empty to ``cosine_min_value_correct`` at L tokens, a wrong one from
+    ``cosine_min_value_wrong`` to ``cosine_max_value_wrong``. The paper's separate value for a completion that reaches
+    the limit is left out: ``soft_overlong`` is for that. Answers are compared as by ``pure_accuracy_math``.
+    """
+    longest = cosine_max_len or max_completion_length
+    ends = {
+        True: (cosine_max_value_correct, cosine_min_value_correct),
+        False: (cosine_min_value_wrong, cosine_max_value_wrong),
+    }
+    rewards: list[float | None] = []
+    for completion, gold, ids in zip(completions, answer, completion_ids, strict=True):
+        start, end = ends[is_right(completion_text(completion), str(gold), answer_matching)]
+        share = min(len(ids) / longest, 1.0)
+        rewards.append(end + (start - end) / 2 * (1 + math.cos(math.pi * share)))
+    return rewards
+
+
+def repetition_penalty(
+    completions: list[Any], *, repetition_n_grams: int = 3, repetition_max_penalty: float = -1.0, **_: Any
+) -> list[float | None]:
+    """Return the share of n-grams that were there before times the penalty: arXiv 2502.03373, appendix C.2.
+
+    ``R = (1 - distinct n-grams / all n-grams) * repetition_max_penalty``, over words in lower case (TRL's counts token
+    ids, so that the same words repeated with other spaces cost nothing). Fewer than n words get 0.
+    """
+    return [
+        _repeated(completion_text(completion).lower().split(), repetition_n_grams) * repetition_max_penalty
+        for completion in completions
+    ]
+
+
+def _repeated(words: list[str], n: int) -> float:
+    n_grams = list(zip(*(words[start:] for start in range(n)), strict=False))
+    return 1 - len(set(n_grams)) / len(n_grams) if n_grams else 0.0
+
+
+def soft_overlong(
+    completions: list[Any],
+    completion_ids: list[list[int]],
+    *,
+    max_completion_length: int,
+    soft_punish_cache: int | None = None,
+    **_: Any,
+) -> list[float | None]:
+    """Return 0 up to L - C tokens, falling to -1 at L: DAPO, arXiv 2503.14476, equation 13.
+
+    ``R = clip((L - C - n) / C, -1, 0)`` with n the tokens of the completion, its end token included, L =
+    ``max_completion_length`` and C = ``soft_punish_cache``, or a quarter of L. So a completion cut off at L gets -1.
+    Equal to TRL's, which would import torch into ``grpo check-rewards``.
+    """
+    cache = soft_punish_cache or max(max_completion_length // 4, 1)
+    free = max_completion_length - cache
+    return [
+        min(0.0, max(-1.0, (free - len(ids)) / cache))
+        for _completion, ids in zip(completions, completion_ids, strict=True)
+    ]
