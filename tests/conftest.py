@@ -11,10 +11,12 @@ import yaml
 from ran_tests import pytest_runtest_logreport
 from rotation import pytest_collection_modifyitems
 
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.plan.devices import Node, Resources
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.recipe import Recipe, read_recipe
+from grpo_recipes.recipe.check import check
 from grpo_recipes.slurm.job import SlurmJob
 
 __all__ = ["pytest_collection_modifyitems", "pytest_runtest_logreport"]
@@ -60,6 +62,8 @@ def planned(read: Callable[..., Recipe], tmp_path: Path) -> Callable[..., Plan]:
     ) -> Plan:
         environment = {"CACHE_ROOT": str(tmp_path / "cache"), **(environment or {})}
         recipe = recipe or read(flags, environment, **changes)
+        if problems := check(recipe, environment):  # as checked_recipe does for every command
+            raise ConfigError(*problems)
         resources = Resources(flavour, tuple(gpus) if flavour == "cuda" else (), 8, job, tuple(nodes))
         name = recipe["run_name"] or "unnamed"
         names = Names(Path(recipe["run_root"]) / f"{name}-stamp", name, f"{name}-abcd", "stamp")

@@ -16,7 +16,7 @@ from real_runs import clean_environment
 from grpo_recipes.paths import home
 from grpo_recipes.plan.devices import find_resources
 from grpo_recipes.plan.environment import base_environment, run_environment
-from grpo_recipes.plan.plan import make_plan
+from grpo_recipes.plan.plan import make_plan, with_processes
 from grpo_recipes.plan.ports import free_ports, plan_ports
 from grpo_recipes.plan.server import wait_until_ready
 from grpo_recipes.plan.types import Names, Plan
@@ -59,8 +59,9 @@ class Bench:
         self._log = folder / "log.txt"
 
     def _plan(self, server_port: int | None = None) -> Plan:
-        ports = replace(self._ports, server=server_port or self._ports.server)
-        return make_plan(self._recipe, self._resources, {}, self._names, ports=ports)
+        plan = make_plan(self._recipe, self._resources, {})
+        plan = replace(plan, ports=replace(self._ports, server=server_port or self._ports.server))
+        return with_processes(plan, self._recipe, self._resources, {}, self._names)
 
     @contextmanager
     def server(self, model: str | None = None, **variables: str) -> Iterator[str]:

@@ -10,6 +10,7 @@ import pytest
 from dead_scratch import dead_scratch
 
 from grpo_recipes.errors import ConfigError, config_error
+from grpo_recipes.fetch.sources import find_sources
 from grpo_recipes.launch.attempt import prepare
 from grpo_recipes.launch.freeze import freeze, frozen_environment
 from grpo_recipes.launch.nodes import Agents
@@ -18,6 +19,8 @@ from grpo_recipes.paths import home
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.environment import base_environment
 from grpo_recipes.plan.plan import make_plan
+from grpo_recipes.plan.types import Names
+from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import checked_recipe
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
 from grpo_recipes.recipe.tasks import RequestedTask
@@ -41,7 +44,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def frozen(*flags: str, resources: Resources = CPU) -> Run:
     recipe = checked_recipe(SMOKE, flags, os.environ, RequestedTask())
-    return freeze(recipe, planned_names(recipe), resources, "src/grpo.py", os.environ)
+    return freeze_it(recipe, planned_names(recipe), resources)
+
+
+def freeze_it(recipe: Recipe, names: Names, resources: Resources, entry: str = "src/grpo.py") -> Run:
+    sources = find_sources(recipe, os.environ)
+    plan = make_plan(recipe, resources, os.environ, names, entry, sources)
+    return freeze(recipe, plan, sources, names, resources, os.environ)
 
 
 def in_job(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,9 +63,9 @@ def in_job(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_its_folder_is_the_one_that_was_named(folder) -> None:
     recipe = checked_recipe(SMOKE, [], os.environ, RequestedTask())
     names = dataclasses.replace(planned_names(recipe), run_dir=folder / "sweep" / "cells" / "seed=1")
-    assert freeze(recipe, names, CPU, "src/grpo.py", os.environ).folder == names.run_dir
+    assert freeze_it(recipe, names, CPU).folder == names.run_dir
     with pytest.raises(ConfigError, match="another run has just taken that name"):
-        freeze(recipe, names, CPU, "src/grpo.py", os.environ)
+        freeze_it(recipe, names, CPU)
 
 
 def test_what_fails_half_way_leaves_no_folder(folder, monkeypatch) -> None:
@@ -84,7 +93,7 @@ def test_an_entry_script_of_the_user_is_copied(folder, monkeypatch) -> None:
     (repository / "mine.py").write_text("# an entry\n")
     monkeypatch.setenv("GRPO_HOME", str(repository))
     recipe = checked_recipe(SMOKE, [], os.environ, RequestedTask())
-    run = freeze(recipe, planned_names(recipe), CPU, "mine.py", os.environ)
+    run = freeze_it(recipe, planned_names(recipe), CPU, "mine.py")
     assert (run.folder / "code/mine.py").read_text() == "# an entry\n"
 
 

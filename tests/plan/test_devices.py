@@ -40,7 +40,7 @@ def test_gpus_are_those_of_the_driver_cut_down_to_cuda_visible_devices(visible, 
 
 @pytest.mark.parametrize("visible", ["2", "0,5", "GPU-9999", "MIG-9999", "all"])
 def test_a_gpu_the_driver_does_not_list_is_refused(visible):
-    with pytest.raises(ConfigError, match="is no GPU of this machine"):
+    with pytest.raises(ConfigError, match="this machine has no GPU"):
         select_gpus(LISTING, visible)
 
 

@@ -7,8 +7,7 @@ import json
 import pytest
 
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.plan.batch import spread
-from grpo_recipes.plan.devices import Node, Resources
+from grpo_recipes.plan.devices import Node, Resources, spread
 from grpo_recipes.plan.plan import describe
 from grpo_recipes.slurm.job import SlurmJob
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.errors import ConfigError
+from grpo_recipes.fetch.sources import find_sources
 from grpo_recipes.launch.freeze import freeze, keep
 from grpo_recipes.launch.resolve_run import Options, names_of, planned_names, settle
 from grpo_recipes.launch.run import launch
@@ -43,7 +44,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     (tmp_path / "mine.yaml").write_text("distributed_type: 'NO'\n")
     flags = ["--reward_funcs", "mine.py:reward", "--callbacks", "mine.py:Quiet"]
     recipe = checked_recipe(home() / "recipes/smoke/grpo.yaml", flags, os.environ, RequestedTask())
-    return freeze(recipe, planned_names(recipe), CPU, "src/grpo.py", os.environ)
+    names, sources = planned_names(recipe), find_sources(recipe, os.environ)
+    plan = make_plan(recipe, CPU, os.environ, names, sources=sources)
+    return freeze(recipe, plan, sources, names, CPU, os.environ)
 
 
 def resume(run: Run, allow: bool = False) -> None:

@@ -53,9 +53,8 @@ def run(options: argparse.Namespace, flags: list[str]) -> int:
     path = choose_recipe(recipe_name(options), os.environ, asked.task or GRPO, resources.flavour)
     recipe = checked_recipe(path, flags, os.environ, asked)
     sources = find_sources(recipe, os.environ)
-    entry = entry_of(recipe, asked)
     names = planned_names(recipe)
-    plan = make_plan(recipe, resources, os.environ, names, entry, sources=sources)
+    plan = make_plan(recipe, resources, os.environ, names, entry_of(recipe, asked), sources)
     takes = estimate(plan, recipe, names, _gpu_gib(options), _walltime(options))
     plain = {**plan.as_json(), **takes.as_json()}
     print(json.dumps(plain, indent=1) if options.json else describe(plan, estimates=takes.lines()))

@@ -20,7 +20,6 @@ from grpo_recipes.errors import ConfigError
 from grpo_recipes.fetch.assets import MODEL
 from grpo_recipes.fetch.gated import gated_note
 from grpo_recipes.fetch.sources import Sources, find_sources
-from grpo_recipes.launch.resolve_run import planned_names
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.devices import find_resources
 from grpo_recipes.plan.plan import make_plan
@@ -63,9 +62,7 @@ class Case:
             ConfigError: it would start nothing.
         """
         entry = entry_of(self.recipe, requested_task(self.environment, self.task))
-        return make_plan(
-            self.recipe, find_resources(self.environment), self.environment, planned_names(self.recipe), entry
-        )
+        return make_plan(self.recipe, find_resources(self.environment), self.environment, entry=entry)
 
     @property
     def weights(self) -> int | None:
@@ -98,7 +95,7 @@ def gpu_plan(case: Case) -> Finding:
         if first.where == "devices" and not case.machine.in_job and case.machine.ask("sinfo", "--version"):
             return warning(f"{first.what}: usual on a login node", "grpo plan RECIPE --gpus 8 shows the plan of a job")
         raise
-    gpus = sum(len(process.gpus) for process in plan.processes)
+    gpus = len(plan.server_gpus) + sum(len(placed.gpus) for placed in plan.placement)
     what = f"vllm {plan.mode}, training processes: {plan.batch.world_size}" + (f", GPUs: {gpus}" if gpus else "")
     if plan.unused_gpus:
         return warning(

@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from grpo_recipes.errors import config_error
-from grpo_recipes.fetch.sources import find_sources, record_sources
+from grpo_recipes.fetch.sources import Sources, record_sources
 from grpo_recipes.paths import CODE_VARIABLE, cache_root, home, shown
 from grpo_recipes.plan.devices import Resources
-from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.user_code import copy_source
@@ -27,30 +26,31 @@ _COPIED = ("src", "requirements", "training.sh")
 _ACCELERATE_FILE = "accelerate.yaml"
 
 
-def freeze(recipe: Recipe, names: Names, resources: Resources, entry: str, environment: Mapping[str, str]) -> Run:
+def freeze(
+    recipe: Recipe, plan: Plan, sources: Sources, names: Names, resources: Resources, environment: Mapping[str, str]
+) -> Run:
     """Make the run directory ``names.run_dir`` of a run that starts later.
 
     Args:
         recipe: the checked recipe.
+        plan: its plan, with these names and sources.
+        sources: what was found of the models and data it reads.
         names: what the run is called.
         resources: what the job will offer; its ``job`` is None, since there is none yet.
-        entry: entry script of the trainers.
         environment: variables of the user; what they change is in the frozen recipe.
 
     Returns:
         The run, with ``status`` "submitted" in its ``summary.json``.
 
     Raises:
-        ConfigError: the plan does not fit, or the folder exists or cannot be made.
+        ConfigError: the folder exists or cannot be made.
     """
-    sources = find_sources(recipe, environment)
-    plan = make_plan(recipe, resources, environment, names, entry, sources=sources)
     run = new_run_in(names.run_dir.absolute(), names.run, names.timestamp, resources.facts())
     if run is None:
         what = f"{shown(names.run_dir)} exists: another run has just taken that name"
         raise config_error("run_name", what, "submit again, or set another run_name")
     try:
-        _copy_code(run.folder / FROZEN_CODE, entry)
+        _copy_code(run.folder / FROZEN_CODE, plan.entry)
         if environment.get("CONFIG_FILE"):
             shutil.copyfile(environment["CONFIG_FILE"], run.folder / _ACCELERATE_FILE)
         run.identity["code"]["frozen_sha256"] = frozen_hash(run.folder)

@@ -17,7 +17,7 @@ from grpo_recipes.plan.plan import choose_recipe
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.process.reports import say
 from grpo_recipes.recipe import Recipe, merge_recipe, read_frozen
-from grpo_recipes.recipe.check import checked_recipe
+from grpo_recipes.recipe.check import check, checked_recipe
 from grpo_recipes.recipe.tasks import GRPO, entry_of, requested_task, same_task
 from grpo_recipes.runs.checkpoints import newest_complete, world_size_of
 from grpo_recipes.runs.digests import need_same_files
@@ -77,6 +77,8 @@ def settle(options: Options, resources: Resources) -> tuple[Run | None, Recipe, 
     if changed and not options.allow_changed_code:
         raise config_error("--resume", changed, "go back to that code, or add --allow-changed-code")
     recipe = read_frozen(run.folder / "recipe.yaml", options.flags, environment)
+    if contradictions := check(recipe, os.environ):
+        raise ConfigError(*contradictions)
     if recipe.origin("model_revision") == "--model_revision":
         raise config_error("--model_revision", "a resumed run goes on with the commit it began with", "leave it out")
     for note in notes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from grpo_recipes.errors import config_error
@@ -20,8 +21,8 @@ from grpo_recipes.paths import shown
 from grpo_recipes.plan.devices import Resources, find_resources
 from grpo_recipes.plan.disk import need_room
 from grpo_recipes.plan.environment import base_environment, run_environment, wandb_environment
-from grpo_recipes.plan.plan import describe, make_plan, server_host
-from grpo_recipes.plan.ports import free_ports, plan_ports
+from grpo_recipes.plan.plan import describe, make_plan, with_processes, with_sources
+from grpo_recipes.plan.ports import free_ports
 from grpo_recipes.process.reports import say
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.publish.preflight import need_target
@@ -58,11 +59,12 @@ def _prepare(options: Options, resources: Resources, stop: StopSignals, agents: 
     run, recipe, entry = settle(options, resources)
     names = names_of(run, recipe)
     resources = survey(agents, resources, os.environ)
-    ports, notes = free_ports(recipe, plan_ports(recipe, resources.job), server_host(recipe, resources))
-    plan = make_plan(recipe, resources, os.environ, names, entry, ports)
+    plan = make_plan(recipe, resources, os.environ, entry=entry)
+    ports, notes = free_ports(recipe, plan.ports, plan.server_host)
     need_wandb_route(recipe, os.environ)
     sources = _need_sources(options, run, recipe)
-    need_room(recipe, make_plan(recipe, resources, os.environ, names, entry, ports, sources), names.run_dir)
+    plan = with_sources(replace(plan, ports=ports), sources)
+    need_room(recipe, plan, names.run_dir)
     target = need_target(recipe, os.environ, names.run)
     _make_log_folder()
     if run is not None:
@@ -75,7 +77,7 @@ def _prepare(options: Options, resources: Resources, stop: StopSignals, agents: 
     if run is None:
         run, names = make_run(recipe, resources, names)
         claim(run)
-    plan = make_plan(recipe, resources, os.environ, names, entry, ports, sources)
+    plan = with_processes(plan, recipe, resources, os.environ, names, sources)
     plan.notes.extend(notes)
     record_sources(run, sources)
     attempt = prepare(run, recipe, plan, names, resources, agents)
@@ -94,7 +96,7 @@ def _dry_run(options: Options, resources: Resources) -> int:
     run, recipe, entry = settle(options, resources)
     names = names_of(run, recipe)
     sources = find_sources(recipe, os.environ, run.identity.get("sources") if run else None)
-    plan = make_plan(recipe, resources, os.environ, names, entry, sources=sources)
+    plan = make_plan(recipe, resources, os.environ, names, entry, sources)
     nowhere = Path(tempfile.gettempdir()) / "grpo-dry-run"
     shared = run_environment(os.environ, Scratch(nowhere, nowhere), names.run_dir, names.served)
     differences = {}

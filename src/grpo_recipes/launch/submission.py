@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_recipes.errors import ConfigError, Problem, config_error
-from grpo_recipes.fetch.sources import find_sources
+from grpo_recipes.fetch.sources import Sources, find_sources
 from grpo_recipes.launch.freeze import freeze, frozen_environment
 from grpo_recipes.launch.preflight_network import need_wandb_route, needs_wandb
 from grpo_recipes.launch.resolve_run import note_job, planned_names
@@ -47,7 +47,7 @@ class Submission:
         recipe: the checked recipe.
         names: what the run is called.
         resources: what its job will offer.
-        entry: entry script of the trainers.
+        sources: what was found here of the models and data it reads.
         plan: what the job will start.
         estimates: memory, disk and time it will take.
         environment: variables of the user.
@@ -57,7 +57,7 @@ class Submission:
     recipe: Recipe
     names: Names
     resources: Resources
-    entry: str
+    sources: Sources
     plan: Plan
     estimates: Estimates
     environment: Mapping[str, str]
@@ -127,14 +127,14 @@ def prepare(
     asked = requested_task(environment, task)
     path = choose_recipe(recipe_name, environment, asked.task or GRPO, resources.flavour)
     recipe = on_scratch(checked_recipe(path, flags, environment, asked), profile)
-    names, entry = planned_names(recipe), entry_of(recipe, asked)
-    plan = make_plan(recipe, resources, environment, names, entry, sources=find_sources(recipe, environment))
+    names, sources = planned_names(recipe), find_sources(recipe, environment)
+    plan = make_plan(recipe, resources, environment, names, entry_of(recipe, asked), sources)
     estimates = estimate(plan, recipe, names, profile.gpu_memory_gib, walltime_seconds(profile.time))
     _need_memory(plan, estimates.memory, profile)
     need_room(recipe, plan, names.run_dir)
     _need_routes(recipe, profile, names, environment)
     _look_deep(path, task, flags, environment)
-    return Submission(profile, recipe, names, resources, entry, plan, estimates, environment)
+    return Submission(profile, recipe, names, resources, sources, plan, estimates, environment)
 
 
 def need_environment(profile: Profile) -> None:
@@ -163,7 +163,8 @@ def send(submission: Submission) -> tuple[Run, int]:
         MaybeSubmitted: sbatch tells no job id; the directory stays.
     """
     recipe, names = submission.recipe, submission.names
-    run = freeze(recipe, names, submission.resources, submission.entry, submission.environment)
+    plan, sources = submission.plan, submission.sources
+    run = freeze(recipe, plan, sources, names, submission.resources, submission.environment)
     script = run.folder / _SCRIPT
     try:
         script.write_text(submission.script())

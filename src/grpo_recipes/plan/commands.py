@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from grpo_recipes.paths import home
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.environment import no_proxy
 from grpo_recipes.plan.server import server_command, server_environment
-from grpo_recipes.plan.types import OnLoss, Process, Share
+from grpo_recipes.plan.types import Process
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.bridges import RECONNECTING
 from grpo_recipes.recipe.precision import mixed_precision
@@ -29,77 +29,68 @@ ACCELERATE_FILES = {
     "zero3": "zero3",
     "fsdp2": "fsdp2",
 }
+COLOCATED_SHARE = 0.3  # of a GPU's memory for a vLLM that shares it with a trainer, unless the recipe says another
 
 
 def server_process(
-    recipe: Recipe,
-    plan: Plan,
-    resources: Resources,
-    environment: Mapping[str, str],
-    names: Names,
-    gpus: tuple[str, ...],
+    recipe: Recipe, plan: Plan, resources: Resources, environment: Mapping[str, str], names: Names
 ) -> Process:
-    """The vLLM server of ``plan`` on those GPUs of the first node."""
-    argv = server_command(recipe, plan.model, names.served, plan.server_host, plan.ports.server, plan.flavour)
+    """Return the vLLM server of ``plan``, on the first node."""
     variables = server_environment(plan.flavour, plan.ports.vllm_internal)
     if environment.get("VLLM_PLUGINS"):  # unset, vLLM loads every plug-in that is installed, ours too
         variables["VLLM_PLUGINS"] = f"{environment['VLLM_PLUGINS']},grpo_recipes"
     variables |= _host_ip(plan, resources, environment, 0)
     variables |= _network(plan, resources, environment, names, 0)
-    log = f"logs/liv_vllm_{names.run}_{names.timestamp}.log"
-    on_loss: OnLoss = "restart" if plan.bridge in RECONNECTING else "restart with trainers"
-    return Process("server", argv, {**variables, **_devices(gpus)}, gpus, log, ready="serving", on_loss=on_loss)
+    variables["CUDA_VISIBLE_DEVICES"] = ",".join(plan.server_gpus)
+    return Process(
+        "server",
+        server_command(recipe, plan.model, names.served, plan.server_host, plan.ports.server, plan.flavour),
+        variables,
+        plan.server_gpus,
+        f"logs/liv_vllm_{names.run}_{names.timestamp}.log",
+        ready="serving",
+        on_loss="restart" if plan.bridge in RECONNECTING else "restart with trainers",
+    )
 
 
 def trainer_processes(
-    recipe: Recipe,
-    plan: Plan,
-    resources: Resources,
-    environment: Mapping[str, str],
-    names: Names,
-    trainers: Sequence[Share],
+    recipe: Recipe, plan: Plan, resources: Resources, environment: Mapping[str, str], names: Names
 ) -> list[Process]:
-    """The trainers of ``plan``: on each node one ``accelerate launch``, machine by machine."""
+    """Return the trainers of ``plan``: on each node that trains one ``accelerate launch``."""
     made = []
-    for machine, share in enumerate(trainers):
-        variables = {**_devices(share.gpus), "GRPO_NODE": str(share.node)}
+    for machine, placed in enumerate(plan.placement):
+        node = placed.node
+        variables = {"CUDA_VISIBLE_DEVICES": ",".join(placed.gpus), "GRPO_NODE": str(node)}
         if plan.mode == "server":
             # Where rank 0 offers the NCCL group: TRL asks vLLM, which would take the interface of the default route.
-            variables |= _host_ip(plan, resources, environment, share.node)
+            variables |= _host_ip(plan, resources, environment, node)
         if plan.flavour == "cpu":
             # use_cpu alone keeps accelerate on the CPU: ACCELERATE_USE_CPU would also make it ignore DeepSpeed, and
-            # `accelerate launch --cpu` start one process whatever it is told.
+            # `accelerate launch --cpu` start one process whatever --num_processes says.
             variables["DS_ACCELERATOR"] = "cpu"
-        variables |= _network(plan, resources, environment, names, share.node)
-        suffix = f"_node{share.node}" if share.node else ""
+        variables |= _network(plan, resources, environment, names, node)
+        suffix = f"_node{node}" if node else ""
         log = f"logs/liv_train_{names.run}_{names.timestamp}{suffix}.log"
-        argv = _accelerate(recipe, plan, environment, names, trainers, machine)
         after = ("server",) if plan.mode == "server" else ()
-        made.append(Process("trainer", argv, variables, share.gpus, log, share.node, after))
+        argv = _accelerate(recipe, plan, names, machine)
+        made.append(Process("trainer", argv, variables, placed.gpus, log, node, after))
     return made
 
 
-def _accelerate(
-    recipe: Recipe,
-    plan: Plan,
-    environment: Mapping[str, str],
-    names: Names,
-    trainers: Sequence[Share],
-    machine: int,
-) -> list[str]:
-    """The argv of one machine of the trainers."""
-    machines = len(trainers)
+def _accelerate(recipe: Recipe, plan: Plan, names: Names, machine: int) -> list[str]:
+    """Return the argv of one machine of the trainers."""
+    machines = len(plan.placement)
     return [
         sys.executable, "-m", "accelerate.commands.launch",
-        "--config_file", _accelerate_file(plan.accelerator, environment),
+        "--config_file", plan.accelerate_file,
         # accelerate starts num_processes // num_machines here, and torch adds the machines up: they may be unequal.
-        "--num_processes", str(trainers[machine].count * machines),
+        "--num_processes", str(plan.placement[machine].count * machines),
         "--num_machines", str(machines),
         "--machine_rank", str(machine),
         "--mixed_precision", mixed_precision(recipe),
         "--dynamo_backend", "no",
         "--num_cpu_threads_per_process", str(plan.threads),
-        "--main_process_ip", plan.nodes[trainers[0].node] if machines > 1 else "127.0.0.1",
+        "--main_process_ip", plan.nodes[plan.placement[0].node] if machines > 1 else "127.0.0.1",
         "--main_process_port", str(plan.ports.main_process),
         str(home() / plan.entry),
         *_trainer_flags(recipe, plan, names),
@@ -107,7 +98,7 @@ def _accelerate(
 
 
 def _host_ip(plan: Plan, resources: Resources, environment: Mapping[str, str], node: int) -> dict[str, str]:
-    """vLLM's name for the address of this machine; what the user exported can be right on one node alone."""
+    """Name the address of this machine for vLLM; what the user exported can be right on one node alone."""
     if resources.nodes:
         return {"VLLM_HOST_IP": plan.nodes[node]}
     return {"VLLM_HOST_IP": environment.get("VLLM_HOST_IP", plan.server_host)}
@@ -116,7 +107,7 @@ def _host_ip(plan: Plan, resources: Resources, environment: Mapping[str, str], n
 def _network(
     plan: Plan, resources: Resources, environment: Mapping[str, str], names: Names, node: int
 ) -> dict[str, str]:
-    """What a process needs to meet those of other nodes; nothing on one node."""
+    """Return what a process needs to reach those of other nodes; nothing on one node."""
     if not resources.nodes:
         return {}
     variables = {name: no_proxy(environment.get(name, ""), plan.nodes) for name in ("NO_PROXY", "no_proxy")}
@@ -130,7 +121,7 @@ def _network(
 
 
 def _trainer_flags(recipe: Recipe, plan: Plan, names: Names) -> list[str]:
-    """What the launcher settles: flags of the entry script beside the frozen recipe."""
+    """Return what the launcher decides: flags of the entry script beside the frozen recipe."""
     flags = {
         "config": names.run_dir / "recipe.yaml",
         "output_dir": names.run_dir / "checkpoints",
@@ -157,27 +148,30 @@ def _trainer_flags(recipe: Recipe, plan: Plan, names: Names) -> list[str]:
             "weight_sync": plan.bridge,
         }
     elif plan.mode == "colocate":
-        memory = recipe["vllm_gpu_memory_utilization"] if recipe.given("vllm_gpu_memory_utilization") else 0.3
-        flags |= {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": memory}
+        flags |= {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": gpu_share(recipe, plan.mode)}
     return [text for name, value in flags.items() for text in (f"--{name}", str(value))]
 
 
-def _devices(gpus: tuple[str, ...]) -> dict[str, str]:
-    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+def gpu_share(recipe: Recipe, mode: str) -> float:
+    """Return the share of a GPU's memory that vLLM may take."""
+    if mode == "colocate" and not recipe.given("vllm_gpu_memory_utilization"):
+        return COLOCATED_SHARE
+    return float(recipe["vllm_gpu_memory_utilization"])
 
 
-def _accelerate_file(accelerator: str, environment: Mapping[str, str]) -> str:
-    """CONFIG_FILE, or TRL's packaged accelerate file."""
-    given = environment.get("CONFIG_FILE")
-    if given:
+def accelerate_file(accelerator: str, environment: Mapping[str, str]) -> str:
+    """Return CONFIG_FILE, or TRL's packaged accelerate file.
+
+    Raises:
+        ConfigError: there is no such file, or TRL is not installed.
+    """
+    if given := environment.get("CONFIG_FILE"):
         if not Path(given).is_file():
-            raise config_error(
-                "CONFIG_FILE", f"there is no accelerate file '{given}'", "unset it, or name an existing file"
-            )
+            what = f"there is no accelerate file '{given}'"
+            raise config_error("CONFIG_FILE", what, "unset it, or name an existing file")
         return str(Path(given).absolute())
     spec = importlib.util.find_spec("trl")
     if spec is None or not spec.submodule_search_locations:
         raise config_error("environment", "trl is not installed", "run make setup")
-    return str(
-        Path(spec.submodule_search_locations[0]) / "accelerate_configs" / f"{ACCELERATE_FILES[accelerator]}.yaml"
-    )
+    files = Path(spec.submodule_search_locations[0]) / "accelerate_configs"
+    return str(files / f"{ACCELERATE_FILES[accelerator]}.yaml")

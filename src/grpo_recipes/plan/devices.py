@@ -1,4 +1,4 @@
-"""What this machine and job offer: the environment's flavour, the visible GPUs, the Slurm job."""
+"""The devices a plan may use, and which of them serve and which train."""
 
 from __future__ import annotations
 
@@ -6,59 +6,44 @@ import importlib.metadata
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_recipes.errors import config_error
+from grpo_recipes.plan.types import Placement
 from grpo_recipes.recipe.keys import catalogue_trl
 from grpo_recipes.slurm.job import SlurmJob, slurm_job
+
+if TYPE_CHECKING:
+    from grpo_recipes.recipe import Recipe
 
 
 @dataclass(frozen=True)
 class Node:
-    """One node of a job on several.
+    """One node of a job on several."""
 
-    Attributes:
-        gpus: GPU ids as CUDA_VISIBLE_DEVICES takes them there, in order.
-        cores: CPU cores a process may run on.
-        address: where the other nodes reach it; in a plan made without the nodes a word in place of it.
-        interface: the network interface with that address, None where nobody looked.
-        name: what Slurm calls it, for messages.
-    """
-
-    gpus: tuple[str, ...]
-    cores: int
-    address: str
-    interface: str | None = None
-    name: str = ""
+    gpus: tuple[str, ...]  # ids as CUDA_VISIBLE_DEVICES takes them there, in order
+    cores: int  # that a process may run on
+    address: str  # where the other nodes reach it; a placeholder in a plan made without the nodes
+    interface: str | None = None  # the network interface with that address, None where nobody looked
+    name: str = ""  # Slurm's, for messages
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What a plan may use.
+    """What a plan may use."""
 
-    Attributes:
-        flavour: ``cpu`` or ``cuda``, by the packages installed.
-        gpus: GPU ids of this node as CUDA_VISIBLE_DEVICES takes them, in order.
-        cores: CPU cores this process may run on.
-        job: the Slurm job, or None outside Slurm.
-        nodes: all nodes in Slurm's order, this one first; empty where there is this one alone.
-    """
-
-    flavour: str
-    gpus: tuple[str, ...]
-    cores: int
-    job: SlurmJob | None = None
-    nodes: tuple[Node, ...] = ()
+    flavour: str  # device of the environment, by the packages installed: cpu or cuda
+    gpus: tuple[str, ...]  # ids of this node's as CUDA_VISIBLE_DEVICES takes them, in order
+    cores: int  # that this process may run on
+    job: SlurmJob | None = None  # None outside Slurm
+    nodes: tuple[Node, ...] = ()  # in Slurm's order, this one first; empty where it is alone
 
     def on_nodes(self, count: int) -> Resources:
-        """The same on ``count`` nodes like this one, for a plan made without them."""
-        if count == 1:
-            return replace(self, nodes=())
-        return replace(
-            self, nodes=tuple(Node(self.gpus, self.cores, f"ADDRESS_OF_NODE_{index}") for index in range(count))
-        )
+        """Return the same on ``count`` nodes like this one, for a plan made without them."""
+        nodes = [Node(self.gpus, self.cores, f"ADDRESS_OF_NODE_{index}") for index in range(count)]
+        return replace(self, nodes=tuple(nodes) if count > 1 else ())
 
     def facts(self) -> dict[str, Any]:
         """Return what the identity of a run says of its machine and job."""
@@ -66,12 +51,12 @@ class Resources:
         return {"job": job, "flavour": self.flavour, "cores": self.cores}
 
     def all_nodes(self) -> tuple[Node, ...]:
-        """Every node; one that is alone needs no address but the loopback."""
+        """Return every node; a single one needs no address but the loopback."""
         return self.nodes or (Node(self.gpus, self.cores, "127.0.0.1"),)
 
 
 def find_resources(environment: Mapping[str, str]) -> Resources:
-    """Look at the packages, the driver and Slurm's variables; other nodes of the job are taken to be like this one.
+    """Ask the packages, the driver and Slurm's variables; other nodes of the job are taken to be like this one.
 
     Raises:
         ConfigError: the environment has no torch, or another TRL than the catalogue's.
@@ -84,7 +69,7 @@ def find_resources(environment: Mapping[str, str]) -> Resources:
 
 
 def environment_flavour() -> str:
-    """``cpu`` or ``cuda``: the build of torch that is installed."""
+    """Return ``cpu`` or ``cuda``, the device that the installed torch is built for."""
     try:
         torch = importlib.metadata.version("torch")
         trl = importlib.metadata.version("trl")
@@ -97,7 +82,7 @@ def environment_flavour() -> str:
 
 
 def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """GPUs the driver lists, cut down to CUDA_VISIBLE_DEVICES (indices, UUIDs or MIG ids).
+    """Return the GPUs the driver lists, limited to CUDA_VISIBLE_DEVICES (indices, UUIDs or MIG ids).
 
     Raises:
         ConfigError: CUDA_VISIBLE_DEVICES names a GPU that the driver does not list.
@@ -109,7 +94,7 @@ def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def select_gpus(listing: str, visible: str | None) -> tuple[str, ...]:
-    """The ids to use, given the output of ``nvidia-smi -L`` and the value of CUDA_VISIBLE_DEVICES."""
+    """Return the ids to use, given the output of ``nvidia-smi -L`` and the value of CUDA_VISIBLE_DEVICES."""
     by_index: dict[str, str] = {}
     known: list[str] = []
     for line in listing.splitlines():
@@ -125,6 +110,114 @@ def select_gpus(listing: str, visible: str | None) -> tuple[str, ...]:
     wanted = [item.strip() for item in visible.split(",") if item.strip()]
     for item in wanted:
         if item not in by_index and not any(uuid.startswith(item) for uuid in known):
-            what = f"'{item}' is no GPU of this machine (nvidia-smi -L lists {len(by_index)})"
+            what = f"this machine has no GPU '{item}' (nvidia-smi -L lists {len(by_index)})"
             raise config_error("CUDA_VISIBLE_DEVICES", what, "unset it, or name GPUs that nvidia-smi -L lists")
     return tuple(wanted)
+
+
+def gpu_memory() -> float | None:
+    """Return the GiB of the smallest GPU that the driver shows; None without a driver that answers."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        listing = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    sizes = [int(line) for line in listing.split() if line.isdigit()]
+    return min(sizes) / 1024 if sizes else None
+
+
+def split_gpus(recipe: Recipe, resources: Resources, mode: str) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the server's GPUs, the first ones of the first node, and for each node those left to train on.
+
+    Raises:
+        ConfigError: nothing would be left, or a node of its own is asked for where there is none.
+    """
+    left = [node.gpus for node in resources.all_nodes()]
+    own = recipe["vllm_node"] == "own"
+    if own and (mode != "server" or len(left) == 1):
+        what = "there is one node" if mode == "server" else f"there is no server (vLLM: {mode})"
+        raise config_error(recipe.origin("vllm_node"), f"vllm_node: own, but {what}", "write vllm_node: shared")
+    if mode != "server" or resources.flavour == "cpu":
+        return (), left
+    parallel = recipe["vllm_tensor_parallel_size"]
+    most = len(left[0]) - (1 if len(left) == 1 else 0)
+    if parallel > most:
+        what = f"leaves no GPU to train on ({len(left[0])} visible)"
+        if len(left) > 1:
+            what = f"is more than one node has ({len(left[0])} on the first node)"
+        fix = f"write at most {most}, or ask for more GPUs"
+        where = recipe.origin("vllm_tensor_parallel_size")
+        raise config_error(where, f"vllm_tensor_parallel_size {parallel} {what}", fix)
+    return left[0][:parallel], [() if own else left[0][parallel:], *left[1:]]
+
+
+def trainer_count(recipe: Recipe, resources: Resources, left: Sequence[tuple[str, ...]]) -> int:
+    """Return how many training processes there may be: ``num_processes``, or one a GPU, on CPU one a training node.
+
+    Raises:
+        ConfigError: the recipe asks for more than there is room for.
+    """
+    wanted = recipe["num_processes"]
+    if resources.flavour == "cuda":
+        available = sum(len(gpus) for gpus in left)
+    else:
+        available = wanted or max(1, len(resources.nodes) - (recipe["vllm_node"] == "own"))
+    if wanted is not None and wanted > available:
+        what = f"num_processes {wanted} exceeds the {available} GPUs left to train on"
+        raise config_error(recipe.origin("num_processes"), what, f"write at most {available}, or remove num_processes")
+    if recipe["accelerator"] == "single" and (wanted or available) > 1:
+        if wanted is not None:
+            what = f"accelerator: single runs one process, num_processes is {wanted}"
+            raise config_error(recipe.origin("accelerator"), what, "write accelerator: ddp, or remove num_processes")
+        return 1
+    return int(wanted or available)
+
+
+def place_trainers(
+    recipe: Recipe, resources: Resources, mode: str, left: Sequence[tuple[str, ...]], world_size: int
+) -> tuple[Placement, ...]:
+    """Spread the trainers evenly over the nodes.
+
+    Raises:
+        ConfigError: a node of the job would do nothing.
+    """
+    own = recipe["vllm_node"] == "own"
+    rooms = [len(gpus) for gpus in left] if resources.flavour == "cuda" else [world_size] * len(left)
+    if own:
+        rooms[0] = 0
+    counts = spread(world_size, rooms)
+    serving = mode == "server"
+    idle = [node for node, count in enumerate(counts) if count == 0 and not (serving and node == 0)]
+    if idle:
+        trainers = f"{world_size} trainer{'s' if world_size > 1 else ''}"
+        what = f"{len(left)} nodes are allocated, the plan has nothing to do for node {idle[0]}: {trainers}"
+        or_own = ", or write vllm_node: own" if serving and counts[0] and not own else ""
+        fix = f"submit with --nodes={len(left) - len(idle)}, or more prompts_per_step{or_own}"
+        raise config_error("sbatch --nodes", what, fix)
+    return tuple(Placement(node, count, left[node][:count]) for node, count in enumerate(counts) if count)
+
+
+def spread(processes: int, rooms: Sequence[int]) -> list[int]:
+    """Spread ``processes`` over nodes as evenly as their room allows, so that no node is left out by chance.
+
+    ``rooms`` has the most processes of each node, together at least ``processes``.
+    """
+    counts = [0] * len(rooms)
+    for _ in range(processes):
+        node = min((node for node, room in enumerate(rooms) if counts[node] < room), key=counts.__getitem__)
+        counts[node] += 1
+    return counts
+
+
+def unused(resources: Resources, server_gpus: tuple[str, ...], trainers: Sequence[Placement]) -> tuple[str, ...]:
+    """Return the GPUs that nothing uses; with the node where there are several."""
+    used = {(one.node, gpu) for one in trainers for gpu in one.gpus} | {(0, gpu) for gpu in server_gpus}
+    nodes = resources.all_nodes()
+    return tuple(
+        gpu if len(nodes) == 1 else f"{gpu} of node {index}"
+        for index, node in enumerate(nodes)
+        for gpu in node.gpus
+        if (index, gpu) not in used
+    )

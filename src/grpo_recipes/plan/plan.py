@@ -1,4 +1,4 @@
-"""The plan of a run: every process with its devices, ports, argv and environment. Pure; `launch` executes this plan."""
+"""The plan of a run: devices, batch, bridge and ports, then every process. Pure; `launch` executes this plan."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo_recipes.errors import ConfigError, config_error
+from grpo_recipes.errors import config_error
 from grpo_recipes.paths import home
-from grpo_recipes.plan.batch import Batch, derive_batch, derive_eval_batch
-from grpo_recipes.plan.commands import server_process, trainer_processes
-from grpo_recipes.plan.devices import Resources
-from grpo_recipes.plan.placement import shares, split, trainer_count, unused
-from grpo_recipes.plan.ports import Ports, plan_ports
-from grpo_recipes.plan.types import Names, Plan, Share, Weighting
+from grpo_recipes.plan.batch import derive_batch, derive_eval_batch
+from grpo_recipes.plan.commands import accelerate_file, server_process, trainer_processes
+from grpo_recipes.plan.devices import Resources, place_trainers, split_gpus, trainer_count, unused
+from grpo_recipes.plan.ports import plan_ports
+from grpo_recipes.plan.types import Names, Placement, Plan, Weighting
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.check import check
 from grpo_recipes.recipe.objectives import OBJECTIVES
 from grpo_recipes.recipe.precision import trains_weights_as_loaded
 from grpo_recipes.recipe.tasks import ENTRIES, MAXENT, task_of
@@ -30,7 +28,7 @@ _DEFAULT_RECIPES = {"cpu": "recipes/smoke/{task}.yaml", "cuda": "recipes/Qwen2.5
 
 
 def choose_recipe(given: str | None, environment: Mapping[str, str], task: str, flavour: str) -> Path:
-    """The recipe named on the command line, by CONFIG, or the flavour's default.
+    """Return the recipe named on the command line or by CONFIG, else the default one of the device.
 
     Raises:
         ConfigError: the file does not exist.
@@ -50,36 +48,28 @@ def make_plan(
     recipe: Recipe,
     resources: Resources,
     environment: Mapping[str, str],
-    names: Names,
+    names: Names | None = None,
     entry: str | None = None,
-    ports: Ports | None = None,
     sources: Sources | None = None,
 ) -> Plan:
-    """Plan a run.
+    """Plan a run of a checked recipe.
 
-    Args:
-        recipe: the merged recipe, its task settled.
-        resources: what this machine offers.
-        environment: variables of the user, for CONFIG_FILE, VLLM_MODEL and the caches.
-        names: names of the attempt.
-        entry: entry script of the trainers; the task's own by default.
-        ports: ports to use instead of the planned ones (the launcher's, after looking at the sockets).
-        sources: what was looked for on this machine: the model is then served and trained from its folder.
+    Without ``names`` the plan has no processes yet: a launch looks at its ports, fetches its sources and makes its run
+    directory first, then fills them in by ``with_sources`` and ``with_processes``. ``entry`` is the entry script of
+    the trainers, the task's own by default; CONFIG_FILE and the caches come from the user's ``environment``.
 
     Raises:
-        ConfigError: the recipe contradicts itself, the environment, or the resources.
+        ConfigError: the recipe contradicts the environment or the resources.
     """
-    if problems := check(recipe, environment):
-        raise ConfigError(*problems)
     mode = _mode(recipe, resources)
-    server_gpus, left = split(recipe, resources, mode)
+    server_gpus, left = split_gpus(recipe, resources, mode)
     count = trainer_count(recipe, resources, left)
     batch = derive_batch(recipe, count)
-    trainers = shares(recipe, resources, mode, left, batch.world_size)
+    trainers = place_trainers(recipe, resources, mode, left, batch.world_size)
     idle = unused(resources, server_gpus, trainers)
-    ports = ports or plan_ports(recipe, resources.job)
     apart = mode == "server" and trainers[0].node != 0
     bridge, why = _bridge(recipe, resources, mode, apart)
+    accelerator = "custom" if environment.get("CONFIG_FILE") else _accelerator(recipe, batch.world_size)
     plan = Plan(
         recipe=str(recipe.path),
         task=task_of(recipe),
@@ -89,35 +79,53 @@ def make_plan(
         mode=mode,
         bridge=bridge,
         why_bridge=why,
-        model=_model_path(recipe, environment, sources),
+        model=_smoke_path(recipe["model_name_or_path"], "model", environment),
         dataset=_smoke_path(recipe["dataset_name"] or "", "train.jsonl", environment) or None,
         eval_dataset=_smoke_path(recipe["eval_dataset_name"] or "", "test.jsonl", environment) or None,
         batch=batch,
         eval_batch=derive_eval_batch(recipe, batch),
-        ports=ports,
+        ports=plan_ports(recipe, resources.job),
         nodes=tuple(node.address for node in resources.all_nodes()),
-        server_host=server_host(recipe, resources),
+        server_host=_server_host(recipe, resources),
+        server_gpus=server_gpus,
+        placement=trainers,
         server_apart=apart,
-        processes=[],
         unused_gpus=idle,
-        accelerator="custom" if environment.get("CONFIG_FILE") else _accelerator(recipe, batch.world_size),
+        accelerator=accelerator,
+        accelerate_file=accelerate_file(accelerator, environment),
         dtype=recipe["dtype"],
         smoke=recipe["model_name_or_path"].startswith(SMOKE_SCHEME),
         threads=_threads(resources, trainers),
-        notes=[*recipe.notes, *_notes(resources, batch, count, idle)],
+        notes=[*recipe.notes, *_notes(resources, batch.world_size, count, idle)],
     )
-    processes = trainer_processes(recipe, plan, resources, environment, names, trainers)
-    if mode == "server":
-        processes = [server_process(recipe, plan, resources, environment, names, server_gpus), *processes]
-    plan = replace(plan, processes=processes)
-    return _offline(plan, sources, environment) if sources else plan
+    plan = with_sources(plan, sources) if sources else plan
+    return with_processes(plan, recipe, resources, environment, names, sources) if names else plan
 
 
-def _offline(plan: Plan, sources: Sources, environment: Mapping[str, str]) -> Plan:
-    """The plan with what was found of the sources: notes, and variables that keep its processes from the hub."""
-    offline = sources.offline_variables(environment)
-    processes = [replace(one, environment={**one.environment, **offline}) for one in plan.processes]
-    return replace(plan, processes=processes, notes=[*plan.notes, *sources.notes()])
+def with_sources(plan: Plan, sources: Sources) -> Plan:
+    """Return the plan with what was found of its sources: the folder of a fetched model, and notes.
+
+    The folder stands for one commit in all processes, though TRL gives its colocated vLLM no revision.
+    """
+    found = sources.model
+    model = found.path if found is not None and found.from_hub else plan.model
+    return replace(plan, model=model, notes=[*plan.notes, *sources.notes()])
+
+
+def with_processes(
+    plan: Plan,
+    recipe: Recipe,
+    resources: Resources,
+    environment: Mapping[str, str],
+    names: Names,
+    sources: Sources | None = None,
+) -> Plan:
+    """Return the plan with its processes, which stay off the hub once all ``sources`` are here."""
+    processes = trainer_processes(recipe, plan, resources, environment, names)
+    if plan.mode == "server":
+        processes = [server_process(recipe, plan, resources, environment, names), *processes]
+    offline = sources.offline_variables(environment) if sources else {}
+    return replace(plan, processes=[replace(one, environment={**one.environment, **offline}) for one in processes])
 
 
 def _weighting(recipe: Recipe) -> Weighting | None:
@@ -142,69 +150,57 @@ def _mode(recipe: Recipe, resources: Resources) -> str:
         raise config_error("devices", what, "submit with sbatch --gres=gpu:8 training.sh, or set up with DEVICE=cpu")
     if not recipe["use_vllm"]:
         return "transformers"
+    mode, where = str(recipe["vllm_mode"]), recipe.origin("vllm_mode")
     if resources.flavour == "cpu":
-        if recipe["vllm_mode"] == "colocate":
-            raise config_error(
-                recipe.origin("vllm_mode"), "colocated vLLM cannot take weights on CPU", "write vllm_mode: server"
-            )
+        if mode == "colocate":
+            raise config_error(where, "colocated vLLM cannot take weights on CPU", "write vllm_mode: server")
         return "server"
-    if len(nodes) == len(resources.gpus) == 1 and recipe["vllm_mode"] == "server":
+    if len(nodes) == len(resources.gpus) == 1 and mode == "server":
         if recipe.given("vllm_mode"):
             what = "vllm_mode: server needs two GPUs, one is visible"
-            raise config_error(recipe.origin("vllm_mode"), what, "write vllm_mode: colocate, or ask for more GPUs")
+            raise config_error(where, what, "write vllm_mode: colocate, or ask for more GPUs")
         return "colocate"
-    return str(recipe["vllm_mode"])
+    return mode
 
 
-def server_host(recipe: Recipe, resources: Resources) -> str:
-    """The recipe's host where it names one; else the loopback, and the first node's address in a job on several."""
+def _server_host(recipe: Recipe, resources: Resources) -> str:
+    """Return the recipe's host where it names one; else the loopback, or the first node's address among several."""
     if recipe.given("vllm_server_host") or not resources.nodes:
         return str(recipe["vllm_server_host"])
     return resources.nodes[0].address
 
 
-def _threads(resources: Resources, trainers: list[Share]) -> int:
+def _threads(resources: Resources, trainers: Sequence[Placement]) -> int:
     """CPU threads of a trainer, the same on every node since results depend on it; one core is for the server."""
     if resources.flavour == "cuda":
         return 1
     nodes = resources.all_nodes()
-    return max(1, min((nodes[share.node].cores - 1) // share.count for share in trainers))
+    return max(1, min((nodes[one.node].cores - 1) // one.count for one in trainers))
 
 
 def _bridge(recipe: Recipe, resources: Resources, mode: str, apart: bool) -> tuple[str | None, str]:
-    """The weight bridge of a run with a server, and why."""
+    """Choose the weight bridge of a run with a server, and say why."""
     if mode != "server":
         return None, "no server: " + ("vLLM shares the trainers' GPUs" if mode == "colocate" else "use_vllm is false")
-    wanted = recipe["weight_sync"]
+    wanted, where = recipe["weight_sync"], recipe.origin("weight_sync")
     if wanted == "nccl" and resources.flavour == "cpu":
-        raise config_error(
-            recipe.origin("weight_sync"), "nccl needs GPUs, this is a CPU environment", "write weight_sync: file"
-        )
+        raise config_error(where, "nccl needs GPUs, this is a CPU environment", "write weight_sync: file")
     if wanted != "auto":
-        return str(wanted), f"asked for by {recipe.origin('weight_sync')}"
+        return str(wanted), f"asked for by {where}"
     if resources.flavour == "cpu":
         return "file", f"no GPU: safetensors in {'the run directory' if apart else 'shared memory'}"
     return "nccl", "server and trainers are on GPUs"
 
 
-def _model_path(recipe: Recipe, environment: Mapping[str, str], sources: Sources | None) -> str:
-    """The folder of a fetched model: one commit for all, though TRL gives its colocated vLLM no revision."""
-    if sources is not None and sources.model is not None and sources.model.from_hub:
-        return sources.model.path
-    return _smoke_path(recipe["model_name_or_path"], "model", environment)
-
-
 def _smoke_path(name: str, part: str, environment: Mapping[str, str]) -> str:
-    """Where ``smoke:sums`` is, or ``name`` itself."""
-    if not name.startswith(SMOKE_SCHEME):
-        return name
-    return str(smoke_folder(name, environment) / part)
+    """Return where that part of ``smoke:sums`` is; any other name as it is."""
+    return str(smoke_folder(name, environment) / part) if name.startswith(SMOKE_SCHEME) else name
 
 
-def _notes(resources: Resources, batch: Batch, trainers: int, idle: tuple[str, ...]) -> list[str]:
+def _notes(resources: Resources, used: int, trainers: int, idle: tuple[str, ...]) -> list[str]:
     notes = []
-    if batch.world_size < trainers:
-        notes.append(f"{batch.world_size} of {trainers} trainers are used: the batch divides by no larger number")
+    if used < trainers:
+        notes.append(f"{used} of {trainers} trainers are used: the batch divides by no larger number")
     job = resources.job
     if resources.flavour == "cuda" and job and job.gpus_on_node not in (None, len(resources.gpus)):
         notes.append(f"Slurm says {job.gpus_on_node} GPUs, the driver shows {len(resources.gpus)}; the driver counts")

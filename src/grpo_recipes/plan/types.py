@@ -13,18 +13,12 @@ from grpo_recipes.plan.ports import Ports
 
 
 @dataclass(frozen=True)
-class Share:
-    """The trainers of one node.
+class Placement:
+    """The training processes of one node."""
 
-    Attributes:
-        node: index of the node.
-        count: processes on it, at least one.
-        gpus: their GPUs; none on CPU.
-    """
-
-    node: int
-    count: int
-    gpus: tuple[str, ...]
+    node: int  # its index
+    count: int  # at least one
+    gpus: tuple[str, ...]  # none on CPU
 
 
 Ready = Literal["started", "serving"]
@@ -61,36 +55,22 @@ class Process:
 
 @dataclass(frozen=True)
 class Names:
-    """What one attempt is called.
+    """What one attempt is called."""
 
-    Attributes:
-        run_dir: ``<run_root>/<run_name>-<timestamp>``.
-        run: the run name.
-        served: the server's ``--served-model-name``.
-        timestamp: of this attempt, in log names.
-    """
-
-    run_dir: Path
-    run: str
-    served: str
-    timestamp: str
+    run_dir: Path  # <run_root>/<run_name>-<timestamp>
+    run: str  # the run name
+    served: str  # the server's --served-model-name
+    timestamp: str  # of this attempt, in log names
 
 
 @dataclass(frozen=True)
 class Weighting:
-    """What a MaxEnt run optimises.
+    """What a MaxEnt run optimises."""
 
-    Attributes:
-        objective: a key of ``objectives.OBJECTIVES``.
-        tau: temperature of its weights, the first one where a controller moves it; may be infinite.
-        beta: pull of its target to the reference, ``maxent_beta``; None where the objective has no such target.
-        loss_type: TRL's loss, which the objective fixes.
-    """
-
-    objective: str
-    tau: float
-    beta: float | None
-    loss_type: str
+    objective: str  # a key of objectives.OBJECTIVES
+    tau: float  # temperature of its weights, the first one where a controller moves it; may be infinite
+    beta: float | None  # maxent_beta, the pull of its target to the reference; None for an objective without it
+    loss_type: str  # TRL's loss, which the objective fixes
 
     def __str__(self) -> str:
         beta = "" if self.beta is None else f", maxent_beta {self.beta:g}"
@@ -99,70 +79,46 @@ class Weighting:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a launch will do.
+    """Everything a launch will do."""
 
-    Attributes:
-        recipe: path of the recipe.
-        task: ``grpo`` or ``maxent``.
-        entry: entry script of the trainers.
-        maxent: what a MaxEnt run optimises, None for GRPO.
-        flavour: ``cpu`` or ``cuda``.
-        mode: ``server``, ``colocate`` or ``transformers`` (no vLLM).
-        bridge: how weights reach the server, None without one.
-        why_bridge: why that bridge.
-        model: folder or hub id trained and served.
-        dataset: file, folder or hub id, None with a mixture.
-        eval_dataset: the same of the evaluation, None where the recipe names none.
-        batch: the arithmetic of a step.
-        eval_batch: completions of one evaluation batch on one process, None without evaluation.
-        ports: ports used.
-        nodes: address of each node, by its index; the loopback where there is one.
-        server_host: where the server listens and is asked.
-        server_apart: whether rank 0 is on another node than the server: they share no memory.
-        processes: in the order they are started: the server, then the trainers, one process a node.
-        unused_gpus: GPUs of the job that nothing uses.
-        accelerator: how the trainers share the model: single, ddp, zero2, zero3, fsdp2, or custom by CONFIG_FILE.
-        dtype: dtype of the trained weights.
-        smoke: whether this is the built-in smoke task, not an experiment.
-        threads: CPU threads of one training process; on CPU results depend on it in the last bits.
-        notes: what the user should know.
-    """
-
-    recipe: str
-    task: str
-    entry: str
-    maxent: Weighting | None
-    flavour: str
-    mode: str
-    bridge: str | None
+    recipe: str  # its path
+    task: str  # grpo or maxent
+    entry: str  # entry script of the trainers
+    maxent: Weighting | None  # None for GRPO
+    flavour: str  # device of the environment: cpu or cuda
+    mode: str  # server, colocate or transformers (no vLLM)
+    bridge: str | None  # how weights reach the server, None without one
     why_bridge: str
-    model: str
-    dataset: str | None
+    model: str  # folder or hub id, trained and served
+    dataset: str | None  # file, folder or hub id, None with a mixture
     eval_dataset: str | None
-    batch: Batch
-    eval_batch: int | None
+    batch: Batch  # the arithmetic of a step
+    eval_batch: int | None  # completions of one evaluation batch on one process, None without evaluation
     ports: Ports
-    nodes: tuple[str, ...]
-    server_host: str
-    server_apart: bool
-    processes: list[Process]
-    unused_gpus: tuple[str, ...]
-    accelerator: str
-    dtype: str
-    smoke: bool
-    threads: int
-    notes: list[str] = field(default_factory=list)
+    nodes: tuple[str, ...]  # address of each, by index; the loopback where there is one node
+    server_host: str  # where the server listens and is asked
+    server_gpus: tuple[str, ...]  # on the first node
+    placement: tuple[Placement, ...]  # the trainers of each node that trains; the first holds rank 0
+    server_apart: bool  # whether rank 0 is on another node than the server: they share no memory
+    unused_gpus: tuple[str, ...]  # GPUs of the job that nothing uses
+    accelerator: str  # how the trainers share the model: single, ddp, zero2, zero3, fsdp2, or custom by CONFIG_FILE
+    accelerate_file: str
+    dtype: str  # of the trained weights
+    smoke: bool  # whether this is the built-in smoke task, not an experiment
+    threads: int  # CPU threads of one training process; on CPU results depend on it in the last bits
+    notes: list[str]  # what the user should know
+    processes: list[Process] = field(default_factory=list)  # in the order they start; filled in by with_processes
 
     def process(self, role: str) -> Process | None:
-        """The first process of that role, or None."""
+        """Return the first process of that role, or None."""
         return next((process for process in self.processes if process.role == role), None)
 
     def trainers(self) -> list[Process]:
-        """The trainers' processes, one a node that trains; the first holds rank 0."""
+        """Return the trainers' processes, one for each node that trains; the first holds rank 0."""
         return [process for process in self.processes if process.role == "trainer"]
 
     def as_json(self) -> dict[str, Any]:
-        """The plan as plain data; argv and environment of a plan never hold a secret, an infinite tau is "inf"."""
+        """Return the plan as plain data; argv and environment never hold a secret, an infinite tau is "inf"."""
         plain = asdict(self)
         if self.maxent is not None and math.isinf(self.maxent.tau):
             plain["maxent"]["tau"] = "inf"

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import config_error
+from grpo_recipes.fetch.sources import find_sources
 from grpo_recipes.launch.freeze import freeze
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.devices import Resources
+from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.types import Names
 from grpo_recipes.recipe import Recipe, Value
 from grpo_recipes.recipe.tasks import entry_of
@@ -145,7 +147,9 @@ def freeze_cell(
     if not recipe.given("wandb_run_group"):
         group = Value(sweep.folder.name, "grpo sweep")
         recipe = replace(recipe, values={**recipe.values, "wandb_run_group": group})
-    freeze(recipe, names_of(sweep, cell), resources, entry_of(recipe, question.asked), environment)
+    names, sources = names_of(sweep, cell), find_sources(recipe, environment)
+    plan = make_plan(recipe, resources, environment, names, entry_of(recipe, question.asked), sources)
+    freeze(recipe, plan, sources, names, resources, environment)
 
 
 def names_of(sweep: Sweep, cell: Cell) -> Names:

@@ -10,14 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_recipes.errors import ConfigError, config_error
-from grpo_recipes.launch.resolve_run import planned_names
 from grpo_recipes.launch.submission import need_environment, on_scratch, prepare, site_environment, site_resources
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.devices import Resources, find_resources
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.types import Plan
 from grpo_recipes.process.reports import print_line, say
-from grpo_recipes.recipe.tasks import entry_of
 from grpo_recipes.runs.rundir import Run, claim, code_state, is_claimed
 from grpo_recipes.slurm.profile import Profile
 from grpo_recipes.slurm.sbatch import MaybeSubmitted
@@ -79,7 +77,7 @@ def start(question: Question, way: Way, environment: Mapping[str, str], new: boo
     environment = way.environment(environment)
     cells = make_cells(question, environment)
     resources = way.resources(environment)
-    _plan_all(cells, question, resources, environment)
+    _plan_all(cells, resources, environment)
     if way.profile:
         cells = _for_site(cells, question, way.profile, environment)
     sweep = None if new else unfinished(sweep_root(cells[0].recipe), cells)
@@ -113,12 +111,11 @@ def run_task(folder: Path, environment: Mapping[str, str]) -> int:
     return code
 
 
-def _plan_all(cells: Sequence[Cell], question: Question, resources: Resources, environment: Mapping[str, str]) -> None:
+def _plan_all(cells: Sequence[Cell], resources: Resources, environment: Mapping[str, str]) -> None:
     """Every run must fit what it will have."""
 
     def plan(index: int) -> Plan:
-        recipe = cells[index].recipe
-        return make_plan(recipe, resources, environment, planned_names(recipe), entry_of(recipe, question.asked))
+        return make_plan(cells[index].recipe, resources, environment)
 
     for_each([cell.name for cell in cells], plan)
 
