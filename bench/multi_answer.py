@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, T
 
 from grpo_recipes.paths import cache_root, home
 from grpo_recipes.recipe.configs import GRPOConfig
-from grpo_recipes.recipe.objectives import OBJECTIVES
+from grpo_recipes.recipe.registry import OBJECTIVES
 from grpo_recipes.runs.rundir import code_state, write_json
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer

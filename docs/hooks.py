@@ -19,7 +19,7 @@ from grpo_recipes.doctor import registry
 from grpo_recipes.doctor.examine import about, name_of
 from grpo_recipes.paths import home
 from grpo_recipes.recipe import keys, read_recipe
-from grpo_recipes.recipe.objectives import DEFAULT_OBJECTIVE, OBJECTIVES, SCALE_REWARDS
+from grpo_recipes.recipe.registry import DEFAULT_OBJECTIVE, OBJECTIVES, SCALE_REWARDS
 from grpo_recipes.slurm import profile
 
 RECIPES = home() / "recipes"

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from grpo_recipes.recipe.objectives import DEFAULT_OBJECTIVE, OBJECTIVES
+from grpo_recipes.recipe.registry import DEFAULT_OBJECTIVE, OBJECTIVES
 
 HOME = Path(__file__).resolve().parents[2]
 

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from grpo_recipes import cli
-from grpo_recipes.recipe.benchmark_names import BENCHMARKS
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES, SHELL_VARIABLES, catalogue, nested_catalogue
+from grpo_recipes.recipe.registry import BENCHMARKS
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:

@@ -19,10 +19,8 @@ from grpo_recipes.plan.commands import ACCELERATE_FILES
 from grpo_recipes.plan.devices import environment_flavour
 from grpo_recipes.plan.environment import base_environment
 from grpo_recipes.plan.plan import _DEFAULT_RECIPES
-from grpo_recipes.recipe.benchmark_names import BENCHMARKS
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES, catalogue
-from grpo_recipes.recipe.objectives import OBJECTIVES
-from grpo_recipes.recipe.reward_names import REWARDS
+from grpo_recipes.recipe.registry import BENCHMARKS, OBJECTIVES, REWARDS
 from grpo_recipes.runs.rundir import finish_summary
 from grpo_recipes.trainers.metrics import PHASES
 from grpo_recipes.weights.guard import TOLERANCES, checksum_verdict, logprob_verdict

@@ -15,9 +15,8 @@ from grpo_recipes import smoke
 from grpo_recipes.evaluate.benchmarks import BenchmarkFailed, StoppedInBenchmarks, run_benchmarks
 from grpo_recipes.evaluate.problems import load_problems
 from grpo_recipes.evaluate.scoring import recipe_scorer
-from grpo_recipes.recipe.benchmark_names import BENCHMARKS
 from grpo_recipes.recipe.configs import ScriptArguments
-from grpo_recipes.recipe.reward_names import make_reward
+from grpo_recipes.recipe.registry import BENCHMARKS, make_reward
 from grpo_recipes.rollouts import sampling
 from grpo_recipes.rollouts.sampling import Prompt, Sampling, problem_seed, sample
 from grpo_recipes.runs.rundir import finish_summary

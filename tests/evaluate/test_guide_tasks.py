@@ -8,8 +8,8 @@ import datasets
 import pytest
 
 from grpo_recipes.evaluate.problems import load_problems
-from grpo_recipes.recipe.benchmark_names import benchmark_problem, benchmark_sources
 from grpo_recipes.recipe.configs import ScriptArguments
+from grpo_recipes.recipe.registry import benchmark_problem, benchmark_sources
 
 TASKS = {
     "math_500": (("HuggingFaceH4/MATH-500", None, "test"), ("problem", "answer")),

@@ -59,7 +59,7 @@ def test_there_are_shipped_recipes():
         ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1, "use_vllm": False}, "importance-sampling"),
         ({"load_in_8bit": True}, {}, "'load_in_8bit'"),
         ({"load_in_4bit": True}, {}, "'load_in_4bit'"),
-        ({"push_to_hub": True, "hub_model_id": "my model"}, {"push_to_hub": True}, "no name of a repository"),
+        ({"push_to_hub": True, "hub_model_id": "my model"}, {"push_to_hub": True}, "not the name of a repository"),
         ({"dataset_streaming": True}, {"dataset_streaming": True, "max_train_prompts": 9}, "would read the stream"),
         ({"save_only_model": True}, {}, "'save_only_model'"),
         ({"load_best_model_at_end": True}, {}, "'load_best_model_at_end'"),

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.recipe import check_evaluation as rules
-from grpo_recipes.recipe.benchmark_names import BENCHMARKS, benchmark_problem, benchmark_sources
+from grpo_recipes.recipe.check import check
+from grpo_recipes.recipe.registry import BENCHMARKS, benchmark_problem, benchmark_sources
 from grpo_recipes.recipe.user_code import copy_source
 
 
@@ -33,14 +33,14 @@ from grpo_recipes.recipe.user_code import copy_source
         (
             {"eval_strategy": "steps", "eval_steps": 2.5},
             {"eval_strategy": "steps", "eval_steps": 0.25},
-            "eval_steps 2.5 is no whole number of steps",
+            "eval_steps 2.5 is neither a whole number of steps",
         ),
     ],
 )
 def test_evaluation(read, wrong, right, said):
-    (problem,) = rules.evaluation(read(**wrong))
+    (problem,) = check(read(**wrong), {})
     assert said in str(problem) and problem.where.startswith("recipe.yaml:")
-    assert rules.evaluation(read(**right)) == []
+    assert check(read(**right), {}) == []
 
 
 @pytest.mark.parametrize(
@@ -57,25 +57,25 @@ def test_evaluation(read, wrong, right, said):
     ],
 )
 def test_benchmarks(read, wrong, right, said):
-    (problem,) = rules.benchmarks(read(**wrong))
+    (problem,) = check(read(**wrong), {})
     assert said in str(problem) and problem.where.startswith("recipe.yaml:")
-    assert rules.benchmarks(read(**right)) == []
+    assert check(read(**right), {}) == []
 
 
 def test_benchmarks_in_a_file_need_its_columns(read, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "mine.jsonl"
-    assert "no file 'mine.jsonl'" in str(rules.benchmarks(read(benchmarks=["mine.jsonl"]))[0])
+    assert "no file 'mine.jsonl'" in str(check(read(benchmarks=["mine.jsonl"]), {})[0])
 
     file.write_text(json.dumps({"question": "1+1", "gold": "2"}) + "\n")
-    assert "question, gold, not problem and answer" in str(rules.benchmarks(read(benchmarks=["mine.jsonl"]))[0])
+    assert "question, gold, not problem and answer" in str(check(read(benchmarks=["mine.jsonl"]), {})[0])
     columns = {"dataset_prompt_column": "question", "dataset_solution_column": "gold"}
-    assert rules.benchmarks(read(benchmarks=["mine.jsonl"], **columns)) == []
+    assert check(read(benchmarks=["mine.jsonl"], **columns), {}) == []
 
     file.write_text(json.dumps({"problem": "1+1", "answer": "2"}) + "\n")
-    assert rules.benchmarks(read(benchmarks=["mine.jsonl"])) == []
+    assert check(read(benchmarks=["mine.jsonl"]), {}) == []
     file.write_text("[1, 2]\n")
-    assert "does not begin with a JSON object" in str(rules.benchmarks(read(benchmarks=["mine.jsonl"]))[0])
+    assert "does not begin with a JSON object" in str(check(read(benchmarks=["mine.jsonl"]), {})[0])
 
 
 @pytest.mark.parametrize("name", ["lcb", "lcb_v4"])
@@ -99,14 +99,14 @@ def test_sources_are_what_fetch_needs():
 def test_callbacks(read, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("class Mine:\n    pass\n")
-    assert rules.callbacks(read(callbacks=["mine.py:Mine"])) == []
+    assert check(read(callbacks=["mine.py:Mine"]), {}) == []
     frozen = read(callbacks=["mine.py:Mine"])
     (frozen.path.parent / "run.json").touch()
     copy_source("mine.py:Mine", frozen.path.parent / "callbacks")
     (tmp_path / "mine.py").rename(tmp_path / "gone.py")
-    assert rules.callbacks(frozen) == []  # a resumed run has its copy
+    assert check(frozen, {}) == []  # a resumed run has its copy
     (frozen.path.parent / "run.json").unlink()
-    assert "no file 'mine.py'" in str(rules.callbacks(frozen)[0])
+    assert "no file 'mine.py'" in str(check(frozen, {})[0])
     (tmp_path / "gone.py").rename(tmp_path / "mine.py")
-    (problem,) = rules.callbacks(read(callbacks=["mine.py:Other"]))
+    (problem,) = check(read(callbacks=["mine.py:Other"]), {})
     assert "'mine.py' has no 'Other'" in str(problem) and "write one of Mine" in problem.fix

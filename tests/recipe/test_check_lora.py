@@ -34,7 +34,7 @@ PEFT = {"use_peft": True}
             {"push_to_hub": True, "hub_strategy": "end", **PEFT},
             "hub_strategy every_save publishes checkpoints",
         ),
-        ({"lora_target_parameters": ["experts.w"], **PEFT}, PEFT, "adapters on parameters that are no layer"),
+        ({"lora_target_parameters": ["experts.w"], **PEFT}, PEFT, "adapters on parameters that are not layers"),
         ({"lora_target_modules": [], **PEFT}, PEFT, "lora_target_modules names no layer"),
         (
             {"lora_target_modules": ["all-linear", "q_proj"], **PEFT},

@@ -11,7 +11,7 @@ from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe import read_frozen, read_recipe
 from grpo_recipes.recipe.check import check
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, catalogue
-from grpo_recipes.recipe.objectives import OBJECTIVES, SHARED_KEYS
+from grpo_recipes.recipe.registry import OBJECTIVES, SHARED_KEYS
 
 LISTWISE = {"maxent_objective": "listwise"}
 MLE = {"maxent_objective": "weighted_mle"}

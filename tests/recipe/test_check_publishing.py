@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from grpo_recipes.publish.preflight import repository_name
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import check
-from grpo_recipes.recipe.check_publishing import repository
 
 Read = Callable[..., Recipe]
 
@@ -21,7 +21,7 @@ def test_names_of_repositories(read: Read, name: str) -> None:
 @pytest.mark.parametrize("name", ["ada/my sums", "a/b/c", "https://huggingface.co/a/b", "ada/", "-x", "a--b", "x.git"])
 def test_what_is_no_name(read: Read, name: str) -> None:
     (problem,) = check(read(push_to_hub=True, hub_model_id=name), {})
-    assert problem.where.startswith("recipe.yaml:") and f"'{name}' is no name of a repository" in problem.what
+    assert problem.where.startswith("recipe.yaml:") and f"'{name}' is not the name of a repository" in problem.what
     assert check(read(hub_model_id=name), {}) == []  # nothing is pushed
 
 
@@ -38,5 +38,5 @@ def test_a_push_goes_to_a_branch(read: Read, branch: str) -> None:
 
 @pytest.mark.parametrize(("run", "name"), [("qwen2.5-math", "qwen2.5-math"), ("a  b//c--d", "a-b-c-d"), ("-x.", "x")])
 def test_without_a_name_the_run_names_it(read: Read, run: str, name: str) -> None:
-    assert repository(read(push_to_hub=True), run) == name
-    assert repository(read(push_to_hub=True, hub_model_id="ada/sums"), run) == "ada/sums"
+    assert repository_name(read(push_to_hub=True), run) == name
+    assert repository_name(read(push_to_hub=True, hub_model_id="ada/sums"), run) == "ada/sums"

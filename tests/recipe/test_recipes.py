@@ -18,7 +18,7 @@ from grpo_recipes.plan.types import Names
 from grpo_recipes.recipe import read_recipe
 from grpo_recipes.recipe.check import check
 from grpo_recipes.recipe.keys import catalogue
-from grpo_recipes.recipe.objectives import DEFAULT_OBJECTIVE, OBJECTIVES
+from grpo_recipes.recipe.registry import DEFAULT_OBJECTIVE, OBJECTIVES
 
 MODELS = {
     "Qwen2.5-0.5B-Instruct", "Qwen2.5-1.5B-Instruct", "Qwen2.5-3B-Instruct", "Qwen2.5-7B-Instruct", "Qwen3-0.6B",

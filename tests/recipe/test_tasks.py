@@ -19,7 +19,7 @@ from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.recipe import Recipe, read_frozen, read_recipe
 from grpo_recipes.recipe.check import check
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
-from grpo_recipes.recipe.objectives import OBJECTIVES
+from grpo_recipes.recipe.registry import OBJECTIVES
 from grpo_recipes.recipe.tasks import RequestedTask, entry_of, requested_task, same_task, task_of, with_task
 from grpo_recipes.runs.rundir import new_run, write_json
 

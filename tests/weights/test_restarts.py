@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_recipes.recipe.bridges import RECONNECTING
+from grpo_recipes.recipe.registry import RECONNECTING
 from grpo_recipes.weights import restarts
 from grpo_recipes.weights.bridges import BRIDGES
 from grpo_recipes.weights.client import ServerError

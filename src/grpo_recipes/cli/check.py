@@ -13,8 +13,8 @@ from grpo_recipes.fetch.gated import gated_note
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.environment import hub_environment
 from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.rules import notes
 from grpo_recipes.recipe.schema import schema_note
-from grpo_recipes.recipe.warnings import notes
 
 HELP = "say everything that is wrong in a recipe"
 TAKES_RECIPE = True

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from grpo_recipes.errors import config_error
-from grpo_recipes.recipe.benchmark_names import BENCHMARKS
 from grpo_recipes.recipe.keys import (
     ALIASES,
     ENVIRONMENT_KEYS,
@@ -21,6 +20,7 @@ from grpo_recipes.recipe.keys import (
     nearest,
     nested_catalogue,
 )
+from grpo_recipes.recipe.registry import BENCHMARKS
 
 HELP = "search the keys of a recipe"
 TAKES_RECIPE = False

@@ -27,7 +27,7 @@ from datasets.exceptions import DatasetNotFoundError, DatasetsError
 from grpo_recipes.data.sources import Source
 from grpo_recipes.errors import config_error
 from grpo_recipes.modebench.dataset import SCHEME, Settings, TooFew, rows
-from grpo_recipes.recipe.check_modebench import too_few
+from grpo_recipes.recipe.check_data import too_few
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.recipe.datafiles import BUILDERS, csv_columns, data_files, folder_kind, is_saved, split_name
 

@@ -17,7 +17,7 @@ from grpo_recipes.fetch.assets import MODEL
 from grpo_recipes.fetch.sources import find_sources
 from grpo_recipes.modebench.verify import is_problem
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.reward_names import ACCURACY, IN_CHILDREN, REWARDS, make_reward
+from grpo_recipes.recipe.registry import ACCURACY, IN_CHILDREN, REWARDS, make_reward
 from grpo_recipes.recipe.user_code import load_object
 from grpo_recipes.rewards.children import ChildReward, ChildRewards, RewardFailed, Verdict
 from grpo_recipes.rewards.children.score import described, entries, number

@@ -27,8 +27,8 @@ from grpo_recipes.fetch.sources import fingerprint
 from grpo_recipes.modebench.dataset import TASKS, Settings
 from grpo_recipes.modebench.metrics import mode_scores
 from grpo_recipes.modebench.verify import mode_of, problem_of
-from grpo_recipes.recipe.benchmark_names import is_file
 from grpo_recipes.recipe.configs import ScriptArguments
+from grpo_recipes.recipe.registry import is_file
 from grpo_recipes.rollouts.sampling import Prompt, Sampling, Tokens, problem_seed, sample, sampling_keys
 from grpo_recipes.runs.rundir import read_json, write_json
 from grpo_recipes.secrets import masked

@@ -13,14 +13,14 @@ from grpo_recipes.data.sources import Source
 from grpo_recipes.data.values import Message, answer_of, chat_of
 from grpo_recipes.errors import config_error
 from grpo_recipes.modebench.dataset import TASKS
-from grpo_recipes.recipe.benchmark_names import (
+from grpo_recipes.recipe.configs import ScriptArguments
+from grpo_recipes.recipe.registry import (
     BENCHMARKS,
     SMOKE_BENCHMARK,
     Benchmark,
     benchmark_columns,
     is_file,
 )
-from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.smoke import smoke_folder
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_recipes.evaluate.problems import BenchmarkProblem
-from grpo_recipes.recipe.reward_names import ACCURACY, make_reward
+from grpo_recipes.recipe.registry import ACCURACY, make_reward
 from grpo_recipes.rewards.wrapper import WatchedReward
 
 

@@ -126,7 +126,7 @@ def _evaluation_set(recipe: Recipe) -> Iterator[Piece]:
 
 def _benchmarks(recipe: Recipe) -> Iterator[Piece]:
     if recipe["benchmarks"]:
-        from grpo_recipes.recipe.benchmark_names import benchmark_sources
+        from grpo_recipes.recipe.registry import benchmark_sources
 
         where = recipe.origin("benchmarks")
         for name, config, split in benchmark_sources(recipe["benchmarks"]):

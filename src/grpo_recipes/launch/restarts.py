@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, replace
 
 from grpo_recipes.launch.supervisor import Ending
-from grpo_recipes.recipe.bridges import RECONNECTING
+from grpo_recipes.recipe.registry import RECONNECTING
 
 
 class Next(enum.Enum):

@@ -15,8 +15,8 @@ from grpo_recipes.plan.environment import no_proxy
 from grpo_recipes.plan.server import server_command, server_environment
 from grpo_recipes.plan.types import Process
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.bridges import RECONNECTING
-from grpo_recipes.recipe.precision import mixed_precision
+from grpo_recipes.recipe.learning import mixed_precision
+from grpo_recipes.recipe.registry import RECONNECTING
 from grpo_recipes.runs.rundir import sync_folder
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from grpo_recipes.plan.devices import Resources, place_trainers, split_gpus, tra
 from grpo_recipes.plan.ports import plan_ports
 from grpo_recipes.plan.types import Names, Placement, Plan, Weighting
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.objectives import OBJECTIVES
-from grpo_recipes.recipe.precision import trains_weights_as_loaded
+from grpo_recipes.recipe.learning import trains_weights_as_loaded
+from grpo_recipes.recipe.registry import OBJECTIVES
 from grpo_recipes.recipe.tasks import ENTRIES, MAXENT, task_of
 from grpo_recipes.smoke import SMOKE_SCHEME, smoke_folder
 

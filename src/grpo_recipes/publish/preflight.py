@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from grpo_recipes.errors import config_error
 from grpo_recipes.fetch.hub import endpoint, hub_answers, told_offline
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.check_publishing import repository
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -38,6 +38,11 @@ class Target:
     note: str = ""
 
 
+def repository_name(recipe: Recipe, run_name: str) -> str:
+    """Return the repository's name, with or without a user before it: ``hub_model_id``, or the run's name."""
+    return str(recipe["hub_model_id"] or re.sub(r"[^\w.-]+|--+|\.\.+", "-", run_name).strip("-."))
+
+
 def need_target(recipe: Recipe, environment: Mapping[str, str], run_name: str) -> Target | None:
     """Where the run publishes, asked of the hub while nothing is started yet.
 
@@ -54,7 +59,7 @@ def need_target(recipe: Recipe, environment: Mapping[str, str], run_name: str) -
     """
     if not recipe["push_to_hub"]:
         return None
-    where, name = recipe.origin("push_to_hub"), repository(recipe, run_name)
+    where, name = recipe.origin("push_to_hub"), repository_name(recipe, run_name)
     if not hub_answers(environment):
         why = "HF_HUB_OFFLINE is set" if told_offline(environment) else f"{endpoint(environment)} does not answer"
         fix = f"remove it and publish afterwards where the hub answers: hf upload {name} <run>/model"

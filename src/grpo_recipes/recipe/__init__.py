@@ -76,6 +76,10 @@ class Recipe:
         """Where a person looks for ``key``: its origin, or the file where nobody gave it."""
         return self.origin(key) if self.given(key) else self.path.name
 
+    def problem(self, key: str, what: str, fix: str) -> Problem:
+        """Return a problem with ``key`` at the place where a person looks for it."""
+        return Problem(self.place(key), what, fix)
+
     def as_yaml(self) -> str:
         """The given values as YAML, each under a comment that names its origin."""
         return "".join(

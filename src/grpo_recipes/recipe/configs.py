@@ -18,7 +18,7 @@ import trl
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from grpo_recipes.recipe.keys import CATALOGUE_FILE, OWNED_KEYS, RANGES, TRL_CHOICES
-from grpo_recipes.recipe.objectives import DEFAULT_OBJECTIVE, OBJECTIVES
+from grpo_recipes.recipe.registry import DEFAULT_OBJECTIVE, OBJECTIVES
 
 
 def _key(default: Any, help: str, choices: list[str] | None = None) -> Any:

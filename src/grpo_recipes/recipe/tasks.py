@@ -14,7 +14,7 @@ from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.paths import home
 from grpo_recipes.recipe import DEFAULT_ORIGIN, Recipe, Value
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS
-from grpo_recipes.recipe.objectives import DEFAULT_OBJECTIVE
+from grpo_recipes.recipe.registry import DEFAULT_OBJECTIVE
 
 GRPO, MAXENT = "grpo", "maxent"
 ENTRIES = {GRPO: "src/grpo.py", MAXENT: "src/maxent-grpo.py"}

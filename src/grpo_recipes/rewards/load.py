@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.paths import shown
-from grpo_recipes.recipe.reward_names import IN_CHILDREN, REWARDS, Reward, make_reward
+from grpo_recipes.recipe.registry import IN_CHILDREN, REWARDS, Reward, make_reward
 from grpo_recipes.recipe.user_code import copy_path, copy_source, load_object, source_path, split_spec
 from grpo_recipes.rewards.children import ChildReward, ChildRewards
 from grpo_recipes.rewards.records import LimitRecords

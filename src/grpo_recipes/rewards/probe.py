@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_recipes.modebench.verify import is_problem, right_answers, wrong_answers
-from grpo_recipes.recipe.reward_names import ACCURACY, REWARDS
+from grpo_recipes.recipe.registry import ACCURACY, REWARDS
 from grpo_recipes.rewards.answers import same
 from grpo_recipes.rewards.children import Verdict
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_recipes.recipe.objectives import OBJECTIVES
+from grpo_recipes.recipe.registry import OBJECTIVES
 
 MANY = 10  # steps in a row, or steps averaged, before anything is said while a run goes on; as many until it is over
 FEW = 5  # steps of a run that ended with fewer than MANY

@@ -13,8 +13,8 @@ from typing import TypeVar
 from grpo_recipes.errors import ConfigError, Problem
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import checked_recipe
+from grpo_recipes.recipe.rules import needed_by
 from grpo_recipes.recipe.tasks import RequestedTask
-from grpo_recipes.recipe.warnings import needed_by
 from grpo_recipes.sweep.spec import Axis
 
 Made = TypeVar("Made")

@@ -28,8 +28,7 @@ from grpo_recipes.algorithms.maxent import (
     weight_entropy,
 )
 from grpo_recipes.recipe.configs import GRPOConfig
-from grpo_recipes.recipe.objectives import OBJECTIVES, SCALE_REWARDS, Objective
-from grpo_recipes.recipe.reward_names import ACCURACY
+from grpo_recipes.recipe.registry import ACCURACY, OBJECTIVES, SCALE_REWARDS, Objective
 from grpo_recipes.trainers.grpo import GRPOTrainer
 
 _RIGHT = 1.0 - 1e-6  # least accuracy reward of a right answer

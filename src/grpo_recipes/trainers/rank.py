@@ -14,7 +14,7 @@ from typing import Any
 
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.process.reports import PhaseFile, dump_stacks_on_signal
-from grpo_recipes.recipe.precision import float32_fix, lost_updates, updates_float32
+from grpo_recipes.recipe.learning import float32_fix, lost_updates, updates_float32
 from grpo_recipes.runs.rundir import write_json, write_last_json
 from grpo_recipes.secrets import masked
 

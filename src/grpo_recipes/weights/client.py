@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from trl.generation.vllm_client import VLLMClient
 
-from grpo_recipes.recipe.bridges import RECONNECTING
+from grpo_recipes.recipe.registry import RECONNECTING
 from grpo_recipes.server.activity import ACTIVITY_PATH
 from grpo_recipes.server.fingerprint import fingerprint
 from grpo_recipes.weights.guard import WeightsDiffer, checksum_verdict, differing, held_name

@@ -24,7 +24,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from grpo_recipes.process.tree import become_subreaper, die_with_parent
-from grpo_recipes.recipe.reward_names import make_reward
+from grpo_recipes.recipe.registry import make_reward
 from grpo_recipes.recipe.user_code import load_object
 from grpo_recipes.rewards.children.limits import end_family, limit_this_process, reap_all
 from grpo_recipes.rewards.children.score import WrongShape, described, entries, number

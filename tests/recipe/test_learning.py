@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_recipes.recipe.precision import LEAST_BFLOAT16_RATE, lost_updates, mixed_precision, updates_float32
+from grpo_recipes.recipe.learning import LEAST_BFLOAT16_RATE, lost_updates, mixed_precision, updates_float32
 
 COUNT = 100_000
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from grpo_recipes.recipe.keys import catalogue
-from grpo_recipes.recipe.reward_names import ACCURACY, IN_CHILDREN, REWARDS, make_reward
+from grpo_recipes.recipe.registry import ACCURACY, IN_CHILDREN, REWARDS, make_reward
 
 DEFAULTS = SimpleNamespace(**{key: entry["default"] for key, entry in catalogue().items()})
 PROBLEM = '{"task": "countdown", "numbers": [2, 3, 4], "target": 9, "modes": 1}'
@@ -64,7 +64,7 @@ def test_the_default_reward_is_registered():
 
 def test_the_names_are_read_without_what_is_heavy():
     heavy = ("torch", "sympy", "trl")
-    code = f"import sys, grpo_recipes.recipe.reward_names; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, grpo_recipes.recipe.registry; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert done.stdout.strip() == "[]"
@@ -74,7 +74,7 @@ def test_an_exact_match_does_not_import_sympy():
     code = """
 import sys
 from types import SimpleNamespace
-from grpo_recipes.recipe.reward_names import make_reward
+from grpo_recipes.recipe.registry import make_reward
 reward = make_reward("pure_accuracy_math", SimpleNamespace(answer_matching="normalized"), None)
 assert reward(["<answer>7</answer>"], answer=["7"]) == [1.0]
 print([m for m in ("torch", "sympy", "trl") if m in sys.modules])

@@ -1,0 +1,117 @@
+"""Recipes whose run would complete and have learned nothing: updates rounded away, learning rate, warm-up.
+
+Pure: no torch, no socket.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from grpo_recipes.errors import Problem
+from grpo_recipes.recipe import Recipe
+
+# One step of AdamW changes a weight by about the learning rate; neighbouring bfloat16 numbers near 0.02 are 1e-4 apart.
+# Of weights with that spread a step at 1e-6 changes 2 %, at 1e-5 15 %, at 3e-5 30 %, at 1e-4 88 %, and what is rounded
+# away once is rounded away in every step: tests/recipe/test_precision.py measures it.
+LEAST_BFLOAT16_RATE = 1e-4
+# Optimizers whose step is the learning rate times the gradient; that of all others is about the learning rate itself.
+BY_GRADIENT = ("sgd", "schedule_free_sgd", "lomo", "adalomo", "adagrad")
+# DeepSpeed updates float32 copies and rounds them into the model; accelerate's FSDP2 casts the model up first, but only
+# under mixed precision.
+_KEEPS_COPIES = ("zero2", "zero3")
+_WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
+_WARMUP_FROM_ABOVE_ZERO = ("cosine_warmup_with_min_lr",)
+_LEAST_SHARE = 0.01  # of learning_rate; a run that never gets so far learns nothing
+
+
+def mixed_precision(recipe: Recipe) -> str:
+    """Return what accelerate calls the precision of the computation: TRL turns bf16 on unless told otherwise."""
+    if recipe["fp16"]:
+        return "fp16"
+    return "no" if recipe["bf16"] is False else "bf16"
+
+
+def updates_float32(accelerator: str, mixed: str) -> bool:
+    """Return whether a run updates float32 weights, whatever the model's dtype is; ``mixed`` as ``mixed_precision``."""
+    return accelerator in _KEEPS_COPIES or (accelerator == "fsdp2" and mixed != "no")
+
+
+def trains_weights_as_loaded(recipe: Recipe) -> bool:
+    """Return whether weights are trained in the dtype they are loaded in: PEFT keeps adapters in float32, no more."""
+    return not recipe["use_peft"] or bool(recipe["lora_modules_to_save"])
+
+
+def lost_updates(dtype: str, learning_rate: float, optim: str, optim_args: str | None) -> str:
+    """Return why updates of weights of this dtype are lost at the run's highest learning rate, or an empty text.
+
+    Kahan summation, an argument of the optimizer, keeps what is rounded away.
+    """
+    if optim == "adamw_anyprecision" and "use_kahan_summation=True" in (optim_args or "").replace(" ", ""):
+        return ""
+    if dtype == "float16":
+        return "squares of small gradients are 0 in float16, so that the optimizer's steps are of any size"
+    if dtype == "bfloat16" and learning_rate < LEAST_BFLOAT16_RATE:
+        rate = f"learning_rate {learning_rate:g}"
+        size = f"{rate} times the gradient" if optim in BY_GRADIENT else f"about {rate}"
+        return f"steps of {size} are rounded away in bfloat16 weights"
+    return ""
+
+
+def float32_fix(mixed: str) -> str:
+    """Return the edit after which float32 weights are updated."""
+    computed = " (bf16: true keeps the computation in bfloat16)" if mixed == "bf16" else ""
+    return f"write accelerator: zero2, or dtype: float32{computed}"
+
+
+def rounded_away(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
+    """Refuse weights whose updates are rounded away: bfloat16 or float16 ones, updated as they are.
+
+    Of ``dtype: auto`` and of a ``CONFIG_FILE`` the trainer decides (``trainers.rank``); ``accelerator: auto`` takes one
+    that keeps float32 weights.
+    """
+    accelerator, mixed = recipe["accelerator"], mixed_precision(recipe)
+    if environment.get("CONFIG_FILE") or accelerator == "auto" or updates_float32(accelerator, mixed):
+        return
+    lost = lost_updates(recipe["dtype"] or "auto", recipe["learning_rate"], recipe["optim"], recipe["optim_args"])
+    if lost and trains_weights_as_loaded(recipe):
+        of_copies = "lora_modules_to_save: " if recipe["use_peft"] else ""
+        what = f"{of_copies}{lost}, and accelerator: {accelerator} keeps no float32 copy"
+        yield recipe.problem("accelerator", what, float32_fix(mixed))
+
+
+def warmup(recipe: Recipe) -> Iterator[Problem]:
+    """Refuse a warm-up of which the run sees next to nothing."""
+    share = reached_share(recipe)
+    if share < _LEAST_SHARE:
+        what = f"{_warmup_of_steps(recipe)}: no step takes more than {share:.1%} of learning_rate"
+        yield recipe.problem("warmup_steps", what, "write warmup_steps: 0, or more max_steps")
+
+
+def unfinished_warmup(recipe: Recipe) -> Iterator[str]:
+    """Yield a note where the run ends before its warm-up does."""
+    share = reached_share(recipe)
+    if _LEAST_SHARE <= share < 1:
+        yield f"{_warmup_of_steps(recipe)}: the learning rate reaches {share:.0%} of learning_rate"
+
+
+def hidden_losses(recipe: Recipe) -> Iterator[str]:
+    """Yield a note where losses that are no number are asked to be hidden in the log."""
+    if recipe.given("logging_nan_inf_filter") and recipe["logging_nan_inf_filter"]:
+        yield (
+            f"{recipe.place('logging_nan_inf_filter')}: logging_nan_inf_filter hides nothing here: a loss that is not "
+            "finite ends the run before the step is taken"
+        )
+
+
+def reached_share(recipe: Recipe) -> float:
+    """Return the largest share of ``learning_rate`` that a step takes, 1 where the number of steps is not known."""
+    steps, warm = recipe["max_steps"], recipe["warmup_steps"]
+    if steps < 1 or recipe["lr_scheduler_type"] in (*_WITHOUT_WARMUP, *_WARMUP_FROM_ABOVE_ZERO):
+        return 1.0
+    warm = int(warm) if warm >= 1 else math.ceil(warm * steps)
+    return 1.0 if warm < steps else (steps - 1) / warm  # the first step is step 0 of the schedule
+
+
+def _warmup_of_steps(recipe: Recipe) -> str:
+    return f"warmup_steps {recipe['warmup_steps']:g} with max_steps {recipe['max_steps']}"

@@ -1,0 +1,192 @@
+"""What a recipe can name: rewards, benchmarks, MaxEnt's objectives, and what each weight bridge can do.
+
+A reward is imported when it is made: ``check`` only reads names. No torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_recipes.errors import Problem
+from grpo_recipes.recipe.keys import nearest_of
+
+Reward = Callable[..., list[float | None]]
+SMOKE_BENCHMARK = "smoke:sums"
+
+# Bridges whose client can go on with a restarted server: it gives it the weights it sent last.
+RECONNECTING = frozenset({"file"})
+
+# Name of the reward and of its function -> recipe keys that the function takes by these names.
+REWARDS: dict[str, tuple[str, ...]] = {
+    "pure_accuracy_math": ("answer_matching",),
+    "math_verify": (),
+    "modebench": (),
+    "format_tags": (),
+    "cosine_length": (
+        "answer_matching", "cosine_min_value_wrong", "cosine_max_value_wrong", "cosine_min_value_correct",
+        "cosine_max_value_correct", "cosine_max_len", "max_completion_length",
+    ),
+    "repetition_penalty": ("repetition_n_grams", "repetition_max_penalty"),
+    "soft_overlong": ("max_completion_length", "soft_punish_cache"),
+}  # fmt: skip
+
+# Rewards whose score is 1 for a right answer and 0 for a wrong one.
+ACCURACY = ("pure_accuracy_math", "math_verify", "modebench")
+
+# Rewards that compare with one reference answer; a ModeBench problem has several.
+ONE_ANSWER = ("pure_accuracy_math", "math_verify", "cosine_length")
+
+# Rewards whose work on one completion has no bound: called in child processes that can be killed.
+IN_CHILDREN = frozenset({"math_verify"})
+
+
+def make_reward(name: str, script_args: Any, args: Any) -> Reward:
+    """Return ``reward(completions, **columns)`` of that name with the keys of the recipe's two configs bound.
+
+    A column of the dataset that is named like a bound key does not replace it.
+    """
+    module = "math_verify" if name == "math_verify" else "functions"  # importing math_verify takes a second
+    function = getattr(importlib.import_module(f"grpo_recipes.rewards.{module}"), name)
+    bound = {key: getattr(script_args if hasattr(script_args, key) else args, key) for key in REWARDS[name]}
+
+    @functools.wraps(function)
+    def reward(completions: list[Any], **columns: Any) -> list[float | None]:
+        scores: list[float | None] = function(completions, **{**columns, **bound})
+        return scores
+
+    return reward
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Where the problems of a benchmark are and how they are read."""
+
+    help: str  # one line for `grpo keys --benchmarks`
+    id: str  # dataset on the hub
+    split: str
+    config: str | None = None
+    prompt: str = "problem"  # column of the problem
+    solution: str = "answer"  # column of the right answer
+    marker: str | None = None  # the answer is what follows the last occurrence of this text in the solution
+    wrong: tuple[str, ...] = ()  # columns of wrong answers: a multiple-choice benchmark, answered by a letter
+    gated: bool = False  # the hub wants an accepted licence and HF_TOKEN
+
+
+BENCHMARKS: dict[str, Benchmark] = {
+    "math_500": Benchmark("500 competition problems of MATH", "HuggingFaceH4/MATH-500", "test"),
+    "gsm8k": Benchmark(
+        "1,319 grade-school word problems", "openai/gsm8k", "test", "main", prompt="question", marker="####"
+    ),
+    "aime24": Benchmark("30 problems of AIME 2024, answers 0 to 999", "HuggingFaceH4/aime_2024", "train"),
+    "aime25": Benchmark("30 problems of AIME 2025, answers 0 to 999", "math-ai/aime25", "test"),
+    "gpqa": Benchmark(
+        "198 multiple-choice questions of GPQA diamond; gated: needs HF_TOKEN",
+        "Idavidrein/gpqa",
+        "train",
+        "gpqa_diamond",
+        prompt="Question",
+        solution="Correct Answer",
+        wrong=("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"),
+        gated=True,
+    ),
+    **{
+        name: Benchmark(f"{about}: pass@k, mean@k, distinct@k, coverage@k; needs no network", name, "test")
+        for name, about in {
+            "modebench:countdown": "test split: make a target of three or four numbers",
+            "modebench:graph_coloring": "test split: complete a colouring of a graph",
+        }.items()
+    },
+    SMOKE_BENCHMARK: Benchmark("20 held-out sums of the smoke task; needs no network", SMOKE_BENCHMARK, "test"),
+}
+
+# They run code that the model wrote, which needs a sandbox that we do not have.
+_RUNS_MODEL_CODE = {"lcb": "lcb:codegeneration", "lcb_v4": "lcb:codegeneration_v4"}
+
+
+def is_file(name: str) -> bool:
+    """Return whether a benchmark is a local file of problems rather than a name of the registry."""
+    return name.endswith(".jsonl")
+
+
+def benchmark_columns(names: Iterable[str], recipe_columns: tuple[str, str]) -> tuple[str, str] | None:
+    """Return the columns of problem and answer in a user's file: those two words, else the recipe's, else None."""
+    known = set(names)
+    candidates = (("problem", "answer"), recipe_columns)
+    return next((columns for columns in candidates if known.issuperset(columns)), None)
+
+
+def benchmark_problem(name: str, where: str) -> Problem | None:
+    """Return what is wrong with a name in ``benchmarks``, or None."""
+    if name in _RUNS_MODEL_CODE:
+        what = f"benchmark '{name}' runs code that the model wrote, which this package does not do"
+        command = f'lighteval vllm "model_name=<run>/model" "{_RUNS_MODEL_CODE[name]}|0"'
+        return Problem(where, what, f"remove it and run, in an environment of lighteval: {command}")
+    if is_file(name):
+        missing = not Path(os.path.expanduser(name)).is_file()
+        return Problem(where, f"no file '{name}'", "name an existing .jsonl file") if missing else None
+    if name in BENCHMARKS:
+        return None
+    close = nearest_of(name, BENCHMARKS)
+    known = ", ".join(BENCHMARKS)
+    fix = f"write '{close}'" if close else f"write one of {known}, or the path of a .jsonl file"
+    return Problem(where, f"no benchmark '{name}'", fix)
+
+
+def benchmark_sources(names: Iterable[str]) -> list[tuple[str, str | None, str]]:
+    """Return the hub datasets of some benchmarks, (id, config, split), which a job wants fetched."""
+    chosen = [BENCHMARKS[name] for name in names if name in BENCHMARKS and name != SMOKE_BENCHMARK]
+    return [(benchmark.id, benchmark.config, benchmark.split) for benchmark in chosen]
+
+
+DEFAULT_OBJECTIVE = "tempered"
+
+_OF_Q = frozenset({"maxent_q_temperature", "maxent_q_epsilon", "maxent_beta", "maxent_length_normalize_ref"})
+_OF_POLICY = frozenset({"maxent_length_normalize_policy"})
+# Read by every objective.
+SHARED_KEYS = frozenset(
+    {
+        "maxent_objective", "maxent_tau", "maxent_target_weight_entropy", "maxent_target_eff_rollouts",
+        "maxent_tau_lr", "maxent_tau_min", "maxent_tau_max", "maxent_tau_warmup_steps",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Objective:
+    """One objective of MaxEnt-GRPO: its mathematics is in ``algorithms.maxent``, the evidence in docs/maxent.md."""
+
+    tau: float  # default of maxent_tau
+    own_keys: frozenset[str]  # the maxent keys it reads beside SHARED_KEYS
+    targets_q: bool  # weights come from listwise_q and the reference, so that tau + beta must be positive
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Return every maxent key it reads."""
+        return SHARED_KEYS | self.own_keys
+
+    def tau_or_default(self, given: float | None) -> float:
+        """Return the temperature of a recipe with this ``maxent_tau``, None where it has none."""
+        return self.tau if given is None else given
+
+    def loss_type(self, length_normalize_policy: bool) -> str:
+        """Return TRL's ``loss_type``, which the objective fixes: ``grpo`` is a mean over tokens, ``dr_grpo`` a sum."""
+        return "grpo" if self.targets_q and length_normalize_policy else "dr_grpo"
+
+
+# TRL's `scale_rewards` under every objective: weights come from rewards as they are.
+SCALE_REWARDS = "none"
+
+# DEFAULT_OBJECTIVE and every tau are what `bench/multi_answer.py --tuning` picked, with rewards of 0 and 1: the most
+# distinct right answers at a mean reward at most 0.02 below GRPO's. listwise kept by far the most answers but met that
+# condition nowhere; its tau is the one with the highest mean reward.
+OBJECTIVES: dict[str, Objective] = {
+    "listwise": Objective(tau=0.2, own_keys=_OF_Q | _OF_POLICY, targets_q=True),
+    "weighted_mle": Objective(tau=0.05, own_keys=_OF_Q | _OF_POLICY, targets_q=True),
+    "tempered": Objective(tau=0.05, own_keys=frozenset({"maxent_utility"}), targets_q=False),
+}
