@@ -15,8 +15,7 @@ import json
 import re
 from typing import Any
 
-from grpo_recipes.doctor import registry
-from grpo_recipes.doctor.examine import about, name_of
+from grpo_recipes.doctor import examine
 from grpo_recipes.paths import home
 from grpo_recipes.recipe import keys, read_recipe
 from grpo_recipes.recipe.registry import DEFAULT_OBJECTIVE, OBJECTIVES, SCALE_REWARDS
@@ -124,8 +123,8 @@ def maxent_keys_table() -> str:
 
 def doctor_table(subject: str) -> str:
     """A row for each check of `grpo doctor` on a ``machine``, a ``recipe`` or a ``run``."""
-    checks = {"machine": (*registry.MACHINE, *registry.DEEP), "recipe": registry.RECIPE, "run": registry.RUN}[subject]
-    return _table(("check", "looks at"), [(name_of(check), _text(about(check))) for check in checks])
+    checks = {"machine": (*examine.MACHINE, *examine.DEEP), "recipe": examine.RECIPE, "run": examine.RUN}[subject]
+    return _table(("check", "looks at"), [(examine.name_of(check), _text(examine.about(check))) for check in checks])
 
 
 def profile_table() -> str:

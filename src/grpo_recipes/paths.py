@@ -30,6 +30,11 @@ def shown(path: Path | str) -> str:
     return str(path) if relative.startswith("..") else relative
 
 
+def existing(path: Path) -> Path:
+    """Return ``path``, or its nearest parent that exists."""
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
 def is_locked(path: Path) -> bool:
     """Return whether a living process holds a lock on a file, in whichever container it runs."""
     try:

@@ -11,8 +11,7 @@ import pytest
 from doc_pages import PAGES, REPOSITORY, blocks, code_words, prose, table_rows
 
 from grpo_recipes import cli, errors
-from grpo_recipes.doctor import registry
-from grpo_recipes.doctor.examine import name_of
+from grpo_recipes.doctor import examine
 from grpo_recipes.evaluate import baselines
 from grpo_recipes.plan import ports
 from grpo_recipes.plan.commands import ACCELERATE_FILES
@@ -83,7 +82,7 @@ def test_exit_codes() -> None:
 
 def test_default_ports() -> None:
     rows = {row[1].strip("`"): int(row[2]) for row in table_rows(GUIDE, "port")}
-    assert rows == ports._DEFAULTS
+    assert rows == ports.DEFAULT_PORTS
     block = re.findall(r"\d+", table_rows(GUIDE, "port")[0][3])
     assert [int(number) for number in block] == [ports._BLOCK_BASE, ports._BLOCKS, ports._BLOCK_SIZE]
 
@@ -259,7 +258,7 @@ def test_commands_and_keys_of_the_refused_list_are_not_accepted() -> None:
 
 
 def test_checks_of_the_doctor_that_are_named_exist() -> None:
-    known = {name_of(check) for check in (*registry.MACHINE, *registry.RECIPE, *registry.RUN)}
+    known = {examine.name_of(check) for check in (*examine.MACHINE, *examine.RECIPE, *examine.RUN)}
     rows = table_rows(DOCS / "troubleshooting.md", "what is seen")
     assert len(rows) >= 5
     assert {name for row in rows for name in row[2].split(", ")} <= known

@@ -58,13 +58,13 @@ class FakeCudaMachine(Machine):
     """A machine whose environment has the CUDA packages."""
 
     @property
-    def flavour(self) -> str:
+    def device(self) -> str:
         return "cuda"
 
 
 @pytest.fixture
 def cuda_machine() -> Callable[..., Machine]:
-    """``cuda_machine(NAME=VALUE)``: a machine with the CUDA flavour and these variables."""
+    """``cuda_machine(NAME=VALUE)``: a machine with the CUDA packages and these variables."""
     return lambda **variables: FakeCudaMachine(clean_environment(**variables))
 
 
@@ -106,7 +106,7 @@ def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 
 def _fake_full_statvfs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.statvfs
-    fake_full = SimpleNamespace(f_bavail=8, f_blocks=128, f_frsize=4096, f_files=100, f_favail=90)
+    fake_full = SimpleNamespace(f_bavail=8, f_blocks=128, f_bfree=8, f_frsize=4096, f_files=100, f_favail=90)
     monkeypatch.setattr(os, "statvfs", lambda path: fake_full if Path(path) == folder else real(path))
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.cli import main
-from grpo_recipes.doctor.examine import name_of
-from grpo_recipes.doctor.registry import MACHINE, RECIPE, RUN
+from grpo_recipes.doctor.examine import MACHINE, RECIPE, RUN, name_of
 from grpo_recipes.plan.devices import environment_flavour
 
 GRPO = str(Path(sys.executable).with_name("grpo"))

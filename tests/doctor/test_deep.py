@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_recipes.doctor import deep
+from grpo_recipes.doctor import environment
 from grpo_recipes.doctor.machine import Machine, NoAnswer
 
 
@@ -12,20 +12,22 @@ from grpo_recipes.doctor.machine import Machine, NoAnswer
 def broken_torch(tmp_path, monkeypatch):
     """A Python whose torch cannot be imported, as with a library missing."""
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
-    monkeypatch.setattr(deep, "base_environment", lambda environment: {**environment, "PYTHONPATH": str(tmp_path)})
+    monkeypatch.setattr(
+        environment, "base_environment", lambda environment: {**environment, "PYTHONPATH": str(tmp_path)}
+    )
 
 
 def test_a_torch_that_does_not_import_is_a_problem(machine, broken_torch):
-    found = deep.torch(machine())
+    found = environment.torch(machine())
     assert found.status == "problem" and "import of torch halted" in found.value and "--rebuild" in found.fix
 
 
 def test_an_import_that_hangs_is_told(machine, monkeypatch):
-    monkeypatch.setattr(deep, "_TRL", "import time; time.sleep(60)")
+    monkeypatch.setattr(environment, "_TRL", "import time; time.sleep(60)")
     with pytest.raises(NoAnswer, match="did not end within"):
-        deep.trl(Machine(machine().environment, patience=0.5))
+        environment.trl(Machine(machine().environment, patience=0.5))
 
 
 def test_a_child_that_a_signal_ends_is_a_problem(machine, monkeypatch):
-    monkeypatch.setattr(deep, "_VLLM", "import os, signal; os.kill(os.getpid(), signal.SIGILL)")
-    assert "signal 4" in deep.vllm(machine()).value
+    monkeypatch.setattr(environment, "_VLLM", "import os, signal; os.kill(os.getpid(), signal.SIGILL)")
+    assert "signal 4" in environment.vllm(machine()).value

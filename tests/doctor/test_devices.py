@@ -112,7 +112,7 @@ def test_gpus_beside_a_cpu_environment(fake_nvidia_smi, machine, no_program):
 def test_gpus_that_a_cpu_environment_leaves_idle(fake_nvidia_smi, cuda_machine, monkeypatch):
     fake_nvidia_smi(row(0))
     cpu = cuda_machine()
-    monkeypatch.setattr(type(cpu), "flavour", "cpu")
+    monkeypatch.setattr(type(cpu), "device", "cpu")
     found = devices.gpus(cpu)
     assert found.status == "warning" and "DEVICE=cuda" in found.fix
 

@@ -7,9 +7,8 @@ import os
 import time
 from pathlib import Path
 
-from grpo_recipes.doctor.examine import Result, about, as_text, examine, name_of
+from grpo_recipes.doctor.examine import DEEP, MACHINE, RECIPE, RUN, Result, about, as_text, examine, name_of
 from grpo_recipes.doctor.machine import NoAnswer
-from grpo_recipes.doctor.registry import DEEP, MACHINE, RECIPE, RUN
 from grpo_recipes.errors import ConfigError, Problem
 from grpo_recipes.paths import home
 from grpo_recipes.runs.finding import OK, PROBLEM, WARNING, Finding, ok, problem, together, warning

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.doctor.machine import NoAnswer, existing
+from grpo_recipes.doctor.machine import NoAnswer
+from grpo_recipes.paths import existing
 from grpo_recipes.process.reports import gigabytes
 
 
@@ -37,7 +38,6 @@ def test_a_program_that_is_missing_and_one_that_hangs(machine, no_program, fake_
 def test_folders_of_a_run(machine, read, tmp_path: Path):
     assert machine(RUN_ROOT="/r").run_root == Path("/r")
     assert machine(read(run_root="~/mine"), RUN_ROOT="/r").run_root == Path("~/mine").expanduser()
-    assert machine(CACHE_ROOT="/c").cache == Path("/c")
     assert machine(SLURM_TMPDIR=str(tmp_path)).temporary == tmp_path
     assert machine(SLURM_TMPDIR="/no/such").temporary != Path("/no/such")
     assert existing(tmp_path / "a/b") == tmp_path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_recipes.doctor import shell
+from grpo_recipes.doctor import environment
 
 
 @pytest.mark.parametrize(
@@ -20,11 +20,11 @@ from grpo_recipes.doctor import shell
     ],
 )
 def test_an_old_variable_is_told_with_what_to_do(machine, name, fix):
-    found = shell.old_variables(machine(**{name: "1"}))
+    found = environment.old_variables(machine(**{name: "1"}))
     assert found.status == "warning" and name in found.value and fix in found.fix
 
 
 @pytest.mark.parametrize("name", ["VLLM_ATTENTION_BACKEND", "VLLM_USAGE_STATS_PATH", "VLLM_URL"])
 def test_a_variable_that_vllm_no_longer_knows_is_told(machine, name):
-    found = shell.vllm_variables(machine(**{name: "x"}))
+    found = environment.vllm_variables(machine(**{name: "x"}))
     assert found.status == "warning" and name in found.value and name in found.fix

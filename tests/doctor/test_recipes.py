@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from grpo_recipes.doctor import recipes
 from grpo_recipes.doctor.devices import Gpu
-from grpo_recipes.doctor.recipes import Case, trained_bytes
+from grpo_recipes.doctor.recipes import Case
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.plan.devices import environment_flavour
+from grpo_recipes.process.reports import gigabytes
 
 MEGABYTE = 10**6
 
 
 @pytest.fixture
 def local(tmp_path: Path):
-    """``local(megabytes, dtype)``: a model folder whose weights are that large (a sparse file)."""
+    """``local(megabytes)``: a model folder of about that size in bfloat16, mostly embedding; its weights are small."""
 
-    def make(megabytes: int = 1, dtype: str = "bfloat16") -> str:
+    def make(megabytes: int = 1) -> str:
         folder = tmp_path / "model"
         folder.mkdir(exist_ok=True)
-        (folder / "config.json").write_text(json.dumps({"dtype": dtype}))
+        shape = {
+            "model_type": "qwen2", "hidden_size": 128, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size":
+            megabytes * MEGABYTE // 256, "num_attention_heads": 2, "num_key_value_heads": 2, "dtype": "bfloat16",
+            "max_position_embeddings": 4096, "tie_word_embeddings": True,
+        }  # fmt: skip
+        (folder / "config.json").write_text(json.dumps(shape))
         with (folder / "model.safetensors").open("wb") as file:
-            file.truncate(megabytes * MEGABYTE)
+            file.truncate(5 * MEGABYTE)
         return str(folder)
 
     return make
@@ -48,7 +53,7 @@ def test_what_is_not_fetched(case, local):
     found = recipes.model(case())
     assert found.status == "warning" and "Qwen/Qwen2.5-1.5B-Instruct" in found.value and "grpo fetch" in found.fix
     assert "openai/gsm8k" in recipes.datasets(case()).value
-    assert recipes.checkpoint_space(case()).value == "the model is not here: unknown"
+    assert "config.json is not on this machine" in recipes.checkpoint_space(case()).value
 
 
 def test_a_model_folder_complete_and_not(case, local, tmp_path: Path):
@@ -73,20 +78,13 @@ def test_a_gated_model_wants_a_token(case):
     assert recipes.gated(case()).status == "ok"
 
 
-def test_the_dtype_of_the_training_makes_the_weights_larger(local, tmp_path: Path):
-    folder = Path(local(8, "bfloat16"))
-    assert trained_bytes(folder, "bfloat16") == 8 * MEGABYTE
-    assert trained_bytes(folder, "float32") == 16 * MEGABYTE
-    assert trained_bytes(folder, "auto") == 8 * MEGABYTE
-    assert trained_bytes(tmp_path, "float32") is None
-
-
-def test_space_for_the_checkpoints(case, local, monkeypatch):
-    found = recipes.checkpoint_space(case(model_name_or_path=local(1), save_total_limit=2))
-    assert found.status == "ok" and found.value.startswith("about 10.0 MB for 2 + 1 checkpoints")
+def test_space_for_the_checkpoints_is_that_of_the_plan(case, local):
+    small = case(model_name_or_path=local(1), save_total_limit=2)
+    found, total = recipes.checkpoint_space(small), gigabytes(small.estimates.disk.total)
+    assert found.status == "ok" and found.value.startswith(f"about {total} for 3 checkpoints and the model, ")
     unlimited = recipes.checkpoint_space(case(model_name_or_path=local(1), save_total_limit=None))
     assert unlimited.status == "warning" and "save_total_limit: 2" in unlimited.fix
-    # a model of 10 TB, in a sparse file: no disk holds its checkpoints
+    # a model of 10 TB: no disk holds its checkpoints
     found = recipes.checkpoint_space(case(model_name_or_path=local(10**7)))
     assert found.status == "problem" and "run_root" in found.fix
 
@@ -99,29 +97,28 @@ def test_way_of_the_weights_through_shared_memory(case, local, monkeypatch, smal
     assert found.status == "problem" and "--shm-size" in found.fix
 
 
-def test_memory_for_the_training_on_cpu(case, local, monkeypatch):
-    assert recipes.training_memory(case(model_name_or_path=local(1))).status == "ok"
-    found = recipes.training_memory(case(model_name_or_path=local(10**6)))
-    assert found.status == "problem" and "about 5.0 TB" in found.value and "--mem" in found.fix
+def test_memory_for_the_training_on_cpu(case, local):
+    small = {"max_completion_length": 16, "max_prompt_length": 16, "per_device_train_batch_size": 1}
+    found = recipes.training_memory(case(model_name_or_path=local(1), **small))
+    assert found.value.startswith("about ") and " free" in found.value
+    found = recipes.training_memory(case(model_name_or_path=local(10**6), **small))
+    assert found.status == "problem" and " TB" in found.value and "--mem" in found.fix
 
 
-def test_memory_of_gpus(case, local, monkeypatch):
-    fake_gpus = [
-        Gpu(str(index), f"GPU-{index}", "A100", "580.1", "81920", "3", "0", "Off", "Default") for index in "0123"
-    ]
+def test_memory_of_gpus_is_that_of_the_plan(case, local, planned, monkeypatch):
+    fake_gpus = [Gpu(str(index), f"GPU-{index}", "A100", "580.1", 81920, 3, 0, "Off", "Default") for index in range(4)]
     monkeypatch.setattr(recipes, "visible", lambda machine: fake_gpus)
 
-    def fake_plan(accelerator: str) -> SimpleNamespace:
-        return SimpleNamespace(flavour="cuda", accelerator=accelerator, batch=SimpleNamespace(world_size=3))
+    def memory(megabytes: int):
+        found = case(model_name_or_path=local(megabytes))
+        found.__dict__["plan"] = planned(recipe=found.recipe)
+        return recipes.training_memory(found)
 
-    found = case(model_name_or_path=local(30_000))
-    found.__dict__["plan"] = fake_plan("ddp")
-    too_much = recipes.training_memory(found)
-    assert too_much.status == "problem" and "zero3" in too_much.fix and "about 120.0 GB" in too_much.value
-    found.__dict__["plan"] = fake_plan("zero3")
-    assert recipes.training_memory(found).status == "ok"
+    too_much = memory(40_000)
+    assert too_much.status == "problem" and "use_peft: true" in too_much.fix and "of 76.0 GiB" in too_much.value
+    assert memory(100).status == "ok"
     fake_gpus.clear()
-    assert "not known" in recipes.training_memory(found).value
+    assert "not known" in memory(40_000).value
 
 
 @pytest.mark.skipif(environment_flavour() != "cpu", reason="what is planned in a CUDA environment depends on the GPUs")

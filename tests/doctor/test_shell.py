@@ -5,18 +5,18 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from grpo_recipes.doctor import shell
+from grpo_recipes.doctor import environment
 
 
 def test_variables_that_would_reach_in_are_told_to_be_removed(machine):
-    found = shell.login_shell(machine(PMI_SIZE="4", CONDA_PREFIX="/c", PYTHONPATH="/p", RUN_NAME="x"))
+    found = environment.login_shell(machine(PMI_SIZE="4", CONDA_PREFIX="/c", PYTHONPATH="/p", RUN_NAME="x"))
     assert found.status == "ok"
     assert "CONDA_PREFIX, PMI_SIZE, PYTHONPATH" in found.value and "RUN_NAME" not in found.value
 
 
 def test_variables_that_nothing_reads_any_more(machine):
-    assert shell.old_variables(machine()).value == "none"
-    found = shell.old_variables(machine(TRANSFORMERS_CACHE="/x"))
+    assert environment.old_variables(machine()).value == "none"
+    found = environment.old_variables(machine(TRANSFORMERS_CACHE="/x"))
     assert found.status == "warning" and "CACHE_ROOT" in found.fix
 
 
@@ -28,24 +28,24 @@ def test_libraries_do_not_read_what_we_call_unread():
         spec = importlib.util.find_spec(name)
         assert spec is not None and spec.origin is not None
         text = (Path(spec.origin).parent / rest).read_text()
-        assert not [variable for variable in shell.UNREAD_VARIABLES if variable in text], module
+        assert not [variable for variable in environment.UNREAD_VARIABLES if variable in text], module
 
 
 def test_vllm_variables_are_compared_with_its_own_list_and_ours(machine):
-    assert shell.vllm_variables(machine()).value == "none set"
-    right = shell.vllm_variables(machine(VLLM_PORT="8100", VLLM_LOGGING_LEVEL="DEBUG", VLLM_API_KEY="x"))
+    assert environment.vllm_variables(machine()).value == "none set"
+    right = environment.vllm_variables(machine(VLLM_PORT="8100", VLLM_LOGGING_LEVEL="DEBUG", VLLM_API_KEY="x"))
     assert right.status == "ok" and right.value == "VLLM_API_KEY, VLLM_LOGGING_LEVEL, VLLM_PORT"
-    wrong = shell.vllm_variables(machine(VLLM_MEM_UTILL="0.5", VLLM_ATTENTION_BACKEND="XFORMERS"))
+    wrong = environment.vllm_variables(machine(VLLM_MEM_UTILL="0.5", VLLM_ATTENTION_BACKEND="XFORMERS"))
     assert wrong.status == "warning" and "VLLM_ATTENTION_BACKEND, VLLM_MEM_UTILL" in wrong.value
     assert "did you mean VLLM_MEM_UTIL?" in wrong.fix
 
 
 def test_libraries_that_come_before_the_packages_own(machine, cuda_machine, tmp_path: Path):
-    assert shell.libraries(cuda_machine()).status == "ok"
+    assert environment.libraries(cuda_machine()).status == "ok"
     (tmp_path / "libcudnn.so.8").touch()
-    assert shell.libraries(cuda_machine(LD_LIBRARY_PATH=f":{tmp_path}")).status == "warning"
-    assert shell.libraries(cuda_machine(LD_LIBRARY_PATH=str(tmp_path / "other"))).status == "ok"
-    assert shell.libraries(machine(LD_PRELOAD="/x.so")).status == "warning"
+    assert environment.libraries(cuda_machine(LD_LIBRARY_PATH=f":{tmp_path}")).status == "warning"
+    assert environment.libraries(cuda_machine(LD_LIBRARY_PATH=str(tmp_path / "other"))).status == "ok"
+    assert environment.libraries(machine(LD_PRELOAD="/x.so")).status == "warning"
 
 
 def test_an_encoding_other_than_utf8_is_a_problem(doctor):
@@ -57,12 +57,12 @@ def test_an_encoding_other_than_utf8_is_a_problem(doctor):
 
 def test_the_commit_of_the_code(machine, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("GRPO_HOME", str(tmp_path))
-    assert shell.code(machine()).status == "warning"
+    assert environment.code(machine()).status == "warning"
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     (tmp_path / "training.sh").write_text("#!/bin/bash\n")
     for command in (["init", "-q"], ["add", "training.sh"], ["commit", "-q", "-m", "first"]):
         subprocess.run([*git, *command], check=True)
-    found = shell.code(machine())
+    found = environment.code(machine())
     assert found.status == "ok" and len(found.value) == 12
     (tmp_path / "training.sh").write_text("#!/bin/sh\n")
-    assert "changed since" in shell.code(machine()).value
+    assert "changed since" in environment.code(machine()).value

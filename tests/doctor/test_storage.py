@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_recipes.doctor import storage
+from grpo_recipes.doctor import limits
 from grpo_recipes.process.scratch import make_scratch
 
 QUOTA = """\
@@ -30,27 +30,29 @@ LFS = "     /lustre/scratch  940000  0 1000000       -   12345  0 0       -\n"
 def quick_shared_memory(monkeypatch, tmp_path: Path):
     folder = tmp_path / "shm"
     folder.mkdir()
-    monkeypatch.setattr(storage, "SHARED_MEMORY", folder)
+    monkeypatch.setattr(limits, "SHARED_MEMORY", folder)
     return folder
 
 
 def test_a_disk_without_space_is_a_problem(machine, small_disk: Path):
-    found = storage.disk(machine(RUN_ROOT=str(small_disk / "runs")))
+    found = limits.disk(machine(RUN_ROOT=str(small_disk / "runs")))
     assert found.status == "problem" and "run_root" in found.value and "run_root" in found.fix
-    found = storage.disk(machine(CACHE_ROOT=str(small_disk)))
+    found = limits.disk(machine(CACHE_ROOT=str(small_disk)))
     assert found.status == "problem" and "CACHE_ROOT" in found.value
-    assert "free" in storage.disk(machine(HF_HOME=str(small_disk))).value
+    assert "free" in limits.disk(machine(HF_HOME=str(small_disk))).value
 
 
 def test_little_space_is_a_warning(machine, tmp_path: Path, monkeypatch):
-    fake_nearly_full = SimpleNamespace(f_bavail=10**9, f_frsize=10, f_files=10**6, f_favail=10**6, f_blocks=10**9)
+    fake_nearly_full = SimpleNamespace(
+        f_bavail=10**9, f_frsize=10, f_files=10**6, f_favail=10**6, f_blocks=10**9, f_bfree=0
+    )
     monkeypatch.setattr(os, "statvfs", lambda path: fake_nearly_full)
-    found = storage.disk(machine())
+    found = limits.disk(machine())
     assert found.status == "warning" and "10.0 GB free" in found.value
     fake_nearly_full.f_frsize = 30
-    assert storage.disk(machine()).status == "ok"
+    assert limits.disk(machine()).status == "ok"
     fake_nearly_full.f_favail = 5
-    assert "5 more files" in storage.disk(machine()).value
+    assert "5 more files" in limits.disk(machine()).value
 
 
 @pytest.fixture
@@ -66,53 +68,53 @@ def unwritable(tmp_path: Path):
 
 
 def test_a_folder_that_is_not_ours_to_write(machine, unwritable: Path):
-    found = storage.disk(machine(RUN_ROOT=str(unwritable / "runs")))
+    found = limits.disk(machine(RUN_ROOT=str(unwritable / "runs")))
     assert found.status == "problem" and "not yours to write" in found.value
-    assert storage.clock(machine(RUN_ROOT=str(unwritable))).status == "ok"
+    assert limits.clock(machine(RUN_ROOT=str(unwritable))).status == "ok"
 
 
 def test_a_temporary_folder_that_is_not_there(machine):
-    found = storage.disk(machine(TMPDIR="/no/such/folder"))
+    found = limits.disk(machine(TMPDIR="/no/such/folder"))
     assert found.status != "ok" and "/no/such/folder" in found.value
 
 
 def test_space_at_home(machine, small_disk: Path):
-    assert storage.home_folder(machine(HOME=str(small_disk))).status == "warning"
-    assert storage.home_folder(machine(HOME="/no/such/home")).status == "warning"
+    assert limits.home_folder(machine(HOME=str(small_disk))).status == "warning"
+    assert limits.home_folder(machine(HOME="/no/such/home")).status == "warning"
 
 
 def test_quotas_are_read_from_quota_and_lfs(machine, fake_program):
     fake_program("quota", f"cat <<'EOF'\n{QUOTA}EOF")
-    found = storage.quota(machine())
+    found = limits.quota(machine())
     assert found.status == "problem" and found.value == (
         "fileserver.cluster.example.org:/export/home: 1.0 GB of 921.6 MB used"
     )
     fake_program("quota", "true")
     fake_program("lfs", f"[[ $1 == quota && $2 == -q ]] && echo '{LFS}'")
-    found = storage.quota(machine())
+    found = limits.quota(machine())
     assert found.status == "warning" and found.value == "/lustre/scratch: 962.6 MB of 1.0 GB used"
     fake_program("lfs", f"echo '{LFS.replace('940000', '10')}'")
-    assert storage.quota(machine()).status == "ok"
+    assert limits.quota(machine()).status == "ok"
 
 
 def test_no_quota(machine, no_program):
-    assert storage.quota(machine()).value == "quota and lfs are not installed"
+    assert limits.quota(machine()).value == "quota and lfs are not installed"
 
 
 def test_small_and_full_shared_memory(machine, monkeypatch, small_disk: Path):
-    monkeypatch.setattr(storage, "SHARED_MEMORY", small_disk)
-    found = storage.shared_memory(machine())
+    monkeypatch.setattr(limits, "SHARED_MEMORY", small_disk)
+    found = limits.shared_memory(machine())
     assert found.status == "warning" and "--shm-size" in found.fix
-    fake_full = SimpleNamespace(f_bavail=1000, f_blocks=2**20, f_frsize=4096)
+    fake_full = SimpleNamespace(f_bavail=1000, f_blocks=2**20, f_bfree=0, f_frsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda path: fake_full)
-    assert "leftovers" in storage.shared_memory(machine()).fix
+    assert "leftovers" in limits.shared_memory(machine()).fix
     fake_full.f_bavail = 2**19
-    assert storage.shared_memory(machine()).status == "ok"
+    assert limits.shared_memory(machine()).status == "ok"
 
 
 def test_no_shared_memory(machine, monkeypatch, tmp_path: Path):
-    monkeypatch.setattr(storage, "SHARED_MEMORY", tmp_path / "none")
-    found = storage.shared_memory(machine())
+    monkeypatch.setattr(limits, "SHARED_MEMORY", tmp_path / "none")
+    found = limits.shared_memory(machine())
     assert found.status == "warning" and "TMPDIR" in found.fix
 
 
@@ -127,11 +129,11 @@ def test_leftovers_are_told_and_the_advice_removes_them(machine, quick_shared_me
     scratch = tmp_path / "scratch"
     dead = [old_folder(scratch / "grpo-a b"), old_folder(quick_shared_memory / "grpo-a", 3_000_000)]
     asked = machine(SLURM_TMPDIR=str(scratch))
-    found = storage.leftovers(asked)
+    found = limits.leftovers(asked)
     assert found.status == "warning" and found.value == "2 of dead runs, 3.0 MB"
     subprocess.run(shlex.split(found.fix.removeprefix("remove them: ")), check=True)
     assert not any(path.exists() for path in dead)
-    assert storage.leftovers(asked).value == "none"
+    assert limits.leftovers(asked).value == "none"
 
 
 def test_folders_of_living_runs_and_new_ones_are_no_leftovers(machine, tmp_path: Path):
@@ -140,11 +142,11 @@ def test_folders_of_living_runs_and_new_ones_are_no_leftovers(machine, tmp_path:
     (scratch / "grpo-new").mkdir()
     asked = machine(SLURM_TMPDIR=str(scratch))
     with subprocess.Popen(["sleep", "60"], env={**os.environ, "TMPDIR": str(used)}) as living:
-        assert storage.leftovers(asked).value == "none"
+        assert limits.leftovers(asked).value == "none"
         living.kill()
-    assert str(used) in storage.leftovers(asked).fix
+    assert str(used) in limits.leftovers(asked).fix
     with subprocess.Popen([sys.executable, "-c", "input()", "--scratch", str(used)], stdin=subprocess.PIPE) as warden:
-        assert storage.leftovers(asked).value == "none"
+        assert limits.leftovers(asked).value == "none"
         warden.kill()
 
 
@@ -153,18 +155,18 @@ def test_a_run_of_another_container_holds_its_folder_and_is_no_leftover(machine,
     asked = machine(SLURM_TMPDIR=str(tmp_path / "scratch"))
     made = make_scratch({"SLURM_TMPDIR": str(tmp_path / "scratch")})
     os.utime(made.disk, (1, 1))
-    assert storage.leftovers(asked).value == "none"
+    assert limits.leftovers(asked).value == "none"
     while made.locks:
         os.close(made.locks.pop())
-    assert str(made.disk) in storage.leftovers(asked).fix
+    assert str(made.disk) in limits.leftovers(asked).fix
     made.remove()
 
 
 def test_the_clock_of_the_file_system(machine, tmp_path: Path, monkeypatch):
     asked = machine(RUN_ROOT=str(tmp_path / "runs"))
-    assert storage.clock(asked).status == "ok"
+    assert limits.clock(asked).status == "ok"
     assert list(tmp_path.glob(".grpo-clock*")) == []
     fake_late_clock = SimpleNamespace(time=lambda: time.time() + 90)
-    monkeypatch.setattr(storage, "time", fake_late_clock)
-    found = storage.clock(asked)
+    monkeypatch.setattr(limits, "time", fake_late_clock)
+    found = limits.clock(asked)
     assert found.status == "warning" and "90 s off" in found.value

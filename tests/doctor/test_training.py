@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.doctor import training
-from grpo_recipes.doctor.registry import RUN
+from grpo_recipes.doctor.examine import RUN
 from grpo_recipes.runs import health
 
 

@@ -10,10 +10,9 @@ from dataclasses import asdict
 from typing import Any
 
 from grpo_recipes.cli.recipes import add_recipe_arguments, chosen_recipe, recipe_name
-from grpo_recipes.doctor.examine import Result, as_text, examine
+from grpo_recipes.doctor.examine import DEEP, MACHINE, RECIPE, RUN, Result, as_text, examine
 from grpo_recipes.doctor.machine import Machine
 from grpo_recipes.doctor.recipes import Case
-from grpo_recipes.doctor.registry import DEEP, MACHINE, RECIPE, RUN
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, config_error
 from grpo_recipes.paths import shown
 from grpo_recipes.recipe import Recipe
@@ -71,7 +70,7 @@ def _of_machine(options: argparse.Namespace, flags: list[str]) -> list[Result]:
         raise config_error(flags[0], "is no option of grpo doctor", "name the recipe it belongs to, right after doctor")
     recipe, wrong = _recipe(options, flags) if named else (None, None)
     seconds, patience = (_DEEP_SECONDS, _DEEP_PATIENCE) if options.deep else (_SECONDS, _PATIENCE)
-    machine = Machine(os.environ, recipe, patience, options.deep)
+    machine = Machine(os.environ, recipe, patience)
     looks: list[tuple[Callable[[Any], Finding], Any]] = [(wrong, machine)] if wrong else []
     looks += [(check, machine) for check in (*MACHINE, *(DEEP if options.deep else ()))]
     if recipe is not None:

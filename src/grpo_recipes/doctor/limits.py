@@ -1,74 +1,197 @@
-"""Checks of what the kernel lets a process have: files, processes, cores, memory, socket names."""
+"""Checks of what this machine lets a run have: disks, quotas, shared memory, files, processes, cores, memory."""
 
 from __future__ import annotations
 
+import getpass
+import math
 import os
+import re
 import resource
+import shlex
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
-from grpo_recipes.doctor.machine import Machine
+from grpo_recipes.doctor.machine import Machine, judge
+from grpo_recipes.paths import cache_root, existing, shown
 from grpo_recipes.process.reports import gigabytes
-from grpo_recipes.runs.finding import Finding, ok, problem, warning
+from grpo_recipes.process.scratch import SHARED_MEMORY, is_held, names_in_use, size_of
+from grpo_recipes.runs.finding import PROBLEM, WARNING, Finding, ok, problem, together, warning
 
-_FILES = 4096  # torch keeps a descriptor a shared tensor, vLLM and aiohttp one a request
-_PROCESSES = 4096
+_LITTLE_SPACE = 20e9  # a 7B checkpoint is larger; a 1.5B one with its optimizer is about 9 GB
+_FULL = 1e9
+_LITTLE_SHARED = 2**30
 _LITTLE_MEMORY = 4e9
+_FEW_FILES = 10_000  # that a file system still takes
+_SKEW_SECONDS = 2.0
+_NEW_SECONDS = 60.0
+_OPEN_FILES = 4096  # torch keeps a descriptor a shared tensor, vLLM and aiohttp one a request
+_PROCESSES = 4096
 _SOCKET_BYTES = 107  # sizeof(sockaddr_un.sun_path) - 1
 # A run's folder below TMPDIR, and the name vLLM gives a socket there (a uuid).
 _SOCKET_NAME = "/grpo-xxxxxxxx/" + 36 * "x"
-_INFINITE = resource.RLIM_INFINITY
 _CGROUPS = Path("/sys/fs/cgroup")
+_ELSEWHERE = "remove files there, or set run_root and CACHE_ROOT to another file system"
 
 
-def _shown(limit: int) -> str:
-    return "unlimited" if limit == _INFINITE else str(limit)
+def disk(machine: Machine) -> Finding:
+    """Free space where runs, downloads and temporary files go; 20 GB at least."""
+    places = {"run_root": machine.run_root, "CACHE_ROOT": cache_root(machine.environment), "TMPDIR": machine.temporary}
+    hub = {name: machine.environment.get(name) for name in ("HF_HOME", "HF_HUB_CACHE")}
+    places |= {name: Path(folder) for name, folder in hub.items() if folder}
+    findings = [_space(name, path) for name, path in places.items()]
+    wanted = machine.environment.get("TMPDIR")
+    if wanted and not os.access(wanted, os.W_OK):
+        what = f"TMPDIR={wanted} cannot be written, {machine.temporary} is used"
+        findings.append(warning(what, "set TMPDIR to a folder that exists"))
+    return together(findings)
 
 
-def _below(limit: int, least: int) -> bool:
-    return limit != _INFINITE and limit < least
+def _space(name: str, path: Path) -> Finding:
+    folder = existing(path)
+    if not os.access(folder, os.W_OK):
+        return problem(f"{name}: {shown(folder)} is not yours to write", f"set {name} to a folder you may write to")
+    free, stat = shutil.disk_usage(folder).free, os.statvfs(folder)
+    what, fix = (
+        f"{name} {shown(path)}: {gigabytes(free)} free",
+        f"make room there, or set {name} to a larger file system",
+    )
+    if free >= _LITTLE_SPACE and stat.f_files > 0 and stat.f_favail < _FEW_FILES:
+        return warning(f"{what}, {stat.f_favail} more files", "remove files there: the file system counts them")
+    return judge(what, (free < _FULL, PROBLEM, fix), (free < _LITTLE_SPACE, WARNING, fix))
+
+
+def home_folder(machine: Machine) -> Finding:
+    """Free space in the home folder, which tools fill whatever we set."""
+    folder = machine.home
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        fix = "set HOME to a folder of yours: some tools write there whatever is set"
+        return warning(f"{folder} cannot be written", fix)
+    free = shutil.disk_usage(folder).free
+    fix = "make room; ~/.cache is often the largest (du -sh ~/.cache/*)"
+    return judge(f"{folder}: {gigabytes(free)} free", (free < _FULL, WARNING, fix))
+
+
+def quota(machine: Machine) -> Finding:
+    """Your quotas, by the programs quota and lfs where they are installed; warns from 90 %."""
+    mounts = {existing(machine.run_root), existing(cache_root(machine.environment)), machine.home}
+    commands = [("lfs", "quota", "-q", "-u", getpass.getuser(), str(path)) for path in sorted(mounts)]
+    answers = [answer for argv in [("quota", "-w"), *commands] if (answer := machine.ask(*argv)) is not None]
+    rows = sorted({row for answer in answers for row in _quota_rows(answer.out)})
+    if not rows:
+        return ok("none found" if answers else "quota and lfs are not installed")
+    return together(
+        judge(
+            f"{name}: {gigabytes(used * 1024)} of {gigabytes(limit * 1024)} used",
+            (used >= limit, PROBLEM, _ELSEWHERE),
+            (used > 0.9 * limit, WARNING, _ELSEWHERE),
+        )
+        for name, used, limit in rows
+    )
+
+
+def _quota_rows(text: str) -> Iterator[tuple[str, int, int]]:
+    """Yield file system, kilobytes used, and the lower limit, of each quota that ``quota -w`` or ``lfs quota`` prints.
+
+    A long name puts its numbers on the next line; a star marks what is exceeded; 0 means no limit.
+    """
+    for name, used, soft, hard in re.findall(r"^\s*(\S*[/:]\S*)\s+(\d+)\*?\s+(\d+)\s+(\d+)", text, re.MULTILINE):
+        if limits := [int(limit) for limit in (soft, hard) if int(limit)]:
+            yield name, int(used), min(limits)
+
+
+def shared_memory(machine: Machine) -> Finding:
+    """Size and free space of /dev/shm, where weights pass to the server; 1 GiB at least."""
+    if not os.access(SHARED_MEMORY, os.W_OK):
+        return warning(f"{SHARED_MEMORY} cannot be written", "weights pass through TMPDIR instead, which is slower")
+    size, _, free = shutil.disk_usage(SHARED_MEMORY)
+    larger = "start the container with more: docker run --shm-size=16g, or apptainer --bind /dev/shm"
+    empty = "remove what is left there (see leftovers), or end what uses it"
+    what = f"{gigabytes(free)} free of {gigabytes(size)}"
+    return judge(what, (size < _LITTLE_SHARED, WARNING, larger), (free < _LITTLE_SHARED, WARNING, empty))
+
+
+def leftovers(machine: Machine) -> Finding:
+    """Folders of runs that died without removing them, in /dev/shm and TMPDIR."""
+    found = [path for root in {SHARED_MEMORY, machine.temporary} for path in sorted(root.glob("grpo-*")) if _ours(path)]
+    alive = names_in_use(path.name for path in found)
+    dead = [path for path in found if path.name not in alive and not is_held(path)]
+    if not dead:
+        return ok("none")
+    names = " ".join(shlex.quote(str(path)) for path in dead[:5])
+    more = f" (and {len(dead) - 5} more)" if len(dead) > 5 else ""
+    what = f"{len(dead)} of dead runs, {gigabytes(sum(size_of(path) for path in dead))}"
+    return warning(what, f"remove them: rm -r {names}{more}")
+
+
+def _ours(path: Path) -> bool:
+    """Return whether this is a folder of ours, and older than the first seconds of a launch."""
+    stat = path.lstat()
+    return path.is_dir() and stat.st_uid == os.getuid() and time.time() - stat.st_mtime > _NEW_SECONDS
+
+
+def clock(machine: Machine) -> Finding:
+    """Clock of the file system of run_root against this machine's: file times decide which run is the newest."""
+    folder = existing(machine.run_root)
+    if not os.access(folder, os.W_OK):
+        return ok("run_root cannot be written: nothing to compare")
+    before = time.time()
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".grpo-clock-") as file:
+        written = os.stat(file.name).st_mtime
+    late = max(before - written, written - time.time(), 0.0)
+    if late > _SKEW_SECONDS:
+        fix = "tell the admins (NTP of the file server or of this node)"
+        return warning(f"{shown(folder)} is {late:.0f} s off", fix)
+    return ok(f"{shown(folder)} agrees")
+
+
+def _limits(which: int) -> tuple[float, float]:
+    """Return the soft and the hard limit of a resource."""
+    soft, hard = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(which))
+    return soft, hard
+
+
+def _shown(limit: float) -> str:
+    return "unlimited" if limit == math.inf else str(limit)
 
 
 def open_files(machine: Machine) -> Finding:
     """Soft limit of open files (ulimit -n); 4096 at least."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    what = f"{_shown(soft)} (hard {_shown(hard)})"
-    if not _below(soft, _FILES):
-        return ok(what)
-    if _below(hard, _FILES):
-        return warning(what, "ask the admins for more (LimitNOFILE of slurmd or of the container)")
-    return warning(what, f"ulimit -n {_shown(hard)} before sbatch, which hands your soft limits on")
+    soft, hard = _limits(resource.RLIMIT_NOFILE)
+    fix = f"ulimit -n {_shown(hard)} before sbatch, which hands your soft limits on"
+    if hard < _OPEN_FILES:
+        fix = "ask the admins for more (LimitNOFILE of slurmd or of the container)"
+    return judge(f"{_shown(soft)} (hard {_shown(hard)})", (soft < _OPEN_FILES, WARNING, fix))
 
 
 def processes(machine: Machine) -> Finding:
     """Soft limit of processes and threads of yours (ulimit -u); 4096 at least."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
-    what = f"{_shown(soft)} (hard {_shown(hard)})"
-    if _below(soft, _PROCESSES):
-        return warning(what, "ulimit -u $(ulimit -Hu) before sbatch; every thread counts")
-    return ok(what)
+    soft, hard = _limits(resource.RLIMIT_NPROC)
+    fix = "ulimit -u $(ulimit -Hu) before sbatch; every thread counts"
+    return judge(f"{_shown(soft)} (hard {_shown(hard)})", (soft < _PROCESSES, WARNING, fix))
 
 
 def locked_memory(machine: Machine) -> Finding:
     """Limit of locked memory (ulimit -l), which InfiniBand needs unlimited."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    infiniband = Path("/sys/class/infiniband").is_dir()
-    if infiniband and soft != _INFINITE:
-        fix = "ulimit -l unlimited before sbatch, or ask the admins (LimitMEMLOCK of slurmd)"
-        return warning(f"{gigabytes(soft)} and there is InfiniBand", fix)
-    what = "unlimited" if soft == _INFINITE else gigabytes(soft)
-    return ok(f"{what}{'' if infiniband else ', no InfiniBand here'}")
+    soft, _ = _limits(resource.RLIMIT_MEMLOCK)
+    what = "unlimited" if soft == math.inf else gigabytes(soft)
+    if not Path("/sys/class/infiniband").is_dir():
+        return ok(f"{what}, no InfiniBand here")
+    fix = "ulimit -l unlimited before sbatch, or ask the admins (LimitMEMLOCK of slurmd)"
+    return ok(what) if soft == math.inf else warning(f"{what} and there is InfiniBand", fix)
 
 
 def core_files(machine: Machine) -> Finding:
     """Whether a crash writes core files, as large as the process was (ulimit -c)."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_CORE)
+    soft, _ = _limits(resource.RLIMIT_CORE)
     if soft == 0:
         return ok("none are written")
-    what = f"up to {'any size' if soft == _INFINITE else gigabytes(soft)}"
-    piped = Path("/proc/sys/kernel/core_pattern").read_text().startswith("|")
-    if piped:
+    what = f"up to {'any size' if soft == math.inf else gigabytes(soft)}"
+    if Path("/proc/sys/kernel/core_pattern").read_text().startswith("|"):
         return ok(f"{what}, handed to a collector")
     return warning(what, "ulimit -c 0 before sbatch, unless you want them")
 
@@ -76,86 +199,69 @@ def core_files(machine: Machine) -> Finding:
 def other_limits(machine: Machine) -> Finding:
     """Limits of address space, file size and CPU time (ulimit -v, -f, -t), which runs need unlimited."""
     found = {
-        "address space (ulimit -v)": resource.RLIMIT_AS,
-        "file size (ulimit -f)": resource.RLIMIT_FSIZE,
-        "CPU seconds (ulimit -t)": resource.RLIMIT_CPU,
+        "address space (ulimit -v)": _limits(resource.RLIMIT_AS)[0],
+        "file size (ulimit -f)": _limits(resource.RLIMIT_FSIZE)[0],
+        "CPU seconds (ulimit -t)": _limits(resource.RLIMIT_CPU)[0],
     }
-    limited = {name: resource.getrlimit(limit)[0] for name, limit in found.items()}
-    limited = {name: limit for name, limit in limited.items() if limit != _INFINITE}
-    if not limited:
-        return ok("unlimited")
-    what = ", ".join(f"{name} {limit}" for name, limit in limited.items())
-    return problem(what, "set them to unlimited before sbatch; login nodes have such limits, jobs seldom")
+    what = ", ".join(f"{name} {limit}" for name, limit in found.items() if limit != math.inf)
+    fix = "set them to unlimited before sbatch; login nodes have such limits, jobs seldom"
+    return judge(what or "unlimited", (what, PROBLEM, fix))
 
 
 def socket_paths(machine: Machine) -> Finding:
     """Length of socket names below TMPDIR; a unix socket's path ends at 107 bytes."""
     length = len(os.fsencode(str(machine.temporary) + _SOCKET_NAME))
     what = f"{length} of {_SOCKET_BYTES} bytes below {machine.temporary}"
-    if length > _SOCKET_BYTES:
-        return problem(what, "set TMPDIR to a short path on the node, e.g. /tmp")
-    return ok(what)
+    return judge(what, (length > _SOCKET_BYTES, PROBLEM, "set TMPDIR to a short path on the node, e.g. /tmp"))
 
 
 def cores(machine: Machine) -> Finding:
     """CPU cores this process may use, by its affinity and its cgroup."""
-    allowed, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    limit = cgroup_cores()
-    usable = min(allowed, limit) if limit else allowed
-    what = f"{usable:g} of {present}"
-    if usable < 2:
-        return warning(what, "ask for more (sbatch --cpus-per-task=8): server and trainer share one core")
-    return ok(what)
+    usable = min(len(os.sched_getaffinity(0)), cgroup_cores() or math.inf)
+    fix = "ask for more (sbatch --cpus-per-task=8): server and trainer share one core"
+    return judge(f"{usable:g} of {os.cpu_count() or 1}", (usable < 2, WARNING, fix))
 
 
 def memory(machine: Machine) -> Finding:
     """Memory of the machine and of this job's cgroup."""
-    found = psutil.virtual_memory()
-    limit = cgroup_memory()
-    free = min(found.available, limit[0] - limit[1]) if limit else found.available
-    what = f"{gigabytes(free)} free of {gigabytes(found.total)}"
-    if limit:
-        what += f", limited to {gigabytes(limit[0])} here"
-    if free < _LITTLE_MEMORY:
-        return warning(what, "ask for more (sbatch --mem=64G), or end what uses it")
-    return ok(what)
+    free, limit = free_memory(), cgroup_memory()
+    what = f"{gigabytes(free)} free of {gigabytes(psutil.virtual_memory().total)}"
+    what += f", limited to {gigabytes(limit[0])} here" if limit else ""
+    return judge(what, (free < _LITTLE_MEMORY, WARNING, "ask for more (sbatch --mem=64G), or end what uses it"))
+
+
+def free_memory() -> int:
+    """Return the bytes that this process may still allocate, by the machine and by its cgroup."""
+    available, limit = psutil.virtual_memory().available, cgroup_memory()
+    return int(min(available, limit[0] - limit[1]) if limit else available)
 
 
 def cgroup_memory(own: str | None = None, root: Path = _CGROUPS) -> tuple[int, int] | None:
-    """The tightest memory limit over this process, and how much of it is used, in bytes; None without a limit.
+    """Return the tightest memory limit over this process, and how much of it is used, in bytes; None without a limit.
 
     Args:
         own: content of /proc/self/cgroup.
-        root: where cgroups are mounted.
+        root: where cgroups are mounted, v1 or v2.
     """
     own = Path("/proc/self/cgroup").read_text() if own is None else own
-    limits = []
-    for folder, limit_file, used_file in _cgroup_folders(own, root, "memory"):
-        limit = _number(folder / limit_file)
-        # v1 writes a number near 2^63 for none
-        if limit is not None and limit < 2**60:
-            limits.append((limit, _number(folder / used_file) or 0))
-    return min(limits) if limits else None
-
-
-def _cgroup_folders(own: str, root: Path, controller: str) -> list[tuple[Path, str, str]]:
-    """The folders of this process's cgroup and its parents, with the names of limit and use there, in v1 or v2."""
-    names = {"v2": ("memory.max", "memory.current"), "v1": ("memory.limit_in_bytes", "memory.usage_in_bytes")}
     found = []
     for line in own.splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
+        if controllers and "memory" not in controllers.split(","):
             continue
-        kind, top = ("v1", root / controller) if controllers else ("v2", root)
+        top = root / "memory" if controllers else root
+        files = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
         folder = top / path.lstrip("/")
         # inside a container the path is that of the host: only the mount itself is there
-        folders = [folder, *folder.parents][: len(folder.parts) - len(top.parts) + 1]
-        found += [(each, *names[kind]) for each in folders if each.is_dir()]
-    return found
+        for each in [folder, *folder.parents][: len(folder.parts) - len(top.parts) + 1]:
+            limit, used = (_number(each / name) for name in files)
+            if limit is not None and limit < 2**60:  # v1 writes a number near 2^63 for none
+                found.append((limit, used or 0))
+    return min(found, default=None)
 
 
 def cgroup_cores(root: Path = _CGROUPS) -> float | None:
-    """The cgroup's CPU quota in cores, None without one."""
+    """Return the cgroup's CPU quota in cores, None without one."""
     if (root / "cpu.max").is_file():
         quota, period = (root / "cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)

@@ -1,4 +1,4 @@
-"""What the checks of a machine look at: its environment, its folders, and what its programs answer."""
+"""The machine that the checks look at: its variables, its folders, and what its programs answer."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from grpo_recipes.paths import cache_root
 from grpo_recipes.recipe import Recipe
+from grpo_recipes.runs.finding import OK, Finding
 
 
 class NoAnswer(Exception):
@@ -31,59 +31,51 @@ class Answer:
 
     @property
     def complaint(self) -> str:
-        """The last line it wrote to stderr, or else to stdout."""
+        """Return the last line it wrote to stderr, or else to stdout."""
         lines = (self.error.strip() or self.out.strip() or f"exit code {self.code}").splitlines()
         return lines[-1].strip()
 
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine as a run would find it.
+    """This machine as a run would find it."""
 
-    Attributes:
-        environment: the user's variables.
-        recipe: the recipe asked about, or None.
-        patience: longest wait for one program, in seconds.
-        deep: whether checks may take torch and a minute.
-    """
-
-    environment: Mapping[str, str]
+    environment: Mapping[str, str]  # the user's variables
     recipe: Recipe | None = None
-    patience: float = 3.0
-    deep: bool = False
+    patience: float = 3.0  # longest wait for one program, in seconds
     _answers: dict[tuple[str, ...], Future[Answer | None]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
-    def flavour(self) -> str | None:
-        """``cpu`` or ``cuda`` by the torch that is installed, None without one."""
+    def device(self) -> str | None:
+        """Return ``cpu`` or ``cuda`` by the torch that is installed, None without one."""
         version = installed("torch")
         return version and ("cpu" if version.endswith("+cpu") else "cuda")
 
     @property
     def run_root(self) -> Path:
-        """Where run directories are made."""
+        """Return the folder that gets run directories."""
         name = self.recipe["run_root"] if self.recipe else self.environment.get("RUN_ROOT") or "runs"
         return Path(os.path.expanduser(name)).absolute()
 
     @property
-    def cache(self) -> Path:
-        """Where downloads go."""
-        return cache_root(self.environment)
-
-    @property
     def temporary(self) -> Path:
-        """Where a run makes its node-local folder."""
+        """Return the folder in which a run makes its node-local one."""
         node = self.environment.get("SLURM_TMPDIR", "")
         return Path(node if os.access(node, os.W_OK) else tempfile.gettempdir())
 
     @property
+    def home(self) -> Path:
+        """Return the user's home folder."""
+        return Path(self.environment.get("HOME", "/"))
+
+    @property
     def in_job(self) -> bool:
-        """Whether this is a Slurm job."""
+        """Return whether this is a Slurm job."""
         return bool(self.environment.get("SLURM_JOB_ID"))
 
     def ask(self, *argv: str) -> Answer | None:
-        """What a program answers, run once however many checks ask; None where it is not installed.
+        """Return what a program answers, run once however many checks ask; None where it is not installed.
 
         Raises:
             NoAnswer: it took too long.
@@ -98,34 +90,44 @@ class Machine:
                 future.set_exception(error)
         return future.result()
 
+    def table(self, argv: tuple[str, ...], separator: str, columns: int) -> list[list[str]] | None:
+        """Return the rows of that many cells that a program prints; None where it is not installed.
+
+        Raises:
+            NoAnswer: it took too long, or failed.
+        """
+        answer = self.ask(*argv)
+        if answer is None:
+            return None
+        if answer.code != 0:
+            raise NoAnswer(f"{argv[0]} fails: {answer.complaint}")
+        rows = [[cell.strip() for cell in line.split(separator)] for line in answer.out.splitlines()]
+        return [row for row in rows if len(row) == columns]
+
 
 def _run(argv: tuple[str, ...], seconds: float) -> Answer | None:
     if shutil.which(argv[0]) is None:
         return None
+    variables = {**os.environ, "LC_ALL": "C"}
     try:
         done = subprocess.run(
-            argv,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=seconds,
-            check=False,
-            env={**os.environ, "LC_ALL": "C"},
-        )
+            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=seconds,
+            check=False, env=variables,
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise NoAnswer(f"{argv[0]} did not answer within {seconds:.0f} s") from None
     return Answer(done.returncode, done.stdout, done.stderr)
 
 
 def installed(name: str) -> str | None:
-    """The version of an installed package, or None."""
+    """Return the version of an installed package, or None."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def existing(path: Path) -> Path:
-    """``path``, or its nearest parent that exists."""
-    return next(folder for folder in (path, *path.parents) if folder.exists())
+def judge(value: str, *rules: tuple[object, str, str]) -> Finding:
+    """Return ``value`` with status and fix of the first rule (condition, status, fix) that holds, ok without one."""
+    status, fix = next(((status, fix) for holds, status, fix in rules if holds), (OK, ""))
+    return Finding(status, value, fix)

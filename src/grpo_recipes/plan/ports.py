@@ -12,7 +12,7 @@ from grpo_recipes.slurm.job import SlurmJob
 
 # Outside Slurm the training guide's own numbers. Inside, a block of ten below the ephemeral range per job id, so that
 # two jobs on one node do not meet.
-_DEFAULTS = {"vllm_server_port": 8000, "vllm_group_port": 51216, "main_process_port": 29525}
+DEFAULT_PORTS = {"vllm_server_port": 8000, "vllm_group_port": 51216, "main_process_port": 29525}
 _BLOCK_BASE, _BLOCKS, _BLOCK_SIZE = 20000, 1200, 10
 _KEPT: dict[int, socket.socket] = {}
 
@@ -29,11 +29,11 @@ class Ports:
 
 def plan_ports(recipe: Recipe, job: SlurmJob | None) -> Ports:
     """The recipe's ports where it names them, else the defaults: a block of the job inside Slurm. Pure."""
-    numbers = dict(_DEFAULTS)
+    numbers = dict(DEFAULT_PORTS)
     base = None
     if job is not None:
         base = _BLOCK_BASE + job.id % _BLOCKS * _BLOCK_SIZE
-        numbers = {key: base + offset for offset, key in enumerate(_DEFAULTS)}
+        numbers = {key: base + offset for offset, key in enumerate(DEFAULT_PORTS)}
     for key in numbers:
         if recipe.given(key) and recipe[key] is not None:
             numbers[key] = recipe[key]
@@ -41,7 +41,7 @@ def plan_ports(recipe: Recipe, job: SlurmJob | None) -> Ports:
         numbers["vllm_server_port"],
         numbers["vllm_group_port"],
         numbers["main_process_port"],
-        base + len(_DEFAULTS) if base is not None else None,
+        base + len(DEFAULT_PORTS) if base is not None else None,
     )
 
 
