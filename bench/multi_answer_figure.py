@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
 from multi_answer_report import PARTS, by_arm
-from tabular_figure import STYLE
+from tabular_figure import STYLE, element
 
-from grpo_recipes.report.markup import Html, element
-from grpo_recipes.report.units import Axis, axis, short
+from grpo_recipes.report.chart import Axis, axis
+from grpo_recipes.report.page import short
 
 WIDTH, LEFT, GAP = 960, 250, 30
 WAY_LEFT, WAY_TOP, WAY_WIDTH, WAY_HEIGHT = 56, 48, 360, 240
@@ -35,7 +36,7 @@ def write_figure(path: Path, result: dict[str, Any], shown: Sequence[str]) -> No
     drawn = element(
         "svg",
         element("title", "Mean over runs of mean@8 and coverage@8 during training, and of every arm at its end"),
-        element("style", Html(STYLE + OWN_STYLE)),
+        element("style", Markup(STYLE + OWN_STYLE)),
         element("rect", class_="ground", width=WIDTH, height=height, rx=8),
         *[_ways(result, part, place, shown) for place, part in enumerate(PARTS)],
         *_legend(shown),
@@ -47,7 +48,7 @@ def write_figure(path: Path, result: dict[str, Any], shown: Sequence[str]) -> No
     path.write_text(drawn + "\n", encoding="utf-8")
 
 
-def _ways(result: dict[str, Any], part: str, place: int, shown: Sequence[str]) -> Html:
+def _ways(result: dict[str, Any], part: str, place: int, shown: Sequence[str]) -> Markup:
     """coverage@8 over mean@8, a dot for each measurement; every way begins at the untrained model."""
     arms = by_arm(result["runs"])
     ways = {arm: _mean_way(arms[arm], part) for arm in shown}
@@ -82,14 +83,14 @@ def _ends_of(values: Sequence[float]) -> tuple[float, float]:
     return min(values), max(values)
 
 
-def _labels(across: Axis, width: float, y: float) -> list[Html]:
+def _labels(across: Axis, width: float, y: float) -> list[Markup]:
     return [
         element("text", short(tick), x=round(width * across.share(tick), 1), y=y, text_anchor="middle")
         for tick in across.ticks
     ]
 
 
-def _legend(shown: Sequence[str]) -> list[Html]:
+def _legend(shown: Sequence[str]) -> list[Markup]:
     drawn, x, y = [], float(WAY_LEFT), WAY_TOP + WAY_HEIGHT + 68
     for colour, arm in enumerate(shown, 1):
         drawn.append(element("path", class_=f"c{colour}", d=f"M{x:g} {y}h22"))
@@ -98,14 +99,14 @@ def _legend(shown: Sequence[str]) -> list[Html]:
     return drawn
 
 
-def _names(arms: Sequence[str]) -> list[Html]:
+def _names(arms: Sequence[str]) -> list[Markup]:
     return [
         element("text", arm, x=LEFT - 16, y=ROWS_TOP + ROW * row + 17, text_anchor="end")
         for row, arm in enumerate(arms)
     ]
 
 
-def _ends(result: dict[str, Any], part: str, metric: str, place: int) -> Html:
+def _ends(result: dict[str, Any], part: str, metric: str, place: int) -> Markup:
     """A row for each arm: every run a faint dot, mean and 95 % interval over them; dashed: the untrained model."""
     arms, untrained = by_arm(result["runs"]), result["baselines"][part]["untrained"][metric]
     width = (WIDTH - LEFT - GAP * len(PANELS)) / len(PANELS)

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_recipes.report.markup import Html, element
-from grpo_recipes.report.units import axis, short
+from markupsafe import Markup, escape
+
+from grpo_recipes.report.chart import axis
+from grpo_recipes.report.page import short
 
 # The letters, lines and colours of report.html.
 STYLE = """
@@ -48,6 +50,13 @@ class Panel:
     logarithmic: bool = False
 
 
+def element(name: str, /, *children: object, **attributes: object) -> Markup:
+    """Return ``<name attributes>children</name>``; ``class_`` is ``class``, other underscores become hyphens."""
+    written = "".join(f' {key.rstrip("_").replace("_", "-")}="{escape(value)}"' for key, value in attributes.items())
+    inside = "".join(escape(child) for child in children)
+    return Markup(f"<{name}{written}>{inside}</{name}>" if inside else f"<{name}{written}/>")
+
+
 def write_figure(path: Path, panels: Sequence[Panel], spoken: str) -> None:
     """Draw the panels side by side, one legend under them."""
     width = LEFT + len(panels) * (WIDTH + GAP) - GAP + 20
@@ -57,7 +66,7 @@ def write_figure(path: Path, panels: Sequence[Panel], spoken: str) -> None:
     drawn = element(
         "svg",
         element("title", spoken),
-        element("style", Html(STYLE)),
+        element("style", Markup(STYLE)),
         element("rect", class_="ground", width=width, height=height, rx=8),
         *[_panel(panel, LEFT + place * (WIDTH + GAP)) for place, panel in enumerate(panels)],
         element("g", *legend, transform=f"translate({LEFT} {TOP + HEIGHT + FOOT})"),
@@ -67,7 +76,7 @@ def write_figure(path: Path, panels: Sequence[Panel], spoken: str) -> None:
     path.write_text(drawn + "\n")
 
 
-def _panel(panel: Panel, left: float) -> Html:
+def _panel(panel: Panel, left: float) -> Markup:
     low, high = _range(panel)
     ticks = _powers(low, high) if panel.logarithmic else axis(low, high).ticks
     levels = axis(0.0, 1.0).ticks
@@ -86,7 +95,7 @@ def _panel(panel: Panel, left: float) -> Html:
     )
 
 
-def _line(panel: Panel, line: Line, low: float, high: float) -> list[Html]:
+def _line(panel: Panel, line: Line, low: float, high: float) -> list[Markup]:
     points = [f"{_across(panel, x, low, high)} {_up(y)}" for x, y in zip(line.xs, line.ys, strict=True)]
     kind = f"c{line.colour}{' dash' if line.dashed else ''}"
     drawn = [element("path", class_=kind, d=f"M{'L'.join(points)}")]
@@ -95,7 +104,7 @@ def _line(panel: Panel, line: Line, low: float, high: float) -> list[Html]:
     return drawn
 
 
-def _legend(lines: Sequence[Line], width: float) -> tuple[list[Html], int]:
+def _legend(lines: Sequence[Line], width: float) -> tuple[list[Markup], int]:
     """Entries one after another, as many to a row as fit."""
     drawn, x, row = [], 0.0, 0
     for line in lines:

@@ -7,11 +7,23 @@ import re
 
 import pytest
 
-from grpo_recipes.report.blocks import Layer, Rows, bar_pairs, heat_map, interval, stack
-from grpo_recipes.report.chart import Chart, Curve, draw, thinned
-from grpo_recipes.report.paths import band_path, dots_path, line_path
+from grpo_recipes.report.chart import (
+    Axis,
+    Chart,
+    Curve,
+    Layer,
+    Rows,
+    band_path,
+    bar_pairs,
+    dots_path,
+    draw,
+    heat_map,
+    line_path,
+    stack,
+    thinned,
+)
+from grpo_recipes.report.page import fragment, minus
 from grpo_recipes.report.read import Table
-from grpo_recipes.report.units import Axis, minus
 
 ACROSS, UP = Axis(0, 10, (0, 10)), Axis(0, 1, (0, 1))
 
@@ -91,7 +103,7 @@ def test_bars_are_as_high_as_their_shares() -> None:
 
 
 def test_an_interval_shows_value_and_ends() -> None:
-    made = interval(0.5, 0.25, 1.0)
+    made = fragment("charts.html.j2", "interval", 0.5, 0.25, 1.0)
     assert 'x1="25.00%" x2="100.00%"' in made and 'cx="50.00%"' in made
 
 

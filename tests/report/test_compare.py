@@ -10,8 +10,14 @@ from typing import Any
 
 import pytest
 
-from grpo_recipes.report.compare import comparison_page, write_comparison
-from grpo_recipes.report.groups import differing_keys, group_curve, grouped, half_interval
+from grpo_recipes.report.compare import (
+    comparison_page,
+    differing_keys,
+    group_curve,
+    grouped,
+    half_interval,
+    write_comparison,
+)
 from grpo_recipes.report.read import read_run
 from grpo_recipes.report.single import run_page
 
@@ -179,7 +185,8 @@ def test_time_is_minutes_in_steps(tmp_path: Path) -> None:
     runs = runs_of(tmp_path, {"steps": 5}, {"steps": 3})
     rows = [json.loads(line) for line in (runs[0].folder / "metrics.jsonl").read_text().splitlines()]
     minutes = sum(row["seconds/step"] for row in rows) / 60
-    (figure,) = [one for one in re.findall(r"<figure.*?</figure>", comparison_page(runs)) if "Reward by time" in one]
+    figures = re.findall(r"<figure.*?</figure>", comparison_page(runs), re.DOTALL)
+    (figure,) = [one for one in figures if "Reward by time" in one]
     (xs,) = re.findall(r'<figure[^>]*data-x="([^"]*)"', figure)
     assert float(xs.split()[-1]) == pytest.approx(minutes, rel=1e-3)
     assert 'data-low="0"' in figure and 'data-xname="min"' in figure

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_recipes.report.curves import buckets, highs, lows, means, smooth, usual_range, window_of
+from grpo_recipes.report.chart import buckets, means, smooth, usual_range, window_of
 
 
 @pytest.mark.parametrize(("count", "parts"), [(0, 0), (1, 1), (240, 240), (241, 240), (5000, 240)])
@@ -14,12 +14,10 @@ def test_parts_cover_every_row_once(count: int, parts: int) -> None:
     assert [row for part in made for row in range(part.start, part.stop)] == list(range(count))
 
 
-def test_parts_have_mean_low_and_high_and_gaps_stay_gaps() -> None:
+def test_parts_have_a_mean_and_gaps_stay_gaps() -> None:
     parts = [slice(0, 2), slice(2, 4), slice(4, 6)]
     values = [1.0, 3.0, None, 5.0, None, None]
     assert means(values, parts) == [2.0, 5.0, None]
-    assert lows(values, parts) == [1.0, 5.0, None]
-    assert highs(values, parts) == [3.0, 5.0, None]
 
 
 def test_the_line_is_the_mean_around_each_row() -> None:

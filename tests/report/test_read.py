@@ -105,12 +105,12 @@ def test_a_folder_without_identity_is_no_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "key", "value", "said"),
     [
-        ("plan.json", "batch", None, "'batch' is no mapping"),
-        ("plan.json", "processes", {"role": "server"}, "'processes' is no list"),
-        ("plan.json", "processes", ["server"], "'processes' is no list of mappings"),
-        ("plan.json", "notes", 3, "'notes' is no list"),
-        ("run.json", "code", "abc", "'code' is no mapping"),
-        ("run.json", "versions", [], "'versions' is no mapping"),
+        ("plan.json", "batch", None, "'batch' is not a mapping"),
+        ("plan.json", "processes", {"role": "server"}, "'processes' is not a list"),
+        ("plan.json", "processes", ["server"], "'processes' is not a list of mappings"),
+        ("plan.json", "notes", 3, "'notes' is not a list"),
+        ("run.json", "code", "abc", "'code' is not a mapping"),
+        ("run.json", "versions", [], "'versions' is not a mapping"),
     ],
 )
 def test_a_part_of_another_kind_is_told(tmp_path: Path, file: str, key: str, value: object, said: str) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from grpo_recipes.report.page import TIMES
 from grpo_recipes.report.single import report_line, write_report
-from grpo_recipes.report.units import TIMES
 from grpo_recipes.runs.checkpoints import publish
 
 from .synthetic_runs import make_run

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_recipes.report.units import axis, duration, minus, percent, short, signed, step_axis
+from grpo_recipes.report.chart import axis, step_axis
+from grpo_recipes.report.page import duration, minus, short, signed
+from grpo_recipes.runs.health import percent
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
-"""A run directory as the report sees it: tolerant of runs that still run, were killed, or were made by older code."""
+"""A run as the report sees it: tolerant of runs that go on, were killed, or were made by older code; secrets masked."""
 
 from __future__ import annotations
 
+import functools
 import json
-import os
 import re
 from array import array
 from collections import Counter
@@ -16,40 +16,33 @@ import yaml
 
 from grpo_recipes.errors import config_error
 from grpo_recipes.paths import shown
+from grpo_recipes.recipe.keys import catalogue
+from grpo_recipes.runs.health import first_and_last, known, number
+from grpo_recipes.runs.rundir import find_run, read_mapping
 from grpo_recipes.secrets import masked
 
 Column = list[float | None]
-# Parts of the run's JSON files that are read further.
-_MAPPINGS = ("batch", "code", "versions")
-_LISTS = ("processes", "notes")
 
 
 @dataclass
 class Table:
-    """Rows of JSON as columns.
+    """Rows of JSON as columns."""
 
-    Attributes:
-        steps: the optimizer step of each row.
-        columns: name -> a value a row; None where it is missing or no finite number.
-        odd: name -> how many values were ``inf``, ``-inf`` and ``nan``.
-        unreadable: lines that are no JSON row with a step; a torn last line is not counted.
-    """
-
-    steps: list[float] = field(default_factory=list)
-    columns: dict[str, Column] = field(default_factory=dict)
-    odd: dict[str, Counter[str]] = field(default_factory=dict)
-    unreadable: int = 0
+    steps: list[float] = field(default_factory=list)  # the optimizer step of each row
+    columns: dict[str, Column] = field(default_factory=dict)  # a value a row; None: missing, or no finite number
+    odd: dict[str, Counter[str]] = field(default_factory=dict)  # name -> how many values were inf, -inf and nan
+    unreadable: int = 0  # lines that are no JSON row with a step; a torn last line is not counted
 
     def column(self, name: str) -> Column:
-        """A value a row, all None for a name no row has."""
+        """Return a value a row, all None for a name no row has."""
         return self.columns.get(name, [None] * len(self.steps))
 
     def has(self, name: str) -> bool:
-        """Whether any row has a finite value of this name."""
+        """Return whether any row has a finite value of this name."""
         return any(value is not None for value in self.columns.get(name, ()))
 
     def last(self, name: str) -> float | None:
-        """The newest finite value."""
+        """Return the newest finite value."""
         return next((value for value in reversed(self.column(name)) if value is not None), None)
 
 
@@ -69,6 +62,19 @@ class Setting:
     key: str
     value: Any
     origin: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to, counted as ``summary.json`` does; a running run has no summary yet."""
+
+    first: float | None  # mean reward of the first 3 steps
+    last: float | None  # mean reward of the last 5 steps
+    best: tuple[float, float] | None  # highest mean reward over 5 steps, and the last of them
+    steps: float  # taken
+    of: float | None  # steps wanted
+    seconds: float  # of all steps together
+    tokens_per_second: float | None  # over all steps
 
 
 @dataclass(frozen=True)
@@ -95,31 +101,73 @@ class RunRecord:
         return str(self.summary.get("status", "unknown"))
 
     @property
+    def batch(self) -> dict[str, Any]:
+        """The batch of the plan, empty without a plan."""
+        found: dict[str, Any] = self.plan.get("batch", {})
+        return found
+
+    @property
     def benchmarks(self) -> dict[str, dict[str, Any]]:
         """Name -> scores, from ``summary.json``."""
-        found = self.summary.get("benchmarks")
-        named = found.items() if isinstance(found, dict) else ()
-        return {name: scores for name, scores in named if isinstance(scores, dict)}
+        return _mappings_in(self.summary.get("benchmarks"))
 
     def setting(self, key: str) -> Any:
-        """A given value of the recipe, or None."""
+        """Return a given value of the recipe, or None."""
         return next((setting.value for setting in self.settings if setting.key == key), None)
+
+    def value(self, key: str) -> Any:
+        """Return a value of the recipe, or the key's default."""
+        given = {setting.key: setting.value for setting in self.settings}
+        return given[key] if key in given else catalogue().get(key, {}).get("default")
+
+    @functools.cached_property
+    def outcome(self) -> Outcome:
+        """What the run came to."""
+        metrics = self.metrics
+        seconds = metrics.column("seconds/step")
+        pairs = zip(seconds, metrics.column("tokens_per_second"), strict=True)
+        tokens = [(length, length * rate) for length, rate in pairs if length is not None and rate is not None]
+        total = sum(length for length, _ in tokens)
+        first, last = first_and_last(known(metrics.column("reward")))
+        return Outcome(
+            first=first,
+            last=last,
+            best=self._best(),
+            steps=metrics.steps[-1] if metrics.steps else 0,
+            of=metrics.last("max_steps"),
+            seconds=sum(known(seconds)),
+            tokens_per_second=sum(count for _, count in tokens) / total if total else None,
+        )
+
+    def _best(self) -> tuple[float, float] | None:
+        pairs = zip(self.metrics.column("reward"), self.metrics.steps, strict=True)
+        rows = [(reward, step) for reward, step in pairs if reward is not None]
+        size = min(5, len(rows))
+        ends = range(size, len(rows) + 1) if rows else ()
+        levels = ((sum(reward for reward, _ in rows[end - size : end]) / size, rows[end - 1][1]) for end in ends)
+        return max(levels, default=None)
+
+
+def baselines_of(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return scores of what knows nothing, and of the model before training, in a result of ModeBench."""
+    return _mappings_in(result.get("baselines"))
+
+
+def _mappings_in(found: Any) -> dict[str, dict[str, Any]]:
+    named = found.items() if isinstance(found, dict) else ()
+    return {name: scores for name, scores in named if isinstance(scores, dict)}
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read a run directory.
-
-    Raises:
-        ConfigError: it is none, or one of its JSON files is damaged.
-    """
-    if not os.path.isfile(folder / "run.json"):  # False too for a name that is too long
-        raise config_error(shown(folder), "is not a run directory (no run.json)", "name a folder under run_root")
+    """Read a run directory; raise ConfigError where it is none, or one of its JSON files is damaged."""
+    folder = find_run(Path(), shown(folder), shown(folder)).folder
     metrics = read_table(folder / "metrics.jsonl")
+    identity, plan, summary = (clean(read_mapping(folder / f"{name}.json")) for name in ("run", "plan", "summary"))
     return RunRecord(
-        folder=folder.absolute(),
-        identity=_read_mapping(folder / "run.json"),
-        plan=_read_mapping(folder / "plan.json"),
-        summary=_read_mapping(folder / "summary.json"),
+        folder=folder,
+        identity=identity,
+        plan=plan,
+        summary=summary,
         settings=read_settings(folder / "recipe.yaml"),
         metrics=metrics,
         evals=_with_evals_of(metrics, read_table(folder / "eval.jsonl")),
@@ -127,109 +175,69 @@ def read_run(folder: Path) -> RunRecord:
     )
 
 
-def _read_mapping(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    content = _row(path.read_text(errors="replace"))
-    what = "not a JSON mapping" if content is None else _wrong_part(content)
-    if content is None or what:
-        raise config_error(shown(path), f"is damaged ({what})", "restore it, or remove the file")
-    return dict(_clean(content))
-
-
-def _wrong_part(content: dict[str, Any]) -> str:
-    """The first part that is of another kind than the launcher writes, or an empty text."""
-    for key, part in content.items():
-        if key in _MAPPINGS and not isinstance(part, dict):
-            return f"'{key}' is no mapping"
-        if key in _LISTS and not isinstance(part, list):
-            return f"'{key}' is no list"
-        if key == "processes" and not all(isinstance(process, dict) for process in part):
-            return f"'{key}' is no list of mappings"
-    return ""
-
-
-def _clean(value: Any) -> Any:
-    """The value with every secret in it masked."""
+def clean(value: Any) -> Any:
+    """Return the value with every secret in it masked."""
     if isinstance(value, str):
         return masked(value)
     if isinstance(value, dict):
-        return {masked(str(key)): _clean(part) for key, part in value.items()}
-    return [_clean(part) for part in value] if isinstance(value, list) else value
+        return {masked(str(key)): clean(part) for key, part in value.items()}
+    return [clean(part) for part in value] if isinstance(value, list) else value
 
 
 def read_table(path: Path) -> Table:
-    """Read rows of JSON; a torn last line is left out."""
-    table = Table()
-    rows = []
-    for row in _rows(path):
-        if row is None or number(row.get("step")) is None:
-            table.unreadable += 1
-            continue
-        rows.append(row)
-    table.steps = [row["step"] for row in rows]
+    """Read rows of JSON as columns."""
+    found = [row for _, row in _rows(path)]
+    rows = [row for row in found if number(row.get("step")) is not None]
+    table = Table(steps=[row["step"] for row in rows], unreadable=len(found) - len(rows))
     for index, row in enumerate(rows):
         for key, value in row.items():
             if isinstance(value, str) and value in ("inf", "-inf", "nan"):
                 table.odd.setdefault(masked(key), Counter())[value] += 1
-            elif (known := number(value)) is not None:
-                table.columns.setdefault(masked(key), [None] * len(rows))[index] = known
+            elif (finite := number(value)) is not None:
+                table.columns.setdefault(masked(key), [None] * len(rows))[index] = finite
     return table
 
 
-def number(value: Any) -> float | None:
-    """A number that can be drawn: finite, and so is its difference to any other; else None."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
-        return None
-    return float(value)
-
-
-def _rows(path: Path) -> Iterator[dict[str, Any] | None]:
-    """Each whole line as a mapping, or None."""
-    if not path.exists():
-        return
-    with path.open(errors="replace") as file:
-        for line in file:
-            if line.endswith("\n") and line.strip():
-                yield _row(line)
-
-
-def _row(line: str | bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
-
-
-def _with_evals_of(metrics: Table, evals: Table) -> Table:
-    """Evaluation rows stand in ``eval.jsonl``; where there is none, in the ``eval_`` columns of the metrics."""
-    if evals.steps:
-        return evals
-    found = {name: column for name, column in metrics.columns.items() if name.startswith("eval_")}
-    return Table(steps=metrics.steps, columns=found) if found else evals
-
-
-def read_scored(path: Path) -> Iterator[Scored]:
-    """Steps and rewards of ``samples.jsonl``, without the texts."""
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield each whole line, with where it begins, as a mapping that is empty where the line is no mapping."""
     if not path.exists():
         return
     with path.open("rb") as file:
         offset = 0
         for line in file:
-            row = _row(line) if line.endswith(b"\n") else None
-            if row is not None and isinstance(row.get("step"), int):
-                rewards = [known for value in _list(row, "rewards") if (known := number(value)) is not None]
-                yield Scored(row["step"], array("d", rewards), offset)
+            if line.endswith(b"\n") and line.strip():
+                yield offset, _row(line)
             offset += len(line)
 
 
+def _row(line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode(errors="replace"))
+    except (ValueError, RecursionError):
+        return {}
+    return row if isinstance(row, dict) else {}
+
+
+def _with_evals_of(metrics: Table, evals: Table) -> Table:
+    """Return the rows of ``eval.jsonl``; where there are none, the ``eval_`` columns of the metrics."""
+    found = {name: column for name, column in metrics.columns.items() if name.startswith("eval_")}
+    return evals if evals.steps or not found else Table(steps=metrics.steps, columns=found)
+
+
+def read_scored(path: Path) -> Iterator[Scored]:
+    """Yield steps and rewards of ``samples.jsonl``, without the texts."""
+    for offset, row in _rows(path):
+        if isinstance(row.get("step"), int):
+            rewards = known(number(value) for value in _list(row, "rewards"))
+            yield Scored(row["step"], array("d", rewards), offset)
+
+
 def read_samples(path: Path, scored: Scored) -> list[dict[str, Any]]:
-    """The sampled completions of one row, secrets masked."""
+    """Return the sampled completions of one row, secrets masked."""
     with path.open("rb") as file:
         file.seek(scored.offset)
-        row = _row(file.readline()) or {}
-    return [_clean(sample) for sample in _list(row, "samples") if isinstance(sample, dict)]
+        row = _row(file.readline())
+    return [clean(sample) for sample in _list(row, "samples") if isinstance(sample, dict)]
 
 
 def _list(row: dict[str, Any], key: str) -> list[Any]:
@@ -238,7 +246,7 @@ def _list(row: dict[str, Any], key: str) -> list[Any]:
 
 
 def read_settings(path: Path) -> list[Setting]:
-    """The given keys of a frozen recipe with the origin that stands above each, or behind it in older runs."""
+    """Return the given keys of a frozen recipe with the origin that stands above each, or behind it in older runs."""
     if not path.exists():
         return []
     text = path.read_text(errors="replace")
@@ -249,4 +257,4 @@ def read_settings(path: Path) -> list[Setting]:
     origins = {key: origin for origin, key in re.findall(r"^# (.*)\n([A-Za-z_]\w*):", text, re.MULTILINE)}
     origins |= {key: origin for key, origin in re.findall(r"^(\w+):.*  # (\S+)$", text, re.MULTILINE)}
     pairs = values.items() if isinstance(values, dict) else ()
-    return [Setting(str(key), _clean(value), masked(origins.get(str(key), ""))) for key, value in pairs]
+    return [Setting(str(key), clean(value), masked(origins.get(str(key), ""))) for key, value in pairs]

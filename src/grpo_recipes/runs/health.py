@@ -20,6 +20,7 @@ FEW = 5  # steps of a run that ended with fewer than MANY
 ZERO_REWARD = 1e-6
 FEW_SIGNALS = 0.8  # share of completions whose whole group got one reward
 CUT_OFF = 0.25  # share of completions that reach max_completion_length
+LAST_STEPS = 5  # over which the latest level of a metric is averaged
 UNSCORED = 0.05  # share of completions without a score
 HIGH_KL = 1.0  # nats a token: the policy gives its own tokens e times the probability that the reference does
 STEEP = 100.0  # median gradient norm
@@ -121,13 +122,24 @@ def number(value: Any) -> float | None:
     return float(value)
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def known(values: Iterable[float | None]) -> list[float]:
+    """Return the values without the gaps."""
+    return [value for value in values if value is not None]
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """Return the mean, or None of nothing."""
+    return sum(values) / len(values) if values else None
+
+
+def first_and_last(rewards: Sequence[float]) -> tuple[float | None, float | None]:
+    """Return what stands for the reward in the beginning and in the end: means of the first 3 and the last 5 steps."""
+    return mean(rewards[:3]), mean(rewards[-LAST_STEPS:])
 
 
 def percent(share: float) -> str:
-    """Return a share in per cent."""
-    return f"{100 * share:.0f} %"
+    """Return a share in per cent: 17 % or 51.2 %."""
+    return f"{round(100 * share, 1):g} %"
 
 
 class _Rule:
@@ -285,7 +297,7 @@ class _Recent(_Rule):
     @property
     def middle(self) -> float:
         """Return what stands for all of them."""
-        return _mean([found for _, found in self._window])
+        return statistics.fmean(found for _, found in self._window)
 
     def holds(self, enough: int) -> bool:
         return len(self._window) >= enough and self.middle > self.most
@@ -377,7 +389,7 @@ class _Entropy(_Rule):
         self.first = self._window[0][0]
 
     def _levels(self) -> tuple[float, float]:
-        return _mean(self._before), statistics.median(found for _, found in self._window)
+        return statistics.fmean(self._before), statistics.median(found for _, found in self._window)
 
     def holds(self, enough: int) -> bool:
         if self._count < enough:

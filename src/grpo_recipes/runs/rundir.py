@@ -20,9 +20,13 @@ from typing import Any
 
 from grpo_recipes.errors import config_error
 from grpo_recipes.paths import home, is_locked, shown
+from grpo_recipes.runs.health import first_and_last
 from grpo_recipes.secrets import masked
 
-_MEND = "restore it, or mend it by hand"
+_MEND = "restore it, or correct it by hand"
+# Parts of run.json, plan.json and summary.json that are read further.
+_MAPPINGS = ("batch", "code", "versions")
+_LISTS = ("processes", "notes")
 _LOCK_TRIES, _LOCK_SECONDS = 5, 0.1
 FROZEN_CODE = "code"  # folder of a run directory: the code of a run that was submitted
 JOB_FILE = "job.json"  # in a run directory: its last Slurm job, and the folder that job starts in
@@ -127,7 +131,8 @@ def find_run(root: Path, which: str, where: str = "--resume") -> Run:
     # isfile is False too for a name that is too long, and for a folder of somebody else
     identity = read_json(folder / "run.json") if os.path.isfile(folder / "run.json") else None
     if identity is None:
-        raise config_error(where, f"'{which}' is not a run directory (no run.json)", "name a folder under run_root")
+        what = "is not a run directory (no run.json)"
+        raise config_error(where, what if where == which else f"'{which}' {what}", "name a folder under run_root")
     return Run(folder.absolute(), identity)
 
 
@@ -253,7 +258,7 @@ def write_json(path: Path, content: Any) -> None:
 def write_whole(path: Path, text: str) -> None:
     """Write a file so that a reader sees the old one or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
+    temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
 
 
@@ -272,13 +277,30 @@ def read_json(path: Path) -> dict[str, Any] | None:
         ConfigError: it holds something else.
     """
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(errors="replace"))
     except FileNotFoundError:
         return None
-    except ValueError:
+    except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):
-        raise config_error(shown(path), "is damaged (no JSON mapping)", _MEND)
+        raise config_error(shown(path), "is damaged (not a JSON mapping)", _MEND)
+    return content
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Return what a JSON file of a run holds, empty when it does not exist; its parts are of the kinds we write.
+
+    Raises:
+        ConfigError: it holds something else.
+    """
+    content = read_json(path) or {}
+    for key, part in content.items():
+        kind = "mapping" if key in _MAPPINGS else "list" if key in _LISTS else ""
+        wrong = kind and not isinstance(part, dict if kind == "mapping" else list)
+        if not wrong and key == "processes" and not all(isinstance(process, dict) for process in part):
+            wrong, kind = True, "list of mappings"
+        if wrong:
+            raise config_error(shown(path), f"is damaged ('{key}' is not a {kind})", _MEND)
     return content
 
 
@@ -350,6 +372,7 @@ def finish_summary(folder: Path, **facts: Any) -> dict[str, Any]:
     """
     rows = read_metrics(folder)
     rewards = [row["reward"] for row in rows if isinstance(row.get("reward"), int | float)]
+    first, last = first_and_last(rewards)
     seconds: dict[str, float] = {}
     for row in rows:
         for key, value in row.items():
@@ -358,8 +381,8 @@ def finish_summary(folder: Path, **facts: Any) -> dict[str, Any]:
     summary = {
         **(read_json(folder / "summary.json") or {}),
         "steps": rows[-1]["step"] if rows else 0,
-        "initial_reward": _mean(rewards[:3]),
-        "final_reward": _mean(rewards[-5:]),
+        "initial_reward": None if first is None else round(first, 6),
+        "final_reward": None if last is None else round(last, 6),
         **_eval_rewards(folder),
         "benchmarks": read_json(folder / "benchmarks.json") or {},
         "seconds": {key: round(value, 3) for key, value in seconds.items()},
@@ -374,7 +397,3 @@ def _eval_rewards(folder: Path) -> dict[str, float]:
     rewards = [row.get("eval_reward") for row in read_rows(folder / "eval.jsonl")]
     known = [round(reward, 6) for reward in rewards if isinstance(reward, int | float)]
     return {"initial_eval_reward": known[0], "final_eval_reward": known[-1]} if known else {}
-
-
-def _mean(values: list[float]) -> float | None:
-    return round(sum(values) / len(values), 6) if values else None

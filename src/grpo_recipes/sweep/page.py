@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from grpo_recipes.report.compare import comparison_sections, comparison_warnings, sentence
-from grpo_recipes.report.groups import Group
-from grpo_recipes.report.markup import Html, element
-from grpo_recipes.report.page import page, write_page
-from grpo_recipes.report.tables import table
+from markupsafe import Markup
+
+from grpo_recipes.report.compare import comparison_sections, sentence, warnings
+from grpo_recipes.report.page import fragment, page, table
+from grpo_recipes.report.single import SMOKE_BADGE
+from grpo_recipes.runs.rundir import write_whole
 from grpo_recipes.sweep.folder import COMPLETED, Sweep
 from grpo_recipes.sweep.results import Result, read_results, settings
 
@@ -40,7 +41,7 @@ def write_sweep(sweep: Sweep, path: Path | None = None) -> tuple[Path, list[Resu
     with (sweep.folder / "page.lock").open("w") as lock:
         _wait_for(lock.fileno())
         results = read_results(sweep)
-        write_page(path, sweep_page(sweep, results, path))
+        write_whole(path, sweep_page(sweep, results, path))
     return path, results
 
 
@@ -56,55 +57,26 @@ def _wait_for(descriptor: int) -> None:
 
 
 def sweep_page(sweep: Sweep, results: Sequence[Result], path: Path) -> str:
-    """The page as text; ``path`` is where it will stand, for its links."""
-    groups = settings(sweep, results)
-    return page(
-        f"Sweep {sweep.folder.name}",
-        _heading(sweep, results, groups),
-        [*(comparison_sections(groups) if groups else []), ("Cells", _cell_table(sweep, results, path))],
-    )
-
-
-def _heading(sweep: Sweep, results: Sequence[Result], groups: Sequence[Group]) -> Html:
+    """Return the page as text; ``path`` is where it will stand, for its links."""
+    groups, title = settings(sweep, results), sweep.folder.name
     done = sum(result.status == COMPLETED for result in results)
-    badge = element("span", f"{done} of {len(results)} completed", class_=f"badge {_kind(done, len(results))}")
-    smoke = any(result.run is not None and result.run.summary.get("smoke") for result in results)
-    return element(
-        "header",
-        element(
-            "p",
-            badge,
-            element("span", "smoke test, not an experiment", class_="badge smoke") if smoke else None,
-            element("span", sweep.folder.name, class_="run-name"),
-            class_="eyebrow",
-        ),
-        element("h1", sentence(groups) if groups else "No cell has completed yet."),
-        *comparison_warnings(groups),
-        _trouble(results),
+    badges = [(f"{done} of {len(results)} completed", "completed" if done == len(results) else "running")]
+    badges += [SMOKE_BADGE] if any(one.run is not None and one.run.summary.get("smoke") for one in results) else []
+    troubles = warnings(groups)
+    failed = [(f"{one.name} failed: ", one.cause or "no cause was recorded", "")
+              for one in results if one.status == "failed"]  # fmt: skip
+    troubles += [("failed", failed)] if failed else []
+    heading = fragment(
+        "parts.html.j2", "header", badges, title, sentence(groups) if groups else "No cell has completed yet.", troubles
     )
-
-
-def _kind(done: int, cells: int) -> str:
-    return "completed" if done == cells else "running"
-
-
-def _trouble(results: Sequence[Result]) -> Html | None:
-    failed = [result for result in results if result.status == "failed"]
-    if not failed:
-        return None
-    lines = [element("p", element("b", f"{one.name} failed: "), one.cause or "no cause was recorded") for one in failed]
-    return element("div", *lines, class_="trouble failed")
-
-
-def _cell_table(sweep: Sweep, results: Sequence[Result], path: Path) -> Html:
-    """Every cell with its values, how it ended, and its own report."""
     keys = list(sweep.record["axes"])
     rows = [(*(one.values[key] for key in keys), one.status, one.cause, _link(one, path)) for one in results]
-    return table((*keys, "status", "cause", "report"), rows, "keys")
+    cells = table((*keys, "status", "cause", "report"), rows, "keys")
+    return page(f"Sweep {title}", heading, [*(comparison_sections(groups) if groups else []), ("Cells", cells)])
 
 
-def _link(result: Result, path: Path) -> Html | str:
+def _link(result: Result, path: Path) -> Markup | str:
     if result.run is None or not (result.run.folder / "report.html").is_file():
         return ""
     target = os.path.relpath(result.run.folder / "report.html", path.absolute().parent)
-    return element("a", "report", href=quote(target))
+    return fragment("parts.html.j2", "link", "report", quote(target))

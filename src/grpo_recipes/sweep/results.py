@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grpo_recipes.report.curves import known
-from grpo_recipes.report.groups import Group, spread
-from grpo_recipes.report.outcome import numbers
+from grpo_recipes.report.compare import Group, group_of, spread
+from grpo_recipes.report.page import NOTHING, short
 from grpo_recipes.report.read import RunRecord, read_run
-from grpo_recipes.report.units import NOTHING, short
 from grpo_recipes.sweep.folder import COMPLETED, GONE, Sweep
 
 SEED = "seed"
@@ -57,13 +55,8 @@ def settings(sweep: Sweep, results: Sequence[Result]) -> list[Group]:
         if result.run is not None and result.status == COMPLETED:
             alike.setdefault(result.without_seed, []).append(result.run)
     return [
-        Group(_label(label or str(sweep.record["name"]), len(runs)), runs, number)
-        for number, (label, runs) in enumerate(alike.items())
+        group_of(label or str(sweep.record["name"]), runs, number) for number, (label, runs) in enumerate(alike.items())
     ]
-
-
-def _label(setting: str, seeds: int) -> str:
-    return f"{setting} ({seeds} seeds)" if seeds > 1 else setting
 
 
 def text_table(sweep: Sweep, results: Sequence[Result]) -> str:
@@ -80,15 +73,13 @@ def text_table(sweep: Sweep, results: Sequence[Result]) -> str:
 def _numbers(run: RunRecord | None) -> tuple[str, str, str]:
     if run is None:
         return NOTHING, NOTHING, NOTHING
-    count = numbers(run)
+    count = run.outcome
     rewards = NOTHING if count.last is None else f"{short(count.first)} -> {short(count.last)}"
     return f"{count.steps:,.0f}", rewards, short(run.evals.last("eval_reward"))
 
 
 def _means(group: Group) -> tuple[str, str, str]:
-    finals = known([numbers(run).last for run in group.runs])
-    evaluations = known([run.evals.last("eval_reward") for run in group.runs])
-    return group.label, spread(finals), spread(evaluations)
+    return group.label, spread(group.finals), spread(group.evaluations)
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from grpo_recipes.errors import ConfigError, Problem
 from grpo_recipes.recipe.flags import read_flags
 from grpo_recipes.recipe.keys import ALIASES, OBSOLETE_KEYS, OWNED_KEYS, catalogue, nearest
-from grpo_recipes.report.groups import NO_EXPERIMENT
+from grpo_recipes.report.compare import NO_EXPERIMENT
 
 MOST_CELLS = 1000  # the usual MaxArraySize of Slurm is 1001
 _AXIS = re.compile(r"([A-Za-z_][\w-]*)=(.*)", re.DOTALL)
