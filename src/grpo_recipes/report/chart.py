@@ -324,7 +324,7 @@ def stack(title: str, note: str, xs: Sequence[float], layers: Sequence[Layer]) -
 
 
 def heat_map(title: str, note: str, xs: Sequence[float], rows: Rows, shares: list[list[float]]) -> Markup:
-    """Return cells as dark as their share: ``shares`` (N, R) add up to 1 in each of the columns at steps ``xs`` (N,)."""
+    """Return cells as dark as their share: ``shares`` (N, R) add up to 1 in each column; ``xs`` (N,) are its steps."""
     wide, high = WIDTH / len(xs), HEIGHT / len(rows.names)
     most = max(max(line) for line in shares) or 1.0
     cells = [
