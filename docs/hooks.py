@@ -17,7 +17,7 @@ from typing import Any
 
 from grpo_recipes.doctor import examine
 from grpo_recipes.paths import home
-from grpo_recipes.recipe import keys, read_recipe
+from grpo_recipes.recipe import dialects, keys, read_recipe
 from grpo_recipes.recipe.registry import DEFAULT_OBJECTIVE, OBJECTIVES, SCALE_REWARDS
 from grpo_recipes.slurm import profile
 
@@ -74,7 +74,7 @@ def trl_table(owner: str) -> str:
 
 def aliases_table() -> str:
     """A row for each other name of a key."""
-    return _table(("name", "key"), [(f"`{alias}`", f"`{key}`") for alias, key in sorted(keys.ALIASES.items())])
+    return _table(("name", "key"), [(f"`{alias}`", f"`{key}`") for alias, key in sorted(dialects.ALIASES.items())])
 
 
 def recipes_table() -> str:
@@ -142,7 +142,7 @@ def _keys(entries: dict[str, dict[str, Any]]) -> str:
 
 def refused_table() -> str:
     """A row for each key that is refused with what to do instead."""
-    refused = sorted({**keys.OBSOLETE_KEYS, **keys.OWNED_KEYS}.items())
+    refused = sorted({**dialects.OBSOLETE_KEYS, **keys.OWNED_KEYS}.items())
     return _table(("key", "do this instead"), [(f"`{name}`", _text(instead)) for name, instead in refused])
 
 

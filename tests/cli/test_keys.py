@@ -7,6 +7,7 @@ import json
 import pytest
 
 from grpo_recipes import cli
+from grpo_recipes.recipe.dialects import slurm_guide
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES, SHELL_VARIABLES, catalogue, nested_catalogue
 from grpo_recipes.recipe.registry import BENCHMARKS
 
@@ -43,7 +44,12 @@ def test_a_key_is_printed_with_type_limits_default_and_class(capsys):
 
 
 def test_variables(capsys):
-    assert told(capsys, "--env").keys() == {*ENVIRONMENT_KEYS, *READ_VARIABLES, *SHELL_VARIABLES}
+    assert told(capsys, "--env").keys() == {
+        *ENVIRONMENT_KEYS,
+        *READ_VARIABLES,
+        *SHELL_VARIABLES,
+        *slurm_guide.SHELL_VARIABLES,
+    }
     assert told(capsys, "vllm_port", "--env").keys() == {"VLLM_PORT"}
     assert "nothing in grpo keys --env" in refused(capsys, "xyzzy", "--env")
 

@@ -13,7 +13,8 @@ from types import ModuleType
 import pytest
 from doc_pages import REPOSITORY, prose
 
-from grpo_recipes.recipe.keys import ALIASES, OBSOLETE_KEYS, OWNED_KEYS, catalogue, nested_catalogue
+from grpo_recipes.recipe.dialects import ALIASES, OBSOLETE_KEYS
+from grpo_recipes.recipe.keys import OWNED_KEYS, catalogue, nested_catalogue
 
 NETWORK_OFF = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
 NAV = (REPOSITORY / "mkdocs.yml").read_text().split("nav:")[1].split("\n\n")[0]

@@ -252,7 +252,8 @@ def test_the_memory_estimates_are_the_recorded_ones() -> None:
 
 
 def test_commands_and_keys_of_the_refused_list_are_not_accepted() -> None:
-    from grpo_recipes.recipe.keys import OBSOLETE_KEYS, OWNED_KEYS
+    from grpo_recipes.recipe.dialects import OBSOLETE_KEYS
+    from grpo_recipes.recipe.keys import OWNED_KEYS
 
     assert not ({*OBSOLETE_KEYS, *OWNED_KEYS} & catalogue().keys())
 

@@ -8,7 +8,8 @@ import pytest
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe import DEFAULT_ORIGIN, read_recipe
-from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, OBSOLETE_KEYS, OWNED_KEYS, catalogue
+from grpo_recipes.recipe.dialects import OBSOLETE_KEYS
+from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, OWNED_KEYS, catalogue
 
 TOKEN = "hf_" + "plantedsecret" * 2
 

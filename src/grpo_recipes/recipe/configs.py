@@ -17,12 +17,72 @@ from typing import Any
 import trl
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from grpo_recipes.recipe.keys import CATALOGUE_FILE, OWNED_KEYS, RANGES, TRL_CHOICES
+from grpo_recipes.recipe.keys import CATALOGUE_FILE, OWNED_KEYS
 from grpo_recipes.recipe.registry import DEFAULT_OBJECTIVE, OBJECTIVES
+
+# Plain `str` in TRL's types, so that a typo would only fail inside the trainer.
+TRL_CHOICES: dict[str, list[str]] = {
+    "loss_type": ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"],
+    "scale_rewards": ["group", "batch", "none"],
+    "importance_sampling_level": ["token", "sequence"],
+    "vllm_importance_sampling_mode": ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"],
+    "vllm_model_impl": ["auto", "vllm", "transformers", "terratorch"],
+    "multi_objective_aggregation": ["sum_then_normalize", "normalize_then_sum"],
+    "lora_task_type": ["CAUSAL_LM"],
+    "dtype": ["auto", "bfloat16", "float16", "float32"],
+    "save_strategy": ["no", "steps", "epoch"],
+}
+
+# Limits of keys, ours and TRL's, which no type of a dataclass holds and argparse does not know: least, most, keys.
+# Where torch, TRL or vLLM refuse a number too, they do so after the server has started.
+_LIMITS: tuple[tuple[float | None, float | None, str], ...] = (
+    (1, None,
+     "max_prompt_length num_processes prompts_per_step vllm_tensor_parallel_size vllm_max_model_length save_steps "
+     "save_total_limit max_completion_length per_device_train_batch_size per_device_eval_batch_size "
+     "gradient_accumulation_steps num_iterations max_train_prompts eval_max_prompts modebench_prompts "
+     "modebench_test_prompts modebench_min_modes modebench_max_modes benchmark_samples benchmark_max_problems "
+     "repetition_n_grams cosine_max_len soft_punish_cache reward_workers lora_r lora_alpha steps_per_generation "
+     "generation_batch_size num_generations_eval"),
+    (0.0, None,
+     "weight_guard_tolerance learning_rate beta epsilon benchmark_temperature maxent_tau maxent_beta "
+     "maxent_q_epsilon maxent_target_weight_entropy weight_decay max_grad_norm warmup_steps num_train_epochs "
+     "epsilon_high eval_steps eval_delay"),
+    (0, None,
+     "server_restarts max_requeues modebench_seed report_samples maxent_tau_warmup_steps dataloader_num_workers "
+     "num_completions_to_print"),
+    (1.0, None,
+     "server_request_timeout vllm_server_timeout server_stall_timeout stall_timeout kl_horizon "
+     "maxent_target_eff_rollouts"),
+    (1e-06, None, "temperature maxent_q_temperature maxent_tau_lr repetition_penalty"),
+    (1e-09, None, "kl_target maxent_tau_min maxent_tau_max"),
+    (2, None, "num_generations"),
+    (0.01, None, "reward_timeout"),
+    (0.1, None, "reward_memory_gib"),
+    (-1, None, "top_k"),
+    (None, 0.0, "repetition_max_penalty"),
+    (1e-06, 0.99, "kl_ctl_step_size"),
+    (0.0, 0.99, "lora_dropout"),
+    (1, 1, "logging_steps"),
+    (0.0, 1.0, "top_p reward_max_no_verdict adam_beta1 adam_beta2 min_p ref_model_mixup_alpha top_entropy_quantile"),
+    (0.0001, 1.0, "eval_subsample DatasetConfig.weight"),
+    (0.05, 1.0, "vllm_gpu_memory_utilization"),
+    (3, 12, "modebench_vertices"),
+    (5, 30, "modebench_largest_number"),
+    (3, 4, "modebench_numbers"),
+    (0, 2**32 - 1, "seed"),  # numpy takes no other
+    (1024, 65535, "main_process_port vllm_server_port vllm_group_port"),
+    (1, 8, "modebench_hidden"),
+)  # fmt: skip
+RANGES: dict[str, dict[str, float]] = {
+    name: {end: limit for end, limit in (("min", least), ("max", most)) if limit is not None}
+    for least, most, names in _LIMITS
+    for name in names.split()
+}
+RANGES["maxent_tau"]["infinite"] = True  # of all numbers this one alone may be .inf
 
 
 def _key(default: Any, help: str, choices: list[str] | None = None) -> Any:
-    """A field with its help line and choices. Ranges stand in ``keys.RANGES``: argparse knows none."""
+    """Return a field with its help line and choices."""
     metadata = {"help": help, "choices": choices} if choices else {"help": help}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
@@ -327,7 +387,7 @@ NESTED = {
 
 
 def catalogue() -> dict[str, dict[str, Any]]:
-    """The keys of a recipe as plain data: name -> type, default, help, limits, config class."""
+    """Return the keys of a recipe as plain data: name -> type, default, help, limits, config class."""
     entries: dict[str, dict[str, Any]] = {}
     for config in CONFIGS:
         hints = typing.get_type_hints(config)
@@ -339,7 +399,7 @@ def catalogue() -> dict[str, dict[str, Any]]:
 
 
 def nested_catalogue() -> dict[str, dict[str, dict[str, Any]]]:
-    """The keys of mappings inside a key: path of the mapping -> name -> entry."""
+    """Return the keys of mappings inside a key: path of the mapping -> name -> entry."""
     return {path: _entries_of(config) for path, config in NESTED.items()}
 
 
@@ -366,7 +426,7 @@ def _entry(owner: str, spec: dataclasses.Field, hint: Any) -> dict[str, Any]:
 
 
 def _kind(hint: Any) -> tuple[str, bool]:
-    """The catalogue's name of a type annotation, and whether None is allowed."""
+    """Return the catalogue's name of a type annotation, and whether None is allowed."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         members = [member for member in typing.get_args(hint) if member is not type(None)]
         kinds = {_kind(member)[0] for member in members}
@@ -394,14 +454,9 @@ def _enum_values(hint: Any) -> list[str] | None:
 
 
 def catalogue_content() -> dict[str, Any]:
-    """What ``keys.json`` holds."""
+    """Return what ``keys.json`` holds."""
     return {"trl": trl.__version__, "keys": catalogue(), "nested": nested_catalogue()}
 
 
-def write_catalogue() -> None:
-    """Write ``keys.json`` beside this file."""
-    CATALOGUE_FILE.write_text(json.dumps(catalogue_content(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
 if __name__ == "__main__":
-    write_catalogue()
+    CATALOGUE_FILE.write_text(json.dumps(catalogue_content(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,10 +1,10 @@
-"""A recipe file: its keys with their lines, what YAML reads otherwise than people write it, and its bases."""
+"""What the user wrote: recipe files with lines and bases, what YAML reads otherwise than people write it, and flags."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import yaml
 
 from grpo_recipes.errors import ConfigError, Problem
 from grpo_recipes.paths import home
+from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.recipe.values import Raw
 
 BASE_KEY = "base"
@@ -213,3 +214,37 @@ def _nested_trap(node: yaml.ScalarNode) -> tuple[str, str] | None:
         truth = text.lower() in ("yes", "on", "y")
         return f"YAML reads {text} as {str(truth).lower()}", f'write {str(truth).lower()}, or "{text}" in quotes'
     return None
+
+
+def read_flags(flags: Iterable[str], problems: list[Problem]) -> list[tuple[str, Any]]:
+    """Read ``--key value``, ``--key=value``, ``--key`` and ``--no_key`` (booleans), hyphens or underscores."""
+    pairs: list[tuple[str, Any]] = []
+    rest = list(flags)
+    while rest:
+        flag = rest.pop(0)
+        if not flag.startswith("--"):
+            fix = "put the recipe right after the command, and write --key value for a key"
+            problems.append(Problem(f"'{flag}'", "stands alone on the command line", fix))
+            continue
+        name, equals, text = flag[2:].partition("=")
+        name = name.replace("-", "_")
+        if equals:
+            pairs.append((name, text))
+            continue
+        values: list[str] = []
+        while rest and not rest[0].startswith("--"):
+            values.append(rest.pop(0))
+        pairs.append(_pair(name, values, problems))
+    return pairs
+
+
+def _pair(name: str, values: list[str], problems: list[Problem]) -> tuple[str, Any]:
+    if not values and name.startswith("no_") and catalogue().get(name[3:], {}).get("type") == "bool":
+        return name[3:], False
+    if not values:
+        return name, True
+    if catalogue().get(name, {}).get("type", "").startswith("list") and len(values) > 1:
+        return name, values
+    if len(values) > 1:
+        problems.append(Problem(f"--{name}", f"takes one value, got {values}", "quote it or drop the rest"))
+    return name, values[0]

@@ -1,4 +1,4 @@
-"""The catalogue of recipe keys without torch, and the hand-kept tables that types cannot tell."""
+"""The catalogue of recipe keys without torch, the keys that are not a recipe's, and the variables that are read."""
 
 from __future__ import annotations
 
@@ -60,161 +60,6 @@ OWNED_KEYS: dict[str, str] = {
     ),
 }  # fmt: skip
 
-# Keys of older TRL and transformers, and of the guide's origin, with what to write today.
-OBSOLETE_KEYS: dict[str, str] = {
-    "torch_dtype": "write dtype: bfloat16",
-    "evaluation_strategy": "write eval_strategy",
-    "warmup_ratio": "write warmup_steps with a number below 1, e.g. warmup_steps: 0.1",
-    "overwrite_output_dir": "remove it; every launch makes a new run directory, --resume continues one",
-    "clip_range": "write epsilon (and epsilon_high)",
-    "no_cuda": "remove it; use DEVICE=cpu for a CPU environment",
-    "logging_dir": "export TENSORBOARD_LOGGING_DIR",
-    "save_safetensors": "remove it; checkpoints are always safetensors",
-    "vllm_url": "write vllm_server_host and vllm_server_port",
-    "use_mps_device": "remove it; use DEVICE=cpu or DEVICE=cuda",
-    "hub_model_revision": "write hub_revision",
-    "overwrite_hub_revision": "remove it; a push adds a commit to hub_revision",
-    "push_to_hub_revision": "write push_to_hub: true and hub_revision",
-    "wandb_log_unique_prompts": "write log_unique_prompts",
-    "max_completion_len": "write max_completion_length",
-    **dict.fromkeys(
-        ("vf_coef", "gae_lambda", "gamma", "horizon", "clip_range_vf"),
-        "remove it; it belongs to PPO's value function, which GRPO does not have",
-    ),
-    **dict.fromkeys(
-        ("advantage_normalization", "reward_normalization", "reward_clip", "advantage_clip"),
-        "write scale_rewards: group, batch or none",
-    ),
-    **dict.fromkeys(
-        ("maxent_use_clip_objective", "maxent_clip_objective_coef", "maxent_clip_adv_baseline", "maxent_clip_range"),
-        "remove it; the clip ratio of every objective is epsilon (and epsilon_high)",
-    ),
-    "maxent_logprob_chunk_size": "write per_device_train_batch_size: log-probs are computed in batches of that size",
-    "vllm_return_logprobs": "remove it; vLLM always returns them, for vllm_importance_sampling_correction",
-    "init_kl_coef": "write init_kl_coeff, or beta",
-    **dict.fromkeys(
-        ("log_kl_per_token", "log_grad_norm_after_clip", "return_reward"),
-        "remove it; kl and grad_norm are in every row of metrics.jsonl",
-    ),
-    "env": "export variables in the shell; a recipe does not change the environment",
-}
-
-# Other names of a key, as the guide's recipes write them: accepted, unless both are given.
-ALIASES: dict[str, str] = {
-    "gen_temperature": "temperature",
-    "gen_top_p": "top_p",
-    "init_kl_coeff": "beta",
-}
-
-# Plain `str` in TRL's types, so that a typo would only fail inside the trainer.
-TRL_CHOICES: dict[str, list[str]] = {
-    "loss_type": ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"],
-    "scale_rewards": ["group", "batch", "none"],
-    "importance_sampling_level": ["token", "sequence"],
-    "vllm_importance_sampling_mode": ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"],
-    "vllm_model_impl": ["auto", "vllm", "transformers", "terratorch"],
-    "multi_objective_aggregation": ["sum_then_normalize", "normalize_then_sum"],
-    "lora_task_type": ["CAUSAL_LM"],
-    "dtype": ["auto", "bfloat16", "float16", "float32"],
-    "save_strategy": ["no", "steps", "epoch"],
-}
-
-# Ranges of keys, ours and TRL's: dataclass types cannot tell them. No number but an `infinite` key's may be .inf.
-RANGES: dict[str, dict[str, float]] = {
-    "max_prompt_length": {"min": 1},
-    "num_processes": {"min": 1},
-    "main_process_port": {"min": 1024, "max": 65535},
-    "prompts_per_step": {"min": 1},
-    "weight_guard_tolerance": {"min": 0.0},
-    "server_request_timeout": {"min": 1.0},
-    "vllm_server_timeout": {"min": 1.0},
-    "server_restarts": {"min": 0},
-    "server_stall_timeout": {"min": 1.0},
-    "stall_timeout": {"min": 1.0},
-    "max_requeues": {"min": 0},
-    "vllm_server_port": {"min": 1024, "max": 65535},
-    "vllm_group_port": {"min": 1024, "max": 65535},
-    "vllm_gpu_memory_utilization": {"min": 0.05, "max": 1.0},
-    "vllm_tensor_parallel_size": {"min": 1},
-    "vllm_max_model_length": {"min": 1},
-    "logging_steps": {"min": 1, "max": 1},
-    "save_steps": {"min": 1},
-    "save_total_limit": {"min": 1},
-    "learning_rate": {"min": 0.0},
-    "num_generations": {"min": 2},
-    "max_completion_length": {"min": 1},
-    "temperature": {"min": 1e-6},
-    "top_p": {"min": 0.0, "max": 1.0},
-    "beta": {"min": 0.0},
-    "epsilon": {"min": 0.0},
-    "per_device_train_batch_size": {"min": 1},
-    "per_device_eval_batch_size": {"min": 1},
-    "gradient_accumulation_steps": {"min": 1},
-    "num_iterations": {"min": 1},
-    "seed": {"min": 0, "max": 2**32 - 1},  # numpy takes no other
-    "max_train_prompts": {"min": 1},
-    "eval_subsample": {"min": 0.0001, "max": 1.0},
-    "eval_max_prompts": {"min": 1},
-    "modebench_prompts": {"min": 1},
-    "modebench_test_prompts": {"min": 1},
-    "modebench_seed": {"min": 0},
-    "modebench_min_modes": {"min": 1},
-    "modebench_max_modes": {"min": 1},
-    "modebench_numbers": {"min": 3, "max": 4},
-    "modebench_largest_number": {"min": 5, "max": 30},
-    "modebench_vertices": {"min": 3, "max": 12},
-    "modebench_hidden": {"min": 1, "max": 8},
-    "benchmark_samples": {"min": 1},
-    "benchmark_max_problems": {"min": 1},
-    "benchmark_temperature": {"min": 0.0},
-    "repetition_n_grams": {"min": 1},
-    "repetition_max_penalty": {"max": 0.0},
-    "cosine_max_len": {"min": 1},
-    "soft_punish_cache": {"min": 1},
-    "reward_timeout": {"min": 0.01},
-    "reward_memory_gib": {"min": 0.1},
-    "reward_workers": {"min": 1},
-    "reward_max_no_verdict": {"min": 0.0, "max": 1.0},
-    "report_samples": {"min": 0},
-    "kl_target": {"min": 1e-9},
-    "kl_horizon": {"min": 1.0},
-    "kl_ctl_step_size": {"min": 1e-6, "max": 0.99},
-    "maxent_tau": {"min": 0.0, "infinite": True},
-    "maxent_beta": {"min": 0.0},
-    "maxent_q_temperature": {"min": 1e-6},
-    "maxent_q_epsilon": {"min": 0.0},
-    "maxent_target_weight_entropy": {"min": 0.0},
-    "maxent_target_eff_rollouts": {"min": 1.0},
-    "maxent_tau_lr": {"min": 1e-6},
-    "maxent_tau_min": {"min": 1e-9},
-    "maxent_tau_max": {"min": 1e-9},
-    "maxent_tau_warmup_steps": {"min": 0},
-    "lora_r": {"min": 1},
-    "lora_alpha": {"min": 1},
-    "lora_dropout": {"min": 0.0, "max": 0.99},
-    # TRL, torch and vLLM refuse these too, after the server has started.
-    "adam_beta1": {"min": 0.0, "max": 1.0},
-    "adam_beta2": {"min": 0.0, "max": 1.0},
-    "weight_decay": {"min": 0.0},
-    "max_grad_norm": {"min": 0.0},
-    "warmup_steps": {"min": 0.0},
-    "num_train_epochs": {"min": 0.0},
-    "min_p": {"min": 0.0, "max": 1.0},
-    "top_k": {"min": -1},
-    "repetition_penalty": {"min": 1e-6},
-    "dataloader_num_workers": {"min": 0},
-    "steps_per_generation": {"min": 1},
-    "generation_batch_size": {"min": 1},
-    "num_generations_eval": {"min": 1},
-    "epsilon_high": {"min": 0.0},
-    "ref_model_mixup_alpha": {"min": 0.0, "max": 1.0},
-    "top_entropy_quantile": {"min": 0.0, "max": 1.0},
-    "num_completions_to_print": {"min": 0},
-    "eval_steps": {"min": 0.0},
-    "eval_delay": {"min": 0.0},
-    "DatasetConfig.weight": {"min": 0.0001, "max": 1.0},
-}
-
 # Environment variables that stand for a key; a flag of the same key wins over the variable, which wins over the recipe.
 ENVIRONMENT_KEYS: dict[str, str] = {
     "RUN_NAME": "run_name",
@@ -241,40 +86,32 @@ ENVIRONMENT_KEYS: dict[str, str] = {
 
 
 @functools.cache
+def _generated() -> dict[str, Any]:
+    return json.loads(CATALOGUE_FILE.read_text(encoding="utf-8"))
+
+
 def catalogue() -> dict[str, dict[str, Any]]:
-    """Every key a recipe may hold: name -> type, default, help and limits."""
-    return json.loads(CATALOGUE_FILE.read_text(encoding="utf-8"))["keys"]
+    """Return every key a recipe may hold: name -> type, default, help and limits."""
+    return _generated()["keys"]
 
 
-@functools.cache
 def nested_catalogue() -> dict[str, dict[str, dict[str, Any]]]:
-    """Keys of the mappings inside a key, e.g. ``dataset_mixture.datasets`` -> name -> type, default, help."""
-    return json.loads(CATALOGUE_FILE.read_text(encoding="utf-8"))["nested"]
+    """Return the keys of the mappings inside a key: ``dataset_mixture.datasets`` -> name -> type, default, help."""
+    return _generated()["nested"]
 
 
-@functools.cache
 def catalogue_trl() -> str:
-    """The TRL version whose options the catalogue lists."""
-    return json.loads(CATALOGUE_FILE.read_text(encoding="utf-8"))["trl"]
-
-
-def nearest(name: str) -> str | None:
-    """The catalogue's key most like ``name``, or that a variable ``name`` stands for; None when nothing is close."""
-    if name.upper() in ENVIRONMENT_KEYS:
-        return ENVIRONMENT_KEYS[name.upper()]
-    begun = [key for key in catalogue() if key.startswith(name)]
-    return begun[0] if len(begun) == 1 else nearest_of(name, [*catalogue(), *OBSOLETE_KEYS])
+    """Return the TRL version whose options the catalogue lists."""
+    return _generated()["trl"]
 
 
 def nearest_of(name: str, names: Iterable[str]) -> str | None:
-    """The one of ``names`` most like ``name``, or None when nothing is close."""
+    """Return the one of ``names`` most like ``name``, or None when nothing is close."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
     return close[0] if close else None
 
 
 SRUN_OPTIONS = "GRPO_SRUN_OPTIONS"
-
-
 # Every variable the launcher reads beside those in keys.ENVIRONMENT_KEYS.
 READ_VARIABLES: dict[str, str] = {
     "CONFIG": "the recipe, when none is named on the command line",
@@ -309,10 +146,4 @@ SHELL_VARIABLES: dict[str, str] = {
     "ENV_ACTIVATE": "a file to source: that environment is used as it is",
     "CONDA_ENV": "a conda environment to use as it is",
     "CONDA_SH": "conda's etc/profile.d/conda.sh",
-    "MODEL": "of slurm/train.slurm: --model, the folder under recipes/",
-    "TASK": "of slurm/train.slurm: --task, grpo or maxent",
-    "CONFIG_SUFFIX": "of slurm/train.slurm: --config, the recipe config_SUFFIX.yaml",
-    "TP": "of slurm/train.slurm: --tp, GPUs of the vLLM server",
-    "DP": "of slurm/train.slurm: --dp, 1",
-    "OPTIONAL_ARGS": "of slurm/train.slurm: --args, further options of grpo launch",
 }

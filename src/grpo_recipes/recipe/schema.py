@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.paths import home
+from grpo_recipes.recipe.dialects import ALIASES
 from grpo_recipes.recipe.document import BASE_KEY
-from grpo_recipes.recipe.keys import ALIASES, catalogue, nested_catalogue
+from grpo_recipes.recipe.keys import catalogue, nested_catalogue
 
 _TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object"}
 _LINE = re.compile(r"^# yaml-language-server: \$schema=(\S+)", re.MULTILINE)

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from grpo_recipes.errors import ConfigError, Problem
-from grpo_recipes.recipe.flags import read_flags
-from grpo_recipes.recipe.keys import ALIASES, OBSOLETE_KEYS, OWNED_KEYS, catalogue, nearest
+from grpo_recipes.recipe.dialects import ALIASES, refusal
+from grpo_recipes.recipe.document import read_flags
+from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.report.compare import NO_EXPERIMENT
 
 MOST_CELLS = 1000  # the usual MaxArraySize of Slurm is 1001
@@ -105,17 +106,10 @@ def _canonical(name: str) -> str:
 def _key_problem(key: str, word: str) -> Problem | None:
     if key in _SWEEPS_OWN:
         return Problem(word, f"'{key}' is the sweep's to set", _SWEEPS_OWN[key])
-    if key in OWNED_KEYS:
-        return Problem(word, f"'{key}' is not a recipe's to set", OWNED_KEYS[key])
-    if key in OBSOLETE_KEYS:
-        return Problem(word, f"'{key}' is obsolete", OBSOLETE_KEYS[key])
-    if key not in catalogue():
-        close = nearest(key)
-        return Problem(word, f"unknown key '{key}'", f"write '{close}'" if close else "remove it")
     if key in NO_EXPERIMENT:
         what = f"'{key}' changes nothing in what is learned"
         return Problem(word, what, f"write --{key} VALUE for all runs")
-    return None
+    return refusal(key, word)
 
 
 def _values(key: str, text: str, word: str) -> tuple[list[str], list[Problem]]:
