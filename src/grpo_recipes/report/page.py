@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import base64
 import datetime
+import functools
 import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jinja2
 from markupsafe import Markup, escape
 
 from grpo_recipes.runs.health import percent
+
+if TYPE_CHECKING:
+    import jinja2
 
 NOTHING = "\u2013"  # an en dash
 TIMES = "\u00d7"
@@ -119,22 +122,23 @@ def _finalize(value: Any) -> Any:
     return value if isinstance(value, Markup) else re.sub(_HIDDEN, lambda match: _name(match[0]), str(value))
 
 
-_TEMPLATES = jinja2.Environment(
-    loader=jinja2.FileSystemLoader([Path(__file__).parent / "templates", Path(__file__).parent]),
-    autoescape=True,
-    trim_blocks=True,
-    lstrip_blocks=True,
-    undefined=jinja2.StrictUndefined,
-    finalize=_finalize,
-)
-_TEMPLATES.filters |= {
-    function.__name__: function for function in (short, signed, percent, duration, plural, compact_all, model_text)
-}
+@functools.cache
+def _templates() -> jinja2.Environment:
+    import jinja2  # every command imports this module, few write a page
+
+    here = Path(__file__).parent / "templates"
+    templates = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(here), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined, finalize=_finalize,
+    )  # fmt: skip
+    filters = (short, signed, percent, duration, plural, compact_all, model_text)
+    templates.filters |= {function.__name__: function for function in filters}
+    return templates
 
 
 def fragment(template: str, macro: str, *values: Any, **named: Any) -> Markup:
     """Return what a macro of a template writes."""
-    made: Markup = getattr(_TEMPLATES.get_template(template).module, macro)(*values, **named)
+    made: Markup = getattr(_templates().get_template(template).module, macro)(*values, **named)
     return made
 
 
@@ -143,7 +147,7 @@ def page(title: str, heading: Markup, sections: Sequence[Section]) -> str:
     # Files of ours need no escape. Their hashes let them run, and nothing else.
     style, script = (Markup((Path(__file__).parent / name).read_text(encoding="utf-8"))
                      for name in ("page.css", "page.js"))  # fmt: skip
-    return _TEMPLATES.get_template("page.html.j2").render(
+    return _templates().get_template("page.html.j2").render(
         title=title, heading=heading, sections=[(name, content) for name, content in sections if content],
         style=style, script=script, style_hash=_hash(style), script_hash=_hash(script),
         now=datetime.datetime.now().strftime("%Y-%m-%d %H:%M"),

@@ -30,24 +30,22 @@ WRONG_WEIGHT = 0.5  # share of a group's weight on wrong answers, and share of t
 
 Row = Mapping[str, Any]
 _MORE_SPREAD = "raise num_generations or temperature, or take prompts of another difficulty"
-_SHORTER = "or ask for short answers in system_prompt; check that chat_template ends a turn as the model was trained to"
+_SHORTER = (
+    "raise {max_completion_length}, or ask for short answers in system_prompt; check that chat_template ends a turn as "
+    "the model was trained to"
+)
 
 
 @dataclass(frozen=True)
 class Notice:
-    """Something worth a look in a run's metrics: what is seen from one step to another, and what to do about it.
+    """Something worth a look in a run's metrics: what is seen from one step to another, and what to do about it."""
 
-    Attributes:
-        name: of the rule, which stays the same.
-        serious: whether a run with this has learned little or nothing, so that it is said again at the end.
-    """
-
-    name: str
+    name: str  # of the rule, which stays the same
     text: str
     fix: str
     first: int
     last: int
-    serious: bool
+    serious: bool  # a run with this has learned little or nothing, so that it is said again at the end
 
     def __str__(self) -> str:
         return f"{self.text}. Fix: {self.fix}"
@@ -64,11 +62,7 @@ class Health:
         self._away: dict[str, int] = {}
 
     def add(self, row: Row) -> list[Notice]:
-        """Look at the next row.
-
-        Returns:
-            The notices that appear with it; also those that come back after they were away for ``MANY`` rows.
-        """
+        """Look at the next row; return the notices that appear with it, or come back after ``MANY`` rows away."""
         step = number(row.get("step"))
         if step is None:
             return []
@@ -90,8 +84,7 @@ class Health:
     def notices(self, over: bool = False) -> list[Notice]:
         """Return what is true of the run as it stands.
 
-        Args:
-            over: whether no row will follow; a run of fewer than ``MANY`` steps is then judged by those it has.
+        If it is ``over``, no row will follow: a run of fewer than ``MANY`` steps is then judged by those it has.
         """
         enough = min(MANY, max(FEW, self._rows)) if over else MANY
         return [self._notice(rule) for rule in self._holding(enough)]
@@ -104,7 +97,7 @@ class Health:
 
     def _notice(self, rule: _Rule) -> Notice:
         first = self._since.get(rule.name, rule.first)
-        return Notice(rule.name, rule.text(), rule.fix(), first, self._last, rule.serious)
+        return Notice(rule.name, rule.filled(rule.words), rule.filled(rule.remedy), first, self._last, rule.serious)
 
 
 def notices_of(rows: Iterable[Row], value: Callable[[str], Any], over: bool = True) -> list[Notice]:
@@ -142,18 +135,26 @@ def percent(share: float) -> str:
     return f"{round(100 * share, 1):g} %"
 
 
-class _Rule:
-    """One way in which a run does not learn.
+class _Facts(dict[str, Any]):
+    """What the texts of a rule are filled with: its facts, and recipe keys as in "beta (now 0.04)"."""
 
-    Attributes:
-        said_by: names of rules that say the same and more.
-        words: the text, with what a family of rules fills in.
-    """
+    def __init__(self, value: Callable[[str], Any], facts: Mapping[str, Any]):
+        super().__init__(facts)
+        self._value = value
+
+    def __missing__(self, key: str) -> str:
+        value = self._value(key)
+        return f"{key} (now {f'{value:g}' if isinstance(value, int | float) else value})"
+
+
+class _Rule:
+    """One way in which a run does not learn; ``words`` and ``remedy`` name facts of the rule and recipe keys."""
 
     name = ""
     serious = True
-    said_by: tuple[str, ...] = ()
+    said_by: tuple[str, ...] = ()  # names of rules that say the same and more
     words = ""
+    remedy = ""
 
     def __init__(self, value: Callable[[str], Any]):
         self._value = value
@@ -166,17 +167,13 @@ class _Rule:
         """Return whether it is true, by this many rows at least."""
         return False
 
-    def text(self) -> str:
-        """Return what is seen."""
-        return self.words
+    def facts(self) -> dict[str, Any]:
+        """Return what the texts name beside recipe keys."""
+        return {}
 
-    def fix(self) -> str:
-        """Return what to do."""
-        return ""
-
-    def _now(self, key: str) -> str:
-        value = self._value(key)
-        return f"{key} (now {f'{value:g}' if isinstance(value, int | float) else value})"
+    def filled(self, text: str) -> str:
+        """Return a text with the facts in it."""
+        return text.format_map(_Facts(self._value, self.facts()))
 
 
 class _Streak(_Rule):
@@ -201,28 +198,25 @@ class _Streak(_Rule):
     def holds(self, enough: int) -> bool:
         return self._count >= enough
 
-    def text(self) -> str:
-        return self.words.format(in_steps=self._in_steps())
-
-    def _in_steps(self) -> str:
-        return f"in {self._count} steps in a row, from step {self.first} on"
+    def facts(self) -> dict[str, Any]:
+        return {"in_steps": f"in {self._count} steps in a row, from step {self.first} on"}
 
 
 class _ZeroReward(_Streak):
     name = "zero reward"
     words = "the reward is 0 {in_steps}"
+    remedy = "test the reward on gold answers: grpo check-rewards RECIPE; look at the first prompt in the log"
 
     def met(self, row: Row) -> bool | None:
         reward = number(row.get("reward"))
         return None if reward is None else abs(reward) < ZERO_REWARD
 
-    def fix(self) -> str:
-        return "test the reward on gold answers: grpo check-rewards RECIPE; look at the first prompt in the log"
-
 
 class _NoSignal(_Streak):
     name = "no signal"
     said_by = ("zero reward",)
+    words = "{what} {in_steps}: nothing is learned"
+    remedy = "{remedy}"
 
     def __init__(self, value: Callable[[str], Any]):
         super().__init__(value)
@@ -236,50 +230,39 @@ class _NoSignal(_Streak):
         self._low, self._high = min(low, reward), max(high, reward)
         return alike >= 1
 
-    @property
-    def _constant(self) -> bool:
-        return self._high - self._low < ZERO_REWARD
-
-    def text(self) -> str:
-        if self._constant:
-            return f"every completion got the reward {self._high:.3g} {self._in_steps()}: nothing is learned"
-        return f"all completions of each prompt got one reward {self._in_steps()}: nothing is learned"
-
-    def fix(self) -> str:
-        if self._constant:
-            return "see what the reward looks at: grpo check-rewards RECIPE; or take harder or easier prompts"
-        return _MORE_SPREAD
+    def facts(self) -> dict[str, Any]:
+        what, remedy = "all completions of each prompt got one reward", _MORE_SPREAD
+        if self._high - self._low < ZERO_REWARD:
+            what = f"every completion got the reward {self._high:.3g}"
+            remedy = "see what the reward looks at: grpo check-rewards RECIPE; or take harder or easier prompts"
+        return super().facts() | {"what": what, "remedy": remedy}
 
 
 class _NoGradient(_Streak):
     name = "no gradient"
     words = "the gradient is exactly 0 {in_steps}, though rewards differ: no weight is changed"
+    remedy = (
+        "look for what masks every token: mask_truncated_completions with all of them cut off, or a clip range of 0"
+    )
 
     def met(self, row: Row) -> bool | None:
         norm = number(row.get("grad_norm"))
         # Without a difference between rewards there is no gradient, which another rule says.
         return None if norm is None else norm == 0 and row.get("frac_reward_zero_std") != 1
 
-    def fix(self) -> str:
-        return (
-            "look for what masks every token: mask_truncated_completions with all of them cut off, or a clip range of 0"
-        )
-
 
 class _AllCutOff(_Streak):
     name = "all cut off"
     words = "every completion was cut off at max_completion_length {in_steps}"
+    remedy = _SHORTER
 
     def met(self, row: Row) -> bool | None:
         share = number(row.get("completions/clipped_ratio"))
         return None if share is None else share >= 1
 
-    def fix(self) -> str:
-        return f"raise {self._now('max_completion_length')}, {_SHORTER}"
-
 
 class _Recent(_Rule):
-    """The last values of a metric."""
+    """The level of a metric over its last values is too high."""
 
     key = ""
     most = 0.0
@@ -294,83 +277,66 @@ class _Recent(_Rule):
             self._window.append((step, found))
             self.first = self._window[0][0]
 
-    @property
-    def middle(self) -> float:
+    def level(self, values: Iterable[float]) -> float:
         """Return what stands for all of them."""
-        return statistics.fmean(found for _, found in self._window)
+        return statistics.fmean(values)
 
     def holds(self, enough: int) -> bool:
-        return len(self._window) >= enough and self.middle > self.most
+        return len(self._window) >= enough and self.level(found for _, found in self._window) > self.most
 
-    def text(self) -> str:
-        return self.words.format(middle=self.middle, share=percent(self.middle))
+    def facts(self) -> dict[str, Any]:
+        level = self.level(found for _, found in self._window)
+        return {"level": level, "share": percent(level)}
 
 
 class _FewSignals(_Recent):
     name = "few signals"
-    words = "{share} of groups get one reward for all completions: they teach nothing"
     serious = False
     said_by = ("zero reward", "no signal")
-    key = "frac_reward_zero_std"
-    most = FEW_SIGNALS
-
-    def fix(self) -> str:
-        return _MORE_SPREAD
+    key, most = "frac_reward_zero_std", FEW_SIGNALS
+    words = "{share} of groups get one reward for all completions: they teach nothing"
+    remedy = _MORE_SPREAD
 
 
 class _CutOff(_Recent):
     name = "cut off"
-    words = "{share} of completions reach max_completion_length"
     serious = False
     said_by = ("all cut off",)
-    key = "completions/clipped_ratio"
-    most = CUT_OFF
-
-    def fix(self) -> str:
-        return f"raise {self._now('max_completion_length')}, {_SHORTER}"
+    key, most = "completions/clipped_ratio", CUT_OFF
+    words = "{share} of completions reach max_completion_length"
+    remedy = _SHORTER
 
 
 class _Unscored(_Recent):
     name = "unscored"
-    words = "{share} of completions have no score, and teach nothing"
     serious = False
-    key = "rewards/no_verdict"
-    most = UNSCORED
-
-    def fix(self) -> str:
-        return f"see slow_rewards.jsonl of the run; correct the reward, or raise {self._now('reward_timeout')}"
+    key, most = "rewards/no_verdict", UNSCORED
+    words = "{share} of completions have no score, and teach nothing"
+    remedy = "see slow_rewards.jsonl of the run; correct the reward, or raise {reward_timeout}"
 
 
 class _Kl(_Recent):
     name = "kl"
-    words = "the KL divergence from the reference is {middle:.2f} nats a token"
-    key = "kl"
-    most = HIGH_KL
-
-    def fix(self) -> str:
-        beta = f"beta (now {self._value('beta'):g}, also called init_kl_coeff)"
-        return f"lower {self._now('learning_rate')} or raise {beta}; check chat_template and system_prompt"
+    key, most = "kl", HIGH_KL
+    words = "the KL divergence from the reference is {level:.2f} nats a token"
+    remedy = "lower {learning_rate} or raise {beta}, also called init_kl_coeff; check chat_template and system_prompt"
 
 
 class _Steep(_Recent):
     name = "steep"
-    words = "the gradient norm is {middle:.3g}"
     serious = False
-    key = "grad_norm"
-    most = STEEP
+    key, most = "grad_norm", STEEP
+    words = "the gradient norm is {level:.3g}"
+    remedy = "lower {learning_rate}; gradients are cut to {max_grad_norm}"
 
-    @property
-    def middle(self) -> float:
-        """Return the median: single steep steps are cut, and are common."""
-        return statistics.median(found for _, found in self._window)
-
-    def fix(self) -> str:
-        cut = f"gradients are cut to max_grad_norm {self._value('max_grad_norm'):g}"
-        return f"lower {self._now('learning_rate')}; {cut}"
+    def level(self, values: Iterable[float]) -> float:
+        return statistics.median(values)  # single steep steps are cut, and are common
 
 
 class _Entropy(_Rule):
     name = "entropy"
+    words = "entropy fell from {before:.2g} to {now:.2g}: little is explored"
+    remedy = "lower {learning_rate}, raise epsilon_high or beta, or stop earlier"
 
     def __init__(self, value: Callable[[str], Any]):
         super().__init__(value)
@@ -388,27 +354,23 @@ class _Entropy(_Rule):
         self._window.append((step, found))
         self.first = self._window[0][0]
 
-    def _levels(self) -> tuple[float, float]:
-        return statistics.fmean(self._before), statistics.median(found for _, found in self._window)
-
     def holds(self, enough: int) -> bool:
         if self._count < enough:
             return False
-        before, now = self._levels()
-        return 0 < before * COLLAPSED > now
+        levels = self.facts()
+        return bool(0 < levels["before"] * COLLAPSED > levels["now"])
 
-    def text(self) -> str:
-        before, now = self._levels()
-        return f"entropy fell from {before:.2g} to {now:.2g}: little is explored"
-
-    def fix(self) -> str:
-        return f"lower {self._now('learning_rate')}, raise epsilon_high or beta, or stop earlier"
+    def facts(self) -> dict[str, Any]:
+        now = statistics.median(found for _, found in self._window)
+        return {"before": statistics.fmean(self._before), "now": now}
 
 
 class _LearningRate(_Rule):
     """Every step so far took next to nothing of the learning rate, or the last ones took nothing."""
 
     name = "learning rate"
+    words = "{what}"
+    remedy = "look at {warmup_steps} and {lr_scheduler_type}"
 
     def __init__(self, value: Callable[[str], Any]):
         super().__init__(value)
@@ -433,17 +395,17 @@ class _LearningRate(_Rule):
         never = self._count >= max(enough, self._steps / 10) and self._most < LOW_RATE * self._value("learning_rate")
         return never or self._zeros >= enough
 
-    def text(self) -> str:
+    def facts(self) -> dict[str, Any]:
         if self._zeros >= FEW:
-            return f"the learning rate is 0 in {self._zeros} steps in a row: no weight is changed"
-        return f"no step of {self._count} took more than {self._most:.2g} of {self._now('learning_rate')}"
-
-    def fix(self) -> str:
-        return f"look at {self._now('warmup_steps')} and {self._now('lr_scheduler_type')}"
+            return {"what": f"the learning rate is 0 in {self._zeros} steps in a row: no weight is changed"}
+        of = _Facts(self._value, {})["learning_rate"]
+        return {"what": f"no step of {self._count} took more than {self._most:.2g} of {of}"}
 
 
 class _NotFinite(_Rule):
     name = "not finite"
+    words = "loss or grad_norm is not a number at step {first} ({count} of {rows} steps)"
+    remedy = "write bf16: true or dtype: float32 (not float16), lower {learning_rate}"
 
     def __init__(self, value: Callable[[str], Any]):
         super().__init__(value)
@@ -459,11 +421,8 @@ class _NotFinite(_Rule):
     def holds(self, enough: int) -> bool:
         return self._count > 0
 
-    def text(self) -> str:
-        return f"loss or grad_norm is not a number at step {self.first} ({self._count} of {self._rows} steps)"
-
-    def fix(self) -> str:
-        return f"write bf16: true or dtype: float32 (not float16), lower {self._now('learning_rate')}"
+    def facts(self) -> dict[str, Any]:
+        return {"first": self.first, "count": self._count, "rows": self._rows}
 
 
 def _is_broken(value: Any) -> bool:
@@ -475,12 +434,17 @@ class _WrongWeights(_Rule):
 
     name = "wrong weights"
     serious = False
+    words = (
+        "more than half of the MaxEnt weight was on wrong answers in {share} of the steps, and {objective} moves the "
+        "policy towards the weights"
+    )
+    remedy = "lower maxent_q_temperature, maxent_tau or maxent_beta"
 
     def __init__(self, value: Callable[[str], Any]):
         super().__init__(value)
         self._objective = value("maxent_objective")
-        known = OBJECTIVES.get(self._objective)
-        self._applies = known is not None and known.targets_q
+        objective = OBJECTIVES.get(self._objective)
+        self._applies = objective is not None and objective.targets_q
         self._count = self._wrong = 0
 
     def add(self, step: int, row: Row) -> None:
@@ -495,15 +459,8 @@ class _WrongWeights(_Rule):
     def holds(self, enough: int) -> bool:
         return self._applies and self._count >= enough and self._wrong > WRONG_WEIGHT * self._count
 
-    def text(self) -> str:
-        share = percent(self._wrong / self._count)
-        return (
-            f"more than half of the MaxEnt weight was on wrong answers in {share} of the steps, and {self._objective} "
-            "moves the policy towards the weights"
-        )
-
-    def fix(self) -> str:
-        return "lower maxent_q_temperature, maxent_tau or maxent_beta"
+    def facts(self) -> dict[str, Any]:
+        return {"share": percent(self._wrong / self._count), "objective": self._objective}
 
 
 _RULES: tuple[type[_Rule], ...] = (
