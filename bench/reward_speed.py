@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.paths import home
-from grpo_recipes.rewards.children import ChildRewards
 from grpo_recipes.rewards.functions import pure_accuracy_math
+from grpo_recipes.rewards.pool import RewardPool
 from grpo_recipes.runs.rundir import code_state, write_json
 
 GROUP = 8
@@ -80,7 +80,7 @@ def _options() -> argparse.Namespace:
 def _children(options: argparse.Namespace) -> dict[str, Any]:
     """math_verify as a run calls it."""
     rows = options.rows
-    with ChildRewards("math_verify", workers=options.workers) as pool:
+    with RewardPool("math_verify", workers=options.workers) as pool:
 
         def judge(completions: list[Any], answer: list[str]) -> list[float | None]:
             return [verdict.value for verdict in pool.score("math_verify", completions, {"answer": answer})]

@@ -15,26 +15,25 @@ import psutil
 import pytest
 
 from grpo_recipes.process.tree import descendants, is_alive
-from grpo_recipes.rewards.children import ChildRewards, RewardFailed, Verdict
-from grpo_recipes.rewards.children.batch import GIVEN_UP
-from grpo_recipes.rewards.children.pool import default_workers
+from grpo_recipes.rewards.pool import RewardPool, default_workers
+from grpo_recipes.rewards.score import GIVEN_UP, RewardFailed, Score
 
 WILD = f"{Path(__file__).with_name('wild_reward.py')}:score"
 TIMEOUT = 1.0
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[ChildRewards]:
+def pool() -> Iterator[RewardPool]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("HF_TOKEN", "OTHER", "PYTHONOTHER", "HOME"):
             patch.setenv(name, "https://user:plantedsecret@host/")
         patch.setenv("PYTHON_API_KEY", "plantedsecret")
-        with ChildRewards(WILD, workers=2, timeout=TIMEOUT, memory_gib=0.4) as pool:
+        with RewardPool(WILD, workers=2, timeout=TIMEOUT, memory_gib=0.4) as pool:
             judge(pool, "warm", "warm")
             yield pool
 
 
-def judge(pool: ChildRewards, *completions: str) -> list[Verdict]:
+def judge(pool: RewardPool, *completions: str) -> list[Score]:
     columns = {"answer": ["yes"] * len(completions), "prompts": ["?"] * len(completions)}
     return pool.score(WILD, completions, columns)
 
@@ -50,11 +49,11 @@ def pids_in(file: Path) -> list[int]:
     return [int(line) for line in file.read_text().split()] if file.exists() else []
 
 
-def test_each_row_gets_its_own_verdict_in_order(pool: ChildRewards) -> None:
+def test_each_row_gets_its_own_verdict_in_order(pool: RewardPool) -> None:
     completions = ["yes", "no", "none", "integer", "true", *["yes", "no"] * 300]
     values = [verdict.value for verdict in judge(pool, *completions)]
     assert values == [1.0, 0.0, None, 2.0, 1.0, *[1.0, 0.0] * 300]
-    assert not any(verdict.missing for verdict in judge(pool, "none", "yes"))
+    assert not any(verdict.unscored for verdict in judge(pool, "none", "yes"))
     assert judge(pool) == []
 
 
@@ -81,22 +80,22 @@ def test_each_row_gets_its_own_verdict_in_order(pool: ChildRewards) -> None:
         ("empty", "wrong length: returned 0 entries for 1 completion"),
     ],
 )
-def test_no_verdict_is_none_with_its_reason(pool: ChildRewards, completion: str, reason: str) -> None:
+def test_no_verdict_is_none_with_its_reason(pool: RewardPool, completion: str, reason: str) -> None:
     before, verdict, after = judge(pool, "yes", completion, "no")
-    assert (verdict.value, verdict.reason, verdict.missing) == (None, reason, True)
+    assert (verdict.value, verdict.reason, verdict.unscored) == (None, reason, True)
     assert (before.value, after.value) == (1.0, 0.0)
     assert verdict.by_limit == (" limit" in reason or "process" in reason)
     assert completion != "8GB" or verdict.seconds < 0.2  # refused, not taken and then seen
 
 
-def test_memory_that_the_kernel_does_not_count_for_a_process_is_seen(pool: ChildRewards) -> None:
-    with ChildRewards(WILD, workers=1, timeout=20, memory_gib=0.4) as patient:
+def test_memory_that_the_kernel_does_not_count_for_a_process_is_seen(pool: RewardPool) -> None:
+    with RewardPool(WILD, workers=1, timeout=20, memory_gib=0.4) as patient:
         judge(patient, "warm")
         (verdict,) = judge(patient, "shared-memory")
     assert verdict.reason == "memory limit" and verdict.seconds < 10
 
 
-def test_the_others_go_on_while_one_hangs(pool: ChildRewards) -> None:
+def test_the_others_go_on_while_one_hangs(pool: RewardPool) -> None:
     started = time.monotonic()
     verdicts = judge(pool, "spin", *["sleep 0.08"] * 10, "spin", *["yes"] * 50)
     seconds = time.monotonic() - started
@@ -106,7 +105,7 @@ def test_the_others_go_on_while_one_hangs(pool: ChildRewards) -> None:
 
 
 @pytest.mark.parametrize("completion", ["leave-and-spin", "leave-and-die"])
-def test_what_a_reward_started_dies_with_it(pool: ChildRewards, tmp_path: Path, completion: str) -> None:
+def test_what_a_reward_started_dies_with_it(pool: RewardPool, tmp_path: Path, completion: str) -> None:
     file = tmp_path / "pids"
     (verdict,) = judge(pool, f"{completion} {file}")
     assert verdict.reason in ("time limit", "death of its process (SIGSEGV)")
@@ -114,22 +113,22 @@ def test_what_a_reward_started_dies_with_it(pool: ChildRewards, tmp_path: Path, 
     wait_for(lambda: not any(is_alive(pid) for pid in pids_in(file)), "orphans live on")
 
 
-def test_a_reward_that_forks_and_returns_answers_once(pool: ChildRewards) -> None:
+def test_a_reward_that_forks_and_returns_answers_once(pool: RewardPool) -> None:
     verdicts = judge(pool, *["return-twice", "yes", "no"] * 5)
     assert [verdict.value for verdict in verdicts] == [0.5, 1.0, 0.0] * 5
 
 
-def test_what_a_reward_prints_is_no_reply(pool: ChildRewards, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_a_reward_prints_is_no_reply(pool: RewardPool, capfd: pytest.CaptureFixture[str]) -> None:
     verdicts = judge(pool, "noise", "yes")
     assert [verdict.value for verdict in verdicts] == [1.0, 1.0]
     assert capfd.readouterr().out == ""
 
 
-def test_a_child_has_no_secret_no_torch_and_one_core(pool: ChildRewards) -> None:
+def test_a_child_has_no_secret_no_torch_and_one_core(pool: RewardPool) -> None:
     assert [verdict.value for verdict in judge(pool, "secrets", "torch", "cores")] == [0.0, 0.0, 1.0]
 
 
-def test_a_child_is_in_a_session_of_its_own(pool: ChildRewards) -> None:
+def test_a_child_is_in_a_session_of_its_own(pool: RewardPool) -> None:
     (verdict,) = judge(pool, "session")
     assert verdict.value in {float(child.pid) for child in psutil.Process().children()} - {float(os.getsid(0))}
 
@@ -142,14 +141,14 @@ def test_arguments_are_lists_of_one_entry() -> None:
         "completion_ids": [[row] for row in rows],
         "answer": [f"a{row}" for row in rows],
     }
-    with ChildRewards(spec, workers=1) as pool:
+    with RewardPool(spec, workers=1) as pool:
         assert pool.takes(spec) is None
         assert [verdict.value for verdict in pool.score(spec, [str(row) for row in rows], columns)] == [1.0] * 20
 
 
 def test_several_rewards_ours_and_others_in_one_pool() -> None:
     few, judged = WILD.replace(":score", ":few_arguments"), WILD.replace(":score", ":slow_judge")
-    with ChildRewards("math_verify", few, judged, workers=1) as pool:
+    with RewardPool("math_verify", few, judged, workers=1) as pool:
         equal = pool.score("math_verify", [r"\boxed{\frac{2}{4}}", r"\boxed{3}"], {"answer": ["0.5", "4"]})
         lengths = pool.score(few, ["a", "abc"], {"answer": ["0.5", "4"], "more": [1, 2]})
         awaited = pool.score(judged, ["a"])
@@ -157,18 +156,18 @@ def test_several_rewards_ours_and_others_in_one_pool() -> None:
     assert [verdict.value for verdict in (*equal, *lengths, *awaited)] == [1.0, 0.0, 1.0, 3.0, 0.25]
 
 
-def test_a_large_batch_reaches_a_child_whose_pipe_is_small(pool: ChildRewards) -> None:
+def test_a_large_batch_reaches_a_child_whose_pipe_is_small(pool: RewardPool) -> None:
     long = "x" * 300_000
     assert [verdict.value for verdict in judge(pool, *[long] * 8, "yes")] == [0.0] * 8 + [1.0]
 
 
 def test_a_first_call_may_take_longer() -> None:
-    with ChildRewards(WILD, workers=1, timeout=0.2) as pool:
+    with RewardPool(WILD, workers=1, timeout=0.2) as pool:
         slow_first, slow_later = judge(pool, "sleep 0.5", "sleep 2")
     assert (slow_first.value, slow_later.reason) == (1.0, "time limit")
 
 
-def test_giving_up_leaves_the_rest_uncalled(pool: ChildRewards) -> None:
+def test_giving_up_leaves_the_rest_uncalled(pool: RewardPool) -> None:
     columns = {"answer": ["yes"] * 400, "prompts": ["?"] * 400}
     verdicts = pool.score(WILD, ["raise"] * 400, columns, give_up_after=3)
     called = [verdict for verdict in verdicts if verdict.reason == "ValueError: first line"]
@@ -192,19 +191,19 @@ def test_giving_up_leaves_the_rest_uncalled(pool: ChildRewards) -> None:
 def test_code_that_cannot_be_loaded_is_an_error_not_a_verdict(tmp_path: Path, code: str, name: str, said: str) -> None:
     (tmp_path / "broken.py").write_text(code)
     spec = f"{tmp_path}/broken.py:{name}"
-    pool = ChildRewards(spec, workers=1)
+    pool = RewardPool(spec, workers=1)
     with pytest.raises(RewardFailed, match=said) as error:
         pool.start()
     assert spec in str(error.value)
-    assert pool._crew.members == []  # `close` waits for each to be gone
+    assert pool._children == []  # `close` waits for each to be gone
 
 
-def test_a_child_that_died_while_idle_costs_no_verdict(pool: ChildRewards) -> None:
+def test_a_child_that_died_while_idle_costs_no_verdict(pool: RewardPool) -> None:
     judge(pool, "yes")
-    for child in pool._crew.members:
+    for child in pool._children:
         for process in descendants(child.pid):
             process.kill()
-    wait_for(lambda: not any(descendants(child.pid) for child in pool._crew.members), "workers do not die")
+    wait_for(lambda: not any(descendants(child.pid) for child in pool._children), "workers do not die")
     time.sleep(0.1)
     assert [verdict.value for verdict in judge(pool, *["yes"] * 4)] == [1.0] * 4
 
@@ -216,9 +215,9 @@ def test_bad_luck_in_starting_a_child_is_survived_and_a_lasting_fault_is_not(tmp
         "def score(completions):\n    if completions == ['exit']: os._exit(1)\n    return [1.0]\n"
     )
     spec = f"{tmp_path}/moody.py:score"
-    with ChildRewards(spec, workers=1) as pool:
+    with RewardPool(spec, workers=1) as pool:
         assert [verdict.value for verdict in pool.score(spec, ["exit", "a"])] == [None, 1.0]
-        wait_for(lambda: pool.score(spec, ["a"]) and all(child.ready for child in pool._crew.members), "no spare")
+        wait_for(lambda: pool.score(spec, ["a"]) and all(child.ready for child in pool._children), "no spare")
         (tmp_path / "broken").touch()
         pool.score(spec, ["exit"])  # a spare stands by; the one that takes its place cannot start
         time.sleep(0.5)
@@ -229,16 +228,16 @@ def test_bad_luck_in_starting_a_child_is_survived_and_a_lasting_fault_is_not(tmp
             pool.score(spec, ["exit"] * 5)
 
 
-def test_a_column_that_cannot_travel_is_an_error(pool: ChildRewards) -> None:
+def test_a_column_that_cannot_travel_is_an_error(pool: RewardPool) -> None:
     with pytest.raises(RewardFailed, match=r"column 'file' cannot be sent .*reward_isolation: none"):
         pool.score(WILD, ["yes"], {"answer": ["yes"], "prompts": ["?"], "file": [lambda: 0]})
 
 
 def test_closing_leaves_nothing(tmp_path: Path) -> None:
     file = tmp_path / "pids"
-    with ChildRewards(WILD, workers=2) as pool:
+    with RewardPool(WILD, workers=2) as pool:
         assert judge(pool, f"leave-a-program {file}", "yes")[0].value == 1.0
-        pids = [*pids_in(file), *[child.pid for child in pool._crew.members]]
+        pids = [*pids_in(file), *[child.pid for child in pool._children]]
         pids += [process.pid for pid in pids for process in descendants(pid)]
         assert len(set(pids)) >= 4 and all(is_alive(pid) for pid in pids)
     assert not any(is_alive(pid) for pid in pids)
@@ -246,12 +245,12 @@ def test_closing_leaves_nothing(tmp_path: Path) -> None:
 
 PARENT = f"""
 import os, sys
-from grpo_recipes.rewards.children import ChildRewards
-pool = ChildRewards({WILD!r}, workers=2, timeout=300)
+from grpo_recipes.rewards.pool import RewardPool
+pool = RewardPool({WILD!r}, workers=2, timeout=300)
 pool.start()
 columns = {{"answer": ["yes"] * 2, "prompts": ["?"] * 2}}
 pool.score({WILD!r}, ["yes", "yes"], columns)
-print(*[child.pid for child in pool._crew.members], flush=True)
+print(*[child.pid for child in pool._children], flush=True)
 if sys.argv[1] == "hang":
     pool.score({WILD!r}, ["leave-and-spin " + sys.argv[2], "leave-a-program " + sys.argv[2] + ".program"], columns)
 os._exit(1) if sys.argv[1] == "exit" else sys.exit(0)
@@ -278,9 +277,9 @@ def test_nothing_outlives_the_trainer(tmp_path: Path, how: str) -> None:
     wait_for(lambda: not any(is_alive(pid) for pid in pids), "children outlive their parent")
 
 
-def test_a_keeper_that_is_killed_costs_a_verdict(pool: ChildRewards) -> None:
+def test_a_keeper_that_is_killed_costs_a_verdict(pool: RewardPool) -> None:
     spinning = subprocess.Popen(
-        [sys.executable, "-c", f"import os, time; time.sleep(0.2); os.kill({pool._crew.members[0].pid}, 9)"]
+        [sys.executable, "-c", f"import os, time; time.sleep(0.2); os.kill({pool._children[0].pid}, 9)"]
     )
     verdicts = judge(pool, *["sleep 0.3"] * 4, "yes")
     spinning.wait(10)

@@ -17,12 +17,11 @@ import pytest
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe.check import check
 from grpo_recipes.recipe.keys import catalogue
-from grpo_recipes.rewards.children import RewardFailed, Verdict
-from grpo_recipes.rewards.children.limits import MOST_PROCESSES
-from grpo_recipes.rewards.children.pool import START_SECONDS
+from grpo_recipes.rewards.child import MOST_PROCESSES
 from grpo_recipes.rewards.load import keep_rewards, load_rewards
-from grpo_recipes.rewards.records import LimitRecords, key_of
-from grpo_recipes.rewards.wrapper import BatchReward, IsolatedReward, WatchedReward
+from grpo_recipes.rewards.pool import START_SECONDS
+from grpo_recipes.rewards.score import RewardFailed, Score
+from grpo_recipes.rewards.wrapper import BatchReward, IsolatedReward, LimitRecords, RewardWrapper, key_of
 
 OWN = """
 import sys, time
@@ -92,7 +91,7 @@ def load(tmp_path: Path) -> Iterator[Any]:
 
 def test_ours_are_called_as_they_are_and_the_unbounded_in_children(load: Any) -> None:
     exact, verify = load("pure_accuracy_math", "math_verify")
-    assert not isinstance(exact, WatchedReward) and isinstance(verify, IsolatedReward)
+    assert not isinstance(exact, RewardWrapper) and isinstance(verify, IsolatedReward)
     columns = {"completions": ["<answer>1/2</answer>"], "answer": ["0.5"], "prompts": ["?"], "completion_ids": [[1]]}
     assert (exact(**columns), verify(**columns)) == ([1.0], [1.0])
     assert (exact.__name__, verify.__name__) == ("pure_accuracy_math", "math_verify")
@@ -159,7 +158,7 @@ def test_a_batch_reward_that_breaks_its_word_is_named(returned: Any, said: str) 
 def test_a_batch_reward_may_know_no_number() -> None:
     reward = BatchReward(lambda completions, **_: [1, None, float("nan")], "a.py:f", "f")
     assert reward(completions=["a", "b", "c"]) == [1.0, None, None]
-    assert [verdict.reason for verdict in reward.verdicts] == [None, None, "not a number: nan"]
+    assert [verdict.reason for verdict in reward.scores] == [None, None, "not a number: nan"]
 
 
 # --- the copy a run keeps --------------------------------------------------------------------------------------------
@@ -205,17 +204,17 @@ def test_a_verdict_by_time_limit_is_given_again_without_a_call(load: Any, projec
     score.generation = 4
     arguments = {"completions": ["a", "spin", "spin", "spin"], "answer": ["a", "a", "a", "b"]}
     assert score(**arguments) == [1.0, None, None, None]
-    assert [verdict.replayed for verdict in score.verdicts] == [False] * 4
+    assert [verdict.replayed for verdict in score.scores] == [False] * 4
     assert calls(project) == 2, "equal arguments are one call"
     score.generation = 9
     assert score(**arguments) == [1.0, None, None, None]
-    assert calls(project) == 2 and [verdict.replayed for verdict in score.verdicts] == [False, True, True, True]
+    assert calls(project) == 2 and [verdict.replayed for verdict in score.scores] == [False, True, True, True]
 
     (resumed,) = load("own.py:score")
     resumed.generation = 4
     assert resumed(**arguments) == [1.0, None, None, None]
     assert calls(project) == 2
-    assert [verdict.reason for verdict in resumed.verdicts] == [None, *["time limit"] * 3]
+    assert [verdict.reason for verdict in resumed.scores] == [None, *["time limit"] * 3]
     resumed.generation = 3  # before it was recorded the run did call
     assert resumed(**{"completions": ["warm"], "answer": ["a"]}) == [0.0]
     assert resumed(**{"completions": ["spin"], "answer": ["a"]}) == [None]
@@ -231,10 +230,10 @@ def test_a_verdict_by_time_limit_is_given_again_without_a_call(load: Any, projec
 def test_records_are_of_limits_alone_and_survive_a_kill(tmp_path: Path) -> None:
     file = tmp_path / "rewards" / "limits_0.jsonl"
     records = LimitRecords(file)
-    records.add("a", 3, Verdict(None, "time limit", by_limit=True))
-    records.add("b", 3, Verdict(None, "ValueError: x"))
-    records.add("c", 3, Verdict(1.0))
-    records.add(None, 3, Verdict(None, "time limit", by_limit=True))
+    records.add("a", 3, Score(None, "time limit", by_limit=True))
+    records.add("b", 3, Score(None, "ValueError: x"))
+    records.add("c", 3, Score(1.0))
+    records.add(None, 3, Score(None, "time limit", by_limit=True))
     with file.open("a") as half:
         half.write('{"key": "d", "gener')
     again = LimitRecords(file)
@@ -245,7 +244,7 @@ def test_records_are_of_limits_alone_and_survive_a_kill(tmp_path: Path) -> None:
 
 def test_a_key_is_the_same_in_another_process_and_none_without_plain_data() -> None:
     arguments = {"completions": [{"role": "assistant", "content": "ü"}], "answer": 3.5, "ids": [1, 2]}
-    code = f"from grpo_recipes.rewards.records import key_of; print(key_of(['a'], {arguments!r}))"
+    code = f"from grpo_recipes.rewards.wrapper import key_of; print(key_of(['a'], {arguments!r}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == key_of(["a"], arguments)
     assert key_of(["b"], arguments) != key_of(["a"], arguments)

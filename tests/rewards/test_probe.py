@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from grpo_recipes.rewards.answers import same
-from grpo_recipes.rewards.children.score import Verdict
 from grpo_recipes.rewards.functions import pure_accuracy_math
 from grpo_recipes.rewards.probe import corruptions, probe
+from grpo_recipes.rewards.score import Score
 
 ROWS = [
     {"prompt": [{"role": "user", "content": f"{a}+{a}="}], "answer": str(2 * a), "difficulty": a} for a in range(1, 9)
@@ -18,7 +18,7 @@ ROWS = [
 
 def scorer(function) -> Any:
     return lambda completions, columns: [
-        Verdict(value) if value is None or isinstance(value, float) else Verdict(None, value)
+        Score(value) if value is None or isinstance(value, float) else Score(None, value)
         for value in function(completions=completions, **columns)
     ]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,9 +17,9 @@ from grpo_recipes.modebench.verify import is_problem
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.registry import ACCURACY, IN_CHILDREN, REWARDS, make_reward
 from grpo_recipes.recipe.user_code import load_object
-from grpo_recipes.rewards.children import ChildReward, ChildRewards, RewardFailed, Verdict
-from grpo_recipes.rewards.children.score import described, entries, number
-from grpo_recipes.rewards.probe import Finding, Score, probe
+from grpo_recipes.rewards.pool import PoolReward, RewardPool
+from grpo_recipes.rewards.probe import Finding, ScoreFunction, probe
+from grpo_recipes.rewards.score import RewardFailed, Score, call_reward, described
 from grpo_recipes.smoke import SMOKE_SCHEME
 
 _MEND = "mend it, or name another in reward_funcs"
@@ -104,7 +102,7 @@ def _long_solutions(recipe: Recipe, rows: list[dict[str, Any]]) -> list[Problem]
 
 
 @contextmanager
-def _scores(recipe: Recipe) -> Iterator[dict[str, Score]]:
+def _scores(recipe: Recipe) -> Iterator[dict[str, ScoreFunction]]:
     """The recipe's rewards by their names, in children where the trainer has them there."""
     names = list(dict.fromkeys(recipe["reward_funcs"]))
     isolated = recipe["reward_isolation"] == "completion"
@@ -112,8 +110,8 @@ def _scores(recipe: Recipe) -> Iterator[dict[str, Score]]:
     if not away:
         yield {name: _here(recipe, name) for name in names}
         return
-    pool = ChildRewards(
-        *[ChildReward(name, _keys(recipe, name)) for name in away],
+    pool = RewardPool(
+        *[PoolReward(name, _keys(recipe, name)) for name in away],
         workers=recipe["reward_workers"],
         timeout=recipe["reward_timeout"],
         memory_gib=recipe["reward_memory_gib"],
@@ -125,19 +123,18 @@ def _scores(recipe: Recipe) -> Iterator[dict[str, Score]]:
         raise ConfigError(Problem(recipe.place("reward_funcs"), str(error), _MEND)) from error
 
 
-def _away(pool: ChildRewards, name: str) -> Score:
+def _away(pool: RewardPool, name: str) -> ScoreFunction:
     return lambda completions, columns: pool.score(name, completions, columns)
 
 
-def _here(recipe: Recipe, name: str) -> Score:
-    def score(completions: list[Any], columns: dict[str, list[Any]]) -> list[Verdict]:
-        reward = make_reward(name, SimpleNamespace(**_keys(recipe, name)), None)
-        return _verdicts(reward(completions, **columns), len(completions))
-
-    def score_theirs(completions: list[Any], columns: dict[str, list[Any]]) -> list[Verdict]:
+def _here(recipe: Recipe, name: str) -> ScoreFunction:
+    def score(completions: list[Any], columns: dict[str, list[Any]]) -> list[Score]:
+        everything = {"completions": completions, **columns}
+        if name in REWARDS:
+            reward = make_reward(name, SimpleNamespace(**_keys(recipe, name)), None)
+            return call_reward(reward, everything, len(completions))
         try:
-            result = load_object(name)(completions=completions, **columns)
-            return _verdicts(asyncio.run(result) if inspect.iscoroutine(result) else result, len(completions))
+            return call_reward(load_object(name), everything, len(completions))
         except ConfigError:
             raise
         except Exception as error:  # theirs: whatever it raises would end the run
@@ -145,11 +142,7 @@ def _here(recipe: Recipe, name: str) -> Score:
             what = f"reward '{name}' failed: {described(error)}"
             raise ConfigError(Problem(recipe.place("reward_funcs"), what, _MEND)) from error
 
-    return score if name in REWARDS else score_theirs
-
-
-def _verdicts(result: Any, count: int) -> list[Verdict]:
-    return [Verdict(*number(entry)) for entry in entries(result, count)]
+    return score
 
 
 def _keys(recipe: Recipe, name: str) -> dict[str, Any]:

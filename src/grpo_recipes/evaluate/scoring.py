@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_recipes.evaluate.problems import BenchmarkProblem
 from grpo_recipes.recipe.registry import ACCURACY, make_reward
-from grpo_recipes.rewards.wrapper import WatchedReward
+from grpo_recipes.rewards.wrapper import RewardWrapper
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Scorer:
 
     def scores(self, problems: Sequence[BenchmarkProblem], texts: Sequence[Sequence[str]]) -> list[list[float | None]]:
         """1 for a right completion, 0 for a wrong one, None without a verdict: (problems, samples)."""
-        if isinstance(self.reward, WatchedReward):
+        if isinstance(self.reward, RewardWrapper):
             self.reward.give_up_after = None
         flat = [(problem, text) for problem, row in zip(problems, texts, strict=True) for text in row]
         given = self.reward(

@@ -78,6 +78,29 @@ def end_descendants(grace: float = 5.0) -> None:
         reap()
 
 
+def kill_descendants(pid: int | None = None, seconds: float = 10.0) -> None:
+    """Kill every descendant of ``pid`` (of this process by default), for ``seconds`` at most.
+
+    All are stopped first, so that none escapes by starting others.
+    """
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        stopped: set[psutil.Process] = set()
+        while (running := set(descendants(pid)) - stopped) and time.monotonic() < deadline:
+            for process in running:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.suspend()
+            stopped |= running
+        for process in stopped:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        if pid is None:
+            reap()
+        if not descendants(pid):
+            return
+        time.sleep(0.01)
+
+
 def reap() -> None:
     """Collect adopted children that have exited, so that they do not count as alive."""
     with contextlib.suppress(ChildProcessError):

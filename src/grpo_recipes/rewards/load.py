@@ -11,9 +11,8 @@ from typing import Any
 from grpo_recipes.paths import shown
 from grpo_recipes.recipe.registry import IN_CHILDREN, REWARDS, Reward, make_reward
 from grpo_recipes.recipe.user_code import copy_path, copy_source, load_object, source_path, split_spec
-from grpo_recipes.rewards.children import ChildReward, ChildRewards
-from grpo_recipes.rewards.records import LimitRecords
-from grpo_recipes.rewards.wrapper import BatchReward, IsolatedReward
+from grpo_recipes.rewards.pool import PoolReward, RewardPool
+from grpo_recipes.rewards.wrapper import BatchReward, IsolatedReward, LimitRecords
 
 _COPIES = "rewards"  # folder of the run directory
 
@@ -75,10 +74,10 @@ def load_rewards(script_args: Any, args: Any, run_dir: Path) -> list[Reward]:
     return rewards
 
 
-def _start_pool(names: list[str], script_args: Any, args: Any, run_dir: Path) -> ChildRewards:
+def _start_pool(names: list[str], script_args: Any, args: Any, run_dir: Path) -> RewardPool:
     ordered = sorted(names, key=is_own)  # a user's folder must not come before our rewards on the path
-    pool = ChildRewards(
-        *[ChildReward(name, _keys(name, script_args, args), _place(name, run_dir)) for name in ordered],
+    pool = RewardPool(
+        *[PoolReward(name, _keys(name, script_args, args), _place(name, run_dir)) for name in ordered],
         workers=script_args.reward_workers,
         timeout=script_args.reward_timeout,
         memory_gib=script_args.reward_memory_gib,

@@ -1,155 +1,160 @@
-"""The two ways a reward is called so that a completion without a verdict is known, and why."""
+"""The two ways in which a reward is called so that an unscored completion is known, and why it is unscored."""
 
 from __future__ import annotations
 
-import asyncio
-import inspect
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from grpo_recipes.rewards.children import ChildRewards, RewardFailed, Verdict
-from grpo_recipes.rewards.children.batch import GIVEN_UP
-from grpo_recipes.rewards.children.score import WrongShape, described, entries, number
-from grpo_recipes.rewards.records import LimitRecords, key_of
+from grpo_recipes.rewards.pool import RewardPool
+from grpo_recipes.rewards.score import (
+    GIVEN_UP,
+    RewardFailed,
+    Score,
+    WrongShape,
+    call_reward,
+    described,
+    parameters,
+    taken,
+)
 from grpo_recipes.runs.stop_request import CutShort, StopRequest
 
 # What TRL hands a reward beside the columns: live objects of the trainer.
 _NOT_SENT = ("trainer_state", "log_extra", "log_metric", "environments")
 
 
-class WatchedReward:
-    """A reward as TRL calls it, which remembers its verdicts.
+class RewardWrapper:
+    """A reward as TRL calls it, which remembers the scores of the last call."""
 
-    Attributes:
-        spec: as the recipe names it.
-        verdicts: (B,) of the last call.
-        timeout: seconds it may take for one completion, None without a limit.
-        generation: number of the generation being scored.
-        give_up_after: completions without a verdict after which the rest of a call is left out, None for all.
-        stop: the request to stop at which the rest of a call is left out; None outside a training.
-    """
-
-    timeout: float | None = None
+    timeout: float | None = None  # seconds it may take for one completion, None without a limit
 
     def __init__(self, spec: str, name: str):
-        self.spec = spec
+        self.spec = spec  # as the recipe names it
         self.__name__ = name  # TRL's name for its metrics
-        self.verdicts: list[Verdict] = []
-        self.generation = 0
-        self.give_up_after: int | None = None
-        self.stop: StopRequest | None = None
+        self.scores: list[Score] = []  # (B,) of the last call
+        self.generation = 0  # number of the generation being scored
+        self.give_up_after: int | None = None  # unscored completions after which the rest is left out, None for all
+        self.stop: StopRequest | None = None  # leaves out the rest of a call; None outside a training
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        """The reward of each completion, (B,); None without a verdict."""
-        self.verdicts = self._judge(completions, columns)
-        return [verdict.value for verdict in self.verdicts]
+        """Return the reward of each completion, (B,); None where it is unscored."""
+        self.scores = self._score(len(completions), {**columns, "completions": completions})
+        return [score.value for score in self.scores]
 
-    def _judge(self, completions: Sequence[Any], columns: dict[str, Any]) -> list[Verdict]:
+    def _score(self, rows: int, columns: dict[str, Any]) -> list[Score]:
         raise NotImplementedError
 
 
-class IsolatedReward(WatchedReward):
+class IsolatedReward(RewardWrapper):
     """Calls a reward in child processes, once for equal arguments, and not again where a limit decided before.
 
     Args:
         pool: has the reward.
         spec: as the recipe, and the pool, name it.
         name: of its metrics.
-        records: verdicts that limits decided.
+        records: scores that limits decided.
         code: hash of the user's code, since other code may end otherwise.
     """
 
-    def __init__(self, pool: ChildRewards, spec: str, name: str, records: LimitRecords, code: str = ""):
+    def __init__(self, pool: RewardPool, spec: str, name: str, records: LimitRecords, code: str = ""):
         super().__init__(spec, name)
         self._pool = pool
         self._records = records
         self._identity = (spec, code, pool.timeout, pool.memory_gib)
         self.timeout = pool.timeout
 
-    def _judge(self, completions: Sequence[Any], columns: dict[str, Any]) -> list[Verdict]:
-        takes = self._pool.takes(self.spec)
-        everything = {**columns, "completions": completions}
-        kept = {
-            name: values
-            for name, values in everything.items()
-            if name not in _NOT_SENT and (takes is None or name in takes)
-        }
-        calls = _Calls()
-        for row in range(len(completions)):
-            key = key_of(self._identity, {name: values[row] for name, values in kept.items()})
-            calls.add(key, row, self._records.known(key, self.generation))
-        rows = [row for _, row in calls.to_make]
-        asked = {name: [values[row] for row in rows] for name, values in kept.items()}
+    def _score(self, rows: int, columns: dict[str, Any]) -> list[Score]:
+        sent = {name: values for name, values in columns.items() if name not in _NOT_SENT}
+        sent = taken(sent, self._pool.takes(self.spec))
+        keys = [key_of(self._identity, {name: values[row] for name, values in sent.items()}) for row in range(rows)]
+        first: dict[str, int] = {}
+        same_as = [row if key is None else first.setdefault(key, row) for row, key in enumerate(keys)]
+        found = {row: self._records.known(keys[row], self.generation) for row in same_as}
+        called = [row for row, known in found.items() if known is None]
+        asked = {name: [values[row] for row in called] for name, values in sent.items()}
         stopped = self.stop.cuts if self.stop else lambda: False
-        verdicts = self._pool.score(self.spec, asked.pop("completions"), asked, self.give_up_after, stopped)
-        for (key, row), verdict in zip(calls.to_make, verdicts, strict=True):
-            calls.verdicts[row] = verdict
-            self._records.add(key, self.generation, verdict)
-        return [calls.verdicts[calls.same_as[row]] for row in range(len(completions))]
+        scores = self._pool.score(self.spec, asked.pop("completions"), asked, self.give_up_after, stopped)
+        for row, score in zip(called, scores, strict=True):
+            found[row] = score
+            self._records.add(keys[row], self.generation, score)
+        return [found[row] for row in same_as]
 
 
-@dataclass
-class _Calls:
-    """Which rows are to be called, and which share the verdict of another or of an earlier call."""
-
-    to_make: list[tuple[str | None, int]] = field(default_factory=list)
-    same_as: dict[int, int] = field(default_factory=dict)
-    verdicts: dict[int, Verdict] = field(default_factory=dict)
-    _first: dict[str, int] = field(default_factory=dict)
-
-    def add(self, key: str | None, row: int, known: Verdict | None) -> None:
-        self.same_as[row] = row if key is None else self._first.setdefault(key, row)
-        if self.same_as[row] != row:
-            return
-        if known is None:
-            self.to_make.append((key, row))
-        else:
-            self.verdicts[row] = known
-
-
-class BatchReward(WatchedReward):
-    """Calls the user's reward on the whole batch, in this process and without limits.
-
-    Args:
-        function: the user's.
-        spec: as the recipe names it.
-        name: of its metrics.
-    """
+class BatchReward(RewardWrapper):
+    """Calls the user's reward on the whole batch, in this process and without limits."""
 
     def __init__(self, function: Callable[..., Any], spec: str, name: str):
         super().__init__(spec, name)
         self._function = function
-        parameters = inspect.signature(function).parameters.values()
-        takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
-        self._takes = None if takes_all else {parameter.name for parameter in parameters}
+        self._takes = parameters(function)
 
-    def _judge(self, completions: Sequence[Any], columns: dict[str, Any]) -> list[Verdict]:
-        """The verdicts.
+    def _score(self, rows: int, columns: dict[str, Any]) -> list[Score]:
+        """Return the scores.
 
         Raises:
             RewardFailed: the reward raised, or did not return a number or None for each completion.
         """
-        everything = {**columns, "completions": completions}
-        kept = {name: values for name, values in everything.items() if self._takes is None or name in self._takes}
         try:
             with self.stop.interrupting() if self.stop else nullcontext():
-                result = self._function(**kept)
-                if inspect.isawaitable(result):
-                    result = asyncio.run(_awaited(result))
-            found = [number(entry) for entry in entries(result, len(completions))]
+                scores = call_reward(self._function, taken(columns, self._takes), rows)
         except CutShort:
-            return [Verdict(None, GIVEN_UP)] * len(completions)
+            return [Score(None, GIVEN_UP)] * rows
         except WrongShape as error:
             raise RewardFailed(f"reward '{self.spec}': {error}") from None
         except Exception as error:
             raise RewardFailed(f"reward '{self.spec}' raised {described(error)}") from error
-        for _, reason in found:
-            if reason is not None and not reason.startswith("not a number"):
-                raise RewardFailed(f"reward '{self.spec}': {reason}")
-        return [Verdict(value, reason) for value, reason in found]
+        for score in scores:
+            if score.reason is not None and not score.reason.startswith("not a number"):
+                raise RewardFailed(f"reward '{self.spec}': {score.reason}")
+        return scores
 
 
-async def _awaited(result: Any) -> Any:
-    return await result
+class LimitRecords:
+    """The scores of one rank that a time limit, a memory limit or a death decided, so that a resumed run repeats them.
+
+    A record counts from the generation it was made in: what was called before it in the run is called again when the
+    run is redone from a checkpoint, and what was not called after it is not called then.
+
+    Args:
+        file: where they are kept; None keeps them for this process alone.
+    """
+
+    def __init__(self, file: Path | None):
+        self._file = file
+        self._records: dict[str, tuple[int, str]] = {}
+        if file is not None and file.exists():
+            for line in file.read_text().split("\n")[:-1]:  # what follows the last newline was cut off by a kill
+                record = json.loads(line)
+                self._records.setdefault(record["key"], (record["generation"], record["reason"]))
+
+    def known(self, key: str | None, generation: int) -> Score | None:
+        """Return the recorded score for these arguments, or None."""
+        made, reason = self._records.get(key or "", (generation + 1, ""))
+        return Score(None, reason, by_limit=True, replayed=True) if made <= generation else None
+
+    def add(self, key: str | None, generation: int, score: Score) -> None:
+        """Keep a score, on disk before the update that it leads to."""
+        if key is None or not score.by_limit or score.reason is None:
+            return
+        self._records[key] = (generation, score.reason)
+        if self._file is not None:
+            self._file.parent.mkdir(exist_ok=True)
+            with self._file.open("a") as file:
+                file.write(json.dumps({"key": key, "generation": generation, "reason": score.reason}) + "\n")
+
+
+def key_of(reward: Sequence[Any], arguments: dict[str, Any]) -> str | None:
+    """Return a hash of what a reward is called with; None where an argument is not plain data and so has no stable one.
+
+    Args:
+        reward: what else a score depends on: which reward, and its limits.
+        arguments: of the call.
+    """
+    try:
+        text = json.dumps([*reward, arguments], sort_keys=True)
+    except (TypeError, ValueError):
+        return None
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

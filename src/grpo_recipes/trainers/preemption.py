@@ -16,7 +16,7 @@ import torch
 import torch.distributed
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from grpo_recipes.rewards.wrapper import WatchedReward
+from grpo_recipes.rewards.wrapper import RewardWrapper
 from grpo_recipes.runs.checkpoints import newest_complete
 from grpo_recipes.runs.stop_request import LOOK_SECONDS, Stopped, StoppedOnRequest, StopRequest
 from grpo_recipes.trainers.random_states import random_states, set_random_states
@@ -107,7 +107,7 @@ class Stopping:
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         for reward in self.reward_funcs:
-            if isinstance(reward, WatchedReward):
+            if isinstance(reward, RewardWrapper):
                 reward.stop = self.stop
         with self._cutting_short():
             rewards = super()._calculate_rewards(*args, **kwargs)

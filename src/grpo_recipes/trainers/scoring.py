@@ -12,8 +12,8 @@ import torch
 from accelerate.utils import gather_object
 
 from grpo_recipes.rewards.answers import completion_text
-from grpo_recipes.rewards.children.batch import GIVEN_UP
-from grpo_recipes.rewards.wrapper import WatchedReward
+from grpo_recipes.rewards.score import GIVEN_UP
+from grpo_recipes.rewards.wrapper import RewardWrapper
 from grpo_recipes.secrets import masked
 
 _SLOW_SHARE = 0.5  # of the limit
@@ -49,7 +49,7 @@ class Scoring:
         Raises:
             TooManyWithoutVerdict: on every rank, before an update is computed from this batch.
         """
-        watched = [reward for reward in self.reward_funcs if isinstance(reward, WatchedReward)]
+        watched = [reward for reward in self.reward_funcs if isinstance(reward, RewardWrapper)]
         if not watched:
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         for reward in watched:
@@ -104,20 +104,20 @@ class Scoring:
         )
 
 
-def _report(reward: WatchedReward, prompts: list[Any], completions: list[Any]) -> dict[str, Any]:
+def _report(reward: RewardWrapper, prompts: list[Any], completions: list[Any]) -> dict[str, Any]:
     """What one rank tells of one reward: who has no verdict, why, and the slowest calls."""
-    verdicts = reward.verdicts
-    missing = [row for row, verdict in enumerate(verdicts) if verdict.missing and verdict.reason != GIVEN_UP]
+    verdicts = reward.scores
+    missing = [row for row, verdict in enumerate(verdicts) if verdict.unscored and verdict.reason != GIVEN_UP]
     slow = [
         row
         for row, verdict in enumerate(verdicts)
-        if not verdict.missing and reward.timeout is not None and verdict.seconds > _SLOW_SHARE * reward.timeout
+        if not verdict.unscored and reward.timeout is not None and verdict.seconds > _SLOW_SHARE * reward.timeout
     ]
     slow.sort(key=lambda row: -verdicts[row].seconds)
     return {
         "name": reward.__name__,
         "spec": reward.spec,
-        "missing": [verdict.missing for verdict in verdicts],
+        "missing": [verdict.unscored for verdict in verdicts],
         "reasons": Counter(verdicts[row].reason for row in missing),
         "seconds_max": max((verdict.seconds for verdict in verdicts), default=0.0),
         "rows": [

@@ -1,0 +1,175 @@
+"""One child process of rewards, in two: a keeper of our code alone, and the worker below it that calls rewards.
+
+    python -P -m grpo_recipes.rewards.child PID-OF-THE-PARENT
+
+The keeper ends everything the worker left, whatever session it is in, when the worker ends, when the parent dies, and
+when the parent asks for it by SIGTERM. Requests are pickles on what was stdin. Replies are lines of JSON on what was
+stdout, since a child is not trusted; what rewards print goes to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import pickle
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, BinaryIO, NoReturn
+
+from grpo_recipes.process.tree import OWN_CHILDREN, become_subreaper, die_with_parent, kill_descendants, reap
+from grpo_recipes.recipe.registry import make_reward
+from grpo_recipes.recipe.user_code import load_object
+from grpo_recipes.rewards.score import WrongShape, call_reward, described, parameters
+
+MOST_PROCESSES = 64  # of one child process, itself included
+_TRACEBACKS = 3  # printed by one worker; a reward that is wrong is wrong for every completion
+
+
+def main() -> NoReturn:
+    """Fork the worker, and keep it."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent(int(sys.argv[1]))
+    become_subreaper()
+    # The pipes get numbers of their own; 0 and 1 become what a reward may read and print to.
+    requests, replies = os.dup(0), os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    worker = os.fork()
+    if worker == 0:
+        _work(requests, replies)
+    os.close(requests)
+    _keep(worker, replies)
+
+
+def _keep(worker: int, replies: int) -> NoReturn:
+    OWN_CHILDREN.add(worker)
+    ended = 0
+    while ended == 0:
+        if signal.sigwait({signal.SIGTERM, signal.SIGCHLD}) == signal.SIGTERM:
+            kill_descendants()
+            os._exit(0)
+        ended, status = os.waitpid(worker, os.WNOHANG)
+        reap()
+    kill_descendants()
+    with contextlib.suppress(BrokenPipeError):  # the parent is gone: nobody is left to hear it
+        _reply(replies, {"died": _death(os.waitstatus_to_exitcode(status))})
+    os._exit(0)
+
+
+def _death(code: int) -> str:
+    if code >= 0:
+        return f"exit of its process (code {code})"
+    name = signal.Signals(-code).name
+    return f"death of its process ({name}{', perhaps out of memory' if name == 'SIGKILL' else ''})"
+
+
+def _reply(replies: int, message: dict[str, Any]) -> None:
+    os.write(replies, json.dumps(message).encode() + b"\n")
+
+
+# --- the worker ------------------------------------------------------------------------------------------------------
+
+
+def _work(requests: int, replies: int) -> NoReturn:
+    die_with_parent(os.getppid(), signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGCHLD})
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    faulthandler.enable()
+    with os.fdopen(requests, "rb") as stream, contextlib.suppress(EOFError):  # the parent closed the pipe
+        _serve(stream, replies)
+    os._exit(0)
+
+
+def _serve(stream: BinaryIO, replies: int) -> NoReturn:
+    setup = pickle.load(stream)
+    limit_this_process(setup["memory"])
+    rewards = _load(setup, replies)
+    while True:
+        request = pickle.load(stream)
+        for row, columns in request["rows"]:
+            _answer(rewards[request["reward"]], row, columns, replies)
+
+
+def limit_this_process(memory_bytes: int) -> None:
+    """Bound the memory that this process and those it starts may write to, each by itself, and their number.
+
+    RLIMIT_DATA counts private writable memory alone: RLIMIT_AS would count libraries and reservations never touched.
+    Root is not bound by RLIMIT_NPROC; the pool looks at the rest. The kernel's memory killer takes us first.
+    """
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # NPROC counts all the user's tasks on the machine: room for ours above all there are, whosever they are.
+    everyone = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[2])
+    _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    wanted = everyone + 4 * MOST_PROCESSES
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
+    score = Path("/proc/self/oom_score_adj")
+    score.write_text(str(max(800, int(score.read_text()))))
+
+
+def _load(setup: dict[str, Any], replies: int) -> list[Callable[..., Any]]:
+    """Load every reward of the setup, ours first: a user's folder must not come before theirs on the path."""
+    rewards = []
+    for wanted in setup["rewards"]:
+        try:
+            rewards.append(_function(wanted, setup["copies"]))
+        except BaseException as error:
+            traceback.print_exc()
+            _reply(replies, {"failed": wanted["spec"], "reason": described(error)})
+            os._exit(1)
+    _reply(replies, {"ready": [parameters(reward) for reward in rewards]})
+    return rewards
+
+
+def _function(wanted: dict[str, Any], copies: Path | None) -> Callable[..., Any]:
+    if ":" not in wanted["spec"]:
+        return make_reward(wanted["spec"], SimpleNamespace(**wanted["keys"]), None)
+    function: Callable[..., Any] = load_object(wanted["place"], copies)
+    if not callable(function):
+        raise TypeError(f"it is a {type(function).__name__}, not a function")
+    takes = parameters(function)
+    if takes is not None and "completions" not in takes:
+        raise TypeError(f"it takes no argument 'completions'; write def {function.__name__}(completions, **columns)")
+    return function
+
+
+def _answer(reward: Callable[..., Any], row: int, columns: dict[str, Any], replies: int) -> None:
+    """Call the reward on one row, and reply."""
+    own, began = os.getpid(), time.monotonic()
+    value, reason, out_of_memory = _call(reward, columns)
+    if os.getpid() != own:
+        os._exit(0)  # the reward forked, and its child came back here
+    seconds = time.monotonic() - began
+    _reply(replies, {"row": row, "value": value, "reason": reason, "seconds": seconds, "out_of_memory": out_of_memory})
+    if out_of_memory:
+        os._exit(0)  # what is left of its memory may be full
+
+
+def _call(reward: Callable[..., Any], columns: dict[str, Any]) -> tuple[float | None, str | None, bool]:
+    global _TRACEBACKS
+    try:
+        (score,) = call_reward(reward, {name: [value] for name, value in columns.items()}, 1)
+    except MemoryError:
+        return None, "memory limit", True
+    except WrongShape as error:
+        return None, str(error), False
+    except BaseException as error:  # SystemExit too: a reward may call anything
+        if _TRACEBACKS > 0:
+            _TRACEBACKS -= 1
+            traceback.print_exc()
+        return None, described(error), False
+    return score.value, score.reason, False
+
+
+if __name__ == "__main__":
+    main()
