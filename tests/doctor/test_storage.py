@@ -145,9 +145,9 @@ def test_folders_of_living_runs_and_new_ones_are_no_leftovers(machine, tmp_path:
         assert limits.leftovers(asked).value == "none"
         living.kill()
     assert str(used) in limits.leftovers(asked).fix
-    with subprocess.Popen([sys.executable, "-c", "input()", "--scratch", str(used)], stdin=subprocess.PIPE) as warden:
+    with subprocess.Popen([sys.executable, "-c", "input()", "--scratch", str(used)], stdin=subprocess.PIPE) as guard:
         assert limits.leftovers(asked).value == "none"
-        warden.kill()
+        guard.kill()
 
 
 def test_a_run_of_another_container_holds_its_folder_and_is_no_leftover(machine, tmp_path: Path):

@@ -9,7 +9,7 @@ import psutil
 import pytest
 from real_runs import Launch, same_rows, weights_hash
 
-from grpo_recipes.launch.stall_detector import read_phases
+from grpo_recipes.launch.monitor import read_phases
 
 SHORT = ("--max_steps", "6", "--save_steps", "3", "--prompts_per_step", "4", "--num_generations", "8")
 HUNG = ("--server_stall_timeout", "6")

@@ -8,8 +8,7 @@ import signal
 import pytest
 
 from grpo_recipes.errors import EXIT_STOPPED
-from grpo_recipes.launch.attempt import Attempt, new_log
-from grpo_recipes.launch.finish import end_without_run, finish
+from grpo_recipes.launch.attempt import Attempt, end_without_run, finish, new_log
 from grpo_recipes.launch.supervisor import Ending
 from grpo_recipes.plan.types import Names
 from grpo_recipes.process.scratch import Scratch
@@ -48,7 +47,7 @@ def attempt(read, planned, tmp_path):
         recipe = read(**keys)
         names = Names(folder, "mine", "mine-abcd", "stamp")
         scratch = Scratch(tmp_path / "disk", tmp_path / "memory")
-        return Attempt(run, recipe, planned(recipe=recipe), names, scratch, {}, "", agents=None, first_step=4)
+        return Attempt(run, recipe, planned(recipe=recipe), names, scratch, {}, "", workers=None, first_step=4)
 
     return make
 

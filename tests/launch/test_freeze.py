@@ -12,9 +12,9 @@ from dead_scratch import dead_scratch
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.fetch.sources import find_sources
 from grpo_recipes.launch.attempt import prepare
-from grpo_recipes.launch.freeze import freeze, frozen_environment
-from grpo_recipes.launch.nodes import Agents
-from grpo_recipes.launch.resolve_run import Options, names_of, need_same_data, need_same_world, planned_names, settle
+from grpo_recipes.launch.nodes import NodeWorkers
+from grpo_recipes.launch.resolve_run import Options, names_of, need_same_data, need_same_world, resolve_run
+from grpo_recipes.launch.submission import freeze, frozen_environment
 from grpo_recipes.paths import home
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.environment import base_environment
@@ -44,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def frozen(*flags: str, resources: Resources = CPU) -> Run:
     recipe = checked_recipe(SMOKE, flags, os.environ, RequestedTask())
-    return freeze_it(recipe, planned_names(recipe), resources)
+    return freeze_it(recipe, names_of(recipe), resources)
 
 
 def freeze_it(recipe: Recipe, names: Names, resources: Resources, entry: str = "src/grpo.py") -> Run:
@@ -62,7 +62,7 @@ def in_job(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_its_folder_is_the_one_that_was_named(folder) -> None:
     recipe = checked_recipe(SMOKE, [], os.environ, RequestedTask())
-    names = dataclasses.replace(planned_names(recipe), run_dir=folder / "sweep" / "cells" / "seed=1")
+    names = dataclasses.replace(names_of(recipe), run_dir=folder / "sweep" / "cells" / "seed=1")
     assert freeze_it(recipe, names, CPU).folder == names.run_dir
     with pytest.raises(ConfigError, match="another run has just taken that name"):
         freeze_it(recipe, names, CPU)
@@ -93,7 +93,7 @@ def test_an_entry_script_of_the_user_is_copied(folder, monkeypatch) -> None:
     (repository / "mine.py").write_text("# an entry\n")
     monkeypatch.setenv("GRPO_HOME", str(repository))
     recipe = checked_recipe(SMOKE, [], os.environ, RequestedTask())
-    run = freeze_it(recipe, planned_names(recipe), CPU, "mine.py")
+    run = freeze_it(recipe, names_of(recipe), CPU, "mine.py")
     assert (run.folder / "code/mine.py").read_text() == "# an entry\n"
 
 
@@ -101,7 +101,7 @@ def test_its_start_reads_the_frozen_recipe_whatever_the_environment_says(monkeyp
     monkeypatch.setenv("TRAIN_SEED", "5")
     run = frozen("--seed", "3")
     in_job(run, monkeypatch)
-    found, recipe, entry = settle(Options(resume=str(run.folder)), CPU)
+    found, recipe, entry = resolve_run(Options(resume=str(run.folder)), CPU)
     assert found is not None and found.folder == run.folder
     assert recipe["seed"] == 3 and entry == "src/grpo.py"
     assert home() == run.folder / "code"
@@ -120,18 +120,18 @@ def test_code_that_changed_after_it_was_frozen_is_refused(monkeypatch) -> None:
     in_job(run, monkeypatch)
     (run.folder / "code/src/grpo.py").write_text("")
     with pytest.raises(ConfigError, match="no longer those that were frozen"):
-        settle(Options(resume=str(run.folder)), CPU)
+        resolve_run(Options(resume=str(run.folder)), CPU)
 
 
 def test_its_first_start_is_no_restart_and_its_second_is_one(folder, monkeypatch) -> None:
     monkeypatch.setenv("SLURM_TMPDIR", str(folder))
     (folder / "logs").mkdir()
     run = frozen()
-    recipe = settle(Options(resume=str(run.folder)), CPU)[1]
+    recipe = resolve_run(Options(resume=str(run.folder)), CPU)[1]
     counts = []
     for _ in range(2):
-        names = names_of(run, recipe)
-        attempt = prepare(run, recipe, make_plan(recipe, CPU, os.environ, names), names, CPU, Agents(0))
+        names = names_of(recipe, run)
+        attempt = prepare(run, recipe, make_plan(recipe, CPU, os.environ, names), names, CPU, NodeWorkers(0))
         attempt.scratch.remove()
         counts.append((read_json(run.folder / "summary.json")["restarts"], bool(attempt.resumed)))
     assert counts == [(0, False), (1, True)]
@@ -143,9 +143,9 @@ def test_a_start_first_removes_what_dead_runs_left_on_the_node(folder, monkeypat
     left = dead_scratch(folder / "node", folder / "shm")
     monkeypatch.setenv("SLURM_TMPDIR", str(folder / "node"))
     run = frozen()
-    recipe = settle(Options(resume=str(run.folder)), CPU)[1]
-    names = names_of(run, recipe)
-    attempt = prepare(run, recipe, make_plan(recipe, CPU, os.environ, names), names, CPU, Agents(0))
+    recipe = resolve_run(Options(resume=str(run.folder)), CPU)[1]
+    names = names_of(recipe, run)
+    attempt = prepare(run, recipe, make_plan(recipe, CPU, os.environ, names), names, CPU, NodeWorkers(0))
     assert list((folder / "node").iterdir()) == [attempt.scratch.disk]
     attempt.scratch.remove()
     (line,) = [line for line in capsys.readouterr().out.splitlines() if left.disk.name in line]
@@ -153,7 +153,7 @@ def test_a_start_first_removes_what_dead_runs_left_on_the_node(folder, monkeypat
 
 
 def test_a_node_that_does_not_begin_leaves_no_scratch_and_no_running_summary(folder, monkeypatch) -> None:
-    class SilentAgents(Agents):
+    class SilentWorkers(NodeWorkers):
         def begin(self, *_: object) -> None:
             raise config_error("nodes of the job", "node 1 did not answer within 60 s", "")
 
@@ -162,21 +162,21 @@ def test_a_node_that_does_not_begin_leaves_no_scratch_and_no_running_summary(fol
         one.mkdir()
     monkeypatch.setenv("SLURM_TMPDIR", str(scratch))
     run = frozen()
-    recipe = settle(Options(resume=str(run.folder)), CPU)[1]
-    names = names_of(run, recipe)
+    recipe = resolve_run(Options(resume=str(run.folder)), CPU)[1]
+    names = names_of(recipe, run)
     with pytest.raises(ConfigError, match="did not answer"):
-        prepare(run, recipe, make_plan(recipe, CPU, os.environ, names), names, CPU, SilentAgents(2))
+        prepare(run, recipe, make_plan(recipe, CPU, os.environ, names), names, CPU, SilentWorkers(2))
     assert not list(scratch.iterdir())
     assert read_json(run.folder / "summary.json")["status"] == "submitted"
 
 
 def test_a_job_of_another_size_than_planned_is_refused() -> None:
     run = frozen("--prompts_per_step", "16", resources=THREE)
-    recipe = settle(Options(resume=str(run.folder)), CPU)[1]
-    plan = make_plan(recipe, Resources("cuda", ("0", "1"), 8), os.environ, names_of(run, recipe))
+    recipe = resolve_run(Options(resume=str(run.folder)), CPU)[1]
+    plan = make_plan(recipe, Resources("cuda", ("0", "1"), 8), os.environ, names_of(recipe, run))
     with pytest.raises(ConfigError, match="submitted for 2 training processes, this job has room for 1"):
         need_same_world(run, plan)
-    need_same_world(run, make_plan(recipe, THREE, os.environ, names_of(run, recipe)))
+    need_same_world(run, make_plan(recipe, THREE, os.environ, names_of(recipe, run)))
 
 
 @pytest.mark.parametrize(
@@ -197,8 +197,8 @@ def test_a_resumed_run_keeps_its_place_in_the_data(flags: tuple[str, ...], messa
     run = frozen()
 
     def resumed(*flags: str) -> str:
-        recipe = settle(Options(resume=str(run.folder), flags=flags), CPU)[1]
-        return need_same_data(run, recipe, make_plan(recipe, CPU, os.environ, names_of(run, recipe)))
+        recipe = resolve_run(Options(resume=str(run.folder), flags=flags), CPU)[1]
+        return need_same_data(run, recipe, make_plan(recipe, CPU, os.environ, names_of(recipe, run)))
 
     resumed(*flags)  # nothing was trained yet
     staged = run.folder / "checkpoints" / "partial" / "checkpoint-5"
@@ -218,7 +218,7 @@ def test_a_requeued_task_of_an_array_finds_its_run(monkeypatch) -> None:
     }  # fmt: skip
     resources = dataclasses.replace(CPU, job=slurm_job(variables))
     run = frozen()
-    assert settle(Options(recipe=str(SMOKE)), resources)[0] is None
+    assert resolve_run(Options(recipe=str(SMOKE)), resources)[0] is None
     Path("runs/.jobs").mkdir()
     Path("runs/.jobs/c-7_2").write_text(str(run.folder))
-    assert settle(Options(recipe=str(SMOKE)), resources)[0] == find_run(Path("runs"), "last")
+    assert resolve_run(Options(recipe=str(SMOKE)), resources)[0] == find_run(Path("runs"), "last")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_recipes.launch.monitor import Watch
+from grpo_recipes.launch.monitor import Monitor
 from grpo_recipes.runs.health import MANY
 
 
@@ -16,9 +16,9 @@ def watch(read, tmp_path):
     """``watch()``: of an attempt whose run directory is the test's."""
     recipe = read()
 
-    def make() -> Watch:
+    def make() -> Monitor:
         attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=recipe, publisher=None)
-        return Watch(attempt, SimpleNamespace(can_save=None))
+        return Monitor(attempt, SimpleNamespace(can_save=None))
 
     return make
 
@@ -59,6 +59,6 @@ def test_rows_that_were_moved_aside_do_not_count(watch, tmp_path, capsys):
     append(tmp_path, 1, MANY - 1)
     watched = watch()
     (tmp_path / "metrics.jsonl").write_text("")
-    watched.starts_again()
+    watched.start_again()
     append(tmp_path, 1, MANY - 1)
     assert not any("note" in line for line in said(watched, capsys))

@@ -1,4 +1,4 @@
-"""Agents on two nodes, which are this machine twice, under a fake srun."""
+"""Node workers on two nodes, which are this machine twice, under a fake srun."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from dead_scratch import dead_scratch
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.launch import nodes
-from grpo_recipes.launch.nodes import Agents, RemoteChild, Trainers, srun_command
-from grpo_recipes.launch.preflight_network import node_address, survey
-from grpo_recipes.launch.supervisor import Lost, wait_for_trainer
+from grpo_recipes.launch.nodes import NodeWorkers, RemoteChild, srun_command
+from grpo_recipes.launch.preflight_network import node_address, preflight_nodes
+from grpo_recipes.launch.supervisor import Group, Lost, wait_for_ending
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.types import Process
 from grpo_recipes.process.tree import is_alive
@@ -70,8 +70,8 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[s
 
 
 @pytest.fixture
-def agents() -> Iterator[Agents]:
-    with Agents(2) as both:
+def workers() -> Iterator[NodeWorkers]:
+    with NodeWorkers(2) as both:
         yield both
 
 
@@ -79,15 +79,15 @@ def two_nodes() -> Resources:
     return Resources("cpu", (), 2).on_nodes(2)
 
 
-def begun(agents: Agents, environment: dict[str, str], run_dir: Path) -> None:
+def begun(workers: NodeWorkers, environment: dict[str, str], run_dir: Path) -> None:
     (run_dir / "processes").mkdir(parents=True)
-    survey(agents, two_nodes(), environment)
-    agents.begin(run_dir, "mark", "the-token", {"EXTRA": "here"})
+    preflight_nodes(workers, two_nodes(), environment)
+    workers.begin(run_dir, "mark", "the-token", {"EXTRA": "here"})
 
 
-def remote(agents: Agents, tmp_path: Path, code: str) -> RemoteChild:
+def remote(workers: NodeWorkers, tmp_path: Path, code: str) -> RemoteChild:
     argv = [sys.executable, "-c", code]
-    return RemoteChild(agents, Process("trainer", argv, {}, (), str(tmp_path / "node1.log"), 1))
+    return RemoteChild(workers, Process("trainer", argv, {}, (), str(tmp_path / "node1.log"), 1))
 
 
 def until(condition: Callable[[], object], what: str, seconds: float = 20) -> None:
@@ -111,14 +111,14 @@ def test_options_of_the_profile_reach_srun():
     assert srun_command(2, options)[-5:-3] == ["--container-image=a.sqsh", "--container-mounts=/a b"]
 
 
-def test_on_one_node_nothing_is_started(job, agents):
+def test_on_one_node_nothing_is_started(job, workers):
     alone = Resources("cpu", (), 2)
-    assert survey(agents, alone, job()) is alone
-    assert not agents.alive()
+    assert preflight_nodes(workers, alone, job()) is alone
+    assert not workers.alive()
 
 
-def test_the_nodes_are_as_they_say_and_reach_each_other(job, agents, tmp_path):
-    found = survey(agents, two_nodes(), job())
+def test_the_nodes_are_as_they_say_and_reach_each_other(job, workers, tmp_path):
+    found = preflight_nodes(workers, two_nodes(), job())
     assert [(node.address, node.name, node.interface) for node in found.nodes] == [
         ("127.0.0.1", "n1", "lo"),
         ("127.0.0.1", "n2", "lo"),
@@ -128,13 +128,13 @@ def test_the_nodes_are_as_they_say_and_reach_each_other(job, agents, tmp_path):
 
 
 @pytest.mark.parametrize("variable", ["NETWORK_INTERFACE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"])
-def test_an_interface_that_is_named_gives_the_addresses(job, agents, variable):
-    found = survey(agents, two_nodes(), job("192.0.2.1", "192.0.2.2", **{variable: "lo"}))
+def test_an_interface_that_is_named_gives_the_addresses(job, workers, variable):
+    found = preflight_nodes(workers, two_nodes(), job("192.0.2.1", "192.0.2.2", **{variable: "lo"}))
     assert [node.address for node in found.nodes] == ["127.0.0.1", "127.0.0.1"]
 
 
-def test_names_instead_of_addresses_are_asked_for_the_way(job, agents):
-    found = survey(agents, two_nodes(), job("localhost", "localhost"))
+def test_names_instead_of_addresses_are_asked_for_the_way(job, workers):
+    found = preflight_nodes(workers, two_nodes(), job("localhost", "localhost"))
     assert [node.address for node in found.nodes] == ["127.0.0.1", "127.0.0.1"]
 
 
@@ -149,51 +149,51 @@ def test_names_instead_of_addresses_are_asked_for_the_way(job, agents):
         ((), {"PATH": "/nowhere"}, "srun: there is none here"),
     ],
 )
-def test_nodes_that_cannot_work_together_are_refused(job, agents, addresses, variables, said):
+def test_nodes_that_cannot_work_together_are_refused(job, workers, addresses, variables, said):
     with pytest.raises(ConfigError, match=said):
-        survey(agents, two_nodes(), job(*addresses, **variables))
+        preflight_nodes(workers, two_nodes(), job(*addresses, **variables))
 
 
 def test_a_node_without_an_address_in_slurm_is_refused(job):
     job()
-    with pytest.raises(ConfigError, match="scontrol tells no address of node n9"):
+    with pytest.raises(ConfigError, match="scontrol shows no address of node n9"):
         node_address("n9")
 
 
-def test_the_pair_that_does_not_reach_each_other_is_named(job, agents, monkeypatch):
-    ask = agents.ask
+def test_the_pair_that_does_not_reach_each_other_is_named(job, workers, monkeypatch):
+    ask = workers.ask
 
     def nobody_listens(order: str, *arguments: float, **facts: object) -> list[dict]:
         if order == "connect":
             facts["peers"][1][2] = 1  # type: ignore[index]
         return ask(order, *arguments, **facts)
 
-    monkeypatch.setattr(agents, "ask", nobody_listens)
+    monkeypatch.setattr(workers, "ask", nobody_listens)
     said = r"node n1 \(127.0.0.1\) does not reach node n2 \(127.0.0.1\): Connection refused"
     with pytest.raises(ConfigError, match=said):
-        survey(agents, two_nodes(), job())
+        preflight_nodes(workers, two_nodes(), job())
 
 
-def test_a_silent_node_is_named(job, agents, tmp_path):
-    begun(agents, job(), tmp_path / "run")
+def test_a_silent_node_is_named(job, workers, tmp_path):
+    begun(workers, job(), tmp_path / "run")
     with pytest.raises(ConfigError, match="node 1 did not answer within 1 s"):
-        agents.ask_of([1], "stop", 1.0)
+        workers.ask("stop", 1.0, to=[1])
 
 
-def test_other_output_of_a_node_does_no_harm(job, agents, tmp_path):
+def test_other_output_of_a_node_does_no_harm(job, workers, tmp_path):
     environment = job()
     srun = tmp_path / "bin" / "srun"
     prologue = "import sys\nsys.stdout.buffer.write(b'Gr\\xfc\\xdfe\\n')\nsys.stdout.flush()\n"
     srun.write_text(srun.read_text().replace("import json\n", prologue + "import json\n", 1))
-    assert len(survey(agents, two_nodes(), environment).nodes) == 2
+    assert len(preflight_nodes(workers, two_nodes(), environment).nodes) == 2
 
 
 def test_an_srun_that_does_not_end_is_killed(job, tmp_path, monkeypatch):
     monkeypatch.setattr(nodes, "_END_SECONDS", 0.5)
     environment = job()
     (tmp_path / "bin" / "srun").write_text("#!/bin/sh\ntrap '' TERM\nwhile :; do sleep 0.1; done\n")
-    with Agents(2) as agents:
-        agents.start(environment)
+    with NodeWorkers(2) as workers:
+        workers.start(environment)
         (srun,) = [one for one in psutil.Process().children() if "srun" in " ".join(one.cmdline())]
         time.sleep(0.3)
     assert not is_alive(srun.pid)
@@ -208,83 +208,84 @@ def test_what_a_node_refuses_is_said_in_a_line(tmp_path):
     (tmp_path / "trl-0.0.1.dist-info").mkdir()
     (tmp_path / "trl-0.0.1.dist-info/METADATA").write_text("Name: trl\nVersion: 0.0.1\n")
     done = subprocess.run(
-        [sys.executable, "-m", "grpo_recipes.launch.node_worker"], input='{"order": "survey"}\n', capture_output=True,
-        env={**os.environ, "SLURM_NODEID": "1", "PYTHONPATH": str(tmp_path)}, text=True, timeout=60,
+        [sys.executable, "-m", "grpo_recipes.launch.node_worker"], input='{"order": "describe", "to": [1]}\n',
+        env={**os.environ, "SLURM_NODEID": "1", "PYTHONPATH": str(tmp_path)},
+        capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 2
     assert done.stderr.startswith("grpo: node 1: environment: trl 0.0.1 is installed") and done.stderr.count("\n") == 1
 
 
-def test_srun_that_fails_is_named(job, agents, tmp_path):
+def test_srun_that_fails_is_named(job, workers, tmp_path):
     environment = job()
     (tmp_path / "bin" / "srun").write_text("#!/bin/sh\nexit 7\n")
     with pytest.raises(ConfigError, match="exited with code 7"):
-        survey(agents, two_nodes(), environment)
+        preflight_nodes(workers, two_nodes(), environment)
 
 
-def test_a_report_longer_than_a_line_of_slurm_arrives_whole(job, agents):
-    survey(agents, two_nodes(), job(SLURMD_NODENAME="n1"))
-    (report,) = agents.ask_of([1], "route", 5.0, peers={"1": "x" * 3000 + ".invalid"})
+def test_a_report_longer_than_a_line_of_slurm_arrives_whole(job, workers):
+    preflight_nodes(workers, two_nodes(), job(SLURMD_NODENAME="n1"))
+    (report,) = workers.ask("route", 5.0, to=[1], peers={"1": "x" * 3000 + ".invalid"})
     assert report["address"] is None and len(report["peer"]) > 3000
 
 
-def test_a_process_of_another_node_has_that_nodes_own_scratch(job, agents, tmp_path):
-    begun(agents, job(), tmp_path / "run")
-    child = remote(agents, tmp_path, STARTER)
+def test_a_process_of_another_node_has_that_nodes_own_scratch(job, workers, tmp_path):
+    begun(workers, job(), tmp_path / "run")
+    child = remote(workers, tmp_path, STARTER)
     until(child.ranks, "record of the rank")
     (rank,) = child.ranks()
     assert rank.record["token"] == "the-token" and rank.record["extra"] == "here" and not rank.gone
     scratch = [Path(rank.record["tmp"]), Path(rank.record["sync"])]
     assert all(folder.is_dir() for folder in scratch)
     assert child.alive() and child.lost() is None and child.exit_code() is None
-    agents.close()
+    workers.close()
     assert not is_alive(rank.record["pid"]) and not any(folder.exists() for folder in scratch)
 
 
-def test_each_node_removes_what_dead_runs_left_there(job, agents, tmp_path, capsys):
+def test_each_node_removes_what_dead_runs_left_there(job, workers, tmp_path, capsys):
     for name in ("node", "shm"):
         (tmp_path / name).mkdir()
     left = dead_scratch(tmp_path / "node", tmp_path / "shm")
-    begun(agents, job(SLURM_TMPDIR=str(tmp_path / "node")), tmp_path / "run")
+    begun(workers, job(SLURM_TMPDIR=str(tmp_path / "node")), tmp_path / "run")
     (line,) = [line for line in capsys.readouterr().out.splitlines() if left.disk.name in line]
     assert line.startswith("grpo: node 1: removed scratch of ") and not left.disk.exists()
     assert left.memory.exists(), "no folder that a launch of that node uses"
 
 
-def test_a_killed_rank_of_another_node_is_named(job, agents, tmp_path):
-    begun(agents, job(), tmp_path / "run")
-    child = remote(agents, tmp_path, STARTER)
+def test_a_killed_rank_of_another_node_is_named(job, workers, tmp_path):
+    begun(workers, job(), tmp_path / "run")
+    child = remote(workers, tmp_path, STARTER)
     until(child.ranks, "record of the rank")
     pid = child.ranks()[0].record["pid"]
     os.kill(pid, signal.SIGKILL)
-    ending = wait_for_trainer(Trainers([child]), None, lambda: None)
+    ending = wait_for_ending([Group([child])], lambda: None)
     assert (ending.code, ending.failed_rank) == (137, 1)
     assert ending.cause == f"rank 1 (pid {pid} on node 1) was killed by signal 9"
     assert ending.log == tmp_path / "node1.log"
 
 
-def test_a_command_of_another_node_that_fails_is_named_with_its_code(job, agents, tmp_path):
-    begun(agents, job(), tmp_path / "run")
-    ending = wait_for_trainer(Trainers([remote(agents, tmp_path, "import sys; sys.exit(3)")]), None, lambda: None)
+def test_a_command_of_another_node_that_fails_is_named_with_its_code(job, workers, tmp_path):
+    begun(workers, job(), tmp_path / "run")
+    ending = wait_for_ending([Group([remote(workers, tmp_path, "import sys; sys.exit(3)")])], lambda: None)
     assert ending.code == 3 and "accelerate launch on node 1" in ending.cause
 
 
-def test_a_process_can_be_ended_and_started_again(job, agents, tmp_path):
-    begun(agents, job(), tmp_path / "run")
-    first = remote(agents, tmp_path, STARTER)
+def test_a_process_can_be_ended_and_started_again(job, workers, tmp_path):
+    begun(workers, job(), tmp_path / "run")
+    first = remote(workers, tmp_path, STARTER)
     until(first.ranks, "record of the rank")
     pid = first.ranks()[0].record["pid"]
     first.end()
     assert not is_alive(pid)
-    second = remote(agents, tmp_path, STARTER)
+    second = remote(workers, tmp_path, STARTER)
     until(second.ranks, "record of the second rank")
     (rank,) = second.ranks()
     assert rank.record["pid"] != pid and not rank.gone and second.lost() is None and first.ranks() == []
 
 
-def test_requests_in_the_run_directory_reach_the_other_nodes(job, agents, tmp_path):
-    begun(agents, job(), tmp_path / "run")
-    child = remote(agents, tmp_path, STARTER)
+def test_requests_in_the_run_directory_reach_the_other_nodes(job, workers, tmp_path):
+    begun(workers, job(), tmp_path / "run")
+    child = remote(workers, tmp_path, STARTER)
     until(child.ranks, "record of the rank")
     dump_request(tmp_path / "run").touch()
     until((tmp_path / "run/processes/stacks").exists, "SIGUSR2 at the rank")
@@ -293,19 +294,21 @@ def test_requests_in_the_run_directory_reach_the_other_nodes(job, agents, tmp_pa
     until(lambda: stop_file(tmp_path / "run").stat().st_mtime_ns > written, "touch by the other node")
 
 
-def test_nothing_is_left_when_srun_is_killed(job, agents, tmp_path):
-    begun(agents, job(), tmp_path / "run")
-    child = remote(agents, tmp_path, STARTER)
+def test_nothing_is_left_when_srun_is_killed(job, workers, tmp_path):
+    begun(workers, job(), tmp_path / "run")
+    child = remote(workers, tmp_path, STARTER)
     until(child.ranks, "record of the rank")
     rank = child.ranks()[0].record
     (srun,) = [one for one in psutil.Process().children() if "srun" in " ".join(one.cmdline())]
     srun.kill()
-    ending = wait_for_trainer(Trainers([child]), None, lambda: None)
-    assert "srun, which runs the agents of the nodes, exited with code -9" in ending.cause
+    ending = wait_for_ending([Group([child])], lambda: None)
+    assert "srun, which runs the node workers, exited with code -9" in ending.cause
     until(lambda: not is_alive(rank["pid"]) and not Path(rank["tmp"]).exists(), "end of the rank and its scratch")
 
 
 class FakeChild:
+    process = Process("trainer", [], {}, (), "log")
+
     def __init__(self, exit_code: int | None):
         self.log, self.code, self.ended = Path("log"), exit_code, False
 
@@ -325,17 +328,17 @@ class FakeChild:
         self.ended = True
 
 
-def test_an_agent_that_is_killed_ends_the_run_and_leaves_nothing(job, agents, tmp_path):
-    begun(agents, job(), tmp_path / "run")
-    child = remote(agents, tmp_path, STARTER)
+def test_a_node_worker_that_is_killed_ends_the_run_and_leaves_nothing(job, workers, tmp_path):
+    begun(workers, job(), tmp_path / "run")
+    child = remote(workers, tmp_path, STARTER)
     until(child.ranks, "record of the rank")
     rank = child.ranks()[0].record
-    agent = next(
+    worker = next(
         one for one in psutil.Process(rank["pid"]).parents() if "grpo_recipes.launch.node_worker" in one.cmdline()
     )
-    agent.kill()
-    ending = wait_for_trainer(Trainers([child]), None, lambda: None)
-    assert "srun, which runs the agents of the nodes, exited with code 137" in ending.cause
+    worker.kill()
+    ending = wait_for_ending([Group([child])], lambda: None)
+    assert "srun, which runs the node workers, exited with code 137" in ending.cause
     until(lambda: not is_alive(rank["pid"]) and not Path(rank["tmp"]).exists(), "end of the rank and its scratch")
     assert not (tmp_path / "run/summary.json").exists(), "the launcher lives, and says how the run ended"
 
@@ -345,13 +348,13 @@ import os, sys, time
 from pathlib import Path
 from grpo_recipes.launch import nodes
 from grpo_recipes.plan.commands import Process
-from grpo_recipes.launch.nodes import Agents, RemoteChild
+from grpo_recipes.launch.nodes import NodeWorkers, RemoteChild
 from grpo_recipes.plan.devices import Resources
-from grpo_recipes.launch.preflight_network import survey
-agents, run_dir = Agents(2), Path(sys.argv[1])
-survey(agents, Resources("cpu", (), 2).on_nodes(2), os.environ)
-agents.begin(run_dir, "mark", "token", {"EXTRA": "here"})
-child = RemoteChild(agents, Process("trainer", [sys.executable, "-c", sys.argv[2]], {}, (), "node1.log", 1))
+from grpo_recipes.launch.preflight_network import preflight_nodes
+workers, run_dir = NodeWorkers(2), Path(sys.argv[1])
+preflight_nodes(workers, Resources("cpu", (), 2).on_nodes(2), os.environ)
+workers.begin(run_dir, "mark", "token", {"EXTRA": "here"})
+child = RemoteChild(workers, Process("trainer", [sys.executable, "-c", sys.argv[2]], {}, (), "node1.log", 1))
 while not child.ranks():
     time.sleep(0.05)
 os.kill(os.getpid(), 9)
@@ -365,14 +368,14 @@ def test_nothing_is_left_on_the_other_node_when_the_launcher_is_killed(job, tmp_
     assert subprocess.run(argv, env=environment, cwd=tmp_path, timeout=60, check=False).returncode == -9
     rank = json.loads((tmp_path / "run/processes/rank_1.json").read_text())
     until(lambda: not is_alive(rank["pid"]) and not Path(rank["tmp"]).exists(), "end of the rank and its scratch")
-    assert not (tmp_path / "run/summary.json").exists(), "the first node's warden says how the run ended"
+    assert not (tmp_path / "run/summary.json").exists(), "the first node's process guard says how the run ended"
 
 
 def test_trainers_of_two_nodes_end_as_one():
     done, running, failed = FakeChild(0), FakeChild(None), FakeChild(3)
-    assert Trainers([done, running]).lost() is None and Trainers([done, running]).alive()
-    assert Trainers([done, done]).lost().code == 0 and Trainers([done, done]).exit_code() == 0
-    assert Trainers([running, failed]).lost().code == 3 and Trainers([running, failed]).exit_code() is None
-    assert Trainers([done, failed]).exit_code() == 3
-    Trainers([done, running]).end()
+    assert Group([done, running]).lost() is None and Group([done, running]).alive()
+    assert Group([done, done]).lost().code == 0 and Group([done, done]).exit_code() == 0
+    assert Group([running, failed]).lost().code == 3 and Group([running, failed]).exit_code() is None
+    assert Group([done, failed]).exit_code() == 3
+    Group([done, running]).end()
     assert done.ended and running.ended

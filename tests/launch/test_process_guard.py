@@ -1,4 +1,4 @@
-"""The warden with real processes: nothing outlives its command, or its launcher."""
+"""The process guard with real processes: nothing outlives its command, or its launcher."""
 
 from __future__ import annotations
 
@@ -43,11 +43,12 @@ class Place:
 
     def options(self, launcher: str, *command: str) -> list[str]:
         return [
-            "--role", "trainer", "--run-dir", str(self.run_dir), "--scratch", str(self.disk), str(self.memory),
-            "--launcher", launcher, "--log", str(self.log), "--", *command,
+            "--name", "trainer", "--saves", "--run-dir", str(self.run_dir),
+            "--scratch", str(self.disk), str(self.memory), "--launcher", launcher,
+            "--log", str(self.log), "--", *command,
         ]  # fmt: skip
 
-    def warden(self, *command: str, launcher: int | None = None) -> subprocess.Popen[bytes]:
+    def guard(self, *command: str, launcher: int | None = None) -> subprocess.Popen[bytes]:
         argv = [
             sys.executable,
             "-m",
@@ -79,48 +80,48 @@ def place(tmp_path):
 
 @pytest.mark.parametrize(("script", "code", "told"), [("exit 0", 0, 0), ("exit 7", 7, 7), ("kill -9 $$", 137, -9)])
 def test_the_commands_exit_code_is_passed_on_and_recorded(place, script, code, told):
-    warden = place.warden("sh", "-c", f"echo hello; {script}")
-    assert warden.wait(20) == code
+    guard = place.guard("sh", "-c", f"echo hello; {script}")
+    assert guard.wait(20) == code
     assert place.record()["exit"] == told
-    assert place.record()["warden"] == warden.pid
+    assert place.record()["guard"] == guard.pid
     assert place.log.read_text() == "hello\n"
     assert place.disk.is_dir(), "the launcher lives: the scratch folder is its own to remove"
     assert not (place.run_dir / "summary.json").exists()
 
 
 def test_grandchildren_in_their_own_session_end_with_the_command(place):
-    warden = place.warden(*place.parent(0.2, 3))
+    guard = place.guard(*place.parent(0.2, 3))
     sleeper = place.sleeper()
     assert is_alive(sleeper)
-    assert warden.wait(20) == 3
+    assert guard.wait(20) == 3
     assert not is_alive(sleeper)
 
 
 def test_sigterm_ends_the_command_and_everything_below(place):
-    warden = place.warden(*place.parent(300, 0))
+    guard = place.guard(*place.parent(300, 0))
     sleeper = place.sleeper()
     command = place.record()["pid"]
-    warden.terminate()
-    assert warden.wait(20) == 143
+    guard.terminate()
+    assert guard.wait(20) == 143
     assert not is_alive(sleeper) and not is_alive(command)
 
 
 def test_a_command_that_ignores_sigterm_is_killed(place):
-    warden = place.warden("sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.1; done")
+    guard = place.guard("sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.1; done")
     wait_for(lambda: place.log.exists() and place.log.read_text() == "ready\n", "the trap")
     command = place.record()["pid"]
-    warden.terminate()
-    assert warden.wait(20) == 143
+    guard.terminate()
+    assert guard.wait(20) == 143
     assert not is_alive(command)
 
 
 def test_when_the_launcher_is_killed_all_ends_and_the_summary_says_why(place):
     launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, *place.options("LAUNCHER", *place.parent(300, 0))])
     sleeper = place.sleeper()
-    warden = place.record()["warden"]
+    guard = place.record()["guard"]
     launcher.kill()
     launcher.wait()
-    wait_for(lambda: not is_alive(warden), "the warden's end")
+    wait_for(lambda: not is_alive(guard), "the guard's end")
     assert not is_alive(sleeper)
     summary = json.loads((place.run_dir / "summary.json").read_text())
     assert summary["status"] == "failed" and summary["exit_code"] == 137
@@ -128,12 +129,12 @@ def test_when_the_launcher_is_killed_all_ends_and_the_summary_says_why(place):
     assert not place.disk.exists() and not place.memory.exists() and not (place.run_dir / "sync").exists()
 
 
-def test_a_launcher_that_died_before_the_warden_began_is_noticed_at_once(place):
+def test_a_launcher_that_died_before_the_guard_began_is_noticed_at_once(place):
     dead = subprocess.Popen(["true"])
     dead.wait()
-    warden = place.warden(*place.parent(300, 0), launcher=dead.pid)
-    _, said = warden.communicate(timeout=20)
-    assert warden.returncode == 143, said.decode()
+    guard = place.guard(*place.parent(300, 0), launcher=dead.pid)
+    _, said = guard.communicate(timeout=20)
+    assert guard.returncode == 143, said.decode()
     assert not place.pid_file.exists(), "the command was started"
     assert b"Traceback" not in said
     assert f"the launcher (pid {dead.pid}) died" in json.loads((place.run_dir / "summary.json").read_text())["cause"]
@@ -156,11 +157,11 @@ sys.exit(subprocess.Popen([sys.executable, *sys.orig_argv[1:], "rank"], start_ne
 
 
 def test_of_a_cancelled_job_the_ranks_may_save_if_the_launcher_asked_for_it(place):
-    warden = place.warden(sys.executable, "-c", SAVES, str(place.pid_file))
+    guard = place.guard(sys.executable, "-c", SAVES, str(place.pid_file))
     rank = place.sleeper()
     (place.run_dir / "stop").touch()
-    for pid in (warden.pid, place.record()["pid"], rank):
+    for pid in (guard.pid, place.record()["pid"], rank):
         os.kill(pid, signal.SIGTERM)
-    warden.wait(20)
+    guard.wait(20)
     assert place.pid_file.with_name("saved").exists()
     assert not is_alive(rank)

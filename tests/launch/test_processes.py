@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,12 +17,12 @@ import psutil
 import pytest
 
 from grpo_recipes.launch.attempt import Attempt
-from grpo_recipes.launch.nodes import Agents
+from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.processes import run_processes, supervise
 from grpo_recipes.launch.signals import StoppedAtOnce, StopSignals
 from grpo_recipes.launch.supervisor import Ending
 from grpo_recipes.plan.server import server_state_file
-from grpo_recipes.plan.types import Names, Process
+from grpo_recipes.plan.types import Names, OnLoss, Process
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.runs.checkpoints import complete_checkpoints
 from grpo_recipes.runs.rundir import Run, read_json, read_metrics, stop_file
@@ -85,7 +85,10 @@ class FakeRun:
 def fake_run(read, planned, tmp_path):
     """``fake_run(steps=..., phase=..., bridge=..., KEY=VALUE)``: the run, its processes not yet started."""
 
-    def make(steps: int = 8, phase: str = "sample", bridge: str = "file", server: str = "server", **keys) -> FakeRun:
+    def make(
+        steps: int = 8, phase: str = "sample", bridge: str = "file", server: str = "server",
+        others: Sequence[Process] = (), **keys,
+    ) -> FakeRun:  # fmt: skip
         folder = tmp_path / "run"
         (folder / "processes").mkdir(parents=True)
         recipe = read(**keys)
@@ -96,15 +99,29 @@ def fake_run(read, planned, tmp_path):
         plan = replace(plan, bridge=bridge, ports=replace(plan.ports, server=free_port()))
         processes = [
             Process(
-                "server", [sys.executable, FAKE, server, str(plan.ports.server), "name"], {}, (), f"{folder}/s.log"
+                "server",
+                [sys.executable, FAKE, server, str(plan.ports.server), "name"],
+                {},
+                (),
+                f"{folder}/s.log",
+                ready="serving",
+                on_loss="restart with trainers" if bridge == "nccl" else "restart",
             ),
-            Process("trainer", [sys.executable, FAKE, "trainer", str(steps), phase], {}, (), f"{folder}/t.log"),
+            Process(
+                "trainer",
+                [sys.executable, FAKE, "trainer", str(steps), phase],
+                {},
+                (),
+                f"{folder}/t.log",
+                after=("server", *(process.role for process in others)),
+            ),
+            *others,
         ]
         environment = {**os.environ, "GRPO_RUN_DIR": str(folder), "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
         run = Run(folder, {"run_name": "fake"})
         names = Names(folder, "fake", "name", "stamp")
         plan = replace(plan, processes=processes)
-        return FakeRun(Attempt(run, recipe, plan, names, scratch, environment, resumed="", agents=None))
+        return FakeRun(Attempt(run, recipe, plan, names, scratch, environment, resumed="", workers=None))
 
     yield make
     for child in psutil.Process().children(recursive=True):
@@ -176,7 +193,7 @@ def test_a_restart_passes_over_a_damaged_checkpoint_and_says_so(fake_run, capsys
 
 def test_a_restart_without_a_usable_checkpoint_ends_the_run_with_one_line(fake_run, capsys):
     run = fake_run(bridge="nccl")
-    run.attempt.agents = Agents(0)
+    run.attempt.workers = NodeWorkers(0)
     run.then(lambda: damage_and_kill(run, slice(None)))
     with StopSignals() as stop:
         ending = supervise(run.attempt, stop)
@@ -238,6 +255,76 @@ def test_a_rank_that_stands_still_ends_the_run(fake_run, tmp_path):
     assert (ending.code, ending.failed_rank) == (1, 0), ending
     assert ending.cause.startswith("rank 0 has been in phase start after step 0 for ")
     assert ending.cause.endswith(f"rm {lock}")
+
+
+# A third role. Its process notes the state of the server when it starts, and those of the run that started before it.
+TOY = """
+import json, os, pathlib, time
+run = pathlib.Path(os.environ["GRPO_RUN_DIR"])
+state = json.loads((run / "processes/server_state.json").read_text())["state"]
+with (run / "toy").open("a") as file:
+    file.write(f"{state} {(run / 'processes/trainer.json').exists()}\\n")
+time.sleep(300)
+"""
+
+
+def toy(tmp_path: Path, on_loss: OnLoss) -> Process:
+    return Process(
+        "toy", [sys.executable, "-c", TOY], {}, (), str(tmp_path / "toy.log"), 0, ("server",), on_loss=on_loss
+    )
+
+
+def kill_toy(run: FakeRun) -> None:
+    run.wait_for_step(2)
+    run.kill("toy")
+
+
+def records(run: FakeRun, *roles: str) -> list:
+    return [read_json(run.folder / f"processes/{role}.json") for role in roles]
+
+
+def test_a_role_of_its_own_starts_in_the_order_of_the_plan_and_its_loss_can_fail_the_run(fake_run, tmp_path):
+    run = fake_run(steps=200, others=[toy(tmp_path, "fail")])
+    ending = run.then(lambda: kill_toy(run)).end()
+    assert (run.folder / "toy").read_text() == "ready False\n", "after the server was ready, before the trainers"
+    assert ending.code == 137 and ending.log == tmp_path / "toy.log"
+    (record,) = records(run, "toy")
+    assert ending.cause == f"the toy process (pid {record['pid']}) was killed by signal 9"
+    assert "server_restarts" not in run.summary()
+
+
+def test_a_role_of_its_own_can_be_restarted_alone(fake_run, tmp_path, capsys):
+    run = fake_run(steps=20, others=[toy(tmp_path, "restart")])
+    before: list = []
+
+    def kill() -> None:
+        run.wait_for_step(1)
+        before.extend(records(run, "server", "trainer"))
+        kill_toy(run)
+        run.wait_until(lambda: len((run.folder / "toy").read_text().splitlines()) == 2)
+        assert records(run, "server", "trainer") == before
+
+    assert run.then(kill).end() == Ending(0)
+    assert "was killed by signal 9: the toy alone is started again (1 of 2)" in capsys.readouterr().out
+    assert run.state() == {"epoch": 1, "state": "gone"}
+
+
+def test_a_role_of_its_own_can_be_restarted_with_the_trainers(fake_run, tmp_path, capsys):
+    run = fake_run(steps=20, others=[toy(tmp_path, "restart with trainers")])
+    before: list = []
+
+    def kill() -> None:
+        run.wait_for_step(1)
+        before.extend(records(run, "server", "trainer"))
+        kill_toy(run)
+        run.wait_until(lambda: (records(run, "trainer")[0] or before[1]) != before[1])
+        assert records(run, "server") == before[:1]
+
+    assert run.then(kill).end() == Ending(0)
+    assert [row["step"] for row in read_metrics(run.folder)] == list(range(1, 21))
+    out = capsys.readouterr().out
+    assert "toy and trainers are started again from the newest checkpoint (1 of 2)" in out
+    assert "resuming from checkpoint-" in out
 
 
 @pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGTERM])

@@ -10,10 +10,10 @@ import time
 
 import pytest
 
-from grpo_recipes.launch.stall_detector import (
+from grpo_recipes.launch.monitor import (
     Phase,
-    StandingRank,
-    StandingServer,
+    RankStallDetector,
+    ServerStallDetector,
     dump_stacks,
     rank_pids,
     read_phases,
@@ -35,7 +35,7 @@ def test_phases_are_read_by_rank(tmp_path):
 
 
 def test_a_rank_in_one_phase_for_longer_than_the_limit_stands():
-    ranks = StandingRank(10)
+    ranks = RankStallDetector(10)
     assert ranks.look([phase("sample")], now=0) is None
     assert ranks.look([phase("sample")], now=10) is None
     assert ranks.look([phase("sample")], now=11) == (phase("sample"), 11)
@@ -43,28 +43,28 @@ def test_a_rank_in_one_phase_for_longer_than_the_limit_stands():
 
 @pytest.mark.parametrize("new", [phase("score"), phase("sample", step=4), phase("sample", since=5.0)])
 def test_a_rank_that_goes_on_does_not_stand(new):
-    ranks = StandingRank(10)
+    ranks = RankStallDetector(10)
     ranks.look([phase("sample")], now=0)
     assert ranks.look([new], now=11) is None
 
 
 @pytest.mark.parametrize(("name", "multiple"), [("update", 1), ("save", 2), ("evaluate", 6), ("end", 24)])
 def test_some_phases_may_last_longer(name, multiple):
-    ranks = StandingRank(10)
+    ranks = RankStallDetector(10)
     ranks.look([phase(name)], now=0)
     assert ranks.look([phase(name)], now=10 * multiple) is None
     assert ranks.look([phase(name)], now=10 * multiple + 1) is not None
 
 
 def test_ranks_that_never_tell_a_phase_stand_in_the_start():
-    ranks = StandingRank(10)
+    ranks = RankStallDetector(10)
     ranks.look([], now=0)
     late = ranks.look([], now=11)
     assert late is not None and late[0].name == "start"
 
 
 def test_of_several_the_one_furthest_behind_is_named():
-    ranks = StandingRank(10)
+    ranks = RankStallDetector(10)
     behind, waiting = phase("score", rank=1), phase("update", rank=0)
     ranks.look([phase("score", rank=0), behind], now=0)
     ranks.look([waiting, behind], now=1)
@@ -73,7 +73,7 @@ def test_of_several_the_one_furthest_behind_is_named():
 
 
 def test_of_several_in_one_phase_the_one_that_a_signal_stopped_is_named():
-    ranks = StandingRank(10)
+    ranks = RankStallDetector(10)
     both = [phase("sample", rank=0), phase("sample", rank=1)]
     ranks.look(both, now=0)
     late = ranks.look(both, now=20, stopped=[1])
@@ -81,7 +81,7 @@ def test_of_several_in_one_phase_the_one_that_a_signal_stopped_is_named():
 
 
 def test_the_clocks_of_ranks_do_not_count():
-    ranks = StandingRank(10)
+    ranks = RankStallDetector(10)
     ranks.look([phase("sample", since=-1e9)], now=0)
     assert ranks.look([phase("sample", since=-1e9)], now=5) is None
 
@@ -98,7 +98,7 @@ def test_the_clocks_of_ranks_do_not_count():
     ids=["no-token", "tokens", "idle", "silent-meanwhile", "silent"],
 )
 def test_a_server_stands_that_makes_no_token_or_gives_no_answer(first, second, stands):
-    server = StandingServer(10)
+    server = ServerStallDetector(10)
     assert server.look(first, [phase("sample")], now=0) is None
     assert server.look(second, [phase("sample")], now=9) is None
     seconds = server.look(second, [phase("sample")], now=19)
@@ -106,7 +106,7 @@ def test_a_server_stands_that_makes_no_token_or_gives_no_answer(first, second, s
 
 
 def test_a_new_phase_of_a_rank_is_movement_too():
-    server = StandingServer(10)
+    server = ServerStallDetector(10)
     server.look(Activity(5, 1), [phase("sync")], now=0)
     server.look(Activity(5, 1), [phase("sample")], now=9)
     assert server.look(Activity(5, 1), [phase("sample")], now=18) is None

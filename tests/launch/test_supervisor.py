@@ -1,4 +1,4 @@
-"""Who ended the run: real processes under real wardens."""
+"""Who ended the run: real processes under real process guards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.launch.supervisor import Child, Ending, tail, wait_for_trainer
+from grpo_recipes.launch.supervisor import Child, Ending, Group, tail, wait_for_ending
 from grpo_recipes.plan.types import Process
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.secrets import MASK
@@ -29,7 +29,7 @@ def record(rank, pid=os.getpid(), **facts):
 
 @pytest.fixture
 def start(tmp_path):
-    """``start(role, code)`` runs Python code as that role under a warden."""
+    """``start(role, code)`` runs Python code as that role under a process guard."""
     children: list[Child] = []
     run_dir = tmp_path / "run"
     (run_dir / "processes").mkdir(parents=True)
@@ -44,7 +44,7 @@ def start(tmp_path):
     yield start_it
     for child in children:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(child.warden_pid, signal.SIGTERM)
+            os.kill(child.guard_pid, signal.SIGTERM)
         while child.alive():
             time.sleep(0.02)
 
@@ -55,7 +55,8 @@ def ending_of(start, trainer: Child, server: Child | None = None) -> Ending:
     def tick() -> None:
         assert time.monotonic() < deadline, "no ending within 30 s"
 
-    return wait_for_trainer(trainer, server, tick, interval=0.02)
+    groups = [Group([child]) for child in (server, trainer) if child]
+    return wait_for_ending(groups, tick, interval=0.02)
 
 
 def test_trainers_that_are_done_end_the_run_with_0(start):

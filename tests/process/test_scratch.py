@@ -130,7 +130,7 @@ def test_a_living_runs_scratch_stays(node, owner, dead):
     assert living.token.exists() and living.memory.is_dir() and not left.disk.exists()
 
 
-def test_a_warden_holds_the_scratch_of_a_launcher_that_died(node, tmp_path):
+def test_a_process_guard_holds_the_scratch_of_a_launcher_that_died(node, tmp_path):
     (tmp_path / "run/processes").mkdir(parents=True)
     made = make_scratch(node)
     command = Process("trainer", ["sleep", "300"], {}, (), str(tmp_path / "log"))
@@ -138,14 +138,14 @@ def test_a_warden_holds_the_scratch_of_a_launcher_that_died(node, tmp_path):
     try:
         while made.locks:
             os.close(made.locks.pop())  # as the kernel does when we die
-        wait_for(child.command_pid, "the warden's command")
+        wait_for(child.command_pid, "the guard's command")
         assert is_held(made.disk) and remove_dead_scratch(node) == "" and made.token.exists()
     finally:
         child.end()
     assert not is_held(made.disk) and made.disk.name in remove_dead_scratch(node)
 
 
-def test_a_process_that_outlived_launcher_and_wardens_keeps_its_scratch(node, dead):
+def test_a_process_that_outlived_launcher_and_guards_keeps_its_scratch(node, dead):
     left = dead()
     rank = subprocess.Popen(["sleep", "300"], env={"TMPDIR": str(left.disk), "PATH": os.environ["PATH"]})
     try:

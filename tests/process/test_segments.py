@@ -41,7 +41,7 @@ def made(tmp_path: Path) -> Iterator[Scratch]:
 
 @pytest.fixture
 def child(tmp_path: Path, made: Scratch) -> Iterator[Child]:
-    """A process under a warden; a process below it makes a segment and a semaphore."""
+    """A process under a process guard; a process below it makes a segment and a semaphore."""
     (tmp_path / "run/processes").mkdir(parents=True)
     argv = [sys.executable, "-c", ABOVE, MAKER, str(tmp_path / "names")]
     child = Child(Process("server", argv, {}, (), str(tmp_path / "log")), dict(os.environ), tmp_path / "run", made)
@@ -60,8 +60,8 @@ def wait_for_record(made: Scratch, count: int) -> None:
 
 
 def kill_all(child: Child) -> None:
-    """Kill a warden and everything below at once, as the kernel ends a job: no helper of Python's can clean up."""
-    victims = [child.warden_pid, *(process.pid for process in descendants(child.warden_pid))]
+    """Kill a process guard and everything below at once, as the kernel ends a job."""
+    victims = [child.guard_pid, *(process.pid for process in descendants(child.guard_pid))]
     for signum in (signal.SIGSTOP, signal.SIGKILL):
         for pid in victims:
             os.kill(pid, signum)

@@ -212,7 +212,7 @@ def test_a_launch_says_what_is_optimised(
     for keys, said in (({"maxent_objective": "weighted_mle", "maxent_tau": 0.2, "maxent_beta": 0.5}, 1), ({}, 0)):
         plan = planned(**keys)
         names = Names(run.folder, "mine", "mine-abcd", "stamp")
-        say_start(Attempt(run, read(**keys), plan, names, Scratch(tmp_path, tmp_path), {}, "", agents=None))
+        say_start(Attempt(run, read(**keys), plan, names, Scratch(tmp_path, tmp_path), {}, "", workers=None))
         told = capsys.readouterr().out
         assert told.count("grpo: objective weighted_mle, tau 0.2, maxent_beta 0.5, loss_type grpo\n") == said
         assert told.count("objective") == said

@@ -9,9 +9,10 @@ import pytest
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.fetch.sources import find_sources
-from grpo_recipes.launch.freeze import freeze, keep
-from grpo_recipes.launch.resolve_run import Options, names_of, planned_names, settle
+from grpo_recipes.launch.attempt import freeze_inputs
+from grpo_recipes.launch.resolve_run import Options, names_of, resolve_run
 from grpo_recipes.launch.run import launch
+from grpo_recipes.launch.submission import freeze
 from grpo_recipes.paths import home
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
@@ -44,13 +45,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     (tmp_path / "mine.yaml").write_text("distributed_type: 'NO'\n")
     flags = ["--reward_funcs", "mine.py:reward", "--callbacks", "mine.py:Quiet"]
     recipe = checked_recipe(home() / "recipes/smoke/grpo.yaml", flags, os.environ, RequestedTask())
-    names, sources = planned_names(recipe), find_sources(recipe, os.environ)
+    names, sources = names_of(recipe), find_sources(recipe, os.environ)
     plan = make_plan(recipe, CPU, os.environ, names, sources=sources)
     return freeze(recipe, plan, sources, names, CPU, os.environ)
 
 
 def resume(run: Run, allow: bool = False) -> None:
-    settle(Options(resume=str(run.folder), allow_changed_code=allow), CPU)
+    resolve_run(Options(resume=str(run.folder), allow_changed_code=allow), CPU)
 
 
 def flip(path: Path, bit: int) -> None:
@@ -111,10 +112,10 @@ def test_an_edited_recipe_is_not_applied_without_a_word(run, capsys) -> None:
 
 
 def test_a_flag_of_a_resume_changes_the_recipe_and_its_record(run) -> None:
-    found, recipe, entry = settle(Options(resume=str(run.folder), flags=("--learning_rate", "1e-6")), CPU)
+    found, recipe, entry = resolve_run(Options(resume=str(run.folder), flags=("--learning_rate", "1e-6")), CPU)
     assert found is not None
-    keep(found, recipe, make_plan(recipe, CPU, os.environ, names_of(found, recipe), entry))
-    assert settle(Options(resume=str(run.folder)), CPU)[1]["learning_rate"] == 1e-6
+    freeze_inputs(found, recipe, make_plan(recipe, CPU, os.environ, names_of(recipe, found), entry))
+    assert resolve_run(Options(resume=str(run.folder)), CPU)[1]["learning_rate"] == 1e-6
 
 
 def test_a_missing_and_a_strange_file_are_named_together(run) -> None:

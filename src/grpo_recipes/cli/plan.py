@@ -10,7 +10,7 @@ from dataclasses import replace
 from grpo_recipes.cli.recipes import add_recipe_arguments, recipe_name
 from grpo_recipes.errors import config_error
 from grpo_recipes.fetch.sources import find_sources
-from grpo_recipes.launch.resolve_run import planned_names
+from grpo_recipes.launch.resolve_run import names_of
 from grpo_recipes.plan.devices import find_resources
 from grpo_recipes.plan.estimates import estimate, job_walltime
 from grpo_recipes.plan.fit import gpu_memory
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace, flags: list[str]) -> int:
     path = choose_recipe(recipe_name(options), os.environ, asked.task or GRPO, resources.flavour)
     recipe = checked_recipe(path, flags, os.environ, asked)
     sources = find_sources(recipe, os.environ)
-    names = planned_names(recipe)
+    names = names_of(recipe)
     plan = make_plan(recipe, resources, os.environ, names, entry_of(recipe, asked), sources)
     takes = estimate(plan, recipe, names, _gpu_gib(options), _walltime(options))
     plain = {**plan.as_json(), **takes.as_json()}

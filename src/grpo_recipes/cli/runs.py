@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from grpo_recipes.errors import config_error
-from grpo_recipes.launch.freeze import SUBMITTED
+from grpo_recipes.launch.attempt import SUBMITTED
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.runs.find import RunFiles
 from grpo_recipes.runs.rundir import find_run

@@ -16,7 +16,7 @@ from grpo_recipes.errors import ConfigError
 from grpo_recipes.fetch.assets import MODEL
 from grpo_recipes.fetch.gated import gated_note
 from grpo_recipes.fetch.sources import Sources, find_sources
-from grpo_recipes.launch.resolve_run import planned_names
+from grpo_recipes.launch.resolve_run import names_of
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.devices import find_resources
 from grpo_recipes.plan.estimates import Estimates, estimate
@@ -44,7 +44,7 @@ class Case:
 
     @functools.cached_property
     def _names(self) -> Names:
-        return planned_names(self.recipe)
+        return names_of(self.recipe)
 
     @functools.cached_property
     def plan(self) -> Plan:

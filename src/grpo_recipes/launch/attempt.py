@@ -1,68 +1,77 @@
-"""One attempt at a run: what is made before any process starts, and what is said of it."""
+"""One attempt at a run: what is made before any process starts, and the summary, report and requeue after the last."""
 
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from grpo_recipes.errors import ConfigError
-from grpo_recipes.launch.freeze import SUBMITTED, keep
-from grpo_recipes.launch.nodes import Agents
+from grpo_recipes.errors import EXIT_STOPPED, ConfigError
+from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.resolve_run import note_job
+from grpo_recipes.launch.supervisor import Ending, tail
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.environment import base_environment, run_environment, wandb_environment
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.process.reports import say
 from grpo_recipes.process.scratch import Scratch, make_scratch, remove_dead_scratch
-from grpo_recipes.publish.publisher import Publisher
+from grpo_recipes.publish.publisher import Publisher, hand_over
 from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.user_code import copy_source
+from grpo_recipes.report.single import report_line
+from grpo_recipes.rewards.load import keep_rewards
+from grpo_recipes.runs.advice import advice
 from grpo_recipes.runs.checkpoints import newest_complete, step_of
-from grpo_recipes.runs.rundir import Run, move_rows_after, no_requeue_file, read_json, stop_file, write_json
+from grpo_recipes.runs.digests import rewriting
+from grpo_recipes.runs.health import notices_of
+from grpo_recipes.runs.rundir import (
+    Run,
+    finish_summary,
+    move_rows_after,
+    no_requeue_file,
+    read_json,
+    read_metrics,
+    stop_file,
+    write_json,
+    write_whole,
+)
+from grpo_recipes.slurm.job import SlurmJob, requeue, why_no_requeue
+from grpo_recipes.stats import result_line
+
+SUBMITTED = "submitted"  # status of a run that no launch has started yet
 
 
 @dataclass
 class Attempt:
-    """One attempt at a run: what is read, planned and made before any process starts.
-
-    Attributes:
-        run: the run directory.
-        recipe: the recipe it goes by.
-        plan: the plan of its processes.
-        names: what it is called.
-        scratch: node-local folders.
-        environment: variables of every process.
-        resumed: where it goes on, empty for a new run.
-        first_step: step of the checkpoint it begins with, 0 without one.
-        agents: what runs the processes of other nodes.
-        publisher: publishes checkpoints and the final model, None without push_to_hub.
-    """
+    """One attempt at a run: what is read, planned and made before any process starts."""
 
     run: Run
     recipe: Recipe
     plan: Plan
     names: Names
     scratch: Scratch
-    environment: dict[str, str]
-    resumed: str
-    agents: Agents
-    first_step: int = 0
-    publisher: Publisher | None = None
+    environment: dict[str, str]  # of every process; the plan has what each adds
+    resumed: str  # where it goes on; empty for a new run
+    workers: NodeWorkers
+    first_step: int = 0  # step of the checkpoint it begins with
+    publisher: Publisher | None = None  # None without push_to_hub
 
     def server_address(self) -> tuple[str, int, str]:
-        """Host, port and token of the server."""
+        """Return host, port and token of the server."""
         return self.plan.server_host, self.plan.ports.server, self.scratch.token.read_text()
 
 
-def prepare(run: Run, recipe: Recipe, plan: Plan, names: Names, resources: Resources, agents: Agents) -> Attempt:
+def prepare(run: Run, recipe: Recipe, plan: Plan, names: Names, resources: Resources, workers: NodeWorkers) -> Attempt:
     """Freeze recipe and plan in the run directory; make each node's scratch folders and the token.
 
     Raises:
         ConfigError: a node did not answer; no attempt has begun.
     """
     plan = replace(plan, processes=[replace(process, log=new_log(process.log)) for process in plan.processes])
-    keep(run, recipe, plan)
+    freeze_inputs(run, recipe, plan)
     for record in (run.folder / "processes").glob("*.json"):
         record.unlink()
     for request in (stop_file(run.folder), no_requeue_file(run.folder)):
@@ -78,19 +87,26 @@ def prepare(run: Run, recipe: Recipe, plan: Plan, names: Names, resources: Resou
         say(removed)
     scratch = make_scratch(os.environ)
     tracking = {**wandb_environment(recipe), "WANDB_RUN_ID": run.identity["wandb_id"], "WANDB_RESUME": "allow"}
-    environment = {
-        **base_environment(os.environ),
-        **run_environment(os.environ, scratch, run.folder, names.served),
-        **tracking,
-    }
+    own = run_environment(os.environ, scratch, run.folder, names.served)
+    environment = {**base_environment(os.environ), **own, **tracking}
     try:
-        agents.begin(run.folder, names.served, scratch.token.read_text(), tracking)
+        workers.begin(run.folder, names.served, scratch.token.read_text(), tracking)
     except ConfigError:
         scratch.remove()
         raise
     write_json(run.folder / "summary.json", {"status": "running", "smoke": plan.smoke, "restarts": restarts, **kept})
     resumed = go_back(run) if before else ""
-    return Attempt(run, recipe, plan, names, scratch, environment, resumed, agents, newest_step(run))
+    return Attempt(run, recipe, plan, names, scratch, environment, resumed, workers, newest_step(run))
+
+
+def freeze_inputs(run: Run, recipe: Recipe, plan: Plan) -> None:
+    """Leave recipe, plan and the user's own code in the run directory; notes on that code go into the plan."""
+    with rewriting(run.folder):
+        write_whole(run.folder / "recipe.yaml", recipe.as_yaml())
+        for spec in recipe["callbacks"]:
+            copy_source(spec, run.folder / "callbacks")
+        plan.notes.extend(keep_rewards(recipe["reward_funcs"], run.folder))
+        write_json(run.folder / "plan.json", plan.as_json())
 
 
 def new_log(name: str) -> str:
@@ -106,17 +122,13 @@ def new_log(name: str) -> str:
 
 
 def newest_step(run: Run) -> int:
-    """The step of the newest complete checkpoint, 0 without one."""
+    """Return the step of the newest complete checkpoint, 0 without one."""
     checkpoint = newest_complete(run.folder / "checkpoints")
     return step_of(checkpoint) if checkpoint else 0
 
 
 def go_back(run: Run) -> str:
-    """Go back to the newest checkpoint: forget the ranks that were, and move aside the rows that will be redone.
-
-    Returns:
-        Where the run goes on, for the person who watches.
-    """
+    """Forget the ranks that were, and move aside the rows after the newest checkpoint; return where the run goes on."""
     for name in ("rank_*.json", "phase_*.json"):
         for record in (run.folder / "processes").glob(name):
             record.unlink()
@@ -127,19 +139,95 @@ def go_back(run: Run) -> str:
 
 
 def say_start(attempt: Attempt) -> None:
-    """Say what begins: the recipe and its run directory, the batch, notes, where it goes on, and the logs."""
+    """Print what begins: the recipe and its run directory, the batch, notes, where it goes on, and the logs."""
     plan = attempt.plan
     smoke = "smoke test on CPU, not an experiment: " if plan.smoke else ""
-    say(f"{smoke}{shown(plan.recipe)} -> {shown(attempt.run.folder)}")
-    if plan.maxent:
-        say(f"objective {plan.maxent}")
-    say(f"batch {plan.batch}")
-    say(f"vllm {plan.mode}, weights by {plan.bridge or 'none'} ({plan.why_bridge})")
-    for note in plan.notes:
-        say(f"note: {note}")
+    lines = [
+        f"{smoke}{shown(plan.recipe)} -> {shown(attempt.run.folder)}",
+        f"objective {plan.maxent}" if plan.maxent else "",
+        f"batch {plan.batch}",
+        f"vllm {plan.mode}, weights by {plan.bridge or 'none'} ({plan.why_bridge})",
+        *(f"note: {note}" for note in plan.notes),
+        f"publishing in {attempt.publisher}" if attempt.publisher else "",
+        attempt.resumed,
+        *(f"{process.role} log {process.log}" for process in plan.processes),
+    ]
+    for line in filter(None, lines):
+        say(line)
+
+
+def finish(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob | None) -> int:
+    """Write the summary, print how the run ended, requeue its job where that is due, and return the exit code.
+
+    ``wants_requeue`` says whether the attempt was asked to save and go on in a new one.
+    """
+    folder = attempt.run.folder
+    idle = 0  # attempts in a row that left no newer checkpoint, this one included
+    if newest_step(attempt.run) <= attempt.first_step:
+        idle = int((read_json(folder / "summary.json") or {}).get("idle_attempts", 0)) + 1
+    why_not = None
+    goes_on = ending.code == EXIT_STOPPED and wants_requeue and job is not None
+    if goes_on and job is not None:
+        forbidden = no_requeue_file(folder).exists()
+        why_not = why_no_requeue(forbidden, job.restarts, attempt.recipe["max_requeues"], idle)
+        goes_on = why_not is None
+    status = "requeued" if goes_on else _status(ending)
+    summary = finish_summary(
+        folder,
+        status=status,
+        exit_code=ending.code,
+        failed_rank=ending.failed_rank,
+        cause=ending.cause or None,
+        idle_attempts=idle,
+    )
+    rewards = _say_results(attempt, ending, summary, over=not goes_on)
+    smoke = "smoke test on CPU, " if attempt.plan.smoke else ""
+    if ending.code == 0:
+        published = hand_over(attempt.publisher, folder)
+        say(f"{smoke}done: {rewards}; model in {shown(folder / 'model')}{published}")
+        return 0
     if attempt.publisher:
-        say(f"publishing in {attempt.publisher}")
-    if attempt.resumed:
-        say(attempt.resumed)
-    for process in plan.processes:
-        say(f"{process.role} log {process.log}")
+        attempt.publisher.abandon()
+    say(f"{smoke}{status} with exit code {ending.code}: {ending.cause} ({rewards})")
+    if status == "failed":
+        say(f"fix: {advice(folder, ending.cause)}")
+    if goes_on and job is not None:
+        why_not = requeue(job)
+    if why_not:
+        finish_summary(folder, status=_status(ending))
+        say(f"not requeued: {why_not}")
+    again = "NotFinite" not in ending.cause  # the same steps would end it again
+    if again and (not goes_on or why_not) and newest_complete(folder / "checkpoints"):
+        say(f"continue with: grpo launch --resume {shlex.quote(shown(folder))}")
+    return ending.code
+
+
+def _say_results(attempt: Attempt, ending: Ending, summary: dict, over: bool) -> str:
+    """Print report, the log's end after a failure, notices and benchmarks; return the rewards in words."""
+    say(report_line(attempt.run.folder))
+    if ending.log is not None and ending.code != EXIT_STOPPED:
+        print(f"--- last lines of {shown(ending.log)}\n{tail(ending.log)}\n---", file=sys.stderr)
+    for notice in notices_of(read_metrics(attempt.run.folder), attempt.recipe.__getitem__, over=over):
+        if notice.serious:
+            say(f"note: {notice}")
+    for name, result in summary["benchmarks"].items():
+        say(f"benchmark {name}: {result_line(result)}")
+    rewards = f"reward {summary['initial_reward']} -> {summary['final_reward']} over {summary['steps']} steps"
+    if "initial_eval_reward" in summary:
+        rewards += f", evaluated {summary['initial_eval_reward']} -> {summary['final_eval_reward']}"
+    return rewards
+
+
+def end_without_run(ending: Ending, wants_requeue: bool, job: SlurmJob | None) -> int:
+    """End a launch that was stopped before it had a run directory; requeue its job where that was asked for."""
+    say(f"{ending.cause}; there is no run directory yet")
+    if wants_requeue and job is not None and (error := requeue(job)):
+        say(f"not requeued: {error}")
+    return ending.code
+
+
+def _status(ending: Ending) -> str:
+    if ending.code == 0:
+        return "completed"
+    stopped = ending.code == EXIT_STOPPED or ending.cause.startswith("stopped by")
+    return "stopped" if stopped else "failed"

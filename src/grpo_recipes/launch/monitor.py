@@ -1,78 +1,140 @@
-"""What the launcher looks at while an attempt runs: progress, requests to stop, the time limit, who stands still."""
+"""What the launcher looks at while an attempt runs: progress, requests to stop, the time limit, stalled processes."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import time
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from grpo_recipes.launch.attempt import Attempt
 from grpo_recipes.launch.signals import StopSignals
-from grpo_recipes.launch.stall_detector import (
-    Phase,
-    StandingRank,
-    StandingServer,
-    dump_stacks,
-    is_stopped,
-    rank_pids,
-    read_phases,
-    server_pids,
-    stale_compile_lock,
-)
-from grpo_recipes.launch.supervisor import Child, Ending, Trainer
-from grpo_recipes.plan.server import generated_tokens
+from grpo_recipes.launch.supervisor import Ending, Group
+from grpo_recipes.paths import shown
+from grpo_recipes.plan.server import Activity, generated_tokens
 from grpo_recipes.process.reports import print_line, say
+from grpo_recipes.process.tree import descendants, is_alive
 from grpo_recipes.runs.health import Health
 from grpo_recipes.runs.progress import Progress
-from grpo_recipes.runs.rundir import read_metrics
+from grpo_recipes.runs.rundir import dump_request, read_json, read_metrics
 from grpo_recipes.slurm.walltime import Walltime, job_end_time
 
-_PHASE_SECONDS = 1.0  # between two looks at what the ranks do
-_SERVER_SECONDS = 5.0  # between two questions to the server, at most
+_PHASE_SECONDS = 1.0  # between two looks at the ranks' phases
+_SERVER_SECONDS = 5.0  # between two requests to the server, at most
+_DUMP_SECONDS = 1.0
+# Phases that may last longer than `stall_timeout`: a whole evaluation, a save to a slow disk, benchmarks at the end.
+_MULTIPLES = {"save": 2, "evaluate": 6, "end": 24}
 
 
-class Watch:
-    """Everything that is looked at again and again, for one attempt.
+@dataclass(frozen=True)
+class Phase:
+    """What a rank does, by ``processes/phase_<rank>.json``."""
 
-    Attributes:
-        server: the server that runs, None while there is none.
-        trainer: the trainers that run, None while there are none.
-        stepped: whether a step was completed since this was last set to False.
+    rank: int
+    name: str  # start, sample, score, sync, update, save, evaluate or end
+    step: int  # optimizer steps done
+    since: float  # by the rank's clock; only compared with itself, since clocks jump and differ
+
+    def __str__(self) -> str:
+        return f"phase {self.name} after step {self.step}"
+
+
+def read_phases(run_dir: Path) -> list[Phase]:
+    """Return the phase of every rank that has written one, by rank."""
+    found = []
+    for path in (run_dir / "processes").glob("phase_*.json"):
+        if record := read_json(path):
+            rank = int(path.stem.removeprefix("phase_"))
+            found.append(Phase(rank, record["phase"], record["step"], record["since"]))
+    return sorted(found, key=lambda phase: phase.rank)
+
+
+class RankStallDetector:
+    """Finds a rank that stays in one phase for longer than ``limit`` seconds, or the phase's multiple of it."""
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._entered: dict[Phase, float] = {}
+
+    def look(self, phases: list[Phase], now: float, stopped: Collection[int] = ()) -> tuple[Phase, float] | None:
+        """Return the stalled rank's phase and its seconds in it, by the phases of all ranks at ``now`` (monotonic).
+
+        Of several it is one of ``stopped``, the ranks that a signal stopped, or the one that is furthest behind. Before
+        any rank has written a phase, rank 0 counts as in ``start`` since the first look.
+        """
+        phases = phases or [Phase(0, "start", 0, 0.0)]
+        self._entered = {phase: self._entered.get(phase, now) for phase in phases}
+        late = [phase for phase in phases if now - self._entered[phase] > self._limit * _MULTIPLES.get(phase.name, 1)]
+        if not late:
+            return None
+        # The others have come as far as they could without it, and entered the phase they wait in later.
+        first = min(late, key=lambda phase: (phase.rank not in stopped, phase.step, self._entered[phase], phase.rank))
+        return first, now - self._entered[first]
+
+
+class ServerStallDetector:
+    """Finds a server that does not answer, or makes no token while a request is out, for ``limit`` seconds.
+
+    A rank that begins a phase counts as movement: a load of weights makes no token, and is followed by sampling.
     """
 
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._seen: object = None
+        self._moved: float | None = None
+
+    def look(self, activity: Activity | None, phases: list[Phase], now: float) -> float | None:
+        """Return the seconds since it last moved, once they exceed the limit.
+
+        ``activity`` is None where the server did not answer; ``phases`` are those of all ranks at ``now`` (monotonic).
+        """
+        if self._moved is None:
+            self._moved = now
+        if activity is not None:
+            seen = (activity.tokens, phases) if activity.requests else None
+            if seen is None or seen != self._seen:
+                self._moved = now
+            self._seen = seen
+        return now - self._moved if now - self._moved > self._limit else None
+
+
+class Monitor:
+    """Everything that is looked at again and again, for one attempt."""
+
     def __init__(self, attempt: Attempt, stop: StopSignals) -> None:
+        self.groups: dict[str, Group] = {}  # the processes that are ready, by role
         self._attempt = attempt
         self._stop = stop
         self._folder = attempt.run.folder
-        self._progress = Progress(self._folder)
         self._walltime = Walltime(job_end_time)
         for row in read_metrics(self._folder):
             self._walltime.observe(row)
         self._began = time.time()
         self._next_phases = self._next_server = 0.0
-        self.server: Child | None = None
-        self.trainer: Trainer | None = None
-        self.stepped = False
         stop.can_save = lambda: any(phase.name != "start" for phase in self._phases())
-        self.starts_again()
+        self.start_again()
 
-    def starts_again(self) -> None:
+    def start_again(self) -> None:
         """Forget what was seen of processes that are gone, and of rows that were moved aside."""
+        self.stepped = False  # whether a step was completed since then
         self._progress = Progress(self._folder)
         self._health = Health(self._attempt.recipe.__getitem__)
         for row in read_metrics(self._folder):
             self._health.add(row)
-        self._ranks = StandingRank(self._attempt.recipe["stall_timeout"])
-        self._engine = StandingServer(self._attempt.recipe["server_stall_timeout"])
+        self._rank_stalls = RankStallDetector(self._attempt.recipe["stall_timeout"])
+        self._server_stalls = ServerStallDetector(self._attempt.recipe["server_stall_timeout"])
 
     def stopping(self) -> bool:
-        """Whether the trainers are asked to save and end."""
+        """Return whether the trainers were asked to save and end."""
         return self._stop.requested
 
     def tick(self) -> Ending | None:
-        """Look at everything that is due.
-
-        Returns:
-            How the run ends, or the server is lost, because somebody stands still.
+        """Look at everything that is due; return the ending that a stalled process causes.
 
         Raises:
             StoppedAtOnce: a request to stop that ends the attempt.
@@ -86,15 +148,13 @@ class Watch:
             self._next_phases = now + _PHASE_SECONDS
             phases = self._phases()
             self._look_at_the_clock()
-            ending = self._standing(phases, now)
+            if trainers := self._trainers():
+                ending = self._server_stall(phases, now) or self._rank_stall(trainers, phases, now)
         self._stop.look()
         return ending
 
-    def _phases(self) -> list[Phase]:
-        return read_phases(self._folder) if self.trainer else []
-
     def show_progress(self) -> None:
-        """Print a line for each step that was completed, and one for what its metrics give reason to."""
+        """Print a line for each step that was completed, and a note where its metrics give reason to."""
         for row in self._progress.new_rows():
             self.stepped = True
             print_line(self._progress.line(row))
@@ -102,39 +162,99 @@ class Watch:
             for notice in self._health.add(row):
                 say(f"note: {notice}")
 
+    def _trainers(self) -> Group | None:
+        return next((group for group in self.groups.values() if group.process.trains), None)
+
+    def _server(self) -> Group | None:
+        return next((group for group in self.groups.values() if group.process.ready == "serving"), None)
+
+    def _phases(self) -> list[Phase]:
+        return read_phases(self._folder) if self._trainers() else []
+
     def _look_at_the_clock(self) -> None:
         if note := self._walltime.note():
             say(note)
         if not self._stop.requested and (why := self._walltime.due()):
             self._stop.out_of_time(why)
 
-    def _standing(self, phases: list[Phase], now: float) -> Ending | None:
-        if self.trainer is None:
-            return None
-        return self._standing_server(phases, now) or self._standing_rank(phases, now)
-
-    def _standing_server(self, phases: list[Phase], now: float) -> Ending | None:
-        limit = self._attempt.recipe["server_stall_timeout"]
-        if self.server is None or self._stop.requested or now < self._next_server:
+    def _server_stall(self, phases: list[Phase], now: float) -> Ending | None:
+        limit, server = self._attempt.recipe["server_stall_timeout"], self._server()
+        if server is None or self._stop.requested or now < self._next_server:
             return None
         self._next_server = now + min(_SERVER_SECONDS, limit / 5)
-        seconds = self._engine.look(generated_tokens(*self._attempt.server_address()), phases, time.monotonic())
+        activity = generated_tokens(*self._attempt.server_address())
+        seconds = self._server_stalls.look(activity, phases, time.monotonic())
         if seconds is None:
             return None
-        stacks = dump_stacks(self._folder, server_pids(self.server.command_pid()))
+        stacks = dump_stacks(self._folder, _pids(server))
         cause = f"the vLLM server has made no token for {seconds:.0f} s (server_stall_timeout {limit:g}){stacks}"
-        return Ending(1, cause, log=self.server.log, of_server=True)
+        return Ending(1, cause, log=server.log, lost=server.process)
 
-    def _standing_rank(self, phases: list[Phase], now: float) -> Ending | None:
-        ranks = rank_pids(self._folder)
-        late = self._ranks.look(phases, now, [rank for rank, pid in ranks.items() if is_stopped(pid)])
-        if late is None or self.trainer is None:
+    def _rank_stall(self, trainers: Group, phases: list[Phase], now: float) -> Ending | None:
+        ranks, server = rank_pids(self._folder), self._server()
+        late = self._rank_stalls.look(phases, now, [rank for rank, pid in ranks.items() if is_stopped(pid)])
+        if late is None:
             return None
         phase, seconds = late
-        server = server_pids(self.server.command_pid()) if self.server else []
         limit = f"stall_timeout {self._attempt.recipe['stall_timeout']:g}"
         cause = f"rank {phase.rank} has been in {phase} for {seconds:.0f} s ({limit})"
         extensions = Path(self._attempt.environment.get("TORCH_EXTENSIONS_DIR", ""))
         lock = stale_compile_lock(extensions, self._began) if phase.name == "start" else None
-        cause += dump_stacks(self._folder, [*ranks.values(), *server]) + (f"; {lock}" if lock else "")
-        return Ending(1, cause, phase.rank, self.trainer.log)
+        cause += dump_stacks(self._folder, [*ranks.values(), *(_pids(server) if server else [])])
+        return Ending(1, cause + (f"; {lock}" if lock else ""), phase.rank, trainers.log)
+
+
+def _pids(server: Group) -> list[int]:
+    """Return the pids of a server's processes, engine and workers before its command."""
+    command = server.members[0].command_pid()
+    return [*(process.pid for process in descendants(command)), command] if command else []
+
+
+def rank_pids(run_dir: Path) -> dict[int, int]:
+    """Return the pids of the ranks that live on this node, by rank."""
+    records = (read_json(path) or {} for path in sorted((run_dir / "processes").glob("rank_*.json")))
+    here = (record for record in records if "exit" not in record and record.get("node", 0) == 0)
+    return {record["rank"]: record["pid"] for record in here if is_alive(record["pid"])}
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a process was stopped by a signal (SIGSTOP)."""
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def dump_stacks(run_dir: Path, pids: Iterable[int]) -> str:
+    """Have processes add the stacks of their threads to ``stacks/`` in the run directory.
+
+    A process that has not registered for the signal is ended by it, and one that is stopped cannot answer: this is for
+    processes that are about to be ended. Returns where the stacks are and which processes are stopped, for the end of
+    a sentence.
+    """
+    dump_request(run_dir).touch()  # for the workers of other nodes
+    began = time.time()
+    stopped = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if is_stopped(pid):
+                stopped.append(pid)
+            os.kill(pid, signal.SIGUSR2)
+    time.sleep(_DUMP_SECONDS)
+    folder = run_dir / "stacks"
+    written = sorted(path.name for path in folder.glob("*.txt") if path.stat().st_mtime >= began - 1)
+    where = f"; stacks of {', '.join(written)} in {shown(folder)}" if written else ""
+    return where + (f"; stopped by a signal (SIGSTOP): pid {', '.join(map(str, stopped))}" if stopped else "")
+
+
+def stale_compile_lock(folder: Path, before: float) -> str | None:
+    """Return what a rank that stays in its start most likely waits for: another compilation that was killed.
+
+    ``folder`` is TORCH_EXTENSIONS_DIR; ``before`` is when this attempt began (``time.time()``): nobody holds an older
+    lock.
+    """
+    for lock in [*folder.glob("*/lock"), *folder.glob("*/*/lock")]:
+        with contextlib.suppress(OSError):
+            if lock.stat().st_mtime < before:
+                return f"most likely it waits for the lock of a compilation that was killed: rm {shown(lock)}"
+    return None

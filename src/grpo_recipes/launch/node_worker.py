@@ -1,6 +1,6 @@
 """One node's part in a run on several: it does there what the launcher on the first node orders.
 
-srun starts one agent a node and carries the lines: orders as JSON on standard input, the same for all; reports on
+srun starts one worker a node and carries the lines: orders as JSON on standard input, the same for all; reports on
 standard output, in pieces of ``PIECE`` characters since Slurm keeps no longer line in one piece. When standard input
 ends, the launcher closed it, or it or srun is gone: then everything of the run on this node is ended.
 """
@@ -31,42 +31,41 @@ from grpo_recipes.process.scratch import Scratch, make_scratch, remove_dead_scra
 from grpo_recipes.process.tree import become_subreaper, end_descendants, is_alive, reap
 from grpo_recipes.runs.rundir import stop_file
 
-MARK = "grpo-agent"  # first word of a report; other lines on standard output are not ours
+MARK = "grpo-node"  # first word of a report; other lines on standard output are not ours
 PIECE = 800
 _TICK_SECONDS = 0.2
 
 
-class Agent:
-    """The agent of one node; ``obey`` runs an order by the method of its name."""
+class NodeWorker:
+    """The worker of one node; ``obey`` runs an order by the method of its name."""
 
     def __init__(self, node: int) -> None:
         self._node = node
         self._run_dir = Path()
         self._scratch: Scratch | None = None
         self._environment: dict[str, str] = {}
-        self._children: dict[str, Child] = {}
-        self._starts: dict[str, int] = {}
-        self._told: dict[tuple[str, str], dict[str, Any]] = {}
+        self._children: dict[str, tuple[Child, int]] = {}  # by name, with the number of their start
+        self._rank_codes: dict[int, int | None] = {}  # of ranks that are gone, by pid
+        self._reported: dict[str, dict[str, Any]] = {}  # the newest report of each process
 
     def obey(self, line: str) -> None:
         """Carry out one order, if it is for this node."""
         order = json.loads(line)
-        to = order.pop("to", None)
-        if to is None or self._node in to:
+        if self._node in order.pop("to"):
             getattr(self, f"order_{order.pop('order')}")(**order)
 
-    def order_survey(self) -> None:
-        """Tell what this node offers."""
+    def order_describe(self) -> None:
+        """Report what this node offers."""
         interfaces = {
             name: [one.address for one in addresses if one.family == socket.AF_INET]
             for name, addresses in psutil.net_if_addrs().items()
         }
         gpus = visible_gpus(os.environ) if environment_flavour() == "cuda" else ()
         host = os.environ.get("SLURMD_NODENAME", socket.gethostname())
-        self._report("survey", gpus=gpus, cores=len(os.sched_getaffinity(0)), host=host, interfaces=interfaces)
+        self._report("describe", gpus=gpus, cores=len(os.sched_getaffinity(0)), host=host, interfaces=interfaces)
 
     def order_route(self, peers: dict[str, str]) -> None:
-        """Tell the address of this node that the kernel uses towards a peer, given by node."""
+        """Report the address of this node that the kernel uses towards its peer."""
         peer = peers[str(self._node)]
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
@@ -76,7 +75,7 @@ class Agent:
                 self._report("route", peer=peer, address=None, error=str(error))
 
     def order_listen(self, addresses: dict[str, str]) -> None:
-        """Listen on this node's address for the other nodes' trial."""
+        """Listen on this node's address for the connections that the other nodes try."""
         server = socket.socket()
         try:
             server.bind((addresses[str(self._node)], 0))
@@ -87,11 +86,11 @@ class Agent:
         threading.Thread(target=_answer, args=(server, self._node), daemon=True).start()
         self._report("listen", port=server.getsockname()[1])
 
-    def order_connect(self, peers: list[list[Any]], limit: float) -> None:
-        """Try to reach every other node, [node, address, port] each, and tell which ones did not answer."""
+    def order_connect(self, peers: list[tuple[int, str, int]], limit: float) -> None:
+        """Try to reach every other node by its number, address and port; report those that did not answer."""
         others = [peer for peer in peers if peer[0] != self._node]
         with ThreadPoolExecutor(max_workers=max(1, len(others))) as executor:
-            errors = list(executor.map(lambda peer: _reach(peer[0], peer[1], peer[2], limit), others))
+            errors = list(executor.map(lambda peer: _reach(peer, limit), others))
         failed = {str(peer[0]): error for peer, error in zip(others, errors, strict=True) if error}
         self._report("connect", failed=failed)
 
@@ -106,18 +105,18 @@ class Agent:
         self._report("begin", removed=removed)
 
     def order_start(self, process: dict[str, Any], start: int) -> None:
-        """Start a process of the plan under its warden; ``start`` comes back in the reports of it and of its ranks."""
+        """Start a process of the plan under its guard; its reports carry ``start``, the number of this start."""
         assert self._scratch is not None
         planned = Process.of_json(process)
         for rank in self._ranks():  # of the process that ran in its place before
             (self._run_dir / "processes" / f"rank_{rank['rank']}.json").unlink(missing_ok=True)
         environment = {**self._environment, **planned.environment}
-        self._children[planned.name] = Child(planned, environment, self._run_dir, self._scratch)
-        self._starts[planned.name] = start
+        self._children[planned.name] = Child(planned, environment, self._run_dir, self._scratch), start
+        self._rank_codes.clear()
 
     def order_end(self, process: str, grace: float) -> None:
         """End a process with all it started."""
-        self._children[process].end(grace)
+        self._children[process][0].end(grace)
         self._report("end")
 
     def order_stop(self) -> None:
@@ -132,19 +131,27 @@ class Agent:
                     os.kill(record["pid"], signal.SIGUSR2)
 
     def look(self) -> None:
-        """Tell what changed of the processes and ranks of this node."""
+        """Report what changed of the processes of this node and of their ranks."""
         reap()
-        for name, child in self._children.items():
-            lost = child.lost()
-            facts: dict[str, Any] = {"alive": child.alive(), "pid": child.command_pid(), "exit": child.exit_code()}
-            self._tell("child", name, start=self._starts[name], lost=asdict(lost) if lost else None, **facts)
-            for rank in child.ranks():
-                key = f"rank_{rank.record['rank']}"
-                known = self._told.get(("rank", key), {})
-                facts = {"start": self._starts[name], "record": rank.record, "gone": rank.gone}
-                if any(known.get(fact) != value for fact, value in facts.items()):
-                    code = child.code_of_rank(rank.record["pid"]) if rank.gone else None
-                    self._tell("rank", key, code=code, **facts)
+        for name, (child, start) in self._children.items():
+            lost, ranks = child.lost(), child.ranks()
+            for rank in ranks:
+                if rank.gone and rank.record["pid"] not in self._rank_codes:
+                    self._rank_codes[rank.record["pid"]] = child.code_of_rank(rank.record["pid"])
+            facts = {
+                "start": start,
+                "alive": child.alive(),
+                "pid": child.command_pid(),
+                "exit": child.exit_code(),
+                "lost": asdict(lost) if lost else None,
+                "ranks": [
+                    {"record": one.record, "gone": one.gone, "code": self._rank_codes.get(one.record["pid"])}
+                    for one in ranks
+                ],
+            }
+            if self._reported.get(name) != facts:
+                self._reported[name] = facts
+                self._report("process", name=name, **facts)
 
     def end(self) -> None:
         """End everything of the run on this node and remove its scratch folders."""
@@ -153,12 +160,7 @@ class Agent:
             self._scratch.remove()
 
     def _ranks(self) -> list[dict[str, Any]]:
-        return [rank.record for child in self._children.values() for rank in child.ranks()]
-
-    def _tell(self, kind: str, name: str, **facts: Any) -> None:
-        if self._told.get((kind, name)) != facts:
-            self._told[kind, name] = facts
-            self._report(kind, name=name, **facts)
+        return [rank.record for child, _ in self._children.values() for rank in child.ranks()]
 
     def _report(self, kind: str, **facts: Any) -> None:
         text = json.dumps({"kind": kind, **facts})
@@ -175,8 +177,9 @@ def _answer(server: socket.socket, node: int) -> None:
             connection.sendall(f"{node}\n".encode())
 
 
-def _reach(node: int, address: str, port: int, seconds: float) -> str:
-    """What went wrong on the way to a node, or an empty text."""
+def _reach(peer: tuple[int, str, int], seconds: float) -> str:
+    """Return what went wrong on the way to a node, or an empty text."""
+    node, address, port = peer
     try:
         with socket.create_connection((address, port), timeout=seconds) as connection:
             connection.settimeout(seconds)
@@ -199,7 +202,7 @@ def main() -> int:
         # the processes started here would inherit.
         signal.signal(signum, lambda *_: None)
     become_subreaper()
-    agent = Agent(int(os.environ["SLURM_NODEID"]))
+    worker = NodeWorker(int(os.environ["SLURM_NODEID"]))
     orders: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_read_orders, args=(orders,), daemon=True).start()
     try:
@@ -207,16 +210,16 @@ def main() -> int:
             try:
                 line = orders.get(timeout=_TICK_SECONDS)
             except queue.Empty:
-                agent.look()
+                worker.look()
                 continue
             if not line:
                 return 0
-            agent.obey(line)
+            worker.obey(line)
     except ConfigError as refused:
         print(f"grpo: node {os.environ['SLURM_NODEID']}: {refused}", file=sys.stderr, flush=True)
         return EXIT_CONFIG_ERROR
     finally:
-        agent.end()
+        worker.end()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Running an attempt's processes until one of them ends it."""
+"""Start an attempt's processes in the plan's order, restart what may be restarted, and end all of them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import shutil
 import signal
 import subprocess
 import traceback
+from dataclasses import dataclass, replace
+from graphlib import TopologicalSorter
 
 from grpo_recipes.errors import EXIT_STOPPED, ConfigError
 from grpo_recipes.launch.attempt import Attempt, go_back, say_start
-from grpo_recipes.launch.monitor import Watch
-from grpo_recipes.launch.nodes import RemoteChild, Trainers
-from grpo_recipes.launch.restarts import Next, Restarts
+from grpo_recipes.launch.monitor import Monitor
+from grpo_recipes.launch.nodes import RemoteChild
 from grpo_recipes.launch.signals import StoppedAtOnce, StopSignals
-from grpo_recipes.launch.supervisor import Child, Ending, Trainer, shell_code, trainer_ending, wait_for_trainer
+from grpo_recipes.launch.supervisor import Child, Ending, Group, Started, find_ending, shell_code, wait_for_ending
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.server import NotReady, server_state_file, wait_until_ready
 from grpo_recipes.plan.types import Process
@@ -41,7 +42,7 @@ def supervise(attempt: Attempt, stop: StopSignals) -> Ending:
         ending = Ending(1, f"the launcher failed: {type(error).__name__}: {masked(str(error))}")
     finally:
         stop.ignore()
-        attempt.agents.close()  # before the rest, which would take srun for one of ours
+        attempt.workers.close()  # before the rest, which would take srun for one of ours
         end_descendants()
         shutil.rmtree(sync_folder(attempt.run.folder), ignore_errors=True)
         attempt.scratch.remove()
@@ -63,94 +64,140 @@ def make_smoke_task(attempt: Attempt) -> Ending | None:
     return Ending(code, f"python -m grpo_recipes.smoke exited with code {code}") if code else None
 
 
+@dataclass
+class Restarts:
+    """Restarts of lost processes in one attempt, and their bounds."""
+
+    most: int  # the recipe's server_restarts; 0 never restarts
+    done: int = 0
+    stepped: bool = True  # whether a step was completed since the last of them
+
+    def after(self, ending: Ending, stopping: bool) -> tuple[bool, Ending]:
+        """Return whether what was lost is started again, and the ending, with the reason where a bound forbids it.
+
+        Nothing is started for a run that is ``stopping``, i.e. was asked to save and end.
+        """
+        lost = ending.lost
+        if lost is None or lost.on_loss == "fail" or stopping or self.most == 0:
+            return False, ending
+        why = None
+        if self.done >= self.most:
+            why = f"the {lost.role} was started again {self.done} times already (server_restarts)"
+        elif not self.stepped:
+            why = f"no step was completed since the {lost.role} was started again"
+        if why:
+            return False, replace(ending, cause=f"{ending.cause}; {why}")
+        self.done += 1
+        self.stepped = False
+        return True, ending
+
+
 def run_processes(attempt: Attempt, stop: StopSignals) -> Ending:
-    """Start the server, then the trainers, and watch both; a lost server is started again within bounds."""
+    """Start the plan's processes and watch them; what is lost is started again where the plan says so."""
     become_subreaper()
-    watch = Watch(attempt, stop)
-    restarts = Restarts(attempt.recipe["server_restarts"], attempt.plan.bridge)
-    if failed := _start_server(attempt, watch, epoch=1):
-        return failed
-    watch.trainer = _start_trainers(attempt)
-    while True:
-        ending = wait_for_trainer(watch.trainer, watch.server, watch.tick, watch.stopping)
-        watch.show_progress()
-        restarts.stepped = restarts.stepped or watch.stepped
-        what, ending = restarts.after(ending, watch.stopping())
-        if what is Next.END:
-            write_last_json(server_state_file(attempt.run.folder), {"epoch": restarts.done + 1, "state": "gone"})
-            return ending
-        say(f"{ending.cause}: {what.value} ({restarts.done} of {restarts.most})")
-        count_server_restart(attempt.run.folder)
-        if what is Next.BOTH:
-            watch.trainer.end()
-            watch.trainer = None
-            verified_checkpoint(attempt.run.folder / "checkpoints", say)
-            say(go_back(attempt.run))
-        if failed := _start_server(attempt, watch, epoch=restarts.done + 1):
-            return failed
-        watch.trainer = watch.trainer or _start_trainers(attempt)
-        watch.stepped = False
+    return _Supervisor(attempt, stop).run()
 
 
-def _start(attempt: Attempt, process: Process) -> Child:
-    return Child(process, {**attempt.environment, **process.environment}, attempt.run.folder, attempt.scratch)
+class _Supervisor:
+    """The processes of an attempt, by their roles; what differs between roles is in the plan."""
 
+    def __init__(self, attempt: Attempt, stop: StopSignals) -> None:
+        self._attempt = attempt
+        self._monitor = Monitor(attempt, stop)
+        self._groups = self._monitor.groups
+        self._restarts = Restarts(attempt.recipe["server_restarts"])
+        self._epoch = 1  # of the server: every one that is started gets the next
+        plan = attempt.plan
+        order = TopologicalSorter({process.role: process.after for process in plan.processes}).static_order()
+        planned = {role: [process for process in plan.processes if process.role == role] for role in order}
+        self._planned = {role: processes for role, processes in planned.items() if processes}
 
-def _start_trainers(attempt: Attempt) -> Trainer:
-    """Start the trainers of every node; those of this one here."""
-    started: list[Child | RemoteChild] = [
-        RemoteChild(attempt.agents, process) if process.node else _start(attempt, process)
-        for process in attempt.plan.trainers()
-    ]
-    return started[0] if len(started) == 1 else Trainers(started)
+    def run(self) -> Ending:
+        """Start and restart processes until one of them ends the run."""
+        monitor = self._monitor
+        while True:
+            ending = self._start_missing() or wait_for_ending(self._running(), monitor.tick, monitor.stopping)
+            monitor.show_progress()
+            self._restarts.stepped = self._restarts.stepped or monitor.stepped
+            again, ending = self._restarts.after(ending, monitor.stopping())
+            if not again or ending.lost is None:
+                state = {"epoch": self._epoch, "state": "gone"}
+                write_last_json(server_state_file(self._attempt.run.folder), state)
+                return ending
+            self._end_lost(ending, ending.lost)
 
+    def _running(self) -> list[Group]:
+        return [self._groups[role] for role in self._planned if role in self._groups]
 
-def _start_server(attempt: Attempt, watch: Watch, epoch: int) -> Ending | None:
-    """Start the plan's server, in the place of one that is lost, and wait until it is ready.
+    def _end_lost(self, ending: Ending, lost: Process) -> None:
+        """End what is left of a lost process, and the trainers where they cannot go on without it."""
+        restarts = self._restarts
+        with_trainers = lost.on_loss == "restart with trainers"
+        what = f"the {lost.role} alone is started again"
+        if with_trainers:
+            what = f"{lost.role} and trainers are started again from the newest checkpoint"
+        say(f"{ending.cause}: {what} ({restarts.done} of {restarts.most})")
+        count_server_restart(self._attempt.run.folder)
+        for group in self._running() if with_trainers else []:
+            if group.process.trains:
+                self._groups.pop(group.process.role).end()
+                verified_checkpoint(self._attempt.run.folder / "checkpoints", say)
+                say(go_back(self._attempt.run))
+        if lost.ready == "serving":
+            self._epoch += 1
+            self._write_server_state("starting")  # before its end, so that trainers that go on wait for the next one
+        self._groups.pop(lost.role).end()
 
-    Returns:
-        Why the run ends: it did not become ready, or the trainers ended meanwhile. None: all is well.
-    """
-    process = attempt.plan.process("server")
-    if process is None:
+    def _start_missing(self) -> Ending | None:
+        """Start what does not run, in the plan's order, each once those it starts after are ready.
+
+        Returns why the run ends, or a process is lost, where that happens meanwhile.
+        """
+        for role, processes in self._planned.items():
+            if role in self._groups:
+                continue
+            serving = processes[0].ready == "serving"
+            if serving:
+                self._write_server_state("starting")
+            started = [self._start(process) for process in processes]
+            if serving and (ending := self._wait_until_serving(started[0])):
+                return ending
+            self._groups[role] = Group(started)
+        self._monitor.start_again()
         return None
-    _tell_server_state(attempt, epoch, "starting")
-    if watch.server is not None:
-        watch.server.end()
-    server, watch.server = _start(attempt, process), None
-    host, port, token = attempt.server_address()
 
-    def alive() -> bool:
-        reap()
-        ending = watch.tick()
-        if ending is None and watch.trainer is not None:
-            ending = trainer_ending(watch.trainer, watch.stopping())
-        if ending is not None:
-            raise _Ended(ending)
-        return server.alive()
+    def _start(self, process: Process) -> Started:
+        attempt = self._attempt
+        if process.node:
+            return RemoteChild(attempt.workers, process)
+        return Child(process, {**attempt.environment, **process.environment}, attempt.run.folder, attempt.scratch)
 
-    try:
-        waited = wait_until_ready(
-            alive, server.warden_pid, host, port, attempt.names.served, token, attempt.recipe["vllm_server_timeout"]
-        )  # fmt: skip
-    except _Ended as ended:
-        return ended.ending
-    except NotReady as error:
-        _tell_server_state(attempt, epoch, "gone")
-        return Ending(shell_code(server.exit_code()) or 1, str(error), log=server.log)
-    watch.server = server
-    watch.starts_again()
-    _tell_server_state(attempt, epoch, "ready")
-    say(f"server ready after {waited:.0f} s on {host}:{port}")
-    return None
+    def _wait_until_serving(self, server: Started) -> Ending | None:
+        """Wait for the server; return why the run ends if it did not become ready, or another process ended first."""
+        assert isinstance(server, Child)
+        attempt, monitor = self._attempt, self._monitor
+        host, port, token = attempt.server_address()
+        endings: list[Ending] = []
 
+        def alive() -> bool:
+            reap()
+            if ending := monitor.tick() or find_ending(self._running(), monitor.stopping()):
+                endings.append(ending)
+            return not endings and server.alive()
 
-def _tell_server_state(attempt: Attempt, epoch: int, state: str) -> None:
-    write_json(server_state_file(attempt.run.folder), {"epoch": epoch, "state": state})
+        try:
+            waited = wait_until_ready(
+                alive, server.guard_pid, host, port, attempt.names.served, token, attempt.recipe["vllm_server_timeout"]
+            )
+        except NotReady as error:
+            if not endings:
+                return Ending(shell_code(server.exit_code()) or 1, str(error), log=server.log)
+            if endings[0].lost:
+                server.end()  # it is started anew after the one that was lost
+            return endings[0]
+        self._write_server_state("ready")
+        say(f"server ready after {waited:.0f} s on {host}:{port}")
+        return None
 
-
-class _Ended(Exception):
-    """The run ended while it waited for its server."""
-
-    def __init__(self, ending: Ending) -> None:
-        self.ending = ending
+    def _write_server_state(self, state: str) -> None:
+        write_json(server_state_file(self._attempt.run.folder), {"epoch": self._epoch, "state": state})

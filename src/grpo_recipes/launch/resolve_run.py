@@ -1,4 +1,4 @@
-"""Which run a launch means, its recipe and its names."""
+"""Which run a launch means, its recipe and its names, and whether it can go on from its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Options:
     flags: tuple[str, ...] = ()
 
 
-def settle(options: Options, resources: Resources) -> tuple[Run | None, Recipe, str]:
-    """Which run this is (None: a new one), its recipe and entry script."""
+def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Recipe, str]:
+    """Return the run that is meant (None: a new one), its recipe and its entry script."""
     # What the environment said when a run was submitted is in its frozen recipe.
     environment = {} if os.environ.get(CODE_VARIABLE) else os.environ
     asked = requested_task(environment, options.task)
@@ -58,20 +58,20 @@ def settle(options: Options, resources: Resources) -> tuple[Run | None, Recipe, 
         path = choose_recipe(options.recipe, environment, asked.task or GRPO, resources.flavour)
     if options.resume is None:
         recipe = checked_recipe(path, options.flags, environment, asked)
-        pointer = job_pointer(resources, recipe)
-        requeued = resources.job is not None and resources.job.restarts > 0 and pointer.is_file()
-        if not requeued:
+        job = resources.job
+        pointer = _job_pointers(recipe) / job.name if job is not None and job.restarts > 0 else None
+        if pointer is None or not pointer.is_file():
             return None, recipe, entry_of(recipe, asked)
-        run = find_run(run_root_of(recipe), pointer.read_text().strip())
+        run = find_run(_run_root(recipe), pointer.read_text().strip())
     elif options.resume == "last":
-        # Flags are for the run's own recipe, with which they are checked: run_root alone is asked of this one.
+        # Flags are for the run's own recipe, with which they are checked: only run_root is read from this one.
         recipe, problems = merge_recipe(path, options.flags, environment)
         if "run_root" in recipe.broken:
             raise ConfigError(*problems)
-        run = find_run(run_root_of(recipe), "last")
+        run = find_run(_run_root(recipe), "last")
     else:
         run = find_run(Path(), options.resume)
-    # Beside a launch that runs nothing is compared: it may be writing them, and ``claim`` refuses this one.
+    # Where another launch holds the run nothing is compared: it may be writing the files, and ``claim`` refuses us.
     notes = [] if is_claimed(run.folder) else need_same_files(run.folder, options.allow_changed_code)
     changed = changed_code(run)
     if changed and not options.allow_changed_code:
@@ -90,82 +90,56 @@ def settle(options: Options, resources: Resources) -> tuple[Run | None, Recipe, 
     return run, recipe, saved["entry"]
 
 
-def run_root_of(recipe: Recipe) -> Path:
-    """The folder of run directories, the home sign expanded."""
+def _run_root(recipe: Recipe) -> Path:
     return Path(os.path.expanduser(recipe["run_root"]))
 
 
-def job_pointer(resources: Resources, recipe: Recipe) -> Path:
-    """The file by which a requeued job finds its run directory; outside Slurm none exists."""
-    return job_pointers(recipe) / (resources.job.name if resources.job else "no-job")
-
-
-def job_pointers(recipe: Recipe) -> Path:
-    """The folder with a file for each job, ``<cluster>-<job>[_<task>]``, that names its run directory."""
-    return run_root_of(recipe) / ".jobs"
+def _job_pointers(recipe: Recipe) -> Path:
+    """Return the folder with a file for each job, ``<cluster>-<job>[_<task>]``, that names its run directory."""
+    return _run_root(recipe) / ".jobs"
 
 
 def note_job(folder: Path, recipe: Recipe, job: str) -> None:
-    """Let a job and its run directory be found from one another.
-
-    Args:
-        folder: the run directory.
-        recipe: its recipe.
-        job: ``<cluster>-<job>[_<task>]``.
-    """
-    pointers = job_pointers(recipe)
+    """Let the job ``<cluster>-<job>[_<task>]`` and its run directory be found from one another."""
+    pointers = _job_pointers(recipe)
     pointers.mkdir(parents=True, exist_ok=True)
     (pointers / job).write_text(str(folder))
     write_json(folder / JOB_FILE, {"job": job, "working_folder": os.getcwd()})
 
 
-def planned_names(recipe: Recipe) -> Names:
-    """The names a launch of this recipe would choose now."""
-    return names_of(None, recipe)
-
-
-def names_of(run: Run | None, recipe: Recipe) -> Names:
-    """The names of an attempt at ``run``, or at a new run that would begin now."""
+def names_of(recipe: Recipe, run: Run | None = None) -> Names:
+    """Return the names of an attempt at ``run``, or at a new run that would begin now."""
     stamp = timestamp()
     name = run.name if run else (recipe["run_name"] or recipe.path.stem.removeprefix("config_"))
-    folder = run.folder if run else (run_root_of(recipe) / f"{name}-{stamp}").absolute()
+    folder = run.folder if run else (_run_root(recipe) / f"{name}-{stamp}").absolute()
     return Names(folder, name, f"{name}-{secrets.token_hex(4)}", stamp)
 
 
 def make_run(recipe: Recipe, resources: Resources, names: Names) -> tuple[Run, Names]:
-    """Make the run directory; the next second's name where another launch has just taken this one's."""
+    """Make the run directory; take the next second's name where another launch has just taken this one's."""
     for _ in range(60):
-        run = new_run(run_root_of(recipe), names.run, names.timestamp, resources.facts())
+        run = new_run(_run_root(recipe), names.run, names.timestamp, resources.facts())
         if run is not None:
             return run, names
         time.sleep(1)
-        names = names_of(None, recipe)
+        names = names_of(recipe)
     raise config_error("run_root", f"no free name for a run directory of '{names.run}'", "set another run_name")
 
 
-def frozen_world_size(run: Run) -> int | None:
-    """How many training processes a submitted run was planned with; None of a run that was not submitted."""
-    if not (run.folder / FROZEN_CODE).is_dir():
-        return None
-    return int((read_json(run.folder / "plan.json") or {})["batch"]["world_size"])
-
-
 def need_same_world(run: Run, plan: Plan) -> None:
-    """A checkpoint holds a part of the generation window per process: it fits the same number of them alone.
+    """Refuse another number of training processes: a checkpoint holds a part of the generation window for each.
 
-    A submitted run that has none is held to the plan that was checked.
+    A submitted run that has no checkpoint needs the number with which it was checked.
     """
-    checkpoint = newest_complete(run.folder / "checkpoints")
-    made_by = world_size_of(checkpoint) if checkpoint else plan.batch.world_size
-    frozen = None if checkpoint else frozen_world_size(run)
-    if frozen not in (None, plan.batch.world_size):
-        what = f"the run was submitted for {frozen} training processes, this job has room for {plan.batch.world_size}"
-        raise config_error("devices", what, "look at what the job was given, and submit again")
-    if made_by != plan.batch.world_size:
-        what = (
-            f"{checkpoint.name if checkpoint else ''} is of {made_by} processes, the plan has {plan.batch.world_size}"
-        )
-        raise config_error("--resume", what, f"give it as many devices as before, or --num_processes {made_by}")
+    checkpoint, now = newest_complete(run.folder / "checkpoints"), plan.batch.world_size
+    if checkpoint is not None and (before := world_size_of(checkpoint)) != now:
+        what = f"{checkpoint.name} is of {before} processes, the plan has {now}"
+        raise config_error("--resume", what, f"give it as many devices as before, or --num_processes {before}")
+    if checkpoint is None and (run.folder / FROZEN_CODE).is_dir():
+        frozen = int((read_json(run.folder / "plan.json") or {})["batch"]["world_size"])
+        if frozen != now:
+            what = f"the run was submitted for {frozen} training processes, this job has room for {now}"
+            raise config_error("devices", what, "look at what the job was given, and submit again")
 
 
 # Keys by which a run takes its prompts in another order, or others. The trainer compares what comes of all keys; these
@@ -174,36 +148,35 @@ _ORDER = (
     "seed", "shuffle_dataset", "num_iterations", "max_train_prompts", "max_prompt_length", "dataset_name",
     "dataset_config", "dataset_train_split", "dataset_mixture", "dataset_prompt_column",
 )  # fmt: skip
-_BEGIN_AGAIN = "add --ignore_data_skip true: the epoch then begins again"
 
 
 def need_same_data(run: Run, recipe: Recipe, plan: Plan) -> str:
     """Refuse flags and variables that would move a run's place in its data, which is a number of steps.
 
-    With ``ignore_data_skip`` the epoch begins again, so any data and batch will do.
-
-    Returns:
-        A note where the epoch begins again, else an empty text.
+    With ``ignore_data_skip`` the epoch begins again, so any data and batch will do: then a note says so. Otherwise the
+    returned text is empty.
     """
     checkpoint, saved = newest_complete(run.folder / "checkpoints"), read_json(run.folder / "plan.json")
     if checkpoint is None or saved is None:
         return ""
     if recipe["ignore_data_skip"]:
         return "ignore_data_skip: the epoch begins again, now and whenever this run is resumed"
+    begin_again = "add --ignore_data_skip true: the epoch then begins again"
+    elsewhere = f"{checkpoint.name} would stand at another place in the data"
     before = read_frozen(run.folder / "recipe.yaml")
     for key in _ORDER:
         if recipe[key] != before[key]:
-            what = f"{key} was {before[key]}: {checkpoint.name} would stand at another place in the data"
-            raise config_error(recipe.place(key), what, f"leave it as it was, or {_BEGIN_AGAIN}")
+            what = f"{key} was {before[key]}: {elsewhere}"
+            raise config_error(recipe.place(key), what, f"leave it as it was, or {begin_again}")
     was, now = _sizes(before, saved["batch"]), _sizes(recipe, dataclasses.asdict(plan.batch))
     if was != now:
-        what = f"the run had {was}, now it has {now}: {checkpoint.name} would stand at another place in the data"
-        raise config_error("--resume", what, f"leave the keys of the batch as they were, or {_BEGIN_AGAIN}")
+        what = f"the run had {was}, now it has {now}: {elsewhere}"
+        raise config_error("--resume", what, f"leave the keys of the batch as they were, or {begin_again}")
     return ""
 
 
 def _sizes(recipe: Recipe, batch: Mapping[str, int]) -> str:
-    """What a step and a generation take, of all processes."""
+    """Return in words what a step and a generation take, of all processes."""
     group, micro_steps = batch["num_generations"], recipe["steps_per_generation"] or batch["accumulation"]
     generation = recipe["generation_batch_size"] or batch["per_device"] * batch["world_size"] * micro_steps
     step = batch["completions"] // group

@@ -1,4 +1,4 @@
-"""`grpo launch`: preflight, server, trainers, and the end of both. Reads top to bottom in ``launch``."""
+"""`grpo launch`: preflight, processes, and their end. Reads top to bottom in ``launch``."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from pathlib import Path
 from grpo_recipes.errors import config_error
 from grpo_recipes.fetch.preflight import need_sources
 from grpo_recipes.fetch.sources import Sources, find_sources, record_sources
-from grpo_recipes.launch.attempt import Attempt, prepare
-from grpo_recipes.launch.finish import end_without_run, finish
-from grpo_recipes.launch.nodes import Agents
-from grpo_recipes.launch.preflight_network import need_wandb_route, survey
+from grpo_recipes.launch.attempt import Attempt, end_without_run, finish, prepare
+from grpo_recipes.launch.nodes import NodeWorkers
+from grpo_recipes.launch.preflight_network import need_wandb_route, preflight_nodes
 from grpo_recipes.launch.processes import supervise
-from grpo_recipes.launch.resolve_run import Options, make_run, names_of, need_same_data, need_same_world, settle
+from grpo_recipes.launch.resolve_run import Options, make_run, names_of, need_same_data, need_same_world, resolve_run
 from grpo_recipes.launch.signals import StoppedAtOnce, StopSignals
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.devices import Resources, find_resources
@@ -34,10 +33,9 @@ from grpo_recipes.secrets import masked_environment
 
 
 def launch(options: Options) -> int:
-    """Run a recipe to its end.
+    """Run a recipe to its end and return the exit code.
 
-    Returns:
-        The exit code: 0, 75 when it was stopped with its state saved, the first failed rank's, or 128+n for a signal.
+    That is 0, 75 when it was stopped with its state saved, the first failed rank's, or 128+n for a signal.
 
     Raises:
         ConfigError: recipe, flag or environment is wrong; nothing was started.
@@ -45,20 +43,20 @@ def launch(options: Options) -> int:
     resources = find_resources(os.environ)
     if options.dry_run:
         return _dry_run(options, resources)
-    with StopSignals() as stop, Agents(len(resources.nodes)) as agents:
+    with StopSignals() as stop, NodeWorkers(len(resources.nodes)) as workers:
         try:
-            attempt = _prepare(options, resources, stop, agents)
+            attempt = _prepare(options, resources, stop, workers)
         except StoppedAtOnce as stopped:
             return end_without_run(stopped.ending(), stop.wants_requeue, resources.job)
         ending = supervise(attempt, stop)
         return finish(attempt, ending, stop.wants_requeue, resources.job)
 
 
-def _prepare(options: Options, resources: Resources, stop: StopSignals, agents: Agents) -> Attempt:
+def _prepare(options: Options, resources: Resources, stop: StopSignals, workers: NodeWorkers) -> Attempt:
     """Check and plan, then make the run directory and all that the processes need."""
-    run, recipe, entry = settle(options, resources)
-    names = names_of(run, recipe)
-    resources = survey(agents, resources, os.environ)
+    run, recipe, entry = resolve_run(options, resources)
+    names = names_of(recipe, run)
+    resources = preflight_nodes(workers, resources, os.environ)
     plan = make_plan(recipe, resources, os.environ, entry=entry)
     ports, notes = free_ports(recipe, plan.ports, plan.server_host)
     need_wandb_route(recipe, os.environ)
@@ -66,7 +64,11 @@ def _prepare(options: Options, resources: Resources, stop: StopSignals, agents: 
     plan = with_sources(replace(plan, ports=ports), sources)
     need_room(recipe, plan, names.run_dir)
     target = need_target(recipe, os.environ, names.run)
-    _make_log_folder()
+    try:
+        Path("logs").mkdir(exist_ok=True)
+    except OSError as error:
+        what = f"cannot make the folder logs here ({error.strerror})"
+        raise config_error("working folder", what, "launch from a folder you may write to") from None
     if run is not None:
         claim(run)
         verified_checkpoint(run.folder / "checkpoints", say)  # seconds for a large one: signals still end the launch
@@ -80,21 +82,21 @@ def _prepare(options: Options, resources: Resources, stop: StopSignals, agents: 
     plan = with_processes(plan, recipe, resources, os.environ, names, sources)
     plan.notes.extend(notes)
     record_sources(run, sources)
-    attempt = prepare(run, recipe, plan, names, resources, agents)
+    attempt = prepare(run, recipe, plan, names, resources, workers)
     attempt.publisher = make_publisher(target, run.folder, os.environ, say)
     return attempt
 
 
 def _need_sources(options: Options, run: Run | None, recipe: Recipe) -> Sources:
-    """What the recipe reads, brought now if it must be; of a resumed run the commits it began with."""
+    """Return what the recipe reads, downloaded now if it must be; of a resumed run the commits it began with."""
     named = ["--resume", str(run.folder)] if run else [shown(recipe.path)]
     recorded = run.identity.get("sources") if run else None
     return need_sources(recipe, os.environ, recorded, [*named, *options.flags], options.allow_changed_code)
 
 
 def _dry_run(options: Options, resources: Resources) -> int:
-    run, recipe, entry = settle(options, resources)
-    names = names_of(run, recipe)
+    run, recipe, entry = resolve_run(options, resources)
+    names = names_of(recipe, run)
     sources = find_sources(recipe, os.environ, run.identity.get("sources") if run else None)
     plan = make_plan(recipe, resources, os.environ, names, entry, sources)
     nowhere = Path(tempfile.gettempdir()) / "grpo-dry-run"
@@ -107,11 +109,3 @@ def _dry_run(options: Options, resources: Resources) -> int:
         differences[process.name] = masked_environment({**changed, **removed})
     print(describe(plan, differences))
     return 0
-
-
-def _make_log_folder() -> None:
-    try:
-        Path("logs").mkdir(exist_ok=True)
-    except OSError as error:
-        what = f"cannot make the folder logs here ({error.strerror})"
-        raise config_error("working folder", what, "launch from a folder you may write to") from None

@@ -17,17 +17,13 @@ _ENDED_BY_SLURM_SOON = (signal.SIGTERM, signal.SIGHUP)
 
 
 class StoppedAtOnce(BaseException):
-    """A request that ends the attempt where it stands.
-
-    Attributes:
-        signum: the signal, or None where the request came as the file in the run directory.
-    """
+    """A request that ends the attempt where it stands; without ``signum`` it came as the file in the run directory."""
 
     def __init__(self, signum: int | None = None):
         self.signum = signum
 
     def ending(self) -> Ending:
-        """75 for a request to save that came while there was nothing new to save, else 128+n."""
+        """Return code 75 for a request to save that came while there was nothing new to save, else 128+n."""
         if self.signum is None or self.signum == signal.SIGUSR1:
             return Ending(EXIT_STOPPED, "stopped on request before this attempt had anything to save")
         return Ending(128 + self.signum, f"stopped by {signal.Signals(self.signum).name}")
@@ -37,27 +33,23 @@ class StopSignals(AbstractContextManager["StopSignals"]):
     """USR1 asks to save and run on in a new attempt; SIGTERM, SIGHUP and SIGINT (Ctrl-C) to save and end.
 
     While trainers have something to save they are asked by the file ``request``; before that a signal ends the attempt
-    at once, and so does the same signal a second time, but for USR1: Slurm sends that too where we have asked already.
+    at once, and so does the same signal a second time, except USR1: Slurm sends that too where we have asked already.
     SIGTERM leaves the trainers only as long as Slurm usually leaves us before SIGKILL.
-
-    Attributes:
-        request: the file that asks the trainers, once there is a run directory.
-        can_save: tells whether trainers have something to save; asked in the signal handler, since a step may have
-            begun a moment ago.
     """
 
     _signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     _term_grace_seconds = 20.0
 
     def __init__(self) -> None:
-        self.request: Path | None = None
+        self.request: Path | None = None  # the file that asks the trainers, once there is a run directory
+        # Asked in the signal handler, since a step may have begun a moment ago.
         self.can_save: Callable[[], bool] = lambda: False
         self._before: dict[signal.Signals, Any] = {}
         self._seen: list[int] = []
         self._held = False
         self._out_of_time = False
         self._deadline = float("inf")
-        self._unsaid: list[str] = []  # a handler must not print: it may have come into a print
+        self._unsaid: list[str] = []  # a handler must not print: it may have interrupted a print
 
     def __enter__(self) -> StopSignals:
         for signum in self._signals:
@@ -82,7 +74,7 @@ class StopSignals(AbstractContextManager["StopSignals"]):
 
     @property
     def wants_requeue(self) -> bool:
-        """Whether the run is to go on in a new attempt: USR1 or the time limit, and nobody who wants it ended."""
+        """Whether the run is to go on in a new attempt: USR1 or the time limit came, and no signal to end it."""
         asked = self._out_of_time or signal.SIGUSR1 in self._seen
         return asked and set(self._seen) <= {signal.SIGUSR1}
 
@@ -103,16 +95,15 @@ class StopSignals(AbstractContextManager["StopSignals"]):
             self._unsaid.append(f"{why}: saving, then ending")
 
     def out_of_time(self, why: str) -> None:
-        """The job's time is nearly over: as USR1."""
+        """Ask the trainers to save since the job's time is nearly over, as USR1 does."""
         self._out_of_time = True
         self._ask(why)
 
     def look(self) -> None:
-        """Say what was asked for, and act on what no signal tells.
+        """Print what was asked for, and act on a request by file and on the deadline after SIGTERM.
 
         Raises:
-            StoppedAtOnce: the trainers took too long to save after SIGTERM, or the file asks while there is nothing to
-                save.
+            StoppedAtOnce: the trainers took too long to save, or the file asks while there is nothing to save.
         """
         while self._unsaid:
             say(self._unsaid.pop(0))
@@ -126,7 +117,7 @@ class StopSignals(AbstractContextManager["StopSignals"]):
         self._held = True
 
     def release(self, request: Path) -> None:
-        """The run directory is there, and ``request`` in it: act on what was held back, and on signals again.
+        """Act on signals again, and on one held back: the run directory is there, and ``request`` will be in it.
 
         Raises:
             StoppedAtOnce: a signal was held back.
@@ -137,6 +128,6 @@ class StopSignals(AbstractContextManager["StopSignals"]):
             raise StoppedAtOnce(self._seen[-1])
 
     def ignore(self) -> None:
-        """From now on only the clean-up counts."""
+        """Ignore signals from now on: only the clean-up counts."""
         for signum in self._signals:
             signal.signal(signum, signal.SIG_IGN)

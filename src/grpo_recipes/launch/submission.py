@@ -1,4 +1,4 @@
-"""A run on its way to Slurm: checked and planned on the login node, frozen, and handed over."""
+"""A run on its way to Slurm: checked and planned on the login node, frozen in its run directory, and handed over."""
 
 from __future__ import annotations
 
@@ -12,69 +12,54 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_recipes.errors import ConfigError, Problem, config_error
-from grpo_recipes.fetch.sources import Sources, find_sources
-from grpo_recipes.launch.freeze import freeze, frozen_environment
+from grpo_recipes.fetch.sources import Sources, find_sources, record_sources
+from grpo_recipes.launch.attempt import SUBMITTED, freeze_inputs
 from grpo_recipes.launch.preflight_network import need_wandb_route, needs_wandb
-from grpo_recipes.launch.resolve_run import note_job, planned_names
-from grpo_recipes.paths import home, shown
+from grpo_recipes.launch.resolve_run import names_of, note_job
+from grpo_recipes.paths import CODE_VARIABLE, cache_root, home, shown
 from grpo_recipes.plan.devices import Resources, environment_flavour
 from grpo_recipes.plan.disk import need_room
 from grpo_recipes.plan.estimates import Estimates, estimate
-from grpo_recipes.plan.fit import Memory
 from grpo_recipes.plan.plan import choose_recipe, make_plan
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.publish.preflight import need_target
 from grpo_recipes.recipe import Recipe, Value
 from grpo_recipes.recipe.check import checked_recipe
 from grpo_recipes.recipe.tasks import GRPO, entry_of, requested_task
-from grpo_recipes.runs.rundir import Run
+from grpo_recipes.runs.rundir import FROZEN_CODE, Run, frozen_hash, new_run_in, write_json
 from grpo_recipes.slurm.profile import Profile, read_profile, walltime_seconds
 from grpo_recipes.slurm.queue import cluster_name
 from grpo_recipes.slurm.sbatch import MaybeSubmitted, submit
 from grpo_recipes.slurm.script import Request, render
 
 PROFILES = Path("slurm/profiles")
-_SCRIPT = "job.sh"
+_COPIED = ("src", "requirements", "training.sh")
+_ACCELERATE_FILE = "accelerate.yaml"
 _DEEP_SECONDS = 600
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A checked and planned run for a site.
+    """A checked and planned run for a site."""
 
-    Attributes:
-        profile: the site's profile, with what the command line gives in place of its values.
-        recipe: the checked recipe.
-        names: what the run is called.
-        resources: what its job will offer.
-        sources: what was found here of the models and data it reads.
-        plan: what the job will start.
-        estimates: memory, disk and time it will take.
-        environment: variables of the user.
-    """
-
-    profile: Profile
+    profile: Profile  # with what the command line gives in place of its values
     recipe: Recipe
     names: Names
-    resources: Resources
-    sources: Sources
+    resources: Resources  # what its job will offer
+    sources: Sources  # what was found here of the models and data it reads
     plan: Plan
     estimates: Estimates
-    environment: Mapping[str, str]
+    environment: Mapping[str, str]  # the user's
 
     def script(self) -> str:
-        """The batch script of the run."""
+        """Return the batch script of the run."""
         request = Request(self.profile.job_name or self.names.run, chdir=Path.cwd())
         command = ["grpo", "launch", "--resume", str(self.names.run_dir)]
         return render(self.profile, request, command, frozen_environment(self.names.run_dir, self.environment))
 
 
 def find_profile(given: str) -> Path:
-    """The profile of that path, here or in the repository, or of that name among the repository's.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the profile of that path, here or in the repository, or of that name among the repository's."""
     shipped = home() / PROFILES
     places = [Path(given), home() / given, shipped / f"{given}.yaml"]
     found = next((place for place in places if os.path.isfile(place)), None)  # False too for a name that is too long
@@ -85,23 +70,19 @@ def find_profile(given: str) -> Path:
 
 
 def site_profile(given: str, environment: Mapping[str, str]) -> Profile:
-    """The profile the user names; SLURM_GPU_FLAG_STYLE stands over its ``gpu_flag_style``.
-
-    Raises:
-        ConfigError: there is none, or something is wrong in it.
-    """
+    """Read the profile the user names; SLURM_GPU_FLAG_STYLE replaces its ``gpu_flag_style``."""
     profile = read_profile(find_profile(given))
     style = environment.get("SLURM_GPU_FLAG_STYLE")
     return profile.with_values({"gpu_flag_style": style}, "SLURM_GPU_FLAG_STYLE") if style else profile
 
 
 def site_environment(profile: Profile, environment: Mapping[str, str]) -> dict[str, str]:
-    """The user's variables, with the site's cache where the user names none."""
+    """Return the user's variables, with the site's cache where the user names none."""
     return {**({"CACHE_ROOT": profile.cache_root} if profile.cache_root else {}), **environment}
 
 
 def site_resources(profile: Profile) -> Resources:
-    """What a job of this profile offers."""
+    """Return what a job of this profile offers."""
     flavour = "cuda" if profile.gpus else "cpu"
     gpus = tuple(str(index) for index in range(profile.gpus))
     return Resources(flavour, gpus, profile.cpus or 1).on_nodes(profile.nodes)
@@ -110,14 +91,9 @@ def site_resources(profile: Profile) -> Resources:
 def prepare(
     profile: Profile, recipe_name: str | None, task: str | None, flags: Sequence[str], environment: Mapping[str, str]
 ) -> Submission:
-    """Check a recipe, look that a job of this site could run it, and plan it there.
+    """Check a recipe, verify that a job of this site could run it, and plan it there.
 
-    Args:
-        profile: the site's profile, with what the command line gives.
-        recipe_name: the recipe as the user names it; None takes CONFIG or the default one.
-        task: value of ``--task``.
-        flags: recipe flags.
-        environment: variables of the user.
+    ``recipe_name`` is the recipe as the user names it; None takes CONFIG or the default one.
 
     Raises:
         ConfigError: everything that would end the job.
@@ -127,22 +103,21 @@ def prepare(
     asked = requested_task(environment, task)
     path = choose_recipe(recipe_name, environment, asked.task or GRPO, resources.flavour)
     recipe = on_scratch(checked_recipe(path, flags, environment, asked), profile)
-    names, sources = planned_names(recipe), find_sources(recipe, environment)
+    names, sources = names_of(recipe), find_sources(recipe, environment)
     plan = make_plan(recipe, resources, environment, names, entry_of(recipe, asked), sources)
     estimates = estimate(plan, recipe, names, profile.gpu_memory_gib, walltime_seconds(profile.time))
-    _need_memory(plan, estimates.memory, profile)
+    memory = estimates.memory
+    if not memory.fits:
+        fix = f"{memory.knob}; or leave gpu_memory_gib out of {profile.name}.yaml to submit it all the same"
+        raise config_error(shown(plan.recipe), f"the run does not fit: {memory.excess}", fix)
     need_room(recipe, plan, names.run_dir)
     _need_routes(recipe, profile, names, environment)
-    _look_deep(path, task, flags, environment)
+    _check_deep(path, task, flags, environment)
     return Submission(profile, recipe, names, resources, sources, plan, estimates, environment)
 
 
 def need_environment(profile: Profile) -> None:
-    """The environment of the job must be of the flavour of its nodes, as far as it is known here.
-
-    Raises:
-        ConfigError: it is this one, and of the other flavour.
-    """
+    """Refuse this environment for a job whose nodes are of the other flavour, unless the profile names another one."""
     if profile.env_dir or profile.env_activate or profile.conda_env:
         return
     here, there = environment_flavour(), "cuda" if profile.gpus else "cpu"
@@ -153,19 +128,16 @@ def need_environment(profile: Profile) -> None:
 
 
 def send(submission: Submission) -> tuple[Run, int]:
-    """Freeze the run and submit its script.
-
-    Returns:
-        The run and the id of its job.
+    """Freeze the run, submit its script, and return the run and the id of its job.
 
     Raises:
         ConfigError: the run directory cannot be made, or sbatch refuses; then no directory is left.
-        MaybeSubmitted: sbatch tells no job id; the directory stays.
+        MaybeSubmitted: sbatch printed no job id; the directory stays.
     """
     recipe, names = submission.recipe, submission.names
     plan, sources = submission.plan, submission.sources
     run = freeze(recipe, plan, sources, names, submission.resources, submission.environment)
-    script = run.folder / _SCRIPT
+    script = run.folder / "job.sh"
     try:
         script.write_text(submission.script())
         Path("logs").mkdir(exist_ok=True)  # Slurm opens its logs before the script runs
@@ -182,24 +154,78 @@ def send(submission: Submission) -> tuple[Run, int]:
     return run, job
 
 
+def freeze(
+    recipe: Recipe, plan: Plan, sources: Sources, names: Names, resources: Resources, environment: Mapping[str, str]
+) -> Run:
+    """Make the run directory ``names.run_dir`` of a run that starts later, with recipe, plan and code as checked.
+
+    Its job starts it with ``grpo launch --resume DIR`` and the variables of ``frozen_environment``: it then runs the
+    copy of the code, whatever happens to the repository while it waits. ``resources`` are what the job will offer.
+
+    Raises:
+        ConfigError: the folder exists or cannot be made.
+    """
+    run = new_run_in(names.run_dir.absolute(), names.run, names.timestamp, resources.facts())
+    if run is None:
+        what = f"{shown(names.run_dir)} exists: another run has just taken that name"
+        raise config_error("run_name", what, "submit again, or set another run_name")
+    try:
+        _copy_code(run.folder / FROZEN_CODE, plan.entry)
+        if environment.get("CONFIG_FILE"):
+            shutil.copyfile(environment["CONFIG_FILE"], run.folder / _ACCELERATE_FILE)
+        run.identity["code"]["frozen_sha256"] = frozen_hash(run.folder)
+        write_json(run.folder / "run.json", run.identity)
+        freeze_inputs(run, recipe, plan)
+        if not sources.missing:
+            record_sources(run, sources)
+        write_json(run.folder / "summary.json", {"status": SUBMITTED, "smoke": plan.smoke, "restarts": 0})
+    except BaseException as error:
+        shutil.rmtree(run.folder, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
+        what = f"cannot copy code and recipe into {shown(run.folder)} ({error.strerror or error})"
+        raise config_error("run_root", what, "name a folder with room that you may write to") from None
+    return run
+
+
+def frozen_environment(run_dir: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with which ``grpo launch --resume run_dir`` runs the code that ``freeze`` copied there.
+
+    The caches stay where the user's ``environment`` has them.
+    """
+    code = run_dir.absolute() / FROZEN_CODE
+    accelerate = run_dir.absolute() / _ACCELERATE_FILE
+    return {
+        CODE_VARIABLE: str(code),
+        "GRPO_HOME": str(home()),
+        "PYTHONPATH": str(code / "src"),
+        "CACHE_ROOT": str(cache_root(environment)),
+        **({"CONFIG_FILE": str(accelerate)} if accelerate.is_file() or environment.get("CONFIG_FILE") else {}),
+    }
+
+
+def _copy_code(target: Path, entry: str) -> None:
+    target.mkdir()
+    names = [*_COPIED] if (home() / entry).is_relative_to(home() / "src") else [*_COPIED, entry]
+    for name in names:
+        source, copy = home() / name, target / name  # of an absolute entry both are the entry itself
+        if source.is_dir():
+            shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        elif source != copy:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, copy)
+
+
 def on_scratch(recipe: Recipe, profile: Profile) -> Recipe:
-    """The recipe with the site's folder of runs, where nobody named another one."""
+    """Return the recipe with the site's folder of runs, where the user named no other."""
     if not profile.run_root or recipe.given("run_root"):
         return recipe
     value = Value(profile.run_root, f"{profile.name}.yaml")
     return replace(recipe, values={**recipe.values, "run_root": value})
 
 
-def _need_memory(plan: Plan, memory: Memory, profile: Profile) -> None:
-    if memory.fits:
-        return
-    what = f"the run does not fit: {memory.excess}"
-    fix = f"{memory.knob}; or leave gpu_memory_gib out of {profile.name}.yaml to submit it all the same"
-    raise config_error(shown(plan.recipe), what, fix)
-
-
 def _need_routes(recipe: Recipe, profile: Profile, names: Names, environment: Mapping[str, str]) -> None:
-    """What the run asks of the internet while it runs must be there: on the nodes, and here as far as that tells."""
+    """Refuse a run that uses the internet while it runs where the nodes, or this machine, have none."""
     if profile.internet:
         need_wandb_route(recipe, environment)
         need_target(recipe, environment, names.run)
@@ -216,8 +242,8 @@ def _need_routes(recipe: Recipe, profile: Profile, names: Names, environment: Ma
         raise ConfigError(*problems)
 
 
-def _look_deep(path: Path, task: str | None, flags: Sequence[str], environment: Mapping[str, str]) -> None:
-    """`grpo check --deep` in a process of its own: it imports torch, and keeps the hub's clients off the network.
+def _check_deep(path: Path, task: str | None, flags: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Run `grpo check --deep` in a process of its own: it imports torch, and keeps the hub's clients off the network.
 
     Raises:
         ConfigError: everything it finds, models and data that are not here included.

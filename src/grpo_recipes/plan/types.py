@@ -23,6 +23,7 @@ class Placement:
 
 Ready = Literal["started", "serving"]
 OnLoss = Literal["fail", "restart", "restart with trainers"]
+_LABELS = {"server": "the vLLM API server", "trainer": "accelerate launch"}
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,16 @@ class Process:
     def name(self) -> str:
         """``trainer``, or ``trainer_1`` on node 1: unique among the processes of a plan."""
         return f"{self.role}_{self.node}" if self.node else self.role
+
+    @property
+    def label(self) -> str:
+        """What messages call its command."""
+        return _LABELS.get(self.role, f"the {self.role} process")
+
+    @property
+    def trains(self) -> bool:
+        """Whether it runs ranks: these save when the run is stopped, and when they are done the run is."""
+        return self.role == "trainer"
 
 
 @dataclass(frozen=True)
@@ -115,7 +126,7 @@ class Plan:
 
     def trainers(self) -> list[Process]:
         """Return the trainers' processes, one for each node that trains; the first holds rank 0."""
-        return [process for process in self.processes if process.role == "trainer"]
+        return [process for process in self.processes if process.trains]
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as plain data; argv and environment never hold a secret, an infinite tau is "inf"."""

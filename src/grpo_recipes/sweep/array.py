@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from grpo_recipes.errors import config_error
-from grpo_recipes.launch.freeze import frozen_environment
 from grpo_recipes.launch.resolve_run import note_job
+from grpo_recipes.launch.submission import frozen_environment
 from grpo_recipes.recipe import read_frozen
 from grpo_recipes.slurm.profile import Profile
 from grpo_recipes.slurm.queue import cluster_name

@@ -16,7 +16,7 @@ from typing import Any
 
 from grpo_recipes.errors import config_error
 from grpo_recipes.fetch.sources import find_sources
-from grpo_recipes.launch.freeze import freeze
+from grpo_recipes.launch.submission import freeze
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from grpo_recipes.errors import EXIT_STOPPED
-from grpo_recipes.launch.freeze import SUBMITTED, frozen_environment
+from grpo_recipes.launch.attempt import SUBMITTED
+from grpo_recipes.launch.submission import frozen_environment
 from grpo_recipes.paths import shown
 from grpo_recipes.process.reports import say
 from grpo_recipes.process.tree import die_with_parent
