@@ -59,7 +59,7 @@ def test_a_rank_records_how_it_ended(rank, code, exit_code, cause):
     assert (returned, record["exit"], record["rank"]) == (exit_code, exit_code, 3)
     assert record["cause"] == cause
     assert record["time"] > 0
-    assert ("Traceback" in stderr) == code.startswith(("raise V", "raise K", "raise R"))
+    assert ("Traceback" in stderr) == code.startswith(("raise V", "raise K", "raise C"))
 
 
 @pytest.mark.parametrize("code", ["sys.exit(0)", "sys.exit()", "raise SystemExit"])
