@@ -104,7 +104,7 @@ def test_bad_input_is_one_line_and_exit_code_2(grpo, command, arguments, variabl
 
 def test_an_unknown_command_is_exit_code_2(grpo):
     done = grpo("lunch")
-    assert done.returncode == 2 and "lunch: is no command" in done.stderr
+    assert done.returncode == 2 and "lunch: is not a command" in done.stderr
     assert grpo().returncode == 2
 
 
@@ -229,8 +229,8 @@ def test_a_reader_that_stops_early_is_no_error_to_complain_about(grpo, tmp_path)
 
 def test_a_mistake_of_a_command_is_one_line_with_its_fix(grpo):
     for arguments, said in (
-        (["chekc"], "grpo: chekc: is no command. Fix: write check"),
-        (["xyzzy"], "grpo: xyzzy: is no command. Fix: write one of new, keys, check,"),
+        (["chekc"], "grpo: chekc: is not a command. Fix: write check"),
+        (["xyzzy"], "grpo: xyzzy: is not a command. Fix: write one of new, keys, check,"),
         ([], "grpo: COMMAND: is missing. Fix: see grpo --help"),
         (["new"], "grpo: FILE: is missing. Fix: see grpo new --help"),
         (["plan", "--gpus", "many"], "grpo: --gpus: invalid int value: 'many'. Fix: see grpo plan --help"),

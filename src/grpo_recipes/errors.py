@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from grpo_recipes.secrets import masked
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
 
 # Exit codes of `grpo`: everything else is the first failed rank's own, or 128+n for a signal.
 EXIT_CONFIG_ERROR = 2  # recipe, flag or environment is wrong; nothing was started
@@ -49,3 +54,17 @@ class ConfigError(Exception):
 def config_error(where: str, what: str, fix: str) -> ConfigError:
     """A refusal of a single problem, for ``raise config_error(...)``."""
     return ConfigError(Problem(where, what, fix))
+
+
+def collect(items: Iterable[Item], work: Callable[[Item], Made]) -> list[Made]:
+    """Return what ``work`` makes of each item; where it raises a ConfigError for some, raise one with all problems."""
+    done: list[Made] = []
+    problems: list[Problem] = []
+    for item in items:
+        try:
+            done.append(work(item))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(*problems)
+    return done

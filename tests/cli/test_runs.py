@@ -255,10 +255,10 @@ def test_a_log_that_is_not_there_yet_is_said(folder, capsys) -> None:
 
 
 def test_following_ends_with_the_run_and_takes_up_the_logs_of_a_new_attempt(folder, capsys, monkeypatch) -> None:
-    from grpo_recipes.cli import logs
+    from grpo_recipes.cli import runs
 
-    monkeypatch.setattr(logs, "_SECONDS", 0.02)
-    monkeypatch.setattr(logs, "_SLURM_SECONDS", 0.05)
+    monkeypatch.setattr(runs, "_SECONDS", 0.02)
+    monkeypatch.setattr(runs, "_SLURM_SECONDS", 0.05)
     run = made(folder)
     log = written(folder, "trainer.log", "begun\n")
     lock = claim(run)
@@ -286,12 +286,12 @@ def test_following_ends_with_the_run_and_takes_up_the_logs_of_a_new_attempt(fold
 
 
 def test_a_line_that_does_not_end_holds_nothing_up(folder, capsys, monkeypatch) -> None:
-    from grpo_recipes.cli import logs
+    from grpo_recipes.cli import runs
 
-    monkeypatch.setattr(logs, "_MOST_BYTES", 100)
+    monkeypatch.setattr(runs, "_MOST_BYTES", 100)
     run = made(folder)
     log = written(folder, "trainer.log", "begun\n")
-    follower = logs.Follower(["trainer"], 5)
+    follower = runs.Follower(["trainer"], 5)
     follower.look(RunFiles(run.folder))
     with log.open("a") as file:
         file.write("bar\r" * 100 + "\nafter\n")

@@ -70,7 +70,7 @@ def test_a_wrong_recipe_is_told_and_the_machine_looked_at_all_the_same(doctor):
 
 def test_what_it_refuses(tmp_path: Path):
     for arguments, message in (
-        (["--learning_rate", "1"], "grpo: --learning_rate: is no option of grpo doctor"),
+        (["--learning_rate", "1"], "grpo: --learning_rate: is not an option of grpo doctor"),
         ([SMOKE, "--run", "last"], "grpo: --run: a run has its own recipe"),
         (["--run", str(tmp_path)], "is not a run directory"),
     ):

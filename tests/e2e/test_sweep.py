@@ -52,9 +52,12 @@ def test_an_array_job_runs_every_cell_and_ends_in_one_report(slurm: SlurmCluster
 
     assert "learning_rate=1e-3 (3 seeds)" in page.read_text()
     for index, name in enumerate(sweep.names):
-        identity, summary = read_json(sweep.cell(index) / "run.json"), read_json(sweep.cell(index) / "summary.json")
+        identity, summary = (
+            read_json(sweep.trial_dir(index) / "run.json"),
+            read_json(sweep.trial_dir(index) / "summary.json"),
+        )
         assert identity and summary and summary["restarts"] == 0, name
-        assert [row["step"] for row in read_metrics(sweep.cell(index))] == [1, 2]
+        assert [row["step"] for row in read_metrics(sweep.trial_dir(index))] == [1, 2]
     while marked_processes("slurm-sweep"):
         assert time.monotonic() < deadline
         time.sleep(0.2)
@@ -62,7 +65,7 @@ def test_an_array_job_runs_every_cell_and_ends_in_one_report(slurm: SlurmCluster
 
 @pytest.mark.slow
 @pytest.mark.rotating
-def test_a_cell_that_fails_is_named_and_run_again_alone(launch: Callable[..., Launch], tmp_path: Path) -> None:
+def test_a_trial_that_fails_is_named_and_run_again_alone(launch: Callable[..., Launch], tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.touch()
     (tmp_path / "own.py").write_text(CALLBACK.format(file=broken))
@@ -70,16 +73,16 @@ def test_a_cell_that_fails_is_named_and_run_again_alone(launch: Callable[..., La
 
     first = launch(command=command)
     assert first.wait() == 1, first.output
-    assert "cell 1 of 2: seed=1 failed with exit code 1: " in first.output and "this run is broken" in first.output
-    assert "cell 2 of 2: seed=2 completed" in first.output
+    assert "trial 1 of 2: seed=1 failed with exit code 1: " in first.output and "this run is broken" in first.output
+    assert "trial 2 of 2: seed=2 completed" in first.output
     assert "not completed: seed=1 (failed)" in first.output
     sweep = only_sweep(tmp_path)
-    rows = read_metrics(sweep.cell(1))
+    rows = read_metrics(sweep.trial_dir(1))
 
     broken.unlink()
     again = launch(command=command)
     assert again.wait() == 0, again.output
-    assert again.output.count("cell 1 of 1: seed=1 completed") == 1 and only_sweep(tmp_path).gaps() == []
-    assert read_metrics(sweep.cell(1)) == rows  # not run again
+    assert again.output.count("trial 1 of 1: seed=1 completed") == 1 and only_sweep(tmp_path).gaps() == []
+    assert read_metrics(sweep.trial_dir(1)) == rows  # not run again
     assert "2 of 2 completed" in (sweep.folder / "sweep.html").read_text()
     again.wait_for_nothing_left()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes import cli
-from grpo_recipes.cli.submit import OVERRIDES
+from grpo_recipes.cli.runs import OVERRIDES
 from grpo_recipes.launch import submission
 from grpo_recipes.paths import home
 from grpo_recipes.plan.devices import environment_flavour

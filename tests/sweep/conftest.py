@@ -13,7 +13,7 @@ from grpo_recipes.plan.devices import environment_flavour
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
 from grpo_recipes.runs.rundir import read_json, write_json
 from grpo_recipes.sweep.folder import Sweep, read_sweep
-from grpo_recipes.sweep.sequential import Relay
+from grpo_recipes.sweep.sequential import SignalForwarder
 
 SMOKE = "recipes/smoke/grpo.yaml"
 
@@ -22,8 +22,8 @@ class FakeLaunches:
     """In place of `grpo launch --resume DIR`: what it leaves of a run that completes, fails or is stopped.
 
     Attributes:
-        started: names of the cells, in the order they were started.
-        codes: exit code by the cell's name; 0 by default.
+        started: names of the trials, in the order they were started.
+        codes: exit code by the trial's name; 0 by default.
     """
 
     def __init__(self) -> None:
@@ -31,29 +31,29 @@ class FakeLaunches:
         self.codes: dict[str, int] = {}
         self.rewards: dict[str, list[float]] = {}
 
-    def run(self, relay: Relay, argv: list[str], environment: dict[str, str], log: Path | None) -> int:
-        cell = Path(argv[-1])
-        self.started.append(cell.name)
-        code = self.codes.get(cell.name, 0)
+    def run(self, forwarder: SignalForwarder, argv: list[str], environment: dict[str, str], log: Path | None) -> int:
+        trial = Path(argv[-1])
+        self.started.append(trial.name)
+        code = self.codes.get(trial.name, 0)
         if code == 2:
             assert log is not None
             log.write_text("grpo: here it is refused. Fix: mend it\n")
             return code
-        rewards = self.rewards.get(cell.name, [0.1, 0.2, 0.3])
+        rewards = self.rewards.get(trial.name, [0.1, 0.2, 0.3])
         rows = [f'{{"step": {step}, "max_steps": 3, "reward": {reward}}}\n' for step, reward in enumerate(rewards, 1)]
-        (cell / "metrics.jsonl").write_text("".join(rows))
+        (trial / "metrics.jsonl").write_text("".join(rows))
         status = {0: "completed", 75: "stopped"}.get(code, "failed")
         cause = None if code == 0 else "a fake cause"
         ended = {"status": status, "exit_code": code, "cause": cause, "steps": 3}
-        write_json(cell / "summary.json", {**(read_json(cell / "summary.json") or {}), **ended})
+        write_json(trial / "summary.json", {**(read_json(trial / "summary.json") or {}), **ended})
         return code
 
 
 @pytest.fixture
 def fake_launches(monkeypatch: pytest.MonkeyPatch) -> FakeLaunches:
     fake = FakeLaunches()
-    monkeypatch.setattr(Relay, "__init__", lambda self: setattr(self, "seen", None))
-    monkeypatch.setattr(Relay, "run", lambda relay, *arguments: fake.run(relay, *arguments))
+    monkeypatch.setattr(SignalForwarder, "__init__", lambda self: setattr(self, "seen", None))
+    monkeypatch.setattr(SignalForwarder, "run", lambda forwarder, *arguments: fake.run(forwarder, *arguments))
     return fake
 
 

@@ -7,8 +7,8 @@ import pytest
 from grpo_recipes import cli
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.launch import submission
-from grpo_recipes.sweep import array
-from grpo_recipes.sweep.array import array_text, task_index
+from grpo_recipes.sweep import run
+from grpo_recipes.sweep.run import array_text, task_index
 
 
 @pytest.mark.parametrize(
@@ -33,19 +33,19 @@ def fake_sbatch(monkeypatch):
         scripts.append(script.read_text())
         return 40 + len(scripts)
 
-    monkeypatch.setattr(array, "submit", fake_submit)
+    monkeypatch.setattr(run, "submit", fake_submit)
     monkeypatch.setattr(submission, "_look_deep", lambda *arguments: None)
     return scripts
 
 
-def test_one_array_job_runs_all_cells(sweep, made, fake_sbatch, folder, capsys):
+def test_one_array_job_runs_all_trials(sweep, made, fake_sbatch, folder, capsys):
     assert sweep("learning_rate=1e-4,3e-4", "seed=1..3", "--slurm", "--profile", "cpu", "--max-parallel", "2") == 0
     (one,) = made()
     (script,) = fake_sbatch
     assert "#SBATCH --array=0-5%2\n" in script
     assert "#SBATCH --output=logs/slurm_%A_%a.out\n" in script
     assert script.endswith(f"exec grpo sweep --cell {one.folder}\n")
-    assert f"export PYTHONPATH={one.cell(0)}/code/src\n" in script
+    assert f"export PYTHONPATH={one.trial_dir(0)}/code/src\n" in script
     assert one.record["jobs"] == [41] and (folder / "logs").is_dir()
     assert "job 41 is submitted, a task for each of 6 runs" in capsys.readouterr().out
     pointers = sorted(path.name.rpartition("-")[2] for path in (folder / "runs/.jobs").iterdir())
@@ -77,7 +77,7 @@ def test_when_sbatch_refuses_nothing_is_left(sweep, made, monkeypatch, folder, c
     def fake_refusal(script, cwd):
         raise config_error("sbatch", "invalid partition", "name another")
 
-    monkeypatch.setattr(array, "submit", fake_refusal)
+    monkeypatch.setattr(run, "submit", fake_refusal)
     monkeypatch.setattr(submission, "_look_deep", lambda *arguments: None)
     assert sweep("seed=1..2", "--slurm", "--profile", "cpu") == 2
     assert made() == [] and list((folder / "runs/sweeps").iterdir()) == []
@@ -86,5 +86,5 @@ def test_when_sbatch_refuses_nothing_is_left(sweep, made, monkeypatch, folder, c
 @pytest.mark.parametrize("index", ["", "2", "x"])
 def test_a_task_is_one_of_the_sweep(sweep, made, fake_sbatch, index):
     assert sweep("seed=1..2", "--slurm", "--profile", "cpu") == 0
-    with pytest.raises(ConfigError, match="is no cell of"):
+    with pytest.raises(ConfigError, match="is not a trial of"):
         task_index(made()[0], {"SLURM_ARRAY_TASK_ID": index})

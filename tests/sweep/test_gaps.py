@@ -12,22 +12,23 @@ from grpo_recipes import cli
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe import read_frozen
 from grpo_recipes.runs.rundir import Run, claim, read_json
-from grpo_recipes.sweep.folder import Sweep, queued
+from grpo_recipes.sweep.folder import Sweep
+from grpo_recipes.sweep.run import queued
 
 TWO = ("seed=1..2",)
 
 
-def test_cells_are_frozen_runs_in_one_wandb_group(sweep, made, fake_launches):
+def test_trials_are_frozen_runs_in_one_wandb_group(sweep, made, fake_launches):
     assert sweep("learning_rate=1e-4,3e-4", "--max_steps", "3", "--name", "lr") == 0
     (one,) = made()
     assert one.folder.name.startswith("lr-")
     assert fake_launches.started == ["learning_rate=1e-4", "learning_rate=3e-4"]
-    recipe = read_frozen(one.cell(1) / "recipe.yaml")
+    recipe = read_frozen(one.trial_dir(1) / "recipe.yaml")
     assert recipe["learning_rate"] == 3e-4 and recipe["max_steps"] == 3
     assert recipe["wandb_run_group"] == one.folder.name
-    identity = read_json(one.cell(1) / "run.json")
+    identity = read_json(one.trial_dir(1) / "run.json")
     assert identity["run_name"] == "lr-learning_rate=3e-4"
-    assert (one.cell(1) / "code/src/grpo_recipes/sweep/run.py").is_file()
+    assert (one.trial_dir(1) / "code/src/grpo_recipes/sweep/run.py").is_file()
     record = json.loads((one.folder / "sweep.json").read_text())
     assert record["axes"] == {"learning_rate": ["1e-4", "3e-4"]} and record["code"]["commit"]
     assert (one.folder / "sweep.html").is_file()
@@ -35,16 +36,16 @@ def test_cells_are_frozen_runs_in_one_wandb_group(sweep, made, fake_launches):
 
 def test_a_group_that_the_user_names_is_kept(sweep, made, fake_launches):
     assert sweep(*TWO, "--wandb_run_group", "mine") == 0
-    assert read_frozen(made()[0].cell(0) / "recipe.yaml")["wandb_run_group"] == "mine"
+    assert read_frozen(made()[0].trial_dir(0) / "recipe.yaml")["wandb_run_group"] == "mine"
 
 
-def test_a_cell_that_fails_is_named_and_the_others_run(sweep, made, fake_launches, capsys):
+def test_a_trial_that_fails_is_named_and_the_others_run(sweep, made, fake_launches, capsys):
     fake_launches.codes = {"seed=1": 3, "seed=2": 2}
     assert sweep("seed=1..3") == 3  # the first failed one's
     said = capsys.readouterr().out
-    assert "cell 1 of 3: seed=1 failed with exit code 3: a fake cause" in said
-    assert "cell 2 of 3: seed=2 failed with exit code 2: here it is refused. Fix: mend it" in said
-    assert "cell 3 of 3: seed=3 completed" in said
+    assert "trial 1 of 3: seed=1 failed with exit code 3: a fake cause" in said
+    assert "trial 2 of 3: seed=2 failed with exit code 2: here it is refused. Fix: mend it" in said
+    assert "trial 3 of 3: seed=3 completed" in said
     assert "not completed: seed=1 (failed), seed=2 (failed)" in said
     assert f"grpo sweep --resume runs/sweeps/{made()[0].folder.name}" in said
 
@@ -82,7 +83,7 @@ def test_a_completed_sweep_is_not_gone_on_with(sweep, made, fake_launches, monke
 
 def test_a_run_directory_that_is_gone_is_made_again(sweep, made, fake_launches, capsys):
     assert sweep(*TWO) == 0
-    shutil.rmtree(made()[0].cell(1))
+    shutil.rmtree(made()[0].trial_dir(1))
     assert cli.main(["sweep", "--resume", "last"]) == 2
     assert "the run directory of seed=2 is gone" in capsys.readouterr().err
     fake_launches.started = []
@@ -92,7 +93,7 @@ def test_a_run_directory_that_is_gone_is_made_again(sweep, made, fake_launches, 
 
 def test_a_run_directory_is_not_made_again_by_other_code(sweep, made, fake_launches, monkeypatch, capsys):
     assert sweep(*TWO) == 0
-    shutil.rmtree(made()[0].cell(1))
+    shutil.rmtree(made()[0].trial_dir(1))
     monkeypatch.setattr("grpo_recipes.sweep.run.code_state", lambda: {"commit": "another"})
     assert sweep(*TWO) == 2
     assert "the code is no longer the sweep's" in capsys.readouterr().err
@@ -105,11 +106,11 @@ def test_what_does_not_fit_the_machine_is_refused_before_anything_is_written(swe
     assert list(folder.iterdir()) == []
 
 
-def test_a_cell_that_runs_elsewhere_is_left_alone(sweep, made, fake_launches, capsys):
+def test_a_trial_that_runs_elsewhere_is_left_alone(sweep, made, fake_launches, capsys):
     fake_launches.codes = {"seed=1": 1, "seed=2": 1}
     assert sweep(*TWO) == 1
     fake_launches.started, fake_launches.codes = [], {}
-    held = claim(Run(made()[0].cell(0), {}))
+    held = claim(Run(made()[0].trial_dir(0), {}))
     try:
         assert cli.main(["sweep", "--resume", "last"]) == 0
         assert cli.main(["sweep", "--resume", "last"]) == 0
@@ -164,7 +165,7 @@ def test_options_that_contradict_each_other_are_refused(sweep, folder, capsys, w
 
 
 def test_what_is_no_sweep_is_refused(folder, capsys):
-    for words, said in ((["last"], "there is no sweep in runs/sweeps"), (["x"], "is no sweep directory")):
+    for words, said in ((["last"], "there is no sweep in runs/sweeps"), (["x"], "is not a sweep directory")):
         assert cli.main(["sweep", "--resume", *words]) == 2
         assert said in capsys.readouterr().err
 

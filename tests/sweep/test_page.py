@@ -65,7 +65,7 @@ def test_the_page_has_a_curve_and_a_band_for_each_setting(tmp_path):
 def test_what_did_not_complete_is_named_and_no_sample(tmp_path):
     statuses = {"learning_rate=1e-6,seed=2": "failed", "learning_rate=3e-6,seed=3": "running"}
     sweep = make_sweep(tmp_path, statuses=statuses)
-    shutil.rmtree(sweep.cell(0))
+    shutil.rmtree(sweep.trial_dir(0))
     text = Page(write_sweep(sweep)[0].read_text()).text
     assert "learning_rate=1e-6,seed=2 failed: a cause" in text
     assert "3 of 6 completed" in text
@@ -75,7 +75,7 @@ def test_what_did_not_complete_is_named_and_no_sample(tmp_path):
 
 def test_links_lead_to_the_reports_of_the_cells(tmp_path):
     sweep = make_sweep(tmp_path / "a sweep", seeds=(1, 2))
-    (sweep.cell(0) / "report.html").write_text("")
+    (sweep.trial_dir(0) / "report.html").write_text("")
     text = write_sweep(sweep, tmp_path / "out.html")[0].read_text()
     (link,) = re.findall(r'href="([^"#]*)"', text)
     assert link == "a%20sweep/cells/learning_rate%3D1e-6%2Cseed%3D1/report.html"

@@ -21,19 +21,19 @@ for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
 print("ready", flush=True)
 signal.pause()
 """
-RELAY = """
+SWEEP = """
 import os, sys
-from grpo_recipes.sweep.sequential import Relay
-relay = Relay()
-code = relay.run([sys.executable, "-c", sys.argv[1]], dict(os.environ), None)
-print("code", code, relay.seen, flush=True)
+from grpo_recipes.sweep.sequential import SignalForwarder
+forwarder = SignalForwarder()
+code = forwarder.run([sys.executable, "-c", sys.argv[1]], dict(os.environ), None)
+print("code", code, forwarder.seen, flush=True)
 """
 
 
 @pytest.fixture
-def relay():
+def sweep():
     process = subprocess.Popen(
-        [sys.executable, "-c", RELAY, FAKE_LAUNCH],
+        [sys.executable, "-c", SWEEP, FAKE_LAUNCH],
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -56,14 +56,14 @@ def _as_a_terminal_leaves_them() -> None:
     ("signum", "passed"),
     [(signal.SIGINT, "SIGINT"), (signal.SIGTERM, "SIGINT"), (signal.SIGHUP, "SIGINT"), (signal.SIGUSR1, "SIGUSR1")],
 )
-def test_a_signal_reaches_the_launch_once_and_its_code_comes_back(relay, signum, passed):
-    os.killpg(relay.pid, signum)  # as a terminal does: the launch is in a session of its own
-    assert relay.stdout.read().splitlines() == [passed, f"code 75 {signum:d}"]
+def test_a_signal_reaches_the_launch_once_and_its_code_comes_back(sweep, signum, passed):
+    os.killpg(sweep.pid, signum)  # as a terminal does: the launch is in a session of its own
+    assert sweep.stdout.read().splitlines() == [passed, f"code 75 {signum:d}"]
 
 
-def test_a_launch_ends_with_its_sweep(relay):
-    relay.kill()
-    relay.wait(10)
+def test_a_launch_ends_with_its_sweep(sweep):
+    sweep.kill()
+    sweep.wait(10)
     deadline = time.monotonic() + 10
-    assert relay.stdout.read() == "SIGTERM\n"  # ends when the launch, which holds it too, has ended
+    assert sweep.stdout.read() == "SIGTERM\n"  # ends when the launch, which holds it too, has ended
     assert time.monotonic() < deadline

@@ -42,13 +42,13 @@ def test_other_names_of_a_key_are_that_key():
     ("word", "what", "fix"),
     [
         ("sed=1,2", "unknown key 'sed'", "write 'seed'"),
-        ("foo", "is no key=value,value", "e.g. seed=1..3"),
+        ("foo", "is not key=value,value", "e.g. seed=1..3"),
         ("seed=", "has an empty value", "between commas"),
         ("seed=1,,2", "has an empty value", "between commas"),
-        ("seed=1..", "'1..' is no range", "seed=1..3"),
-        ("seed=..3", "'..3' is no range", "seed=1..3"),
-        ("seed=1..3..5", "is no range", "seed=1..3"),
-        ("temperature=0.5..1.5", "is no range of whole numbers", "temperature=1..3"),
+        ("seed=1..", "'1..' is not a range", "seed=1..3"),
+        ("seed=..3", "'..3' is not a range", "seed=1..3"),
+        ("seed=1..3..5", "is not a range", "seed=1..3"),
+        ("temperature=0.5..1.5", "is not a range of whole numbers", "temperature=1..3"),
         ("seed=3..1", "runs backwards", "write seed=1..3"),
         ("seed=1..100000", "more than 1,000 values", "fewer"),
         ('system_prompt="a', "quotes", "quote a whole value"),
@@ -82,7 +82,7 @@ def test_everything_wrong_is_told_at_once():
     assert len(refused.value.problems) == 3
 
 
-def test_a_sweep_has_cells_but_not_too_many():
+def test_a_sweep_has_trials_but_not_too_many():
     assert len(read_axes(["seed=1..40", "max_steps=1..25"], [])) == 2
     with pytest.raises(ConfigError, match="1,040 runs are more than 1,000"):
         read_axes(["seed=1..40", "max_steps=1..26"], [])

@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import io
 import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from grpo_recipes.cli.recipes import EPILOG, USAGE
+from grpo_recipes.cli import machine, recipes, runs, sweep
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, config_error
 from grpo_recipes.recipe.keys import nearest_of
 
-COMMANDS = (
-    "new",
-    "keys",
-    "check",
-    "check-rewards",
-    "plan",
-    "doctor",
-    "fetch",
-    "launch",
-    "submit",
-    "status",
-    "logs",
-    "stop",
-    "sweep",
-    "report",
-)
+COMMANDS = {
+    command.name: command
+    for command in (
+        *(recipes.new, recipes.keys, recipes.check, recipes.check_rewards, recipes.plan),
+        *(machine.doctor, machine.fetch),
+        *(runs.launch, runs.submit, runs.status, runs.logs, runs.stop),
+        *(sweep.sweep, sweep.report),
+    )
+}
 
 
 class _Parser(argparse.ArgumentParser):
-    """Tells what is wrong in a command line as everything else is told that is wrong."""
+    """A parser whose errors look like all others: what is wrong, where, and the fix."""
 
     def error(self, message: str) -> NoReturn:
         where, _, what = message.removeprefix("argument ").partition(": ")
@@ -43,71 +35,47 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; every refusal is one line a problem and exit code 2."""
+    """Run a command and return its exit code; print a line for each problem of a ``ConfigError`` and return 2."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal without UTF-8 shows the letters it lacks as \\x..
             stream.reconfigure(errors="backslashreplace")
     try:
-        return _run(list(sys.argv[1:] if argv is None else argv))
-    except ConfigError as refused:
-        for problem in refused.problems:
+        options = _options(list(sys.argv[1:] if argv is None else argv))
+        return int(options.command.run(options))
+    except ConfigError as error:
+        for problem in error.problems:
             print(f"grpo: {problem}", file=sys.stderr)
         return EXIT_CONFIG_ERROR
     except BrokenPipeError:
-        # `grpo plan | head`: nothing is left to tell; keep the interpreter from complaining at exit.
+        # `grpo plan | head`: nobody reads on; keep the interpreter from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_CONFIG_ERROR
 
 
-def _run(arguments: list[str]) -> int:
-    parser, takes_recipe = _parser()
-    _look_at_command(arguments)
+def _options(arguments: list[str]) -> argparse.Namespace:
+    """Return the command's options, with its recipe and the flags that belong to the recipe."""
+    parser = _Parser(prog="grpo", description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in COMMANDS.values():
+        command.add_to(commands)
+    name = arguments[0] if arguments else ""
+    if name and not name.startswith("-") and name not in COMMANDS:
+        fix = f"write {nearest_of(name, tuple(COMMANDS)) or 'one of ' + ', '.join(COMMANDS)}"
+        raise config_error(name, "is not a command", fix)
+    takes_recipe = name in COMMANDS and COMMANDS[name].takes_recipe
     # The recipe stands right after the command: later on a bare word is the value of a recipe flag.
     recipe = None
-    if len(arguments) > 1 and arguments[0] in takes_recipe and not arguments[1].startswith("-"):
+    if takes_recipe and len(arguments) > 1 and not arguments[1].startswith("-"):
         recipe = arguments.pop(1)
     options, flags = parser.parse_known_args(arguments)
-    if recipe is None and flags and arguments[0] in takes_recipe and not flags[0].startswith("-"):
+    if takes_recipe and recipe is None and flags and not flags[0].startswith("-"):
         recipe = flags.pop(0)  # after options of the command alone, e.g. `grpo check --deep my.yaml`
-    options.recipe = recipe
-    if flags and arguments[0] not in takes_recipe:
-        raise config_error(flags[0], "is no option of this command", f"see grpo {arguments[0]} --help")
-    _look_at_folder()
-    return int(options.run(options, flags))
-
-
-def _look_at_command(arguments: list[str]) -> None:
-    if not arguments or arguments[0].startswith("-") or arguments[0] in COMMANDS:
-        return
-    close = nearest_of(arguments[0], COMMANDS)
-    raise config_error(arguments[0], "is no command", f"write {close or 'one of ' + ', '.join(COMMANDS)}")
-
-
-def _look_at_folder() -> None:
+    if flags and not takes_recipe:
+        raise config_error(flags[0], "is not an option of this command", f"see grpo {name} --help")
+    options.recipe, options.flags = recipe, flags
     try:
         os.getcwd()
     except OSError as error:
-        raise config_error(
-            ".", f"the working folder is gone ({error.strerror})", "cd to a folder that exists"
-        ) from None
-
-
-def _parser() -> tuple[argparse.ArgumentParser, set[str]]:
-    """The parser, and the commands that take a recipe and its flags."""
-    parser = _Parser(prog="grpo", description=__doc__, allow_abbrev=False)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    takes_recipe = set()
-    for name in COMMANDS:
-        module = importlib.import_module(f"grpo_recipes.cli.{name.replace('-', '_')}")
-        about = {"help": module.HELP, "description": module.HELP}
-        if module.TAKES_RECIPE:
-            takes_recipe.add(name)
-            about |= {"usage": f"grpo {name} {USAGE}", "epilog": EPILOG}
-        command = commands.add_parser(name, allow_abbrev=False, **about)
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
-    return parser, takes_recipe
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        what = f"the working folder is gone ({error.strerror})"
+        raise config_error(".", what, "cd to a folder that exists") from None
+    return options

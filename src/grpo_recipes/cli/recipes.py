@@ -1,48 +1,325 @@
-"""What the commands that take a recipe share."""
+"""The commands for writing a recipe: new, keys, check, check-rewards, plan."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from grpo_recipes.errors import ConfigError, Problem
-from grpo_recipes.plan.devices import environment_flavour
-from grpo_recipes.plan.plan import choose_recipe
+from grpo_recipes.cli.command import chosen_recipe, command, option, recipe_path, switch
+from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, Problem, config_error
+from grpo_recipes.fetch.gated import gated_note
+from grpo_recipes.fetch.sources import find_sources
+from grpo_recipes.launch.resolve_run import names_of
+from grpo_recipes.paths import shown
+from grpo_recipes.plan.devices import find_resources
+from grpo_recipes.plan.environment import hub_environment
+from grpo_recipes.plan.estimates import estimate, job_walltime
+from grpo_recipes.plan.fit import gpu_memory
+from grpo_recipes.plan.plan import choose_recipe, describe, make_plan
+from grpo_recipes.process.reports import aligned
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import checked_recipe
-from grpo_recipes.recipe.tasks import GRPO, MAXENT, requested_task
+from grpo_recipes.recipe.dialects import ALIASES, OBSOLETE_KEYS, nearest, slurm_guide
+from grpo_recipes.recipe.keys import (
+    ENVIRONMENT_KEYS,
+    OWNED_KEYS,
+    READ_VARIABLES,
+    SHELL_VARIABLES,
+    catalogue,
+    nested_catalogue,
+)
+from grpo_recipes.recipe.registry import BENCHMARKS
+from grpo_recipes.recipe.rules import notes
+from grpo_recipes.recipe.schema import schema_line, schema_note
+from grpo_recipes.recipe.tasks import entry_of
+from grpo_recipes.slurm.profile import walltime_seconds
 
-USAGE = "[RECIPE] [options] [--KEY VALUE ...]"
-EPILOG = "Any recipe key is a flag too, e.g. --learning_rate 1e-6: flag > environment variable > YAML > default."
+if TYPE_CHECKING:
+    from grpo_recipes.rewards.probe import Failure, Finding
+
+_SCHEMA_LINE = re.compile(r"\A# yaml-language-server: .*\n")
+_START = """\
+# Every key: grpo keys WORD. Before a job: grpo check --deep, grpo check-rewards, grpo fetch.
+model_name_or_path: Qwen/Qwen2.5-0.5B-Instruct
+dtype: bfloat16
+
+dataset_name: data.jsonl # a local file or a hub id
+dataset_prompt_column: problem
+dataset_solution_column: answer
+max_prompt_length: 512
+system_prompt: Think step by step, then give the final answer alone inside <answer> and </answer>.
+
+reward_funcs: [pure_accuracy_math]
+
+prompts_per_step: 105 # the same batch on 1, 3, 6, 7 or 15 trainers
+num_generations: 8
+max_completion_length: 1024
+learning_rate: 1.0e-6
+max_steps: 200
+
+use_vllm: true
+vllm_max_model_length: 2048
+"""
+_NOT_KEYS = {**OBSOLETE_KEYS, **OWNED_KEYS, **{alias: f"write {key}" for alias, key in ALIASES.items()}}
+_VARIABLES = {
+    **{name: f"stands for the key {key}" for name, key in ENVIRONMENT_KEYS.items()},
+    **READ_VARIABLES,
+    **SHELL_VARIABLES,
+    **slurm_guide.SHELL_VARIABLES,
+}
+_ROWS = 200  # of the dataset, shown to the rewards
+_WIDTH = 60  # characters of a prompt or completion in a line
+_MOST = 10_000  # GPUs of a node, nodes, and GiB of a GPU
+_LEAST_GIB = 1
 
 
-def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options that name the recipe and its trainer."""
-    parser.add_argument("--config", metavar="RECIPE", help="the recipe; by default CONFIG, or the flavour's own")
-    parser.add_argument(
-        "--task", choices=[GRPO, MAXENT], help="the trainer (MAXENT=1 selects maxent, and so does a MaxEnt recipe)"
-    )
+@command(
+    "write a recipe to start from",
+    option("file", metavar="FILE", help="the recipe to write, e.g. my.yaml"),
+    option("--from", dest="source", metavar="RECIPE", help="the recipe to copy"),
+)
+def new(options: argparse.Namespace) -> int:
+    """Write a recipe to start from, with the line by which an editor knows the keys."""
+    for where, name in (("FILE", options.file), ("--from", options.source)):
+        if name == "":
+            raise config_error(where, "is empty", "name a file")
+    path = Path(options.file)
+    if os.path.lexists(path):
+        raise config_error(options.file, "is there already", "name another file")
+    text = _START
+    if options.source:
+        text = _SCHEMA_LINE.sub("", choose_recipe(options.source, {}, "grpo", "cpu").read_text(encoding="utf-8"))
+    try:
+        path.write_text(f"{schema_line(path)}\n{text}", encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        what = f"cannot be written ({getattr(error, 'strerror', None) or error})"
+        raise config_error(options.file, what, "name a file in a folder of yours") from None
+    print(f"grpo: {shown(path)} is written; edit it, then: grpo check {shlex.quote(shown(path))}")
+    return 0
 
 
-def recipe_name(options: argparse.Namespace) -> str | None:
-    """The recipe named on the command line, or None.
+@command(
+    "search the keys of a recipe",
+    option("word", nargs="?", help="part of a name or of its meaning; every key by default"),
+    switch("--env", exclusive=True, help="the environment variables that are read"),
+    switch("--benchmarks", exclusive=True, help="the benchmarks that a recipe can name"),
+    switch("--json", help="print JSON"),
+)
+def keys(options: argparse.Namespace) -> int:
+    """Print the keys, variables or benchmarks that have the word in their name or meaning."""
+    word = (options.word or "").lower()
+    table = "--env" if options.env else "--benchmarks" if options.benchmarks else ""
+    entries: dict[str, dict[str, Any]]
+    if table:
+        texts = _VARIABLES if options.env else {name: one.help for name, one in BENCHMARKS.items()}
+        entries = {name: {"help": text} for name, text in texts.items()}
+    else:
+        if word in _NOT_KEYS:
+            raise config_error(f"'{options.word}'", "is not a key of a recipe", _NOT_KEYS[word])
+        nested = {f"{path}.{name}": one for path, inner in nested_catalogue().items() for name, one in inner.items()}
+        entries = {**catalogue(), **nested}
+    found = {name: entry for name, entry in sorted(entries.items()) if word in f"{name} {entry['help']}".lower()}
+    if not found:
+        where = f"nothing in grpo keys {table}" if table else "no key"
+        close = "" if table else nearest(options.word)
+        fix = "leave it out" if table else f"try {close}" if close else "see grpo keys"
+        raise config_error(f"'{options.word}'", f"{where} has that in its name or meaning", fix)
+    print(json.dumps(found, indent=1) if options.json else "\n".join(_key_lines(found)))
+    return 0
+
+
+def _key_lines(found: dict[str, dict[str, Any]]) -> Iterator[str]:
+    for name, entry in found.items():
+        facts = []
+        if "type" in entry:
+            limits = [f"{sign} {entry[limit]:g}" for sign, limit in ((">=", "min"), ("<=", "max")) if limit in entry]
+            kind = " | ".join(entry["choices"]) if entry.get("choices") else entry["type"]
+            facts = [" ".join([kind, *limits]), f"default {json.dumps(entry['default'])}", entry["config"]]
+        yield f"{name}  ({', '.join(facts)})" if facts else name
+        yield from textwrap.wrap(entry["help"], 110, initial_indent="    ", subsequent_indent="    ")
+
+
+@command(
+    "say everything that is wrong in a recipe",
+    switch("--deep", help="also load tokenizer, data and rewards (seconds)"),
+    switch("--json", help="print problems and notes as JSON"),
+    takes_recipe=True,
+)
+def check(options: argparse.Namespace) -> int:
+    """Say that the recipe is right, with notes; with ``--json`` print all that was found, right or wrong."""
+    recipe: Recipe | None = None
+    problems: list[Problem] = []
+    advice: list[str] = []
+    deep: list[str] = []
+    try:
+        recipe = chosen_recipe(options)
+        more = [gated_note(recipe["model_name_or_path"]), schema_note(recipe.path)]
+        advice = [*notes(recipe), *(note for note in more if note)]
+        if not options.json:
+            print(*(f"grpo: note: {note}\n" for note in advice), sep="", end="")
+        deep = _deep(recipe) if options.deep else []
+    except ConfigError as error:
+        if not options.json:
+            raise
+        problems = error.problems
+    if options.json or recipe is None:
+        return _print_json(options, recipe, problems, notes=advice, deep=deep)
+    print(*deep, f"grpo: {shown(recipe.path)} is right", sep="\n")
+    return 0
+
+
+def _print_json(options: argparse.Namespace, recipe: Recipe | None, problems: list[Problem], **found: Any) -> int:
+    """Print what a check found; return 2 where something is wrong."""
+    answer = {
+        "ok": not problems,
+        "recipe": str(recipe.path) if recipe else options.recipe or options.config,
+        "problems": [asdict(problem) for problem in problems],
+        **found,
+    }
+    print(json.dumps(answer, indent=1))
+    return EXIT_CONFIG_ERROR if problems else 0
+
+
+def _deep(recipe: Recipe) -> list[str]:
+    # Before the import: the hub's clients read these once.
+    os.environ.update(hub_environment(os.environ))
+    os.environ.update({"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"})
+    from grpo_recipes.doctor.deep_check import look_deep
+
+    return look_deep(recipe, os.environ)
+
+
+@command(
+    "see that right answers get their reward and wrong ones do not",
+    option("--rows", type=int, default=_ROWS, help=f"rows of the dataset that are tried (default {_ROWS})"),
+    switch("--json", help="print the findings as JSON"),
+    takes_recipe=True,
+)
+def check_rewards(options: argparse.Namespace) -> int:
+    """Print a table of the rewards on right and wrong answers, and the calls that failed.
 
     Raises:
-        ConfigError: two are named, or an empty name, as of a variable that is not set.
+        ConfigError: the recipe is wrong, or a reward does not tell right from wrong; not with ``--json``.
     """
-    if "" in (options.recipe, options.config):
-        raise ConfigError(Problem("RECIPE", "an empty text names no recipe", "name a .yaml file, or leave it out"))
-    if options.recipe and options.config:
-        raise ConfigError(Problem("--config", "two recipes are named", "name one"))
-    return options.recipe or options.config
+    if options.rows < 1:
+        raise config_error("--rows", f"{options.rows} rows try nothing", "write 1 or more")
+    recipe: Recipe | None = None
+    rows: list[dict[str, Any]] = []
+    findings: list[Finding] = []
+    try:
+        recipe = chosen_recipe(options)
+        rows, findings, problems = _probe(recipe, options.rows)
+    except ConfigError as error:
+        if not options.json:
+            raise
+        problems = error.problems
+    if options.json or recipe is None:
+        table = [asdict(finding) | {"tells_apart": finding.tells_apart} for finding in findings]
+        return _print_json(options, recipe, problems, rows=len(rows), rewards=table)
+    head = ["reward", "right", "mean", "missed", "wrong", "mean", "taken", "no verdict"]
+    print(*aligned([head, *map(_cells, findings)], numbers=True), sep="\n")
+    for finding in findings:
+        if finding.failures:
+            print(f"\n{finding.reward} on", *(_failure(finding.reward, one) for one in finding.failures), sep="\n")
+        if finding.missed is None and finding.right_mean is not None and not finding.tells_apart:
+            print(f"grpo: note: {finding.reward} gives right and wrong answers the same")
+    if problems:
+        raise ConfigError(*problems)
+    print(f"grpo: the rewards of {shown(recipe.path)} tell right from wrong on {len(rows)} rows")
+    return 0
 
 
-def chosen_recipe(options: argparse.Namespace, flags: list[str]) -> Recipe:
-    """The recipe of this command line and environment, merged, typed and checked.
+def _probe(recipe: Recipe, most: int) -> tuple[list[dict[str, Any]], list[Finding], list[Problem]]:
+    os.environ.update(hub_environment(os.environ))
+    # TRL and datasets come with these, which takes seconds.
+    from grpo_recipes.doctor.reward_probe import probe_rewards, problems_of, sample_rows
 
-    Raises:
-        ConfigError: it does not exist, or is wrong.
-    """
-    asked = requested_task(os.environ, options.task)
-    path = choose_recipe(recipe_name(options), os.environ, asked.task or GRPO, environment_flavour())
-    return checked_recipe(path, flags, os.environ, asked)
+    rows = sample_rows(recipe, most, os.environ)
+    if not rows:
+        raise config_error(recipe.path.name, "the dataset has no rows with a solution", "look at its columns")
+    findings = probe_rewards(recipe, rows)
+    return rows, findings, problems_of(recipe, rows, findings)
+
+
+def _cells(finding: Finding) -> list[str]:
+    def cell(value: float | None, form: str) -> str:
+        return "-" if value is None else f"{value:{form}}"
+
+    right = [str(finding.right), cell(finding.right_mean, ".3f"), cell(finding.missed, "d")]
+    wrong = [str(finding.wrong), cell(finding.wrong_mean, ".3f"), cell(finding.taken, "d")]
+    return [finding.reward, *right, *wrong, str(finding.no_verdict)]
+
+
+def _failure(name: str, failure: Failure) -> str:
+    from grpo_recipes.rewards.probe import why
+
+    def short(text: str) -> str:
+        text = " ".join(text.split())
+        return text if len(text) <= _WIDTH else text[: _WIDTH - 1] + "…"
+
+    given = f"no verdict ({why(name, failure.reason)})" if failure.value is None else f"{failure.value:.4g}"
+    kind = "right" if failure.right else "wrong"
+    return f"  {short(failure.prompt)!r}: {kind} answer {short(failure.completion)!r} gets {given}"
+
+
+@command(
+    "say what a launch would start, without starting it",
+    option("--gpus", type=int, help="plan for this many GPUs instead of those visible"),
+    option("--nodes", type=int, default=1, help="with --gpus: on this many nodes like that"),
+    option("--gpu-memory", type=float, metavar="GIB", help="memory of a GPU; that of the visible ones"),
+    option("--time", help="time limit as Slurm writes it, e.g. 72:00:00; that of the job"),
+    switch("--json", help="print the plan as JSON"),
+    takes_recipe=True,
+)
+def plan(options: argparse.Namespace) -> int:
+    """Print what a launch would start, on this machine or another one."""
+    resources = find_resources(os.environ)
+    _check_counts(options)
+    if options.gpus is not None:
+        resources = replace(resources, flavour="cuda", gpus=tuple(str(index) for index in range(options.gpus)))
+        resources = resources.on_nodes(options.nodes)
+    path, asked = recipe_path(options, resources.flavour)
+    recipe = checked_recipe(path, options.flags, os.environ, asked)
+    sources = find_sources(recipe, os.environ)
+    names = names_of(recipe)
+    made = make_plan(recipe, resources, os.environ, names, entry_of(recipe, asked), sources)
+    takes = estimate(made, recipe, names, _gpu_gib(options), _walltime(options))
+    plain = {**made.as_json(), **takes.as_json()}
+    print(json.dumps(plain, indent=1) if options.json else describe(made, estimates=takes.lines()))
+    return 0
+
+
+def _gpu_gib(options: argparse.Namespace) -> float | None:
+    """Return the GiB of a GPU: as given, else the driver's where the plan is for the GPUs of this machine."""
+    if options.gpu_memory is not None:
+        if not _LEAST_GIB <= options.gpu_memory <= _MOST:
+            raise config_error("--gpu-memory", f"{options.gpu_memory:g} GiB is no GPU", "write --gpu-memory 80")
+        return float(options.gpu_memory)
+    return gpu_memory() if options.gpus is None else None
+
+
+def _walltime(options: argparse.Namespace) -> float | None:
+    """Return the seconds of the time limit: as given, else what our job has left."""
+    if options.time is None:
+        return job_walltime(os.environ)
+    seconds = walltime_seconds(options.time)
+    if not seconds:
+        raise config_error("--time", f"'{options.time}' is no time limit of Slurm's", "write --time 72:00:00")
+    return seconds
+
+
+def _check_counts(options: argparse.Namespace) -> None:
+    least = 1 if options.nodes > 1 else 0
+    if not 1 <= options.nodes <= _MOST or (options.gpus is not None and not least <= options.gpus <= _MOST):
+        what = f"{options.gpus or 0} GPUs on {options.nodes} nodes is no machine"
+        raise config_error("--gpus, --nodes", what, "write --gpus 8 --nodes 2")
+    if options.nodes > 1 and options.gpus is None:
+        raise config_error("--nodes", "says nothing about the GPUs of a node", "add --gpus 8")

@@ -1,33 +1,138 @@
-"""The run a person means, and how it stands: shared by the commands that look after runs."""
+"""The commands for runs and their jobs: launch, submit, status, logs, stop."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from grpo_recipes.errors import config_error
+from grpo_recipes.cli.command import Option, command, option, recipe_name, switch
+from grpo_recipes.errors import ConfigError, config_error
+from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.launch.attempt import SUBMITTED
+from grpo_recipes.launch.resolve_run import Options
+from grpo_recipes.launch.run import launch as launch_run
+from grpo_recipes.launch.submission import Submission, need_environment, prepare, send, site_profile
+from grpo_recipes.paths import shown
+from grpo_recipes.process.reports import aligned
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.runs.find import RunFiles
-from grpo_recipes.runs.rundir import find_run
-from grpo_recipes.slurm.queue import NO_ANSWER, Job, find_job
+from grpo_recipes.runs.health import notices_of
+from grpo_recipes.runs.progress import clock
+from grpo_recipes.runs.rundir import find_run, finish_summary, launcher_of, no_requeue_file, stop_file
+from grpo_recipes.secrets import masked
+from grpo_recipes.slurm.profile import KEYS, Profile
+from grpo_recipes.slurm.queue import NO_ANSWER, Job, cancel, find_job, my_jobs
 
-RUN_HELP = "run directory, its name in RUN_ROOT, last for the newest there, or the id of a Slurm job"
+# Keys of a profile that the command line may give instead.
+OVERRIDES = ("account", "partition", "time", "nodes", "gpus", "mem", "cpus", "qos", "constraint", "exclude")
+_RUN_HELP = "run directory, its name in RUN_ROOT, last for the newest there, or the id of a Slurm job"
 _OVER = ("completed", "failed", "stopped")
+_PACE_ROWS = 20  # of metrics.jsonl, over which a step's time is averaged
+_LOGS = {"slurm": ("slurm.out", "slurm.err"), "server": ("server",), "trainer": ("trainer",)}
+_SECONDS = 1.0  # between two looks at the files
+_SLURM_SECONDS = 15.0  # between two questions to Slurm, which others ask, too
+_MOST_BYTES = 1 << 20  # of one file at a time
+
+
+@command(
+    "run a recipe",
+    option("--resume", metavar="DIR|last", help="continue a run"),
+    switch("--allow-changed-code", help="resume though the code changed"),
+    switch("--dry-run", help="print argv and environment of every process"),
+    takes_recipe=True,
+)
+def launch(options: argparse.Namespace) -> int:
+    """Run a recipe, or continue a run; return the run's exit code."""
+    return launch_run(
+        Options(
+            recipe=recipe_name(options),
+            task=options.task,
+            resume=options.resume,
+            allow_changed_code=options.allow_changed_code,
+            dry_run=options.dry_run,
+            flags=tuple(options.flags),
+        )
+    )
+
+
+def site_options(required: bool) -> list[Option]:
+    """Return --profile and the options that stand over the profile's values."""
+    about = "the site, e.g. slurm/profiles/cpu.yaml"
+    instead = {key: str(KEYS[key]["help"]).replace("`", "") for key in OVERRIDES}
+    return [
+        option("--profile", required=required, metavar="FILE|NAME", help=about),
+        *(
+            option(f"--{key}", metavar=key.upper(), help=f"instead of the profile's: {text}")
+            for key, text in instead.items()
+        ),
+    ]
+
+
+def overrides(options: argparse.Namespace) -> dict[str, str]:
+    """Return what the command line gives in place of the profile's values."""
+    return {key: text for key in OVERRIDES if (text := getattr(options, key)) is not None}
+
+
+def chosen_profile(options: argparse.Namespace) -> Profile:
+    """Return the site's profile with what the command line gives in place of its values."""
+    return site_profile(options.profile, os.environ).with_values(overrides(options))
+
+
+@command(
+    "check a recipe, freeze it and give it to Slurm",
+    *site_options(required=True),
+    switch("--dry-run", help="print the batch script; write and submit nothing"),
+    takes_recipe=True,
+)
+def submit(options: argparse.Namespace) -> int:
+    """Submit a run, or with ``--dry-run`` print its batch script alone to stdout, so that a file can keep it."""
+    profile = chosen_profile(options)
+    if not options.dry_run:
+        need_environment(profile)
+    submission = prepare(profile, recipe_name(options), options.task, options.flags, os.environ)
+    for line in _submission_lines(submission):
+        print(f"grpo: {line}", file=sys.stderr if options.dry_run else sys.stdout)
+    if options.dry_run:
+        try:
+            need_environment(profile)
+        except ConfigError as error:
+            print(f"grpo: note: submitting would end here: {error}", file=sys.stderr)
+        print(submission.script(), end="")
+        return 0
+    made, job = send(submission)
+    print(f"grpo: job {job} is submitted, run directory {shown(made.folder)}")
+    print(f"grpo: follow it with grpo status {job}, or grpo logs -f {job}; end it with grpo stop {job}")
+    return 0
+
+
+def _submission_lines(submission: Submission) -> list[str]:
+    plan, profile = submission.plan, submission.profile
+    kind = f" {profile.gpu_kind}" if profile.gpu_kind else ""
+    devices = f"{profile.gpus}{kind} GPUs" if profile.gpus else f"{profile.cpus or 1} CPU cores"
+    nodes = f"{profile.nodes} nodes" if profile.nodes > 1 else "1 node"
+    return [
+        f"{shown(plan.recipe)} for {profile.name}: {nodes} with {devices} each, at most {profile.time}",
+        f"batch {plan.batch}",
+        f"vllm {plan.mode}, weights by {plan.bridge or 'none'} ({plan.why_bridge})",
+        *submission.estimates.lines(),
+        *(f"note: {note}" for note in plan.notes),
+    ]
 
 
 def run_root() -> Path:
-    """The folder of run directories: RUN_ROOT, or the default of the recipe key."""
+    """Return the folder of run directories: RUN_ROOT, or the default of the recipe key."""
     return Path(os.path.expanduser(os.environ.get("RUN_ROOT") or catalogue()["run_root"]["default"]))
 
 
 def named_run(which: str) -> RunFiles:
-    """The run a person means by a folder, a name, a job id or ``last``.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the run a person means by a folder, a name, a job id or ``last``."""
     if which == "last":
         return RunFiles(find_run(run_root(), "last", "last").folder)
     if re.fullmatch(r"\d+(_\d+)?", which):
@@ -40,7 +145,7 @@ def named_run(which: str) -> RunFiles:
 
 
 def _folder_of_job(job_id: str) -> Path:
-    """By the pointer its launcher or its submission left, else by where its batch script is."""
+    """Find a run by the pointer its launcher or its submission left, else by where its batch script is."""
     pointers = [path for path in (run_root() / ".jobs").glob(f"*-{job_id}") if path.is_file()]
     for pointer in sorted(pointers, key=lambda path: path.stat().st_mtime, reverse=True):
         folder = Path(pointer.read_text().strip())
@@ -56,21 +161,20 @@ def _folder_of_job(job_id: str) -> Path:
     raise config_error(job_id, "is no job of a run that is known here", "name the run directory, or set RUN_ROOT")
 
 
-def job_of(run: RunFiles) -> Job | None:
-    """The run's last Slurm job as Slurm sees it now; None where it had none, or Slurm does not say."""
+def _job_of(run: RunFiles) -> Job | None:
+    """Return the run's last job as Slurm sees it now; None where it had none, or Slurm does not know it."""
     return find_job(run.job_id) if run.job_id else None
 
 
-def is_over(run: RunFiles, job: Job | None) -> bool:
-    """Whether nothing more will come of the run by itself."""
+def _is_over(run: RunFiles, job: Job | None) -> bool:
+    """Return whether the run has ended and nothing will start it again."""
     if job is not None and job.active:
         return False
-    status = run.summary.get("status")
-    return status in _OVER or not run.is_running()
+    return run.summary.get("status") in _OVER or not run.is_running()
 
 
-def how_it_stands(run: RunFiles, job: Job | None) -> str:
-    """The run's state in a few words."""
+def _state(run: RunFiles, job: Job | None) -> str:
+    """Return the run's state in a few words."""
     status = str(run.summary.get("status", "unknown"))
     if job is not None and job.waits:
         return f"waiting in the queue{f' ({job.reason})' if job.reason else ''}"
@@ -78,7 +182,206 @@ def how_it_stands(run: RunFiles, job: Job | None) -> str:
         return status
     if job is not None and job.state == NO_ANSWER:
         return f"{status}, but Slurm does not answer"
-    if is_over(run, job):
-        told = f", its job is {job.state}" if job is not None else ""
-        return f"never started{told}" if status == SUBMITTED else f"lost: its launcher is gone{told}"
+    if _is_over(run, job):
+        end = f", its job is {job.state}" if job is not None else ""
+        return f"never started{end}" if status == SUBMITTED else f"lost: its launcher is gone{end}"
     return "starting" if status == SUBMITTED else status
+
+
+@command(
+    "say how a run stands, or list all of them",
+    option("which", nargs="?", metavar="RUN", help=f"{_RUN_HELP}; without it a table of all in RUN_ROOT"),
+)
+def status(options: argparse.Namespace) -> int:
+    """Print how a run stands, or a table of the runs in RUN_ROOT, the newest first."""
+    if options.which is None:
+        _print_runs()
+        return 0
+    found = named_run(options.which)
+    for name, text in _facts(found, _job_of(found)):
+        print(f"{name:<8} {text}")
+    return 0
+
+
+def _facts(run: RunFiles, job: Job | None) -> list[tuple[str, str]]:
+    facts = [("run", shown(run.folder)), ("state", _state(run, job))]
+    if run.cause:
+        facts.append(("cause", run.cause))
+    if run.job_id:
+        ends = f", at most until {job.ends}" if job and job.ends and not job.waits and job.active else ""
+        facts.append(("job", f"{run.job_id} {job or 'is no longer known to Slurm'}{ends}"))
+    step, reward, left = _progress(run, job)
+    if run.rows:
+        facts.append(("step", step))
+        facts.append(("reward", f"{reward} (mean of the last steps)"))
+    if left:
+        facts.append(("left", f"about {left} of training"))
+    if run.summary.get("restarts"):
+        facts.append(("restarts", str(run.summary["restarts"])))
+    facts += [("note", str(notice)) for notice in notices_of(run.rows, run.value, over=_is_over(run, job))]
+    facts += [("log", shown(path)) for path in run.logs.values()]
+    return facts
+
+
+def _print_runs() -> None:
+    folders = [path.parent for path in run_root().glob("*/run.json")]
+    if not folders:
+        print(f"grpo: there is no run in {shown(run_root())}")
+        return
+    jobs = my_jobs()
+    rows: list[tuple[str, ...]] = [("run", "state", "job", "step", "reward", "left")]
+    for folder in sorted(folders, key=_changed, reverse=True):
+        try:
+            rows.append(_row(RunFiles(folder), jobs))
+        except ConfigError as error:
+            rows.append((folder.name, f"damaged: {Path(error.problems[0].where).name}", "", "", "", ""))
+    print(*aligned(rows), sep="\n")
+
+
+def _row(run: RunFiles, jobs: Mapping[str, Job] | None) -> tuple[str, ...]:
+    """Return a run's line in the table; ``jobs`` is None where Slurm does not answer."""
+    unknown = Job(run.job_id, NO_ANSWER) if run.job_id else None
+    job = unknown if jobs is None else jobs.get(run.job_id)
+    return run.folder.name, _state(run, job), run.job_id, *_progress(run, job)
+
+
+def _changed(folder: Path) -> float:
+    summary = folder / "summary.json"
+    return os.path.getmtime(summary if summary.is_file() else folder)
+
+
+def _progress(run: RunFiles, job: Job | None) -> tuple[str, str, str]:
+    """Return step, reward, and the time the remaining steps take at the pace of the last ones, each empty if unknown.
+
+    A run that is over has no time left.
+    """
+    if not run.rows:
+        return "", "", ""
+    last, reward, seconds = run.rows[-1], run.recent("reward"), run.numbers("seconds/step", _PACE_ROWS)
+    left = ""
+    if seconds and "max_steps" in last and not _is_over(run, job):
+        left = clock(sum(seconds) / len(seconds) * (last["max_steps"] - last["step"]))
+    return f"{last['step']}/{last.get('max_steps', '?')}", "" if reward is None else f"{reward:.3f}", left
+
+
+@command(
+    "print the logs of a run; -f follows them until it ends",
+    option("which", metavar="RUN", help=_RUN_HELP),
+    switch("-f", "--follow", help="go on until the run ends"),
+    option("-n", "--lines", type=int, default=50, help="lines of each log to begin with (50)"),
+    switch("--slurm", help="the job's output: the launcher's own lines (default)"),
+    switch("--server", help="the log of the vLLM server"),
+    switch("--trainer", help="the log of the trainers (default without Slurm)"),
+)
+def logs(options: argparse.Namespace) -> int:
+    """Print logs, and follow them with ``-f``; return 130 after Ctrl-C."""
+    if options.lines < 0:
+        raise config_error("--lines", f"is {options.lines}", "write 0 or more")
+    found = named_run(options.which)
+    kinds = [kind for kind in _LOGS if getattr(options, kind)] or ["slurm" if found.job_id else "trainer"]
+    follower = Follower(kinds, options.lines)
+    try:
+        if options.follow:
+            _follow(found.folder, follower)
+        elif not follower.look(found):
+            what = f"{shown(found.folder)} has no log of {' or '.join(kinds)} yet"
+            raise config_error(options.which, what, "grpo status says how it stands; -f waits for it")
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return 0
+
+
+class Follower:
+    """Print what is new in the logs of a run, beginning with the last lines; a new attempt's logs join in."""
+
+    def __init__(self, kinds: Iterable[str], lines: int):
+        self._roles = [role for kind in kinds for role in _LOGS[kind]]
+        self._lines = lines
+        self._offsets: dict[Path, int] = {}
+        self._shown: Path | None = None
+
+    def look(self, run: RunFiles) -> bool:
+        """Print what is new; return whether there is any log at all."""
+        paths = [path for role, path in run.logs.items() if role in self._roles]
+        for path in paths:
+            text = self._new_text(path)
+            if text:
+                if path != self._shown:
+                    print(f"==> {shown(path)} <==")
+                print(masked(text), end="", flush=True)
+                self._shown = path
+        return bool(paths)
+
+    def _new_text(self, path: Path) -> str:
+        size = path.stat().st_size
+        begun = path in self._offsets
+        start = min(self._offsets.get(path, max(0, size - _MOST_BYTES)), size)
+        with path.open("rb") as file:
+            file.seek(start)
+            content = file.read(_MOST_BYTES)
+        # Whole lines alone: masking would miss a secret that is cut in two. One that is too long is shown all the same.
+        whole = content.rfind(b"\n") + 1
+        content = content[:whole] if whole or len(content) < _MOST_BYTES else content
+        self._offsets[path] = start + len(content)
+        text = content.decode(errors="replace")
+        if begun:
+            return text
+        return "".join(text.splitlines(keepends=True)[-self._lines :] if self._lines else [])
+
+
+def _follow(folder: Path, follower: Follower) -> None:
+    """Print what is new until the run is over, the last lines included."""
+    said, asked_at, job = "", -_SLURM_SECONDS, None
+    while True:
+        run = RunFiles(folder)
+        if time.monotonic() - asked_at >= _SLURM_SECONDS:
+            asked_at, job = time.monotonic(), _job_of(run)
+            state = _state(run, job)
+            if state != said and "waiting" in state:
+                print(f"grpo: {state}", flush=True)
+            said = state
+            if _is_over(run, job):
+                follower.look(RunFiles(folder))
+                print(f"grpo: {shown(folder)} is over: {state}")
+                return
+        follower.look(run)
+        time.sleep(_SECONDS)
+
+
+@command(
+    "have a run save and end; --now ends it at once",
+    option("which", metavar="RUN", help=_RUN_HELP),
+    switch("--now", help="end it without waiting for the step in flight"),
+)
+def stop(options: argparse.Namespace) -> int:
+    """Ask a run to save and end; take a job that waits out of the queue."""
+    found = named_run(options.which)
+    job = _job_of(found)
+    if _is_over(found, job):
+        what = f"{shown(found.folder)} is over: {_state(found, job)}"
+        raise config_error(options.which, what, "nothing is to be done")
+    no_requeue_file(found.folder).touch()
+    if job is not None and (job.waits or found.summary.get("status") != "running"):
+        cancel(job.id)  # nothing of it runs: there is nothing to save, and nobody who would see a request
+        finish_summary(found.folder, status="stopped", cause="taken out of the queue by grpo stop")
+        print(f"grpo: job {job.id} is out of the queue; the run directory stays: {shown(found.folder)}")
+    elif options.now:
+        _end_at_once(found, job)
+    else:
+        stop_file(found.folder).touch()
+        print("grpo: asked: it saves after the step in flight and ends (at once: --now)")
+    return 0
+
+
+def _end_at_once(run: RunFiles, job: Job | None) -> None:
+    """Cancel the job; without one send the launcher two signals, of which the second is final."""
+    if job is not None:
+        cancel(job.id)
+        print(f"grpo: job {job.id} is cancelled; it saves if Slurm leaves it the time")
+        return
+    host, pid = launcher_of(run.folder)
+    if host != socket.gethostname():
+        raise config_error("--now", f"the launcher runs on {host}, this is {socket.gethostname()}", "do it there")
+    for _ in range(2):
+        os.kill(pid, signal.SIGTERM)
+    print(f"grpo: its launcher (pid {pid}) was told to end at once")

@@ -1,4 +1,4 @@
-"""`grpo sweep`: run a recipe at several values of some of its keys, and compare."""
+"""The commands for several runs at once: sweep, report."""
 
 from __future__ import annotations
 
@@ -6,66 +6,57 @@ import argparse
 import os
 from pathlib import Path
 
-from grpo_recipes.cli.recipes import add_recipe_arguments, recipe_name
-from grpo_recipes.cli.runs import run_root
-from grpo_recipes.cli.submit import add_site_arguments, chosen_profile, overrides
+from grpo_recipes.cli.command import command, option, recipe_path, switch
+from grpo_recipes.cli.runs import chosen_profile, named_run, overrides, run_root, site_options
 from grpo_recipes.errors import ConfigError, Problem, config_error
-from grpo_recipes.plan.plan import choose_recipe
+from grpo_recipes.paths import shown
 from grpo_recipes.recipe.keys import catalogue
-from grpo_recipes.recipe.tasks import GRPO, requested_task
-from grpo_recipes.sweep.folder import FOLDER, Sweep, find_sweep
-from grpo_recipes.sweep.run import Way, run_task, start, start_again
-from grpo_recipes.sweep.spec import is_axis, read_axes
-from grpo_recipes.sweep.trials import Question
-
-HELP = "run a recipe at several values of some keys, and compare"
-TAKES_RECIPE = True
-_USAGE = "grpo sweep [RECIPE] KEY=V1,V2 [KEY=1..3 ...] [options] [--KEY VALUE ...]"
-_EPILOG = "KEY=V1,V2 varies a recipe key, KEY=1..3 over whole numbers; --KEY VALUE sets one for all runs."
+from grpo_recipes.report.compare import write_comparison
+from grpo_recipes.report.single import write_report
+from grpo_recipes.sweep.folder import FOLDER, find_sweep, is_sweep, read_sweep
+from grpo_recipes.sweep.page import write_sweep
+from grpo_recipes.sweep.results import text_table
+from grpo_recipes.sweep.run import Backend, run_task, start, start_again
+from grpo_recipes.sweep.spec import SweepSpec, is_axis, read_axes
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where the runs run, what the sweep is called, and how it goes on; beside the recipe's."""
-    parser.usage, parser.epilog = _USAGE, _EPILOG
-    add_recipe_arguments(parser)
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--local", action="store_true", help="run one after the other on this machine (the default)")
-    where.add_argument("--slurm", action="store_true", help="submit one array job, a task for each run")
-    parser.add_argument("--max-parallel", type=int, metavar="N", help="with --slurm: tasks that run at the same time")
-    add_site_arguments(parser, required=False)
-    parser.add_argument("--name", help="name of the sweep; the run name or the recipe's by default")
-    parser.add_argument("--resume", metavar="DIR|last", help="run what is not completed in a sweep")
-    parser.add_argument("--new", action="store_true", help="begin anew though the same sweep is not completed")
-    parser.add_argument("--cell", type=Path, help=argparse.SUPPRESS)  # a task of the array job
-
-
-def run(options: argparse.Namespace, flags: list[str]) -> int:
+@command(
+    "run a recipe at several values of some keys, and compare",
+    switch("--local", exclusive=True, help="run one after the other on this machine (the default)"),
+    switch("--slurm", exclusive=True, help="submit one array job, a task for each run"),
+    option("--max-parallel", type=int, metavar="N", help="with --slurm: tasks that run at the same time"),
+    *site_options(required=False),
+    option("--name", help="name of the sweep; the run name or the recipe's by default"),
+    option("--resume", metavar="DIR|last", help="run what is not completed in a sweep"),
+    switch("--new", help="begin anew though the same sweep is not completed"),
+    option("--cell", type=Path, help=argparse.SUPPRESS),  # a task of the array job
+    takes_recipe=True,
+    usage="[RECIPE] KEY=V1,V2 [KEY=1..3 ...] [options] [--KEY VALUE ...]",
+    epilog="KEY=V1,V2 varies a recipe key, KEY=1..3 over whole numbers; --KEY VALUE sets one for all runs.",
+)
+def sweep(options: argparse.Namespace) -> int:
     """Run a sweep, or submit it, or go on with one.
 
     Returns:
         0, or the exit code of the first run that did not complete; 75 where a signal left runs over.
-
-    Raises:
-        ConfigError: the command line, or the recipe of any run; nothing was written or started.
     """
     if options.cell:
         return run_task(options.cell, os.environ)
     _check(options)
-    way = Way(chosen_profile(options) if options.slurm else None, options.max_parallel)
-    words, flags = _split(options, flags)
+    backend = Backend(chosen_profile(options) if options.slurm else None, options.max_parallel)
+    words, flags = _split(options)
     if options.resume is not None:
         if words or flags or options.recipe or options.config or options.name or options.new:
             raise config_error("--resume", "a sweep goes on as it began", "leave out recipe, keys, --name and --new")
-        return start_again(_named(options.resume), way, os.environ)
+        return start_again(find_sweep(run_root() / FOLDER, options.resume), backend, os.environ)
     if options.name is not None:
         flags = ["--run_name", options.name, *flags]
-    asked = requested_task(os.environ, options.task)
-    path = choose_recipe(recipe_name(options), os.environ, asked.task or GRPO, way.resources(os.environ).flavour)
-    return start(Question(path, read_axes(words, flags), flags, asked), way, os.environ, options.new)
+    path, asked = recipe_path(options, backend.resources(os.environ).flavour)
+    return start(SweepSpec(path, read_axes(words, flags), flags, asked), backend, os.environ, options.new)
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Options that need one another."""
+    """Refuse options without those that they need."""
     problems = []
     given = ["profile", *overrides(options)] if options.profile is not None else [*overrides(options)]
     given += ["max-parallel"] if options.max_parallel is not None else []
@@ -80,18 +71,37 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(*problems)
 
 
-def _split(options: argparse.Namespace, flags: list[str]) -> tuple[list[str], list[str]]:
-    """The words before the first flag, and the flags; the first word may stand in the recipe's place."""
-    first = next((place for place, word in enumerate(flags) if word.startswith("-")), len(flags))
-    words = flags[:first]
+def _split(options: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Return the words before the first flag, and the flags; the first word may stand in the recipe's place."""
+    first = next((place for place, word in enumerate(options.flags) if word.startswith("-")), len(options.flags))
+    words, flags = options.flags[:first], options.flags[first:]
     if options.recipe and is_axis(options.recipe) and not os.path.isfile(options.recipe):
         words.insert(0, options.recipe)
         options.recipe = None
-    late = next((word for word in flags[first:] if is_axis(word) and word.partition("=")[0] in catalogue()), None)
+    late = next((word for word in flags if is_axis(word) and word.partition("=")[0] in catalogue()), None)
     if late:
         raise config_error(late, "stands behind a flag", f"write {late} before the flags")
-    return words, flags[first:]
+    return words, flags
 
 
-def _named(which: str) -> Sweep:
-    return find_sweep(run_root() / FOLDER, which)
+@command(
+    "write report.html of a run, or a page that compares several or a sweep",
+    option("runs", nargs="+", metavar="RUN", help="run or sweep directory, or last for RUN_ROOT's newest run"),
+    option("--out", type=Path, metavar="FILE", help="the page; by default report.html in the run, or here"),
+)
+def report(options: argparse.Namespace) -> int:
+    """Write the page of a run, of several compared, or of a sweep."""
+    folders = [named_run(which).folder if which == "last" else Path(which) for which in options.runs]
+    try:
+        if len(folders) == 1 and is_sweep(folders[0]):
+            found = read_sweep(folders[0])
+            page, results = write_sweep(found, options.out)
+            print(text_table(found, results))
+        elif len(folders) == 1:
+            page = write_report(folders[0], options.out)
+        else:
+            page = write_comparison(folders, options.out or Path("report.html"))
+    except OSError as error:
+        raise config_error("--out", f"cannot write the page ({error.strerror})", "name a file you may write") from None
+    print(f"grpo: {shown(page)}")
+    return 0

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 _PHASE_LENGTH = 120  # characters; longer than any content
@@ -70,3 +71,15 @@ def dump_stacks_on_signal(run_dir: Path, name: str) -> None:
     folder = run_dir / "stacks"
     folder.mkdir(mode=0o700, exist_ok=True)
     faulthandler.register(signal.SIGUSR2, file=(folder / f"{name}.txt").open("a"), all_threads=True)
+
+
+def aligned(rows: Sequence[Sequence[str]], numbers: bool = False) -> list[str]:
+    """Return the lines of a table; with ``numbers`` all columns but the first are flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if numbers and place else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -1,10 +1,11 @@
-"""What the cells of a sweep came to, and the table of it on the terminal."""
+"""The results of a sweep's trials, and their table on the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from grpo_recipes.process.reports import aligned
 from grpo_recipes.report.compare import Group, group_of, spread
 from grpo_recipes.report.page import NOTHING, short
 from grpo_recipes.report.read import RunRecord, read_run
@@ -15,41 +16,33 @@ SEED = "seed"
 
 @dataclass(frozen=True)
 class Result:
-    """A cell and its run.
-
-    Attributes:
-        name: the cell's.
-        values: what it varies, as it was written.
-        status: as in ``summary.json``, or ``GONE``.
-        cause: why it did not complete, or an empty text.
-        run: its run directory, None where it is gone.
-    """
+    """A trial and its run."""
 
     name: str
-    values: dict[str, str]
-    status: str
-    cause: str
-    run: RunRecord | None
+    values: dict[str, str]  # what it varies, as it was written
+    status: str  # as in ``summary.json``, or ``GONE``
+    cause: str  # why it did not complete, or an empty text
+    run: RunRecord | None  # None where its directory is gone
 
     @property
     def without_seed(self) -> str:
-        """The values beside the seed: cells that share them are samples of one setting."""
+        """The values beside the seed: trials that share them are samples of one setting."""
         return ", ".join(f"{key}={value}" for key, value in self.values.items() if key != SEED)
 
 
 def read_results(sweep: Sweep) -> list[Result]:
-    """Every cell with its run."""
+    """Read every trial with its run."""
     results = []
     for index, name in enumerate(sweep.names):
         status = sweep.status(index)
-        run = None if status == GONE else read_run(sweep.cell(index))
+        run = None if status == GONE else read_run(sweep.trial_dir(index))
         cause = "" if run is None or status == COMPLETED else str(run.summary.get("cause") or "")
         results.append(Result(name, sweep.values(index), status, cause, run))
     return results
 
 
 def settings(sweep: Sweep, results: Sequence[Result]) -> list[Group]:
-    """Completed cells that differ in their seed alone, in one group each; other cells are no sample of anything."""
+    """Return a group for each setting: its completed trials, which differ in their seed alone."""
     alike: dict[str, list[RunRecord]] = {}
     for result in results:
         if result.run is not None and result.status == COMPLETED:
@@ -60,13 +53,13 @@ def settings(sweep: Sweep, results: Sequence[Result]) -> list[Group]:
 
 
 def text_table(sweep: Sweep, results: Sequence[Result]) -> str:
-    """Every cell in a line and, where the seed is varied, the mean of each setting with its 95 % interval."""
+    """Return a line for each trial and, where the seed is varied, each setting's mean with its 95 % interval."""
     keys = list(sweep.record["axes"])
     rows = [(*keys, "status", "steps", "reward", "evaluation")]
     rows += [(*(result.values[key] for key in keys), result.status, *_numbers(result.run)) for result in results]
-    lines = _aligned(rows)
+    lines = aligned(rows)
     if SEED in keys:
-        lines += ["", *_aligned([("mean of", "reward", "evaluation"), *map(_means, settings(sweep, results))])]
+        lines += ["", *aligned([("mean of", "reward", "evaluation"), *map(_means, settings(sweep, results))])]
     return "\n".join(lines)
 
 
@@ -80,8 +73,3 @@ def _numbers(run: RunRecord | None) -> tuple[str, str, str]:
 
 def _means(group: Group) -> tuple[str, str, str]:
     return group.label, spread(group.finals), spread(group.evaluations)
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]

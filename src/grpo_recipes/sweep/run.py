@@ -1,70 +1,78 @@
-"""`grpo sweep` from the question to the comparison. Reads top to bottom in ``start``."""
+"""`grpo sweep` from the command line to the comparison. Reads top to bottom in ``start``."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 from grpo_recipes.errors import ConfigError, config_error
-from grpo_recipes.launch.submission import need_environment, on_scratch, prepare, site_environment, site_resources
+from grpo_recipes.launch.resolve_run import note_job
+from grpo_recipes.launch.submission import (
+    frozen_environment,
+    need_environment,
+    on_scratch,
+    prepare,
+    site_environment,
+    site_resources,
+)
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.devices import Resources, find_resources
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.types import Plan
 from grpo_recipes.process.reports import print_line, say
+from grpo_recipes.recipe import read_frozen
 from grpo_recipes.runs.rundir import Run, claim, code_state, is_claimed
 from grpo_recipes.slurm.profile import Profile
-from grpo_recipes.slurm.sbatch import MaybeSubmitted
-from grpo_recipes.sweep.array import submit_array, task_index
+from grpo_recipes.slurm.queue import cluster_name
+from grpo_recipes.slurm.sbatch import MaybeSubmitted, submit
+from grpo_recipes.slurm.script import Request, render
 from grpo_recipes.sweep.folder import (
     COMPLETED,
     GONE,
     Sweep,
-    freeze_cell,
+    freeze_trial,
     new_sweep,
-    queued,
     read_sweep,
     sweep_root,
     unfinished,
 )
 from grpo_recipes.sweep.page import write_sweep
 from grpo_recipes.sweep.results import text_table
-from grpo_recipes.sweep.sequential import Relay, run_cell, run_in_turn
-from grpo_recipes.sweep.spec import is_number
-from grpo_recipes.sweep.trials import Cell, Question, flags_of, for_each, make_cells
+from grpo_recipes.sweep.sequential import SignalForwarder, run_sequentially, run_trial
+from grpo_recipes.sweep.spec import SweepSpec, Trial, for_each, is_number, make_trials
+
+INDEX = "SLURM_ARRAY_TASK_ID"
+_SQUEUE_SECONDS = 60
 
 
 @dataclass(frozen=True)
-class Way:
-    """Where the runs of a sweep run.
+class Backend:
+    """Where the runs of a sweep run."""
 
-    Attributes:
-        profile: the site's for one array job; None: in turn on this machine.
-        most: tasks of the array that run at the same time, None for all.
-    """
-
-    profile: Profile | None = None
-    most: int | None = None
+    profile: Profile | None = None  # of the site, for one array job; None: sequentially on this machine
+    most: int | None = None  # tasks of the array that run at the same time, None for all
 
     def environment(self, environment: Mapping[str, str]) -> Mapping[str, str]:
-        """The user's variables, with what the site adds."""
+        """Return the user's variables, with what the site adds."""
         return site_environment(self.profile, environment) if self.profile else environment
 
     def resources(self, environment: Mapping[str, str]) -> Resources:
-        """What a run will have; it is no part of the job in which the sweep itself may run."""
+        """Return what a run will have; it is not part of the job in which the sweep itself may run."""
         return site_resources(self.profile) if self.profile else replace(find_resources(environment), job=None)
 
 
-def start(question: Question, way: Way, environment: Mapping[str, str], new: bool) -> int:
+def start(spec: SweepSpec, backend: Backend, environment: Mapping[str, str], new: bool) -> int:
     """Check and plan every run, make the sweep or find the one that is not completed, and run what is left.
 
     Args:
-        question: what is asked for.
-        way: where the runs run.
+        spec: what the runs are.
+        backend: where they run.
         environment: variables of the user.
         new: begin anew though the same sweep is not completed.
 
@@ -74,90 +82,85 @@ def start(question: Question, way: Way, environment: Mapping[str, str], new: boo
     Raises:
         ConfigError: anything is wrong with any of the runs; nothing was written or started.
     """
-    environment = way.environment(environment)
-    cells = make_cells(question, environment)
-    resources = way.resources(environment)
-    _plan_all(cells, resources, environment)
-    if way.profile:
-        cells = _for_site(cells, question, way.profile, environment)
-    sweep = None if new else unfinished(sweep_root(cells[0].recipe), cells)
+    environment = backend.environment(environment)
+    trials = make_trials(spec, environment)
+    resources = backend.resources(environment)
+    _plan_all(trials, resources, environment)
+    if backend.profile:
+        trials = _for_site(trials, spec, backend.profile, environment)
+    sweep = None if new else unfinished(sweep_root(trials[0].recipe), trials)
     if sweep is None:
-        return _run_new(new_sweep(question, cells, resources, environment), way, environment)
+        return _run_new(new_sweep(spec, trials, resources, environment), backend, environment)
     say(f"going on with {shown(sweep.folder)}, the same sweep (--new begins another)")
-    _restore(sweep, cells, question, resources, environment)
-    return _run_gaps(sweep, way, environment)
+    _restore(sweep, trials, spec, resources, environment)
+    return _run_gaps(sweep, backend, environment)
 
 
-def start_again(sweep: Sweep, way: Way, environment: Mapping[str, str]) -> int:
-    """Run what is not completed in a sweep.
-
-    Raises:
-        ConfigError: a run directory is gone, or nothing can be started.
-    """
+def start_again(sweep: Sweep, backend: Backend, environment: Mapping[str, str]) -> int:
+    """Run what is not completed in a sweep; a run directory that is gone is a ``ConfigError``."""
     gone = [sweep.names[index] for index in sweep.gaps() if sweep.status(index) == GONE]
     if gone:
         what = f"the run directory of {', '.join(gone)} is gone"
         raise config_error("--resume", what, f"make it again: {sweep.record['command']}")
-    return _run_gaps(sweep, way, way.environment(environment))
+    return _run_gaps(sweep, backend, backend.environment(environment))
 
 
 def run_task(folder: Path, environment: Mapping[str, str]) -> int:
-    """Run the cell of the array task that this process is; every task that ends writes the comparison anew."""
+    """Run the trial of the array task that this process is; every task that ends writes the comparison anew."""
     sweep = read_sweep(folder)
     index = task_index(sweep, environment)
-    say(f"cell {index + 1} of {len(sweep.names)}: {sweep.names[index]}")
-    code = run_cell(sweep, index, Relay(), environment, None)
-    print_line(_written(sweep)[-1])
+    say(f"trial {index + 1} of {len(sweep.names)}: {sweep.names[index]}")
+    code = run_trial(sweep, index, SignalForwarder(), environment, None)
+    print_line(_comparison(sweep)[-1])
     return code
 
 
-def _plan_all(cells: Sequence[Cell], resources: Resources, environment: Mapping[str, str]) -> None:
-    """Every run must fit what it will have."""
+def _plan_all(trials: Sequence[Trial], resources: Resources, environment: Mapping[str, str]) -> None:
+    """Refuse runs that do not fit what they will have."""
 
     def plan(index: int) -> Plan:
-        return make_plan(cells[index].recipe, resources, environment)
+        return make_plan(trials[index].recipe, resources, environment)
 
-    for_each([cell.name for cell in cells], plan)
+    for_each([trial.name for trial in trials], plan)
 
 
 def _for_site(
-    cells: Sequence[Cell], question: Question, profile: Profile, environment: Mapping[str, str]
-) -> list[Cell]:
-    """The cells as that site runs them, looked at as `grpo submit` does.
+    trials: Sequence[Trial], spec: SweepSpec, profile: Profile, environment: Mapping[str, str]
+) -> list[Trial]:
+    """Return the trials as that site runs them, each checked as `grpo submit` does.
 
-    Models, data and rewards are loaded once for all cells that differ in numbers alone.
+    Models, data and rewards are loaded once for all trials that differ in numbers alone.
     """
     need_environment(profile)
-    unlike: dict[tuple[str, ...], Cell] = {}
-    for cell in cells:
-        unlike.setdefault(tuple(text for key, text in cell.values.items() if not is_number(key)), cell)
-    looked_at = list(unlike.values())
+    unlike: dict[tuple[str, ...], Trial] = {}
+    for trial in trials:
+        unlike.setdefault(tuple(text for key, text in trial.values.items() if not is_number(key)), trial)
+    checked = list(unlike.values())
 
-    def look(index: int) -> None:
-        flags = flags_of(question, looked_at[index].values)
-        prepare(profile, str(question.path), question.asked.task, flags, environment)
+    def check(index: int) -> None:
+        prepare(profile, str(spec.path), spec.asked.task, spec.flags_of(checked[index].values), environment)
 
-    for_each([cell.name for cell in looked_at], look)
-    return [replace(cell, recipe=on_scratch(cell.recipe, profile)) for cell in cells]
+    for_each([trial.name for trial in checked], check)
+    return [replace(trial, recipe=on_scratch(trial.recipe, profile)) for trial in trials]
 
 
 def _restore(
-    sweep: Sweep, cells: Sequence[Cell], question: Question, resources: Resources, environment: Mapping[str, str]
+    sweep: Sweep, trials: Sequence[Trial], spec: SweepSpec, resources: Resources, environment: Mapping[str, str]
 ) -> None:
     """Make the run directories again that are gone, if it is still the same code."""
-    gone = [cell for cell in cells if sweep.status(cell.index) == GONE]
+    gone = [trial for trial in trials if sweep.status(trial.index) == GONE]
     code = {key: value for key, value in code_state().items() if key != "patch"}
     if gone and code != sweep.record["code"]:
         what = f"the run directory of {gone[0].name} is gone, and the code is no longer the sweep's"
         raise config_error(shown(sweep.folder), what, "go back to that code, or begin another sweep with --new")
-    for cell in gone:
-        freeze_cell(sweep, cell, question, resources, environment)
+    for trial in gone:
+        freeze_trial(sweep, trial, spec, resources, environment)
 
 
-def _run_new(sweep: Sweep, way: Way, environment: Mapping[str, str]) -> int:
+def _run_new(sweep: Sweep, backend: Backend, environment: Mapping[str, str]) -> int:
     say(f"{len(sweep.names)} runs in {shown(sweep.folder)}")
     try:
-        return _run_gaps(sweep, way, environment)
+        return _run_gaps(sweep, backend, environment)
     except MaybeSubmitted:
         raise
     except ConfigError:  # Slurm did not take it: nothing has run
@@ -165,44 +168,106 @@ def _run_new(sweep: Sweep, way: Way, environment: Mapping[str, str]) -> int:
         raise
 
 
-def _run_gaps(sweep: Sweep, way: Way, environment: Mapping[str, str]) -> int:
+def _run_gaps(sweep: Sweep, backend: Backend, environment: Mapping[str, str]) -> int:
     """Run or submit what has not completed and does not run already."""
     lock = claim(Run(sweep.folder, {}))
     try:
         gaps, waiting = sweep.gaps(), queued(sweep)
-        left = [index for index in gaps if index not in waiting and not is_claimed(sweep.cell(index))]
+        left = [index for index in gaps if index not in waiting and not is_claimed(sweep.trial_dir(index))]
         if len(left) < len(sweep.names):
             busy = f", {len(gaps) - len(left)} queued or running" if len(left) < len(gaps) else ""
             say(f"{len(sweep.names) - len(gaps)} of {len(sweep.names)} completed{busy}, {len(left)} to run")
-        if way.profile and left:
-            return _submit(sweep, left, way.profile, way.most, environment)
-        code = run_in_turn(sweep, left, environment)
+        if backend.profile and left:
+            job = submit_array(sweep, left, backend.profile, backend.most, environment)
+            say(f"job {job} is submitted, a task for each of {len(left)} runs; "
+                f"one's output is in logs/slurm_{job}_TASK.out")  # fmt: skip
+            say(f"the comparison, at any time: grpo report {shlex.quote(shown(sweep.folder))}")
+            return 0
+        code = run_sequentially(sweep, left, environment)
     finally:
         os.close(lock)
-    for line in _written(sweep):
+    for line in _comparison(sweep):
         print_line(line)
     return code
 
 
-def _submit(
-    sweep: Sweep, left: Sequence[int], profile: Profile, most: int | None, environment: Mapping[str, str]
-) -> int:
-    job = submit_array(sweep, left, profile, most, environment)
-    folder = shlex.quote(shown(sweep.folder))
-    say(f"job {job} is submitted, a task for each of {len(left)} runs; one's output is in logs/slurm_{job}_TASK.out")
-    say(f"the comparison, at any time: grpo report {folder}")
-    return 0
-
-
-def _written(sweep: Sweep) -> list[str]:
-    """The page written, and what to print of the sweep; what goes wrong with it is said, since the runs count."""
+def _comparison(sweep: Sweep) -> list[str]:
+    """Write the page and return what to print; a page that cannot be written fails no sweep, since the runs count."""
     try:
         page, results = write_sweep(sweep)
     except Exception as error:
-        return [
-            f"comparison not written ({type(error).__name__}: {error}); try again: grpo report {shown(sweep.folder)}"
-        ]
+        again = f"try again: grpo report {shown(sweep.folder)}"
+        return [f"comparison not written ({type(error).__name__}: {error}); {again}"]
+    lines = [text_table(sweep, results)]
     left = [f"{result.name} ({result.status})" for result in results if result.status != COMPLETED]
-    told = [f"grpo: not completed: {', '.join(left)}"] if left else []
-    again = [f"grpo: run them with: grpo sweep --resume {shlex.quote(shown(sweep.folder))}"] if left else []
-    return [text_table(sweep, results), *told, *again, f"grpo: comparison in {shown(page)}"]
+    if left:
+        lines.append(f"grpo: not completed: {', '.join(left)}")
+        lines.append(f"grpo: run them with: grpo sweep --resume {shlex.quote(shown(sweep.folder))}")
+    return [*lines, f"grpo: comparison in {shown(page)}"]
+
+
+def submit_array(
+    sweep: Sweep, indices: Sequence[int], profile: Profile, most: int | None, environment: Mapping[str, str]
+) -> int:
+    """Submit trials as one array job, of which at most ``most`` tasks run at a time; record and return its id.
+
+    Raises:
+        ConfigError: the log folder or the script cannot be written, or sbatch refuses.
+    """
+    request = Request(
+        job_name=profile.job_name or str(sweep.record["name"]),
+        array=array_text(indices, most),
+        output="logs/slurm_%A_%a.out",
+        error="logs/slurm_%A_%a.err",
+        chdir=Path.cwd(),
+    )
+    script = sweep.folder / "job.sh"
+    variables = frozen_environment(sweep.trial_dir(indices[0]), environment)
+    try:
+        Path("logs").mkdir(exist_ok=True)  # Slurm opens its logs before the script runs
+        script.write_text(render(profile, request, ["grpo", "sweep", "--cell", str(sweep.folder)], variables))
+    except OSError as error:
+        what = f"cannot write {error.filename} ({error.strerror})"
+        raise config_error("working folder", what, "submit from a folder you may write to") from None
+    job = submit(script, Path.cwd())
+    sweep.add_job(job)
+    cluster = cluster_name()
+    for index in indices:
+        recipe = read_frozen(sweep.trial_dir(index) / "recipe.yaml")
+        note_job(sweep.trial_dir(index), recipe, f"{cluster}-{job}_{index}")
+    return job
+
+
+def array_text(indices: Sequence[int], most: int | None = None) -> str:
+    """Return indices as sbatch's ``--array`` takes them, e.g. ``0-2,5%2``."""
+    ranges = []
+    for _, members in groupby(enumerate(sorted(indices)), lambda item: item[1] - item[0]):
+        run = [index for _, index in members]
+        ranges.append(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]))
+    return ",".join(ranges) + (f"%{most}" if most else "")
+
+
+def task_index(sweep: Sweep, environment: Mapping[str, str]) -> int:
+    """Return the trial of the array task that this process is, from the variable Slurm sets."""
+    text = environment.get(INDEX, "")
+    if not text.isdecimal() or int(text) >= len(sweep.names):
+        what = f"'{text}' is not a trial of {sweep.folder.name}"
+        raise config_error(INDEX, what, "submit with grpo sweep --slurm")
+    return int(text)
+
+
+def queued(sweep: Sweep) -> set[int]:
+    """Return the indices of trials that wait or run in the sweep's array jobs."""
+    if not sweep.record["jobs"]:
+        return set()
+    jobs = ",".join(str(job) for job in sweep.record["jobs"])
+    argv = ["squeue", "--noheader", "--array", f"--jobs={jobs}", "--format=%K"]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=_SQUEUE_SECONDS, check=False)
+    except FileNotFoundError:
+        return set()  # another machine than the one it was submitted from
+    except subprocess.TimeoutExpired:
+        raise config_error("squeue", f"did not answer within {_SQUEUE_SECONDS} seconds", "try again later") from None
+    if done.returncode and "Invalid job id" not in done.stderr:
+        raise config_error("squeue", done.stderr.strip() or f"exit code {done.returncode}", "try again later")
+    return {int(line) for line in done.stdout.split() if line.isdigit()}

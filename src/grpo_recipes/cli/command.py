@@ -1,0 +1,103 @@
+"""What a command of `grpo` is made of, and what the commands that take a recipe share."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_recipes.errors import config_error
+from grpo_recipes.plan.devices import environment_flavour
+from grpo_recipes.plan.plan import choose_recipe
+from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.check import checked_recipe
+from grpo_recipes.recipe.tasks import GRPO, MAXENT, RequestedTask, requested_task
+
+USAGE = "[RECIPE] [options] [--KEY VALUE ...]"
+EPILOG = "Any recipe key is a flag too, e.g. --learning_rate 1e-6: flag > environment variable > YAML > default."
+
+
+@dataclass(frozen=True)
+class Option:
+    """One ``add_argument`` of argparse; of a command's exclusive options only one may be given."""
+
+    names: tuple[str, ...]
+    settings: dict[str, Any]
+    exclusive: bool
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of `grpo`; ``run`` gets its options, with the recipe flags in ``options.flags``."""
+
+    help: str
+    run: Callable[[argparse.Namespace], int]
+    options: tuple[Option, ...]
+    takes_recipe: bool
+    usage: str
+    epilog: str
+
+    @property
+    def name(self) -> str:
+        """The name on the command line: that of the function."""
+        return self.run.__name__.replace("_", "-")
+
+    def add_to(self, commands: Any) -> None:
+        """Add the command to argparse's subparsers."""
+        about = {"help": self.help, "description": self.help}
+        if self.takes_recipe:
+            about |= {"usage": f"grpo {self.name} {self.usage}", "epilog": self.epilog}
+        parser = commands.add_parser(self.name, allow_abbrev=False, **about)
+        options = (*(_RECIPE_OPTIONS if self.takes_recipe else ()), *self.options)
+        # argparse refuses to print the usage of an empty group
+        group = parser.add_mutually_exclusive_group() if any(one.exclusive for one in options) else parser
+        for one in options:
+            (group if one.exclusive else parser).add_argument(*one.names, **one.settings)
+        parser.set_defaults(command=self)
+
+
+def option(*names: str, exclusive: bool = False, **settings: Any) -> Option:
+    """Return an option or argument of a command, in the words of argparse."""
+    return Option(names, settings, exclusive)
+
+
+def switch(*names: str, help: str, exclusive: bool = False) -> Option:
+    """Return an option without a value."""
+    return option(*names, exclusive=exclusive, action="store_true", help=help)
+
+
+_RECIPE_OPTIONS = (
+    option("--config", metavar="RECIPE", help="the recipe; by default CONFIG, or the flavour's own"),
+    option("--task", choices=[GRPO, MAXENT], help="the trainer (MAXENT=1 selects maxent, and so does a MaxEnt recipe)"),
+)
+
+
+def command(
+    help: str, *options: Option, takes_recipe: bool = False, usage: str = USAGE, epilog: str = EPILOG
+) -> Callable[[Callable[[argparse.Namespace], int]], Command]:
+    """Make a function a command of `grpo`; every ``ConfigError`` it raises ends in exit code 2."""
+    return lambda run: Command(help, run, options, takes_recipe, usage, epilog)
+
+
+def recipe_name(options: argparse.Namespace) -> str | None:
+    """Return the recipe named on the command line, or None; two names or an empty one are a ``ConfigError``."""
+    if "" in (options.recipe, options.config):  # as of a variable that is not set
+        raise config_error("RECIPE", "an empty text names no recipe", "name a .yaml file, or leave it out")
+    if options.recipe and options.config:
+        raise config_error("--config", "two recipes are named", "name one")
+    return options.recipe or options.config
+
+
+def recipe_path(options: argparse.Namespace, flavour: str) -> tuple[Path, RequestedTask]:
+    """Return the recipe's file, or the default one of a flavour, and the task that is asked for."""
+    asked = requested_task(os.environ, options.task)
+    return choose_recipe(recipe_name(options), os.environ, asked.task or GRPO, flavour), asked
+
+
+def chosen_recipe(options: argparse.Namespace) -> Recipe:
+    """Return the recipe of this command line and environment: merged, typed and checked."""
+    path, asked = recipe_path(options, environment_flavour())
+    return checked_recipe(path, options.flags, os.environ, asked)

@@ -1,0 +1,183 @@
+"""The commands that prepare a machine: doctor says what is wrong on it, fetch brings what a recipe reads."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from grpo_recipes.cli.command import chosen_recipe, command, option, recipe_name, switch
+from grpo_recipes.doctor.examine import DEEP, MACHINE, RECIPE, RUN, Result, as_text, examine
+from grpo_recipes.doctor.machine import Machine
+from grpo_recipes.doctor.recipes import Case
+from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, collect, config_error
+from grpo_recipes.fetch.assets import Piece
+from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, INTERRUPTED, hub_answers, human
+from grpo_recipes.fetch.records import Record, find_record
+from grpo_recipes.fetch.sources import Source, local_sources, wanted_pieces
+from grpo_recipes.modebench.dataset import SCHEME as MODEBENCH_SCHEME
+from grpo_recipes.paths import shown
+from grpo_recipes.plan.environment import hub_environment
+from grpo_recipes.process.reports import aligned
+from grpo_recipes.recipe import Recipe, read_frozen
+from grpo_recipes.runs.find import read_run
+from grpo_recipes.runs.finding import PROBLEM, WARNING, Finding, problem
+from grpo_recipes.runs.rundir import find_run
+from grpo_recipes.smoke import smoke_command
+
+# All checks together, and one program they ask; with --deep also imports.
+_SECONDS, _PATIENCE = 4.0, 3.0
+_DEEP_SECONDS, _DEEP_PATIENCE = 150.0, 120.0
+_LONGEST_WAIT = 60.0  # seconds for one read or write; a download as a whole may take hours
+_WHERE_ONLINE = "run grpo fetch where the hub can be reached, e.g. on the login node"
+
+
+@command(
+    "look at this machine, a recipe on it, or how a run ended, and say what to do",
+    option("--run", metavar="RUN_DIR|last", dest="run_dir", help="explain how this run ended instead"),
+    switch("--deep", help="also import torch, TRL and vLLM (a minute)"),
+    switch("--json", help="print the results as JSON"),
+    takes_recipe=True,
+)
+def doctor(options: argparse.Namespace) -> int:
+    """Print what was found of the machine, a recipe on it, or a run; return 2 when there is a problem."""
+    results = _look_at_machine(options) if options.run_dir is None else _look_at_run(options)
+    problems = sum(result.status == PROBLEM for result in results)
+    if options.json:
+        warnings = sum(result.status == WARNING for result in results)
+        content = {"problems": problems, "warnings": warnings, "checks": [asdict(result) for result in results]}
+        print(json.dumps(content, indent=1))
+    else:
+        print(as_text(results))
+    return EXIT_CONFIG_ERROR if problems else 0
+
+
+def _look_at_run(options: argparse.Namespace) -> list[Result]:
+    if recipe_name(options) or options.flags:
+        raise config_error("--run", "a run has its own recipe", "leave out the recipe and its flags")
+    files = read_run(options.run_dir, Machine(os.environ).run_root)
+    return examine([(check, files) for check in RUN], _SECONDS)
+
+
+def _look_at_machine(options: argparse.Namespace) -> list[Result]:
+    named = recipe_name(options)
+    if options.flags and named is None:
+        fix = "name the recipe it belongs to, right after doctor"
+        raise config_error(options.flags[0], "is not an option of grpo doctor", fix)
+    recipe: Recipe | None = None
+    wrong: ConfigError | None = None
+    if named is not None:
+        try:
+            recipe = chosen_recipe(options)
+        except ConfigError as error:  # the machine is looked at all the same
+            wrong = error
+    seconds, patience = (_DEEP_SECONDS, _DEEP_PATIENCE) if options.deep else (_SECONDS, _PATIENCE)
+    machine = Machine(os.environ, recipe, patience)
+    checks: list[tuple[Callable[[Any], Finding], Any]] = [(_wrong_recipe(wrong, named), machine)] if wrong else []
+    checks += [(check, machine) for check in (*MACHINE, *(DEEP if options.deep else ()))]
+    if recipe is not None:
+        checks += [(check, Case(machine, recipe, options.task)) for check in RECIPE]
+    return examine(checks, seconds)
+
+
+def _wrong_recipe(error: ConfigError, name: str | None) -> Callable[[Machine], Finding]:
+    count, first = len(error.problems), str(error.problems[0])
+    fix = f"grpo check tells all {count}" if count > 1 else f"see {shown(name or '')}"
+
+    def recipe(_: Machine) -> Finding:
+        """Whether the recipe is right."""
+        return problem(first, fix)
+
+    return recipe
+
+
+@command(
+    "bring model and data of a recipe, so that its job needs no network",
+    switch("--update", help="bring newer commits of what is here already"),
+    option("--resume", metavar="DIR", help="bring the commits a run began with, if they are gone"),
+    takes_recipe=True,
+)
+def fetch(options: argparse.Namespace) -> int:
+    """Bring what is missing, with ``--update`` what is newer, and print a row for each; return 130 after Ctrl-C."""
+    os.environ.update(hub_environment(os.environ))
+    if not sys.stderr.isatty():  # a log file keeps every state of a progress bar
+        for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(name, "1")
+    recipe, recorded = _fetched_recipe(options)
+    try:
+        rows = [_local_row(source) for source in local_sources(recipe, os.environ)]
+        rows += _hub_rows(wanted_pieces(recipe, recorded), options.update)
+    except KeyboardInterrupt:
+        print(INTERRUPTED, file=sys.stderr)
+        return EXIT_INTERRUPTED
+    print(*aligned([("what", "name", "commit", "size", "place", ""), *rows]), sep="\n")
+    print(f"grpo: everything {shown(recipe.path)} reads is here; its job needs no network")
+    return 0
+
+
+def _fetched_recipe(options: argparse.Namespace) -> tuple[Recipe, list[dict[str, Any]] | None]:
+    """Return the recipe, and with --resume the sources of the run whose commits are wanted."""
+    if options.resume is None:
+        return chosen_recipe(options), None
+    if recipe_name(options):
+        raise config_error("--resume", "a run has its own recipe", "leave the recipe out")
+    found = find_run(Path(), options.resume)
+    return read_frozen(found.folder / "recipe.yaml", options.flags, os.environ), found.identity.get("sources")
+
+
+def _local_row(source: Source) -> tuple[str, ...]:
+    if source.id.startswith("smoke:"):
+        _make_smoke_task(source.id)
+    made = source.id.startswith(MODEBENCH_SCHEME)
+    return (source.kind, source.id, "", "", "" if made else shown(source.path), "made by the run" if made else "local")
+
+
+def _make_smoke_task(name: str) -> None:
+    folder, program = smoke_command(name, os.environ)
+    if (folder / "COMPLETE").exists():
+        return
+    print(f"grpo: making the smoke model and data in {shown(folder)} (once, about a minute)", flush=True)
+    code = subprocess.run(program, check=False).returncode
+    if code:
+        raise config_error(name, f"python -m grpo_recipes.smoke exited with code {code}", "look at its message above")
+
+
+def _hub_rows(pieces: list[Piece], update: bool) -> list[tuple[str, ...]]:
+    """Bring each piece and return its row; a ConfigError names those that cannot be had, after all others."""
+    if not pieces:
+        return []
+    online = hub_answers(os.environ)
+    return collect(pieces, lambda piece: _hub_row(piece, find_record(piece, os.environ), online, update))
+
+
+def _hub_row(piece: Piece, record: Record | None, online: bool, update: bool) -> tuple[str, ...]:
+    if record is None and not online:
+        raise config_error(piece.where, f"{piece} is not here and the hub does not answer", _WHERE_ONLINE)
+    if record is not None and not online:
+        if update:
+            what = f"cannot look for newer commits of {piece}: the hub does not answer"
+            raise config_error("--update", what, _WHERE_ONLINE)
+        return _row(record, "here; the hub does not answer, so not compared")
+    from grpo_recipes.fetch.client import bound_every_wait
+    from grpo_recipes.fetch.download import commit_of
+    from grpo_recipes.fetch.download import fetch as download
+
+    bound_every_wait(_LONGEST_WAIT)
+    newest = commit_of(piece)
+    if record is not None and (not update or record.commit == newest):
+        newer = f"; the hub has {newest[:12]}: --update brings it" if record.commit != newest else ""
+        return _row(record, f"here{newer}")
+    print(f"grpo: fetching {piece} at {newest[:12]}", flush=True)
+    return _row(download(piece, os.environ), "fetched")
+
+
+def _row(record: Record, state: str) -> tuple[str, ...]:
+    inside = " ".join(str(part) for part in (record.config, record.split, record.limit) if part)
+    name = f"{record.id} {inside}".strip()
+    return (record.kind, name, record.commit[:12], human(record.bytes), shown(record.path), state)
