@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from grpo_recipes.paths import home
 from grpo_recipes.secrets import secret_value
@@ -44,3 +47,23 @@ def test_no_function_and_no_file_is_too_long() -> None:
             if isinstance(node, ast.FunctionDef):
                 code = node.body[1:] if ast.get_docstring(node) and node.body[1:] else node.body
                 assert (node.end_lineno or 0) - code[0].lineno < LONGEST_FUNCTION, f"{path}:{node.lineno} {node.name}"
+
+
+def test_pre_commit_runs_programs_of_the_environment() -> None:
+    (repository,) = yaml.safe_load((home() / ".pre-commit-config.yaml").read_text())["repos"]
+    assert repository["repo"] == "local"  # a clone would need a network, and have versions of its own
+    programs = {hook["id"]: hook["entry"].split()[0] for hook in repository["hooks"]}
+    assert set(programs) == {"ruff", "ruff-format", "shellcheck"}
+    for program in programs.values():
+        folder, _, name = program.rpartition("/")
+        assert folder == ".venv/bin" and (Path(sys.executable).parent / name).is_file(), program
+
+
+def test_what_contributing_names_is_there() -> None:
+    text = (home() / "CONTRIBUTING.md").read_text()
+    targets = re.findall(r"^([a-z0-9]+):.*##", (home() / "Makefile").read_text(), re.MULTILINE)
+    assert set(re.findall(r"\bmake ([a-z0-9]+)", text)) <= set(targets)
+    for path in re.findall(r"`((?:tests|src|scripts|bench|\.ci)/[\w/.]*)`", text):
+        assert (home() / path).exists(), path
+    for path in re.findall(r"`([a-z]+/(?:[a-z]+\.py)?)`", text):
+        assert (home() / path).exists() or (home() / "src/grpo_recipes" / path).exists(), path

@@ -196,8 +196,7 @@ def make_targets() -> set[str]:
 
 
 def command_options(name: str) -> set[str]:
-    parser, _ = cli._parser()
-    (commands,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    (commands,) = [action for action in cli.make_parser()._actions if isinstance(action, argparse._SubParsersAction)]
     return {option for action in commands.choices[name]._actions for option in action.option_strings}
 
 

@@ -34,6 +34,15 @@ class _Parser(argparse.ArgumentParser):
         raise config_error(where, what, f"see {self.prog} --help")
 
 
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    parser = _Parser(prog="grpo", description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in COMMANDS.values():
+        command.add_to(commands)
+    return parser
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code; print a line for each problem of a ``ConfigError`` and return 2."""
     for stream in (sys.stdout, sys.stderr):
@@ -54,10 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _options(arguments: list[str]) -> argparse.Namespace:
     """Return the command's options, with its recipe and the flags that belong to the recipe."""
-    parser = _Parser(prog="grpo", description=__doc__, allow_abbrev=False)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in COMMANDS.values():
-        command.add_to(commands)
+    parser = make_parser()
     name = arguments[0] if arguments else ""
     if name and not name.startswith("-") and name not in COMMANDS:
         fix = f"write {nearest_of(name, tuple(COMMANDS)) or 'one of ' + ', '.join(COMMANDS)}"
