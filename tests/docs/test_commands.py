@@ -105,11 +105,11 @@ COVERED = {
     "grpo doctor --run last": "tests/doctor/test_command.py::test_a_run_is_explained",
     "grpo report last": "tests/cli/test_report.py::test_last_is_the_newest_run",
     "grpo sweep recipes/smoke/grpo.yaml learning_rate=1e-4,3e-4 seed=1..3": (
-        "tests/sweep/test_gaps.py::test_trials_are_frozen_runs_in_one_wandb_group"
+        "tests/sweep/test_run.py::test_trials_are_frozen_runs_in_one_wandb_group"
     ),
     "grpo sweep my.yaml learning_rate=1e-6,3e-6 seed=1..3 --slurm --profile slurm/profiles/mltheory.yaml "
-    "--max-parallel 2": "tests/sweep/test_array.py::test_one_array_job_runs_all_trials",
-    "grpo sweep --resume last": "tests/sweep/test_gaps.py::test_again_it_fills_the_gaps_alone",
+    "--max-parallel 2": "tests/sweep/test_run.py::test_one_array_job_runs_all_trials",
+    "grpo sweep --resume last": "tests/sweep/test_run.py::test_again_it_fills_the_gaps_alone",
     "grpo report RUN RUN": "tests/cli/test_report.py::test_several_runs_get_one_page_here",
     "sbatch --nodes=2 --gres=gpu:8 training.sh": (
         "tests/e2e/test_two_nodes.py::test_the_update_of_two_nodes_is_that_of_the_joined_batch"
