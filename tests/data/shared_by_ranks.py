@@ -19,8 +19,8 @@ from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe.configs import ScriptArguments
 
 OPENED: list[str] = []
-read = rows.open_rows
-rows.open_rows = lambda source, *rest: (OPENED.append(Path(source).stem), read(source, *rest))[1]
+read = rows.read_rows
+rows.read_rows = lambda source, *rest: (OPENED.append(Path(source).stem), read(source, *rest))[1]
 
 
 def attempt(keys: dict) -> dict:

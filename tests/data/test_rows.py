@@ -8,6 +8,7 @@ import datasets
 import pytest
 
 from grpo_recipes.data import read_rows
+from grpo_recipes.data.rows import column_names, need_columns
 from grpo_recipes.errors import ConfigError
 
 TEN = [{"problem": str(n), "answer": str(n), "level": n} for n in range(10)]
@@ -15,15 +16,16 @@ TEN = [{"problem": str(n), "answer": str(n), "level": n} for n in range(10)]
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "saved"])
 @pytest.mark.parametrize("streaming", [False, True])
-def test_columns_and_a_limit_narrow_what_is_read(write, kind, streaming):
-    rows = read_rows(write(TEN, kind), None, "train", columns=["answer"], streaming=streaming, limit=3)
-    assert isinstance(rows, datasets.Dataset)
-    assert rows.column_names == ["answer"] and rows["answer"][:] == ["0", "1", "2"]
+def test_every_kind_is_read_whole_or_as_a_stream(write, kind, streaming):
+    rows = read_rows(write(TEN, kind), None, "train", streaming=streaming)
+    assert isinstance(rows, datasets.IterableDataset) == (streaming and kind != "saved")
+    assert column_names(rows) == ["problem", "answer", "level"]
+    assert [row["answer"] for row in rows] == [str(n) for n in range(10)]
 
 
 def test_a_missing_column_names_those_that_exist(write):
     with pytest.raises(ConfigError, match=r"has no column 'gold'.*problem, answer, level"):
-        read_rows(write(TEN), None, "train", columns=["problem", "gold"])
+        need_columns("rows", column_names(read_rows(write(TEN), None, "train")), {"problem": "key", "gold": "key"})
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "saved"])
@@ -106,8 +108,3 @@ def test_without_a_network_the_fix_names_fetch(monkeypatch):
     with pytest.raises(ConfigError, match="grpo fetch RECIPE") as refused:
         read_rows("openai/gsm8k", "main", "train")
     assert refused.value.problems[0].where == "'openai/gsm8k'"
-
-
-def test_a_stream_without_a_limit_is_a_mistake(write):
-    with pytest.raises(ValueError, match="read to a limit"):
-        read_rows(write(TEN), None, "train", streaming=True)

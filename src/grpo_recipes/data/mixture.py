@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from datasets import Dataset, Features, Value, concatenate_datasets
 
 from grpo_recipes.data.problems import BATCH_ROWS, Counts, Problems, collected, distinct, problems, prompt_key
-from grpo_recipes.data.rows import Fetched, open_rows
-from grpo_recipes.data.sources import mixture_source
+from grpo_recipes.data.rows import Fetched, mixture_source, read_rows
 from grpo_recipes.errors import config_error
 from grpo_recipes.recipe.configs import DatasetConfig, DatasetMixtureConfig, ScriptArguments
 
@@ -18,11 +15,6 @@ _KEY = "dataset_mixture"
 def mixed(args: ScriptArguments, counts: Counts, fetched: Fetched | None = None) -> tuple[Dataset, Dataset | None]:
     """Join, shuffle and split the datasets of a mixture. The same recipe gives the same rows in the same order.
 
-    Args:
-        args: with ``dataset_mixture``.
-        counts: what is added to.
-        fetched: as in ``read_rows``.
-
     Returns:
         Problems to train on, and those held out, or None without ``test_split_size``. No prompt is in both. Beside
         ``prompt`` and ``answer`` they have ``source``, the id of the dataset, and the columns that all datasets have.
@@ -30,10 +22,11 @@ def mixed(args: ScriptArguments, counts: Counts, fetched: Fetched | None = None)
     Raises:
         ConfigError: a dataset cannot be read, lacks a column, or too few rows are left.
     """
-    mixture = _mixture(args)
-    parts = [_part(entry, mixture.seed, args, counts, fetched) for entry in mixture.datasets]
-    joined = concatenate_datasets(_alike(parts, counts)).shuffle(seed=mixture.seed, keep_in_memory=True)
-    joined = collected(distinct(Problems(joined.features, joined.iter(BATCH_ROWS)), counts))
+    mixture = DatasetMixtureConfig(**(args.dataset_mixture or {}))
+    seed = int(mixture.seed)
+    parts = [_part(DatasetConfig(**entry), seed, args, counts, fetched) for entry in mixture.datasets]
+    joined = concatenate_datasets(_alike(parts, counts)).shuffle(seed=seed, keep_in_memory=True)
+    joined = collected(Problems(joined.features, distinct(joined.iter(BATCH_ROWS), counts)))
     if mixture.test_split_size is None:
         return joined, None
     return hold_out(joined, float(mixture.test_split_size))
@@ -42,9 +35,7 @@ def mixed(args: ScriptArguments, counts: Counts, fetched: Fetched | None = None)
 def hold_out(rows: Dataset, size: float) -> tuple[Dataset, Dataset]:
     """Split shuffled rows in those to train on and the first ones, held out; rows of one prompt stay together.
 
-    Args:
-        rows: with a column ``prompt``.
-        size: share below 1, or number of rows.
+    ``size`` is a share below 1, or a number of rows.
 
     Raises:
         ConfigError: nothing would be left to train on.
@@ -63,15 +54,9 @@ def hold_out(rows: Dataset, size: float) -> tuple[Dataset, Dataset]:
     return rows.select(sorted(kept)), rows.select(held)
 
 
-def _mixture(args: ScriptArguments) -> DatasetMixtureConfig:
-    mixture = DatasetMixtureConfig(**(args.dataset_mixture or {}))
-    datasets = [DatasetConfig(**entry) for entry in mixture.datasets]
-    return replace(mixture, datasets=datasets, seed=int(mixture.seed))
-
-
 def _part(entry: DatasetConfig, seed: int, args: ScriptArguments, counts: Counts, fetched: Fetched | None) -> Dataset:
-    """The problems of one dataset, its weight's share of them, with their source."""
-    rows = open_rows(entry.id, entry.config, entry.split, fetched=fetched)
+    """Return the problems of one dataset, its weight's share of them, with their source."""
+    rows = read_rows(entry.id, entry.config, entry.split, fetched=fetched)
     if entry.weight is not None:
         share = max(1, round(float(entry.weight) * len(rows)))
         rows = rows.shuffle(seed=seed, keep_in_memory=True).select(range(min(share, len(rows))))
@@ -85,7 +70,7 @@ def _part(entry: DatasetConfig, seed: int, args: ScriptArguments, counts: Counts
 
 
 def _alike(parts: list[Dataset], counts: Counts) -> list[Dataset]:
-    """The columns that all parts have, of one type."""
+    """Return the columns that all parts have, of one type."""
     first, every = parts[0].features, dict.fromkeys(name for part in parts for name in part.column_names)
     common = [name for name in every if all(part.features.get(name) == first.get(name) for part in parts)]
     left_out = [name for name in every if name not in common]

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from datasets import Dataset, Features, List, Value, concatenate_datasets
 
-from grpo_recipes.data.rows import Rows, column_names, need_columns, told
-from grpo_recipes.data.sources import Source
-from grpo_recipes.data.values import Message, answer_of, chat_of
+from grpo_recipes.data.rows import DataSource, Rows, column_names, need_columns, reading
 from grpo_recipes.errors import config_error
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.recipe.datafiles import RESERVED_COLUMNS
 
+Message = dict[str, str]
 Batch = dict[str, list[Any]]
 
 BATCH_ROWS = 1000
@@ -25,45 +25,28 @@ MESSAGES = List({"role": Value("string"), "content": Value("string")})
 
 @dataclass(frozen=True)
 class Problems:
-    """Problems not yet looked at.
+    """Problems not yet read."""
 
-    Attributes:
-        features: ``prompt``, ``answer`` and the other columns.
-        batches: of them, each made when it is asked for.
-    """
-
-    features: Features
-    batches: Iterator[Batch]
+    features: Features  # of ``prompt``, ``answer`` and the other columns
+    batches: Iterator[Batch]  # each made when it is asked for
 
 
 @dataclass
 class Counts:
-    """What became of the rows.
-
-    Attributes:
-        read: rows read.
-        empty: dropped, without a prompt or a solution.
-        duplicates: dropped, since prompt and answer equal an earlier row's.
-        too_long: dropped, longer than ``max_prompt_length``.
-        other_answers: kept, though the prompt came before with another answer.
-        own_system: kept, with a system message of their own in place of ``system_prompt``.
-        unmarked: kept, whole solutions without ``dataset_solution_marker``.
-        longest: tokens of the longest prompt kept.
-        notes: what else the user should know.
-    """
+    """What became of the rows."""
 
     read: int = 0
-    empty: int = 0
-    duplicates: int = 0
-    too_long: int = 0
-    other_answers: int = 0
-    own_system: int = 0
-    unmarked: int = 0
-    longest: int = 0
-    notes: list[str] = field(default_factory=list)
+    empty: int = 0  # dropped, without a prompt or a solution
+    duplicates: int = 0  # dropped, since prompt and answer equal an earlier row's
+    too_long: int = 0  # dropped, longer than ``max_prompt_length``
+    other_answers: int = 0  # kept, though the prompt came before with another answer
+    own_system: int = 0  # kept, with a system message of their own in place of ``system_prompt``
+    unmarked: int = 0  # kept, whole solutions without ``dataset_solution_marker``
+    longest: int = 0  # tokens of the longest prompt kept
+    notes: list[str] = field(default_factory=list)  # what else the user should know
 
     def lines(self) -> list[str]:
-        """One text for each count that is not 0, but for the rows read and those too long."""
+        """Return one text for each count that is not 0, but for the rows read and those too long."""
         said = {
             "without a prompt or a solution dropped": self.empty,
             "equal to an earlier prompt and answer dropped": self.duplicates,
@@ -76,16 +59,9 @@ class Counts:
 
 
 def problems(
-    rows: Rows, source: Source, args: ScriptArguments, counts: Counts, batch_rows: int = BATCH_ROWS
+    rows: Rows, source: DataSource, args: ScriptArguments, counts: Counts, batch_rows: int = BATCH_ROWS
 ) -> Problems:
-    """Shape rows.
-
-    Args:
-        rows: a dataset or a stream.
-        source: what they are, and the names of their columns.
-        args: system prompt and solution marker.
-        counts: what is added to.
-        batch_rows: rows read at a time.
+    """Shape the rows of a dataset or a stream into problems, ``batch_rows`` at a time, and add to ``counts``.
 
     Raises:
         ConfigError: a column is missing; later, that a value is neither a text nor a chat.
@@ -103,8 +79,8 @@ def problems(
     return Problems(Features(features), _shaped(rows.iter(batch_rows), source, args, counts, others))
 
 
-def _other_columns(features: Features, source: Source, counts: Counts) -> list[str]:
-    """Columns kept beside prompt and answer: those asked for, or every scalar without a meaning to TRL."""
+def _other_columns(features: Features, source: DataSource, counts: Counts) -> list[str]:
+    """Return the columns kept beside prompt and answer: those asked for, or every scalar without a meaning to TRL."""
     if source.others is not None:
         return list(source.others)
     rest = [name for name in features if name not in (source.prompt, source.solution)]
@@ -115,12 +91,8 @@ def _other_columns(features: Features, source: Source, counts: Counts) -> list[s
     return kept
 
 
-def distinct(found: Problems, counts: Counts) -> Problems:
+def distinct(batches: Iterator[Batch], counts: Counts) -> Iterator[Batch]:
     """Drop what equals an earlier row in prompt and answer."""
-    return Problems(found.features, _distinct(found.batches, counts))
-
-
-def _distinct(batches: Iterator[Batch], counts: Counts) -> Iterator[Batch]:
     seen: dict[bytes, set[bytes]] = {}
     for batch in batches:
         kept = []
@@ -136,7 +108,7 @@ def _distinct(batches: Iterator[Batch], counts: Counts) -> Iterator[Batch]:
 
 
 def collected(found: Problems, limit: int | None = None) -> Dataset:
-    """A dataset in memory, of the first ``limit`` rows or of all; no more batches are asked for than that takes."""
+    """Return a dataset in memory, of the first ``limit`` rows or of all, and read no more batches than that takes."""
     parts = [Dataset.from_dict({name: [] for name in found.features}, features=found.features)]
     total = 0
     for batch in found.batches:
@@ -149,12 +121,12 @@ def collected(found: Problems, limit: int | None = None) -> Dataset:
 
 
 def chosen(batch: Batch, indices: list[int]) -> Batch:
-    """Some rows of a batch."""
+    """Return some rows of a batch."""
     return {name: [values[index] for index in indices] for name, values in batch.items()}
 
 
 def prompt_key(prompt: list[Message]) -> bytes:
-    """What equal prompts have in common."""
+    """Return what equal prompts have in common."""
     return _digest(json.dumps([[message["role"], message["content"]] for message in prompt]))
 
 
@@ -168,15 +140,15 @@ def _is_scalar(feature: Any) -> bool:
 
 
 def _plain(feature: Any) -> Any:
-    """pandas reads texts as large_string: the same to us."""
+    """Return the type without its size: pandas reads texts as large_string."""
     return Value("string") if feature == Value("large_string") else feature
 
 
 def _shaped(
-    batches: Iterator[Batch], source: Source, args: ScriptArguments, counts: Counts, others: list[str]
+    batches: Iterator[Batch], source: DataSource, args: ScriptArguments, counts: Counts, others: list[str]
 ) -> Iterator[Batch]:
     while True:
-        with told(source.id):
+        with reading(source.id):
             batch = next(batches, None)
         if batch is None:
             return
@@ -197,3 +169,61 @@ def _with_system(messages: list[Message], args: ScriptArguments, counts: Counts)
         counts.own_system += 1
         return messages
     return [{"role": "system", "content": args.system_prompt}, *messages]
+
+
+# --- values of one row
+
+
+def chat_of(value: Any, source: DataSource) -> list[Message]:
+    """Return a prompt, a text or a list of messages ``{role, content}``, as chat messages; none when it is empty.
+
+    Raises:
+        ConfigError: it is neither, or a chat that ends with the assistant's turn.
+    """
+    if not isinstance(value, list):
+        text = _text(value, source.prompt, source.keys[0], source)
+        return [{"role": "user", "content": text}] if text.strip() else []
+    messages = [_message(message, source) for message in value]
+    if messages and messages[-1]["role"] == "assistant":
+        what = f"a chat in column '{source.prompt}' of '{source.id}' ends with an assistant's turn"
+        raise config_error(source.keys[0], what, "leave out the last message: a prompt ends with the user's")
+    return messages if messages and messages[-1]["content"].strip() else []
+
+
+def answer_of(value: Any, marker: str | None, source: DataSource) -> tuple[str, bool]:
+    """Return a solution as text, and whether the marker is missing in it.
+
+    Raises:
+        ConfigError: it is not a scalar.
+    """
+    text = _text(value, source.solution, source.keys[1], source)
+    if not marker:
+        return text.strip(), False
+    _, found, text = text.rpartition(marker)
+    return text.strip(), bool(text.strip()) and not found
+
+
+def _message(message: Any, source: DataSource) -> Message:
+    given = {name: value for name, value in message.items() if value is not None} if isinstance(message, dict) else {}
+    role, content = given.get("role"), given.get("content", "")
+    if not isinstance(role, str) or not isinstance(content, str) or given.keys() - {"role", "content"}:
+        what = f"a chat in column '{source.prompt}' of '{source.id}' holds {_short(message)}"
+        raise config_error(source.keys[0], what, "write messages {role, content} with two texts and nothing else")
+    return {"role": role, "content": content}
+
+
+def _text(value: Any, column: str, key: str, source: DataSource) -> str:
+    """Return a scalar as text, '' when it is missing. A whole number that JSON made a float is written without '.0'."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return str(int(value))
+    if isinstance(value, str | bool | int | float):
+        return str(value)
+    what = f"column '{column}' of '{source.id}' holds {_short(value)}, where a text belongs"
+    raise config_error(key, what, "name a column of texts, or save it as texts")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:80] + " ..."

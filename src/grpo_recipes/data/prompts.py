@@ -4,47 +4,99 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from datasets import Dataset, IterableDataset
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from grpo_recipes.data.mixture import mixed
-from grpo_recipes.data.problems import BATCH_ROWS, Counts, Problems, collected, distinct, problems
-from grpo_recipes.data.rendering import Renderer, use_template
-from grpo_recipes.data.rows import Fetched, rows_of, told
+from grpo_recipes.data.problems import (
+    BATCH_ROWS,
+    Batch,
+    Counts,
+    Message,
+    Problems,
+    chosen,
+    collected,
+    distinct,
+    problems,
+)
+from grpo_recipes.data.rows import DataSource, Fetched, eval_source, reading, rows_of, train_source
 from grpo_recipes.data.sharing import prepared_once
-from grpo_recipes.data.sources import Source, eval_source, train_source
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.recipe.configs import ScriptArguments
 
 
+def use_template(template: str | None, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give the tokenizer the recipe's chat template. TRL renders with it, and it is saved with the model.
+
+    Raises:
+        ConfigError: there is no template at all.
+    """
+    if template is not None:
+        tokenizer.chat_template = template
+    if tokenizer.chat_template is None:
+        raise config_error("chat_template", "the tokenizer has no chat template", "add chat_template to the recipe")
+
+
+@dataclass(frozen=True)
+class Renderer:
+    """Renders as TRL's trainer does, which sends the server token ids and no messages."""
+
+    tokenizer: PreTrainedTokenizerBase  # with its chat template
+    template_kwargs: dict[str, Any] = field(default_factory=dict)  # the recipe's ``chat_template_kwargs``
+
+    def text(self, prompt: list[Message]) -> str:
+        """Return a prompt as text."""
+        return str(self._render(prompt, tokenize=False))
+
+    def lengths(self, prompts: list[list[Message]]) -> list[int]:
+        """Return the tokens of each prompt."""
+        if not prompts:
+            return []
+        return [len(ids) for ids in self._render(prompts, tokenize=True, return_dict=True)["input_ids"]]
+
+    def fitting(self, batches: Iterable[Batch], limit: int | None, counts: Counts) -> Iterator[Batch]:
+        """Drop prompts of more than ``limit`` tokens."""
+        for batch in batches:
+            lengths = self.lengths(batch["prompt"])
+            kept = [index for index, length in enumerate(lengths) if limit is None or length <= limit]
+            counts.too_long += len(lengths) - len(kept)
+            counts.longest = max([counts.longest, *(lengths[index] for index in kept)])
+            yield chosen(batch, kept)
+
+    def _render(self, prompts: Any, **how: Any) -> Any:
+        try:
+            return self.tokenizer.apply_chat_template(
+                prompts, add_generation_prompt=True, **how, **self.template_kwargs
+            )
+        except TemplateError as error:
+            fix = "write a chat_template that can, or leave out what it cannot (a system prompt, the roles of a chat)"
+            raise config_error("chat_template", f"the template cannot render a prompt: {error}", fix) from error
+
+
 @dataclass(frozen=True)
 class Prompts:
-    """A prepared dataset.
+    """A prepared dataset."""
 
-    Attributes:
-        dataset: columns ``prompt`` (chat messages), ``answer`` (the reference solution, a text), and the other scalar
-            columns of the source under their names.
-        counts: what became of the rows.
-        example: the first prompt as the model sees it.
-        title: what the prompts are for, when they are not to train on.
-    """
-
+    # Columns ``prompt`` (chat messages), ``answer`` (the reference solution, a text), and the other scalar columns of
+    # the source under their names.
     dataset: Dataset
     counts: Counts
-    example: str
-    title: str = ""
+    example: str  # the first prompt as the model sees it
+    title: str = ""  # what the prompts are for, when they are not to train on
 
     @property
     def read(self) -> int:
-        """Rows read from the source."""
+        """Return the rows read from the source."""
         return self.counts.read
 
     @property
     def dropped(self) -> int:
-        """Rows whose rendered prompt is longer than ``max_prompt_length``."""
+        """Return the rows whose rendered prompt is longer than ``max_prompt_length``."""
         return self.counts.too_long
 
     def __str__(self) -> str:
@@ -111,6 +163,20 @@ def load_eval_prompts(
     return prompts
 
 
+def first_problems(args: ScriptArguments, most: int, fetched: Fetched | None = None) -> list[dict[str, Any]]:
+    """Return the first problems a recipe trains on, before any shuffle: ``prompt``, ``answer``, other scalar columns.
+
+    Raises:
+        ConfigError: the dataset cannot be read, or lacks a column.
+    """
+    if args.dataset_mixture:
+        joined, _ = mixed(args, Counts(), fetched)
+        return joined.select(range(min(most, len(joined)))).to_list()
+    source = train_source(args)
+    found = problems(rows_of(source, args, fetched), source, args, Counts(), batch_rows=most)
+    return collected(found, most).to_list()
+
+
 def _train(setting: _Setting, least: int) -> Prompts:
     args, counts, limit = setting.args, Counts(), setting.args.max_train_prompts
     dataset = _finished(_train_problems(setting, counts), setting, counts, limit)
@@ -140,7 +206,8 @@ def _train_problems(setting: _Setting, counts: Counts) -> Problems:
     if args.max_train_prompts and not args.dataset_streaming:
         rows = rows.shuffle(seed=setting.seed, keep_in_memory=True)
     size = min(BATCH_ROWS, args.max_train_prompts or BATCH_ROWS)
-    return distinct(problems(rows, source, args, counts, size), counts)
+    found = problems(rows, source, args, counts, size)
+    return Problems(found.features, distinct(found.batches, counts))
 
 
 def _evaluate(setting: _Setting) -> Prompts:
@@ -151,7 +218,8 @@ def _evaluate(setting: _Setting) -> Prompts:
     if source is None:
         found = Problems(rows.features, shuffled.iter(BATCH_ROWS))
     else:
-        found = distinct(problems(shuffled, source, args, counts, min(BATCH_ROWS, wanted)), counts)
+        found = problems(shuffled, source, args, counts, min(BATCH_ROWS, wanted))
+        found = Problems(found.features, distinct(found.batches, counts))
     dataset = _finished(found, setting, counts, wanted)
     if len(dataset) == 0:
         raise config_error(
@@ -161,8 +229,8 @@ def _evaluate(setting: _Setting) -> Prompts:
     return Prompts(dataset, counts, setting.renderer.text(dataset[0]["prompt"]), title)
 
 
-def _eval_rows(setting: _Setting, counts: Counts) -> tuple[Dataset, Source | None]:
-    """Rows to draw from, and what they are; None for the problems that a mixture held out."""
+def _eval_rows(setting: _Setting, counts: Counts) -> tuple[Dataset, DataSource | None]:
+    """Return the rows to draw from, and what they are; None for the problems that a mixture held out."""
     args = setting.args
     if args.dataset_mixture and not args.eval_dataset_name:
         _, held = mixed(args, counts, setting.fetched)
@@ -174,12 +242,12 @@ def _eval_rows(setting: _Setting, counts: Counts) -> tuple[Dataset, Source | Non
     if isinstance(rows, IterableDataset):
         # No more of a stream than eval_max_prompts can need.
         most = math.ceil(args.eval_max_prompts / args.eval_subsample)
-        with told(source.id):
+        with reading(source.id):
             rows = Dataset.from_list(list(rows.take(most)), features=rows.features)
     return rows, source
 
 
 def _finished(found: Problems, setting: _Setting, counts: Counts, limit: int | None) -> Dataset:
-    """The problems that fit, at most ``limit`` of them."""
+    """Return the problems that fit, at most ``limit`` of them."""
     fitting = setting.renderer.fitting(found.batches, setting.args.max_prompt_length, counts)
     return collected(Problems(found.features, fitting), limit)

@@ -1,6 +1,6 @@
 """Rows of a dataset wherever it is: the hub, a file, a folder of files, a folder of ``save_to_disk``.
 
-    rows = read_rows("openai/gsm8k", "main", "train", columns=["question", "answer"], limit=100)
+    rows = read_rows("openai/gsm8k", "main", "train")
 
 Everything that reads a dataset does so here.
 """
@@ -8,8 +8,9 @@ Everything that reads a dataset does so here.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,64 +25,86 @@ from datasets import (
 )
 from datasets.exceptions import DatasetNotFoundError, DatasetsError
 
-from grpo_recipes.data.sources import Source
+from grpo_recipes import smoke
 from grpo_recipes.errors import config_error
 from grpo_recipes.modebench.dataset import SCHEME, Settings, TooFew, rows
 from grpo_recipes.recipe.check_data import too_few
-from grpo_recipes.recipe.configs import ScriptArguments
-from grpo_recipes.recipe.datafiles import BUILDERS, csv_columns, data_files, folder_kind, is_saved, split_name
+from grpo_recipes.recipe.configs import DatasetConfig, ScriptArguments
+from grpo_recipes.recipe.datafiles import (
+    BUILDERS,
+    csv_columns,
+    data_files,
+    folder_kind,
+    has_splits,
+    is_saved,
+    split_name,
+)
 
 Rows = Dataset | IterableDataset
 # (hub id, configuration, split) -> folder of `save_to_disk` that an earlier `grpo fetch` left, or None.
 Fetched = Callable[[str, str | None, str], Path | None]
+_COLUMN_KEYS = ("dataset_prompt_column", "dataset_solution_column")
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """One dataset of a recipe, and the columns it wants of it."""
+
+    id: str  # hub id, file or folder
+    config: str | None
+    split: str
+    prompt: str  # column of the problem
+    solution: str  # column of the reference solution
+    keys: tuple[str, str] = _COLUMN_KEYS  # recipe keys that name the two columns, for messages
+    others: tuple[str, ...] | None = None  # other columns to keep; None keeps all scalars
+
+
+def train_source(args: ScriptArguments) -> DataSource:
+    """Return what ``dataset_name`` names."""
+    prompt, solution = (getattr(args, key) for key in _COLUMN_KEYS)
+    return DataSource(args.dataset_name, args.dataset_config, args.dataset_train_split, prompt, solution)
+
+
+def mixture_source(entry: DatasetConfig, args: ScriptArguments) -> DataSource:
+    """Return an entry of ``dataset_mixture``: two of its ``columns`` are prompt and solution, the rest are kept."""
+    names = entry.columns or [getattr(args, key) for key in _COLUMN_KEYS]
+    others = tuple(names[2:]) if entry.columns else None
+    where = ("dataset_mixture", "dataset_mixture")
+    return DataSource(entry.id, entry.config, entry.split, names[0], names[1], where, others)
+
+
+def eval_source(args: ScriptArguments) -> DataSource:
+    """Return what ``eval_dataset_name`` names, or else ``dataset_test_split`` of ``dataset_name``.
+
+    Raises:
+        ConfigError: ``dataset_name`` is a single file, of which no part is kept apart.
+    """
+    given = [bool(getattr(args, f"eval_{key}")) for key in _COLUMN_KEYS]
+    keys = [f"eval_{key}" if own else key for key, own in zip(_COLUMN_KEYS, given, strict=True)]
+    prompt, solution = (getattr(args, key) for key in keys)
+    where = (keys[0], keys[1])
+    if args.eval_dataset_name:
+        return DataSource(
+            args.eval_dataset_name, args.eval_dataset_config, args.eval_dataset_split, prompt, solution, where
+        )
+    path = Path(os.path.expanduser(args.dataset_name))
+    if path.exists() and not has_splits(path):
+        what = f"'{args.dataset_name}' has no split '{args.dataset_test_split}' to evaluate on"
+        raise config_error("eval_strategy", what, "add eval_dataset_name")
+    return DataSource(args.dataset_name, args.dataset_config, args.dataset_test_split, prompt, solution, where)
 
 
 def read_rows(
-    source: str,
-    config: str | None,
-    split: str,
-    columns: Iterable[str] | None = None,
-    streaming: bool = False,
-    limit: int | None = None,
-    fetched: Fetched | None = None,
-    revision: str | None = None,
-) -> Dataset:
-    """Read a dataset.
+    source: str, config: str | None, split: str, streaming: bool = False, fetched: Fetched | None = None
+) -> Rows:
+    """Read a dataset; a stream is left unread. What is on this machine is mapped, never streamed from the hub.
 
     Args:
         source: hub id, local file or local folder.
         config: its configuration.
         split: its split, slices such as ``train[:10%]`` included; a single file is whatever split is asked for.
-        columns: those to keep, all by default.
-        streaming: read no more of it than ``limit`` takes.
-        limit: only the first rows.
+        streaming: read no more of it than is taken.
         fetched: looked up first.
-        revision: branch, tag or commit of a hub dataset.
-
-    Raises:
-        ConfigError: it cannot be read, or lacks a column.
-    """
-    if streaming and limit is None:
-        raise ValueError("a stream is read to a limit")
-    rows = open_rows(source, config, split, streaming, fetched, revision)
-    if columns is not None:
-        need_columns(source, column_names(rows), {column: "columns" for column in columns})
-        rows = rows.select_columns(list(columns))
-    if isinstance(rows, IterableDataset):
-        with told(source):
-            return Dataset.from_list(list(rows.take(limit)), features=rows.features)
-    return rows if limit is None else rows.select(range(min(limit, len(rows))))
-
-
-def open_rows(
-    source: str,
-    config: str | None,
-    split: str,
-    streaming: bool = False,
-    fetched: Fetched | None = None,
-    revision: str | None = None,
-) -> Rows:
-    """As ``read_rows``, with a stream left unread. What is on this machine is mapped, never streamed from the hub.
 
     Raises:
         ConfigError: it cannot be read.
@@ -90,7 +113,7 @@ def open_rows(
     if folder is not None:
         return load_from_disk(str(folder))
     path = Path(os.path.expanduser(source))
-    with told(source):
+    with reading(source):
         if path.is_dir() and is_saved(path):
             return _saved(path, split)
         if path.is_file():
@@ -98,22 +121,19 @@ def open_rows(
         if path.is_dir():
             options = _options(folder_kind(path), data_files(path)[0])
             return load_dataset(str(path), config, split=split, streaming=streaming, **options)
-        return load_dataset(source, config, split=split, streaming=streaming, revision=revision)
+        return load_dataset(source, config, split=split, streaming=streaming)
 
 
-def rows_of(source: Source, args: ScriptArguments, fetched: Fetched | None = None) -> Rows:
-    """The rows of a dataset that a recipe names: opened, or made where it is ``modebench:...``.
-
-    Args:
-        source: the dataset.
-        args: ``dataset_streaming``, and the keys ``modebench_*``.
-        fetched: as in ``read_rows``.
+def rows_of(source: DataSource, args: ScriptArguments, fetched: Fetched | None = None) -> Rows:
+    """Return the rows of a dataset that a recipe names: read, or made where it is ``modebench:...`` or ``smoke:...``.
 
     Raises:
         ConfigError: it cannot be read, or there are too few problems of the kind asked for.
     """
+    if source.id.startswith(smoke.SMOKE_SCHEME):
+        return Dataset.from_list(smoke.split()[source.split == "test"])
     if not source.id.startswith(SCHEME):
-        return open_rows(source.id, source.config, source.split, args.dataset_streaming, fetched)
+        return read_rows(source.id, source.config, source.split, args.dataset_streaming, fetched)
     settings = Settings.read(lambda key: getattr(args, key))
     try:
         return Dataset.from_list(rows(source.id, source.split, settings))
@@ -123,17 +143,12 @@ def rows_of(source: Source, args: ScriptArguments, fetched: Fetched | None = Non
 
 
 def column_names(rows: Rows) -> list[str]:
-    """Columns of rows, of a stream whose columns nobody wrote down by its first row."""
+    """Return the columns of rows, of a stream whose columns nobody wrote down by its first row."""
     return rows.column_names or list(next(iter(rows), {}))
 
 
 def need_columns(source: str, names: list[str], wanted: dict[str, str]) -> None:
-    """See that columns are there.
-
-    Args:
-        source: the dataset.
-        names: its columns.
-        wanted: column -> the recipe key that names it.
+    """Refuse a dataset with these columns that lacks one; ``wanted`` has the recipe key that names each.
 
     Raises:
         ConfigError: one is missing; the message lists those that exist.
@@ -144,8 +159,8 @@ def need_columns(source: str, names: list[str], wanted: dict[str, str]) -> None:
 
 
 @contextmanager
-def told(source: str) -> Iterator[None]:
-    """Say which dataset cannot be read and why, in one line.
+def reading(source: str) -> Iterator[None]:
+    """Report which dataset cannot be read and why, in one line.
 
     Raises:
         ConfigError: in place of what ``datasets`` raises.
@@ -174,7 +189,7 @@ def _load_file(path: Path, config: str | None, split: str, streaming: bool) -> R
 
 
 def _options(kind: str, file: Path) -> dict[str, Any]:
-    """A .csv file has no types. Guessing them makes 7 of the answer 007, and nothing of the answer NA."""
+    """Return how to read a .csv file. Guessing types makes 7 of the answer 007, and nothing of the answer NA."""
     if kind != "csv":
         return {}
     return {"converters": dict.fromkeys(csv_columns(file), str), "na_filter": False, "keep_default_na": False}

@@ -19,7 +19,7 @@ from grpo_recipes.errors import ConfigError, Problem
 
 @dataclass
 class _Outcome:
-    """What rank 0 tells the others: where the dataset is and what goes with it, or what went wrong."""
+    """What rank 0 sends the others: where the dataset is and what goes with it, or what went wrong."""
 
     folder: str = ""
     rest: Any = None
@@ -30,11 +30,8 @@ class _Outcome:
 def prepared_once(name: str, prepare: Callable[[], Any]) -> Any:
     """Call ``prepare`` in rank 0 alone; every rank maps the dataset that it left under ``<run>/prompts``.
 
-    The run directory is on a file system that all nodes share. With one process nothing is written.
-
-    Args:
-        name: of the folder, e.g. ``train``.
-        prepare: returns a dataclass with a ``dataset``.
+    ``prepare`` returns a dataclass with a ``dataset``. The run directory is on a file system that all nodes share. With
+    one process nothing is written.
 
     Raises:
         ConfigError: on every rank, when ``prepare`` refuses.

@@ -13,7 +13,7 @@ from trl import TrlParser, get_peft_config
 
 from grpo_recipes import smoke
 from grpo_recipes.data.problems import Message
-from grpo_recipes.data.rendering import Renderer, use_template
+from grpo_recipes.data.prompts import Renderer, use_template
 from grpo_recipes.doctor.reward_probe import probe_rewards, problems_of, sample_rows
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.fetch.sources import Sources, find_sources

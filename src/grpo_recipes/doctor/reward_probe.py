@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from grpo_recipes import smoke
 from grpo_recipes.errors import ConfigError, Problem
 from grpo_recipes.fetch.assets import MODEL
 from grpo_recipes.fetch.sources import find_sources
@@ -20,45 +19,24 @@ from grpo_recipes.recipe.user_code import load_object
 from grpo_recipes.rewards.pool import PoolReward, RewardPool
 from grpo_recipes.rewards.probe import Finding, ScoreFunction, probe
 from grpo_recipes.rewards.score import RewardFailed, Score, call_reward, described
-from grpo_recipes.smoke import SMOKE_SCHEME
 
 _MEND = "mend it, or name another in reward_funcs"
 _LONG = 200  # characters; an answer that completions can repeat is shorter
 
 
 def sample_rows(recipe: Recipe, most: int, environment: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The first rows a recipe trains on, before any shuffle.
-
-    Args:
-        recipe: the recipe.
-        most: rows at most.
-        environment: variables of the user, for the caches.
-
-    Returns:
-        Rows with ``prompt`` (chat messages), ``answer`` (text) and the other scalar columns.
+    """Return the first ``most`` rows a recipe trains on, before any shuffle; ``environment`` has the caches.
 
     Raises:
         ConfigError: the dataset cannot be read, or lacks a column.
     """
-    from datasets import Dataset, disable_progress_bars
+    from datasets import disable_progress_bars
 
-    from grpo_recipes.data.mixture import mixed
-    from grpo_recipes.data.problems import Counts, collected, problems
-    from grpo_recipes.data.rows import rows_of
-    from grpo_recipes.data.sources import train_source
+    from grpo_recipes.data.prompts import first_problems
 
     disable_progress_bars()
     args: Any = SimpleNamespace(**{key: entry.value for key, entry in recipe.values.items()})
-    fetched = _fetched(recipe, environment)
-    if args.dataset_mixture:
-        joined, _ = mixed(args, Counts(), fetched)
-        return joined.select(range(min(most, len(joined)))).to_list()
-    source = train_source(args)
-    if source.id.startswith(SMOKE_SCHEME):
-        rows = Dataset.from_list(smoke.split()[0])
-    else:
-        rows = rows_of(source, args, fetched)
-    return collected(problems(rows, source, args, Counts(), batch_rows=most), most).to_list()
+    return first_problems(args, most, _fetched(recipe, environment))
 
 
 def probe_rewards(recipe: Recipe, rows: list[dict[str, Any]]) -> list[Finding]:

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.data.rows import Fetched, read_rows, rows_of
-from grpo_recipes.data.sources import Source
-from grpo_recipes.data.values import Message, answer_of, chat_of
+from grpo_recipes.data.problems import Message, answer_of, chat_of
+from grpo_recipes.data.rows import DataSource, Fetched, column_names, read_rows, rows_of
 from grpo_recipes.errors import config_error
 from grpo_recipes.modebench.dataset import TASKS
 from grpo_recipes.recipe.configs import ScriptArguments
@@ -63,7 +62,7 @@ def load_problems(
     """
     benchmark = _file_benchmark(name, args) if is_file(name) else BENCHMARKS[name]
     place = _smoke_file() if name == SMOKE_BENCHMARK else benchmark.id
-    source = Source(place, benchmark.config, benchmark.split, benchmark.prompt, benchmark.solution, _KEYS)
+    source = DataSource(place, benchmark.config, benchmark.split, benchmark.prompt, benchmark.solution, _KEYS)
     if name in TASKS:
         rows: Any = rows_of(source, args)
     else:
@@ -78,7 +77,7 @@ def _file_benchmark(name: str, args: ScriptArguments) -> Benchmark:
     path = os.path.expanduser(name)
     if not os.path.isfile(path):
         raise config_error("benchmarks", f"no file '{name}'", "put it back, or leave it out")
-    names = read_rows(path, None, "test").column_names
+    names = column_names(read_rows(path, None, "test"))
     columns = benchmark_columns(names, (args.dataset_prompt_column, args.dataset_solution_column))
     if columns is None:
         raise config_error("benchmarks", f"'{name}' has the columns {', '.join(names)}", "name two problem and answer")
@@ -97,7 +96,7 @@ def _drawn(count: int, most: int | None, seed: int) -> list[int]:
 
 
 def _problem(
-    index: int, row: dict[str, Any], benchmark: Benchmark, source: Source, system: str | None, seed: int
+    index: int, row: dict[str, Any], benchmark: Benchmark, source: DataSource, system: str | None, seed: int
 ) -> BenchmarkProblem:
     prompt = chat_of(row.get(benchmark.prompt), source)
     gold, _ = answer_of(row.get(benchmark.solution), benchmark.marker, source)
