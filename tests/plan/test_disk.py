@@ -12,9 +12,8 @@ import yaml
 from grpo_recipes import cli
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError
 from grpo_recipes.plan.devices import environment_flavour
-from grpo_recipes.plan.disk import Disk, estimate_disk, need_room
-from grpo_recipes.plan.memory import GIB
-from grpo_recipes.plan.model_shape import ModelShape
+from grpo_recipes.plan.estimates import Disk, estimate_disk, need_room
+from grpo_recipes.plan.memory import GIB, ModelShape
 
 from .model_folders import SMALL, model_folder
 
@@ -90,15 +89,15 @@ def test_the_limit_that_is_named_fits(disk, monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=free, f_frsize=1))
     found = disk(save_total_limit=20)
     assert not found.fits
-    assert found.lines()[-1] == f"disk       does not fit. Fix: {found.knob}"
-    named = yaml.safe_load(found.knob)
+    assert found.lines()[-1] == f"disk       does not fit. Fix: {found.suggestion}"
+    named = yaml.safe_load(found.suggestion)
     assert disk(**named).fits
     assert not disk(save_total_limit=named["save_total_limit"] + 1).fits
 
 
 def test_where_not_even_one_fits_another_folder_is_named():
     disk = Disk(checkpoint=10 * GIB, checkpoints=3, model=5 * GIB, free=12 * GIB, folder="runs")
-    assert disk.knob == "run_root: a folder with 25.0 GiB free, and save_total_limit: 1"
+    assert disk.suggestion == "run_root: a folder with 25.0 GiB free, and save_total_limit: 1"
 
 
 def test_a_run_that_cannot_fit_is_refused(read, planned, tmp_path, monkeypatch):

@@ -10,17 +10,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grpo_recipes.plan.fit import (
+from grpo_recipes.plan.devices import gpu_memory
+from grpo_recipes.plan.estimates import (
     Need,
     estimate_memory,
-    gpu_memory,
-    server_knob,
     server_need,
-    trainer_knob,
+    server_suggestion,
     trainer_need,
+    trainer_suggestion,
 )
-from grpo_recipes.plan.memory import GIB, Workload
-from grpo_recipes.plan.model_shape import read_shape
+from grpo_recipes.plan.memory import GIB, Workload, read_shape
 from grpo_recipes.recipe import read_recipe
 
 from .model_folders import model_folder
@@ -50,7 +49,7 @@ def estimate(read, planned, tmp_path):
 def test_a_shipped_size_fits_and_shows_its_parts(estimate):
     memory = estimate(80, accelerator="zero3")
     assert memory.fits
-    assert memory.knob is None
+    assert memory.suggestion is None
     first, second = memory.lines()
     assert re.match(r"memory     trainer \d+\.\d of 76\.0 GiB: libraries 1\.0, weights \d", first)
     assert re.match(r"memory     server 72\.0 of 72\.0 GiB: .*KV cache \d\d\.\d$", second)
@@ -89,11 +88,11 @@ def test_without_the_memory_of_a_gpu_nothing_is_judged(estimate):
 def test_the_key_that_is_named_makes_it_fit(gib, keys, gpus, key, estimate):
     memory = estimate(gib, gpus, **keys)
     assert not memory.fits
-    assert memory.lines()[-1].endswith(f"Fix: {memory.knob}")
+    assert memory.lines()[-1].endswith(f"Fix: {memory.suggestion}")
     if key is None:
-        assert "no key alone" in memory.knob
+        assert "no key alone" in memory.suggestion
         return
-    named = yaml.safe_load(memory.knob)
+    named = yaml.safe_load(memory.suggestion)
     assert list(named) == [key]
     assert estimate(gib, gpus, **{**keys, **named}).fits
 
@@ -101,7 +100,7 @@ def test_the_key_that_is_named_makes_it_fit(gib, keys, gpus, key, estimate):
 def test_the_batch_of_trl_keeps_its_size(estimate):
     keys = {"prompts_per_step": None, "gradient_accumulation_steps": 15, "per_device_train_batch_size": 56,
             "accelerator": "zero3", "gradient_checkpointing": False}  # fmt: skip
-    size, steps = map(int, re.findall(r": (\d+)", estimate(80, **keys).knob))
+    size, steps = map(int, re.findall(r": (\d+)", estimate(80, **keys).suggestion))
     assert size * steps == 56 * 15
     assert estimate(80, **{**keys, "per_device_train_batch_size": size, "gradient_accumulation_steps": steps}).fits
 
@@ -115,34 +114,34 @@ def test_more_gpus_are_named_where_no_key_is_enough(read, planned, tmp_path):
     recipe, shape, work = workload(read, planned, model_folder(tmp_path / "model"), use_peft=False)
     work = replace(work, world_size=2, accelerator="zero3", per_device=1)
     device = int(16.5 * GIB)
-    said = trainer_knob(recipe, shape, work, device)
+    said = trainer_suggestion(recipe, shape, work, device)
     count = int(re.match(r"train on (\d+) GPUs", said)[1])
     smallest = replace(work, accumulation=2, checkpointing=True, world_size=count)
     assert trainer_need(shape, smallest, device).fits
     assert not trainer_need(shape, replace(smallest, world_size=count - 1), device).fits
-    assert "take GPUs of" in trainer_knob(recipe, shape, work, 4 * GIB)
+    assert "take GPUs of" in trainer_suggestion(recipe, shape, work, 4 * GIB)
 
 
 def test_a_server_is_split_where_one_gpu_is_too_small(read, planned, tmp_path):
     _, shape, work = workload(read, planned, model_folder(tmp_path / "model"), vllm_gpu_memory_utilization=0.95)
     device = 16 * GIB
     assert not server_need(shape, work, device).fits
-    assert server_knob(shape, work, device) == "vllm_tensor_parallel_size: 2"
+    assert server_suggestion(shape, work, device) == "vllm_tensor_parallel_size: 2"
     assert server_need(shape, replace(work, parallel=2), device).fits
-    assert "larger GPUs" in server_knob(shape, work, GIB)
+    assert "larger GPUs" in server_suggestion(shape, work, GIB)
 
 
 def test_the_server_needs_room_for_its_longest_sequence(estimate):
     short, long = estimate(22, vllm_max_model_length=2048), estimate(22, vllm_max_model_length=32768)
-    assert short.server.fits
-    assert not long.server.fits
+    assert short.roles["server"].fits
+    assert not long.roles["server"].fits
 
 
 def test_on_cpu_the_parts_are_told_and_nothing_is_judged(read, planned, tmp_path):
     recipe = read(**{**KEYS, "model_name_or_path": model_folder(tmp_path / "model"), "bf16": False})
     memory = estimate_memory(recipe, planned(recipe=recipe, flavour="cpu"), 1)
     assert memory.fits
-    assert "weights in transit" in memory.server.parts
+    assert "weights in transit" in memory.roles["server"].parts
 
 
 def test_a_model_that_is_not_here_is_not_guessed(estimate):

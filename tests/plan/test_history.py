@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from grpo_recipes.plan.history import find_speed
+from grpo_recipes.plan.estimates import find_speed
 from grpo_recipes.plan.types import Names
 
 

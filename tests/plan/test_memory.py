@@ -12,6 +12,8 @@ import pytest
 from grpo_recipes.plan.memory import (
     BYTES,
     GIB,
+    ModelShape,
+    UnknownShape,
     Workload,
     checkpoint_states,
     sequence_cache,
@@ -19,7 +21,6 @@ from grpo_recipes.plan.memory import (
     trained,
     trainer_parts,
 )
-from grpo_recipes.plan.model_shape import ModelShape, UnknownShape
 
 RECORDED = Path(__file__).parents[2] / "bench/results/memory_estimate.json"
 SHAPE = ModelShape.of(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo_recipes.plan.model_shape import _KNOWN, ModelShape, UnknownShape, read_shape
+from grpo_recipes.plan.memory import _KNOWN, ModelShape, UnknownShape, read_shape
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -19,10 +19,9 @@ from grpo_recipes.fetch.gated import gated_note
 from grpo_recipes.fetch.sources import find_sources
 from grpo_recipes.launch.resolve_run import names_of
 from grpo_recipes.paths import shown
-from grpo_recipes.plan.devices import find_resources
+from grpo_recipes.plan.devices import find_resources, gpu_memory
 from grpo_recipes.plan.environment import hub_environment
 from grpo_recipes.plan.estimates import estimate, job_walltime
-from grpo_recipes.plan.fit import gpu_memory
 from grpo_recipes.plan.plan import choose_recipe, describe, make_plan
 from grpo_recipes.process.reports import aligned
 from grpo_recipes.recipe import Recipe

@@ -18,8 +18,7 @@ from grpo_recipes.launch.preflight_network import need_wandb_route, needs_wandb
 from grpo_recipes.launch.resolve_run import names_of, note_job
 from grpo_recipes.paths import CODE_VARIABLE, cache_root, home, shown
 from grpo_recipes.plan.devices import Resources, environment_flavour
-from grpo_recipes.plan.disk import need_room
-from grpo_recipes.plan.estimates import Estimates, estimate
+from grpo_recipes.plan.estimates import Estimates, estimate, need_room
 from grpo_recipes.plan.plan import choose_recipe, make_plan
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.publish.preflight import need_target
@@ -108,7 +107,7 @@ def prepare(
     estimates = estimate(plan, recipe, names, profile.gpu_memory_gib, walltime_seconds(profile.time))
     memory = estimates.memory
     if not memory.fits:
-        fix = f"{memory.knob}; or leave gpu_memory_gib out of {profile.name}.yaml to submit it all the same"
+        fix = f"{memory.suggestion}; or leave gpu_memory_gib out of {profile.name}.yaml to submit it all the same"
         raise config_error(shown(plan.recipe), f"the run does not fit: {memory.excess}", fix)
     need_room(recipe, plan, names.run_dir)
     _need_routes(recipe, profile, names, environment)

@@ -12,7 +12,7 @@ from grpo_recipes.errors import config_error
 from grpo_recipes.paths import home
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.environment import no_proxy
-from grpo_recipes.plan.server import server_command, server_environment
+from grpo_recipes.plan.server import gpu_share, server_command, server_environment
 from grpo_recipes.plan.types import Process
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.learning import mixed_precision
@@ -29,7 +29,6 @@ ACCELERATE_FILES = {
     "zero3": "zero3",
     "fsdp2": "fsdp2",
 }
-COLOCATED_SHARE = 0.3  # of a GPU's memory for a vLLM that shares it with a trainer, unless the recipe says another
 
 
 def server_process(
@@ -150,13 +149,6 @@ def _trainer_flags(recipe: Recipe, plan: Plan, names: Names) -> list[str]:
     elif plan.mode == "colocate":
         flags |= {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": gpu_share(recipe, plan.mode)}
     return [text for name, value in flags.items() for text in (f"--{name}", str(value))]
-
-
-def gpu_share(recipe: Recipe, mode: str) -> float:
-    """Return the share of a GPU's memory that vLLM may take."""
-    if mode == "colocate" and not recipe.given("vllm_gpu_memory_utilization"):
-        return COLOCATED_SHARE
-    return float(recipe["vllm_gpu_memory_utilization"])
 
 
 def accelerate_file(accelerator: str, environment: Mapping[str, str]) -> str:

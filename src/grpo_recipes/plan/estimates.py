@@ -1,18 +1,370 @@
-"""What a planned run will take: memory, disk and time."""
+"""What a planned run will take: memory, disk and time, and which key to change where that does not fit. No torch."""
 
 from __future__ import annotations
 
+import json
+import os
+import statistics
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from grpo_recipes.plan.disk import Disk, estimate_disk
-from grpo_recipes.plan.fit import Memory, estimate_memory
-from grpo_recipes.plan.history import Speed, find_speed
+from grpo_recipes.errors import config_error
+from grpo_recipes.paths import shown
+from grpo_recipes.plan.memory import (
+    GIB,
+    ModelShape,
+    Parts,
+    UnknownShape,
+    Workload,
+    checkpoint_states,
+    read_shape,
+    sequence_cache,
+    server_parts,
+    trained,
+    trainer_parts,
+)
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.recipe import Recipe
+from grpo_recipes.runs.progress import clock
 from grpo_recipes.slurm.walltime import job_end_time
+
+_GAPS = 0.05  # of a GPU: what torch's allocator cannot use between its blocks; not measured
+_LENGTH_STEP, _SHARE_STEP, _LARGEST_SHARE = 128, 0.05, 0.95
+_MOST_TRAINERS = 1024
+_SHARING_MORE = {"ddp": ("zero2", "zero3"), "zero2": ("zero3",)}
+
+_MOST_RUNS = 200  # newest run directories looked at
+_MOST_ALIKE = 5  # newest of those that are like this one
+_TAIL_BYTES = 1 << 18  # of each metrics.jsonl: a few hundred steps
+_WARM_UP_STEPS = 1  # the first step of a run compiles and fills caches
+
+
+def in_gib(size: int) -> str:
+    """Return bytes as a number of GiB, small ones to the MiB."""
+    return f"{size / GIB:.1f}" if size >= GIB / 10 or not size else f"{size / GIB:.3f}"
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one GPU, or on CPU the processes of one role, must hold at their peak, in bytes."""
+
+    parts: Parts
+    available: int | None  # None where that is not known
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is not known to be too much."""
+        return self.available is None or self.total <= self.available
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {in_gib(size)}" for name, size in self.parts.items())
+        of = "" if self.available is None else f" of {in_gib(self.available)}"
+        return f"{in_gib(self.total)}{of} GiB: {parts}"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory estimate of a plan."""
+
+    roles: Mapping[str, Need]  # trainer: one process; server: one of its GPUs, on CPU all its processes
+    suggestion: str | None = None  # the key to change, with its value, where it does not fit
+    unknown: str = ""  # why there is no estimate
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is not known to be too much."""
+        return all(need.fits for need in self.roles.values())
+
+    @property
+    def excess(self) -> str:
+        """What does not fit, in words; empty where all fits."""
+        return " and ".join(
+            f"the {role} needs {in_gib(need.total)} of {in_gib(need.available or 0)} GiB"
+            for role, need in self.roles.items()
+            if not need.fits
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the estimate as plain data: bytes."""
+        needs = {role: {"total": need.total, **asdict(need)} for role, need in self.roles.items()}
+        plain = {"trainer": None, "server": None, **needs}
+        return {**plain, "fits": self.fits, "knob": self.suggestion, "unknown": self.unknown}
+
+    def lines(self) -> list[str]:
+        """Return a line for each role, and one that says what does not fit."""
+        if self.unknown:
+            return [f"memory     not estimated: {self.unknown}"]
+        lines = [f"memory     {role} {need}" for role, need in self.roles.items()]
+        return lines if self.fits else [*lines, f"memory     does not fit: {self.excess}. Fix: {self.suggestion}"]
+
+
+def estimate_memory(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> Memory:
+    """Estimate what the processes of a plan hold at their peak; ``gpu_gib`` is the memory of one GPU, if known."""
+    try:
+        shape = read_shape(plan.model)
+        work = Workload.of(recipe, plan)
+    except UnknownShape as error:
+        return Memory({}, unknown=str(error))
+    device = int(gpu_gib * GIB) if gpu_gib is not None and plan.flavour == "cuda" else None
+    trainer, server = trainer_need(shape, work, device), server_need(shape, work, device)
+    suggestion = None
+    if not trainer.fits:
+        suggestion = trainer_suggestion(recipe, shape, work, device)
+    elif server is not None and not server.fits:
+        suggestion = server_suggestion(shape, work, device)
+    return Memory({"trainer": trainer} | ({"server": server} if server else {}), suggestion)
+
+
+def trainer_need(shape: ModelShape, work: Workload, device: int | None) -> Need:
+    """Return what one training process needs of its GPU of ``device`` bytes; a colocated vLLM takes its share first."""
+    taken = _GAPS + (work.share if work.mode == "colocate" else 0)
+    return Need(trainer_parts(shape, work), None if device is None else int(device * (1 - taken)))
+
+
+def server_need(shape: ModelShape, work: Workload, device: int | None) -> Need | None:
+    """Return what vLLM needs of its share of a GPU: at least the cache of one longest sequence, else all of it."""
+    if work.mode == "transformers":
+        return None
+    parts = server_parts(shape, work)
+    if work.flavour == "cpu":
+        return Need(parts, None)
+    cache = sequence_cache(shape, work, work.longest or shape.positions)
+    if device is None:
+        return Need(parts | {"KV cache": cache}, None)
+    share = int(device * work.share)
+    return Need(parts | {"KV cache": max(cache, share - sum(parts.values()))}, share)
+
+
+def trainer_suggestion(recipe: Recipe, shape: ModelShape, work: Workload, device: int | None) -> str:
+    """Name the first change by which the trainer fits: the one that costs least."""
+    for text, changed in _trainer_changes(recipe, work):
+        vllm = server_need(shape, changed, device) if changed.mode == "colocate" else None
+        if trainer_need(shape, changed, device).fits and (vllm is None or vllm.fits):
+            return text
+    smallest = replace(work, per_device=1, accumulation=2, checkpointing=True)
+    if not work.adapter:
+        for world in range(work.world_size + 1, _MOST_TRAINERS + 1):
+            if trainer_need(shape, replace(smallest, world_size=world, accelerator="zero3"), device).fits:
+                return (
+                    f"train on {world} GPUs, with accelerator: zero3, gradient_checkpointing: true and "
+                    "per_device_train_batch_size: 1"
+                )
+    return f"no key alone makes it fit; take GPUs of {in_gib(trainer_need(shape, smallest, device).total)} GiB or more"
+
+
+def _trainer_changes(recipe: Recipe, work: Workload) -> Iterator[tuple[str, Workload]]:
+    completions = work.per_device * work.accumulation
+    for size in range(work.per_device - 1, 0, -1):
+        passes, rest = divmod(completions, size)
+        if not rest:
+            more = "" if recipe["prompts_per_step"] else f" and gradient_accumulation_steps: {passes}"
+            yield f"per_device_train_batch_size: {size}{more}", replace(work, per_device=size, accumulation=passes)
+    if not work.checkpointing:
+        yield "gradient_checkpointing: true", replace(work, checkpointing=True)
+    if work.mode == "colocate":
+        for steps in range(int(work.share / _SHARE_STEP) - 1, 0, -1):
+            smaller = round(steps * _SHARE_STEP, 2)
+            yield f"vllm_gpu_memory_utilization: {smaller}", replace(work, share=smaller)
+    for name in _SHARING_MORE.get(work.accelerator, ()):
+        if work.world_size > 1 and not (work.adapter and name == "zero3"):
+            yield f"accelerator: {name}", replace(work, accelerator=name)
+    if not work.adapter:
+        accelerator = "zero2" if work.accelerator in ("zero3", "fsdp2") else work.accelerator
+        plain = "" if accelerator == work.accelerator else " and accelerator: zero2"
+        yield f"use_peft: true{plain}", replace(work, adapter=16, accelerator=accelerator, reference=False)
+
+
+def server_suggestion(shape: ModelShape, work: Workload, device: int | None) -> str:
+    """Name the first change by which the server has room for its model and one longest sequence."""
+    longest = (work.longest or shape.positions) // _LENGTH_STEP * _LENGTH_STEP
+    changes: list[tuple[str, Workload]] = [
+        (f"vllm_max_model_length: {length}", replace(work, longest=length))
+        for length in range(longest, work.sequence - 1, -_LENGTH_STEP)
+    ]
+    if work.mode == "server":
+        steps = range(int(work.share / _SHARE_STEP) + 1, round(_LARGEST_SHARE / _SHARE_STEP) + 1)
+        shares = [round(step * _SHARE_STEP, 2) for step in steps]
+        changes += [(f"vllm_gpu_memory_utilization: {share}", replace(work, share=share)) for share in shares]
+    sizes = [size for size in range(work.parallel + 1, shape.heads + 1) if shape.heads % size == 0]
+    changes += [(f"vllm_tensor_parallel_size: {size}", replace(work, parallel=size)) for size in sizes]
+    for text, changed in changes:
+        need = server_need(shape, changed, device)
+        if need is None or need.fits:
+            return text
+    return "no key alone makes it fit; take larger GPUs for the server"
+
+
+@dataclass(frozen=True)
+class Disk:
+    """What a run writes, and the room for it, in bytes."""
+
+    checkpoint: int = 0  # one of them
+    checkpoints: int | None = None  # most at a time, None where nothing limits them
+    model: int = 0  # model/ and adapter/
+    free: int | None = None  # what the user may still write there, by the file system or its quota, if known
+    folder: str = ""  # where the run directory comes
+    unknown: str = ""  # why there is no estimate
+
+    @property
+    def total(self) -> int:
+        """Bytes at the worst moment; without a limit, of two checkpoints."""
+        return self.checkpoint * (self.checkpoints or 2) + self.model
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is not known to be too much."""
+        return bool(self.unknown) or self.free is None or self.total <= self.free
+
+    @property
+    def suggestion(self) -> str:
+        """The key to change, with its value."""
+        room = ((self.free or 0) - self.model) // max(1, self.checkpoint) - 1  # one more is written before one goes
+        if room >= 1:
+            return f"save_total_limit: {room}"
+        return f"run_root: a folder with {in_gib(2 * self.checkpoint + self.model)} GiB free, and save_total_limit: 1"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the estimate as plain data: bytes."""
+        suggestion = None if self.fits else self.suggestion
+        return {**asdict(self), "total": self.total, "fits": self.fits, "knob": suggestion}
+
+    def lines(self) -> list[str]:
+        """Return one line, and one more where it does not fit."""
+        if self.unknown:
+            return [f"disk       not estimated: {self.unknown}"]
+        many = f"{self.checkpoints} x" if self.checkpoints else "save_total_limit is empty, each"
+        free = "" if self.free is None else f"; {in_gib(self.free)} GiB free in {shown(self.folder)}"
+        parts = f"{many} checkpoint {in_gib(self.checkpoint)}, model {in_gib(self.model)}"
+        line = f"disk       {in_gib(self.total)} GiB: {parts}{free}"
+        return [line] if self.fits else [line, f"disk       does not fit. Fix: {self.suggestion}"]
+
+
+def estimate_disk(recipe: Recipe, plan: Plan, run_dir: Path) -> Disk:
+    """Estimate what a run of this plan writes, and the room for it.
+
+    ``run_dir`` need not exist; what a resumed run has written there counts as room.
+    """
+    try:
+        shape = read_shape(plan.model)
+        work = Workload.of(recipe, plan)
+    except UnknownShape as error:
+        return Disk(unknown=str(error))
+    model = work.element(shape) * shape.parameters
+    adapter = 4 * trained(shape, work) if work.adapter else 0
+    checkpoint = (adapter or model) + checkpoint_states(shape, work) + (model if recipe["sync_ref_model"] else 0)
+    return Disk(checkpoint, _most_checkpoints(recipe), model + adapter, _room(run_dir), str(run_dir.parent))
+
+
+def _most_checkpoints(recipe: Recipe) -> int | None:
+    """Checkpoints at a time: an older one is removed after a new one is complete."""
+    if recipe["save_strategy"] == "no":
+        return 1  # a stopped run saves all the same
+    steps, every, limit = recipe["max_steps"], recipe["save_steps"], recipe["save_total_limit"]
+    counts = [] if limit is None else [limit + 1]
+    if steps > 0 and recipe["save_strategy"] == "steps" and every >= 1:
+        counts.append(max(1, -(-steps // int(every))))
+    return min(counts, default=None)
+
+
+def _room(run_dir: Path) -> int | None:
+    """Bytes the user may use there, with those of earlier checkpoints of this very run."""
+    there = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.is_dir())
+    written = [path for name in ("checkpoints", "model") for path in (run_dir / name).rglob("*")]
+    try:
+        disk = os.statvfs(there)
+        return disk.f_bavail * disk.f_frsize + sum(path.stat().st_size for path in written if path.is_file())
+    except OSError:
+        return None
+
+
+def need_room(recipe: Recipe, plan: Plan, run_dir: Path) -> None:
+    """Refuse a run whose checkpoints cannot fit.
+
+    Raises:
+        ConfigError: nothing was started.
+    """
+    disk = estimate_disk(recipe, plan, run_dir)
+    if not disk.fits:
+        what = f"the run writes {in_gib(disk.total)} GiB, {in_gib(disk.free or 0)} GiB are free in {shown(disk.folder)}"
+        raise config_error("run_root", what, f"write {disk.suggestion}")
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast earlier runs like this one were."""
+
+    seconds: float | None  # median of an optimizer step, None without an earlier run
+    runs: int  # how many were counted
+    walltime: float | None  # seconds of the time limit, if known
+    root: str  # where earlier runs were looked for
+
+    @property
+    def steps(self) -> int | None:
+        """Optimizer steps within the time limit, start and saves not counted."""
+        return None if self.seconds is None or self.walltime is None else int(self.walltime / self.seconds)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain data: seconds."""
+        return {**asdict(self), "steps": self.steps}
+
+    def __str__(self) -> str:
+        if self.seconds is None:
+            return f"no earlier run in {shown(self.root)} with this name, model, batch and number of trainers"
+        pace = f"{self.seconds:.3g} s a step in {self.runs} earlier run{'s' if self.runs > 1 else ''}"
+        if self.steps is None or self.walltime is None:
+            return f"{pace}: {3600 / self.seconds:,.0f} steps an hour"
+        return f"{pace}: about {self.steps:,} steps in {clock(self.walltime)}"
+
+
+def find_speed(plan: Plan, names: Names, walltime: float | None = None) -> Speed:
+    """Return the speed of the newest earlier runs of this name, beside the run directory, on as many devices."""
+    root = names.run_dir.parent
+    now, medians = plan.as_json(), list[float]()
+    for record in sorted(root.glob("*/run.json"), key=_modified, reverse=True)[:_MOST_RUNS]:
+        folder = record.parent
+        try:
+            if folder != names.run_dir and _alike(folder, now, names.run) and (seconds := _step_seconds(folder)):
+                medians.append(statistics.median(seconds))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):  # files of a run are the user's to edit
+            continue
+        if len(medians) == _MOST_ALIKE:
+            break
+    return Speed(statistics.median(medians) if medians else None, len(medians), walltime, str(root))
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # removed meanwhile
+        return 0.0
+
+
+def _alike(folder: Path, now: Mapping[str, Any], name: str) -> bool:
+    """Whether the run of that directory has this name, model, batch and number of trainers."""
+    old, identity = (json.loads((folder / file).read_text()) for file in ("plan.json", "run.json"))
+    return (
+        identity["run_name"] == name
+        and all(old[key] == now[key] for key in ("task", "model", "flavour", "mode"))
+        and all(old["batch"][key] == now["batch"][key] for key in ("completions", "world_size", "tokens"))
+    )
+
+
+def _step_seconds(folder: Path) -> list[float]:
+    """``seconds/step`` of the last whole rows of ``metrics.jsonl``."""
+    with (folder / "metrics.jsonl").open("rb") as file:
+        start = max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES)
+        file.seek(start)
+        lines = file.read().split(b"\n")[1 if start else 0 : -1]
+    rows = [json.loads(line) for line in lines]
+    return [float(row["seconds/step"]) for row in rows if row["step"] > _WARM_UP_STEPS and row["seconds/step"] > 0]
 
 
 @dataclass(frozen=True)
@@ -35,14 +387,9 @@ class Estimates:
 def estimate(
     plan: Plan, recipe: Recipe, names: Names, gpu_gib: float | None = None, walltime: float | None = None
 ) -> Estimates:
-    """Estimate what a plan will take; about a tenth of a second.
+    """Estimate what a plan will take, in about a tenth of a second.
 
-    Args:
-        plan: a plan.
-        recipe: the recipe it is of.
-        names: those it was made with.
-        gpu_gib: memory of one GPU in GiB, if known.
-        walltime: seconds the job may take, if known.
+    ``gpu_gib`` is the memory of one GPU and ``walltime`` the seconds the job may take, where they are known.
     """
     return Estimates(
         memory=estimate_memory(recipe, plan, gpu_gib),

@@ -1,17 +1,19 @@
-"""How much memory a run's processes will take at their peak, part by part. Pure: no torch, nothing is started.
+"""How much memory a run's processes take at their peak, part by part, in bytes. Pure: no torch, nothing is started.
 
-Bytes everywhere. What torch, TRL, accelerate and DeepSpeed allocate was read in their source (TRL 1.16, DeepSpeed
-0.19); the two constants of a CPU run are measured, by ``bench/memory_estimate.py``, which also says how near the whole
-is. The constants of a GPU run are not measured.
+What torch, TRL, accelerate and DeepSpeed allocate was read in their source (TRL 1.16, DeepSpeed 0.19). The two
+constants of a CPU run are measured by ``bench/memory_estimate.py``, which also says how near the whole is. Nobody has
+measured the constants of a GPU run, so an estimate for GPUs is a guide and no promise.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from grpo_recipes.plan.model_shape import ModelShape, UnknownShape
-from grpo_recipes.plan.server import CPU_KV_CACHE_GIB, longest_sequence
+from grpo_recipes.plan.server import CPU_KV_CACHE_GIB, gpu_share, longest_sequence
 
 if TYPE_CHECKING:
     from grpo_recipes.plan.types import Plan
@@ -21,105 +23,167 @@ GIB = 1 << 30
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 Parts = dict[str, int]
 
+# Decoders with grouped attention and a gated MLP, which are all counted the same way.
+_KNOWN = frozenset({"gemma", "granite", "llama", "mistral", "qwen2", "qwen3"})
+_HEAD_NORMS = frozenset({"qwen3"})
+_TIED_BY_DEFAULT = frozenset({"gemma"})
 # What the processes hold before the model counts: bench/results/memory_estimate.json, case "constant".
 _TRAINER_IMPORTS = 780_000_000
 _SERVER_IMPORTS = 1_950_000_000  # of the API server, the engine and one worker, each with torch and vLLM
-# The context of CUDA with its libraries, and NCCL's buffers. Not measured.
-_CUDA_CONTEXT = GIB
-_CUDA_GRAPHS = GIB  # vLLM's captured graphs
+# Not measured: the context of CUDA with its libraries and NCCL's buffers, and vLLM's captured graphs.
+_CUDA_CONTEXT = _CUDA_GRAPHS = GIB
 # trl/kernels/chunked_logprob.py: the output layer is computed in tiles of so many tokens and words, never as a whole.
 _TILE_TOKENS, _TILE_WORDS = 4096, 32768
 _TILE_COPIES_ON_CPU = 8  # of _backward_tile: torch makes every intermediate, where Triton works in place
 # DeepSpeed's defaults, in elements, which TRL's accelerate files leave alone.
 _ZERO_BUCKET = 500_000_000
 _ZERO3_LIVE = 1_000_000_000
-# vLLM's defaults of an API server: sequences at a time, and tokens of one batch.
+# vLLM's defaults of an API server: sequences at a time, and tokens of one batch on a GPU.
 _SEQUENCES = {"cpu": 128, "cuda": 1024}
-_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
-
+_BATCHED_TOKENS = 8192
 # Bytes of an optimizer's states for each trained element, as (states of the weights' dtype, bytes of its own).
+_ADAMW = (2, 0)
 _OPTIMIZERS: dict[str, tuple[int, float]] = {
-    "adamw_torch": (2, 0),
-    "adamw_torch_fused": (2, 0),
-    "adamw_anyprecision": (2, 0),
-    "stable_adamw": (2, 0),
-    "adafactor": (0, 0),
-    "sgd": (0, 0),
-    "adagrad": (1, 0),
-    "rmsprop": (1, 0),
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_anyprecision", "stable_adamw"), _ADAMW),
+    **dict.fromkeys(("adafactor", "sgd"), (0, 0)),
+    **dict.fromkeys(("adagrad", "rmsprop"), (1, 0)),
     "paged_adamw_32bit": (0, 8),
-    "adamw_8bit": (0, 2),
-    "adamw_bnb_8bit": (0, 2),
-    "paged_adamw_8bit": (0, 2),
-    "adamw_torch_8bit": (0, 2),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), (0, 2)),
     "adamw_torch_4bit": (0, 1),
-    "lion_32bit": (0, 4),
-    "paged_lion_32bit": (0, 4),
-    "lion_8bit": (0, 1),
-    "paged_lion_8bit": (0, 1),
+    **dict.fromkeys(("lion_32bit", "paged_lion_32bit"), (0, 4)),
+    **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), (0, 1)),
 }
-_ADAMW = _OPTIMIZERS["adamw_torch"]
 _PEFT_TARGETS = ("q_proj", "v_proj")  # of the families that are counted, where the recipe names none
 
 
-def in_gib(size: int) -> str:
-    """Bytes as a number of GiB, small ones to the MiB."""
-    return f"{size / GIB:.1f}" if size >= GIB / 10 or not size else f"{size / GIB:.3f}"
+class UnknownShape(Exception):
+    """The sizes are not known; the message says why and, after a semicolon, what to do."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder."""
+
+    hidden: int  # width of the residual stream
+    intermediate: int  # width of the MLP
+    layers: int
+    heads: int  # of queries
+    kv_heads: int
+    head: int  # width of one
+    vocabulary: int  # rows of the embedding
+    tied: bool  # whether the output layer is the embedding
+    attention_bias: int  # elements of the biases of a layer's q, k and v
+    head_norms: bool  # whether queries and keys are normalised head by head
+    positions: int  # longest sequence
+    dtype: str | None  # of the saved weights, None where the file does not say
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> ModelShape:
+        """Read the sizes from a ``config.json``.
+
+        Raises:
+            UnknownShape: a family that is not counted here, a mixture of experts, or a number is missing.
+        """
+        kind = config.get("model_type")
+        if kind not in _KNOWN:
+            raise UnknownShape(f"models of type '{kind}' are not counted")
+        try:
+            hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+            kv_heads = int(config.get("num_key_value_heads") or heads)
+            head = int(config.get("head_dim") or hidden // heads)
+            biased = kind == "qwen2" or bool(config.get("attention_bias"))
+            return cls(
+                hidden=hidden,
+                intermediate=int(config["intermediate_size"]),
+                layers=int(config["num_hidden_layers"]),
+                heads=heads,
+                kv_heads=kv_heads,
+                head=head,
+                vocabulary=int(config["vocab_size"]),
+                tied=bool(config.get("tie_word_embeddings", kind in _TIED_BY_DEFAULT)),
+                attention_bias=(heads + 2 * kv_heads) * head if biased else 0,
+                head_norms=kind in _HEAD_NORMS,
+                positions=int(config["max_position_embeddings"]),
+                dtype=config.get("dtype") or config.get("torch_dtype"),
+            )
+        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise UnknownShape(f"its config.json is not understood ({type(error).__name__}: {error})") from None
+
+    @property
+    def embedding(self) -> int:
+        """Elements of the embedding, and of the output layer."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def linear(self) -> dict[str, tuple[int, int]]:
+        """Linear layers of one layer: name -> (inputs, outputs)."""
+        queries, keys = self.heads * self.head, self.kv_heads * self.head
+        return {
+            "q_proj": (self.hidden, queries),
+            "k_proj": (self.hidden, keys),
+            "v_proj": (self.hidden, keys),
+            "o_proj": (queries, self.hidden),
+            "gate_proj": (self.hidden, self.intermediate),
+            "up_proj": (self.hidden, self.intermediate),
+            "down_proj": (self.intermediate, self.hidden),
+        }
+
+    @property
+    def layer(self) -> int:
+        """Elements of one layer."""
+        norms = 2 * self.hidden + (2 * self.head if self.head_norms else 0)
+        return sum(inputs * outputs for inputs, outputs in self.linear.values()) + self.attention_bias + norms
+
+    @property
+    def parameters(self) -> int:
+        """Elements of the model, tied ones once."""
+        return self.layers * self.layer + self.embedding * (1 if self.tied else 2) + self.hidden
+
+
+def read_shape(model: str) -> ModelShape:
+    """Return the sizes of the model in a folder; a plan names a hub id instead where it has not been fetched.
+
+    Raises:
+        UnknownShape: its configuration is not here, or not understood.
+    """
+    try:
+        config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+    except OSError:
+        raise UnknownShape("its config.json is not on this machine; grpo fetch RECIPE brings it") from None
+    except ValueError:
+        raise UnknownShape("its config.json is not JSON") from None
+    return ModelShape.of(config if isinstance(config, dict) else {})
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Everything but the model that decides how much memory a run takes.
+    """Everything but the model that decides how much memory a run takes."""
 
-    Attributes:
-        flavour: ``cpu`` or ``cuda``.
-        mode: ``server``, ``colocate`` or ``transformers``.
-        accelerator: as in the plan.
-        world_size: training processes.
-        dtype: dtype of the weights, or ``auto``.
-        mixed: ``no``, ``bf16`` or ``fp16``.
-        optim: name of the optimizer.
-        reference: whether a reference model is kept beside the trained one.
-        checkpointing: whether activations are recomputed.
-        eager: whether attention keeps its scores.
-        adapter: LoRA's rank, 0 without.
-        adapted: layers with an adapter, by the ends of their names; empty for PEFT's choice.
-        whole: layers that are trained as a whole beside the adapter, by the ends of their names.
-        per_device: completions of one forward pass.
-        accumulation: forward passes of a step.
-        sequence: longest prompt and completion together, in tokens.
-        completion: longest completion, in tokens.
-        longest: longest sequence the server takes, None for the model's own limit.
-        bridge: how weights reach the server, None without one.
-        parallel: GPUs the server's model is split over.
-        share: of a GPU's memory that vLLM may take.
-    """
-
-    flavour: str
-    mode: str
-    accelerator: str
+    flavour: str  # device: cpu or cuda
+    mode: str  # as in the plan
+    accelerator: str  # as in the plan
     world_size: int
-    dtype: str
-    mixed: str
+    dtype: str  # of the weights, or auto
+    mixed: str  # no, bf16 or fp16
     optim: str
-    reference: bool
-    checkpointing: bool
-    eager: bool
-    adapter: int
-    adapted: tuple[str, ...]
-    whole: tuple[str, ...]
-    per_device: int
-    accumulation: int
-    sequence: int
-    completion: int
-    longest: int | None
+    reference: bool  # whether a reference model is kept beside the trained one
+    checkpointing: bool  # whether activations are recomputed
+    eager: bool  # whether attention keeps its scores
+    adapter: int  # LoRA's rank, 0 without
+    adapted: tuple[str, ...]  # ends of the names of layers with an adapter; empty for PEFT's choice
+    whole: tuple[str, ...]  # ends of the names of layers trained as a whole beside the adapter
+    per_device: int  # completions of one forward pass
+    accumulation: int  # forward passes of a step
+    sequence: int  # tokens of the longest prompt and completion together
+    completion: int  # tokens of the longest completion
+    longest: int | None  # tokens of the longest sequence the server takes, None for the model's own limit
     bridge: str | None
-    parallel: int
-    share: float
+    parallel: int  # GPUs the server's model is split over
+    share: float  # of a GPU's memory that vLLM may take
 
     @classmethod
     def of(cls, recipe: Recipe, plan: Plan) -> Workload:
-        """The workload of a plan.
+        """Return the workload of a plan.
 
         Raises:
             UnknownShape: nothing in the recipe limits a sequence, or CONFIG_FILE decides how the model is shared.
@@ -131,6 +195,8 @@ class Workload:
             raise UnknownShape("no key limits the length of a sequence; write max_prompt_length")
         if plan.accelerator == "custom":
             raise UnknownShape("the file of CONFIG_FILE decides how the model is shared; unset it")
+        # With an adapter the base model under it is the reference.
+        reference = not recipe["use_peft"] and (recipe["beta"] != 0.0 or bool(plan.maxent and plan.maxent.beta))
         return cls(
             flavour=plan.flavour,
             mode=plan.mode,
@@ -139,7 +205,7 @@ class Workload:
             dtype=recipe["dtype"] or "auto",
             mixed="fp16" if recipe["fp16"] else "no" if recipe["bf16"] is False else "bf16",
             optim=recipe["optim"],
-            reference=_has_reference(recipe, plan),
+            reference=reference,
             checkpointing=recipe["gradient_checkpointing"],
             eager=recipe["attn_implementation"] == "eager",
             adapter=recipe["lora_r"] if recipe["use_peft"] else 0,
@@ -152,13 +218,17 @@ class Workload:
             longest=longest,
             bridge=plan.bridge,
             parallel=recipe["vllm_tensor_parallel_size"],
-            share=_share(recipe, plan),
+            share=gpu_share(recipe, plan.mode),
         )
 
     def element(self, shape: ModelShape) -> int:
-        """Bytes of a weight as it is loaded."""
+        """Return the bytes of a weight as it is loaded."""
         dtype = (shape.dtype or "float32") if self.dtype == "auto" else self.dtype
         return BYTES.get(dtype, 4)
+
+    def computed(self, shape: ModelShape) -> int:
+        """Return the bytes of a value in the forward pass."""
+        return 2 if self.low else self.element(shape)
 
     @property
     def zero(self) -> bool:
@@ -170,42 +240,36 @@ class Workload:
         """Whether the forward pass is computed in 16 bits, whatever the weights."""
         return self.mixed != "no"
 
-
-def _has_reference(recipe: Recipe, plan: Plan) -> bool:
-    if recipe["use_peft"]:
-        return False  # the base model under the adapter is the reference
-    return recipe["beta"] != 0.0 or bool(plan.maxent and plan.maxent.beta)
-
-
-def _share(recipe: Recipe, plan: Plan) -> float:
-    if plan.mode == "colocate" and not recipe.given("vllm_gpu_memory_utilization"):
-        return 0.3
-    return float(recipe["vllm_gpu_memory_utilization"])
+    @property
+    def shards(self) -> int:
+        """Parts that gradients and optimizer states are cut into."""
+        return self.world_size if self.accelerator in ("zero2", "zero3", "fsdp2") else 1
 
 
 def trainer_parts(shape: ModelShape, work: Workload) -> Parts:
-    """What one training process holds at its peak, part by part.
+    """Return what one training process holds at its peak, part by part.
 
     The largest of these moments: the start of a backward pass, the optimizer's step, the transfer of the weights, and
     transformers' own generation.
     """
     passing = {"activations": _activations(shape, work), "output layer": _output_layer(shape, work)}
     gradients = {"gradients": _gradients(shape, work)}
-    moments = [passing, {"gradients": gradients["gradients"] + _flat_gradients(shape, work)}]
-    if work.accumulation > 1:
-        moments.append(passing | gradients)  # those of the passes before are still there
-    if work.mode == "transformers":
-        moments.append({"KV cache": work.per_device * work.accumulation * work.sequence * _kv_token(shape, work)})
-    if work.flavour == "cpu":  # the C library's heap keeps most of what a pass has freed
+    # DeepSpeed's step makes its own float32 copy of the gradients.
+    flat = 4 * trained(shape, work) // work.world_size if work.zero and work.low else 0
+    moments = [passing, {"gradients": gradients["gradients"] + flat}]
+    # Gradients of the passes before are still there; on CPU the C library's heap keeps most of what a pass has freed.
+    if work.accumulation > 1 or work.flavour == "cpu":
         moments.append(passing | gradients)
-        if work.bridge == "file":
-            moments.append(passing | {"weights in transit": _whole(shape, work)})
+    if work.mode == "transformers":
+        moments.append({"KV cache": work.per_device * work.accumulation * sequence_cache(shape, work, work.sequence)})
+    if work.flavour == "cpu" and work.bridge == "file":
+        moments.append(passing | {"weights in transit": work.element(shape) * shape.parameters})
     worst = max(moments, key=lambda parts: sum(parts.values()))
     return {name: size for name, size in {**_held(shape, work), **worst}.items() if size}
 
 
 def trained(shape: ModelShape, work: Workload) -> int:
-    """Elements that are trained: all, or those of the adapter and of layers trained beside it."""
+    """Return the elements that are trained: all, or those of the adapter and of layers trained beside it."""
     if not work.adapter:
         return shape.parameters
     wanted = [name.rpartition(".")[2] for name in work.adapted or _PEFT_TARGETS]
@@ -216,31 +280,39 @@ def trained(shape: ModelShape, work: Workload) -> int:
     return shape.layers * work.adapter * sum(sides) + whole
 
 
+def checkpoint_states(shape: ModelShape, work: Workload) -> int:
+    """Return the bytes of the optimizer's part of a checkpoint, all processes together.
+
+    DeepSpeed writes the weights there too.
+    """
+    alone = replace(work, world_size=1)
+    return _states(shape, alone) + (_weights(shape, replace(alone, accelerator="zero2")) if work.zero else 0)
+
+
 def _held(shape: ModelShape, work: Workload) -> Parts:
     """Weights, states and reference, which stay for the whole run."""
     imports = _TRAINER_IMPORTS if work.flavour == "cpu" else _CUDA_CONTEXT
-    weights, element = _weights(shape, work)
-    parts = {"libraries": imports, "weights": weights, "optimizer": _states(shape, work)}
+    parts = {"libraries": imports, "weights": _weights(shape, work), "optimizer": _states(shape, work)}
     if work.reference:
+        element = _trained_element(shape, work) if work.zero else work.element(shape)
         shards = work.world_size if work.accelerator in ("zero3", "fsdp2") else 1
         parts["reference"] = element * shape.parameters // shards
     return parts
 
 
-def _weights(shape: ModelShape, work: Workload) -> tuple[int, int]:
-    """Bytes of the weights one process holds, and of one element of them."""
+def _weights(shape: ModelShape, work: Workload) -> int:
+    """Bytes of the weights that one process holds."""
     element, count = work.element(shape), shape.parameters
     if work.zero:
-        element = 2 if work.low else 4  # DeepSpeed casts the model itself
+        element = _trained_element(shape, work)  # DeepSpeed casts the model itself
     if work.accelerator == "zero3":
-        return element * (count // work.world_size + min(count, _ZERO3_LIVE)), element
+        return element * (count // work.world_size + min(count, _ZERO3_LIVE))
     if work.accelerator == "fsdp2":
-        held = 4 if work.low else element  # accelerate casts trained weights up
-        gathered = (2 if work.low else element) * (2 * shape.layer + 2 * shape.embedding)
-        return held * count // work.world_size + gathered, element
+        gathered = work.computed(shape) * (2 * shape.layer + 2 * shape.embedding)
+        return (4 if work.low else element) * count // work.world_size + gathered  # accelerate casts weights up
     adapter = 4 * trained(shape, work) if work.adapter else 0  # PEFT keeps adapters in float32
     copies = 2 * count if work.low and element == 4 and work.flavour == "cuda" else 0  # autocast's
-    return element * count + adapter + copies, element
+    return element * count + adapter + copies
 
 
 def _trained_element(shape: ModelShape, work: Workload) -> int:
@@ -252,22 +324,12 @@ def _trained_element(shape: ModelShape, work: Workload) -> int:
     return work.element(shape)
 
 
-def _shards(work: Workload) -> int:
-    return work.world_size if work.accelerator in ("zero2", "zero3", "fsdp2") else 1
-
-
 def _states(shape: ModelShape, work: Workload) -> int:
     """The optimizer's states; with DeepSpeed also the weights in float32 that it updates."""
     states, own = _OPTIMIZERS.get(work.optim, _ADAMW)
     element = 4 if work.zero else _trained_element(shape, work)
     master = 4 if work.zero and work.low else 0
-    return int((states * element + own + master) * trained(shape, work)) // _shards(work)
-
-
-def checkpoint_states(shape: ModelShape, work: Workload) -> int:
-    """Bytes of the optimizer's part of a checkpoint, all processes together; DeepSpeed writes the weights there too."""
-    alone = replace(work, world_size=1)
-    return _states(shape, alone) + (_weights(shape, replace(alone, accelerator="zero2"))[0] if work.zero else 0)
+    return int((states * element + own + master) * trained(shape, work)) // work.shards
 
 
 def _gradients(shape: ModelShape, work: Workload) -> int:
@@ -275,20 +337,19 @@ def _gradients(shape: ModelShape, work: Workload) -> int:
     if work.accelerator == "ddp":
         return 2 * element * count  # DDP's buckets are a second copy
     bucket = _ZERO_BUCKET * element if work.zero else 0
-    return element * count // _shards(work) + bucket
-
-
-def _flat_gradients(shape: ModelShape, work: Workload) -> int:
-    """DeepSpeed's step makes its own float32 copy."""
-    return 4 * trained(shape, work) // work.world_size if work.zero and work.low else 0
+    return element * count // work.shards + bucket
 
 
 def _activations(shape: ModelShape, work: Workload) -> int:
     """What the backward pass needs of the forward pass, and the working space of the layer it is in."""
-    tokens = work.per_device * work.sequence
-    compute = 2 if work.low else work.element(shape)
-    residual = work.element(shape)
-    layer = tokens * _saved_by_layer(shape, work, compute, residual)
+    tokens, compute, residual = work.per_device * work.sequence, work.computed(shape), work.element(shape)
+    queries, keys = shape.heads * shape.head, shape.kv_heads * shape.head
+    # A norm saves its input in float32, the normalised input and its output; in float32 the first two are 4 bytes too.
+    norm = 4 + 2 * residual
+    norms = 2 * shape.hidden * norm + ((queries + keys) * norm if shape.head_norms else 0)
+    attention = 4 * queries * compute  # query, key and value repeated for each head, and the output
+    scores = 2 * shape.heads * work.sequence * compute if work.eager else 0
+    layer = tokens * (norms + attention + scores + 4 * shape.intermediate * compute)
     working = 3 * tokens * shape.intermediate * compute
     ends = 3 * tokens * shape.hidden * 4  # embedding, last norm
     if work.checkpointing:
@@ -296,61 +357,39 @@ def _activations(shape: ModelShape, work: Workload) -> int:
     return shape.layers * layer + working + ends
 
 
-def _saved_by_layer(shape: ModelShape, work: Workload, compute: int, residual: int) -> int:
-    """Bytes of one token that a layer saves for its backward pass."""
-    queries, keys = shape.heads * shape.head, shape.kv_heads * shape.head
-    # A norm saves its input in float32, the normalised input and its output; in float32 the first two are 4 bytes too.
-    norm = 4 + 2 * residual
-    norms = 2 * shape.hidden * norm + ((queries + keys) * norm if shape.head_norms else 0)
-    attention = 4 * queries * compute  # query, key and value repeated for each head, and the output
-    scores = 2 * shape.heads * work.sequence * compute if work.eager else 0
-    return norms + attention + scores + 4 * shape.intermediate * compute
-
-
 def _output_layer(shape: ModelShape, work: Workload) -> int:
     """TRL's log-probs: a tile of logits at a time, and the gradients of the layer in float32."""
     on_cpu = work.flavour == "cpu"
-    compute = 2 if work.low else work.element(shape)
+    element, compute = work.element(shape), work.computed(shape)
     rows = work.per_device * (work.sequence if on_cpu else work.completion)  # Triton takes the scored tokens alone
     tile = min(rows, _TILE_TOKENS) * min(shape.vocabulary, _TILE_WORDS)
     tiles = tile * 4 * _TILE_COPIES_ON_CPU if on_cpu else tile * compute
     hidden = rows * shape.hidden * (4 + compute)
-    element = work.element(shape)
     weight = 0 if work.adapter else shape.embedding * (4 + (element if element < 4 else 0))
     return tiles + hidden + weight
 
 
-def _whole(shape: ModelShape, work: Workload) -> int:
-    return work.element(shape) * shape.parameters
-
-
-def _kv_token(shape: ModelShape, work: Workload) -> int:
-    """Bytes that one token takes in one process' KV cache."""
-    heads = max(1, shape.kv_heads // work.parallel)
-    return 2 * shape.layers * heads * shape.head * work.element(shape)
-
-
 def server_parts(shape: ModelShape, work: Workload) -> Parts:
-    """What the vLLM server holds at its peak: on CPU all its processes together, on a GPU one of its GPUs.
+    """Return what the vLLM server holds at its peak: on CPU all its processes together, on a GPU one of its GPUs.
 
     The KV cache of a GPU is what the rest leaves of vLLM's share of it, and not in this.
     """
-    weights = _whole(shape, work) // work.parallel
+    weights = work.element(shape) * shape.parameters // work.parallel
     logits = 3 * _SEQUENCES[work.flavour] * shape.vocabulary * 4
     if work.flavour == "cpu":
         cache = int(CPU_KV_CACHE_GIB) * GIB
         parts = {"libraries": _SERVER_IMPORTS, "weights": weights, "KV cache": cache, "output layer": logits}
         return parts | ({"weights in transit": weights} if work.bridge == "file" else {})
     widest = max(2 * shape.intermediate // work.parallel, shape.hidden) + 3 * shape.hidden
-    activations = _BATCHED_TOKENS["cuda"] * widest * work.element(shape)
     return {
         "libraries": _CUDA_CONTEXT + _CUDA_GRAPHS,
         "weights": weights,
-        "activations": activations,
+        "activations": _BATCHED_TOKENS * widest * work.element(shape),
         "output layer": logits,
     }
 
 
 def sequence_cache(shape: ModelShape, work: Workload, length: int) -> int:
-    """Bytes of KV cache that one sequence of ``length`` tokens takes on one of the server's GPUs."""
-    return length * _kv_token(shape, work)
+    """Return the bytes of KV cache that one sequence of ``length`` tokens takes on one of the server's GPUs."""
+    heads = max(1, shape.kv_heads // work.parallel)
+    return length * 2 * shape.layers * heads * shape.head * work.element(shape)

@@ -23,6 +23,7 @@ from grpo_recipes.server.activity import ACTIVITY_PATH
 # `trl vllm-serve`, which runs it) does not find its version. The module behind both takes the same flags.
 CPU_KV_CACHE_GIB = "1"
 _KEEP_ALIVE_SECONDS = 30 * 24 * 3600
+_COLOCATED_SHARE = 0.3  # of a GPU's memory for a vLLM that shares it with a trainer, unless the recipe says another
 
 
 def server_command(recipe: Recipe, model: str, name: str, host: str, port: int, flavour: str) -> list[str]:
@@ -96,6 +97,13 @@ def longest_sequence(recipe: Recipe) -> int | None:
     if recipe["vllm_max_model_length"] is not None or None in (prompt, completion):
         return recipe["vllm_max_model_length"]
     return int(prompt + completion)
+
+
+def gpu_share(recipe: Recipe, mode: str) -> float:
+    """Return the share of a GPU's memory that vLLM may take."""
+    if mode == "colocate" and not recipe.given("vllm_gpu_memory_utilization"):
+        return _COLOCATED_SHARE
+    return float(recipe["vllm_gpu_memory_utilization"])
 
 
 def has_trl_serve() -> bool:
