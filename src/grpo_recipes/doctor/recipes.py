@@ -127,7 +127,7 @@ def checkpoint_space(case: Case) -> Finding:
     what = f"about {gigabytes(disk.total)} for {many} and the model, {gigabytes(disk.free)} free"
     endless = "write save_total_limit: 2: without it the disk fills with every save_steps"
     return judge(
-        what, (not disk.fits, PROBLEM, f"make room, or write {disk.knob}"), (not disk.checkpoints, WARNING, endless)
+        what, (not disk.fits, PROBLEM, f"make room, or write {disk.suggestion}"), (not disk.checkpoints, WARNING, endless)
     )
 
 
@@ -147,15 +147,16 @@ def weights_way(case: Case) -> Finding:
 def training_memory(case: Case) -> Finding:
     """Memory of trainers and server at their peak, in GPUs or in the machine, as `grpo plan` estimates it."""
     takes = case.estimates.memory
-    if takes.trainer is None:
+    if takes.unknown:
         return ok(f"not estimated: {takes.unknown}")
     if case.plan.flavour == "cuda":
         what = "; ".join(f"{role} {need}" for role, need in takes.roles.items())
-        if takes.trainer.available is None:
+        if takes.roles["trainer"].available is None:
             return ok(f"{what}; the GPUs' memory is not known")
-        return judge(what, (not takes.fits, PROBLEM, f"write {takes.knob}"))
+        return judge(what, (not takes.fits, PROBLEM, f"write {takes.suggestion}"))
     # on CPU every process has its own
-    needed = takes.trainer.total * case.plan.batch.world_size + (takes.server.total if takes.server else 0)
+    processes = {"trainer": case.plan.batch.world_size, "server": 1}
+    needed = sum(need.total * processes[role] for role, need in takes.roles.items())
     what, free = f"about {gigabytes(needed)}", free_memory()
     fix = "ask for more (sbatch --mem), or take a smaller model"
     return judge(f"{what}, {gigabytes(free)} of memory free", (needed > free, PROBLEM, fix))
