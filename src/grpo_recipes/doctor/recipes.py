@@ -127,7 +127,9 @@ def checkpoint_space(case: Case) -> Finding:
     what = f"about {gigabytes(disk.total)} for {many} and the model, {gigabytes(disk.free)} free"
     endless = "write save_total_limit: 2: without it the disk fills with every save_steps"
     return judge(
-        what, (not disk.fits, PROBLEM, f"make room, or write {disk.suggestion}"), (not disk.checkpoints, WARNING, endless)
+        what,
+        (not disk.fits, PROBLEM, f"make room, or write {disk.suggestion}"),
+        (not disk.checkpoints, WARNING, endless),
     )
 
 
