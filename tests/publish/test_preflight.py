@@ -8,7 +8,7 @@ import pytest
 from fake_hub import READER, WRITER, FakeHub
 
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.publish.preflight import need_target
+from grpo_recipes.publish.push import need_target
 from grpo_recipes.recipe import Recipe
 
 Read = Callable[..., Recipe]

@@ -14,8 +14,8 @@ import pytest
 from fake_hub import FakeHub
 
 from grpo_recipes.publish import publisher as module
-from grpo_recipes.publish.preflight import Target
 from grpo_recipes.publish.publisher import Publisher, hand_over, make_publisher
+from grpo_recipes.publish.push import Target
 from grpo_recipes.runs.checkpoints import prune
 from grpo_recipes.runs.rundir import read_json
 

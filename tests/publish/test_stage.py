@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.publish.stage import model_files, stage
+from grpo_recipes.publish.publisher import model_files, stage
 
 Checkpoint = Callable[..., Path]
 

@@ -24,8 +24,8 @@ from grpo_recipes.plan.plan import describe, make_plan, with_processes, with_sou
 from grpo_recipes.plan.ports import free_ports
 from grpo_recipes.process.reports import say
 from grpo_recipes.process.scratch import Scratch
-from grpo_recipes.publish.preflight import need_target
 from grpo_recipes.publish.publisher import make_publisher
+from grpo_recipes.publish.push import need_target
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.runs.checkpoints import verified_checkpoint
 from grpo_recipes.runs.rundir import Run, claim

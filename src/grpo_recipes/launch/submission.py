@@ -21,7 +21,7 @@ from grpo_recipes.plan.devices import Resources, environment_flavour
 from grpo_recipes.plan.estimates import Estimates, estimate, need_room
 from grpo_recipes.plan.plan import choose_recipe, make_plan
 from grpo_recipes.plan.types import Names, Plan
-from grpo_recipes.publish.preflight import need_target
+from grpo_recipes.publish.push import need_target
 from grpo_recipes.recipe import Recipe, Value
 from grpo_recipes.recipe.check import checked_recipe
 from grpo_recipes.recipe.tasks import GRPO, entry_of, requested_task

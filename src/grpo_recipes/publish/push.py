@@ -1,54 +1,152 @@
-"""One commit to a repository of the hub, in a process of its own.
+"""Where a run publishes, asked of the hub before it starts; and one commit there, in a process of its own.
 
     python -m grpo_recipes.publish.push JOB.json
 
-The launcher starts it: trainers and server run offline, and a push that fails or hangs must not touch them.
+The launcher starts that process: trainers and server run offline, and a push that fails or hangs must not touch them.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from grpo_recipes.errors import config_error
+from grpo_recipes.fetch.hub import endpoint, hub_answers, told_offline
 from grpo_recipes.process.tree import die_with_parent
+from grpo_recipes.recipe import Recipe
 from grpo_recipes.runs.rundir import write_json
 from grpo_recipes.secrets import masked
 
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
 WAITS = (5.0, 20.0)  # seconds between attempts
-_LONGEST_WAIT = 300.0
-_LONGEST_PUSH = 2 * 3600.0
+_LONGEST_QUESTION, _LONGEST_WAIT = 30.0, 300.0  # seconds for one answer of the hub: before a run, and in a push
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
+_LOGIN = "export HF_TOKEN, or run hf auth login, with a token that may write"
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a run publishes."""
+
+    repo: str  # user/name
+    private: bool  # whether the repository is private when it is made
+    branch: str  # gets the commits
+    strategy: str  # end, every_save, checkpoint or all_checkpoints
+    always: bool  # push every checkpoint, though the push before is not finished
+    note: str = ""  # what the user should know
+
+    def __str__(self) -> str:
+        kind = f"a {'private' if self.private else 'public'} repository if it is new"
+        return f"{self.repo} ({self.branch}, {self.strategy}; {kind})" + (f"; {self.note}" if self.note else "")
+
+
+def repository_name(recipe: Recipe, run_name: str) -> str:
+    """Return the repository's name, with or without a user before it: ``hub_model_id``, or the run's name."""
+    return str(recipe["hub_model_id"] or re.sub(r"[^\w.-]+|--+|\.\.+", "-", run_name).strip("-."))
+
+
+def need_target(recipe: Recipe, environment: Mapping[str, str], run_name: str) -> Target | None:
+    """Return where the run publishes, None without ``push_to_hub``; ``run_name`` stands in for ``hub_model_id``.
+
+    Raises:
+        ConfigError: the hub does not answer, nobody is logged in, or the account may not write there.
+    """
+    if not recipe["push_to_hub"]:
+        return None
+    where, name = recipe.origin("push_to_hub"), repository_name(recipe, run_name)
+    if not hub_answers(environment):
+        why = "HF_HUB_OFFLINE is set" if told_offline(environment) else f"{endpoint(environment)} does not answer"
+        fix = f"remove it and publish afterwards where the hub answers: hf upload {name} <run>/model"
+        raise config_error(where, f"push_to_hub cannot work here: {why}", fix)
+    from huggingface_hub import HfApi  # 0.3 s, for those who publish
+
+    from grpo_recipes.fetch.client import bound_every_wait
+
+    bound_every_wait(_LONGEST_QUESTION)
+    api = HfApi(endpoint=endpoint(environment))
+    repo, note = _writable(recipe, name, _account(api, where))
+    return Target(
+        repo=repo,
+        private=recipe["hub_private_repo"] is not False,
+        branch=recipe["hub_revision"] or "main",
+        strategy=recipe["hub_strategy"],
+        always=recipe["hub_always_push"],
+        note=note or _public_note(api, recipe, repo),
+    )
+
+
+def _account(api: HfApi, where: str) -> dict[str, Any]:
+    """Return who is logged in, as the hub says."""
+    import httpx
+    from huggingface_hub import get_token
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if get_token() is None:
+        raise config_error(where, "push_to_hub needs a login at the hub, there is none", _LOGIN)
+    try:
+        return api.whoami()
+    except HfHubHTTPError as error:
+        raise config_error(where, f"the hub refuses the login (HTTP {error.response.status_code})", _LOGIN) from None
+    except httpx.TransportError as error:
+        raise config_error(where, f"the hub does not answer ({type(error).__name__})", "try again") from None
+
+
+def _writable(recipe: Recipe, name: str, account: dict[str, Any]) -> tuple[str, str]:
+    """Return ``user/name`` if this account may write there, and a note where only the push will show it."""
+    where = recipe.place("hub_model_id" if recipe.given("hub_model_id") else "push_to_hub")
+    role = account.get("auth", {}).get("accessToken", {}).get("role")
+    if role == "read":
+        raise config_error(where, "the token at hand may only read", "export HF_TOKEN with a token that may write")
+    orgs = [org["name"] for org in account.get("orgs", []) if org.get("roleInOrg") not in ("read", "no_access")]
+    repo = name if "/" in name else f"{account['name']}/{name}"
+    if repo.split("/")[0] in (account["name"], *orgs):
+        return repo, ""
+    if role == "fineGrained":  # lists the organisations it was made for alone
+        return repo, f"whether this fine-grained token may write to {repo} shows with the first push"
+    fix = f"write hub_model_id: {account['name']}/{repo.split('/')[1]}, or log in as its owner"
+    raise config_error(where, f"'{account['name']}' may not write to '{repo}'", fix)
+
+
+def _public_note(api: HfApi, recipe: Recipe, repo: str) -> str:
+    """Warn of a repository that exists and that everybody can read, where the recipe asks for a private one."""
+    import httpx
+    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+
+    unknown = f"whether {repo} exists and is public could not be asked"
+    try:
+        private = api.repo_info(repo).private
+    except RepositoryNotFoundError:
+        return ""
+    except HfHubHTTPError as error:  # some tokens may write and not read
+        return f"{unknown} (HTTP {error.response.status_code})"
+    except httpx.TransportError as error:
+        return f"{unknown} ({type(error).__name__})"
+    if private or recipe["hub_private_repo"] is False:
+        return ""
+    return f"{repo} exists and is public: hub_private_repo is for repositories that are made"
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to push.
+    """What to push."""
 
-    Attributes:
-        repo: ``user/name``.
-        private: whether it is private when it is made.
-        branch: branch that gets the commit.
-        message: of the commit.
-        folders: local folder -> folder in the repository, "" for its root.
-        result: file that tells how it ended.
-        waits: seconds between attempts; one attempt more than waits.
-    """
-
-    repo: str
-    private: bool
-    branch: str
-    message: str
-    folders: dict[str, str]
-    result: str
-    waits: tuple[float, ...]
+    repo: str  # user/name
+    private: bool  # whether it is private when it is made
+    branch: str  # gets the commit
+    message: str  # of the commit
+    folders: dict[str, str]  # local folder -> folder in the repository, "" for its root
+    result: str  # file that gets how it ended
+    waits: tuple[float, ...] = WAITS  # seconds between attempts; one attempt more than waits
 
     def write(self, path: Path) -> None:
         """Leave the job for the process that does it."""
@@ -67,8 +165,7 @@ def main(path: str) -> int:
         except Exception as failure:  # whatever it is, the run must hear of it and go on
             error = masked(f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}")
             print(f"grpo: push to {job.repo} failed: {error}", flush=True)
-    attempts = len(job.waits) + 1
-    write_json(Path(job.result), {"repo": job.repo, "error": f"{error} ({attempts} attempts)"})
+    write_json(Path(job.result), {"repo": job.repo, "error": f"{error} ({len(job.waits) + 1} attempts)"})
     return 1
 
 
@@ -88,26 +185,23 @@ def push(job: Job) -> dict[str, Any]:
         api.create_branch(job.repo, branch=job.branch, exist_ok=True)
     files = {inside: path for folder, root in job.folders.items() for inside, path in _files(Path(folder), root)}
     there = api.list_repo_files(job.repo, revision=job.branch)
-    operations: list[CommitOperationAdd | CommitOperationDelete] = [
-        CommitOperationDelete(name) for name in stale(there, files, job.folders.values())
-    ]
-    operations += [CommitOperationAdd(name, str(path)) for name, path in sorted(files.items())]
-    done = api.create_commit(job.repo, operations, commit_message=job.message, revision=job.branch)
+    old = [CommitOperationDelete(name) for name in stale(there, files, job.folders.values())]
+    new = [CommitOperationAdd(name, str(path)) for name, path in sorted(files.items())]
+    done = api.create_commit(job.repo, [*old, *new], commit_message=job.message, revision=job.branch)
     url = f"{api.endpoint}/{job.repo}/tree/{job.branch}"
     return {"repo": job.repo, "revision": job.branch, "commit": done.oid, "url": url}
 
 
 def stale(there: Iterable[str], new: Iterable[str], roots: Iterable[str]) -> list[str]:
-    """Files of earlier pushes that would be read together with the new ones.
+    """Return the files of earlier pushes that would be read together with the new ones.
+
+    These are weights in the root that are not new (an old model.safetensors is preferred to new shards), and everything
+    that is not new in the other folders.
 
     Args:
         there: files of the repository.
         new: files of this push.
         roots: folders of the repository that are pushed, "" for its root.
-
-    Returns:
-        Weights in the root that are not new (an old model.safetensors is preferred to new shards), and everything that
-        is not new in the other folders.
     """
     kept, folders = set(new), [root for root in roots if root]
     whole = [name for name in there if name not in kept and any(name.startswith(f"{root}/") for root in folders)]
@@ -117,35 +211,11 @@ def stale(there: Iterable[str], new: Iterable[str], roots: Iterable[str]) -> lis
 
 
 def _files(folder: Path, root: str) -> Iterable[tuple[str, Path]]:
-    """Names in the repository and files; a pickle of our arguments has no place beside the model."""
+    """Yield names in the repository and files; a pickle of our arguments has no place beside the model."""
     for path in sorted(folder.rglob("*")):
         if path.is_file() and (root or path.name != "training_args.bin"):
             name = str(path.relative_to(folder))
             yield (f"{root}/{name}" if root else name), path
-
-
-def wait_for(child: subprocess.Popen[bytes]) -> str:
-    """Wait for the last push, which Ctrl-C, SIGTERM or the time limit cuts off.
-
-    Returns:
-        Why it was cut off, or nothing.
-    """
-    seen: list[int] = []
-    signals = (signal.SIGINT, signal.SIGTERM)
-    before = {signum: signal.signal(signum, lambda number, _: seen.append(number)) for signum in signals}
-    deadline, reason = time.monotonic() + _LONGEST_PUSH, ""
-    while child.poll() is None and not reason:
-        if seen:
-            reason = f"stopped by {signal.Signals(seen[0]).name}"
-        elif time.monotonic() > deadline:
-            reason = f"not finished after {_LONGEST_PUSH / 3600:.0f} hours"
-        time.sleep(0.1)
-    if reason:
-        os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-    for signum, handler in before.items():
-        signal.signal(signum, handler)
-    return reason
 
 
 if __name__ == "__main__":
