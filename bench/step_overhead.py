@@ -34,8 +34,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import trl
 from datasets import load_dataset
+from interleave import interleave
 from transformers import AutoTokenizer, TrainerCallback
-from turns import step_by_step
 
 from grpo_recipes import smoke
 from grpo_recipes.paths import cache_root, home
@@ -211,7 +211,7 @@ def maxent(task: Task, rounds: int) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(rounds):
         makers = {name: partial(task.with_reference, **keys) for name, keys in arms.items()}
-        for name, values in step_by_step(makers).items():
+        for name, values in interleave(makers).items():
             seconds[name] += values[SKIPPED:]
     return {
         "target": MAXENT_TARGET,

@@ -34,7 +34,7 @@ def only_sweep(folder: Path) -> Sweep:
 
 @pytest.mark.slow
 @pytest.mark.rotating
-def test_an_array_job_runs_every_cell_and_ends_in_one_report(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_an_array_job_runs_every_trial_and_ends_in_one_report(slurm: SlurmCluster, tmp_path: Path) -> None:
     environment = {**slurm.env, **clean_environment(tmp_path, "slurm-sweep")}
     axes = ("learning_rate=1e-4,1e-3", "seed=1..3")
     where = ("--slurm", "--profile", "cpu", "--max-parallel", "2")

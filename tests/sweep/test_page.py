@@ -34,7 +34,7 @@ def test_means_have_students_interval(tmp_path):
     assert float(told) == pytest.approx(mean, rel=1e-2) and float(told_half) == pytest.approx(half, rel=1e-1)
 
 
-def test_the_text_table_has_every_cell(tmp_path):
+def test_the_text_table_has_every_trial(tmp_path):
     sweep = make_sweep(tmp_path, statuses={"learning_rate=1e-6,seed=2": "failed"})
     lines = text_table(sweep, read_results(sweep)).splitlines()
     assert lines[0].split() == ["learning_rate", "seed", "status", "steps", "reward", "evaluation"]
@@ -73,7 +73,7 @@ def test_what_did_not_complete_is_named_and_no_sample(tmp_path):
     assert re.search(r"1e-61gone", text) and re.search(r"3e-63runninga cause", text)
 
 
-def test_links_lead_to_the_reports_of_the_cells(tmp_path):
+def test_links_lead_to_the_reports_of_the_trials(tmp_path):
     sweep = make_sweep(tmp_path / "a sweep", seeds=(1, 2))
     (sweep.trial_dir(0) / "report.html").write_text("")
     text = write_sweep(sweep, tmp_path / "out.html")[0].read_text()
@@ -84,7 +84,7 @@ def test_links_lead_to_the_reports_of_the_cells(tmp_path):
 def test_a_sweep_of_which_nothing_has_run_has_a_page(tmp_path):
     statuses = {f"learning_rate={rate},seed={seed}": "submitted" for rate in ("1e-6", "3e-6") for seed in (1, 2, 3)}
     page = Page(write_sweep(make_sweep(tmp_path, statuses=statuses))[0].read_text())
-    assert page.problems == [] and "No cell has completed yet." in page.text
+    assert page.problems == [] and "No trial has completed yet." in page.text
 
 
 def test_grpo_report_shows_the_same(tmp_path, capsys):

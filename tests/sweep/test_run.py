@@ -13,7 +13,6 @@ from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.launch import submission
 from grpo_recipes.recipe import read_frozen
 from grpo_recipes.runs.rundir import Run, claim, read_json
-from grpo_recipes.sweep import run
 from grpo_recipes.sweep.folder import Sweep
 from grpo_recipes.sweep.run import array_text, queued, task_index
 
@@ -199,7 +198,7 @@ def fake_sbatch(monkeypatch):
         scripts.append(script.read_text())
         return 40 + len(scripts)
 
-    monkeypatch.setattr(run, "submit", fake_submit)
+    monkeypatch.setattr(submission, "submit", fake_submit)
     monkeypatch.setattr(submission, "_look_deep", lambda *arguments: None)
     return scripts
 
@@ -243,7 +242,7 @@ def test_when_sbatch_refuses_nothing_is_left(sweep, made, monkeypatch, folder, c
     def fake_refusal(script, cwd):
         raise config_error("sbatch", "invalid partition", "name another")
 
-    monkeypatch.setattr(run, "submit", fake_refusal)
+    monkeypatch.setattr(submission, "submit", fake_refusal)
     monkeypatch.setattr(submission, "_look_deep", lambda *arguments: None)
     assert sweep("seed=1..2", "--slurm", "--profile", "cpu") == 2
     assert made() == [] and list((folder / "runs/sweeps").iterdir()) == []

@@ -136,21 +136,27 @@ def send(submission: Submission) -> tuple[Run, int]:
     recipe, names = submission.recipe, submission.names
     plan, sources = submission.plan, submission.sources
     run = freeze(recipe, plan, sources, names, submission.resources, submission.environment)
-    script = run.folder / "job.sh"
     try:
-        script.write_text(submission.script())
-        Path("logs").mkdir(exist_ok=True)  # Slurm opens its logs before the script runs
-        job = submit(script, Path.cwd())
+        job = submit_script(run.folder, submission.script())
     except MaybeSubmitted:
         raise
-    except (ConfigError, OSError) as error:
+    except ConfigError:
         shutil.rmtree(run.folder, ignore_errors=True)
-        if isinstance(error, ConfigError):
-            raise
-        what = f"cannot write {error.filename} ({error.strerror})"
-        raise config_error("working folder", what, "submit from a folder you may write to") from None
+        raise
     note_job(run.folder, recipe, f"{cluster_name()}-{job}")
     return run, job
+
+
+def submit_script(folder: Path, text: str) -> int:
+    """Keep a batch script in a folder, submit it from the working folder, and return the id of its job."""
+    script = folder / "job.sh"
+    try:
+        script.write_text(text)
+        Path("logs").mkdir(exist_ok=True)  # Slurm opens its logs before the script runs
+    except OSError as error:
+        what = f"cannot write {error.filename} ({error.strerror})"
+        raise config_error("working folder", what, "submit from a folder you may write to") from None
+    return submit(script, Path.cwd())
 
 
 def freeze(

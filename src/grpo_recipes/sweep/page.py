@@ -1,4 +1,4 @@
-"""``sweep.html``: the completed cells compared, and a list of the others."""
+"""``sweep.html``: the completed trials compared, and a list of the others."""
 
 from __future__ import annotations
 
@@ -23,21 +23,14 @@ _LOCK_SECONDS = 60
 
 
 def write_sweep(sweep: Sweep, path: Path | None = None) -> tuple[Path, list[Result]]:
-    """Write the page of a sweep, ended or not.
-
-    Args:
-        sweep: the sweep.
-        path: where to; by default ``sweep.html`` in its directory.
-
-    Returns:
-        The page's path, and the results it shows.
+    """Write the page of a sweep, ended or not, by default in its directory; return its path and the results it shows.
 
     Raises:
-        ConfigError: a file of a cell is damaged.
+        ConfigError: a file of a trial is damaged.
         OSError: the page cannot be written.
     """
     path = path or sweep.folder / PAGE
-    # Cells of an array job end at the same time: the page of the last must not be replaced by an older one.
+    # Trials of an array job end at the same time: the page of the last must not be replaced by an older one.
     with (sweep.folder / "page.lock").open("w") as lock:
         _wait_for(lock.fileno())
         results = read_results(sweep)
@@ -66,13 +59,12 @@ def sweep_page(sweep: Sweep, results: Sequence[Result], path: Path) -> str:
     failed = [(f"{one.name} failed: ", one.cause or "no cause was recorded", "")
               for one in results if one.status == "failed"]  # fmt: skip
     troubles += [("failed", failed)] if failed else []
-    heading = fragment(
-        "parts.html.j2", "header", badges, title, sentence(groups) if groups else "No cell has completed yet.", troubles
-    )
+    headline = sentence(groups) if groups else "No trial has completed yet."
+    heading = fragment("parts.html.j2", "header", badges, title, headline, troubles)
     keys = list(sweep.record["axes"])
     rows = [(*(one.values[key] for key in keys), one.status, one.cause, _link(one, path)) for one in results]
-    cells = table((*keys, "status", "cause", "report"), rows, "keys")
-    return page(f"Sweep {title}", heading, [*(comparison_sections(groups) if groups else []), ("Cells", cells)])
+    trials = table((*keys, "status", "cause", "report"), rows, "keys")
+    return page(f"Sweep {title}", heading, [*(comparison_sections(groups) if groups else []), ("Trials", trials)])
 
 
 def _link(result: Result, path: Path) -> Markup | str:

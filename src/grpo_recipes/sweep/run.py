@@ -20,6 +20,7 @@ from grpo_recipes.launch.submission import (
     prepare,
     site_environment,
     site_resources,
+    submit_script,
 )
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.devices import Resources, find_resources
@@ -30,7 +31,7 @@ from grpo_recipes.recipe import read_frozen
 from grpo_recipes.runs.rundir import Run, claim, code_state, is_claimed
 from grpo_recipes.slurm.profile import Profile
 from grpo_recipes.slurm.queue import cluster_name
-from grpo_recipes.slurm.sbatch import MaybeSubmitted, submit
+from grpo_recipes.slurm.sbatch import MaybeSubmitted
 from grpo_recipes.slurm.script import Request, render
 from grpo_recipes.sweep.folder import (
     COMPLETED,
@@ -221,15 +222,9 @@ def submit_array(
         error="logs/slurm_%A_%a.err",
         chdir=Path.cwd(),
     )
-    script = sweep.folder / "job.sh"
     variables = frozen_environment(sweep.trial_dir(indices[0]), environment)
-    try:
-        Path("logs").mkdir(exist_ok=True)  # Slurm opens its logs before the script runs
-        script.write_text(render(profile, request, ["grpo", "sweep", "--cell", str(sweep.folder)], variables))
-    except OSError as error:
-        what = f"cannot write {error.filename} ({error.strerror})"
-        raise config_error("working folder", what, "submit from a folder you may write to") from None
-    job = submit(script, Path.cwd())
+    script = render(profile, request, ["grpo", "sweep", "--cell", str(sweep.folder)], variables)
+    job = submit_script(sweep.folder, script)
     sweep.add_job(job)
     cluster = cluster_name()
     for index in indices:

@@ -14,12 +14,8 @@ import torch
 from transformers import TrainerCallback
 
 
-class Turns:
-    """Hands one turn around: forth and back, so that no training always comes first.
-
-    Args:
-        count: number of trainings.
-    """
+class Interleaver:
+    """Give each of ``count`` trainings its turn, forth and back, so that none always comes first."""
 
     def __init__(self, count: int) -> None:
         self._round = [*range(count), *reversed(range(count))]
@@ -29,18 +25,14 @@ class Turns:
         self.failed = False
 
     def wait(self, own: int) -> None:
-        """Until it is the turn of training ``own``.
-
-        Raises:
-            RuntimeError: another training has failed.
-        """
+        """Wait for the turn of training ``own``; a RuntimeError says that another training has failed."""
         with self._changed:
             self._changed.wait_for(lambda: self.failed or self._round[self._place] == own)
             if self.failed:
                 raise RuntimeError("another training has failed")
 
     def hand_on(self, own: int, *, done: bool = False, failed: bool = False) -> None:
-        """The turn of ``own`` is over; ``done`` if it was the last one."""
+        """End the turn of ``own``; with ``done`` it has no other."""
         with self._changed:
             self.failed |= failed
             if done:
@@ -52,11 +44,11 @@ class Turns:
             self._changed.notify_all()
 
 
-class OneOfTurns(TrainerCallback):
-    """A training's part in it: its steps begin in its turn, with its own random state."""
+class InterleavedTraining(TrainerCallback):
+    """Begin the steps of one training in its turn, with its own random state."""
 
-    def __init__(self, turns: Turns, own: int) -> None:
-        self._turns, self._own = turns, own
+    def __init__(self, order: Interleaver, own: int) -> None:
+        self._order, self._own = order, own
         self._began: float | None = None
         self.seconds: list[float] = []
 
@@ -65,34 +57,30 @@ class OneOfTurns(TrainerCallback):
         if self._began is not None:
             self.seconds.append(time.perf_counter() - self._began)
         state = torch.get_rng_state()
-        self._turns.hand_on(self._own)
-        self._turns.wait(self._own)
+        self._order.hand_on(self._own)
+        self._order.wait(self._own)
         torch.set_rng_state(state)
         self._began = time.perf_counter()
 
 
-def step_by_step(makers: dict[str, Callable[[TrainerCallback], Any]]) -> dict[str, list[float]]:
-    """Train all, a step of each in turn, on one thread each.
+def interleave(makers: dict[str, Callable[[TrainerCallback], Any]]) -> dict[str, list[float]]:
+    """Train all, a step of each in turn, on one thread each; return the seconds of every step but the last.
 
-    Args:
-        makers: name -> a function that builds the trainer with the callback it is given.
-
-    Returns:
-        Seconds of every step but the last, of each training.
+    Each maker builds a trainer with the callback it is given.
     """
-    turns = Turns(len(makers))
-    parts = [OneOfTurns(turns, own) for own in range(len(makers))]
+    order = Interleaver(len(makers))
+    parts = [InterleavedTraining(order, own) for own in range(len(makers))]
     trainers = [make(part) for make, part in zip(makers.values(), parts, strict=True)]
 
     def train(own: int) -> None:
         torch.set_num_threads(1)
         try:
-            turns.wait(own)
+            order.wait(own)
             torch.manual_seed(0)
             trainers[own].train()
-            turns.hand_on(own, done=True)
+            order.hand_on(own, done=True)
         except BaseException:
-            turns.hand_on(own, done=True, failed=True)
+            order.hand_on(own, done=True, failed=True)
             raise
 
     threads = [threading.Thread(target=train, args=(own,)) for own in range(len(makers))]
@@ -100,6 +88,6 @@ def step_by_step(makers: dict[str, Callable[[TrainerCallback], Any]]) -> dict[st
         thread.start()
     for thread in threads:
         thread.join()
-    if turns.failed:
+    if order.failed:
         raise RuntimeError("a training has failed; its traceback is above")
     return {name: part.seconds for name, part in zip(makers, parts, strict=True)}
