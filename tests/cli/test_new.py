@@ -42,7 +42,7 @@ def test_it_copies_a_recipe_with_a_schema_that_is_found(folder, name):
 def test_nothing_is_overwritten(folder, capsys):
     (folder / "my.yaml").write_text("seed: 1\n")
     assert cli.main(["new", "my.yaml"]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     assert (folder / "my.yaml").read_text() == "seed: 1\n"
     assert cli.main(["new", "no/such/folder/my.yaml"]) == 2
     assert cli.main(["new", "other.yaml", "--from", "no_such.yaml"]) == 2

@@ -91,10 +91,10 @@ def test_steps_within_the_time_limit_by_an_earlier_run(plan, tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--time", "soon"], "'soon' is no time limit"),
+        (["--time", "soon"], "'soon' is not a time limit"),
         (["--time", "0"], "write --time 72:00:00"),
-        (["--gpu-memory", "0.5"], "0.5 GiB is no GPU"),
-        (["--gpu-memory", "nan"], "nan GiB is no GPU"),
+        (["--gpu-memory", "0.5"], "no GPU has 0.5 GiB"),
+        (["--gpu-memory", "nan"], "no GPU has nan GiB"),
     ],
 )
 def test_wrong_numbers_are_refused(flags, said, plan):

@@ -107,7 +107,7 @@ def test_a_job_known_to_slurm_alone_is_found_by_its_script(folder, monkeypatch, 
 @pytest.mark.parametrize("script", ["/x/job.sh", f"/{'a' * 300}/job.sh", "/dev/null/job.sh"])
 def test_another_job_is_none_of_ours(folder, monkeypatch, capsys, script) -> None:
     monkeypatch.setattr(queue, "ask", lambda *argv: f"JobId=5 JobState=RUNNING Command={script}")
-    assert "5: is no job of a run that is known here. Fix: " in said(capsys, "stop", "5", code=2)
+    assert "5: is not the job of a run known here. Fix: " in said(capsys, "stop", "5", code=2)
 
 
 def test_status_tells_step_reward_time_left_and_logs(folder, capsys) -> None:

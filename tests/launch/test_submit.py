@@ -144,7 +144,7 @@ def test_without_sbatch_there_is_no_run_directory(monkeypatch, capsys) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--time", "soon"], "--time: 'soon' is no time limit of Slurm's"),
+        (["--time", "soon"], "--time: 'soon' is not a time limit as Slurm writes it"),
         (["--nodes", "0"], "'nodes' is 0, below 1"),
         (["--gpus", "x"], "'gpus' is 'x' where a whole number belongs"),
         (["--learning_rat", "1"], "unknown key 'learning_rat'"),

@@ -42,8 +42,8 @@ def test_a_profile_builds_on_another(tmp_path: Path) -> None:
         ("gpus: -1\n", "'gpus' is -1, below 0"),
         ("gpu_flag_style: gpu\n", "write one of none, gpus, gres"),
         ("time: 72:00:00\n", 'write "72:00:00" in quotes'),
-        ("time: three days\n", "'three days' is no time limit of Slurm's"),
-        ('time: "0"\n', "is no time limit of Slurm's"),
+        ("time: three days\n", "'three days' is not a time limit as Slurm writes it"),
+        ('time: "0"\n', "is not a time limit as Slurm writes it"),
         ("gpus: 2\ngpus: 4\n", "'gpus'"),
         ("gpu_kind: a100\n", "a kind of GPU, but no number of them"),
         ("conda_env: a\nenv_dir: /b\n", "env_dir and conda_env name two environments"),
@@ -83,7 +83,7 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
 def test_the_command_line_stands_over_the_profile() -> None:
     given = Profile("site", account="a").with_values({"account": "b", "gpus": "2", "time": "1-0"})
     assert (given.account, given.gpus, given.time) == ("b", 2, "1-0")
-    with pytest.raises(ConfigError, match=r"--time: 'soon' is no time limit"):
+    with pytest.raises(ConfigError, match=r"--time: 'soon' is not a time limit"):
         given.with_values({"time": "soon"})
 
 

@@ -153,7 +153,7 @@ def test_the_queue_is_asked_for_the_jobs_of_the_sweep(folder, monkeypatch, answe
         (("seed=1..2", "--slurm"), "--slurm: no site is named"),
         (("seed=1..2", "--slurm", "--profile", "cpu", "--max-parallel", "0"), "--max-parallel: is 0"),
         (("seed=1..2", "--slurm", "--local"), "not allowed with argument"),
-        (("--max_steps", "4", "seed=1..2"), "seed=1..2: stands behind a flag"),
+        (("--max_steps", "4", "seed=1..2"), "seed=1..2: follows a flag"),
         (("seed=1..2", "--resume", "last"), "--resume: a sweep goes on as it began"),
         (("seed=1..2", "--name", "a/b"), "cannot be the name of a folder"),
         ((), "sweep: nothing is varied"),

@@ -142,7 +142,7 @@ def test_names_are_short_and_unlike():
 def test_values_that_are_the_same_are_refused():
     assert "'1e-6' and '0.000001' are the same learning_rate" in problems("learning_rate=1e-6,0.000001")[0]
     assert "'1' and '1.0' are the same seed" in problems("seed=1,1.0,2")[0]
-    assert "stands there twice" in problems("seed=1,1,2")[0]
+    assert "is given twice" in problems("seed=1,1,2")[0]
     assert "'seed' has one value" in problems("seed=1")[0]
 
 

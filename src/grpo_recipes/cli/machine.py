@@ -88,7 +88,7 @@ def _look_at_machine(options: argparse.Namespace) -> list[Result]:
 
 def _wrong_recipe(error: ConfigError, name: str | None) -> Callable[[Machine], Finding]:
     count, first = len(error.problems), str(error.problems[0])
-    fix = f"grpo check tells all {count}" if count > 1 else f"see {shown(name or '')}"
+    fix = f"grpo check reports all {count}" if count > 1 else f"see {shown(name or '')}"
 
     def recipe(_: Machine) -> Finding:
         """Whether the recipe is right."""

@@ -92,7 +92,7 @@ def new(options: argparse.Namespace) -> int:
             raise config_error(where, "is empty", "name a file")
     path = Path(options.file)
     if os.path.lexists(path):
-        raise config_error(options.file, "is there already", "name another file")
+        raise config_error(options.file, "exists already", "name another file")
     text = _START
     if options.source:
         text = _SCHEMA_LINE.sub("", choose_recipe(options.source, {}, "grpo", "cpu").read_text(encoding="utf-8"))
@@ -300,7 +300,7 @@ def _gpu_gib(options: argparse.Namespace) -> float | None:
     """Return the GiB of a GPU: as given, else the driver's where the plan is for the GPUs of this machine."""
     if options.gpu_memory is not None:
         if not _LEAST_GIB <= options.gpu_memory <= _MOST:
-            raise config_error("--gpu-memory", f"{options.gpu_memory:g} GiB is no GPU", "write --gpu-memory 80")
+            raise config_error("--gpu-memory", f"no GPU has {options.gpu_memory:g} GiB", "write --gpu-memory 80")
         return float(options.gpu_memory)
     return gpu_memory() if options.gpus is None else None
 
@@ -309,16 +309,16 @@ def _walltime(options: argparse.Namespace) -> float | None:
     """Return the seconds of the time limit: as given, else what our job has left."""
     if options.time is None:
         return job_walltime(os.environ)
-    seconds = walltime_seconds(options.time)
-    if not seconds:
-        raise config_error("--time", f"'{options.time}' is no time limit of Slurm's", "write --time 72:00:00")
-    return seconds
+    if seconds := walltime_seconds(options.time):
+        return seconds
+    what = f"'{options.time}' is not a time limit as Slurm writes it"
+    raise config_error("--time", what, "write --time 72:00:00")
 
 
 def _check_counts(options: argparse.Namespace) -> None:
     least = 1 if options.nodes > 1 else 0
     if not 1 <= options.nodes <= _MOST or (options.gpus is not None and not least <= options.gpus <= _MOST):
-        what = f"{options.gpus or 0} GPUs on {options.nodes} nodes is no machine"
+        what = f"{options.gpus or 0} GPUs on {options.nodes} nodes is not a machine to plan for"
         raise config_error("--gpus, --nodes", what, "write --gpus 8 --nodes 2")
     if options.nodes > 1 and options.gpus is None:
         raise config_error("--nodes", "says nothing about the GPUs of a node", "add --gpus 8")

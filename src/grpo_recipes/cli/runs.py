@@ -141,7 +141,7 @@ def named_run(which: str) -> RunFiles:
         if os.path.isfile(folder / "run.json"):  # False too for a name that is too long, or not ours
             return RunFiles(folder.absolute())
     fix = "name a run directory, a run in RUN_ROOT, or the id of its job"
-    raise config_error(which or "RUN", "is no run directory (no run.json)", fix)
+    raise config_error(which or "RUN", "is not a run directory (no run.json)", fix)
 
 
 def _folder_of_job(job_id: str) -> Path:
@@ -158,7 +158,7 @@ def _folder_of_job(job_id: str) -> Path:
     job = find_job(job_id)
     if job and job.script and os.path.isfile(job.script.parent / "run.json"):
         return job.script.parent
-    raise config_error(job_id, "is no job of a run that is known here", "name the run directory, or set RUN_ROOT")
+    raise config_error(job_id, "is not the job of a run known here", "name the run directory, or set RUN_ROOT")
 
 
 def _job_of(run: RunFiles) -> Job | None:
@@ -359,7 +359,7 @@ def stop(options: argparse.Namespace) -> int:
     job = _job_of(found)
     if _is_over(found, job):
         what = f"{shown(found.folder)} is over: {_state(found, job)}"
-        raise config_error(options.which, what, "nothing is to be done")
+        raise config_error(options.which, what, "there is nothing to stop")
     no_requeue_file(found.folder).touch()
     if job is not None and (job.waits or found.summary.get("status") != "running"):
         cancel(job.id)  # nothing of it runs: there is nothing to save, and nobody who would see a request
@@ -384,4 +384,4 @@ def _end_at_once(run: RunFiles, job: Job | None) -> None:
         raise config_error("--now", f"the launcher runs on {host}, this is {socket.gethostname()}", "do it there")
     for _ in range(2):
         os.kill(pid, signal.SIGTERM)
-    print(f"grpo: its launcher (pid {pid}) was told to end at once")
+    print(f"grpo: its launcher (pid {pid}) was asked to end at once")

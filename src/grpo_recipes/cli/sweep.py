@@ -80,7 +80,7 @@ def _split(options: argparse.Namespace) -> tuple[list[str], list[str]]:
         options.recipe = None
     late = next((word for word in flags if is_axis(word) and word.partition("=")[0] in catalogue()), None)
     if late:
-        raise config_error(late, "stands behind a flag", f"write {late} before the flags")
+        raise config_error(late, "follows a flag", f"write {late} before the flags")
     return words, flags
 
 

@@ -136,7 +136,7 @@ def walltime_seconds(text: str) -> int | None:
 def _time_problem(text: str, where: str) -> Problem | None:
     if walltime_seconds(text):
         return None
-    return Problem(where, f"'{text}' is no time limit of Slurm's", _TIME_FIX)
+    return Problem(where, f"'{text}' is not a time limit as Slurm writes it", _TIME_FIX)
 
 
 def _read(key: str, raw: Raw) -> tuple[Any, list[Problem]]:

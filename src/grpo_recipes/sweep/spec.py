@@ -206,7 +206,7 @@ def _idle(axis: Axis, trials: Sequence[Trial]) -> list[Problem]:
         what = f"'{axis.key}' has one value, so nothing is varied"
         return [Problem(where, what, f"write --{axis.key} {axis.values[0]}, or more values")]
     if len(set(axis.values)) < len(axis.values):
-        return [Problem(where, "a value stands there twice: nothing changes between these runs", "keep one of the two")]
+        return [Problem(where, "a value is given twice: nothing changes between these runs", "keep one of the two")]
     typed: dict[str, str] = {}
     for trial in trials:
         text, value = trial.values[axis.key], json.dumps(trial.recipe[axis.key], sort_keys=True)
