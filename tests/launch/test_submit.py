@@ -29,7 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CACHE_ROOT", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(submission, "_look_deep", lambda *arguments: None)
+    monkeypatch.setattr(submission, "_check_deep", lambda *arguments: None)
     return tmp_path
 
 

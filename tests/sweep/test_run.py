@@ -199,7 +199,7 @@ def fake_sbatch(monkeypatch):
         return 40 + len(scripts)
 
     monkeypatch.setattr(submission, "submit", fake_submit)
-    monkeypatch.setattr(submission, "_look_deep", lambda *arguments: None)
+    monkeypatch.setattr(submission, "_check_deep", lambda *arguments: None)
     return scripts
 
 
@@ -243,7 +243,7 @@ def test_when_sbatch_refuses_nothing_is_left(sweep, made, monkeypatch, folder, c
         raise config_error("sbatch", "invalid partition", "name another")
 
     monkeypatch.setattr(submission, "submit", fake_refusal)
-    monkeypatch.setattr(submission, "_look_deep", lambda *arguments: None)
+    monkeypatch.setattr(submission, "_check_deep", lambda *arguments: None)
     assert sweep("seed=1..2", "--slurm", "--profile", "cpu") == 2
     assert made() == [] and list((folder / "runs/sweeps").iterdir()) == []
 
