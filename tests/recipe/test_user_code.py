@@ -59,7 +59,7 @@ def test_names_of_a_file_are_found_without_running_it(folder: Path, name: str) -
         ("other.py:name", "no file 'other.py'", "name an existing file"),
         ("no_such_module:name", "no module 'no_such_module'", "install it"),
         ("json.nothing:name", "no module 'json.nothing'", "install it"),
-        ("broken.py:name", "'broken.py:2' is not valid Python", "mend it there"),
+        ("broken.py:name", "'broken.py:2' is not valid Python", "correct it there"),
     ],
 )
 def test_what_cannot_be_loaded_is_told(folder: Path, spec: str, said: str, fix: str) -> None:

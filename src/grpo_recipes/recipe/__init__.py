@@ -24,38 +24,25 @@ DEFAULT_ORIGIN = "default"
 
 @dataclass(frozen=True)
 class Value:
-    """A value and where it came from.
-
-    Attributes:
-        value: as the catalogue's type.
-        origin: ``file:line``, ``--flag``, a variable's name, or ``default``.
-        over: ``file:line`` of the recipe's value that a flag or a variable overrides, else empty.
-    """
+    """A value, of the catalogue's type, and where it came from."""
 
     value: Any
-    origin: str
-    over: str = ""
+    origin: str  # file:line, --flag, a variable's name, or "default"
+    over: str = ""  # file:line of the recipe's value that a flag or a variable overrides
 
 
 class BrokenKey(Exception):
-    """A key was asked for whose value could not be read: what depends on it cannot be said."""
+    """A key was read whose given value is wrong, so that nothing that depends on it can be judged."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A typed recipe: every catalogue key with its value and origin.
+    """A typed recipe: every key of the catalogue with its value and origin."""
 
-    Attributes:
-        path: the YAML file it was read from.
-        values: key -> value and origin, one entry for every key of the catalogue.
-        notes: things accepted that the user should be told.
-        broken: keys whose given value is wrong; empty in a recipe that ``read_recipe`` returns.
-    """
-
-    path: Path
+    path: Path  # the YAML file it was read from
     values: dict[str, Value]
-    notes: list[str] = field(default_factory=list)
-    broken: frozenset[str] = frozenset()
+    notes: list[str] = field(default_factory=list)  # what was accepted and is worth knowing
+    broken: frozenset[str] = frozenset()  # keys whose given value is wrong; none after ``read_recipe``
 
     def __getitem__(self, key: str) -> Any:
         if key in self.broken:
@@ -63,23 +50,27 @@ class Recipe:
         return self.values[key].value
 
     def origin(self, key: str) -> str:
-        """Where the value of ``key`` came from."""
+        """Return where the value of ``key`` came from."""
         return self.values[key].origin
 
     def given(self, key: str) -> bool:
-        """Whether the user set ``key`` anywhere."""
+        """Return whether the user set ``key`` anywhere."""
         return self.origin(key) != DEFAULT_ORIGIN
 
     def place(self, key: str) -> str:
-        """Where a person looks for ``key``: its origin, or the file where nobody gave it."""
+        """Return where a person looks for ``key``: its origin, or the file where nobody gave it."""
         return self.origin(key) if self.given(key) else self.path.name
 
     def problem(self, key: str, what: str, fix: str) -> Problem:
         """Return a problem with ``key`` at the place where a person looks for it."""
         return Problem(self.place(key), what, fix)
 
+    def with_value(self, key: str, value: Value) -> Recipe:
+        """Return a copy with another value of ``key``."""
+        return replace(self, values={**self.values, key: value})
+
     def as_yaml(self) -> str:
-        """The given values as YAML, each under a comment that names its origin."""
+        """Return the given values as YAML, each under a comment that names its origin."""
         return "".join(
             f"# {entry.origin}\n{yaml.safe_dump({key: entry.value}, allow_unicode=True, width=10**6)}"
             for key, entry in sorted(self.values.items())
@@ -88,11 +79,7 @@ class Recipe:
 
 
 def read_frozen(path: Path, flags: Iterable[str] = (), environment: Mapping[str, str] | None = None) -> Recipe:
-    """Read what ``as_yaml`` wrote, with the origins it names, and what overrides it now.
-
-    Raises:
-        ConfigError: as ``read_recipe``.
-    """
+    """Read what ``as_yaml`` wrote, with the origins it names, and what overrides it now, as ``read_recipe``."""
     recipe = read_recipe(path, flags, environment)
     lines = path.read_text(encoding="utf-8").splitlines()
     values = dict(recipe.values)
@@ -104,15 +91,9 @@ def read_frozen(path: Path, flags: Iterable[str] = (), environment: Mapping[str,
 
 
 def read_recipe(path: Path, flags: Iterable[str] = (), environment: Mapping[str, str] | None = None) -> Recipe:
-    """Read a recipe and what overrides it.
+    """Read a recipe, and the flags and variables that override it.
 
-    Args:
-        path: the YAML file.
-        flags: recipe flags of the command line, e.g. ``["--learning_rate", "1e-6"]``.
-        environment: variables to look in for those of ``ENVIRONMENT_KEYS``; none by default.
-
-    Raises:
-        ConfigError: every unknown key, duplicate, wrong type, value out of range or secret found, all at once.
+    A ConfigError reports every unknown key, duplicate, wrong type, value out of range and secret at once.
     """
     recipe, problems = merge_recipe(path, flags, environment)
     if problems:
@@ -123,11 +104,7 @@ def read_recipe(path: Path, flags: Iterable[str] = (), environment: Mapping[str,
 def merge_recipe(
     path: Path, flags: Iterable[str] = (), environment: Mapping[str, str] | None = None
 ) -> tuple[Recipe, list[Problem]]:
-    """As ``read_recipe``, with the problems beside what could be read.
-
-    Raises:
-        ConfigError: the file cannot be read at all.
-    """
+    """Return what could be read, and the problems; a ConfigError only where the file cannot be read at all."""
     problems: list[Problem] = []
     notes: list[str] = []
     given = _layered(path, flags, environment or {}, problems, notes)
@@ -146,7 +123,7 @@ def merge_recipe(
 
 
 def in_order(problems: Iterable[Problem]) -> list[Problem]:
-    """Each problem once: those of a file by its lines, then those of the whole file, of flags and of variables."""
+    """Return each problem once: those of a file by its lines, then those of the whole file, of flags and variables."""
 
     def place(problem: Problem) -> tuple[bool, str, int]:
         name, _, line = problem.where.rpartition(":")
@@ -158,7 +135,7 @@ def in_order(problems: Iterable[Problem]) -> list[Problem]:
 def _layered(
     path: Path, flags: Iterable[str], environment: Mapping[str, str], problems: list[Problem], notes: list[str]
 ) -> dict[str, Raw]:
-    """What the user gave for each key: files from the last base on, then environment, then flags."""
+    """Return what the user gave for each key: files from the last base on, then environment, then flags."""
     given: dict[str, Raw] = {}
     for file in read_document(path, problems):
         given |= translate(file.items(), problems, notes)

@@ -1,4 +1,4 @@
-"""Datasets in files: which kinds there are, and the columns of one by its head alone. No torch, no datasets."""
+"""Datasets in files: which kinds there are, and the columns of one, read from its head. No torch, no datasets."""
 
 from __future__ import annotations
 
@@ -24,34 +24,30 @@ _MANY = 10_000  # files of a folder that are looked at
 
 
 def split_name(split: str) -> str:
-    """The plain name in a split: ``train`` of ``train[:10%]``."""
+    """Return the plain name in a split: ``train`` of ``train[:10%]``."""
     match = re.match(r"\w+", split)
     return match.group() if match else split
 
 
 def is_saved(path: Path) -> bool:
-    """Whether ``Dataset.save_to_disk`` or ``DatasetDict.save_to_disk`` wrote the folder."""
+    """Return whether ``Dataset.save_to_disk`` or ``DatasetDict.save_to_disk`` wrote the folder."""
     return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
 
 
 def has_splits(path: Path) -> bool:
-    """Whether a split can be told from another in a local file or folder."""
+    """Return whether a local file or folder has splits."""
     return path.is_dir() and not (path / "state.json").is_file()
 
 
 def data_files(folder: Path) -> list[Path]:
-    """Data files in a folder, down to the folders of its folders."""
+    """Return the data files in a folder, down to the folders of its folders."""
     found = itertools.islice(itertools.chain(*(folder.glob(depth) for depth in ("*", "*/*", "*/*/*"))), _MANY)
     wanted = (path for path in found if path.suffix in BUILDERS and path.name not in _NO_DATA)
     return sorted(path for path in wanted if not any(part.startswith(".") for part in path.relative_to(folder).parts))
 
 
 def folder_kind(folder: Path) -> str:
-    """The one kind of data files in a folder: json, csv or parquet.
-
-    Raises:
-        ValueError: there are none, or several kinds.
-    """
+    """Return the kind of the data files in a folder, json, csv or parquet; a ValueError for none or several kinds."""
     kinds = sorted({BUILDERS[path.suffix] for path in data_files(folder)})
     if not kinds:
         raise ValueError(f"'{folder}' holds no {', '.join(BUILDERS)} file and no saved dataset")
@@ -61,13 +57,9 @@ def folder_kind(folder: Path) -> str:
 
 
 def columns_of(path: Path, split: str = "train") -> list[str] | None:
-    """Column names of a local file or folder.
+    """Return the column names of a local file or folder, None when its head does not show them.
 
-    Returns:
-        None when its head does not tell.
-
-    Raises:
-        ValueError: it is no data set, or has no such split; the message is for the user.
+    Raises ValueError with a message for the user where it is not a dataset, or has no such split.
     """
     if path.is_dir() and is_saved(path):
         return _saved_columns(path, split)
@@ -82,7 +74,7 @@ def columns_of(path: Path, split: str = "train") -> list[str] | None:
 
 
 def csv_columns(path: Path) -> list[str]:
-    """The first line of a .csv file."""
+    """Return the first line of a .csv file."""
     with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
         try:
             return next(csv.reader(file), [])
@@ -102,7 +94,7 @@ def _json_columns(path: Path) -> list[str] | None:
 
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:
-    """JSON objects one after the other, as lines or in a list, up to the first that is broken."""
+    """Yield JSON objects one after the other, as lines or in a list, up to the first that is broken."""
     decoder, between = json.JSONDecoder(), re.compile(r"[\s,]*")
     text, end = text.lstrip().removeprefix("["), 0
     while True:

@@ -22,6 +22,8 @@ _MOST_PARTS = 100_000
 _INT, _FLOAT, _STR, _BOOL, _MERGE, _DATE = (
     f"tag:yaml.org,2002:{name}" for name in ("int", "float", "str", "bool", "merge", "timestamp")
 )
+Place = tuple[str | int, ...]
+Visit = tuple[Place, yaml.Node | None, yaml.Node]
 _EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
@@ -42,17 +44,9 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_document(path: Path, problems: list[Problem]) -> list[dict[str, Raw]]:
-    """The keys of a recipe file and of its bases.
+    """Return the keys of a recipe file and of its bases, the file's own last; ``problems`` gets what is wrong in them.
 
-    Args:
-        path: the file.
-        problems: gets what is wrong in any of the files.
-
-    Returns:
-        The keys of each file; a later one overrides those before it.
-
-    Raises:
-        ConfigError: a file cannot be read, is no YAML, or the bases form a circle.
+    Raises ConfigError where a file cannot be read, is not YAML, or the bases form a circle.
     """
     chain = [path]
     layers: list[dict[str, Raw]] = []
@@ -66,7 +60,7 @@ def read_document(path: Path, problems: list[Problem]) -> list[dict[str, Raw]]:
 
 
 def _base_file(chain: list[Path], base: Raw) -> Path:
-    """The file a recipe builds on: beside it, or in the repository, so that a copied recipe still finds it."""
+    """Return the file a recipe builds on: beside it, or in the repository, so that a copied recipe still finds it."""
     if not isinstance(base.value, str):
         raise ConfigError(Problem(base.origin, f"'{BASE_KEY}' is {base.value!r}", "name one recipe file"))
     places = [chain[-1].parent / base.value, home() / base.value]
@@ -118,13 +112,28 @@ def _parsed(path: Path, text: str, problems: list[Problem]) -> dict[str, Raw]:
         raise ConfigError(
             Problem(f"{path.name}:{_line(merges[0])}", "'<<' is no key of a recipe", f"use {BASE_KEY}: FILE")
         )
-    problems += _find_duplicates(path, node)
-    problems += [trap for _, value in node.value for trap in _find_traps(path, value, nested=False)]
-    return {str(loader.construct_object(key, deep=True)): _raw(path, loader, key, value) for key, value in node.value}
+    found: dict[str, Raw] = {}
+    problems += _duplicates(path, node)
+    for key, value in node.value:
+        lines: dict[Place, str] = {}
+        for place, name, part in _walk((), value):
+            if name is not None:
+                lines[place] = f"{path.name}:{_line(name)}"
+            if isinstance(part, yaml.MappingNode):
+                problems += _duplicates(path, part)
+            elif isinstance(part, yaml.ScalarNode) and part.style is None:
+                nested = any(isinstance(step, str) for step in place)
+                trap = _number_trap(part) or (_nested_trap(part) if nested else None)
+                problems += [Problem(f"{path.name}:{_line(part)}", *trap)] if trap else []
+        origin = f"{path.name}:{_line(key)}"
+        found[str(loader.construct_object(key, deep=True))] = Raw(
+            loader.construct_object(value, deep=True), origin, lines=lines
+        )
+    return found
 
 
 def _parts(node: yaml.Node, known: dict[int, int]) -> int:
-    """How many nodes this one stands for with its aliases written out; too many where it holds itself."""
+    """Return how many nodes this one stands for with its aliases written out; too many where it holds itself."""
     if id(node) not in known:
         known[id(node)] = _MOST_PARTS + 1
         inner = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
@@ -139,62 +148,37 @@ def _yaml_problem(path: Path, error: yaml.YAMLError) -> Problem:
     why = getattr(error, "problem", None) or str(error).splitlines()[0]
     if "another document" in why:
         return Problem(where, "a second document begins", "write one recipe a file")
-    return Problem(where, f"not valid YAML ({why})", "mend the indentation, quote or bracket there")
-
-
-def _raw(path: Path, loader: _Loader, key: yaml.Node, value: yaml.Node) -> Raw:
-    lines = {place: f"{path.name}:{line}" for place, line in _lines((), value)}
-    return Raw(loader.construct_object(value, deep=True), f"{path.name}:{_line(key)}", lines=lines)
+    return Problem(where, f"not valid YAML ({why})", "correct the indentation, quote or bracket there")
 
 
 def _line(node: yaml.Node) -> int:
     return int(node.start_mark.line) + 1
 
 
-def _lines(place: tuple[str | int, ...], node: yaml.Node) -> Iterator[tuple[tuple[str | int, ...], int]]:
+def _walk(place: Place, node: yaml.Node, name: yaml.Node | None = None) -> Iterator[Visit]:
+    """Yield a node and all below it: where it stands below the key, the node of its name in a mapping, and itself."""
+    yield place, name, node
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            yield (*place, str(key.value)), _line(key)
-            yield from _lines((*place, str(key.value)), value)
+            yield from _walk((*place, str(key.value)), value, key)
     elif isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
-            yield from _lines((*place, index), item)
+            yield from _walk((*place, index), item)
 
 
-def _find_duplicates(path: Path, node: yaml.Node) -> Iterator[Problem]:
-    if isinstance(node, yaml.MappingNode):
-        first: dict[Any, int] = {}
-        for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                continue  # `{{ x }}`: told when it is constructed
-            if key.value in first:
-                what = f"'{key.value}' is given twice (first on line {first[key.value]}); YAML keeps the last silently"
-                yield Problem(f"{path.name}:{_line(key)}", what, "keep one of the two lines")
-            first.setdefault(key.value, _line(key))
-            yield from _find_duplicates(path, value)
-    elif isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            yield from _find_duplicates(path, item)
-
-
-def _find_traps(path: Path, node: yaml.Node, nested: bool) -> Iterator[Problem]:
-    """Plain words that YAML 1.1 reads as something else than they look like.
-
-    The catalogue types what stands at the top, so ``1e-6`` and ``no`` are traps inside nested values alone.
-    """
-    if isinstance(node, yaml.MappingNode):
-        for _, value in node.value:
-            yield from _find_traps(path, value, nested=True)
-    elif isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            yield from _find_traps(path, item, nested)
-    elif isinstance(node, yaml.ScalarNode) and node.style is None:
-        trap = _number_trap(node) or (_nested_trap(node) if nested else None)
-        if trap:
-            yield Problem(f"{path.name}:{_line(node)}", *trap)
+def _duplicates(path: Path, node: yaml.MappingNode) -> Iterator[Problem]:
+    first: dict[Any, int] = {}
+    for key, _ in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            continue  # `{{ x }}`: reported when it is constructed
+        if key.value in first:
+            what = f"'{key.value}' is given twice (first on line {first[key.value]}); YAML keeps the last silently"
+            yield Problem(f"{path.name}:{_line(key)}", what, "keep one of the two lines")
+        first.setdefault(key.value, _line(key))
 
 
 def _number_trap(node: yaml.ScalarNode) -> tuple[str, str] | None:
+    """Return what is wrong with a plain word that YAML 1.1 reads as another number than it looks like, and the fix."""
     text = node.value
     if node.tag in (_INT, _FLOAT) and ":" in text:
         return f"YAML reads {text} as a number to the base 60", f'write "{text}" in quotes'
@@ -204,6 +188,7 @@ def _number_trap(node: yaml.ScalarNode) -> tuple[str, str] | None:
 
 
 def _nested_trap(node: yaml.ScalarNode) -> tuple[str, str] | None:
+    """Return the same for words below a key of a mapping; the catalogue types ``1e-6`` and ``no`` at the top."""
     text = node.value
     if node.tag == _STR and _EXPONENT.fullmatch(text):
         mantissa, exponent = re.split("[eE]", text)

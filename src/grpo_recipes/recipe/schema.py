@@ -19,19 +19,19 @@ _LINE = re.compile(r"^# yaml-language-server: \$schema=(\S+)", re.MULTILINE)
 
 
 def schema_file() -> Path:
-    """The schema of this installation."""
+    """Return where the schema of this installation is."""
     return home() / "recipes" / "schema.json"
 
 
 def schema_line(recipe: Path) -> str:
-    """The comment by which an editor finds the schema: relative inside the repository, absolute elsewhere."""
+    """Return the comment by which an editor finds the schema: relative inside the repository, absolute elsewhere."""
     inside = recipe.resolve().is_relative_to(home().resolve())
     path = os.path.relpath(schema_file(), recipe.resolve().parent) if inside else str(schema_file())
     return f"# yaml-language-server: $schema={path}"
 
 
 def schema_note(recipe: Path) -> str | None:
-    """What to write when a recipe names a schema that is not there, as a copied one does."""
+    """Return what to write when a recipe names a schema that is not there, as a copied one does."""
     match = _LINE.search(recipe.read_text(encoding="utf-8"))
     if match is None or match[1].startswith(("http:", "https:")) or (recipe.parent / match[1]).is_file():
         return None
@@ -40,7 +40,7 @@ def schema_note(recipe: Path) -> str | None:
 
 
 def schema() -> dict[str, Any]:
-    """The schema: every key of the catalogue, and nothing else."""
+    """Return the schema: every key of the catalogue, and nothing else."""
     properties = {name: _property((name,), entry) for name, entry in catalogue().items()}
     properties[BASE_KEY] = {
         "type": "string",
@@ -89,10 +89,5 @@ def _object(path: tuple[str, ...]) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
-def write_schema() -> None:
-    """Write ``recipes/schema.json``."""
-    schema_file().write_text(json.dumps(schema(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
 if __name__ == "__main__":
-    write_schema()
+    schema_file().write_text(json.dumps(schema(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,8 +1,8 @@
 """Which trainer a run uses: GRPO's or MaxEnt-GRPO's. Pure: no torch.
 
 ``--task``, ``MAXENT`` or ``TRAIN_ENTRYPOINT`` ask for one; without them a recipe that names a ``maxent_objective`` is a
-MaxEnt recipe. ``with_task`` settles it once: from then on a recipe is MaxEnt's exactly when it gives the objective, so
-that a frozen recipe says by itself what it is.
+MaxEnt recipe. ``with_task`` decides once: from then on a recipe is MaxEnt's exactly when it gives the objective, so a
+frozen recipe says by itself what it is.
 """
 
 from __future__ import annotations
@@ -24,28 +24,17 @@ _SWITCH = {"": None, "0": GRPO, "false": GRPO, "no": GRPO, "1": MAXENT, "true": 
 
 @dataclass(frozen=True)
 class RequestedTask:
-    """What the command line and the environment ask for.
+    """What the command line and the environment ask for."""
 
-    Attributes:
-        task: ``grpo``, ``maxent``, or None where they leave it to the recipe.
-        source: ``--task``, ``MAXENT`` or ``TRAIN_ENTRYPOINT``: who asks.
-        entry: the user's entry script, None for the task's own.
-    """
-
-    task: str | None = None
-    source: str = ""
-    entry: str | None = None
+    task: str | None = None  # grpo, maxent, or None where they leave it to the recipe
+    source: str = ""  # --task, MAXENT or TRAIN_ENTRYPOINT
+    entry: str | None = None  # the user's entry script, None for the task's own
 
 
 def requested_task(environment: Mapping[str, str], option: str | None = None) -> RequestedTask:
-    """The task that ``--task``, ``MAXENT`` and ``TRAIN_ENTRYPOINT`` ask for.
+    """Return the task that ``--task`` (``option``), ``MAXENT`` and ``TRAIN_ENTRYPOINT`` ask for.
 
-    Args:
-        environment: variables of the user.
-        option: value of ``--task``.
-
-    Raises:
-        ConfigError: they contradict each other, or the entry script does not exist.
+    Raises ConfigError where they contradict each other, or the entry script does not exist.
     """
     if not (home() / ENTRIES[GRPO]).is_file():
         raise config_error(
@@ -61,7 +50,9 @@ def requested_task(environment: Mapping[str, str], option: str | None = None) ->
         problems.append(Problem("TRAIN_ENTRYPOINT", f"there is no entry script {entry}", fix))
     if problems:
         raise ConfigError(*problems)
-    own = _task_of_script(entry)
+    # A script of ours is the same however its path is written.
+    scripts = {(home() / script).resolve(): task for task, script in ENTRIES.items()}
+    own = scripts.get((home() / entry).resolve()) if entry else None
     entry = ENTRIES[own] if own else entry
     answers = [("--task", option), ("MAXENT", _SWITCH[switch.lower()]), ("TRAIN_ENTRYPOINT", own)]
     given = [(source, task) for source, task in answers if task]
@@ -73,31 +64,24 @@ def requested_task(environment: Mapping[str, str], option: str | None = None) ->
     return RequestedTask(given[0][1], given[0][0], entry) if given else RequestedTask(entry=entry)
 
 
-def _task_of_script(entry: str | None) -> str | None:
-    """The task of an entry script of ours, however its path is written; None of another."""
-    scripts = {(home() / script).resolve(): task for task, script in ENTRIES.items()}
-    return scripts.get((home() / entry).resolve()) if entry else None
-
-
 def task_of(recipe: Recipe) -> str:
-    """The task of a settled recipe: MaxEnt's names its objective."""
+    """Return the task of a recipe that ``with_task`` returned: MaxEnt's names its objective."""
     return MAXENT if recipe.given("maxent_objective") else GRPO
 
 
 def entry_of(recipe: Recipe, asked: RequestedTask) -> str:
-    """The entry script of a settled recipe."""
+    """Return the entry script of such a recipe."""
     return asked.entry or ENTRIES[task_of(recipe)]
 
 
 def with_task(recipe: Recipe, asked: RequestedTask) -> tuple[Recipe, list[Problem]]:
-    """The recipe with its task settled, and what contradicts that.
+    """Return the recipe with its task, and what contradicts that.
 
-    RequestedTask for MaxEnt, a recipe without an objective is given the default one, with who asked as its origin.
+    A recipe without an objective that MaxEnt is asked for gets the default one, with who asked as its origin.
     """
     objective = recipe.values["maxent_objective"]
     if asked.task == MAXENT and not recipe.given("maxent_objective"):
-        settled = {**recipe.values, "maxent_objective": replace(objective, origin=asked.source)}
-        return replace(recipe, values=settled), []
+        return recipe.with_value("maxent_objective", replace(objective, origin=asked.source)), []
     if asked.task == GRPO and recipe.given("maxent_objective"):
         where = objective.over or objective.origin
         what = f"asks for GRPO, {where} for MaxEnt-GRPO (maxent_objective)"
@@ -106,22 +90,13 @@ def with_task(recipe: Recipe, asked: RequestedTask) -> tuple[Recipe, list[Proble
     if asked.task is None and objective.origin in ENVIRONMENT_KEYS and not objective.over:
         # A variable of the shell is there for every run: alone it does not choose the algorithm.
         what, fix = "changes nothing in a GRPO run", f"set MAXENT=1 too, or unset {objective.origin}"
-        settled = {**recipe.values, "maxent_objective": Value(DEFAULT_OBJECTIVE, DEFAULT_ORIGIN)}
-        return replace(recipe, values=settled), [Problem(objective.origin, f"'maxent_objective' {what}", fix)]
+        grpo = recipe.with_value("maxent_objective", Value(DEFAULT_OBJECTIVE, DEFAULT_ORIGIN))
+        return grpo, [Problem(objective.origin, f"'maxent_objective' {what}", fix)]
     return recipe, []
 
 
 def same_task(recipe: Recipe, asked: RequestedTask, task: str) -> None:
-    """A resumed run keeps its task.
-
-    Args:
-        recipe: the run's own, with what overrides it now.
-        asked: what is asked for now.
-        task: that of the run.
-
-    Raises:
-        ConfigError: another task is asked for.
-    """
+    """Refuse another task than the resumed run's, asked for now or by what overrides its recipe."""
     if asked.task not in (None, task):
         what = f"asks for {_NAMES[asked.task]}, the run is one of {_NAMES[task]}"
         raise config_error(asked.source, what, f"leave out {asked.source}: a resumed run goes on as it began")

@@ -23,32 +23,29 @@ from grpo_recipes.errors import ConfigError, Problem
 
 
 def split_spec(spec: str) -> tuple[str, str]:
-    """``file.py`` or module, and the name in it; the name is empty when there is none."""
+    """Return ``file.py`` or module, and the name in it, empty where there is none."""
     place, _, name = spec.rpartition(":")
     return (place, name) if place else (spec, "")
 
 
 def problem_with(spec: str, where: str) -> Problem | None:
-    """What keeps ``spec`` from being loaded, as far as its source tells.
+    """Return what keeps ``module:name`` or ``file.py:name``, written at ``where``, from being loaded.
 
-    Args:
-        spec: ``module:name`` or ``file.py:name``.
-        where: where the user wrote it, for the message.
+    Only its source is read, not run.
     """
     place, name = split_spec(spec)
     if not name.isidentifier():
         return Problem(where, f"'{spec}' names nothing in a module", "write module:name or file.py:name")
     path = _find_source(place)
     if path is None:
-        what, fix = _not_found(place)
-        return Problem(where, what, fix)
+        return _not_found(place, where)
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError) as error:
         line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        return Problem(where, f"'{path.name}{line}' is not valid Python ({error.args[0]})", "mend it there")
+        return Problem(where, f"'{path.name}{line}' is not valid Python ({error.args[0]})", "correct it there")
     except (RecursionError, MemoryError):  # as Python's own parser says it
-        return Problem(where, f"'{path.name}' is not valid Python (too deeply nested)", "mend it there")
+        return Problem(where, f"'{path.name}' is not valid Python (too deeply nested)", "correct it there")
     except OSError as error:
         return Problem(where, f"'{path}' cannot be read ({error.strerror})", "make it readable")
     names = set(_names(tree.body))
@@ -59,35 +56,29 @@ def problem_with(spec: str, where: str) -> Problem | None:
     return Problem(where, f"'{path.name}' has no '{name}'", fix)
 
 
-def source_file(spec: str) -> Path:
-    """The file that ``spec`` names something in.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    place, _ = split_spec(spec)
-    path = _find_source(place)
-    if path is None:
-        raise ConfigError(Problem(spec, *_not_found(place)))
-    return path
-
-
 def source_path(spec: str) -> Path | None:
-    """The file that ``spec`` names something in, or None."""
+    """Return the file that ``spec`` names something in, or None."""
     return _find_source(split_spec(spec)[0])
 
 
+def source_file(spec: str) -> Path:
+    """Return the file that ``spec`` names something in; a ConfigError where there is none."""
+    path = source_path(spec)
+    if path is None:
+        raise ConfigError(_not_found(split_spec(spec)[0], spec))
+    return path
+
+
 def copy_path(spec: str, folder: Path) -> Path:
-    """Where ``copy_source`` keeps the spec's file."""
-    return folder / _copy_name(spec)
+    """Return where ``copy_source`` keeps the spec's file: ``my/rewards.py`` as ``my__rewards.py``."""
+    place = split_spec(spec)[0].removesuffix(".py")
+    parts = [part for part in place.split("/") if part not in ("", ".", "~")]
+    return folder / ("__".join("up" if part == ".." else part for part in parts) + ".py")
 
 
 def copy_source(spec: str, folder: Path) -> Path:
-    """Keep a copy of the spec's file in the run directory; one that is there already stays.
-
-    A resumed run so goes on with the code it began with, whatever became of the file.
-    """
-    copy = folder / _copy_name(spec)
+    """Copy the spec's file into the run directory unless it is there, so that a resumed run goes on with that code."""
+    copy = copy_path(spec, folder)
     if not copy.exists():
         folder.mkdir(exist_ok=True)
         shutil.copyfile(source_file(spec), copy)
@@ -95,25 +86,25 @@ def copy_source(spec: str, folder: Path) -> Path:
 
 
 def load_object(spec: str, copies: Path | None = None) -> Any:
-    """Import what ``spec`` names.
+    """Import what ``spec`` names; a ConfigError where it is not there, while what the code itself raises passes.
 
-    Args:
-        spec: ``module:name`` or ``file.py:name``.
-        copies: folder of ``copy_source``; a copied file is run in place of the one it was copied from. Modules are
-            imported by name, since they may be part of a package.
-
-    Raises:
-        ConfigError: there is no such file, module or name. What the code itself raises is not caught.
+    A file that ``copy_source`` copied to ``copies`` is run in place of the original. Modules are imported by name:
+    they may be part of a package.
     """
     place, name = split_spec(spec)
-    module = _load_file(spec, copies) if place.endswith(".py") else _load_module(spec)
+    if place.endswith(".py"):
+        module = _load_file(spec, copies)
+    else:
+        source_file(spec)  # refuse a missing one in our words
+        _let_import_from(Path.cwd())
+        module = importlib.import_module(place)
     if not hasattr(module, name):
         raise ConfigError(Problem(spec, f"'{place}' has no '{name}'", "name a function or class of it"))
     return getattr(module, name)
 
 
 def _load_file(spec: str, copies: Path | None) -> ModuleType:
-    copy = copies / _copy_name(spec) if copies else None
+    copy = copy_path(spec, copies) if copies else None
     path = copy if copy is not None and copy.exists() else source_file(spec)
     original = Path(os.path.expanduser(split_spec(spec)[0])).absolute()
     # The name is one that pickle finds again, and that neither an installed module nor another file has.
@@ -135,33 +126,20 @@ def _load_file(spec: str, copies: Path | None) -> ModuleType:
     return module
 
 
-def _load_module(spec: str) -> ModuleType:
-    source_file(spec)  # refused with our words when it is not there
-    _let_import_from(Path.cwd())
-    return importlib.import_module(split_spec(spec)[0])
-
-
 def _let_import_from(folder: Path) -> None:
     # At the end: a user's random.py must not take the place of Python's.
     if folder.is_dir() and str(folder) not in sys.path:
         sys.path.append(str(folder))
 
 
-def _copy_name(spec: str) -> str:
-    """A name for the copy, one for each place: ``my/rewards.py`` -> ``my__rewards.py``."""
-    place = split_spec(spec)[0].removesuffix(".py")
-    parts = [part for part in place.split("/") if part not in ("", ".", "~")]
-    return "__".join("up" if part == ".." else part for part in parts) + ".py"
-
-
-def _not_found(place: str) -> tuple[str, str]:
+def _not_found(place: str, where: str) -> Problem:
     if place.endswith(".py"):
-        return f"no file '{place}'", "name an existing file, relative to the folder of the launch"
-    return f"no module '{place}'", "install it into the environment, or write file.py:name"
+        return Problem(where, f"no file '{place}'", "name an existing file, relative to the folder of the launch")
+    return Problem(where, f"no module '{place}'", "install it into the environment, or write file.py:name")
 
 
 def _find_source(place: str) -> Path | None:
-    """The source file of a ``.py`` path or module; parents of a module are not imported."""
+    """Return the source file of a ``.py`` path or module, without importing the module's parents."""
     if place.endswith(".py"):
         path = Path(os.path.expanduser(place)).absolute()
         return path if os.path.isfile(path) else None  # False too for a name that is too long
@@ -181,7 +159,7 @@ def _find_source(place: str) -> Path | None:
 
 
 def _names(body: Iterable[ast.AST]) -> Iterator[str]:
-    """Names that a module's statements bind at its top level, ``*`` for a star import."""
+    """Yield names that a module's statements bind at its top level, ``*`` for a star import."""
     for statement in body:
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield statement.name

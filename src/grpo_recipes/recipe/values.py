@@ -20,28 +20,31 @@ Path = tuple[str | int, ...]
 # No file, log or process takes these: NUL and other control characters but tab and line ends, and half characters.
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
 
+_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a text",
+    "dict": "a mapping",
+    "list[dict]": "a list of mappings",
+}
+
 
 @dataclass(frozen=True)
 class Raw:
-    """What the user wrote for a key.
+    """What the user wrote for a key."""
 
-    Attributes:
-        value: as YAML or the command line gives it.
-        origin: ``file:line``, ``--flag`` or a variable's name.
-        from_text: whether it is a text of the command line or the environment, which has no types.
-        lines: where the parts of a nested value stand, by their path below the key.
-        over: ``file:line`` of what this overrides in the recipe, else empty.
-    """
-
-    value: Any
-    origin: str
-    from_text: bool = False
-    lines: Mapping[Path, str] = field(default_factory=dict)
-    over: str = ""
+    value: Any  # as YAML or the command line gives it
+    origin: str  # file:line, --flag or a variable's name
+    from_text: bool = False  # of the command line or the environment, which have no types
+    lines: Mapping[Path, str] = field(
+        default_factory=dict
+    )  # of the parts of a nested value, by their path below the key
+    over: str = ""  # file:line of what this overrides in the recipe
 
 
 def typed(key: str, entry: Entry, raw: Raw) -> tuple[Any, list[Problem]]:
-    """``raw`` as the catalogue's type, and every problem with it, those of its parts included."""
+    """Return ``raw`` as the catalogue's type, and every problem with it and its parts."""
     value, problems = _typed_whole(key, entry, raw)
     if isinstance(value, dict | list) and not problems:
         problems = list(_nested_problems((key,), value, raw))
@@ -54,8 +57,8 @@ def _typed_whole(key: str, entry: Entry, raw: Raw) -> tuple[Any, list[Problem]]:
         if entry["optional"]:
             return None, []
         return None, [Problem(raw.origin, f"'{key}' is empty", f"write {_example(entry)}, or remove it")]
-    if entry.get("infinite") and _is_infinite(value):
-        return math.inf, []
+    if entry.get("infinite") and str(value).lower().removeprefix("+") in (".inf", "inf", "infinity"):
+        return math.inf, []  # as YAML, Python and JSON write it
     try:
         converted = _convert(entry["type"], value, raw.from_text)
     except ValueError as error:
@@ -65,7 +68,7 @@ def _typed_whole(key: str, entry: Entry, raw: Raw) -> tuple[Any, list[Problem]]:
 
 
 def _nested_problems(path: Path, value: Any, raw: Raw) -> Iterator[Problem]:
-    """Type the parts of a mapping whose keys are known, in place; what is wrong is told at its own line."""
+    """Type the parts of a mapping whose keys are known, in place, and yield what is wrong at its own line."""
     names = [part for part in path if isinstance(part, str)]
     known = nested_catalogue().get(".".join(names))
     if isinstance(value, list):
@@ -95,10 +98,13 @@ def _convert(kind: str, value: Any, from_text: bool) -> Any:
     if kind == "dict":
         return _mapping(value)
     if kind == "bool":
-        return _bool_or_fail(value, from_text)
+        truth = as_bool(value) if from_text else value
+        if not isinstance(truth, bool):
+            raise ValueError(f"{value!r} where true or false belongs")
+        return truth
     if isinstance(value, bool):
         hint = " (YAML reads no, yes, on and off as booleans: quote the word)" if kind == "str" else ""
-        raise ValueError(f"the boolean {value} where {_article(kind)} belongs{hint}")
+        raise ValueError(f"the boolean {value} where {_WORDS[kind]} belongs{hint}")
     if kind in ("int", "float"):
         return _number(kind, value)
     if kind == "str" and not isinstance(value, str):
@@ -129,15 +135,8 @@ def _mapping(value: Any) -> dict[str, Any]:
     return value
 
 
-def _bool_or_fail(value: Any, from_text: bool) -> bool:
-    truth = as_bool(value) if from_text else value
-    if not isinstance(truth, bool):
-        raise ValueError(f"{value!r} where true or false belongs")
-    return truth
-
-
 def as_bool(value: Any) -> Any:
-    """A text of the command line as the boolean it names, anything else as it is."""
+    """Return a text of the command line as the boolean it names, anything else as it is."""
     if isinstance(value, str):
         return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}.get(value.lower(), value)
     return value
@@ -146,11 +145,11 @@ def as_bool(value: Any) -> Any:
 def _number(kind: str, value: Any) -> int | float:
     # YAML 1.1 reads 1e-6 as a text, so a text that is a number is taken as one.
     if not isinstance(value, int | float | str):
-        raise ValueError(f"{value!r} where {_article(kind)} belongs")
+        raise ValueError(f"{value!r} where {_WORDS[kind]} belongs")
     try:
         number = float(value)
     except ValueError:
-        raise ValueError(f"{_short(value)} where {_article(kind)} belongs") from None
+        raise ValueError(f"{_short(value)} where {_WORDS[kind]} belongs") from None
     except OverflowError:  # a whole number above 1e308
         number = math.inf
     if math.isnan(number):
@@ -162,11 +161,6 @@ def _number(kind: str, value: Any) -> int | float:
     if math.isinf(number) or number != int(number):
         raise ValueError(f"{_short(value)} where a whole number belongs")
     return value if isinstance(value, int) else int(number)
-
-
-def _is_infinite(value: Any) -> bool:
-    """Whether this is infinity, as YAML (.inf), Python and JSON (inf) write it."""
-    return str(value).lower().removeprefix("+") in (".inf", "inf", "infinity")
 
 
 def _short(value: Any) -> str:
@@ -182,27 +176,12 @@ def _limit_problem(key: str, entry: Entry, value: Any, origin: str) -> Problem |
         if high is not None and value > high:
             return Problem(origin, f"'{key}' is {value}, above {high}", f"write {high} or less")
     if choices and isinstance(value, str) and value not in choices:
-        close = nearest_of(value, choices)
-        fix = f"write '{close}'" if close else f"write one of {', '.join(choices)}"
-        return Problem(
-            origin, f"'{key}' is '{value}'", fix if len(choices) > 12 else f"write one of {', '.join(choices)}"
-        )
+        close = nearest_of(value, choices) if len(choices) > 12 else None
+        return Problem(origin, f"'{key}' is '{value}'", f"write '{close}'" if close else f"write {_example(entry)}")
     return None
-
-
-def _article(kind: str) -> str:
-    return {"int": "a whole number", "float": "a number", "str": "a text"}[kind]
 
 
 def _example(entry: Entry) -> str:
     if entry.get("choices"):
         return "one of " + ", ".join(entry["choices"])
-    examples = {
-        "int": "a whole number",
-        "float": "a number",
-        "bool": "true or false",
-        "str": "a text",
-        "dict": "a mapping",
-        "list[dict]": "a list of mappings",
-    }
-    return examples.get(entry["type"], "a list, e.g. [a, b]")
+    return _WORDS.get(entry["type"], "a list, e.g. [a, b]")
