@@ -1,4 +1,4 @@
-"""What went wrong, where, and the edit that mends it: the one shape of every refusal."""
+"""What is wrong, where, and the edit that fixes it: the one shape of every config error."""
 
 from __future__ import annotations
 
@@ -18,17 +18,11 @@ EXIT_STOPPED = 75  # stopped on request, state saved
 
 @dataclass(frozen=True)
 class Problem:
-    """One fault in what the user gave.
+    """One fault in what the user gave, as one line."""
 
-    Attributes:
-        where: file and line, flag, or variable, e.g. ``recipe.yaml:12``.
-        what: what is wrong, one line.
-        fix: the edit that mends it, one line.
-    """
-
-    where: str
+    where: str  # file and line, flag, or variable, e.g. recipe.yaml:12
     what: str
-    fix: str
+    fix: str  # the edit that removes the fault
 
     def __post_init__(self) -> None:
         for name in ("where", "what", "fix"):
@@ -39,12 +33,12 @@ class Problem:
 
 
 def _line(text: str) -> str:
-    """One line without secrets: what is told may hold whatever the user wrote."""
+    """Return one line without secrets: a message may hold whatever the user wrote."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in masked(text))
 
 
 class ConfigError(Exception):
-    """Bad input: printed one line a problem, exit code 2, nothing started."""
+    """Bad input: reported one line a problem, exit code 2, nothing started."""
 
     def __init__(self, *problems: Problem):
         self.problems = list(problems)
@@ -52,7 +46,7 @@ class ConfigError(Exception):
 
 
 def config_error(where: str, what: str, fix: str) -> ConfigError:
-    """A refusal of a single problem, for ``raise config_error(...)``."""
+    """Return the error of a single problem."""
     return ConfigError(Problem(where, what, fix))
 
 

@@ -11,21 +11,18 @@ CODE_VARIABLE = "GRPO_CODE"
 
 
 def home() -> Path:
-    """The code that runs: GRPO_CODE of a frozen run, else the repository.
-
-    The repository is GRPO_HOME, or the tree this package was installed from.
-    """
+    """Return the code that runs: GRPO_CODE of a frozen run, else GRPO_HOME, else the tree that was installed."""
     given = os.environ.get(CODE_VARIABLE) or os.environ.get("GRPO_HOME")
     return Path(given or Path(__file__).resolve().parents[2])
 
 
 def cache_root(environment: Mapping[str, str]) -> Path:
-    """Where downloads and the smoke model live: CACHE_ROOT, or ``.cache`` in the repository."""
+    """Return where downloads and the smoke model live: CACHE_ROOT, or ``.cache`` in the repository."""
     return Path(environment.get("CACHE_ROOT") or home() / ".cache").absolute()
 
 
 def shown(path: Path | str) -> str:
-    """``path`` as a person would type it: relative to the working folder where that is shorter."""
+    """Return ``path`` as a person would type it: relative to the working folder where that is shorter."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 

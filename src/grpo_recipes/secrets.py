@@ -17,14 +17,12 @@ _PUBLIC_NAMES = frozenset({"TOKENIZERS_PARALLELISM", "GRPO_TOKEN_FILE"})
 
 
 def secret_name(name: str) -> bool:
-    """Whether a variable of this name holds a secret."""
+    """Return whether a variable of this name holds a secret."""
     return name.upper() not in _PUBLIC_NAMES and bool(_NAME.search(name))
 
 
 def secret_value(value: object) -> bool:
-    """Whether a value looks like a token, whatever it is called; in a list or mapping, whether any part does, or is
-    a text under a secret's name.
-    """
+    """Return whether a value, or a part of a list or mapping, looks like a token or is a text under a secret's name."""
     if isinstance(value, Mapping):
         named = any(secret_name(str(name)) and isinstance(part, str) for name, part in value.items())
         return named or any(secret_value(part) for part in value.values())
@@ -34,10 +32,10 @@ def secret_value(value: object) -> bool:
 
 
 def masked(text: str) -> str:
-    """``text`` with everything that looks like a token, or a password in a URL, replaced."""
+    """Return ``text`` with everything that looks like a token, or a password in a URL, replaced."""
     return _URL_PASSWORD.sub(MASK, _VALUE.sub(MASK, text))
 
 
 def masked_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """A copy of ``environment`` that may be printed."""
+    """Return a copy of ``environment`` that may be printed."""
     return {name: MASK if secret_name(name) else masked(value) for name, value in environment.items()}

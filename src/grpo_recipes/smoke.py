@@ -40,6 +40,7 @@ TEST_SIZE = 20
 MAX_SUM = 18
 MAX_POSITIONS = 4096
 SMOKE_SCHEME = "smoke:"  # of model_name_or_path and dataset_name
+SMOKE_TASKS = ("smoke:sums", "smoke:sums-tied")
 Row = dict[str, str]
 
 PAD, END = "<|endoftext|>", "<|im_end|>"  # as in Qwen's own tokenizers
@@ -73,14 +74,14 @@ PHASES = (
 
 
 def fingerprint(seed: int = 0, tied: bool = False, dtype: str = "float32", phases: Phases = PHASES) -> str:
-    """Short hash of everything that decides what `make` writes: the key for a cache of its output."""
+    """Return a short hash of everything that decides what `make` writes: the key for a cache of its output."""
     return hashlib.sha256(repr((VERSION, seed, tied, dtype, phases)).encode()).hexdigest()[:12]
 
 
 def make(out_dir: Path, seed: int = 0, *, tied: bool = False, dtype: str = "float32", phases: Phases = PHASES) -> None:
-    """Write the model and the data to `out_dir`, which appears complete or not at all.
+    """Write the model and the data to `out_dir`, which appears complete or not at all, unless it is there already.
 
-    Returns at once if it is there already; raises `OSError` if what is there was made with other settings, or not here.
+    Raises OSError where it was made with other settings, or not here.
     """
     key = fingerprint(seed, tied, dtype, phases)
     if _is_made(out_dir, key):
@@ -104,7 +105,7 @@ def make(out_dir: Path, seed: int = 0, *, tied: bool = False, dtype: str = "floa
 
 
 def split(seed: int = 0) -> tuple[list[Row], list[Row]]:
-    """Training and held-out rows: `TEST_SIZE` sums held out at random, never both a+b and b+a, never a+a."""
+    """Return training and held-out rows: `TEST_SIZE` sums held out at random, never both a+b and b+a, never a+a."""
     rng = random.Random(seed)
     unordered = [(a, b) for a in range(10) for b in range(a)]
     test = [rng.choice([(a, b), (b, a)]) for a, b in rng.sample(unordered, TEST_SIZE)]
@@ -115,7 +116,7 @@ def split(seed: int = 0) -> tuple[list[Row], list[Row]]:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level tokenizer without merges: one token per ASCII character; any text (in NFC) survives the round trip.
+    """Return a byte-level tokenizer without merges: one token per ASCII character; any text in NFC survives.
 
     AutoTokenizer may load it as a `Qwen2Tokenizer`, after the model's type. That class normalises to NFC and insists
     on a token `<|endoftext|>`; having both here makes it encode exactly as this one, within the model's vocabulary.
@@ -142,7 +143,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, tied: bool = False) -> Qwen2ForCausalLM:
-    """Two-layer Qwen2 with random weights; heads of 64, a size that every attention kernel takes."""
+    """Return a two-layer Qwen2 with random weights; heads of 64, a size that every attention kernel takes."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
@@ -199,7 +200,7 @@ def _run_phase(
 
 @contextmanager
 def _reproducible(seed: int) -> Iterator[None]:
-    """Fixed random state and one thread, because the order of a sum over threads changes its last bits."""
+    """Fix the random state and use one thread, because the order of a sum over threads changes its last bits."""
     import torch
 
     threads = torch.get_num_threads()
@@ -241,21 +242,15 @@ def _publish(partial: Path, out_dir: Path, key: str) -> None:
 
 
 def smoke_folder(name: str, environment: Mapping[str, str]) -> Path:
-    """The cache folder of a built-in smoke task, e.g. ``smoke:sums`` or ``smoke:sums-tied``.
-
-    Raises:
-        ConfigError: there is no such task.
-    """
+    """Return the cache folder of a built-in smoke task; a ConfigError where there is no such task."""
+    if name not in SMOKE_TASKS:
+        raise config_error("model_name_or_path", f"there is no built-in '{name}'", f"write {' or '.join(SMOKE_TASKS)}")
     task = name.removeprefix(SMOKE_SCHEME)
-    if task not in ("sums", "sums-tied"):
-        raise config_error(
-            "model_name_or_path", f"there is no built-in '{name}'", "write smoke:sums or smoke:sums-tied"
-        )
     return cache_root(environment) / "smoke" / f"{task}-{fingerprint(tied=task.endswith('-tied'))}"
 
 
 def smoke_command(name: str, environment: Mapping[str, str]) -> tuple[Path, list[str]]:
-    """Folder of a built-in smoke task, and the command that makes it there (a minute; needs torch)."""
+    """Return the folder of a built-in smoke task, and the command that makes it there (a minute; needs torch)."""
     folder = smoke_folder(name, environment)
     tied = ["--tie-word-embeddings"] if name.endswith("-tied") else []
     return folder, [sys.executable, "-m", "grpo_recipes.smoke", str(folder), *tied]

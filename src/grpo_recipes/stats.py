@@ -16,12 +16,9 @@ Interval = tuple[float, float]
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Probability that at least one of ``k`` completions drawn without replacement is right.
+    """Return the probability that at least one of ``k`` completions drawn without replacement is right.
 
-    Args:
-        samples: completions of the problem that got a verdict, at least ``k``.
-        right: how many of them are right.
-        k: completions a user would look at.
+    ``samples`` completions of the problem have a score, ``right`` of them are right; at least ``k`` are needed.
     """
     if not 0 <= right <= samples or not 1 <= k <= samples:
         raise ValueError(f"pass@{k} of {right} right among {samples} completions is not defined")
@@ -31,15 +28,10 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 def mean_with_interval(estimates: Sequence[float], most: float = 1.0) -> tuple[float, Interval]:
-    """Mean over problems with its 95 % interval.
+    """Return the mean over problems, one number between 0 and ``most`` each, with its 95 % interval.
 
-    Args:
-        estimates: one number between 0 and ``most`` a problem.
-        most: 1 for a share; more for what is counted.
-
-    Returns:
-        Mean and interval: Wilson's where every estimate is 0 or 1 (one completion a problem, or all alike), otherwise
-        mean +- 1.96 standard errors of the mean over problems, cut to [0, most].
+    The interval is Wilson's where every estimate is 0 or 1 (one completion a problem, or all alike), otherwise
+    mean +- 1.96 standard errors of the mean over problems, cut to [0, most].
     """
     count = len(estimates)
     mean = math.fsum(estimates) / count
@@ -53,7 +45,7 @@ def mean_with_interval(estimates: Sequence[float], most: float = 1.0) -> tuple[f
 
 
 def wilson(right: int, count: int) -> Interval:
-    """Wilson's 95 % score interval of a proportion: not empty at 0 and 1, right for a few problems (AIME has 30)."""
+    """Return Wilson's 95 % interval of a proportion: not empty at 0 and 1, right for few problems (AIME has 30)."""
     share, z2 = right / count, Z_95**2
     centre = (share + z2 / (2 * count)) / (1 + z2 / count)
     half = Z_95 / (1 + z2 / count) * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2))
@@ -61,23 +53,21 @@ def wilson(right: int, count: int) -> Interval:
 
 
 def reported_ks(samples: int) -> list[int]:
-    """The k that are reported of ``samples`` completions a problem: powers of two below it, and itself."""
+    """Return the k reported for ``samples`` completions a problem: powers of two below it, and itself."""
     powers = [2**power for power in range(samples.bit_length()) if 2**power < samples]
     return [*powers, samples]
 
 
 def pass_table(scores: Sequence[Sequence[float | None]]) -> dict[str, float | list[float] | None]:
-    """``pass@k`` and ``pass@k_ci`` of a benchmark.
+    """Return ``pass@k`` and ``pass@k_ci`` of a benchmark for every reported k.
 
-    Args:
-        scores: (problems, samples), 1 for a right completion, 0 for a wrong one, None without a verdict.
-
-    Returns:
-        A number and its interval for every reported k. Completions without a verdict are left out of a problem's
-        estimate, and a problem with fewer than k verdicts out of pass@k; None when no problem is left.
+    ``scores`` is (problems, samples): 1 for a right completion, 0 for a wrong one, None for an unscored one, which is
+    left out of its problem's estimate; a problem with fewer than k scores is left out of pass@k, and a pass@k without
+    problems is None.
     """
     table: dict[str, float | list[float] | None] = {}
-    counts = [_verdicts(row) for row in scores]
+    known = [[score for score in row if score is not None] for row in scores]
+    counts = [(len(row), sum(score >= 0.5 for score in row)) for row in known]
     for k in reported_ks(max((len(row) for row in scores), default=1)):
         estimates = [pass_at_k(samples, right, k) for samples, right in counts if samples >= k]
         mean, interval = mean_with_interval(estimates) if estimates else (None, None)
@@ -87,14 +77,14 @@ def pass_table(scores: Sequence[Sequence[float | None]]) -> dict[str, float | li
 
 
 def score_names(result: Mapping[str, Any]) -> list[str]:
-    """The scores of a result: ``pass@k``, and of ModeBench also ``mean@k``, ``distinct@k`` and ``coverage@k``."""
+    """Return the names of scores: ``pass@k``, and of ModeBench also ``mean@k``, ``distinct@k`` and ``coverage@k``."""
     return [key for key in result if "@" in key and not key.endswith("_ci")]
 
 
 def result_line(result: Mapping[str, Any]) -> str:
-    """A benchmark's result for a person: ``pass@1 0.512 (0.468 to 0.556), pass@4 ..., 500 problems``.
+    """Return a benchmark's result as ``pass@1 0.512 (0.468 to 0.556), pass@4 ..., 500 problems``.
 
-    With ModeBench's baselines after it: ``; random guesser pass@8 0.181, mean@8 ...``.
+    ModeBench's baselines follow: ``; random guesser pass@8 0.181, mean@8 ...``.
     """
     parts = []
     for key in score_names(result):
@@ -105,8 +95,3 @@ def result_line(result: Mapping[str, Any]) -> str:
     for name, scores in result.get("baselines", {}).items():
         lines.append(f"{name} " + ", ".join(f"{key} {scores[key]:.3f}" for key in score_names(scores)))
     return "; ".join(lines)
-
-
-def _verdicts(row: Sequence[float | None]) -> tuple[int, int]:
-    known = [score for score in row if score is not None]
-    return len(known), sum(score >= 0.5 for score in known)

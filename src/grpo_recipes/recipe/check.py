@@ -15,7 +15,7 @@ from pathlib import Path
 
 from grpo_recipes.errors import ConfigError, Problem
 from grpo_recipes.recipe import BrokenKey, Recipe, in_order, learning, merge_recipe
-from grpo_recipes.recipe.check_data import DATA_RULES, SMOKE_TASKS, is_hub_name
+from grpo_recipes.recipe.check_data import DATA_RULES, is_hub_name
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.recipe.registry import (
     OBJECTIVES,
@@ -28,7 +28,7 @@ from grpo_recipes.recipe.registry import (
 from grpo_recipes.recipe.rules import broken_rules, objective_of, removal, reports_to
 from grpo_recipes.recipe.tasks import RequestedTask, with_task
 from grpo_recipes.recipe.user_code import copy_path, problem_with
-from grpo_recipes.smoke import SMOKE_SCHEME
+from grpo_recipes.smoke import SMOKE_SCHEME, SMOKE_TASKS
 
 _NEUTRAL_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
 _RUN_NAME = re.compile(r"\w[^/\x00-\x1f]*")

@@ -18,9 +18,8 @@ from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.datafiles import BUILDERS, RESERVED_COLUMNS, columns_of, has_splits, is_saved
 from grpo_recipes.recipe.registry import ONE_ANSWER
 from grpo_recipes.recipe.rules import CONTRADICTIONS, modebench_tasks
-from grpo_recipes.smoke import SMOKE_SCHEME
+from grpo_recipes.smoke import SMOKE_SCHEME, SMOKE_TASKS
 
-SMOKE_TASKS = ("smoke:sums", "smoke:sums-tied")
 MODEBENCH_REWARD = "modebench"
 _HUB_NAME = re.compile(r"[\w.-]{1,96}(?:/[\w.-]{1,96})?", re.ASCII)
 _COLUMNS = ("dataset_prompt_column", "dataset_solution_column")

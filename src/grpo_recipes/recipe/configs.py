@@ -388,24 +388,21 @@ NESTED = {
 
 def catalogue() -> dict[str, dict[str, Any]]:
     """Return the keys of a recipe as plain data: name -> type, default, help, limits, config class."""
-    entries: dict[str, dict[str, Any]] = {}
-    for config in CONFIGS:
-        hints = typing.get_type_hints(config)
-        for spec in dataclasses.fields(config):
-            if spec.name in OWNED_KEYS or not spec.init or spec.name.startswith("_"):
-                continue
-            entries[spec.name] = _entry(config.__name__, spec, hints[spec.name])
-    return dict(sorted(entries.items()))
+    return dict(sorted((name, entry) for config in CONFIGS for name, entry in _entries(config).items()))
 
 
 def nested_catalogue() -> dict[str, dict[str, dict[str, Any]]]:
     """Return the keys of mappings inside a key: path of the mapping -> name -> entry."""
-    return {path: _entries_of(config) for path, config in NESTED.items()}
+    return {path: _entries(config) for path, config in NESTED.items()}
 
 
-def _entries_of(config: Any) -> dict[str, dict[str, Any]]:
+def _entries(config: Any) -> dict[str, dict[str, Any]]:
     hints = typing.get_type_hints(config)
-    return {spec.name: _entry(config.__name__, spec, hints[spec.name]) for spec in dataclasses.fields(config)}
+    return {
+        spec.name: _entry(config.__name__, spec, hints[spec.name])
+        for spec in dataclasses.fields(config)
+        if spec.init and spec.name not in OWNED_KEYS and not spec.name.startswith("_")
+    }
 
 
 def _entry(owner: str, spec: dataclasses.Field, hint: Any) -> dict[str, Any]:
