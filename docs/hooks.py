@@ -2,7 +2,7 @@
 
 A page says ``<!-- keys CLASS -->`` for the keys that ``configs.py`` defines in that class, ``<!-- TRL keys CLASS -->``
 for those it takes over from TRL, ``<!-- other names -->`` for aliases, and ``<!-- refused keys -->`` for the keys that
-are refused with a replacement. ``<!-- maxent objectives -->`` and ``<!-- maxent keys -->`` tell what MaxEnt optimises,
+are refused with a replacement. ``<!-- maxent objectives -->`` and ``<!-- maxent keys -->`` say what MaxEnt optimises,
 and who reads which key. ``<!-- doctor SUBJECT -->`` lists the checks of a machine, a recipe or a run, and
 ``<!-- profile keys -->`` what a site's profile may hold. torch and TRL are not imported.
 """
@@ -49,7 +49,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def own_keys() -> dict[str, list[str]]:
-    """The fields that each class of ``configs.py`` defines itself, those of TRL redefined there included."""
+    """Return the fields that each class of ``configs.py`` defines itself, those of TRL redefined there included."""
     tree = ast.parse(keys.CATALOGUE_FILE.with_name("configs.py").read_text())
     return {
         node.name: [field.target.id for field in node.body if isinstance(field, ast.AnnAssign)]  # type: ignore[union-attr]
@@ -59,7 +59,7 @@ def own_keys() -> dict[str, list[str]]:
 
 
 def keys_table(owner: str) -> str:
-    """A row a key that ``owner`` defines itself: name, type with limits, default, help."""
+    """Return a row for each key that ``owner`` defines itself: name, type with limits, default, help."""
     known = dict(keys.catalogue())
     for nested in keys.nested_catalogue().values():
         known |= {name: entry for name, entry in nested.items() if entry["config"] == owner}
@@ -67,18 +67,18 @@ def keys_table(owner: str) -> str:
 
 
 def trl_table(owner: str) -> str:
-    """A row a key that ``owner`` takes over from TRL as it is."""
+    """Return a row for each key that ``owner`` takes over from TRL as it is."""
     own = own_keys()[owner]
     return _keys({name: e for name, e in keys.catalogue().items() if e["config"] == owner and name not in own})
 
 
 def aliases_table() -> str:
-    """A row for each other name of a key."""
+    """Return a row for each other name of a key."""
     return _table(("name", "key"), [(f"`{alias}`", f"`{key}`") for alias, key in sorted(dialects.ALIASES.items())])
 
 
 def recipes_table() -> str:
-    """A row a shipped recipe."""
+    """Return a row for each shipped recipe."""
     paths = sorted(path for path in RECIPES.rglob("*.yaml") if path.parent != RECIPES / "base")
     rows = [(path.relative_to(RECIPES.parent), read_recipe(path)) for path in paths]
     return _table(
@@ -96,7 +96,7 @@ def recipes_table() -> str:
 
 
 def objectives_table() -> str:
-    """A row for each objective of MaxEnt: the temperature and TRL's loss that it brings."""
+    """Return a row for each objective of MaxEnt: the temperature and TRL's loss that it brings."""
     rows = [
         (
             f"`{name}`{', the default' * (name == DEFAULT_OBJECTIVE)}",
@@ -110,7 +110,7 @@ def objectives_table() -> str:
 
 
 def maxent_keys_table() -> str:
-    """A row for each key of MaxEnt, with the objectives that read it."""
+    """Return a row for each key of MaxEnt, with the objectives that read it."""
     rows = []
     for key, entry in keys.catalogue().items():
         if key.startswith("maxent_"):
@@ -122,13 +122,13 @@ def maxent_keys_table() -> str:
 
 
 def doctor_table(subject: str) -> str:
-    """A row for each check of `grpo doctor` on a ``machine``, a ``recipe`` or a ``run``."""
+    """Return a row for each check of `grpo doctor` on a ``machine``, a ``recipe`` or a ``run``."""
     checks = {"machine": (*examine.MACHINE, *examine.DEEP), "recipe": examine.RECIPE, "run": examine.RUN}[subject]
     return _table(("check", "looks at"), [(examine.name_of(check), _text(examine.about(check))) for check in checks])
 
 
 def profile_table() -> str:
-    """A row for each key of a site's profile."""
+    """Return a row for each key of a site's profile."""
     plain = profile.Profile("")
     return _keys({name: {**entry, "default": getattr(plain, name)} for name, entry in profile.KEYS.items()})
 
@@ -141,7 +141,7 @@ def _keys(entries: dict[str, dict[str, Any]]) -> str:
 
 
 def refused_table() -> str:
-    """A row for each key that is refused with what to do instead."""
+    """Return a row for each key that is refused with what to do instead."""
     refused = sorted({**dialects.OBSOLETE_KEYS, **keys.OWNED_KEYS}.items())
     return _table(("key", "do this instead"), [(f"`{name}`", _text(instead)) for name, instead in refused])
 

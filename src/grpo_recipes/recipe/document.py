@@ -39,7 +39,7 @@ class _Loader(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep)
         except (ValueError, KeyError, AttributeError) as error:  # PyYAML's own constructors, on `!!bool maybe`
-            what = f"'{str(node.value)[:40]}' is no {node.tag.rpartition(':')[2]}"
+            what = f"'{str(node.value)[:40]}' is not a {node.tag.rpartition(':')[2]}"
             raise yaml.constructor.ConstructorError(None, None, what, node.start_mark) from error
 
 
@@ -110,7 +110,7 @@ def _parsed(path: Path, text: str, problems: list[Problem]) -> dict[str, Raw]:
     merges = [key for key, _ in node.value if key.tag == _MERGE]
     if merges:
         raise ConfigError(
-            Problem(f"{path.name}:{_line(merges[0])}", "'<<' is no key of a recipe", f"use {BASE_KEY}: FILE")
+            Problem(f"{path.name}:{_line(merges[0])}", "'<<' is not a key of a recipe", f"use {BASE_KEY}: FILE")
         )
     found: dict[str, Raw] = {}
     problems += _duplicates(path, node)

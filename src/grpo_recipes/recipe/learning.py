@@ -26,7 +26,7 @@ _LEAST_SHARE = 0.01  # of learning_rate; a run that never gets so far learns not
 
 
 def mixed_precision(recipe: Recipe) -> str:
-    """Return what accelerate calls the precision of the computation: TRL turns bf16 on unless told otherwise."""
+    """Return what accelerate calls the precision of the computation: TRL turns bf16 on by default."""
     if recipe["fp16"]:
         return "fp16"
     return "no" if recipe["bf16"] is False else "bf16"
