@@ -28,7 +28,7 @@ class Value:
 
     value: Any
     origin: str  # file:line, --flag, a variable's name, or "default"
-    over: str = ""  # file:line of the recipe's value that a flag or a variable overrides
+    shadowed: str = ""  # file:line of the recipe's value that a flag or a variable overrides
 
 
 class BrokenKey(Exception):
@@ -117,7 +117,7 @@ def merge_recipe(
         else:
             value, found = typed(key, catalogue()[key], raw)
         problems += found
-        values[key] = Value(value, raw.origin, raw.over)
+        values[key] = Value(value, raw.origin, raw.shadowed)
         broken |= {key} if found else set()
     return Recipe(path, values, notes, frozenset(broken)), in_order(problems)
 
@@ -145,5 +145,5 @@ def _layered(
     layers.append([(key, Raw(text, f"--{key}", from_text=True)) for key, text in read_flags(flags, problems)])
     for layer in layers:
         texts = translate(layer, problems, notes)
-        given |= {key: replace(raw, over=places.get(key, "")) for key, raw in texts.items()}
+        given |= {key: replace(raw, shadowed=places.get(key, "")) for key, raw in texts.items()}
     return given

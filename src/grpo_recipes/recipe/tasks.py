@@ -83,11 +83,11 @@ def with_task(recipe: Recipe, asked: RequestedTask) -> tuple[Recipe, list[Proble
     if asked.task == MAXENT and not recipe.given("maxent_objective"):
         return recipe.with_value("maxent_objective", replace(objective, origin=asked.source)), []
     if asked.task == GRPO and recipe.given("maxent_objective"):
-        where = objective.over or objective.origin
+        where = objective.shadowed or objective.origin
         what = f"asks for GRPO, {where} for MaxEnt-GRPO (maxent_objective)"
         other = f"leave out {where}" if where.startswith("--") or where in ENVIRONMENT_KEYS else "take a GRPO recipe"
         return recipe, [Problem(asked.source, what, f"leave out {asked.source}, or {other}")]
-    if asked.task is None and objective.origin in ENVIRONMENT_KEYS and not objective.over:
+    if asked.task is None and objective.origin in ENVIRONMENT_KEYS and not objective.shadowed:
         # A variable of the shell is there for every run: alone it does not choose the algorithm.
         what, fix = "changes nothing in a GRPO run", f"set MAXENT=1 too, or unset {objective.origin}"
         grpo = recipe.with_value("maxent_objective", Value(DEFAULT_OBJECTIVE, DEFAULT_ORIGIN))

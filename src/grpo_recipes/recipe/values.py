@@ -40,7 +40,7 @@ class Raw:
     lines: Mapping[Path, str] = field(
         default_factory=dict
     )  # of the parts of a nested value, by their path below the key
-    over: str = ""  # file:line of what this overrides in the recipe
+    shadowed: str = ""  # file:line of what this overrides in the recipe
 
 
 def typed(key: str, entry: Entry, raw: Raw) -> tuple[Any, list[Problem]]:
