@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from grpo_recipes.errors import ConfigError, Problem
+from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.paths import home
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.recipe.values import Raw
@@ -62,38 +62,33 @@ def read_document(path: Path, problems: list[Problem]) -> list[dict[str, Raw]]:
 def _base_file(chain: list[Path], base: Raw) -> Path:
     """Return the file a recipe builds on: beside it, or in the repository, so that a copied recipe still finds it."""
     if not isinstance(base.value, str):
-        raise ConfigError(Problem(base.origin, f"'{BASE_KEY}' is {base.value!r}", "name one recipe file"))
+        raise config_error(base.origin, f"'{BASE_KEY}' is {base.value!r}", "name one recipe file")
     places = [chain[-1].parent / base.value, home() / base.value]
     found = next((place for place in places if os.path.isfile(place)), None)  # False too for a name that is too long
     if found is None:
         what = f"there is no recipe '{base.value}' beside this one or in the repository"
-        raise ConfigError(Problem(base.origin, what, "name an existing recipe"))
+        raise config_error(base.origin, what, "name an existing recipe")
     if found.resolve() in [path.resolve() for path in chain]:
-        raise ConfigError(Problem(base.origin, f"'{base.value}' builds on this recipe again", f"remove one {BASE_KEY}"))
+        raise config_error(base.origin, f"'{base.value}' builds on this recipe again", f"remove one {BASE_KEY}")
     if len(chain) > _MOST_BASES:
         what = f"more than {_MOST_BASES} recipes build on one another"
-        raise ConfigError(Problem(base.origin, what, "join some of them"))
+        raise config_error(base.origin, what, "join some of them")
     return found
 
 
 def _read_file(path: Path, problems: list[Problem]) -> dict[str, Raw]:
     try:
-        return _parsed(path, _read_text(path), problems)
-    except RecursionError:
-        raise ConfigError(Problem(path.name, "values are nested too deeply", "write them flatter")) from None
-    except yaml.YAMLError as error:
-        raise ConfigError(_yaml_problem(path, error)) from None
-
-
-def _read_text(path: Path) -> str:
-    try:
         size = path.stat().st_size
         if size > _MOST_BYTES:
-            raise ConfigError(Problem(str(path), f"has {size // 10**6} MB, no recipe is so large", "name a recipe"))
-        return path.read_text(encoding="utf-8")
+            raise config_error(str(path), f"has {size // 10**6} MB, no recipe is so large", "name a recipe")
+        return _parsed(path, path.read_text(encoding="utf-8"), problems)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise ConfigError(Problem(str(path), f"cannot be read ({reason})", "name an existing recipe")) from None
+        raise config_error(str(path), f"cannot be read ({reason})", "name an existing recipe") from None
+    except RecursionError:
+        raise config_error(path.name, "values are nested too deeply", "write them flatter") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(_yaml_problem(path, error)) from None
 
 
 def _parsed(path: Path, text: str, problems: list[Problem]) -> dict[str, Raw]:
@@ -103,15 +98,14 @@ def _parsed(path: Path, text: str, problems: list[Problem]) -> dict[str, Raw]:
         return {}
     if not isinstance(node, yaml.MappingNode):
         what = "a recipe is a mapping of key: value"
-        raise ConfigError(Problem(f"{path.name}:{_line(node)}", what, "write one key: value a line"))
+        raise config_error(f"{path.name}:{_line(node)}", what, "write one key: value a line")
     if _parts(node, {}) > _MOST_PARTS:
         what = f"its anchors and aliases stand for more than {_MOST_PARTS:,} values"
-        raise ConfigError(Problem(path.name, what, "write out what is meant"))
+        raise config_error(path.name, what, "write out what is meant")
     merges = [key for key, _ in node.value if key.tag == _MERGE]
     if merges:
-        raise ConfigError(
-            Problem(f"{path.name}:{_line(merges[0])}", "'<<' is not a key of a recipe", f"use {BASE_KEY}: FILE")
-        )
+        where = f"{path.name}:{_line(merges[0])}"
+        raise config_error(where, "'<<' is not a key of a recipe", f"use {BASE_KEY}: FILE")
     found: dict[str, Raw] = {}
     problems += _duplicates(path, node)
     for key, value in node.value:
