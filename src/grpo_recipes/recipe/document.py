@@ -39,7 +39,7 @@ class _Loader(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep)
         except (ValueError, KeyError, AttributeError) as error:  # PyYAML's own constructors, on `!!bool maybe`
-            what = f"'{str(node.value)[:40]}' is not a {node.tag.rpartition(':')[2]}"
+            what = f"'{str(node.value)[:40]}' cannot be read as {node.tag.rpartition(':')[2]}"
             raise yaml.constructor.ConstructorError(None, None, what, node.start_mark) from error
 
 
