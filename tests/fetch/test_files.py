@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grpo_recipes.fetch.files import wanted_files
+from grpo_recipes.fetch.download import wanted_files
 
 SMALL, LARGE = 1000, 5 * 10**9
 

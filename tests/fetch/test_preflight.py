@@ -14,8 +14,7 @@ from no_network import without_network
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.fetch.hub import hub_answers
-from grpo_recipes.fetch.preflight import need_sources
-from grpo_recipes.fetch.sources import record_sources
+from grpo_recipes.fetch.sources import need_sources, record_sources
 from grpo_recipes.recipe import read_recipe
 from grpo_recipes.runs.rundir import Run, read_json
 
@@ -72,7 +71,7 @@ def test_a_fetch_that_fails_refuses_the_launch(shell: Shell, hub: FakeHub, varia
     monkeypatch.chdir(shell.folder)
     del hub.repos["dataset", "ada/rows"]
     with pytest.raises(
-        ConfigError, match=r"grpo fetch: ended with code 2\. Fix: mend what it says above; then: grpo fetch"
+        ConfigError, match=r"grpo fetch: ended with code 2\. Fix: correct what it says above; then: grpo fetch"
     ):
         need_sources(read_recipe(Path(shell.recipe())), variables(), None, ["recipe.yaml"])
 

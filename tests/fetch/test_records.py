@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.fetch.assets import Piece
-from grpo_recipes.fetch.records import dataset_folder, find_record, make_record, record_file, write_record
+from grpo_recipes.fetch.assets import Wanted, dataset_folder, find_record, make_record, record_file, write_record
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
-ROWS = Piece("dataset", "ada/rows", "recipe.yaml:3", config="main", split="train")
+ROWS = Wanted(kind="dataset", id="ada/rows", where="recipe.yaml:3", config="main", split="train")
 
 
 @pytest.fixture
@@ -19,10 +18,10 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return {"CACHE_ROOT": str(tmp_path / "cache")}
 
 
-def fetched(folder: Path, environment: dict[str, str], piece: Piece = ROWS) -> None:
+def fetched(folder: Path, environment: dict[str, str], asset: Wanted = ROWS) -> None:
     folder.mkdir(exist_ok=True)
     (folder / "data.arrow").write_bytes(b"rows")
-    write_record(make_record(piece, COMMIT, folder, {"data.arrow": 4}, None), piece, environment)
+    write_record(make_record(asset, COMMIT, folder, {"data.arrow": 4}, None), asset, environment)
 
 
 def test_a_record_is_found_under_its_revision_and_its_commit(tmp_path: Path, environment: dict[str, str]) -> None:
@@ -61,10 +60,10 @@ def test_a_record_that_cannot_be_read_is_none(tmp_path: Path, environment: dict[
 def test_datasets_have_folders_of_their_own(environment: dict[str, str], tmp_path: Path) -> None:
     datasets = tmp_path / "cache" / "datasets"
     assert dataset_folder(ROWS, COMMIT, environment) == datasets / "ada--rows--main--train--0123456789ab"
-    pieces = [
+    assets = [
         *(replace(ROWS, split=split) for split in ("train", "test", "train[:10]", "train[:10%]", "train[10:]")),
         replace(ROWS, limit=10),
         replace(ROWS, config=None),
     ]
-    assert len({dataset_folder(piece, COMMIT, environment) for piece in pieces}) == len(pieces)
-    assert len({record_file(piece, environment) for piece in pieces}) == len(pieces)
+    assert len({dataset_folder(asset, COMMIT, environment) for asset in assets}) == len(assets)
+    assert len({record_file(asset, environment) for asset in assets}) == len(assets)

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.fetch.assets import pieces_of
-from grpo_recipes.fetch.records import make_record, write_record
+from grpo_recipes.fetch.assets import assets_of, make_record, write_record
 from grpo_recipes.fetch.sources import changed_sources, fetched_sets, find_sources, fingerprint, record_sources
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
@@ -27,13 +26,13 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 def fetch(recipe: Recipe, environment: dict[str, str], commit: str, kind: str = "") -> None:
-    for piece in pieces_of(recipe):
-        if piece.kind.startswith(kind):
-            folder = Path(environment["CACHE_ROOT"]) / f"{piece.kind}-{commit[:2]}"
+    for asset in assets_of(recipe):
+        if asset.kind.startswith(kind):
+            folder = Path(environment["CACHE_ROOT"]) / f"{asset.kind}-{commit[:2]}"
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "file").write_bytes(b"1234")
-            licence = "apache-2.0" if piece.kind == "model" else None
-            write_record(make_record(piece, commit, folder, {"file": 4}, licence), piece, environment)
+            licence = "apache-2.0" if asset.kind == "model" else None
+            write_record(make_record(asset, commit, folder, {"file": 4}, licence), asset, environment)
 
 
 def plan(recipe: Recipe, environment: dict[str, str], sources: object) -> tuple[str, list[dict[str, str]], list[str]]:
@@ -65,7 +64,7 @@ def test_what_is_missing_is_named_and_nothing_is_told_to_stay_offline(read: Read
     recipe = read()
     fetch(recipe, environment, OLD, "dataset")
     sources = find_sources(recipe, environment)
-    assert [piece.id for piece in sources.missing] == ["Qwen/Qwen2.5-1.5B-Instruct"]
+    assert [asset.id for asset in sources.missing] == ["Qwen/Qwen2.5-1.5B-Instruct"]
     model, variables, notes = plan(recipe, environment, sources)
     assert model == "Qwen/Qwen2.5-1.5B-Instruct"
     assert all("HF_HUB_OFFLINE" not in one for one in variables)
@@ -90,7 +89,7 @@ def test_a_resumed_run_uses_its_commits_whatever_was_fetched_later(
 
     (Path(environment["CACHE_ROOT"]) / "model-aa" / "file").unlink()
     gone = find_sources(recipe, environment, recorded)
-    assert [(piece.kind, piece.revision) for piece in gone.missing] == [("model", OLD)]
+    assert [(asset.kind, asset.revision) for asset in gone.missing] == [("model", OLD)]
 
 
 def test_identity_is_made_once_and_places_each_time(read: Read, environment: dict[str, str], tmp_path: Path) -> None:

@@ -17,10 +17,9 @@ from grpo_recipes.doctor.examine import DEEP, MACHINE, RECIPE, RUN, Result, as_t
 from grpo_recipes.doctor.machine import Machine
 from grpo_recipes.doctor.recipes import Case
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, collect, config_error
-from grpo_recipes.fetch.assets import Piece
+from grpo_recipes.fetch.assets import Record, Wanted, find_record
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, INTERRUPTED, hub_answers, human
-from grpo_recipes.fetch.records import Record, find_record
-from grpo_recipes.fetch.sources import Source, local_sources, wanted_pieces
+from grpo_recipes.fetch.sources import Source, local_sources, wanted_assets
 from grpo_recipes.modebench.dataset import SCHEME as MODEBENCH_SCHEME
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.environment import hub_environment
@@ -112,7 +111,7 @@ def fetch(options: argparse.Namespace) -> int:
     recipe, recorded = _fetched_recipe(options)
     try:
         rows = [_local_row(source) for source in local_sources(recipe, os.environ)]
-        rows += _hub_rows(wanted_pieces(recipe, recorded), options.update)
+        rows += _hub_rows(wanted_assets(recipe, recorded), options.update)
     except KeyboardInterrupt:
         print(INTERRUPTED, file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -148,33 +147,33 @@ def _make_smoke_task(name: str) -> None:
         raise config_error(name, f"python -m grpo_recipes.smoke exited with code {code}", "look at its message above")
 
 
-def _hub_rows(pieces: list[Piece], update: bool) -> list[tuple[str, ...]]:
-    """Bring each piece and return its row; a ConfigError names those that cannot be had, after all others."""
-    if not pieces:
+def _hub_rows(assets: list[Wanted], update: bool) -> list[tuple[str, ...]]:
+    """Bring each asset and return its row; a ConfigError names those that cannot be had, after all others."""
+    if not assets:
         return []
     online = hub_answers(os.environ)
-    return collect(pieces, lambda piece: _hub_row(piece, find_record(piece, os.environ), online, update))
+    return collect(assets, lambda asset: _hub_row(asset, find_record(asset, os.environ), online, update))
 
 
-def _hub_row(piece: Piece, record: Record | None, online: bool, update: bool) -> tuple[str, ...]:
+def _hub_row(asset: Wanted, record: Record | None, online: bool, update: bool) -> tuple[str, ...]:
     if record is None and not online:
-        raise config_error(piece.where, f"{piece} is not here and the hub does not answer", _WHERE_ONLINE)
+        raise config_error(asset.where, f"{asset} is not here and the hub does not answer", _WHERE_ONLINE)
     if record is not None and not online:
         if update:
-            what = f"cannot look for newer commits of {piece}: the hub does not answer"
+            what = f"cannot look for newer commits of {asset}: the hub does not answer"
             raise config_error("--update", what, _WHERE_ONLINE)
         return _row(record, "here; the hub does not answer, so not compared")
-    from grpo_recipes.fetch.client import bound_every_wait
     from grpo_recipes.fetch.download import commit_of
     from grpo_recipes.fetch.download import fetch as download
+    from grpo_recipes.fetch.hub import bound_every_wait
 
     bound_every_wait(_LONGEST_WAIT)
-    newest = commit_of(piece)
+    newest = commit_of(asset)
     if record is not None and (not update or record.commit == newest):
         newer = f"; the hub has {newest[:12]}: --update brings it" if record.commit != newest else ""
         return _row(record, f"here{newer}")
-    print(f"grpo: fetching {piece} at {newest[:12]}", flush=True)
-    return _row(download(piece, os.environ), "fetched")
+    print(f"grpo: fetching {asset} at {newest[:12]}", flush=True)
+    return _row(download(asset, os.environ), "fetched")
 
 
 def _row(record: Record, state: str) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_recipes.cli.command import chosen_recipe, command, option, recipe_path, switch
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, Problem, config_error
-from grpo_recipes.fetch.gated import gated_note
+from grpo_recipes.fetch.hub import gated_note
 from grpo_recipes.fetch.sources import find_sources
 from grpo_recipes.launch.resolve_run import names_of
 from grpo_recipes.paths import shown

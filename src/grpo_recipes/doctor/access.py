@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from grpo_recipes.doctor.machine import Machine
-from grpo_recipes.fetch.hub import endpoint, told_offline
+from grpo_recipes.fetch.hub import endpoint, is_offline
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.ports import DEFAULT_PORTS, is_free, plan_ports
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS
@@ -92,7 +92,7 @@ def _bare(value: str) -> str:
 
 def hub(machine: Machine) -> Finding:
     """Whether the hub answers from here within 3 s, unless HF_HUB_OFFLINE says not to ask."""
-    if told_offline(machine.environment):
+    if is_offline(machine.environment):
         return ok("not asked: HF_HUB_OFFLINE is set")
     fix = "fetch on a node that has a route: grpo fetch RECIPE; jobs then read with HF_HUB_OFFLINE=1"
     return _answer(endpoint(machine.environment), warning, fix)

@@ -70,7 +70,7 @@ def look_deep(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
 def _present(recipe: Recipe, sources: Sources) -> list[str]:
     if sources.missing:
         fix = f"run grpo fetch {shlex.quote(shown(recipe.path))}"
-        raise ConfigError(*[Problem(piece.where, f"{piece} is not on this machine", fix) for piece in sources.missing])
+        raise ConfigError(*[Problem(asset.where, f"{asset} is not on this machine", fix) for asset in sources.missing])
     return [f"{source.kind:<10} {source.id} at {source.commit[:12]}" for source in sources.found]
 
 

@@ -14,7 +14,7 @@ from grpo_recipes.doctor.limits import free_memory
 from grpo_recipes.doctor.machine import Machine, judge
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.fetch.assets import MODEL
-from grpo_recipes.fetch.gated import gated_note
+from grpo_recipes.fetch.hub import gated_note
 from grpo_recipes.fetch.sources import Sources, find_sources
 from grpo_recipes.launch.resolve_run import names_of
 from grpo_recipes.paths import shown
@@ -61,7 +61,7 @@ class Case:
 
     def missing(self, model: bool) -> Finding | None:
         """Name the model, or the datasets, that a run would have to download."""
-        names = [str(piece) for piece in self.sources.missing if (piece.kind == MODEL) == model]
+        names = [str(asset) for asset in self.sources.missing if (asset.kind == MODEL) == model]
         fix = f"grpo fetch {shown(self.recipe.path)} (before a job without network)"
         return warning(f"not fetched: {', '.join(names)}", fix) if names else None
 

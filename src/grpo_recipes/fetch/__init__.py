@@ -1,5 +1,5 @@
-"""What a recipe needs of the hub: brought at a resolved commit, recorded, and found again without a network.
+"""Models and datasets of a recipe on this machine: what is needed, what is here, and bringing what is missing.
 
-Read ``pieces`` (what is needed), ``records`` (what is here), ``sources`` (what a run uses), ``download`` (how it
-comes).
+Read ``assets`` (what a recipe names, and records of what was fetched), ``sources`` (what a run uses), ``download`` (the
+hub's clients), ``hub`` (whether it answers).
 """

@@ -1,103 +1,136 @@
-"""What a recipe needs: models and datasets of the hub, and what lies on this machine. No torch."""
+"""What a recipe needs: models and datasets of the hub, those that lie on this machine, and records of what was fetched.
+
+A record is one small JSON file an asset under ``<CACHE_ROOT>/fetched``. It counts only while every file it lists is
+there in its full size. No torch.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from grpo_recipes.modebench.dataset import SCHEME as MODEBENCH_SCHEME
+from grpo_recipes.paths import cache_root
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.datafiles import BUILDERS
+from grpo_recipes.runs.rundir import write_json
 from grpo_recipes.smoke import SMOKE_SCHEME
 
 MODEL, DATASET = "model", "dataset"
 _SPARE = 2  # rows of a stream for each prompt kept: some are dropped as too long, or seen before
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A model with its tokenizer, or one split of a dataset.
+@dataclass(frozen=True, kw_only=True)
+class Asset:
+    """A model with its tokenizer, or one split of a dataset."""
 
-    Attributes:
-        kind: ``model`` or ``dataset``.
-        id: hub id, or a local file or folder.
-        where: the recipe's line that names it.
-        revision: branch, tag or commit asked for.
-        config: configuration of the dataset.
-        split: split of the dataset.
-        limit: only its first rows (a streamed dataset).
-        code: whether Python files of the model's repository belong to it (trust_remote_code).
-    """
-
-    kind: str
-    id: str
-    where: str
-    revision: str = "main"
-    config: str | None = None
+    kind: str  # model or dataset
+    id: str  # hub id, or a local file or folder
+    config: str | None = None  # configuration of the dataset
     split: str | None = None
-    limit: int | None = None
-    code: bool = False
+    limit: int | None = None  # only its first rows (a streamed dataset)
 
     def __str__(self) -> str:
-        parts = [part for part in (self.config, self.split) if part]
-        rows = [f"first {self.limit:,} rows"] if self.limit else []
-        inside = ", ".join([*parts, *rows])
+        rows = f"first {self.limit:,} rows" if self.limit else None
+        inside = ", ".join(part for part in (self.config, self.split, rows) if part)
         return f"{self.kind} {self.id}" + (f" ({inside})" if inside else "")
 
     @property
+    def name(self) -> dict[str, Any]:
+        """Return the fields that make it the same asset at another revision."""
+        return {"kind": self.kind, "id": self.id, "config": self.config, "split": self.split, "limit": self.limit}
+
+    @property
     def same(self) -> tuple[Any, ...]:
-        """What makes it the same piece at another revision."""
-        return (self.kind, self.id, self.config, self.split, self.limit)
+        """Return ``name`` as a key."""
+        return tuple(self.name.values())
 
 
-def pieces_of(recipe: Recipe) -> list[Piece]:
-    """Everything of the hub that a run of this recipe reads, each once."""
-    return [piece for piece in _all_pieces(recipe) if not is_local(piece)]
+@dataclass(frozen=True, kw_only=True)
+class Wanted(Asset):
+    """An asset that a recipe names."""
+
+    where: str  # the recipe's line that names it
+    revision: str = "main"  # branch, tag or commit asked for
+    code: bool = False  # whether Python files of the model's repository belong to it (trust_remote_code)
 
 
-def local_pieces_of(recipe: Recipe) -> list[Piece]:
-    """Everything a run reads that lies on this machine: files, folders and what is built in."""
-    return [piece for piece in _all_pieces(recipe) if is_local(piece)]
+@dataclass(frozen=True, kw_only=True)
+class Source(Asset):
+    """An asset that a run uses, where it lies on this machine."""
+
+    revision: str | None  # branch, tag or commit asked for; None for what did not come from the hub
+    commit: str  # the commit used; of local files a fingerprint of names, sizes and small files
+    path: str  # where it is; of what is made on the spot the current folder
+    licence: str | None = None  # as the hub's page names it
+
+    @property
+    def from_hub(self) -> bool:
+        """Return whether it came from the hub."""
+        return self.revision is not None
 
 
-def is_local(piece: Piece) -> bool:
-    """Whether a name is a file, a folder or built in, not a hub id."""
-    if piece.id.startswith((SMOKE_SCHEME, MODEBENCH_SCHEME, "/", "./", "../", "~")) or os.path.exists(piece.id):
+@dataclass(frozen=True, kw_only=True)
+class Record(Source):
+    """An asset that was fetched: a snapshot of a model, or what ``Dataset.save_to_disk`` wrote."""
+
+    files: dict[str, int]  # its files with their sizes in bytes
+    bytes: int  # their sum
+    time: float  # when it was fetched, seconds since the epoch
+
+    def is_complete(self) -> bool:
+        """Return whether every file is there in its full size."""
+        files = {Path(self.path) / name: size for name, size in self.files.items()}
+        return all(path.is_file() and path.stat().st_size == size for path, size in files.items())
+
+    def source(self, revision: str) -> Source:
+        """Return it as the source of a run that asks for ``revision``."""
+        return Source(**self.name, revision=revision, commit=self.commit, path=self.path, licence=self.licence)
+
+
+def assets_of(recipe: Recipe) -> list[Wanted]:
+    """Return everything of the hub that a run of this recipe reads, each once."""
+    return [asset for asset in _all_assets(recipe) if not is_local(asset)]
+
+
+def local_assets_of(recipe: Recipe) -> list[Wanted]:
+    """Return everything a run reads that lies on this machine: files, folders and what is built in."""
+    return [asset for asset in _all_assets(recipe) if is_local(asset)]
+
+
+def is_local(asset: Asset) -> bool:
+    """Return whether a name is a file, a folder or built in, not a hub id."""
+    if asset.id.startswith((SMOKE_SCHEME, MODEBENCH_SCHEME, "/", "./", "../", "~")) or os.path.exists(asset.id):
         return True
-    return piece.kind == DATASET and piece.id.endswith(tuple(BUILDERS))
+    return asset.kind == DATASET and asset.id.endswith(tuple(BUILDERS))
 
 
-def _all_pieces(recipe: Recipe) -> list[Piece]:
-    """Model and datasets, each once and with the most rows that are asked of it."""
-    found: dict[tuple[Any, ...], Piece] = {}
-    for piece in (_model(recipe), *_datasets(recipe)):
-        name = replace(piece, limit=None).same
-        if piece.id and (name not in found or _more_rows(piece, found[name])):
-            found[name] = piece
+def _all_assets(recipe: Recipe) -> list[Wanted]:
+    """Return model and datasets, each once and with the most rows that are asked of it."""
+    found: dict[tuple[Any, ...], Wanted] = {}
+    for asset in (_model(recipe), *_training_sets(recipe), *_evaluation_set(recipe), *_benchmarks(recipe)):
+        name = replace(asset, limit=None).same
+        known = found.get(name)
+        if asset.id and (known is None or (asset.limit or math.inf) > (known.limit or math.inf)):
+            found[name] = asset
     return list(found.values())
 
 
-def _more_rows(piece: Piece, other: Piece) -> bool:
-    return other.limit is not None and (piece.limit is None or piece.limit > other.limit)
+def _model(recipe: Recipe) -> Wanted:
+    key, code = "model_name_or_path", bool(recipe["trust_remote_code"])
+    revision = recipe["model_revision"]
+    return Wanted(kind=MODEL, id=recipe[key] or "", where=recipe.origin(key), revision=revision, code=code)
 
 
-def _model(recipe: Recipe) -> Piece:
-    key = "model_name_or_path"
-    code = bool(recipe["trust_remote_code"])
-    return Piece(MODEL, recipe[key] or "", recipe.origin(key), recipe["model_revision"], code=code)
-
-
-def _datasets(recipe: Recipe) -> Iterator[Piece]:
-    yield from _training_sets(recipe)
-    if recipe["eval_strategy"] != "no":
-        yield from _evaluation_set(recipe)
-    yield from _benchmarks(recipe)
-
-
-def _training_sets(recipe: Recipe) -> Iterator[Piece]:
+def _training_sets(recipe: Recipe) -> Iterator[Wanted]:
     mixture = recipe["dataset_mixture"]
     if mixture:
         where = recipe.origin("dataset_mixture")
@@ -111,7 +144,9 @@ def _training_sets(recipe: Recipe) -> Iterator[Piece]:
     yield _dataset(where, recipe["dataset_name"], recipe["dataset_config"], recipe["dataset_train_split"], limit)
 
 
-def _evaluation_set(recipe: Recipe) -> Iterator[Piece]:
+def _evaluation_set(recipe: Recipe) -> Iterator[Wanted]:
+    if recipe["eval_strategy"] == "no":
+        return
     limit = None
     if recipe["dataset_streaming"]:  # what a draw of eval_subsample needs to reach eval_max_prompts
         limit = math.ceil(recipe["eval_max_prompts"] / recipe["eval_subsample"])
@@ -124,7 +159,7 @@ def _evaluation_set(recipe: Recipe) -> Iterator[Piece]:
         yield _dataset(where, recipe["dataset_name"], recipe["dataset_config"], recipe["dataset_test_split"], limit)
 
 
-def _benchmarks(recipe: Recipe) -> Iterator[Piece]:
+def _benchmarks(recipe: Recipe) -> Iterator[Wanted]:
     if recipe["benchmarks"]:
         from grpo_recipes.recipe.registry import benchmark_sources
 
@@ -133,5 +168,57 @@ def _benchmarks(recipe: Recipe) -> Iterator[Piece]:
             yield _dataset(where, name, config, split)
 
 
-def _dataset(where: str, name: str | None, config: str | None, split: str | None, limit: int | None = None) -> Piece:
-    return Piece(DATASET, name or "", where, config=config, split=split, limit=limit)
+def _dataset(where: str, name: str | None, config: str | None, split: str | None, limit: int | None = None) -> Wanted:
+    return Wanted(kind=DATASET, id=name or "", where=where, config=config, split=split, limit=limit)
+
+
+def make_record(asset: Wanted, commit: str, folder: Path, files: Mapping[str, int], licence: str | None) -> Record:
+    """Return the record of an asset that has just come."""
+    total = sum(files.values())
+    source = Source(**asset.name, revision=asset.revision, commit=commit, path=str(folder), licence=licence)
+    return Record(**asdict(source), files=dict(files), bytes=total, time=time.time())
+
+
+def write_record(record: Record, asset: Wanted, environment: Mapping[str, str]) -> None:
+    """Record an asset under the revision asked for, and under its commit, by which a resumed run looks for it."""
+    for revision in (record.commit, asset.revision):
+        path = record_file(replace(asset, revision=revision), environment)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, asdict(record))
+
+
+def find_record(asset: Wanted, environment: Mapping[str, str]) -> Record | None:
+    """Return the record of an asset that is here, or None."""
+    try:
+        record = Record(**json.loads(record_file(asset, environment).read_text()))
+    except (FileNotFoundError, ValueError, TypeError):  # none, or of another version of this package
+        return None
+    return record if record.is_complete() else None
+
+
+def record_file(asset: Wanted, environment: Mapping[str, str]) -> Path:
+    """Return the file of an asset's record."""
+    exact = json.dumps([*asset.same, asset.revision, asset.code])
+    name = f"{asset.kind}--{_slug(asset)}@{_plain(asset.revision)[:12]}-{_digest(exact)[:8]}"
+    return cache_root(environment) / "fetched" / f"{name}.json"
+
+
+def dataset_folder(asset: Asset, commit: str, environment: Mapping[str, str]) -> Path:
+    """Return where a fetched dataset is saved: ``<CACHE_ROOT>/datasets/<id>--<config>--<split>--<commit>``."""
+    return cache_root(environment) / "datasets" / f"{_slug(asset)}--{commit[:12]}"
+
+
+def _slug(asset: Asset) -> str:
+    """Return an asset as part of a file name."""
+    rows = f"first-{asset.limit}" if asset.limit else None
+    return "--".join(_plain(part) for part in (asset.id, asset.config, asset.split, rows) if part)
+
+
+def _plain(text: str) -> str:
+    """Return ``text`` for a file name; splits like ``train[:10%]`` and ``train[:10]`` stay apart."""
+    plain = re.sub(r"[^\w.-]+", "--", text)
+    return plain if plain == text.replace("/", "--") else f"{plain}{_digest(text)[:6]}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

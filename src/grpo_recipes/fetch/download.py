@@ -30,11 +30,9 @@ from huggingface_hub.errors import (
 )
 
 from grpo_recipes.errors import ConfigError, config_error
-from grpo_recipes.fetch.assets import MODEL, Piece
-from grpo_recipes.fetch.files import wanted_files
-from grpo_recipes.fetch.gated import how_to_get_access
-from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, INTERRUPTED, human
-from grpo_recipes.fetch.records import Record, dataset_folder, folder_files, make_record, write_record
+from grpo_recipes.fetch.assets import MODEL, Record, Wanted, dataset_folder, make_record, write_record
+from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, INTERRUPTED, how_to_get_access, human
+from grpo_recipes.paths import existing
 from grpo_recipes.secrets import masked
 
 _STALE_SECONDS = 24 * 3600
@@ -42,18 +40,27 @@ _HUB_ERRORS = (
     HfHubHTTPError, httpx.TransportError, OfflineModeIsEnabled, LocalEntryNotFoundError, HFValidationError
 )  # fmt: skip
 
+_LARGEST_SMALL_FILE = 64 << 20
+# The same weights in the formats of other libraries, archives, and pictures for the page.
+_NEVER = (
+    ".bin", ".pth", ".pt", ".ckpt", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".ggml", ".ot", ".tflite",
+    ".mlmodel", ".npz", ".zip", ".tar", ".gz", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".pdf", ".mp4",
+    ".md", ".gitattributes",
+)  # fmt: skip
+_FOLDERS = ("additional_chat_templates/",)
 
-def commit_of(piece: Piece) -> str:
-    """The commit a piece's revision stands for at the hub now.
+
+def commit_of(asset: Wanted) -> str:
+    """Return the commit an asset's revision stands for at the hub now.
 
     Raises:
         ConfigError: there is no such repository or revision, or it may not be read.
     """
-    return str(_info(piece, HfApi(), files_metadata=False).sha)
+    return str(_info(asset, HfApi(), files_metadata=False).sha)
 
 
-def fetch(piece: Piece, environment: Mapping[str, str]) -> Record:
-    """Bring a piece at the commit its revision stands for now, and record it.
+def fetch(asset: Wanted, environment: Mapping[str, str]) -> Record:
+    """Bring an asset at the commit its revision stands for now, and record it.
 
     A model's files go to the hub client's own cache; what is there already is not downloaded again. A dataset is saved
     under ``<CACHE_ROOT>/datasets``, and appears there complete or not at all.
@@ -61,23 +68,23 @@ def fetch(piece: Piece, environment: Mapping[str, str]) -> Record:
     Raises:
         ConfigError: it does not exist, may not be read, does not fit on the disk, or the hub does not answer.
     """
-    bring = _fetch_model if piece.kind == MODEL else _fetch_dataset
+    bring = _fetch_model if asset.kind == MODEL else _fetch_dataset
     try:
-        record = bring(piece, environment)
+        record = bring(asset, environment)
     except _HUB_ERRORS as error:
-        raise _refusal(error, piece) from None
+        raise _refusal(error, asset) from None
     except OSError as error:
         fix = "free space or set CACHE_ROOT to a larger file system, then run it again: what came is kept"
-        raise config_error(piece.where, f"cannot fetch {piece}: {_line(error)}", fix) from None
-    write_record(record, piece, environment)
+        raise config_error(asset.where, f"cannot fetch {asset}: {_line(error)}", fix) from None
+    write_record(record, asset, environment)
     return record
 
 
-def _info(piece: Piece, api: HfApi, files_metadata: bool) -> Any:
+def _info(asset: Wanted, api: HfApi, files_metadata: bool) -> Any:
     try:
-        return api.repo_info(piece.id, repo_type=piece.kind, revision=piece.revision, files_metadata=files_metadata)
+        return api.repo_info(asset.id, repo_type=asset.kind, revision=asset.revision, files_metadata=files_metadata)
     except _HUB_ERRORS as error:
-        raise _refusal(error, piece) from None
+        raise _refusal(error, asset) from None
 
 
 def _licence(info: Any) -> str | None:
@@ -85,20 +92,44 @@ def _licence(info: Any) -> str | None:
     return licence if isinstance(licence, str) else None
 
 
-def _fetch_model(piece: Piece, _: Mapping[str, str]) -> Record:
-    info = _info(piece, HfApi(), files_metadata=True)
+def wanted_files(sizes: Mapping[str, int], code: bool = False) -> list[str]:
+    """Return the files to download: safetensors (or pytorch_model*.bin without any), configuration and tokenizer.
+
+    Args:
+        sizes: every file of the repository with its size in bytes.
+        code: whether its Python files are wanted (trust_remote_code).
+    """
+    root = [name for name in sizes if "/" not in name or name.startswith(_FOLDERS)]
+    weights = [name for name in root if name.endswith(".safetensors") and not name.startswith("consolidated")]
+    if not weights:
+        weights = [name for name in root if name.startswith("pytorch_model") and name.endswith(".bin")]
+    small = [name for name in root if _is_small_part(name, sizes[name], code)]
+    return sorted({*weights, *small})
+
+
+def _is_small_part(name: str, size: int, code: bool) -> bool:
+    if name.endswith(_NEVER) or name.endswith(".safetensors") or size > _LARGEST_SMALL_FILE:
+        return False
+    # params.json and consolidated.* are Mistral's own format, which vLLM would prefer to the one that is trained.
+    if name == "params.json" or name.startswith("consolidated"):
+        return False
+    return code or not name.endswith(".py")
+
+
+def _fetch_model(asset: Wanted, _: Mapping[str, str]) -> Record:
+    info = _info(asset, HfApi(), files_metadata=True)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
-    names = wanted_files(sizes, piece.code)
+    names = wanted_files(sizes, asset.code)
     if not names:
-        raise config_error(piece.where, f"{piece} holds no files of a model", "name a repository with weights")
+        raise config_error(asset.where, f"{asset} holds no files of a model", "name a repository with weights")
     arguments: dict[str, Any] = {"revision": info.sha, "allow_patterns": [glob.escape(name) for name in names]}
-    planned = snapshot_download(piece.id, dry_run=True, **arguments)
+    planned = snapshot_download(asset.id, dry_run=True, **arguments)
     needed = sum(file.file_size or 0 for file in planned if file.will_download)
-    _need_space(piece, Path(constants.HF_HUB_CACHE), needed)
+    _need_space(asset, Path(constants.HF_HUB_CACHE), needed)
     with _ctrl_c_ends_at_once():
-        folder = Path(snapshot_download(piece.id, **arguments))
+        folder = Path(snapshot_download(asset.id, **arguments))
     return make_record(
-        piece, info.sha, folder, {name: (folder / name).stat().st_size for name in names}, _licence(info)
+        asset, info.sha, folder, {name: (folder / name).stat().st_size for name in names}, _licence(info)
     )
 
 
@@ -117,20 +148,21 @@ def _ctrl_c_ends_at_once() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _need_space(piece: Piece, folder: Path, needed: int) -> None:
-    there = next(path for path in (folder, *folder.parents) if path.exists())
+def _need_space(asset: Wanted, folder: Path, needed: int) -> None:
+    there = existing(folder)
     free = shutil.disk_usage(there).free
     if needed > free:
-        what = f"{piece} takes {human(needed)} more, {there} has {human(free)} free"
-        raise config_error(piece.where, what, "free space, or set CACHE_ROOT or HF_HOME to a larger file system")
+        what = f"{asset} takes {human(needed)} more, {there} has {human(free)} free"
+        raise config_error(asset.where, what, "free space, or set CACHE_ROOT or HF_HOME to a larger file system")
 
 
-def _fetch_dataset(piece: Piece, environment: Mapping[str, str]) -> Record:
-    info = _info(piece, HfApi(), files_metadata=False)
-    folder = dataset_folder(piece, info.sha, environment)
+def _fetch_dataset(asset: Wanted, environment: Mapping[str, str]) -> Record:
+    info = _info(asset, HfApi(), files_metadata=False)
+    folder = dataset_folder(asset, info.sha, environment)
     if not _is_whole(folder):
-        _save_rows(piece, info.sha, folder)
-    return make_record(piece, info.sha, folder, folder_files(folder), _licence(info))
+        _save_rows(asset, info.sha, folder)
+    files = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
+    return make_record(asset, info.sha, folder, files, _licence(info))
 
 
 def _is_whole(folder: Path) -> bool:
@@ -144,13 +176,13 @@ def _is_whole(folder: Path) -> bool:
     return True
 
 
-def _save_rows(piece: Piece, commit: str, folder: Path) -> None:
+def _save_rows(asset: Wanted, commit: str, folder: Path) -> None:
     """Write the rows aside, then put them in place at once."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale(folder)
     partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
     try:
-        _rows(piece, commit, partial / "cache").save_to_disk(partial / "rows")
+        _rows(asset, commit, partial / "cache").save_to_disk(partial / "rows")
         _put(partial / "rows", folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -173,58 +205,58 @@ def _remove_stale(folder: Path) -> None:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def _rows(piece: Piece, commit: str, cache: Path) -> Any:
-    """The rows of a dataset at a commit; the intermediate files go to ``cache``."""
+def _rows(asset: Wanted, commit: str, cache: Path) -> Any:
+    """Return the rows of a dataset at a commit; the intermediate files go to ``cache``."""
     import datasets
 
-    arguments: dict[str, Any] = {"split": piece.split, "revision": commit, "cache_dir": str(cache)}
+    arguments: dict[str, Any] = {"split": asset.split, "revision": commit, "cache_dir": str(cache)}
     try:
-        if piece.limit is None:
-            return datasets.load_dataset(piece.id, piece.config, **arguments)
-        stream = datasets.load_dataset(piece.id, piece.config, streaming=True, **arguments)
+        if asset.limit is None:
+            return datasets.load_dataset(asset.id, asset.config, **arguments)
+        stream = datasets.load_dataset(asset.id, asset.config, streaming=True, **arguments)
 
         def first_rows() -> Iterator[dict[str, Any]]:
-            yield from stream.take(piece.limit)
+            yield from stream.take(asset.limit)
 
         return datasets.Dataset.from_generator(first_rows, features=stream.features, cache_dir=str(cache))
     except (ValueError, RuntimeError, datasets.exceptions.DatasetsError, FileNotFoundError) as error:
-        raise _dataset_refusal(error, piece) from None
+        raise _dataset_refusal(error, asset) from None
 
 
-def _dataset_refusal(error: Exception, piece: Piece) -> ConfigError:
+def _dataset_refusal(error: Exception, asset: Wanted) -> ConfigError:
     """What keeps a dataset from being read: its licence, or its name, configuration, split or format."""
     causes = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)  # type: ignore[arg-type]
     for cause in causes:
         if isinstance(cause, _HUB_ERRORS):
-            return _refusal(cause, piece)
+            return _refusal(cause, asset)
     if "gated" in str(error):
-        return config_error(piece.where, f"{piece} is gated", how_to_get_access(piece.id, piece.kind))
+        return config_error(asset.where, f"{asset} is gated", how_to_get_access(asset.id, asset.kind))
     return config_error(
-        piece.where, f"cannot read {piece}: {_line(error)}", "correct the name, the config or the split"
+        asset.where, f"cannot read {asset}: {_line(error)}", "correct the name, the config or the split"
     )
 
 
-def _refusal(error: Exception, piece: Piece) -> ConfigError:
-    """One line for what the hub answered, or did not."""
+def _refusal(error: Exception, asset: Wanted) -> ConfigError:
+    """Return one line for what the hub answered, or did not."""
     if isinstance(error, GatedRepoError):
-        what = f"{piece} is gated and this account may not read it"
-        return config_error(piece.where, what, how_to_get_access(piece.id, piece.kind))
+        what = f"{asset} is gated and this account may not read it"
+        return config_error(asset.where, what, how_to_get_access(asset.id, asset.kind))
     if isinstance(error, RepositoryNotFoundError):
-        what = f"the hub has no {piece.kind} '{piece.id}', or it is private"
+        what = f"the hub has no {asset.kind} '{asset.id}', or it is private"
         return config_error(
-            piece.where, what, "correct the name; for a private one export HF_TOKEN or run hf auth login"
+            asset.where, what, "correct the name; for a private one export HF_TOKEN or run hf auth login"
         )
     if isinstance(error, HFValidationError):
         return config_error(
-            piece.where, f"'{piece.id}' is neither here nor the name of a {piece.kind}", "correct the name"
+            asset.where, f"'{asset.id}' is neither here nor the name of a {asset.kind}", "correct the name"
         )
     if isinstance(error, RevisionNotFoundError):
-        what = f"{piece.kind} '{piece.id}' has no revision '{piece.revision}'"
-        return config_error(piece.where, what, "name a branch, tag or commit that exists (model_revision)")
+        what = f"{asset.kind} '{asset.id}' has no revision '{asset.revision}'"
+        return config_error(asset.where, what, "name a branch, tag or commit that exists (model_revision)")
     fix = "run it again where the hub is reachable: what came is kept"
-    return config_error(piece.where, f"cannot fetch {piece} from {constants.ENDPOINT}: {_line(error)}", fix)
+    return config_error(asset.where, f"cannot fetch {asset} from {constants.ENDPOINT}: {_line(error)}", fix)
 
 
 def _line(error: Exception) -> str:

@@ -1,35 +1,75 @@
-"""Whether the hub can be reached from here, and what fetching says. No torch, no hub client."""
+"""Reaching the hub: whether it answers from here, which models need an accepted licence, and a limit on every wait."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from grpo_recipes.fetch.gated import HUB
 from grpo_recipes.process.network import address_reachable
 
+HUB = "https://huggingface.co"
 EXIT_INTERRUPTED = 130
 INTERRUPTED = "grpo: interrupted; run it again: what came is kept"
 _TRUE = ("1", "on", "yes", "true")  # as huggingface_hub reads them
+# Beginnings of names whose repositories ask for an accepted licence. The hub alone knows for sure: `grpo fetch` asks.
+_GATED = (
+    "meta-llama/", "google/gemma-", "google/codegemma-", "google/medgemma-", "mistralai/Mistral-7B-v0.1",
+    "mistralai/Mistral-7B-Instruct-v0.1", "mistralai/Mistral-7B-Instruct-v0.2", "mistralai/Mistral-7B-Instruct-v0.3",
+    "mistralai/Mistral-Nemo", "mistralai/Mistral-Large", "mistralai/Mistral-Small-24B", "mistralai/Ministral-8B",
+    "mistralai/Mixtral-8x", "mistralai/Codestral-", "CohereForAI/", "CohereLabs/", "bigcode/starcoder",
+    "tiiuae/falcon-180B",
+)  # fmt: skip
 
 
-def told_offline(environment: Mapping[str, str]) -> bool:
-    """Whether the user keeps the hub's clients off the network."""
+def is_offline(environment: Mapping[str, str]) -> bool:
+    """Return whether the user keeps the hub's clients off the network."""
     names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
     return any(environment.get(name, "").lower() in _TRUE for name in names)
 
 
 def endpoint(environment: Mapping[str, str]) -> str:
-    """The hub's address: HF_ENDPOINT, or the public one."""
+    """Return the hub's address: HF_ENDPOINT, or the public one."""
     return (environment.get("HF_ENDPOINT") or HUB).rstrip("/")
 
 
 def hub_answers(environment: Mapping[str, str], timeout: float = 5.0) -> bool:
-    """Whether the hub, or the proxy to it, takes a connection within ``timeout`` seconds; False when told offline."""
-    return not told_offline(environment) and address_reachable(endpoint(environment), environment, timeout)
+    """Return whether the hub, or the proxy to it, takes a connection within ``timeout`` seconds; False when offline."""
+    return not is_offline(environment) and address_reachable(endpoint(environment), environment, timeout)
+
+
+def why_silent(environment: Mapping[str, str]) -> str:
+    """Return why the hub does not answer, where it does not."""
+    return "HF_HUB_OFFLINE is set" if is_offline(environment) else f"{endpoint(environment)} does not answer"
+
+
+def bound_every_wait(seconds: float) -> None:
+    """Let no connection, read or write of huggingface_hub wait longer; by default some wait without a limit."""
+    import httpx
+    from huggingface_hub import set_client_factory
+    from huggingface_hub.utils._http import default_client_factory
+
+    def client() -> httpx.Client:
+        made = default_client_factory()
+        made.timeout = httpx.Timeout(seconds)
+        return made
+
+    set_client_factory(client)
+
+
+def gated_note(model: str) -> str | None:
+    """Return what a person must do before this model can be downloaded, None when nothing is known."""
+    if not model.startswith(_GATED):
+        return None
+    return f"{model} is gated: {how_to_get_access(model)}; grpo fetch tests it"
+
+
+def how_to_get_access(name: str, kind: str = "model") -> str:
+    """Return the steps that open a gated model or dataset."""
+    page = f"{HUB}/{'datasets/' if kind == 'dataset' else ''}{name}"
+    return f"accept its licence at {page}, then export HF_TOKEN or run hf auth login"
 
 
 def human(size: float) -> str:
-    """A number of bytes for a person."""
+    """Return a number of bytes for a person."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from grpo_recipes.errors import config_error
-from grpo_recipes.fetch.preflight import need_sources
-from grpo_recipes.fetch.sources import Sources, find_sources, record_sources
+from grpo_recipes.fetch.sources import Sources, find_sources, need_sources, record_sources
 from grpo_recipes.launch.attempt import Attempt, end_without_run, finish, prepare
 from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.preflight_network import need_wandb_route, preflight_nodes

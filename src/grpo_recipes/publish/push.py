@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_recipes.errors import config_error
-from grpo_recipes.fetch.hub import endpoint, hub_answers, told_offline
+from grpo_recipes.fetch.hub import bound_every_wait, endpoint, hub_answers, why_silent
 from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.runs.rundir import write_json
@@ -65,12 +65,9 @@ def need_target(recipe: Recipe, environment: Mapping[str, str], run_name: str) -
         return None
     where, name = recipe.origin("push_to_hub"), repository_name(recipe, run_name)
     if not hub_answers(environment):
-        why = "HF_HUB_OFFLINE is set" if told_offline(environment) else f"{endpoint(environment)} does not answer"
         fix = f"remove it and publish afterwards where the hub answers: hf upload {name} <run>/model"
-        raise config_error(where, f"push_to_hub cannot work here: {why}", fix)
+        raise config_error(where, f"push_to_hub cannot work here: {why_silent(environment)}", fix)
     from huggingface_hub import HfApi  # 0.3 s, for those who publish
-
-    from grpo_recipes.fetch.client import bound_every_wait
 
     bound_every_wait(_LONGEST_QUESTION)
     api = HfApi(endpoint=endpoint(environment))
@@ -220,7 +217,5 @@ def _files(folder: Path, root: str) -> Iterable[tuple[str, Path]]:
 
 if __name__ == "__main__":
     die_with_parent(os.getppid(), signal.SIGKILL)  # SIGTERM is ignored by the launcher's last processes
-    from grpo_recipes.fetch.client import bound_every_wait
-
     bound_every_wait(_LONGEST_WAIT)
     sys.exit(main(sys.argv[1]))
