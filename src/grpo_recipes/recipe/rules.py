@@ -230,9 +230,11 @@ CONTRADICTIONS = (
 UNREAD = (
     Unread("gradient_accumulation_steps steps_per_generation generation_batch_size",
         lambda r: r["prompts_per_step"] is not None,
-        "'{key}' contradicts prompts_per_step, from which it is derived", "remove {key} (or prompts_per_step)", True),
+        "'{key}' contradicts prompts_per_step, from which it is derived",
+        "remove {key} (or prompts_per_step)", any_value=True),
     Unread("weight_sync", lambda r: r["vllm_mode"] == "colocate",
-        "{key} has no meaning with vllm_mode: colocate (vLLM shares the trainer's process)", "remove {key}", True),
+        "{key} has no meaning with vllm_mode: colocate (vLLM shares the trainer's process)",
+        "remove {key}", any_value=True),
     Unread("load_in_8bit load_in_4bit", lambda _: True,
         "'{key}' is not supported", "remove it; quantized training is not supported"),
     Unread("bnb_* use_bnb_*", lambda _: True,
@@ -246,14 +248,15 @@ UNREAD = (
     Unread("eval_steps eval_on_start num_generations_eval", lambda r: not _evaluates(r),
         "'{key}' does nothing without eval_strategy", "add eval_strategy: steps"),
     Unread("maxent_*", lambda r: task_of(r) != MAXENT, "'{key}' changes nothing in a GRPO run",
-        "{removal}, or make it a MaxEnt run (maxent_objective in the recipe, or MAXENT=1)", True),
+        "{removal}, or make it a MaxEnt run (maxent_objective in the recipe, or MAXENT=1)", any_value=True),
     Unread("maxent_length_normalize_ref", lambda r: _targets_q(r) and r["maxent_beta"] == 0,
-        "'{key}' changes nothing with maxent_beta 0: no reference is read", "{removal}, or add a maxent_beta", True),
+        "'{key}' changes nothing with maxent_beta 0: no reference is read",
+        "{removal}, or add a maxent_beta", any_value=True),
     Unread("maxent_tau_lr maxent_tau_min maxent_tau_max maxent_tau_warmup_steps", _tau_is_fixed,
         "'{key}' changes nothing without a target: tau is fixed",
-        "{removal}, or add maxent_target_weight_entropy or maxent_target_eff_rollouts", True),
+        "{removal}, or add maxent_target_weight_entropy or maxent_target_eff_rollouts", any_value=True),
     Unread("kl_horizon kl_ctl_step_size", lambda r: r["kl_target"] is None,
-        "'{key}' changes nothing without kl_target: beta is fixed", "{removal}, or add kl_target", True),
+        "'{key}' changes nothing without kl_target: beta is fixed", "{removal}, or add kl_target", any_value=True),
 )
 
 # Keys that do nothing without another, worth a note: people set them for many recipes at once.
