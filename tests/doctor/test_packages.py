@@ -114,6 +114,6 @@ def test_python(machine, monkeypatch):
 
 def test_no_heavy_import():
     heavy = {"torch", "trl", "transformers", "datasets", "vllm", "accelerate"}
-    code = f"import sys, grpo_recipes.cli; print(*{heavy} & {{*sys.modules}})"
+    code = f"import sys, grpo_recipes.cli.machine; print(*{heavy} & {{*sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""

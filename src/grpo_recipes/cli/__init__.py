@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
-from grpo_recipes.cli import machine, recipes, runs, sweep
+from grpo_recipes.cli.command import Command
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, config_error
 from grpo_recipes.recipe.keys import nearest_of
 
+# Each command with its module, in the order of `grpo --help`.
 COMMANDS = {
-    command.name: command
-    for command in (
-        *(recipes.new, recipes.keys, recipes.check, recipes.check_rewards, recipes.plan),
-        *(machine.doctor, machine.fetch),
-        *(runs.launch, runs.submit, runs.status, runs.logs, runs.stop),
-        *(sweep.sweep, sweep.report),
-    )
+    **dict.fromkeys(("new", "keys", "check", "check-rewards", "plan"), "recipes"),
+    **dict.fromkeys(("doctor", "fetch"), "machine"),
+    **dict.fromkeys(("launch", "submit", "status", "logs", "stop"), "runs"),
+    **dict.fromkeys(("sweep", "report"), "sweep"),
 }
 
 
@@ -34,12 +33,18 @@ class _Parser(argparse.ArgumentParser):
         raise config_error(where, what, f"see {self.prog} --help")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands."""
+def _load(name: str) -> Command:
+    """Import a command; `grpo check` does without the modules of the others, each a good part of the package."""
+    command: Command = getattr(importlib.import_module(f"{__name__}.{COMMANDS[name]}"), name.replace("-", "_"))
+    return command
+
+
+def make_parser(names: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
+    """Return the parser of some commands, by default all."""
     parser = _Parser(prog="grpo", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in COMMANDS.values():
-        command.add_to(commands)
+    for name in names:
+        _load(name).add_to(commands)
     return parser
 
 
@@ -63,12 +68,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _options(arguments: list[str]) -> argparse.Namespace:
     """Return the command's options, with its recipe and the flags that belong to the recipe."""
-    parser = make_parser()
     name = arguments[0] if arguments else ""
     if name and not name.startswith("-") and name not in COMMANDS:
-        fix = f"write {nearest_of(name, tuple(COMMANDS)) or 'one of ' + ', '.join(COMMANDS)}"
+        fix = f"write {nearest_of(name, COMMANDS) or 'one of ' + ', '.join(COMMANDS)}"
         raise config_error(name, "is not a command", fix)
-    takes_recipe = name in COMMANDS and COMMANDS[name].takes_recipe
+    parser = make_parser([name] if name in COMMANDS else COMMANDS)
+    takes_recipe = name in COMMANDS and _load(name).takes_recipe
     # The recipe stands right after the command: later on a bare word is the value of a recipe flag.
     recipe = None
     if takes_recipe and len(arguments) > 1 and not arguments[1].startswith("-"):
