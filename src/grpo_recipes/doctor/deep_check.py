@@ -31,11 +31,7 @@ _ANSWER = "<answer>0</answer>"
 
 
 def look_deep(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
-    """Build, load and try everything of a recipe that needs no GPU.
-
-    Args:
-        recipe: a checked recipe.
-        environment: variables of the user, for the caches.
+    """Build, load and try everything of a checked recipe that needs no GPU; ``environment`` has the user's caches.
 
     Returns:
         What was seen, a line or a block each.
@@ -46,22 +42,22 @@ def look_deep(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
     problems: list[Problem] = []
     seen: list[str] = []
 
-    def part(look: Callable[[], list[str]]) -> None:
+    def part(look: Callable[..., list[str]], *arguments: Any) -> None:
         try:
-            seen.extend(look())
-        except ConfigError as refused:
-            problems.extend(refused.problems)
+            seen.extend(look(recipe, *arguments))
+        except ConfigError as error:
+            problems.extend(error.problems)
 
     sources = find_sources(recipe, environment)
-    part(lambda: _present(recipe, sources))
-    part(lambda: _configs(recipe))
-    part(lambda: _callbacks(recipe))
+    part(_present, sources)
+    part(_configs)
+    part(_callbacks)
     if not problems:
-        part(lambda: _adapter(recipe, sources))
+        part(_adapter, sources)
     if not problems:
         rows = sample_rows(recipe, SAMPLE, environment)
-        part(lambda: _prompts(recipe, sources, rows))
-        part(lambda: _rewards(recipe, rows))
+        part(_prompts, sources, rows)
+        part(_rewards, rows)
     if problems:
         raise ConfigError(*dict.fromkeys(problems))
     return seen
@@ -79,8 +75,8 @@ def _configs(recipe: Recipe) -> list[str]:
     return ["configs    TRL takes every value"]
 
 
-def _parsed(recipe: Recipe) -> tuple[Any, Any, Any]:
-    """The configs as a training process builds them, on CPU, which a login node has."""
+def _parsed(recipe: Recipe) -> tuple[Any, Any]:
+    """Return training and model arguments as a training process builds them, on CPU, which a login node has."""
     batch = derive_batch(recipe, 1)
     with tempfile.TemporaryDirectory() as folder:
         frozen = Path(folder) / "recipe.yaml"
@@ -94,11 +90,19 @@ def _parsed(recipe: Recipe) -> tuple[Any, Any, Any]:
         }
         argv = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
         try:
-            script_args, args, model_args = TrlParser(CONFIGS, allow_abbrev=False).parse_args_and_config(argv)
+            _, args, model_args = TrlParser(CONFIGS, allow_abbrev=False).parse_args_and_config(argv)
         except (ValueError, TypeError) as error:
             what = f"TRL refuses the recipe: {' '.join(str(error).split())[:300]}"
             raise config_error(recipe.path.name, what, "change the keys it names") from error
-    return script_args, args, model_args
+    return args, model_args
+
+
+def _local_configs(recipe: Recipe, sources: Sources) -> tuple[Any, Any]:
+    """Return the training and the model arguments, with the folder of the model on this machine."""
+    args, model_args = _parsed(recipe)
+    assert sources.model is not None
+    model_args.model_name_or_path, model_args.model_revision = sources.model.path, "main"
+    return args, model_args
 
 
 def _callbacks(recipe: Recipe) -> list[str]:
@@ -107,29 +111,26 @@ def _callbacks(recipe: Recipe) -> list[str]:
 
 
 def _adapter(recipe: Recipe, sources: Sources) -> list[str]:
-    """Whether the model has the layers that the LoRA keys name."""
+    """Count the layers that the LoRA keys name in the model."""
     if not recipe["use_peft"]:
         return []
-    _, args, model_args = _parsed(recipe)
+    args, model_args = _local_configs(recipe, sources)
     if recipe["model_name_or_path"].startswith(SMOKE_SCHEME):
         model = smoke.build_model(smoke.build_tokenizer(), tied=recipe["model_name_or_path"].endswith("-tied"))
     else:
-        assert sources.model is not None
-        model_args.model_name_or_path, model_args.model_revision = sources.model.path, "main"
         model = skeleton(model_args, args.trust_remote_code)
     try:
         layers = check_adapter(model, get_peft_config(model_args))
-    except ConfigError as refused:
-        raise ConfigError(*[replace(one, where=recipe.place(one.where)) for one in refused.problems]) from refused
+    except ConfigError as error:
+        raise ConfigError(*[replace(one, where=recipe.place(one.where)) for one in error.problems]) from error
     return [f"adapter    on {layers} layers"]
 
 
 def _prompts(recipe: Recipe, sources: Sources, rows: list[dict[str, Any]]) -> list[str]:
-    """The first prompt as the model sees it, and the length of all that were looked at."""
+    """Render the first prompt as the model sees it, and measure all that were looked at."""
     if not rows:
-        raise config_error(
-            recipe.path.name, "the dataset has no rows with a prompt and a solution", "look at its columns"
-        )
+        what = "the dataset has no rows with a prompt and a solution"
+        raise config_error(recipe.path.name, what, "look at its columns")
     tokenizer = _tokenizer(recipe, sources)
     use_template(recipe["chat_template"], tokenizer)
     renderer = Renderer(tokenizer, recipe["chat_template_kwargs"] or {})
@@ -150,9 +151,7 @@ def _prompts(recipe: Recipe, sources: Sources, rows: list[dict[str, Any]]) -> li
 def _tokenizer(recipe: Recipe, sources: Sources) -> Any:
     if recipe["model_name_or_path"].startswith(SMOKE_SCHEME):
         return smoke.build_tokenizer()  # the model itself takes a minute to make
-    _, args, model_args = _parsed(recipe)
-    assert sources.model is not None
-    model_args.model_name_or_path, model_args.model_revision = sources.model.path, "main"
+    args, model_args = _local_configs(recipe, sources)
     try:
         return load_tokenizer(model_args, args)
     except (OSError, ValueError) as error:
@@ -161,7 +160,7 @@ def _tokenizer(recipe: Recipe, sources: Sources) -> Any:
 
 
 def _end_of_turn(renderer: Renderer, prompt: list[Message]) -> str:
-    """Whether the token that ends a completion is the one with which the template ends an answer."""
+    """Compare the token that ends a completion with the one by which the template ends an answer."""
     tokenizer = renderer.tokenizer
     turn = [*prompt, {"role": "assistant", "content": _ANSWER}]
     text = str(tokenizer.apply_chat_template(turn, tokenize=False, **renderer.template_kwargs))

@@ -5,12 +5,11 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 from grpo_recipes.errors import ConfigError, Problem
-from grpo_recipes.fetch.assets import MODEL
 from grpo_recipes.fetch.sources import find_sources
 from grpo_recipes.modebench.verify import is_problem
 from grpo_recipes.recipe import Recipe
@@ -36,7 +35,7 @@ def sample_rows(recipe: Recipe, most: int, environment: Mapping[str, str]) -> li
 
     disable_progress_bars()
     args: Any = SimpleNamespace(**{key: entry.value for key, entry in recipe.values.items()})
-    return first_problems(args, most, _fetched(recipe, environment))
+    return first_problems(args, most, find_sources(recipe, environment).lookup)
 
 
 def probe_rewards(recipe: Recipe, rows: list[dict[str, Any]]) -> list[Finding]:
@@ -52,7 +51,7 @@ def probe_rewards(recipe: Recipe, rows: list[dict[str, Any]]) -> list[Finding]:
 
 
 def problems_of(recipe: Recipe, rows: list[dict[str, Any]], findings: list[Finding]) -> list[Problem]:
-    """What is wrong with the rewards, one line a fault."""
+    """Return what is wrong with the rewards, one line a fault."""
     where = recipe.place("reward_funcs")
     found = [
         Problem(where, f"reward '{finding.reward}' {what}", fix) for finding in findings for what, fix in finding.faults
@@ -64,24 +63,22 @@ def problems_of(recipe: Recipe, rows: list[dict[str, Any]], findings: list[Findi
 
 
 def _long_solutions(recipe: Recipe, rows: list[dict[str, Any]]) -> list[Problem]:
-    """A solution with its reasoning equals itself, and no completion ever equals it."""
+    """Refuse solutions with their reasoning: each equals itself, and no completion ever equals it."""
     compared = {*ACCURACY, "cosine_length"} & set(recipe["reward_funcs"])
     answers = [row["answer"] for row in rows if not is_problem(row["answer"])]
     long = [answer for answer in answers if "\n" in answer or len(answer) > _LONG]
     if not compared or len(long) * 2 <= len(rows):
         return []
-    key = "dataset_solution_column"
-    what = (
-        f"{len(long)} of {len(rows)} reference solutions are no short answers, e.g. '{' '.join(long[0].split())[:60]}…'"
-    )
+    example = " ".join(long[0].split())[:60]
+    what = f"{len(long)} of {len(rows)} reference solutions are no short answers, e.g. '{example}…'"
     marker = "'####'" if "####" in long[0] else "the text before the answer"
     fix = f"add dataset_solution_marker: {marker}, or name the column of the final answer"
-    return [Problem(recipe.place(key), what, fix)]
+    return [Problem(recipe.place("dataset_solution_column"), what, fix)]
 
 
 @contextmanager
 def _scores(recipe: Recipe) -> Iterator[dict[str, ScoreFunction]]:
-    """The recipe's rewards by their names, in children where the trainer has them there."""
+    """Yield the recipe's rewards by their names, in children where the trainer has them there."""
     names = list(dict.fromkeys(recipe["reward_funcs"]))
     isolated = recipe["reward_isolation"] == "completion"
     away = [name for name in names if name in IN_CHILDREN or (name not in REWARDS and isolated)]
@@ -96,13 +93,9 @@ def _scores(recipe: Recipe) -> Iterator[dict[str, ScoreFunction]]:
     )
     try:
         with pool:
-            yield {name: _away(pool, name) if name in away else _here(recipe, name) for name in names}
+            yield {name: partial(pool.score, name) if name in away else _here(recipe, name) for name in names}
     except RewardFailed as error:
         raise ConfigError(Problem(recipe.place("reward_funcs"), str(error), _MEND)) from error
-
-
-def _away(pool: RewardPool, name: str) -> ScoreFunction:
-    return lambda completions, columns: pool.score(name, completions, columns)
 
 
 def _here(recipe: Recipe, name: str) -> ScoreFunction:
@@ -125,10 +118,3 @@ def _here(recipe: Recipe, name: str) -> ScoreFunction:
 
 def _keys(recipe: Recipe, name: str) -> dict[str, Any]:
     return {key: recipe[key] for key in REWARDS.get(name, ())}
-
-
-def _fetched(recipe: Recipe, environment: Mapping[str, str]) -> Any:
-    """Where earlier ``grpo fetch`` left datasets: ``(id, configuration, split)`` -> folder or None."""
-    sets = [source for source in find_sources(recipe, environment, None).found if source.kind != MODEL]
-    paths = {(source.id, source.config, source.split): Path(source.path) for source in sets if source.from_hub}
-    return lambda *wanted: paths.get(wanted)

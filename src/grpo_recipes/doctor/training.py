@@ -6,8 +6,9 @@ import json
 import statistics
 from collections import Counter
 
+from grpo_recipes.doctor.machine import judge
 from grpo_recipes.runs.find import RunFiles
-from grpo_recipes.runs.finding import Finding, ok, problem, warning
+from grpo_recipes.runs.finding import PROBLEM, WARNING, Finding, ok, problem, warning
 from grpo_recipes.runs.health import UNSCORED, ZERO_REWARD, Notice, notices_of
 
 _NOTHING = "no step was taken"
@@ -33,22 +34,17 @@ def reward(run: RunFiles) -> Finding:
     recent = run.recent("reward")
     if recent is None:
         return ok(_NOTHING) if not run.rows else problem("no reward is a number", "see no verdict")
-    zero = _noticed(run, "zero reward")
-    if zero is not None:
-        return problem(f"{zero.text}{_clipped_too(run)}", zero.fix)
+    clipped = run.recent("completions/clipped_ratio") or 0.0
+    clipped_too = f", {clipped:.0%} of the completions cut off" if clipped > 0.1 else ""
+    if zero := _noticed(run, "zero reward"):
+        return problem(f"{zero.text}{clipped_too}", zero.fix)
     if not run.is_running() and not any(abs(value) >= ZERO_REWARD for value in run.numbers("reward")):
-        return problem(f"0 in all {len(run.rows)} steps{_clipped_too(run)}", "look at it: grpo check-rewards RECIPE")
+        return problem(f"0 in all {len(run.rows)} steps{clipped_too}", "look at it: grpo check-rewards RECIPE")
     what = f"{run.numbers('reward')[0]:.3f} -> {recent:.3f}"
     alike = _noticed(run, "no signal", "few signals")
     if alike is None:
         return ok(what)
-    said = f"{what}; {alike.text}"
-    return problem(said, alike.fix) if alike.serious else warning(said, alike.fix)
-
-
-def _clipped_too(run: RunFiles) -> str:
-    clipped = run.recent("completions/clipped_ratio") or 0.0
-    return f", {clipped:.0%} of the completions cut off" if clipped > 0.1 else ""
+    return Finding(PROBLEM if alike.serious else WARNING, f"{what}; {alike.text}", alike.fix)
 
 
 def truncated(run: RunFiles) -> Finding:
@@ -62,34 +58,25 @@ def truncated(run: RunFiles) -> Finding:
 
 
 def no_verdict(run: RunFiles) -> Finding:
-    """Share of completions on which a reward gave no verdict (time limit, crash, not a number)."""
-    most = run.value("reward_max_no_verdict")
-    if "TooManyWithoutVerdict" in run.cause:
-        return problem(f"more than reward_max_no_verdict ({most:g}) in one step{_usual_reason(run)}", _verdict_fix(run))
-    silent = run.keys(lambda name: name.startswith("rewards/") and run.rows[-1][name] in (None, "nan"))
-    if silent:
-        return problem(
-            f"{silent[0].split('/')[1]} judged nothing in the last step{_usual_reason(run)}", _verdict_fix(run)
-        )
-    shares = {key: run.recent(key) for key in run.keys(lambda name: name.endswith("/no_verdict"))}
-    high = {key: share for key, share in shares.items() if share and share > UNSCORED}
-    if high:
-        what = ", ".join(f"{key} {share:.0%}" for key, share in high.items())
-        return warning(what + _usual_reason(run), _verdict_fix(run))
-    return ok("a verdict on nearly all" if run.rows else _NOTHING)
-
-
-def _usual_reason(run: RunFiles) -> str:
-    """The most frequent reason in ``slow_rewards.jsonl``."""
+    """Share of completions that a reward left unscored (time limit, crash, not a number)."""
+    fix = (
+        "see slow_rewards.jsonl of the run; correct the reward, or raise reward_timeout "
+        f"(now {run.value('reward_timeout'):g} s)"
+    )
     path = run.folder / "slow_rewards.jsonl"
-    lines = path.read_text().splitlines() if path.is_file() else []
-    reasons = Counter(row["reason"] for row in map(json.loads, lines) if row.get("reason"))
-    return f"; most often: {reasons.most_common(1)[0][0]}" if reasons else ""
-
-
-def _verdict_fix(run: RunFiles) -> str:
-    timeout = run.value("reward_timeout")
-    return f"see slow_rewards.jsonl of the run; mend the reward, or raise reward_timeout (now {timeout:g} s)"
+    slow = map(json.loads, path.read_text().splitlines()) if path.is_file() else ()
+    reasons = Counter(row["reason"] for row in slow if row.get("reason"))
+    usual = f"; most often: {reasons.most_common(1)[0][0]}" if reasons else ""
+    if "TooManyWithoutVerdict" in run.cause:
+        most = run.value("reward_max_no_verdict")
+        return problem(f"more than reward_max_no_verdict ({most:g}) in one step{usual}", fix)
+    if silent := run.keys(lambda name: name.startswith("rewards/") and run.rows[-1][name] in (None, "nan")):
+        return problem(f"{silent[0].split('/')[1]} judged nothing in the last step{usual}", fix)
+    shares = {key: run.recent(key) for key in run.keys(lambda name: name.endswith("/no_verdict"))}
+    high = ", ".join(f"{key} {share:.0%}" for key, share in shares.items() if share and share > UNSCORED)
+    if high:
+        return warning(high + usual, fix)
+    return ok("a verdict on nearly all" if run.rows else _NOTHING)
 
 
 def kl(run: RunFiles) -> Finding:
@@ -113,8 +100,7 @@ def entropy(run: RunFiles) -> Finding:
 
 def gradients(run: RunFiles) -> Finding:
     """Loss, gradient norm and learning rate: numbers, not 0, and not too large."""
-    wrong = _noticed(run, "not finite", "no gradient", "learning rate")
-    if wrong is not None:
+    if wrong := _noticed(run, "not finite", "no gradient", "learning rate"):
         return problem(wrong.text, wrong.fix)
     norms = run.numbers("grad_norm")
     if not norms:
@@ -130,10 +116,9 @@ def server_agreement(run: RunFiles) -> Finding:
     difference = run.recent("sampling/sampling_logp_difference/mean")
     if recent is None or difference is None:
         return ok("not measured")
-    what = f"mean difference {difference:.2g}, mean ratio {recent:.3f}"
-    if not 0.8 < recent < 1.2:
-        return warning(what, "use one dtype for both (bf16 and dtype), and temperature 1.0; see Weights in the docs")
-    return ok(what)
+    fix = "use one dtype for both (bf16 and dtype), and temperature 1.0; see Weights in the docs"
+    apart = not 0.8 < recent < 1.2
+    return judge(f"mean difference {difference:.2g}, mean ratio {recent:.3f}", (apart, WARNING, fix))
 
 
 def phases(run: RunFiles) -> Finding:
@@ -149,16 +134,14 @@ def phases(run: RunFiles) -> Finding:
 
 def start(run: RunFiles) -> Finding:
     """Seconds from the launch to the first step: server, model and data; slow data is found here."""
-    file, identity = run.folder / "metrics.jsonl", run.folder / "run.json"
     if not run.rows or run.summary.get("restarts"):
         return ok(_NOTHING if not run.rows else "not known of a resumed run")
     steps = sum(run.numbers("seconds/step"))
-    seconds = file.stat().st_mtime - steps - identity.stat().st_mtime
-    what = f"{max(seconds, 0.0):.0f} s before {len(run.rows)} steps of {steps:.0f} s"
-    if seconds > _SLOW_START and seconds > steps:
-        fix = (
-            "bring model and data first (grpo fetch RECIPE); name only the columns used (columns in dataset_mixture), "
-            "max_train_prompts or dataset_streaming; no dataset read twice"
-        )
-        return warning(what, fix)
-    return ok(what)
+    launched, written = ((run.folder / name).stat().st_mtime for name in ("run.json", "metrics.jsonl"))
+    seconds = max(written - steps - launched, 0.0)
+    fix = (
+        "bring model and data first (grpo fetch RECIPE); name only the columns used (columns in dataset_mixture), "
+        "max_train_prompts or dataset_streaming; no dataset read twice"
+    )
+    what = f"{seconds:.0f} s before {len(run.rows)} steps of {steps:.0f} s"
+    return judge(what, (seconds > max(_SLOW_START, steps), WARNING, fix))

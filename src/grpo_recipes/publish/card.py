@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 from jinja2 import Template
 
+from grpo_recipes.runs.health import first_and_last
 from grpo_recipes.runs.rundir import read_json, read_metrics
 from grpo_recipes.secrets import masked
 
@@ -95,10 +96,11 @@ def _results(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> l
     rewards = [reward for _, reward in _known(rows)]
     if not rewards:
         return []
+    first, last = first_and_last(rewards)
     evaluated = {key: summary[key] for key in ("initial_eval_reward", "final_eval_reward") if key in summary}
     return [
-        ("reward, first 3 steps", _mean(rewards[:3])),
-        ("reward, last 5 steps", _mean(rewards[-5:])),
+        ("reward, first 3 steps", f"{first:.4g}"),
+        ("reward, last 5 steps", f"{last:.4g}"),
         *_flat("", evaluated),
         *_flat("", summary.get("benchmarks") or {}),
     ]
