@@ -19,18 +19,12 @@ class KLController:
     Each step multiplies beta by 1 + clip(kl / target - 1, +-step_size) * completions / horizon. The number of
     completions is what makes the horizon independent of the batch. A step counts for at most one horizon, so that
     beta stays positive.
-
-    Attributes:
-        beta: the coefficient in force; above 0.
-        target: KL to hold, in the unit of the KL that ``update`` is given (TRL's is nats per token); above 0.
-        horizon: completions over which beta changes by a factor of 1 + step_size at most; above 0.
-        step_size: largest relative error that one step answers to; above 0, below 1.
     """
 
-    beta: float
-    target: float
-    horizon: float
-    step_size: float
+    beta: float  # the coefficient in force; above 0
+    target: float  # KL to hold, in the unit of the KL that ``update`` is given (TRL's is nats per token); above 0
+    horizon: float  # completions over which beta changes by a factor of 1 + step_size at most; above 0
+    step_size: float  # largest relative error that one step answers to; above 0, below 1
 
     def __post_init__(self) -> None:
         """Raise ValueError for a value out of its range."""
@@ -48,7 +42,7 @@ class KLController:
         self.beta *= 1 + error * min(completions / self.horizon, 1.0)
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """Return what a checkpoint keeps."""
         return {"beta": self.beta}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
@@ -62,22 +56,14 @@ class TauController:
 
     The mean runs over the steps, 0.9 of the last one and 0.1 of the new value; it begins with the first value. A target
     in effective rollouts is compared in logarithms, so that both targets have the unit nats.
-
-    Attributes:
-        tau: the temperature in force; within minimum and maximum.
-        lr: change of log tau per nat.
-        minimum: least tau; above 0.
-        maximum: greatest tau.
-        warmup_steps: first steps that only measure.
-        target_entropy: mean weight entropy of a group to hold, in nats.
-        target_eff_rollouts: mean effective rollouts of a group to hold. Exactly one of the two targets is given.
     """
 
-    tau: float
-    lr: float
-    minimum: float
+    tau: float  # the temperature in force; within minimum and maximum
+    lr: float  # change of log tau per nat
+    minimum: float  # above 0
     maximum: float
-    warmup_steps: int = 0
+    warmup_steps: int = 0  # first steps that only measure
+    # Mean of a group to hold, of the weight entropy in nats or of the effective rollouts: exactly one is given.
     target_entropy: float | None = None
     target_eff_rollouts: float | None = None
     _mean: float | None = field(default=None, init=False)
@@ -116,7 +102,7 @@ class TauController:
         self.tau = min(self.maximum, max(self.minimum, self.tau * factor))
 
     def state_dict(self) -> dict[str, float | int | None]:
-        """What a checkpoint keeps."""
+        """Return what a checkpoint keeps."""
         return {"tau": self.tau, "mean": self._mean, "updates": self._updates}
 
     def load_state_dict(self, state: dict[str, float | int | None]) -> None:

@@ -1,6 +1,6 @@
 """Weights that MaxEnt-GRPO gives the completions of a group, on tensors of prompts by completions (P, G).
 
-NaN marks a completion without a verdict. It is unscorable: it gets weight 0, and the weights of the others sum to 1.
+NaN marks an unscored completion: it gets weight 0, and the weights of the others sum to 1.
 A group with no scorable completion gets weight 0 throughout. Half precision is computed and returned in float32.
 
 The programme is max E_pi[log q] + tau H(pi) - beta KL(pi || pi_ref) over the sampled completions. Its solution is
@@ -17,7 +17,7 @@ LEAST_Q = 1e-12
 
 
 def listwise_q(rewards_PG: torch.Tensor, temperature: float, epsilon: float) -> torch.Tensor:
-    """The distribution over a group that its rewards ask for: a softmax with a floor.
+    """Return the distribution over a group that its rewards ask for: a softmax with a floor.
 
     Args:
         rewards_PG: (P, G) rewards; NaN is unscorable.
@@ -45,7 +45,7 @@ def listwise_q(rewards_PG: torch.Tensor, temperature: float, epsilon: float) -> 
 def target_weights(
     q_PG: torch.Tensor, ref_logps_PG: torch.Tensor | None, tau: float | torch.Tensor, beta: float
 ) -> torch.Tensor:
-    """The solution of the programme, q^(1 / (tau + beta)) * pi_ref^(beta / (tau + beta)), normalised.
+    """Return the solution of the programme, q^(1 / (tau + beta)) * pi_ref^(beta / (tau + beta)), normalised.
 
     Args:
         q_PG: (P, G) what ``listwise_q`` returns; NaN is unscorable. Values below 1e-12 count as 1e-12.
@@ -80,7 +80,7 @@ def target_weights(
 
 
 def tempered_weights(utilities_PG: torch.Tensor, tau: float | torch.Tensor) -> torch.Tensor:
-    """softmax(utility / tau) over each group.
+    """Return softmax(utility / tau) over each group.
 
     Args:
         utilities_PG: (P, G) what a completion is worth; NaN is unscorable.
@@ -98,7 +98,7 @@ def tempered_weights(utilities_PG: torch.Tensor, tau: float | torch.Tensor) -> t
 
 
 def policy_weights(logps_PG: torch.Tensor, scorable_PG: torch.Tensor) -> torch.Tensor:
-    """The policy's own distribution over a group, which the listwise objective moves to the target.
+    """Return the policy's own distribution over a group, which the listwise objective moves to the target.
 
     Args:
         logps_PG: (P, G) log-probabilities of whole completions under the policy, in nats, per token or summed.
@@ -117,7 +117,7 @@ def policy_weights(logps_PG: torch.Tensor, scorable_PG: torch.Tensor) -> torch.T
 
 
 def centred(rewards_PG: torch.Tensor) -> torch.Tensor:
-    """Rewards less the mean of their group, the advantage of Dr.GRPO (https://arxiv.org/abs/2503.20783).
+    """Return rewards less the mean of their group, the advantage of Dr.GRPO (https://arxiv.org/abs/2503.20783).
 
     Args:
         rewards_PG: (P, G) rewards; NaN is unscorable.
@@ -130,19 +130,19 @@ def centred(rewards_PG: torch.Tensor) -> torch.Tensor:
 
 
 def weight_entropy(weights_PG: torch.Tensor) -> torch.Tensor:
-    """(P,) entropies of the weights in nats; NaN for a group without weights."""
+    """Return (P,) entropies of the weights in nats; NaN for a group without weights."""
     weights_PG = _at_least_float32(weights_PG)
     entropy_P = -torch.xlogy(weights_PG, weights_PG).sum(1)
     return entropy_P.masked_fill(~(weights_PG > 0).any(1), torch.nan)
 
 
 def effective_rollouts(weights_PG: torch.Tensor) -> torch.Tensor:
-    """(P,) numbers of completions that equal weights of this entropy would have, 1 to G; NaN without weights."""
+    """Return (P,) numbers of completions that equal weights of this entropy would have, 1 to G; NaN without weights."""
     return weight_entropy(weights_PG).exp()
 
 
 def incorrect_mass(weights_PG: torch.Tensor, wrong_PG: torch.Tensor) -> torch.Tensor:
-    """(P,) shares of the weight that wrong completions have, 0 to 1; NaN for a group without weights.
+    """Return (P,) shares of the weight that wrong completions have, 0 to 1; NaN for a group without weights.
 
     Args:
         weights_PG: (P, G) weights of a group that sum to 1.
@@ -158,7 +158,7 @@ def _at_least_float32(values: torch.Tensor) -> torch.Tensor:
 
 
 def _split(values_PG: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The values, and which of them are known."""
+    """Return the values, and which of them are known."""
     values_PG = _at_least_float32(values_PG)
     if values_PG.isinf().any():
         raise ValueError(f"{name} must be finite, or NaN where a completion has no verdict")
@@ -173,12 +173,12 @@ def _temperature(tau: float | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _tempered(scores_PG: torch.Tensor, scorable_PG: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """softmax(score / temperature), with its limits at 0 and inf."""
+    """Return softmax(score / temperature), with its limits at 0 and inf."""
     gaps_PG = scores_PG - scores_PG.masked_fill(~scorable_PG, -torch.inf).amax(1, keepdim=True)
     # At temperature 0 the greatest is 0 / 0: its gap of 0 stays 0, all others become -inf.
     return _softmax(torch.where(gaps_PG == 0, gaps_PG, gaps_PG / temperature), scorable_PG)
 
 
 def _softmax(scores_PG: torch.Tensor, scorable_PG: torch.Tensor) -> torch.Tensor:
-    """Softmax over the scorable members of each group; 0 for the others, and throughout a group of none."""
+    """Return the softmax over the scorable members of each group; 0 for the others, and throughout a group of none."""
     return scores_PG.masked_fill(~scorable_PG, -torch.inf).softmax(1).masked_fill(~scorable_PG, 0.0)

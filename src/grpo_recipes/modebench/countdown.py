@@ -28,27 +28,21 @@ SMALLEST = 2  # number of a puzzle: with 1, products have answers that differ by
 
 
 @dataclass(frozen=True)
-class Puzzle:
-    """One problem.
+class CountdownPuzzle:
+    """One problem."""
 
-    Attributes:
-        numbers: in ascending order, all different.
-        target: what to make of them.
-        modes: how many algebraically distinct expressions make it.
-    """
-
-    numbers: tuple[int, ...]
+    numbers: tuple[int, ...]  # in ascending order, all different
     target: int
-    modes: int
+    modes: int  # how many algebraically distinct expressions make the target
 
 
 def number(value: int) -> Signed:
-    """The form of a number."""
+    """Return the form of a number."""
     return 1, (_NUMBER, value)
 
 
 def combine(operator: str, left: Signed, right: Signed) -> Signed:
-    """The form of ``left operator right``, one of + - * /."""
+    """Return the form of ``left operator right``, one of + - * /."""
     if operator == "-":
         return _sum(left, negated(right))
     if operator == "+":
@@ -57,7 +51,7 @@ def combine(operator: str, left: Signed, right: Signed) -> Signed:
 
 
 def negated(one: Signed) -> Signed:
-    """The form of ``-one``."""
+    """Return the form of ``-one``."""
     return -one[0], one[1]
 
 
@@ -74,13 +68,13 @@ def _product(left: Signed, right: Signed, exponent: int) -> Signed:
 
 
 def _parts(one: Signed, kind: int) -> list[tuple[Form, int]]:
-    """Terms or factors of a form, or itself as the only one."""
+    """Return the terms or factors of a form, or itself as the only one."""
     sign, form = one
     return [(part, sign * power) for part, power in form[1]] if form[0] == kind else [(form, sign)]
 
 
 def text(one: Signed) -> str:
-    """A form as an expression that can be read and evaluated; the key of a mode.
+    """Return a form as an expression that can be read and evaluated; the key of a mode.
 
     A sign before everything is written as such where no part can take it.
     """
@@ -111,7 +105,7 @@ def _factor(form: Form, sign: int) -> str:
 
 
 def _can_turn(form: Form) -> bool:
-    """Whether a sum has terms of both signs, so that its negative is written without a sign before it."""
+    """Return whether a sum has terms of both signs, so that its negative is written without a sign before it."""
     return form[0] == _SUM and any(sign < 0 for _, sign in form[1])
 
 
@@ -120,41 +114,35 @@ Trees = dict[Signed, tuple[Value, int]]  # form -> its value, and how many ways 
 
 
 def ways(numbers: tuple[int, ...], target: int) -> dict[str, int]:
-    """Every mode of a puzzle, and how many ways there are of writing it.
+    """Return every mode of a puzzle of different numbers, and how many ways there are of writing it.
 
-    Args:
-        numbers: all different.
-        target: what they make.
-
-    Returns:
-        Key of the mode -> orders of the numbers, brackets and operators that give it; ``written`` is how many there are
-        in all.
+    A way is an order of the numbers with brackets and operators; ``written`` counts all of them, right or wrong.
     """
     found = _made(tuple(sorted(numbers)), lambda value: value == (target, 1))
     return {text(form): count for form, (_, count) in sorted(found.items())}
 
 
 def written(count: int) -> int:
-    """Ways of writing an expression of ``count`` numbers, each once: orders, brackets and operators."""
+    """Return the ways of writing an expression of ``count`` numbers, each once: orders, brackets and operators."""
     brackets = math.comb(2 * count - 2, count - 1) // count
     return math.factorial(count) * brackets * len(_OPERATORS) ** (count - 1)
 
 
 @cache
-def puzzles(count: int, largest: int) -> tuple[Puzzle, ...]:
-    """Every puzzle of ``count`` different numbers from 2 to ``largest``, sorted.
+def puzzles(count: int, largest: int) -> tuple[CountdownPuzzle, ...]:
+    """Return every puzzle of ``count`` different numbers from 2 to ``largest``, sorted.
 
     Targets are whole, positive, none of the numbers, and at most ``largest * count``.
     """
     return tuple(
-        Puzzle(numbers, target, modes)
+        CountdownPuzzle(numbers, target, modes)
         for numbers in combinations(range(SMALLEST, largest + 1), count)
         for target, modes in sorted(_targets(numbers, largest * count).items())
     )
 
 
 def _targets(numbers: tuple[int, ...], most: int) -> dict[int, int]:
-    """Target -> its modes."""
+    """Return target -> its modes."""
     modes: dict[int, int] = {}
     for value, _ in _made(numbers, lambda value: value[1] == 1 and 0 < value[0] <= most).values():
         if value[0] not in numbers:
@@ -163,7 +151,7 @@ def _targets(numbers: tuple[int, ...], most: int) -> dict[int, int]:
 
 
 def _made(numbers: tuple[int, ...], wanted: Callable[[Value], bool]) -> Trees:
-    """All forms of the numbers, each of them used once, whose value is wanted."""
+    """Return all forms of the numbers, each of them used once, whose value is wanted."""
     found: Trees = {}
     for left, right in _splits(numbers):
         for one, (value, count) in _trees(left).items():
@@ -184,7 +172,7 @@ def _trees(numbers: tuple[int, ...]) -> Trees:
 
 
 def _splits(numbers: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Each way of parting the numbers in two, the first number on the left."""
+    """Yield each way of parting the numbers in two, the first number on the left."""
     first, rest = numbers[0], numbers[1:]
     for size in range(len(rest)):
         for beside in combinations(rest, size):
@@ -192,7 +180,7 @@ def _splits(numbers: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[i
 
 
 def _results(left: Value, right: Value) -> list[tuple[str, bool, Value]]:
-    """What two values make: operator, whether they are swapped, value. What divides by 0 makes nothing."""
+    """Return what two values make: operator, whether they are swapped, value. What divides by 0 makes nothing."""
     (a, b), (c, d) = left, right
     made = [
         ("+", False, _lowest(a * d + c * b, b * d)),
@@ -222,17 +210,11 @@ _TOKEN = re.compile(r"[ \t]*(?:(0|[1-9][0-9]*)|([-+*/()]))")
 
 @dataclass(frozen=True)
 class Parsed:
-    """What an expression says.
+    """The content of an expression."""
 
-    Attributes:
-        numbers: those in it, in ascending order.
-        value: what it makes.
-        key: of its mode.
-    """
-
-    numbers: tuple[int, ...]
+    numbers: tuple[int, ...]  # those in it, in ascending order
     value: Fraction
-    key: str
+    key: str  # of its mode
 
 
 def parsed(expression: str) -> Parsed:

@@ -57,34 +57,26 @@ class Settings:
 
     @classmethod
     def read(cls, value: Callable[[str], Any]) -> Settings:
-        """From the value of each key.
-
-        Args:
-            value: key -> value, as ``recipe.__getitem__``.
-        """
+        """Return the settings from the value of each key; ``value`` may be ``recipe.__getitem__``."""
         return cls(**{name: value(f"modebench_{name}") for name in cls.__dataclass_fields__})
 
     @property
     def largest(self) -> int:
-        """The largest number of a countdown; by default both splits are no more than three in four of its problems."""
+        """Return the largest number of a countdown; by default both splits take at most 3 in 4 of its problems."""
         return self.largest_number or {3: 24, 4: 12}[self.numbers]
 
     def fingerprint(self, name: str) -> str:
-        """A short hash of what decides the rows of a task: both splits are the same where it is."""
+        """Return a short hash of what decides the rows of a task: both splits are the same where it is."""
         return hashlib.sha256(repr((VERSION, name, self)).encode()).hexdigest()[:16]
 
     @property
     def modes(self) -> range:
-        """How many right answers a problem may have."""
+        """Return how many right answers a problem may have."""
         return range(self.min_modes, self.max_modes + 1)
 
 
 class TooFew(ValueError):
-    """There are fewer problems than both splits need.
-
-    Attributes:
-        found: how many there are.
-    """
+    """There are fewer problems than both splits need: ``found``."""
 
     def __init__(self, found: int):
         super().__init__(f"there are {found} such problems")
@@ -92,16 +84,10 @@ class TooFew(ValueError):
 
 
 def rows(name: str, split: str, settings: Settings) -> list[dict[str, Any]]:
-    """The rows of a split.
+    """Return the rows of ``train`` or ``test`` of one of ``TASKS``.
 
-    Args:
-        name: one of ``TASKS``.
-        split: ``train`` or ``test``.
-        settings: sizes, seed and difficulty.
-
-    Returns:
-        Rows ``problem`` (the prompt), ``answer`` (the problem as JSON, for ``verify``) and ``modes`` (how many right
-        answers there are).
+    A row has ``problem`` (the prompt), ``answer`` (the problem as JSON, for ``verify``) and ``modes`` (how many right
+    answers there are).
 
     Raises:
         TooFew: for both splits together.
@@ -113,7 +99,7 @@ def rows(name: str, split: str, settings: Settings) -> list[dict[str, Any]]:
 
 @lru_cache(maxsize=8)
 def _problems(name: str, settings: Settings) -> list[tuple[str, str, int]]:
-    """Prompt, answer and modes of the test split, then of the training split."""
+    """Return prompt, answer and modes of the test split, then of the training split."""
     wanted = settings.test_prompts + settings.prompts
     if name == "modebench:countdown":
         every = countdown.puzzles(settings.numbers, settings.largest)
@@ -130,19 +116,19 @@ def _problems(name: str, settings: Settings) -> list[tuple[str, str, int]]:
     return made[:wanted]
 
 
-def _countdown_row(puzzle: countdown.Puzzle) -> tuple[str, str, int]:
+def _countdown_row(puzzle: countdown.CountdownPuzzle) -> tuple[str, str, int]:
     numbers = list(puzzle.numbers)
     answer = {"task": "countdown", "numbers": numbers, "target": puzzle.target, "modes": puzzle.modes}
     return _COUNTDOWN.format(numbers=numbers, target=puzzle.target), json.dumps(answer), puzzle.modes
 
 
-def _graph_row(puzzle: graph_coloring.Puzzle) -> tuple[str, str, int]:
+def _graph_row(puzzle: graph_coloring.ColoringPuzzle) -> tuple[str, str, int]:
     answer = {"task": "graph_coloring", "edges": puzzle.edges, "partial": puzzle.partial, "modes": puzzle.modes}
     edges = ", ".join(f"({one},{other})" for one, other in puzzle.edges)
     prompt = _GRAPH.format(
         vertices=puzzle.vertices,
         edges=edges,
         partial=puzzle.partial,
-        hidden=puzzle.partial.count(graph_coloring.HIDDEN),
+        hidden=puzzle.hidden,
     )
     return prompt, json.dumps(answer), puzzle.modes

@@ -18,29 +18,22 @@ Edges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Puzzle:
-    """One problem.
+class ColoringPuzzle:
+    """One problem."""
 
-    Attributes:
-        vertices: how many; they are called 1, 2, ...
-        edges: pairs of them, the smaller first, in ascending order.
-        partial: a colour or ``?`` for each vertex.
-        modes: how many completions are proper.
-    """
-
-    vertices: int
-    edges: Edges
-    partial: str
-    modes: int
+    vertices: int  # how many; they are called 1, 2, ...
+    edges: Edges  # pairs of vertices, the smaller first, in ascending order
+    partial: str  # a colour or ``?`` for each vertex
+    modes: int  # how many completions are proper
 
     @property
     def hidden(self) -> int:
-        """Vertices without a colour."""
+        """Return the number of vertices without a colour."""
         return self.partial.count(HIDDEN)
 
 
 def completions(edges: Edges, partial: str) -> list[str]:
-    """The colours of the hidden vertices, from left to right, in every proper completion, in ascending order."""
+    """Return the colours of the hidden vertices, from left to right, in every proper completion, in ascending order."""
     neighbours: list[list[int]] = [[] for _ in partial]
     for one, other in edges:
         neighbours[one - 1].append(other - 1)
@@ -65,12 +58,9 @@ def _filled(colors: list[str], hidden: list[int], neighbours: list[list[int]]) -
 
 
 def mode(edges: Edges, partial: str, answer: str) -> str | None:
-    """The colours of all vertices if an answer is right, else None.
+    """Return the colours of all vertices if an answer is right, else None.
 
-    Args:
-        edges: of the graph.
-        partial: its colours, ``?`` where hidden.
-        answer: a digit a hidden vertex, or a digit a vertex with the shown ones as they are.
+    An answer has a digit for each hidden vertex, or one for each vertex with the shown ones as they are.
     """
     if len(answer) == partial.count(HIDDEN):
         given = iter(answer)
@@ -82,23 +72,17 @@ def mode(edges: Edges, partial: str, answer: str) -> str | None:
     return None if any(answer[one - 1] == answer[other - 1] for one, other in edges) else answer
 
 
-def puzzles(vertices: int, hidden: int, modes: range, count: int, seed: int) -> list[Puzzle]:
-    """Different puzzles, drawn one after the other: more of them begin with the same.
+def puzzles(vertices: int, hidden: int, modes: range, count: int, seed: int) -> list[ColoringPuzzle]:
+    """Draw different puzzles, one after the other: a larger ``count`` begins with the same ones.
 
     A graph has between ``vertices`` and twice as many edges (or all there can be); colours of the shown vertices and
-    which are shown are drawn alike.
-
-    Args:
-        vertices: of every graph.
-        hidden: vertices without a colour.
-        modes: how many completions a puzzle may have.
-        count: how many; fewer come when no others are found.
-        seed: what they are drawn by.
+    which are shown are drawn alike. ``modes`` is how many completions a puzzle may have. Fewer than ``count`` are
+    returned when no others are found.
     """
     rng = random.Random(seed)
     possible = list(combinations(range(1, vertices + 1), 2))
     most = min(2 * vertices, len(possible))
-    found: dict[tuple[Edges, str], Puzzle] = {}
+    found: dict[tuple[Edges, str], ColoringPuzzle] = {}
     missed = 0
     while len(found) < count and missed < _TRIES * (len(found) + 100):
         edges = tuple(sorted(rng.sample(possible, rng.randint(min(vertices, most), most))))
@@ -108,5 +92,5 @@ def puzzles(vertices: int, hidden: int, modes: range, count: int, seed: int) -> 
         if answers not in modes or (edges, partial) in found:
             missed += 1
             continue
-        found[edges, partial] = Puzzle(vertices, edges, partial, answers)
+        found[edges, partial] = ColoringPuzzle(vertices, edges, partial, answers)
     return list(found.values())

@@ -11,16 +11,14 @@ Scores = dict[str, Any]
 
 
 def mode_scores(modes: Sequence[Sequence[str | None]], totals: Sequence[int]) -> Scores:
-    """What ``pass@k`` does not tell.
+    """Return what ``pass@k`` does not show.
+
+    ``mean@k`` is the right share of the k completions of a problem, ``distinct@k`` how many different modes are among
+    them, ``coverage@k`` that over the modes there are, at most 1; each with ``_ci``, the 95 % interval over problems.
 
     Args:
         modes: (problems, k) the mode that a completion answers with, None where it is wrong.
         totals: (problems,) how many modes each problem has.
-
-    Returns:
-        With k completions of each problem, and ``_ci`` for the 95 % interval over problems: ``mean@k``, the right share
-        of them; ``distinct@k``, how many different modes are among them; ``coverage@k``, that over the modes there
-        are, at most 1.
     """
     samples = max(len(row) for row in modes)
     distinct = [len({mode for mode in row if mode is not None}) for row in modes]
@@ -34,10 +32,9 @@ def mode_scores(modes: Sequence[Sequence[str | None]], totals: Sequence[int]) ->
 
 
 def summed_up(estimates: Mapping[str, Sequence[float]]) -> Scores:
-    """Mean over problems and 95 % interval of each score.
+    """Return mean over problems and 95 % interval of each score.
 
-    Args:
-        estimates: name -> (problems,) values; those of ``distinct@k`` are counts up to k, the others shares.
+    ``estimates`` has (problems,) values for each name; those of ``distinct@k`` are counts up to k, the others shares.
     """
     scores: Scores = {}
     for name, values in estimates.items():

@@ -16,7 +16,7 @@ from grpo_recipes.modebench import countdown, graph_coloring
 
 _BOX = r"\boxed{"
 _LONGEST_LINE = 160  # characters
-_BEFORE_ANSWER = re.compile(r"(?:(?:the )?(?:final )?answer(?: is)?)? ?[:=]? ?", re.IGNORECASE)
+_BEFORE_ANSWER = re.compile(r"\A(?:(?:the )?(?:final )?answer(?: is)?)? ?[:=]? ?", re.IGNORECASE)
 _WRITTEN_OTHERWISE = {
     r"\times": "*", "\N{MULTIPLICATION SIGN}": "*", r"\cdot": "*", "\N{MIDDLE DOT}": "*",
     r"\div": "/", "\N{DIVISION SIGN}": "/", "\N{MINUS SIGN}": "-",
@@ -24,14 +24,10 @@ _WRITTEN_OTHERWISE = {
 
 
 def mode_of(text: str, answer: str) -> str | None:
-    """The mode that a completion answers with, None where it is wrong.
-
-    Args:
-        text: the completion.
-        answer: of a row of ``dataset``: the problem as JSON.
+    """Return the mode that a completion answers with, None where it is wrong; ``answer`` is the problem as JSON.
 
     Raises:
-        ValueError: ``answer`` is no problem of ModeBench.
+        ValueError: ``answer`` is not a problem of ModeBench.
     """
     problem, given = problem_of(answer), answer_in(text)
     if given is None:
@@ -43,10 +39,10 @@ def mode_of(text: str, answer: str) -> str | None:
 
 @lru_cache(maxsize=4096)
 def problem_of(answer: str) -> dict[str, Any]:
-    """The problem in a row's answer.
+    """Return the problem in a row's answer.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it does not hold one.
     """
     wanted = {"countdown": ("numbers", "target"), "graph_coloring": ("edges", "partial")}
     try:
@@ -60,7 +56,7 @@ def problem_of(answer: str) -> dict[str, Any]:
 
 
 def is_problem(answer: str) -> bool:
-    """Whether a reference solution is a problem of ModeBench."""
+    """Return whether a reference solution is a problem of ModeBench."""
     try:
         problem_of(answer)
     except ValueError:
@@ -69,7 +65,7 @@ def is_problem(answer: str) -> bool:
 
 
 def right_answers(answer: str) -> list[str]:
-    """An answer for each mode of a problem, as a completion writes it in the box."""
+    """Return an answer for each mode of a problem, as a completion writes it in the box."""
     problem = problem_of(answer)
     if problem["task"] == "countdown":
         return list(countdown.ways(tuple(problem["numbers"]), problem["target"]))
@@ -77,7 +73,7 @@ def right_answers(answer: str) -> list[str]:
 
 
 def wrong_answers(answer: str) -> list[str]:
-    """Answers near the right ones that cannot be right: other numbers, one missing, two ends of an edge alike."""
+    """Return wrong answers near the right ones: other numbers, one missing, two ends of an edge alike."""
     problem, right = problem_of(answer), right_answers(answer)
     if problem["task"] == "countdown":
         other = max(problem["numbers"]) + 1
@@ -89,28 +85,23 @@ def wrong_answers(answer: str) -> list[str]:
 
 
 def edges_of(problem: dict[str, Any]) -> graph_coloring.Edges:
-    """The edges of a graph as ``graph_coloring`` takes them."""
+    """Return the edges of a graph as ``graph_coloring`` takes them."""
     return tuple((one, other) for one, other in problem["edges"])
 
 
 def answer_in(text: str) -> str | None:
-    """What a completion gives as its answer, None where it gives none."""
+    """Return what a completion gives as its answer, None where it gives none."""
     boxed = _last_box(text)
     if boxed is not None:
         return boxed.strip()
     line = text.strip()
     if len(line) > _LONGEST_LINE or set(line) & set("<>\n\r"):
         return None
-    return line[_end_of_introduction(line) :].strip()
-
-
-def _end_of_introduction(line: str) -> int:
-    match = _BEFORE_ANSWER.match(line)
-    return match.end() if match else 0
+    return _BEFORE_ANSWER.sub("", line, count=1).strip()
 
 
 def _last_box(text: str) -> str | None:
-    """What stands in the box that begins last, of those whose braces match."""
+    """Return what stands in the box that begins last, of those whose braces match."""
     open_braces: list[int] = []
     begin = end = -1
     for place, character in enumerate(text):
@@ -134,7 +125,7 @@ def _countdown_mode(given: str, numbers: tuple[int, ...], target: int) -> str | 
 
 
 def _side(given: str, target: int) -> str:
-    """The expression of ``expression = target``, either way round; several attempts in one are none of them."""
+    """Return the expression of ``expression = target``, either way round; several attempts in one are none of them."""
     left, equals, right = (part.strip() for part in given.partition("="))
     if not equals:
         return left
