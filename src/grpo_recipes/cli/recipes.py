@@ -42,7 +42,7 @@ from grpo_recipes.recipe.tasks import entry_of
 from grpo_recipes.slurm.profile import walltime_seconds
 
 if TYPE_CHECKING:
-    from grpo_recipes.rewards.probe import Failure, Finding
+    from grpo_recipes.rewards.probe import Failure, ProbeResult
 
 _SCHEMA_LINE = re.compile(r"\A# yaml-language-server: .*\n")
 _START = """\
@@ -212,7 +212,7 @@ def check_rewards(options: argparse.Namespace) -> int:
         raise config_error("--rows", f"{options.rows} rows try nothing", "write 1 or more")
     recipe: Recipe | None = None
     rows: list[dict[str, Any]] = []
-    findings: list[Finding] = []
+    findings: list[ProbeResult] = []
     try:
         recipe = chosen_recipe(options)
         rows, findings, problems = _probe(recipe, options.rows)
@@ -236,7 +236,7 @@ def check_rewards(options: argparse.Namespace) -> int:
     return 0
 
 
-def _probe(recipe: Recipe, most: int) -> tuple[list[dict[str, Any]], list[Finding], list[Problem]]:
+def _probe(recipe: Recipe, most: int) -> tuple[list[dict[str, Any]], list[ProbeResult], list[Problem]]:
     os.environ.update(hub_environment(os.environ))
     # TRL and datasets come with these, which takes seconds.
     from grpo_recipes.doctor.reward_probe import probe_rewards, problems_of, sample_rows
@@ -248,7 +248,7 @@ def _probe(recipe: Recipe, most: int) -> tuple[list[dict[str, Any]], list[Findin
     return rows, findings, problems_of(recipe, rows, findings)
 
 
-def _cells(finding: Finding) -> list[str]:
+def _cells(finding: ProbeResult) -> list[str]:
     def cell(value: float | None, form: str) -> str:
         return "-" if value is None else f"{value:{form}}"
 

@@ -16,7 +16,7 @@ from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.registry import ACCURACY, IN_CHILDREN, REWARDS, make_reward
 from grpo_recipes.recipe.user_code import load_object
 from grpo_recipes.rewards.pool import PoolReward, RewardPool
-from grpo_recipes.rewards.probe import Finding, ScoreFunction, probe
+from grpo_recipes.rewards.probe import ProbeResult, ScoreFunction, probe
 from grpo_recipes.rewards.score import RewardFailed, Score, call_reward, described
 
 _MEND = "mend it, or name another in reward_funcs"
@@ -38,7 +38,7 @@ def sample_rows(recipe: Recipe, most: int, environment: Mapping[str, str]) -> li
     return first_problems(args, most, find_sources(recipe, environment).lookup)
 
 
-def probe_rewards(recipe: Recipe, rows: list[dict[str, Any]]) -> list[Finding]:
+def probe_rewards(recipe: Recipe, rows: list[dict[str, Any]]) -> list[ProbeResult]:
     """Show every reward of a recipe right and wrong completions of these rows.
 
     Raises:
@@ -50,7 +50,7 @@ def probe_rewards(recipe: Recipe, rows: list[dict[str, Any]]) -> list[Finding]:
         return [probe(name, score, rows, strict, most_missing) for name, score in scores.items()]
 
 
-def problems_of(recipe: Recipe, rows: list[dict[str, Any]], findings: list[Finding]) -> list[Problem]:
+def problems_of(recipe: Recipe, rows: list[dict[str, Any]], findings: list[ProbeResult]) -> list[Problem]:
     """Return what is wrong with the rewards, one line a fault."""
     where = recipe.place("reward_funcs")
     found = [

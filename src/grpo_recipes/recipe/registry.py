@@ -46,6 +46,11 @@ ONE_ANSWER = ("pure_accuracy_math", "math_verify", "cosine_length")
 IN_CHILDREN = frozenset({"math_verify"})
 
 
+def reward_keys(name: str, script_args: Any, args: Any) -> dict[str, Any]:
+    """Return the recipe keys that a reward of ours takes, with their values; none for the user's own."""
+    return {key: getattr(script_args if hasattr(script_args, key) else args, key) for key in REWARDS.get(name, ())}
+
+
 def make_reward(name: str, script_args: Any, args: Any) -> Reward:
     """Return ``reward(completions, **columns)`` of that name with the keys of the recipe's two configs bound.
 
@@ -53,7 +58,7 @@ def make_reward(name: str, script_args: Any, args: Any) -> Reward:
     """
     module = "math_verify" if name == "math_verify" else "functions"  # importing math_verify takes a second
     function = getattr(importlib.import_module(f"grpo_recipes.rewards.{module}"), name)
-    bound = {key: getattr(script_args if hasattr(script_args, key) else args, key) for key in REWARDS[name]}
+    bound = reward_keys(name, script_args, args)
 
     @functools.wraps(function)
     def reward(completions: list[Any], **columns: Any) -> list[float | None]:

@@ -59,36 +59,24 @@ _NUMBER = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer in its normal form.
+    """An answer in its normal form."""
 
-    Attributes:
-        value: the number, the items, or the cleaned text of anything else.
-        unit: what stands beside a number, ``"dollar"`` for ``$18``; empty without.
-        variable: ``"x"`` for ``x=5``; empty without.
-    """
-
-    value: int | Fraction | str | Items
-    unit: str = ""
-    variable: str = ""
+    value: int | Fraction | str | Items  # the number, the items, or the cleaned text of anything else
+    unit: str = ""  # what stands beside a number, ``"dollar"`` for ``$18``; empty without
+    variable: str = ""  # ``"x"`` for ``x=5``; empty without
 
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """Several answers that are one answer together.
+    """Several answers that are one answer together."""
 
-    Attributes:
-        answers: the items as they are written.
-        brackets: ``{}`` of a set, ``()``, ``[)`` and the like of a tuple or an interval, empty for a list without.
-        word: ``and`` or ``or`` between inequalities, where it changes the meaning; else empty.
-    """
-
-    answers: tuple[Answer, ...]
-    brackets: str = ""
-    word: str = ""
+    answers: tuple[Answer, ...]  # as they are written
+    brackets: str = ""  # ``{}`` of a set, ``()``, ``[)`` and the like of a tuple or an interval, empty for a list
+    word: str = ""  # ``and`` or ``or`` between inequalities, where it changes the meaning; else empty
 
     @property
     def ordered(self) -> bool:
-        """Whether the items are in an order that counts."""
+        """Return whether the items are in an order that counts."""
         return self.brackets not in ("", "{}")
 
 
@@ -139,12 +127,9 @@ def _box_before(text: str, start: int) -> int | None:
 
 
 def is_right(text: str, gold: str, matching: str) -> bool:
-    """Return whether a completion's last answer tag holds the reference solution.
+    """Return whether a completion's last answer tag holds the reference solution ``gold``.
 
-    Args:
-        text: the completion.
-        gold: the reference solution.
-        matching: ``strict`` for the same text up to surrounding white space, else ``normalized``.
+    ``matching`` is ``strict`` for the same text up to surrounding white space, else ``normalized``.
     """
     answer = last_answer(text)
     if answer is None:
@@ -175,12 +160,8 @@ def agree(left: Answer, right: Answer, equal: Callable[[Answer, Answer], bool]) 
     """Return whether two answers are the same, lists item by item.
 
     Lists and sets have no order, but an item that is repeated counts. Tuples and intervals have an order, and so has a
-    list that is compared with a tuple, or ``x=1, y=2`` with ``1, 2``.
-
-    Args:
-        left: an answer.
-        right: another.
-        equal: how to compare what is no list, called with what comes from left and from right.
+    list that is compared with a tuple, or ``x=1, y=2`` with ``1, 2``. ``equal`` compares what is not a list, called
+    with what comes from left and from right.
     """
     one, other = left.value, right.value
     if not (isinstance(one, Items) and isinstance(other, Items)):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.paths import shown
-from grpo_recipes.recipe.registry import IN_CHILDREN, REWARDS, Reward, make_reward
+from grpo_recipes.recipe.registry import IN_CHILDREN, Reward, make_reward, reward_keys
 from grpo_recipes.recipe.user_code import copy_path, copy_source, load_object, source_path, split_spec
 from grpo_recipes.rewards.pool import PoolReward, RewardPool
 from grpo_recipes.rewards.wrapper import BatchReward, IsolatedReward, LimitRecords
@@ -18,15 +18,14 @@ _COPIES = "rewards"  # folder of the run directory
 
 
 def is_own(name: str) -> bool:
-    """Whether a recipe's reward is the user's own: ``module:function`` or ``file.py:function``."""
+    """Return whether a recipe's reward is the user's own: ``module:function`` or ``file.py:function``."""
     return ":" in name
 
 
 def keep_rewards(names: Sequence[str], run_dir: Path) -> list[str]:
     """Copy the files of the user's rewards into ``<run>/rewards``, once in the life of a run.
 
-    Returns:
-        What a person should know of files that are gone, or differ from the copy.
+    Return a note for each file that is gone, or differs from the copy.
     """
     notes = []
     for spec in filter(is_own, names):
@@ -42,15 +41,11 @@ def keep_rewards(names: Sequence[str], run_dir: Path) -> list[str]:
 
 
 def load_rewards(script_args: Any, args: Any, run_dir: Path) -> list[Reward]:
-    """The recipe's rewards, in its order, as TRL calls them.
+    """Return the rewards of a recipe's two configs, in its order, as TRL calls them.
 
     The user's own, and those of ours whose work has no bound, are called in child processes; the pool they share is
-    started here. With ``reward_isolation: none`` the user's own are called in this process.
-
-    Args:
-        script_args: the recipe's ``ScriptArguments``.
-        args: the recipe's ``GRPOConfig``.
-        run_dir: has, or gets, copies of the user's files; verdicts that limits decide are kept there.
+    started here. With ``reward_isolation: none`` the user's own are called in this process. ``run_dir`` has, or gets,
+    copies of the user's files, and keeps the scores that limits decide.
 
     Raises:
         ConfigError: a file, module or function is not there.
@@ -77,7 +72,7 @@ def load_rewards(script_args: Any, args: Any, run_dir: Path) -> list[Reward]:
 def _start_pool(names: list[str], script_args: Any, args: Any, run_dir: Path) -> RewardPool:
     ordered = sorted(names, key=is_own)  # a user's folder must not come before our rewards on the path
     pool = RewardPool(
-        *[PoolReward(name, _keys(name, script_args, args), _place(name, run_dir)) for name in ordered],
+        *[PoolReward(name, reward_keys(name, script_args, args), _place(name, run_dir)) for name in ordered],
         workers=script_args.reward_workers,
         timeout=script_args.reward_timeout,
         memory_gib=script_args.reward_memory_gib,
@@ -87,13 +82,8 @@ def _start_pool(names: list[str], script_args: Any, args: Any, run_dir: Path) ->
     return pool
 
 
-def _keys(name: str, script_args: Any, args: Any) -> dict[str, Any]:
-    """The recipe keys that one of ours takes."""
-    return {key: getattr(script_args if hasattr(script_args, key) else args, key) for key in REWARDS.get(name, ())}
-
-
 def _place(name: str, run_dir: Path) -> str:
-    """What is loaded for a name: the copy, where a user's module is gone; of a file the copy is taken anyway."""
+    """Return what is loaded for a name: the copy, where a user's module is gone; of a file the copy is taken anyway."""
     if not is_own(name) or split_spec(name)[0].endswith(".py") or source_path(name) is not None:
         return name
     return f"{copy_path(name, run_dir / _COPIES)}:{split_spec(name)[1]}"
@@ -104,6 +94,6 @@ def _code_hash(name: str, run_dir: Path) -> str:
 
 
 def _labels(names: Sequence[str]) -> list[str]:
-    """Names for metrics: the function's, or the whole where two are called alike."""
+    """Return the names for metrics: the function's, or the whole where two are called alike."""
     short = [split_spec(name)[1] if is_own(name) else name for name in names]
     return [label if short.count(label) == 1 else name for name, label in zip(names, short, strict=True)]

@@ -1,8 +1,8 @@
 r"""Equality as the math-verify library sees it: ``\frac{\sqrt{2}}{2}`` is ``1/\sqrt{2}``.
 
-Numbers are compared exactly and words as text; sympy compares the rest. It may take for ever on what a model writes, so
+Numbers are compared exactly and words as text; sympy compares the rest. It may never end on what a model writes, so
 this is called in a child process, which is killed at the time limit (``reward_timeout``). The library's own limit is
-turned off: it is an alarm signal, which outside the main thread makes every verdict wrong without a word.
+turned off: it is an alarm signal, which outside the main thread makes every score wrong without a word.
 """
 
 from __future__ import annotations
@@ -39,22 +39,16 @@ _SIDE_BY_SIDE = re.compile(r"[0-9]\.?\s+\.?[0-9]")
 
 
 def math_verify(completions: list[Any], answer: list[Any], **_: Any) -> list[float | None]:
-    r"""1.0 where the completion's answer equals the reference solution, 0.0 where it does not or cannot be read.
+    r"""Return 1.0 where the completion's answer equals the reference solution, 0.0 where not or where it is unreadable.
 
-    The answer is what the last ``<answer>…</answer>`` holds, without one the last ``\boxed{…}``.
-
-    Args:
-        completions: one completion a row, as text or chat messages.
-        answer: reference solutions, one a row.
-
-    Returns:
-        None where the reference solution itself cannot be read.
+    The answer is what the last ``<answer>…</answer>`` holds, without one the last ``\boxed{…}``. None where the
+    reference solution itself cannot be read.
     """
     rows = zip(completions, answer, strict=True)
-    return [_verdict(completion_text(completion), str(gold)) for completion, gold in rows]
+    return [_score(completion_text(completion), str(gold)) for completion, gold in rows]
 
 
-def _verdict(text: str, gold: str) -> float | None:
+def _score(text: str, gold: str) -> float | None:
     answer = last_answer(text)
     answer = last_boxed(text) if answer is None else answer
     reference = normal(gold)

@@ -51,7 +51,7 @@ class Failure:
 
 
 @dataclass
-class Finding:
+class ProbeResult:
     """What a reward gave the completions it was shown."""
 
     reward: str  # its name in the recipe
@@ -77,7 +77,7 @@ class Finding:
 
 def probe(
     name: str, score: ScoreFunction, rows: Sequence[dict[str, Any]], strict: bool = False, most_missing: float = 0.5
-) -> Finding:
+) -> ProbeResult:
     """Show a reward right and wrong completions.
 
     Args:
@@ -90,7 +90,7 @@ def probe(
     writings = _writings(name, strict)
     tries = _tries([row["answer"] for row in rows], writings)
     scores = score(*_arguments(tries, rows))
-    finding = Finding(name, sum(one.right for one in tries), sum(not one.right for one in tries))
+    finding = ProbeResult(name, sum(one.right for one in tries), sum(not one.right for one in tries))
     _take_means(finding, tries, scores, writings)
     bad = _judge(finding, tries, scores) if name in ACCURACY or name == "cosine_length" else []
     missing = [index for index, one in enumerate(scores) if one.value is None]
@@ -160,7 +160,7 @@ def _arguments(tries: list[Try], rows: Sequence[dict[str, Any]]) -> tuple[list[A
     return completions, {"prompts": prompts, "completion_ids": [[0]] * len(tries), **columns}
 
 
-def _take_means(finding: Finding, tries: list[Try], scores: list[Score], writings: list[str]) -> None:
+def _take_means(finding: ProbeResult, tries: list[Try], scores: list[Score], writings: list[str]) -> None:
     """Take the means of all writings of a reward of ours, of the writing that the user's tells apart best."""
     best = -2.0
     for group in [writings] if finding.reward in REWARDS else [[writing] for writing in writings]:
@@ -174,7 +174,7 @@ def _take_means(finding: Finding, tries: list[Try], scores: list[Score], writing
             best, finding.right_mean, finding.wrong_mean = apart, right, wrong
 
 
-def _judge(finding: Finding, tries: list[Try], scores: list[Score]) -> list[int]:
+def _judge(finding: ProbeResult, tries: list[Try], scores: list[Score]) -> list[int]:
     """Count wrong scores; a right answer must get 1, with ``cosine_length`` more than every wrong one."""
     exact = finding.reward in ACCURACY
     missed, taken = [], []
