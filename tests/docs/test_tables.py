@@ -323,8 +323,8 @@ WRITTEN_IN = {
     "the vLLM server is gone and is not started again": "src/grpo_recipes/weights/restarts.py",
     "weights did not reach the server through the": "src/grpo_recipes/weights/guard.py",
     "the server computes with other weights than the trainer's": "src/grpo_recipes/weights/guard.py",
-    ", which was not taken": "src/grpo_recipes/trainers/finite.py",
-    "the weights are not finite after step": "src/grpo_recipes/trainers/finite.py",
+    ", which was not taken": "src/grpo_recipes/trainers/checks.py",
+    "the weights are not finite after step": "src/grpo_recipes/trainers/checks.py",
     "was killed by signal": "src/grpo_recipes/launch/supervisor.py",
     "died or was killed": "src/grpo_recipes/launch/supervisor.py",
     "check CONFIG_FILE and the accelerator key": "src/grpo_recipes/trainers/rank.py",
@@ -334,7 +334,7 @@ WRITTEN_IN = {
     "the run was made at commit": "src/grpo_recipes/runs/rundir.py",
     "holds no checkpoint that can be resumed:": "src/grpo_recipes/runs/checkpoints.py",
     "was changed since the run wrote it": "src/grpo_recipes/runs/digests.py",
-    "is missing: the checkpoint was made with another number of processes": "src/grpo_recipes/trainers/exact_resume.py",
+    "is missing: the checkpoint was made with another number of processes": "src/grpo_recipes/trainers/checkpoints.py",
 }
 
 

@@ -13,12 +13,11 @@ import pytest
 
 from grpo_recipes import smoke
 from grpo_recipes.evaluate.benchmarks import BenchmarkFailed, StoppedInBenchmarks, run_benchmarks
-from grpo_recipes.evaluate.problems import load_problems
-from grpo_recipes.evaluate.scoring import recipe_scorer
+from grpo_recipes.evaluate.problems import load_problems, recipe_scorer
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.recipe.registry import BENCHMARKS, make_reward
-from grpo_recipes.rollouts import sampling
-from grpo_recipes.rollouts.sampling import Prompt, Sampling, problem_seed, sample
+from grpo_recipes.rollouts import backends
+from grpo_recipes.rollouts.backends import Prompt, Sampling, problem_seed, rollouts_of
 from grpo_recipes.runs.rundir import finish_summary
 from grpo_recipes.stats import pass_table
 
@@ -239,11 +238,11 @@ def test_ranks_share_the_work_and_each_prompt_is_answered_once(
 ) -> None:
     prompts = [Prompt([number], number) for number in range(count)]
     parts: list[list[Any]] = []
-    monkeypatch.setattr(sampling, "gather_object", lambda mine: parts.append(mine) or mine)
+    monkeypatch.setattr(backends, "gather_object", lambda mine: parts.append(mine) or mine)
     sizes = []
     for rank in range(world):
         engine = FakeEngine()
-        sample(fake_trainer(engine, rank, world, parallel), prompts, Sampling(1, 0.7, 8))
+        rollouts_of(fake_trainer(engine, rank, world, parallel)).sample(prompts, Sampling(1, 0.7, 8))
         sizes.append(len(engine.seeds))
     drawn = [completions for part in parts for completions in part][:count]
     assert drawn == [[[number, 0]] for number in range(count)]
@@ -276,6 +275,6 @@ def fake_trainer(engine: FakeEngine, rank: int = 0, world: int = 1, parallel: in
 
 def test_vllm_in_the_trainer_gets_a_seed_a_problem() -> None:
     engine = FakeEngine()
-    drawn = sample(fake_trainer(engine), [Prompt([5], 11), Prompt([6], 12)], Sampling(2, 0.7, 8))
+    drawn = rollouts_of(fake_trainer(engine)).sample([Prompt([5], 11), Prompt([6], 12)], Sampling(2, 0.7, 8))
     assert drawn == [[[5, 0], [5, 1]], [[6, 0], [6, 1]]]
     assert engine.seeds == [11, 12]

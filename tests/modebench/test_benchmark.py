@@ -12,15 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_recipes.evaluate import benchmarks as module
-from grpo_recipes.evaluate.benchmarks import StoppedInBenchmarks, run_benchmarks
-from grpo_recipes.evaluate.problems import load_problems
-from grpo_recipes.evaluate.scoring import recipe_scorer
-from grpo_recipes.evaluate.untrained import UntrainedBenchmarks
+from grpo_recipes.evaluate.benchmarks import StoppedInBenchmarks, UntrainedBenchmarks, run_benchmarks
+from grpo_recipes.evaluate.problems import load_problems, recipe_scorer
 from grpo_recipes.modebench.metrics import mode_scores
 from grpo_recipes.modebench.verify import mode_of, right_answers
 from grpo_recipes.recipe.configs import ScriptArguments
-from grpo_recipes.rollouts.sampling import problem_seed
+from grpo_recipes.rollouts.backends import problem_seed
 from grpo_recipes.runs.rundir import finish_summary
 from grpo_recipes.stats import pass_table, score_names
 from grpo_recipes.trainers.grpo import GRPOTrainer
@@ -56,12 +53,12 @@ def answering(monkeypatch: pytest.MonkeyPatch, trainer: Any) -> None:
     def tokens(text: str) -> list[int]:
         return [*trainer.processing_class(text).input_ids, *trainer.eos_token_ids]
 
-    def sample(_: Any, prompts: Any, how: Any) -> list[list[list[int]]]:
+    def sample(prompts: Any, how: Any) -> list[list[list[int]]]:
         pairs = [right_answers(golds[prompt.seed])[:2] for prompt in prompts]
         boxed = [[rf"\boxed{{{one}}}", rf"\boxed{{{two}}}", rf"or \boxed{{{one}}}", r"\boxed{4}"] for one, two in pairs]
         return [[tokens(text) for text in texts] for texts in boxed]
 
-    monkeypatch.setattr(module, "sample", sample)
+    monkeypatch.setattr(trainer.rollouts, "sample", sample)
 
 
 def result_in(run: Path, file: str = "benchmarks.json") -> dict[str, Any]:
@@ -95,7 +92,10 @@ def test_its_reward_alone_judges_it_and_judges_nothing_else(trainer: Any, answer
 
 def test_other_problems_are_another_benchmark(trainer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(module, "sample", lambda _, prompts, how: asked.append(len(prompts)) or [[[1]]] * len(prompts))
+    answer = [[[1]]]
+    monkeypatch.setattr(
+        trainer.rollouts, "sample", lambda prompts, how: asked.append(len(prompts)) or answer * len(prompts)
+    )
     for keys, runs in (({}, 1), ({}, 1), ({"modebench_seed": 1}, 2), ({"modebench_test_prompts": 3}, 3)):
         run_benchmarks(trainer, arguments(benchmark_samples=1, **keys), tmp_path, never)
         assert len(asked) == runs

@@ -96,7 +96,7 @@ def main(folder: Path) -> None:
     torch.manual_seed(trainer.accelerator.process_index)
     rows = scored(trainer, prompts=3, each=4)
     result = {"rows": rows, "metrics": {name: values[-1] for name, values in trainer._metrics["train"].items()}}
-    trainer._max_no_verdict = 0.0
+    trainer.scoring.max_unscored = 0.0
     try:
         scored(trainer, prompts=3, each=4)
     except TooManyWithoutVerdict as error:

@@ -11,15 +11,15 @@ import pytest
 
 RANK = """
 import os, pathlib, sys, time, torch, torch.distributed
-from grpo_recipes.trainers.barrier import meet
+from grpo_recipes.trainers.rank import first_barrier
 rank, port, folder, seconds = int(sys.argv[1]), sys.argv[2], pathlib.Path(sys.argv[3]), float(sys.argv[4])
-meet(folder, torch.device("cpu"))  # alone: nothing to do
+first_barrier(folder, torch.device("cpu"))  # alone: nothing to do
 torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 if sys.argv[5] == "late" and rank == 1:
     time.sleep(seconds + 4)
     os._exit(0)
 try:
-    meet(folder, torch.device("cpu"), seconds)
+    first_barrier(folder, torch.device("cpu"), seconds)
     print("met", flush=True)
 except RuntimeError as error:
     print(error, flush=True)

@@ -16,7 +16,7 @@ from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe.user_code import copy_source
 from grpo_recipes.runs.checkpoints import newest_complete
 from grpo_recipes.runs.rundir import stop_file
-from grpo_recipes.trainers.callbacks import load_callbacks
+from grpo_recipes.trainers.entry import load_callbacks
 
 from .tiny_training import STEPS, train
 

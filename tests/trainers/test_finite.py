@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from grpo_recipes.runs.checkpoints import complete_checkpoints
 from grpo_recipes.runs.rundir import read_metrics
-from grpo_recipes.trainers.finite import MOST_SKIPPED, FiniteSteps, NotFinite, _own_part
+from grpo_recipes.trainers.checks import MOST_SKIPPED, FiniteChecks, NotFinite, own_part
 
 from .test_logprob_guard import difference
 from .tiny_training import train
@@ -69,58 +69,42 @@ def test_a_model_that_was_never_finite_is_not_blamed_on_the_learning_rate(tmp_pa
         train(tmp_path / "run", callbacks=(Poison(1, "gradient"),))
 
 
-class Norms:
-    """Stands for transformers' trainer: the gradient norms of the steps to come, and a loss."""
-
-    def __init__(self, args: SimpleNamespace):
-        self.args, self.norms, self._tr_loss = args, [], torch.tensor(0.5)
-        self.state = SimpleNamespace(global_step=3)
-
-    def _get_grad_norm(self, model, grad_norm=None):
-        return self.norms.pop(0)
-
-
-class Trainer(FiniteSteps, Norms):
-    pass
-
-
-def steps(folder: Path, norms: list[float | None], **keys: object) -> Trainer:
+def checks(folder: Path, norms: list[float | None] = (), loss: float = 0.5, **keys: object) -> FiniteChecks:
+    """Checks that have seen the gradient norms of some steps."""
     args = {"fp16": False, "learning_rate": 1e-6, "max_grad_norm": 1.0, "output_dir": str(folder), **keys}
-    trainer = Trainer(args=SimpleNamespace(**args))
-    trainer.norms = [None if norm is None else torch.tensor(norm) for norm in norms]
-    while trainer.norms:
-        trainer._get_grad_norm(None)
-    return trainer
+    state = SimpleNamespace(global_step=3)
+    found = FiniteChecks(SimpleNamespace(args=SimpleNamespace(**args), state=state, _tr_loss=torch.tensor(loss)))
+    for norm in norms:
+        found.gradient(None if norm is None else torch.tensor(norm))
+    return found
 
 
 def test_fp16_may_skip_steps_but_not_for_ever(tmp_path: Path) -> None:
-    assert steps(tmp_path, [math.inf] * MOST_SKIPPED + [1.0] + [math.nan] * MOST_SKIPPED, fp16=True)
+    assert checks(tmp_path, [math.inf] * MOST_SKIPPED + [1.0] + [math.nan] * MOST_SKIPPED, fp16=True)
     with pytest.raises(NotFinite, match="write bf16: true in the place of fp16"):
-        steps(tmp_path, [math.inf] * (MOST_SKIPPED + 1), fp16=True)
+        checks(tmp_path, [math.inf] * (MOST_SKIPPED + 1), fp16=True)
     with pytest.raises(NotFinite):
-        steps(tmp_path, [math.inf])
+        checks(tmp_path, [math.inf])
 
 
 def test_a_loss_that_is_no_number_is_no_skipped_step(tmp_path: Path) -> None:
-    trainer = steps(tmp_path, [1.0, None], fp16=True)  # DeepSpeed may have no norm
-    trainer._tr_loss, trainer.norms = torch.tensor(math.nan), [torch.tensor(1.0)]
+    checks(tmp_path, [1.0, None], fp16=True)  # DeepSpeed may have no norm
     with pytest.raises(NotFinite, match=r"loss nan, gradient norm 1\.0 in step 4"):
-        trainer._get_grad_norm(None)
+        checks(tmp_path, [1.0], loss=math.nan, fp16=True)
 
 
 def test_the_norm_is_handed_on_as_a_number_so_that_the_device_is_asked_once(tmp_path: Path) -> None:
-    trainer = steps(tmp_path, [])
-    trainer.norms = [torch.tensor(0.25), None]
-    assert trainer._get_grad_norm(None) == 0.25 and trainer._get_grad_norm(None) is None
+    found = checks(tmp_path)
+    assert found.gradient(torch.tensor(0.25)) == 0.25 and found.gradient(None) is None
 
 
-def test_of_a_sharded_parameter_each_process_looks_at_its_own_part() -> None:
+def test_of_a_sharded_parameter_each_process_looks_at_itsown_part() -> None:
     whole, shard = torch.nn.Parameter(torch.zeros(4)), torch.ones(2)
-    assert _own_part(whole).data_ptr() == whole.data_ptr()
+    assert own_part(whole).data_ptr() == whole.data_ptr()
     whole.ds_tensor = shard  # ZeRO-3
-    assert _own_part(whole) is not whole and torch.equal(_own_part(whole), shard)
+    assert own_part(whole) is not whole and torch.equal(own_part(whole), shard)
     distributed = SimpleNamespace(to_local=lambda: shard)  # FSDP2
-    assert _own_part(SimpleNamespace(detach=lambda: distributed)) is shard  # type: ignore[arg-type]
+    assert own_part(SimpleNamespace(detach=lambda: distributed)) is shard  # type: ignore[arg-type]
 
 
 def test_the_guard_does_not_blame_the_server_for_the_trainers_own_numbers() -> None:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_recipes.trainers.finite import NotFinite
-from grpo_recipes.trainers.grpo import GRPOTrainer
+from grpo_recipes.trainers.checks import WeightCheck, logprob_tolerance
 
 NAN = math.nan
 
@@ -19,9 +18,9 @@ def difference(server: list[list[float]], mask: list[list[int]], own: float = -1
     """Of a trainer whose own log-probs are all ``own``."""
     trainer = SimpleNamespace(
         accelerator=SimpleNamespace(gather=lambda tensor: tensor),
-        _drops_out=False,
+        model=torch.nn.Identity(),
         state=SimpleNamespace(global_step=2),
-        not_finite=NotFinite,
+        args=SimpleNamespace(output_dir="nowhere", fp16=False, learning_rate=1.0, max_grad_norm=1.0),
         **{"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, **sampling},
     )
     output = {
@@ -29,7 +28,7 @@ def difference(server: list[list[float]], mask: list[list[int]], own: float = -1
         "sampling_per_token_logps": torch.tensor(server),
         "completion_mask": torch.tensor(mask),
     }
-    return GRPOTrainer._logprob_difference(trainer, output)  # type: ignore[arg-type]
+    return WeightCheck(trainer).logprob_difference(output)
 
 
 @pytest.mark.parametrize(
@@ -65,4 +64,4 @@ def test_truncated_sampling_is_not_compared():
 def test_the_tolerance_follows_the_dtype_unless_the_recipe_names_one(dtype, keys, expected):
     args = SimpleNamespace(**{"weight_guard_tolerance": None, "bf16": False, "fp16": False, **keys})
     trainer = SimpleNamespace(args=args, model=torch.nn.Linear(1, 1, dtype=dtype))
-    assert GRPOTrainer._logprob_tolerance(trainer) == expected  # type: ignore[arg-type]
+    assert logprob_tolerance(trainer) == expected

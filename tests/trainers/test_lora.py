@@ -24,10 +24,10 @@ from grpo_recipes.recipe.configs import GRPOConfig, ModelConfig
 from grpo_recipes.runs.checkpoints import newest_complete
 from grpo_recipes.runs.rundir import stop_file
 from grpo_recipes.runs.stop_request import StoppedOnRequest
+from grpo_recipes.trainers.checks import trainer_logps
 from grpo_recipes.trainers.grpo import GRPOTrainer
-from grpo_recipes.trainers.lora import check_adapter, load_lora_config, merged_parameters, refuse_shards
 from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
-from grpo_recipes.trainers.model import save_model
+from grpo_recipes.trainers.model import check_adapter, load_lora_config, merged_parameters, refuse_shards, save_model
 
 from .resumed_ranks import StopAt
 from .tiny_training import SUMS, as_dataset, different_characters
@@ -335,16 +335,16 @@ def test_the_guard_compares_log_probs_without_dropout(base: Path, tmp_path: Path
             parameter.data.normal_(0, 0.1)
     trainer.model.train()
     output = trainer._generate_and_score_completions([dict(trainer.train_dataset[0]) for _ in range(4)])
-    first, second = trainer._trainer_logps(output), trainer._trainer_logps(output)
+    first, second = trainer_logps(trainer, output), trainer_logps(trainer, output)
     assert torch.equal(first, second) and trainer.model.training
 
     # What a server with the merged weights says, and what TRL's own pass says, in which the adapter drops inputs.
     output |= {"sampling_per_token_logps": first, "old_per_token_logps": first + 1.0}
-    assert trainer._logprob_difference(output) == 0.0
+    assert trainer.weight_check.logprob_difference(output) == 0.0
     for layer in trainer.model.modules():
         if isinstance(layer, torch.nn.Dropout):
             layer.p = 0.0
-    assert trainer._logprob_difference(output) == pytest.approx(1.0)
+    assert trainer.weight_check.logprob_difference(output) == pytest.approx(1.0)
 
 
 def test_gradient_checkpointing_reaches_the_adapter(base: Path, tmp_path: Path, stock) -> None:

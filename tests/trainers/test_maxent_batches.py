@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_recipes.trainers import maxent
+
 from .fixed_completions import GROUP, generation, make_trainer, rows_of, weights_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +76,7 @@ def test_listwise_takes_the_log_probs_that_trl_computed(
     keys = {"maxent_objective": "listwise", "per_device_train_batch_size": 4}
     own = generation(make_trainer(tmp_path / "own", model, **keys))
     window = make_trainer(tmp_path / "window", model, steps_per_generation=2, num_iterations=2, **keys)
-    monkeypatch.setattr(window, "_trainer_logps", None)  # not called
+    monkeypatch.setattr(maxent, "trainer_logps", None)  # not called
     trls = generation(window)
     assert "old_per_token_logps" in trls and "old_per_token_logps" not in own
     assert torch.allclose(trls["advantages"], own["advantages"], atol=1e-5)

@@ -13,8 +13,8 @@ import pytest
 
 from grpo_recipes.runs.rundir import stop_file
 from grpo_recipes.runs.stop_request import Stopped, StopRequest
-from grpo_recipes.trainers import preemption as stopping
-from grpo_recipes.trainers.preemption import Stopping
+from grpo_recipes.trainers import preemption
+from grpo_recipes.trainers.preemption import Preemption
 
 ANSWER = {"prompt_ids": [[1]], "completion_ids": [[5, 6]], "logprobs": [[[0.1], [0.2]]], "logprob_token_ids": None}
 
@@ -53,11 +53,10 @@ class FakeClient:
         self.aborted.set()
 
 
-class FakeStock:
-    """Of TRL's trainer: what ``Stopping`` reads, and a turn of sampling."""
+class Trainer:
+    """What ``Preemption`` reads of TRL's trainer, and a turn of sampling as ``GRPOTrainer`` takes it."""
 
     def __init__(self, *, run_dir: Path, client: Any):
-        self.vllm_generation = SimpleNamespace(vllm_client=client)
         self.is_in_train = True
         self.control = SimpleNamespace(should_training_stop=False)
         self.state = SimpleNamespace(global_step=0, max_steps=2)
@@ -65,35 +64,36 @@ class FakeStock:
         self.model_wrapped = SimpleNamespace(generate=None)
         self.accelerator = SimpleNamespace(unwrap_model=lambda model: SimpleNamespace(generate=lambda: None))
         self.left: list[Any] = []
+        self._client = client
+        self._preemption = Preemption(self, StopRequest(run_dir))
+        self._preemption.interrupt(client)
 
-    def _generate_single_turn(self) -> dict[str, Any]:
-        client = self.vllm_generation.vllm_client
+    def sample(self) -> dict[str, Any]:
         params = iter([("a", 1), ("b", 2), ("c", 3)])
-        client.update_named_params([], params)
-        self.left = list(params)
-        client.reset_prefix_cache()
-        return client.generate(prompts=[[1], [2]], n=2, temperature=1.0)
-
-
-class Trainer(Stopping, FakeStock):
-    pass
+        with self._preemption.sampling():
+            self._client.update_named_params([], params)
+            self.left = list(params)
+            self._client.reset_prefix_cache()
+            answer = self._client.generate(prompts=[[1], [2]], n=2, temperature=1.0)
+        self._preemption.stop_if_agreed()
+        return answer
 
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stopping, "_SIGNAL_SECONDS", 0.3)
-    monkeypatch.setattr(stopping, "_ABORT_SECONDS", 0.3)
+    monkeypatch.setattr(preemption, "_SIGNAL_SECONDS", 0.3)
+    monkeypatch.setattr(preemption, "_ABORT_SECONDS", 0.3)
 
 
 def test_without_a_request_the_client_is_as_before(tmp_path: Path) -> None:
     trainer = Trainer(run_dir=tmp_path, client=FakeClient("answers"))
-    assert trainer._generate_single_turn() == ANSWER
+    assert trainer.sample() == ANSWER
 
 
 def test_a_failure_without_a_request_is_a_failure(tmp_path: Path) -> None:
     trainer = Trainer(run_dir=tmp_path, client=FakeClient("fails"))
     with pytest.raises(ConnectionError, match="the server is gone"):
-        trainer._generate_single_turn()
+        trainer.sample()
 
 
 @pytest.mark.parametrize("aborts", [True, False], ids=["aborted", "hung"])
@@ -109,7 +109,7 @@ def test_generations_in_flight_are_given_up(tmp_path: Path, aborts: bool) -> Non
     threading.Timer(0.2, stop_file(tmp_path).touch).start()
     began = time.monotonic()
     with pytest.raises(Stopped):
-        trainer._generate_single_turn()
+        trainer.sample()
     assert time.monotonic() - began < 2 and client.aborted.is_set() == aborts
 
 
@@ -117,7 +117,7 @@ def test_a_server_that_is_lost_with_the_request_is_no_failure(tmp_path: Path) ->
     client = FakeClient("fails", on_call=lambda: threading.Timer(0.1, stop_file(tmp_path).touch).start())
     trainer = Trainer(run_dir=tmp_path, client=client)
     with pytest.raises(Stopped):
-        trainer._generate_single_turn()
+        trainer.sample()
     assert trainer.left == []  # the other ranks gather every parameter
     assert client.asked == 0
 
@@ -127,12 +127,12 @@ def test_a_wait_for_another_server_during_a_sync_ends(tmp_path: Path) -> None:
     trainer = Trainer(run_dir=tmp_path, client=client)
     began = time.monotonic()
     with pytest.raises(Stopped):
-        trainer._generate_single_turn()
+        trainer.sample()
     assert time.monotonic() - began < 2 and client.aborted.is_set()
 
 
 def test_after_training_a_request_does_not_touch_the_server(tmp_path: Path) -> None:
-    trainer = Trainer(run_dir=tmp_path, client=FakeClient("answers"), stop=StopRequest(tmp_path))
+    trainer = Trainer(run_dir=tmp_path, client=FakeClient("answers"))
     trainer.is_in_train = False
     stop_file(tmp_path).touch()
-    assert trainer._generate_single_turn() == ANSWER
+    assert trainer.sample() == ANSWER

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from grpo_recipes.trainers.samples import LONGEST_TEXT, SampledTexts, chosen_rows, total_rewards
+from grpo_recipes.trainers.metrics import LONGEST_TEXT, chosen_rows, total_rewards, write_samples
 
 from .tiny_training import train
 
@@ -46,7 +46,7 @@ def test_only_groups_that_begin_in_rank_0_are_chosen() -> None:
     assert chosen_rows(totals, group=4, own=2, count=2) == [1, 3]  # a group spread over ranks
 
 
-class FakeTrainer(SampledTexts):
+class FakeTrainer:
     """What TRL holds after a generation of two prompts with two completions each."""
 
     def __init__(self, folder: Path, prompt: Any = "question", completion: Any = "text", samples: int = 4):
@@ -62,7 +62,7 @@ class FakeTrainer(SampledTexts):
         }
 
     def row(self, answers: list[Any]) -> dict[str, Any]:
-        self._write_samples(answers)
+        write_samples(self._samples_file, self, answers)
         (line,) = self._samples_file.read_text().splitlines()
         return json.loads(line)
 

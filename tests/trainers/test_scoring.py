@@ -97,11 +97,13 @@ def test_metrics_count_what_is_missing_and_mean_the_rest(trainer: Any) -> None:
     assert metrics["rewards/own/mean"] == pytest.approx(statistics.mean(numbers), rel=1e-5)
 
 
-def test_completions_without_a_verdict_are_written_down(trainer: Any, tmp_path: Path) -> None:
+def test_completions_without_a_verdict_are_written_down(
+    trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer.model.train()
-    trainer._slow_rewards = tmp_path / "slow_rewards.jsonl"
+    monkeypatch.setattr(trainer.scoring, "_file", tmp_path / "slow_rewards.jsonl")
     ids = [row["ids"] for row in scored(trainer, prompts=8, each=8)]
-    rows = [json.loads(line) for line in trainer._slow_rewards.read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "slow_rewards.jsonl").read_text().splitlines()]
     assert len(rows) == min(20, sum(own_value(one) == "none" for one in ids)) > 0
     for row in rows:
         assert (row["step"], row["training"], row["replayed"]) == (1, True, False)
@@ -122,7 +124,7 @@ def test_the_slowest_are_written_down_too_and_texts_are_cut(tmp_path: Path) -> N
 
 
 def test_too_many_without_a_verdict_end_training_and_not_an_evaluation(trainer: Any) -> None:
-    trainer._max_no_verdict = 0.01
+    trainer.scoring.max_unscored = 0.01
     try:
         trainer.model.eval()
         trainer._metrics["eval"].clear()
@@ -135,7 +137,7 @@ def test_too_many_without_a_verdict_end_training_and_not_an_evaluation(trainer: 
         with pytest.raises(TooManyWithoutVerdict, match=said + r"own' gave none .* most often: ValueError"):
             scored(trainer, prompts=8, each=8)
     finally:
-        trainer._max_no_verdict = 1.0
+        trainer.scoring.max_unscored = 1.0
 
 
 def test_rewards_that_are_not_watched_are_left_to_trl(tmp_path: Path) -> None:

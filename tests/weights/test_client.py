@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grpo_recipes.recipe.configs import GRPOConfig
-from grpo_recipes.trainers.grpo import GRPOTrainer
+from grpo_recipes.trainers.grpo import weight_bridge
 from grpo_recipes.weights import bridges
 from grpo_recipes.weights.client import ServerError
 from grpo_recipes.weights.file import FileClient
@@ -84,7 +84,7 @@ def test_the_recipes_keys_reach_the_client(tmp_path, monkeypatch, keys, expected
     args = GRPOConfig(
         output_dir=str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, weight_sync="file", report_to="none", **keys
     )
-    with GRPOTrainer._bridge(args, tmp_path):
+    with weight_bridge(args, tmp_path):
         built = bridges.vllm_generation.VLLMClient
     assert built.func is FileClient
     for name, value in expected.items():

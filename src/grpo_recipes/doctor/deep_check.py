@@ -22,9 +22,8 @@ from grpo_recipes.plan.batch import derive_batch
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.configs import CONFIGS
 from grpo_recipes.smoke import SMOKE_SCHEME
-from grpo_recipes.trainers.callbacks import load_callbacks
-from grpo_recipes.trainers.lora import check_adapter, skeleton
-from grpo_recipes.trainers.model import load_tokenizer
+from grpo_recipes.trainers.entry import load_callbacks
+from grpo_recipes.trainers.model import check_adapter, load_tokenizer, skeleton
 
 SAMPLE = 64  # rows of the dataset that are looked at
 _ANSWER = "<answer>0</answer>"

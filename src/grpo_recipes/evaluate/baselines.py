@@ -1,4 +1,4 @@
-"""What knows nothing scores too: a random guesser, and the same answer every time. Exact, without sampling.
+"""Scores without knowledge: of a random guesser, and of the same answer every time. Exact, without sampling.
 
     python -m grpo_recipes.evaluate.baselines
 
@@ -19,7 +19,7 @@ from grpo_recipes.stats import reported_ks, score_names
 
 
 def baselines(answers: Sequence[str], samples: int) -> dict[str, Scores]:
-    """``random`` and ``constant`` on some problems.
+    """Return the scores of ``random`` and ``constant`` on some problems.
 
     Args:
         answers: the problems as JSON, of ``dataset.rows``.
@@ -29,7 +29,7 @@ def baselines(answers: Sequence[str], samples: int) -> dict[str, Scores]:
 
 
 def random_guesser(answers: Sequence[str], samples: int) -> Scores:
-    """What one who guesses scores on average over all his guesses.
+    """Return the mean scores over all guesses.
 
     Countdown: every order of the numbers, every way of putting brackets and every operator is as likely. Graph: every
     colour of every hidden vertex is.
@@ -44,7 +44,7 @@ def random_guesser(answers: Sequence[str], samples: int) -> Scores:
 
 
 def constant_answer(answers: Sequence[str], samples: int) -> Scores:
-    """What the best answer scores that is given to every problem alike, with that answer under ``answer``."""
+    """Return the scores of the best single answer to all problems, and that answer under ``answer``."""
     right = [right_answers(answer) for answer in answers]
     counts = Counter(text for texts in right for text in texts)
     best = min(counts, key=lambda text: (-counts[text], text))
@@ -67,17 +67,13 @@ def _chances(answer: str) -> list[float]:
 
 
 def main(samples: int = 8) -> None:
-    """Print what both score on the test splits of the default keys.
-
-    Args:
-        samples: the largest k.
-    """
+    """Print what both score on the test splits of the default keys, up to pass@``samples``."""
     settings = Settings.read(lambda key: catalogue()[key]["default"])
     for task in TASKS:
         answers = [row["answer"] for row in rows(task, "test", settings)]
         for name, scores in baselines(answers, samples).items():
-            told = ", ".join(f"{key} {scores[key]:.3f}" for key in score_names(scores))
-            print(f"{task:<25} {name:<9} {told}")
+            line = ", ".join(f"{key} {scores[key]:.3f}" for key in score_names(scores))
+            print(f"{task:<25} {name:<9} {line}")
 
 
 if __name__ == "__main__":

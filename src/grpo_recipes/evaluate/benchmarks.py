@@ -17,19 +17,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from accelerate.utils import broadcast_object_list
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from grpo_recipes.data.rows import Fetched
 from grpo_recipes.errors import EXIT_STOPPED, ConfigError
 from grpo_recipes.evaluate.baselines import baselines
-from grpo_recipes.evaluate.problems import BenchmarkProblem, load_problems
-from grpo_recipes.evaluate.scoring import MODEBENCH, Scorer, recipe_scorer
+from grpo_recipes.evaluate.problems import MODEBENCH, BenchmarkProblem, Scorer, load_problems, recipe_scorer
 from grpo_recipes.fetch.sources import fingerprint
 from grpo_recipes.modebench.dataset import TASKS, Settings
 from grpo_recipes.modebench.metrics import mode_scores
 from grpo_recipes.modebench.verify import mode_of, problem_of
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.recipe.registry import is_file
-from grpo_recipes.rollouts.sampling import Prompt, Sampling, Tokens, problem_seed, sample, sampling_keys
+from grpo_recipes.rollouts.backends import Prompt, Sampling, Tokens, problem_seed, sampling_keys
 from grpo_recipes.runs.rundir import read_json, write_json
 from grpo_recipes.secrets import masked
 from grpo_recipes.stats import pass_table
@@ -55,7 +55,7 @@ class StoppedInBenchmarks(SystemExit):
 
 @dataclass
 class _Tally:
-    """What has been sampled so far."""
+    """Everything sampled so far."""
 
     scores: list[list[float | None]] = field(default_factory=list)
     modes: list[list[str | None]] = field(default_factory=list)  # of ModeBench alone
@@ -94,17 +94,11 @@ def run_benchmarks(
 
 @dataclass(frozen=True)
 class Stage:
-    """When benchmarks are run.
+    """When benchmarks are run."""
 
-    Attributes:
-        results: file of the results, in the run directory.
-        prefix: of the files in ``benchmarks/``.
-        left: what the run has at that time, for messages.
-    """
-
-    results: str
-    prefix: str
-    left: str
+    results: str  # file of the results, in the run directory
+    prefix: str  # of the files in ``benchmarks/``
+    left: str  # what the run has at that time, for messages
 
 
 TRAINED = Stage("benchmarks.json", "", "the model is saved")
@@ -200,10 +194,11 @@ class Runner:
         )
 
     def _run_chunk(self, name: str, problems: list[BenchmarkProblem], prompts: list[Prompt], tally: _Tally) -> None:
-        if self.trainer.use_vllm and self.trainer.vllm_generation.mode == "server":
-            self.on_main(lambda: self._score(name, problems, sample(self.trainer, prompts, self._how()), tally))
+        rollouts, how = self.trainer.rollouts, self._how()
+        if rollouts.main_rank_alone:
+            self.on_main(lambda: self._score(name, problems, rollouts.sample(prompts, how), tally))
         else:
-            completions = sample(self.trainer, prompts, self._how())
+            completions = rollouts.sample(prompts, how)
             self.on_main(lambda: self._score(name, problems, completions, tally))
 
     def _score(
@@ -270,7 +265,7 @@ class Runner:
         return mode_scores(tally.modes, [problem_of(gold)["modes"] for gold in tally.golds])
 
     def _baselines(self, name: str, tally: _Tally) -> dict[str, Any]:
-        """What ModeBench's results are to be held against; of the untrained model when it was benchmarked."""
+        """Return what ModeBench's results are compared with; the untrained model's too when it was benchmarked."""
         if name not in TASKS or self.stage is not TRAINED:
             return {}
         found: dict[str, Any] = baselines(tally.golds, self.args.benchmark_samples)
@@ -280,7 +275,7 @@ class Runner:
         return {"baselines": found}
 
     def has_result(self, name: str) -> bool:
-        """Whether an earlier attempt finished this benchmark on this model with these settings."""
+        """Return whether an earlier attempt finished this benchmark on this model with these settings."""
         known = (read_json(self._settings_file) or {}).get(name)
         return known == json.loads(json.dumps(self._settings(name)))
 
@@ -318,3 +313,29 @@ class Runner:
     def _file(self, name: str) -> Path:
         plain = re.sub(r"[^\w.-]+", "_", name.removesuffix(".jsonl"))
         return self.folder / "benchmarks" / f"{self.stage.prefix}{plain}.jsonl"
+
+
+class UntrainedBenchmarks(TrainerCallback):
+    """Run the recipe's ModeBench benchmarks before the first step, and leave no trace in the training.
+
+        trainer.add_callback(UntrainedBenchmarks(trainer, script_args, run, stop_requested))
+
+    The model is wrapped by then, and the server there. ``benchmarks/untrained.json`` is written once in the life of a
+    run: a resumed run, or one that has these results, does nothing. The results after training quote it.
+    """
+
+    def __init__(self, trainer: Any, script_args: ScriptArguments, run: Path, stop_requested: Callable[[], bool]):
+        self._trainer = trainer
+        self._names = [name for name in script_args.benchmarks if name in TASKS]
+        self._runner = Runner(trainer, script_args, run, stop_requested, MODEBENCH, None, UNTRAINED)
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Run them.
+
+        Raises:
+            BenchmarkFailed: on every rank; nothing is trained yet.
+            StoppedInBenchmarks: a stop request came.
+        """
+        if self._names and state.global_step == 0:
+            with self._trainer.evaluation.undisturbed(), self._trainer.rollouts.sent_again():
+                self._runner.run_missing(self._names)

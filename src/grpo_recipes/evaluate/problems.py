@@ -1,9 +1,10 @@
-"""The problems of a benchmark as chats with their right answers."""
+"""The problems of a benchmark as chats with their right answers, and who scores completions of them."""
 
 from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,15 @@ from grpo_recipes.errors import config_error
 from grpo_recipes.modebench.dataset import TASKS
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.recipe.registry import (
+    ACCURACY,
     BENCHMARKS,
     SMOKE_BENCHMARK,
     Benchmark,
     benchmark_columns,
     is_file,
+    make_reward,
 )
+from grpo_recipes.rewards.wrapper import RewardWrapper
 from grpo_recipes.smoke import smoke_folder
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -28,21 +32,15 @@ _KEYS = ("benchmarks", "benchmarks")
 
 @dataclass(frozen=True)
 class BenchmarkProblem:
-    """One problem.
+    """One problem."""
 
-    Attributes:
-        index: its place in the benchmark: what sampling seeds come from.
-        prompt: chat messages, the recipe's system prompt first.
-        gold: the right answer.
-    """
-
-    index: int
-    prompt: list[Message]
-    gold: str
+    index: int  # its place in the benchmark, from which sampling seeds come
+    prompt: list[Message]  # the recipe's system prompt first
+    gold: str  # the right answer
 
     @property
     def text(self) -> str:
-        """What the user asks."""
+        """The user's question."""
         return self.prompt[-1]["content"]
 
 
@@ -113,8 +111,48 @@ def _problem(
 
 
 def _multiple_choice(prompt: list[Message], options: list[str], rng: random.Random) -> tuple[list[Message], str]:
-    """The question with its options, the first of which is right, in a drawn order; and the right letter."""
+    """Return the question with its options, the first of which is right, in a drawn order; and the right letter."""
     order = rng.sample(range(len(options)), len(options))
     lines = [f"{letter}) {options[place]}" for letter, place in zip(_LETTERS, order, strict=False)]
     question = "\n".join([prompt[-1]["content"], "", *lines, "", "Answer with the letter of the right option."])
     return [*prompt[:-1], {"role": prompt[-1]["role"], "content": question}], _LETTERS[order.index(0)]
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """Scores completions."""
+
+    name: str  # of the reward, for the results
+    reward: Any  # called as TRL calls it
+
+    def scores(self, problems: Sequence[BenchmarkProblem], texts: Sequence[Sequence[str]]) -> list[list[float | None]]:
+        """Return 1 for a right completion, 0 for a wrong one, None for an unscored one: (problems, samples)."""
+        if isinstance(self.reward, RewardWrapper):
+            self.reward.give_up_after = None
+        flat = [(problem, text) for problem, row in zip(problems, texts, strict=True) for text in row]
+        given = self.reward(
+            completions=[[{"role": "assistant", "content": text}] for _, text in flat],
+            prompts=[problem.prompt for problem, _ in flat],
+            answer=[problem.gold for problem, _ in flat],
+        )
+        scores = iter(given)
+        return [[next(scores) for _ in row] for row in texts]
+
+
+# Scores ModeBench, whatever rewards the recipe has.
+MODEBENCH = Scorer("modebench", make_reward("modebench", None, None))
+
+
+def recipe_scorer(names: Sequence[str], rewards: Sequence[Any], script_args: Any, args: Any) -> Scorer:
+    """Return the first of the recipe's rewards that says right or wrong; ``pure_accuracy_math`` when there is none.
+
+    Not ``modebench``, which scores its own problems alone.
+
+    Args:
+        names: the recipe's ``reward_funcs``.
+        rewards: the same, as the trainer calls them.
+    """
+    for name, reward in zip(names, rewards, strict=True):
+        if name in ACCURACY and name != MODEBENCH.name:
+            return Scorer(name, reward)
+    return Scorer(ACCURACY[0], make_reward(ACCURACY[0], script_args, args))

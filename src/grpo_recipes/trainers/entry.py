@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import TrainerCallback
 from trl import TrlParser
 
 from grpo_recipes.data import load_eval_prompts, load_prompts
-from grpo_recipes.evaluate.benchmarks import run_benchmarks
-from grpo_recipes.evaluate.untrained import UntrainedBenchmarks
+from grpo_recipes.errors import config_error
+from grpo_recipes.evaluate.benchmarks import UntrainedBenchmarks, run_benchmarks
 from grpo_recipes.fetch.sources import fetched_sets
 from grpo_recipes.recipe.configs import CONFIGS
+from grpo_recipes.recipe.user_code import load_object
 from grpo_recipes.rewards.load import load_rewards
 from grpo_recipes.runs.checkpoints import newest_complete
 from grpo_recipes.runs.stop_request import StoppedOnRequest, StopRequest
-from grpo_recipes.trainers.barrier import meet
-from grpo_recipes.trainers.callbacks import load_callbacks
 from grpo_recipes.trainers.grpo import GRPOTrainer
-from grpo_recipes.trainers.lora import load_lora_config
-from grpo_recipes.trainers.model import load_tokenizer, model_init_kwargs, save_model
+from grpo_recipes.trainers.model import load_lora_config, load_tokenizer, model_init_kwargs, save_model
 from grpo_recipes.trainers.preemption import agreed, before_a_step
 from grpo_recipes.trainers.rank import (
     allow_fsdp_on_cpu,
     check_sharing,
     check_updates,
     check_world,
+    first_barrier,
     rank_record,
     run_folder,
 )
@@ -39,7 +41,7 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
         stop.listen()
         script_args, args, model_args = TrlParser(CONFIGS, allow_abbrev=False).parse_args_and_config()
         check_world(run, args.world_size, args.device.type)
-        meet(run, args.device)
+        first_barrier(run, args.device)
         allow_fsdp_on_cpu()
         _leave_if_asked(stop, run, args.device)
         tokenizer = load_tokenizer(model_args, args)
@@ -78,7 +80,7 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
         trainer.add_callback(UntrainedBenchmarks(trainer, script_args, run, stop.requested))
         _leave_if_asked(stop, run, args.device)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        trainer.enter_last_phase()
+        trainer.rows.enter("end")
         save_model(trainer, run / "model")
         run_benchmarks(trainer, script_args, run, stop.requested, fetched)
 
@@ -87,3 +89,28 @@ def _leave_if_asked(stop: StopRequest, run: Path, device: torch.device) -> None:
     """End the set-up, all ranks together, when the run is asked to stop."""
     if agreed(stop, device):
         raise StoppedOnRequest(before_a_step(run / "checkpoints"))
+
+
+def load_callbacks(specs: Iterable[str], copies: Path | None = None) -> list[TrainerCallback]:
+    """Make the callbacks that a recipe names.
+
+    Args:
+        specs: ``module:Class`` or ``file.py:Class``.
+        copies: the run's folder of copied files, which are run in place of the originals.
+
+    Raises:
+        ConfigError: a name is not a class of callbacks, or its constructor wants arguments.
+    """
+    return [_make(spec, load_object(spec, copies)) for spec in specs]
+
+
+def _make(spec: str, found: Any) -> TrainerCallback:
+    if not (isinstance(found, type) and issubclass(found, TrainerCallback)):
+        what = f"'{spec}' is no subclass of transformers.TrainerCallback"
+        raise config_error("callbacks", what, "derive the class from TrainerCallback")
+    try:
+        return found()
+    except TypeError as error:
+        raise config_error(
+            "callbacks", f"'{spec}' cannot be made ({error})", "let its __init__ take no argument"
+        ) from error

@@ -1,127 +1,260 @@
-"""GRPO: TRL's trainer with our weight bridges, the guard, complete checkpoints, and a row of metrics a step."""
+"""GRPO: TRL's trainer, whose steps read here from top to bottom: sample, score, weigh, update, sync.
+
+    bash training.sh                 # or: grpo launch RECIPE
+
+Every method of TRL's and transformers' that changes is overridden once, in this class, with TRL's signature; the work
+is done by helpers that know the trainer and not each other. Numbers that stay TRL's: the loss, advantages without
+MaxEnt, the optimizer's step, and the gathering of weights for whatever samples.
+"""
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 import trl
-from accelerate.utils import broadcast_object_list, is_peft_model
+from accelerate.utils import is_peft_model
+from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 
+from grpo_recipes.algorithms.controllers import KLController
 from grpo_recipes.plan.server import seeds_sampling, server_state_file
 from grpo_recipes.recipe.configs import GRPOConfig
-from grpo_recipes.trainers.advantages import Weighing
-from grpo_recipes.trainers.checkpoints import CompleteCheckpoints
-from grpo_recipes.trainers.evaluation import Evaluation
-from grpo_recipes.trainers.exact_resume import ExactResume
-from grpo_recipes.trainers.finite import FiniteSteps
-from grpo_recipes.trainers.kl_controller import Controllers
-from grpo_recipes.trainers.lora import merged_parameters, refuse_shards
-from grpo_recipes.trainers.metrics import MetricsRows
-from grpo_recipes.trainers.preemption import Stopping
-from grpo_recipes.trainers.reference import SyncedReference, loaded_by_every_rank
-from grpo_recipes.trainers.samples import SampledTexts
+from grpo_recipes.rollouts.backends import rollouts_of
+from grpo_recipes.runs.stop_request import Stopped, StopRequest
+from grpo_recipes.trainers.checkpoints import (
+    Checkpoints,
+    Controllers,
+    ResumeState,
+    ended_by_callback,
+    load_controllers,
+    save_controllers,
+)
+from grpo_recipes.trainers.checks import FiniteChecks, WeightCheck
+from grpo_recipes.trainers.evaluation import CountedStream, Evaluation
+from grpo_recipes.trainers.metrics import MetricsRows, json_number, write_samples
+from grpo_recipes.trainers.model import (
+    load_reference,
+    loaded_by_every_rank,
+    merged_parameters,
+    refuse_shards,
+    save_reference,
+)
+from grpo_recipes.trainers.preemption import Preemption
 from grpo_recipes.trainers.scoring import Scoring
 from grpo_recipes.weights.bridges import bridge_in_place
 from grpo_recipes.weights.client import ClientSettings
-from grpo_recipes.weights.guard import TOLERANCES, WeightsDiffer, logprob_verdict
+from grpo_recipes.weights.guard import WeightsDiffer
 
 
-class GRPOTrainer(
-    FiniteSteps,
-    SampledTexts,
-    Evaluation,
-    Weighing,
-    Scoring,
-    Stopping,
-    MetricsRows,
-    Controllers,
-    SyncedReference,
-    CompleteCheckpoints,
-    ExactResume,
-    trl.GRPOTrainer,
-):
-    """TRL's ``GRPOTrainer``. Takes its arguments, with ``args`` a ``configs.GRPOConfig``, and those of its mixins.
-
-    Among these is ``reward_max_no_verdict``, the share of a generation's completions without a verdict that ends the
-    run (``trainers.scoring``), and ``stop``, the request to stop that is looked at (``trainers.stopping``).
+class GRPOTrainer(trl.GRPOTrainer):
+    """TRL's ``GRPOTrainer`` with our weight bridges, the guard, complete checkpoints, and a row of metrics per step.
 
     Args:
+        args: the recipe's ``configs.GRPOConfig``.
         run_dir: where ``metrics.jsonl``, ``eval.jsonl``, ``samples.jsonl`` and ``slow_rewards.jsonl`` go.
+        stop: the request to stop that is looked at; one of the run directory by default.
+        reward_max_no_verdict: share of a training generation's completions without a score that ends the run.
+        kwargs: TRL's others.
+
+    Raises:
+        ValueError: ``kl_target`` without a KL term in the loss.
     """
 
     args: GRPOConfig
-    _unproven = False
 
-    def __init__(self, *, args: GRPOConfig, run_dir: Path, **kwargs: Any):
-        with self._bridge(args, run_dir), loaded_by_every_rank(args):
-            super().__init__(args=args, run_dir=run_dir, **kwargs)
+    def __init__(
+        self,
+        *,
+        args: GRPOConfig,
+        run_dir: Path,
+        stop: StopRequest | None = None,
+        reward_max_no_verdict: float = 0.5,
+        **kwargs: Any,
+    ):
+        args.logging_nan_inf_filter = False  # a loss that is not finite must reach the checks
+        self.controllers = _kl_controllers(args)
+        self.resume = ResumeState(self)
+        self.checkpoints = Checkpoints(self)
+        self.finite = FiniteChecks(self)
+        self.weight_check = WeightCheck(self)
+        self.preemption = Preemption(self, stop or StopRequest(run_dir))
+        self.rows = MetricsRows(self, run_dir, args.process_index)
+        self.scoring = Scoring(self, run_dir, reward_max_no_verdict)
+        self.evaluation = Evaluation(self, run_dir)
+        self._samples_file = run_dir / "samples.jsonl"
+        with weight_bridge(args, run_dir), loaded_by_every_rank(args):
+            super().__init__(args=args, **kwargs)
+        self.rollouts = rollouts_of(self)
+        if self.use_vllm:
+            generation = self.vllm_generation
+            generation.sync_weights = self.rows.timed("sync", generation.sync_weights)
+            if getattr(generation, "vllm_client", None) is not None:
+                self.preemption.interrupt(generation.vllm_client)
         if is_peft_model(self.model):
             refuse_shards(self.accelerator)
             if self.use_vllm:
                 self.vllm_generation._iter_named_params = partial(merged_parameters, self.vllm_generation.model)
 
-    @staticmethod
-    def _bridge(args: GRPOConfig, run_dir: Path) -> AbstractContextManager[None]:
-        if not args.use_vllm or args.vllm_mode != "server":
-            return nullcontext()
-        settings = ClientSettings(
-            served_name=os.environ["GRPO_RUN"],
-            request_timeout=args.server_request_timeout,
-            guard=args.weight_guard,
-            seed=args.seed if seeds_sampling(args.seed_server, args.use_cpu) else None,
-            sync_dir=Path(os.environ["GRPO_SYNC_DIR"]),
-            state_file=server_state_file(run_dir),
-            start_timeout=args.vllm_server_timeout,
-        )
-        return bridge_in_place(args.weight_sync, settings)
+    # --- a training: epochs of steps -------------------------------------------------------------------------------
 
-    @property
-    def _guarded(self) -> bool:
-        return self.use_vllm and self.args.vllm_mode == "server" and self.args.weight_guard
-
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Sample and score as TRL does, then have the guard look at the first batch after a weight sync."""
-        synced = self._last_loaded_step if self.use_vllm else None
-        self._name_generation()
-        output = super()._generate_and_score_completions(inputs)
-        if self._guarded and (self._last_loaded_step != synced or self._unproven):
-            self._check_weights(output)
-        return output
-
-    def _name_generation(self) -> None:
-        """Tell the client which generation this is: sampling seeds come from it."""
-        client = getattr(getattr(self, "vllm_generation", None), "vllm_client", None)
-        if client is not None:
-            place = f"{self.state.global_step}/{self._step}"
-            client.generation = place if self.model.training else f"eval/{self.state.global_step}/{self._eval_batch}"
-
-    def _check_weights(self, output: dict[str, Any]) -> None:
-        """Stop every rank unless the server holds and uses the trainer's weights.
-
-        A batch without a scored token proves nothing: the next one is looked at too.
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as transformers does.
 
         Raises:
-            WeightsDiffer: on every rank, before an update is computed from this batch.
+            StoppedOnRequest: on every rank, with the state of the last completed step saved.
         """
-        held = self._checksum_verdict()
-        difference = self._logprob_difference(output)
-        self._unproven = difference is None
-        verdict = held or logprob_verdict(self.args.weight_sync, difference or 0.0, self._logprob_tolerance())
-        if verdict:
-            raise WeightsDiffer(f"{verdict}; step {self.state.global_step} was not taken")
+        try:
+            return super().train(*args, **kwargs)
+        except Stopped:
+            pass  # saving needs the memory that its traceback holds
+        raise self.preemption.save_last_step()
 
-    def _checksum_verdict(self) -> str | None:
-        """What the last sync's checksum said, on every rank."""
-        verdicts = [self.vllm_generation.vllm_client.verdict if self.accelerator.is_main_process else None]
-        broadcast_object_list(verdicts, from_process=0)
-        return verdicts[0]
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        return self.resume.sampler(super()._get_train_sampler(dataset))
+
+    def _run_epoch(self, *args: Any, epoch: int, resume_from_checkpoint: str | None, **kwargs: Any) -> None:
+        """Run an epoch in its own order of prompts; transformers takes one step too many where all had been taken."""
+        if ended_by_callback(resume_from_checkpoint) or self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        self.resume.begin_epoch(epoch)
+        super()._run_epoch(*args, epoch=epoch, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        self.preemption.step_completed()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Take a micro-step as TRL does, which samples, scores and weighs where a generation has been used up.
+
+        Before it comes the evaluation that the run was stopped in, its sets without a row.
+
+        Raises:
+            Stopped: the run was stopped in it again; nothing has happened since the checkpoint that owes it.
+        """
+        if self.evaluation.owed:
+            self.evaluation.owed = False
+            self.evaluation.read_made()
+            self._determine_best_metric(self._evaluate(None, None), None)
+            self.preemption.stop_if_agreed()
+        self.rows.begin_update()
+        loss = super().training_step(*args, **kwargs)
+        if self.accelerator.sync_gradients:  # nothing reads this optimizer step's coefficients any more
+            self.move_controllers()
+        return loss
+
+    # --- sample, score, weigh --------------------------------------------------------------------------------------
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Sample, score and weigh a generation, write samples of it, and check the weights it was sampled with."""
+        training, loaded = self.model.training, self.rollouts.loaded_step
+        place = f"{self.state.global_step}/{self._step}"
+        self.rollouts.name_generation(place if training else self.evaluation.generation_name())
+        output = self.sample_and_score(inputs)
+        if training:
+            advantages_PG = self.weigh(output)
+            if advantages_PG is not None:
+                self._replace_advantages(output, advantages_PG.flatten())
+            if self.accelerator.is_main_process and self.args.report_samples > 0:
+                write_samples(self._samples_file, self, [row.get("answer") for row in inputs])
+        self.weight_check.check(output, synced=self.rollouts.loaded_step != loaded)
+        return output
+
+    def sample_and_score(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return what TRL makes of a batch of prompts: completions, log-probs, advantages."""
+        return super()._generate_and_score_completions(inputs)
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        """Sample: weights first where a step was taken since, then completions."""
+        with self.preemption.sampling(), self.rows.phase("sample"):
+            drawn = self.rollouts.generate(partial(super()._generate_single_turn, *args, **kwargs))
+        self.preemption.stop_if_agreed()
+        return drawn.ids, drawn.logprobs
+
+    def _calculate_rewards(
+        self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids_list: list[Any]
+    ) -> torch.Tensor:
+        """Score: return the rewards of all ranks, (B, rewards), NaN in every column of an unscored completion.
+
+        Raises:
+            TooManyWithoutVerdict: on every rank, before an update is computed from this batch.
+        """
+        self.scoring.begin(len(prompts))
+        with self.preemption.scoring(self.reward_funcs), self.rows.phase("score"):
+            rewards_BR = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self.preemption.stop_if_agreed()
+        self.scoring.mark_unscored(rewards_BR, prompts, completions)
+        self.evaluation.keep_rewards(rewards_BR)
+        self.rewards_BR = rewards_BR
+        return rewards_BR
+
+    def weigh(self, output: dict[str, Any]) -> torch.Tensor | None:
+        """Weigh: return the advantages to train on, of all ranks' completions, (P, G); None keeps TRL's.
+
+        Args:
+            output: what TRL's loss is given, this rank's rows; groups are contiguous over the ranks' rows in order.
+        """
+        return None
+
+    def _replace_advantages(self, output: dict[str, Any], advantages_B: torch.Tensor) -> None:
+        """Train on these advantages, and show them in samples and TRL's tables of completions."""
+        stock = output["advantages"]
+        start = self.accelerator.process_index * len(stock)
+        output["advantages"] = advantages_B[start : start + len(stock)].to(stock)
+        logged = self._logs["advantages"]
+        for _ in range(min(len(advantages_B), len(logged))):  # the generation's, which TRL has just appended
+            logged.pop()
+        logged.extend(advantages_B.to(stock).tolist())
+
+    # --- update ----------------------------------------------------------------------------------------------------
+
+    def move_controllers(self) -> None:
+        """Move ``beta`` towards ``kl_target`` by TRL's ``kl`` of the step, over its micro-batches and ranks.
+
+        The row of a step holds as ``beta`` the coefficient that was in force in it.
+        """
+        kl_controller = self.controllers.get("kl")
+        if kl_controller is None:
+            return
+        micro_batches = self.current_gradient_accumulation_steps
+        kls = self._metrics["train"]["kl"][-micro_batches:]
+        self._metrics["train"]["beta"].append(self.beta)
+        completions = self.args.per_device_train_batch_size * micro_batches * self.accelerator.num_processes
+        kl_controller.update(sum(kls) / len(kls), completions)
+        self.beta = kl_controller.beta
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float | None:
+        """Return the gradient norm, which must be finite, as the number that transformers would ask for later."""
+        return self.finite.gradient(super()._get_grad_norm(model, grad_norm=grad_norm))
+
+    def _maybe_log_save_evaluate(
+        self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """After a step: check the weights; log, save and evaluate as transformers does; then a stop request counts.
+
+        A checkpoint is written where a callback ends the training: a resumed run must not continue there.
+        """
+        self.finite.weights()
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *args, **kwargs)
+        if self.control.should_training_stop and self.state.global_step < self.state.max_steps:
+            self._save_checkpoint(model, trial)
+            self.checkpoints.mark_ended()
+        if self.state.epoch != int(self.state.epoch):  # else the end of the epoch may evaluate and save
+            self.preemption.step_completed()
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log as TRL does, and add a row to ``metrics.jsonl`` for every optimizer step."""
+        super().log(logs, start_time)
+        # It becomes trainer_state.json.
+        self.state.log_history[-1] = {key: json_number(value) for key, value in self.state.log_history[-1].items()}
+        if "loss" in logs and self.accelerator.is_main_process:
+            self.rows.write(logs)
+
+    # --- sync ------------------------------------------------------------------------------------------------------
+    # Before each generation TRL sends the weights of a new step; _generate_and_score_completions checks them.
 
     def serve_final_weights(self) -> None:
         """After training, have whatever samples use the weights of the last step. Called by every rank.
@@ -130,81 +263,192 @@ class GRPOTrainer(
             WeightsDiffer: on every rank, when the server does not hold them.
         """
         self.model.eval()
-        if not self.use_vllm:
-            return
-        generation = self.vllm_generation
-        asleep = generation.mode == "colocate" and generation.enable_sleep_mode
-        if self._last_loaded_step != self.state.global_step or asleep:
-            generation.sync_weights()
-            self._last_loaded_step = self.state.global_step
-            if self._guarded and (verdict := self._checksum_verdict()):
-                raise WeightsDiffer(f"{verdict}; no benchmark was run on it")
-        if asleep:
-            generation.llm.wake_up(tags=["kv_cache"])
+        sent = self.rollouts.serve_weights()
+        if sent and self.rollouts.guarded and (verdict := self.rollouts.checksum_verdict()):
+            raise WeightsDiffer(f"{verdict}; no benchmark was run on it")
 
-    def _logprob_difference(self, output: dict[str, Any]) -> float | None:
-        """Mean |trainer - server| log-prob of the sampled tokens over all ranks.
+    # --- checkpoints -----------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        with self.rows.phase("save"):
+            self.checkpoints.save(partial(super()._save_checkpoint, model, trial))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self.checkpoints.staging or super()._get_output_dir(trial))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Save the random states as transformers does, and beside them all that it does not save."""
+        super()._save_rng_state(output_dir)
+        self.resume.save(output_dir, self.unsaved_state())
+        if self.args.sync_ref_model:
+            save_reference(self, output_dir)
+        if self.controllers and self.accelerator.is_main_process:
+            save_controllers(output_dir, self.controllers)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Restore them, the reference and the controllers: on every resume, also with ``ignore_data_skip``."""
+        if checkpoint is None:
+            return
+        self.resume.require_optimizer(checkpoint)
+        super()._load_optimizer_and_scheduler(checkpoint)
+        self._print_restored("optimizer and learning-rate schedule")
+        if self.args.sync_ref_model:
+            load_reference(self, checkpoint)
+            self._print_restored("reference model as it was last synced")
+        if self.controllers:
+            lines = load_controllers(checkpoint, self.controllers)
+            if "kl" in self.controllers:
+                self.beta = self.controllers["kl"].beta
+            self._print_restored(*lines)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Restore the random states, and all that transformers does not save."""
+        if checkpoint is None:
+            return
+        self.resume.require_random_states(checkpoint)
+        super()._load_rng_state(checkpoint)
+        state = self.resume.load(checkpoint, self.unsaved_state())
+        self.restore_unsaved(state)
+        self._print_restored("random states of Python, numpy and torch", *self.describe_unsaved(state))
+
+    def unsaved_state(self) -> dict[str, Any]:
+        """Return what this rank's checkpoints hold beside transformers', by name; subclasses add theirs."""
+        return {**self.resume.state(), "evaluation_owed": self.evaluation.owed}
+
+    def restore_unsaved(self, state: dict[str, Any]) -> None:
+        """Continue from what ``unsaved_state`` returned. Called by every rank."""
+        self.resume.restore(state)
+        self.evaluation.owed = state["evaluation_owed"] and self.args.eval_strategy != "no"
+
+    def describe_unsaved(self, state: dict[str, Any]) -> list[str]:
+        """Return lines about a state that was restored."""
+        return [*self.resume.describe(state), f"evaluation: {'owed' if self.evaluation.owed else 'none owed'}"]
+
+    def _print_restored(self, *items: str) -> None:
+        if self.accelerator.is_main_process:
+            for item in items:
+                print(f"grpo: restored {item}", flush=True)
+
+    # --- evaluation ------------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Evaluate any set, or each set of a dict, as transformers does, and add a row for each to ``eval.jsonl``.
+
+        All metrics begin with ``metric_key_prefix`` and, in a dict, the key of the set; TRL calls them ``eval_reward``
+        and so on whatever the set. In ``eval.jsonl`` the name ``eval_reward`` always means the trainer's own set. A row
+        of another set has ``set``, its name, and ``eval_<set>_reward``, so that no reader takes it for the run's. The
+        name is the key in the dict, or the prefix (``other`` where that is ``eval``).
 
         Returns:
-            NaN when the server scored none of the tokens, None when there are none to look at.
-
-        Raises:
-            NotFinite: on every rank, when the trainer's own are not finite: the server is not to blame.
+            The metrics, or nothing where a stop request came before the end.
         """
-        if (self.top_p, self.top_k, self.min_p or 0.0, self.repetition_penalty) != (1.0, 0, 0.0, 1.0):
-            return 0.0  # the server's log-probs are those of a truncated distribution: nothing to compare
-        logps = output.get("old_per_token_logps")
-        if logps is None or self._drops_out:
-            logps = self._trainer_logps(output)
-        mask = output["completion_mask"].bool()
-        own = logps[mask]
-        delta = (own - output["sampling_per_token_logps"][mask]).abs()
-        known = ~delta.isnan()
-        counts = (known.sum(), (~known).sum(), (~own.isfinite()).sum())
-        sums = torch.stack([delta[known].sum(), *(count.to(delta.dtype) for count in counts)])
-        total, count, unscored, broken = self.accelerator.gather(sums.unsqueeze(0)).sum(dim=0).tolist()
-        if broken:
-            raise self.not_finite(
-                f"{broken:.0f} log-probs of the trained model are not finite before step {self.state.global_step + 1}"
-            )
-        if count == 0:
-            return math.nan if unscored else None
-        return total / count
+        name = self.evaluation.set_name(eval_dataset, metric_key_prefix)
+        if (made := self.evaluation.made(name)) is not None:
+            return made
+        metrics: dict[str, float] = {}
+        with self.evaluation.running(name):
+            self.preemption.stop_if_agreed()  # save first: the time left may be seconds
+            metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        return metrics
 
-    @property
-    def _drops_out(self) -> bool:
-        return any(isinstance(layer, torch.nn.Dropout) and layer.p > 0 for layer in self.model.modules())
+    def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
+        """Predict as transformers does, with the metrics of ``evaluate``; write no row, leave no trace in the training.
 
-    def _trainer_logps(self, output: dict[str, Any]) -> torch.Tensor:
-        """Log-probs of the completions, (B, T), which TRL computes only for its importance-sampling correction.
-
-        Without dropout, as the server's: TRL's are those of a model in training.
+        Returns:
+            As transformers', without metrics where a stop request came before the end.
         """
-        prompt, completion = output["prompt_ids"], output["completion_ids"]
-        with torch.no_grad(), _evaluating(self.model):
-            logps, _, _ = self._get_per_token_logps_and_entropies(
-                self.model,
-                torch.cat([prompt, completion], dim=1),
-                torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1),
-                completion.size(1),
-                batch_size=self.args.per_device_train_batch_size,
-            )
-        return logps
+        prediction = PredictionOutput(predictions=None, label_ids=None, metrics={})
+        with self.evaluation.running():
+            prediction = super().predict(*args, **kwargs)
+        return prediction
 
-    def _logprob_tolerance(self) -> float:
-        if self.args.weight_guard_tolerance is not None:
-            return self.args.weight_guard_tolerance
-        dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
-        if dtype == "float32" and (self.args.bf16 or self.args.fp16):
-            dtype = "bfloat16" if self.args.bf16 else "float16"
-        return TOLERANCES[dtype]
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
+        """Make an evaluation that is due; a run that is stopped in it owes it."""
+        on_start = skip_scheduler  # transformers says so for eval_on_start alone, a resumed run included
+        if on_start and self.state.global_step > 0:
+            return {}
+        if on_start:
+            self.evaluation.read_made()
+        metrics: dict[str, float] = {}
+        with self.evaluation.due():
+            metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+        if on_start:
+            self.preemption.stop_if_agreed()  # before the first step, where nothing is saved
+        return metrics
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Determine it as transformers does, which raises where an evaluation was stopped and has no metrics."""
+        return bool(metrics) and super()._determine_best_metric(metrics, trial)
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Run transformers' loop, with TRL's metrics over every completion once."""
+        run = partial(
+            super().evaluation_loop, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+        )
+        return self.evaluation.loop(run, dataloader, description, metric_key_prefix)
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Count the batch and evaluate it as TRL does."""
+        self.evaluation.next_batch()
+        return super().prediction_step(*args, **kwargs)
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        if self.evaluation.looping:  # a batch for the sampler is too large for one forward pass
+            kwargs["batch_size"] = self.args.per_device_train_batch_size
+        return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Build TRL's loader; never keep that of a passed set, which persistent workers would take for the next one."""
+        if eval_dataset is None or isinstance(eval_dataset, str):
+            return super().get_eval_dataloader(eval_dataset)
+        kept = getattr(self, "_eval_dataloaders", {})
+        self._eval_dataloaders: dict[str, Any] = {}
+        try:
+            return super().get_eval_dataloader(eval_dataset)
+        finally:
+            self._eval_dataloaders = kept
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """Build the loader of an evaluation: transformers' does not repeat the prompts of a stream."""
+        return self.get_eval_dataloader(test_dataset)
+
+    def _get_dataloader(self, dataset: Any, description: str, *args: Any, **kwargs: Any) -> Any:
+        if description == "Evaluation" and isinstance(dataset, datasets.IterableDataset):
+            dataset = CountedStream(dataset)
+        return super()._get_dataloader(dataset, description, *args, **kwargs)
 
 
 @contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
+def weight_bridge(args: GRPOConfig, run_dir: Path) -> Iterator[None]:
+    """Let TRL build the recipe's bridge as its client inside, where a server samples."""
+    if not args.use_vllm or args.vllm_mode != "server":
         yield
-    finally:
-        model.train(training)
+        return
+    settings = ClientSettings(
+        served_name=os.environ["GRPO_RUN"],
+        request_timeout=args.server_request_timeout,
+        guard=args.weight_guard,
+        seed=args.seed if seeds_sampling(args.seed_server, args.use_cpu) else None,
+        sync_dir=Path(os.environ["GRPO_SYNC_DIR"]),
+        state_file=server_state_file(run_dir),
+        start_timeout=args.vllm_server_timeout,
+    )
+    with bridge_in_place(args.weight_sync, settings):
+        yield
+
+
+def _kl_controllers(args: GRPOConfig) -> Controllers:
+    if args.kl_target is None:
+        return {}
+    if args.beta == 0.0:
+        raise ValueError("kl_target needs beta above 0: a multiple of 0 stays 0")
+    return {"kl": KLController(args.beta, args.kl_target, args.kl_horizon, args.kl_ctl_step_size)}

@@ -29,6 +29,7 @@ from grpo_recipes.algorithms.maxent import (
 )
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.recipe.registry import ACCURACY, OBJECTIVES, SCALE_REWARDS, Objective
+from grpo_recipes.trainers.checks import trainer_logps
 from grpo_recipes.trainers.grpo import GRPOTrainer
 
 _RIGHT = 1.0 - 1e-6  # least accuracy reward of a right answer
@@ -37,25 +38,15 @@ _WARN_AFTER, _WARN_SHARE = 10, 0.5  # generations, share of the positive advanta
 
 @dataclass
 class Groups:
-    """A generation of all ranks, P groups of G completions.
+    """A generation of all ranks, P groups of G completions, in float64."""
 
-    Attributes:
-        rewards_PG: weighted sums; NaN has no verdict.
-        lengths_PG: tokens in the loss; 0 for a completion that ``mask_truncated_completions`` leaves out.
-        learns_PG: whether the completion has a verdict and a token in the loss: the others get no weight.
-        judged_PG: whether the answer is known to be right or wrong.
-        right_PG: whether it is right.
-        ref_logps_PG: summed log-probs under the reference, None where the objective reads none.
-        policy_logps_PG: the same under the policy that the update starts from.
-    """
-
-    rewards_PG: torch.Tensor
-    lengths_PG: torch.Tensor
-    learns_PG: torch.Tensor
-    judged_PG: torch.Tensor
-    right_PG: torch.Tensor
-    ref_logps_PG: torch.Tensor | None
-    policy_logps_PG: torch.Tensor | None
+    rewards_PG: torch.Tensor  # weighted sums; NaN is unscored
+    lengths_PG: torch.Tensor  # tokens in the loss; 0 for a completion that ``mask_truncated_completions`` leaves out
+    learns_PG: torch.Tensor  # whether the completion is scored and has a token in the loss: the others get no weight
+    judged_PG: torch.Tensor  # whether the answer is known to be right or wrong
+    right_PG: torch.Tensor  # whether it is right
+    ref_logps_PG: torch.Tensor | None  # summed log-probs under the reference, None where the objective reads none
+    policy_logps_PG: torch.Tensor | None  # the same under the policy that the update starts from
 
     @property
     def wrong_PG(self) -> torch.Tensor:
@@ -84,17 +75,17 @@ class MaxEntGRPOTrainer(GRPOTrainer):
             self.controllers["tau"] = self._tau_controller(args)
         self._measured: list[tuple[float, float]] = []  # weight entropy and effective rollouts in this optimizer step
 
-    def _unsaved_state(self) -> dict[str, Any]:
-        return {**super()._unsaved_state(), "on_wrong": list(self._on_wrong), "warned": self._warned}
+    def unsaved_state(self) -> dict[str, Any]:
+        return {**super().unsaved_state(), "on_wrong": list(self._on_wrong), "warned": self._warned}
 
-    def _restore_unsaved(self, state: dict[str, Any]) -> None:
-        super()._restore_unsaved(state)
+    def restore_unsaved(self, state: dict[str, Any]) -> None:
+        super().restore_unsaved(state)
         self._on_wrong = deque(state["on_wrong"], maxlen=_WARN_AFTER)
         self._warned = state["warned"]
 
-    def _describe_restored(self, state: dict[str, Any]) -> list[str]:
+    def describe_unsaved(self, state: dict[str, Any]) -> list[str]:
         watched = f"advantages on wrong answers: {len(state['on_wrong'])} generations watched"
-        return [*super()._describe_restored(state), watched]
+        return [*super().describe_unsaved(state), watched]
 
     def _tau_controller(self, args: GRPOConfig) -> TauController:
         return TauController(
@@ -113,31 +104,29 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         controller = self.controllers.get("tau")
         return self._fixed_tau if controller is None else controller.tau
 
-    def _move_controllers(self) -> None:
+    def move_controllers(self) -> None:
         """GRPO's, and tau from the generations of the step; a step without one moves nothing and is not counted."""
-        super()._move_controllers()
+        super().move_controllers()
         if "tau" in self.controllers and self._measured:
             entropies, eff_rollouts = zip(*self._measured, strict=True)
             self.controllers["tau"].update(sum(entropies) / len(entropies), sum(eff_rollouts) / len(eff_rollouts))
         self._measured.clear()
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """GRPO's; TRL computes the reference's log-probs where ``beta`` is not 0, so the target lends its own."""
-        lend = self.model.training and self.beta == 0.0
-        if lend:
-            self.beta = self._target_beta
+    def sample_and_score(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Lend TRL the target's ``beta``: it computes the reference's log-probs where ``beta`` is not 0."""
+        if not self.model.training or self.beta != 0.0:
+            return super().sample_and_score(inputs)
+        self.beta = self._target_beta
         try:
-            output = super()._generate_and_score_completions(inputs)
+            return super().sample_and_score(inputs)
         finally:
-            if lend:
-                self.beta = 0.0
-        if lend:
-            output.pop("ref_per_token_logps", None)  # the loss has no use for them
-        return output
+            self.beta = 0.0
 
-    def _weigh(self, output: dict[str, Any]) -> torch.Tensor | None:
+    def weigh(self, output: dict[str, Any]) -> torch.Tensor | None:
         """The objective's advantages (P, G); None for ``tempered`` at tau inf, which is Dr.GRPO bit for bit."""
         groups = self._groups(output)
+        if self.beta == 0.0:
+            output.pop("ref_per_token_logps", None)  # the loss has no use for them
         weights_PG = self._weights(groups)
         advantages_PG = self._advantages(groups, weights_PG)
         self._log_weights(groups, weights_PG)
@@ -154,7 +143,7 @@ class MaxEntGRPOTrainer(GRPOTrainer):
             columns["ref"] = _summed(output["ref_per_token_logps"], mask)
         if self.args.maxent_objective == "listwise":
             logps = output.get("old_per_token_logps")
-            columns["policy"] = _summed(self._trainer_logps(output) if logps is None else logps, mask)
+            columns["policy"] = _summed(trainer_logps(self, output) if logps is None else logps, mask)
         gathered = self.accelerator.gather(torch.stack(list(columns.values()), dim=1))
         of = {name: column.view(-1, self.num_generations) for name, column in zip(columns, gathered.T, strict=True)}
 
@@ -167,8 +156,8 @@ class MaxEntGRPOTrainer(GRPOTrainer):
 
     def _summed_rewards(self) -> torch.Tensor:
         """TRL's weighted sum of all ranks' rewards, (B,); NaN where no reward gave a verdict."""
-        rewards_B = (self._rewards_BR * self.reward_weights.to(self._rewards_BR.device)).nansum(dim=1)
-        return rewards_B.masked_fill(self._rewards_BR.isnan().all(dim=1), torch.nan)
+        rewards_B = (self.rewards_BR * self.reward_weights.to(self.rewards_BR.device)).nansum(dim=1)
+        return rewards_B.masked_fill(self.rewards_BR.isnan().all(dim=1), torch.nan)
 
     def _judged(self, rewards_PG: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of which answers it is known whether they are right, and which are, both (P, G).
@@ -178,7 +167,7 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         """
         columns = [place for place, name in enumerate(self.reward_func_names) if name in ACCURACY]
         if columns:
-            accuracies_BR = self._rewards_BR[:, columns]
+            accuracies_BR = self.rewards_BR[:, columns]
             judged_B, right_B = ~accuracies_BR.isnan().all(dim=1), (accuracies_BR >= _RIGHT).any(dim=1)
             return judged_B.view_as(rewards_PG), right_B.view_as(rewards_PG)
         right_PG = centred(rewards_PG) > 1e-9

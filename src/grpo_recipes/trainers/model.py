@@ -1,21 +1,36 @@
-"""Loading the model's parts as the recipe says, and leaving the trained one a single ``from_pretrained`` away."""
+"""The model: loaded as the recipe says, its LoRA adapter, its reference, and saved one ``from_pretrained`` away."""
 
 from __future__ import annotations
 
+import copy
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+import trl
+from accelerate import Accelerator
 from accelerate.utils import is_peft_model
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from grpo_recipes.errors import config_error
 from grpo_recipes.recipe.configs import GRPOConfig, ModelConfig
-from grpo_recipes.trainers.lora import save_merged
+from grpo_recipes.trainers.checks import own_part
+from grpo_recipes.trainers.rank import shards_weights
+
+_ALL_LINEAR = "all-linear"
+_RANK_0_LOADS = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 
 def load_tokenizer(model_args: ModelConfig, args: GRPOConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer at the recipe's revision."""
+    """Load the model's tokenizer at the recipe's revision."""
     tokenizer = AutoTokenizer.from_pretrained(
         model_args.model_name_or_path,
         revision=model_args.model_revision,
@@ -27,7 +42,7 @@ def load_tokenizer(model_args: ModelConfig, args: GRPOConfig) -> PreTrainedToken
 
 
 def model_init_kwargs(model_args: ModelConfig, args: GRPOConfig) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` for the trained model and its reference."""
+    """Return arguments of ``from_pretrained`` for the trained model and its reference."""
     kwargs = {
         "revision": model_args.model_revision,
         "dtype": model_args.dtype,
@@ -40,8 +55,8 @@ def model_init_kwargs(model_args: ModelConfig, args: GRPOConfig) -> dict[str, An
 def save_model(trainer: Any, folder: Path) -> None:
     """Write the whole model (gathered from ZeRO-3 or FSDP shards) and its tokenizer, aside first.
 
-    Of a LoRA run that is the merged model; the adapter comes into ``adapter/`` beside it first. Called by every rank:
-    gathering is collective.
+    For a LoRA run that is the merged model; the adapter is written to ``adapter/`` beside it first. Called by every
+    rank: gathering is collective.
     """
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     if not is_peft_model(model):
@@ -60,3 +75,189 @@ def _save_aside(trainer: Any, folder: Path, save: Callable[[Path], None]) -> Non
         shutil.rmtree(folder, ignore_errors=True)
         partial.replace(folder)
     trainer.accelerator.wait_for_everyone()
+
+
+# --- the reference -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def loaded_by_every_rank(args: GRPOConfig) -> Iterator[None]:
+    """Let every rank read the weights while TRL builds a reference under FSDP.
+
+    With efficient loading rank 0 alone reads them. accelerate then sends them to the others for the policy; under FSDP2
+    nobody does for the reference, and the other ranks' parts of it stay zero.
+    """
+    before = os.environ.get(_RANK_0_LOADS)
+    if before is None or args.beta == 0.0:
+        yield
+        return
+    os.environ[_RANK_0_LOADS] = "false"
+    try:
+        yield
+    finally:
+        os.environ[_RANK_0_LOADS] = before
+
+
+def save_reference(trainer: Any, folder: str) -> None:
+    """Write the reference into a checkpoint; with ``sync_ref_model`` it moves.
+
+    TRL builds the reference from the initial model in every process that starts, a resumed one included.
+    """
+    if shards_weights(trainer.accelerator) or trainer.accelerator.is_main_process:
+        held = [own_part(parameter) for parameter in trainer.ref_model.parameters()]
+        torch.save(held, _reference_file(trainer, folder))
+
+
+def load_reference(trainer: Any, checkpoint: str) -> None:
+    """Put the reference back as it was last synced.
+
+    Raises:
+        FileNotFoundError: ``sync_ref_model`` was not on when the checkpoint was written.
+    """
+    path = _reference_file(trainer, checkpoint)
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing: sync_ref_model was not on when the checkpoint was made")
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    for parameter, value in zip(trainer.ref_model.parameters(), saved, strict=True):
+        own_part(parameter).copy_(value)
+
+
+def _reference_file(trainer: Any, folder: str) -> Path:
+    """Return this rank's where each holds a part, else rank 0's."""
+    rank = trainer.args.process_index if shards_weights(trainer.accelerator) else 0
+    return Path(folder) / f"reference_{rank}.pt"
+
+
+# --- LoRA --------------------------------------------------------------------------------------------------------
+
+
+def load_lora_config(model_args: ModelConfig, trust_remote_code: bool) -> LoraConfig | None:
+    """Return the recipe's adapter, None without ``use_peft``. Reads the model's configuration, no weights.
+
+    Raises:
+        ConfigError: it does not fit the model.
+    """
+    config = trl.get_peft_config(model_args)
+    if config is not None:
+        check_adapter(skeleton(model_args, trust_remote_code), config)
+    return config
+
+
+def skeleton(model_args: ModelConfig, trust_remote_code: bool) -> PreTrainedModel:
+    """Build the model's layers on the meta device from its configuration alone.
+
+    Raises:
+        OSError, ValueError: there is no configuration, or none that transformers knows.
+    """
+    name = model_args.model_name_or_path
+    config = AutoConfig.from_pretrained(name, revision=model_args.model_revision, trust_remote_code=trust_remote_code)
+    named = getattr(transformers, (config.architectures or [""])[0], None)
+    with torch.device("meta"):
+        if named is not None:  # TRL's own choice
+            return named._from_config(config)
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
+def check_adapter(model: PreTrainedModel, config: LoraConfig) -> int:
+    """Refuse an adapter unless every layer it names is in the model; PEFT is content with one of them.
+
+    Args:
+        model: a skeleton; it gets the adapter.
+        config: the adapter, not changed.
+
+    Returns:
+        How many layers get an adapter.
+
+    Raises:
+        ConfigError: a name that fits no layer, a layer that cannot have an adapter, or one tied to another.
+    """
+    linear = ", ".join(
+        sorted({name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, nn.Linear)})
+    )
+    targets = config.target_modules if isinstance(config.target_modules, set | list) else []
+    for key, names in (("lora_target_modules", targets), ("lora_modules_to_save", config.modules_to_save or [])):
+        for name in sorted(names):
+            if not _layers_called(model, name):
+                raise config_error(key, f"the model has no layer '{name}'", f"its linear layers are {linear}")
+    _check_tied(model, config)
+    try:
+        adapted = get_peft_model(model, copy.deepcopy(config))
+    except (ValueError, TypeError) as error:
+        what = f"PEFT cannot put the adapter on this model: {' '.join(str(error).split())[:300]}"
+        raise config_error("lora_target_modules", what, f"write {_ALL_LINEAR}, or some of {linear}") from error
+    return len(_adapted_layers(adapted))
+
+
+def _layers_called(model: PreTrainedModel, name: str) -> list[nn.Module]:
+    """Match as PEFT does: the whole name of a layer, or its end."""
+    return [layer for place, layer in model.named_modules() if place == name or place.endswith(f".{name}")]
+
+
+def _check_tied(model: PreTrainedModel, config: LoraConfig) -> None:
+    """Refuse one of two layers that share weights: it alone would be trained, and saved for both."""
+    if not model.config.get_text_config().tie_word_embeddings:
+        return
+    tied = (model.get_input_embeddings(), model.get_output_embeddings())
+    for name in config.modules_to_save or []:
+        if any(layer is one for layer in _layers_called(model, name) for one in tied):
+            what = f"'{name}' shares its weights with another layer (tie_word_embeddings)"
+            raise config_error("lora_modules_to_save", what, f"remove {name}, or remove use_peft")
+
+
+def refuse_shards(accelerator: Accelerator) -> None:
+    """Refuse a LoRA run on shards; with a file of the user's own (CONFIG_FILE) that is seen only here.
+
+    Raises:
+        ValueError: no process holds whole weights (ZeRO-3, FSDP), so none can merge the adapter into them.
+    """
+    if shards_weights(accelerator):
+        raise ValueError(
+            "a LoRA run with ZeRO-3 or FSDP has not been shown to work; name another file in CONFIG_FILE, or unset it "
+            "and write accelerator: ddp or zero2"
+        )
+
+
+def merged_parameters(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every parameter of the base model with the adapter merged into it, under the base model's name.
+
+    The model itself does not change. TRL merges in place and subtracts again: rounding makes the base model drift with
+    every transfer, which a resumed run cannot know.
+
+    Args:
+        model: with one LoRA adapter.
+    """
+    layers = {f"{name}.base_layer.weight": layer for name, layer in _adapted_layers(model).items()}
+    for name, parameter in model.named_parameters():
+        if model.prefix in name or "original_module" in name:
+            continue
+        plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+        plain = plain.replace(".modules_to_save.default.", ".")
+        layer = layers.get(name)
+        yield plain, parameter.data if layer is None else _merged(layer)
+
+
+def _adapted_layers(model: PeftModel) -> dict[str, BaseTunerLayer]:
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, BaseTunerLayer)}
+
+
+def _merged(layer: Any) -> torch.Tensor:
+    """Return the weight of one layer with its adapter, in a tensor of its own."""
+    weight = layer.get_base_layer().weight
+    kept = weight.data
+    try:
+        layer.merge(safe_merge=True)
+        merged = weight.data
+        weight.data = merged.clone()
+        layer.unmerge()  # for PEFT's own books: it works on the copy
+    finally:
+        weight.data = kept
+    return merged
+
+
+def save_merged(model: PeftModel, folder: Path) -> None:
+    """Write the merged model as ``from_pretrained`` reads it."""
+    base = model.get_base_model()
+    parameters = dict(base.named_parameters(remove_duplicate=False))
+    tensors = {name: tensor for name, tensor in base.state_dict().items() if name not in parameters}  # buffers
+    tensors |= {name: tensor.to("cpu", copy=True) for name, tensor in merged_parameters(model)}
+    base.save_pretrained(folder, state_dict=tensors)

@@ -1,9 +1,11 @@
-"""What a training process tells the launcher: who it is, and how it ended. Also its first look at the world."""
+"""A training process: its record for the launcher, its first barrier, and whether the world is the planned one."""
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -12,15 +14,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed
+
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.process.reports import PhaseFile, dump_stacks_on_signal
 from grpo_recipes.recipe.learning import float32_fix, lost_updates, updates_float32
-from grpo_recipes.runs.rundir import write_json, write_last_json
+from grpo_recipes.runs.rundir import read_json, write_json, write_last_json
 from grpo_recipes.secrets import masked
+
+# Longest wait for all ranks at the start.
+BARRIER_SECONDS = 300.0
 
 
 def run_folder() -> Path:
-    """The run directory the launcher made for us.
+    """Return the run directory that the launcher made.
 
     Raises:
         SystemExit: started without the launcher.
@@ -33,7 +41,7 @@ def run_folder() -> Path:
 
 @contextmanager
 def rank_record(folder: Path) -> Iterator[None]:
-    """Keep ``processes/rank_<n>.json``: pid now, exit code and cause at the end; from now on SIGUSR2 shows stacks."""
+    """Write ``processes/rank_<n>.json``: pid now, exit code and cause at the end; SIGUSR2 writes stacks from now on."""
     rank = int(os.environ.get("RANK", "0"))
     path = folder / "processes" / f"rank_{rank}.json"
     record: dict[str, Any] = {"pid": os.getpid(), "rank": rank, "node": int(os.environ.get("GRPO_NODE", "0"))}
@@ -68,8 +76,6 @@ def _end_collectives() -> None:
     A thread of gloo that lets go of a tensor after Python has begun to end takes the process down with SIGABRT: a
     finished run would count as a failed one.
     """
-    import torch.distributed
-
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
@@ -84,7 +90,47 @@ def _exit_of(error: BaseException) -> tuple[int, str]:
     return 1, f"{type(error).__name__}: {lines[0]}"
 
 
-# accelerate's own names of how processes share a model, by our `accelerator` key.
+def first_barrier(run_dir: Path, device: torch.device, seconds: float = BARRIER_SECONDS) -> None:
+    """Sum one element over all ranks: a network that does not carry their collectives is found here.
+
+    Args:
+        run_dir: the run directory; the ranks' records in it say on which node each is.
+        device: of this rank, where its collectives work.
+        seconds: longest wait.
+
+    Raises:
+        RuntimeError: not every rank came; over gloo the message names those that are missing.
+    """
+    if not torch.distributed.is_initialized():
+        return
+    limit = datetime.timedelta(seconds=seconds)
+    backend = torch.distributed.get_backend()
+    try:
+        if backend == "gloo":
+            torch.distributed.monitored_barrier(timeout=limit, wait_all_ranks=True)
+        present = torch.ones(1, device=device)
+        torch.distributed.all_reduce(present, async_op=True).wait(limit)
+    except RuntimeError as error:
+        who = _missing(run_dir, str(error)) or "a rank that does not answer"
+        advice = "see its log; if it waits too, name the network interface with NETWORK_INTERFACE"
+        raise RuntimeError(f"the ranks do not meet over {backend} within {seconds:.0f} s: {who}; {advice}") from error
+    if int(present) != torch.distributed.get_world_size():
+        raise RuntimeError(f"{int(present)} of {torch.distributed.get_world_size()} ranks took part in an all-reduce")
+
+
+def _missing(run_dir: Path, error: str) -> str:
+    """Return the ranks that torch's monitored barrier names, with their nodes."""
+    named = re.search(r"Ranks ([\d, ]+) failed to pass monitoredBarrier", error)
+    if named is None:
+        return ""
+    missing = []
+    for rank in named[1].split(","):
+        record = read_json(run_dir / "processes" / f"rank_{int(rank)}.json") or {}
+        missing.append(f"rank {int(rank)} on node {record.get('node', '?')}")
+    return ", ".join(missing)
+
+
+# accelerate's names for how processes share a model, by our `accelerator` key.
 _SHARING = {
     "single": {"NO"},
     "ddp": {"MULTI_GPU", "MULTI_CPU"},
@@ -95,7 +141,7 @@ _SHARING = {
 
 
 def check_world(folder: Path, world_size: int, device_type: str) -> None:
-    """Compare what this process became with what was planned.
+    """Compare the world of this process with the plan.
 
     accelerate starts one process where it was told two, and exits 0, for some configurations.
 
@@ -112,7 +158,7 @@ def check_world(folder: Path, world_size: int, device_type: str) -> None:
 
 
 def check_sharing(folder: Path, distributed_type: str, dtype: str) -> None:
-    """Compare how accelerate shares the model, and in what dtype, with what was planned.
+    """Compare how accelerate shares the model, and in what dtype, with the plan.
 
     accelerate drops DeepSpeed or FSDP without a word where it does not expect them.
 
@@ -141,7 +187,7 @@ _AS_LOADED = {"NO": "single", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp"}
 def check_updates(distributed_type: str, mixed: str, dtypes: Iterable[str], args: Any) -> None:
     """Refuse weights whose updates would be rounded away, now that their dtype is known.
 
-    The recipe is checked before; ``dtype: auto`` and a ``CONFIG_FILE`` are seen here alone.
+    The recipe was checked before; ``dtype: auto`` and a ``CONFIG_FILE`` are only known here.
 
     Args:
         distributed_type: the name of ``Accelerator().distributed_type``.
@@ -162,7 +208,7 @@ def check_updates(distributed_type: str, mixed: str, dtypes: Iterable[str], args
 
 
 def shards_weights(accelerator: Any) -> bool:
-    """Whether no process holds whole weights: ZeRO-3, FSDP."""
+    """Return whether no process holds whole weights: ZeRO-3, FSDP."""
     plugin = accelerator.state.deepspeed_plugin
     return accelerator.distributed_type.name == "FSDP" or (plugin is not None and plugin.zero_stage == 3)
 

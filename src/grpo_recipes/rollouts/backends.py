@@ -1,0 +1,274 @@
+"""Where completions come from: the run's vLLM server, vLLM inside the trainers, or transformers.
+
+The trainer knows ``Rollouts`` alone: prompts in, token ids and log-probs out. Seeds of benchmark prompts come from the
+run's seed, the benchmark and the problem's place in it, so that a problem gets the same noise whatever is sampled
+beside it. With transformers they are per batch: its sampler has one stream of noise.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from accelerate.utils import broadcast_object_list, gather_object
+
+Tokens = list[int]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A rendered problem."""
+
+    ids: Tokens
+    seed: int  # of its completions
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions of a benchmark are drawn."""
+
+    samples: int  # completions of a prompt
+    temperature: float  # 0 is greedy
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Completions:
+    """What training is given for a batch of prompts, a row per completion."""
+
+    ids: list[Tokens]
+    logprobs: list[list[float]] | None  # of each token under the sampler; None where the trainer computes its own
+
+
+class Rollouts(Protocol):
+    """A source of completions, with the trainer's weights in it."""
+
+    guarded: bool  # whether the weights travel to another process, and the guard looks at them there
+    main_rank_alone: bool  # whether rank 0 alone calls ``sample``
+
+    @property
+    def loaded_step(self) -> int | None:
+        """The optimizer step whose weights were sent last, or None where nothing is sent."""
+
+    def name_generation(self, name: str) -> None:
+        """Set what sampling seeds of the next generation are derived from."""
+
+    def generate(self, turn: Callable[[], tuple[list[Tokens], Any]]) -> Completions:
+        """Draw completions for training. Called by every rank.
+
+        Args:
+            turn: draws them with TRL's own sampler, which knows the prompts, after sending new weights.
+        """
+
+    def sample(self, prompts: Sequence[Prompt], how: Sampling) -> list[list[Tokens]]:
+        """Draw completions of benchmark prompts, (prompts, samples), with the weights that were sent last.
+
+        Called by every rank with the same arguments, or by rank 0 alone where ``main_rank_alone``.
+        """
+
+    def serve_weights(self) -> bool:
+        """Send the weights of now, unless they are there; return whether it was needed. Called by every rank."""
+
+    def checksum_verdict(self) -> str | None:
+        """Return on every rank what the last sync's checksum said against the weights, or None."""
+
+    def sent_again(self) -> Any:
+        """Return a context manager after which the next generation sends weights as if nothing was sent inside."""
+
+
+def rollouts_of(trainer: Any) -> Rollouts:
+    """Return where this trainer's completions come from."""
+    if not trainer.use_vllm:
+        return TransformersRollouts(trainer)
+    return ServerRollouts(trainer) if trainer.vllm_generation.mode == "server" else ColocatedRollouts(trainer)
+
+
+def problem_seed(run_seed: int, benchmark: str, index: int) -> int:
+    """Return a seed of 31 bits; vLLM adds the completion's number to it, so neighbours must be far apart."""
+    text = f"{run_seed}/benchmark/{benchmark}/{index}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
+
+
+def sampling_keys(trainer: Any) -> dict[str, Any]:
+    """Return the recipe's own truncation of the distribution."""
+    return {
+        "top_p": trainer.top_p,
+        "top_k": trainer.top_k,
+        "min_p": trainer.min_p or 0.0,
+        "repetition_penalty": trainer.repetition_penalty,
+    }
+
+
+class TransformersRollouts:
+    """transformers' sampler on the trained model itself: no weights to send."""
+
+    guarded = False
+    main_rank_alone = False
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+
+    @property
+    def loaded_step(self) -> int | None:
+        """None: nothing is sent."""
+        return None
+
+    def name_generation(self, name: str) -> None:
+        """Do nothing: the process has one stream of noise."""
+
+    def generate(self, turn: Callable[[], tuple[list[Tokens], Any]]) -> Completions:
+        """Let TRL draw them."""
+        return Completions(*turn())
+
+    def serve_weights(self) -> bool:
+        """Do nothing."""
+        return False
+
+    def checksum_verdict(self) -> str | None:
+        """Return None: there is nothing to compare."""
+        return None
+
+    @contextmanager
+    def sent_again(self) -> Iterator[None]:
+        """Do nothing."""
+        yield
+
+    def sample(self, prompts: Sequence[Prompt], how: Sampling) -> list[list[Tokens]]:
+        """Draw with TRL's own sampler, each rank its share."""
+        return self._share(prompts, lambda share: self._draw(share, how), self._trainer.args.world_size)
+
+    def _share(self, prompts: Sequence[Prompt], draw: Any, groups: int) -> list[list[Tokens]]:
+        """Let every group of ranks draw its share, and give all of them everything.
+
+        Shares are of one size, filled up with the last prompt: sharded models want as many passes of each rank.
+        """
+        rank, world = self._trainer.args.process_index, self._trainer.args.world_size
+        each = -(-len(prompts) // groups)
+        filled = [*prompts, *[prompts[-1]] * (each * groups - len(prompts))]
+        group, size = rank * groups // world, world // groups
+        mine = draw(filled[group * each : (group + 1) * each])
+        drawn = gather_object(mine if rank % size == 0 else [])
+        return list(drawn[: len(prompts)])
+
+    def _draw(self, prompts: Sequence[Prompt], how: Sampling) -> list[list[Tokens]]:
+        """Draw a few problems at a time."""
+        trainer = self._trainer
+        kept = trainer.generation_config
+        trainer.generation_config = _generation_config(kept, how)
+        step = max(1, trainer.args.per_device_train_batch_size // how.samples)
+        drawn: list[Tokens] = []
+        try:
+            for start in range(0, len(prompts), step):
+                batch = prompts[start : start + step]
+                torch.manual_seed(batch[0].seed)
+                repeated = [prompt.ids for prompt in batch for _ in range(how.samples)]
+                drawn += trainer._generate_single_turn(repeated, None, {}, how.samples)[0]
+        finally:
+            trainer.generation_config = kept
+        return [drawn[start : start + how.samples] for start in range(0, len(drawn), how.samples)]
+
+
+class VllmRollouts(TransformersRollouts):
+    """vLLM, to which TRL sends the weights of a new step before it samples."""
+
+    @property
+    def loaded_step(self) -> int | None:
+        """The optimizer step whose weights were sent last."""
+        return int(self._trainer._last_loaded_step)
+
+    @property
+    def _sleeps(self) -> bool:
+        generation = self._trainer.vllm_generation
+        return bool(generation.mode == "colocate" and generation.enable_sleep_mode)
+
+    def serve_weights(self) -> bool:
+        """Send the weights, unless vLLM is awake and has them, and wake it."""
+        sends = self._sleeps or self.loaded_step != self._trainer.state.global_step
+        if sends:
+            self._trainer.vllm_generation.sync_weights()
+            self._trainer._last_loaded_step = self._trainer.state.global_step
+        if self._sleeps:
+            self._trainer.vllm_generation.llm.wake_up(tags=["kv_cache"])
+        return sends
+
+    @contextmanager
+    def sent_again(self) -> Iterator[None]:
+        """Let the first generation sync and be guarded as it is without what was sampled inside."""
+        loaded = self._trainer._last_loaded_step
+        try:
+            yield
+        finally:
+            self._trainer._last_loaded_step = loaded
+            if self._sleeps:
+                self._trainer.vllm_generation.llm.sleep(level=2)  # as TRL leaves it after every generation
+
+
+class ColocatedRollouts(VllmRollouts):
+    """vLLM inside the trainer processes."""
+
+    def sample(self, prompts: Sequence[Prompt], how: Sampling) -> list[list[Tokens]]:
+        """Draw with the engines of the ranks, each its share."""
+        groups = self._trainer.args.world_size // self._trainer.vllm_generation.tensor_parallel_size
+        return self._share(prompts, lambda share: self._draw(share, how), groups)
+
+    def _draw(self, prompts: Sequence[Prompt], how: Sampling) -> list[list[Tokens]]:
+        from vllm import SamplingParams
+
+        common = {"n": how.samples, "temperature": how.temperature, "max_tokens": how.max_tokens}
+        keys = common | sampling_keys(self._trainer)
+        parameters = [SamplingParams(seed=prompt.seed, **keys) for prompt in prompts]
+        requests = [{"prompt_token_ids": prompt.ids} for prompt in prompts]
+        answers = self._trainer.vllm_generation.llm.generate(requests, sampling_params=parameters, use_tqdm=False)
+        return [[list(output.token_ids) for output in answer.outputs] for answer in answers]
+
+
+class ServerRollouts(VllmRollouts):
+    """The run's vLLM server, through the client of ``weights.client`` that rank 0 holds."""
+
+    main_rank_alone = True
+
+    def __init__(self, trainer: Any):
+        super().__init__(trainer)
+        self.guarded = bool(trainer.args.weight_guard)
+
+    def name_generation(self, name: str) -> None:
+        """Set it in the client; other ranks have none."""
+        client = getattr(self._trainer.vllm_generation, "vllm_client", None)
+        if client is not None:
+            client.generation = name
+
+    def checksum_verdict(self) -> str | None:
+        """Return what rank 0's client found."""
+        main = self._trainer.accelerator.is_main_process
+        verdicts = [self._trainer.vllm_generation.vllm_client.verdict if main else None]
+        broadcast_object_list(verdicts, from_process=0)
+        return verdicts[0]
+
+    def sample(self, prompts: Sequence[Prompt], how: Sampling) -> list[list[Tokens]]:
+        """Ask the server, a request and a seed per prompt."""
+        answer = self._trainer.vllm_generation.vllm_client.generate_seeded(
+            [prompt.ids for prompt in prompts],
+            [prompt.seed for prompt in prompts],
+            n=how.samples,
+            temperature=how.temperature,
+            max_tokens=how.max_tokens,
+            logprobs=None,
+            **sampling_keys(self._trainer),
+        )
+        drawn = answer["completion_ids"]
+        return [drawn[start : start + how.samples] for start in range(0, len(drawn), how.samples)]
+
+
+def _generation_config(training: Any, how: Sampling) -> Any:
+    config = copy.deepcopy(training)
+    config.max_new_tokens = how.max_tokens
+    config.do_sample = how.temperature > 0
+    config.temperature = how.temperature or None
+    if not config.do_sample:
+        config.top_p = config.top_k = config.min_p = None
+    return config
