@@ -19,7 +19,7 @@ from grpo_recipes.plan.devices import environment_flavour
 from grpo_recipes.plan.environment import base_environment
 from grpo_recipes.plan.plan import _DEFAULT_RECIPES
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES, catalogue
-from grpo_recipes.recipe.registry import BENCHMARKS, OBJECTIVES, REWARDS
+from grpo_recipes.recipe.registry import BENCHMARKS, BRIDGES, OBJECTIVES, REWARDS
 from grpo_recipes.runs.rundir import finish_summary
 from grpo_recipes.trainers.metrics import PHASES
 from grpo_recipes.weights.guard import TOLERANCES, checksum_verdict, logprob_verdict
@@ -95,6 +95,8 @@ def test_default_recipes_accelerators_and_rewards() -> None:
     assert {row[0].strip("`") for row in table_rows(DOCS / "rewards.md", "reward")} == set(REWARDS)
     bridges = {row[0].split()[0].strip("`") for row in table_rows(DOCS / "weights.md", "`weight_sync`")}
     assert bridges == set(catalogue()["weight_sync"]["choices"])
+    needs = {row[0].strip("`"): row[2] for row in table_rows(DOCS / "weights.md", "`weight_sync`")}
+    assert {name: "GPUs" in needs[name] for name in BRIDGES} == {name: one.needs_gpus for name, one in BRIDGES.items()}
 
 
 def test_batches_of_the_math_recipe(capsys: pytest.CaptureFixture[str]) -> None:
@@ -320,7 +322,7 @@ WRITTEN_IN = {
     "the vLLM server did not answer": "src/grpo_recipes/weights/transport.py",
     "lost the connection to the vLLM server in": "src/grpo_recipes/weights/transport.py",
     "the engine of the vLLM server is dead:": "src/grpo_recipes/weights/transport.py",
-    "the vLLM server is gone and is not started again": "src/grpo_recipes/weights/restarts.py",
+    "the vLLM server is gone and is not started again": "src/grpo_recipes/weights/transport.py",
     "weights did not reach the server through the": "src/grpo_recipes/weights/guard.py",
     "the server computes with other weights than the trainer's": "src/grpo_recipes/weights/guard.py",
     ", which was not taken": "src/grpo_recipes/trainers/checks.py",

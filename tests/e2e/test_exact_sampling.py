@@ -14,9 +14,9 @@ import pytest
 from one_by_one import Bench
 
 from grpo_recipes.plan.server import Activity, generated_tokens, server_state_file
+from grpo_recipes.weights.bridges import FileClient
 from grpo_recipes.weights.client import ClientSettings
-from grpo_recipes.weights.file import FileClient
-from grpo_recipes.weights.restarts import GenerationAborted
+from grpo_recipes.weights.transport import GenerationAborted
 
 NOISE = random.Random(3)
 PROMPTS = [[NOISE.randrange(5, 20) for _ in range(NOISE.randrange(4, 40))] for _ in range(16)]

@@ -46,14 +46,17 @@ def test_every_server_is_named_bound_guarded_and_reports_its_weights(read, optio
     assert option(argv, "--max-model-len") == "2048"
     middleware = [value for flag, value in itertools.pairwise(argv) if flag == "--middleware"]
     # The last is the first that a request meets: nobody without the token learns anything.
-    assert middleware == ["grpo_recipes.server.activity.ReportActivity", "grpo_recipes.server.auth.RequireToken"]
+    assert middleware == [
+        "grpo_recipes.server.middleware.ReportActivity",
+        "grpo_recipes.server.middleware.RequireToken",
+    ]
     assert option(argv, "--worker-extension-cls") == "grpo_recipes.server.worker.WeightReport"
     assert not [text for text in argv if "token" in text.lower() and "RequireToken" not in text]
     assert "--api-key" not in argv
 
 
 def test_the_named_classes_exist():
-    for name in ("grpo_recipes.server.activity", "grpo_recipes.server.auth", "grpo_recipes.server.worker"):
+    for name in ("grpo_recipes.server.middleware", "grpo_recipes.server.worker"):
         assert importlib.util.find_spec(name) is not None
 
 

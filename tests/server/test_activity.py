@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from grpo_recipes.plan.server import Activity, generated_tokens
-from grpo_recipes.server.activity import ACTIVITY_PATH, ReportActivity
+from grpo_recipes.server.middleware import ACTIVITY_PATH, ReportActivity
 
 
 class FakeApplication:

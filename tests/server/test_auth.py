@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from grpo_recipes.server.auth import RequireToken
+from grpo_recipes.server.middleware import RequireToken
 
 TOKEN = "0123456789abcdef"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from grpo_recipes.weights.bridges import FileClient
 from grpo_recipes.weights.client import ClientSettings
-from grpo_recipes.weights.file import FileClient
 from weights.fake_server import FakeServer
 
 

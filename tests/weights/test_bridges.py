@@ -14,7 +14,8 @@ from trl.generation.vllm_client import VLLMClient
 
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.recipe.keys import catalogue
-from grpo_recipes.weights.bridges import BRIDGES, bridge_in_place
+from grpo_recipes.recipe.registry import BRIDGES
+from grpo_recipes.weights.bridges import CLIENTS, bridge_in_place
 from grpo_recipes.weights.client import BridgeClient, ClientSettings
 
 SIGNATURES = {
@@ -38,7 +39,7 @@ def test_trls_client_takes_what_we_know(method):
     assert list(inspect.signature(getattr(VLLMClient, method)).parameters) == SIGNATURES[method]
 
 
-@pytest.mark.parametrize("bridge", BRIDGES.values(), ids=BRIDGES.keys())
+@pytest.mark.parametrize("bridge", CLIENTS.values(), ids=CLIENTS.keys())
 @pytest.mark.parametrize("method", [name for name in SIGNATURES if name not in ("__init__", "generate")])
 def test_a_bridge_can_be_called_as_trls_client_is(bridge, method):
     theirs = list(inspect.signature(getattr(VLLMClient, method)).parameters)
@@ -63,11 +64,11 @@ def settings(tmp_path: Path) -> ClientSettings:
     return ClientSettings("run-abcd", 1.0, True, None, tmp_path, tmp_path / "server_state.json", 1.0)
 
 
-@pytest.mark.parametrize("name", BRIDGES)
+@pytest.mark.parametrize("name", CLIENTS)
 def test_a_bridge_stands_in_trls_place_only_inside(name, settings):
     with bridge_in_place(name, settings):
         inside = vllm_generation.VLLMClient
-        assert inside.func is BRIDGES[name] and inside.keywords == {"settings": settings}
+        assert inside.func is CLIENTS[name] and inside.keywords == {"settings": settings}
     assert vllm_generation.VLLMClient is VLLMClient
 
 
@@ -84,8 +85,8 @@ def test_an_unknown_bridge_leaves_trl_alone(settings):
 
 
 def test_every_bridge_is_a_choice_of_the_key_and_says_its_name():
-    assert {"auto", *BRIDGES} == set(catalogue()["weight_sync"]["choices"])
-    for name, bridge in BRIDGES.items():
+    assert {"auto", *CLIENTS} == set(catalogue()["weight_sync"]["choices"]) == {"auto", *BRIDGES}
+    for name, bridge in CLIENTS.items():
         assert bridge.bridge == name and issubclass(bridge, BridgeClient)
 
 

@@ -7,8 +7,8 @@ import pytest
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.trainers.grpo import weight_bridge
 from grpo_recipes.weights import bridges
+from grpo_recipes.weights.bridges import FileClient
 from grpo_recipes.weights.client import ServerError
-from grpo_recipes.weights.file import FileClient
 from weights.fake_server import WEIGHT
 
 

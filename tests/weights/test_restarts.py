@@ -13,13 +13,11 @@ import pytest
 import torch
 
 from grpo_recipes.recipe.registry import RECONNECTING
-from grpo_recipes.weights import restarts
-from grpo_recipes.weights.bridges import BRIDGES
+from grpo_recipes.weights import transport
+from grpo_recipes.weights.bridges import CLIENTS, FileClient
 from grpo_recipes.weights.client import ServerError
-from grpo_recipes.weights.file import FileClient
 from grpo_recipes.weights.guard import WeightsDiffer
-from grpo_recipes.weights.restarts import GenerationAborted
-from grpo_recipes.weights.transport import ServerLost
+from grpo_recipes.weights.transport import GenerationAborted, ServerLost
 from weights.fake_server import WEIGHT, FakeServer
 
 PROMPTS = [[1], [2]]
@@ -141,7 +139,7 @@ def test_a_launcher_that_gives_up_ends_the_wait(connect, state, server) -> None:
 
 
 def test_a_loss_that_the_launcher_does_not_see_ends_the_wait(connect, state, server, monkeypatch) -> None:
-    monkeypatch.setattr(restarts, "_NOTICE_SECONDS", 0.3)
+    monkeypatch.setattr(transport, "_NOTICE_SECONDS", 0.3)
     client = connect()
     server.close()
     with pytest.raises(ServerLost, match="lost the connection"):
@@ -149,7 +147,7 @@ def test_a_loss_that_the_launcher_does_not_see_ends_the_wait(connect, state, ser
 
 
 def test_a_server_that_takes_too_long_to_come_back_ends_the_wait(connect, state, server, monkeypatch) -> None:
-    monkeypatch.setattr(restarts, "_MARGIN_SECONDS", 0.0)
+    monkeypatch.setattr(transport, "_MARGIN_SECONDS", 0.0)
     client = connect(start_timeout=0.3)
     state(2, "starting")
     with pytest.raises(ServerError, match=r"not ready again after 0\.3 s"):
@@ -177,5 +175,5 @@ def test_without_a_file_of_its_state_a_lost_server_is_an_error_at_once(connect, 
 
 
 def test_the_launcher_knows_which_bridges_can_go_on() -> None:
-    able = {name for name, bridge in BRIDGES.items() if "_resend" in vars(bridge)}
+    able = {name for name, bridge in CLIENTS.items() if "_resend" in vars(bridge)}
     assert able == RECONNECTING

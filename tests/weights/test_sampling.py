@@ -7,9 +7,8 @@ import time
 
 import pytest
 
-from grpo_recipes.weights import seeded
-from grpo_recipes.weights.restarts import GenerationAborted
-from grpo_recipes.weights.transport import ServerLost
+from grpo_recipes.weights import client as client_module
+from grpo_recipes.weights.transport import GenerationAborted, ServerLost
 
 PROMPTS = [[1], [2], [3]]
 
@@ -43,7 +42,7 @@ def test_prompts_with_given_seeds_come_back_in_their_order(connect, server) -> N
 
 
 def test_more_prompts_than_connections_are_held_in_turn(connect, server, monkeypatch) -> None:
-    monkeypatch.setattr(seeded, "REQUESTS", 2)
+    monkeypatch.setattr(client_module, "REQUESTS", 2)
     extra = {"ignore_eos": True}
     answer = connect(seed=7).generate([[index] for index in range(5)], n=2, generation_kwargs=extra)
     assert server.queues == [4, 4, 2]

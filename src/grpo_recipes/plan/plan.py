@@ -18,7 +18,7 @@ from grpo_recipes.plan.ports import plan_ports
 from grpo_recipes.plan.types import Names, Placement, Plan, Weighting
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.learning import trains_weights_as_loaded
-from grpo_recipes.recipe.registry import OBJECTIVES
+from grpo_recipes.recipe.registry import BRIDGES, OBJECTIVES
 from grpo_recipes.recipe.tasks import ENTRIES, MAXENT, task_of
 from grpo_recipes.smoke import SMOKE_SCHEME, smoke_folder
 
@@ -183,8 +183,8 @@ def _bridge(recipe: Recipe, resources: Resources, mode: str, apart: bool) -> tup
     if mode != "server":
         return None, "no server: " + ("vLLM shares the trainers' GPUs" if mode == "colocate" else "use_vllm is false")
     wanted, where = recipe["weight_sync"], recipe.origin("weight_sync")
-    if wanted == "nccl" and resources.flavour == "cpu":
-        raise config_error(where, "nccl needs GPUs, this is a CPU environment", "write weight_sync: file")
+    if resources.flavour == "cpu" and wanted in BRIDGES and BRIDGES[wanted].needs_gpus:
+        raise config_error(where, f"{wanted} needs GPUs, this is a CPU environment", "write weight_sync: file")
     if wanted != "auto":
         return str(wanted), f"asked for by {where}"
     if resources.flavour == "cpu":

