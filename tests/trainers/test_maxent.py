@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
+from grpo_recipes.trainers.checks import trainer_logps
 from grpo_recipes.trainers.grpo import GRPOTrainer
 
 from .fixed_completions import (
@@ -203,7 +204,7 @@ def test_under_lora_the_base_model_is_the_reference(tmp_path: Path, model: str) 
     whole = make_trainer(tmp_path / "whole", model, **keys)
     whole.state.global_step = adapted.state.global_step  # the same completions
     moved, fresh = generation(adapted), generation(whole)
-    assert (adapted._trainer_logps(moved) - whole._trainer_logps(fresh)).abs().max() > 1e-2
+    assert (trainer_logps(adapted, moved) - trainer_logps(whole, fresh)).abs().max() > 1e-2
     assert torch.allclose(moved["advantages"], fresh["advantages"], atol=1e-5)
 
 
