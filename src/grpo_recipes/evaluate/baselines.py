@@ -21,9 +21,7 @@ from grpo_recipes.stats import reported_ks, score_names
 def baselines(answers: Sequence[str], samples: int) -> dict[str, Scores]:
     """Return the scores of ``random`` and ``constant`` on some problems.
 
-    Args:
-        answers: the problems as JSON, of ``dataset.rows``.
-        samples: completions of each, the largest k.
+    ``answers`` are the problems as JSON, of ``dataset.rows``; ``samples``, the completions of each, is the largest k.
     """
     return {"random": random_guesser(answers, samples), "constant": constant_answer(answers, samples)}
 

@@ -81,12 +81,8 @@ def run_benchmarks(
         trainer: a ``GRPOTrainer`` that has trained.
         script_args: names benchmarks, samples, temperature and rewards.
         run: the run directory.
-        stop_requested: looked at by rank 0 between chunks.
+        stop_requested: looked at by rank 0 between chunks; StoppedInBenchmarks when one came.
         fetched: as in ``data.read_rows``.
-
-    Raises:
-        BenchmarkFailed: some have no result; the others have.
-        StoppedInBenchmarks: a stop request came.
     """
     scorer = recipe_scorer(script_args.reward_funcs, trainer.reward_funcs, script_args, trainer.args)
     Runner(trainer, script_args, run, stop_requested, scorer, fetched).run_missing(script_args.benchmarks)
@@ -118,12 +114,7 @@ class Runner:
     stage: Stage = TRAINED
 
     def run_missing(self, names: Sequence[str]) -> None:
-        """Run those that have no result for this model and these settings yet.
-
-        Raises:
-            BenchmarkFailed: some have no result; the others have.
-            StoppedInBenchmarks: a stop request came.
-        """
+        """Run those that have no result for this model and these settings yet; fail when all others have one."""
         missing = self.on_main(lambda: [name for name in names if not self.has_result(name)])
         if not missing:
             return
@@ -153,11 +144,7 @@ class Runner:
         self.on_main(lambda: self._write_result(name, tally, time.perf_counter() - began))
 
     def on_main(self, work: Callable[[], _Result]) -> _Result:
-        """Do something in rank 0, and give its result to every rank.
-
-        Raises:
-            BenchmarkFailed: on every rank, when it fails there.
-        """
+        """Do something in rank 0, and give its result, or its failure, to every rank."""
         outcome: list[Any] = [None, None]
         if self.trainer.accelerator.is_main_process:
             try:
@@ -330,12 +317,7 @@ class UntrainedBenchmarks(TrainerCallback):
         self._runner = Runner(trainer, script_args, run, stop_requested, MODEBENCH, None, UNTRAINED)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Run them.
-
-        Raises:
-            BenchmarkFailed: on every rank; nothing is trained yet.
-            StoppedInBenchmarks: a stop request came.
-        """
+        """Run them; a failure or a stop request ends the run on every rank."""
         if self._names and state.global_step == 0:
             with self._trainer.evaluation.undisturbed(), self._trainer.rollouts.sent_again():
                 self._runner.run_missing(self._names)

@@ -49,14 +49,7 @@ def load_problems(
 ) -> list[BenchmarkProblem]:
     """Read a benchmark: all of it, or ``benchmark_max_problems`` drawn by seed, in the order of the dataset.
 
-    Args:
-        name: of ``BENCHMARKS``, or a .jsonl file.
-        args: system prompt, columns of files, and the number of problems.
-        seed: draws problems, and shuffles options of multiple choice.
-        fetched: as in ``data.read_rows``.
-
-    Raises:
-        ConfigError: the dataset cannot be read, or a problem or answer is missing.
+    ``name`` is one of ``BENCHMARKS``, or a .jsonl file. The seed also shuffles options of multiple choice.
     """
     benchmark = _file_benchmark(name, args) if is_file(name) else BENCHMARKS[name]
     place = _smoke_file() if name == SMOKE_BENCHMARK else benchmark.id
@@ -146,11 +139,7 @@ MODEBENCH = Scorer("modebench", make_reward("modebench", None, None))
 def recipe_scorer(names: Sequence[str], rewards: Sequence[Any], script_args: Any, args: Any) -> Scorer:
     """Return the first of the recipe's rewards that says right or wrong; ``pure_accuracy_math`` when there is none.
 
-    Not ``modebench``, which scores its own problems alone.
-
-    Args:
-        names: the recipe's ``reward_funcs``.
-        rewards: the same, as the trainer calls them.
+    Not ``modebench``, which scores its own problems alone. ``rewards`` are those ``names``, as the trainer calls them.
     """
     for name, reward in zip(names, rewards, strict=True):
         if name in ACCURACY and name != MODEBENCH.name:

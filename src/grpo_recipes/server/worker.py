@@ -14,28 +14,19 @@ logger = init_logger("vllm.grpo_recipes")
 
 
 class WeightReport:
-    """What this worker's model holds, for the guard; and a load that says so in the server's log."""
+    """Report what this worker's model holds, for the guard; and load weights, which the server's log shows."""
 
     _grpo_loads = 0
 
     def grpo_load(self, folder: str) -> int:
-        """Load the safetensors of ``folder`` into the model in place.
-
-        Returns:
-            Loads so far.
-        """
+        """Load the safetensors of ``folder`` into the model in place; return the count of loads so far."""
         self.reload_weights(weights_path=folder)  # type: ignore[attr-defined]
         self._grpo_loads += 1
         logger.info("grpo: weights loaded, load %d", self._grpo_loads)
         return self._grpo_loads
 
     def grpo_weights(self) -> dict[str, Any]:
-        """Fingerprint every parameter.
-
-        Returns:
-            ``parameters``: name -> [fingerprint, dtype], tied ones once; ``packed``: fused name -> names of
-            its parts, e.g. ``qkv_proj`` -> ``[q_proj, k_proj, v_proj]``.
-        """
+        """Return ``parameters``: name -> [fingerprint, dtype], tied ones once; ``packed``: fused name -> its parts."""
         model = self.get_model()  # type: ignore[attr-defined]
         parameters = {
             name: [int(fingerprint(parameter.data)), str(parameter.dtype).removeprefix("torch.")]
@@ -46,7 +37,7 @@ class WeightReport:
         return {"parameters": parameters, "packed": dict(getattr(model, "packed_modules_mapping", {}))}
 
     def grpo_config(self) -> dict[str, Any]:
-        """The part of vLLM's configuration that TRL asks a server for.
+        """Return the part of vLLM's configuration that TRL asks a server for.
 
         vLLM's own ``/server_info`` also lists the machine's packages with pip: seconds, and an error where pip is not
         installed.
@@ -60,7 +51,7 @@ class WeightReport:
 
 
 def _rows_without_copies(model: Any) -> Iterator[tuple[str, Any]]:
-    """Of every qkv projection the rows this worker alone counts for.
+    """Yield the rows of every qkv projection that this worker alone counts for.
 
     With more workers than key and value heads, vLLM gives several of them the same heads: only the first counts them.
     """

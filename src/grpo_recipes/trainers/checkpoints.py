@@ -85,14 +85,11 @@ def ended_by_callback(checkpoint: str | None) -> bool:
 
 @contextmanager
 def digested_saves(folder: Path) -> Iterator[dict[str, str]]:
-    """Compute digests of what ``torch.save`` writes below a folder, optimizer and shards, while it is written.
+    """Yield digests, by name, of what ``torch.save`` writes below a folder (optimizer, shards) while it is written.
 
-    Reading it back costs several times as much, and over the network for a file of another node. What is written in
-    another way (safetensors, JSON) is read back by ``publish``. torch's CRC-32 is left out of these files, because
-    ``torch.load`` never checks it and it takes longer than the digest.
-
-    Yields:
-        Digests by name, filled as files are written, and final at the end: without files that were changed afterwards.
+    They are final at the end: without files that were changed afterwards. Reading files back costs several times as
+    much, over the network for one of another node; ``publish`` does so for what is written otherwise (safetensors,
+    JSON). torch's CRC-32 is left out: ``torch.load`` never checks it and it takes longer than the digest.
     """
     digests: dict[str, str] = {}
     written: dict[str, os.stat_result] = {}
@@ -219,10 +216,7 @@ class ResumeState:
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what ``state`` returned. Called by every rank.
 
-        Between two generations the batch may be split otherwise than before, for example because memory was short.
-
-        Raises:
-            ValueError: it is split otherwise, and a generation is under way.
+        Only between two generations may the batch be split otherwise than before, say because memory was short.
         """
         trainer, split = self._trainer, self._split()
         before = state.get("split", split)  # earlier versions did not save it
@@ -269,12 +263,7 @@ class ResumeState:
             _order_file(folder).write_text(json.dumps(facts, indent=1) + "\n")
 
     def load(self, checkpoint: str, known: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state that this rank wrote, with all the names of ``known``.
-
-        Raises:
-            FileNotFoundError: the checkpoint was made with another number of processes.
-            ValueError: something that this run keeps is not in it.
-        """
+        """Return the state that this rank wrote, which must have all the names of ``known``."""
         path = self._file(checkpoint)
         # Our own file in our own run directory; it holds plain containers and tensors.
         state: dict[str, Any] = torch.load(path, map_location=self._trainer.args.device, weights_only=False)
@@ -287,11 +276,7 @@ class ResumeState:
         return Path(folder) / f"grpo_window_{self._trainer.args.process_index}.pt"
 
     def require_random_states(self, checkpoint: str) -> None:
-        """Refuse a checkpoint without this rank's files, which transformers would accept.
-
-        Raises:
-            FileNotFoundError: one is missing.
-        """
+        """Refuse a checkpoint without this rank's files, which transformers would accept."""
         path, args = self._file(checkpoint), self._trainer.args
         if not path.exists():
             raise FileNotFoundError(f"{path} is missing: the checkpoint was made with another number of processes")
@@ -299,12 +284,7 @@ class ResumeState:
         _require(path.with_name(f"rng_state{rank}.pth"), "the random states of this process")
 
     def require_optimizer(self, checkpoint: str) -> None:
-        """Refuse a checkpoint of another place in the data, or one without optimizer, which transformers would accept.
-
-        Raises:
-            FileNotFoundError: a file is missing.
-            ValueError: its number of steps means another place in the data of this run.
-        """
+        """Refuse a checkpoint of another place in the data, or without optimizer; transformers would accept it."""
         self._require_same_order(checkpoint)
         trainer = self._trainer
         if not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled):  # which have files of their own, and raise
@@ -412,11 +392,7 @@ def save_controllers(folder: str, controllers: Controllers) -> None:
 
 
 def load_controllers(checkpoint: str, controllers: Controllers) -> list[str]:
-    """Restore each controller from a checkpoint; return a line for each.
-
-    Raises:
-        FileNotFoundError: one was not on when the checkpoint was saved.
-    """
+    """Restore each controller from a checkpoint, where it must have been on; return a line for each."""
     path = _controllers_file(checkpoint)
     states = json.loads(path.read_text()) if path.exists() else {}
     for name, controller in controllers.items():

@@ -53,12 +53,9 @@ class FiniteChecks:
         self._skipped_in_a_row = 0
 
     def gradient(self, norm: Any) -> float | None:
-        """Return the gradient norm as a number, so that the device is asked for it once.
+        """Return the gradient norm, the same on every rank, as a number, so that the device is asked for it once.
 
-        DeepSpeed has tried to take the step by now; of gradients that are not finite it takes none.
-
-        Raises:
-            NotFinite: on every rank that sees it; the gradient norm is the same on all of them.
+        DeepSpeed has tried to take the step by now, and takes none with gradients that are not finite.
         """
         found, loss = None if norm is None else float(norm), float(self._trainer._tr_loss)
         if math.isfinite(loss) and math.isfinite(found or 0.0):
@@ -71,11 +68,7 @@ class FiniteChecks:
         return found
 
     def weights(self) -> None:
-        """Look at the weights of the step that was taken.
-
-        Raises:
-            NotFinite: a finite gradient times the learning rate made them infinite.
-        """
+        """Look at the weights after the step: a finite gradient times the learning rate can make them infinite."""
         parts = [own_part(parameter) for parameter in self._trainer.model.parameters() if parameter.requires_grad]
         norm = float(torch.nn.utils.get_total_norm(parts))
         if not math.isfinite(norm):
@@ -97,16 +90,10 @@ class WeightCheck:
         self._unproven = False
 
     def check(self, output: dict[str, Any], synced: bool) -> None:
-        """Stop every rank unless the server holds and uses the trainer's weights.
+        """Raise ``WeightsDiffer`` on every rank unless the server holds and uses the trainer's weights.
 
-        A batch without a scored token proves nothing: the next one is looked at too.
-
-        Args:
-            output: what TRL's loss is given.
-            synced: whether weights were sent before this batch.
-
-        Raises:
-            WeightsDiffer: on every rank, before an update is computed from this batch.
+        That is before an update is computed from this batch, which is looked at when it was sampled after a sync. A
+        batch without a scored token proves nothing: the next one is looked at too.
         """
         trainer = self._trainer
         if not (trainer.rollouts.guarded and (synced or self._unproven)):
@@ -121,11 +108,8 @@ class WeightCheck:
     def logprob_difference(self, output: dict[str, Any]) -> float | None:
         """Return the mean |trainer - server| log-prob of the sampled tokens over all ranks.
 
-        Returns:
-            NaN when the server scored none of the tokens, None when there are none to look at.
-
-        Raises:
-            NotFinite: on every rank, when the trainer's own are not finite: the server is not to blame.
+        NaN when the server scored none of the tokens, None when there are none to look at. ``NotFinite`` when the
+        trainer's own are not finite: the server is not to blame.
         """
         trainer = self._trainer
         if (trainer.top_p, trainer.top_k, trainer.min_p or 0.0, trainer.repetition_penalty) != (1.0, 0, 0.0, 1.0):

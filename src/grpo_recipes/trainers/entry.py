@@ -92,14 +92,9 @@ def _leave_if_asked(stop: StopRequest, run: Path, device: torch.device) -> None:
 
 
 def load_callbacks(specs: Iterable[str], copies: Path | None = None) -> list[TrainerCallback]:
-    """Make the callbacks that a recipe names.
+    """Make the callbacks that a recipe names, ``module:Class`` or ``file.py:Class``.
 
-    Args:
-        specs: ``module:Class`` or ``file.py:Class``.
-        copies: the run's folder of copied files, which are run in place of the originals.
-
-    Raises:
-        ConfigError: a name is not a class of callbacks, or its constructor wants arguments.
+    ``copies`` is the run's folder of copied files, which are run in place of the originals.
     """
     return [_make(spec, load_object(spec, copies)) for spec in specs]
 

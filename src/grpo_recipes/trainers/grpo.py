@@ -61,9 +61,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         stop: the request to stop that is looked at; one of the run directory by default.
         reward_max_no_verdict: share of a training generation's completions without a score that ends the run.
         kwargs: TRL's others.
-
-    Raises:
-        ValueError: ``kl_target`` without a KL term in the loss.
     """
 
     args: GRPOConfig
@@ -104,11 +101,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     # --- a training: epochs of steps -------------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as transformers does.
-
-        Raises:
-            StoppedOnRequest: on every rank, with the state of the last completed step saved.
-        """
+        """Train as transformers does; on request stop on every rank, with the last completed step saved."""
         try:
             return super().train(*args, **kwargs)
         except Stopped:
@@ -130,10 +123,8 @@ class GRPOTrainer(trl.GRPOTrainer):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Take a micro-step as TRL does, which samples, scores and weighs where a generation has been used up.
 
-        Before it comes the evaluation that the run was stopped in, its sets without a row.
-
-        Raises:
-            Stopped: the run was stopped in it again; nothing has happened since the checkpoint that owes it.
+        Before it comes the evaluation that the run was stopped in, its sets without a row. Stopped in it again, the
+        run leaves the checkpoint that owes it: nothing has happened since.
         """
         if self.evaluation.owed:
             self.evaluation.owed = False
@@ -177,11 +168,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids_list: list[Any]
     ) -> torch.Tensor:
-        """Score: return the rewards of all ranks, (B, rewards), NaN in every column of an unscored completion.
-
-        Raises:
-            TooManyWithoutVerdict: on every rank, before an update is computed from this batch.
-        """
+        """Score: return the rewards of all ranks, (B, rewards), NaN in every column of an unscored completion."""
         self.scoring.begin(len(prompts))
         with self.preemption.scoring(self.reward_funcs), self.rows.phase("score"):
             rewards_BR = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
@@ -194,8 +181,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def weigh(self, output: dict[str, Any]) -> torch.Tensor | None:
         """Weigh: return the advantages to train on, of all ranks' completions, (P, G); None keeps TRL's.
 
-        Args:
-            output: what TRL's loss is given, this rank's rows; groups are contiguous over the ranks' rows in order.
+        ``output`` is what TRL's loss is given, this rank's rows; groups are contiguous over the ranks' rows in order.
         """
         return None
 
@@ -257,11 +243,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     # Before each generation TRL sends the weights of a new step; _generate_and_score_completions checks them.
 
     def serve_final_weights(self) -> None:
-        """After training, have whatever samples use the weights of the last step. Called by every rank.
-
-        Raises:
-            WeightsDiffer: on every rank, when the server does not hold them.
-        """
+        """After training, have whatever samples hold the weights of the last step. Called by every rank."""
         self.model.eval()
         sent = self.rollouts.serve_weights()
         if sent and self.rollouts.guarded and (verdict := self.rollouts.checksum_verdict()):
@@ -339,10 +321,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         All metrics begin with ``metric_key_prefix`` and, in a dict, the key of the set; TRL calls them ``eval_reward``
         and so on whatever the set. In ``eval.jsonl`` the name ``eval_reward`` always means the trainer's own set. A row
         of another set has ``set``, its name, and ``eval_<set>_reward``, so that no reader takes it for the run's. The
-        name is the key in the dict, or the prefix (``other`` where that is ``eval``).
-
-        Returns:
-            The metrics, or nothing where a stop request came before the end.
+        name is the key in the dict, or the prefix (``other`` where that is ``eval``). A stop request before the end
+        leaves no metrics.
         """
         name = self.evaluation.set_name(eval_dataset, metric_key_prefix)
         if (made := self.evaluation.made(name)) is not None:
@@ -354,10 +334,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         return metrics
 
     def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
-        """Predict as transformers does, with the metrics of ``evaluate``; write no row, leave no trace in the training.
+        """Predict as transformers does, with the metrics of ``evaluate``, no row, and no trace in the training.
 
-        Returns:
-            As transformers', without metrics where a stop request came before the end.
+        A stop request before the end leaves no metrics.
         """
         prediction = PredictionOutput(predictions=None, label_ids=None, metrics={})
         with self.evaluation.running():

@@ -55,11 +55,7 @@ class Groups:
 
 
 class MaxEntGRPOTrainer(GRPOTrainer):
-    """``GRPOTrainer`` with the objective ``args.maxent_objective``. Takes the same arguments.
-
-    Raises:
-        ValueError: ``loss_type``, ``scale_rewards`` or ``multi_objective_aggregation`` are not the objective's.
-    """
+    """``GRPOTrainer`` with the objective ``args.maxent_objective``. Takes the same arguments."""
 
     def __init__(self, *, args: GRPOConfig, **kwargs: Any):
         self._objective = OBJECTIVES[args.maxent_objective]
@@ -251,11 +247,7 @@ class MaxEntGRPOTrainer(GRPOTrainer):
 
 
 def fix_loss(args: GRPOConfig, objective: Objective) -> None:
-    """Set the keys of TRL's loss that the objective fixes.
-
-    Raises:
-        ValueError: one of them has a value that is neither TRL's default nor the objective's.
-    """
+    """Set the keys of TRL's loss that the objective fixes; refuse values that are neither TRL's default nor its."""
     fixed = {
         "loss_type": objective.loss_type(args.maxent_length_normalize_policy),
         "scale_rewards": SCALE_REWARDS,

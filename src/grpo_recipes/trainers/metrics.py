@@ -121,12 +121,8 @@ def write_samples(file: Path, trainer: Any, answers: list[Any]) -> None:
 
     A row holds ``step`` (the optimizer step the completions are for), ``rewards`` (the total of every completion of
     the generation, over all ranks; null where no reward scored it) and ``samples``: ``report_samples`` completions
-    of two groups, each with prompt, completion, answer, reward, rewards by name and advantage.
-
-    Args:
-        file: ``samples.jsonl`` of the run.
-        trainer: a ``GRPOTrainer``.
-        answers: of rank 0's completions, which TRL logs first.
+    of two groups, each with prompt, completion, answer, reward, rewards by name and advantage. ``answers`` are those of
+    rank 0's completions, which TRL logs first.
     """
     logs, group = trainer._logs, trainer.num_generations
     per_name = {name: list(values) for name, values in logs["rewards"].items()}
@@ -152,8 +148,7 @@ def write_samples(file: Path, trainer: Any, answers: list[Any]) -> None:
 def total_rewards(per_name: dict[str, list[float]], weights: dict[str, float]) -> list[float | None]:
     """Return the weighted sum of each completion's rewards, as TRL logs its mean: NaN is unscored and counts nothing.
 
-    Returns:
-        (B,) rounded to 4 digits, None where no reward scored the completion.
+    (B,), rounded to 4 digits; None where no reward scored the completion.
     """
     totals: list[float | None] = []
     for row in zip(*per_name.values(), strict=True):
@@ -189,12 +184,7 @@ def _spread(totals: list[float | None]) -> float:
 def _extremes(rows: list[int], totals: list[float | None]) -> list[int]:
     """Return ``rows`` as best, worst, second best, second worst and so on; unscored ones count as worst."""
     ranked = sorted(rows, key=lambda row: -math.inf if totals[row] is None else totals[row], reverse=True)
-    order = []
-    while ranked:
-        order.append(ranked.pop(0))
-        if ranked:
-            order.append(ranked.pop())
-    return order
+    return [ranked.pop(-(place % 2)) for place in range(len(rows))]
 
 
 def _prompt_text(prompt: Any) -> str:

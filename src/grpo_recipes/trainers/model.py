@@ -109,11 +109,7 @@ def save_reference(trainer: Any, folder: str) -> None:
 
 
 def load_reference(trainer: Any, checkpoint: str) -> None:
-    """Put the reference back as it was last synced.
-
-    Raises:
-        FileNotFoundError: ``sync_ref_model`` was not on when the checkpoint was written.
-    """
+    """Put the reference back as it was last synced before the checkpoint."""
     path = _reference_file(trainer, checkpoint)
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing: sync_ref_model was not on when the checkpoint was made")
@@ -132,11 +128,7 @@ def _reference_file(trainer: Any, folder: str) -> Path:
 
 
 def load_lora_config(model_args: ModelConfig, trust_remote_code: bool) -> LoraConfig | None:
-    """Return the recipe's adapter, None without ``use_peft``. Reads the model's configuration, no weights.
-
-    Raises:
-        ConfigError: it does not fit the model.
-    """
+    """Return the recipe's adapter, None without ``use_peft``, checked against the model's configuration."""
     config = trl.get_peft_config(model_args)
     if config is not None:
         check_adapter(skeleton(model_args, trust_remote_code), config)
@@ -146,8 +138,7 @@ def load_lora_config(model_args: ModelConfig, trust_remote_code: bool) -> LoraCo
 def skeleton(model_args: ModelConfig, trust_remote_code: bool) -> PreTrainedModel:
     """Build the model's layers on the meta device from its configuration alone.
 
-    Raises:
-        OSError, ValueError: there is no configuration, or none that transformers knows.
+    OSError or ValueError: there is no configuration, or none that transformers knows.
     """
     name = model_args.model_name_or_path
     config = AutoConfig.from_pretrained(name, revision=model_args.model_revision, trust_remote_code=trust_remote_code)
@@ -159,17 +150,10 @@ def skeleton(model_args: ModelConfig, trust_remote_code: bool) -> PreTrainedMode
 
 
 def check_adapter(model: PreTrainedModel, config: LoraConfig) -> int:
-    """Refuse an adapter unless every layer it names is in the model; PEFT is content with one of them.
+    """Put an adapter on a skeleton; return how many layers get one.
 
-    Args:
-        model: a skeleton; it gets the adapter.
-        config: the adapter, not changed.
-
-    Returns:
-        How many layers get an adapter.
-
-    Raises:
-        ConfigError: a name that fits no layer, a layer that cannot have an adapter, or one tied to another.
+    Refuse a name that fits no layer (PEFT is content with one that fits), a layer that cannot have an adapter, and one
+    tied to another.
     """
     linear = ", ".join(
         sorted({name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, nn.Linear)})
@@ -205,10 +189,9 @@ def _check_tied(model: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def refuse_shards(accelerator: Accelerator) -> None:
-    """Refuse a LoRA run on shards; with a file of the user's own (CONFIG_FILE) that is seen only here.
+    """Refuse a LoRA run where no process holds whole weights (ZeRO-3, FSDP) to merge the adapter into.
 
-    Raises:
-        ValueError: no process holds whole weights (ZeRO-3, FSDP), so none can merge the adapter into them.
+    The recipe is checked before; a file of the user's own (CONFIG_FILE) is seen only here.
     """
     if shards_weights(accelerator):
         raise ValueError(
@@ -222,9 +205,6 @@ def merged_parameters(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
 
     The model itself does not change. TRL merges in place and subtracts again: rounding makes the base model drift with
     every transfer, which a resumed run cannot know.
-
-    Args:
-        model: with one LoRA adapter.
     """
     layers = {f"{name}.base_layer.weight": layer for name, layer in _adapted_layers(model).items()}
     for name, parameter in model.named_parameters():

@@ -49,11 +49,7 @@ class Preemption:
         return trainer.is_in_train and not ends
 
     def stop_if_agreed(self) -> None:
-        """Stop if any rank knows of a request. Called by every rank.
-
-        Raises:
-            Stopped: on every rank.
-        """
+        """Raise ``Stopped`` on every rank if any knows of a request. Called by every rank."""
         if not self._stoppable:
             return
         self._agreed = self._agreed or agreed(self._stop, self._trainer.args.device)

@@ -28,11 +28,7 @@ BARRIER_SECONDS = 300.0
 
 
 def run_folder() -> Path:
-    """Return the run directory that the launcher made.
-
-    Raises:
-        SystemExit: started without the launcher.
-    """
+    """Return the run directory that the launcher made; exit without one."""
     folder = os.environ.get("GRPO_RUN_DIR")
     if not folder:
         raise SystemExit("grpo: this script is started by the launcher; use: grpo launch RECIPE")
@@ -93,13 +89,7 @@ def _exit_of(error: BaseException) -> tuple[int, str]:
 def first_barrier(run_dir: Path, device: torch.device, seconds: float = BARRIER_SECONDS) -> None:
     """Sum one element over all ranks: a network that does not carry their collectives is found here.
 
-    Args:
-        run_dir: the run directory; the ranks' records in it say on which node each is.
-        device: of this rank, where its collectives work.
-        seconds: longest wait.
-
-    Raises:
-        RuntimeError: not every rank came; over gloo the message names those that are missing.
+    Over gloo the error names the ranks that are missing, with the nodes in their records.
     """
     if not torch.distributed.is_initialized():
         return
@@ -143,10 +133,7 @@ _SHARING = {
 def check_world(folder: Path, world_size: int, device_type: str) -> None:
     """Compare the world of this process with the plan.
 
-    accelerate starts one process where it was told two, and exits 0, for some configurations.
-
-    Raises:
-        RuntimeError: they differ.
+    For some configurations accelerate starts one process instead of two, and exits 0.
     """
     plan = json.loads((folder / "plan.json").read_text())
     planned = (plan["batch"]["world_size"], "cpu" if plan["flavour"] == "cpu" else "cuda")
@@ -160,15 +147,8 @@ def check_world(folder: Path, world_size: int, device_type: str) -> None:
 def check_sharing(folder: Path, distributed_type: str, dtype: str) -> None:
     """Compare how accelerate shares the model, and in what dtype, with the plan.
 
-    accelerate drops DeepSpeed or FSDP without a word where it does not expect them.
-
-    Args:
-        folder: the run directory.
-        distributed_type: the name of ``Accelerator().distributed_type``.
-        dtype: of the model's parameters; ZeRO and FSDP keep their own, so it is compared without them alone.
-
-    Raises:
-        RuntimeError: they differ.
+    accelerate drops DeepSpeed or FSDP without a word where it does not expect them. The dtype is compared without them
+    alone, since ZeRO and FSDP keep their own.
     """
     plan = json.loads((folder / "plan.json").read_text())
     planned = plan["accelerator"]
@@ -188,15 +168,7 @@ def check_updates(distributed_type: str, mixed: str, dtypes: Iterable[str], args
     """Refuse weights whose updates would be rounded away, now that their dtype is known.
 
     The recipe was checked before; ``dtype: auto`` and a ``CONFIG_FILE`` are only known here.
-
-    Args:
-        distributed_type: the name of ``Accelerator().distributed_type``.
-        mixed: its mixed precision: ``no``, ``bf16`` or ``fp16``.
-        dtypes: of the parameters that are trained.
-        args: the trainer's.
-
-    Raises:
-        ConfigError: they would be.
+    ``dtypes`` are those of the trained parameters; ``mixed`` is ``no``, ``bf16`` or ``fp16``.
     """
     accelerator = _AS_LOADED.get(distributed_type, "fsdp2" if distributed_type == "FSDP" else "zero2")
     if updates_float32(accelerator, mixed):

@@ -52,8 +52,7 @@ class Scoring:
     def mark_unscored(self, rewards: torch.Tensor, prompts: list[Any], completions: list[Any]) -> None:
         """Set every column of an unscored completion to NaN in the rewards of all ranks, (B, rewards).
 
-        Raises:
-            TooManyWithoutVerdict: on every rank, before an update is computed from this batch.
+        Too many end the run on every rank, before an update is computed from this batch.
         """
         own = self._rewards()
         if not own:

@@ -72,11 +72,7 @@ class BridgeClient(VLLMClient):
             self._restarts = ServerRestarts(settings.state_file, settings.start_timeout, self._aborted)
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 0.5) -> None:
-        """Put token and time limit into the session, then wait for this run's own server.
-
-        Raises:
-            ServerError: it does not answer in time, or another server answers.
-        """
+        """Put token and time limit into the session, then wait for this run's own server; refuse another."""
         token = Path(os.environ["GRPO_TOKEN_FILE"]).read_text().strip()
         self.session.headers["Authorization"] = f"Bearer {token}"
         self.session.trust_env = False  # an http_proxy must not see, or swallow, requests to our own server
@@ -109,9 +105,7 @@ class BridgeClient(VLLMClient):
     def _through_restarts(self, ask: Callable[[], Answer]) -> Answer:
         """Ask the server; where the launcher starts another meanwhile, ask that one, which was given the weights first.
 
-        Raises:
-            ServerError: the server is lost for good.
-            GenerationAborted: while waiting for another.
+        ServerError when the server is lost for good, GenerationAborted while waiting for another.
         """
         if self._restarts is None:
             return ask()
@@ -142,11 +136,9 @@ class BridgeClient(VLLMClient):
     # --- weights -------------------------------------------------------------------------------------------------
 
     def update_named_params(self, metadata: Metadata, named_params: NamedTensors) -> None:
-        """Send every tensor, then compare what the server holds with what was sent.
+        """Send every tensor, materialized one at a time, then compare what the server holds with what was sent.
 
-        Args:
-            metadata: (name, dtype, shape) of each tensor, in order.
-            named_params: the tensors, materialized one at a time.
+        ``metadata`` is (name, dtype, shape) of each tensor, in order.
         """
         start = time.perf_counter()
         if self.settings.guard:
@@ -183,11 +175,7 @@ class BridgeClient(VLLMClient):
         return self.call_workers("grpo_weights")
 
     def call_workers(self, method: str, **kwargs: Any) -> list[Any]:
-        """Call a method of every worker of the server.
-
-        Returns:
-            One result a worker.
-        """
+        """Call a method of every worker of the server; return a result per worker."""
         answer = self._post(f"{self.base_url}/collective_rpc", json={"method": method, "kwargs": kwargs})
         return list(answer["results"])
 
@@ -200,9 +188,7 @@ class BridgeClient(VLLMClient):
     def generate(self, prompts: list[Any], features: Any = None, n: int = 1, **kwargs: Any) -> dict[str, list[Any]]:
         """Generate as TRL does; with a run seed, one request and one seed per prompt.
 
-        Raises:
-            GenerationAborted: ``abort`` was called, now or earlier.
-            ServerError: no answer, and no other server to ask.
+        GenerationAborted when ``abort`` was called, now or earlier; ServerError when no server answers.
         """
         if self.settings.seed is None or features is not None:
             return self._sampled(partial(super().generate, prompts, features=features, n=n, **kwargs))
@@ -216,15 +202,7 @@ class BridgeClient(VLLMClient):
 
         One ``seed`` in TRL's single request would give every prompt the same noise. In a seeded run, log-probs are the
         same bits each time (``EnginePause``).
-
-        Args:
-            prompts: texts or token ids.
-            seeds: one a prompt; vLLM gives its completions seed, seed + 1, ...
-            n: completions a prompt.
-            kwargs: TRL's others.
-
-        Raises:
-            GenerationAborted, ServerError: as ``generate``.
+        vLLM gives the n completions of a prompt seed, seed + 1, ...
         """
         extra = kwargs.pop("generation_kwargs", None) or {}
         pause = EnginePause(self, n, self.settings.request_timeout) if self.settings.seed is not None else None
@@ -291,16 +269,7 @@ class BridgeClient(VLLMClient):
 
 
 def sample_each(sample: Callable[[int], dict[str, Any]], prompts: int, pause: EnginePause | None) -> dict[str, Any]:
-    """Make one request per prompt, many at a time.
-
-    Args:
-        sample: makes the request of one prompt, by its index.
-        prompts: how many there are.
-        pause: keeps the engine from starting before it has all requests of a moment, or None.
-
-    Returns:
-        The answers, joined in the order of prompts.
-    """
+    """Make one request per prompt, by its index, many at a time; return the answers joined in the order of prompts."""
     answers: list[dict[str, Any]] = []
     for start in range(0, prompts, REQUESTS):
         share = range(start, min(start + REQUESTS, prompts))
@@ -325,11 +294,6 @@ class EnginePause:
 
     Which completions share a forward pass decides the last bits of their log-probs, and that depends on when each
     arrives. Pausing also empties the engine's prefix cache, so that nothing depends on what it sampled before.
-
-    Args:
-        engine: the client of the server.
-        n: completions of a request.
-        limit: longest wait in seconds.
     """
 
     def __init__(self, engine: BridgeClient, n: int, limit: float):

@@ -23,7 +23,7 @@ class WeightsDiffer(RuntimeError):
 
 
 def held_name(name: str, held: Mapping[str, Any], packed: Mapping[str, Sequence[str]]) -> str | None:
-    """The server's parameter that holds the trainer's parameter ``name``, fused ones included; None if not found."""
+    """Return the server's parameter that holds the trainer's ``name``, fused ones included; None if not found."""
     if name in held:
         return name
     for fused, parts in packed.items():
@@ -35,14 +35,10 @@ def held_name(name: str, held: Mapping[str, Any], packed: Mapping[str, Sequence[
 
 
 def differing(streamed: Mapping[str, int], reports: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Compare what was streamed with what the server's workers hold.
+    """Return the names of the server's parameters that hold something else than was streamed.
 
-    Args:
-        streamed: the trainer's parameter -> fingerprint, in the server's dtype.
-        reports: ``WeightReport.grpo_weights()`` of every worker.
-
-    Returns:
-        Names of the server's parameters that hold something else; empty when all agree.
+    ``streamed`` is the trainer's parameter -> fingerprint in the server's dtype, ``reports`` the
+    ``WeightReport.grpo_weights()`` of every worker.
     """
     held, packed = reports[0]["parameters"], reports[0]["packed"]
     expected: dict[str, int] = {}
@@ -66,13 +62,13 @@ def differing(streamed: Mapping[str, int], reports: Sequence[Mapping[str, Any]])
 
 
 def _holds(expected: int, values: Sequence[int]) -> bool:
-    """Whether shards add up to ``expected``, or every worker has a copy of it."""
+    """Return whether shards add up to ``expected``, or every worker has a copy of it."""
     wanted = expected % _WRAP
     return sum(values) % _WRAP == wanted or all(value % _WRAP == wanted for value in values)
 
 
 def checksum_verdict(bridge: str, wrong: Sequence[str]) -> str | None:
-    """The message for a failed checksum, or None."""
+    """Return the message for a failed checksum, or None."""
     if not wrong:
         return None
     some = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
@@ -83,7 +79,7 @@ def checksum_verdict(bridge: str, wrong: Sequence[str]) -> str | None:
 
 
 def logprob_verdict(bridge: str, difference: float, tolerance: float) -> str | None:
-    """The message for log-probs that disagree, or None."""
+    """Return the message for log-probs that disagree, or None."""
     if difference <= tolerance:
         return None
     return (

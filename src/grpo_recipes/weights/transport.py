@@ -40,9 +40,7 @@ class GenerationAborted(Exception):
 class ServerAdapter(HTTPAdapter):
     """Limit the wait for every answer, which TRL's calls do not, and do not retry for a minute on a dead server.
 
-    Args:
-        timeout: longest wait in seconds for one answer, unless the request itself sets a shorter one.
-        connections: how many are kept for further requests.
+    ``timeout`` is in seconds; a request may set a shorter one. ``connections`` are kept for further requests.
     """
 
     def __init__(self, timeout: float, connections: int = 1):
@@ -50,11 +48,7 @@ class ServerAdapter(HTTPAdapter):
         super().__init__(pool_maxsize=connections, max_retries=0)
 
     def send(self, request: requests.PreparedRequest, *args: Any, **kwargs: Any) -> requests.Response:
-        """Send the request and read the whole answer.
-
-        Raises:
-            ServerLost: no answer, or an error of a server whose engine is dead.
-        """
+        """Send the request and read the whole answer; ServerLost without one, or from a server whose engine is dead."""
         limit = min(self._timeout, kwargs.get("timeout") or self._timeout)
         kwargs["timeout"] = (min(limit, _CONNECT_SECONDS), limit)
         path = request.path_url
@@ -107,10 +101,7 @@ def _root(error: BaseException) -> BaseException:
 class ServerRestarts:
     """Follow ``processes/server_state.json``: the launcher restarts a dead server at its old address.
 
-    Args:
-        state_file: written by the launcher; without it nobody restarts servers.
-        start_seconds: longest time a server may take to be ready.
-        aborted: ends every wait.
+    Without the file nobody restarts servers. ``aborted`` ends every wait, with GenerationAborted.
     """
 
     def __init__(self, state_file: Path, start_seconds: float, aborted: threading.Event):
@@ -125,12 +116,7 @@ class ServerRestarts:
         return self._read() != (self._epoch, "ready")
 
     def wait_until_noticed(self, lost: ServerLost) -> None:
-        """Wait for the launcher to see that the server is lost.
-
-        Raises:
-            ServerLost: the given one, when the launcher leaves things as they are.
-            GenerationAborted: meanwhile.
-        """
+        """Wait for the launcher to see that the server is lost; raise ``lost`` when it changes nothing."""
         deadline = time.monotonic() + _NOTICE_SECONDS
         while not self.changed:
             if time.monotonic() > deadline or not self._file.exists():
@@ -138,12 +124,7 @@ class ServerRestarts:
             self._pause()
 
     def wait_until_ready(self) -> None:
-        """Wait for the next server.
-
-        Raises:
-            ServerError: there will be none, or it takes too long.
-            GenerationAborted: meanwhile.
-        """
+        """Wait for the next server; ServerError when there will be none, or it takes too long."""
         limit = self._start_seconds + _MARGIN_SECONDS
         deadline = time.monotonic() + limit
         while True:
