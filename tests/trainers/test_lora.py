@@ -181,6 +181,8 @@ def test_trl_streams_through_the_method_that_is_replaced() -> None:
 class FakeGeneration:
     """Stands where TRL builds what holds the server's client."""
 
+    mode = "colocate"
+
     def __init__(self, model: PeftModel, **_: Any):
         self.model = model
 
