@@ -81,12 +81,12 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.finite = FiniteChecks(self)
         self.weight_check = WeightCheck(self)
         self.preemption = Preemption(self, stop or StopRequest(run_dir))
-        self.rows = MetricsRows(self, run_dir, args.process_index)
         self.scoring = Scoring(self, run_dir, reward_max_no_verdict)
         self.evaluation = Evaluation(self, run_dir)
         self._samples_file = run_dir / "samples.jsonl"
         with weight_bridge(args, run_dir), loaded_by_every_rank(args):
             super().__init__(args=args, **kwargs)
+        self.rows = MetricsRows(self, run_dir, args.process_index)
         self.rollouts = rollouts_of(self)
         if self.use_vllm:
             generation = self.vllm_generation
