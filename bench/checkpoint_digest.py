@@ -42,7 +42,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from grpo_recipes import smoke
 from grpo_recipes.paths import home
 from grpo_recipes.recipe.configs import GRPOConfig
-from grpo_recipes.runs import digests
+from grpo_recipes.runs import checkpoints as run_checkpoints
 from grpo_recipes.runs.checkpoints import verified_checkpoint
 from grpo_recipes.runs.rundir import code_state, write_json
 from grpo_recipes.trainers import checkpoints
@@ -162,7 +162,7 @@ class Saves:
         for _ in range(3):
             began = time.perf_counter()
             with _digests_by(make):
-                digests.digest_of(self._kept() / name)
+                run_checkpoints.digest_of(self._kept() / name)
             seconds.append(time.perf_counter() - began)
         return round(size / min(seconds) / 1e9, 2)
 
@@ -185,14 +185,14 @@ class Saves:
 @contextmanager
 def _digests_by(make: Callable[[], Any]) -> Iterator[None]:
     """Take another digest for the files that are read back, and for those that are digested while they are written."""
-    with patch.object(digests, "new_digest", make), patch.object(checkpoints, "new_digest", make):
+    with patch.object(run_checkpoints, "new_digest", make), patch.object(checkpoints, "new_digest", make):
         yield
 
 
 @contextmanager
 def _without_digests() -> Iterator[None]:
     written = patch.object(checkpoints, "digested_saves", lambda folder: nullcontext({}))
-    with written, patch.object(digests, "digest_of", lambda path: ""):
+    with written, patch.object(run_checkpoints, "digest_of", lambda path: ""):
         yield
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_recipes.runs.advice import advice
+from grpo_recipes.runs.endings import advice
 
 
 @pytest.mark.parametrize(

@@ -11,18 +11,19 @@ import pytest
 import xxhash
 
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.runs import digests
+from grpo_recipes.runs import checkpoints
 from grpo_recipes.runs.checkpoints import (
     MARKER,
     complete_checkpoints,
     damage,
+    digest_of,
+    has_its_checksum,
     is_complete,
     newest_complete,
     prune,
     publish,
     verified_checkpoint,
 )
-from grpo_recipes.runs.digests import digest_of, has_its_checksum
 
 FILES = {
     "model.safetensors": b"weights" * 100,
@@ -292,7 +293,7 @@ def test_publishing_reads_back_only_what_it_has_no_digest_of(tmp_path, monkeypat
     staged = stage(tmp_path, 5)
     known = {"global_step/rank_0.pt": digest_of(staged / "global_step/rank_0.pt"), "gone.pt": "0" * 32}
     read = []
-    monkeypatch.setattr(digests, "digest_of", lambda path: read.append(path.name) or digest_of(path))
+    monkeypatch.setattr(checkpoints, "digest_of", lambda path: read.append(path.name) or digest_of(path))
     publish(staged, tmp_path, 5, 2, known)
     assert sorted(read) == ["empty", "model.safetensors", "trainer_state.json"]
     monkeypatch.undo()

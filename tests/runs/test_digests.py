@@ -19,8 +19,7 @@ from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.recipe.check import checked_recipe
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
 from grpo_recipes.recipe.tasks import RequestedTask
-from grpo_recipes.runs.checkpoints import is_complete, publish
-from grpo_recipes.runs.digests import RECORD, need_same_files, rewriting
+from grpo_recipes.runs.checkpoints import RECORD, is_complete, need_same_files, publish, rewriting
 from grpo_recipes.runs.rundir import Run
 
 CPU = Resources("cpu", (), 2)

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from grpo_recipes.runs.progress import Progress
-from grpo_recipes.runs.rundir import move_rows_after
+from grpo_recipes.runs.rundir import Progress, move_rows_after
 
 
 def row(step, reward=0.5, last=100, **more):

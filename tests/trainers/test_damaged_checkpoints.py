@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_recipes.runs import digests
-from grpo_recipes.runs.checkpoints import damage, newest_complete, verified_checkpoint
-from grpo_recipes.runs.digests import digest_of
+from grpo_recipes.runs import checkpoints
+from grpo_recipes.runs.checkpoints import damage, digest_of, newest_complete, verified_checkpoint
 from grpo_recipes.runs.rundir import move_rows_after
 from grpo_recipes.trainers.checkpoints import digested_saves
 
@@ -54,7 +53,7 @@ def test_a_flipped_bit_of_any_file_is_noticed_and_training_goes_on_from_the_chec
 
 def test_what_torch_writes_is_not_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = []
-    monkeypatch.setattr(digests, "digest_of", lambda path: read.append(path.name) or digest_of(path))
+    monkeypatch.setattr(checkpoints, "digest_of", lambda path: read.append(path.name) or digest_of(path))
     train(tmp_path, **SAVING | {"max_steps": 2})
     assert "model.safetensors" in read and not [name for name in read if name.endswith((".pt", ".pth"))]
     assert damage(tmp_path / "checkpoints" / "checkpoint-2", print) is None

@@ -24,8 +24,7 @@ from grpo_recipes.process.reports import aligned
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.runs.find import RunFiles
 from grpo_recipes.runs.health import notices_of
-from grpo_recipes.runs.progress import clock
-from grpo_recipes.runs.rundir import find_run, finish_summary, launcher_of, no_requeue_file, stop_file
+from grpo_recipes.runs.rundir import clock, find_run, finish_summary, launcher_of, no_requeue_file, stop_file
 from grpo_recipes.secrets import masked
 from grpo_recipes.slurm.profile import KEYS, Profile
 from grpo_recipes.slurm.queue import NO_ANSWER, Job, cancel, find_job, my_jobs

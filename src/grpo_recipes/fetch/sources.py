@@ -20,7 +20,7 @@ from grpo_recipes.modebench.dataset import SCHEME as MODEBENCH_SCHEME
 from grpo_recipes.modebench.dataset import Settings
 from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.runs.digests import rewriting
+from grpo_recipes.runs.checkpoints import rewriting
 from grpo_recipes.runs.rundir import Run, read_json, write_json
 from grpo_recipes.smoke import SMOKE_SCHEME, smoke_folder
 

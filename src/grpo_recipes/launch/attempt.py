@@ -23,9 +23,8 @@ from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.user_code import copy_source
 from grpo_recipes.report.single import report_line
 from grpo_recipes.rewards.load import keep_rewards
-from grpo_recipes.runs.advice import advice
-from grpo_recipes.runs.checkpoints import newest_complete, step_of
-from grpo_recipes.runs.digests import rewriting
+from grpo_recipes.runs.checkpoints import newest_complete, rewriting, step_of
+from grpo_recipes.runs.endings import advice
 from grpo_recipes.runs.health import notices_of
 from grpo_recipes.runs.rundir import (
     Run,

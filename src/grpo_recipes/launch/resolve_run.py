@@ -19,8 +19,7 @@ from grpo_recipes.process.reports import say
 from grpo_recipes.recipe import Recipe, merge_recipe, read_frozen
 from grpo_recipes.recipe.check import check, checked_recipe
 from grpo_recipes.recipe.tasks import GRPO, entry_of, requested_task, same_task
-from grpo_recipes.runs.checkpoints import newest_complete, world_size_of
-from grpo_recipes.runs.digests import need_same_files
+from grpo_recipes.runs.checkpoints import need_same_files, newest_complete, world_size_of
 from grpo_recipes.runs.rundir import (
     FROZEN_CODE,
     JOB_FILE,

@@ -1,33 +1,94 @@
-"""Checkpoints on disk: a checkpoint is complete or it is not listed, and verified before it is resumed. No torch."""
+"""What a resume reads, verified: a checkpoint is complete or not listed, and the files of the run are as written.
+
+XXH3 with 128 bits runs at the speed of memory, about ten times that of SHA-256, so a digest costs little beside writing
+or reading the file. It finds what disks, copies and people change; nobody has to be kept from forging it. No torch.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.errors import config_error
+import xxhash
+
+from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.paths import shown
-from grpo_recipes.runs.digests import CHECKSUM, digests_under_way, has_its_checksum, with_checksum
+from grpo_recipes.runs.rundir import write_json
 
 MARKER = "COMPLETE"
 _NAME = re.compile(r"checkpoint-(0|[1-9][0-9]*)", re.ASCII)
 _LARGE_BYTES = 2 << 30  # reading it takes seconds, so that a word is due
+CHECKSUM = "checksum"  # key of a JSON object: a digest of its other keys
+RECORD = "digests.json"  # in a run directory
+# What a resume reads of a run directory beside its checkpoints. `code/` has a hash of its own in run.json; what the
+# trainers share under `prompts/` is made anew by every attempt.
+_RECORDED = (
+    "run.json", "recipe.yaml", "plan.json", "sources.json", "accelerate.yaml", "rewards/*.py", "callbacks/*.py"
+)  # fmt: skip
+_MOST_THREADS = 4
+_GO_ON = "or add --allow-changed-code to go on with it as it is"
+_FIXES = {
+    "recipe.yaml": f"put it back and give the change as a flag (--KEY VALUE), {_GO_ON}",
+    RECORD: "add --allow-changed-code to go on unverified",
+}
+_ADDED = "was not written by this run"
+new_digest = xxhash.xxh3_128
+
+
+def digest_of(path: Path) -> str:
+    """Return the digest of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, new_digest).hexdigest()
+
+
+@contextmanager
+def digests_under_way(folder: Path, names: Iterable[str]) -> Iterator[Iterator[tuple[str, str | OSError]]]:
+    """Read files in threads while the caller does something else.
+
+    Yield name and digest of each file, in the order given, or the error for which it could not be read.
+    """
+    names = list(names)
+
+    def digest(name: str) -> tuple[str, str | OSError]:
+        try:
+            return name, digest_of(folder / name)
+        except OSError as error:
+            return name, error
+
+    cores = len(os.sched_getaffinity(0)) - 1  # one is left to the caller
+    pool = ThreadPoolExecutor(max(1, min(_MOST_THREADS, cores)), "digests")
+    try:
+        yield pool.map(digest, names)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def with_checksum(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON object with a digest of itself."""
+    return {**content, CHECKSUM: _checksum(content)}
+
+
+def has_its_checksum(content: Mapping[str, Any]) -> bool:
+    """Return whether an object that ``with_checksum`` made is as it was."""
+    return content.get(CHECKSUM) == _checksum({key: value for key, value in content.items() if key != CHECKSUM})
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return new_digest(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def publish(staged: Path, folder: Path, step: int, world_size: int, digests: Mapping[str, str] | None = None) -> None:
-    """Mark a staged checkpoint complete and put it in its place.
+    """Mark a staged checkpoint, every rank's part of it written, complete and put it into ``folder``.
 
-    Args:
-        staged: the checkpoint, every rank's part of it written.
-        folder: where it belongs.
-        step: its optimizer step.
-        world_size: how many training processes made it.
-        digests: those made while the files were written, by name; the other files are read back.
+    ``digests`` are those made while the files were written, by name; the other files are read back.
     """
     files = {name: (staged / name).stat().st_size for name in _files(staged)}
     known = {name: digest for name, digest in (digests or {}).items() if name in files}
@@ -97,28 +158,28 @@ def _size(path: Path) -> int:
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest step first."""
+    """Return complete checkpoints, oldest step first."""
     return [path for path in checkpoint_folders(folder) if is_complete(path)]
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
-    """Return the folders that are named as checkpoints are, oldest step first; ``checkpoint-6.bak`` is none of them."""
+    """Return the folders that are named as checkpoints are, oldest step first, without ``checkpoint-6.bak``."""
     found = [path for path in folder.glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
-    """The optimizer step a checkpoint folder is named after."""
+    """Return the optimizer step a checkpoint folder is named after."""
     return int(checkpoint.name.rsplit("-", 1)[1])
 
 
 def world_size_of(checkpoint: Path) -> int:
-    """How many training processes made a complete checkpoint."""
+    """Return how many training processes made a complete checkpoint."""
     return int(json.loads((checkpoint / MARKER).read_text())["world_size"])
 
 
 def newest_complete(folder: Path) -> Path | None:
-    """The newest checkpoint that has every file in its full size, or None."""
+    """Return the newest checkpoint that has every file in its full size, or None."""
     found = complete_checkpoints(folder)
     return found[-1] if found else None
 
@@ -127,11 +188,7 @@ def verified_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | None
     """Return the checkpoint to resume from, each byte of it verified; None where none was ever saved.
 
     It is ``newest_complete`` afterwards, for the ranks too: damaged checkpoints that are newer are renamed to
-    ``checkpoint-6.damaged``. Nothing is deleted.
-
-    Args:
-        folder: the run's checkpoints.
-        say: prints a line for the person who watches.
+    ``checkpoint-6.damaged``. Nothing is deleted. ``say`` prints a line for the person who watches.
 
     Raises:
         ConfigError: there are checkpoints and none can be resumed, or the folder is something else. Nothing is renamed.
@@ -192,3 +249,68 @@ def prune(folder: Path, limit: int | None) -> None:
     for path in complete_checkpoints(folder)[:-limit]:
         (path / MARKER).unlink()  # from here on it is not listed, however far the removal comes
         shutil.rmtree(path)
+
+
+@contextmanager
+def rewriting(run_dir: Path) -> Iterator[None]:
+    """Let our code write files of a run directory, then record the digests of all of them.
+
+    There is no record meanwhile: after a kill in these moments the run resumes unverified, and is not refused for a
+    file that we had just written.
+    """
+    (run_dir / RECORD).unlink(missing_ok=True)
+    yield
+    files = {name: digest_of(run_dir / name) for name in _recorded_files(run_dir)}
+    write_json(run_dir / RECORD, with_checksum({"files": files}))
+
+
+def _recorded_files(run_dir: Path) -> list[str]:
+    found = [path for pattern in _RECORDED for path in run_dir.glob(pattern) if not path.name.startswith(".")]
+    return sorted(str(path.relative_to(run_dir)) for path in found)
+
+
+def need_same_files(run_dir: Path, allow_changed: bool) -> list[str]:
+    """Check that what a resume reads of a run directory is what our code wrote there.
+
+    Return notes for the person who watches: what changed (with ``allow_changed``), or that this cannot be known.
+
+    Raises:
+        ConfigError: files changed, one problem each.
+    """
+    try:
+        text = (run_dir / RECORD).read_text()
+    except FileNotFoundError:
+        text = ""
+    except (OSError, ValueError):
+        text = "unreadable"
+    if not text:  # of an earlier version, or of a node that lost power in the moment of writing
+        return [f"cannot verify that recipe and plan are unchanged: {shown(run_dir)} has no {RECORD}"]
+    problems = [Problem(shown(run_dir / name), what, _fix(name, what)) for name, what in _changes(run_dir, text)]
+    if problems and not allow_changed:
+        raise ConfigError(*problems)
+    return [f"{problem.where} {problem.what}; this attempt goes on with it as it is" for problem in problems]
+
+
+def _fix(name: str, what: str) -> str:
+    if what == _ADDED:
+        return f"remove it, {_GO_ON}"
+    return _FIXES.get(name, f"put it back, {_GO_ON}")
+
+
+def _changes(run_dir: Path, record: str) -> Iterator[tuple[str, str]]:
+    """Yield each file that changed since the record was written, and what happened to it."""
+    try:
+        content = json.loads(record)
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict) or not has_its_checksum(content):
+        yield RECORD, "is damaged: it cannot show that the files of the run are unchanged"
+        return
+    recorded, here = content["files"], _recorded_files(run_dir)
+    yield from ((name, _ADDED) for name in here if name not in recorded)
+    with digests_under_way(run_dir, recorded) as digests:
+        for name, digest in digests:
+            if isinstance(digest, OSError):
+                yield name, f"cannot be read ({digest.strerror})"
+            elif digest != recorded[name]:
+                yield name, "was changed since the run wrote it"

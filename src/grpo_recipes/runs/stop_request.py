@@ -1,4 +1,4 @@
-"""Asking a run to stop: by a file in the run directory, since signals of a group do not reach ranks, or by SIGTERM."""
+"""Stop requests: a file in the run directory, since signals of a group do not reach ranks, or SIGTERM."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CutShort(BaseException):
 
 
 class StoppedOnRequest(SystemExit):
-    """Training ended on request; what is saved is said."""
+    """Training ended on request; the text says what is saved."""
 
     def __init__(self, what: str):
         super().__init__(EXIT_STOPPED)
@@ -39,9 +39,6 @@ class StopRequest:
     """Whether the run is asked to stop, as far as this process knows.
 
     Work whose result would be thrown away ends early: inside ``cutting_short`` it polls ``cuts``.
-
-    Args:
-        run_dir: the run directory.
     """
 
     def __init__(self, run_dir: Path):
@@ -52,7 +49,7 @@ class StopRequest:
         self._pid = os.getpid()
 
     def listen(self) -> None:
-        """From now on SIGTERM is a request too: Slurm sends it to every process of a cancelled job.
+        """Take SIGTERM for a request, too: Slurm sends it to every process of a cancelled job.
 
         It must not end the process by itself: accelerate also sends it to ranks that are still saving.
         """
@@ -69,14 +66,14 @@ class StopRequest:
             raise CutShort
 
     def requested(self) -> bool:
-        """Whether a request has come; looks at the file now."""
+        """Look at the file, and return whether a request has come."""
         self._found = self._found or self._signalled or self._file.exists()
         self._looks_next = time.monotonic() + LOOK_SECONDS
         return self._found
 
     @contextmanager
     def cutting_short(self) -> Iterator[None]:
-        """While inside, a request makes the result of the work under way worthless."""
+        """Mark work whose result is worthless once a request comes."""
         self._cutting = True
         try:
             yield
@@ -84,7 +81,7 @@ class StopRequest:
             self._cutting = False
 
     def cuts(self) -> bool:
-        """Whether to end the work under way now; for inner loops, it looks at the file ten times a second."""
+        """Return whether to end the work under way; cheap: the file is looked at ten times a second."""
         if not self._cutting:
             return False
         if self._found or self._signalled or time.monotonic() < self._looks_next:

@@ -19,8 +19,7 @@ from accelerate.utils import gather_object
 from trl.trainer.utils import RepeatSampler
 
 from grpo_recipes.algorithms.controllers import KLController, TauController
-from grpo_recipes.runs.checkpoints import flush, is_complete, prune, publish
-from grpo_recipes.runs.digests import new_digest
+from grpo_recipes.runs.checkpoints import flush, is_complete, new_digest, prune, publish
 
 # Under DDP on CPU optimizer.pt is loaded with map_location "cpu:0", which torch cannot restore.
 torch.serialization.register_package(5, lambda obj: None, lambda obj, where: obj if where.startswith("cpu:") else None)
