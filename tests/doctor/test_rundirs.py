@@ -3,24 +3,8 @@
 from __future__ import annotations
 
 import fcntl
-import os
-from pathlib import Path
 
 import pytest
-
-from grpo_recipes.errors import ConfigError
-from grpo_recipes.runs.find import read_run
-
-
-def test_a_run_is_named_by_its_folder_or_as_the_last(make_run, tmp_path: Path):
-    first, second = make_run(), make_run()
-    os.utime(first.folder / "run.json", (1, 1))
-    assert read_run(str(first.folder), Path("runs")).folder == first.folder
-    assert read_run("last", tmp_path / "runs").folder == second.folder
-    with pytest.raises(ConfigError, match="not a run directory"):
-        read_run(str(tmp_path), tmp_path)
-    with pytest.raises(ConfigError, match="--run: there is no run in"):
-        read_run("last", tmp_path / "none")
 
 
 def test_values_are_those_given_planned_or_default(make_run):
@@ -52,8 +36,3 @@ def test_metrics_that_are_no_numbers_are_left_out_of_the_mean(make_run, row):
     assert run.recent("kl") == pytest.approx(0.3)
     assert run.recent("no_such_metric") is None
     assert make_run().recent("kl") is None
-
-
-def test_a_name_too_long_for_a_file_is_no_run(tmp_path: Path):
-    with pytest.raises(ConfigError, match="not a run directory"):
-        read_run("a" * 300, tmp_path)

@@ -78,7 +78,7 @@ def test_the_last_run_and_a_named_run_are_found(tmp_path):
     assert find_run(tmp_path / "elsewhere", str(second.folder)) == second
 
 
-@pytest.mark.parametrize("which", ["last", "no-such-folder", ".", "/dev/null", "a" * 300])
+@pytest.mark.parametrize("which", ["last", "no-such-folder", ".", "", "/dev/null", "a" * 300])
 def test_what_is_no_run_is_refused(tmp_path, monkeypatch, which):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as refused:

@@ -1,9 +1,8 @@
-"""What a run left behind: its directory, its logs, and the knobs it was started with."""
+"""What a run left behind: its files, its logs, and the keys it was started with."""
 
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,39 +10,34 @@ from typing import Any
 
 import yaml
 
-from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.paths import home
 from grpo_recipes.recipe.keys import catalogue
-from grpo_recipes.runs.rundir import JOB_FILE, find_run, is_claimed, read_json, read_metrics
+from grpo_recipes.runs.health import LAST_STEPS, known, mean, number
+from grpo_recipes.runs.rundir import JOB_FILE, is_claimed, read_mapping, read_metrics
 
 _HEAD_BYTES, _TAIL_BYTES = 200_000, 400_000
-LAST_ROWS = 5
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """A run directory, read once.
-
-    Attributes:
-        folder: the run directory.
-    """
+    """A run directory, each of its files read once."""
 
     folder: Path
 
     @functools.cached_property
     def summary(self) -> dict[str, Any]:
         """``summary.json``."""
-        return read_json(self.folder / "summary.json") or {}
+        return read_mapping(self.folder / "summary.json")
 
     @functools.cached_property
     def plan(self) -> dict[str, Any]:
         """``plan.json``."""
-        return read_json(self.folder / "plan.json") or {}
+        return read_mapping(self.folder / "plan.json")
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
         """``run.json``."""
-        return read_json(self.folder / "run.json") or {}
+        return read_mapping(self.folder / "run.json")
 
     @functools.cached_property
     def rows(self) -> list[dict[str, Any]]:
@@ -57,16 +51,18 @@ class RunFiles:
         return (yaml.safe_load(path.read_text()) if path.is_file() else None) or {}
 
     def value(self, key: str) -> Any:
-        """A key's value in this run: as given, as planned, or its default."""
-        planned = {"per_device_train_batch_size": self.plan.get("batch", {}).get("per_device")}
-        if planned.get(key) is not None:
-            return planned[key]
+        """Return a key's value in this run: as planned, as given, or its default."""
+        if (
+            key == "per_device_train_batch_size"
+            and (planned := self.plan.get("batch", {}).get("per_device")) is not None
+        ):
+            return planned
         return self.recipe.get(key, catalogue()[key]["default"])
 
     @functools.cached_property
     def job(self) -> dict[str, Any]:
         """``job.json``: the last Slurm job of the run, empty where there was none."""
-        return read_json(self.folder / JOB_FILE) or {}
+        return read_mapping(self.folder / JOB_FILE)
 
     @property
     def job_id(self) -> str:
@@ -88,7 +84,7 @@ class RunFiles:
         return {role: path for role, path in found.items() if path is not None}
 
     def _log(self, name: str) -> Path | None:
-        """A log by its name in the plan, which is relative to where the launch was started."""
+        """Return a log by its name in the plan, which is relative to where the launch was started."""
         folders = [Path(self.job.get("working_folder", "")), Path(), home(), *self.folder.absolute().parents]
         return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
@@ -98,49 +94,24 @@ class RunFiles:
         return {role: _ends(path) for role, path in self.logs.items()}
 
     def planned(self, role: str) -> bool:
-        """Whether the plan had a process of that role."""
+        """Return whether the plan had a process of that role."""
         return any(process["role"] == role for process in self.plan.get("processes", []))
 
     def is_running(self) -> bool:
-        """Whether a launch still holds the run directory."""
+        """Return whether a launch still holds the run directory."""
         return is_claimed(self.folder)
 
     def numbers(self, key: str, last: int | None = None) -> list[float]:
-        """The values of a metric that are numbers, in all rows or the last ones."""
-        rows = self.rows[-last:] if last else self.rows
-        return [row[key] for row in rows if isinstance(row.get(key), int | float)]
+        """Return the values of a metric that are numbers, in all rows or the last ones."""
+        return known(number(row.get(key)) for row in (self.rows[-last:] if last else self.rows))
 
     def recent(self, key: str) -> float | None:
-        """Mean of a metric over the last rows, None where they do not have it."""
-        found = self.numbers(key, LAST_ROWS)
-        return sum(found) / len(found) if found else None
+        """Return the mean of a metric over the last rows, None where they do not have it."""
+        return mean(self.numbers(key, LAST_STEPS))
 
     def keys(self, matches: Callable[[str], bool]) -> list[str]:
-        """Metrics of the last row whose name matches."""
+        """Return metrics of the last row whose name matches."""
         return sorted(key for key in (self.rows[-1] if self.rows else {}) if matches(key))
-
-
-def read_run(which: str, root: Path) -> RunFiles:
-    """The run a person means by a directory or ``last``.
-
-    Args:
-        which: the run directory, or ``last``: the newest below ``root``.
-        root: where runs are.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if which == "last":
-        try:
-            return RunFiles(find_run(root, "last").folder)
-        except ConfigError as refused:
-            raise config_error("--run", refused.problems[0].what, "name the run directory, or set RUN_ROOT") from None
-    folder = Path(which)
-    if not which or not os.path.isfile(folder / "run.json"):  # False too for a name that is too long
-        raise config_error(
-            "--run", f"'{which}' is not a run directory (no run.json)", "name a folder under run_root, or last"
-        )
-    return RunFiles(folder.absolute())
 
 
 def _ends(path: Path) -> str:

@@ -116,7 +116,7 @@ def sync_folder(folder: Path) -> Path:
 
 
 def find_run(root: Path, which: str, where: str = "--resume") -> Run:
-    """The run directory a person means by ``last`` or a path; ``where`` they said so.
+    """Return the run directory a person means by ``last``, the newest below ``root``, or a path; ``where`` names it.
 
     Raises:
         ConfigError: there is none, or the folder is not a run directory.
@@ -129,7 +129,7 @@ def find_run(root: Path, which: str, where: str = "--resume") -> Run:
     else:
         folder = Path(which)
     # isfile is False too for a name that is too long, and for a folder of somebody else
-    identity = read_json(folder / "run.json") if os.path.isfile(folder / "run.json") else None
+    identity = read_json(folder / "run.json") if which and os.path.isfile(folder / "run.json") else None
     if identity is None:
         what = "is not a run directory (no run.json)"
         raise config_error(where, what if where == which else f"'{which}' {what}", "name a folder under run_root")
