@@ -86,7 +86,7 @@ def test_every_part_is_there(tmp_path: Path) -> None:
     }  # fmt: skip
     for title in (
         "Reward", "Rewards one by one", "KL divergence", "Entropy", "Completion length", "Clipped completions", "Loss",
-        "Gradient norm", "Learning rate", "Server against trainer", "No verdict", "Seconds of a step",
+        "Gradient norm", "Learning rate", "Server against trainer", "Unscored", "Seconds of a step",
         "Reward of completions", "First against last", "tools/calls", "eval_completions/mean_length",
     ):  # fmt: skip
         assert title in page.texts, title
@@ -102,7 +102,7 @@ def test_sampled_completions_stand_with_their_scores(tmp_path: Path) -> None:
     step = text[text.index("Step 60") :]
     assert "mean reward 0." in step and "over 64 completions" in step
     for said in ("A train has 3 cars", "Reference answer 36", "reward1.5", "advantage+0.932", "format_tags0.5",
-                 "3 times 12 is 36.", "format_tagsno verdict", "\t3 + 12 = 15 \n<answer>15</answer>"):  # fmt: skip
+                 "3 times 12 is 36.", "format_tagsno score", "\t3 + 12 = 15 \n<answer>15</answer>"):  # fmt: skip
         assert said in step, said
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 from array import array
 from collections import Counter
@@ -18,7 +17,7 @@ from grpo_recipes.errors import config_error
 from grpo_recipes.paths import shown
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.runs.health import first_and_last, known, number
-from grpo_recipes.runs.rundir import find_run, read_mapping
+from grpo_recipes.runs.rundir import find_run, json_mapping, read_mapping
 from grpo_recipes.secrets import masked
 
 Column = list[float | None]
@@ -211,11 +210,7 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _row(line: bytes) -> dict[str, Any]:
-    try:
-        row = json.loads(line.decode(errors="replace"))
-    except (ValueError, RecursionError):
-        return {}
-    return row if isinstance(row, dict) else {}
+    return json_mapping(line.decode(errors="replace")) or {}
 
 
 def _with_evals_of(metrics: Table, evals: Table) -> Table:

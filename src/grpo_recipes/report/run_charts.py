@@ -133,7 +133,7 @@ def curve_charts(run: RunRecord) -> list[Markup]:
     """Return the charts of the field's usual metrics that have something to show."""
     metrics = run.metrics
     charts = [_reward_parts(metrics), *[_single(metrics, name) for name in METRICS]]
-    charts.insert(-1, _no_verdict(metrics))
+    charts.insert(-1, _unscored(metrics))
     return [draw(chart) for chart in charts if chart is not None]
 
 
@@ -188,16 +188,16 @@ def _reward_parts(metrics: Table) -> Chart | None:
     return _several("Rewards one by one", metrics, named, "means before weighting")
 
 
-def _verdict_names(metrics: Table) -> dict[str, str]:
+def _unscored_names(metrics: Table) -> dict[str, str]:
     found = [name for name in metrics.columns if "no_verdict" in name and _worth_drawing(metrics, name)]
     labels = {name: name.removeprefix("rewards/").removesuffix("/no_verdict") for name in found}
     return labels | ({"rewards/no_verdict": "any reward"} if "rewards/no_verdict" in labels else {})
 
 
-def _no_verdict(metrics: Table) -> Chart | None:
-    named = _verdict_names(metrics)
+def _unscored(metrics: Table) -> Chart | None:
+    named = _unscored_names(metrics)
     shares = all(value <= 1 for name in named for value in known(metrics.column(name)))
-    return _several("No verdict", metrics, named, "completions a reward could not judge", shares) if named else None
+    return _several("Unscored", metrics, named, "completions without a score", shares) if named else None
 
 
 def phase_chart(run: RunRecord) -> Markup | None:
@@ -215,7 +215,7 @@ def other_metrics(run: RunRecord) -> Markup | None:
     """Return every number that no other chart shows, so that nothing is hidden."""
     metrics, evals = run.metrics, run.evals
     drawn = [name for name in METRICS if _worth_drawing(metrics, name)]
-    shown = {*_NO_CURVES, *drawn, *reward_names(metrics), *_verdict_names(metrics), *[f"seconds/{x}" for x in PHASES]}
+    shown = {*_NO_CURVES, *drawn, *reward_names(metrics), *_unscored_names(metrics), *[f"seconds/{x}" for x in PHASES]}
     shown |= {end for name in drawn for end in METRICS[name].band or ()}
     names = sorted(name for name in metrics.columns if name not in shown and not name.startswith("eval_"))
     still = [name for name in names if len(set(known(metrics.column(name)))) == 1 and name not in metrics.odd]

@@ -327,7 +327,7 @@ def _step(run: RunRecord, row: Scored, unfolded: bool) -> Markup | None:
     samples = read_samples(run.folder / "samples.jsonl", row)
     if not samples:
         return None
-    mean = f"mean reward {short(sum(row.rewards) / len(row.rewards))}" if row.rewards else "no verdict"
+    mean = f"mean reward {short(sum(row.rewards) / len(row.rewards))}" if row.rewards else "no score"
     groups = []
     for prompt, members in groupby(samples, key=lambda sample: sample.get("prompt")):
         completions = list(members)
@@ -340,17 +340,17 @@ def _step(run: RunRecord, row: Scored, unfolded: bool) -> Markup | None:
 def _completion(sample: dict[str, Any]) -> dict[str, Any]:
     advantage, rewards = number(sample.get("advantage")), sample.get("rewards")
     named = rewards if isinstance(rewards, dict) else {}
-    scores = [("reward", _verdict(sample.get("reward")))] if "reward" in sample else []
+    scores = [("reward", _score(sample.get("reward")))] if "reward" in sample else []
     scores.append(("advantage", signed(advantage)))
     if len(named) > 1 or "reward" not in sample:
-        scores += [(str(name), _verdict(value)) for name, value in named.items()]
+        scores += [(str(name), _score(value)) for name, value in named.items()]
     side = "" if not advantage else " up-side" if advantage > 0 else " down-side"
     return {"side": side, "scores": scores, "text": _cut(sample.get("completion"))}
 
 
-def _verdict(value: Any) -> str:
+def _score(value: Any) -> str:
     score = number(value)
-    return "no verdict" if score is None else short(score)
+    return "no score" if score is None else short(score)
 
 
 def _cut(content: Any) -> tuple[str, str]:

@@ -21,7 +21,7 @@ import xxhash
 
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.paths import shown
-from grpo_recipes.runs.rundir import write_json
+from grpo_recipes.runs.rundir import json_mapping, write_json
 
 MARKER = "COMPLETE"
 _NAME = re.compile(r"checkpoint-(0|[1-9][0-9]*)", re.ASCII)
@@ -126,10 +126,10 @@ def _marker(checkpoint: Path) -> dict[str, Any] | None:
     """Return what a checkpoint's marker says; None unless it is one that ``publish`` wrote for this folder."""
     named = _NAME.fullmatch(checkpoint.name)
     try:
-        content = json.loads((checkpoint / MARKER).read_text())
-    except (OSError, ValueError, RecursionError):
+        content = json_mapping((checkpoint / MARKER).read_bytes())
+    except OSError:
         return None
-    if named is None or not isinstance(content, dict):
+    if named is None or content is None:
         return None
     files, world_size = content.get("files"), content.get("world_size")
     if not isinstance(files, dict) or not all(isinstance(size, int) for size in [world_size, *files.values()]):
@@ -278,11 +278,11 @@ def need_same_files(run_dir: Path, allow_changed: bool) -> list[str]:
         ConfigError: files changed, one problem each.
     """
     try:
-        text = (run_dir / RECORD).read_text()
+        text = (run_dir / RECORD).read_bytes()
     except FileNotFoundError:
-        text = ""
-    except (OSError, ValueError):
-        text = "unreadable"
+        text = b""
+    except OSError:
+        text = b"unreadable"
     if not text:  # of an earlier version, or of a node that lost power in the moment of writing
         return [f"cannot verify that recipe and plan are unchanged: {shown(run_dir)} has no {RECORD}"]
     problems = [Problem(shown(run_dir / name), what, _fix(name, what)) for name, what in _changes(run_dir, text)]
@@ -297,13 +297,10 @@ def _fix(name: str, what: str) -> str:
     return _FIXES.get(name, f"put it back, {_GO_ON}")
 
 
-def _changes(run_dir: Path, record: str) -> Iterator[tuple[str, str]]:
+def _changes(run_dir: Path, record: bytes) -> Iterator[tuple[str, str]]:
     """Yield each file that changed since the record was written, and what happened to it."""
-    try:
-        content = json.loads(record)
-    except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict) or not has_its_checksum(content):
+    content = json_mapping(record)
+    if content is None or not has_its_checksum(content):
         yield RECORD, "is damaged: it cannot show that the files of the run are unchanged"
         return
     recorded, here = content["files"], _recorded_files(run_dir)

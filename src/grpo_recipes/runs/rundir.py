@@ -265,6 +265,15 @@ def write_last_json(path: Path, content: Any) -> None:
         print(f"grpo: note: {path.name} could not be written ({error.strerror})", flush=True)
 
 
+def json_mapping(text: str | bytes) -> dict[str, Any] | None:
+    """Return the JSON mapping that a text is, None where it is something else."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
 def read_json(path: Path) -> dict[str, Any] | None:
     """Return the file's content, or None when it does not exist.
 
@@ -272,12 +281,10 @@ def read_json(path: Path) -> dict[str, Any] | None:
         ConfigError: it holds something else.
     """
     try:
-        content = json.loads(path.read_text(errors="replace"))
+        content = json_mapping(path.read_text(errors="replace"))
     except FileNotFoundError:
         return None
-    except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict):
+    if content is None:
         raise config_error(shown(path), "is damaged (not a JSON mapping)", _MEND)
     return content
 
@@ -318,11 +325,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _row(path: Path, line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        row = None
-    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+    row = json_mapping(line)
+    if row is None or not isinstance(row.get("step"), int):
         raise config_error(shown(path), f"is damaged (no row: '{line[:40]}')", _MEND)
     return row
 
