@@ -16,11 +16,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from grpo_recipes.launch import processes
 from grpo_recipes.launch.attempt import Attempt
 from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.processes import run_processes, supervise
 from grpo_recipes.launch.signals import StoppedAtOnce, StopSignals
-from grpo_recipes.launch.supervisor import Ending
+from grpo_recipes.launch.supervisor import Child, Ending
 from grpo_recipes.plan.server import server_state_file
 from grpo_recipes.plan.types import Names, OnLoss, Process
 from grpo_recipes.process.scratch import Scratch
@@ -257,13 +258,13 @@ def test_a_rank_that_stands_still_ends_the_run(fake_run, tmp_path):
     assert ending.cause.endswith(f"rm {lock}")
 
 
-# A third role. Its process notes the state of the server when it starts, and those of the run that started before it.
+# A third role. Its process notes the state of the server when it starts.
 TOY = """
 import json, os, pathlib, time
 run = pathlib.Path(os.environ["GRPO_RUN_DIR"])
 state = json.loads((run / "processes/server_state.json").read_text())["state"]
 with (run / "toy").open("a") as file:
-    file.write(f"{state} {(run / 'processes/trainer.json').exists()}\\n")
+    file.write(f"{state}\\n")
 time.sleep(300)
 """
 
@@ -283,10 +284,22 @@ def records(run: FakeRun, *roles: str) -> list:
     return [read_json(run.folder / f"processes/{role}.json") for role in roles]
 
 
-def test_a_role_of_its_own_starts_in_the_order_of_the_plan_and_its_loss_can_fail_the_run(fake_run, tmp_path):
+def test_a_role_of_its_own_starts_in_the_order_of_the_plan_and_its_loss_can_fail_the_run(
+    fake_run, tmp_path, monkeypatch
+):
+    started: list[str] = []
+
+    class RecordedChild(Child):
+        def __init__(self, process: Process, *arguments) -> None:
+            started.append(process.role)
+            super().__init__(process, *arguments)
+
+    monkeypatch.setattr(processes, "Child", RecordedChild)
     run = fake_run(steps=200, others=[toy(tmp_path, "fail")])
     ending = run.then(lambda: kill_toy(run)).end()
-    assert (run.folder / "toy").read_text() == "ready False\n", "after the server was ready, before the trainers"
+    assert [process.role for process in run.attempt.plan.processes] == ["server", "trainer", "toy"]
+    assert started == ["server", "toy", "trainer"]
+    assert (run.folder / "toy").read_text() == "ready\n", "it waited for the server"
     assert ending.code == 137 and ending.log == tmp_path / "toy.log"
     (record,) = records(run, "toy")
     assert ending.cause == f"the toy process (pid {record['pid']}) was killed by signal 9"
