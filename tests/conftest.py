@@ -17,7 +17,7 @@ from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.recipe import Recipe, read_recipe
 from grpo_recipes.recipe.check import check
-from grpo_recipes.slurm.job import SlurmJob
+from grpo_recipes.slurm.client import SlurmJob
 
 __all__ = ["pytest_collection_modifyitems", "pytest_runtest_logreport"]
 

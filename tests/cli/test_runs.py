@@ -17,7 +17,7 @@ from grpo_recipes import cli
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.runs.find import RunFiles
 from grpo_recipes.runs.rundir import Run, claim, new_run, no_requeue_file, read_json, stop_file, write_json
-from grpo_recipes.slurm import queue
+from grpo_recipes.slurm import client
 
 CPU = Resources("cpu", (), 2)
 
@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with RUN_ROOT of its own, and no Slurm."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RUN_ROOT", str(tmp_path / "runs"))
-    monkeypatch.setattr(queue, "ask", lambda *argv: None)
+    monkeypatch.setattr(client, "ask", lambda *argv: None)
     return tmp_path
 
 
@@ -45,7 +45,7 @@ def fake_slurm(monkeypatch: pytest.MonkeyPatch):
                 f"JobId=77 JobState={state} Reason={reason} EndTime=2026-01-02T00:00:00 Command=/x/job.sh Comment=a b"
             )
 
-        monkeypatch.setattr(queue, "ask", ask)
+        monkeypatch.setattr(client, "ask", ask)
 
     return say
 
@@ -100,13 +100,13 @@ def test_an_array_job_is_told_by_its_tasks(folder, capsys) -> None:
 
 def test_a_job_known_to_slurm_alone_is_found_by_its_script(folder, monkeypatch, capsys) -> None:
     run = made(folder)
-    monkeypatch.setattr(queue, "ask", lambda *argv: f"JobId=5 JobState=RUNNING Command={run.folder}/job.sh")
+    monkeypatch.setattr(client, "ask", lambda *argv: f"JobId=5 JobState=RUNNING Command={run.folder}/job.sh")
     assert run.folder.name in said(capsys, "status", "5")
 
 
 @pytest.mark.parametrize("script", ["/x/job.sh", f"/{'a' * 300}/job.sh", "/dev/null/job.sh"])
 def test_another_job_is_none_of_ours(folder, monkeypatch, capsys, script) -> None:
-    monkeypatch.setattr(queue, "ask", lambda *argv: f"JobId=5 JobState=RUNNING Command={script}")
+    monkeypatch.setattr(client, "ask", lambda *argv: f"JobId=5 JobState=RUNNING Command={script}")
     assert "5: is not the job of a run known here. Fix: " in said(capsys, "stop", "5", code=2)
 
 

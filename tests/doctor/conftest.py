@@ -21,7 +21,7 @@ from grpo_recipes.plan.devices import Resources
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
 from grpo_recipes.runs.find import RunFiles
 from grpo_recipes.runs.rundir import finish_summary, new_run, write_json
-from grpo_recipes.slurm.job import SlurmJob
+from grpo_recipes.slurm.client import SlurmJob
 
 GRPO = str(Path(sys.executable).with_name("grpo"))
 

@@ -13,7 +13,7 @@ import pytest
 
 from grpo_recipes.runs import endings
 from grpo_recipes.runs.checkpoints import publish
-from grpo_recipes.slurm.job import SlurmJob
+from grpo_recipes.slurm.client import SlurmJob
 
 CUDA_OOM = (
     "[rank2]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 18.55 GiB. GPU 0 has a total capacity of "

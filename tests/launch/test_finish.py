@@ -14,7 +14,7 @@ from grpo_recipes.plan.types import Names
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.runs.checkpoints import publish
 from grpo_recipes.runs.rundir import Run, no_requeue_file, read_json, write_json
-from grpo_recipes.slurm.job import SlurmJob
+from grpo_recipes.slurm.client import SlurmJob
 
 JOB = SlurmJob(7, "cluster", 1, None)
 STOPPED = Ending(EXIT_STOPPED, "rank 0: stopped on request after step 5, state saved")

@@ -26,7 +26,7 @@ from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
 from grpo_recipes.recipe.tasks import RequestedTask
 from grpo_recipes.runs.checkpoints import publish
 from grpo_recipes.runs.rundir import Run, find_run, read_json
-from grpo_recipes.slurm.job import slurm_job
+from grpo_recipes.slurm.client import slurm_job
 
 SMOKE = home() / "recipes/smoke/grpo.yaml"
 CPU = Resources("cpu", (), 2)

@@ -132,7 +132,7 @@ def test_what_sbatch_says_is_told_and_no_run_directory_is_left(fake_sbatch, caps
 def test_an_sbatch_that_tells_no_job_is_told_with_its_words(folder, fake_sbatch, capsys) -> None:
     fake_sbatch("echo Welcome; echo 'your job is on its way'")
     assert submit() == 2
-    assert "sbatch: tells no job id ('Welcome your job is on its way')" in capsys.readouterr().err
+    assert "sbatch: prints no job id ('Welcome your job is on its way')" in capsys.readouterr().err
     assert only_run(folder)  # the job may be in the queue, and needs it
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.plan.devices import environment_flavour, find_resources, select_gpus, visible_gpus
-from grpo_recipes.slurm.job import SlurmJob, slurm_job
+from grpo_recipes.slurm.client import SlurmJob, slurm_job
 
 UUIDS = ["GPU-11111111-aaaa-bbbb-cccc-000000000001", "GPU-22222222-aaaa-bbbb-cccc-000000000002"]
 MIG = "MIG-33333333-aaaa-bbbb-cccc-000000000003"

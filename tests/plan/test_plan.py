@@ -13,7 +13,7 @@ from grpo_recipes.plan.environment import base_environment
 from grpo_recipes.plan.plan import choose_recipe, describe
 from grpo_recipes.plan.types import Process
 from grpo_recipes.recipe import read_recipe
-from grpo_recipes.slurm.job import SlurmJob
+from grpo_recipes.slurm.client import SlurmJob
 from grpo_recipes.smoke import smoke_folder
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ import pytest
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.plan.devices import Node, Resources, spread
 from grpo_recipes.plan.plan import describe
-from grpo_recipes.slurm.job import SlurmJob
+from grpo_recipes.slurm.client import SlurmJob
 
 EIGHT = tuple("01234567")
 

@@ -13,7 +13,7 @@ import pytest
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.plan.ports import Ports, free_ports, is_free, plan_ports
-from grpo_recipes.slurm.job import SlurmJob
+from grpo_recipes.slurm.client import SlurmJob
 
 LOOPBACK = "127.0.0.1"
 EPHEMERAL_RANGE_BEGINS = 32768

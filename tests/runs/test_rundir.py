@@ -23,7 +23,7 @@ from grpo_recipes.runs.rundir import (
     timestamp,
     write_json,
 )
-from grpo_recipes.slurm.job import SlurmJob
+from grpo_recipes.slurm.client import SlurmJob
 
 CPU = Resources("cpu", (), 2)
 

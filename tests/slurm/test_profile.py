@@ -8,7 +8,8 @@ import pytest
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.paths import home
-from grpo_recipes.slurm.profile import KEYS, Profile, read_profile, walltime_seconds
+from grpo_recipes.slurm.profile import KEYS, Profile, read_profile
+from grpo_recipes.slurm.walltime import walltime_seconds
 
 SHIPPED = sorted((home() / "slurm/profiles").glob("*.yaml"))
 

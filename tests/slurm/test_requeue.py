@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from grpo_recipes.slurm.job import SlurmJob, requeue, why_no_requeue
+from grpo_recipes.slurm.client import SlurmJob, requeue, why_no_requeue
 
 JOB = SlurmJob(7, "cluster", 1, None)
 

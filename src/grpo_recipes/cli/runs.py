@@ -26,8 +26,8 @@ from grpo_recipes.runs.find import RunFiles
 from grpo_recipes.runs.health import notices_of
 from grpo_recipes.runs.rundir import clock, find_run, finish_summary, launcher_of, no_requeue_file, stop_file
 from grpo_recipes.secrets import masked
+from grpo_recipes.slurm.client import NO_ANSWER, Job, cancel, find_job, my_jobs
 from grpo_recipes.slurm.profile import KEYS, Profile
-from grpo_recipes.slurm.queue import NO_ANSWER, Job, cancel, find_job, my_jobs
 
 # Keys of a profile that the command line may give instead.
 OVERRIDES = ("account", "partition", "time", "nodes", "gpus", "mem", "cpus", "qos", "constraint", "exclude")

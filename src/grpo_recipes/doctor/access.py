@@ -20,7 +20,7 @@ from grpo_recipes.paths import shown
 from grpo_recipes.plan.ports import DEFAULT_PORTS, is_free, plan_ports
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS
 from grpo_recipes.runs.finding import Finding, ok, problem, together, warning
-from grpo_recipes.slurm.job import slurm_job
+from grpo_recipes.slurm.client import slurm_job
 
 _WANDB = "https://api.wandb.ai"
 _WANDB_OFF = ("offline", "disabled", "dryrun")

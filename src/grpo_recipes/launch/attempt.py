@@ -37,7 +37,7 @@ from grpo_recipes.runs.rundir import (
     write_json,
     write_whole,
 )
-from grpo_recipes.slurm.job import SlurmJob, requeue, why_no_requeue
+from grpo_recipes.slurm.client import SlurmJob, requeue, why_no_requeue
 from grpo_recipes.stats import result_line
 
 SUBMITTED = "submitted"  # status of a run that no launch has started yet

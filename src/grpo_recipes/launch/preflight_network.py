@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import re
-import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -13,6 +11,7 @@ from grpo_recipes.launch.nodes import START_SECONDS, NodeWorkers
 from grpo_recipes.plan.devices import Node, Resources
 from grpo_recipes.process.network import address_reachable
 from grpo_recipes.recipe import Recipe
+from grpo_recipes.slurm.client import address_of_node
 
 # The first of these that is set names the interface; the last two are NCCL's and gloo's own.
 INTERFACE_VARIABLES = ("NETWORK_INTERFACE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -72,15 +71,9 @@ def _addresses(workers: NodeWorkers, reports: list[dict], environment: Mapping[s
 
 
 def node_address(name: str) -> str:
-    """Return ``NodeAddr`` of a node as Slurm has it: an address, or a name."""
-    output = ""
-    try:
-        command = ["scontrol", "show", "node", name, "-o"]
-        output = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        pass
-    if found := re.search(r"\bNodeAddr=(\S+)", output):
-        return found[1]
+    """Return the address or name of a node as Slurm has it, or refuse the job."""
+    if address := address_of_node(name):
+        return address
     raise _no_way(f"scontrol shows no address of node {name}")
 
 

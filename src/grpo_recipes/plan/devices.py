@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from grpo_recipes.errors import config_error
 from grpo_recipes.plan.types import Placement
 from grpo_recipes.recipe.keys import catalogue_trl
-from grpo_recipes.slurm.job import SlurmJob, slurm_job
+from grpo_recipes.slurm.client import SlurmJob, slurm_job
 
 if TYPE_CHECKING:
     from grpo_recipes.recipe import Recipe

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from grpo_recipes.errors import config_error
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.slurm.job import SlurmJob
+from grpo_recipes.slurm.client import SlurmJob
 
 # Outside Slurm the training guide's own numbers. Inside, a block of ten below the ephemeral range per job id, so that
 # two jobs on one node do not meet.

@@ -15,10 +15,9 @@ from grpo_recipes.recipe.document import read_document
 from grpo_recipes.recipe.keys import nearest_of
 from grpo_recipes.recipe.values import Raw, typed
 from grpo_recipes.secrets import secret_name, secret_value
+from grpo_recipes.slurm.walltime import walltime_seconds
 
 GPU_FLAG_STYLES = ("none", "gpus", "gres")
-# minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds
-_TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
 # Keys that name files or folders, in which the home sign is read.
 _PATHS = ("run_root", "cache_root", "env_dir", "env_activate", "conda_sh")
 _TIME_FIX = "write hours:minutes:seconds, e.g. 72:00:00, or days-hours, e.g. 3-0"
@@ -116,21 +115,6 @@ def read_profile(path: Path) -> Profile:
     if problems:
         raise ConfigError(*problems)
     return Profile(**values)
-
-
-def walltime_seconds(text: str) -> int | None:
-    """A time limit as Slurm writes it, in seconds; None where it is none."""
-    if not _TIME.fullmatch(text):
-        return None
-    days, dash, rest = text.rpartition("-")
-    parts = [int(part) for part in rest.split(":")]
-    if dash:
-        hours, minutes, seconds = (*parts, 0, 0)[:3]
-    elif len(parts) == 3:
-        hours, minutes, seconds = parts
-    else:
-        hours, (minutes, seconds) = 0, (*parts, 0)[:2]
-    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
 
 
 def _time_problem(text: str, where: str) -> Problem | None:

@@ -1,32 +1,32 @@
-"""When the time of our Slurm job is over, and how early the trainers must be asked to save."""
+"""Slurm's time limits: how they are written, when that of our job is over, and how early to have the trainers save."""
 
 from __future__ import annotations
 
 import datetime
 import os
 import re
-import subprocess
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from grpo_recipes.slurm.client import NoAnswer, ask
 
 # How long before the limit Slurm sends USR1, by the header of training.sh (`--signal=B:USR1@300`).
 SIGNAL_LEAD_SECONDS = 300.0
 _MARGIN_SECONDS = 30.0
 _PHASES = tuple(f"seconds/{phase}" for phase in ("sample", "score", "sync", "update", "evaluate"))
-EndTime = Callable[[], float | None]
+# minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds
+_TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
 
 
 class Walltime:
-    """Asks for the stop itself where the lead of Slurm's signal is short, or the signal does not come at all.
+    """Ask for the stop where the lead of Slurm's signal is short, or the signal does not come at all.
 
-    The lead is twice the longest phase seen plus the longest save, and half a minute.
-
-    Args:
-        end_time: tells when the job ends, in seconds since the epoch; None: it does not.
+    The lead is twice the longest phase seen plus the longest save, and half a minute. ``end_time`` returns when the
+    job ends in seconds since the epoch, or None for a job without an end.
     """
 
-    def __init__(self, end_time: EndTime) -> None:
+    def __init__(self, end_time: Callable[[], float | None]) -> None:
         self._end_time = end_time
         self._end = end_time()
         self._longest = 0.0
@@ -44,7 +44,7 @@ class Walltime:
         self._save = max(self._save, float(row.get("seconds/save") or 0.0))
 
     def note(self) -> str | None:
-        """What the user should know when phases are longer than the signal's lead allows, once."""
+        """Return, once, what the user should know when phases are longer than the signal's lead allows."""
         if self._noted or self._end is None or self.lead <= SIGNAL_LEAD_SECONDS:
             return None
         self._noted = True
@@ -54,11 +54,7 @@ class Walltime:
         )
 
     def due(self, now: float | None = None) -> str | None:
-        """Why it is time to stop, or None.
-
-        Args:
-            now: seconds since the epoch; the clock's by default.
-        """
+        """Return why it is time to stop at ``now``, in seconds since the epoch, or None."""
         now = time.time() if now is None else now
         if self._end is None or now < self._end - self.lead:
             return None
@@ -69,7 +65,7 @@ class Walltime:
 
 
 def job_end_time(environment: Mapping[str, str] | None = None) -> float | None:
-    """The end of our Slurm job in seconds since the epoch, as the controller knows it now.
+    """Return the end of our Slurm job in seconds since the epoch, as the controller knows it now.
 
     Slurm's own variable stands in where the controller does not answer; it does not follow a changed limit.
     """
@@ -77,15 +73,27 @@ def job_end_time(environment: Mapping[str, str] | None = None) -> float | None:
     job = environment.get("SLURM_JOB_ID")
     if not job:
         return None
-    given = environment.get("SLURM_JOB_END_TIME", "")
     try:
-        done = subprocess.run(
-            ["scontrol", "show", "job", job, "-o"], capture_output=True, text=True, timeout=20, check=False
-        )
-        text = done.stdout
-    except (OSError, subprocess.TimeoutExpired):
-        text = ""
-    match = re.search(r"\sEndTime=(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", text)
+        shown = ask("scontrol", "show", "job", job, "-o", seconds=20)
+    except NoAnswer:
+        shown = None
+    match = re.search(r"\sEndTime=(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", shown or "")
     if match is not None:
         return datetime.datetime.fromisoformat(match[1]).timestamp()
-    return float(given) if given.isdigit() and not text else None
+    given = environment.get("SLURM_JOB_END_TIME", "")
+    return float(given) if given.isdigit() and not shown else None
+
+
+def walltime_seconds(text: str) -> int | None:
+    """Return the seconds of a time limit as Slurm writes it; None where it is not one."""
+    if not _TIME.fullmatch(text):
+        return None
+    days, dash, rest = text.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+    elif len(parts) == 3:
+        hours, minutes, seconds = parts
+    else:
+        hours, (minutes, seconds) = 0, (*parts, 0)[:2]
+    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds

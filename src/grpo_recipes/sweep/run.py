@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -29,9 +28,8 @@ from grpo_recipes.plan.types import Plan
 from grpo_recipes.process.reports import print_line, say
 from grpo_recipes.recipe import read_frozen
 from grpo_recipes.runs.rundir import Run, claim, code_state, is_claimed
+from grpo_recipes.slurm.client import MaybeSubmitted, cluster_name, tasks_in_queue
 from grpo_recipes.slurm.profile import Profile
-from grpo_recipes.slurm.queue import cluster_name
-from grpo_recipes.slurm.sbatch import MaybeSubmitted
 from grpo_recipes.slurm.script import Request, render
 from grpo_recipes.sweep.folder import (
     COMPLETED,
@@ -49,7 +47,6 @@ from grpo_recipes.sweep.sequential import SignalForwarder, run_sequentially, run
 from grpo_recipes.sweep.spec import SweepSpec, Trial, for_each, is_number, make_trials
 
 INDEX = "SLURM_ARRAY_TASK_ID"
-_SQUEUE_SECONDS = 60
 
 
 @dataclass(frozen=True)
@@ -253,16 +250,4 @@ def task_index(sweep: Sweep, environment: Mapping[str, str]) -> int:
 
 def queued(sweep: Sweep) -> set[int]:
     """Return the indices of trials that wait or run in the sweep's array jobs."""
-    if not sweep.record["jobs"]:
-        return set()
-    jobs = ",".join(str(job) for job in sweep.record["jobs"])
-    argv = ["squeue", "--noheader", "--array", f"--jobs={jobs}", "--format=%K"]
-    try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=_SQUEUE_SECONDS, check=False)
-    except FileNotFoundError:
-        return set()  # another machine than the one it was submitted from
-    except subprocess.TimeoutExpired:
-        raise config_error("squeue", f"did not answer within {_SQUEUE_SECONDS} seconds", "try again later") from None
-    if done.returncode and "Invalid job id" not in done.stderr:
-        raise config_error("squeue", done.stderr.strip() or f"exit code {done.returncode}", "try again later")
-    return {int(line) for line in done.stdout.split() if line.isdigit()}
+    return tasks_in_queue(sweep.record["jobs"])

@@ -1,0 +1,274 @@
+"""Slurm's commands: the job we run in, what the queue says, submit, requeue, cancel. Every call has a time limit."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_recipes.errors import ConfigError, Problem, config_error
+from grpo_recipes.process.reports import say
+
+NO_ANSWER = "UNKNOWN"  # state of a job while Slurm is here and does not answer
+# States of a job that has not come to its end, as far as is known.
+_ACTIVE = (
+    "PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "SIGNALING",
+    NO_ANSWER,
+)  # fmt: skip
+_SECONDS = 30.0
+_SBATCH_SECONDS = 120  # a busy controller answers late
+_IDLE_ATTEMPTS = 2  # so many in a row without a new checkpoint, and a requeue would only burn the queue's time
+_SIGTERM_SECONDS = 60.0
+
+
+class NoAnswer(Exception):
+    """Slurm is here, and its controller does not answer; the message says how."""
+
+
+class MaybeSubmitted(ConfigError):
+    """It is not known whether the job is in the queue: what it would run must stay."""
+
+
+def _run(*argv: str, seconds: float = _SECONDS, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(argv, cwd=cwd, capture_output=True, text=True, timeout=seconds, check=False)
+
+
+def ask(*argv: str, seconds: float = _SECONDS) -> str | None:
+    """Return what one of Slurm's commands prints; None where it is silent or not here, or there is no such job.
+
+    Raises:
+        NoAnswer: it fails, or takes too long.
+    """
+    try:
+        done = _run(*argv, seconds=seconds)
+    except FileNotFoundError:
+        return None
+    except subprocess.TimeoutExpired:
+        raise NoAnswer(f"did not answer within {seconds:.0f} seconds") from None
+    if done.returncode and "Invalid job id" not in done.stderr:
+        raise NoAnswer(done.stderr.strip() or f"exit code {done.returncode}")
+    return done.stdout.strip() or None
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """The Slurm job we run in."""
+
+    id: int
+    cluster: str
+    nodes: int
+    gpus_on_node: int | None  # Slurm's own count, compared with what the driver shows, never used
+    restarts: int = 0  # how often the job was requeued
+    array: str = ""  # the job as a task of an array, e.g. 7_2; empty for any other
+
+    @property
+    def name(self) -> str:
+        """``<cluster>-<job>``, for a task of an array ``<cluster>-<job>_<task>``."""
+        return f"{self.cluster}-{self.array or self.id}"
+
+
+def slurm_job(environment: Mapping[str, str]) -> SlurmJob | None:
+    """Return the job of SLURM_JOB_ID, or None.
+
+    Raises:
+        ConfigError: a variable in which Slurm puts a number holds something else.
+    """
+
+    def number(name: str, default: str = "") -> int:
+        text = environment.get(name) or default
+        if not text.isdecimal():
+            fix = f"unset {name}, or submit with sbatch"
+            raise config_error(name, f"'{text}' where Slurm puts a number", fix)
+        return int(text)
+
+    if not environment.get("SLURM_JOB_ID"):
+        return None
+    count = environment.get("SLURM_GPUS_ON_NODE", "")
+    array, task = environment.get("SLURM_ARRAY_JOB_ID", ""), environment.get("SLURM_ARRAY_TASK_ID", "")
+    return SlurmJob(
+        id=number("SLURM_JOB_ID"),
+        cluster=environment.get("SLURM_CLUSTER_NAME", "slurm"),
+        nodes=number("SLURM_JOB_NUM_NODES", "1"),
+        gpus_on_node=int(count) if count.isdigit() else None,
+        restarts=number("SLURM_RESTART_COUNT", "0"),
+        array=f"{array}_{task}" if array and task else "",
+    )
+
+
+def why_no_requeue(forbidden: bool, requeues: int, most: int, idle_attempts: int) -> str | None:
+    """Return why a run that was stopped to go on later is not started again, or None.
+
+    Args:
+        forbidden: whether ``grpo stop`` asked for the end.
+        requeues: how often Slurm has started the job again already.
+        most: the recipe's ``max_requeues``.
+        idle_attempts: attempts in a row, the last one included, that left no newer checkpoint.
+    """
+    if forbidden:
+        return "grpo stop asked for the end"
+    if requeues >= most:
+        return f"the job was requeued {requeues} times (max_requeues {most})"
+    if idle_attempts >= _IDLE_ATTEMPTS:
+        return f"{idle_attempts} attempts in a row made no new step"
+    return None
+
+
+def requeue(job: SlurmJob) -> str | None:
+    """Have Slurm start our job again, and return why that failed, or None once it has sent us SIGTERM.
+
+    Slurm ends the job with that signal: everything must be written by now.
+    """
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())  # whichever thread the kernel gives it to
+    name = job.array or str(job.id)  # one task, not the whole array
+    try:
+        done = _run("scontrol", "requeue", name, seconds=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"scontrol requeue {name} failed ({type(error).__name__})"
+    if done.returncode != 0:
+        return f"scontrol requeue {name} failed ({done.stderr.strip() or done.returncode})"
+    say(f"job {name} is requeued and goes on in the same run directory")
+    ended.wait(_SIGTERM_SECONDS)
+    return None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job as Slurm's queue shows it."""
+
+    id: str  # <job>_<task> for an array
+    state: str  # Slurm's word, e.g. PENDING, or NO_ANSWER
+    reason: str = ""  # why it waits, if Slurm says so
+    ends: str = ""  # when its time is over at the latest, as Slurm writes it, if known
+    script: Path | None = None  # its batch script, if known
+
+    @property
+    def active(self) -> bool:
+        """Whether it waits or runs."""
+        return self.state in _ACTIVE
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is in the queue."""
+        return self.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD")
+
+    def __str__(self) -> str:
+        why = f" ({self.reason})" if self.waits and self.reason else ""
+        return f"{self.state}{why}"
+
+
+def find_job(job_id: str) -> Job | None:
+    """Return the job of that id; None where Slurm does not know it, or is not here."""
+    try:
+        shown = ask("scontrol", "show", "job", job_id, "-o")
+    except NoAnswer:
+        return Job(job_id, NO_ANSWER)
+    if shown:
+        # A value may hold spaces; it ends where the next `Key=` begins.
+        fields = dict(re.findall(r"(?:^|\s)([A-Z][\w/:]*)=(.*?)(?=\s+[A-Z][\w/:]*=|\s*$)", shown.splitlines()[0]))
+        known = {key: text for key, text in fields.items() if text not in ("None", "Unknown", "(null)")}
+        script = Path(known["Command"]) if known.get("Command") else None
+        return Job(job_id, known.get("JobState", ""), known.get("Reason", ""), known.get("EndTime", ""), script)
+    try:
+        recorded = ask("sacct", "-X", "-n", "-P", "-j", job_id, "-o", "State")
+    except NoAnswer:  # many sites keep no records
+        return None
+    return Job(job_id, recorded.split()[0]) if recorded else None
+
+
+def my_jobs() -> dict[str, Job] | None:
+    """Return the user's jobs that wait or run, by their ids; empty without Slurm, None where it does not answer."""
+    try:
+        listed = ask("squeue", "--me", "-r", "-h", "-o", "%i|%T|%r")
+    except NoAnswer:
+        return None
+    rows = [line.split("|") for line in (listed or "").splitlines()]
+    return {row[0]: Job(row[0], row[1], "" if row[2] == "None" else row[2]) for row in rows if len(row) == 3}
+
+
+def tasks_in_queue(jobs: Iterable[int]) -> set[int]:
+    """Return the indices of the tasks of array jobs that wait or run; none on a machine without Slurm.
+
+    Raises:
+        ConfigError: squeue fails, or does not answer.
+    """
+    ids = ",".join(map(str, jobs))
+    if not ids:
+        return set()
+    try:
+        listed = ask("squeue", "--noheader", "--array", f"--jobs={ids}", "--format=%K", seconds=60)
+    except NoAnswer as error:
+        raise config_error("squeue", str(error), "try again later") from None
+    return {int(line) for line in (listed or "").split() if line.isdigit()}
+
+
+def address_of_node(name: str) -> str | None:
+    """Return ``NodeAddr`` of a node as Slurm has it, an address or a name; None where scontrol shows none."""
+    try:
+        shown = ask("scontrol", "show", "node", name, "-o", seconds=60)
+    except NoAnswer:
+        return None
+    found = re.search(r"\bNodeAddr=(\S+)", shown or "")
+    return found[1] if found else None
+
+
+def cluster_name() -> str:
+    """Return the name of this cluster, as jobs find it in SLURM_CLUSTER_NAME; ``slurm`` where Slurm does not say."""
+    try:
+        shown = ask("scontrol", "show", "config")
+    except NoAnswer:
+        shown = None
+    found = re.search(r"^ClusterName\s*=\s*(\S+)", shown or "", re.MULTILINE)
+    return found[1] if found else "slurm"
+
+
+def cancel(job_id: str) -> None:
+    """Take a job out of the queue, or end it.
+
+    Raises:
+        ConfigError: Slurm does not do it, in its own words.
+    """
+    try:
+        done = _run("scancel", job_id)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        raise config_error("scancel", "is not here, or does not answer", "try on the login node") from None
+    if done.returncode:
+        words = _words("scancel", done.stderr) or f"ends with code {done.returncode}"
+        raise config_error("scancel", words, "look at the job with squeue")
+
+
+def submit(script: Path, cwd: Path) -> int:
+    """Submit a batch script that starts in ``cwd``, unless it says another folder, and return the job id.
+
+    Raises:
+        ConfigError: there is no sbatch, or it refuses, in its own words.
+        MaybeSubmitted: it does not answer, or prints no job id.
+    """
+    try:
+        done = _run("sbatch", "--parsable", str(script), seconds=_SBATCH_SECONDS, cwd=cwd)
+    except FileNotFoundError:
+        raise config_error("sbatch", "is not on this machine", "submit on the cluster's login node") from None
+    except subprocess.TimeoutExpired:
+        raise _maybe_submitted(f"did not answer within {_SBATCH_SECONDS} seconds") from None
+    if done.returncode:
+        what = _words("sbatch", done.stderr) or "refuses the script and does not say why"
+        fix = "correct the profile, or give another value on the command line"
+        raise config_error("sbatch", what.rstrip("."), fix)
+    job = re.search(r"^(\d+)(;\S+)?$", done.stdout, re.MULTILINE)  # some sites print more than that
+    if job is None:
+        raise _maybe_submitted(f"prints no job id ('{' '.join(done.stdout.split())}')")
+    return int(job[1])
+
+
+def _maybe_submitted(what: str) -> MaybeSubmitted:
+    return MaybeSubmitted(Problem("sbatch", what, "look with squeue whether it came through; what it runs was kept"))
+
+
+def _words(program: str, printed: str) -> str:
+    """Return what a command printed in one line, without its name."""
+    lines = [line.removeprefix(f"{program}: ").removeprefix("error: ").strip() for line in printed.splitlines()]
+    return "; ".join(line for line in lines if line)
