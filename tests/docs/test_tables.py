@@ -307,9 +307,8 @@ SAID = {
 }
 # Messages that need a run, a cluster or a broken machine: fixed parts of them -> the file that says them.
 WRITTEN_IN = {
-    "name the interface that joins them with NETWORK_INTERFACE, or have the firewall between": (
-        "src/grpo_recipes/launch/preflight_network.py"
-    ),
+    "name the interface that joins them with NETWORK_INTERFACE": "src/grpo_recipes/launch/preflight_network.py",
+    ", or have the firewall between them opened": "src/grpo_recipes/launch/preflight_network.py",
     "and a job installs nothing; on the login node run:": "scripts/setup.sh",
     "no answer from a package index:": "scripts/setup.sh",
     "replace it with:": "scripts/setup.sh",

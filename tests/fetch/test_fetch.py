@@ -10,7 +10,7 @@ from pathlib import Path
 from fake_hub import READER, FakeHub
 from no_network import without_network
 
-from grpo_recipes.fetch.hub import human
+from grpo_recipes.process.reports import gigabytes
 from grpo_recipes.smoke import smoke_folder
 
 from .conftest import GRPO, ROWS, Shell, jsonl
@@ -157,7 +157,7 @@ def test_a_model_that_does_not_fit_on_the_disk_is_not_begun(shell: Shell, hub: F
     shell.recipe()
     refused = shell.grpo("fetch", "recipe.yaml")
     assert refused.returncode == 2
-    assert f"model ada/sums takes {human(10**18)} more" in refused.stderr and "free" in refused.stderr
+    assert f"model ada/sums takes {gigabytes(10**18)} more" in refused.stderr and "free" in refused.stderr
     assert hub.asked("/ada/sums/resolve/.*safetensors") <= 1  # at most its size was asked for
 
 

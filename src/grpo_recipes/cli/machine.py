@@ -18,12 +18,12 @@ from grpo_recipes.doctor.machine import Machine
 from grpo_recipes.doctor.recipes import Case
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, collect, config_error
 from grpo_recipes.fetch.assets import Record, Wanted, find_record
-from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, INTERRUPTED, hub_answers, human
+from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, INTERRUPTED, hub_answers
 from grpo_recipes.fetch.sources import Source, local_sources, wanted_assets
 from grpo_recipes.modebench.dataset import SCHEME as MODEBENCH_SCHEME
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.environment import hub_environment
-from grpo_recipes.process.reports import aligned
+from grpo_recipes.process.reports import aligned, gigabytes
 from grpo_recipes.recipe import Recipe, read_frozen
 from grpo_recipes.runs.find import RunFiles
 from grpo_recipes.runs.finding import PROBLEM, WARNING, Finding, problem
@@ -179,4 +179,4 @@ def _hub_row(asset: Wanted, record: Record | None, online: bool, update: bool) -
 def _row(record: Record, state: str) -> tuple[str, ...]:
     inside = " ".join(str(part) for part in (record.config, record.split, record.limit) if part)
     name = f"{record.id} {inside}".strip()
-    return (record.kind, name, record.commit[:12], human(record.bytes), shown(record.path), state)
+    return (record.kind, name, record.commit[:12], gigabytes(record.bytes), shown(record.path), state)

@@ -31,8 +31,9 @@ from huggingface_hub.errors import (
 
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.fetch.assets import MODEL, Record, Wanted, dataset_folder, make_record, write_record
-from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, INTERRUPTED, how_to_get_access, human
+from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, INTERRUPTED, how_to_get_access
 from grpo_recipes.paths import existing
+from grpo_recipes.process.reports import gigabytes
 from grpo_recipes.secrets import masked
 
 _STALE_SECONDS = 24 * 3600
@@ -56,7 +57,10 @@ def commit_of(asset: Wanted) -> str:
     Raises:
         ConfigError: there is no such repository or revision, or it may not be read.
     """
-    return str(_info(asset, HfApi(), files_metadata=False).sha)
+    try:
+        return str(_info(asset).sha)
+    except _HUB_ERRORS as error:
+        raise _refusal(error, asset) from None
 
 
 def fetch(asset: Wanted, environment: Mapping[str, str]) -> Record:
@@ -80,11 +84,9 @@ def fetch(asset: Wanted, environment: Mapping[str, str]) -> Record:
     return record
 
 
-def _info(asset: Wanted, api: HfApi, files_metadata: bool) -> Any:
-    try:
-        return api.repo_info(asset.id, repo_type=asset.kind, revision=asset.revision, files_metadata=files_metadata)
-    except _HUB_ERRORS as error:
-        raise _refusal(error, asset) from None
+def _info(asset: Wanted, files_metadata: bool = False) -> Any:
+    repo, kind = asset.id, asset.kind
+    return HfApi().repo_info(repo, repo_type=kind, revision=asset.revision, files_metadata=files_metadata)
 
 
 def _licence(info: Any) -> str | None:
@@ -117,7 +119,7 @@ def _is_small_part(name: str, size: int, code: bool) -> bool:
 
 
 def _fetch_model(asset: Wanted, _: Mapping[str, str]) -> Record:
-    info = _info(asset, HfApi(), files_metadata=True)
+    info = _info(asset, files_metadata=True)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
     names = wanted_files(sizes, asset.code)
     if not names:
@@ -128,9 +130,8 @@ def _fetch_model(asset: Wanted, _: Mapping[str, str]) -> Record:
     _need_space(asset, Path(constants.HF_HUB_CACHE), needed)
     with _ctrl_c_ends_at_once():
         folder = Path(snapshot_download(asset.id, **arguments))
-    return make_record(
-        asset, info.sha, folder, {name: (folder / name).stat().st_size for name in names}, _licence(info)
-    )
+    files = {name: (folder / name).stat().st_size for name in names}
+    return make_record(asset, info.sha, folder, files, _licence(info))
 
 
 @contextmanager
@@ -152,12 +153,12 @@ def _need_space(asset: Wanted, folder: Path, needed: int) -> None:
     there = existing(folder)
     free = shutil.disk_usage(there).free
     if needed > free:
-        what = f"{asset} takes {human(needed)} more, {there} has {human(free)} free"
+        what = f"{asset} takes {gigabytes(needed)} more, {there} has {gigabytes(free)} free"
         raise config_error(asset.where, what, "free space, or set CACHE_ROOT or HF_HOME to a larger file system")
 
 
 def _fetch_dataset(asset: Wanted, environment: Mapping[str, str]) -> Record:
-    info = _info(asset, HfApi(), files_metadata=False)
+    info = _info(asset)
     folder = dataset_folder(asset, info.sha, environment)
     if not _is_whole(folder):
         _save_rows(asset, info.sha, folder)
@@ -224,39 +225,34 @@ def _rows(asset: Wanted, commit: str, cache: Path) -> Any:
 
 
 def _dataset_refusal(error: Exception, asset: Wanted) -> ConfigError:
-    """What keeps a dataset from being read: its licence, or its name, configuration, split or format."""
-    causes = [error]
-    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
-        causes.append(cause)  # type: ignore[arg-type]
-    for cause in causes:
+    """Return what keeps a dataset from being read: its licence, or its name, configuration, split or format."""
+    cause: BaseException | None = error
+    while cause is not None:
         if isinstance(cause, _HUB_ERRORS):
             return _refusal(cause, asset)
+        cause = cause.__cause__ or cause.__context__
+    what, fix = f"cannot read {asset}: {_line(error)}", "correct the name, the config or the split"
     if "gated" in str(error):
-        return config_error(asset.where, f"{asset} is gated", how_to_get_access(asset.id, asset.kind))
-    return config_error(
-        asset.where, f"cannot read {asset}: {_line(error)}", "correct the name, the config or the split"
-    )
+        what, fix = f"{asset} is gated", how_to_get_access(asset.id, asset.kind)
+    return config_error(asset.where, what, fix)
 
 
 def _refusal(error: Exception, asset: Wanted) -> ConfigError:
     """Return one line for what the hub answered, or did not."""
+    what = f"cannot fetch {asset} from {constants.ENDPOINT}: {_line(error)}"
+    fix = "run it again where the hub is reachable: what came is kept"
     if isinstance(error, GatedRepoError):
         what = f"{asset} is gated and this account may not read it"
-        return config_error(asset.where, what, how_to_get_access(asset.id, asset.kind))
-    if isinstance(error, RepositoryNotFoundError):
+        fix = how_to_get_access(asset.id, asset.kind)
+    elif isinstance(error, RepositoryNotFoundError):
         what = f"the hub has no {asset.kind} '{asset.id}', or it is private"
-        return config_error(
-            asset.where, what, "correct the name; for a private one export HF_TOKEN or run hf auth login"
-        )
-    if isinstance(error, HFValidationError):
-        return config_error(
-            asset.where, f"'{asset.id}' is neither here nor the name of a {asset.kind}", "correct the name"
-        )
-    if isinstance(error, RevisionNotFoundError):
+        fix = "correct the name; for a private one export HF_TOKEN or run hf auth login"
+    elif isinstance(error, HFValidationError):
+        what, fix = f"'{asset.id}' is neither here nor the name of a {asset.kind}", "correct the name"
+    elif isinstance(error, RevisionNotFoundError):
         what = f"{asset.kind} '{asset.id}' has no revision '{asset.revision}'"
-        return config_error(asset.where, what, "name a branch, tag or commit that exists (model_revision)")
-    fix = "run it again where the hub is reachable: what came is kept"
-    return config_error(asset.where, f"cannot fetch {asset} from {constants.ENDPOINT}: {_line(error)}", fix)
+        fix = "name a branch, tag or commit that exists (model_revision)"
+    return config_error(asset.where, what, fix)
 
 
 def _line(error: Exception) -> str:

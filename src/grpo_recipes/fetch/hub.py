@@ -66,12 +66,3 @@ def how_to_get_access(name: str, kind: str = "model") -> str:
     """Return the steps that open a gated model or dataset."""
     page = f"{HUB}/{'datasets/' if kind == 'dataset' else ''}{name}"
     return f"accept its licence at {page}, then export HF_TOKEN or run hf auth login"
-
-
-def human(size: float) -> str:
-    """Return a number of bytes for a person."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
