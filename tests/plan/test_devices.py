@@ -127,6 +127,6 @@ def test_a_requeued_job_knows_how_often():
 
 
 @pytest.mark.parametrize("name", ["SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_RESTART_COUNT"])
-def test_a_number_of_slurms_that_is_none(name):
-    with pytest.raises(ConfigError, match=f"{name}: 'abc' is no number"):
+def test_a_variable_in_which_slurm_puts_a_number_is_one(name):
+    with pytest.raises(ConfigError, match=f"{name}: 'abc' is not the number that Slurm sets"):
         slurm_job({"SLURM_JOB_ID": "7", name: "abc"})

@@ -82,7 +82,7 @@ def slurm_job(environment: Mapping[str, str]) -> SlurmJob | None:
         text = environment.get(name) or default
         if not text.isdecimal():
             fix = f"unset {name}, or submit with sbatch"
-            raise config_error(name, f"'{text}' where Slurm puts a number", fix)
+            raise config_error(name, f"'{text}' is not the number that Slurm sets", fix)
         return int(text)
 
     if not environment.get("SLURM_JOB_ID"):
