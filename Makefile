@@ -4,7 +4,7 @@ SHELL := /bin/bash
 ENV_DIR ?= .venv
 BIN := $(abspath $(ENV_DIR))/bin
 PYTEST_ARGS ?=
-WORKERS ?= 2
+WORKERS ?= 1
 EXACT = $(abspath bench/results/exact_resume.jsonl)
 EXACT_TESTS = tests/trainers/test_exact_resume.py tests/e2e/test_exact_ranks.py
 SHELL_FILES = $$(git ls-files --cached --others --exclude-standard "*.sh" "*.slurm" .ci/run)
@@ -13,7 +13,7 @@ SHELL_FILES = $$(git ls-files --cached --others --exclude-standard "*.sh" "*.slu
 
 help:  ## show this list
 	@sed -n 's/^\([a-z0-9]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
-	@echo 'PYTEST_ARGS="-k name -x" is handed to pytest, WORKERS=1 runs its quick tests one by one; DEVICE, ENV_DIR, ENV_MODE and PYTHON to scripts/setup.sh'
+	@echo 'PYTEST_ARGS="-k name -x" is handed to pytest, WORKERS=2 runs quick tests in two processes; DEVICE, ENV_DIR, ENV_MODE and PYTHON to scripts/setup.sh'
 
 setup:  ## make the environment (nothing to do when it is complete)
 	@ENV_DIR="$(ENV_DIR)" bash scripts/setup.sh
@@ -22,7 +22,7 @@ smoke:  ## set up and run the smoke recipe
 	@ENV_DIR="$(ENV_DIR)" bash training.sh
 
 test: setup  ## quick tests
-	$(BIN)/python -m pytest -m "not slow and not soak" -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow and not soak" $(if $(filter-out 1,$(WORKERS)),-n $(WORKERS) --dist loadfile) $(PYTEST_ARGS)
 
 e2e: setup  ## tests of whole runs, with a real Slurm where one is installed
 	$(BIN)/python -m pytest -m "slow and not soak" $(PYTEST_ARGS)

@@ -6,11 +6,11 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import children_seconds
 
 FOLDER = Path(__file__).with_name("wrong_recipes")
 FILES = sorted(FOLDER.glob("*.yaml"))
@@ -63,7 +63,7 @@ def test_a_wrong_recipe_is_told_in_one_line_a_fault(path: Path, tmp_path: Path) 
 def test_they_are_told_in_under_a_second(tmp_path: Path) -> None:
     seconds = []
     for path in FILES[:5]:
-        start = time.perf_counter()
+        start = children_seconds()
         check(path, tmp_path)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(children_seconds() - start)
     assert min(seconds) < 1.0
