@@ -88,7 +88,7 @@ def test_cuda_visible_devices_cuts_the_gpus_down(fake_nvidia_smi, cuda_machine):
     one = devices.gpus(cuda_machine(CUDA_VISIBLE_DEVICES="1"))
     assert one.status == "ok" and one.value.startswith("1 visible of 2 (CUDA_VISIBLE_DEVICES=1)")
     assert devices.gpus(cuda_machine(CUDA_VISIBLE_DEVICES="")).status == "problem"
-    with pytest.raises(ConfigError, match="'5' is no GPU"):
+    with pytest.raises(ConfigError, match="this machine has no GPU '5'"):
         devices.gpus(cuda_machine(CUDA_VISIBLE_DEVICES="5"))
 
 
