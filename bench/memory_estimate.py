@@ -6,7 +6,7 @@
 Every case is a `grpo launch` of the smoke recipe with a random Qwen2 model made on the spot: real server, real trainer,
 weights sent, a checkpoint written. The peak of a process is the kernel's own (VmHWM); that of the server is the sum
 over its processes. The case `constant` is the smoke model, whose own weights are too small to be seen: its peaks are
-the constants of ``launch.memory``, and it is not counted among the sizes. Random models do not stop early, so
+the constants of ``plan.memory``, and it is not counted among the sizes. Random models do not stop early, so
 completions are as long as the recipe allows. With ``--only`` the other cases of the file stay as they are.
 """
 

@@ -13,7 +13,7 @@ from grpo_recipes.recipe import Recipe
 
 # One step of AdamW changes a weight by about the learning rate; neighbouring bfloat16 numbers near 0.02 are 1e-4 apart.
 # Of weights with that spread a step at 1e-6 changes 2 %, at 1e-5 15 %, at 3e-5 30 %, at 1e-4 88 %, and what is rounded
-# away once is rounded away in every step: tests/recipe/test_precision.py measures it.
+# away once is rounded away in every step: tests/recipe/test_learning.py measures it.
 LEAST_BFLOAT16_RATE = 1e-4
 # Optimizers whose step is the learning rate times the gradient; that of all others is about the learning rate itself.
 BY_GRADIENT = ("sgd", "schedule_free_sgd", "lomo", "adalomo", "adagrad")

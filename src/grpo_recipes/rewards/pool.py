@@ -82,7 +82,7 @@ class RewardPool:
         timeout: seconds for one completion. The first call of a child, which may import, has longer by twice what
             first calls were seen to take, 10 s until one is known.
         memory_gib: memory of one child and of what it starts.
-        copies: folder with copies of the user's files (``user_code.copy_source``) that are loaded in their place.
+        copies: folder with copies of the user's files (``recipe.user_code.copy_source``), loaded in their place.
     """
 
     def __init__(

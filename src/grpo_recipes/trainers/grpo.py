@@ -56,7 +56,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     """TRL's ``GRPOTrainer`` with our weight bridges, the guard, complete checkpoints, and a row of metrics per step.
 
     Args:
-        args: the recipe's ``configs.GRPOConfig``.
+        args: the recipe's ``recipe.configs.GRPOConfig``.
         run_dir: where ``metrics.jsonl``, ``eval.jsonl``, ``samples.jsonl`` and ``slow_rewards.jsonl`` go.
         stop: the request to stop that is looked at; one of the run directory by default.
         reward_max_no_verdict: share of a training generation's completions without a score that ends the run.

@@ -1,6 +1,6 @@
 """The dialect of the Slurm training guide: keys of its recipes, and the flags of its batch script.
 
-Its environment variables that stand for a key are ``keys.ENVIRONMENT_KEYS``: they are ours too.
+Its environment variables that stand for a key are ``recipe.keys.ENVIRONMENT_KEYS``: they are ours too.
 """
 
 from __future__ import annotations
