@@ -133,7 +133,7 @@ def test_a_variable_of_maxent_is_its_key_there_and_refused_in_a_grpo_run(read, n
     values = {"MAXENT_OBJECTIVE": "weighted_mle", "MAXENT_LENGTH_NORM_REF": False}
     keys = {} if name == "MAXENT_BETA" else {"maxent_beta": 0.5}
     recipe = read([], {name: texts.get(name, "0.125")}, **LISTWISE, **keys)
-    assert (recipe[key], recipe.origin(key)) == (values.get(name, 0.125), name)
+    assert (recipe[key], recipe.source(key)) == (values.get(name, 0.125), name)
     assert check(recipe, {}) == []
     if not objective:  # whose rule is that of the task
         (problem,) = check(read([], {name: texts.get(name, "0.125")}), {})

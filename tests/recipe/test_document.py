@@ -78,8 +78,8 @@ def test_a_base_may_use_another_name_of_a_key(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text("base: root.yaml\nbeta: 0.1\ngen_temperature: 0.7\n")
     recipe = read_recipe(path)
-    assert (recipe["beta"], recipe.origin("beta")) == (0.1, "recipe.yaml:2")
-    assert (recipe["temperature"], recipe.origin("temperature")) == (0.7, "recipe.yaml:3")
+    assert (recipe["beta"], recipe.source("beta")) == (0.1, "recipe.yaml:2")
+    assert (recipe["temperature"], recipe.source("temperature")) == (0.7, "recipe.yaml:3")
 
 
 def test_a_date_is_the_text_that_was_written(tmp_path: Path) -> None:

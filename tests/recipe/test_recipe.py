@@ -1,4 +1,4 @@
-"""Reading a recipe: precedence, origins, types, and everything wrong told at once."""
+"""Reading a recipe: precedence, sources, types, and everything wrong told at once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.recipe import DEFAULT_ORIGIN, read_recipe
+from grpo_recipes.recipe import DEFAULT_SOURCE, read_recipe
 from grpo_recipes.recipe.dialects import OBSOLETE_KEYS
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, OWNED_KEYS, catalogue
 
@@ -32,7 +32,7 @@ def value_of(path: Path, text: str, key: str, *flags: str, **environment: str):
 
 
 @pytest.mark.parametrize(
-    ("text", "environment", "flags", "value", "origin"),
+    ("text", "environment", "flags", "value", "source"),
     [
         ("", {}, [], 42, "default"),
         ("# a comment\nseed: 1\n", {}, [], 1, "recipe.yaml:2"),
@@ -43,21 +43,21 @@ def value_of(path: Path, text: str, key: str, *flags: str, **environment: str):
         ("", {"TRAIN_SEED": "2"}, [], 2, "TRAIN_SEED"),
     ],
 )
-def test_flag_beats_environment_beats_yaml_beats_default(path, text, environment, flags, value, origin):
+def test_flag_beats_environment_beats_yaml_beats_default(path, text, environment, flags, value, source):
     path.write_text(text)
     recipe = read_recipe(path, flags, environment)
-    assert (recipe["seed"], recipe.origin("seed")) == (value, origin)
-    assert recipe.given("seed") == (origin != DEFAULT_ORIGIN)
+    assert (recipe["seed"], recipe.source("seed")) == (value, source)
+    assert recipe.given("seed") == (source != DEFAULT_SOURCE)
 
 
-def test_every_environment_key_is_read_with_its_variable_as_origin(path):
+def test_every_environment_key_is_read_with_its_variable_as_source(path):
     path.write_text("")
     samples = {"str": "text", "int": "2048", "float": "0.5", "bool": "True"}
     for variable, key in ENVIRONMENT_KEYS.items():
         entry = catalogue()[key]
         text = entry["choices"][-1] if entry.get("choices") else samples[entry["type"]]
         recipe = read_recipe(path, [], {variable: text})
-        assert (str(recipe[key]), recipe.origin(key)) == (text, variable)
+        assert (str(recipe[key]), recipe.source(key)) == (text, variable)
 
 
 def test_an_environment_is_only_read_when_given(path, monkeypatch):
@@ -282,7 +282,7 @@ def test_a_base_is_overridden_key_by_key(tmp_path):
     path = tmp_path / "leaf.yaml"
     path.write_text("base: middle.yaml\nseed: 3\n")
     recipe = read_recipe(path, ["--beta", "0.2"])
-    found = {key: (recipe[key], recipe.origin(key)) for key in ("seed", "run_name", "beta")}
+    found = {key: (recipe[key], recipe.source(key)) for key in ("seed", "run_name", "beta")}
     assert found == {"seed": (3, "leaf.yaml:2"), "run_name": ("middle", "middle.yaml:3"), "beta": (0.2, "--beta")}
     assert "base" not in recipe.as_yaml()
 

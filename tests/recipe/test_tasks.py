@@ -111,16 +111,16 @@ def test_a_home_without_a_repository_is_told_as_such(tmp_path: Path, monkeypatch
 def test_a_recipe_that_names_its_objective_is_maxents(read: Callable[..., Recipe], asked: RequestedTask) -> None:
     recipe, problems = with_task(read(maxent_objective="listwise"), asked)
     assert (task_of(recipe), entry_of(recipe, asked), problems) == ("maxent", "src/maxent-grpo.py", [])
-    assert recipe["maxent_objective"] == "listwise" and recipe.origin("maxent_objective").startswith("recipe.yaml:")
+    assert recipe["maxent_objective"] == "listwise" and recipe.source("maxent_objective").startswith("recipe.yaml:")
     recipe, problems = with_task(read(["--maxent_objective", "listwise"]), asked)
-    assert (task_of(recipe), recipe.origin("maxent_objective"), problems) == ("maxent", "--maxent_objective", [])
+    assert (task_of(recipe), recipe.source("maxent_objective"), problems) == ("maxent", "--maxent_objective", [])
 
 
 def test_a_recipe_without_an_objective_is_grpos_unless_maxent_is_asked_for(read: Callable[..., Recipe]) -> None:
     recipe, problems = with_task(read(), RequestedTask())
     assert (task_of(recipe), entry_of(recipe, RequestedTask()), problems) == ("grpo", "src/grpo.py", [])
     recipe, problems = with_task(read(maxent_tau=0.1), MAXENT)
-    assert (task_of(recipe), recipe.origin("maxent_objective"), problems) == ("maxent", "MAXENT", [])
+    assert (task_of(recipe), recipe.source("maxent_objective"), problems) == ("maxent", "MAXENT", [])
     assert check(recipe, {}) == [], "its maxent_tau is read"
     assert entry_of(recipe, RequestedTask("maxent", "MAXENT", "src/mine.py")) == "src/mine.py"
 
@@ -145,7 +145,7 @@ def test_the_variable_of_the_objective_overrides_a_maxent_recipe(
     read: Callable[..., Recipe], asked: RequestedTask
 ) -> None:
     recipe, problems = with_task(read([], {"MAXENT_OBJECTIVE": "listwise"}, maxent_objective="tempered"), asked)
-    assert (recipe["maxent_objective"], recipe.origin("maxent_objective"), problems) == (
+    assert (recipe["maxent_objective"], recipe.source("maxent_objective"), problems) == (
         "listwise", "MAXENT_OBJECTIVE", [],
     )  # fmt: skip
 
@@ -171,7 +171,7 @@ def test_a_frozen_recipe_says_its_task_by_itself(read: Callable[..., Recipe], tm
     recipe, _ = with_task(read(), MAXENT)
     (tmp_path / "frozen.yaml").write_text(recipe.as_yaml())
     again = read_frozen(tmp_path / "frozen.yaml")
-    assert task_of(again) == "maxent" and again.origin("maxent_objective") == "MAXENT"
+    assert task_of(again) == "maxent" and again.source("maxent_objective") == "MAXENT"
     same_task(again, RequestedTask(), "maxent")
     same_task(again, MAXENT, "maxent")
     with pytest.raises(ConfigError, match="--task: asks for GRPO, the run is one of MaxEnt"):

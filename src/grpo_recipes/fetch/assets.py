@@ -127,20 +127,20 @@ def _all_assets(recipe: Recipe) -> list[Wanted]:
 def _model(recipe: Recipe) -> Wanted:
     key, code = "model_name_or_path", bool(recipe["trust_remote_code"])
     revision = recipe["model_revision"]
-    return Wanted(kind=MODEL, id=recipe[key] or "", where=recipe.origin(key), revision=revision, code=code)
+    return Wanted(kind=MODEL, id=recipe[key] or "", where=recipe.source(key), revision=revision, code=code)
 
 
 def _training_sets(recipe: Recipe) -> Iterator[Wanted]:
     mixture = recipe["dataset_mixture"]
     if mixture:
-        where = recipe.origin("dataset_mixture")
+        where = recipe.source("dataset_mixture")
         for entry in mixture.get("datasets", []):
             yield _dataset(where, entry.get("id"), entry.get("config"), entry.get("split") or "train")
         return
     limit = None
     if recipe["dataset_streaming"] and recipe["max_train_prompts"]:
         limit = _SPARE * recipe["max_train_prompts"]
-    where = recipe.origin("dataset_name")
+    where = recipe.source("dataset_name")
     yield _dataset(where, recipe["dataset_name"], recipe["dataset_config"], recipe["dataset_train_split"], limit)
 
 
@@ -151,11 +151,11 @@ def _evaluation_set(recipe: Recipe) -> Iterator[Wanted]:
     if recipe["dataset_streaming"]:  # what a draw of eval_subsample needs to reach eval_max_prompts
         limit = math.ceil(recipe["eval_max_prompts"] / recipe["eval_subsample"])
     if recipe["eval_dataset_name"]:
-        where = recipe.origin("eval_dataset_name")
+        where = recipe.source("eval_dataset_name")
         config, split = recipe["eval_dataset_config"], recipe["eval_dataset_split"]
         yield _dataset(where, recipe["eval_dataset_name"], config, split, limit)
     elif not recipe["dataset_mixture"]:
-        where = recipe.origin("dataset_name")
+        where = recipe.source("dataset_name")
         yield _dataset(where, recipe["dataset_name"], recipe["dataset_config"], recipe["dataset_test_split"], limit)
 
 
@@ -163,7 +163,7 @@ def _benchmarks(recipe: Recipe) -> Iterator[Wanted]:
     if recipe["benchmarks"]:
         from grpo_recipes.recipe.registry import benchmark_sources
 
-        where = recipe.origin("benchmarks")
+        where = recipe.source("benchmarks")
         for name, config, split in benchmark_sources(recipe["benchmarks"]):
             yield _dataset(where, name, config, split)
 

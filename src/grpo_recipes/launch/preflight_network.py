@@ -124,5 +124,5 @@ def need_wandb_route(recipe: Recipe, environment: Mapping[str, str]) -> None:
     if needs_wandb(recipe, environment) and not address_reachable(address, environment):
         what = f"W&B does not answer at {address} from this machine"
         raise config_error(
-            recipe.origin("report_to"), what, "export WANDB_MODE=offline and run wandb sync later, or report_to: none"
+            recipe.source("report_to"), what, "export WANDB_MODE=offline and run wandb sync later, or report_to: none"
         )

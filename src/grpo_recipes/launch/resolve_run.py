@@ -76,7 +76,7 @@ def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Rec
     if changed and not options.allow_changed_code:
         raise config_error("--resume", changed, "go back to that code, or add --allow-changed-code")
     recipe = read_frozen(run.folder / "recipe.yaml", options.flags, environment)
-    if recipe.origin("model_revision") == "--model_revision":
+    if recipe.source("model_revision") == "--model_revision":
         raise config_error("--model_revision", "a resumed run goes on with the commit it began with", "leave it out")
     if contradictions := check(recipe, os.environ):
         raise ConfigError(*contradictions)

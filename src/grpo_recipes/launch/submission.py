@@ -239,10 +239,10 @@ def _need_routes(recipe: Recipe, profile: Profile, names: Names, environment: Ma
     nodes = f"the nodes of {profile.name} have no internet"
     if needs_wandb(recipe, environment):
         fix = "export WANDB_MODE=offline and run wandb sync later, or report_to: none"
-        problems.append(Problem(recipe.origin("report_to"), f"reports to W&B, and {nodes}", fix))
+        problems.append(Problem(recipe.source("report_to"), f"reports to W&B, and {nodes}", fix))
     if recipe["push_to_hub"]:
         fix = "remove it, and push the model of the finished run from here: hf upload"
-        problems.append(Problem(recipe.origin("push_to_hub"), f"publishes, and {nodes}", fix))
+        problems.append(Problem(recipe.source("push_to_hub"), f"publishes, and {nodes}", fix))
     if problems:
         raise ConfigError(*problems)
 

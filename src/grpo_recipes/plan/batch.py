@@ -41,7 +41,7 @@ def derive_batch(recipe: Recipe, trainers: int) -> Batch:
     """
     group, per_device = recipe["num_generations"], recipe["per_device_train_batch_size"]
     if group is None:
-        raise config_error(recipe.origin("num_generations"), "num_generations is empty", "write num_generations: 8")
+        raise config_error(recipe.source("num_generations"), "num_generations is empty", "write num_generations: 8")
     if recipe["prompts_per_step"] is not None:
         completions = recipe["prompts_per_step"] * group
         trainers = largest_divisor(completions, trainers)
@@ -55,7 +55,7 @@ def derive_batch(recipe: Recipe, trainers: int) -> Batch:
         )
         if generated % group or generated % (trainers * per_device):
             raise config_error(
-                recipe.origin("num_generations"),
+                recipe.source("num_generations"),
                 f"{generated} completions a generation ({trainers} x {per_device} per device x accumulation) "
                 f"are not whole groups of {group}",
                 "set prompts_per_step and let the rest be derived",
@@ -86,7 +86,7 @@ def derive_eval_batch(recipe: Recipe, batch: Batch) -> int | None:
             f"{_trainers(batch.world_size)} x {most} completions hold no whole number of evaluation groups of {group}"
         )
         fix = f"write per_device_eval_batch_size: {smallest} (or a multiple), or set num_generations_eval"
-        raise config_error(recipe.origin("per_device_eval_batch_size"), what, fix)
+        raise config_error(recipe.source("per_device_eval_batch_size"), what, fix)
     return int(most // smallest * smallest)
 
 

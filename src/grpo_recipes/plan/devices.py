@@ -138,7 +138,7 @@ def split_gpus(recipe: Recipe, resources: Resources, mode: str) -> tuple[tuple[s
     own = recipe["vllm_node"] == "own"
     if own and (mode != "server" or len(left) == 1):
         what = "there is one node" if mode == "server" else f"there is no server (vLLM: {mode})"
-        raise config_error(recipe.origin("vllm_node"), f"vllm_node: own, but {what}", "write vllm_node: shared")
+        raise config_error(recipe.source("vllm_node"), f"vllm_node: own, but {what}", "write vllm_node: shared")
     if mode != "server" or resources.flavour == "cpu":
         return (), left
     parallel = recipe["vllm_tensor_parallel_size"]
@@ -148,7 +148,7 @@ def split_gpus(recipe: Recipe, resources: Resources, mode: str) -> tuple[tuple[s
         if len(left) > 1:
             what = f"is more than one node has ({len(left[0])} on the first node)"
         fix = f"write at most {most}, or ask for more GPUs"
-        where = recipe.origin("vllm_tensor_parallel_size")
+        where = recipe.source("vllm_tensor_parallel_size")
         raise config_error(where, f"vllm_tensor_parallel_size {parallel} {what}", fix)
     return left[0][:parallel], [() if own else left[0][parallel:], *left[1:]]
 
@@ -166,11 +166,11 @@ def trainer_count(recipe: Recipe, resources: Resources, left: Sequence[tuple[str
         available = wanted or max(1, len(resources.nodes) - (recipe["vllm_node"] == "own"))
     if wanted is not None and wanted > available:
         what = f"num_processes {wanted} exceeds the {available} GPUs left to train on"
-        raise config_error(recipe.origin("num_processes"), what, f"write at most {available}, or remove num_processes")
+        raise config_error(recipe.source("num_processes"), what, f"write at most {available}, or remove num_processes")
     if recipe["accelerator"] == "single" and (wanted or available) > 1:
         if wanted is not None:
             what = f"accelerator: single runs one process, num_processes is {wanted}"
-            raise config_error(recipe.origin("accelerator"), what, "write accelerator: ddp, or remove num_processes")
+            raise config_error(recipe.source("accelerator"), what, "write accelerator: ddp, or remove num_processes")
         return 1
     return int(wanted or available)
 

@@ -150,7 +150,7 @@ def _mode(recipe: Recipe, resources: Resources) -> str:
         raise config_error("devices", what, "submit with sbatch --gres=gpu:8 training.sh, or set up with DEVICE=cpu")
     if not recipe["use_vllm"]:
         return "transformers"
-    mode, where = str(recipe["vllm_mode"]), recipe.origin("vllm_mode")
+    mode, where = str(recipe["vllm_mode"]), recipe.source("vllm_mode")
     if resources.flavour == "cpu":
         if mode == "colocate":
             raise config_error(where, "colocated vLLM cannot take weights on CPU", "write vllm_mode: server")
@@ -182,7 +182,7 @@ def _bridge(recipe: Recipe, resources: Resources, mode: str, apart: bool) -> tup
     """Choose the weight bridge of a run with a server, and say why."""
     if mode != "server":
         return None, "no server: " + ("vLLM shares the trainers' GPUs" if mode == "colocate" else "use_vllm is false")
-    wanted, where = recipe["weight_sync"], recipe.origin("weight_sync")
+    wanted, where = recipe["weight_sync"], recipe.source("weight_sync")
     if resources.flavour == "cpu" and wanted in BRIDGES and BRIDGES[wanted].needs_gpus:
         raise config_error(where, f"{wanted} needs GPUs, this is a CPU environment", "write weight_sync: file")
     if wanted != "auto":

@@ -60,7 +60,7 @@ def free_ports(recipe: Recipe, ports: Ports, host: str) -> tuple[Ports, list[str
         while port in chosen.values() or not (is_free(host, port) and keep(port)):
             if recipe.given(key):
                 what = f"port {wanted} is in use by another process"
-                raise config_error(recipe.origin(key), what, f"free it, or remove {key} and let the launcher choose")
+                raise config_error(recipe.source(key), what, f"free it, or remove {key} and let the launcher choose")
             port = port + _BLOCK_SIZE if port + _BLOCK_SIZE <= 65535 else _BLOCK_BASE
         if port != wanted:
             notes.append(f"port {wanted} ({key}) is in use by another process; using {port}")

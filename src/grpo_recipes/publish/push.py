@@ -63,7 +63,7 @@ def need_target(recipe: Recipe, environment: Mapping[str, str], run_name: str) -
     """
     if not recipe["push_to_hub"]:
         return None
-    where, name = recipe.origin("push_to_hub"), repository_name(recipe, run_name)
+    where, name = recipe.source("push_to_hub"), repository_name(recipe, run_name)
     if not hub_answers(environment):
         fix = f"remove it and publish afterwards where the hub answers: hf upload {name} <run>/model"
         raise config_error(where, f"push_to_hub cannot work here: {why_silent(environment)}", fix)

@@ -1,4 +1,4 @@
-"""Read, merge and type a recipe, with the origin of every value. No torch.
+"""Read, merge and type a recipe, with the source of every value. No torch.
 
 Precedence: flag > environment variable > YAML > default. The trainer gets the result through TrlParser alone.
 """
@@ -19,7 +19,7 @@ from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, catalogue
 from grpo_recipes.recipe.values import Raw, typed
 from grpo_recipes.secrets import secret_value
 
-DEFAULT_ORIGIN = "default"
+DEFAULT_SOURCE = "default"
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Value:
     """A value, of the catalogue's type, and where it came from."""
 
     value: Any
-    origin: str  # file:line, --flag, a variable's name, or "default"
+    source: str  # file:line, --flag, a variable's name, or "default"
     shadowed: str = ""  # file:line of the recipe's value that a flag or a variable overrides
 
 
@@ -37,7 +37,7 @@ class BrokenKey(Exception):
 
 @dataclass(frozen=True)
 class Recipe:
-    """A typed recipe: every key of the catalogue with its value and origin."""
+    """A typed recipe: every key of the catalogue with its value and source."""
 
     path: Path  # the YAML file it was read from
     values: dict[str, Value]
@@ -49,17 +49,17 @@ class Recipe:
             raise BrokenKey(key)
         return self.values[key].value
 
-    def origin(self, key: str) -> str:
+    def source(self, key: str) -> str:
         """Return where the value of ``key`` came from."""
-        return self.values[key].origin
+        return self.values[key].source
 
     def given(self, key: str) -> bool:
         """Return whether the user set ``key`` anywhere."""
-        return self.origin(key) != DEFAULT_ORIGIN
+        return self.source(key) != DEFAULT_SOURCE
 
     def place(self, key: str) -> str:
-        """Return where a person looks for ``key``: its origin, or the file where nobody gave it."""
-        return self.origin(key) if self.given(key) else self.path.name
+        """Return where a person looks for ``key``: its source, or the file where nobody gave it."""
+        return self.source(key) if self.given(key) else self.path.name
 
     def problem(self, key: str, what: str, fix: str) -> Problem:
         """Return a problem with ``key`` at the place where a person looks for it."""
@@ -70,21 +70,21 @@ class Recipe:
         return replace(self, values={**self.values, key: value})
 
     def as_yaml(self) -> str:
-        """Return the given values as YAML, each under a comment that names its origin."""
+        """Return the given values as YAML, each under a comment that names its source."""
         return "".join(
-            f"# {entry.origin}\n{yaml.safe_dump({key: entry.value}, allow_unicode=True, width=10**6)}"
+            f"# {entry.source}\n{yaml.safe_dump({key: entry.value}, allow_unicode=True, width=10**6)}"
             for key, entry in sorted(self.values.items())
-            if entry.origin != DEFAULT_ORIGIN
+            if entry.source != DEFAULT_SOURCE
         )
 
 
 def read_frozen(path: Path, flags: Iterable[str] = (), environment: Mapping[str, str] | None = None) -> Recipe:
-    """Read what ``as_yaml`` wrote, with the origins it names, and what overrides it now, as ``read_recipe``."""
+    """Read what ``as_yaml`` wrote, with the sources it names, and what overrides it now, as ``read_recipe``."""
     recipe = read_recipe(path, flags, environment)
     lines = path.read_text(encoding="utf-8").splitlines()
     values = dict(recipe.values)
     for key, entry in recipe.values.items():
-        name, _, line = entry.origin.rpartition(":")
+        name, _, line = entry.source.rpartition(":")
         if name == path.name:
             values[key] = Value(entry.value, lines[int(line) - 2].removeprefix("# "))
     return Recipe(path, values, recipe.notes)
@@ -108,16 +108,16 @@ def merge_recipe(
     problems: list[Problem] = []
     notes: list[str] = []
     given = _layered(path, flags, environment or {}, problems, notes)
-    values = {key: Value(entry["default"], DEFAULT_ORIGIN) for key, entry in catalogue().items()}
+    values = {key: Value(entry["default"], DEFAULT_SOURCE) for key, entry in catalogue().items()}
     broken = set()
     for key, raw in given.items():
         if secret_value(raw.value):
             what = f"'{key}' holds what looks like a secret"
-            value, found = None, [Problem(raw.origin, what, "remove it and export it as a variable")]
+            value, found = None, [Problem(raw.source, what, "remove it and export it as a variable")]
         else:
             value, found = typed(key, catalogue()[key], raw)
         problems += found
-        values[key] = Value(value, raw.origin, raw.shadowed)
+        values[key] = Value(value, raw.source, raw.shadowed)
         broken |= {key} if found else set()
     return Recipe(path, values, notes, frozenset(broken)), in_order(problems)
 
@@ -139,7 +139,7 @@ def _layered(
     given: dict[str, Raw] = {}
     for file in read_document(path, problems):
         given |= translate(file.items(), problems, notes)
-    places = {key: raw.origin for key, raw in given.items()}
+    places = {key: raw.source for key, raw in given.items()}
     variables = ((name, key) for name, key in ENVIRONMENT_KEYS.items() if environment.get(name))
     layers = [[(key, Raw(environment[name], name, from_text=True)) for name, key in variables]]
     layers.append([(key, Raw(text, f"--{key}", from_text=True)) for key, text in read_flags(flags, problems)])

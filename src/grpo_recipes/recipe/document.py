@@ -62,17 +62,17 @@ def read_document(path: Path, problems: list[Problem]) -> list[dict[str, Raw]]:
 def _base_file(chain: list[Path], base: Raw) -> Path:
     """Return the file a recipe builds on: beside it, or in the repository, so that a copied recipe still finds it."""
     if not isinstance(base.value, str):
-        raise config_error(base.origin, f"'{BASE_KEY}' is {base.value!r}", "name one recipe file")
+        raise config_error(base.source, f"'{BASE_KEY}' is {base.value!r}", "name one recipe file")
     places = [chain[-1].parent / base.value, home() / base.value]
     found = next((place for place in places if os.path.isfile(place)), None)  # False too for a name that is too long
     if found is None:
         what = f"there is no recipe '{base.value}' beside this one or in the repository"
-        raise config_error(base.origin, what, "name an existing recipe")
+        raise config_error(base.source, what, "name an existing recipe")
     if found.resolve() in [path.resolve() for path in chain]:
-        raise config_error(base.origin, f"'{base.value}' builds on this recipe again", f"remove one {BASE_KEY}")
+        raise config_error(base.source, f"'{base.value}' builds on this recipe again", f"remove one {BASE_KEY}")
     if len(chain) > _MOST_BASES:
         what = f"more than {_MOST_BASES} recipes build on one another"
-        raise config_error(base.origin, what, "join some of them")
+        raise config_error(base.source, what, "join some of them")
     return found
 
 
@@ -119,9 +119,9 @@ def _parsed(path: Path, text: str, problems: list[Problem]) -> dict[str, Raw]:
                 nested = any(isinstance(step, str) for step in place)
                 trap = _number_trap(part) or (_nested_trap(part) if nested else None)
                 problems += [Problem(f"{path.name}:{_line(part)}", *trap)] if trap else []
-        origin = f"{path.name}:{_line(key)}"
+        source = f"{path.name}:{_line(key)}"
         found[str(loader.construct_object(key, deep=True))] = Raw(
-            loader.construct_object(value, deep=True), origin, lines=lines
+            loader.construct_object(value, deep=True), source, lines=lines
         )
     return found
 

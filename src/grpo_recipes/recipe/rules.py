@@ -288,18 +288,18 @@ def broken_rules(recipe: Recipe) -> Iterator[Problem]:
 
 def removal(recipe: Recipe, key: str) -> str:
     """Return how to take back a key that the recipe, a flag or a variable gives."""
-    origin = recipe.origin(key)
-    return f"unset {origin}" if origin in ENVIRONMENT_KEYS else f"remove {key}"
+    source = recipe.source(key)
+    return f"unset {source}" if source in ENVIRONMENT_KEYS else f"remove {key}"
 
 
 def notes(recipe: Recipe) -> list[str]:
     """Return what is worth knowing of a right recipe before its job waits in a queue, a line each."""
     found = [*recipe.notes, *_batch_note(recipe), *unfinished_warmup(recipe), *hidden_losses(recipe)]
     for key in recipe.values:
-        origin = recipe.origin(key)
+        source = recipe.source(key)
         # A base sets keys for recipes that differ, and the shell's variables are there for every run.
-        if origin.startswith((f"{recipe.path.name}:", "--")) and (needed := needed_by(recipe, key)):
-            found.append(f"{origin}: {key} does nothing without {needed}")
+        if source.startswith((f"{recipe.path.name}:", "--")) and (needed := needed_by(recipe, key)):
+            found.append(f"{source}: {key} does nothing without {needed}")
     return found
 
 

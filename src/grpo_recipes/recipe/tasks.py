@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.paths import home
-from grpo_recipes.recipe import DEFAULT_ORIGIN, Recipe, Value
+from grpo_recipes.recipe import DEFAULT_SOURCE, Recipe, Value
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS
 from grpo_recipes.recipe.registry import DEFAULT_OBJECTIVE
 
@@ -77,21 +77,21 @@ def entry_of(recipe: Recipe, asked: RequestedTask) -> str:
 def with_task(recipe: Recipe, asked: RequestedTask) -> tuple[Recipe, list[Problem]]:
     """Return the recipe with its task, and what contradicts that.
 
-    A recipe without an objective that MaxEnt is asked for gets the default one, with who asked as its origin.
+    A recipe without an objective that MaxEnt is asked for gets the default one, with who asked as its source.
     """
     objective = recipe.values["maxent_objective"]
     if asked.task == MAXENT and not recipe.given("maxent_objective"):
-        return recipe.with_value("maxent_objective", replace(objective, origin=asked.source)), []
+        return recipe.with_value("maxent_objective", replace(objective, source=asked.source)), []
     if asked.task == GRPO and recipe.given("maxent_objective"):
-        where = objective.shadowed or objective.origin
+        where = objective.shadowed or objective.source
         what = f"asks for GRPO, {where} for MaxEnt-GRPO (maxent_objective)"
         other = f"leave out {where}" if where.startswith("--") or where in ENVIRONMENT_KEYS else "take a GRPO recipe"
         return recipe, [Problem(asked.source, what, f"leave out {asked.source}, or {other}")]
-    if asked.task is None and objective.origin in ENVIRONMENT_KEYS and not objective.shadowed:
+    if asked.task is None and objective.source in ENVIRONMENT_KEYS and not objective.shadowed:
         # A variable of the shell is there for every run: alone it does not choose the algorithm.
-        what, fix = "changes nothing in a GRPO run", f"set MAXENT=1 too, or unset {objective.origin}"
-        grpo = recipe.with_value("maxent_objective", Value(DEFAULT_OBJECTIVE, DEFAULT_ORIGIN))
-        return grpo, [Problem(objective.origin, f"'maxent_objective' {what}", fix)]
+        what, fix = "changes nothing in a GRPO run", f"set MAXENT=1 too, or unset {objective.source}"
+        grpo = recipe.with_value("maxent_objective", Value(DEFAULT_OBJECTIVE, DEFAULT_SOURCE))
+        return grpo, [Problem(objective.source, f"'maxent_objective' {what}", fix)]
     return recipe, []
 
 
@@ -101,5 +101,5 @@ def same_task(recipe: Recipe, asked: RequestedTask, task: str) -> None:
         what = f"asks for {_NAMES[asked.task]}, the run is one of {_NAMES[task]}"
         raise config_error(asked.source, what, f"leave out {asked.source}: a resumed run goes on as it began")
     if task_of(recipe) != task:
-        origin = recipe.origin("maxent_objective")
-        raise config_error(origin, "'maxent_objective' would make this GRPO run one of MaxEnt", f"leave out {origin}")
+        source = recipe.source("maxent_objective")
+        raise config_error(source, "'maxent_objective' would make this GRPO run one of MaxEnt", f"leave out {source}")

@@ -1,4 +1,4 @@
-"""A value of a recipe with its origin, typed by the catalogue."""
+"""A value of a recipe with its source, typed by the catalogue."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Raw:
     """What the user wrote for a key."""
 
     value: Any  # as YAML or the command line gives it
-    origin: str  # file:line, --flag or a variable's name
+    source: str  # file:line, --flag or a variable's name
     from_text: bool = False  # of the command line or the environment, which have no types
     lines: Mapping[Path, str] = field(
         default_factory=dict
@@ -56,14 +56,14 @@ def _typed_whole(key: str, entry: Entry, raw: Raw) -> tuple[Any, list[Problem]]:
     if value is None or (raw.from_text and value == "null"):
         if entry["optional"]:
             return None, []
-        return None, [Problem(raw.origin, f"'{key}' is empty", f"write {_example(entry)}, or remove it")]
+        return None, [Problem(raw.source, f"'{key}' is empty", f"write {_example(entry)}, or remove it")]
     if entry.get("infinite") and str(value).lower().removeprefix("+") in (".inf", "inf", "infinity"):
         return math.inf, []  # as YAML, Python and JSON write it
     try:
         converted = _convert(entry["type"], value, raw.from_text)
     except ValueError as error:
-        return None, [Problem(raw.origin, f"'{key}' is {error}", f"write {_example(entry)}")]
-    problem = _limit_problem(key, entry, converted, raw.origin)
+        return None, [Problem(raw.source, f"'{key}' is {error}", f"write {_example(entry)}")]
+    problem = _limit_problem(key, entry, converted, raw.source)
     return converted, [problem] if problem else []
 
 
@@ -79,7 +79,7 @@ def _nested_problems(path: Path, value: Any, raw: Raw) -> Iterator[Problem]:
     if known is None:
         return
     for name, part in value.items():
-        where = raw.lines.get((*path[1:], name), raw.origin)
+        where = raw.lines.get((*path[1:], name), raw.source)
         if name not in known:
             close = nearest_of(str(name), known)
             fix = f"write '{close}'" if close else f"write one of {', '.join(known)}"
@@ -168,16 +168,16 @@ def _short(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:100]}…"
 
 
-def _limit_problem(key: str, entry: Entry, value: Any, origin: str) -> Problem | None:
+def _limit_problem(key: str, entry: Entry, value: Any, source: str) -> Problem | None:
     low, high, choices = entry.get("min"), entry.get("max"), entry.get("choices")
     if isinstance(value, int | float) and not isinstance(value, bool):
         if low is not None and value < low:
-            return Problem(origin, f"'{key}' is {value}, below {low}", f"write {low} or more")
+            return Problem(source, f"'{key}' is {value}, below {low}", f"write {low} or more")
         if high is not None and value > high:
-            return Problem(origin, f"'{key}' is {value}, above {high}", f"write {high} or less")
+            return Problem(source, f"'{key}' is {value}, above {high}", f"write {high} or less")
     if choices and isinstance(value, str) and value not in choices:
         close = nearest_of(value, choices) if len(choices) > 12 else None
-        return Problem(origin, f"'{key}' is '{value}'", f"write '{close}'" if close else f"write {_example(entry)}")
+        return Problem(source, f"'{key}' is '{value}'", f"write '{close}'" if close else f"write {_example(entry)}")
     return None
 
 

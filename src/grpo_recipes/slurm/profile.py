@@ -104,14 +104,14 @@ def read_profile(path: Path) -> Profile:
     """
     problems: list[Problem] = []
     values: dict[str, Any] = {"name": path.stem}
-    origins: dict[str, str] = {}
+    sources: dict[str, str] = {}
     for layer in read_document(path, problems):
         for key, raw in layer.items():
             values[key], found = _read(key, raw)
-            origins[key] = raw.origin
+            sources[key] = raw.source
             problems += found
     if not problems:
-        problems = _contradictions(values, origins)
+        problems = _contradictions(values, sources)
     if problems:
         raise ConfigError(*problems)
     return Profile(**values)
@@ -127,7 +127,7 @@ def _read(key: str, raw: Raw) -> tuple[Any, list[Problem]]:
     if key not in KEYS:
         close = nearest_of(key, list(KEYS))
         return None, [
-            Problem(raw.origin, f"unknown key '{key}' of a profile", f"write '{close}'" if close else "remove it")
+            Problem(raw.source, f"unknown key '{key}' of a profile", f"write '{close}'" if close else "remove it")
         ]
     value, problems = typed(key, KEYS[key], raw)
     if problems:
@@ -136,17 +136,17 @@ def _read(key: str, raw: Raw) -> tuple[Any, list[Problem]]:
         problems = _environment_problems(value, raw)
         value = {name: str(text) for name, text in value.items()}
     elif _holds_secret(value):
-        problems = [Problem(raw.origin, f"'{key}' holds what looks like a secret", "export it as a variable instead")]
+        problems = [Problem(raw.source, f"'{key}' holds what looks like a secret", "export it as a variable instead")]
     elif "\n" in str(value):
-        problems = [Problem(raw.origin, f"'{key}' has more than one line", "write it in one line")]
+        problems = [Problem(raw.source, f"'{key}' has more than one line", "write it in one line")]
     elif key in _PATHS and value is not None:
-        problems = _path_problems(key, value, raw.origin)
+        problems = _path_problems(key, value, raw.source)
         value = os.path.expanduser(value)
     elif key == "time":
-        problems = [problem] if (problem := _time_problem(value, raw.origin)) else []
+        problems = [problem] if (problem := _time_problem(value, raw.source)) else []
     elif key in ("sbatch_options", "srun_options"):
         problems = [
-            Problem(raw.origin, f"'{option}' is no option", "write --name=value")
+            Problem(raw.source, f"'{option}' is no option", "write --name=value")
             for option in value
             if option[:1] != "-"
         ]
@@ -169,7 +169,7 @@ def _path_problems(key: str, path: str, where: str) -> list[Problem]:
 def _environment_problems(variables: Mapping[str, Any], raw: Raw) -> list[Problem]:
     problems = []
     for name, text in variables.items():
-        where = raw.lines.get((name,), raw.origin)
+        where = raw.lines.get((name,), raw.source)
         if not re.fullmatch(r"[A-Za-z_]\w*", str(name)):
             problems.append(Problem(where, f"'{name}' is no name of a variable", "write NAME: value"))
         elif not isinstance(text, str | int | float) or isinstance(text, bool):
@@ -181,12 +181,12 @@ def _environment_problems(variables: Mapping[str, Any], raw: Raw) -> list[Proble
     return problems
 
 
-def _contradictions(values: Mapping[str, Any], origins: Mapping[str, str]) -> list[Problem]:
+def _contradictions(values: Mapping[str, Any], sources: Mapping[str, str]) -> list[Problem]:
     """Keys that exclude one another."""
     ways = [key for key in ("env_dir", "env_activate", "conda_env") if values.get(key)]
     if len(ways) > 1:
         what = f"{' and '.join(ways)} name two environments"
-        return [Problem(origins[ways[1]], what, "keep one of them")]
+        return [Problem(sources[ways[1]], what, "keep one of them")]
     if values.get("gpu_kind") and not values.get("gpus"):
-        return [Problem(origins["gpu_kind"], "a kind of GPU, but no number of them", "write gpus: 8")]
+        return [Problem(sources["gpu_kind"], "a kind of GPU, but no number of them", "write gpus: 8")]
     return []

@@ -24,30 +24,30 @@ def translate(layer: Iterable[tuple[str, Raw]], problems: list[Problem], notes: 
     for name, raw in layer:
         key = ALIASES.get(name, name)
         if name in older_trl.HARMLESS and as_bool(raw.value) is older_trl.HARMLESS[name]:
-            notes.append(f"{raw.origin} {str(raw.value).lower()} has no effect: {OBSOLETE_KEYS[name]}")
-        elif problem := refusal(key, raw.origin):
+            notes.append(f"{raw.source} {str(raw.value).lower()} has no effect: {OBSOLETE_KEYS[name]}")
+        elif problem := refusal(key, raw.source):
             problems.append(problem)
         else:
             if names.get(key, name) != name:
                 what = f"'{name}' and '{names[key]}' are two names of one key"
-                problems.append(Problem(raw.origin, what, f"keep {key}"))
+                problems.append(Problem(raw.source, what, f"keep {key}"))
             elif key != name:
-                notes.append(f"{raw.origin}: '{name}' is read as {key}")
+                notes.append(f"{raw.source}: '{name}' is read as {key}")
             found[key], names[key] = raw, name
     return found
 
 
-def refusal(key: str, origin: str) -> Problem | None:
+def refusal(key: str, source: str) -> Problem | None:
     """Return why a name is not a key of the catalogue, and what to write instead; None where it is one."""
     if key in catalogue():
         return None
     if key in OWNED_KEYS:
-        return Problem(origin, f"'{key}' is not a recipe's to set", OWNED_KEYS[key])
+        return Problem(source, f"'{key}' is not a recipe's to set", OWNED_KEYS[key])
     if key in OBSOLETE_KEYS:
-        return Problem(origin, f"'{key}' is obsolete", OBSOLETE_KEYS[key])
+        return Problem(source, f"'{key}' is obsolete", OBSOLETE_KEYS[key])
     close = nearest(key)
-    flag = " (flags are not abbreviated)" if origin.startswith("--") and close and close.startswith(key) else ""
-    return Problem(origin, f"unknown key '{key}'{flag}", f"write '{close}'" if close else "remove it")
+    flag = " (flags are not abbreviated)" if source.startswith("--") and close and close.startswith(key) else ""
+    return Problem(source, f"unknown key '{key}'{flag}", f"write '{close}'" if close else "remove it")
 
 
 def nearest(name: str) -> str | None:
