@@ -53,7 +53,7 @@ def planned(read: Callable[..., Recipe], tmp_path: Path) -> Callable[..., Plan]:
         *,
         recipe: Recipe | None = None,
         gpus: Sequence[str] = ("0", "1", "2", "3"),
-        flavour: str = "cuda",
+        device: str = "cuda",
         job: SlurmJob | None = None,
         nodes: Sequence[Node] = (),
         flags: Sequence[str] = (),
@@ -64,7 +64,7 @@ def planned(read: Callable[..., Recipe], tmp_path: Path) -> Callable[..., Plan]:
         recipe = recipe or read(flags, environment, **changes)
         if problems := check(recipe, environment):  # as checked_recipe does for every command
             raise ConfigError(*problems)
-        resources = Resources(flavour, tuple(gpus) if flavour == "cuda" else (), 8, job, tuple(nodes))
+        resources = Resources(device, tuple(gpus) if device == "cuda" else (), 8, job, tuple(nodes))
         name = recipe["run_name"] or "unnamed"
         names = Names(Path(recipe["run_root"]) / f"{name}-stamp", name, f"{name}-abcd", "stamp")
         return make_plan(recipe, resources, environment, names)

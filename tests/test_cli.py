@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 from waiting import children_seconds
 
-from grpo_recipes.plan.devices import environment_flavour
+from grpo_recipes.plan.devices import environment_device
 from grpo_recipes.secrets import MASK
 
 ROOT = Path(__file__).parents[1]
 SMOKE = str(ROOT / "recipes/smoke/grpo.yaml")
 MATH = str(ROOT / "recipes/Qwen2.5-1.5B-Instruct/grpo/config_math.yaml")
 TOKEN = "hf_" + "plantedsecret" * 2
-on_cpu = pytest.mark.skipif(environment_flavour() != "cpu", reason="needs a CPU environment")
+on_cpu = pytest.mark.skipif(environment_device() != "cpu", reason="needs a CPU environment")
 
 
 @pytest.fixture

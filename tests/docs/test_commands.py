@@ -15,7 +15,7 @@ import yaml
 from doc_pages import PAGES, REPOSITORY, blocks, code_words, prose
 
 from grpo_recipes import cli
-from grpo_recipes.plan.devices import environment_flavour
+from grpo_recipes.plan.devices import environment_device
 from grpo_recipes.recipe.document import BASE_KEY
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES, catalogue
 
@@ -141,7 +141,7 @@ def test_every_command_is_run(command: str, tmp_path: Path) -> None:
         assert f"def {name}(" in (REPOSITORY / file).read_text(), COVERED[command]
         return
     assert command in RUN_HERE, "new command: add it to RUN_HERE, or name the test that runs it in COVERED"
-    if environment_flavour() != "cpu":
+    if environment_device() != "cpu":
         pytest.skip("what runs by default in a CUDA environment needs GPUs")
     done = subprocess.run(
         ["bash", "-c", command],

@@ -15,7 +15,7 @@ from grpo_recipes.doctor import examine
 from grpo_recipes.evaluate import baselines
 from grpo_recipes.plan import ports
 from grpo_recipes.plan.commands import ACCELERATE_FILES
-from grpo_recipes.plan.devices import environment_flavour
+from grpo_recipes.plan.devices import environment_device
 from grpo_recipes.plan.environment import base_environment
 from grpo_recipes.plan.plan import _DEFAULT_RECIPES
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES, catalogue
@@ -89,8 +89,8 @@ def test_default_ports() -> None:
 
 def test_default_recipes_accelerators_and_rewards() -> None:
     for task, column in (("grpo", 1), ("maxent", 2)):
-        defaults = {row[0]: row[column].strip("`") for row in table_rows(GUIDE, "flavour")}
-        assert defaults == {flavour: name.format(task=task) for flavour, name in _DEFAULT_RECIPES.items()}
+        defaults = {row[0]: row[column].strip("`") for row in table_rows(GUIDE, "device")}
+        assert defaults == {device: name.format(task=task) for device, name in _DEFAULT_RECIPES.items()}
     assert {row[0].strip("`") for row in table_rows(GUIDE, "`accelerator`")} == {"auto", *ACCELERATE_FILES}
     assert {row[0].strip("`") for row in table_rows(DOCS / "rewards.md", "reward")} == set(REWARDS)
     bridges = {row[0].split()[0].strip("`") for row in table_rows(DOCS / "weights.md", "`weight_sync`")}
@@ -352,7 +352,7 @@ def test_messages_are_what_the_code_says(
         files = [file for part, file in WRITTEN_IN.items() if part in message]
         assert files, "new message: add it to SAID, or to WRITTEN_IN"
         return
-    if environment_flavour() != "cpu":
+    if environment_device() != "cpu":
         pytest.skip("the page shows what a CPU environment says")
     ((command, variables),) = said
     monkeypatch.chdir(REPOSITORY)

@@ -12,11 +12,11 @@ import pytest
 
 from grpo_recipes.cli import main
 from grpo_recipes.doctor.examine import MACHINE, RECIPE, RUN, name_of
-from grpo_recipes.plan.devices import environment_flavour
+from grpo_recipes.plan.devices import environment_device
 
 GRPO = str(Path(sys.executable).with_name("grpo"))
 SMOKE = str(Path(__file__).resolve().parents[2] / "recipes/smoke/grpo.yaml")
-on_cpu = pytest.mark.skipif(environment_flavour() != "cpu", reason="the smoke recipe is that of a CPU environment")
+on_cpu = pytest.mark.skipif(environment_device() != "cpu", reason="the smoke recipe is that of a CPU environment")
 
 
 def said(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

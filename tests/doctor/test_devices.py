@@ -104,7 +104,7 @@ def test_slurm_and_the_driver_disagree(fake_nvidia_smi, cuda_machine):
     assert devices.gpus(cuda_machine(SLURM_JOB_ID="7", SLURM_GPUS_ON_NODE="2")).status == "ok"
 
 
-@pytest.mark.skipif(not importlib.metadata.version("torch").endswith("+cpu"), reason="needs the CPU flavour")
+@pytest.mark.skipif(not importlib.metadata.version("torch").endswith("+cpu"), reason="needs the CPU environment")
 def test_gpus_beside_a_cpu_environment(fake_nvidia_smi, machine, no_program):
     assert devices.gpus(machine()).value == "none (CPU environment)"
 

@@ -11,7 +11,7 @@ from grpo_recipes.doctor import recipes
 from grpo_recipes.doctor.devices import Gpu
 from grpo_recipes.doctor.recipes import Case
 from grpo_recipes.errors import ConfigError, config_error
-from grpo_recipes.plan.devices import environment_flavour
+from grpo_recipes.plan.devices import environment_device
 from grpo_recipes.process.reports import gigabytes
 
 MEGABYTE = 10**6
@@ -121,7 +121,7 @@ def test_memory_of_gpus_is_that_of_the_plan(case, local, planned, monkeypatch):
     assert "not known" in memory(40_000).value
 
 
-@pytest.mark.skipif(environment_flavour() != "cpu", reason="what is planned in a CUDA environment depends on the GPUs")
+@pytest.mark.skipif(environment_device() != "cpu", reason="what is planned in a CUDA environment depends on the GPUs")
 def test_what_a_launch_would_start(case):
     found = recipes.gpu_plan(case())
     assert found.status == "ok" and found.value == "vllm server, training processes: 1"

@@ -12,14 +12,14 @@ from grpo_recipes import cli
 from grpo_recipes.cli.runs import OVERRIDES
 from grpo_recipes.launch import submission
 from grpo_recipes.paths import home
-from grpo_recipes.plan.devices import environment_flavour
+from grpo_recipes.plan.devices import environment_device
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
 from grpo_recipes.runs.rundir import changed_code, find_run, read_json
 from tests.plan.model_folders import SMALL, model_folder
 
 SMOKE = str(home() / "recipes/smoke/grpo.yaml")
 MATH = str(home() / "recipes/Qwen2.5-1.5B-Instruct/grpo/config_math.yaml")
-pytestmark = pytest.mark.skipif(environment_flavour() != "cpu", reason="the profile for nodes without GPUs is used")
+pytestmark = pytest.mark.skipif(environment_device() != "cpu", reason="the profile for nodes without GPUs is used")
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.plan.devices import environment_flavour, find_resources, select_gpus, visible_gpus
+from grpo_recipes.plan.devices import environment_device, find_resources, select_gpus, visible_gpus
 from grpo_recipes.slurm.client import SlurmJob, slurm_job
 
 UUIDS = ["GPU-11111111-aaaa-bbbb-cccc-000000000001", "GPU-22222222-aaaa-bbbb-cccc-000000000002"]
@@ -90,22 +90,22 @@ def test_the_slurm_job_is_read_from_its_variables(environment, job):
     assert slurm_job(environment) == job
 
 
-def test_the_flavour_is_that_of_the_installed_torch():
-    assert environment_flavour() == ("cpu" if importlib.metadata.version("torch").endswith("+cpu") else "cuda")
+def test_the_device_is_that_of_the_installed_torch():
+    assert environment_device() == ("cpu" if importlib.metadata.version("torch").endswith("+cpu") else "cuda")
 
 
-@pytest.mark.parametrize(("torch", "flavour"), [("2.13.0+cpu", "cpu"), ("2.13.0", "cuda"), ("2.13.0+cu130", "cuda")])
-def test_a_torch_without_cpu_in_its_version_is_for_cuda(monkeypatch, torch, flavour):
+@pytest.mark.parametrize(("torch", "device"), [("2.13.0+cpu", "cpu"), ("2.13.0", "cuda"), ("2.13.0+cu130", "cuda")])
+def test_a_torch_without_cpu_in_its_version_is_for_cuda(monkeypatch, torch, device):
     real = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: torch if name == "torch" else real(name))
-    assert environment_flavour() == flavour
+    assert environment_device() == device
 
 
 def test_another_trl_than_the_catalogues_is_refused(monkeypatch):
     real = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.15.0" if name == "trl" else real(name))
     with pytest.raises(ConfigError, match=r"trl 1\.15\.0 is installed"):
-        environment_flavour()
+        environment_device()
 
 
 def test_an_environment_without_torch_is_refused(monkeypatch):
@@ -114,7 +114,7 @@ def test_an_environment_without_torch_is_refused(monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
     with pytest.raises(ConfigError, match="torch is not installed"):
-        environment_flavour()
+        environment_device()
 
 
 def test_cores_are_those_this_process_may_use():

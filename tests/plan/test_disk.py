@@ -11,7 +11,7 @@ import yaml
 
 from grpo_recipes import cli
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError
-from grpo_recipes.plan.devices import environment_flavour
+from grpo_recipes.plan.devices import environment_device
 from grpo_recipes.plan.estimates import Disk, estimate_disk, need_room
 from grpo_recipes.plan.memory import GIB, ModelShape
 
@@ -118,7 +118,7 @@ def test_what_cannot_be_estimated_is_not_refused(read, planned):
     assert "grpo fetch" in line
 
 
-@pytest.mark.skipif(environment_flavour() != "cpu", reason="a CUDA environment asks for GPUs first")
+@pytest.mark.skipif(environment_device() != "cpu", reason="a CUDA environment asks for GPUs first")
 def test_launch_refuses_before_it_makes_anything(tmp_path, monkeypatch, capsys):
     recipe = {
         "model_name_or_path": model_folder(tmp_path / "model", SMALL), "dataset_name": "rows.jsonl",

@@ -139,7 +139,7 @@ def test_the_server_needs_room_for_its_longest_sequence(estimate):
 
 def test_on_cpu_the_parts_are_told_and_nothing_is_judged(read, planned, tmp_path):
     recipe = read(**{**KEYS, "model_name_or_path": model_folder(tmp_path / "model"), "bf16": False})
-    memory = estimate_memory(recipe, planned(recipe=recipe, flavour="cpu"), 1)
+    memory = estimate_memory(recipe, planned(recipe=recipe, device="cpu"), 1)
     assert memory.fits
     assert "weights in transit" in memory.roles["server"].parts
 

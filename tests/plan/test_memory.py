@@ -31,7 +31,7 @@ SHAPE = ModelShape.of(
     }
 )  # fmt: skip
 WORK = Workload(
-    flavour="cuda", mode="server", accelerator="ddp", world_size=8, dtype="bfloat16", mixed="bf16",
+    device="cuda", mode="server", accelerator="ddp", world_size=8, dtype="bfloat16", mixed="bf16",
     optim="adamw_torch_fused", reference=False, checkpointing=True, eager=False, adapter=0, adapted=(), whole=(),
     per_device=4, accumulation=2, sequence=1536, completion=1024, longest=2048, bridge="nccl", parallel=1, share=0.9,
 )  # fmt: skip
@@ -146,7 +146,7 @@ def test_one_pass_a_step_has_no_gradients_beside_its_activations():
 
 
 def test_the_file_bridge_sends_a_copy():
-    small = {"flavour": "cpu", "adapter": 16, "per_device": 1, "sequence": 16, "completion": 8, "accelerator": "single"}
+    small = {"device": "cpu", "adapter": 16, "per_device": 1, "sequence": 16, "completion": 8, "accelerator": "single"}
     assert parts(**small, bridge="file")["weights in transit"] == 2 * P
     assert "weights in transit" not in parts(**small, bridge=None)
 

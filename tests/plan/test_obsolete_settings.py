@@ -16,9 +16,9 @@ VARIABLES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("flavour", ["cpu", "cuda"])
-def test_nothing_obsolete_is_set(planned, tmp_path, flavour):
-    plan = planned(flavour=flavour)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_nothing_obsolete_is_set(planned, tmp_path, device):
+    plan = planned(device=device)
     shared = run_environment({"HOME": str(tmp_path)}, Scratch(tmp_path, tmp_path), tmp_path, "mark")
     assert len(plan.processes) == 2
     for process in plan.processes:
@@ -26,9 +26,9 @@ def test_nothing_obsolete_is_set(planned, tmp_path, flavour):
         assert not set(VARIABLES) & {*process.environment, *shared}
 
 
-@pytest.mark.parametrize("flavour", ["cpu", "cuda"])
-def test_usage_statistics_are_off(flavour):
-    assert server_environment(flavour, None)["VLLM_NO_USAGE_STATS"] == "1"
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_usage_statistics_are_off(device):
+    assert server_environment(device, None)["VLLM_NO_USAGE_STATS"] == "1"
 
 
 def test_a_token_under_its_old_name_is_masked():

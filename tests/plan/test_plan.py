@@ -83,11 +83,11 @@ def test_without_vllm_everything_trains(planned):
         ({"gpus": ("0", "1")}, {"vllm_tensor_parallel_size": 3}, "write at most 1"),
         ({"gpus": ("0", "1", "2")}, {"num_processes": 3}, "exceeds the 2 GPUs"),
         ({}, {"accelerator": "single", "num_processes": 2}, "accelerator: single runs one process"),
-        ({"flavour": "cpu"}, {"vllm_mode": "colocate"}, "vllm_mode: server"),
-        ({"flavour": "cpu"}, {"weight_sync": "nccl"}, "weight_sync: file"),
+        ({"device": "cpu"}, {"vllm_mode": "colocate"}, "vllm_mode: server"),
+        ({"device": "cpu"}, {"weight_sync": "nccl"}, "weight_sync: file"),
         ({"environment": {"CONFIG_FILE": "/no/such.yaml"}}, {}, "CONFIG_FILE"),
         ({"environment": {"VLLM_MODEL": "other/model"}}, {}, "VLLM_MODEL"),
-        ({"flavour": "cpu"}, {"model_name_or_path": "smoke:nothing"}, "smoke:sums"),
+        ({"device": "cpu"}, {"model_name_or_path": "smoke:nothing"}, "smoke:sums"),
         ({}, {"reward_funcs": ["nothing"]}, "no reward 'nothing'"),
     ],
 )
@@ -237,8 +237,8 @@ def test_inside_slurm_vllm_gets_an_internal_port_of_the_jobs_block(planned, opti
 
 
 def test_a_cpu_plan_uses_the_file_bridge_and_no_gpu(planned, option):
-    plan = planned(flavour="cpu", recipe=read_recipe(SMOKE))
-    assert (plan.flavour, plan.mode, plan.bridge, plan.smoke) == ("cpu", "server", "file", True)
+    plan = planned(device="cpu", recipe=read_recipe(SMOKE))
+    assert (plan.device, plan.mode, plan.bridge, plan.smoke) == ("cpu", "server", "file", True)
     trainer = plan.process("trainer")
     assert option(trainer.argv, "--use_cpu") == "true"
     assert option(trainer.argv, "--weight_sync") == "file"
@@ -248,7 +248,7 @@ def test_a_cpu_plan_uses_the_file_bridge_and_no_gpu(planned, option):
 
 
 def test_cpu_processes_are_as_many_as_the_recipe_asks_for(planned, option):
-    argv = planned(flavour="cpu", num_processes=2).process("trainer").argv
+    argv = planned(device="cpu", num_processes=2).process("trainer").argv
     assert option(argv, "--num_processes") == "2"
     assert option(argv, "--config_file") == accelerate_file("multi_gpu")
 
@@ -282,7 +282,7 @@ def test_mixed_precision_is_always_passed(planned, option, keys, precision):
 
 
 def test_smoke_model_and_data_come_from_the_cache(planned, option, tmp_path):
-    plan = planned(flavour="cpu", recipe=read_recipe(SMOKE))
+    plan = planned(device="cpu", recipe=read_recipe(SMOKE))
     folder = smoke_folder("smoke:sums", {"CACHE_ROOT": str(tmp_path / "cache")})
     assert folder.is_relative_to(tmp_path / "cache")
     assert plan.model == option(plan.process("server").argv, "--model") == str(folder / "model")
@@ -300,7 +300,7 @@ def test_a_plan_is_plain_data_and_readable(planned):
         assert fact in text
 
 
-def test_a_recipe_is_found_by_argument_then_config_then_flavour(tmp_path, monkeypatch):
+def test_a_recipe_is_found_by_argument_then_config_then_device(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     mine = tmp_path / "mine.yaml"
     mine.write_text("")

@@ -89,10 +89,10 @@ def test_the_server_can_have_a_node_of_its_own(planned, option):
 
 
 def test_weights_go_through_the_run_directory_where_server_and_rank_0_share_no_memory(planned):
-    apart = planned(flavour="cpu", nodes=cpu_nodes(2), vllm_node="own")
+    apart = planned(device="cpu", nodes=cpu_nodes(2), vllm_node="own")
     assert {one.environment["GRPO_SYNC_DIR"] for one in apart.processes} == {"runs/unnamed-stamp/sync"}
     assert apart.why_bridge == "no GPU: safetensors in the run directory"
-    shared = planned(flavour="cpu", nodes=cpu_nodes(2))
+    shared = planned(device="cpu", nodes=cpu_nodes(2))
     assert not shared.server_apart and not any("GRPO_SYNC_DIR" in one.environment for one in shared.processes)
 
 
@@ -102,7 +102,7 @@ def test_weights_go_through_the_run_directory_where_server_and_rank_0_share_no_m
      ({"num_processes": 2, "vllm_node": "own"}, [0, 2])],
 )  # fmt: skip
 def test_cpu_processes_are_spread_over_the_nodes(planned, option, keys, counts):
-    plan = planned(flavour="cpu", nodes=cpu_nodes(2), **keys)
+    plan = planned(device="cpu", nodes=cpu_nodes(2), **keys)
     trainers = plan.trainers()
     found = [0, 0]
     for one in trainers:
@@ -136,9 +136,9 @@ def test_one_gpu_a_node_is_enough_for_a_server(planned):
     ],
 )
 def test_nodes_that_would_do_nothing_are_refused(planned, nodes, keys, said):
-    flavour = "cpu" if nodes and not nodes[0].gpus else "cuda"
+    device = "cpu" if nodes and not nodes[0].gpus else "cuda"
     with pytest.raises(ConfigError, match=said):
-        planned(flavour=flavour, gpus=EIGHT, nodes=nodes, **keys)
+        planned(device=device, gpus=EIGHT, nodes=nodes, **keys)
 
 
 def test_a_plan_of_several_nodes_is_readable(planned):

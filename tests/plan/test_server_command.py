@@ -14,8 +14,8 @@ import pytest
 from grpo_recipes.plan.server import has_trl_serve, server_command, server_environment
 
 
-def command(recipe, flavour: str = "cuda") -> list[str]:
-    return server_command(recipe, "the/model", "run-abcd", "127.0.0.1", 8123, flavour)
+def command(recipe, device: str = "cuda") -> list[str]:
+    return server_command(recipe, "the/model", "run-abcd", "127.0.0.1", 8123, device)
 
 
 @pytest.fixture
@@ -33,11 +33,11 @@ def versions(monkeypatch):
     return set_versions
 
 
-@pytest.mark.parametrize("flavour", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("vllm", [None, "0.31.0"])
-def test_every_server_is_named_bound_guarded_and_reports_its_weights(read, option, versions, flavour, vllm):
+def test_every_server_is_named_bound_guarded_and_reports_its_weights(read, option, versions, device, vllm):
     versions(vllm=vllm, trl="1.16.0")
-    argv = command(read(dtype="bfloat16"), flavour)
+    argv = command(read(dtype="bfloat16"), device)
     assert option(argv, "--host") == "127.0.0.1"
     assert option(argv, "--port") == "8123"
     assert option(argv, "--served-model-name") == "run-abcd"
@@ -78,7 +78,7 @@ def test_the_module_with_what_trl_would_have_added_otherwise(read, option, versi
     assert json.loads(option(argv, "--weight-transfer-config")) == {"backend": "nccl"}
 
 
-def test_what_depends_on_the_flavour(read, option):
+def test_what_depends_on_the_device(read, option):
     assert option(command(read(), "cuda"), "--gpu-memory-utilization") == "0.9"
     cpu = command(read(), "cpu")
     assert "--enforce-eager" in cpu and "--no-enable-chunked-prefill" in cpu
@@ -104,7 +104,7 @@ def test_keys_that_reach_the_server(read, option, keys, flag, value):
 
 
 @pytest.mark.parametrize(
-    ("flavour", "seed_server", "seeded"),
+    ("device", "seed_server", "seeded"),
     [
         ("cpu", None, True),
         ("cpu", False, False),
@@ -112,8 +112,8 @@ def test_keys_that_reach_the_server(read, option, keys, flag, value):
         ("cuda", True, True),
     ],
 )
-def test_seeded_requests_are_taken_in_the_order_of_prompts(read, option, flavour, seed_server, seeded):
-    argv = command(read(seed_server=seed_server), flavour)
+def test_seeded_requests_are_taken_in_the_order_of_prompts(read, option, device, seed_server, seeded):
+    argv = command(read(seed_server=seed_server), device)
     assert ("--scheduling-policy" in argv) is seeded
     assert not seeded or option(argv, "--scheduling-policy") == "priority"
 

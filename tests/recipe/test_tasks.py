@@ -12,7 +12,7 @@ from grpo_recipes import cli
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.launch.attempt import Attempt, say_start
 from grpo_recipes.paths import home
-from grpo_recipes.plan.devices import Resources, environment_flavour
+from grpo_recipes.plan.devices import Resources, environment_device
 from grpo_recipes.plan.plan import describe
 from grpo_recipes.plan.types import Names
 from grpo_recipes.process.scratch import Scratch
@@ -25,7 +25,7 @@ from grpo_recipes.runs.rundir import new_run, write_json
 
 GRPO, MAXENT = RequestedTask("grpo", "--task"), RequestedTask("maxent", "MAXENT")
 SMOKE = home() / "recipes/smoke"
-on_cpu = pytest.mark.skipif(environment_flavour() != "cpu", reason="needs a CPU environment")
+on_cpu = pytest.mark.skipif(environment_device() != "cpu", reason="needs a CPU environment")
 
 
 @pytest.fixture

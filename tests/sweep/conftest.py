@@ -9,7 +9,7 @@ import pytest
 
 from grpo_recipes import cli
 from grpo_recipes.paths import home
-from grpo_recipes.plan.devices import environment_flavour
+from grpo_recipes.plan.devices import environment_device
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
 from grpo_recipes.runs.rundir import read_json, write_json
 from grpo_recipes.sweep.folder import Sweep, read_sweep
@@ -60,7 +60,7 @@ def fake_launches(monkeypatch: pytest.MonkeyPatch) -> FakeLaunches:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with runs of its own, and none of the tester's variables."""
-    if environment_flavour() != "cpu":
+    if environment_device() != "cpu":
         pytest.skip("the smoke recipe is planned for CPU")
     for name in (*READ_VARIABLES, *ENVIRONMENT_KEYS):
         monkeypatch.delenv(name, raising=False)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import config_error
-from grpo_recipes.plan.devices import environment_flavour
+from grpo_recipes.plan.devices import environment_device
 from grpo_recipes.plan.plan import choose_recipe
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import checked_recipe
@@ -70,7 +70,7 @@ def switch(*names: str, help: str, exclusive: bool = False) -> Option:
 
 
 _RECIPE_OPTIONS = (
-    option("--config", metavar="RECIPE", help="the recipe; by default CONFIG, or the flavour's own"),
+    option("--config", metavar="RECIPE", help="the recipe; by default CONFIG, or the default of the device"),
     option("--task", choices=[GRPO, MAXENT], help="the trainer (MAXENT=1 selects maxent, and so does a MaxEnt recipe)"),
 )
 
@@ -91,13 +91,13 @@ def recipe_name(options: argparse.Namespace) -> str | None:
     return options.recipe or options.config
 
 
-def recipe_path(options: argparse.Namespace, flavour: str) -> tuple[Path, RequestedTask]:
-    """Return the recipe's file, or the default one of a flavour, and the task that is asked for."""
+def recipe_path(options: argparse.Namespace, device: str) -> tuple[Path, RequestedTask]:
+    """Return the recipe's file, or the default one of a device, and the task that is asked for."""
     asked = requested_task(os.environ, options.task)
-    return choose_recipe(recipe_name(options), os.environ, asked.task or GRPO, flavour), asked
+    return choose_recipe(recipe_name(options), os.environ, asked.task or GRPO, device), asked
 
 
 def chosen_recipe(options: argparse.Namespace) -> Recipe:
     """Return the recipe of this command line and environment: merged, typed and checked."""
-    path, asked = recipe_path(options, environment_flavour())
+    path, asked = recipe_path(options, environment_device())
     return checked_recipe(path, options.flags, os.environ, asked)

@@ -283,9 +283,9 @@ def plan(options: argparse.Namespace) -> int:
     resources = find_resources(os.environ)
     _check_counts(options)
     if options.gpus is not None:
-        resources = replace(resources, flavour="cuda", gpus=tuple(str(index) for index in range(options.gpus)))
+        resources = replace(resources, device="cuda", gpus=tuple(str(index) for index in range(options.gpus)))
         resources = resources.on_nodes(options.nodes)
-    path, asked = recipe_path(options, resources.flavour)
+    path, asked = recipe_path(options, resources.device)
     recipe = checked_recipe(path, options.flags, os.environ, asked)
     sources = find_sources(recipe, os.environ)
     names = names_of(recipe)

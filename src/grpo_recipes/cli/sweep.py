@@ -51,7 +51,7 @@ def sweep(options: argparse.Namespace) -> int:
         return start_again(find_sweep(run_root() / FOLDER, options.resume), backend, os.environ)
     if options.name is not None:
         flags = ["--run_name", options.name, *flags]
-    path, asked = recipe_path(options, backend.resources(os.environ).flavour)
+    path, asked = recipe_path(options, backend.resources(os.environ).device)
     return start(SweepSpec(path, read_axes(words, flags), flags, asked), backend, os.environ, options.new)
 
 

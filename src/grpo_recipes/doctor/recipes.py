@@ -151,7 +151,7 @@ def training_memory(case: Case) -> Finding:
     takes = case.estimates.memory
     if takes.unknown:
         return ok(f"not estimated: {takes.unknown}")
-    if case.plan.flavour == "cuda":
+    if case.plan.device == "cuda":
         what = "; ".join(f"{role} {need}" for role, need in takes.roles.items())
         if takes.roles["trainer"].available is None:
             return ok(f"{what}; the GPUs' memory is not known")

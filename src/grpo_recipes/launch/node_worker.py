@@ -24,7 +24,7 @@ import psutil
 
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError
 from grpo_recipes.launch.supervisor import Child
-from grpo_recipes.plan.devices import environment_flavour, visible_gpus
+from grpo_recipes.plan.devices import environment_device, visible_gpus
 from grpo_recipes.plan.environment import base_environment, run_environment
 from grpo_recipes.plan.types import Process
 from grpo_recipes.process.scratch import Scratch, make_scratch, remove_dead_scratch
@@ -60,7 +60,7 @@ class NodeWorker:
             name: [one.address for one in addresses if one.family == socket.AF_INET]
             for name, addresses in psutil.net_if_addrs().items()
         }
-        gpus = visible_gpus(os.environ) if environment_flavour() == "cuda" else ()
+        gpus = visible_gpus(os.environ) if environment_device() == "cuda" else ()
         host = os.environ.get("SLURMD_NODENAME", socket.gethostname())
         self._report("describe", gpus=gpus, cores=len(os.sched_getaffinity(0)), host=host, interfaces=interfaces)
 

@@ -54,7 +54,7 @@ def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Rec
     if options.resume is not None and options.recipe:
         raise config_error("--resume", "a resumed run goes on with its own recipe", "leave the recipe out")
     if options.resume in (None, "last"):
-        path = choose_recipe(options.recipe, environment, asked.task or GRPO, resources.flavour)
+        path = choose_recipe(options.recipe, environment, asked.task or GRPO, resources.device)
     if options.resume is None:
         recipe = checked_recipe(path, options.flags, environment, asked)
         job = resources.job

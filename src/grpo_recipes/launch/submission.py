@@ -17,7 +17,7 @@ from grpo_recipes.launch.attempt import SUBMITTED, freeze_inputs
 from grpo_recipes.launch.preflight_network import need_wandb_route, needs_wandb
 from grpo_recipes.launch.resolve_run import names_of, note_job
 from grpo_recipes.paths import CODE_VARIABLE, cache_root, home, shown
-from grpo_recipes.plan.devices import Resources, environment_flavour
+from grpo_recipes.plan.devices import Resources, environment_device
 from grpo_recipes.plan.estimates import Estimates, estimate, need_room
 from grpo_recipes.plan.plan import choose_recipe, make_plan
 from grpo_recipes.plan.types import Names, Plan
@@ -82,9 +82,9 @@ def site_environment(profile: Profile, environment: Mapping[str, str]) -> dict[s
 
 def site_resources(profile: Profile) -> Resources:
     """Return what a job of this profile offers."""
-    flavour = "cuda" if profile.gpus else "cpu"
+    device = "cuda" if profile.gpus else "cpu"
     gpus = tuple(str(index) for index in range(profile.gpus))
-    return Resources(flavour, gpus, profile.cpus or 1).on_nodes(profile.nodes)
+    return Resources(device, gpus, profile.cpus or 1).on_nodes(profile.nodes)
 
 
 def prepare(
@@ -100,7 +100,7 @@ def prepare(
     environment = site_environment(profile, environment)
     resources = site_resources(profile)
     asked = requested_task(environment, task)
-    path = choose_recipe(recipe_name, environment, asked.task or GRPO, resources.flavour)
+    path = choose_recipe(recipe_name, environment, asked.task or GRPO, resources.device)
     recipe = on_scratch(checked_recipe(path, flags, environment, asked), profile)
     names, sources = names_of(recipe), find_sources(recipe, environment)
     plan = make_plan(recipe, resources, environment, names, entry_of(recipe, asked), sources)
@@ -116,10 +116,10 @@ def prepare(
 
 
 def need_environment(profile: Profile) -> None:
-    """Refuse this environment for a job whose nodes are of the other flavour, unless the profile names another one."""
+    """Refuse this environment for a job whose nodes are for the other device, unless the profile names another one."""
     if profile.env_dir or profile.env_activate or profile.conda_env:
         return
-    here, there = environment_flavour(), "cuda" if profile.gpus else "cpu"
+    here, there = environment_device(), "cuda" if profile.gpus else "cpu"
     if here != there:
         what = f"nodes {'with' if profile.gpus else 'without'} GPUs, and this environment is for {here}"
         fix = f"run DEVICE={there} make setup, or name another environment in {profile.name}.yaml (env_dir)"

@@ -35,7 +35,7 @@ def server_process(
     recipe: Recipe, plan: Plan, resources: Resources, environment: Mapping[str, str], names: Names
 ) -> Process:
     """Return the vLLM server of ``plan``, on the first node."""
-    variables = server_environment(plan.flavour, plan.ports.vllm_internal)
+    variables = server_environment(plan.device, plan.ports.vllm_internal)
     if environment.get("VLLM_PLUGINS"):  # unset, vLLM loads every plug-in that is installed, ours too
         variables["VLLM_PLUGINS"] = f"{environment['VLLM_PLUGINS']},grpo_recipes"
     variables |= _host_ip(plan, resources, environment, 0)
@@ -43,7 +43,7 @@ def server_process(
     variables["CUDA_VISIBLE_DEVICES"] = ",".join(plan.server_gpus)
     return Process(
         "server",
-        server_command(recipe, plan.model, names.served, plan.server_host, plan.ports.server, plan.flavour),
+        server_command(recipe, plan.model, names.served, plan.server_host, plan.ports.server, plan.device),
         variables,
         plan.server_gpus,
         f"logs/liv_vllm_{names.run}_{names.timestamp}.log",
@@ -63,7 +63,7 @@ def trainer_processes(
         if plan.mode == "server":
             # Where rank 0 offers the NCCL group: TRL asks vLLM, which would take the interface of the default route.
             variables |= _host_ip(plan, resources, environment, node)
-        if plan.flavour == "cpu":
+        if plan.device == "cpu":
             # use_cpu alone keeps accelerate on the CPU: ACCELERATE_USE_CPU would also make it ignore DeepSpeed, and
             # `accelerate launch --cpu` start one process whatever --num_processes says.
             variables["DS_ACCELERATOR"] = "cpu"
@@ -128,7 +128,7 @@ def _trainer_flags(recipe: Recipe, plan: Plan, names: Names) -> list[str]:
         "run_name": names.run_dir.name,
         "per_device_train_batch_size": plan.batch.per_device,
         "gradient_accumulation_steps": plan.batch.accumulation,
-        "use_cpu": str(plan.flavour == "cpu").lower(),
+        "use_cpu": str(plan.device == "cpu").lower(),
     }
     if recipe["push_to_hub"]:
         flags["push_to_hub"] = "false"  # the launcher publishes: transformers would push while it saves

@@ -34,7 +34,7 @@ class Node:
 class Resources:
     """What a plan may use."""
 
-    flavour: str  # device of the environment, by the packages installed: cpu or cuda
+    device: str  # device of the environment, by the packages installed: cpu or cuda
     gpus: tuple[str, ...]  # ids of this node's as CUDA_VISIBLE_DEVICES takes them, in order
     cores: int  # that this process may run on
     job: SlurmJob | None = None  # None outside Slurm
@@ -48,7 +48,7 @@ class Resources:
     def facts(self) -> dict[str, Any]:
         """Return what the identity of a run says of its machine and job."""
         job = f"{self.job.cluster}-{self.job.id}" if self.job else None
-        return {"job": job, "flavour": self.flavour, "cores": self.cores}
+        return {"job": job, "flavour": self.device, "cores": self.cores}
 
     def all_nodes(self) -> tuple[Node, ...]:
         """Return every node; a single one needs no address but the loopback."""
@@ -61,14 +61,14 @@ def find_resources(environment: Mapping[str, str]) -> Resources:
     Raises:
         ConfigError: the environment has no torch, or another TRL than the catalogue's.
     """
-    flavour = environment_flavour()
-    gpus = visible_gpus(environment) if flavour == "cuda" else ()
+    device = environment_device()
+    gpus = visible_gpus(environment) if device == "cuda" else ()
     job = slurm_job(environment)
-    here = Resources(flavour, gpus, len(os.sched_getaffinity(0)), job)
+    here = Resources(device, gpus, len(os.sched_getaffinity(0)), job)
     return here.on_nodes(job.nodes) if job else here
 
 
-def environment_flavour() -> str:
+def environment_device() -> str:
     """Return ``cpu`` or ``cuda``, the device that the installed torch is built for."""
     try:
         torch = importlib.metadata.version("torch")
@@ -139,7 +139,7 @@ def split_gpus(recipe: Recipe, resources: Resources, mode: str) -> tuple[tuple[s
     if own and (mode != "server" or len(left) == 1):
         what = "there is one node" if mode == "server" else f"there is no server (vLLM: {mode})"
         raise config_error(recipe.source("vllm_node"), f"vllm_node: own, but {what}", "write vllm_node: shared")
-    if mode != "server" or resources.flavour == "cpu":
+    if mode != "server" or resources.device == "cpu":
         return (), left
     parallel = recipe["vllm_tensor_parallel_size"]
     most = len(left[0]) - (1 if len(left) == 1 else 0)
@@ -160,7 +160,7 @@ def trainer_count(recipe: Recipe, resources: Resources, left: Sequence[tuple[str
         ConfigError: the recipe asks for more than there is room for.
     """
     wanted = recipe["num_processes"]
-    if resources.flavour == "cuda":
+    if resources.device == "cuda":
         available = sum(len(gpus) for gpus in left)
     else:
         available = wanted or max(1, len(resources.nodes) - (recipe["vllm_node"] == "own"))
@@ -184,7 +184,7 @@ def place_trainers(
         ConfigError: a node of the job would do nothing.
     """
     own = recipe["vllm_node"] == "own"
-    rooms = [len(gpus) for gpus in left] if resources.flavour == "cuda" else [world_size] * len(left)
+    rooms = [len(gpus) for gpus in left] if resources.device == "cuda" else [world_size] * len(left)
     if own:
         rooms[0] = 0
     counts = spread(world_size, rooms)

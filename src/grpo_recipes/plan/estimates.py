@@ -113,51 +113,52 @@ def estimate_memory(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> Memory
         work = Workload.of(recipe, plan)
     except UnknownShape as error:
         return Memory({}, unknown=str(error))
-    device = int(gpu_gib * GIB) if gpu_gib is not None and plan.flavour == "cuda" else None
-    trainer, server = trainer_need(shape, work, device), server_need(shape, work, device)
+    gpu_bytes = int(gpu_gib * GIB) if gpu_gib is not None and plan.device == "cuda" else None
+    trainer, server = trainer_need(shape, work, gpu_bytes), server_need(shape, work, gpu_bytes)
     suggestion = None
     if not trainer.fits:
-        suggestion = trainer_suggestion(recipe, shape, work, device)
+        suggestion = trainer_suggestion(recipe, shape, work, gpu_bytes)
     elif server is not None and not server.fits:
-        suggestion = server_suggestion(shape, work, device)
+        suggestion = server_suggestion(shape, work, gpu_bytes)
     return Memory({"trainer": trainer} | ({"server": server} if server else {}), suggestion)
 
 
-def trainer_need(shape: ModelShape, work: Workload, device: int | None) -> Need:
-    """Return what one training process needs of its GPU of ``device`` bytes; a colocated vLLM takes its share first."""
+def trainer_need(shape: ModelShape, work: Workload, gpu_bytes: int | None) -> Need:
+    """Return what one training process needs of its GPU, whose share for a colocated vLLM is taken off first."""
     taken = _GAPS + (work.share if work.mode == "colocate" else 0)
-    return Need(trainer_parts(shape, work), None if device is None else int(device * (1 - taken)))
+    return Need(trainer_parts(shape, work), None if gpu_bytes is None else int(gpu_bytes * (1 - taken)))
 
 
-def server_need(shape: ModelShape, work: Workload, device: int | None) -> Need | None:
+def server_need(shape: ModelShape, work: Workload, gpu_bytes: int | None) -> Need | None:
     """Return what vLLM needs of its share of a GPU: at least the cache of one longest sequence, else all of it."""
     if work.mode == "transformers":
         return None
     parts = server_parts(shape, work)
-    if work.flavour == "cpu":
+    if work.device == "cpu":
         return Need(parts, None)
     cache = sequence_cache(shape, work, work.longest or shape.positions)
-    if device is None:
+    if gpu_bytes is None:
         return Need(parts | {"KV cache": cache}, None)
-    share = int(device * work.share)
+    share = int(gpu_bytes * work.share)
     return Need(parts | {"KV cache": max(cache, share - sum(parts.values()))}, share)
 
 
-def trainer_suggestion(recipe: Recipe, shape: ModelShape, work: Workload, device: int | None) -> str:
+def trainer_suggestion(recipe: Recipe, shape: ModelShape, work: Workload, gpu_bytes: int | None) -> str:
     """Name the first change by which the trainer fits: the one that costs least."""
     for text, changed in _trainer_changes(recipe, work):
-        vllm = server_need(shape, changed, device) if changed.mode == "colocate" else None
-        if trainer_need(shape, changed, device).fits and (vllm is None or vllm.fits):
+        vllm = server_need(shape, changed, gpu_bytes) if changed.mode == "colocate" else None
+        if trainer_need(shape, changed, gpu_bytes).fits and (vllm is None or vllm.fits):
             return text
     smallest = replace(work, per_device=1, accumulation=2, checkpointing=True)
     if not work.adapter:
         for world in range(work.world_size + 1, _MOST_TRAINERS + 1):
-            if trainer_need(shape, replace(smallest, world_size=world, accelerator="zero3"), device).fits:
+            if trainer_need(shape, replace(smallest, world_size=world, accelerator="zero3"), gpu_bytes).fits:
                 return (
                     f"train on {world} GPUs, with accelerator: zero3, gradient_checkpointing: true and "
                     "per_device_train_batch_size: 1"
                 )
-    return f"no key alone makes it fit; take GPUs of {in_gib(trainer_need(shape, smallest, device).total)} GiB or more"
+    least = in_gib(trainer_need(shape, smallest, gpu_bytes).total)
+    return f"no key alone makes it fit; take GPUs of {least} GiB or more"
 
 
 def _trainer_changes(recipe: Recipe, work: Workload) -> Iterator[tuple[str, Workload]]:
@@ -182,7 +183,7 @@ def _trainer_changes(recipe: Recipe, work: Workload) -> Iterator[tuple[str, Work
         yield f"use_peft: true{plain}", replace(work, adapter=16, accelerator=accelerator, reference=False)
 
 
-def server_suggestion(shape: ModelShape, work: Workload, device: int | None) -> str:
+def server_suggestion(shape: ModelShape, work: Workload, gpu_bytes: int | None) -> str:
     """Name the first change by which the server has room for its model and one longest sequence."""
     longest = (work.longest or shape.positions) // _LENGTH_STEP * _LENGTH_STEP
     changes: list[tuple[str, Workload]] = [
@@ -196,7 +197,7 @@ def server_suggestion(shape: ModelShape, work: Workload, device: int | None) -> 
     sizes = [size for size in range(work.parallel + 1, shape.heads + 1) if shape.heads % size == 0]
     changes += [(f"vllm_tensor_parallel_size: {size}", replace(work, parallel=size)) for size in sizes]
     for text, changed in changes:
-        need = server_need(shape, changed, device)
+        need = server_need(shape, changed, gpu_bytes)
         if need is None or need.fits:
             return text
     return "no key alone makes it fit; take larger GPUs for the server"

@@ -159,7 +159,7 @@ def read_shape(model: str) -> ModelShape:
 class Workload:
     """Everything but the model that decides how much memory a run takes."""
 
-    flavour: str  # device: cpu or cuda
+    device: str  # device: cpu or cuda
     mode: str  # as in the plan
     accelerator: str  # as in the plan
     world_size: int
@@ -198,7 +198,7 @@ class Workload:
         # With an adapter the base model under it is the reference.
         reference = not recipe["use_peft"] and (recipe["beta"] != 0.0 or bool(plan.maxent and plan.maxent.beta))
         return cls(
-            flavour=plan.flavour,
+            device=plan.device,
             mode=plan.mode,
             accelerator=plan.accelerator,
             world_size=plan.batch.world_size,
@@ -258,11 +258,11 @@ def trainer_parts(shape: ModelShape, work: Workload) -> Parts:
     flat = 4 * trained(shape, work) // work.world_size if work.zero and work.low else 0
     moments = [passing, {"gradients": gradients["gradients"] + flat}]
     # Gradients of the passes before are still there; on CPU the C library's heap keeps most of what a pass has freed.
-    if work.accumulation > 1 or work.flavour == "cpu":
+    if work.accumulation > 1 or work.device == "cpu":
         moments.append(passing | gradients)
     if work.mode == "transformers":
         moments.append({"KV cache": work.per_device * work.accumulation * sequence_cache(shape, work, work.sequence)})
-    if work.flavour == "cpu" and work.bridge == "file":
+    if work.device == "cpu" and work.bridge == "file":
         moments.append(passing | {"weights in transit": work.element(shape) * shape.parameters})
     worst = max(moments, key=lambda parts: sum(parts.values()))
     return {name: size for name, size in {**_held(shape, work), **worst}.items() if size}
@@ -291,7 +291,7 @@ def checkpoint_states(shape: ModelShape, work: Workload) -> int:
 
 def _held(shape: ModelShape, work: Workload) -> Parts:
     """Weights, states and reference, which stay for the whole run."""
-    imports = _TRAINER_IMPORTS if work.flavour == "cpu" else _CUDA_CONTEXT
+    imports = _TRAINER_IMPORTS if work.device == "cpu" else _CUDA_CONTEXT
     parts = {"libraries": imports, "weights": _weights(shape, work), "optimizer": _states(shape, work)}
     if work.reference:
         element = _trained_element(shape, work) if work.zero else work.element(shape)
@@ -311,7 +311,7 @@ def _weights(shape: ModelShape, work: Workload) -> int:
         gathered = work.computed(shape) * (2 * shape.layer + 2 * shape.embedding)
         return (4 if work.low else element) * count // work.world_size + gathered  # accelerate casts weights up
     adapter = 4 * trained(shape, work) if work.adapter else 0  # PEFT keeps adapters in float32
-    copies = 2 * count if work.low and element == 4 and work.flavour == "cuda" else 0  # autocast's
+    copies = 2 * count if work.low and element == 4 and work.device == "cuda" else 0  # autocast's
     return element * count + adapter + copies
 
 
@@ -359,7 +359,7 @@ def _activations(shape: ModelShape, work: Workload) -> int:
 
 def _output_layer(shape: ModelShape, work: Workload) -> int:
     """TRL's log-probs: a tile of logits at a time, and the gradients of the layer in float32."""
-    on_cpu = work.flavour == "cpu"
+    on_cpu = work.device == "cpu"
     element, compute = work.element(shape), work.computed(shape)
     rows = work.per_device * (work.sequence if on_cpu else work.completion)  # Triton takes the scored tokens alone
     tile = min(rows, _TILE_TOKENS) * min(shape.vocabulary, _TILE_WORDS)
@@ -375,8 +375,8 @@ def server_parts(shape: ModelShape, work: Workload) -> Parts:
     The KV cache of a GPU is what the rest leaves of vLLM's share of it, and not in this.
     """
     weights = work.element(shape) * shape.parameters // work.parallel
-    logits = 3 * _SEQUENCES[work.flavour] * shape.vocabulary * 4
-    if work.flavour == "cpu":
+    logits = 3 * _SEQUENCES[work.device] * shape.vocabulary * 4
+    if work.device == "cpu":
         cache = int(CPU_KV_CACHE_GIB) * GIB
         parts = {"libraries": _SERVER_IMPORTS, "weights": weights, "KV cache": cache, "output layer": logits}
         return parts | ({"weights in transit": weights} if work.bridge == "file" else {})

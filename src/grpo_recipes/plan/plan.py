@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _DEFAULT_RECIPES = {"cpu": "recipes/smoke/{task}.yaml", "cuda": "recipes/Qwen2.5-1.5B-Instruct/{task}/config_math.yaml"}
 
 
-def choose_recipe(given: str | None, environment: Mapping[str, str], task: str, flavour: str) -> Path:
+def choose_recipe(given: str | None, environment: Mapping[str, str], task: str, device: str) -> Path:
     """Return the recipe named on the command line or by CONFIG, else the default one of the device.
 
     Raises:
@@ -35,7 +35,7 @@ def choose_recipe(given: str | None, environment: Mapping[str, str], task: str, 
     """
     where, name = ("RECIPE", given) if given else ("CONFIG", environment.get("CONFIG"))
     if not name:
-        where, name = "default recipe", str(home() / _DEFAULT_RECIPES[flavour].format(task=task))
+        where, name = "default recipe", str(home() / _DEFAULT_RECIPES[device].format(task=task))
     path = Path(name)
     if not os.path.isfile(path) and os.path.isfile(home() / path):  # of Path itself a name too long raises OSError
         path = home() / path
@@ -75,7 +75,7 @@ def make_plan(
         task=task_of(recipe),
         entry=entry or ENTRIES[task_of(recipe)],
         maxent=_weighting(recipe),
-        flavour=resources.flavour,
+        device=resources.device,
         mode=mode,
         bridge=bridge,
         why_bridge=why,
@@ -144,14 +144,14 @@ def _weighting(recipe: Recipe) -> Weighting | None:
 def _mode(recipe: Recipe, resources: Resources) -> str:
     nodes = resources.all_nodes()
     bare = next((index for index, node in enumerate(nodes) if not node.gpus), None)
-    if resources.flavour == "cuda" and bare is not None:
+    if resources.device == "cuda" and bare is not None:
         where = f" on node {bare}" if len(nodes) > 1 else ""
         what = f"no GPU is visible{where} and this is a CUDA environment"
         raise config_error("devices", what, "submit with sbatch --gres=gpu:8 training.sh, or set up with DEVICE=cpu")
     if not recipe["use_vllm"]:
         return "transformers"
     mode, where = str(recipe["vllm_mode"]), recipe.source("vllm_mode")
-    if resources.flavour == "cpu":
+    if resources.device == "cpu":
         if mode == "colocate":
             raise config_error(where, "colocated vLLM cannot take weights on CPU", "write vllm_mode: server")
         return "server"
@@ -172,7 +172,7 @@ def _server_host(recipe: Recipe, resources: Resources) -> str:
 
 def _threads(resources: Resources, trainers: Sequence[Placement]) -> int:
     """CPU threads of a trainer, the same on every node since results depend on it; one core is for the server."""
-    if resources.flavour == "cuda":
+    if resources.device == "cuda":
         return 1
     nodes = resources.all_nodes()
     return max(1, min((nodes[one.node].cores - 1) // one.count for one in trainers))
@@ -183,11 +183,11 @@ def _bridge(recipe: Recipe, resources: Resources, mode: str, apart: bool) -> tup
     if mode != "server":
         return None, "no server: " + ("vLLM shares the trainers' GPUs" if mode == "colocate" else "use_vllm is false")
     wanted, where = recipe["weight_sync"], recipe.source("weight_sync")
-    if resources.flavour == "cpu" and wanted in BRIDGES and BRIDGES[wanted].needs_gpus:
+    if resources.device == "cpu" and wanted in BRIDGES and BRIDGES[wanted].needs_gpus:
         raise config_error(where, f"{wanted} needs GPUs, this is a CPU environment", "write weight_sync: file")
     if wanted != "auto":
         return str(wanted), f"asked for by {where}"
-    if resources.flavour == "cpu":
+    if resources.device == "cpu":
         return "file", f"no GPU: safetensors in {'the run directory' if apart else 'shared memory'}"
     return "nccl", "server and trainers are on GPUs"
 
@@ -202,7 +202,7 @@ def _notes(resources: Resources, used: int, trainers: int, idle: tuple[str, ...]
     if used < trainers:
         notes.append(f"{used} of {trainers} trainers are used: the batch divides by no larger number")
     job = resources.job
-    if resources.flavour == "cuda" and job and job.gpus_on_node not in (None, len(resources.gpus)):
+    if resources.device == "cuda" and job and job.gpus_on_node not in (None, len(resources.gpus)):
         notes.append(f"Slurm says {job.gpus_on_node} GPUs, the driver shows {len(resources.gpus)}; the driver counts")
     if idle:
         notes.append(f"nothing uses GPU {', '.join(idle)}")
@@ -227,7 +227,7 @@ def describe(
     lines = [
         f"recipe     {plan.recipe} ({plan.task}, {plan.entry})",
         *([f"objective  {plan.maxent}"] if plan.maxent else []),
-        f"flavour    {plan.flavour}" + (" (smoke test, not an experiment)" if plan.smoke else ""),
+        f"flavour    {plan.device}" + (" (smoke test, not an experiment)" if plan.smoke else ""),
         f"model      {plan.model} ({plan.dtype})",
         f"dataset    {plan.dataset or 'mixture'}",
         f"batch      {plan.batch}",

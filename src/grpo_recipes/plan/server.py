@@ -26,7 +26,7 @@ _KEEP_ALIVE_SECONDS = 30 * 24 * 3600
 _COLOCATED_SHARE = 0.3  # of a GPU's memory for a vLLM that shares it with a trainer, unless the recipe says another
 
 
-def server_command(recipe: Recipe, model: str, name: str, host: str, port: int, flavour: str) -> list[str]:
+def server_command(recipe: Recipe, model: str, name: str, host: str, port: int, device: str) -> list[str]:
     """The argv of the server.
 
     Args:
@@ -35,7 +35,7 @@ def server_command(recipe: Recipe, model: str, name: str, host: str, port: int, 
         name: the run's own ``--served-model-name``, by which its server is told from others.
         host: interface to listen on.
         port: port to listen on.
-        flavour: ``cpu`` or ``cuda``.
+        device: ``cpu`` or ``cuda``.
     """
     shared = [
         "--served-model-name", name,
@@ -53,9 +53,9 @@ def server_command(recipe: Recipe, model: str, name: str, host: str, port: int, 
         shared += ["--tensor-parallel-size", str(recipe["vllm_tensor_parallel_size"])]
     if recipe["trust_remote_code"]:
         shared += ["--trust-remote-code"]
-    if seeds_sampling(recipe["seed_server"], flavour == "cpu"):
+    if seeds_sampling(recipe["seed_server"], device == "cpu"):
         shared += ["--scheduling-policy", "priority"]  # the order of prompts, not that of their arrival
-    if flavour == "cuda":
+    if device == "cuda":
         shared += ["--gpu-memory-utilization", str(recipe["vllm_gpu_memory_utilization"])]
     else:
         # A prompt prefilled in parts ends vLLM's CPU worker where its request has a seed (its generators cannot step
@@ -71,7 +71,7 @@ def server_command(recipe: Recipe, model: str, name: str, host: str, port: int, 
         "--max-logprobs",
         "-1",
     ]
-    if flavour == "cuda":
+    if device == "cuda":
         trl_flags += ["--weight-transfer-config", json.dumps({"backend": "nccl"})]
     if has_trl_serve():
         trl = str(Path(sys.executable).with_name("trl"))
@@ -115,14 +115,14 @@ def has_trl_serve() -> bool:
     return int(importlib.metadata.version("trl").split(".")[0]) < 2
 
 
-def server_environment(flavour: str, internal_port: int | None) -> dict[str, str]:
+def server_environment(device: str, internal_port: int | None) -> dict[str, str]:
     """Environment of the server beyond the run's own."""
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment["GRPO_SERVER"] = "1"  # to our plug-in, which vLLM loads inside colocated ranks too
     # By default the server closes a connection after 5 s without a request; that may be the moment of the next one.
     environment["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = str(_KEEP_ALIVE_SECONDS)
     environment["SPT_NOENV"] = "1"  # vLLM renames its processes; without this the new name overwrites their environ
-    if flavour == "cpu":
+    if device == "cpu":
         environment["VLLM_CPU_KVCACHE_SPACE"] = CPU_KV_CACHE_GIB
         # The sampler is compiled with the first batch, which takes longer than a smoke run samples in all.
         environment["TORCHDYNAMO_DISABLE"] = "1"

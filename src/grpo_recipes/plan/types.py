@@ -96,7 +96,7 @@ class Plan:
     task: str  # grpo or maxent
     entry: str  # entry script of the trainers
     maxent: Weighting | None  # None for GRPO
-    flavour: str  # device of the environment: cpu or cuda
+    device: str  # device of the environment: cpu or cuda
     mode: str  # server, colocate or transformers (no vLLM)
     bridge: str | None  # how weights reach the server, None without one
     why_bridge: str
@@ -130,7 +130,7 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as plain data; argv and environment never hold a secret, an infinite tau is "inf"."""
-        plain = asdict(self)
+        plain = {"flavour" if key == "device" else key: value for key, value in asdict(self).items()}
         if self.maxent is not None and math.isinf(self.maxent.tau):
             plain["maxent"]["tau"] = "inf"
         return plain

@@ -23,7 +23,7 @@ OWNED_KEYS: dict[str, str] = {
     "do_train": "remove it; the run always trains",
     "do_eval": "use eval_strategy",
     "do_predict": "remove it; there is nothing to predict",
-    "use_cpu": "remove it; the environment's flavour decides (DEVICE=cpu)",
+    "use_cpu": "remove it; the environment's device decides (DEVICE=cpu)",
     "resume_from_checkpoint": "use grpo launch --resume last or --resume RUN_DIR",
     "logging_strategy": "remove it; every optimizer step is logged",
     "logging_first_step": "remove it; every optimizer step is logged",
