@@ -1,32 +1,61 @@
-"""The days of the rotating tests."""
+"""The rotating tests of a day, chosen from the real ones."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-E2E = Path(__file__).with_name("e2e")
+import pytest
+
+TESTS = Path(__file__).parent
+EACH_DAY = """
+import json, sys
+import pytest, rotation
+class Days:
+    def pytest_collection_finish(self, session):
+        names = lambda items: sorted(item.nodeid for item in items)
+        days = [names(rotation.share(session.items, day)) for day in range(16)]
+        print("days", json.dumps([names(rotation.rotating(session.items)), days]))
+sys.exit(pytest.main(["--collect-only", "-q", "e2e/test_deaths.py", "e2e/test_faults.py", "e2e/test_submit.py"], plugins=[Days()]))
+"""
 
 
-def collected(day: int | None, file: str = "test_deaths.py") -> set[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "GRPO_DAY"}
-    environment |= {} if day is None else {"GRPO_DAY": str(day)}
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", str(E2E / file)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode in (0, 5), done.stdout  # 5: none of them on that day
-    return {line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line}
+def run(*command: str, **environment: str) -> str:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("GRPO_DAY", "PYTEST_"))}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=TESTS, env=clean | environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
-def test_eight_days_are_the_whole_and_each_has_some_of_a_test_with_many_parameters() -> None:
-    whole, days = collected(None), [collected(day) for day in range(8)]
-    always = set.intersection(*days)
-    assert set.union(*days) == whole and len(whole - always) > 4
-    assert all(len(day) < len(whole) for day in days)
-    assert all(any(name.startswith("test_kill_9") for name in day) for day in days)
+@pytest.fixture(scope="module")
+def days() -> tuple[set[str], list[set[str]]]:
+    """The names of all rotating tests, and those of each of 16 days."""
+    (line,) = [line for line in run("-c", EACH_DAY).splitlines() if line.startswith("days ")]
+    whole, shares = json.loads(line.removeprefix("days "))
+    return set(whole), [set(one) for one in shares]
 
 
-def test_of_injected_faults_four_days_are_the_whole() -> None:
-    days = [collected(day, "test_faults.py") for day in range(4)]
-    assert set.union(*days) == collected(None, "test_faults.py") and all(set.union(*days) != day for day in days)
+def test_sixteen_days_are_the_whole_and_each_test_has_its_day(days) -> None:
+    whole, shares = days
+    assert len(whole) > 8 and set.union(*shares) == whole
+    assert all(len(share) < len(whole) / 4 for share in shares)
+
+
+def test_faults_and_tests_with_many_parameters_all_run_within_eight_days(days) -> None:
+    whole, shares = days
+    first, second = set.union(*shares[:8]), set.union(*shares[8:])
+    many = {name for name in whole if "test_kill_9" in name or "test_faults.py" in name}
+    assert len(many) > 5 and many <= first and many <= second
+
+
+def test_a_day_leaves_out_those_of_the_other_days(days) -> None:
+    whole, shares = days
+    files = ("e2e/test_deaths.py", "e2e/test_faults.py", "e2e/test_submit.py")
+    listed = run("-m", "pytest", "--collect-only", "-q", *files, GRPO_DAY="20781")
+    for name in whole:
+        assert (name in listed) == (name in shares[20781 % 16]), name

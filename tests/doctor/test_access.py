@@ -12,6 +12,8 @@ import pytest
 
 from grpo_recipes.doctor import access
 
+pytestmark = pytest.mark.alone
+
 TOKEN = "hf_" + "b" * 34
 
 

@@ -16,6 +16,14 @@ from slurm_cluster import slurm
 __all__ = ["slurm"]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the quick whole runs alone: each fills the machine."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent and not item.get_closest_marker("slow"):
+            item.add_marker("alone")
+
+
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
     """Start launches; whatever a failing test leaves is ended."""

@@ -15,6 +15,8 @@ from waiting import wait_for
 
 from grpo_recipes.process.tree import is_alive
 
+pytestmark = pytest.mark.alone
+
 # Starts a sleeper in a session of its own, writes its pid, and goes on as argv says.
 PARENT = """
 import subprocess, sys, time

@@ -22,6 +22,8 @@ from grpo_recipes.launch.monitor import (
 from grpo_recipes.plan.server import Activity
 from grpo_recipes.runs.rundir import dump_request, write_json
 
+pytestmark = pytest.mark.alone
+
 
 def phase(name: str, rank: int = 0, step: int = 3, since: float = 0.0) -> Phase:
     return Phase(rank, name, step, since)

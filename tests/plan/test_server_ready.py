@@ -14,6 +14,8 @@ import pytest
 from grpo_recipes.plan.server import NotReady, wait_until_ready
 from grpo_recipes.recipe.keys import catalogue
 
+pytestmark = pytest.mark.alone
+
 NAME, TOKEN = "run-abcd", "the-runs-token"
 
 

@@ -18,6 +18,8 @@ from grpo_recipes.plan.environment import wandb_environment
 from grpo_recipes.process.network import address_reachable, reachable, route_to
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
 
+pytestmark = pytest.mark.alone
+
 REPOSITORY = Path(__file__).parents[2]
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens
 

@@ -18,6 +18,8 @@ from grpo_recipes.process.tree import descendants, is_alive
 from grpo_recipes.rewards.pool import RewardPool, default_workers
 from grpo_recipes.rewards.score import GIVEN_UP, RewardFailed, Score
 
+pytestmark = pytest.mark.alone
+
 WILD = f"{Path(__file__).with_name('wild_reward.py')}:score"
 TIMEOUT = 1.0
 

@@ -16,6 +16,8 @@ from grpo_recipes.runs.stop_request import Stopped, StopRequest
 from grpo_recipes.trainers import preemption
 from grpo_recipes.trainers.preemption import Preemption
 
+pytestmark = pytest.mark.alone
+
 ANSWER = {"prompt_ids": [[1]], "completion_ids": [[5, 6]], "logprobs": [[[0.1], [0.2]]], "logprob_token_ids": None}
 
 

@@ -20,6 +20,8 @@ from grpo_recipes.weights.guard import WeightsDiffer
 from grpo_recipes.weights.transport import GenerationAborted, ServerLost
 from weights.fake_server import WEIGHT, FakeServer
 
+pytestmark = pytest.mark.alone
+
 PROMPTS = [[1], [2]]
 
 

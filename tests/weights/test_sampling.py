@@ -10,6 +10,8 @@ import pytest
 from grpo_recipes.weights import client as client_module
 from grpo_recipes.weights.transport import GenerationAborted, ServerLost
 
+pytestmark = pytest.mark.alone
+
 PROMPTS = [[1], [2], [3]]
 
 

@@ -14,6 +14,8 @@ import requests
 
 from grpo_recipes.weights.transport import ServerAdapter, ServerLost
 
+pytestmark = pytest.mark.alone
+
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER with no time: closing sends RST
 
 
