@@ -19,8 +19,9 @@ class Days:
         names = lambda items: sorted(item.nodeid for item in items)
         days = [names(rotation.share(session.items, day)) for day in range(16)]
         print("days", json.dumps([names(rotation.rotating(session.items)), days]))
-sys.exit(pytest.main(["--collect-only", "-q", "e2e/test_deaths.py", "e2e/test_faults.py", "e2e/test_submit.py"], plugins=[Days()]))
+sys.exit(pytest.main(["--collect-only", "-q", *sys.argv[1:]], plugins=[Days()]))
 """
+FILES = ("e2e/test_deaths.py", "e2e/test_faults.py", "e2e/test_submit.py")
 
 
 def run(*command: str, **environment: str) -> str:
@@ -35,7 +36,7 @@ def run(*command: str, **environment: str) -> str:
 @pytest.fixture(scope="module")
 def days() -> tuple[set[str], list[set[str]]]:
     """The names of all rotating tests, and those of each of 16 days."""
-    (line,) = [line for line in run("-c", EACH_DAY).splitlines() if line.startswith("days ")]
+    (line,) = [line for line in run("-c", EACH_DAY, *FILES).splitlines() if line.startswith("days ")]
     whole, shares = json.loads(line.removeprefix("days "))
     return set(whole), [set(one) for one in shares]
 
@@ -55,7 +56,6 @@ def test_faults_and_tests_with_many_parameters_all_run_within_eight_days(days) -
 
 def test_a_day_leaves_out_those_of_the_other_days(days) -> None:
     whole, shares = days
-    files = ("e2e/test_deaths.py", "e2e/test_faults.py", "e2e/test_submit.py")
-    listed = run("-m", "pytest", "--collect-only", "-q", *files, GRPO_DAY="20781")
+    listed = run("-m", "pytest", "--collect-only", "-q", *FILES, GRPO_DAY="20781")
     for name in whole:
         assert (name in listed) == (name in shares[20781 % 16]), name
