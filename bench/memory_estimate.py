@@ -181,7 +181,7 @@ def launch(flags: list[str], folder: Path) -> dict[str, int]:
 def look(runs: Path, looks: dict[str, dict[int, list[int]]]) -> None:
     """Note the highest resident size so far of every process that is there now."""
     for record in runs.glob("memory-*/processes/*.json"):
-        pid = (read_json(record) or {}).get("pid")
+        pid = read_json(record).get("pid")
         if pid is None:
             continue
         if record.name == "rank_0.json":

@@ -274,7 +274,7 @@ def test_a_resumed_run_keeps_its_commit(grpo, tmp_path):
     from grpo_recipes.plan.devices import Resources
     from grpo_recipes.runs.rundir import new_run
 
-    run = new_run(tmp_path / "runs", "mine", "stamp", Resources("cpu", (), 2, None).facts())
+    run = new_run(tmp_path / "runs" / "mine-stamp", "mine", "stamp", Resources("cpu", (), 2, None).facts())
     assert run is not None
     (run.folder / "recipe.yaml").write_text("# x.yaml:1\nmodel_name_or_path: a/b\n")
     told = refused(grpo("launch", "--resume", str(run.folder), "--model_revision", "other", "--allow-changed-code"))

@@ -15,7 +15,6 @@ import pytest
 
 from grpo_recipes import cli
 from grpo_recipes.plan.devices import Resources
-from grpo_recipes.runs.find import RunFiles
 from grpo_recipes.runs.rundir import Run, claim, new_run, no_requeue_file, read_json, stop_file, write_json
 from grpo_recipes.slurm import client
 
@@ -51,7 +50,7 @@ def fake_slurm(monkeypatch: pytest.MonkeyPatch):
 
 
 def made(folder: Path, name: str = "one", status: str = "running", steps: int = 0, job: str | None = None) -> Run:
-    run = new_run(folder / "runs", name, "stamp", CPU.facts())
+    run = new_run(folder / "runs" / f"{name}-stamp", name, "stamp", CPU.facts())
     assert run is not None
     rows = [{"step": step, "max_steps": 10, "reward": 0.5, "seconds/step": 60.0} for step in range(1, steps + 1)]
     (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -292,11 +291,11 @@ def test_a_line_that_does_not_end_holds_nothing_up(folder, capsys, monkeypatch) 
     run = made(folder)
     log = written(folder, "trainer.log", "begun\n")
     follower = runs.Follower(["trainer"], 5)
-    follower.look(RunFiles(run.folder))
+    follower.look(Run.at(run.folder))
     with log.open("a") as file:
         file.write("bar\r" * 100 + "\nafter\n")
     for _ in range(6):
-        follower.look(RunFiles(run.folder))
+        follower.look(Run.at(run.folder))
     assert capsys.readouterr().out.endswith("\nafter\n")
 
 

@@ -19,8 +19,7 @@ import pytest
 from grpo_recipes.doctor.machine import Machine
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
-from grpo_recipes.runs.find import RunFiles
-from grpo_recipes.runs.rundir import finish_summary, new_run, write_json
+from grpo_recipes.runs.rundir import Run, finish_summary, new_run, write_json
 from grpo_recipes.slurm.client import SlurmJob
 
 GRPO = str(Path(sys.executable).with_name("grpo"))
@@ -134,7 +133,7 @@ def machine() -> Callable[..., Machine]:
 
 
 @pytest.fixture
-def make_run(tmp_path: Path, read: Any, planned: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunFiles]:
+def make_run(tmp_path: Path, read: Any, planned: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
     """``make_run(rows=[...], logs={role: text}, status=..., cause=..., KEY=VALUE, ...)``: a run directory of our code.
 
     The plan is one for four GPUs, its logs are below the working folder.
@@ -149,11 +148,12 @@ def make_run(tmp_path: Path, read: Any, planned: Any, monkeypatch: pytest.Monkey
         gpus: tuple[str, ...] = ("0", "1", "2", "3"),
         job: SlurmJob | None = None,
         **keys: Any,
-    ) -> RunFiles:
+    ) -> Run:
         monkeypatch.chdir(tmp_path)
         (tmp_path / "logs").mkdir(exist_ok=True)
         recipe = read(run_root="runs", **keys)
-        made = new_run(tmp_path / "runs", "test", secrets.token_hex(4), Resources("cuda", gpus, 8, job).facts())
+        folder, facts = tmp_path / "runs" / f"test-{secrets.token_hex(4)}", Resources("cuda", gpus, 8, job).facts()
+        made = new_run(folder, "test", "stamp", facts)
         assert made is not None
         plan = planned(recipe=recipe, gpus=gpus).as_json()
         write_json(made.folder / "plan.json", plan)
@@ -167,7 +167,7 @@ def make_run(tmp_path: Path, read: Any, planned: Any, monkeypatch: pytest.Monkey
         named |= {"slurm.err": f"logs/slurm_{job.id}.err"} if job else {}
         for role, text in (logs or {}).items():
             (tmp_path / named[role]).write_text(text)
-        return RunFiles(made.folder)
+        return made
 
     return make
 

@@ -99,4 +99,4 @@ class Bench:
 
     def causes(self) -> list[str]:
         records = sorted((self.run_dir / "processes").glob("rank_*.json"))
-        return [(read_json(path) or {}).get("cause", "") for path in records]
+        return [read_json(path).get("cause", "") for path in records]

@@ -42,13 +42,13 @@ class Launch:
         return len(list((self.folder / "runs").glob("*/summary.json"))) == 1
 
     def summary(self) -> dict:
-        return read_json(self.run_dir / "summary.json") or {}
+        return read_json(self.run_dir / "summary.json")
 
     def rows(self) -> list[dict]:
         return read_metrics(self.run_dir)
 
     def log_path(self, role: str) -> Path:
-        plan = read_json(self.run_dir / "plan.json") or {}
+        plan = read_json(self.run_dir / "plan.json")
         (name,) = [process["log"] for process in plan["processes"] if process["role"] == role]
         return self.cwd / name
 

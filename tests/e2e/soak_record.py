@@ -23,7 +23,7 @@ def record(name: str, disturbed: Launch, alone: Launch, **facts: Any) -> None:
 
 def compared(name: str, disturbed: Launch, alone: Launch) -> dict[str, Any]:
     """The two runs of a soak: who they are, and in what they are the same."""
-    identity = read_json(disturbed.run_dir / "run.json") or {}
+    identity = read_json(disturbed.run_dir / "run.json")
     summary = disturbed.summary()
     return {
         "soak": name,

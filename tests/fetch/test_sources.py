@@ -79,7 +79,7 @@ def test_a_resumed_run_uses_its_commits_whatever_was_fetched_later(
     run = Run(tmp_path, {"run_name": "a"})
     record_sources(run, find_sources(recipe, environment))
     fetch(recipe, environment, NEW)
-    recorded = (read_json(tmp_path / "run.json") or {})["sources"]
+    recorded = read_json(tmp_path / "run.json")["sources"]
     assert [(one["id"], one["commit"], one["licence"]) for one in recorded] == [
         ("Qwen/Qwen2.5-1.5B-Instruct", OLD, "apache-2.0"),
         ("openai/gsm8k", OLD, None),

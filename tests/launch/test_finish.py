@@ -53,7 +53,7 @@ def attempt(read, planned, tmp_path):
 
 
 def summary_of(attempt: Attempt) -> dict:
-    return read_json(attempt.run.folder / "summary.json") or {}
+    return read_json(attempt.run.folder / "summary.json")
 
 
 def test_a_run_stopped_to_go_on_later_is_requeued(attempt, scontrol, capsys):

@@ -76,10 +76,10 @@ class FakeRun:
         os.kill(record["pid"], signum)
 
     def state(self) -> dict:
-        return read_json(server_state_file(self.folder)) or {}
+        return read_json(server_state_file(self.folder))
 
     def summary(self) -> dict:
-        return read_json(self.folder / "summary.json") or {}
+        return read_json(self.folder / "summary.json")
 
 
 @pytest.fixture

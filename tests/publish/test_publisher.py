@@ -72,7 +72,7 @@ def test_end_pushes_the_final_model_with_its_card_alone(
     assert line == f", published in {hub.url}/ada/sums/tree/main" and repo.private
     assert repo.files().keys() == {".gitattributes", "README.md", "config.json", "model.safetensors", "tokenizer.json"}
     assert repo.files()["README.md"].startswith(b"---\nbase_model: ada/base\n")
-    summary = read_json(run_dir / "summary.json") or {}
+    summary = read_json(run_dir / "summary.json")
     assert summary["published"]["commit"] == repo.at("main") and summary["status"] == "completed"
 
 
@@ -157,7 +157,7 @@ def test_a_push_that_fails_is_told_and_loses_nothing(
     line = hand_over(publisher, run_dir)
     assert line.startswith("; NOT published (HfHubHTTPError") and "hf upload ada/sums " in line
     assert line.endswith("/run/model --private")
-    assert "500" in (read_json(run_dir / "summary.json") or {})["published"]["error"]
+    assert "500" in read_json(run_dir / "summary.json")["published"]["error"]
     assert (run_dir / "model" / "model.safetensors").read_bytes() == b"final weights"
     assert "error" not in publisher.finish()
 
@@ -205,7 +205,7 @@ def test_a_run_without_push_to_hub_has_a_card_and_no_publisher(run_dir: Path) ->
     assert make_publisher(None, run_dir, {}, print) is None
     assert hand_over(None, run_dir) == ""
     assert (run_dir / "model" / "README.md").read_text().startswith("---\nbase_model: ada/base\n")
-    assert "published" not in (read_json(run_dir / "summary.json") or {})
+    assert "published" not in read_json(run_dir / "summary.json")
 
 
 def test_a_complete_run_does_not_fail_for_its_card(start: Start, run_dir: Path) -> None:
@@ -221,4 +221,4 @@ def test_a_failed_run_tells_what_it_published_before(
     checkpoint(1)
     wait_for(publisher, said, "published checkpoint-1 in")
     publisher.abandon()
-    assert (read_json(run_dir / "summary.json") or {})["published"]["repo"] == "ada/sums"
+    assert read_json(run_dir / "summary.json")["published"]["repo"] == "ada/sums"

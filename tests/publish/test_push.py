@@ -20,7 +20,7 @@ from .conftest import MODEL, write
 def push(tmp_path: Path, logged_in: dict[str, str]):
     """``push(folders, ...)``: the exit code, what the process printed, and the result it left."""
 
-    def push_it(folders: dict[str, str], **changes: Any) -> tuple[int, str, dict[str, Any] | None]:
+    def push_it(folders: dict[str, str], **changes: Any) -> tuple[int, str, dict[str, Any]]:
         result = tmp_path / "result.json"
         facts = {"repo": "ada/sums", "private": True, "branch": "main", "message": "Final model", "waits": (0.0, 0.0)}
         Job(**{**facts, "folders": folders, "result": str(result), **changes}).write(tmp_path / "job.json")

@@ -207,7 +207,7 @@ def test_a_plan_shows_what_is_optimised(planned: Callable, read: Callable[..., R
 def test_a_launch_says_what_is_optimised(
     planned: Callable, read: Callable[..., Recipe], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = new_run(tmp_path / "runs", "mine", "stamp", Resources("cpu", (), 2, None).facts())
+    run = new_run(tmp_path / "runs" / "mine-stamp", "mine", "stamp", Resources("cpu", (), 2, None).facts())
     assert run is not None
     for keys, said in (({"maxent_objective": "weighted_mle", "maxent_tau": 0.2, "maxent_beta": 0.5}, 1), ({}, 0)):
         plan = planned(**keys)
@@ -265,7 +265,7 @@ def test_every_command_refuses_a_maxent_recipe_with_maxent_off(
 def test_a_resumed_run_keeps_its_task(
     nothing_set: None, capsys: pytest.CaptureFixture[str], tmp_path: Path, task: str
 ) -> None:
-    run = new_run(tmp_path / "runs", "mine", "stamp", Resources("cpu", (), 2, None).facts())
+    run = new_run(tmp_path / "runs" / "mine-stamp", "mine", "stamp", Resources("cpu", (), 2, None).facts())
     assert run is not None
     smoke = "model_name_or_path: smoke:sums\ndataset_name: smoke:sums\nprompts_per_step: 4\n"
     objective = "# MAXENT\nmaxent_objective: tempered\n" if task == "maxent" else ""
@@ -284,7 +284,7 @@ def test_a_resumed_run_keeps_its_task(
 def test_the_last_run_is_resumed_with_keys_that_its_own_recipe_reads(
     nothing_set: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    run = new_run(tmp_path / "runs", "mine", "stamp", Resources("cpu", (), 2, None).facts())
+    run = new_run(tmp_path / "runs" / "mine-stamp", "mine", "stamp", Resources("cpu", (), 2, None).facts())
     assert run is not None
     (run.folder / "recipe.yaml").write_text(read_recipe(SMOKE / "maxent.yaml").as_yaml())
     write_json(run.folder / "plan.json", {"task": "maxent", "entry": "src/maxent-grpo.py"})

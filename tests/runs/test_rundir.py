@@ -34,7 +34,7 @@ def write_rows(folder, rewards, torn=""):
 
 
 def test_a_new_run_has_a_private_folder_and_an_identity(tmp_path):
-    run = new_run(tmp_path / "deep" / "runs", "mine", "20260101-000000", CPU.facts())
+    run = new_run(tmp_path / "deep" / "runs" / "mine-20260101-000000", "mine", "20260101-000000", CPU.facts())
     assert run.folder == tmp_path / "deep/runs/mine-20260101-000000"
     assert stat.S_IMODE(run.folder.stat().st_mode) == 0o700
     identity = json.loads((run.folder / "run.json").read_text())
@@ -50,19 +50,19 @@ def test_a_new_run_has_a_private_folder_and_an_identity(tmp_path):
 
 def test_a_run_of_a_job_names_the_job(tmp_path):
     resources = Resources("cpu", (), 2, SlurmJob(7, "cluster", 1, None))
-    assert new_run(tmp_path, "mine", "stamp", resources.facts()).identity["job"] == "cluster-7"
+    assert new_run(tmp_path / "mine-stamp", "mine", "stamp", resources.facts()).identity["job"] == "cluster-7"
 
 
 def test_a_folder_of_another_launch_is_not_taken(tmp_path):
-    assert new_run(tmp_path, "mine", "stamp", CPU.facts()) is not None
-    assert new_run(tmp_path, "mine", "stamp", CPU.facts()) is None
+    assert new_run(tmp_path / "mine-stamp", "mine", "stamp", CPU.facts()) is not None
+    assert new_run(tmp_path / "mine-stamp", "mine", "stamp", CPU.facts()) is None
 
 
 def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path):
     root = tmp_path / "runs"
     root.write_text("")
     with pytest.raises(ConfigError, match="run_root"):
-        new_run(root, "mine", "stamp", CPU.facts())
+        new_run(root / "mine-stamp", "mine", "stamp", CPU.facts())
 
 
 def test_a_timestamp_is_sortable_and_fits_a_file_name():
@@ -70,7 +70,7 @@ def test_a_timestamp_is_sortable_and_fits_a_file_name():
 
 
 def test_the_last_run_and_a_named_run_are_found(tmp_path):
-    first, second = new_run(tmp_path, "b", "1", CPU.facts()), new_run(tmp_path, "a", "2", CPU.facts())
+    first, second = new_run(tmp_path / "b-1", "b", "1", CPU.facts()), new_run(tmp_path / "a-2", "a", "2", CPU.facts())
     os.utime(first.folder / "run.json", (1, 1))
     assert find_run(tmp_path, "last") == second
     os.utime(second.folder / "run.json", (0, 0))
@@ -90,7 +90,7 @@ def test_what_is_no_run_is_refused(tmp_path, monkeypatch, which):
     ("key", "said"), [("commit", "made at commit other"), ("patch_sha256", "uncommitted"), ("lock_sha256", "locks")]
 )
 def test_a_change_of_the_code_is_noticed(tmp_path, key, said):
-    run = new_run(tmp_path, "mine", "stamp", CPU.facts())
+    run = new_run(tmp_path / "mine-stamp", "mine", "stamp", CPU.facts())
     if changed_code(run) is not None:
         pytest.skip("the tree is being edited while the tests run")
     run.identity["code"][key] = "other"
@@ -162,6 +162,6 @@ def test_json_is_replaced_whole_whoever_reads_meanwhile(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["file.json"]
 
 
-def test_a_missing_file_reads_as_none(tmp_path):
-    assert read_json(tmp_path / "none.json") is None
+def test_a_missing_file_reads_as_empty(tmp_path):
+    assert read_json(tmp_path / "none.json") == {}
     assert read_metrics(tmp_path) == []

@@ -45,7 +45,7 @@ class FakeLaunches:
         status = {0: "completed", 75: "stopped"}.get(code, "failed")
         cause = None if code == 0 else "a fake cause"
         ended = {"status": status, "exit_code": code, "cause": cause, "steps": 3}
-        write_json(trial / "summary.json", {**(read_json(trial / "summary.json") or {}), **ended})
+        write_json(trial / "summary.json", {**read_json(trial / "summary.json"), **ended})
         return code
 
 

@@ -25,7 +25,6 @@ from grpo_recipes.paths import shown
 from grpo_recipes.plan.environment import hub_environment
 from grpo_recipes.process.reports import aligned, gigabytes
 from grpo_recipes.recipe import Recipe, read_frozen
-from grpo_recipes.runs.find import RunFiles
 from grpo_recipes.runs.finding import PROBLEM, WARNING, Finding, problem
 from grpo_recipes.runs.rundir import find_run
 from grpo_recipes.smoke import smoke_command
@@ -60,7 +59,7 @@ def doctor(options: argparse.Namespace) -> int:
 def _look_at_run(options: argparse.Namespace) -> list[Result]:
     if recipe_name(options) or options.flags:
         raise config_error("--run", "a run has its own recipe", "leave out the recipe and its flags")
-    files = RunFiles(find_run(Machine(os.environ).run_root, options.run_dir, "--run").folder)
+    files = find_run(Machine(os.environ).run_root, options.run_dir, "--run")
     return examine([(check, files) for check in RUN], _SECONDS)
 
 

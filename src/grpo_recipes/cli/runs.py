@@ -22,9 +22,8 @@ from grpo_recipes.launch.submission import Submission, need_environment, prepare
 from grpo_recipes.paths import shown
 from grpo_recipes.process.reports import aligned
 from grpo_recipes.recipe.keys import catalogue
-from grpo_recipes.runs.find import RunFiles
 from grpo_recipes.runs.health import notices_of
-from grpo_recipes.runs.rundir import clock, find_run, finish_summary, launcher_of, no_requeue_file, stop_file
+from grpo_recipes.runs.rundir import Run, clock, find_run, finish_summary, launcher_of, no_requeue_file, stop_file
 from grpo_recipes.secrets import masked
 from grpo_recipes.slurm.client import NO_ANSWER, Job, cancel, find_job, my_jobs
 from grpo_recipes.slurm.profile import KEYS, Profile
@@ -130,17 +129,10 @@ def run_root() -> Path:
     return Path(os.path.expanduser(os.environ.get("RUN_ROOT") or catalogue()["run_root"]["default"]))
 
 
-def named_run(which: str) -> RunFiles:
+def named_run(which: str) -> Run:
     """Return the run a person means by a folder, a name, a job id or ``last``."""
-    if which == "last":
-        return RunFiles(find_run(run_root(), "last", "last").folder)
-    if re.fullmatch(r"\d+(_\d+)?", which):
-        return RunFiles(_folder_of_job(which))
-    for folder in (Path(which), run_root() / which):
-        if os.path.isfile(folder / "run.json"):  # False too for a name that is too long, or not ours
-            return RunFiles(folder.absolute())
-    fix = "name a run directory, a run in RUN_ROOT, or the id of its job"
-    raise config_error(which or "RUN", "is not a run directory (no run.json)", fix)
+    is_job = re.fullmatch(r"\d+(_\d+)?", which)
+    return find_run(run_root(), str(_folder_of_job(which)) if is_job else which, which)
 
 
 def _folder_of_job(job_id: str) -> Path:
@@ -160,19 +152,19 @@ def _folder_of_job(job_id: str) -> Path:
     raise config_error(job_id, "is not the job of a run known here", "name the run directory, or set RUN_ROOT")
 
 
-def _job_of(run: RunFiles) -> Job | None:
+def _job_of(run: Run) -> Job | None:
     """Return the run's last job as Slurm sees it now; None where it had none, or Slurm does not know it."""
     return find_job(run.job_id) if run.job_id else None
 
 
-def _is_over(run: RunFiles, job: Job | None) -> bool:
+def _is_over(run: Run, job: Job | None) -> bool:
     """Return whether the run has ended and nothing will start it again."""
     if job is not None and job.active:
         return False
     return run.summary.get("status") in _OVER or not run.is_running()
 
 
-def _state(run: RunFiles, job: Job | None) -> str:
+def _state(run: Run, job: Job | None) -> str:
     """Return the run's state in a few words."""
     status = str(run.summary.get("status", "unknown"))
     if job is not None and job.waits:
@@ -202,7 +194,7 @@ def status(options: argparse.Namespace) -> int:
     return 0
 
 
-def _facts(run: RunFiles, job: Job | None) -> list[tuple[str, str]]:
+def _facts(run: Run, job: Job | None) -> list[tuple[str, str]]:
     facts = [("run", shown(run.folder)), ("state", _state(run, job))]
     if run.cause:
         facts.append(("cause", run.cause))
@@ -231,13 +223,13 @@ def _print_runs() -> None:
     rows: list[tuple[str, ...]] = [("run", "state", "job", "step", "reward", "left")]
     for folder in sorted(folders, key=_changed, reverse=True):
         try:
-            rows.append(_row(RunFiles(folder), jobs))
+            rows.append(_row(Run.at(folder), jobs))
         except ConfigError as error:
             rows.append((folder.name, f"damaged: {Path(error.problems[0].where).name}", "", "", "", ""))
     print(*aligned(rows), sep="\n")
 
 
-def _row(run: RunFiles, jobs: Mapping[str, Job] | None) -> tuple[str, ...]:
+def _row(run: Run, jobs: Mapping[str, Job] | None) -> tuple[str, ...]:
     """Return a run's line in the table; ``jobs`` is None where Slurm does not answer."""
     unknown = Job(run.job_id, NO_ANSWER) if run.job_id else None
     job = unknown if jobs is None else jobs.get(run.job_id)
@@ -249,7 +241,7 @@ def _changed(folder: Path) -> float:
     return os.path.getmtime(summary if summary.is_file() else folder)
 
 
-def _progress(run: RunFiles, job: Job | None) -> tuple[str, str, str]:
+def _progress(run: Run, job: Job | None) -> tuple[str, str, str]:
     """Return step, reward, and the time the remaining steps take at the pace of the last ones, each empty if unknown.
 
     A run that is over has no time left.
@@ -299,7 +291,7 @@ class Follower:
         self._offsets: dict[Path, int] = {}
         self._shown: Path | None = None
 
-    def look(self, run: RunFiles) -> bool:
+    def look(self, run: Run) -> bool:
         """Print what is new; return whether there is any log at all."""
         paths = [path for role, path in run.logs.items() if role in self._roles]
         for path in paths:
@@ -332,7 +324,7 @@ def _follow(folder: Path, follower: Follower) -> None:
     """Print what is new until the run is over, the last lines included."""
     said, asked_at, job = "", -_SLURM_SECONDS, None
     while True:
-        run = RunFiles(folder)
+        run = Run.at(folder)
         if time.monotonic() - asked_at >= _SLURM_SECONDS:
             asked_at, job = time.monotonic(), _job_of(run)
             state = _state(run, job)
@@ -340,7 +332,7 @@ def _follow(folder: Path, follower: Follower) -> None:
                 print(f"grpo: {state}", flush=True)
             said = state
             if _is_over(run, job):
-                follower.look(RunFiles(folder))
+                follower.look(Run.at(folder))
                 print(f"grpo: {shown(folder)} is over: {state}")
                 return
         follower.look(run)
@@ -372,7 +364,7 @@ def stop(options: argparse.Namespace) -> int:
     return 0
 
 
-def _end_at_once(run: RunFiles, job: Job | None) -> None:
+def _end_at_once(run: Run, job: Job | None) -> None:
     """Cancel the job; without one send the launcher two signals, of which the second is final."""
     if job is not None:
         cancel(job.id)

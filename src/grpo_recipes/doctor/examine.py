@@ -13,8 +13,8 @@ from grpo_recipes.doctor import access, devices, environment, limits, recipes, t
 from grpo_recipes.doctor.machine import Machine, NoAnswer
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.runs import endings
-from grpo_recipes.runs.find import RunFiles
 from grpo_recipes.runs.finding import OK, PROBLEM, WARNING, Finding, problem, warning
+from grpo_recipes.runs.rundir import Run
 from grpo_recipes.secrets import masked
 
 # A check's name is its function's name with spaces, its description the first line of the docstring.
@@ -36,7 +36,7 @@ RECIPE: tuple[Callable[[recipes.Case], Finding], ...] = (
     recipes.gpu_plan, recipes.model, recipes.datasets, recipes.gated, recipes.checkpoint_space, recipes.weights_way,
     recipes.training_memory,
 )  # fmt: skip
-RUN: tuple[Callable[[RunFiles], Finding], ...] = (
+RUN: tuple[Callable[[Run], Finding], ...] = (
     endings.ending, endings.server_log, endings.out_of_memory, endings.weights_guard, endings.known_messages,
     endings.checkpoints,
     training.reward, training.truncated, training.no_verdict, training.kl, training.entropy, training.gradients,

@@ -7,9 +7,9 @@ import statistics
 from collections import Counter
 
 from grpo_recipes.doctor.machine import judge
-from grpo_recipes.runs.find import RunFiles
 from grpo_recipes.runs.finding import PROBLEM, WARNING, Finding, ok, problem, warning
 from grpo_recipes.runs.health import UNSCORED, ZERO_REWARD, Notice, notices_of
+from grpo_recipes.runs.rundir import Run
 
 _NOTHING = "no step was taken"
 _DOMINATES = 0.5
@@ -23,13 +23,13 @@ _PHASE_FIXES = {
 }
 
 
-def _noticed(run: RunFiles, *names: str) -> Notice | None:
+def _noticed(run: Run, *names: str) -> Notice | None:
     """Return the first of these notices that is true of the run."""
     found = {notice.name: notice for notice in notices_of(run.rows, run.value, over=not run.is_running())}
     return next((found[name] for name in names if name in found), None)
 
 
-def reward(run: RunFiles) -> Finding:
+def reward(run: Run) -> Finding:
     """Whether any completion earned a reward, and whether rewards differ within a group."""
     recent = run.recent("reward")
     if recent is None:
@@ -47,7 +47,7 @@ def reward(run: RunFiles) -> Finding:
     return Finding(PROBLEM if alike.serious else WARNING, f"{what}; {alike.text}", alike.fix)
 
 
-def truncated(run: RunFiles) -> Finding:
+def truncated(run: Run) -> Finding:
     """Share of completions cut off at max_completion_length."""
     clipped = run.recent("completions/clipped_ratio")
     if clipped is None:
@@ -57,7 +57,7 @@ def truncated(run: RunFiles) -> Finding:
     return warning(what, cut.fix) if cut else ok(what)
 
 
-def no_verdict(run: RunFiles) -> Finding:
+def no_verdict(run: Run) -> Finding:
     """Share of completions that a reward left unscored (time limit, crash, not a number)."""
     fix = (
         "see slow_rewards.jsonl of the run; correct the reward, or raise reward_timeout "
@@ -79,7 +79,7 @@ def no_verdict(run: RunFiles) -> Finding:
     return ok("a verdict on nearly all" if run.rows else _NOTHING)
 
 
-def kl(run: RunFiles) -> Finding:
+def kl(run: Run) -> Finding:
     """Divergence from the reference, in nats a token; above 1 the policy has left it."""
     recent = run.recent("kl")
     if recent is None:
@@ -88,7 +88,7 @@ def kl(run: RunFiles) -> Finding:
     return problem(f"{recent:.2f}", high.fix) if high else ok(f"{recent:.3f}")
 
 
-def entropy(run: RunFiles) -> Finding:
+def entropy(run: Run) -> Finding:
     """Entropy of the policy on its completions; near 0 every sample is the same."""
     values = run.numbers("entropy")
     if not values:
@@ -98,7 +98,7 @@ def entropy(run: RunFiles) -> Finding:
     return warning(f"{what}: it collapsed", fallen.fix) if fallen else ok(what)
 
 
-def gradients(run: RunFiles) -> Finding:
+def gradients(run: Run) -> Finding:
     """Loss, gradient norm and learning rate: numbers, not 0, and not too large."""
     if wrong := _noticed(run, "not finite", "no gradient", "learning rate"):
         return problem(wrong.text, wrong.fix)
@@ -110,7 +110,7 @@ def gradients(run: RunFiles) -> Finding:
     return warning(what, steep.fix) if steep else ok(what)
 
 
-def server_agreement(run: RunFiles) -> Finding:
+def server_agreement(run: Run) -> Finding:
     """How far the server's log-probs are from the trainer's."""
     recent = run.recent("sampling/importance_sampling_ratio/mean")
     difference = run.recent("sampling/sampling_logp_difference/mean")
@@ -121,7 +121,7 @@ def server_agreement(run: RunFiles) -> Finding:
     return judge(f"mean difference {difference:.2g}, mean ratio {recent:.3f}", (apart, WARNING, fix))
 
 
-def phases(run: RunFiles) -> Finding:
+def phases(run: Run) -> Finding:
     """Where the time of the steps went: sample, score, sync, save, evaluate, update."""
     seconds = {phase: sum(run.numbers(f"seconds/{phase}")) for phase in _PHASES}
     total = sum(seconds.values())
@@ -132,7 +132,7 @@ def phases(run: RunFiles) -> Finding:
     return warning(what, _PHASE_FIXES[slow[0]]) if slow else ok(what)
 
 
-def start(run: RunFiles) -> Finding:
+def start(run: Run) -> Finding:
     """Seconds from the launch to the first step: server, model and data; slow data is found here."""
     if not run.rows or run.summary.get("restarts"):
         return ok(_NOTHING if not run.rows else "not known of a resumed run")

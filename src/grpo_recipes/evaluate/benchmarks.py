@@ -236,10 +236,10 @@ class Runner:
             "seconds": round(seconds, 1),
             **self._baselines(name, tally),
         }
-        settings = read_json(self._settings_file) or {}
+        settings = read_json(self._settings_file)
         settings.pop(name, None)
         write_json(self._settings_file, settings)  # never a new result beside old settings
-        results = read_json(self._results_file) or {}
+        results = read_json(self._results_file)
         write_json(self._results_file, {**results, name: result})
         write_json(self._settings_file, {**settings, name: self._settings(name)})
 
@@ -256,14 +256,14 @@ class Runner:
         if name not in TASKS or self.stage is not TRAINED:
             return {}
         found: dict[str, Any] = baselines(tally.golds, self.args.benchmark_samples)
-        before = (read_json(self.folder / UNTRAINED.results) or {}).get(name)
+        before = read_json(self.folder / UNTRAINED.results).get(name)
         if before is not None:
             found["untrained"] = {key: value for key, value in before.items() if "@" in key}
         return {"baselines": found}
 
     def has_result(self, name: str) -> bool:
         """Return whether an earlier attempt finished this benchmark on this model with these settings."""
-        known = (read_json(self._settings_file) or {}).get(name)
+        known = read_json(self._settings_file).get(name)
         return known == json.loads(json.dumps(self._settings(name)))
 
     def _settings(self, name: str) -> dict[str, Any]:

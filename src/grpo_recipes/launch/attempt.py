@@ -78,9 +78,9 @@ def prepare(run: Run, recipe: Recipe, plan: Plan, names: Names, resources: Resou
     if resources.job is not None:
         note_job(run.folder, recipe, resources.job.name)
     before = read_json(run.folder / "summary.json")
-    if before and before["status"] == SUBMITTED:
-        before = None  # nothing has run yet
-    kept = {key: before[key] for key in ("idle_attempts", "server_restarts") if before and key in before}
+    if before.get("status") == SUBMITTED:
+        before = {}  # nothing has run yet
+    kept = {key: before[key] for key in ("idle_attempts", "server_restarts") if key in before}
     restarts = before["restarts"] + 1 if before else 0
     if removed := remove_dead_scratch(os.environ):
         say(removed)
@@ -163,7 +163,7 @@ def finish(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob 
     folder = attempt.run.folder
     idle = 0  # attempts in a row that left no newer checkpoint, this one included
     if newest_step(attempt.run) <= attempt.first_step:
-        idle = int((read_json(folder / "summary.json") or {}).get("idle_attempts", 0)) + 1
+        idle = int(read_json(folder / "summary.json").get("idle_attempts", 0)) + 1
     why_not = None
     goes_on = ending.code == EXIT_STOPPED and wants_requeue and job is not None
     if goes_on and job is not None:

@@ -211,7 +211,7 @@ def _pids(server: Group) -> list[int]:
 
 def rank_pids(run_dir: Path) -> dict[int, int]:
     """Return the pids of the ranks that live on this node, by rank."""
-    records = (read_json(path) or {} for path in sorted((run_dir / "processes").glob("rank_*.json")))
+    records = (read_json(path) for path in sorted((run_dir / "processes").glob("rank_*.json")))
     here = (record for record in records if "exit" not in record and record.get("node", 0) == 0)
     return {record["rank"]: record["pid"] for record in here if is_alive(record["pid"])}
 

@@ -83,7 +83,7 @@ def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Rec
     for note in notes:
         say(f"note: {note}")
     saved = read_json(run.folder / "plan.json")
-    if saved is None:
+    if not saved:
         return run, recipe, entry_of(recipe, asked)
     same_task(recipe, asked, saved["task"])
     return run, recipe, saved["entry"]
@@ -117,7 +117,7 @@ def names_of(recipe: Recipe, run: Run | None = None) -> Names:
 def make_run(recipe: Recipe, resources: Resources, names: Names) -> tuple[Run, Names]:
     """Make the run directory; take the next second's name where another launch has just taken this one's."""
     for _ in range(60):
-        run = new_run(_run_root(recipe), names.run, names.timestamp, resources.facts())
+        run = new_run(names.run_dir, names.run, names.timestamp, resources.facts())
         if run is not None:
             return run, names
         time.sleep(1)
@@ -135,7 +135,7 @@ def need_same_world(run: Run, plan: Plan) -> None:
         what = f"{checkpoint.name} is of {before} processes, the plan has {now}"
         raise config_error("--resume", what, f"give it as many devices as before, or --num_processes {before}")
     if checkpoint is None and (run.folder / FROZEN_CODE).is_dir():
-        frozen = int((read_json(run.folder / "plan.json") or {})["batch"]["world_size"])
+        frozen = int(read_json(run.folder / "plan.json")["batch"]["world_size"])
         if frozen != now:
             what = f"the run was submitted for {frozen} training processes, this job has room for {now}"
             raise config_error("devices", what, "look at what the job was given, and submit again")
@@ -156,7 +156,7 @@ def need_same_data(run: Run, recipe: Recipe, plan: Plan) -> str:
     returned text is empty.
     """
     checkpoint, saved = newest_complete(run.folder / "checkpoints"), read_json(run.folder / "plan.json")
-    if checkpoint is None or saved is None:
+    if checkpoint is None or not saved:
         return ""
     if recipe["ignore_data_skip"]:
         return "ignore_data_skip: the epoch begins again, now and whenever this run is resumed"

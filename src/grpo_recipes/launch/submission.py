@@ -25,7 +25,7 @@ from grpo_recipes.publish.push import need_target
 from grpo_recipes.recipe import Recipe, Value
 from grpo_recipes.recipe.check import checked_recipe
 from grpo_recipes.recipe.tasks import GRPO, entry_of, requested_task
-from grpo_recipes.runs.rundir import FROZEN_CODE, Run, frozen_hash, new_run_in, write_json
+from grpo_recipes.runs.rundir import FROZEN_CODE, Run, frozen_hash, new_run, write_json
 from grpo_recipes.slurm.client import MaybeSubmitted, cluster_name, submit
 from grpo_recipes.slurm.profile import Profile, read_profile
 from grpo_recipes.slurm.script import Request, render
@@ -170,7 +170,7 @@ def freeze(
     Raises:
         ConfigError: the folder exists or cannot be made.
     """
-    run = new_run_in(names.run_dir.absolute(), names.run, names.timestamp, resources.facts())
+    run = new_run(names.run_dir.absolute(), names.run, names.timestamp, resources.facts())
     if run is None:
         what = f"{shown(names.run_dir)} exists: another run has just taken that name"
         raise config_error("run_name", what, "submit again, or set another run_name")

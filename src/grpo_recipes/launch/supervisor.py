@@ -121,7 +121,7 @@ class Child:
         return int(record["pid"]) if record else None
 
     def exit_code(self) -> int | None:
-        return (read_json(self._record) or {}).get("exit")
+        return read_json(self._record).get("exit")
 
     def lost(self) -> Lost | None:
         command = self.command_pid()
@@ -139,7 +139,7 @@ class Child:
         return (self._exit_code_within(0.3) or 0) < 0
 
     def ranks(self) -> list[RankSeen]:
-        records = (read_json(path) or {} for path in sorted(self._records.glob("rank_*.json")))
+        records = (read_json(path) for path in sorted(self._records.glob("rank_*.json")))
         return [
             RankSeen(record, "exit" not in record and not is_alive(record["pid"]), self)
             for record in records

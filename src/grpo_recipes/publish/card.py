@@ -22,10 +22,10 @@ _TEMPLATE = Path(__file__).with_name("card.md.j2")
 def card_of(run_dir: Path) -> str:
     """Return the card of a run, from the files of its directory."""
     return model_card(
-        identity=read_json(run_dir / "run.json") or {},
-        summary=read_json(run_dir / "summary.json") or {},
+        identity=read_json(run_dir / "run.json"),
+        summary=read_json(run_dir / "summary.json"),
         rows=read_metrics(run_dir),
-        plan=read_json(run_dir / "plan.json") or {},
+        plan=read_json(run_dir / "plan.json"),
         recipe=(run_dir / "recipe.yaml").read_text(),
     )
 

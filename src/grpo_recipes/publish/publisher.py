@@ -197,15 +197,15 @@ class Publisher:
         else:
             self._say(f"published {name} in {result['url']} (commit {result['commit'][:12]})")
 
-    def _result(self, name: str) -> dict[str, Any] | None:
+    def _result(self, name: str) -> dict[str, Any]:
         result = read_json(self._folder / f"{name}.json")
-        if result is not None and "error" not in result:
+        if result and "error" not in result:
             write_json(self._folder / "pushed.json", {**self._pushed(), name: result})
             self._last = result
         return result
 
     def _pushed(self) -> dict[str, Any]:
-        return read_json(self._folder / "pushed.json") or {}
+        return read_json(self._folder / "pushed.json")
 
 
 def _wait_for(child: subprocess.Popen[bytes]) -> str:

@@ -17,7 +17,7 @@ from grpo_recipes.errors import config_error
 from grpo_recipes.paths import shown
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.runs.health import first_and_last, known, number
-from grpo_recipes.runs.rundir import find_run, json_mapping, read_mapping
+from grpo_recipes.runs.rundir import find_run, json_mapping, read_json
 from grpo_recipes.secrets import masked
 
 Column = list[float | None]
@@ -161,7 +161,7 @@ def read_run(folder: Path) -> RunRecord:
     """Read a run directory; raise ConfigError where it is none, or one of its JSON files is damaged."""
     folder = find_run(Path(), shown(folder), shown(folder)).folder
     metrics = read_table(folder / "metrics.jsonl")
-    identity, plan, summary = (clean(read_mapping(folder / f"{name}.json")) for name in ("run", "plan", "summary"))
+    identity, plan, summary = (clean(read_json(folder / f"{name}.json")) for name in ("run", "plan", "summary"))
     return RunRecord(
         folder=folder,
         identity=identity,

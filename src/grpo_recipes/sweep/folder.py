@@ -139,7 +139,7 @@ def freeze_trial(
 def read_sweep(folder: Path) -> Sweep:
     """Read a sweep directory; a folder that is none, or a damaged record, is a ``ConfigError``."""
     record = read_json(folder / RECORD)
-    if record is None:
+    if not record:
         fix = f"name a folder under run_root/{FOLDER}"
         raise config_error(shown(folder), f"is not a sweep directory (no {RECORD})", fix)
     return Sweep(folder.absolute(), record)

@@ -107,7 +107,7 @@ def run_sequentially(sweep: Sweep, indices: Sequence[int], environment: Mapping[
 
 def _outcome(folder: Path, code: int) -> str:
     """Return how a trial ended, in a few words."""
-    summary = read_json(folder / "summary.json") or {}
+    summary = read_json(folder / "summary.json")
     if code == 0:
         return f"completed: reward {summary.get('initial_reward')} -> {summary.get('final_reward')}"
     end = f"stopped after step {summary.get('steps', 0)}" if code == EXIT_STOPPED else f"failed with exit code {code}"

@@ -115,7 +115,7 @@ def _missing(run_dir: Path, error: str) -> str:
         return ""
     missing = []
     for rank in named[1].split(","):
-        record = read_json(run_dir / "processes" / f"rank_{int(rank)}.json") or {}
+        record = read_json(run_dir / "processes" / f"rank_{int(rank)}.json")
         missing.append(f"rank {int(rank)} on node {record.get('node', '?')}")
     return ", ".join(missing)
 
