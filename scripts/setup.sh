@@ -151,7 +151,7 @@ make_conda() {
     local conda
     conda=$(find_conda) || fail "ENV_MODE=conda, but no conda, mamba or micromamba found; set CONDA_EXE or load its module"
     say "conda prefix $env_dir with Python 3.11"
-    # conda waits four minutes for a silent channel unless told otherwise
+    # conda waits four minutes for a silent channel unless set otherwise
     CONDA_REMOTE_READ_TIMEOUT_SECS=15 CONDA_REMOTE_MAX_RETRIES=1 \
         "$conda" create --yes --quiet --prefix "$env_dir" python=3.11 pip ||
         fail "conda could not make $env_dir (its message is above); check its channels and your network"
