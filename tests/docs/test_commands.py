@@ -93,9 +93,9 @@ COVERED = {
     "sbatch --gres=gpu:8 --cpus-per-task=64 --mem=256G training.sh --learning_rate 2e-6": _SBATCH,
     "grpo launch recipes/smoke/grpo.yaml": "tests/e2e/test_resume.py::test_resume_last_continues_a_killed_run",
     "grpo launch --resume last": "tests/e2e/test_resume.py::test_resume_last_continues_a_killed_run",
-    "grpo fetch my.yaml": "tests/fetch/test_fetch.py::test_what_was_fetched_loads_with_the_network_cut_off",
+    "grpo fetch my.yaml": "tests/fetch/test_download.py::test_what_was_fetched_loads_with_the_network_cut_off",
     "grpo fetch my.yaml --update": (
-        "tests/fetch/test_fetch.py::test_again_it_downloads_nothing_and_tells_of_newer_commits"
+        "tests/fetch/test_download.py::test_again_it_downloads_nothing_and_tells_of_newer_commits"
     ),
     "grpo fetch --resume runs/qwen2.5-1.5b-math-20260101-120000": (
         "tests/fetch/test_preflight.py::test_a_resumed_run_gets_its_own_commits_back"

@@ -13,8 +13,8 @@ from fake_hub import FakeHub
 from no_network import without_network
 
 from grpo_recipes.errors import ConfigError
+from grpo_recipes.fetch.assets import need_assets, record_assets
 from grpo_recipes.fetch.hub import hub_answers
-from grpo_recipes.fetch.sources import need_sources, record_sources
 from grpo_recipes.recipe import read_recipe
 from grpo_recipes.runs.rundir import Run, read_json
 
@@ -54,7 +54,7 @@ def test_looking_never_downloads(shell: Shell, hub: FakeHub, command: list[str])
 def test_what_is_missing_is_brought_first(shell: Shell, variables: Variables, monkeypatch, capfd) -> None:
     monkeypatch.chdir(shell.folder)
     recipe = read_recipe(Path(shell.recipe()))
-    sources = need_sources(recipe, variables(), None, ["recipe.yaml"])
+    sources = need_assets(recipe, variables(), None, ["recipe.yaml"])
     assert [source.id for source in sources.found] == ["ada/sums", "ada/rows"] and not sources.missing
     told = capfd.readouterr().out
     assert told.startswith(
@@ -63,7 +63,7 @@ def test_what_is_missing_is_brought_first(shell: Shell, variables: Variables, mo
     assert "everything recipe.yaml reads is here" in told
 
     offline = {**variables(), "HF_ENDPOINT": "http://127.0.0.1:1"}
-    assert need_sources(recipe, offline, None, ["recipe.yaml"]).found == sources.found
+    assert need_assets(recipe, offline, None, ["recipe.yaml"]).found == sources.found
     assert capfd.readouterr().out == ""
 
 
@@ -73,7 +73,7 @@ def test_a_fetch_that_fails_refuses_the_launch(shell: Shell, hub: FakeHub, varia
     with pytest.raises(
         ConfigError, match=r"grpo fetch: ended with code 2\. Fix: correct what it says above; then: grpo fetch"
     ):
-        need_sources(read_recipe(Path(shell.recipe())), variables(), None, ["recipe.yaml"])
+        need_assets(read_recipe(Path(shell.recipe())), variables(), None, ["recipe.yaml"])
 
 
 def test_local_data_that_changed_stops_a_resume(shell: Shell, variables: Variables, tiny_model, monkeypatch) -> None:
@@ -81,20 +81,20 @@ def test_local_data_that_changed_stops_a_resume(shell: Shell, variables: Variabl
     rows = shell.folder / "rows.jsonl"
     rows.write_bytes(jsonl([{"problem": "1", "answer": "1"}]))
     recipe = read_recipe(Path(shell.recipe(model_name_or_path=str(tiny_model), dataset_name="rows.jsonl")))
-    recorded = need_sources(recipe, variables(), None, []).as_json()
+    recorded = need_assets(recipe, variables(), None, []).as_json()
     rows.write_bytes(jsonl([{"problem": "2", "answer": "1"}]))
     with pytest.raises(ConfigError, match=r"--resume: the dataset 'rows\.jsonl' is not what the run began with"):
-        need_sources(recipe, variables(), recorded, [])
-    assert need_sources(recipe, variables(), recorded, [], allow_changed=True).found
+        need_assets(recipe, variables(), recorded, [])
+    assert need_assets(recipe, variables(), recorded, [], allow_changed=True).found
 
 
 def test_a_resumed_run_gets_its_own_commits_back(shell: Shell, hub: FakeHub, variables: Variables, monkeypatch) -> None:
     monkeypatch.chdir(shell.folder)
     recipe = read_recipe(Path(shell.recipe()))
-    began_with = need_sources(recipe, variables(), None, ["recipe.yaml"])
+    began_with = need_assets(recipe, variables(), None, ["recipe.yaml"])
     run = shell.folder / "runs" / "offline-1"
     run.mkdir(parents=True)
-    record_sources(Run(run, {"run_name": "offline"}), began_with)
+    record_assets(Run(run, {"run_name": "offline"}), began_with)
     (run / "recipe.yaml").write_text(recipe.as_yaml())
     model = hub.repos["model", "ada/sums"]
     model.commit({**model.files(), "notes.txt": b"later"}, "later")
@@ -102,8 +102,8 @@ def test_a_resumed_run_gets_its_own_commits_back(shell: Shell, hub: FakeHub, var
 
     recorded = read_json(run / "run.json")["sources"]
     with pytest.raises(ConfigError, match=f"grpo fetch --resume {run}"):
-        need_sources(recipe, {**variables(), "HF_HUB_OFFLINE": "1"}, recorded, ["--resume", str(run)])
-    again = need_sources(recipe, variables(), recorded, ["--resume", str(run)])
+        need_assets(recipe, {**variables(), "HF_HUB_OFFLINE": "1"}, recorded, ["--resume", str(run)])
+    again = need_assets(recipe, variables(), recorded, ["--resume", str(run)])
     assert [source.commit for source in again.found] == [source.commit for source in began_with.found]
     assert not (Path(again.model.path) / "notes.txt").exists()
 

@@ -10,7 +10,7 @@ import pytest
 from dead_scratch import dead_scratch
 
 from grpo_recipes.errors import ConfigError, config_error
-from grpo_recipes.fetch.sources import find_sources
+from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.launch.attempt import prepare
 from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.resolve_run import Options, names_of, need_same_data, need_same_world, resolve_run
@@ -48,7 +48,7 @@ def frozen(*flags: str, resources: Resources = CPU) -> Run:
 
 
 def freeze_it(recipe: Recipe, names: Names, resources: Resources, entry: str = "src/grpo.py") -> Run:
-    sources = find_sources(recipe, os.environ)
+    sources = find_assets(recipe, os.environ)
     plan = make_plan(recipe, resources, os.environ, names, entry, sources)
     return freeze(recipe, plan, sources, names, resources, os.environ)
 

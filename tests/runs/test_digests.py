@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.fetch.sources import find_sources
+from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.launch.attempt import freeze_inputs
 from grpo_recipes.launch.resolve_run import Options, names_of, resolve_run
 from grpo_recipes.launch.run import launch
@@ -44,7 +44,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     (tmp_path / "mine.yaml").write_text("distributed_type: 'NO'\n")
     flags = ["--reward_funcs", "mine.py:reward", "--callbacks", "mine.py:Quiet"]
     recipe = checked_recipe(home() / "recipes/smoke/grpo.yaml", flags, os.environ, RequestedTask())
-    names, sources = names_of(recipe), find_sources(recipe, os.environ)
+    names, sources = names_of(recipe), find_assets(recipe, os.environ)
     plan = make_plan(recipe, CPU, os.environ, names, sources=sources)
     return freeze(recipe, plan, sources, names, CPU, os.environ)
 

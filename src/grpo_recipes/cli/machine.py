@@ -17,9 +17,8 @@ from grpo_recipes.doctor.examine import DEEP, MACHINE, RECIPE, RUN, Result, as_t
 from grpo_recipes.doctor.machine import Machine
 from grpo_recipes.doctor.recipes import Case
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, collect, config_error
-from grpo_recipes.fetch.assets import Record, Wanted, find_record
+from grpo_recipes.fetch.assets import Asset, find_record, local_assets, wanted_assets
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, INTERRUPTED, hub_answers
-from grpo_recipes.fetch.sources import Source, local_sources, wanted_assets
 from grpo_recipes.modebench.dataset import SCHEME as MODEBENCH_SCHEME
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.environment import hub_environment
@@ -109,7 +108,7 @@ def fetch(options: argparse.Namespace) -> int:
             os.environ.setdefault(name, "1")
     recipe, recorded = _fetched_recipe(options)
     try:
-        rows = [_local_row(source) for source in local_sources(recipe, os.environ)]
+        rows = [_local_row(asset) for asset in local_assets(recipe, os.environ)]
         rows += _hub_rows(wanted_assets(recipe, recorded), options.update)
     except KeyboardInterrupt:
         print(INTERRUPTED, file=sys.stderr)
@@ -129,11 +128,11 @@ def _fetched_recipe(options: argparse.Namespace) -> tuple[Recipe, list[dict[str,
     return read_frozen(found.folder / "recipe.yaml", options.flags, os.environ), found.identity.get("sources")
 
 
-def _local_row(source: Source) -> tuple[str, ...]:
-    if source.id.startswith("smoke:"):
-        _make_smoke_task(source.id)
-    made = source.id.startswith(MODEBENCH_SCHEME)
-    return (source.kind, source.id, "", "", "" if made else shown(source.path), "made by the run" if made else "local")
+def _local_row(asset: Asset) -> tuple[str, ...]:
+    if asset.id.startswith("smoke:"):
+        _make_smoke_task(asset.id)
+    made = asset.id.startswith(MODEBENCH_SCHEME)
+    return (asset.kind, asset.id, "", "", "" if made else shown(asset.path), "made by the run" if made else "local")
 
 
 def _make_smoke_task(name: str) -> None:
@@ -146,7 +145,7 @@ def _make_smoke_task(name: str) -> None:
         raise config_error(name, f"python -m grpo_recipes.smoke exited with code {code}", "look at its message above")
 
 
-def _hub_rows(assets: list[Wanted], update: bool) -> list[tuple[str, ...]]:
+def _hub_rows(assets: list[Asset], update: bool) -> list[tuple[str, ...]]:
     """Bring each asset and return its row; a ConfigError names those that cannot be had, after all others."""
     if not assets:
         return []
@@ -154,7 +153,7 @@ def _hub_rows(assets: list[Wanted], update: bool) -> list[tuple[str, ...]]:
     return collect(assets, lambda asset: _hub_row(asset, find_record(asset, os.environ), online, update))
 
 
-def _hub_row(asset: Wanted, record: Record | None, online: bool, update: bool) -> tuple[str, ...]:
+def _hub_row(asset: Asset, record: Asset | None, online: bool, update: bool) -> tuple[str, ...]:
     if record is None and not online:
         raise config_error(asset.where, f"{asset} is not here and the hub does not answer", _WHERE_ONLINE)
     if record is not None and not online:
@@ -175,7 +174,7 @@ def _hub_row(asset: Wanted, record: Record | None, online: bool, update: bool) -
     return _row(download(asset, os.environ), "fetched")
 
 
-def _row(record: Record, state: str) -> tuple[str, ...]:
+def _row(record: Asset, state: str) -> tuple[str, ...]:
     inside = " ".join(str(part) for part in (record.config, record.split, record.limit) if part)
     name = f"{record.id} {inside}".strip()
     return (record.kind, name, record.commit[:12], gigabytes(record.bytes), shown(record.path), state)

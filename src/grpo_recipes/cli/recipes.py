@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_recipes.cli.command import chosen_recipe, command, option, recipe_path, switch
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, Problem, config_error
+from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.fetch.hub import gated_note
-from grpo_recipes.fetch.sources import find_sources
 from grpo_recipes.launch.resolve_run import names_of
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.devices import find_resources, gpu_memory
@@ -287,7 +287,7 @@ def plan(options: argparse.Namespace) -> int:
         resources = resources.on_nodes(options.nodes)
     path, asked = recipe_path(options, resources.device)
     recipe = checked_recipe(path, options.flags, os.environ, asked)
-    sources = find_sources(recipe, os.environ)
+    sources = find_assets(recipe, os.environ)
     names = names_of(recipe)
     made = make_plan(recipe, resources, os.environ, names, entry_of(recipe, asked), sources)
     takes = estimate(made, recipe, names, _gpu_gib(options), _walltime(options))

@@ -16,7 +16,7 @@ from grpo_recipes.data.problems import Message
 from grpo_recipes.data.prompts import Renderer, use_template
 from grpo_recipes.doctor.reward_probe import probe_rewards, problems_of, sample_rows
 from grpo_recipes.errors import ConfigError, Problem, config_error
-from grpo_recipes.fetch.sources import Sources, find_sources
+from grpo_recipes.fetch.assets import Assets, find_assets
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.batch import derive_batch
 from grpo_recipes.recipe import Recipe
@@ -47,7 +47,7 @@ def look_deep(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
         except ConfigError as error:
             problems.extend(error.problems)
 
-    sources = find_sources(recipe, environment)
+    sources = find_assets(recipe, environment)
     part(_present, sources)
     part(_configs)
     part(_callbacks)
@@ -62,7 +62,7 @@ def look_deep(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
     return seen
 
 
-def _present(recipe: Recipe, sources: Sources) -> list[str]:
+def _present(recipe: Recipe, sources: Assets) -> list[str]:
     if sources.missing:
         fix = f"run grpo fetch {shlex.quote(shown(recipe.path))}"
         raise ConfigError(*[Problem(asset.where, f"{asset} is not on this machine", fix) for asset in sources.missing])
@@ -96,7 +96,7 @@ def _parsed(recipe: Recipe) -> tuple[Any, Any]:
     return args, model_args
 
 
-def _local_configs(recipe: Recipe, sources: Sources) -> tuple[Any, Any]:
+def _local_configs(recipe: Recipe, sources: Assets) -> tuple[Any, Any]:
     """Return the training and the model arguments, with the folder of the model on this machine."""
     args, model_args = _parsed(recipe)
     assert sources.model is not None
@@ -109,7 +109,7 @@ def _callbacks(recipe: Recipe) -> list[str]:
     return [f"callbacks  {', '.join(recipe['callbacks'])}"] if recipe["callbacks"] else []
 
 
-def _adapter(recipe: Recipe, sources: Sources) -> list[str]:
+def _adapter(recipe: Recipe, sources: Assets) -> list[str]:
     """Count the layers that the LoRA keys name in the model."""
     if not recipe["use_peft"]:
         return []
@@ -125,7 +125,7 @@ def _adapter(recipe: Recipe, sources: Sources) -> list[str]:
     return [f"adapter    on {layers} layers"]
 
 
-def _prompts(recipe: Recipe, sources: Sources, rows: list[dict[str, Any]]) -> list[str]:
+def _prompts(recipe: Recipe, sources: Assets, rows: list[dict[str, Any]]) -> list[str]:
     """Render the first prompt as the model sees it, and measure all that were looked at."""
     if not rows:
         what = "the dataset has no rows with a prompt and a solution"
@@ -147,7 +147,7 @@ def _prompts(recipe: Recipe, sources: Sources, rows: list[dict[str, Any]]) -> li
     ]
 
 
-def _tokenizer(recipe: Recipe, sources: Sources) -> Any:
+def _tokenizer(recipe: Recipe, sources: Assets) -> Any:
     if recipe["model_name_or_path"].startswith(SMOKE_SCHEME):
         return smoke.build_tokenizer()  # the model itself takes a minute to make
     args, model_args = _local_configs(recipe, sources)

@@ -13,9 +13,8 @@ from grpo_recipes.doctor.devices import visible
 from grpo_recipes.doctor.limits import free_memory
 from grpo_recipes.doctor.machine import Machine, judge
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.fetch.assets import MODEL
+from grpo_recipes.fetch.assets import MODEL, Assets, find_assets
 from grpo_recipes.fetch.hub import gated_note
-from grpo_recipes.fetch.sources import Sources, find_sources
 from grpo_recipes.launch.resolve_run import names_of
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.devices import find_resources
@@ -38,9 +37,9 @@ class Case:
     task: str | None = None
 
     @functools.cached_property
-    def sources(self) -> Sources:
+    def sources(self) -> Assets:
         """Look for the models and datasets of the recipe."""
-        return find_sources(self.recipe, self.machine.environment)
+        return find_assets(self.recipe, self.machine.environment)
 
     @functools.cached_property
     def _names(self) -> Names:

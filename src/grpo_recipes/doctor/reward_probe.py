@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from grpo_recipes.errors import ConfigError, Problem
-from grpo_recipes.fetch.sources import find_sources
+from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.modebench.verify import is_problem
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.registry import ACCURACY, IN_CHILDREN, REWARDS, make_reward
@@ -35,7 +35,7 @@ def sample_rows(recipe: Recipe, most: int, environment: Mapping[str, str]) -> li
 
     disable_progress_bars()
     args: Any = SimpleNamespace(**{key: entry.value for key, entry in recipe.values.items()})
-    return first_problems(args, most, find_sources(recipe, environment).lookup)
+    return first_problems(args, most, find_assets(recipe, environment).lookup)
 
 
 def probe_rewards(recipe: Recipe, rows: list[dict[str, Any]]) -> list[ProbeResult]:

@@ -23,7 +23,7 @@ from grpo_recipes.data.rows import Fetched
 from grpo_recipes.errors import EXIT_STOPPED, ConfigError
 from grpo_recipes.evaluate.baselines import baselines
 from grpo_recipes.evaluate.problems import MODEBENCH, BenchmarkProblem, Scorer, load_problems, recipe_scorer
-from grpo_recipes.fetch.sources import fingerprint
+from grpo_recipes.fetch.assets import fingerprint
 from grpo_recipes.modebench.dataset import TASKS, Settings
 from grpo_recipes.modebench.metrics import mode_scores
 from grpo_recipes.modebench.verify import mode_of, problem_of

@@ -1,5 +1,5 @@
 """Models and datasets of a recipe on this machine: what is needed, what is here, and bringing what is missing.
 
-Read ``assets`` (what a recipe names, and records of what was fetched), ``sources`` (what a run uses), ``download`` (the
-hub's clients), ``hub`` (whether it answers).
+Read ``assets`` (what a recipe names, and what of it is here), ``download`` (the hub's clients), ``hub`` (whether it
+answers).
 """

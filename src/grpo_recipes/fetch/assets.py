@@ -1,42 +1,65 @@
-"""What a recipe needs: models and datasets of the hub, those that lie on this machine, and records of what was fetched.
+"""Which models and datasets a recipe reads, which of them are on this machine, and at which commits. No torch.
 
-A record is one small JSON file an asset under ``<CACHE_ROOT>/fetched``. It counts only while every file it lists is
-there in its full size. No torch.
+A fetched asset has a record, one small JSON file under ``<CACHE_ROOT>/fetched``, which counts only while every file it
+lists is there in its full size: the hub client's own offline lookup does not notice a file that a purge removed.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
 import os
 import re
-import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from grpo_recipes.errors import ConfigError, Problem, config_error
+from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, hub_answers, why_silent
 from grpo_recipes.modebench.dataset import SCHEME as MODEBENCH_SCHEME
+from grpo_recipes.modebench.dataset import Settings
 from grpo_recipes.paths import cache_root
+from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.datafiles import BUILDERS
-from grpo_recipes.runs.rundir import write_json
-from grpo_recipes.smoke import SMOKE_SCHEME
+from grpo_recipes.recipe.registry import benchmark_sources
+from grpo_recipes.runs.checkpoints import rewriting
+from grpo_recipes.runs.rundir import Run, json_mapping, read_json, write_json
+from grpo_recipes.smoke import SMOKE_SCHEME, smoke_folder
 
 MODEL, DATASET = "model", "dataset"
+Lookup = Callable[[str, str | None, str], Path | None]
 _SPARE = 2  # rows of a stream for each prompt kept: some are dropped as too long, or seen before
+_EDGE_BYTES = 1 << 20
+_OF_A_RUN = ("kind", "id", "config", "split", "limit", "revision", "commit", "path", "licence")  # kept in run.json
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asset:
-    """A model with its tokenizer, or one split of a dataset."""
+    """A model with its tokenizer, or one split of a dataset: as a recipe names it, and its place once it is found."""
 
     kind: str  # model or dataset
     id: str  # hub id, or a local file or folder
     config: str | None = None  # configuration of the dataset
     split: str | None = None
     limit: int | None = None  # only its first rows (a streamed dataset)
+    revision: str | None = "main"  # branch, tag or commit asked for; None for what does not come from the hub
+    where: str = ""  # the recipe's line that names it
+    code: bool = False  # whether Python files of the model's repository belong to it (trust_remote_code)
+    # Known once it is found; of a dataset from the hub the path is what ``Dataset.save_to_disk`` wrote.
+    commit: str = ""  # the commit in use; of local files a fingerprint of names, sizes and small files
+    path: str = ""  # the current folder for rows that are made on the spot
+    licence: str | None = None  # as the hub's page names it
+    # Known of a fetched one.
+    files: Mapping[str, int] = field(default_factory=dict)  # with their sizes in bytes
+    bytes: int = 0  # their sum
+    time: float = 0.0  # when it was fetched, seconds since the epoch
 
     def __str__(self) -> str:
         rows = f"first {self.limit:,} rows" if self.limit else None
@@ -44,162 +67,262 @@ class Asset:
         return f"{self.kind} {self.id}" + (f" ({inside})" if inside else "")
 
     @property
-    def name(self) -> dict[str, Any]:
-        """Return the fields that make it the same asset at another revision."""
-        return {"kind": self.kind, "id": self.id, "config": self.config, "split": self.split, "limit": self.limit}
-
-    @property
     def same(self) -> tuple[Any, ...]:
-        """Return ``name`` as a key."""
-        return tuple(self.name.values())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wanted(Asset):
-    """An asset that a recipe names."""
-
-    where: str  # the recipe's line that names it
-    revision: str = "main"  # branch, tag or commit asked for
-    code: bool = False  # whether Python files of the model's repository belong to it (trust_remote_code)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source(Asset):
-    """An asset that a run uses, where it lies on this machine."""
-
-    revision: str | None  # branch, tag or commit asked for; None for what did not come from the hub
-    commit: str  # the commit used; of local files a fingerprint of names, sizes and small files
-    path: str  # where it is; of what is made on the spot the current folder
-    licence: str | None = None  # as the hub's page names it
+        """Return what makes it the same asset at another revision."""
+        return self.kind, self.id, self.config, self.split, self.limit
 
     @property
     def from_hub(self) -> bool:
         """Return whether it came from the hub."""
         return self.revision is not None
 
-
-@dataclass(frozen=True, kw_only=True)
-class Record(Source):
-    """An asset that was fetched: a snapshot of a model, or what ``Dataset.save_to_disk`` wrote."""
-
-    files: dict[str, int]  # its files with their sizes in bytes
-    bytes: int  # their sum
-    time: float  # when it was fetched, seconds since the epoch
-
-    def is_complete(self) -> bool:
-        """Return whether every file is there in its full size."""
-        files = {Path(self.path) / name: size for name, size in self.files.items()}
-        return all(path.is_file() and path.stat().st_size == size for path, size in files.items())
-
-    def source(self, revision: str) -> Source:
-        """Return it as the source of a run that asks for ``revision``."""
-        return Source(**self.name, revision=revision, commit=self.commit, path=self.path, licence=self.licence)
+    @property
+    def is_local(self) -> bool:
+        """Return whether the name is a file, a folder or built in, not a hub id."""
+        if self.id.startswith((SMOKE_SCHEME, MODEBENCH_SCHEME, "/", "./", "../", "~")) or os.path.exists(self.id):
+            return True
+        return self.kind == DATASET and self.id.endswith(tuple(BUILDERS))
 
 
-def assets_of(recipe: Recipe) -> list[Wanted]:
-    """Return everything of the hub that a run of this recipe reads, each once."""
-    return [asset for asset in _all_assets(recipe) if not is_local(asset)]
+@dataclass(frozen=True)
+class Assets:
+    """Everything a run reads: what is on this machine, and what of the hub is missing."""
+
+    found: list[Asset]
+    missing: list[Asset]
+
+    @property
+    def model(self) -> Asset | None:
+        """Return the model trained and served."""
+        return next((asset for asset in self.found if asset.kind == MODEL), None)
+
+    @property
+    def lookup(self) -> Lookup:
+        """Return ``lookup(id, config, split)``: the folder of a fetched dataset, None for one that is not fetched."""
+        fetched = [asset for asset in self.found if asset.kind != MODEL and asset.from_hub]
+        paths = {(asset.id, asset.config, asset.split): Path(asset.path) for asset in fetched}
+        return lambda name, config, split: paths.get((name, config, split))
+
+    def offline_variables(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Return variables that keep a run off the network once everything is here, unless the user set one."""
+        if self.missing or "HF_HUB_OFFLINE" in environment:
+            return {}
+        return {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+
+    def notes(self) -> list[str]:
+        """Return a line for each fetched and each missing asset, for a plan."""
+        here = [f"{one.kind} {one.id} at {one.commit[:12]}, fetched" for one in self.found if one.from_hub]
+        return here + [f"{asset} is not here yet: launch fetches it, or grpo fetch does" for asset in self.missing]
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """Return the assets that were found as plain data."""
+        return [{name: getattr(asset, name) for name in _OF_A_RUN} for asset in self.found]
 
 
-def local_assets_of(recipe: Recipe) -> list[Wanted]:
-    """Return everything a run reads that lies on this machine: files, folders and what is built in."""
-    return [asset for asset in _all_assets(recipe) if is_local(asset)]
+# --- what a recipe reads
 
 
-def is_local(asset: Asset) -> bool:
-    """Return whether a name is a file, a folder or built in, not a hub id."""
-    if asset.id.startswith((SMOKE_SCHEME, MODEBENCH_SCHEME, "/", "./", "../", "~")) or os.path.exists(asset.id):
-        return True
-    return asset.kind == DATASET and asset.id.endswith(tuple(BUILDERS))
-
-
-def _all_assets(recipe: Recipe) -> list[Wanted]:
-    """Return model and datasets, each once and with the most rows that are asked of it."""
-    found: dict[tuple[Any, ...], Wanted] = {}
-    for asset in (_model(recipe), *_training_sets(recipe), *_evaluation_set(recipe), *_benchmarks(recipe)):
+def assets_of(recipe: Recipe, local: bool = False) -> list[Asset]:
+    """Return every asset of the hub that a run reads, or every ``local`` one, each once and with the most rows."""
+    found: dict[tuple[Any, ...], Asset] = {}
+    for asset in _named(recipe):
         name = replace(asset, limit=None).same
         known = found.get(name)
         if asset.id and (known is None or (asset.limit or math.inf) > (known.limit or math.inf)):
             found[name] = asset
-    return list(found.values())
+    return [asset for asset in found.values() if asset.is_local == local]
 
 
-def _model(recipe: Recipe) -> Wanted:
+def _named(recipe: Recipe) -> Iterator[Asset]:
+    """Yield the model, the training and evaluation sets and the benchmarks of a recipe, as often as it names them."""
+
+    def dataset(key: str, name: str | None, config: str | None, split: str | None, limit: int | None = None) -> Asset:
+        where = recipe.source(key)
+        return Asset(kind=DATASET, id=name or "", config=config, split=split, limit=limit, where=where)
+
     key, code = "model_name_or_path", bool(recipe["trust_remote_code"])
     revision = recipe["model_revision"]
-    return Wanted(kind=MODEL, id=recipe[key] or "", where=recipe.source(key), revision=revision, code=code)
-
-
-def _training_sets(recipe: Recipe) -> Iterator[Wanted]:
-    mixture = recipe["dataset_mixture"]
+    yield Asset(kind=MODEL, id=recipe[key] or "", revision=revision, where=recipe.source(key), code=code)
+    streaming, mixture, config = recipe["dataset_streaming"], recipe["dataset_mixture"], recipe["dataset_config"]
     if mixture:
-        where = recipe.source("dataset_mixture")
         for entry in mixture.get("datasets", []):
-            yield _dataset(where, entry.get("id"), entry.get("config"), entry.get("split") or "train")
-        return
-    limit = None
-    if recipe["dataset_streaming"] and recipe["max_train_prompts"]:
-        limit = _SPARE * recipe["max_train_prompts"]
-    where = recipe.source("dataset_name")
-    yield _dataset(where, recipe["dataset_name"], recipe["dataset_config"], recipe["dataset_train_split"], limit)
+            yield dataset("dataset_mixture", entry.get("id"), entry.get("config"), entry.get("split") or "train")
+    else:
+        most = recipe["max_train_prompts"]
+        limit = _SPARE * most if streaming and most else None
+        yield dataset("dataset_name", recipe["dataset_name"], config, recipe["dataset_train_split"], limit)
+    if recipe["eval_strategy"] != "no":
+        # Of a stream, as many rows as a draw of eval_subsample needs to reach eval_max_prompts.
+        limit = math.ceil(recipe["eval_max_prompts"] / recipe["eval_subsample"]) if streaming else None
+        if recipe["eval_dataset_name"]:
+            name, split = recipe["eval_dataset_name"], recipe["eval_dataset_split"]
+            yield dataset("eval_dataset_name", name, recipe["eval_dataset_config"], split, limit)
+        elif not mixture:
+            yield dataset("dataset_name", recipe["dataset_name"], config, recipe["dataset_test_split"], limit)
+    for name, config, split in benchmark_sources(recipe["benchmarks"] or ()):
+        yield dataset("benchmarks", name, config, split)
 
 
-def _evaluation_set(recipe: Recipe) -> Iterator[Wanted]:
-    if recipe["eval_strategy"] == "no":
-        return
-    limit = None
-    if recipe["dataset_streaming"]:  # what a draw of eval_subsample needs to reach eval_max_prompts
-        limit = math.ceil(recipe["eval_max_prompts"] / recipe["eval_subsample"])
-    if recipe["eval_dataset_name"]:
-        where = recipe.source("eval_dataset_name")
-        config, split = recipe["eval_dataset_config"], recipe["eval_dataset_split"]
-        yield _dataset(where, recipe["eval_dataset_name"], config, split, limit)
-    elif not recipe["dataset_mixture"]:
-        where = recipe.source("dataset_name")
-        yield _dataset(where, recipe["dataset_name"], recipe["dataset_config"], recipe["dataset_test_split"], limit)
+def wanted_assets(recipe: Recipe, recorded: list[dict[str, Any]] | None = None) -> list[Asset]:
+    """Return the assets of the hub a run reads, those that ``recorded`` names at its commits."""
+    commits = {asset.same: asset.commit for asset in _read(recorded) if asset.from_hub}
+    return [replace(asset, revision=commits.get(asset.same, asset.revision)) for asset in assets_of(recipe)]
 
 
-def _benchmarks(recipe: Recipe) -> Iterator[Wanted]:
-    if recipe["benchmarks"]:
-        from grpo_recipes.recipe.registry import benchmark_sources
-
-        where = recipe.source("benchmarks")
-        for name, config, split in benchmark_sources(recipe["benchmarks"]):
-            yield _dataset(where, name, config, split)
-
-
-def _dataset(where: str, name: str | None, config: str | None, split: str | None, limit: int | None = None) -> Wanted:
-    return Wanted(kind=DATASET, id=name or "", where=where, config=config, split=split, limit=limit)
-
-
-def make_record(asset: Wanted, commit: str, folder: Path, files: Mapping[str, int], licence: str | None) -> Record:
-    """Return the record of an asset that has just come."""
-    total = sum(files.values())
-    source = Source(**asset.name, revision=asset.revision, commit=commit, path=str(folder), licence=licence)
-    return Record(**asdict(source), files=dict(files), bytes=total, time=time.time())
+def local_assets(recipe: Recipe, environment: Mapping[str, str]) -> list[Asset]:
+    """Return the files, folders and built-in data of this machine that a run reads, with their fingerprints."""
+    found = []
+    for asset in assets_of(recipe, local=True):
+        if asset.id.startswith(SMOKE_SCHEME):
+            path = smoke_folder(asset.id, environment)
+            mark = path.name
+        elif asset.id.startswith(MODEBENCH_SCHEME):
+            path, mark = Path(), Settings.read(recipe.__getitem__).fingerprint(asset.id)
+        else:
+            path = Path(os.path.expanduser(asset.id)).absolute()
+            if not path.exists():
+                raise config_error(asset.where, f"no file or folder '{asset.id}'", "name an existing one, or a hub id")
+            mark = fingerprint(path)
+        found.append(replace(asset, revision=None, commit=mark, path=str(path)))
+    return found
 
 
-def write_record(record: Record, asset: Wanted, environment: Mapping[str, str]) -> None:
-    """Record an asset under the revision asked for, and under its commit, by which a resumed run looks for it."""
-    for revision in (record.commit, asset.revision):
+def fingerprint(path: Path) -> str:
+    """Return a short hash of a file or folder that is cheap for weights of any size.
+
+    Of a folder and those in it, but for hidden ones: names and sizes, and the content of small JSON files
+    (``config.json``, the index of the shards). Of a file: its size, and the first and last MiB.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        inside = file.relative_to(path)
+        if not file.is_file() or any(part.startswith(".") for part in inside.parts):
+            continue
+        size = file.stat().st_size
+        digest.update(f"{inside if file != path else ''} {size}\n".encode())
+        if file == path or (file.suffix == ".json" and size <= _EDGE_BYTES):
+            with file.open("rb") as stream:
+                digest.update(stream.read(_EDGE_BYTES))
+                stream.seek(max(stream.tell(), size - _EDGE_BYTES))
+                digest.update(stream.read())
+    return digest.hexdigest()[:16]
+
+
+# --- what is here
+
+
+def find_assets(recipe: Recipe, environment: Mapping[str, str], recorded: list[dict[str, Any]] | None = None) -> Assets:
+    """Look for everything a recipe reads on this machine, whose caches ``environment`` names; download nothing.
+
+    Of a run that is resumed the ``recorded`` commits are looked for, whatever came later. A local file or folder that
+    does not exist is a ConfigError.
+    """
+    found, missing = local_assets(recipe, environment), []
+    for asset in wanted_assets(recipe, recorded):
+        record = find_record(asset, environment)
+        if record is None:
+            missing.append(asset)
+        else:
+            found.append(replace(record, revision=asset.revision))
+    return Assets(found, missing)
+
+
+def need_assets(
+    recipe: Recipe,
+    environment: Mapping[str, str],
+    recorded: list[dict[str, Any]] | None,
+    arguments: Sequence[str],
+    allow_changed: bool = False,
+) -> Assets:
+    """Return everything a run reads, on this machine, before a launch starts anything.
+
+    What is missing is fetched first where the hub answers: by ``grpo fetch`` with these ``arguments`` in a process of
+    its own, since the hub's clients stay as large as they get and a launcher lives for days. ``recorded`` are the
+    assets of the run that is resumed: its commits are used, and local files that changed since are refused unless
+    ``allow_changed``.
+    """
+    assets = find_assets(recipe, environment, recorded)
+    changed = changed_assets(assets, recorded)
+    if changed and not allow_changed:
+        raise config_error("--resume", changed, "put back what it began with, or add --allow-changed-code")
+    if not assets.missing:
+        return assets
+    command = f"grpo fetch {shlex.join(arguments)}"
+    if not hub_answers(environment):
+        why, fix = why_silent(environment), f"run on the login node: {command}"
+        problems = [Problem(one.where, f"{one} is not on this machine and {why}", fix) for one in assets.missing]
+        raise ConfigError(*problems)
+    print(f"grpo: not here yet: {', '.join(map(str, assets.missing))}; running {command}", flush=True)
+    argv = [sys.executable, "-m", "grpo_recipes", "fetch", *arguments]
+    end_with_us = functools.partial(die_with_parent, os.getpid())
+    try:
+        code = subprocess.run(argv, env=dict(environment), preexec_fn=end_with_us, check=False).returncode
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    if code == EXIT_INTERRUPTED:
+        raise SystemExit(EXIT_INTERRUPTED) from None
+    if code:
+        raise config_error("grpo fetch", f"ended with code {code}", f"correct what it says above; then: {command}")
+    assets = find_assets(recipe, environment, recorded)
+    if assets.missing:
+        raise config_error("grpo fetch", f"left out {assets.missing[0]}", f"run {command} and look at what it says")
+    return assets
+
+
+def changed_assets(now: Assets, recorded: list[dict[str, Any]] | None) -> str | None:
+    """Return which local model or dataset differs from the one the run began with, or None."""
+    before = {asset.same: asset.commit for asset in _read(recorded) if not asset.from_hub}
+    for asset in now.found:
+        if not asset.from_hub and before.get(asset.same, asset.commit) != asset.commit:
+            return f"the {asset.kind} '{asset.id}' is not what the run began with"
+    return None
+
+
+# --- records: what was fetched, and what a run uses
+
+
+def record_assets(run: Run, assets: Assets) -> None:
+    """Write into the run directory which commits it uses, made once, and where its trainers find them now."""
+    with rewriting(run.folder):
+        if "sources" not in run.identity:
+            run.identity["sources"] = assets.as_json()
+            write_json(run.folder / "run.json", run.identity)
+        write_json(run.folder / "sources.json", {"sources": assets.as_json()})
+
+
+def fetched_sets(folder: Path) -> Lookup:
+    """Return ``lookup(id, config, split)`` of a run directory: the folder to ``datasets.load_from_disk``, or None."""
+    return Assets(_read((read_json(folder / "sources.json") or {}).get("sources")), []).lookup
+
+
+def _read(entries: list[dict[str, Any]] | None) -> list[Asset]:
+    return [Asset(**entry) for entry in entries or []]
+
+
+def write_record(asset: Asset, environment: Mapping[str, str]) -> None:
+    """Record a fetched asset under the revision asked for and under its commit, which a resumed run asks for."""
+    content = {key: value for key, value in asdict(asset).items() if key not in ("where", "code")}
+    for revision in (asset.commit, asset.revision):
         path = record_file(replace(asset, revision=revision), environment)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, asdict(record))
+        write_json(path, content)
 
 
-def find_record(asset: Wanted, environment: Mapping[str, str]) -> Record | None:
-    """Return the record of an asset that is here, or None."""
-    try:
-        record = Record(**json.loads(record_file(asset, environment).read_text()))
-    except (FileNotFoundError, ValueError, TypeError):  # none, or of another version of this package
-        return None
-    return record if record.is_complete() else None
+def find_record(asset: Asset, environment: Mapping[str, str]) -> Asset | None:
+    """Return a fetched asset as it was recorded, None where it is not here or not whole."""
+    path = record_file(asset, environment)
+    content = json_mapping(path.read_bytes()) if path.is_file() else None
+    if content is None or not {"kind", "id", "commit", "path", "files"} <= content.keys() <= asdict(asset).keys():
+        return None  # damaged, or of another version of this package
+    record = Asset(**content)
+    files = {Path(record.path) / name: size for name, size in record.files.items()}
+    return record if all(file.is_file() and file.stat().st_size == size for file, size in files.items()) else None
 
 
-def record_file(asset: Wanted, environment: Mapping[str, str]) -> Path:
+def record_file(asset: Asset, environment: Mapping[str, str]) -> Path:
     """Return the file of an asset's record."""
-    exact = json.dumps([*asset.same, asset.revision, asset.code])
-    name = f"{asset.kind}--{_slug(asset)}@{_plain(asset.revision)[:12]}-{_digest(exact)[:8]}"
+    exact = _digest(json.dumps([*asset.same, asset.revision, asset.code]))
+    name = f"{asset.kind}--{_slug(asset)}@{_plain(str(asset.revision))[:12]}-{exact[:8]}"
     return cache_root(environment) / "fetched" / f"{name}.json"
 
 
@@ -209,7 +332,6 @@ def dataset_folder(asset: Asset, commit: str, environment: Mapping[str, str]) ->
 
 
 def _slug(asset: Asset) -> str:
-    """Return an asset as part of a file name."""
     rows = f"first-{asset.limit}" if asset.limit else None
     return "--".join(_plain(part) for part in (asset.id, asset.config, asset.split, rows) if part)
 

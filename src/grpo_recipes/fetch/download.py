@@ -1,4 +1,4 @@
-"""Downloading models and datasets at resolved commits. Needs huggingface_hub and datasets, not torch.
+"""Download models and datasets at resolved commits. Needs huggingface_hub and datasets, not torch.
 
 Both read HF_HOME, HF_ENDPOINT and the like when they are imported: import this module after those are set.
 """
@@ -14,9 +14,11 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import httpx
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import (
@@ -30,146 +32,148 @@ from huggingface_hub.errors import (
 )
 
 from grpo_recipes.errors import ConfigError, config_error
-from grpo_recipes.fetch.assets import MODEL, Record, Wanted, dataset_folder, make_record, write_record
+from grpo_recipes.fetch.assets import MODEL, Asset, dataset_folder, write_record
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, INTERRUPTED, how_to_get_access
 from grpo_recipes.paths import existing
 from grpo_recipes.process.reports import gigabytes
 from grpo_recipes.secrets import masked
 
 _STALE_SECONDS = 24 * 3600
-_HUB_ERRORS = (
-    HfHubHTTPError, httpx.TransportError, OfflineModeIsEnabled, LocalEntryNotFoundError, HFValidationError
-)  # fmt: skip
-
 _LARGEST_SMALL_FILE = 64 << 20
 # The same weights in the formats of other libraries, archives, and pictures for the page.
 _NEVER = (
     ".bin", ".pth", ".pt", ".ckpt", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".ggml", ".ot", ".tflite",
     ".mlmodel", ".npz", ".zip", ".tar", ".gz", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".pdf", ".mp4",
-    ".md", ".gitattributes",
+    ".md", ".gitattributes", ".safetensors",
 )  # fmt: skip
-_FOLDERS = ("additional_chat_templates/",)
+
+_HUB_ERRORS = (
+    HfHubHTTPError, httpx.TransportError, OfflineModeIsEnabled, LocalEntryNotFoundError, HFValidationError
+)  # fmt: skip
+_NAME_FIX = "correct the name"
+# The first row that fits an error is its message: its class, what is wrong, and the fix.
+_REFUSALS: tuple[tuple[type[Exception], str, str], ...] = (
+    (GatedRepoError, "{asset} is gated and this account may not read it", "{access}"),
+    (
+        RepositoryNotFoundError, "the hub has no {asset.kind} '{asset.id}', or it is private",
+        f"{_NAME_FIX}; for a private one export HF_TOKEN or run hf auth login",
+    ),
+    (HFValidationError, "'{asset.id}' is neither here nor the name of a {asset.kind}", _NAME_FIX),
+    (
+        RevisionNotFoundError, "{asset.kind} '{asset.id}' has no revision '{asset.revision}'",
+        "name a branch, tag or commit that exists (model_revision)",
+    ),
+    (
+        Exception, "cannot fetch {asset} from {hub}: {line}",
+        "run it again where the hub is reachable: what came is kept",
+    ),
+)  # fmt: skip
 
 
-def commit_of(asset: Wanted) -> str:
-    """Return the commit an asset's revision stands for at the hub now.
-
-    Raises:
-        ConfigError: there is no such repository or revision, or it may not be read.
-    """
-    try:
+def commit_of(asset: Asset) -> str:
+    """Return the commit an asset's revision means at the hub now; a ConfigError where it may not be read."""
+    with _hub_errors(asset):
         return str(_info(asset).sha)
-    except _HUB_ERRORS as error:
-        raise _refusal(error, asset) from None
 
 
-def fetch(asset: Wanted, environment: Mapping[str, str]) -> Record:
-    """Bring an asset at the commit its revision stands for now, and record it.
+def fetch(asset: Asset, environment: Mapping[str, str]) -> Asset:
+    """Bring an asset at the commit its revision means now, and record it.
 
     A model's files go to the hub client's own cache; what is there already is not downloaded again. A dataset is saved
-    under ``<CACHE_ROOT>/datasets``, and appears there complete or not at all.
-
-    Raises:
-        ConfigError: it does not exist, may not be read, does not fit on the disk, or the hub does not answer.
+    under ``<CACHE_ROOT>/datasets``, and appears there complete or not at all. A ConfigError says that it does not
+    exist, may not be read, does not fit on the disk, or that the hub does not answer.
     """
-    bring = _fetch_model if asset.kind == MODEL else _fetch_dataset
     try:
-        record = bring(asset, environment)
-    except _HUB_ERRORS as error:
-        raise _refusal(error, asset) from None
+        with _hub_errors(asset):
+            here = _fetch_model(asset) if asset.kind == MODEL else _fetch_dataset(asset, environment)
     except OSError as error:
         fix = "free space or set CACHE_ROOT to a larger file system, then run it again: what came is kept"
         raise config_error(asset.where, f"cannot fetch {asset}: {_line(error)}", fix) from None
-    write_record(record, asset, environment)
-    return record
+    write_record(here, environment)
+    return here
 
 
-def _info(asset: Wanted, files_metadata: bool = False) -> Any:
+def _info(asset: Asset, files_metadata: bool = False) -> Any:
     repo, kind = asset.id, asset.kind
     return HfApi().repo_info(repo, repo_type=kind, revision=asset.revision, files_metadata=files_metadata)
 
 
-def _licence(info: Any) -> str | None:
+def _found(asset: Asset, info: Any, folder: Path, names: list[str]) -> Asset:
+    """Return an asset that has just come, with these files of a folder."""
     licence = getattr(info.card_data, "license", None)
-    return licence if isinstance(licence, str) else None
+    licence = licence if isinstance(licence, str) else None
+    files = {name: (folder / name).stat().st_size for name in names}
+    place = {"commit": info.sha, "path": str(folder), "licence": licence}
+    return replace(asset, **place, files=files, bytes=sum(files.values()), time=time.time())
 
 
 def wanted_files(sizes: Mapping[str, int], code: bool = False) -> list[str]:
     """Return the files to download: safetensors (or pytorch_model*.bin without any), configuration and tokenizer.
 
-    Args:
-        sizes: every file of the repository with its size in bytes.
-        code: whether its Python files are wanted (trust_remote_code).
+    ``sizes`` are the bytes of every file of the repository; its Python files are wanted with ``code``.
     """
-    root = [name for name in sizes if "/" not in name or name.startswith(_FOLDERS)]
-    weights = [name for name in root if name.endswith(".safetensors") and not name.startswith("consolidated")]
-    if not weights:
-        weights = [name for name in root if name.startswith("pytorch_model") and name.endswith(".bin")]
-    small = [name for name in root if _is_small_part(name, sizes[name], code)]
+    root = [name for name in sizes if "/" not in name or name.startswith("additional_chat_templates/")]
+    # consolidated.* and params.json are Mistral's own format, which vLLM would prefer to the one that is trained.
+    root = [name for name in root if not name.startswith("consolidated") and name != "params.json"]
+    weights = [name for name in root if name.endswith(".safetensors")]
+    weights = weights or [name for name in root if name.startswith("pytorch_model") and name.endswith(".bin")]
+    unwanted = _NEVER if code else (*_NEVER, ".py")
+    small = [name for name in root if sizes[name] <= _LARGEST_SMALL_FILE and not name.endswith(unwanted)]
     return sorted({*weights, *small})
 
 
-def _is_small_part(name: str, size: int, code: bool) -> bool:
-    if name.endswith(_NEVER) or name.endswith(".safetensors") or size > _LARGEST_SMALL_FILE:
-        return False
-    # params.json and consolidated.* are Mistral's own format, which vLLM would prefer to the one that is trained.
-    if name == "params.json" or name.startswith("consolidated"):
-        return False
-    return code or not name.endswith(".py")
-
-
-def _fetch_model(asset: Wanted, _: Mapping[str, str]) -> Record:
+def _fetch_model(asset: Asset) -> Asset:
     info = _info(asset, files_metadata=True)
-    sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
-    names = wanted_files(sizes, asset.code)
+    names = wanted_files({file.rfilename: file.size or 0 for file in info.siblings or []}, asset.code)
     if not names:
         raise config_error(asset.where, f"{asset} holds no files of a model", "name a repository with weights")
     arguments: dict[str, Any] = {"revision": info.sha, "allow_patterns": [glob.escape(name) for name in names]}
     planned = snapshot_download(asset.id, dry_run=True, **arguments)
     needed = sum(file.file_size or 0 for file in planned if file.will_download)
-    _need_space(asset, Path(constants.HF_HUB_CACHE), needed)
-    with _ctrl_c_ends_at_once():
-        folder = Path(snapshot_download(asset.id, **arguments))
-    files = {name: (folder / name).stat().st_size for name in names}
-    return make_record(asset, info.sha, folder, files, _licence(info))
-
-
-@contextmanager
-def _ctrl_c_ends_at_once() -> Iterator[None]:
-    """Without it the threads that download are waited for, which takes as long as a file of many GB does."""
-
-    def end(*_: Any) -> None:
-        print(INTERRUPTED, file=sys.stderr, flush=True)
-        os._exit(EXIT_INTERRUPTED)
-
-    before = signal.signal(signal.SIGINT, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _need_space(asset: Wanted, folder: Path, needed: int) -> None:
-    there = existing(folder)
+    there = existing(Path(constants.HF_HUB_CACHE))
     free = shutil.disk_usage(there).free
     if needed > free:
         what = f"{asset} takes {gigabytes(needed)} more, {there} has {gigabytes(free)} free"
         raise config_error(asset.where, what, "free space, or set CACHE_ROOT or HF_HOME to a larger file system")
+    before = signal.signal(signal.SIGINT, _end_at_once)
+    try:
+        folder = Path(snapshot_download(asset.id, **arguments))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return _found(asset, info, folder, names)
 
 
-def _fetch_dataset(asset: Wanted, environment: Mapping[str, str]) -> Record:
+def _end_at_once(*_: Any) -> None:
+    """End this process at Ctrl-C: the threads that download would hold it until their files of many GB are here."""
+    print(INTERRUPTED, file=sys.stderr, flush=True)
+    os._exit(EXIT_INTERRUPTED)
+
+
+def _fetch_dataset(asset: Asset, environment: Mapping[str, str]) -> Asset:
+    """Save the rows of a dataset aside, unless they are here, then put them in place at once."""
     info = _info(asset)
     folder = dataset_folder(asset, info.sha, environment)
     if not _is_whole(folder):
-        _save_rows(asset, info.sha, folder)
-    files = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
-    return make_record(asset, info.sha, folder, files, _licence(info))
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for left in folder.parent.glob(f".{glob.escape(folder.name)}.*"):  # of fetches that were killed
+            if time.time() - left.stat().st_mtime > _STALE_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)
+        partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
+        try:
+            _rows(asset, info.sha, partial / "cache").save_to_disk(partial / "rows")
+            os.rename(partial / "rows", folder)
+        except OSError:
+            if not _is_whole(folder):  # else another fetch came first, and its result stays
+                raise
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    names = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
+    return _found(asset, info, folder, names)
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether saved rows can be read: many clusters remove single files that are old."""
-    import datasets
-
+    """Return whether saved rows can be read: many clusters remove single files that are old."""
     try:
         datasets.load_from_disk(str(folder))
     except (OSError, ValueError):  # a file is missing, or cut short
@@ -177,39 +181,8 @@ def _is_whole(folder: Path) -> bool:
     return True
 
 
-def _save_rows(asset: Wanted, commit: str, folder: Path) -> None:
-    """Write the rows aside, then put them in place at once."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    _remove_stale(folder)
-    partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
-    try:
-        _rows(asset, commit, partial / "cache").save_to_disk(partial / "rows")
-        _put(partial / "rows", folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _put(rows: Path, folder: Path) -> None:
-    try:
-        os.rename(rows, folder)
-    except OSError:
-        if _is_whole(folder):  # another fetch has come first: its result stands
-            return
-        shutil.rmtree(folder, ignore_errors=True)
-        os.rename(rows, folder)
-
-
-def _remove_stale(folder: Path) -> None:
-    """Remove what fetches of this dataset left that were killed more than a day ago."""
-    for left in folder.parent.glob(f".{glob.escape(folder.name)}.*"):
-        if time.time() - left.stat().st_mtime > _STALE_SECONDS:
-            shutil.rmtree(left, ignore_errors=True)
-
-
-def _rows(asset: Wanted, commit: str, cache: Path) -> Any:
+def _rows(asset: Asset, commit: str, cache: Path) -> Any:
     """Return the rows of a dataset at a commit; the intermediate files go to ``cache``."""
-    import datasets
-
     arguments: dict[str, Any] = {"split": asset.split, "revision": commit, "cache_dir": str(cache)}
     try:
         if asset.limit is None:
@@ -221,38 +194,31 @@ def _rows(asset: Wanted, commit: str, cache: Path) -> Any:
 
         return datasets.Dataset.from_generator(first_rows, features=stream.features, cache_dir=str(cache))
     except (ValueError, RuntimeError, datasets.exceptions.DatasetsError, FileNotFoundError) as error:
-        raise _dataset_refusal(error, asset) from None
+        cause: BaseException | None = error
+        while cause is not None:  # datasets wraps what the hub answered
+            if isinstance(cause, _HUB_ERRORS):
+                raise _refusal(cause, asset) from None
+            cause = cause.__cause__ or cause.__context__
+        what, fix = f"cannot read {asset}: {_line(error)}", "correct the name, the config or the split"
+        if "gated" in str(error):
+            what, fix = f"{asset} is gated", how_to_get_access(asset.id, asset.kind)
+        raise config_error(asset.where, what, fix) from None
 
 
-def _dataset_refusal(error: Exception, asset: Wanted) -> ConfigError:
-    """Return what keeps a dataset from being read: its licence, or its name, configuration, split or format."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, _HUB_ERRORS):
-            return _refusal(cause, asset)
-        cause = cause.__cause__ or cause.__context__
-    what, fix = f"cannot read {asset}: {_line(error)}", "correct the name, the config or the split"
-    if "gated" in str(error):
-        what, fix = f"{asset} is gated", how_to_get_access(asset.id, asset.kind)
-    return config_error(asset.where, what, fix)
+@contextmanager
+def _hub_errors(asset: Asset) -> Iterator[None]:
+    try:
+        yield
+    except _HUB_ERRORS as error:
+        raise _refusal(error, asset) from None
 
 
-def _refusal(error: Exception, asset: Wanted) -> ConfigError:
-    """Return one line for what the hub answered, or did not."""
-    what = f"cannot fetch {asset} from {constants.ENDPOINT}: {_line(error)}"
-    fix = "run it again where the hub is reachable: what came is kept"
-    if isinstance(error, GatedRepoError):
-        what = f"{asset} is gated and this account may not read it"
-        fix = how_to_get_access(asset.id, asset.kind)
-    elif isinstance(error, RepositoryNotFoundError):
-        what = f"the hub has no {asset.kind} '{asset.id}', or it is private"
-        fix = "correct the name; for a private one export HF_TOKEN or run hf auth login"
-    elif isinstance(error, HFValidationError):
-        what, fix = f"'{asset.id}' is neither here nor the name of a {asset.kind}", "correct the name"
-    elif isinstance(error, RevisionNotFoundError):
-        what = f"{asset.kind} '{asset.id}' has no revision '{asset.revision}'"
-        fix = "name a branch, tag or commit that exists (model_revision)"
-    return config_error(asset.where, what, fix)
+def _refusal(error: Exception, asset: Asset) -> ConfigError:
+    """Return one line for what the hub answered, or that it did not answer."""
+    what, fix = next((what, fix) for kind, what, fix in _REFUSALS if isinstance(error, kind))
+    access = how_to_get_access(asset.id, asset.kind)
+    facts = {"asset": asset, "access": access, "hub": constants.ENDPOINT, "line": _line(error)}
+    return config_error(asset.where, what.format(**facts), fix.format(**facts))
 
 
 def _line(error: Exception) -> str:

@@ -9,7 +9,6 @@ from grpo_recipes.process.network import address_reachable
 HUB = "https://huggingface.co"
 EXIT_INTERRUPTED = 130
 INTERRUPTED = "grpo: interrupted; run it again: what came is kept"
-_TRUE = ("1", "on", "yes", "true")  # as huggingface_hub reads them
 # Beginnings of names whose repositories ask for an accepted licence. The hub alone knows for sure: `grpo fetch` asks.
 _GATED = (
     "meta-llama/", "google/gemma-", "google/codegemma-", "google/medgemma-", "mistralai/Mistral-7B-v0.1",
@@ -22,8 +21,8 @@ _GATED = (
 
 def is_offline(environment: Mapping[str, str]) -> bool:
     """Return whether the user keeps the hub's clients off the network."""
-    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-    return any(environment.get(name, "").lower() in _TRUE for name in names)
+    given = (environment.get(name, "") for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+    return any(value.lower() in ("1", "on", "yes", "true") for value in given)  # as huggingface_hub reads them
 
 
 def endpoint(environment: Mapping[str, str]) -> str:
@@ -56,10 +55,8 @@ def bound_every_wait(seconds: float) -> None:
 
 
 def gated_note(model: str) -> str | None:
-    """Return what a person must do before this model can be downloaded, None when nothing is known."""
-    if not model.startswith(_GATED):
-        return None
-    return f"{model} is gated: {how_to_get_access(model)}; grpo fetch tests it"
+    """Return what a person must do before this model can be downloaded, None for one not known to be gated."""
+    return f"{model} is gated: {how_to_get_access(model)}; grpo fetch tests it" if model.startswith(_GATED) else None
 
 
 def how_to_get_access(name: str, kind: str = "model") -> str:

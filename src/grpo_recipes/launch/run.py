@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from grpo_recipes.errors import config_error
-from grpo_recipes.fetch.sources import Sources, find_sources, need_sources, record_sources
+from grpo_recipes.fetch.assets import Assets, find_assets, need_assets, record_assets
 from grpo_recipes.launch.attempt import Attempt, end_without_run, finish, prepare
 from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.preflight_network import need_wandb_route, preflight_nodes
@@ -80,23 +80,23 @@ def _prepare(options: Options, resources: Resources, stop: StopSignals, workers:
         claim(run)
     plan = with_processes(plan, recipe, resources, os.environ, names, sources)
     plan.notes.extend(notes)
-    record_sources(run, sources)
+    record_assets(run, sources)
     attempt = prepare(run, recipe, plan, names, resources, workers)
     attempt.publisher = make_publisher(target, run.folder, os.environ, say)
     return attempt
 
 
-def _need_sources(options: Options, run: Run | None, recipe: Recipe) -> Sources:
+def _need_sources(options: Options, run: Run | None, recipe: Recipe) -> Assets:
     """Return what the recipe reads, downloaded now if it must be; of a resumed run the commits it began with."""
     named = ["--resume", str(run.folder)] if run else [shown(recipe.path)]
     recorded = run.identity.get("sources") if run else None
-    return need_sources(recipe, os.environ, recorded, [*named, *options.flags], options.allow_changed_code)
+    return need_assets(recipe, os.environ, recorded, [*named, *options.flags], options.allow_changed_code)
 
 
 def _dry_run(options: Options, resources: Resources) -> int:
     run, recipe, entry = resolve_run(options, resources)
     names = names_of(recipe, run)
-    sources = find_sources(recipe, os.environ, run.identity.get("sources") if run else None)
+    sources = find_assets(recipe, os.environ, run.identity.get("sources") if run else None)
     plan = make_plan(recipe, resources, os.environ, names, entry, sources)
     nowhere = Path(tempfile.gettempdir()) / "grpo-dry-run"
     shared = run_environment(os.environ, Scratch(nowhere, nowhere), names.run_dir, names.served)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_recipes.errors import ConfigError, Problem, config_error
-from grpo_recipes.fetch.sources import Sources, find_sources, record_sources
+from grpo_recipes.fetch.assets import Assets, find_assets, record_assets
 from grpo_recipes.launch.attempt import SUBMITTED, freeze_inputs
 from grpo_recipes.launch.preflight_network import need_wandb_route, needs_wandb
 from grpo_recipes.launch.resolve_run import names_of, note_job
@@ -45,7 +45,7 @@ class Submission:
     recipe: Recipe
     names: Names
     resources: Resources  # what its job will offer
-    sources: Sources  # what was found here of the models and data it reads
+    sources: Assets  # what was found here of the models and data it reads
     plan: Plan
     estimates: Estimates
     environment: Mapping[str, str]  # the user's
@@ -102,7 +102,7 @@ def prepare(
     asked = requested_task(environment, task)
     path = choose_recipe(recipe_name, environment, asked.task or GRPO, resources.device)
     recipe = on_scratch(checked_recipe(path, flags, environment, asked), profile)
-    names, sources = names_of(recipe), find_sources(recipe, environment)
+    names, sources = names_of(recipe), find_assets(recipe, environment)
     plan = make_plan(recipe, resources, environment, names, entry_of(recipe, asked), sources)
     estimates = estimate(plan, recipe, names, profile.gpu_memory_gib, walltime_seconds(profile.time))
     memory = estimates.memory
@@ -160,7 +160,7 @@ def submit_script(folder: Path, text: str) -> int:
 
 
 def freeze(
-    recipe: Recipe, plan: Plan, sources: Sources, names: Names, resources: Resources, environment: Mapping[str, str]
+    recipe: Recipe, plan: Plan, sources: Assets, names: Names, resources: Resources, environment: Mapping[str, str]
 ) -> Run:
     """Make the run directory ``names.run_dir`` of a run that starts later, with recipe, plan and code as checked.
 
@@ -182,7 +182,7 @@ def freeze(
         write_json(run.folder / "run.json", run.identity)
         freeze_inputs(run, recipe, plan)
         if not sources.missing:
-            record_sources(run, sources)
+            record_assets(run, sources)
         write_json(run.folder / "summary.json", {"status": SUBMITTED, "smoke": plan.smoke, "restarts": 0})
     except BaseException as error:
         shutil.rmtree(run.folder, ignore_errors=True)

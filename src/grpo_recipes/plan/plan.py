@@ -23,7 +23,7 @@ from grpo_recipes.recipe.tasks import ENTRIES, MAXENT, task_of
 from grpo_recipes.smoke import SMOKE_SCHEME, smoke_folder
 
 if TYPE_CHECKING:
-    from grpo_recipes.fetch.sources import Sources
+    from grpo_recipes.fetch.assets import Assets
 _DEFAULT_RECIPES = {"cpu": "recipes/smoke/{task}.yaml", "cuda": "recipes/Qwen2.5-1.5B-Instruct/{task}/config_math.yaml"}
 
 
@@ -50,7 +50,7 @@ def make_plan(
     environment: Mapping[str, str],
     names: Names | None = None,
     entry: str | None = None,
-    sources: Sources | None = None,
+    sources: Assets | None = None,
 ) -> Plan:
     """Plan a run of a checked recipe.
 
@@ -102,7 +102,7 @@ def make_plan(
     return with_processes(plan, recipe, resources, environment, names, sources) if names else plan
 
 
-def with_sources(plan: Plan, sources: Sources) -> Plan:
+def with_sources(plan: Plan, sources: Assets) -> Plan:
     """Return the plan with what was found of its sources: the folder of a fetched model, and notes.
 
     The folder stands for one commit in all processes, though TRL gives its colocated vLLM no revision.
@@ -118,7 +118,7 @@ def with_processes(
     resources: Resources,
     environment: Mapping[str, str],
     names: Names,
-    sources: Sources | None = None,
+    sources: Assets | None = None,
 ) -> Plan:
     """Return the plan with its processes, which stay off the hub once all ``sources`` are here."""
     processes = trainer_processes(recipe, plan, resources, environment, names)

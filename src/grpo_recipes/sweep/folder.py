@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import config_error
-from grpo_recipes.fetch.sources import find_sources
+from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.launch.submission import freeze
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.devices import Resources
@@ -131,7 +131,7 @@ def freeze_trial(
         recipe = replace(recipe, values={**recipe.values, "wandb_run_group": group})
     name = f"{sweep.record['name']}-{trial.name}"
     names = Names(sweep.trial_dir(trial.index), name, name, sweep.record["timestamp"])
-    sources = find_sources(recipe, environment)
+    sources = find_assets(recipe, environment)
     plan = make_plan(recipe, resources, environment, names, entry_of(recipe, spec.asked), sources)
     freeze(recipe, plan, sources, names, resources, environment)
 

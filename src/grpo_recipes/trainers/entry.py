@@ -13,7 +13,7 @@ from trl import TrlParser
 from grpo_recipes.data import load_eval_prompts, load_prompts
 from grpo_recipes.errors import config_error
 from grpo_recipes.evaluate.benchmarks import UntrainedBenchmarks, run_benchmarks
-from grpo_recipes.fetch.sources import fetched_sets
+from grpo_recipes.fetch.assets import fetched_sets
 from grpo_recipes.recipe.configs import CONFIGS
 from grpo_recipes.recipe.user_code import load_object
 from grpo_recipes.rewards.load import load_rewards
