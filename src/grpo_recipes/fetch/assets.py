@@ -292,7 +292,7 @@ def record_assets(run: Run, assets: Assets) -> None:
 
 def fetched_sets(folder: Path) -> Lookup:
     """Return ``lookup(id, config, split)`` of a run directory: the folder to ``datasets.load_from_disk``, or None."""
-    return Assets(_read((read_json(folder / "sources.json") or {}).get("sources")), []).lookup
+    return Assets(_read(read_json(folder / "sources.json").get("sources")), []).lookup
 
 
 def _read(entries: list[dict[str, Any]] | None) -> list[Asset]:
