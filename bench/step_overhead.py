@@ -39,9 +39,8 @@ from transformers import AutoTokenizer, TrainerCallback
 
 from grpo_recipes import smoke
 from grpo_recipes.paths import cache_root, home
-from grpo_recipes.plan.environment import base_environment, run_environment
-from grpo_recipes.plan.ports import is_free
-from grpo_recipes.plan.server import server_command, server_environment, wait_until_ready
+from grpo_recipes.plan.commands import base_environment, run_environment, server_command, server_environment
+from grpo_recipes.plan.ports import is_free, wait_until_ready
 from grpo_recipes.process.scratch import make_scratch
 from grpo_recipes.recipe import read_recipe
 from grpo_recipes.recipe.configs import GRPOConfig

@@ -14,9 +14,8 @@ from grpo_recipes import cli, errors
 from grpo_recipes.doctor import examine
 from grpo_recipes.evaluate import baselines
 from grpo_recipes.plan import ports
-from grpo_recipes.plan.commands import ACCELERATE_FILES
+from grpo_recipes.plan.commands import ACCELERATE_FILES, base_environment
 from grpo_recipes.plan.devices import environment_device
-from grpo_recipes.plan.environment import base_environment
 from grpo_recipes.plan.plan import _DEFAULT_RECIPES
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES, catalogue
 from grpo_recipes.recipe.registry import BENCHMARKS, BRIDGES, OBJECTIVES, REWARDS
@@ -315,9 +314,9 @@ WRITTEN_IN = {
     "no Python 3.11 to 3.13 with the venv module found": "scripts/setup.sh",
     "which is not the repository;": "training.sh",
     "is in use by another process": "src/grpo_recipes/plan/ports.py",
-    "was taken by another process (pid": "src/grpo_recipes/plan/server.py",
-    "the vLLM server died before it was ready": "src/grpo_recipes/plan/server.py",
-    "s (vllm_server_timeout)": "src/grpo_recipes/plan/server.py",
+    "was taken by another process (pid": "src/grpo_recipes/plan/ports.py",
+    "the vLLM server died before it was ready": "src/grpo_recipes/plan/ports.py",
+    "s (vllm_server_timeout)": "src/grpo_recipes/plan/ports.py",
     "the vLLM server did not answer": "src/grpo_recipes/weights/transport.py",
     "lost the connection to the vLLM server in": "src/grpo_recipes/weights/transport.py",
     "the engine of the vLLM server is dead:": "src/grpo_recipes/weights/transport.py",

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from one_by_one import Bench
 
-from grpo_recipes.plan.server import Activity, generated_tokens, server_state_file
+from grpo_recipes.plan.ports import Activity, generated_tokens
+from grpo_recipes.runs.rundir import server_state_file
 from grpo_recipes.weights.bridges import FileClient
 from grpo_recipes.weights.client import ClientSettings
 from grpo_recipes.weights.transport import GenerationAborted

@@ -16,8 +16,8 @@ from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.resolve_run import Options, names_of, need_same_data, need_same_world, resolve_run
 from grpo_recipes.launch.submission import freeze, frozen_environment
 from grpo_recipes.paths import home
+from grpo_recipes.plan.commands import base_environment
 from grpo_recipes.plan.devices import Resources
-from grpo_recipes.plan.environment import base_environment
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.types import Names
 from grpo_recipes.recipe import Recipe

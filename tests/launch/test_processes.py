@@ -22,11 +22,10 @@ from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.processes import run_processes, supervise
 from grpo_recipes.launch.signals import StoppedAtOnce, StopSignals
 from grpo_recipes.launch.supervisor import Child, Ending
-from grpo_recipes.plan.server import server_state_file
 from grpo_recipes.plan.types import Names, OnLoss, Process
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.runs.checkpoints import complete_checkpoints
-from grpo_recipes.runs.rundir import Run, read_json, read_metrics, stop_file
+from grpo_recipes.runs.rundir import Run, read_json, read_metrics, server_state_file, stop_file
 
 FAKE = str(Path(__file__).with_name("fake_processes.py"))
 

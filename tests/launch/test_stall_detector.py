@@ -19,7 +19,7 @@ from grpo_recipes.launch.monitor import (
     read_phases,
     stale_compile_lock,
 )
-from grpo_recipes.plan.server import Activity
+from grpo_recipes.plan.ports import Activity
 from grpo_recipes.runs.rundir import dump_request, write_json
 
 pytestmark = pytest.mark.alone

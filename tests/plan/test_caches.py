@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.paths import home
-from grpo_recipes.plan.environment import base_environment, run_environment
+from grpo_recipes.plan.commands import base_environment, run_environment
 from grpo_recipes.process.scratch import Scratch
 
 # Below CACHE_ROOT, unless the user chose a folder; those of the node and of the run are not caches to keep.

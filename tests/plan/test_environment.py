@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.plan.environment import base_environment, run_environment
+from grpo_recipes.plan.commands import base_environment, run_environment
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
 from grpo_recipes.secrets import masked_environment

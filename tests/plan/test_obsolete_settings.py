@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_recipes.plan.environment import Scratch, run_environment
-from grpo_recipes.plan.server import server_environment
+from grpo_recipes.plan.commands import run_environment, server_environment
+from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.secrets import MASK, masked_environment
 
 FLAGS = ["--swap-space", "--disable-log-requests"]

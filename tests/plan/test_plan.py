@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.plan.environment import base_environment
+from grpo_recipes.plan.commands import base_environment
 from grpo_recipes.plan.plan import choose_recipe, describe
 from grpo_recipes.plan.types import Process
 from grpo_recipes.recipe import read_recipe

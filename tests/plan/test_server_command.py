@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.plan.server import has_trl_serve, server_command, server_environment
+from grpo_recipes.plan.commands import has_trl_serve, server_command, server_environment
 
 
 def command(recipe, device: str = "cuda") -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from grpo_recipes.plan.server import NotReady, wait_until_ready
+from grpo_recipes.plan.ports import NotReady, wait_until_ready
 from grpo_recipes.recipe.keys import catalogue
 
 pytestmark = pytest.mark.alone

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from grpo_recipes.plan.server import server_command
+from grpo_recipes.plan.commands import server_command
 from grpo_recipes.recipe import Recipe
 
 

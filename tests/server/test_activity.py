@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from grpo_recipes.plan.server import Activity, generated_tokens
+from grpo_recipes.plan.ports import Activity, generated_tokens
 from grpo_recipes.server.middleware import ACTIVITY_PATH, ReportActivity
 
 

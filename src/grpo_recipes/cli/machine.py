@@ -21,7 +21,7 @@ from grpo_recipes.fetch.assets import Asset, find_record, local_assets, wanted_a
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, INTERRUPTED, hub_answers
 from grpo_recipes.modebench.dataset import SCHEME as MODEBENCH_SCHEME
 from grpo_recipes.paths import shown
-from grpo_recipes.plan.environment import hub_environment
+from grpo_recipes.plan.commands import hub_environment
 from grpo_recipes.process.reports import aligned, gigabytes
 from grpo_recipes.recipe import Recipe, read_frozen
 from grpo_recipes.runs.finding import PROBLEM, WARNING, Finding, problem

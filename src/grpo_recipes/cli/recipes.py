@@ -19,8 +19,8 @@ from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.fetch.hub import gated_note
 from grpo_recipes.launch.resolve_run import names_of
 from grpo_recipes.paths import shown
+from grpo_recipes.plan.commands import hub_environment
 from grpo_recipes.plan.devices import find_resources, gpu_memory
-from grpo_recipes.plan.environment import hub_environment
 from grpo_recipes.plan.estimates import estimate, job_walltime
 from grpo_recipes.plan.plan import choose_recipe, describe, make_plan
 from grpo_recipes.process.reports import aligned

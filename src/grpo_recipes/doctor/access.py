@@ -17,7 +17,7 @@ import psutil
 from grpo_recipes.doctor.machine import Machine
 from grpo_recipes.fetch.hub import endpoint, is_offline
 from grpo_recipes.paths import shown
-from grpo_recipes.plan.ports import DEFAULT_PORTS, is_free, plan_ports
+from grpo_recipes.plan.ports import DEFAULT_PORTS, is_free, listener, plan_ports
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS
 from grpo_recipes.runs.finding import Finding, ok, problem, together, warning
 from grpo_recipes.slurm.client import slurm_job
@@ -149,10 +149,9 @@ def _port(key: str, port: int, given: bool) -> Finding:
 
 
 def _holder(port: int) -> str:
-    for one in psutil.net_connections(kind="tcp"):
-        if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port and one.pid is not None:
-            process = psutil.Process(one.pid)
-            return f"{process.name()} (pid {process.pid}, user {process.username()})"
+    if pid := listener(port):
+        process = psutil.Process(pid)
+        return f"{process.name()} (pid {pid}, user {process.username()})"
     return "a process of another user"
 
 

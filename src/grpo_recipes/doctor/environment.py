@@ -18,7 +18,7 @@ from typing import Any
 
 from grpo_recipes.doctor.machine import Machine, NoAnswer, installed, judge
 from grpo_recipes.paths import home, shown
-from grpo_recipes.plan.environment import base_environment
+from grpo_recipes.plan.commands import base_environment
 from grpo_recipes.recipe.dialects.older_trl import UNREAD_VARIABLES
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES, catalogue_trl, nearest_of
 from grpo_recipes.runs.finding import WARNING, Finding, ok, problem, together, warning

@@ -16,7 +16,7 @@ from grpo_recipes.launch.attempt import Attempt
 from grpo_recipes.launch.signals import StopSignals
 from grpo_recipes.launch.supervisor import Ending, Group
 from grpo_recipes.paths import shown
-from grpo_recipes.plan.server import Activity, generated_tokens
+from grpo_recipes.plan.ports import Activity, generated_tokens
 from grpo_recipes.process.reports import print_line, say
 from grpo_recipes.process.tree import descendants, is_alive
 from grpo_recipes.runs.health import Health

@@ -24,8 +24,8 @@ import psutil
 
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError
 from grpo_recipes.launch.supervisor import Child
+from grpo_recipes.plan.commands import base_environment, run_environment
 from grpo_recipes.plan.devices import environment_device, visible_gpus
-from grpo_recipes.plan.environment import base_environment, run_environment
 from grpo_recipes.plan.types import Process
 from grpo_recipes.process.scratch import Scratch, make_scratch, remove_dead_scratch
 from grpo_recipes.process.tree import become_subreaper, end_descendants, is_alive, reap

@@ -17,12 +17,19 @@ from grpo_recipes.launch.nodes import RemoteChild
 from grpo_recipes.launch.signals import StoppedAtOnce, StopSignals
 from grpo_recipes.launch.supervisor import Child, Ending, Group, Started, find_ending, shell_code, wait_for_ending
 from grpo_recipes.paths import shown
-from grpo_recipes.plan.server import NotReady, server_state_file, wait_until_ready
+from grpo_recipes.plan.ports import NotReady, wait_until_ready
 from grpo_recipes.plan.types import Process
 from grpo_recipes.process.reports import say
 from grpo_recipes.process.tree import become_subreaper, end_descendants, reap
 from grpo_recipes.runs.checkpoints import verified_checkpoint
-from grpo_recipes.runs.rundir import count_server_restart, stop_file, sync_folder, write_json, write_last_json
+from grpo_recipes.runs.rundir import (
+    count_server_restart,
+    server_state_file,
+    stop_file,
+    sync_folder,
+    write_json,
+    write_last_json,
+)
 from grpo_recipes.secrets import masked
 from grpo_recipes.smoke import SMOKE_SCHEME, smoke_command
 

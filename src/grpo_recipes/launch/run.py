@@ -16,8 +16,8 @@ from grpo_recipes.launch.processes import supervise
 from grpo_recipes.launch.resolve_run import Options, make_run, names_of, need_same_data, need_same_world, resolve_run
 from grpo_recipes.launch.signals import StoppedAtOnce, StopSignals
 from grpo_recipes.paths import shown
+from grpo_recipes.plan.commands import base_environment, run_environment, wandb_environment
 from grpo_recipes.plan.devices import Resources, find_resources
-from grpo_recipes.plan.environment import base_environment, run_environment, wandb_environment
 from grpo_recipes.plan.estimates import need_room
 from grpo_recipes.plan.plan import describe, make_plan, with_processes, with_sources
 from grpo_recipes.plan.ports import free_ports

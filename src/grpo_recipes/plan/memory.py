@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_recipes.plan.server import CPU_KV_CACHE_GIB, gpu_share, longest_sequence
+from grpo_recipes.plan.commands import CPU_KV_CACHE_GIB, gpu_share, longest_sequence
 
 if TYPE_CHECKING:
     from grpo_recipes.plan.types import Plan
@@ -377,7 +377,7 @@ def server_parts(shape: ModelShape, work: Workload) -> Parts:
     weights = work.element(shape) * shape.parameters // work.parallel
     logits = 3 * _SEQUENCES[work.device] * shape.vocabulary * 4
     if work.device == "cpu":
-        cache = int(CPU_KV_CACHE_GIB) * GIB
+        cache = CPU_KV_CACHE_GIB * GIB
         parts = {"libraries": _SERVER_IMPORTS, "weights": weights, "KV cache": cache, "output layer": logits}
         return parts | ({"weights in transit": weights} if work.bridge == "file" else {})
     widest = max(2 * shape.intermediate // work.parallel, shape.hidden) + 3 * shape.hidden

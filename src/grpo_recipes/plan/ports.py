@@ -1,13 +1,24 @@
-"""Which ports a run uses, whether they are free, and keeping them until its processes listen on them."""
+"""The ports of a run: their numbers, whether they are free, who listens on them, and when the server there is ready."""
 
 from __future__ import annotations
 
 import errno
+import http.client
+import json
+import re
 import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import psutil
+
 from grpo_recipes.errors import config_error
+from grpo_recipes.process.tree import descendants
 from grpo_recipes.recipe import Recipe
+from grpo_recipes.server.middleware import ACTIVITY_PATH
 from grpo_recipes.slurm.client import SlurmJob
 
 # Outside Slurm the training guide's own numbers. Inside, a block of ten below the ephemeral range per job id, so that
@@ -19,53 +30,45 @@ _KEPT: dict[int, socket.socket] = {}
 
 @dataclass(frozen=True)
 class Ports:
-    """Ports of one run: the vLLM server, its NCCL weight group, the trainers' rendezvous, vLLM's own base."""
+    """Ports of one run."""
 
-    server: int
-    group: int
-    main_process: int
-    vllm_internal: int | None
+    server: int  # vLLM's
+    group: int  # NCCL's, for the weights
+    main_process: int  # the trainers' rendezvous
+    vllm_internal: int | None  # the first of vLLM's own, None where it chooses
 
 
 def plan_ports(recipe: Recipe, job: SlurmJob | None) -> Ports:
-    """The recipe's ports where it names them, else the defaults: a block of the job inside Slurm. Pure."""
+    """Return the ports the recipe names, else the defaults: outside Slurm fixed ones, inside a block of the job."""
     numbers = dict(DEFAULT_PORTS)
-    base = None
+    internal = None
     if job is not None:
         base = _BLOCK_BASE + job.id % _BLOCKS * _BLOCK_SIZE
-        numbers = {key: base + offset for offset, key in enumerate(DEFAULT_PORTS)}
-    for key in numbers:
-        if recipe.given(key) and recipe[key] is not None:
-            numbers[key] = recipe[key]
-    return Ports(
-        numbers["vllm_server_port"],
-        numbers["vllm_group_port"],
-        numbers["main_process_port"],
-        base + len(DEFAULT_PORTS) if base is not None else None,
-    )
+        numbers, internal = {key: base + offset for offset, key in enumerate(numbers)}, base + len(numbers)
+    named = {key: recipe[key] for key in numbers if recipe.given(key) and recipe[key] is not None}
+    server, group, main_process = (numbers | named).values()
+    return Ports(server, group, main_process, internal)
 
 
 def free_ports(recipe: Recipe, ports: Ports, host: str) -> tuple[Ports, list[str]]:
-    """``ports`` with every busy one of our choosing replaced by the next free one; all are then kept for this process.
+    """Return the ports, each that is busy replaced by the next free one, with a note about it; keep them all.
 
-    Raises:
-        ConfigError: a port that the user gave is busy.
+    A busy port that the user gave is a ConfigError.
     """
-    keys = {"server": "vllm_server_port", "group": "vllm_group_port", "main_process": "main_process_port"}
-    chosen: dict[str, int] = {}
+    chosen: list[int] = []
     notes = []
-    for name, key in keys.items():
-        wanted = getattr(ports, name)
+    for key, wanted in zip(DEFAULT_PORTS, (ports.server, ports.group, ports.main_process), strict=True):
         port = wanted
-        while port in chosen.values() or not (is_free(host, port) and keep(port)):
+        while port in chosen or not (is_free(host, port) and keep(port)):
             if recipe.given(key):
                 what = f"port {wanted} is in use by another process"
                 raise config_error(recipe.source(key), what, f"free it, or remove {key} and let the launcher choose")
             port = port + _BLOCK_SIZE if port + _BLOCK_SIZE <= 65535 else _BLOCK_BASE
         if port != wanted:
             notes.append(f"port {wanted} ({key}) is in use by another process; using {port}")
-        chosen[name] = port
-    return Ports(chosen["server"], chosen["group"], chosen["main_process"], ports.vllm_internal), notes
+        chosen.append(port)
+    server, group, main_process = chosen
+    return Ports(server, group, main_process, ports.vllm_internal), notes
 
 
 def keep(port: int) -> bool:
@@ -90,10 +93,9 @@ def keep(port: int) -> bool:
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether a server could listen on ``host:port`` now, on all interfaces too.
+    """Return whether a server could listen on ``host:port`` now, on all interfaces too.
 
-    Raises:
-        ConfigError: the host is not this machine, so that no port of it will ever be free.
+    A host that is not this machine is a ConfigError, since no port of it will ever be free.
     """
     for address in (host, "0.0.0.0"):
         with socket.socket() as probe:
@@ -103,6 +105,78 @@ def is_free(host: str, port: int) -> bool:
             except OSError as error:
                 if error.errno in (errno.EADDRINUSE, errno.EACCES):
                     return False
-                what = f"'{address}' is no IPv4 address of this machine ({error.strerror})"
+                what = f"'{address}' is not an IPv4 address of this machine ({error.strerror})"
                 raise config_error("vllm_server_host", what, "write vllm_server_host: 127.0.0.1") from None
     return True
+
+
+def listener(port: int) -> int | None:
+    """Return the pid that listens on ``port``; 0 when another user's does; None when nobody listens."""
+    for one in psutil.net_connections(kind="tcp"):
+        if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port:
+            return one.pid or 0
+    return None
+
+
+class NotReady(Exception):
+    """The server did not become ready; the message says why."""
+
+
+def wait_until_ready(
+    alive: Callable[[], bool], root_pid: int, host: str, port: int, name: str, token: str, timeout: float
+) -> float:
+    """Wait for our own server, at most ``timeout`` seconds, and return the seconds waited.
+
+    It is ready once a descendant of ``root_pid`` listens on the port and serves this run's ``name``. Where it died,
+    another process took the port, or the time is over, raise NotReady.
+    """
+    start = time.monotonic()
+    while time.monotonic() - start < timeout:
+        if not alive():
+            raise NotReady("the vLLM server died before it was ready")
+        owner = listener(port)
+        if owner is not None and owner not in {child.pid for child in descendants(root_pid)}:
+            raise NotReady(f"port {port} was taken by another process (pid {owner}) while the server started")
+        if owner is not None and name in _served_models(host, port, token):
+            return time.monotonic() - start
+        time.sleep(0.25)
+    raise NotReady(f"the vLLM server was not ready after {timeout:.0f} s (vllm_server_timeout)")
+
+
+def _served_models(host: str, port: int, token: str) -> list[str]:
+    try:
+        return [model["id"] for model in json.loads(_ask(host, port, "/v1/models", token))["data"]]
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        if isinstance(error, urllib.error.HTTPError) and error.code == 401:
+            raise NotReady("the vLLM server refuses the run's own token") from None
+        return []
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What a server has done and is asked to do."""
+
+    tokens: float  # sampled since it started, as far as its engine reported them
+    requests: int  # that it was given and has not answered: generations, weight loads, pauses
+
+
+def generated_tokens(host: str, port: int, token: str) -> Activity | None:
+    """Ask a server what it is doing; return None when it does not answer within 10 seconds, or refuses to.
+
+    Requests are counted where they come in, so that one which a hung engine never began is seen too.
+    """
+    try:
+        metrics, activity = (_ask(host, port, path, token) for path in ("/metrics", ACTIVITY_PATH))
+    except (OSError, http.client.HTTPException):
+        return None
+    counters = re.findall(rb"^vllm:generation_tokens_total\S* (\S+)$", metrics, re.MULTILINE)
+    return Activity(sum(map(float, counters)), json.loads(activity)["requests"])
+
+
+def _ask(host: str, port: int, path: str, token: str) -> bytes:
+    """Return the server's answer to a GET, which may take 5 seconds."""
+    request = urllib.request.Request(f"http://{host}:{port}{path}", headers={"Authorization": f"Bearer {token}"})
+    # An empty ProxyHandler: with http_proxy set the request would go to the proxy and never be answered.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=5) as answer:
+        return bytes(answer.read())

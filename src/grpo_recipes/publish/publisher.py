@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.paths import shown
-from grpo_recipes.plan.environment import base_environment, hub_environment
+from grpo_recipes.plan.commands import base_environment, hub_environment
 from grpo_recipes.process.tree import OWN_CHILDREN
 from grpo_recipes.publish.card import card_of
 from grpo_recipes.publish.push import WAITS, Job, Target

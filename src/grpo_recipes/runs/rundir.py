@@ -267,6 +267,14 @@ def dump_request(folder: Path) -> Path:
     return folder / "dump_stacks"
 
 
+def server_state_file(folder: Path) -> Path:
+    """Return where the launcher says which server is up: ``{"epoch": 1, "state": "starting" | "ready" | "gone"}``.
+
+    Every server that is started gets the next epoch. It has the address, the served name and the token of the first.
+    """
+    return folder / "processes" / "server_state.json"
+
+
 def sync_folder(folder: Path) -> Path:
     """Return where the file bridge writes if server and rank 0 are on two nodes; removed when the attempt ends."""
     return folder / "sync"

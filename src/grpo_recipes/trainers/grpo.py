@@ -23,9 +23,10 @@ from accelerate.utils import is_peft_model
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 
 from grpo_recipes.algorithms.controllers import KLController
-from grpo_recipes.plan.server import seeds_sampling, server_state_file
+from grpo_recipes.plan.commands import seeds_sampling
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.rollouts.backends import rollouts_of
+from grpo_recipes.runs.rundir import server_state_file
 from grpo_recipes.runs.stop_request import Stopped, StopRequest
 from grpo_recipes.trainers.checkpoints import (
     Checkpoints,

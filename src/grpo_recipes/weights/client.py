@@ -44,7 +44,7 @@ class ClientSettings:
     guard: bool  # whether to compare checksums after every sync
     seed: int | None  # of the run, for per-prompt sampling seeds, or None for the server's own
     sync_dir: Path  # where the file bridge writes
-    state_file: Path  # where the launcher writes which server is up (``plan.server.server_state_file``)
+    state_file: Path  # where the launcher writes which server is up (``runs.rundir.server_state_file``)
     start_timeout: float  # longest time a server may take to be ready
 
 
