@@ -8,8 +8,8 @@ import pytest
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.paths import home
+from grpo_recipes.slurm.client import walltime_seconds
 from grpo_recipes.slurm.profile import KEYS, Profile, read_profile
-from grpo_recipes.slurm.walltime import walltime_seconds
 
 SHIPPED = sorted((home() / "slurm/profiles").glob("*.yaml"))
 
@@ -48,9 +48,9 @@ def test_a_profile_builds_on_another(tmp_path: Path) -> None:
         ("gpus: 2\ngpus: 4\n", "'gpus'"),
         ("gpu_kind: a100\n", "a kind of GPU, but no number of them"),
         ("conda_env: a\nenv_dir: /b\n", "env_dir and conda_env name two environments"),
-        ("sbatch_options: [gres=gpu]\n", "'gres=gpu' is no option"),
+        ("sbatch_options: [gres=gpu]\n", "'gres=gpu' is not an option"),
         ("environment: {HF_TOKEN: x}\n", "'HF_TOKEN' holds a secret"),
-        ("environment:\n  A B: x\n", "site.yaml:2: 'A B' is no name of a variable"),
+        ("environment:\n  A B: x\n", "site.yaml:2: 'A B' is not the name of a variable"),
         ("environment:\n  A: [x]\n", "'A' is ['x'] where a text belongs"),
         ("account: hf_" + "plantedsecret" * 2 + "\n", "holds what looks like a secret"),
         ("signal_lead: 5\n", "below 30"),

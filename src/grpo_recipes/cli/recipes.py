@@ -39,7 +39,7 @@ from grpo_recipes.recipe.registry import BENCHMARKS
 from grpo_recipes.recipe.rules import notes
 from grpo_recipes.recipe.schema import schema_line, schema_note
 from grpo_recipes.recipe.tasks import entry_of
-from grpo_recipes.slurm.walltime import walltime_seconds
+from grpo_recipes.slurm.client import walltime_seconds
 
 if TYPE_CHECKING:
     from grpo_recipes.rewards.probe import Failure, ProbeResult

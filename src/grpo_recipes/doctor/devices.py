@@ -14,8 +14,7 @@ from grpo_recipes.doctor.machine import Machine, NoAnswer, judge
 from grpo_recipes.paths import home
 from grpo_recipes.plan.devices import select_gpus
 from grpo_recipes.runs.finding import WARNING, Finding, ok, problem, warning
-from grpo_recipes.slurm.client import slurm_job
-from grpo_recipes.slurm.walltime import walltime_seconds
+from grpo_recipes.slurm.client import slurm_job, walltime_seconds
 
 # Oldest driver branch for a CUDA major version (NVIDIA, CUDA minor version compatibility, table 1).
 _OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}

@@ -21,7 +21,7 @@ from grpo_recipes.process.reports import print_line, say
 from grpo_recipes.process.tree import descendants, is_alive
 from grpo_recipes.runs.health import Health
 from grpo_recipes.runs.rundir import Progress, dump_request, read_json, read_metrics
-from grpo_recipes.slurm.walltime import Walltime, job_end_time
+from grpo_recipes.slurm.client import Walltime, job_end_time
 
 _PHASE_SECONDS = 1.0  # between two looks at the ranks' phases
 _SERVER_SECONDS = 5.0  # between two requests to the server, at most

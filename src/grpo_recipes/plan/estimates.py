@@ -29,7 +29,7 @@ from grpo_recipes.plan.memory import (
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.runs.rundir import clock
-from grpo_recipes.slurm.walltime import job_end_time
+from grpo_recipes.slurm.client import job_end_time
 
 _GAPS = 0.05  # of a GPU: what torch's allocator cannot use between its blocks; not measured
 _LENGTH_STEP, _SHARE_STEP, _LARGEST_SHARE = 128, 0.05, 0.95

@@ -1,14 +1,19 @@
-"""Slurm's commands: the job we run in, what the queue says, submit, requeue, cancel. Every call has a time limit."""
+"""Slurm's commands, each with a time limit: the job we run in and its end, the queue, submit, requeue, cancel."""
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import os
 import re
 import signal
 import subprocess
 import threading
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.process.reports import say
@@ -19,39 +24,57 @@ _ACTIVE = (
     "PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "SIGNALING",
     NO_ANSWER,
 )  # fmt: skip
+SIGNAL_LEAD_SECONDS = 300.0  # how early Slurm sends USR1, by the header of training.sh (`--signal=B:USR1@300`)
+_MARGIN_SECONDS = 30.0
+_PHASES = tuple(f"seconds/{phase}" for phase in ("sample", "score", "sync", "update", "evaluate"))
+# minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds
+_TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
 _SECONDS = 30.0
-_SBATCH_SECONDS = 120  # a busy controller answers late
+_SBATCH_SECONDS = 120.0  # a busy controller answers late
 _IDLE_ATTEMPTS = 2  # so many in a row without a new checkpoint, and a requeue would only burn the queue's time
 _SIGTERM_SECONDS = 60.0
 
 
 class NoAnswer(Exception):
-    """Slurm is here, and its controller does not answer; the message says how."""
+    """A command of Slurm fails or does not answer; the message says how."""
+
+
+class _NotHere(NoAnswer):
+    """This machine has no such command."""
 
 
 class MaybeSubmitted(ConfigError):
-    """It is not known whether the job is in the queue: what it would run must stay."""
+    """The job may be in the queue or not: what it would run must stay."""
 
 
 def _run(*argv: str, seconds: float = _SECONDS, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(argv, cwd=cwd, capture_output=True, text=True, timeout=seconds, check=False)
-
-
-def ask(*argv: str, seconds: float = _SECONDS) -> str | None:
-    """Return what one of Slurm's commands prints; None where it is silent or not here, or there is no such job.
-
-    Raises:
-        NoAnswer: it fails, or takes too long.
-    """
     try:
-        done = _run(*argv, seconds=seconds)
+        return subprocess.run(argv, cwd=cwd, capture_output=True, text=True, timeout=seconds, check=False)
     except FileNotFoundError:
-        return None
+        raise _NotHere("is not on this machine") from None
     except subprocess.TimeoutExpired:
         raise NoAnswer(f"did not answer within {seconds:.0f} seconds") from None
+
+
+def ask(*argv: str) -> str | None:
+    """Return what one of Slurm's commands prints; None where it is silent or not here, or there is no such job.
+
+    Where it fails or takes too long, raise NoAnswer.
+    """
+    try:
+        done = _run(*argv)
+    except _NotHere:
+        return None
     if done.returncode and "Invalid job id" not in done.stderr:
         raise NoAnswer(done.stderr.strip() or f"exit code {done.returncode}")
     return done.stdout.strip() or None
+
+
+def _printed(*argv: str) -> str:
+    """Return what one of Slurm's commands prints, nothing where it fails, or is not here."""
+    with contextlib.suppress(NoAnswer):
+        return ask(*argv) or ""
+    return ""
 
 
 @dataclass(frozen=True)
@@ -72,11 +95,7 @@ class SlurmJob:
 
 
 def slurm_job(environment: Mapping[str, str]) -> SlurmJob | None:
-    """Return the job of SLURM_JOB_ID, or None.
-
-    Raises:
-        ConfigError: a variable in which Slurm puts a number holds something else.
-    """
+    """Return the job of SLURM_JOB_ID, or None; a variable must hold a number where Slurm puts one."""
 
     def number(name: str, default: str = "") -> int:
         text = environment.get(name) or default
@@ -102,11 +121,8 @@ def slurm_job(environment: Mapping[str, str]) -> SlurmJob | None:
 def why_no_requeue(forbidden: bool, requeues: int, most: int, idle_attempts: int) -> str | None:
     """Return why a run that was stopped to go on later is not started again, or None.
 
-    Args:
-        forbidden: whether ``grpo stop`` asked for the end.
-        requeues: how often Slurm has started the job again already.
-        most: the recipe's ``max_requeues``.
-        idle_attempts: attempts in a row, the last one included, that left no newer checkpoint.
+    It is ``forbidden`` by ``grpo stop``; ``most`` is the recipe's ``max_requeues``, and ``idle_attempts`` are those in
+    a row, the last one included, that left no newer checkpoint.
     """
     if forbidden:
         return "grpo stop asked for the end"
@@ -127,9 +143,9 @@ def requeue(job: SlurmJob) -> str | None:
     name = job.array or str(job.id)  # one task, not the whole array
     try:
         done = _run("scontrol", "requeue", name, seconds=60)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"scontrol requeue {name} failed ({type(error).__name__})"
-    if done.returncode != 0:
+    except NoAnswer as error:
+        return f"scontrol requeue {name} failed (it {error})"
+    if done.returncode:
         return f"scontrol requeue {name} failed ({done.stderr.strip() or done.returncode})"
     say(f"job {name} is requeued and goes on in the same run directory")
     ended.wait(_SIGTERM_SECONDS)
@@ -173,10 +189,7 @@ def find_job(job_id: str) -> Job | None:
         known = {key: text for key, text in fields.items() if text not in ("None", "Unknown", "(null)")}
         script = Path(known["Command"]) if known.get("Command") else None
         return Job(job_id, known.get("JobState", ""), known.get("Reason", ""), known.get("EndTime", ""), script)
-    try:
-        recorded = ask("sacct", "-X", "-n", "-P", "-j", job_id, "-o", "State")
-    except NoAnswer:  # many sites keep no records
-        return None
+    recorded = _printed("sacct", "-X", "-n", "-P", "-j", job_id, "-o", "State")  # many sites keep no records
     return Job(job_id, recorded.split()[0]) if recorded else None
 
 
@@ -191,16 +204,12 @@ def my_jobs() -> dict[str, Job] | None:
 
 
 def tasks_in_queue(jobs: Iterable[int]) -> set[int]:
-    """Return the indices of the tasks of array jobs that wait or run; none on a machine without Slurm.
-
-    Raises:
-        ConfigError: squeue fails, or does not answer.
-    """
+    """Return the indices of the tasks of array jobs that wait or run; none on a machine without Slurm."""
     ids = ",".join(map(str, jobs))
     if not ids:
         return set()
     try:
-        listed = ask("squeue", "--noheader", "--array", f"--jobs={ids}", "--format=%K", seconds=60)
+        listed = ask("squeue", "--noheader", "--array", f"--jobs={ids}", "--format=%K")
     except NoAnswer as error:
         raise config_error("squeue", str(error), "try again later") from None
     return {int(line) for line in (listed or "").split() if line.isdigit()}
@@ -208,34 +217,22 @@ def tasks_in_queue(jobs: Iterable[int]) -> set[int]:
 
 def address_of_node(name: str) -> str | None:
     """Return ``NodeAddr`` of a node as Slurm has it, an address or a name; None where scontrol shows none."""
-    try:
-        shown = ask("scontrol", "show", "node", name, "-o", seconds=60)
-    except NoAnswer:
-        return None
-    found = re.search(r"\bNodeAddr=(\S+)", shown or "")
+    found = re.search(r"\bNodeAddr=(\S+)", _printed("scontrol", "show", "node", name, "-o"))
     return found[1] if found else None
 
 
 def cluster_name() -> str:
     """Return the name of this cluster, as jobs find it in SLURM_CLUSTER_NAME; ``slurm`` where Slurm does not say."""
-    try:
-        shown = ask("scontrol", "show", "config")
-    except NoAnswer:
-        shown = None
-    found = re.search(r"^ClusterName\s*=\s*(\S+)", shown or "", re.MULTILINE)
+    found = re.search(r"^ClusterName\s*=\s*(\S+)", _printed("scontrol", "show", "config"), re.MULTILINE)
     return found[1] if found else "slurm"
 
 
 def cancel(job_id: str) -> None:
-    """Take a job out of the queue, or end it.
-
-    Raises:
-        ConfigError: Slurm does not do it, in its own words.
-    """
+    """Take a job out of the queue, or end it; where Slurm refuses, raise a ConfigError in its own words."""
     try:
         done = _run("scancel", job_id)
-    except (FileNotFoundError, subprocess.TimeoutExpired):
-        raise config_error("scancel", "is not here, or does not answer", "try on the login node") from None
+    except NoAnswer as error:
+        raise config_error("scancel", str(error), "try on the login node") from None
     if done.returncode:
         words = _words("scancel", done.stderr) or f"ends with code {done.returncode}"
         raise config_error("scancel", words, "look at the job with squeue")
@@ -244,16 +241,14 @@ def cancel(job_id: str) -> None:
 def submit(script: Path, cwd: Path) -> int:
     """Submit a batch script that starts in ``cwd``, unless it says another folder, and return the job id.
 
-    Raises:
-        ConfigError: there is no sbatch, or it refuses, in its own words.
-        MaybeSubmitted: it does not answer, or prints no job id.
+    Where sbatch refuses or is not here, raise a ConfigError; where it does not answer or prints no id, MaybeSubmitted.
     """
     try:
         done = _run("sbatch", "--parsable", str(script), seconds=_SBATCH_SECONDS, cwd=cwd)
-    except FileNotFoundError:
-        raise config_error("sbatch", "is not on this machine", "submit on the cluster's login node") from None
-    except subprocess.TimeoutExpired:
-        raise _maybe_submitted(f"did not answer within {_SBATCH_SECONDS} seconds") from None
+    except _NotHere as error:
+        raise config_error("sbatch", str(error), "submit on the cluster's login node") from None
+    except NoAnswer as error:
+        raise _maybe_submitted(str(error)) from None
     if done.returncode:
         what = _words("sbatch", done.stderr) or "refuses the script and does not say why"
         fix = "correct the profile, or give another value on the command line"
@@ -265,10 +260,85 @@ def submit(script: Path, cwd: Path) -> int:
 
 
 def _maybe_submitted(what: str) -> MaybeSubmitted:
-    return MaybeSubmitted(Problem("sbatch", what, "look with squeue whether it came through; what it runs was kept"))
+    fix = "look with squeue whether the job was submitted; the files it runs from were kept"
+    return MaybeSubmitted(Problem("sbatch", what, fix))
 
 
 def _words(program: str, printed: str) -> str:
     """Return what a command printed in one line, without its name."""
     lines = [line.removeprefix(f"{program}: ").removeprefix("error: ").strip() for line in printed.splitlines()]
     return "; ".join(line for line in lines if line)
+
+
+class Walltime:
+    """Ask for the stop where the lead of Slurm's signal is short, or the signal does not come at all.
+
+    The lead is twice the longest phase seen plus the longest save, and half a minute. ``end_time`` returns when the
+    job ends in seconds since the epoch, or None for a job without an end.
+    """
+
+    def __init__(self, end_time: Callable[[], float | None]) -> None:
+        self._end_time = end_time
+        self._end = end_time()
+        self._longest = 0.0
+        self._save = 0.0
+        self._noted = False
+
+    @property
+    def lead(self) -> float:
+        """Seconds before the job's end at which the trainers are asked."""
+        return 2 * self._longest + (self._save or self._longest) + _MARGIN_SECONDS
+
+    def observe(self, row: Mapping[str, Any]) -> None:
+        """Learn from a row of ``metrics.jsonl`` how long phases take."""
+        self._longest = max(self._longest, *(float(row.get(phase) or 0.0) for phase in _PHASES))
+        self._save = max(self._save, float(row.get("seconds/save") or 0.0))
+
+    def note(self) -> str | None:
+        """Return, once, what the user should know when phases are longer than the signal's lead allows."""
+        if self._noted or self._end is None or self.lead <= SIGNAL_LEAD_SECONDS:
+            return None
+        self._noted = True
+        return (
+            f"note: with phases of {self._longest:.0f} s the signal {SIGNAL_LEAD_SECONDS:.0f} s before the time limit "
+            f"may come too late; the launcher stops {self.lead:.0f} s before the limit"
+        )
+
+    def due(self, now: float | None = None) -> str | None:
+        """Return why it is time to stop at ``now``, in seconds since the epoch, or None."""
+        now = time.time() if now is None else now
+        if self._end is None or now < self._end - self.lead:
+            return None
+        self._end = self._end_time()  # the limit may have been raised meanwhile
+        if self._end is None or now < self._end - self.lead:
+            return None
+        return f"the job's time limit comes in {max(0.0, self._end - now):.0f} s"
+
+
+def job_end_time(environment: Mapping[str, str] | None = None) -> float | None:
+    """Return the end of our Slurm job in seconds since the epoch, as the controller knows it now.
+
+    Slurm's own variable stands in where the controller does not answer; it does not follow a changed limit.
+    """
+    environment = os.environ if environment is None else environment
+    job = environment.get("SLURM_JOB_ID")
+    if not job:
+        return None
+    shown = _printed("scontrol", "show", "job", job, "-o")
+    match = re.search(r"\sEndTime=(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", shown)
+    if match is not None:
+        return datetime.datetime.fromisoformat(match[1]).timestamp()
+    given = environment.get("SLURM_JOB_END_TIME", "")
+    return float(given) if given.isdigit() and not shown else None
+
+
+def walltime_seconds(text: str) -> int | None:
+    """Return the seconds of a time limit as Slurm writes it; None where it is not one."""
+    if not _TIME.fullmatch(text):
+        return None
+    days, dash, rest = text.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if not dash and len(parts) < 3:
+        parts.insert(0, 0)  # without days the first of one or two numbers is minutes
+    hours, minutes, seconds = (*parts, 0, 0)[:3]
+    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,14 @@ from grpo_recipes.recipe.document import read_document
 from grpo_recipes.recipe.keys import nearest_of
 from grpo_recipes.recipe.values import Raw, typed
 from grpo_recipes.secrets import secret_name, secret_value
-from grpo_recipes.slurm.walltime import walltime_seconds
+from grpo_recipes.slurm.client import walltime_seconds
 
 GPU_FLAG_STYLES = ("none", "gpus", "gres")
-# Keys that name files or folders, in which the home sign is read.
-_PATHS = ("run_root", "cache_root", "env_dir", "env_activate", "conda_sh")
-_TIME_FIX = "write hours:minutes:seconds, e.g. 72:00:00, or days-hours, e.g. 3-0"
+_PATHS = ("run_root", "cache_root", "env_dir", "env_activate", "conda_sh")  # ~ in them is the home folder
 
 
 def _option(kind: str, default: Any, about: str, **limits: Any) -> Any:
-    """A field of the profile: its type as in the catalogue of recipe keys, its default, and what it does."""
+    """Return a field of the profile: its type as in the catalogue of recipe keys, its default, and what it does."""
     entry = {"type": kind, "optional": default is None, "help": about, **limits}
     if isinstance(default, list | dict):
         return field(default_factory=default.copy, metadata=entry)
@@ -53,7 +51,7 @@ class Profile:
     qos: str | None = _option("str", None, "`--qos`")
     constraint: str | None = _option("str", None, "`--constraint`")
     exclude: str | None = _option("str", None, "`--exclude`: nodes to avoid")
-    signal_lead: int = _option("int", 300, "seconds before the time limit at which a run is told to save", min=30)
+    signal_lead: int = _option("int", 300, "seconds before the time limit at which a run has to save", min=30)
     sbatch_options: list[str] = _option("list[str]", [], "further `#SBATCH` lines, e.g. `--container-image=...`")
     srun_options: list[str] = _option(
         "list[str]", [], "options of the `srun` that reaches the nodes of a job of several"
@@ -70,23 +68,9 @@ class Profile:
     environment: dict[str, str] = _option("dict", {}, "further variables of the job")
 
     def with_values(self, given: Mapping[str, str], where: str = "") -> Profile:
-        """The profile with texts of the command line, or of a variable, in place of its values.
-
-        Args:
-            given: texts by their key.
-            where: who gives them; by default the flag of that key.
-
-        Raises:
-            ConfigError: everything that is wrong in them.
-        """
-        problems: list[Problem] = []
-        values = {}
-        for key, text in given.items():
-            values[key], found = _read(key, Raw(text, where or f"--{key}", from_text=True))
-            problems += found
-        if problems:
-            raise ConfigError(*problems)
-        return dataclasses.replace(self, **values)
+        """Return the profile with texts in place of its values, given ``where``, by default by the flags of its keys."""
+        raws = [(key, Raw(text, where or f"--{key}", from_text=True)) for key, text in given.items()]
+        return dataclasses.replace(self, **_checked(raws, []))
 
 
 # Keys of a profile, as the catalogue describes keys of recipes.
@@ -94,99 +78,83 @@ KEYS: dict[str, Mapping[str, Any]] = {one.name: one.metadata for one in dataclas
 
 
 def read_profile(path: Path) -> Profile:
-    """Read a profile.
-
-    Args:
-        path: the YAML file; ``base`` in it names another one that it builds on, as in recipes.
-
-    Raises:
-        ConfigError: everything that is wrong in it, with file and line.
-    """
+    """Read a profile, and the one it builds on by ``base`` as recipes do; report everything wrong with its line."""
     problems: list[Problem] = []
-    values: dict[str, Any] = {"name": path.stem}
-    sources: dict[str, str] = {}
-    for layer in read_document(path, problems):
-        for key, raw in layer.items():
-            values[key], found = _read(key, raw)
-            sources[key] = raw.source
-            problems += found
-    if not problems:
-        problems = _contradictions(values, sources)
+    raws = [item for layer in read_document(path, problems) for item in layer.items()]
+    values, sources = _checked(raws, problems), {key: raw.source for key, raw in raws}
+    named = [key for key in ("env_dir", "env_activate", "conda_env") if values.get(key)]
+    if len(named) > 1:
+        what = f"{' and '.join(named)} name two environments"
+        raise ConfigError(Problem(sources[named[1]], what, "keep one of them"))
+    if values.get("gpu_kind") and not values.get("gpus"):
+        what = "a kind of GPU, but no number of them"
+        raise ConfigError(Problem(sources["gpu_kind"], what, "write gpus: 8"))
+    return Profile(path.stem, **values)
+
+
+def _checked(raws: Iterable[tuple[str, Raw]], problems: list[Problem]) -> dict[str, Any]:
+    """Return the values, of each key the last; with any problem, add those of the values and raise them all."""
+    values: dict[str, Any] = {}
+    for key, raw in raws:
+        if key not in KEYS:
+            close = nearest_of(key, list(KEYS))
+            fix = f"write '{close}'" if close else "remove it"
+            problems.append(Problem(raw.source, f"unknown key '{key}' of a profile", fix))
+            continue
+        values[key], found = typed(key, KEYS[key], raw)
+        problems += found or _problems(key, values[key], raw)
+        if key in _PATHS and values[key]:
+            values[key] = os.path.expanduser(values[key])
     if problems:
         raise ConfigError(*problems)
-    return Profile(**values)
+    if "environment" in values:
+        values["environment"] = {name: str(text) for name, text in values["environment"].items()}
+    return values
 
 
-def _time_problem(text: str, where: str) -> Problem | None:
-    if walltime_seconds(text):
-        return None
-    return Problem(where, f"'{text}' is not a time limit as Slurm writes it", _TIME_FIX)
+def _is_secret(text: str) -> bool:
+    """Return whether a text, or one ``NAME=text`` in it (as of ``--export``), is a secret."""
+    return secret_value(text) or any(map(secret_name, re.findall(r"(\w+)=", text)))
 
 
-def _read(key: str, raw: Raw) -> tuple[Any, list[Problem]]:
-    if key not in KEYS:
-        close = nearest_of(key, list(KEYS))
-        return None, [
-            Problem(raw.source, f"unknown key '{key}' of a profile", f"write '{close}'" if close else "remove it")
-        ]
-    value, problems = typed(key, KEYS[key], raw)
-    if problems:
-        return None, problems
-    if key == "environment":
-        problems = _environment_problems(value, raw)
-        value = {name: str(text) for name, text in value.items()}
-    elif _holds_secret(value):
-        problems = [Problem(raw.source, f"'{key}' holds what looks like a secret", "export it as a variable instead")]
-    elif "\n" in str(value):
-        problems = [Problem(raw.source, f"'{key}' has more than one line", "write it in one line")]
-    elif key in _PATHS and value is not None:
-        problems = _path_problems(key, value, raw.source)
-        value = os.path.expanduser(value)
-    elif key == "time":
-        problems = [problem] if (problem := _time_problem(value, raw.source)) else []
-    elif key in ("sbatch_options", "srun_options"):
-        problems = [
-            Problem(raw.source, f"'{option}' is no option", "write --name=value")
-            for option in value
-            if option[:1] != "-"
-        ]
-    return value, problems
+# Texts that are refused: the keys (all without any), whether a text is wrong, what is, and the fix.
+_RULES: tuple[tuple[tuple[str, ...], Callable[[str], bool], str, str], ...] = (
+    ((), _is_secret, "'{key}' holds what looks like a secret", "export it as a variable instead"),
+    ((), lambda text: "\n" in text, "'{key}' has more than one line", "write it in one line"),
+    (_PATHS, lambda text: "$" in text, "variables in '{key}' are not read", "write the whole path; ~ is your home"),
+    (
+        ("time",),
+        lambda text: not walltime_seconds(text),
+        "'{text}' is not a time limit as Slurm writes it",
+        "write hours:minutes:seconds, e.g. 72:00:00, or days-hours, e.g. 3-0",
+    ),
+    (
+        ("sbatch_options", "srun_options"),
+        lambda text: text[:1] != "-",
+        "'{text}' is not an option",
+        "write --name=value",
+    ),
+)
 
 
-def _holds_secret(value: object) -> bool:
-    """Whether a value, or an option's ``NAME=text`` (as of ``--export``), is a secret."""
-    options = value if isinstance(value, list) else []
-    named = [name for option in options for name in re.findall(r"(\w+)=", str(option)) if secret_name(name)]
-    return bool(named) or secret_value(value)
+def _problems(key: str, value: Any, raw: Raw) -> Iterator[Problem]:
+    """Yield what is wrong with a value of the right type: of each text in it the first rule that refuses it."""
+    if isinstance(value, dict):
+        yield from _variable_problems(value, raw)
+        return
+    for text in map(str, value if isinstance(value, list) else [value]):
+        for keys, is_wrong, what, fix in _RULES:
+            if (key in keys or not keys) and value is not None and is_wrong(text):
+                yield Problem(raw.source, what.format(key=key, text=text), fix)
+                break
 
 
-def _path_problems(key: str, path: str, where: str) -> list[Problem]:
-    if "$" not in path:
-        return []
-    return [Problem(where, f"variables in '{key}' are not read", "write the whole path; ~ is your home")]
-
-
-def _environment_problems(variables: Mapping[str, Any], raw: Raw) -> list[Problem]:
-    problems = []
+def _variable_problems(variables: Mapping[str, Any], raw: Raw) -> Iterator[Problem]:
     for name, text in variables.items():
         where = raw.lines.get((name,), raw.source)
         if not re.fullmatch(r"[A-Za-z_]\w*", str(name)):
-            problems.append(Problem(where, f"'{name}' is no name of a variable", "write NAME: value"))
+            yield Problem(where, f"'{name}' is not the name of a variable", "write NAME: value")
         elif not isinstance(text, str | int | float) or isinstance(text, bool):
-            problems.append(Problem(where, f"'{name}' is {text!r} where a text belongs", "write it in quotes"))
+            yield Problem(where, f"'{name}' is {text!r} where a text belongs", "write it in quotes")
         elif secret_name(name) or secret_value(text):
-            problems.append(
-                Problem(where, f"'{name}' holds a secret", "export it in your shell instead: jobs inherit it")
-            )
-    return problems
-
-
-def _contradictions(values: Mapping[str, Any], sources: Mapping[str, str]) -> list[Problem]:
-    """Keys that exclude one another."""
-    ways = [key for key in ("env_dir", "env_activate", "conda_env") if values.get(key)]
-    if len(ways) > 1:
-        what = f"{' and '.join(ways)} name two environments"
-        return [Problem(sources[ways[1]], what, "keep one of them")]
-    if values.get("gpu_kind") and not values.get("gpus"):
-        return [Problem(sources["gpu_kind"], "a kind of GPU, but no number of them", "write gpus: 8")]
-    return []
+            yield Problem(where, f"'{name}' holds a secret", "export it in your shell instead: jobs inherit it")

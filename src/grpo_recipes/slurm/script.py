@@ -20,38 +20,29 @@ _FIND_MODULES = (
 
 @dataclass(frozen=True)
 class Request:
-    """What one job asks for beside its site's profile.
-
-    Attributes:
-        job_name: name of the job.
-        array: indices of an array job, e.g. ``0-5%2``; None: a single job.
-        output: file of standard output; ``%j`` is the job, ``%A_%a`` a job of an array.
-        error: file of standard error.
-        chdir: folder the job starts in, absolute; None: the one it is submitted from.
-    """
+    """What one job asks for beside its site's profile."""
 
     job_name: str
-    array: str | None = None
-    output: str = "logs/slurm_%j.out"
+    array: str | None = None  # indices of an array job, e.g. 0-5%2; None for a single job
+    output: str = "logs/slurm_%j.out"  # %j is the job, %A_%a a job of an array
     error: str = "logs/slurm_%j.err"
-    chdir: Path | None = None
+    chdir: Path | None = None  # absolute; None for the folder the job is submitted from
 
 
 def render(profile: Profile, request: Request, command: list[str], environment: Mapping[str, str]) -> str:
-    """The batch script.
+    """Return the batch script, which ``bash -n`` and shellcheck accept.
 
-    Args:
-        profile: the site's profile.
-        request: what this job asks for.
-        command: what it runs in the end, in place of the shell, e.g. ``["grpo", "launch", "--resume", DIR]``; the
-            environment's programs are found by their names.
-        environment: variables of the job beside the profile's.
-
-    Returns:
-        The text of the script, which `bash -n` and shellcheck accept.
+    In the end it runs ``command`` in place of the shell, e.g. ``["grpo", "launch", "--resume", DIR]``, which finds the
+    programs of the environment by their names. The job gets the variables of ``environment`` beside the profile's.
     """
     header = [f"#SBATCH {line}" for line in _header(profile, request)]
-    variables = {**_profile_variables(profile), **environment}
+    variables = {
+        **profile.environment,
+        **({"NETWORK_INTERFACE": profile.network_interface} if profile.network_interface else {}),
+        **({SRUN_OPTIONS: shlex.join(profile.srun_options)} if profile.srun_options else {}),
+        **({} if profile.internet else {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}),
+        **environment,
+    }
     exports = [f"export {name}={shlex.quote(text)}" for name, text in variables.items()]
     lines = [
         "#!/bin/bash",
@@ -72,40 +63,38 @@ def render(profile: Profile, request: Request, command: list[str], environment: 
 
 
 def _header(profile: Profile, request: Request) -> list[str]:
-    optional = {
+    kind = f"{profile.gpu_kind}:" if profile.gpu_kind else ""
+    gpus = f"{kind}{profile.gpus}" if profile.gpus else ""
+    options = {
+        "--job-name": request.job_name,
         "--account": profile.account,
         "--partition": profile.partition,
         "--qos": profile.qos,
         "--constraint": profile.constraint,
         "--exclude": profile.exclude,
+        "--nodes": profile.nodes,
+        "--ntasks": profile.nodes,  # Slurm gives one node to a job of one task, however many nodes it names
+        "--ntasks-per-node": 1 if profile.nodes > 1 else None,
+        "--gpus-per-node": gpus if profile.gpu_flag_style == "gpus" else None,
+        "--gres": f"gpu:{gpus}" if gpus and profile.gpu_flag_style == "gres" else None,
+        "--cpus-per-task": profile.cpus,
+        "--mem": profile.mem,
+        "--time": profile.time,
+        "--output": request.output,
+        "--exclusive": profile.exclusive,
+        "--error": request.error,
+        "--open-mode": "append",
+        "--signal": f"B:USR1@{profile.signal_lead}",
+        "--requeue": True,
+        "--chdir": request.chdir,
+        "--array": request.array,
     }
-    named = {name: text for name, text in optional.items() if text}
-    lines = [
-        f"--job-name={request.job_name}",
-        *(f"{name}={text}" for name, text in named.items()),
-        f"--nodes={profile.nodes}",
-        # Slurm gives one node to a job of one task, however many nodes it names.
-        f"--ntasks={profile.nodes}",
-        *(["--ntasks-per-node=1"] if profile.nodes > 1 else []),
-        *_gpu_lines(profile),
-        *([f"--cpus-per-task={profile.cpus}"] if profile.cpus else []),
-        *([f"--mem={profile.mem}"] if profile.mem else []),
-        f"--time={profile.time}",
-        f"--output={request.output}",
-        *(["--exclusive"] if profile.exclusive else []),
-        f"--error={request.error}",
-        "--open-mode=append",
-        f"--signal=B:USR1@{profile.signal_lead}",
-        "--requeue",
-        *([f"--chdir={request.chdir}"] if request.chdir else []),
-        *([f"--array={request.array}"] if request.array else []),
-    ]
-    own = [line if {*line} & {*"'\""} else _word(line) for line in profile.sbatch_options]
-    return [*map(_word, lines), *own]
+    lines = [_word(name if value is True else f"{name}={value}") for name, value in options.items() if value]
+    return lines + [line if {*line} & {*"'\""} else _word(line) for line in profile.sbatch_options]
 
 
 def _word(line: str) -> str:
-    """An option as sbatch reads it: spaces, quotes, backslashes and number signs mean something to it."""
+    """Return an option as sbatch reads it: spaces, quotes, backslashes and number signs mean something to it."""
     name, equals, text = line.partition("=")
     if not re.search(r"[\s'\"\\#]", text):
         return line
@@ -113,30 +102,8 @@ def _word(line: str) -> str:
     return f'{name}{equals}"{escaped}"'
 
 
-def _gpu_lines(profile: Profile) -> list[str]:
-    """How this site is asked for GPUs."""
-    gpus = profile.gpus
-    if not gpus or profile.gpu_flag_style == "none":
-        return []
-    kind = f"{profile.gpu_kind}:" if profile.gpu_kind else ""
-    if profile.gpu_flag_style == "gpus":
-        return [f"--gpus-per-node={kind}{gpus}"]
-    return [f"--gres=gpu:{kind}{gpus}"]
-
-
-def _profile_variables(profile: Profile) -> dict[str, str]:
-    variables = dict(profile.environment)
-    if profile.network_interface:
-        variables["NETWORK_INTERFACE"] = profile.network_interface
-    if profile.srun_options:
-        variables[SRUN_OPTIONS] = shlex.join(profile.srun_options)
-    if not profile.internet:
-        variables |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    return variables
-
-
 def _environment_lines(profile: Profile) -> list[str]:
-    """Modules and the environment, each of which must be there; by default the environment this runs in."""
+    """Return lines that load modules and the environment, each of which must exist; by default the current one."""
     lines = ["# shellcheck disable=SC1091", _FIND_MODULES] if profile.modules else []
     for name in map(shlex.quote, profile.modules):
         lines.append(f"module load {name} || fail module load {name} failed")
