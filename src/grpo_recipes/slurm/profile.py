@@ -68,7 +68,7 @@ class Profile:
     environment: dict[str, str] = _option("dict", {}, "further variables of the job")
 
     def with_values(self, given: Mapping[str, str], where: str = "") -> Profile:
-        """Return the profile with texts in place of its values, given ``where``, by default by the flags of its keys."""
+        """Return the profile with values that are given as texts, by default by flags named as the keys."""
         raws = [(key, Raw(text, where or f"--{key}", from_text=True)) for key, text in given.items()]
         return dataclasses.replace(self, **_checked(raws, []))
 
