@@ -15,6 +15,7 @@ import json
 import re
 from typing import Any
 
+from grpo_recipes import doctor
 from grpo_recipes.doctor import examine
 from grpo_recipes.paths import home
 from grpo_recipes.recipe import dialects, keys, read_recipe
@@ -123,7 +124,7 @@ def maxent_keys_table() -> str:
 
 def doctor_table(subject: str) -> str:
     """Return a row for each check of `grpo doctor` on a ``machine``, a ``recipe`` or a ``run``."""
-    checks = {"machine": (*examine.MACHINE, *examine.DEEP), "recipe": examine.RECIPE, "run": examine.RUN}[subject]
+    checks = {"machine": (*doctor.MACHINE, *doctor.DEEP), "recipe": doctor.RECIPE, "run": doctor.RUN}[subject]
     return _table(("check", "looks at"), [(examine.name_of(check), _text(examine.about(check))) for check in checks])
 
 

@@ -92,7 +92,7 @@ def test_solutions_with_their_reasoning_are_refused_with_the_marker_to_add(check
     code, _, problems = check(["pure_accuracy_math"], answers)
 
     assert code == 2
-    assert problems[-1].startswith("grpo: recipe.yaml: 6 of 6 reference solutions are no short answers")
+    assert problems[-1].startswith("grpo: recipe.yaml: 6 of 6 reference solutions are not short answers")
     assert problems[-1].endswith("add dataset_solution_marker: '####', or name the column of the final answer")
     assert check(["pure_accuracy_math"], answers, dataset_solution_marker="####")[0] == 0
 

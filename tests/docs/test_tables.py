@@ -11,7 +11,8 @@ import pytest
 from doc_pages import PAGES, REPOSITORY, blocks, code_words, prose, table_rows
 
 from grpo_recipes import cli, errors
-from grpo_recipes.doctor import examine
+from grpo_recipes.doctor import MACHINE, RECIPE, RUN
+from grpo_recipes.doctor.examine import name_of
 from grpo_recipes.evaluate import baselines
 from grpo_recipes.plan import ports
 from grpo_recipes.plan.commands import ACCELERATE_FILES, base_environment
@@ -260,7 +261,7 @@ def test_commands_and_keys_of_the_refused_list_are_not_accepted() -> None:
 
 
 def test_checks_of_the_doctor_that_are_named_exist() -> None:
-    known = {examine.name_of(check) for check in (*examine.MACHINE, *examine.RECIPE, *examine.RUN)}
+    known = {name_of(check) for check in (*MACHINE, *RECIPE, *RUN)}
     rows = table_rows(DOCS / "troubleshooting.md", "what is seen")
     assert len(rows) >= 5
     assert {name for row in rows for name in row[2].split(", ")} <= known

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from grpo_recipes.doctor.machine import Machine
+from grpo_recipes.doctor.examine import Machine
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
 from grpo_recipes.runs.rundir import Run, finish_summary, new_run, write_json

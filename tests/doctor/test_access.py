@@ -172,7 +172,7 @@ def test_a_port_the_user_named_and_another_process_holds(at, read):
 
 
 def test_ports_are_those_of_the_launch(at, read):
-    assert "own" in access.ports(at(SLURM_JOB_ID="12")).value
+    assert "separate" in access.ports(at(SLURM_JOB_ID="12")).value
     assert access.ports(at(read(), SLURM_JOB_ID="12")).value.startswith("20120 free")
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.cli import main
-from grpo_recipes.doctor.examine import MACHINE, RECIPE, RUN, name_of
+from grpo_recipes.doctor import MACHINE, RECIPE, RUN
+from grpo_recipes.doctor.examine import name_of
 from grpo_recipes.plan.devices import environment_device
 
 GRPO = str(Path(sys.executable).with_name("grpo"))
@@ -65,7 +66,7 @@ def test_a_recipe_adds_its_checks(doctor):
 def test_a_wrong_recipe_is_told_and_the_machine_looked_at_all_the_same(doctor):
     code, found = doctor(SMOKE, "--lerning_rate", "1", "--top_p", "0.9")
     assert code == 2 and len(found) == len(MACHINE) + 1
-    assert "lerning_rate" in found["recipe"]["value"] and "all 2" in found["recipe"]["fix"]
+    assert "lerning_rate" in found["recipe"]["value"] and "1 more: grpo check" in found["recipe"]["value"]
 
 
 def test_what_it_refuses(tmp_path: Path):

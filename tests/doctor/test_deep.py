@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from grpo_recipes.doctor import environment
-from grpo_recipes.doctor.machine import Machine, NoAnswer
+from grpo_recipes.doctor.examine import Machine, NoAnswer
+from grpo_recipes.errors import ConfigError
 
 
 @pytest.fixture
@@ -18,16 +19,17 @@ def broken_torch(tmp_path, monkeypatch):
 
 
 def test_a_torch_that_does_not_import_is_a_problem(machine, broken_torch):
-    found = environment.torch(machine())
-    assert found.status == "problem" and "import of torch halted" in found.value and "--rebuild" in found.fix
+    with pytest.raises(ConfigError, match=r"import of torch halted.*--rebuild"):
+        environment.torch(machine())
 
 
 def test_an_import_that_hangs_is_told(machine, monkeypatch):
     monkeypatch.setattr(environment, "_TRL", "import time; time.sleep(60)")
-    with pytest.raises(NoAnswer, match="did not end within"):
+    with pytest.raises(NoAnswer, match="did not answer within"):
         environment.trl(Machine(machine().environment, patience=0.5))
 
 
 def test_a_child_that_a_signal_ends_is_a_problem(machine, monkeypatch):
     monkeypatch.setattr(environment, "_VLLM", "import os, signal; os.kill(os.getpid(), signal.SIGILL)")
-    assert "signal 4" in environment.vllm(machine()).value
+    with pytest.raises(ConfigError, match="signal 4"):
+        environment.vllm(machine())

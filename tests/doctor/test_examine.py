@@ -7,8 +7,8 @@ import os
 import time
 from pathlib import Path
 
-from grpo_recipes.doctor.examine import DEEP, MACHINE, RECIPE, RUN, Result, about, as_text, examine, name_of
-from grpo_recipes.doctor.machine import NoAnswer
+from grpo_recipes.doctor import DEEP, MACHINE, RECIPE, RUN
+from grpo_recipes.doctor.examine import NoAnswer, about, as_text, examine, name_of
 from grpo_recipes.errors import ConfigError, Problem
 from grpo_recipes.paths import home
 from grpo_recipes.runs.finding import OK, PROBLEM, WARNING, Finding, ok, problem, together, warning
@@ -44,21 +44,22 @@ def leaking(subject: str) -> Finding:
     return warning(f"token {SECRET}\nsecond line", f"http://user:pass@proxy:80 and {SECRET}")
 
 
-def one(check) -> Result:
-    return examine([(check, "x")], 5)[0]
+def one(check) -> Finding:
+    (found,) = examine([(check, "x")], 5).values()
+    return found
 
 
 def test_a_check_is_called_after_its_function_and_described_by_its_first_line():
-    assert one(good) == Result("good", OK, "x", "")
+    assert examine([(good, "x")], 5) == {"good": Finding(OK, "x", "")}
     assert about(good) == "One line about it."
 
 
 def test_a_refusal_becomes_a_problem_with_its_fix():
-    assert one(refusing) == Result("refusing", PROBLEM, "here: is wrong (and 1 more)", "mend it")
+    assert one(refusing) == Finding(PROBLEM, "here: is wrong (and 1 more: grpo check)", "mend it")
 
 
 def test_a_check_that_fails_hides_no_other():
-    results = examine([(broken, "x"), (silent, "x"), (good, "x")], 5)
+    results = [*examine([(broken, "x"), (silent, "x"), (good, "x")], 5).values()]
     assert [result.status for result in results] == [WARNING, WARNING, OK]
     assert "ZeroDivisionError: no such luck" in results[0].value
     assert results[1].value == "sinfo did not answer within 3 s"
@@ -75,21 +76,20 @@ def test_a_check_that_hangs_is_told_when_the_time_is_over(tmp_path: Path):
     began = time.monotonic()
     results = examine([(hanging, "x"), (good, "x")], 0.4)
     assert time.monotonic() - began < 2
-    assert results[0].status == WARNING and "no answer within" in results[0].value
-    assert results[1].status == OK
+    assert results["hanging"].status == WARNING and "no answer within" in results["hanging"].value
+    assert results["good"].status == OK
     pipe.write_text("")  # let the thread go
 
 
 def test_nothing_secret_and_no_second_line_comes_out():
     result = one(leaking)
-    text = as_text([result])
+    text = as_text({"leaking": result})
     assert SECRET not in text and "pass@" not in text
     assert result.value == "token ******** second line"
 
 
 def test_the_report_has_a_line_a_check_and_one_below_with_what_to_do():
-    fine, bad = Result("a", OK, "fine", ""), Result("long name", PROBLEM, "bad", "mend it")
-    results = [fine, bad, Result("c", WARNING, "so", "x")]
+    results = {"a": ok("fine"), "long name": problem("bad", "mend it"), "c": warning("so", "x")}
     assert as_text(results).splitlines() == [
         "ok       a          fine",
         "PROBLEM  long name  bad",

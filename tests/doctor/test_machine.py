@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.doctor.machine import NoAnswer
+from grpo_recipes.doctor.examine import NoAnswer
 from grpo_recipes.paths import existing
 from grpo_recipes.process.reports import gigabytes
 
@@ -22,7 +22,7 @@ def test_a_program_runs_once_however_many_checks_ask(machine, fake_program, tmp_
     for thread in threads:
         thread.join()
     assert (tmp_path / "runs").read_text() == "run\n"
-    assert {(answer.code, answer.out, answer.complaint) for answer in answers} == {(3, "main\n", "note")}
+    assert {(done.returncode, done.stdout, done.stderr) for done in answers} == {(3, "main\n", "note\n")}
     asked.ask("sinfo", "-V")
     assert (tmp_path / "runs").read_text() == "run\nrun\n", "another question is asked by itself"
 

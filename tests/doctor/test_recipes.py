@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.doctor import recipes
-from grpo_recipes.doctor.devices import Gpu
 from grpo_recipes.doctor.recipes import Case
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.plan.devices import environment_device
@@ -106,8 +105,7 @@ def test_memory_for_the_training_on_cpu(case, local):
 
 
 def test_memory_of_gpus_is_that_of_the_plan(case, local, planned, monkeypatch):
-    fake_gpus = [Gpu(str(index), f"GPU-{index}", "A100", "580.1", 81920, 3, 0, "Off", "Default") for index in range(4)]
-    monkeypatch.setattr(recipes, "visible", lambda machine: fake_gpus)
+    monkeypatch.setattr(recipes, "gpu_memory", lambda: 80.0)
 
     def memory(megabytes: int):
         found = case(model_name_or_path=local(megabytes))
@@ -117,7 +115,7 @@ def test_memory_of_gpus_is_that_of_the_plan(case, local, planned, monkeypatch):
     too_much = memory(40_000)
     assert too_much.status == "problem" and "use_peft: true" in too_much.fix and "of 76.0 GiB" in too_much.value
     assert memory(100).status == "ok"
-    fake_gpus.clear()
+    monkeypatch.setattr(recipes, "gpu_memory", lambda: None)
     assert "not known" in memory(40_000).value
 
 

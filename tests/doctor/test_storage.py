@@ -69,7 +69,7 @@ def unwritable(tmp_path: Path):
 
 def test_a_folder_that_is_not_ours_to_write(machine, unwritable: Path):
     found = limits.disk(machine(RUN_ROOT=str(unwritable / "runs")))
-    assert found.status == "problem" and "not yours to write" in found.value
+    assert found.status == "problem" and "you may not write" in found.value
     assert limits.clock(machine(RUN_ROOT=str(unwritable))).status == "ok"
 
 

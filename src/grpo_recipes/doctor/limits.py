@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from grpo_recipes.doctor.machine import Machine, judge
+from grpo_recipes.doctor.examine import Machine, judge
 from grpo_recipes.paths import cache_root, existing, shown
 from grpo_recipes.process.reports import gigabytes
 from grpo_recipes.process.scratch import SHARED_MEMORY, is_held, names_in_use, size_of
@@ -28,9 +28,9 @@ _LITTLE_SHARED = 2**30
 _LITTLE_MEMORY = 4e9
 _FEW_FILES = 10_000  # that a file system still takes
 _SKEW_SECONDS = 2.0
-_NEW_SECONDS = 60.0
-_OPEN_FILES = 4096  # torch keeps a descriptor a shared tensor, vLLM and aiohttp one a request
-_PROCESSES = 4096
+_NEW_SECONDS = 60.0  # a folder this new may be that of a launch that begins
+_FEW_DESCRIPTORS = 4096  # torch keeps one a shared tensor, vLLM and aiohttp one a request
+_FEW_PROCESSES = 4096
 _SOCKET_BYTES = 107  # sizeof(sockaddr_un.sun_path) - 1
 # A run's folder below TMPDIR, and the name vLLM gives a socket there (a uuid).
 _SOCKET_NAME = "/grpo-xxxxxxxx/" + 36 * "x"
@@ -42,8 +42,7 @@ def disk(machine: Machine) -> Finding:
     """Free space where runs, downloads and temporary files go; 20 GB at least."""
     places = {"run_root": machine.run_root, "CACHE_ROOT": cache_root(machine.environment), "TMPDIR": machine.temporary}
     hub = {name: machine.environment.get(name) for name in ("HF_HOME", "HF_HUB_CACHE")}
-    places |= {name: Path(folder) for name, folder in hub.items() if folder}
-    findings = [_space(name, path) for name, path in places.items()]
+    findings = [_space(name, Path(path)) for name, path in {**places, **hub}.items() if path]
     wanted = machine.environment.get("TMPDIR")
     if wanted and not os.access(wanted, os.W_OK):
         what = f"TMPDIR={wanted} cannot be written, {machine.temporary} is used"
@@ -54,23 +53,20 @@ def disk(machine: Machine) -> Finding:
 def _space(name: str, path: Path) -> Finding:
     folder = existing(path)
     if not os.access(folder, os.W_OK):
-        return problem(f"{name}: {shown(folder)} is not yours to write", f"set {name} to a folder you may write to")
+        return problem(f"{name}: you may not write to {shown(folder)}", f"set {name} to a folder you may write to")
     free, stat = shutil.disk_usage(folder).free, os.statvfs(folder)
-    what, fix = (
-        f"{name} {shown(path)}: {gigabytes(free)} free",
-        f"make room there, or set {name} to a larger file system",
-    )
-    if free >= _LITTLE_SPACE and stat.f_files > 0 and stat.f_favail < _FEW_FILES:
-        return warning(f"{what}, {stat.f_favail} more files", "remove files there: the file system counts them")
-    return judge(what, (free < _FULL, PROBLEM, fix), (free < _LITTLE_SPACE, WARNING, fix))
+    few = stat.f_files > 0 and stat.f_favail < _FEW_FILES
+    what = f"{name} {shown(path)}: {gigabytes(free)} free" + (f", {stat.f_favail} more files" if few else "")
+    larger = f"make room there, or set {name} to a larger file system"
+    fewer = "remove files there: the file system counts them"
+    return judge(what, (free < _FULL, PROBLEM, larger), (free < _LITTLE_SPACE, WARNING, larger), (few, WARNING, fewer))
 
 
 def home_folder(machine: Machine) -> Finding:
     """Free space in the home folder, which tools fill whatever we set."""
     folder = machine.home
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        fix = "set HOME to a folder of yours: some tools write there whatever is set"
-        return warning(f"{folder} cannot be written", fix)
+        return warning(f"{folder} cannot be written", "set HOME to a folder of yours: some tools always write there")
     free = shutil.disk_usage(folder).free
     fix = "make room; ~/.cache is often the largest (du -sh ~/.cache/*)"
     return judge(f"{folder}: {gigabytes(free)} free", (free < _FULL, WARNING, fix))
@@ -81,7 +77,7 @@ def quota(machine: Machine) -> Finding:
     mounts = {existing(machine.run_root), existing(cache_root(machine.environment)), machine.home}
     commands = [("lfs", "quota", "-q", "-u", getpass.getuser(), str(path)) for path in sorted(mounts)]
     answers = [answer for argv in [("quota", "-w"), *commands] if (answer := machine.ask(*argv)) is not None]
-    rows = sorted({row for answer in answers for row in _quota_rows(answer.out)})
+    rows = sorted({row for answer in answers for row in _quota_rows(answer.stdout)})
     if not rows:
         return ok("none found" if answers else "quota and lfs are not installed")
     return together(
@@ -129,7 +125,7 @@ def leftovers(machine: Machine) -> Finding:
 
 
 def _ours(path: Path) -> bool:
-    """Return whether this is a folder of ours, and older than the first seconds of a launch."""
+    """Return whether this is a folder of the user's runs, and older than the first seconds of a launch."""
     stat = path.lstat()
     return path.is_dir() and stat.st_uid == os.getuid() and time.time() - stat.st_mtime > _NEW_SECONDS
 
@@ -142,11 +138,9 @@ def clock(machine: Machine) -> Finding:
     before = time.time()
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".grpo-clock-") as file:
         written = os.stat(file.name).st_mtime
-    late = max(before - written, written - time.time(), 0.0)
-    if late > _SKEW_SECONDS:
-        fix = "tell the admins (NTP of the file server or of this node)"
-        return warning(f"{shown(folder)} is {late:.0f} s off", fix)
-    return ok(f"{shown(folder)} agrees")
+    off = max(before - written, written - time.time())
+    fix = "report it to the admins (NTP of the file server or of this node)"
+    return warning(f"{shown(folder)} is {off:.0f} s off", fix) if off > _SKEW_SECONDS else ok(f"{shown(folder)} agrees")
 
 
 def _limits(which: int) -> tuple[float, float]:
@@ -155,24 +149,23 @@ def _limits(which: int) -> tuple[float, float]:
     return soft, hard
 
 
-def _shown(limit: float) -> str:
-    return "unlimited" if limit == math.inf else str(limit)
+def _few(which: int, letter: str, least: int, why: str) -> Finding:
+    """Compare a soft limit, ``ulimit -<letter>``, with the least that a run needs."""
+    soft, hard = (str(limit).replace("inf", "unlimited") for limit in _limits(which))
+    fix = f"ulimit -{letter} {hard} before sbatch, which hands your soft limits on"
+    if _limits(which)[1] < least:
+        fix = "ask the admins for more (the limits of slurmd or of the container)"
+    return judge(f"{soft} (hard {hard})", (_limits(which)[0] < least, WARNING, f"{fix}; {why}"))
 
 
 def open_files(machine: Machine) -> Finding:
     """Soft limit of open files (ulimit -n); 4096 at least."""
-    soft, hard = _limits(resource.RLIMIT_NOFILE)
-    fix = f"ulimit -n {_shown(hard)} before sbatch, which hands your soft limits on"
-    if hard < _OPEN_FILES:
-        fix = "ask the admins for more (LimitNOFILE of slurmd or of the container)"
-    return judge(f"{_shown(soft)} (hard {_shown(hard)})", (soft < _OPEN_FILES, WARNING, fix))
+    return _few(resource.RLIMIT_NOFILE, "n", _FEW_DESCRIPTORS, "every connection and shared tensor counts")
 
 
 def processes(machine: Machine) -> Finding:
     """Soft limit of processes and threads of yours (ulimit -u); 4096 at least."""
-    soft, hard = _limits(resource.RLIMIT_NPROC)
-    fix = "ulimit -u $(ulimit -Hu) before sbatch; every thread counts"
-    return judge(f"{_shown(soft)} (hard {_shown(hard)})", (soft < _PROCESSES, WARNING, fix))
+    return _few(resource.RLIMIT_NPROC, "u", _FEW_PROCESSES, "every thread counts")
 
 
 def locked_memory(machine: Machine) -> Finding:
@@ -182,7 +175,7 @@ def locked_memory(machine: Machine) -> Finding:
     if not Path("/sys/class/infiniband").is_dir():
         return ok(f"{what}, no InfiniBand here")
     fix = "ulimit -l unlimited before sbatch, or ask the admins (LimitMEMLOCK of slurmd)"
-    return ok(what) if soft == math.inf else warning(f"{what} and there is InfiniBand", fix)
+    return judge(f"{what}, with InfiniBand", (soft < math.inf, WARNING, fix))
 
 
 def core_files(machine: Machine) -> Finding:
@@ -198,12 +191,13 @@ def core_files(machine: Machine) -> Finding:
 
 def other_limits(machine: Machine) -> Finding:
     """Limits of address space, file size and CPU time (ulimit -v, -f, -t), which runs need unlimited."""
-    found = {
-        "address space (ulimit -v)": _limits(resource.RLIMIT_AS)[0],
-        "file size (ulimit -f)": _limits(resource.RLIMIT_FSIZE)[0],
-        "CPU seconds (ulimit -t)": _limits(resource.RLIMIT_CPU)[0],
+    names = {
+        "address space (ulimit -v)": resource.RLIMIT_AS,
+        "file size (ulimit -f)": resource.RLIMIT_FSIZE,
+        "CPU seconds (ulimit -t)": resource.RLIMIT_CPU,
     }
-    what = ", ".join(f"{name} {limit}" for name, limit in found.items() if limit != math.inf)
+    limits = {name: _limits(which)[0] for name, which in names.items()}
+    what = ", ".join(f"{name} {limit}" for name, limit in limits.items() if limit < math.inf)
     fix = "set them to unlimited before sbatch; login nodes have such limits, jobs seldom"
     return judge(what or "unlimited", (what, PROBLEM, fix))
 
@@ -233,15 +227,13 @@ def memory(machine: Machine) -> Finding:
 def free_memory() -> int:
     """Return the bytes that this process may still allocate, by the machine and by its cgroup."""
     available, limit = psutil.virtual_memory().available, cgroup_memory()
-    return int(min(available, limit[0] - limit[1]) if limit else available)
+    return min(available, limit[0] - limit[1]) if limit else available
 
 
 def cgroup_memory(own: str | None = None, root: Path = _CGROUPS) -> tuple[int, int] | None:
     """Return the tightest memory limit over this process, and how much of it is used, in bytes; None without a limit.
 
-    Args:
-        own: content of /proc/self/cgroup.
-        root: where cgroups are mounted, v1 or v2.
+    ``own`` is the content of /proc/self/cgroup, ``root`` is where cgroups are mounted, v1 or v2.
     """
     own = Path("/proc/self/cgroup").read_text() if own is None else own
     found = []

@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_recipes.doctor.access import hub_token
-from grpo_recipes.doctor.devices import visible
+from grpo_recipes.doctor.examine import Machine, judge
 from grpo_recipes.doctor.limits import free_memory
-from grpo_recipes.doctor.machine import Machine, judge
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.fetch.assets import MODEL, Assets, find_assets
-from grpo_recipes.fetch.hub import gated_note
+from grpo_recipes.fetch.hub import gated_note, how_to_get_access
 from grpo_recipes.launch.resolve_run import names_of
 from grpo_recipes.paths import shown
-from grpo_recipes.plan.devices import find_resources
+from grpo_recipes.plan.devices import find_resources, gpu_memory
 from grpo_recipes.plan.estimates import Estimates, estimate
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.types import Names, Plan
@@ -54,9 +53,8 @@ class Case:
 
     @functools.cached_property
     def estimates(self) -> Estimates:
-        """Estimate memory and disk of the plan, on the smallest of the visible GPUs."""
-        sizes = [gpu.total_mib / 1024 for gpu in visible(self.machine) if gpu.total_mib]
-        return estimate(self.plan, self.recipe, self._names, min(sizes, default=None))
+        """Estimate memory and disk of the plan, as `grpo plan` does."""
+        return estimate(self.plan, self.recipe, self._names, gpu_memory())
 
     def missing(self, model: bool) -> Finding | None:
         """Name the model, or the datasets, that a run would have to download."""
@@ -65,19 +63,23 @@ class Case:
         return warning(f"not fetched: {', '.join(names)}", fix) if names else None
 
 
+def recipe(error: ConfigError) -> Finding:
+    """Whether the recipe is right; this check is made only of one that is not."""
+    raise error
+
+
 def gpu_plan(case: Case) -> Finding:
     """What a launch of the recipe would start here, with the GPUs that it would use and leave."""
     try:
         plan = case.plan
     except ConfigError as error:
         first = error.problems[0]
-        if first.where == "devices" and not case.machine.in_job and case.machine.ask("sinfo", "--version"):
+        if first.where == "devices" and not case.machine.in_job and shutil.which("sinfo"):
             return warning(f"{first.what}: usual on a login node", "grpo plan RECIPE --gpus 8 shows the plan of a job")
         raise
     gpus = len(plan.server_gpus) + sum(len(placed.gpus) for placed in plan.placement)
     what = f"vllm {plan.mode}, training processes: {plan.batch.world_size}" + (f", GPUs: {gpus}" if gpus else "")
-    if plan.unused_gpus:
-        what += f"; nothing uses GPU {', '.join(plan.unused_gpus)}"
+    what += f"; nothing uses GPU {', '.join(plan.unused_gpus)}" if plan.unused_gpus else ""
     return judge(what, (plan.unused_gpus, WARNING, "ask for fewer, or change prompts_per_step"))
 
 
@@ -105,16 +107,14 @@ def datasets(case: Case) -> Finding:
 
 def gated(case: Case) -> Finding:
     """Whether the model asks for an accepted licence, and whether there is a token to show it with."""
-    name = case.recipe["model_name_or_path"]
-    note = gated_note(name)
-    if note is None:
+    name, token = case.recipe["model_name_or_path"], hub_token(case.machine)
+    if gated_note(name) is None:
         return ok("no licence to accept that is known of")
     if not case.missing(model=True):
         return ok(f"{name} is gated, and here")
-    token = hub_token(case.machine)
     if token.status == OK and not token.value.startswith("none"):
         return ok(f"{name} is gated; {token.value}")
-    return problem(f"{name} is gated and there is no token", note.split("; ")[0].partition("gated: ")[2])
+    return problem(f"{name} is gated and there is no token", how_to_get_access(name))
 
 
 def checkpoint_space(case: Case) -> Finding:
@@ -125,20 +125,15 @@ def checkpoint_space(case: Case) -> Finding:
     many = f"{disk.checkpoints} checkpoints" if disk.checkpoints else "2 of unlimited checkpoints"
     what = f"about {gigabytes(disk.total)} for {many} and the model, {gigabytes(disk.free)} free"
     endless = "write save_total_limit: 2: without it the disk fills with every save_steps"
-    return judge(
-        what,
-        (not disk.fits, PROBLEM, f"make room, or write {disk.suggestion}"),
-        (not disk.checkpoints, WARNING, endless),
-    )
+    full = f"make room, or write {disk.suggestion}"
+    return judge(what, (not disk.fits, PROBLEM, full), (not disk.checkpoints, WARNING, endless))
 
 
 def weights_way(case: Case) -> Finding:
     """Space in /dev/shm for the weights on their way to the server, where they go through files."""
-    if case.plan.bridge != "file":
-        return ok("not needed")
     disk = case.estimates.disk
-    if disk.unknown:
-        return ok(f"not estimated: {disk.unknown}")
+    if case.plan.bridge != "file" or disk.unknown:
+        return ok(f"not estimated: {disk.unknown}" if case.plan.bridge == "file" else "not needed")
     folder = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else case.machine.temporary
     free = shutil.disk_usage(folder).free
     what = f"{gigabytes(disk.model)} a sync, {gigabytes(free)} free in {folder}"
@@ -155,7 +150,7 @@ def training_memory(case: Case) -> Finding:
         if takes.roles["trainer"].available is None:
             return ok(f"{what}; the GPUs' memory is not known")
         return judge(what, (not takes.fits, PROBLEM, f"write {takes.suggestion}"))
-    # on CPU every process has its own
+    # on CPU all processes share the machine's memory
     processes = {"trainer": case.plan.batch.world_size, "server": 1}
     needed = sum(need.total * processes[role] for role, need in takes.roles.items())
     what, free = f"about {gigabytes(needed)}", free_memory()

@@ -44,6 +44,9 @@ class RewardWrapper:
         self.scores = self._score(len(completions), {**columns, "completions": completions})
         return [score.value for score in self.scores]
 
+    def close(self) -> None:
+        """End the processes it is called in, if any."""
+
     def _score(self, rows: int, columns: dict[str, Any]) -> list[Score]:
         raise NotImplementedError
 
@@ -65,6 +68,7 @@ class IsolatedReward(RewardWrapper):
         self._records = records
         self._identity = (spec, code, pool.timeout, pool.memory_gib)
         self.timeout = pool.timeout
+        self.close = pool.close
 
     def _score(self, rows: int, columns: dict[str, Any]) -> list[Score]:
         sent = {name: values for name, values in columns.items() if name not in _NOT_SENT}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,13 @@ from trl import TrlParser, get_peft_config
 from grpo_recipes import smoke
 from grpo_recipes.data.problems import Message
 from grpo_recipes.data.prompts import Renderer, use_template
-from grpo_recipes.doctor.reward_probe import probe_rewards, problems_of, sample_rows
-from grpo_recipes.errors import ConfigError, Problem, config_error
+from grpo_recipes.errors import ConfigError, Problem, collect, config_error
 from grpo_recipes.fetch.assets import Assets, find_assets
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.batch import derive_batch
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.configs import CONFIGS
-from grpo_recipes.smoke import SMOKE_SCHEME
+from grpo_recipes.rewards.check import probe_rewards, problems_of, sample_rows
 from grpo_recipes.trainers.entry import load_callbacks
 from grpo_recipes.trainers.model import check_adapter, load_tokenizer, skeleton
 
@@ -30,36 +29,16 @@ _ANSWER = "<answer>0</answer>"
 
 
 def look_deep(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
-    """Build, load and try everything of a checked recipe that needs no GPU; ``environment`` has the user's caches.
+    """Build, load and try everything of a checked recipe that needs no GPU, and return what was seen.
 
-    Returns:
-        What was seen, a line or a block each.
-
-    Raises:
-        ConfigError: everything that does not work, one line a fault.
+    ``environment`` has the user's caches. A ConfigError reports everything that does not work, one line a fault.
     """
-    problems: list[Problem] = []
-    seen: list[str] = []
-
-    def part(look: Callable[..., list[str]], *arguments: Any) -> None:
-        try:
-            seen.extend(look(recipe, *arguments))
-        except ConfigError as error:
-            problems.extend(error.problems)
-
     sources = find_assets(recipe, environment)
-    part(_present, sources)
-    part(_configs)
-    part(_callbacks)
-    if not problems:
-        part(_adapter, sources)
-    if not problems:
-        rows = sample_rows(recipe, SAMPLE, environment)
-        part(_prompts, sources, rows)
-        part(_rewards, rows)
-    if problems:
-        raise ConfigError(*dict.fromkeys(problems))
-    return seen
+    seen = collect((_present, _configs, _callbacks), lambda look: look(recipe, sources))
+    seen.append(_adapter(recipe, sources))
+    rows = sample_rows(recipe, SAMPLE, sources.lookup)
+    seen += collect((_prompts, _rewards), lambda look: look(recipe, sources, rows))
+    return [line for lines in seen for line in lines]
 
 
 def _present(recipe: Recipe, sources: Assets) -> list[str]:
@@ -69,7 +48,7 @@ def _present(recipe: Recipe, sources: Assets) -> list[str]:
     return [f"{source.kind:<10} {source.id} at {source.commit[:12]}" for source in sources.found]
 
 
-def _configs(recipe: Recipe) -> list[str]:
+def _configs(recipe: Recipe, sources: Assets) -> list[str]:
     _parsed(recipe)
     return ["configs    TRL takes every value"]
 
@@ -104,9 +83,14 @@ def _local_configs(recipe: Recipe, sources: Assets) -> tuple[Any, Any]:
     return args, model_args
 
 
-def _callbacks(recipe: Recipe) -> list[str]:
+def _callbacks(recipe: Recipe, sources: Assets) -> list[str]:
     load_callbacks(recipe["callbacks"])
     return [f"callbacks  {', '.join(recipe['callbacks'])}"] if recipe["callbacks"] else []
+
+
+def _is_smoke(recipe: Recipe) -> bool:
+    """Return whether the model is the built-in one, which takes a minute to make: its parts are built here instead."""
+    return bool(recipe["model_name_or_path"].startswith(smoke.SMOKE_SCHEME))
 
 
 def _adapter(recipe: Recipe, sources: Assets) -> list[str]:
@@ -114,7 +98,7 @@ def _adapter(recipe: Recipe, sources: Assets) -> list[str]:
     if not recipe["use_peft"]:
         return []
     args, model_args = _local_configs(recipe, sources)
-    if recipe["model_name_or_path"].startswith(SMOKE_SCHEME):
+    if _is_smoke(recipe):
         model = smoke.build_model(smoke.build_tokenizer(), tied=recipe["model_name_or_path"].endswith("-tied"))
     else:
         model = skeleton(model_args, args.trust_remote_code)
@@ -148,8 +132,8 @@ def _prompts(recipe: Recipe, sources: Assets, rows: list[dict[str, Any]]) -> lis
 
 
 def _tokenizer(recipe: Recipe, sources: Assets) -> Any:
-    if recipe["model_name_or_path"].startswith(SMOKE_SCHEME):
-        return smoke.build_tokenizer()  # the model itself takes a minute to make
+    if _is_smoke(recipe):
+        return smoke.build_tokenizer()
     args, model_args = _local_configs(recipe, sources)
     try:
         return load_tokenizer(model_args, args)
@@ -169,10 +153,10 @@ def _end_of_turn(renderer: Renderer, prompt: list[Message]) -> str:
     return f"note: the template ends an answer with {after.strip()!r}, a completion ends at {tokenizer.eos_token}"
 
 
-def _rewards(recipe: Recipe, rows: list[dict[str, Any]]) -> list[str]:
+def _rewards(recipe: Recipe, sources: Assets, rows: list[dict[str, Any]]) -> list[str]:
+    """Show the rewards right and wrong answers to these rows."""
     findings = probe_rewards(recipe, rows)
-    problems = problems_of(recipe, rows, findings)
-    if problems:
+    if problems := problems_of(recipe, rows, findings):
         raise ConfigError(*problems)
     return [
         f"reward     {one.reward}: right answers {_mean(one.right_mean)}, wrong ones {_mean(one.wrong_mean)}"
@@ -181,4 +165,4 @@ def _rewards(recipe: Recipe, rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _mean(value: float | None) -> str:
-    return "without a verdict" if value is None else f"{value:.3f}"
+    return "without a score" if value is None else f"{value:.3f}"

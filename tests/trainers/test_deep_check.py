@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes import smoke
-from grpo_recipes.doctor.deep_check import look_deep
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe import Recipe
+from grpo_recipes.trainers.deep_check import look_deep
 
 SMOKE = {
     "model_name_or_path": "smoke:sums", "dtype": "float32", "bf16": False, "vllm_max_model_length": None,
@@ -78,7 +78,7 @@ def test_solutions_that_no_completion_can_equal(sums, tmp_path):
     rows = [{"problem": f"{n}+1=", "answer": f"We add one to {n}.\nThen\n#### {n + 1}"} for n in range(8)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (problem,) = refused(sums(dataset_name=str(data)), tmp_path)
-    assert "are no short answers" in problem and "dataset_solution_marker: '####'" in problem
+    assert "are not short answers" in problem and "dataset_solution_marker: '####'" in problem
     assert "right answers 1.000" in seen(sums(dataset_name=str(data), dataset_solution_marker="####"), tmp_path)
 
 
