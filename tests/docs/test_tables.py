@@ -307,8 +307,8 @@ SAID = {
 }
 # Messages that need a run, a cluster or a broken machine: fixed parts of them -> the file that says them.
 WRITTEN_IN = {
-    "name the interface that joins them with NETWORK_INTERFACE": "src/grpo_recipes/launch/preflight_network.py",
-    ", or have the firewall between them opened": "src/grpo_recipes/launch/preflight_network.py",
+    "name the interface that joins them with NETWORK_INTERFACE": "src/grpo_recipes/launch/nodes.py",
+    ", or have the firewall between them opened": "src/grpo_recipes/launch/nodes.py",
     "and a job installs nothing; on the login node run:": "scripts/setup.sh",
     "no answer from a package index:": "scripts/setup.sh",
     "replace it with:": "scripts/setup.sh",
@@ -326,8 +326,8 @@ WRITTEN_IN = {
     "the server computes with other weights than the trainer's": "src/grpo_recipes/weights/guard.py",
     ", which was not taken": "src/grpo_recipes/trainers/checks.py",
     "the weights are not finite after step": "src/grpo_recipes/trainers/checks.py",
-    "was killed by signal": "src/grpo_recipes/launch/supervisor.py",
-    "died or was killed": "src/grpo_recipes/launch/supervisor.py",
+    "was killed by signal": "src/grpo_recipes/launch/processes.py",
+    "died or was killed": "src/grpo_recipes/launch/processes.py",
     "check CONFIG_FILE and the accelerator key": "src/grpo_recipes/trainers/rank.py",
     "has no column": "src/grpo_recipes/data/rows.py",
     "prompts are left, one step needs": "src/grpo_recipes/data/prompts.py",

@@ -9,7 +9,7 @@ import pytest
 
 from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.launch.attempt import Attempt, end_without_run, finish, new_log
-from grpo_recipes.launch.supervisor import Ending
+from grpo_recipes.launch.processes import Ending
 from grpo_recipes.plan.types import Names
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.runs.checkpoints import publish

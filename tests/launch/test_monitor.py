@@ -62,3 +62,16 @@ def test_rows_that_were_moved_aside_do_not_count(watch, tmp_path, capsys):
     watched.start_again()
     append(tmp_path, 1, MANY - 1)
     assert not any("note" in line for line in said(watched, capsys))
+
+
+def test_a_request_to_stop_is_passed_on_to_the_other_nodes_once(read, tmp_path):
+    sent = []
+    workers = SimpleNamespace(send=lambda order: sent.append(order))
+    attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=read(), publisher=None, workers=workers)
+    watched = Monitor(attempt, stop := SimpleNamespace(can_save=None, requested=False, look=lambda: None))
+    watched.tick()
+    assert sent == []
+    stop.requested = True
+    watched.tick()
+    watched.tick()
+    assert sent == ["stop"]

@@ -9,7 +9,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -18,13 +18,12 @@ from dead_scratch import dead_scratch
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.launch import nodes
-from grpo_recipes.launch.nodes import NodeWorkers, RemoteChild, srun_command
-from grpo_recipes.launch.preflight_network import node_address, preflight_nodes
-from grpo_recipes.launch.supervisor import Group, Lost, wait_for_ending
+from grpo_recipes.launch.nodes import NodeWorkers, RemoteChild, node_address, preflight_nodes, srun_command
+from grpo_recipes.launch.processes import Group, Lost, Rank, State, wait_for_ending
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.types import Process
 from grpo_recipes.process.tree import is_alive
-from grpo_recipes.runs.rundir import dump_request, stop_file
+from grpo_recipes.runs.rundir import stop_file
 
 RANK = """
 import json, os, signal, sys, time
@@ -97,12 +96,23 @@ def until(condition: Callable[[], object], what: str, seconds: float = 20) -> No
         time.sleep(0.05)
 
 
+def srun_process() -> psutil.Process:
+    living = [one for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE]
+    (srun,) = [one for one in living if "srun" in " ".join(one.cmdline())]
+    return srun
+
+
+def ranks_of(child: RemoteChild) -> Sequence[Rank]:
+    until(lambda: child.state().ranks, "record of the rank")
+    return child.state().ranks
+
+
 def test_one_srun_covers_the_job(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert srun_command(4, {"SLURM_JOB_CPUS_PER_NODE": "64,32(x3)"}) == [
         "srun", "--nodes=4", "--ntasks=4", "--ntasks-per-node=1", "--overlap", "--cpus-per-task=32",
         "--kill-on-bad-exit=1", "--mpi=none", "--input=all", "--export=ALL", f"--chdir={tmp_path}",
-        sys.executable, "-m", "grpo_recipes.launch.node_worker",
+        sys.executable, "-m", "grpo_recipes.launch.nodes",
     ]  # fmt: skip
 
 
@@ -163,7 +173,7 @@ def test_a_node_without_an_address_in_slurm_is_refused(job):
 def test_the_pair_that_does_not_reach_each_other_is_named(job, workers, monkeypatch):
     ask = workers.ask
 
-    def nobody_listens(order: str, *arguments: float, **facts: object) -> list[dict]:
+    def nobody_listens(order: str, *arguments: object, **facts: object) -> list[dict]:
         if order == "connect":
             facts["peers"][1][2] = 1  # type: ignore[index]
         return ask(order, *arguments, **facts)
@@ -177,7 +187,7 @@ def test_the_pair_that_does_not_reach_each_other_is_named(job, workers, monkeypa
 def test_a_silent_node_is_named(job, workers, tmp_path):
     begun(workers, job(), tmp_path / "run")
     with pytest.raises(ConfigError, match="node 1 did not answer within 1 s"):
-        workers.ask("stop", 1.0, to=[1])
+        workers.ask("stop", [1], 1.0)
 
 
 def test_other_output_of_a_node_does_no_harm(job, workers, tmp_path):
@@ -194,7 +204,7 @@ def test_an_srun_that_does_not_end_is_killed(job, tmp_path, monkeypatch):
     (tmp_path / "bin" / "srun").write_text("#!/bin/sh\ntrap '' TERM\nwhile :; do sleep 0.1; done\n")
     with NodeWorkers(2) as workers:
         workers.start(environment)
-        (srun,) = [one for one in psutil.Process().children() if "srun" in " ".join(one.cmdline())]
+        srun = srun_process()
         time.sleep(0.3)
     assert not is_alive(srun.pid)
 
@@ -208,7 +218,7 @@ def test_what_a_node_refuses_is_said_in_a_line(tmp_path):
     (tmp_path / "trl-0.0.1.dist-info").mkdir()
     (tmp_path / "trl-0.0.1.dist-info/METADATA").write_text("Name: trl\nVersion: 0.0.1\n")
     done = subprocess.run(
-        [sys.executable, "-m", "grpo_recipes.launch.node_worker"], input='{"order": "describe", "to": [1]}\n',
+        [sys.executable, "-m", "grpo_recipes.launch.nodes"], input='{"order": "describe", "to": [1]}\n',
         env={**os.environ, "SLURM_NODEID": "1", "PYTHONPATH": str(tmp_path)},
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
@@ -225,19 +235,19 @@ def test_srun_that_fails_is_named(job, workers, tmp_path):
 
 def test_a_report_longer_than_a_line_of_slurm_arrives_whole(job, workers):
     preflight_nodes(workers, two_nodes(), job(SLURMD_NODENAME="n1"))
-    (report,) = workers.ask("route", 5.0, to=[1], peers={"1": "x" * 3000 + ".invalid"})
-    assert report["address"] is None and len(report["peer"]) > 3000
+    (report,) = workers.ask("listen", [1], 5.0, wanted={"1": [None, "x" * 3000 + ".invalid"]})
+    assert report["address"] is None and len(report["error"]) > 3000
 
 
 def test_a_process_of_another_node_has_that_nodes_own_scratch(job, workers, tmp_path):
     begun(workers, job(), tmp_path / "run")
     child = remote(workers, tmp_path, STARTER)
-    until(child.ranks, "record of the rank")
-    (rank,) = child.ranks()
+    (rank,) = ranks_of(child)
     assert rank.record["token"] == "the-token" and rank.record["extra"] == "here" and not rank.gone
     scratch = [Path(rank.record["tmp"]), Path(rank.record["sync"])]
     assert all(folder.is_dir() for folder in scratch)
-    assert child.alive() and child.lost() is None and child.exit_code() is None
+    state = child.state()
+    assert state.alive and state.lost is None and state.exit is None
     workers.close()
     assert not is_alive(rank.record["pid"]) and not any(folder.exists() for folder in scratch)
 
@@ -255,8 +265,7 @@ def test_each_node_removes_what_dead_runs_left_there(job, workers, tmp_path, cap
 def test_a_killed_rank_of_another_node_is_named(job, workers, tmp_path):
     begun(workers, job(), tmp_path / "run")
     child = remote(workers, tmp_path, STARTER)
-    until(child.ranks, "record of the rank")
-    pid = child.ranks()[0].record["pid"]
+    pid = ranks_of(child)[0].record["pid"]
     os.kill(pid, signal.SIGKILL)
     ending = wait_for_ending([Group([child])], lambda: None)
     assert (ending.code, ending.failed_rank) == (137, 1)
@@ -273,33 +282,28 @@ def test_a_command_of_another_node_that_fails_is_named_with_its_code(job, worker
 def test_a_process_can_be_ended_and_started_again(job, workers, tmp_path):
     begun(workers, job(), tmp_path / "run")
     first = remote(workers, tmp_path, STARTER)
-    until(first.ranks, "record of the rank")
-    pid = first.ranks()[0].record["pid"]
+    pid = ranks_of(first)[0].record["pid"]
     first.end()
     assert not is_alive(pid)
     second = remote(workers, tmp_path, STARTER)
-    until(second.ranks, "record of the second rank")
-    (rank,) = second.ranks()
-    assert rank.record["pid"] != pid and not rank.gone and second.lost() is None and first.ranks() == []
+    (rank,) = ranks_of(second)
+    assert rank.record["pid"] != pid and not rank.gone and second.state().lost is None
 
 
-def test_requests_in_the_run_directory_reach_the_other_nodes(job, workers, tmp_path):
+def test_requests_reach_the_other_nodes(job, workers, tmp_path):
     begun(workers, job(), tmp_path / "run")
-    child = remote(workers, tmp_path, STARTER)
-    until(child.ranks, "record of the rank")
-    dump_request(tmp_path / "run").touch()
+    ranks_of(remote(workers, tmp_path, STARTER))
+    workers.send("stacks")
     until((tmp_path / "run/processes/stacks").exists, "SIGUSR2 at the rank")
-    stop_file(tmp_path / "run").touch()
-    written = stop_file(tmp_path / "run").stat().st_mtime_ns
-    until(lambda: stop_file(tmp_path / "run").stat().st_mtime_ns > written, "touch by the other node")
+    workers.send("stop")
+    until(stop_file(tmp_path / "run").exists, "touch by the other node")
 
 
 def test_nothing_is_left_when_srun_is_killed(job, workers, tmp_path):
     begun(workers, job(), tmp_path / "run")
     child = remote(workers, tmp_path, STARTER)
-    until(child.ranks, "record of the rank")
-    rank = child.ranks()[0].record
-    (srun,) = [one for one in psutil.Process().children() if "srun" in " ".join(one.cmdline())]
+    rank = ranks_of(child)[0].record
+    srun = srun_process()
     srun.kill()
     ending = wait_for_ending([Group([child])], lambda: None)
     assert "srun, which runs the node workers, exited with code -9" in ending.cause
@@ -312,17 +316,10 @@ class FakeChild:
     def __init__(self, exit_code: int | None):
         self.log, self.code, self.ended = Path("log"), exit_code, False
 
-    def alive(self) -> bool:
-        return self.code is None
-
-    def exit_code(self) -> int | None:
-        return self.code
-
-    def lost(self) -> Lost | None:
-        return None if self.code is None else Lost(1, "accelerate launch", self.code)
-
-    def ranks(self) -> list:
-        return []
+    def state(self) -> State:
+        return State(
+            self.code is None, 1, self.code, None if self.code is None else Lost(1, "accelerate launch", self.code)
+        )
 
     def end(self, grace: float = 3.0) -> None:
         self.ended = True
@@ -331,11 +328,8 @@ class FakeChild:
 def test_a_node_worker_that_is_killed_ends_the_run_and_leaves_nothing(job, workers, tmp_path):
     begun(workers, job(), tmp_path / "run")
     child = remote(workers, tmp_path, STARTER)
-    until(child.ranks, "record of the rank")
-    rank = child.ranks()[0].record
-    worker = next(
-        one for one in psutil.Process(rank["pid"]).parents() if "grpo_recipes.launch.node_worker" in one.cmdline()
-    )
+    rank = ranks_of(child)[0].record
+    worker = next(one for one in psutil.Process(rank["pid"]).parents() if "grpo_recipes.launch.nodes" in one.cmdline())
     worker.kill()
     ending = wait_for_ending([Group([child])], lambda: None)
     assert "srun, which runs the node workers, exited with code 137" in ending.cause
@@ -350,12 +344,12 @@ from grpo_recipes.launch import nodes
 from grpo_recipes.plan.commands import Process
 from grpo_recipes.launch.nodes import NodeWorkers, RemoteChild
 from grpo_recipes.plan.devices import Resources
-from grpo_recipes.launch.preflight_network import preflight_nodes
+from grpo_recipes.launch.nodes import preflight_nodes
 workers, run_dir = NodeWorkers(2), Path(sys.argv[1])
 preflight_nodes(workers, Resources("cpu", (), 2).on_nodes(2), os.environ)
 workers.begin(run_dir, "mark", "token", {"EXTRA": "here"})
 child = RemoteChild(workers, Process("trainer", [sys.executable, "-c", sys.argv[2]], {}, (), "node1.log", 1))
-while not child.ranks():
+while not child.state().ranks:
     time.sleep(0.05)
 os.kill(os.getpid(), 9)
 """
@@ -373,9 +367,12 @@ def test_nothing_is_left_on_the_other_node_when_the_launcher_is_killed(job, tmp_
 
 def test_trainers_of_two_nodes_end_as_one():
     done, running, failed = FakeChild(0), FakeChild(None), FakeChild(3)
-    assert Group([done, running]).lost() is None and Group([done, running]).alive()
-    assert Group([done, done]).lost().code == 0 and Group([done, done]).exit_code() == 0
-    assert Group([running, failed]).lost().code == 3 and Group([running, failed]).exit_code() is None
-    assert Group([done, failed]).exit_code() == 3
+    one_runs, both_done, one_failed = (
+        Group(pair).state() for pair in ([done, running], [done, done], [running, failed])
+    )
+    assert one_runs.lost is None and one_runs.alive
+    assert both_done.lost.code == 0 and both_done.exit == 0
+    assert one_failed.lost.code == 3 and one_failed.exit is None
+    assert Group([done, failed]).state().exit == 3
     Group([done, running]).end()
     assert done.ended and running.ended

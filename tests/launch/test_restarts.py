@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from grpo_recipes.launch.processes import Restarts
-from grpo_recipes.launch.supervisor import Ending
+from grpo_recipes.launch.processes import Ending
+from grpo_recipes.launch.supervisor import Restarts
 from grpo_recipes.plan.types import Process
 
 SERVER = Process("server", [], {}, (), "log", ready="serving", on_loss="restart")

@@ -15,12 +15,12 @@ from grpo_recipes.launch.monitor import (
     RankStallDetector,
     ServerStallDetector,
     dump_stacks,
-    rank_pids,
     read_phases,
     stale_compile_lock,
 )
+from grpo_recipes.launch.processes import rank_pids
 from grpo_recipes.plan.ports import Activity
-from grpo_recipes.runs.rundir import dump_request, write_json
+from grpo_recipes.runs.rundir import write_json
 
 pytestmark = pytest.mark.alone
 
@@ -148,7 +148,6 @@ def test_processes_leave_their_stacks_and_stopped_ones_are_named(tmp_path):
     assert "endless" in (tmp_path / "stacks/rank_0.txt").read_text()
     assert said.startswith("; stacks of rank_0.txt in ")
     assert said.endswith(f"; stopped by a signal (SIGSTOP): pid {children[1].pid}")
-    assert dump_request(tmp_path).exists()
 
 
 def test_only_ranks_that_live_on_this_node_are_asked_for_stacks(tmp_path):

@@ -1,149 +1,379 @@
-"""Who ended the run: real processes under real process guards."""
+"""How a run goes on when its server is lost or it is asked to stop: real processes, but fake server and trainers."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
+import socket
 import sys
+import threading
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
-from grpo_recipes.launch.supervisor import Child, Ending, Group, tail, wait_for_ending
-from grpo_recipes.plan.types import Process
+from grpo_recipes.launch import supervisor
+from grpo_recipes.launch.attempt import Attempt
+from grpo_recipes.launch.nodes import NodeWorkers
+from grpo_recipes.launch.processes import Child, Ending
+from grpo_recipes.launch.signals import StoppedAtOnce, StopSignals
+from grpo_recipes.launch.supervisor import Supervisor, supervise
+from grpo_recipes.plan.types import Names, OnLoss, Process
 from grpo_recipes.process.scratch import Scratch
-from grpo_recipes.secrets import MASK
+from grpo_recipes.runs.checkpoints import complete_checkpoints
+from grpo_recipes.runs.rundir import Run, read_json, read_metrics, server_state_file, stop_file
 
-RECORD = """
-import json, os, subprocess, sys, time
-def record(rank, pid=os.getpid(), **facts):
-    path = os.path.join(sys.argv[1], "processes", f"rank_{rank}.json")
-    with open(path + ".new", "w") as file:
-        json.dump({"rank": rank, "pid": pid, **facts}, file)
-    os.rename(path + ".new", path)
-"""
+FAKE = str(Path(__file__).with_name("fake_processes.py"))
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+class FakeRun:
+    """A run of fake processes, driven from a thread while the launcher's loop has the main one."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self.attempt = attempt
+        self.folder = attempt.run.folder
+        self._thread: threading.Thread | None = None
+
+    def then(self, action: Callable[[], None]) -> FakeRun:
+        self._thread = threading.Thread(target=action)
+        self._thread.start()
+        return self
+
+    def end(self) -> Ending:
+        with StopSignals() as stop:
+            stop.release(stop_file(self.folder))
+            try:
+                ending = Supervisor(self.attempt, stop).run()
+            except StoppedAtOnce as stopped:
+                ending = stopped.ending()
+        if self._thread is not None:
+            self._thread.join()
+        return ending
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_until(lambda: len(read_metrics(self.folder)) >= step)
+
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def kill(self, role: str, signum: int = signal.SIGKILL) -> None:
+        record = read_json(self.folder / f"processes/{role}.json")
+        assert record is not None
+        os.kill(record["pid"], signum)
+
+    def state(self) -> dict:
+        return read_json(server_state_file(self.folder))
+
+    def summary(self) -> dict:
+        return read_json(self.folder / "summary.json")
 
 
 @pytest.fixture
-def start(tmp_path):
-    """``start(role, code)`` runs Python code as that role under a process guard."""
-    children: list[Child] = []
-    run_dir = tmp_path / "run"
-    (run_dir / "processes").mkdir(parents=True)
+def fake_run(read, planned, tmp_path):
+    """``fake_run(steps=..., phase=..., bridge=..., KEY=VALUE)``: the run, its processes not yet started."""
 
-    def start_it(role: str, code: str) -> Child:
-        argv = [sys.executable, "-c", RECORD + code, str(run_dir)]
-        process = Process(role, argv, {}, (), str(tmp_path / f"{role}.log"))
-        children.append(Child(process, dict(os.environ), run_dir, Scratch(tmp_path / "disk", tmp_path / "memory")))
-        return children[-1]
+    def make(
+        steps: int = 8, phase: str = "sample", bridge: str = "file", server: str = "server",
+        others: Sequence[Process] = (), **keys,
+    ) -> FakeRun:  # fmt: skip
+        folder = tmp_path / "run"
+        (folder / "processes").mkdir(parents=True)
+        recipe = read(**keys)
+        scratch = Scratch(tmp_path / "disk", tmp_path / "memory")
+        scratch.disk.mkdir()
+        scratch.token.write_text("token")
+        plan = planned(recipe=recipe)
+        plan = replace(plan, bridge=bridge, ports=replace(plan.ports, server=free_port()))
+        processes = [
+            Process(
+                "server",
+                [sys.executable, FAKE, server, str(plan.ports.server), "name"],
+                {},
+                (),
+                f"{folder}/s.log",
+                ready="serving",
+                on_loss="restart with trainers" if bridge == "nccl" else "restart",
+            ),
+            Process(
+                "trainer",
+                [sys.executable, FAKE, "trainer", str(steps), phase],
+                {},
+                (),
+                f"{folder}/t.log",
+                after=("server", *(process.role for process in others)),
+            ),
+            *others,
+        ]
+        environment = {**os.environ, "GRPO_RUN_DIR": str(folder), "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
+        run = Run(folder, {"run_name": "fake"})
+        names = Names(folder, "fake", "name", "stamp")
+        plan = replace(plan, processes=processes)
+        return FakeRun(Attempt(run, recipe, plan, names, scratch, environment, resumed="", workers=NodeWorkers(1)))
 
-    start_it.run_dir = run_dir
-    yield start_it
-    for child in children:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child.guard_pid, signal.SIGTERM)
-        while child.alive():
-            time.sleep(0.02)
-
-
-def ending_of(start, trainer: Child, server: Child | None = None) -> Ending:
-    deadline = time.monotonic() + 30
-
-    def tick() -> None:
-        assert time.monotonic() < deadline, "no ending within 30 s"
-
-    groups = [Group([child]) for child in (server, trainer) if child]
-    return wait_for_ending(groups, tick, interval=0.02)
-
-
-def test_trainers_that_are_done_end_the_run_with_0(start):
-    server = start("server", "time.sleep(300)")
-    ending = ending_of(start, start("trainer", "time.sleep(0.3)"), server)
-    assert ending == Ending(0)
-    assert server.alive()
-
-
-@pytest.mark.parametrize(
-    ("code", "exit_code", "how"),
-    [("sys.exit(3)", 3, "exited with code 3"), ("os.kill(os.getpid(), 9)", 137, "was killed by signal 9")],
-)
-def test_a_launch_command_that_fails_is_named_with_its_code(start, code, exit_code, how):
-    trainer = start("trainer", f"time.sleep(0.3); {code}")
-    ending = ending_of(start, trainer)
-    assert (ending.code, ending.failed_rank, ending.log) == (exit_code, None, trainer.log)
-    assert ending.cause == f"accelerate launch (pid {trainer.command_pid()}) {how}"
+    yield make
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile
+            child.kill()
 
 
-def test_the_first_rank_that_failed_is_the_cause(start):
-    trainer = start(
-        "trainer",
-        "record(0, exit=1, cause='RuntimeError: connection lost', time=200.0)\n"
-        "record(1, exit=5, cause='ValueError: the real one', time=100.0)\n"
-        "time.sleep(300)",
+def test_a_bridge_that_reconnects_gets_a_new_server_at_the_old_address_and_the_run_goes_on(fake_run, capsys):
+    run = fake_run()
+
+    def kill() -> None:
+        run.wait_for_step(2)
+        assert run.state() == {"epoch": 1, "state": "ready"}
+        trainer = read_json(run.folder / "processes/trainer.json")
+        run.kill("server")
+        run.wait_until(lambda: run.state() == {"epoch": 2, "state": "ready"})
+        assert read_json(run.folder / "processes/trainer.json") == trainer
+
+    assert run.then(kill).end() == Ending(0)
+    assert [row["step"] for row in read_metrics(run.folder)] == list(range(1, 9))
+    assert run.summary()["server_restarts"] == 1
+    assert "was killed by signal 9: the server alone is started again (1 of 2)" in capsys.readouterr().out
+    assert run.state()["state"] == "gone"
+
+
+def test_without_reconnecting_both_go_on_from_the_newest_checkpoint(fake_run, capsys):
+    run = fake_run(bridge="nccl")
+
+    def kill() -> None:
+        run.wait_for_step(2)
+        first = read_json(run.folder / "processes/trainer.json")
+        run.kill("server")
+        run.wait_until(lambda: run.state() == {"epoch": 2, "state": "ready"})
+        run.wait_until(lambda: (read_json(run.folder / "processes/trainer.json") or first) != first)
+
+    assert run.then(kill).end() == Ending(0)
+    assert [row["step"] for row in read_metrics(run.folder)] == list(range(1, 9))
+    out = capsys.readouterr().out
+    assert "server and trainers are started again from the newest checkpoint (1 of 2)" in out
+    assert "resuming from checkpoint-" in out
+
+
+def damage_and_kill(run: FakeRun, wanted: slice) -> None:
+    """Let the trainer take no step, make nonsense of some of its checkpoints, newest last, and kill the server."""
+    run.wait_for_step(3)
+    (run.folder / "hang").touch()
+    time.sleep(0.4)
+    for checkpoint in complete_checkpoints(run.folder / "checkpoints")[wanted]:
+        (checkpoint / "COMPLETE").write_text("null")
+    run.kill("server")
+
+
+def test_a_restart_passes_over_a_damaged_checkpoint_and_says_so(fake_run, capsys):
+    run = fake_run(bridge="nccl")
+
+    def damage() -> None:
+        damage_and_kill(run, slice(-1, None))
+        run.wait_until(lambda: run.state().get("epoch") == 2)
+        (run.folder / "hang").unlink()
+
+    assert run.then(damage).end() == Ending(0)
+    assert [row["step"] for row in read_metrics(run.folder)] == list(range(1, 9))
+    out = capsys.readouterr().out
+    (aside,) = (run.folder / "checkpoints").glob("*.damaged")
+    step = int(aside.stem.rpartition("-")[2])
+    assert f"checkpoint-{step} is damaged: COMPLETE is damaged; it is now {aside.name}, resuming from " in out
+    assert f"resuming from checkpoint-{step - 1}; 1 later rows" in out
+
+
+def test_a_restart_without_a_usable_checkpoint_ends_the_run_with_one_line(fake_run, capsys):
+    run = fake_run(bridge="nccl")
+    run.then(lambda: damage_and_kill(run, slice(None)))
+    with StopSignals() as stop:
+        ending = supervise(run.attempt, stop)
+    assert ending.code == 1 and "holds no checkpoint that can be resumed: checkpoint-" in ending.cause
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_server_restarts_0_ends_the_run_with_the_server(fake_run):
+    run = fake_run(server_restarts=0)
+
+    def kill() -> None:
+        run.wait_for_step(1)
+        run.kill("server")
+
+    ending = run.then(kill).end()
+    assert ending.code == 137 and "the vLLM API server" in ending.cause
+    assert "server_restarts" not in run.summary()
+
+
+def test_a_server_that_was_never_ready_is_not_started_again(fake_run):
+    run = fake_run(server="no-such-command")
+    ending = run.end()
+    assert ending.code == 1 and ending.cause == "the vLLM server died before it was ready"
+    assert run.state() == {"epoch": 1, "state": "gone"}
+
+
+def test_a_server_that_makes_no_token_is_replaced(fake_run, capsys):
+    run = fake_run(server_stall_timeout=1.0)
+
+    def hang() -> None:
+        run.wait_for_step(2)
+        (run.folder / "hang").touch()
+        run.wait_until(lambda: run.state().get("epoch") == 2)
+        (run.folder / "hang").unlink()
+
+    assert run.then(hang).end() == Ending(0)
+    assert "(server_stall_timeout 1)" in capsys.readouterr().out
+    assert run.summary()["server_restarts"] == 1
+
+
+def test_a_server_that_is_stopped_is_replaced(fake_run):
+    run = fake_run(steps=200, server_stall_timeout=1.0)
+
+    def stop() -> None:
+        run.wait_for_step(2)
+        run.kill("server", signal.SIGSTOP)
+        run.wait_until(lambda: run.state().get("epoch") == 2)
+        stop_file(run.folder).touch()
+
+    assert run.then(stop).end().code == 75
+    assert run.summary()["server_restarts"] == 1
+
+
+def test_a_rank_that_stands_still_ends_the_run(fake_run, tmp_path):
+    lock = tmp_path / "extensions/cpu_adam/lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    ending = fake_run(phase="start", stall_timeout=1.0).end()
+    assert (ending.code, ending.failed_rank) == (1, 0), ending
+    assert ending.cause.startswith("rank 0 has been in phase start after step 0 for ")
+    assert ending.cause.endswith(f"rm {lock}")
+
+
+# A third role. Its process notes the state of the server when it starts.
+TOY = """
+import json, os, pathlib, time
+run = pathlib.Path(os.environ["GRPO_RUN_DIR"])
+state = json.loads((run / "processes/server_state.json").read_text())["state"]
+with (run / "toy").open("a") as file:
+    file.write(f"{state}\\n")
+time.sleep(300)
+"""
+
+
+def toy(tmp_path: Path, on_loss: OnLoss) -> Process:
+    return Process(
+        "toy", [sys.executable, "-c", TOY], {}, (), str(tmp_path / "toy.log"), 0, ("server",), on_loss=on_loss
     )
-    ending = ending_of(start, trainer)
-    assert (ending.code, ending.failed_rank) == (5, 1)
-    assert ending.cause == "rank 1: ValueError: the real one"
-    assert ending.log == trainer.log
 
 
-def test_a_ranks_own_exit_code_beats_accelerates(start):
-    trainer = start("trainer", "record(0, exit=2, cause='column missing', time=1.0)\nsys.exit(1)")
-    ending = ending_of(start, trainer)
-    assert (ending.code, ending.cause, ending.failed_rank) == (2, "rank 0: column missing", 0)
+def kill_toy(run: FakeRun) -> None:
+    run.wait_for_step(2)
+    run.kill("toy")
 
 
-def test_a_rank_that_was_killed_is_named_with_its_signal(start):
-    trainer = start(
-        "trainer",
-        "child = subprocess.Popen(['sleep', '300'])\n"
-        "record(0, exit=0, cause='', time=1.0)\nrecord(1, pid=child.pid)\ntime.sleep(0.3)\nchild.kill()\nchild.wait()\n"
-        "print(f'  exitcode  : -9 (pid: {child.pid})', flush=True)\ntime.sleep(300)",
-    )
-    ending = ending_of(start, trainer)
-    pid = json.loads((start.run_dir / "processes/rank_1.json").read_text())["pid"]
-    assert (ending.code, ending.failed_rank) == (137, 1)
-    assert ending.cause == f"rank 1 (pid {pid}) was killed by signal 9"
+def records(run: FakeRun, *roles: str) -> list:
+    return [read_json(run.folder / f"processes/{role}.json") for role in roles]
 
 
-@pytest.mark.parametrize(
-    ("code", "exit_code", "how"),
-    [
-        ("sys.exit(4)", 4, "exited with code 4"),
-        ("sys.exit(0)", 1, "exited with code 0"),
-        ("os.kill(os.getpid(), 9)", 137, "was killed by signal 9"),
-    ],
-)
-def test_a_server_that_ends_before_the_trainers_is_the_cause(start, code, exit_code, how):
-    server = start("server", f"time.sleep(0.4); {code}")
-    ending = ending_of(start, start("trainer", "time.sleep(300)"), server)
-    assert (ending.code, ending.log) == (exit_code, server.log)
-    assert ending.cause == f"the vLLM API server (pid {server.command_pid()}) {how}"
+def test_a_role_of_its_own_starts_in_the_order_of_the_plan_and_its_loss_can_fail_the_run(
+    fake_run, tmp_path, monkeypatch
+):
+    started: list[str] = []
+
+    class RecordedChild(Child):
+        def __init__(self, process: Process, *arguments) -> None:
+            started.append(process.role)
+            super().__init__(process, *arguments)
+
+    monkeypatch.setattr(supervisor, "Child", RecordedChild)
+    run = fake_run(steps=200, others=[toy(tmp_path, "fail")])
+    ending = run.then(lambda: kill_toy(run)).end()
+    assert [process.role for process in run.attempt.plan.processes] == ["server", "trainer", "toy"]
+    assert started == ["server", "toy", "trainer"]
+    assert (run.folder / "toy").read_text() == "ready\n", "it waited for the server"
+    assert ending.code == 137 and ending.log == tmp_path / "toy.log"
+    (record,) = records(run, "toy")
+    assert ending.cause == f"the toy process (pid {record['pid']}) was killed by signal 9"
+    assert "server_restarts" not in run.summary()
 
 
-def test_a_child_leaves_its_output_in_its_log_and_forgets_an_older_record(start):
-    record = start.run_dir / "processes/trainer.json"
-    record.write_text('{"pid": 1, "exit": 9}')
-    trainer = start("trainer", "print('hello')")
-    ending = ending_of(start, trainer)
-    assert ending.code == 0 and trainer.exit_code() == 0
-    assert trainer.log.read_text() == "hello\n"
+def test_a_role_of_its_own_can_be_restarted_alone(fake_run, tmp_path, capsys):
+    run = fake_run(steps=20, others=[toy(tmp_path, "restart")])
+    before: list = []
+
+    def kill() -> None:
+        run.wait_for_step(1)
+        before.extend(records(run, "server", "trainer"))
+        kill_toy(run)
+        run.wait_until(lambda: len((run.folder / "toy").read_text().splitlines()) == 2)
+        assert records(run, "server", "trainer") == before
+
+    assert run.then(kill).end() == Ending(0)
+    assert "was killed by signal 9: the toy alone is started again (1 of 2)" in capsys.readouterr().out
+    assert run.state() == {"epoch": 1, "state": "gone"}
 
 
-def test_the_tail_of_a_log_is_short_and_masked(tmp_path):
-    log = tmp_path / "log"
-    token = "hf_" + "plantedsecret" * 2
-    log.write_bytes(
-        b"".join(b"line %d\n" % number for number in range(1000)) + f"\xff token {token}\n".encode("latin1")
-    )
-    lines = tail(log, 5).splitlines()
-    assert lines[:4] == [f"line {number}" for number in range(996, 1000)]
-    assert lines[4].endswith(f"token {MASK}") and len(lines) == 5
+def test_a_role_of_its_own_can_be_restarted_with_the_trainers(fake_run, tmp_path, capsys):
+    run = fake_run(steps=20, others=[toy(tmp_path, "restart with trainers")])
+    before: list = []
+
+    def kill() -> None:
+        run.wait_for_step(1)
+        before.extend(records(run, "server", "trainer"))
+        kill_toy(run)
+        run.wait_until(lambda: (records(run, "trainer")[0] or before[1]) != before[1])
+        assert records(run, "server") == before[:1]
+
+    assert run.then(kill).end() == Ending(0)
+    assert [row["step"] for row in read_metrics(run.folder)] == list(range(1, 21))
+    out = capsys.readouterr().out
+    assert "toy and trainers are started again from the newest checkpoint (1 of 2)" in out
+    assert "resuming from checkpoint-" in out
 
 
-def test_the_tail_of_a_missing_or_empty_log_is_empty(tmp_path):
-    (tmp_path / "empty").touch()
-    assert tail(tmp_path / "none") == tail(Path(tmp_path / "empty")) == ""
+@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_while_trainers_train_has_them_save(fake_run, signum):
+    run = fake_run(steps=200)
+
+    def ask() -> None:
+        run.wait_for_step(1)  # sooner than the launcher's next look at the phases
+        os.kill(os.getpid(), signum)
+
+    ending = run.then(ask).end()
+    assert (ending.code, ending.cause) == (75, "rank 0: stopped on request")
+
+
+def test_a_server_that_scancel_ended_with_the_rest_is_not_to_blame(fake_run):
+    run = fake_run(steps=200)
+
+    def cancel() -> None:
+        run.wait_for_step(2)
+        os.kill(os.getpid(), signal.SIGTERM)
+        run.kill("server", signal.SIGTERM)
+
+    assert run.then(cancel).end().cause == "rank 0: stopped on request"
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGUSR1, 75), (signal.SIGTERM, 143)])
+def test_before_there_is_anything_to_save_a_signal_ends_it_at_once(fake_run, signum, code):
+    run = fake_run(phase="start")
+
+    def ask() -> None:
+        run.wait_until(lambda: (run.folder / "processes/phase_0.json").exists())
+        os.kill(os.getpid(), signum)
+
+    assert run.then(ask).end().code == code
+
+
+def test_a_request_by_file_while_the_server_starts_ends_it_at_once(fake_run):
+    run = fake_run()
+    stop_file(run.folder).touch()
+    assert run.end().code == 75
+    assert not (run.folder / "processes/trainer.json").exists()

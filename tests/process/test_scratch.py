@@ -19,7 +19,7 @@ import pytest
 from dead_scratch import dead_scratch, kill, start_owner
 from waiting import wait_for
 
-from grpo_recipes.launch.supervisor import Child
+from grpo_recipes.launch.processes import Child
 from grpo_recipes.plan.types import Process
 from grpo_recipes.process import scratch
 from grpo_recipes.process.scratch import Scratch, is_held, make_scratch, remove_dead_scratch
@@ -138,7 +138,7 @@ def test_a_process_guard_holds_the_scratch_of_a_launcher_that_died(node, tmp_pat
     try:
         while made.locks:
             os.close(made.locks.pop())  # as the kernel does when we die
-        wait_for(child.command_pid, "the guard's command")
+        wait_for(lambda: child.state().pid, "the guard's command")
         assert is_held(made.disk) and remove_dead_scratch(node) == "" and made.token.exists()
     finally:
         child.end()
@@ -290,10 +290,10 @@ def test_a_marker_of_another_boot_counts_on_a_disk_of_this_machine_alone(node, d
 def test_what_cannot_be_removed_is_named_and_tried_again(node, dead, monkeypatch):
     left, real = dead(), scratch._remove_entry
 
-    def fake_stubborn(name: str, folder: int) -> None:
-        if name == "inductor":
+    def fake_stubborn(path: Path) -> None:
+        if path.name == "inductor":
             raise PermissionError(errno.EACCES, "Permission denied")
-        real(name, folder)
+        real(path)
 
     monkeypatch.setattr(scratch, "_remove_entry", fake_stubborn)
     assert remove_dead_scratch(node).endswith(f"; could not remove {left.disk} (Permission denied)")

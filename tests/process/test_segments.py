@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from waiting import wait_for
 
-from grpo_recipes.launch.supervisor import Child
+from grpo_recipes.launch.processes import Child
 from grpo_recipes.plan.types import Process
 from grpo_recipes.process import scratch as scratch_module
 from grpo_recipes.process.scratch import Scratch, make_scratch, remove_segments

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import shlex
 import sys
@@ -10,8 +12,8 @@ from pathlib import Path
 
 from grpo_recipes.errors import EXIT_STOPPED, ConfigError
 from grpo_recipes.launch.nodes import NodeWorkers
+from grpo_recipes.launch.processes import Ending, tail
 from grpo_recipes.launch.resolve_run import note_job
-from grpo_recipes.launch.supervisor import Ending, tail
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.commands import base_environment, run_environment, wandb_environment
 from grpo_recipes.plan.devices import Resources
@@ -66,15 +68,13 @@ class Attempt:
 def prepare(run: Run, recipe: Recipe, plan: Plan, names: Names, resources: Resources, workers: NodeWorkers) -> Attempt:
     """Freeze recipe and plan in the run directory; make each node's scratch folders and the token.
 
-    Raises:
-        ConfigError: a node did not answer; no attempt has begun.
+    Where a node does not answer the job is refused, and no attempt has begun.
     """
     plan = replace(plan, processes=[replace(process, log=new_log(process.log)) for process in plan.processes])
     freeze_inputs(run, recipe, plan)
-    for record in (run.folder / "processes").glob("*.json"):
-        record.unlink()
-    for request in (stop_file(run.folder), no_requeue_file(run.folder)):
-        request.unlink(missing_ok=True)
+    old = [*(run.folder / "processes").glob("*.json"), stop_file(run.folder), no_requeue_file(run.folder)]
+    for path in old:
+        path.unlink(missing_ok=True)
     if resources.job is not None:
         note_job(run.folder, recipe, resources.job.name)
     before = read_json(run.folder / "summary.json")
@@ -87,7 +87,6 @@ def prepare(run: Run, recipe: Recipe, plan: Plan, names: Names, resources: Resou
     scratch = make_scratch(os.environ)
     tracking = {**wandb_environment(recipe), "WANDB_RUN_ID": run.identity["wandb_id"], "WANDB_RESUME": "allow"}
     own = run_environment(os.environ, scratch, run.folder, names.served)
-    environment = {**base_environment(os.environ), **own, **tracking}
     try:
         workers.begin(run.folder, names.served, scratch.token.read_text(), tracking)
     except ConfigError:
@@ -95,6 +94,7 @@ def prepare(run: Run, recipe: Recipe, plan: Plan, names: Names, resources: Resou
         raise
     write_json(run.folder / "summary.json", {"status": "running", "smoke": plan.smoke, "restarts": restarts, **kept})
     resumed = go_back(run) if before else ""
+    environment = {**base_environment(os.environ), **own, **tracking}
     return Attempt(run, recipe, plan, names, scratch, environment, resumed, workers, newest_step(run))
 
 
@@ -111,12 +111,11 @@ def freeze_inputs(run: Run, recipe: Recipe, plan: Plan) -> None:
 def new_log(name: str) -> str:
     """Make an empty log of that name, or with a number behind it: two attempts can begin in one second."""
     path = Path(name)
-    for number in range(2, 1000):
-        try:
+    for number in itertools.count(2):
+        with contextlib.suppress(FileExistsError):
             path.touch(exist_ok=False)
             break
-        except FileExistsError:
-            path = Path(name).with_stem(f"{Path(name).stem}-{number}")
+        path = Path(name).with_stem(f"{Path(name).stem}-{number}")
     return str(path)
 
 
@@ -140,9 +139,9 @@ def go_back(run: Run) -> str:
 def say_start(attempt: Attempt) -> None:
     """Print what begins: the recipe and its run directory, the batch, notes, where it goes on, and the logs."""
     plan = attempt.plan
-    smoke = "smoke test on CPU, not an experiment: " if plan.smoke else ""
     lines = [
-        f"{smoke}{shown(plan.recipe)} -> {shown(attempt.run.folder)}",
+        f"{'smoke test on CPU, not an experiment: ' if plan.smoke else ''}{shown(plan.recipe)} -> "
+        f"{shown(attempt.run.folder)}",
         f"objective {plan.maxent}" if plan.maxent else "",
         f"batch {plan.batch}",
         f"vllm {plan.mode}, weights by {plan.bridge or 'none'} ({plan.why_bridge})",
@@ -164,21 +163,16 @@ def finish(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob 
     idle = 0  # attempts in a row that left no newer checkpoint, this one included
     if newest_step(attempt.run) <= attempt.first_step:
         idle = int(read_json(folder / "summary.json").get("idle_attempts", 0)) + 1
+    job = job if wants_requeue and ending.code == EXIT_STOPPED else None
     why_not = None
-    goes_on = ending.code == EXIT_STOPPED and wants_requeue and job is not None
-    if goes_on and job is not None:
-        forbidden = no_requeue_file(folder).exists()
-        why_not = why_no_requeue(forbidden, job.restarts, attempt.recipe["max_requeues"], idle)
-        goes_on = why_not is None
+    if job:
+        why_not = why_no_requeue(no_requeue_file(folder).exists(), job.restarts, attempt.recipe["max_requeues"], idle)
+    goes_on = job is not None and why_not is None
     status = "requeued" if goes_on else _status(ending)
     summary = finish_summary(
-        folder,
-        status=status,
-        exit_code=ending.code,
-        failed_rank=ending.failed_rank,
-        cause=ending.cause or None,
+        folder, status=status, exit_code=ending.code, failed_rank=ending.failed_rank, cause=ending.cause or None,
         idle_attempts=idle,
-    )
+    )  # fmt: skip
     rewards = _say_results(attempt, ending, summary, over=not goes_on)
     smoke = "smoke test on CPU, " if attempt.plan.smoke else ""
     if ending.code == 0:
@@ -190,7 +184,7 @@ def finish(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob 
     say(f"{smoke}{status} with exit code {ending.code}: {ending.cause} ({rewards})")
     if status == "failed":
         say(f"fix: {advice(folder, ending.cause)}")
-    if goes_on and job is not None:
+    if job and goes_on:
         why_not = requeue(job)
     if why_not:
         finish_summary(folder, status=_status(ending))
@@ -226,7 +220,6 @@ def end_without_run(ending: Ending, wants_requeue: bool, job: SlurmJob | None) -
 
 
 def _status(ending: Ending) -> str:
-    if ending.code == 0:
-        return "completed"
-    stopped = ending.code == EXIT_STOPPED or ending.cause.startswith("stopped by")
-    return "stopped" if stopped else "failed"
+    if ending.code == EXIT_STOPPED or ending.cause.startswith("stopped by"):
+        return "stopped"
+    return "failed" if ending.code else "completed"

@@ -13,14 +13,14 @@ from pathlib import Path
 import psutil
 
 from grpo_recipes.launch.attempt import Attempt
+from grpo_recipes.launch.processes import Ending, Group, rank_pids
 from grpo_recipes.launch.signals import StopSignals
-from grpo_recipes.launch.supervisor import Ending, Group
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.ports import Activity, generated_tokens
 from grpo_recipes.process.reports import print_line, say
-from grpo_recipes.process.tree import descendants, is_alive
+from grpo_recipes.process.tree import descendants
 from grpo_recipes.runs.health import Health
-from grpo_recipes.runs.rundir import Progress, dump_request, read_json, read_metrics
+from grpo_recipes.runs.rundir import Progress, read_json, read_metrics
 from grpo_recipes.slurm.client import Walltime, job_end_time
 
 _PHASE_SECONDS = 1.0  # between two looks at the ranks' phases
@@ -45,12 +45,13 @@ class Phase:
 
 def read_phases(run_dir: Path) -> list[Phase]:
     """Return the phase of every rank that has written one, by rank."""
-    found = []
-    for path in (run_dir / "processes").glob("phase_*.json"):
-        if record := read_json(path):
-            rank = int(path.stem.removeprefix("phase_"))
-            found.append(Phase(rank, record["phase"], record["step"], record["since"]))
-    return sorted(found, key=lambda phase: phase.rank)
+    records = {path: read_json(path) for path in (run_dir / "processes").glob("phase_*.json")}
+    phases = [
+        Phase(int(path.stem.removeprefix("phase_")), record["phase"], record["step"], record["since"])
+        for path, record in records.items()
+        if record
+    ]
+    return sorted(phases, key=lambda phase: phase.rank)
 
 
 class RankStallDetector:
@@ -115,6 +116,7 @@ class Monitor:
             self._walltime.observe(row)
         self._began = time.time()
         self._next_phases = self._next_server = 0.0
+        self._stop_passed_on = False
         stop.can_save = lambda: any(phase.name != "start" for phase in self._phases())
         self.start_again()
 
@@ -135,8 +137,7 @@ class Monitor:
     def tick(self) -> Ending | None:
         """Look at everything that is due; return the ending that a stalled process causes.
 
-        Raises:
-            StoppedAtOnce: a request to stop that ends the attempt.
+        A request to stop that ends the attempt rises as ``StoppedAtOnce``.
         """
         self.show_progress()
         if self._attempt.publisher:
@@ -146,10 +147,16 @@ class Monitor:
         if now >= self._next_phases:
             self._next_phases = now + _PHASE_SECONDS
             phases = self._phases()
-            self._look_at_the_clock()
+            if note := self._walltime.note():
+                say(note)
+            if not self._stop.requested and (why := self._walltime.due()):
+                self._stop.out_of_time(why)
             if trainers := self._trainers():
                 ending = self._server_stall(phases, now) or self._rank_stall(trainers, phases, now)
         self._stop.look()
+        if self._stop.requested and not self._stop_passed_on:
+            self._stop_passed_on = True
+            self._attempt.workers.send("stop")
         return ending
 
     def show_progress(self) -> None:
@@ -170,12 +177,6 @@ class Monitor:
     def _phases(self) -> list[Phase]:
         return read_phases(self._folder) if self._trainers() else []
 
-    def _look_at_the_clock(self) -> None:
-        if note := self._walltime.note():
-            say(note)
-        if not self._stop.requested and (why := self._walltime.due()):
-            self._stop.out_of_time(why)
-
     def _server_stall(self, phases: list[Phase], now: float) -> Ending | None:
         limit, server = self._attempt.recipe["server_stall_timeout"], self._server()
         if server is None or self._stop.requested or now < self._next_server:
@@ -185,12 +186,12 @@ class Monitor:
         seconds = self._server_stalls.look(activity, phases, time.monotonic())
         if seconds is None:
             return None
-        stacks = dump_stacks(self._folder, _pids(server))
+        stacks = self._dump_stacks([])
         cause = f"the vLLM server has made no token for {seconds:.0f} s (server_stall_timeout {limit:g}){stacks}"
         return Ending(1, cause, log=server.log, lost=server.process)
 
     def _rank_stall(self, trainers: Group, phases: list[Phase], now: float) -> Ending | None:
-        ranks, server = rank_pids(self._folder), self._server()
+        ranks = rank_pids(self._folder)
         late = self._rank_stalls.look(phases, now, [rank for rank, pid in ranks.items() if is_stopped(pid)])
         if late is None:
             return None
@@ -199,29 +200,23 @@ class Monitor:
         cause = f"rank {phase.rank} has been in {phase} for {seconds:.0f} s ({limit})"
         extensions = Path(self._attempt.environment.get("TORCH_EXTENSIONS_DIR", ""))
         lock = stale_compile_lock(extensions, self._began) if phase.name == "start" else None
-        cause += dump_stacks(self._folder, [*ranks.values(), *(_pids(server) if server else [])])
+        self._attempt.workers.send("stacks")
+        cause += self._dump_stacks(ranks.values())
         return Ending(1, cause + (f"; {lock}" if lock else ""), phase.rank, trainers.log)
 
-
-def _pids(server: Group) -> list[int]:
-    """Return the pids of a server's processes, engine and workers before its command."""
-    command = server.members[0].command_pid()
-    return [*(process.pid for process in descendants(command)), command] if command else []
-
-
-def rank_pids(run_dir: Path) -> dict[int, int]:
-    """Return the pids of the ranks that live on this node, by rank."""
-    records = (read_json(path) for path in sorted((run_dir / "processes").glob("rank_*.json")))
-    here = (record for record in records if "exit" not in record and record.get("node", 0) == 0)
-    return {record["rank"]: record["pid"] for record in here if is_alive(record["pid"])}
+    def _dump_stacks(self, pids: Iterable[int]) -> str:
+        """Dump the stacks of processes, and those of the server, its engine and workers before its command."""
+        server = self._server()
+        command = server.state().pid if server else None
+        of_server = [*(process.pid for process in descendants(command)), command] if command else []
+        return dump_stacks(self._folder, [*pids, *of_server])
 
 
 def is_stopped(pid: int) -> bool:
     """Return whether a process was stopped by a signal (SIGSTOP)."""
-    try:
+    with contextlib.suppress(psutil.NoSuchProcess):
         return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
-    except psutil.NoSuchProcess:
-        return False
+    return False
 
 
 def dump_stacks(run_dir: Path, pids: Iterable[int]) -> str:
@@ -231,19 +226,17 @@ def dump_stacks(run_dir: Path, pids: Iterable[int]) -> str:
     processes that are about to be ended. Returns where the stacks are and which processes are stopped, for the end of
     a sentence.
     """
-    dump_request(run_dir).touch()  # for the workers of other nodes
     began = time.time()
-    stopped = []
+    pids = list(pids)
+    stopped = [str(pid) for pid in pids if is_stopped(pid)]
     for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-            if is_stopped(pid):
-                stopped.append(pid)
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR2)
     time.sleep(_DUMP_SECONDS)
     folder = run_dir / "stacks"
     written = sorted(path.name for path in folder.glob("*.txt") if path.stat().st_mtime >= began - 1)
     where = f"; stacks of {', '.join(written)} in {shown(folder)}" if written else ""
-    return where + (f"; stopped by a signal (SIGSTOP): pid {', '.join(map(str, stopped))}" if stopped else "")
+    return where + (f"; stopped by a signal (SIGSTOP): pid {', '.join(stopped)}" if stopped else "")
 
 
 def stale_compile_lock(folder: Path, before: float) -> str | None:

@@ -1,66 +1,73 @@
-"""The launcher's side of a run on several nodes: one srun with a worker a node, and the processes they run.
+"""A run on several nodes: one srun with a worker a node, which does there what the launcher orders.
 
 The launcher itself runs what the plan has for the first node, where it is; the node workers run the rest. Orders and
 reports go through srun's own input and output, so that they need no network of ours and no file system that is up to
-date.
+date: orders as lines of JSON, the same for all; reports in pieces, since Slurm keeps no long line in one piece. When a
+worker's input ends, the launcher closed it, or it or srun is gone: then the worker ends everything of the run on its
+node. The launcher's side comes first, then its look at the network, then the worker (``main``).
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
+import queue
 import re
 import shlex
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.errors import ConfigError, config_error
-from grpo_recipes.launch.node_worker import MARK
-from grpo_recipes.launch.supervisor import Lost, RankSeen
+import psutil
+
+from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, config_error
+from grpo_recipes.launch.processes import Child, Lost, State, rank_pids, rank_records
+from grpo_recipes.plan.commands import base_environment, run_environment
+from grpo_recipes.plan.devices import Node, Resources, environment_device, visible_gpus
 from grpo_recipes.plan.types import Process
 from grpo_recipes.process.reports import say
-from grpo_recipes.process.tree import OWN_CHILDREN
+from grpo_recipes.process.scratch import Scratch, make_scratch, remove_dead_scratch
+from grpo_recipes.process.tree import OWN_CHILDREN, become_subreaper, end_descendants, reap
 from grpo_recipes.recipe.keys import SRUN_OPTIONS
-from grpo_recipes.runs.rundir import dump_request, stop_file
+from grpo_recipes.runs.rundir import stop_file
+from grpo_recipes.slurm.client import address_of_node
 
-ANSWER_SECONDS = 60.0
-START_SECONDS = 180.0  # the first report of a worker: Python read from a cold file system
+# The first of these that is set names the interface; the last two are NCCL's and gloo's own.
+INTERFACE_VARIABLES = ("NETWORK_INTERFACE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+_ANSWER_SECONDS = 60.0
+_START_SECONDS = 180.0  # the first report of a worker: Python read from a cold file system
+_CONNECT_SECONDS = 20.0
 _END_SECONDS = 30.0
-_FORWARD_SECONDS = 0.5
+_TICK_SECONDS = 0.2
+_MARK = "grpo-node"  # first word of a report; other lines on standard output are not ours
+_PIECE = 800  # characters of a report in a line
 
 
-class NodeWorkers:
+class NodeWorkers(contextlib.AbstractContextManager["NodeWorkers"]):
     """One srun over the ``count`` nodes of the job, and what its workers reported; on one node nothing is started."""
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._reports: dict[tuple[str, int, str], dict[str, Any]] = {}  # by kind, node, and name of a process
+        self.reports: dict[tuple[str, int, str], dict[str, Any]] = {}  # by kind, node, and name of a process
         self._news = threading.Condition()
-        self._closing = threading.Event()
         self._writing = threading.Lock()
         self._srun: subprocess.Popen[str] | None = None
-
-    def __enter__(self) -> NodeWorkers:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def start(self, environment: Mapping[str, str]) -> None:
-        """Start a worker on every node.
-
-        Raises:
-            ConfigError: this process is not on the first node, or there is no srun.
-        """
+        """Start a worker on every node; refuse a launch that is not on the first node, or has no srun."""
         if environment.get("SLURM_NODEID") != "0" or environment.get("SLURM_PROCID", "0") != "0":
             what = "a job on several nodes is launched once, on its first node; this is not there"
             raise config_error("SLURM_NODEID", what, "submit training.sh with sbatch")
@@ -83,70 +90,48 @@ class NodeWorkers:
 
     def ending(self) -> str:
         """Return how srun ended, in words."""
-        code = self._srun.wait() if self._srun else None
-        return f"srun, which runs the node workers, exited with code {code}"
+        return f"srun, which runs the node workers, exited with code {self._srun.wait() if self._srun else None}"
 
-    def send(self, order: str, to: Sequence[int], **facts: Any) -> None:
-        """Send an order to nodes; a lost srun is found by ``alive``, not here."""
-        line = json.dumps({"order": order, "to": list(to), **facts})
-        assert self._srun is not None and self._srun.stdin is not None
-        with self._writing, contextlib.suppress(OSError, ValueError):
-            self._srun.stdin.write(line + "\n")
-            self._srun.stdin.flush()
+    def send(self, order: str, to: Sequence[int] | None = None, **facts: Any) -> None:
+        """Send an order to nodes, by default to all but the first; a lost srun is found by ``alive``, not here."""
+        line = json.dumps({"order": order, "to": list(range(1, self.count) if to is None else to), **facts})
+        if self._srun is not None and self._srun.stdin is not None:
+            with self._writing, contextlib.suppress(OSError, ValueError):
+                self._srun.stdin.write(line + "\n")
+                self._srun.stdin.flush()
 
     def ask(
-        self, order: str, seconds: float = ANSWER_SECONDS, to: Sequence[int] | None = None, **facts: Any
+        self, order: str, to: Sequence[int], seconds: float = _ANSWER_SECONDS, **facts: Any
     ) -> list[dict[str, Any]]:
-        """Send an order to nodes, all by default, and return the report of its name by each of them.
-
-        Raises:
-            ConfigError: a node is silent for ``seconds``, or srun ended.
-        """
-        to = range(self.count) if to is None else to
-        with self._news:
-            for node in to:
-                self._reports.pop((order, node, ""), None)
+        """Send an order to nodes and return the report of its name by each; refuse the job where one stays silent."""
+        for node in to:
+            self.reports.pop((order, node, ""), None)
         self.send(order, to, **facts)
         where = "nodes of the job"
         deadline = time.monotonic() + seconds
         with self._news:
-            while silent := [node for node in to if (order, node, "") not in self._reports]:
+            while silent := [node for node in to if (order, node, "") not in self.reports]:
                 if not self.alive():
                     raise config_error(where, self.ending(), "see what srun wrote above, in the job's error log")
                 if time.monotonic() > deadline:
                     what = f"node {silent[0]} did not answer within {seconds:.0f} s"
                     raise config_error(where, what, "look at that node, or leave it out with sbatch --exclude")
                 self._news.wait(0.2)
-            return [self._reports[(order, node, "")] for node in to]
-
-    def report(self, kind: str, node: int, name: str) -> dict[str, Any] | None:
-        """Return the newest report of a process of a node, or None."""
-        with self._news:
-            return self._reports.get((kind, node, name))
+            return [self.reports[(order, node, "")] for node in to]
 
     def begin(self, run_dir: Path, mark: str, token: str, variables: Mapping[str, str]) -> None:
-        """Have every other node make its scratch folders, and forward requests that are files in the run directory.
+        """Have every other node make its scratch folders; refuse the job where one does not answer.
 
         ``mark`` is the value of GRPO_RUN. The run's token goes through srun's input, so it is in no argv and no log.
         Every process gets ``variables`` beside the environment that the worker makes on its node.
-
-        Raises:
-            ConfigError: a node did not answer.
         """
-        if self._srun is None:
-            return
         facts: dict[str, Any] = {"mark": mark, "token": token, "variables": dict(variables)}
-        others = range(1, self.count)
-        for node, report in zip(
-            others, self.ask("begin", ANSWER_SECONDS, others, run_dir=str(run_dir), **facts), strict=True
-        ):
+        for node, report in enumerate(self.ask("begin", range(1, self.count), run_dir=str(run_dir), **facts), 1):
             if report["removed"]:
                 say(f"node {node}: {report['removed']}")
-        threading.Thread(target=self._forward_requests, args=(run_dir, others), daemon=True).start()
 
     def close(self) -> None:
         """Have the workers end everything on their nodes, and wait for srun; safe to call twice."""
-        self._closing.set()
         if self._srun is None:
             return
         assert self._srun.stdin is not None
@@ -166,35 +151,44 @@ class NodeWorkers:
         assert srun.stdout is not None
         for line in srun.stdout:
             words = line.rstrip("\n").split(" ", 3)
-            if words[0] != MARK or len(words) < 4:
+            if words[0] != _MARK or len(words) < 4:
                 continue
             _, node, more, piece = words
             pieces[node] = pieces.get(node, "") + piece
-            if more == "1":
-                continue
-            report = json.loads(pieces.pop(node))
-            with self._news:
-                self._reports[(report["kind"], int(node), report.get("name", ""))] = report
-                self._news.notify_all()
+            if more == "0":
+                report = json.loads(pieces.pop(node))
+                with self._news:
+                    self.reports[(report["kind"], int(node), report.get("name", ""))] = report
+                    self._news.notify_all()
 
-    def _forward_requests(self, run_dir: Path, others: Sequence[int]) -> None:
-        seen: dict[str, float | None] = {}
-        while not self._closing.wait(_FORWARD_SECONDS):
-            for order, path in (("stop", stop_file(run_dir)), ("stacks", dump_request(run_dir))):
-                before, changed = seen.get(order), None
-                with contextlib.suppress(FileNotFoundError):
-                    changed = path.stat().st_mtime
-                if changed is not None and (before is None or (order == "stacks" and before != changed)):
-                    self.send(order, others)
-                seen[order] = changed
+
+class RemoteChild:
+    """A process of the plan on another node; see ``processes.Started``."""
+
+    def __init__(self, workers: NodeWorkers, process: Process) -> None:
+        self.process = process
+        self.log = Path(process.log).absolute()
+        self._workers = workers
+        self._key = "process", process.node, process.name
+        workers.reports.pop(self._key, None)  # of the process that ran in its place before
+        workers.send("start", [process.node], process=asdict(process))
+
+    def state(self) -> State:
+        """Return what its node reported last; without srun it is lost."""
+        report, workers = self._workers.reports.get(self._key), self._workers
+        state = State.of_json(report["state"]) if report else State()
+        if workers.alive():
+            return state
+        return replace(state, alive=False, lost=state.lost or Lost(None, workers.ending(), 1))
+
+    def end(self, grace: float = 3.0) -> None:
+        """End the command and all it started, and wait for that; a silent worker is found by ``NodeWorkers.alive``."""
+        with contextlib.suppress(ConfigError):
+            self._workers.ask("end", [self.process.node], process=self.process.name, grace=grace)
 
 
 def srun_command(count: int, environment: Mapping[str, str]) -> list[str]:
-    """Return the one srun of a job on ``count`` nodes; a second one would wait for the first.
-
-    Raises:
-        ConfigError: the user's further options cannot be split into words.
-    """
+    """Return the one srun of a job on ``count`` nodes; a second one would wait for the first."""
     try:
         further = shlex.split(environment.get(SRUN_OPTIONS, ""))
     except ValueError as error:
@@ -208,52 +202,240 @@ def srun_command(count: int, environment: Mapping[str, str]) -> list[str]:
         "--export=ALL",  # a job submitted with --export=NONE would start the workers without an environment
         f"--chdir={os.getcwd()}",
         *further,
-        sys.executable, "-m", "grpo_recipes.launch.node_worker",
+        sys.executable, "-m", "grpo_recipes.launch.nodes",
     ]  # fmt: skip
 
 
-class RemoteChild:
-    """A process of the plan on another node; see ``supervisor.Started``."""
+def preflight_nodes(workers: NodeWorkers, resources: Resources, environment: Mapping[str, str]) -> Resources:
+    """Start the node workers, and return the resources with the nodes as they report them; unchanged on one node.
 
-    _starts = itertools.count(1)
+    Every two nodes are tried for a connection, so that a job whose nodes do not reach each other ends before anything
+    heavy starts. Until then the other nodes are taken to be like this one.
+    """
+    if not resources.nodes:
+        return resources
+    workers.start(environment)
+    all_nodes = range(workers.count)
+    reports = workers.ask("describe", all_nodes, _START_SECONDS)
+    listening = workers.ask("listen", all_nodes, wanted=_wanted_addresses(reports, environment))
+    for report, listener in zip(reports, listening, strict=True):
+        if listener["error"]:
+            raise _no_way(f"node {report['host']} {listener['error']}")
+    nodes = [
+        Node(
+            # This node's processes are ours to start: what we see counts, not what a step of the job may use.
+            gpus=tuple(report["gpus"]) if index else resources.gpus,
+            cores=report["cores"] if index else resources.cores,
+            address=listener["address"],
+            interface=next((name for name, own in report["interfaces"].items() if listener["address"] in own), None),
+            name=report["host"],
+        )
+        for index, (report, listener) in enumerate(zip(reports, listening, strict=True))
+    ]
+    peers = [[index, node.address, listening[index]["port"]] for index, node in enumerate(nodes)]
+    tried = workers.ask("connect", all_nodes, peers=peers, limit=_CONNECT_SECONDS)
+    for node, report in zip(nodes, tried, strict=True):
+        for other, error in report["failed"].items():
+            to = nodes[int(other)]
+            raise _no_way(f"node {node.name} ({node.address}) does not reach node {to.name} ({to.address}): {error}")
+    return replace(resources, nodes=tuple(nodes))
 
-    def __init__(self, workers: NodeWorkers, process: Process) -> None:
-        self.process = process
-        self.log = Path(process.log).absolute()
-        self._workers = workers
-        self._start = next(self._starts)
-        workers.send("start", [process.node], process=asdict(process), start=self._start)
 
-    def alive(self) -> bool:
-        return self._workers.alive() and bool(self._report().get("alive", True))
+def _wanted_addresses(reports: list[dict], environment: Mapping[str, str]) -> dict[int, list[str | None]]:
+    """Return for each node the address it listens on, or None and a peer towards which it finds its own.
 
-    def command_pid(self) -> int | None:
-        return self._report().get("pid")
+    The address is that of the interface which is named, else the one by which Slurm knows the node.
+    """
+    variable = next((name for name in INTERFACE_VARIABLES if environment.get(name)), None)
+    if variable is not None:
+        wanted = environment[variable].split(",")[0].removeprefix("=")  # NCCL and gloo take a list, NCCL also "=name"
+        lacking = [report for report in reports if not report["interfaces"].get(wanted)]
+        if not lacking:
+            return {node: [report["interfaces"][wanted][0], None] for node, report in enumerate(reports)}
+        if variable == INTERFACE_VARIABLES[0]:
+            known = ", ".join(name for name, own in lacking[0]["interfaces"].items() if own)
+            what = f"node {lacking[0]['host']} has no address on '{wanted}' (it has {known})"
+            raise config_error(variable, what, "name the interface that joins the nodes, or unset it")
+    named = [node_address(report["host"]) for report in reports]
+    if all(re.fullmatch(r"\d+(\.\d+){3}", address) for address in named):
+        return {node: [address, None] for node, address in enumerate(named)}
+    # A name may mean the loopback on its own node.
+    return {node: [None, named[1 if node == 0 else 0]] for node in range(len(named))}
 
-    def exit_code(self) -> int | None:
-        return self._report().get("exit")
 
-    def lost(self) -> Lost | None:
-        """Return what of it is gone, or that the node workers are."""
-        if lost := self._report().get("lost"):
-            return Lost(lost["pid"], f"{lost['name']} on node {self.process.node}", lost["code"])
-        return None if self._workers.alive() else Lost(None, self._workers.ending(), 1)
+def node_address(name: str) -> str:
+    """Return the address or name of a node as Slurm has it, or refuse the job."""
+    if address := address_of_node(name):
+        return address
+    raise _no_way(f"scontrol shows no address of node {name}")
 
-    def killed(self) -> bool:
-        return (self.exit_code() or 0) < 0
 
-    def ranks(self) -> list[RankSeen]:
-        return [RankSeen(rank["record"], rank["gone"], self) for rank in self._report().get("ranks", [])]
+def _no_way(what: str) -> ConfigError:
+    fix = "name the interface that joins them with NETWORK_INTERFACE, or have the firewall between them opened"
+    return config_error("network of the nodes", what, fix)
 
-    def code_of_rank(self, pid: int) -> int | None:
-        ranks = self._report().get("ranks", [])
-        return next((rank["code"] for rank in ranks if rank["record"]["pid"] == pid), None)
 
-    def end(self, grace: float = 3.0) -> None:
-        """End the command and all it started on its node, and wait for that; a silent worker is found by ``alive``."""
-        with contextlib.suppress(ConfigError):
-            self._workers.ask("end", to=[self.process.node], process=self.process.name, grace=grace)
+class NodeWorker:
+    """The worker of one node; ``obey`` runs an order by the method of its name."""
 
-    def _report(self) -> dict[str, Any]:
-        report = self._workers.report("process", self.process.node, self.process.name)
-        return report if report is not None and report["start"] == self._start else {}
+    def __init__(self, node: int) -> None:
+        self._node = node
+        self._run_dir = Path()
+        self._scratch: Scratch | None = None
+        self._environment: dict[str, str] = {}
+        self._children: dict[str, Child] = {}
+        self._reported: dict[str, dict[str, Any]] = {}  # the newest state of each process
+
+    def obey(self, line: str) -> None:
+        """Carry out one order, if it is for this node."""
+        order = json.loads(line)
+        if self._node in order.pop("to"):
+            getattr(self, f"order_{order.pop('order')}")(**order)
+
+    def order_describe(self) -> None:
+        """Report what this node offers."""
+        interfaces = {
+            name: [one.address for one in addresses if one.family == socket.AF_INET]
+            for name, addresses in psutil.net_if_addrs().items()
+        }
+        gpus = visible_gpus(os.environ) if environment_device() == "cuda" else ()
+        host = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+        self._report("describe", gpus=gpus, cores=len(os.sched_getaffinity(0)), host=host, interfaces=interfaces)
+
+    def order_listen(self, wanted: dict[str, tuple[str | None, str]]) -> None:
+        """Listen for the connections that the other nodes try.
+
+        Where no address is wanted, it is the one that the kernel uses towards a peer.
+        """
+        address, peer = wanted[str(self._node)]
+        error, port = f"finds no way to {peer}", None
+        try:
+            if address is None:
+                with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                    probe.connect((peer, 9))  # nothing is sent
+                    address = probe.getsockname()[0]
+            error = f"cannot listen on {address}"
+            server = socket.create_server((address, 0), backlog=1024)
+        except (OSError, UnicodeError) as problem:
+            error += f" ({getattr(problem, 'strerror', None) or problem})"
+        else:
+            error, port = "", server.getsockname()[1]
+            threading.Thread(target=_answer, args=(server, self._node), daemon=True).start()
+        self._report("listen", address=address, port=port, error=error)
+
+    def order_connect(self, peers: list[tuple[int, str, int]], limit: float) -> None:
+        """Try to reach every other node by its number, address and port; report those that did not answer."""
+        others = [peer for peer in peers if peer[0] != self._node]
+        with ThreadPoolExecutor(max(1, len(others))) as executor:
+            errors = list(executor.map(lambda peer: _reach(peer, limit), others))
+        self._report("connect", failed={peer[0]: error for peer, error in zip(others, errors, strict=True) if error})
+
+    def order_begin(self, run_dir: str, mark: str, token: str, variables: dict[str, str]) -> None:
+        """Make this node's own scratch folders with the run's token; ``variables`` go to every process."""
+        self._run_dir = Path(run_dir)
+        removed = remove_dead_scratch(os.environ)
+        self._scratch = make_scratch(os.environ)
+        self._scratch.token.write_text(token)
+        own = run_environment(os.environ, self._scratch, self._run_dir, mark)
+        self._environment = {**base_environment(os.environ), **own, **variables}
+        self._report("begin", removed=removed)
+
+    def order_start(self, process: dict[str, Any]) -> None:
+        """Start a process of the plan under its guard."""
+        assert self._scratch is not None
+        planned = Process.of_json(process)
+        for record in rank_records(self._run_dir, self._node):  # of the process that ran in its place before
+            (self._run_dir / "processes" / f"rank_{record['rank']}.json").unlink(missing_ok=True)
+        environment = {**self._environment, **planned.environment}
+        self._children[planned.name] = Child(planned, environment, self._run_dir, self._scratch)
+
+    def order_end(self, process: str, grace: float) -> None:
+        """End a process with all it started, and report nothing more of it."""
+        self._children.pop(process).end(grace)
+        self._report("end")
+
+    def order_stop(self) -> None:
+        """Touch the stop request: another node's new file may stay unseen for a minute on NFS."""
+        stop_file(self._run_dir).touch()
+
+    def order_stacks(self) -> None:
+        """Have every rank of this node write its stacks."""
+        for pid in rank_pids(self._run_dir, self._node).values():
+            with contextlib.suppress(ProcessLookupError):  # it has ended since
+                os.kill(pid, signal.SIGUSR2)
+
+    def look(self) -> None:
+        """Report what changed of the processes of this node and of their ranks."""
+        reap()
+        for name, child in self._children.items():
+            state = asdict(child.state())
+            if self._reported.get(name) != state:
+                self._reported[name] = state
+                self._report("process", name=name, state=state)
+
+    def end(self) -> None:
+        """End everything of the run on this node and remove its scratch folders."""
+        end_descendants()
+        if self._scratch is not None:
+            self._scratch.remove()
+
+    def _report(self, kind: str, **facts: Any) -> None:
+        text = json.dumps({"kind": kind, **facts})
+        for start in range(0, len(text), _PIECE):
+            more = int(start + _PIECE < len(text))
+            print(_MARK, self._node, more, text[start : start + _PIECE], flush=True)
+
+
+def _answer(server: socket.socket, node: int) -> None:
+    while True:
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(f"{node}\n".encode())
+
+
+def _reach(peer: tuple[int, str, int], seconds: float) -> str:
+    """Return what went wrong on the way to a node, or an empty text."""
+    node, address, port = peer
+    try:
+        with socket.create_connection((address, port), timeout=seconds) as connection:
+            answer = connection.recv(16).decode(errors="replace").strip()
+    except OSError as error:
+        return str(error.strerror or error) or type(error).__name__
+    return "" if answer == str(node) else "something else answered there"
+
+
+def _read_orders(orders: queue.Queue[str]) -> None:
+    for line in sys.stdin:
+        orders.put(line)
+    orders.put("")
+
+
+def main() -> int:
+    """Obey until standard input ends."""
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        # Slurm's signals reach every process of the job; what they mean is for the launcher to say. Not SIG_IGN, which
+        # the processes started here would inherit.
+        signal.signal(signum, lambda *_: None)
+    become_subreaper()
+    worker = NodeWorker(int(os.environ["SLURM_NODEID"]))
+    orders: queue.Queue[str] = queue.Queue()
+    threading.Thread(target=_read_orders, args=(orders,), daemon=True).start()
+    try:
+        while True:
+            try:
+                line = orders.get(timeout=_TICK_SECONDS)
+            except queue.Empty:
+                worker.look()
+                continue
+            if not line:
+                return 0
+            worker.obey(line)
+    except ConfigError as error:
+        print(f"grpo: node {os.environ['SLURM_NODEID']}: {error}", file=sys.stderr, flush=True)
+        return EXIT_CONFIG_ERROR
+    finally:
+        worker.end()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -102,8 +102,7 @@ def _let_ranks_save(run_dir: Path, launcher: int) -> None:
     """Wait while ranks save, where SIGTERM came to every process of the job and the launcher has asked them to."""
     began = time.monotonic()
     while os.getppid() == launcher and descendants():
-        asked = stop_file(run_dir).exists()
-        if time.monotonic() - began > (_SAVE_SECONDS if asked else _LAUNCHER_SECONDS):
+        if time.monotonic() - began > (_SAVE_SECONDS if stop_file(run_dir).exists() else _LAUNCHER_SECONDS):
             return
         reap()
         time.sleep(_TICK_SECONDS)

@@ -15,6 +15,7 @@ from grpo_recipes.paths import CODE_VARIABLE
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import choose_recipe
 from grpo_recipes.plan.types import Names, Plan
+from grpo_recipes.process.network import address_reachable
 from grpo_recipes.process.reports import say
 from grpo_recipes.recipe import Recipe, merge_recipe, read_frozen
 from grpo_recipes.recipe.check import check, checked_recipe
@@ -26,12 +27,10 @@ from grpo_recipes.runs.rundir import (
     Run,
     changed_code,
     find_run,
-    is_claimed,
     new_run,
-    read_json,
     timestamp,
     write_json,
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Rec
     else:
         run = find_run(Path(), options.resume)
     # Where another launch holds the run nothing is compared: it may be writing the files, and ``claim`` refuses us.
-    notes = [] if is_claimed(run.folder) else need_same_files(run.folder, options.allow_changed_code)
+    notes = [] if run.is_running() else need_same_files(run.folder, options.allow_changed_code)
     changed = changed_code(run)
     if changed and not options.allow_changed_code:
         raise config_error("--resume", changed, "go back to that code, or add --allow-changed-code")
@@ -82,11 +81,10 @@ def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Rec
         raise ConfigError(*contradictions)
     for note in notes:
         say(f"note: {note}")
-    saved = read_json(run.folder / "plan.json")
-    if not saved:
+    if not run.plan:
         return run, recipe, entry_of(recipe, asked)
-    same_task(recipe, asked, saved["task"])
-    return run, recipe, saved["entry"]
+    same_task(recipe, asked, run.plan["task"])
+    return run, recipe, run.plan["entry"]
 
 
 def _run_root(recipe: Recipe) -> Path:
@@ -117,8 +115,7 @@ def names_of(recipe: Recipe, run: Run | None = None) -> Names:
 def make_run(recipe: Recipe, resources: Resources, names: Names) -> tuple[Run, Names]:
     """Make the run directory; take the next second's name where another launch has just taken this one's."""
     for _ in range(60):
-        run = new_run(names.run_dir, names.run, names.timestamp, resources.facts())
-        if run is not None:
+        if run := new_run(names.run_dir, names.run, names.timestamp, resources.facts()):
             return run, names
         time.sleep(1)
         names = names_of(recipe)
@@ -135,7 +132,7 @@ def need_same_world(run: Run, plan: Plan) -> None:
         what = f"{checkpoint.name} is of {before} processes, the plan has {now}"
         raise config_error("--resume", what, f"give it as many devices as before, or --num_processes {before}")
     if checkpoint is None and (run.folder / FROZEN_CODE).is_dir():
-        frozen = int(read_json(run.folder / "plan.json")["batch"]["world_size"])
+        frozen = int(run.plan["batch"]["world_size"])
         if frozen != now:
             what = f"the run was submitted for {frozen} training processes, this job has room for {now}"
             raise config_error("devices", what, "look at what the job was given, and submit again")
@@ -155,8 +152,8 @@ def need_same_data(run: Run, recipe: Recipe, plan: Plan) -> str:
     With ``ignore_data_skip`` the epoch begins again, so any data and batch will do: then a note says so. Otherwise the
     returned text is empty.
     """
-    checkpoint, saved = newest_complete(run.folder / "checkpoints"), read_json(run.folder / "plan.json")
-    if checkpoint is None or not saved:
+    checkpoint = newest_complete(run.folder / "checkpoints")
+    if checkpoint is None or not run.plan:
         return ""
     if recipe["ignore_data_skip"]:
         return "ignore_data_skip: the epoch begins again, now and whenever this run is resumed"
@@ -167,7 +164,7 @@ def need_same_data(run: Run, recipe: Recipe, plan: Plan) -> str:
         if recipe[key] != before[key]:
             what = f"{key} was {before[key]}: {elsewhere}"
             raise config_error(recipe.place(key), what, f"leave it as it was, or {begin_again}")
-    was, now = _sizes(before, saved["batch"]), _sizes(recipe, dataclasses.asdict(plan.batch))
+    was, now = _sizes(before, run.plan["batch"]), _sizes(recipe, dataclasses.asdict(plan.batch))
     if was != now:
         what = f"the run had {was}, now it has {now}: {elsewhere}"
         raise config_error("--resume", what, f"leave the keys of the batch as they were, or {begin_again}")
@@ -180,3 +177,23 @@ def _sizes(recipe: Recipe, batch: Mapping[str, int]) -> str:
     generation = recipe["generation_batch_size"] or batch["per_device"] * batch["world_size"] * micro_steps
     step = batch["completions"] // group
     return f"{step} prompts a step, {generation // group} a generation, {group} completions of each"
+
+
+OFFLINE_WANDB = "export WANDB_MODE=offline and run wandb sync later, or report_to: none"
+
+
+def needs_wandb(recipe: Recipe, environment: Mapping[str, str]) -> bool:
+    """Return whether a run would talk to W&B while it runs."""
+    disabled = environment.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes")
+    return "wandb" in (recipe["report_to"] or []) and not disabled and not environment.get("WANDB_MODE")
+
+
+def need_wandb_route(recipe: Recipe, environment: Mapping[str, str]) -> None:
+    """Refuse a run that reports to W&B from a machine that does not reach it.
+
+    W&B itself waits for minutes, and ends the trainer when the model is long loaded.
+    """
+    address = environment.get("WANDB_BASE_URL") or "https://api.wandb.ai"
+    if needs_wandb(recipe, environment) and not address_reachable(address, environment):
+        what = f"W&B does not answer at {address} from this machine"
+        raise config_error(recipe.source("report_to"), what, OFFLINE_WANDB)

@@ -8,13 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from grpo_recipes.errors import config_error
-from grpo_recipes.fetch.assets import Assets, find_assets, need_assets, record_assets
+from grpo_recipes.fetch.assets import find_assets, need_assets, record_assets
 from grpo_recipes.launch.attempt import Attempt, end_without_run, finish, prepare
-from grpo_recipes.launch.nodes import NodeWorkers
-from grpo_recipes.launch.preflight_network import need_wandb_route, preflight_nodes
-from grpo_recipes.launch.processes import supervise
-from grpo_recipes.launch.resolve_run import Options, make_run, names_of, need_same_data, need_same_world, resolve_run
+from grpo_recipes.launch.nodes import NodeWorkers, preflight_nodes
+from grpo_recipes.launch.resolve_run import (
+    Options,
+    make_run,
+    names_of,
+    need_same_data,
+    need_same_world,
+    need_wandb_route,
+    resolve_run,
+)
 from grpo_recipes.launch.signals import StoppedAtOnce, StopSignals
+from grpo_recipes.launch.supervisor import supervise
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.commands import base_environment, run_environment, wandb_environment
 from grpo_recipes.plan.devices import Resources, find_resources
@@ -25,19 +32,16 @@ from grpo_recipes.process.reports import say
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.publish.publisher import make_publisher
 from grpo_recipes.publish.push import need_target
-from grpo_recipes.recipe import Recipe
 from grpo_recipes.runs.checkpoints import verified_checkpoint
-from grpo_recipes.runs.rundir import Run, claim
+from grpo_recipes.runs.rundir import claim
 from grpo_recipes.secrets import masked_environment
 
 
 def launch(options: Options) -> int:
     """Run a recipe to its end and return the exit code.
 
-    That is 0, 75 when it was stopped with its state saved, the first failed rank's, or 128+n for a signal.
-
-    Raises:
-        ConfigError: recipe, flag or environment is wrong; nothing was started.
+    That is 0, 75 when it was stopped with its state saved, the first failed rank's, or 128+n for a signal. Where the
+    recipe, a flag or the environment is wrong, a ConfigError is raised and nothing was started.
     """
     resources = find_resources(os.environ)
     if options.dry_run:
@@ -59,7 +63,10 @@ def _prepare(options: Options, resources: Resources, stop: StopSignals, workers:
     plan = make_plan(recipe, resources, os.environ, entry=entry)
     ports, notes = free_ports(recipe, plan.ports, plan.server_host)
     need_wandb_route(recipe, os.environ)
-    sources = _need_sources(options, run, recipe)
+    # Downloaded now if it must be; of a resumed run the commits it began with.
+    again = [*(["--resume", str(run.folder)] if run else [shown(recipe.path)]), *options.flags]
+    recorded = run.identity.get("sources") if run else None
+    sources = need_assets(recipe, os.environ, recorded, again, options.allow_changed_code)
     plan = with_sources(replace(plan, ports=ports), sources)
     need_room(recipe, plan, names.run_dir)
     target = need_target(recipe, os.environ, names.run)
@@ -84,13 +91,6 @@ def _prepare(options: Options, resources: Resources, stop: StopSignals, workers:
     attempt = prepare(run, recipe, plan, names, resources, workers)
     attempt.publisher = make_publisher(target, run.folder, os.environ, say)
     return attempt
-
-
-def _need_sources(options: Options, run: Run | None, recipe: Recipe) -> Assets:
-    """Return what the recipe reads, downloaded now if it must be; of a resumed run the commits it began with."""
-    named = ["--resume", str(run.folder)] if run else [shown(recipe.path)]
-    recorded = run.identity.get("sources") if run else None
-    return need_assets(recipe, os.environ, recorded, [*named, *options.flags], options.allow_changed_code)
 
 
 def _dry_run(options: Options, resources: Resources) -> int:

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import EXIT_STOPPED
-from grpo_recipes.launch.supervisor import Ending
+from grpo_recipes.launch.processes import Ending
 from grpo_recipes.process.reports import say
-
-_ENDED_BY_SLURM_SOON = (signal.SIGTERM, signal.SIGHUP)
 
 
 class StoppedAtOnce(BaseException):
@@ -85,7 +83,7 @@ class StopSignals(AbstractContextManager["StopSignals"]):
             return
         if self.request is None or again or not self.can_save():
             raise StoppedAtOnce(signum)
-        if signum in _ENDED_BY_SLURM_SOON:
+        if signum in (signal.SIGTERM, signal.SIGHUP):  # Slurm ends us soon
             self._deadline = min(self._deadline, time.monotonic() + self._term_grace_seconds)
         self._ask(signal.Signals(signum).name)
 
@@ -100,11 +98,7 @@ class StopSignals(AbstractContextManager["StopSignals"]):
         self._ask(why)
 
     def look(self) -> None:
-        """Print what was asked for, and act on a request by file and on the deadline after SIGTERM.
-
-        Raises:
-            StoppedAtOnce: the trainers took too long to save, or the file asks while there is nothing to save.
-        """
+        """Print what was asked for; raise StoppedAtOnce when trainers take too long, or have nothing to save."""
         while self._unsaid:
             say(self._unsaid.pop(0))
         if time.monotonic() > self._deadline:
@@ -117,11 +111,7 @@ class StopSignals(AbstractContextManager["StopSignals"]):
         self._held = True
 
     def release(self, request: Path) -> None:
-        """Act on signals again, and on one held back: the run directory is there, and ``request`` will be in it.
-
-        Raises:
-            StoppedAtOnce: a signal was held back.
-        """
+        """Act on signals again, and on one held back: the run directory is there, and ``request`` will be in it."""
         self.request = request
         self._held = False
         if self._seen:

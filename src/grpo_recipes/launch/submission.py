@@ -14,8 +14,7 @@ from pathlib import Path
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.fetch.assets import Assets, find_assets, record_assets
 from grpo_recipes.launch.attempt import SUBMITTED, freeze_inputs
-from grpo_recipes.launch.preflight_network import need_wandb_route, needs_wandb
-from grpo_recipes.launch.resolve_run import names_of, note_job
+from grpo_recipes.launch.resolve_run import OFFLINE_WANDB, names_of, need_wandb_route, needs_wandb, note_job
 from grpo_recipes.paths import CODE_VARIABLE, cache_root, home, shown
 from grpo_recipes.plan.devices import Resources, environment_device
 from grpo_recipes.plan.estimates import Estimates, estimate, need_room
@@ -56,22 +55,20 @@ class Submission:
         return render(self.profile, request, command, frozen_environment(self.names.run_dir, self.environment))
 
 
-def find_profile(given: str) -> Path:
-    """Return the profile of that path, here or in the repository, or of that name among the repository's."""
+def site_profile(given: str, environment: Mapping[str, str]) -> Profile:
+    """Read the profile of that path, here or in the repository, or of that name among the repository's.
+
+    SLURM_GPU_FLAG_STYLE replaces its ``gpu_flag_style``.
+    """
     shipped = home() / PROFILES
     places = [Path(given), home() / given, shipped / f"{given}.yaml"]
     found = next((place for place in places if os.path.isfile(place)), None)  # False too for a name that is too long
     if found is None:
         names = ", ".join(sorted(path.stem for path in shipped.glob("*.yaml")))
         raise config_error("--profile", f"there is no profile '{given}'", f"name a file, or one of {names}")
-    return found
-
-
-def site_profile(given: str, environment: Mapping[str, str]) -> Profile:
-    """Read the profile the user names; SLURM_GPU_FLAG_STYLE replaces its ``gpu_flag_style``."""
-    profile = read_profile(find_profile(given))
-    style = environment.get("SLURM_GPU_FLAG_STYLE")
-    return profile.with_values({"gpu_flag_style": style}, "SLURM_GPU_FLAG_STYLE") if style else profile
+    profile, variable = read_profile(found), "SLURM_GPU_FLAG_STYLE"
+    style = environment.get(variable)
+    return profile.with_values({"gpu_flag_style": style}, variable) if style else profile
 
 
 def site_environment(profile: Profile, environment: Mapping[str, str]) -> dict[str, str]:
@@ -89,12 +86,9 @@ def site_resources(profile: Profile) -> Resources:
 def prepare(
     profile: Profile, recipe_name: str | None, task: str | None, flags: Sequence[str], environment: Mapping[str, str]
 ) -> Submission:
-    """Check a recipe, verify that a job of this site could run it, and plan it there.
+    """Check a recipe, refuse it with everything that would end a job of this site, and plan it there.
 
     ``recipe_name`` is the recipe as the user names it; None takes CONFIG or the default one.
-
-    Raises:
-        ConfigError: everything that would end the job.
     """
     environment = site_environment(profile, environment)
     resources = site_resources(profile)
@@ -128,19 +122,15 @@ def need_environment(profile: Profile) -> None:
 def send(submission: Submission) -> tuple[Run, int]:
     """Freeze the run, submit its script, and return the run and the id of its job.
 
-    Raises:
-        ConfigError: the run directory cannot be made, or sbatch refuses; then no directory is left.
-        MaybeSubmitted: sbatch printed no job id; the directory stays.
+    Where sbatch refuses, no run directory is left; where it prints no job id, the directory stays.
     """
     recipe, names = submission.recipe, submission.names
-    plan, sources = submission.plan, submission.sources
-    run = freeze(recipe, plan, sources, names, submission.resources, submission.environment)
+    run = freeze(recipe, submission.plan, submission.sources, names, submission.resources, submission.environment)
     try:
         job = submit_script(run.folder, submission.script())
-    except MaybeSubmitted:
-        raise
-    except ConfigError:
-        shutil.rmtree(run.folder, ignore_errors=True)
+    except ConfigError as error:
+        if not isinstance(error, MaybeSubmitted):
+            shutil.rmtree(run.folder, ignore_errors=True)
         raise
     note_job(run.folder, recipe, f"{cluster_name()}-{job}")
     return run, job
@@ -165,9 +155,7 @@ def freeze(
 
     Its job starts it with ``grpo launch --resume DIR`` and the variables of ``frozen_environment``: it then runs the
     copy of the code, whatever happens to the repository while it waits. ``resources`` are what the job will offer.
-
-    Raises:
-        ConfigError: the folder exists or cannot be made.
+    A folder that exists is refused.
     """
     run = new_run(names.run_dir.absolute(), names.run, names.timestamp, resources.facts())
     if run is None:
@@ -234,36 +222,34 @@ def _need_routes(recipe: Recipe, profile: Profile, names: Names, environment: Ma
         need_wandb_route(recipe, environment)
         need_target(recipe, environment, names.run)
         return
-    problems = []
+    rows = (
+        (needs_wandb(recipe, environment), "report_to", "reports to W&B", OFFLINE_WANDB),
+        (
+            recipe["push_to_hub"],
+            "push_to_hub",
+            "publishes",
+            "remove it, and push the finished model from here: hf upload",
+        ),
+    )
     nodes = f"the nodes of {profile.name} have no internet"
-    if needs_wandb(recipe, environment):
-        fix = "export WANDB_MODE=offline and run wandb sync later, or report_to: none"
-        problems.append(Problem(recipe.source("report_to"), f"reports to W&B, and {nodes}", fix))
-    if recipe["push_to_hub"]:
-        fix = "remove it, and push the model of the finished run from here: hf upload"
-        problems.append(Problem(recipe.source("push_to_hub"), f"publishes, and {nodes}", fix))
-    if problems:
+    if problems := [Problem(recipe.source(key), f"{what}, and {nodes}", fix) for uses, key, what, fix in rows if uses]:
         raise ConfigError(*problems)
 
 
 def _check_deep(path: Path, task: str | None, flags: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Run `grpo check --deep` in a process of its own: it imports torch, and keeps the hub's clients off the network.
-
-    Raises:
-        ConfigError: everything it finds, models and data that are not here included.
-    """
+    """Refuse what `grpo check --deep` finds, in a process of its own: it imports torch, and stays off the network."""
     options = ["--deep", "--json", *(["--task", task] if task else [])]
     argv = [sys.executable, "-m", "grpo_recipes", "check", str(path), *options, *flags]
+    code: int | None = None
     try:
         done = subprocess.run(
             argv, env=dict(environment), stdout=subprocess.PIPE, text=True, timeout=_DEEP_SECONDS, check=False
         )
+        code = done.returncode
         found = json.loads(done.stdout)
-    except subprocess.TimeoutExpired:
-        what = f"grpo check --deep took more than {_DEEP_SECONDS} seconds"
-        raise config_error(shown(path), what, "run it by itself and see where it stays") from None
-    except json.JSONDecodeError:
-        what = f"grpo check --deep ended with code {done.returncode} and no answer"
-        raise config_error(shown(path), what, "run it by itself and look at its messages") from None
+    except (subprocess.TimeoutExpired, json.JSONDecodeError):
+        how = f"took more than {_DEEP_SECONDS} seconds" if code is None else f"ended with code {code} and no answer"
+        fix = "run it by itself, and see where it stays or what it prints"
+        raise config_error(shown(path), f"grpo check --deep {how}", fix) from None
     if found["problems"]:
         raise ConfigError(*[Problem(**problem) for problem in found["problems"]])

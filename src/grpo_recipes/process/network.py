@@ -11,17 +11,17 @@ from urllib.parse import urlsplit
 
 def reachable(host: str, port: int, timeout: float = 5.0) -> bool:
     """Return whether a TCP connection to ``host:port`` opens within ``timeout`` seconds, name lookup included."""
-    opened: list[bool] = []
+    opened = threading.Event()
 
     def connect() -> None:
         with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=timeout):
-            opened.append(True)
+            opened.set()
 
     # In a thread: on a node without a name server the lookup of the name alone can take half a minute.
     attempt = threading.Thread(target=connect, daemon=True)
     attempt.start()
     attempt.join(timeout)
-    return bool(opened)
+    return opened.is_set()
 
 
 def route_to(address: str, environment: Mapping[str, str]) -> tuple[str, int]:
@@ -31,7 +31,7 @@ def route_to(address: str, environment: Mapping[str, str]) -> tuple[str, int]:
     """
     wanted = urlsplit(address)
     host = wanted.hostname or ""
-    lower = {name.lower(): value for name, value in environment.items() if name.lower().endswith("_proxy")}
+    lower = {name.lower(): value for name, value in environment.items()}
     proxy = lower.get(f"{wanted.scheme}_proxy") or lower.get("all_proxy")
     direct = lower.get("no_proxy", "").split(",")
     names = [entry.strip().partition(":")[0].removeprefix("*").removeprefix(".") for entry in direct]

@@ -3,16 +3,13 @@
 A folder holds a marker file. The launcher (or node worker) that made it keeps a lock on the marker, and so do its
 process guards, which inherit it. The kernel drops the lock when the last of them dies, however they die, and it holds
 across containers, where process ids mean nothing. A folder without a marker is never removed: the marker appears under
-its name only once it is locked, so a folder that is being made has none, and neither has a user's own, or one on a file
-system without locks.
+its name only once it is locked, so a folder that is being made has none, and neither has a user's own.
 
 Python's ``multiprocessing`` draws the names of shared-memory segments at random (``psm_948e8e13`` of vLLM's message
 queues, ``sem.mp-kgh1xwy0`` of the trainers) and removes them by a helper process at the end, which a SIGKILL of the
 whole job takes along. A name does not show its owner, and a segment that nobody maps may be waiting for another program
 of the same user. So each process guard looks once a second which new segments the processes below it map, and records
-these in the run's folder in ``/dev/shm``. Naming the segments ourselves would mean patching private parts of Python in
-every process, and would miss those that C libraries make. A segment made in the last second before a kill is not
-recorded, and stays.
+these in the run's folder in ``/dev/shm``. A segment made in the last second before a kill is not recorded, and stays.
 """
 
 from __future__ import annotations
@@ -105,12 +102,11 @@ def names_in_use(names: Iterable[str]) -> set[str]:
 
     Every process of a run has: a rank that outlived its launcher and process guards still works in the folder.
     """
-    wanted = {name: name.encode() for name in names}
-    used: set[str] = set()
-    for pid in psutil.pids() if wanted else ():
-        with contextlib.suppress(OSError):  # another user's, or gone
-            text = b"\0".join(Path(f"/proc/{pid}/{part}").read_bytes() for part in ("cmdline", "environ"))
-            used.update(name for name, word in wanted.items() if word in text)
+    wanted, used = set(names), set[str]()
+    for process in psutil.process_iter() if wanted else ():
+        with contextlib.suppress(psutil.Error):  # another user's, or gone
+            text = "\0".join([*process.cmdline(), *process.environ().values()])
+            used.update(name for name in wanted if name in text)
     return used
 
 
@@ -203,59 +199,48 @@ def _boot() -> str:
 def _remove_all(folders: list[Path]) -> str:
     """Remove folders for a bounded time, and return the line for the person at the terminal."""
     deadline = time.monotonic() + _MOST_SECONDS
-    removed: dict[str, None] = {}
+    removed: dict[str, int] = {}  # bytes of each run
     failed = []
-    size = segments = 0
+    segments = 0
     for folder in folders:
         if time.monotonic() > deadline:
             failed.append("more is left for the next launch")
             break
         try:
-            bytes_here = size_of(folder)
+            size = size_of(folder)
             segments += remove_segments(folder)
             _remove(folder)
+            removed[folder.name] = removed.get(folder.name, 0) + size
         except OSError as error:
             failed.append(f"could not remove {folder} ({error.strerror})")
-        else:
-            removed[folder.name] = None
-            size += bytes_here
     if not removed:
         return "; ".join(failed)
     more = f" and {len(removed) - _MOST_NAMES} more" if len(removed) > _MOST_NAMES else ""
-    which = f"{', '.join(list(removed)[:_MOST_NAMES])}{more}: {gigabytes(size)}"
+    which = f"{', '.join(list(removed)[:_MOST_NAMES])}{more}: {gigabytes(sum(removed.values()))}"
     runs = f"{len(removed)} run{'s' if len(removed) > 1 else ''}"
     theirs = f", and {segments} shared-memory segment{'s' if segments > 1 else ''} of theirs" if segments else ""
     return "; ".join([f"removed scratch of {runs} that died on this node ({which}){theirs}", *failed])
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder, its marker last: if this is killed, the next launch still knows what is left.
-
-    Raises:
-        OSError: something in it cannot be removed; the rest is gone.
-    """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    """Remove a folder, its marker last: if this is killed or fails, the next launch still knows what is left."""
     errors: list[OSError] = []
-    try:
-        for name in sorted(os.listdir(descriptor), key=_MARKER.__eq__):
-            if name == _MARKER and errors:
-                break
+    for path in folder.iterdir():
+        if path.name != _MARKER:
             try:
-                _remove_entry(name, descriptor)
-            except OSError as error:
+                _remove_entry(path)
+            except OSError as error:  # the rest goes all the same
                 errors.append(error)
-    finally:
-        os.close(descriptor)
     if errors:
         raise errors[0]
-    folder.rmdir()
+    shutil.rmtree(folder)
 
 
-def _remove_entry(name: str, folder: int) -> None:
-    if stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
-        shutil.rmtree(name, dir_fd=folder)
+def _remove_entry(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
     else:
-        os.unlink(name, dir_fd=folder)
+        path.unlink()
 
 
 class SegmentRecorder:
@@ -293,22 +278,17 @@ def remove_segments(memory: Path) -> int:
     """Remove the recorded segments of a run that has ended, but none that a living process maps; return how many."""
     if memory.parent != SHARED_MEMORY:
         return 0
-    try:
-        text = _segment_record(memory).read_text(errors="replace")
-    except OSError:
-        return 0
+    record = _segment_record(memory)
+    text = record.read_text(errors="replace") if record.is_file() else ""
     there = _segments()
     # Whole lines only: a kill can tear the last one.
     recorded = re.findall(r"^(\d+) ([^/\s]+)\n", text, re.MULTILINE)
     left = [name for inode, name in recorded if there.get(name) == int(inode)]
     mapped = _mapped(psutil.pids()) if left else set()
-    removed = 0
-    for name in left:
-        if there[name] not in mapped:
-            with contextlib.suppress(OSError):
-                (SHARED_MEMORY / name).unlink()
-                removed += 1
-    return removed
+    dead = [SHARED_MEMORY / name for name in left if there[name] not in mapped]
+    for path in dead:
+        path.unlink(missing_ok=True)
+    return len(dead)
 
 
 def _segment_record(memory: Path) -> Path:
