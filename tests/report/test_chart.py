@@ -8,40 +8,45 @@ import re
 import pytest
 
 from grpo_recipes.report.chart import (
-    Axis,
     Chart,
     Curve,
-    Layer,
-    Rows,
-    band_path,
-    bar_pairs,
-    dots_path,
-    draw,
-    heat_map,
-    line_path,
+    Histogram,
+    axis,
+    buckets,
+    curve_of,
+    smooth,
     stack,
-    thinned,
+    step_axis,
+    usual_range,
+    window_of,
 )
 from grpo_recipes.report.page import fragment, minus
 from grpo_recipes.report.read import Table
 
-ACROSS, UP = Axis(0, 10, (0, 10)), Axis(0, 1, (0, 1))
+FRAME = Chart("from 0 to 10 and from 0 to 1", [Curve("", [0, 10], [0.0, 1.0])])
+HISTOGRAM = Histogram(
+    ["0", "1"], False, [1, 2, 3], [[1.0, 0.0], [0.5, 0.5], [0.0, 1.0]], [("first", [0.5, 0.5]), ("last", [0.25, 0.75])]
+)
+
+
+def draw(chart: Chart) -> str:
+    return fragment("charts.html.j2", "lines", chart)
 
 
 def test_points_are_measured_from_the_top_left() -> None:
-    assert line_path([0, 5, 10], [0.0, 0.5, 1.0], ACROSS, UP) == "M0 1000L1000 500L2000 0"
-    assert dots_path([5], [1.0], ACROSS, UP) == "M1000 0h0"
+    assert FRAME.line_path([0, 5, 10], [0.0, 0.5, 1.0]) == "M0 1000L1000 500L2000 0"
+    assert FRAME.line_path([5], [1.0], "dots") == "M1000 0h0"
 
 
 def test_a_missing_value_breaks_the_line_and_the_band() -> None:
-    assert line_path([0, 1, 2, 3], [0.0, None, 1.0, 1.0], ACROSS, UP) == "M0 1000h0M400 0L600 0"
-    band = band_path([0, 1, 2], [0.0, 0.0, None], [1.0, 1.0, 1.0], ACROSS, UP)
+    assert FRAME.line_path([0, 1, 2, 3], [0.0, None, 1.0, 1.0]) == "M0 1000h0M400 0L600 0"
+    band = FRAME.band_path([0, 1, 2], [0.0, 0.0, None], [1.0, 1.0, 1.0])
     assert band == "M0 0L200 0L200 1000L0 1000z"
 
 
 def test_a_chart_holds_its_numbers_for_the_read_out() -> None:
     curve = Curve("mean", [1, 2, 3], [0.5, None, 0.25], band=([0.0, None, 0.0], [1.0, None, 0.5]), band_label="range")
-    other = Curve("dots", [2], [0.125], 2, dots=True)
+    other = Curve("dots", [2], [0.125], 2, "dots")
     made = draw(Chart("Title <b>", [curve, other]))
     assert 'data-x="1 2 3"' in made and 'data-y="0.5 - 0.25"' in made and 'data-range="0:1 - 0:0.5"' in made
     assert 'class="dots c2"' in made and 'data-x="2"' in made
@@ -72,7 +77,7 @@ def test_the_axis_begins_at_zero_where_that_is_near(values: list[float], labels:
 
 def test_a_long_metric_is_thinned_to_a_line_and_its_range() -> None:
     table = Table(steps=list(range(1, 5001)), columns={"m": [float(step % 10) for step in range(5000)]})
-    curve = thinned(table, "m", "m")
+    curve = curve_of([table], "m", "m")
     assert curve.band is not None and curve.faint is None
     assert len(curve.line) == len(curve.x) == 240
     assert (curve.x[0], curve.x[-1]) == (1, 5000)
@@ -81,25 +86,23 @@ def test_a_long_metric_is_thinned_to_a_line_and_its_range() -> None:
 
 
 def test_areas_stand_on_one_another() -> None:
-    made = stack("Time", "", [1, 2], [Layer("a", [1.0, 1.0], 1), Layer("b", [1.0, 3.0], 2)])
+    made = draw(stack("Time", [1, 2], [("a", 1, [1.0, 1.0]), ("b", 2, [1.0, 3.0])]))
     first, second = re.findall(r'class="layer c\d" d="([^"]*)"', made)
     assert first == "M0 750L2000 750L2000 1000L0 1000z"
     assert second == "M0 500L2000 0L2000 750L0 750z"
 
 
 def test_a_heat_map_has_a_cell_for_each_share_above_zero() -> None:
-    made = heat_map("r", "", [1, 2, 3], Rows(["0", "1"], edged=False), [[1.0, 0.0], [0.5, 0.5], [0.0, 1.0]])
-    assert re.findall(r'y="(\d+)"[^>]*fill-opacity="([\d.]+)"', made) == [
-        ("500", "1.00"),
-        ("500", f"{0.5**0.7:.2f}"),
-        ("0", f"{0.5**0.7:.2f}"),
-        ("0", "1.00"),
-    ]
+    made = fragment("charts.html.j2", "heat_map", "r", "", HISTOGRAM)
+    half = f"{0.5**0.7:.2f}"
+    assert re.findall(r'x="(\d)" y="(\d)"[^>]*fill-opacity="([\d.]+)"', made) == [
+        ("0", "1", "1.00"), ("1", "0", half), ("1", "1", half), ("2", "0", "1.00")
+    ]  # fmt: skip
 
 
 def test_bars_are_as_high_as_their_shares() -> None:
-    made = bar_pairs("r", "", Rows(["0", "1"], edged=False), ("first", "last"), [(0.5, 0.25), (0.5, 0.75)])
-    assert re.findall(r'class="bar c\d".*?height="(\d+)"', made) == ["625", "312", "625", "938"]
+    made = fragment("charts.html.j2", "bar_pairs", "r", "", HISTOGRAM)
+    assert re.findall(r'class="bar c\d".*?height="(\d+)"', made) == ["625", "625", "312", "938"]
 
 
 def test_an_interval_shows_value_and_ends() -> None:
@@ -108,8 +111,8 @@ def test_an_interval_shows_value_and_ends() -> None:
 
 
 def test_names_of_many_bins_are_thinned() -> None:
-    assert Rows([str(row) for row in range(16)], edged=True).marks()[:2] == [(0.0, "0"), (0.125, "2")]
-    assert Rows(["0", "1"], edged=False).marks() == [(0.25, "0"), (0.75, "1")]
+    assert Histogram([str(row) for row in range(16)], True, [], [], []).marks()[:2] == [(0.0, "0"), (0.125, "2")]
+    assert HISTOGRAM.marks() == [(0.25, "0"), (0.75, "1")]
 
 
 def test_values_that_are_all_the_same_are_drawn() -> None:
@@ -117,3 +120,74 @@ def test_values_that_are_all_the_same_are_drawn() -> None:
         made = draw(Chart("x", [Curve("x", [1, 2, 3], [value] * 3)]))
         places = [int(y) for y in re.findall(r"[ML]\d+ (\d+)", re.findall(r'class="line c1" d="([^"]*)"', made)[0])]
         assert len(set(places)) == 1 and math.isfinite(places[0])
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks", "labels"),
+    [
+        (0.0, 1.0, (0.0, 0.25, 0.5, 0.75, 1.0), ["0.00", "0.25", "0.50", "0.75", "1.00"]),
+        (0.0, 3e-7, (0.0, 1e-7, 2e-7, 3e-7), ["0", "1e-7", "2e-7", "3e-7"]),
+        (2300.0, 9100.0, (2000.0, 4000.0, 6000.0, 8000.0, 10000.0), ["2k", "4k", "6k", "8k", "10k"]),
+        (-0.02, 0.01, (-0.02, -0.01, 0.0, 0.01), ["-0.02", "-0.01", "0.00", "0.01"]),
+    ],
+)
+def test_axes_have_round_marks_and_hold_the_data(low, high, ticks, labels) -> None:
+    made = axis(low, high)
+    assert made.ticks == pytest.approx(ticks)
+    assert made.low <= low and made.high >= high
+    assert made.labels() == [minus(label) for label in labels]
+
+
+@pytest.mark.parametrize("value", [0.0, 3.0, -3.0, 1e-9, 1e30])
+def test_an_axis_of_one_value_has_a_width(value: float) -> None:
+    made = axis(value, value)
+    assert made.low < made.high and made.low <= value <= made.high
+    assert 0 <= made.share(value) <= 1
+
+
+def test_the_axis_of_steps_ends_where_the_data_end() -> None:
+    made = step_axis([1, 2, 60])
+    assert (made.low, made.high, made.ticks) == (1, 60, (1, 20, 40, 60))
+    assert step_axis([7]).ticks == (7,)
+    assert step_axis([3, 4]).ticks == (3, 4)
+
+
+def test_what_is_beyond_an_axis_stands_at_its_end() -> None:
+    made = axis(0.0, 1.0)
+    assert (made.share(-5.0), made.share(0.5), made.share(7.0)) == (0.0, 0.5, 1.0)
+
+
+@pytest.mark.parametrize(("count", "parts"), [(0, 0), (1, 1), (240, 240), (241, 240), (5000, 240)])
+def test_parts_cover_every_row_once(count: int, parts: int) -> None:
+    made = buckets(count)
+    assert len(made) == parts
+    assert [row for part in made for row in range(part.start, part.stop)] == list(range(count))
+
+
+def test_parts_have_a_mean_and_gaps_stay_gaps() -> None:
+    parts = [slice(0, 2), slice(2, 4), slice(4, 6)]
+    values = [1.0, 3.0, None, 5.0, None, None]
+    assert smooth(values, parts) == [2.0, 5.0, None]
+
+
+def test_the_line_is_the_mean_around_each_row() -> None:
+    ones = [slice(row, row + 1) for row in range(5)]
+    assert smooth([1.0, 2.0, 6.0, None, 2.0], ones, 3) == [1.5, 3.0, 4.0, 4.0, 2.0]
+    assert smooth([1.0, 2.0, 6.0, None, 2.0], ones, 1) == [1.0, 2.0, 6.0, None, 2.0]
+
+
+def test_a_huge_value_does_not_spoil_those_after_it() -> None:
+    values = [1e30, *[0.5] * 30]
+    ones = [slice(row, row + 1) for row in range(31)]
+    assert smooth(values, ones, 3)[10] == 0.5
+
+
+def test_short_runs_are_not_smoothed() -> None:
+    assert [window_of(count) for count in (1, 19, 20, 60, 5000)] == [1, 1, 3, 5, 333]
+
+
+def test_rare_extremes_do_not_set_the_range() -> None:
+    assert usual_range([1.0, 2.0]) == (1.0, 2.0)
+    low, high = usual_range([*[1.0, 2.0] * 50, 500.0])
+    assert (low, high) == (1.0, 3.5)
+    assert usual_range([*[1.0, 2.0] * 50, 3.0]) == (1.0, 3.0)

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from grpo_recipes.report.chart import Curve, curve_of
 from grpo_recipes.report.compare import (
+    Group,
     comparison_page,
     differing_keys,
-    group_curve,
     grouped,
-    half_interval,
     write_comparison,
 )
+from grpo_recipes.report.page import half_interval
 from grpo_recipes.report.read import read_run
 from grpo_recipes.report.single import run_page
 
 from .synthetic_runs import make_run
 from .test_single import Page
+
+
+def group_curve(group: Group, name: str) -> Curve:
+    return curve_of([run.metrics for run in group.runs], name, group.label)
 
 
 def runs_of(root: Path, *folders: dict[str, Any]) -> list[Any]:
@@ -33,14 +37,6 @@ def runs_of(root: Path, *folders: dict[str, Any]) -> list[Any]:
 
 def seeds(root: Path, name: str, count: int, **keys: Any) -> list[Any]:
     return [read_run(make_run(root, f"{name}-20261120-10150{seed}", seed=seed, **keys)) for seed in range(count)]
-
-
-def test_the_interval_is_students() -> None:
-    # Mean 2 and standard deviation 1 of three values: 4.303 / sqrt(3).
-    assert half_interval([1.0, 2.0, 3.0]) == pytest.approx(4.303 / math.sqrt(3))
-    assert half_interval([0.0, 1.0]) == pytest.approx(12.706 / 2)
-    assert half_interval([float(row % 2) for row in range(100)]) == pytest.approx(1.96 * 0.50252 / 10, rel=1e-3)
-    assert half_interval([1.0]) is None
 
 
 def test_runs_that_differ_in_their_seed_alone_are_one_group(tmp_path: Path) -> None:
@@ -73,7 +69,7 @@ def test_a_group_is_drawn_as_mean_and_interval_over_its_seeds(tmp_path: Path) ->
     runs = seeds(tmp_path, "base", 3, steps=4)
     (group,) = grouped(runs)
     curve = group_curve(group, "reward")
-    assert curve is not None and curve.band is not None
+    assert curve.band is not None
     at_two = [run.metrics.column("reward")[1] for run in runs]
     assert curve.x == [1, 2, 3, 4]
     assert curve.line[1] == pytest.approx(sum(at_two) / 3)
@@ -86,7 +82,7 @@ def test_seeds_of_different_lengths_are_averaged_where_they_are(tmp_path: Path) 
     runs = [read_run(make_run(tmp_path, f"base-20261120-10150{n}", seed=n, steps=4 + 2 * n)) for n in (0, 1)]
     (group,) = grouped(runs)
     curve = group_curve(group, "reward")
-    assert curve is not None and curve.band is not None
+    assert curve.band is not None
     assert len(curve.line) == 6 and curve.line[5] == runs[1].metrics.column("reward")[5]
     assert curve.band[0][3] is not None and curve.band[0][5] is None
 
@@ -94,7 +90,7 @@ def test_seeds_of_different_lengths_are_averaged_where_they_are(tmp_path: Path) 
 def test_a_long_group_is_thinned(tmp_path: Path) -> None:
     (group,) = grouped(seeds(tmp_path, "base", 2, steps=1000))
     curve = group_curve(group, "entropy")
-    assert curve is not None and 100 < len(curve.line) <= 240 and curve.x[-1] == 1000
+    assert 100 < len(curve.line) <= 240 and curve.x[-1] == 1000
 
 
 def test_the_page_says_who_ends_highest_and_what_differs(tmp_path: Path) -> None:

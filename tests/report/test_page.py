@@ -1,17 +1,21 @@
-"""Nothing that a model writes becomes markup, hides, or reorders what is around it."""
+"""Numbers and times are short; no text of a model becomes markup, hides, or reorders the text around it."""
 
 from __future__ import annotations
 
 import html
+import math
 import re
 
 import pytest
 
-from grpo_recipes.report.page import fragment, model_text
+from grpo_recipes.report.chart import Chart, Curve
+from grpo_recipes.report.page import duration, fragment, half_interval, minus, model_text, short, signed
+from grpo_recipes.runs.health import percent
 
 
 def escape(text: str) -> str:
-    return fragment("parts.html.j2", "paragraph", text).removeprefix("<p>").removesuffix("</p>")
+    """Return a text as an expression of a template writes it."""
+    return re.findall(r"<dt>(.*)</dt>", fragment("parts.html.j2", "facts", [(text, "x")]), re.DOTALL)[0]
 
 
 def read_back(markup: str) -> str:
@@ -26,10 +30,11 @@ def test_texts_are_escaped_and_read_as_they_were(text: str) -> None:
 
 @pytest.mark.parametrize("value", ['"><script>', "<b>x</b>"])
 def test_values_of_attributes_are_escaped_and_markup_of_ours_is_not(value: str) -> None:
-    assert escape(fragment("parts.html.j2", "bold", "x")) == "<b>x</b>"
-    link = fragment("parts.html.j2", "link", "x", value)
-    assert re.fullmatch('<a href="[^"<>]*">x</a>', link)
-    assert html.unescape(link) == f'<a href="{value}">x</a>'
+    assert escape(fragment("parts.html.j2", "value", "x")) == '<code class="value">x</code>'
+    (label,) = re.findall(
+        'data-label="([^"<>]*)"', fragment("charts.html.j2", "lines", Chart("x", [Curve(value, [1], [1.0])]))
+    )
+    assert html.unescape(label) == value
 
 
 @pytest.mark.parametrize(
@@ -69,3 +74,54 @@ def test_white_space_is_marked_and_copies_as_it_was() -> None:
     assert made.count('class="nl"') == 3
     assert made.count('class="tab"') == 1
     assert made.count('class="sp"') == 3  # not the single space between two words
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "\u2013"),
+        (0.0, "0"),
+        (0.8906, "0.891"),
+        (-2.51e-4, "-2.51e-4"),
+        (2.4e-7, "2.4e-7"),
+        (12.0, "12"),
+        (153.4, "153"),
+        (1234.0, "1,234"),
+        (9999.9, "10,000"),
+        (12345.0, "12.3k"),
+        (2_500_000.0, "2.5M"),
+        (3e12, "3e12"),
+    ],
+)
+def test_three_digits_that_count(value: float | None, text: str) -> None:
+    assert short(value) == minus(text)
+
+
+def test_signs_and_shares() -> None:
+    assert (signed(0.4), signed(-0.4), signed(0.0), signed(None)) == ("+0.4", minus("-0.4"), "0", "\u2013")
+    assert (percent(0.0), percent(0.512), percent(1.0)) == ("0 %", "51.2 %", "100 %")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.04, "0.0 s"),
+        (59.94, "59.9 s"),
+        (59.99, "1 min 00 s"),
+        (61.0, "1 min 01 s"),
+        (3599.9, "1 h 00 min"),
+        (11_100.0, "3 h 05 min"),
+        (86_399.0, "1 d 00 h"),
+        (183_600.0, "2 d 03 h"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_the_interval_is_students() -> None:
+    # Mean 2 and standard deviation 1 of three values: 4.303 / sqrt(3).
+    assert half_interval([1.0, 2.0, 3.0]) == pytest.approx(4.303 / math.sqrt(3))
+    assert half_interval([0.0, 1.0]) == pytest.approx(12.706 / 2)
+    assert half_interval([float(row % 2) for row in range(100)]) == pytest.approx(1.96 * 0.50252 / 10, rel=1e-3)
+    assert half_interval([1.0]) is None

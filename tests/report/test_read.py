@@ -24,7 +24,7 @@ def test_rows_become_columns_with_gaps(tmp_path: Path) -> None:
     assert table.columns == {"step": [1, 2, 3], "loss": [0.5, None, None], "kl": [None, 1, None]}
     assert table.odd == {"loss": {"nan": 1, "-inf": 1}}
     assert (table.unreadable, table.last("loss"), table.last("kl")) == (0, 0.5, 1)
-    assert table.has("kl") and not table.has("text")
+    assert table.known("kl") and not table.known("text")
 
 
 def test_lines_that_are_no_rows_are_counted(tmp_path: Path) -> None:
@@ -59,27 +59,25 @@ def test_secrets_are_masked_wherever_they_stand(tmp_path: Path) -> None:
 
 def test_origins_stand_above_the_keys(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path, steps=1))
-    origins = {setting.key: setting.origin for setting in run.settings}
+    origins = {key: setting.origin for key, setting in run.settings.items()}
     assert origins["learning_rate"] == "--learning_rate"
     assert origins["run_root"] == "RUN_ROOT"
     assert origins["system_prompt"] == "config_math.yaml:9"
-    assert run.setting("system_prompt").splitlines()[1] == "# not an origin"
-    assert run.setting("not_given") is None
+    assert run.value("system_prompt").splitlines()[1] == "# not an origin"
+    assert run.value("not_given") is None
 
 
 def test_origins_of_older_runs_stand_behind_the_values(tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text("beta: 0.0  # grpo.yaml:20\n# grpo.yaml:13\nreward_funcs:\n- format_tags\n")
-    assert [(one.key, one.value, one.origin) for one in read_settings(file)] == [
-        ("beta", 0.0, "grpo.yaml:20"),
-        ("reward_funcs", ["format_tags"], "grpo.yaml:13"),
-    ]
+    found = read_settings(file)
+    assert found == {"beta": (0.0, "grpo.yaml:20"), "reward_funcs": (["format_tags"], "grpo.yaml:13")}
 
 
 def test_a_run_that_has_only_begun_is_read(tmp_path: Path) -> None:
     left = ("metrics.jsonl", "eval.jsonl", "samples.jsonl", "summary.json", "plan.json", "recipe.yaml")
     run = read_run(make_run(tmp_path, steps=1, without=left))
-    assert (run.status, run.settings, run.metrics.steps, run.scored) == ("unknown", [], [], [])
+    assert (run.status, run.settings, run.metrics.steps, run.scored) == ("unknown", {}, [], [])
 
 
 def test_evaluations_are_also_read_from_the_metrics(tmp_path: Path) -> None:

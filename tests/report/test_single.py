@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.report.page import TIMES
 from grpo_recipes.report.single import report_line, write_report
 from grpo_recipes.runs.checkpoints import publish
 
 from .synthetic_runs import make_run
 
+TIMES = "\u00d7"
 NASTY = (
     "<script>alert(1)</script></style></pre><img src=x onerror=alert(1)>\"'`&amp; \x00 \x1b[31mred\x1b[0m "
     "\u202ereversed\u202c \u200b \ud800 \U000e0041 javascript:alert(1)"

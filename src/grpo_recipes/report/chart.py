@@ -1,4 +1,4 @@
-"""Charts as inline SVG: axes, thinned curves, and four kinds of drawing in one frame.
+"""What a chart shows, for ``charts.html.j2``: axes, thinned curves and their paths.
 
 A drawing has ``WIDTH`` by ``HEIGHT`` units and stretches to any width; its letters and lines keep their size. The
 charts are drawn here rather than by a library's script: they can be read without a script, and no file is vendored.
@@ -6,21 +6,25 @@ charts are drawn here rather than by a library's script: they can be read withou
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 
-from markupsafe import Markup
-
-from grpo_recipes.report.page import compact, compact_all, fragment, minus, scale_of, scientific, short
-from grpo_recipes.report.read import Column, Table
-from grpo_recipes.runs.health import known, mean, percent
+from grpo_recipes.report.page import compact, half_interval, minus, scale_of, scientific, short
+from grpo_recipes.report.read import Column, Scored, Table
+from grpo_recipes.runs.health import known, mean
 
 WIDTH, HEIGHT = 2000, 1000
 MOST_POINTS = 240
-_TEMPLATE = "charts.html.j2"
 _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
+_HISTOGRAM_COLUMNS = 60
+_FEW_VALUES = 8  # distinct rewards up to which each has a row of its own
+Marks = list[tuple[float, str]]  # labels beside a drawing, and their places from 0 to 1
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Axis:
     ticks: tuple[float, ...]
 
     def share(self, value: float) -> float:
-        """Return where ``value`` stands between low (0) and high (1); what is beyond stands at the end."""
+        """Return the place of a value between low (0) and high (1); values beyond an end are put there."""
         return min(max((value - self.low) / (self.high - self.low), 0.0), 1.0)
 
     def labels(self) -> list[str]:
@@ -42,10 +46,13 @@ class Axis:
         if largest and (largest < 1e-3 or largest >= 1e9):
             return [scientific(tick) for tick in self.ticks]
         scale, suffix = scale_of(largest) if step >= 10 else (1.0, "")
-        power = math.floor(math.log10(step / scale) + 1e-9)
-        mantissa = step / scale / 10.0**power
-        digits = max(0, -power + (abs(mantissa - round(mantissa)) >= 1e-6))
+        digits = max(0, -int(Decimal(f"{step / scale:.6g}").as_tuple().exponent))
         return [minus(f"{tick / scale:,.{digits}f}{suffix if tick else ''}") for tick in self.ticks]
+
+    def marks(self, text: Callable[[float], str] | None = None) -> Marks:
+        """Return the ticks as marks, with these texts instead of the labels."""
+        texts = [text(tick) for tick in self.ticks] if text else self.labels()
+        return [(self.share(tick), label) for tick, label in zip(self.ticks, texts, strict=True)]
 
 
 def axis(low: float, high: float, wanted: int = 4, *, whole: bool = False) -> Axis:
@@ -83,21 +90,17 @@ def window_of(count: int) -> int:
 def buckets(count: int, most: int = MOST_POINTS) -> list[slice]:
     """Return ``count`` rows in at most ``most`` slices of nearly the same length."""
     parts = min(count, most)
-    edges = [round(index * count / parts) for index in range(parts + 1)] if parts else []
-    return [slice(low, high) for low, high in itertools.pairwise(edges)]
+    return [slice(index * count // parts, (index + 1) * count // parts) for index in range(parts)]
 
 
-def means(values: Column, parts: Sequence[slice]) -> Column:
-    """Return the mean of each part; None where a part holds nothing."""
-    return [mean(known(values[part])) for part in parts]
-
-
-def smooth(values: Column, parts: Sequence[slice], window: int) -> Column:
-    """Return for each part the mean of the values within ``window`` rows around its middle."""
-    middles = [(part.start + part.stop - 1) // 2 for part in parts]
-    spans = [slice(min(part.start, max(0, at - window // 2)), max(part.stop, at + window // 2 + 1))
-             for part, at in zip(parts, middles, strict=True)]  # fmt: skip
-    return means(values, spans)
+def smooth(values: Column, parts: Sequence[slice], window: int = 1) -> Column:
+    """Return for each part the mean of its values and of those within ``window`` rows around its middle."""
+    line: Column = []
+    for part in parts:
+        middle = (part.start + part.stop - 1) // 2
+        span = slice(min(part.start, max(0, middle - window // 2)), max(part.stop, middle + window // 2 + 1))
+        line.append(mean(known(values[span])) if part.start < len(values) else None)
+    return line
 
 
 def usual_range(values: Sequence[float]) -> tuple[float, float]:
@@ -109,48 +112,6 @@ def usual_range(values: Sequence[float]) -> tuple[float, float]:
     return max(ordered[0], low - margin), min(ordered[-1], high + margin)
 
 
-def around(middles: Column, halves: Column) -> tuple[Column, Column]:
-    """Return the lower and upper edge of a band; None where middle or half is."""
-    pairs = list(zip(middles, halves, strict=True))
-    return (
-        [None if middle is None or half is None else middle - half for middle, half in pairs],
-        [None if middle is None or half is None else middle + half for middle, half in pairs],
-    )
-
-
-def line_path(xs: Sequence[float], values: Column, across: Axis, up: Axis) -> str:
-    """Return a line through the points, broken where a value is missing; a lone point is a dot."""
-    pieces = _unbroken(list(zip(xs, values, strict=True)))
-    lines = ["L".join(_point(across, up, x, y) for x, y in piece) for piece in pieces]
-    return "".join(f"M{line}{'h0' if 'L' not in line else ''}" for line in lines)
-
-
-def dots_path(xs: Sequence[float], values: Column, across: Axis, up: Axis) -> str:
-    """Return a dot for each point: a line of no length, which round line ends make visible."""
-    points = [(x, value) for x, value in zip(xs, values, strict=True) if value is not None]
-    return "".join(f"M{_point(across, up, x, value)}h0" for x, value in points)
-
-
-def band_path(xs: Sequence[float], low: Column, high: Column, across: Axis, up: Axis) -> str:
-    """Return the area between two lines, in as many parts as missing values make."""
-    closed = []
-    for piece in _unbroken(list(zip(xs, low, high, strict=True))):
-        there = [_point(across, up, x, top) for x, _, top in piece]
-        back = [_point(across, up, x, bottom) for x, bottom, _ in reversed(piece)]
-        closed.append(f"M{'L'.join(there + back)}z")
-    return "".join(closed)
-
-
-def _unbroken(points: Sequence[tuple[float | None, ...]]) -> list[list[tuple[float, ...]]]:
-    """Return the stretches of points without a missing value."""
-    stretches = itertools.groupby(points, key=lambda point: None not in point)
-    return [list(points) for whole, points in stretches if whole]  # type: ignore[arg-type]
-
-
-def _point(across: Axis, up: Axis, x: float, y: float) -> str:
-    return f"{round(WIDTH * across.share(x))} {round(HEIGHT * (1 - up.share(y)))}"
-
-
 @dataclass(frozen=True)
 class Curve:
     """One line of a chart of N points."""
@@ -159,11 +120,47 @@ class Curve:
     x: Sequence[float]  # rising
     line: Column  # None where it is broken
     colour: int = 1  # 1 to 8
-    faint: Column | None = None  # what the line is a mean of, drawn behind it
+    kind: str = "line"  # or "line dashed", "dots", and "layer": the area of the band, whose thickness is ``line``
+    faint: Column | None = None  # the values that the line is a mean of, drawn behind it
     band: tuple[Column, Column] | None = None  # lower and upper edge of the area around it
-    band_label: str = ""  # what the area is; the read-out shows its range where this is given
-    dots: bool = False  # marks instead of a line
-    dashed: bool = False  # where there are more curves than colours
+    band_label: str = ""  # what the area shows; the read-out has its range where this is given
+
+    @property
+    def ranges(self) -> str:
+        """The edges of the band as page.js reads them."""
+        pairs = zip(*self.band, strict=True) if self.band and self.band_label else ()
+        return " ".join("-" if None in pair else compact(pair).replace(" ", ":") for pair in pairs)
+
+
+def curve_of(
+    tables: Sequence[Table], name: str, label: str, colour: int = 1, kind: str = "line", window: int | None = None
+) -> Curve:
+    """Return a metric as a line through its noise.
+
+    Of one run, every value is faintly behind the line, or the range of many values; of several runs, the line is the
+    mean of theirs and the band its 95 % interval.
+    """
+    longest = max((table.steps for table in tables), key=len)
+    parts, window = buckets(len(longest)), window or window_of(len(longest))
+    xs = [longest[part.stop - 1 if part.start else 0] for part in parts]  # the first point is where the axis begins
+    lines = [smooth(table.column(name), parts, window) for table in tables]
+    if len(tables) > 1:
+        columns = [known(column) for column in zip(*lines, strict=True)]
+        line = [mean(column) for column in columns]
+        band = around(line, [half_interval(column) for column in columns])
+        return Curve(label, xs, line, colour, kind, band=band, band_label="95 %")
+    values, line = tables[0].column(name), lines[0]
+    if len(parts) == len(values):
+        return Curve(label, xs, line, colour, kind, faint=values if line != values else None)
+    low, high = ([of(known(values[part]), default=None) for part in parts] for of in (min, max))
+    return Curve(label, xs, line, colour, kind, band=(low, high))
+
+
+def around(middles: Column, halves: Column) -> tuple[Column, Column]:
+    """Return the lower and upper edge of a band; None where middle or half is."""
+    pairs = list(zip(middles, halves, strict=True))
+    low, high = ([None if a is None or b is None else a + sign * b for a, b in pairs] for sign in (-1, 1))
+    return low, high
 
 
 @dataclass(frozen=True)
@@ -176,180 +173,140 @@ class Chart:
     bounds: tuple[float, float] | None = None  # the least that the vertical axis must hold instead of what is behind
     shares: bool = False  # values are shares, marked in per cent
     x_name: str = "step"
+    unit: str = ""  # of the values
     large: bool = False  # twice the height and the whole width
 
+    @functools.cached_property
+    def across(self) -> Axis:
+        """The horizontal axis."""
+        return step_axis([*([] if self.x_name == "step" else [0.0]), *[x for curve in self.curves for x in curve.x]])
 
-def thinned(table: Table, name: str, label: str, colour: int = 1, window: int | None = None) -> Curve:
-    """Return a metric as a line through its noise; faintly behind it every value, or the range of many values."""
-    values, parts = table.column(name), buckets(len(table.steps))
-    line, xs = smooth(values, parts, window or window_of(len(values))), thinned_steps(table)
-    if len(parts) == len(values):
-        return Curve(label, xs, line, colour, faint=values if line != values else None)
-    low, high = ([of(found, default=None) for found in (known(values[part]) for part in parts)] for of in (min, max))
-    return Curve(label, xs, line, colour, band=(low, high))
+    @functools.cached_property
+    def up(self) -> Axis:
+        """The vertical axis: it holds the lines and nearly all of what is behind them, from 0 where that is not far."""
+        if self.curves[-1].kind == "layer" and self.curves[-1].band:
+            tops = sorted(known(self.curves[-1].band[1]))
+            # A rare slow step (a checkpoint) may exceed the frame: it would flatten all others.
+            return axis(0.0, max(tops[-1 - len(tops) // 50], 1e-9))
+        lines = [value for curve in self.curves for value in known(curve.line)]
+        low, high = usual_range(lines)
+        if self.bounds:
+            low, high = min(low, self.bounds[0]), max(high, self.bounds[1])
+        else:
+            columns = [column for curve in self.curves for column in (curve.faint, *(curve.band or ())) if column]
+            behind = [value for column in columns for value in known(column)]
+            few, many = usual_range(behind) if behind else (low, high)
+            low, high = min(low, few), max(high, many)
+        if 0 < low <= 0.5 * high or low < 0 <= min(lines):
+            low = 0.0
+        elif low <= 2 * high < 0:
+            high = 0.0
+        return axis(low, high, 5 if self.large else 4)
 
+    @property
+    def beyond(self) -> int:
+        """How many values of the lines are outside the frame."""
+        columns = [curve.faint or curve.line for curve in self.curves if curve.kind != "layer"]
+        return sum(not self.up.low <= value <= self.up.high for column in columns for value in known(column))
 
-def thinned_steps(table: Table) -> list[float]:
-    """Return the last step of each part that becomes one point; the first of the first, where the axis begins."""
-    return [table.steps[part.stop - 1 if part.start else 0] for part in buckets(len(table.steps))]
+    def line_path(self, xs: Sequence[float], values: Column, kind: str = "line") -> str:
+        """Return a line through the points, broken where a value is missing; a lone point or each of ``dots`` is a dot.
 
+        A dot is a line of no length, which round line ends make visible.
+        """
+        pieces = _unbroken(list(zip(xs, values, strict=True)))
+        if kind == "dots":
+            pieces = [[point] for piece in pieces for point in piece]
+        lines = ["L".join(self._point(x, y) for x, y in piece) for piece in pieces]
+        return "".join(f"M{line}{'h0' if 'L' not in line else ''}" for line in lines)
 
-def draw(chart: Chart) -> Markup:
-    """Return lines, dots and bands as a figure."""
-    start = [] if chart.x_name == "step" else [0.0]
-    across, up = step_axis([*start, *[x for curve in chart.curves for x in curve.x]]), _vertical(chart)
-    first, several = chart.curves[0], len(chart.curves) > 1
-    paths = [path for curve in chart.curves for path in _paths(curve, across, up, own=curve.x != first.x)]
-    kinds = {curve.label: ("dot" if curve.dots else "dash" if curve.dashed else "", curve.colour)
-             for curve in chart.curves}  # fmt: skip
-    newest = next((value for value in reversed(first.line) if value is not None), None)
-    values = known(first.line)
-    ends = f" from {short(values[0])} to {short(values[-1])}" if values else ""
-    return fragment(
-        _TEMPLATE, "lines",
-        title=chart.title, large=chart.large, paths=paths, grid=_grid(up), across=_across(across, chart.x_name),
-        up=_up(up, percent if chart.shares else None), note=". ".join(filter(None, (chart.note, _beyond(chart, up)))),
-        legend=[(colour, label, kind) for label, (kind, colour) in kinds.items()] if several else [],
-        newest="" if several or chart.large or newest is None else percent(newest) if chart.shares else short(newest),
-        spoken=f"{chart.title}{ends}, {chart.x_name} {compact(first.x[0])} to {compact(first.x[-1])}",
-        data={"x": compact_all(first.x), "low": compact(across.low), "high": compact(across.high),
-              "xname": chart.x_name, "percent": chart.shares, "unit": ""},
-    )  # fmt: skip
+    def band_path(self, xs: Sequence[float], low: Column, high: Column) -> str:
+        """Return the area between two lines, in as many parts as missing values make."""
+        closed = []
+        for piece in _unbroken(list(zip(xs, low, high, strict=True))):
+            there = [self._point(x, top) for x, _, top in piece]
+            back = [self._point(x, bottom) for x, bottom, _ in reversed(piece)]
+            closed.append(f"M{'L'.join(there + back)}z")
+        return "".join(closed)
 
-
-def _beyond(chart: Chart, up: Axis) -> str:
-    count = sum(not up.low <= value <= up.high for curve in chart.curves for value in known(curve.faint or curve.line))
-    return f"{count} value{'s' * (count > 1)} beyond the axis" if count else ""
-
-
-def _vertical(chart: Chart) -> Axis:
-    """Return an axis that holds the lines and nearly all of what is behind them; from 0 where that is not far."""
-    lines = [value for curve in chart.curves for value in known(curve.line)]
-    low, high = usual_range(lines)
-    if chart.bounds:
-        low, high = min(low, chart.bounds[0]), max(high, chart.bounds[1])
-    else:
-        columns = [column for curve in chart.curves for column in (curve.faint, *(curve.band or ())) if column]
-        behind = [value for column in columns for value in known(column)]
-        few, many = usual_range(behind) if behind else (low, high)
-        low, high = min(low, few), max(high, many)
-    if 0 < low <= 0.5 * high or low < 0 <= min(lines):
-        low = 0.0
-    elif low <= 2 * high < 0:
-        high = 0.0
-    return axis(low, high, 5 if chart.large else 4)
+    def _point(self, x: float, y: float) -> str:
+        return f"{round(WIDTH * self.across.share(x))} {round(HEIGHT * (1 - self.up.share(y)))}"
 
 
-def _paths(curve: Curve, across: Axis, up: Axis, own: bool) -> list[dict[str, str]]:
-    """Return the paths of a curve, those behind it first; ``own``: its points are not at the x of the chart."""
-    behind, ranges = [], ""
-    if curve.band:
-        behind.append({"kind": f"band c{curve.colour}", "d": band_path(curve.x, *curve.band, across, up)})
-        if curve.band_label:
-            pairs = zip(*curve.band, strict=True)
-            ranges = " ".join("-" if low is None or high is None else f"{compact(low)}:{compact(high)}"
-                              for low, high in pairs)  # fmt: skip
-    if curve.faint:
-        behind.append({"kind": f"faint c{curve.colour}", "d": line_path(curve.x, curve.faint, across, up)})
-    kind = "dots" if curve.dots else "line dashed" if curve.dashed else "line"
-    path = (dots_path if curve.dots else line_path)(curve.x, curve.line, across, up)
-    numbers = {"x": compact_all(curve.x) if own else "", "y": compact_all(curve.line), "range": ranges}
-    return [*behind, {"kind": f"{kind} c{curve.colour}", "d": path, "label": curve.label, **numbers}]
+def _unbroken(points: Sequence[tuple[float | None, ...]]) -> list[list[tuple[float, ...]]]:
+    """Return the stretches of points without a missing value."""
+    stretches = itertools.groupby(points, key=lambda point: None not in point)
+    return [list(points) for whole, points in stretches if whole]  # type: ignore[arg-type]
 
 
-def _grid(up: Axis) -> str:
-    """Return a line at each mark of the vertical axis."""
-    return "".join(f"M0 {round(HEIGHT * (1 - up.share(tick)))}h{WIDTH}" for tick in up.ticks)
-
-
-def _up(up: Axis, text: Callable[[float], str] | None = None) -> list[tuple[str, str]]:
-    """Return the labels left of the drawing: share of the height from the top in per cent, and text."""
-    labels = [text(tick) for tick in up.ticks] if text else up.labels()
-    return [(f"{100 * (1 - up.share(tick)):.2f}", label) for tick, label in zip(up.ticks, labels, strict=True)]
-
-
-def _across(across: Axis, name: str) -> list[tuple[str, str, str]]:
-    """Return the labels under the drawing: share of the width in per cent, text and its anchor."""
-    labels = []
-    for tick in across.ticks:
-        share = across.share(tick)
-        anchor = "start" if share < 0.04 else "end" if share > 0.96 else "middle"
-        labels.append((f"{100 * share:.2f}", f"{tick:,.0f}" if name == "step" else short(tick), anchor))
-    return labels
+def stack(title: str, xs: Sequence[float], layers: Sequence[tuple[str, int, Sequence[float]]]) -> Chart:
+    """Return areas one on the other, in seconds, the first at the bottom: label, colour and thickness of each."""
+    curves: list[Curve] = []
+    below = [0.0] * len(xs)
+    for label, colour, values in layers:
+        above = [low + value for low, value in zip(below, values, strict=True)]
+        curves.append(Curve(label, xs, [*values], colour, "layer", band=([*below], [*above])))
+        below = above
+    return Chart(title, curves, unit="s")
 
 
 @dataclass(frozen=True)
-class Layer:
-    """One area of a stack: its name and (N,) its thickness."""
+class Histogram:
+    """The rewards of single completions, over the steps and at both ends of a run."""
 
-    label: str
-    values: Sequence[float]
-    colour: int
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The bins of a histogram, the lowest first."""
-
-    names: Sequence[str]
+    names: Sequence[str]  # (R,) of the bins, the lowest first
     edged: bool  # a bin is a range and its name the lower end; else it is a single value
+    steps: Sequence[float]  # (N,)
+    shares: Sequence[Sequence[float]]  # (N, R) shares of each step's completions, which add up to 1
+    ends: Sequence[tuple[str, Sequence[float]]]  # name and shares of the first steps, and of the last
 
-    def marks(self) -> list[tuple[float, str]]:
-        """Return at most 8 names and where they stand, from 0 to 1."""
+    @property
+    def across(self) -> Axis:
+        """The axis of steps."""
+        return step_axis(self.steps)
+
+    @property
+    def up(self) -> Axis:
+        """The vertical axis of the bars."""
+        return axis(0.0, max(max(shares) for _, shares in self.ends) or 1.0)
+
+    @property
+    def most(self) -> float:
+        """The largest share of any step."""
+        return max(map(max, self.shares)) or 1.0
+
+    def marks(self) -> Marks:
+        """Return at most 8 of the names."""
         stride, middle = -(-len(self.names) // 8), 0.0 if self.edged else 0.5
         return [((row + middle) / len(self.names), self.names[row]) for row in range(0, len(self.names), stride)]
 
 
-def stack(title: str, note: str, xs: Sequence[float], layers: Sequence[Layer]) -> Markup:
-    """Return areas one on the other, in seconds, the first at the bottom."""
-    tops: list[list[float]] = [[0.0] * len(xs)]
-    for layer in layers:
-        tops.append([below + value for below, value in zip(tops[-1], layer.values, strict=True)])
-    ordered = sorted(tops[-1])
-    # A rare slow step (a checkpoint) may stand out of the frame: it would flatten all others.
-    up, across = axis(0.0, max(ordered[-1 - len(ordered) // 50], 1e-9)), step_axis(xs)
-    paths = [
-        {"kind": f"layer c{layer.colour}", "d": band_path(xs, [*low], [*high], across, up), "label": layer.label,
-         "x": "", "y": compact_all(layer.values), "range": ""}
-        for layer, low, high in zip(layers, tops, tops[1:], strict=False)
-    ]  # fmt: skip
-    return fragment(
-        _TEMPLATE, "lines",
-        title=title, note=note, paths=paths, grid=_grid(up), up=_up(up), across=_across(across, "step"),
-        legend=[(layer.colour, layer.label, "box") for layer in layers],
-        spoken=f"{title}: {', '.join(layer.label for layer in layers)}",
-        data={"x": compact_all(xs), "low": compact(across.low), "high": compact(across.high), "xname": "step",
-              "percent": False, "unit": "s"},
-    )  # fmt: skip
+def histogram(scored: Sequence[Scored]) -> Histogram | None:
+    """Return how rewards are spread, or None for fewer than three steps with rewards."""
+    scored = [row for row in scored if row.rewards]
+    parts = buckets(len(scored), _HISTOGRAM_COLUMNS)
+    if len(parts) <= 2:
+        return None
+    counts = Counter(reward for row in scored for reward in row.rewards)
+    edged = len(counts) > _FEW_VALUES
+    edges = axis(min(counts), max(counts), 16).ticks if edged else sorted(counts)
+    bins = edges[:-1] if edged else edges
+
+    def shares(rows: Sequence[Scored]) -> list[float]:
+        places = [min(bisect_right(edges, reward), len(bins)) for row in rows for reward in row.rewards]
+        found = Counter(max(place - 1, 0) for place in places)
+        return [found[index] / len(places) for index in range(len(bins))]
+
+    tenth = max(1, len(scored) // 10)
+    return Histogram(
+        names=[short(value) for value in bins],
+        edged=edged,
+        steps=[scored[part.stop - 1 if part.start else 0].step for part in parts],
+        shares=[shares(scored[part]) for part in parts],
+        ends=[(_steps_named(rows), shares(rows)) for rows in (scored[:tenth], scored[-tenth:])],
+    )
 
 
-def heat_map(title: str, note: str, xs: Sequence[float], rows: Rows, shares: list[list[float]]) -> Markup:
-    """Return cells as dark as their share: ``shares`` (N, R) add up to 1 in each column; ``xs`` (N,) are its steps."""
-    wide, high = WIDTH / len(xs), HEIGHT / len(rows.names)
-    most = max(max(line) for line in shares) or 1.0
-    cells = [
-        (round(column * wide), round(HEIGHT - (row + 1) * high), round((column + 1) * wide) - round(column * wide),
-         round(HEIGHT - row * high) - round(HEIGHT - (row + 1) * high), f"{(share / most) ** 0.7:.2f}")
-        for column, line in enumerate(shares)
-        for row, share in enumerate(line)
-        if share > 0
-    ]  # fmt: skip
-    up = [(f"{100 * (1 - place):.2f}", name) for place, name in rows.marks()]
-    return fragment(_TEMPLATE, "heat_map", title=title, note=note, up=up, across=_across(step_axis(xs), "step"),
-                    cells=cells)  # fmt: skip
-
-
-def bar_pairs(title: str, note: str, rows: Rows, names: tuple[str, str], pairs: list[tuple[float, float]]) -> Markup:
-    """Return two bars side by side for each row: shares of two groups."""
-    up = axis(0.0, max(max(pair) for pair in pairs) or 1.0)
-    wide = WIDTH / len(rows.names)
-    bars = [
-        (colour, round((row + 0.14 + 0.36 * side) * wide), round(0.34 * wide),
-         round(HEIGHT * (1 - up.share(pair[side]))), round(HEIGHT * up.share(pair[side])))
-        for row, pair in enumerate(pairs)
-        for side, colour in ((0, 8), (1, 1))
-    ]  # fmt: skip
-    across = [(f"{100 * place:.2f}", name, "middle") for place, name in rows.marks()]
-    legend = [(8, names[0], "box"), (1, names[1], "box")]
-    return fragment(_TEMPLATE, "bar_pairs", title=title, note=note, up=_up(up, percent), across=across, bars=bars,
-                    grid=_grid(up), legend=legend)  # fmt: skip
+def _steps_named(rows: Sequence[Scored]) -> str:
+    first, last = rows[0].step, rows[-1].step
+    return f"step {first}" if first == last else f"steps {first} to {last}"

@@ -1,7 +1,8 @@
-"""Pages from jinja2 templates: every text is escaped, nothing is loaded, and only our own style and script may run.
+"""Numbers as people read them, and pages from jinja2 templates.
 
-Pass texts of a run to templates as expressions, never through ``xmlattr`` or ``join``: ``_finalize`` then names the
-characters that hide or reorder others, and jinja2 escapes what is left.
+Every text is escaped, nothing is loaded, and only our own style and script may run. Pass texts of a run to templates as
+expressions, never through ``xmlattr`` or ``join``: ``_finalize`` then names the characters that hide or reorder others,
+and jinja2 escapes what is left.
 """
 
 from __future__ import annotations
@@ -10,20 +11,26 @@ import base64
 import datetime
 import functools
 import hashlib
+import json
+import math
 import re
-from collections.abc import Iterable, Sequence
+import shlex
+import statistics
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup, escape
 
-from grpo_recipes.runs.health import percent
+from grpo_recipes.runs.health import mean, number, percent
+from grpo_recipes.secrets import masked_environment
 
 if TYPE_CHECKING:
     import jinja2
 
 NOTHING = "\u2013"  # an en dash
-TIMES = "\u00d7"
+SMOKE_BADGE = ("smoke test, not an experiment", "smoke")
+_HERE = Path(__file__).parent
 # Control characters, soft hyphen, direction marks and overrides, zero-width and tag characters, lone surrogates.
 _HIDDEN = (
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
@@ -31,11 +38,15 @@ _HIDDEN = (
 )
 _HIDDEN_OR_SPACE = re.compile(rf"{_HIDDEN}|\n|\t|^ +| +$| {{2,}}", re.MULTILINE)
 _SPACES = {"\n": Markup('<i class="nl"></i>\n'), "\t": Markup('<i class="tab">\t</i>')}
-Section = tuple[str, Markup | None]
+# 97.5 % points of Student's t for 1 to 30 degrees of freedom.
+_STUDENT = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
+    2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
 
 
 def short(value: float | None) -> str:
-    """Return three digits that count: 0.891, 1,234, 12.3k, 2.4e-7."""
+    """Return a number with three significant digits: 0.891, 1,234, 12.3k, 2.4e-7."""
     if value is None:
         return NOTHING
     size = abs(value)
@@ -44,25 +55,12 @@ def short(value: float | None) -> str:
     if size >= 10_000:
         scale, suffix = scale_of(size)
         return minus(f"{value / scale:.3g}{suffix}")
-    if float(value).is_integer() or size >= 100:
-        return minus(f"{value:,.0f}")
-    return minus(f"{value:.3g}")
+    return minus(f"{value:,.0f}" if float(value).is_integer() or size >= 100 else f"{value:.3g}")
 
 
 def signed(value: float | None) -> str:
-    """Return ``short`` with a plus before what is above 0."""
+    """Return ``short`` with a plus before a number above 0."""
     return f"+{short(value)}" if value is not None and value > 0 else short(value)
-
-
-def duration(seconds: float) -> str:
-    """Return seconds as 4.2 s, 1 min 08 s, 3 h 05 min, 2 d 03 h."""
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    for size, unit, small, small_unit in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        whole, rest = divmod(round(seconds / small), size // small)
-        if whole:
-            return f"{whole} {unit} {rest:02d} {small_unit}"
-    raise AssertionError(seconds)
 
 
 def minus(text: str) -> str:
@@ -77,20 +75,32 @@ def scientific(value: float) -> str:
 
 
 def scale_of(size: float) -> tuple[float, str]:
-    """Return by what numbers of this size are divided, and the letter that says so."""
+    """Return the divisor for numbers of this size, and the letter that stands for it."""
     if size >= 1e6:
         return 1e6, "M"
     return (1e3, "k") if size >= 1e4 else (1.0, "")
 
 
-def compact(value: float) -> str:
-    """Return a number in few characters, four digits, as page.js reads it."""
-    return f"{value:.0f}" if float(value).is_integer() and abs(value) < 1e7 else f"{value:.4g}"
+def duration(seconds: float) -> str:
+    """Return seconds as 4.2 s, 1 min 08 s, 3 h 05 min, 2 d 03 h."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    if hours < 24:
+        return f"{hours} h {minutes:02d} min"
+    days, hours = divmod(round(seconds / 3600), 24)
+    return f"{days} d {hours:02d} h"
 
 
-def compact_all(values: Iterable[float | None]) -> str:
-    """Return numbers as page.js reads them."""
-    return " ".join("-" if value is None else compact(value) for value in values)
+def compact(values: Iterable[float | None]) -> str:
+    """Return numbers in few characters, four digits each, as page.js reads them; a gap is a hyphen."""
+    return " ".join(
+        "-" if value is None else f"{value:.0f}" if float(value).is_integer() and abs(value) < 1e7 else f"{value:.4g}"
+        for value in values
+    )
 
 
 def plural(count: float, name: str) -> str:
@@ -98,8 +108,23 @@ def plural(count: float, name: str) -> str:
     return f"{count:,.0f} {name}{'s' * (count != 1)}"
 
 
+def half_interval(values: Sequence[float]) -> float | None:
+    """Return half of the 95 % interval of the mean, by Student's t; None for fewer than two values."""
+    count = len(values)
+    if count < 2:
+        return None
+    factor = _STUDENT[count - 2] if count - 2 < len(_STUDENT) else 1.96
+    return factor * statistics.stdev(values) / math.sqrt(count)
+
+
+def spread(values: Sequence[float], text: Callable[[float | None], str] = short) -> str:
+    """Return the mean of values with half of its 95 % interval, or a single value alone."""
+    half = half_interval(values)
+    return text(mean(values)) + ("" if half is None else f" ± {text(half)}")
+
+
 def model_text(text: str) -> Markup:
-    """Return a prompt or completion with white space and control characters made visible; a copy of it is the text."""
+    """Return a prompt or completion with white space and control characters made visible; copying it gives the text."""
 
     def marked(match: re.Match[str]) -> str:
         found = match[0]
@@ -122,53 +147,45 @@ def _finalize(value: Any) -> Any:
     return value if isinstance(value, Markup) else re.sub(_HIDDEN, lambda match: _name(match[0]), str(value))
 
 
+def value_text(value: Any) -> str:
+    """Return a recipe value as YAML shows it."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def command(process: dict[str, Any]) -> str:
+    """Return the command of a planned process as a shell takes it, secrets masked."""
+    variables = masked_environment(process.get("environment") or {})
+    lines = [f"{name}={shlex.quote(text)}" for name, text in variables.items()]
+    return " \\\n  ".join([*lines, shlex.join(process.get("argv") or [])])
+
+
+def _sha256(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
 @functools.cache
 def _templates() -> jinja2.Environment:
     import jinja2  # every command imports this module, few write a page
 
-    here = Path(__file__).parent / "templates"
     templates = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(here), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        loader=jinja2.FileSystemLoader(_HERE / "templates"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined, finalize=_finalize,
     )  # fmt: skip
-    filters = (short, signed, percent, duration, plural, compact_all, model_text)
-    templates.filters |= {function.__name__: function for function in filters}
+    formats = (short, signed, percent, duration, plural, compact, number, spread, model_text, value_text, command)
+    templates.filters |= {format.__name__: format for format in formats} | {"sha256": _sha256, "quoted": shlex.quote}
+    # Files of ours need no escape. Their hashes allow them to run, and nothing else.
+    style, script = (Markup((_HERE / name).read_text(encoding="utf-8")) for name in ("page.css", "page.js"))
+    templates.globals |= {"style": style, "script": script, "short": short, "percent": percent, "NOTHING": NOTHING}
     return templates
 
 
-def fragment(template: str, macro: str, *values: Any, **named: Any) -> Markup:
-    """Return what a macro of a template writes."""
-    made: Markup = getattr(_templates().get_template(template).module, macro)(*values, **named)
+def render(template: str, **values: Any) -> str:
+    """Return a whole page."""
+    now = datetime.datetime.now().strftime("%Y-%m-%d %H:%M")
+    return _templates().get_template(template).render(now=now, **values)
+
+
+def fragment(template: str, macro: str, *values: Any) -> Markup:
+    """Return what one macro of a template writes."""
+    made: Markup = getattr(_templates().get_template(template).module, macro)(*values)
     return made
-
-
-def page(title: str, heading: Markup, sections: Sequence[Section]) -> str:
-    """Return a whole page; sections without content are left out."""
-    # Files of ours need no escape. Their hashes let them run, and nothing else.
-    style, script = (Markup((Path(__file__).parent / name).read_text(encoding="utf-8"))
-                     for name in ("page.css", "page.js"))  # fmt: skip
-    return _templates().get_template("page.html.j2").render(
-        title=title, heading=heading, sections=[(name, content) for name, content in sections if content],
-        style=style, script=script, style_hash=_hash(style), script_hash=_hash(script),
-        now=datetime.datetime.now().strftime("%Y-%m-%d %H:%M"),
-    )  # fmt: skip
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[object]], kind: str = "") -> Markup:
-    """Return a table that scrolls where it is wider than the screen."""
-    return fragment("parts.html.j2", "table", head, rows, kind)
-
-
-def chart_grid(charts: Sequence[Markup | None], *, wide: bool = False) -> Markup | None:
-    """Return charts beside one another, three in a row, or two wide ones."""
-    present = [chart for chart in charts if chart]
-    return fragment("charts.html.j2", "grid_of", present, wide) if present else None
-
-
-def stacked(*parts: Markup | None) -> Markup | None:
-    """Return parts one under the other, or None."""
-    return Markup("").join(part for part in parts if part) or None
-
-
-def _hash(text: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

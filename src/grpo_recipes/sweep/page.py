@@ -9,11 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from markupsafe import Markup
-
-from grpo_recipes.report.compare import comparison_sections, sentence, warnings
-from grpo_recipes.report.page import fragment, page, table
-from grpo_recipes.report.single import SMOKE_BADGE
+from grpo_recipes.report.compare import comparison
+from grpo_recipes.report.page import SMOKE_BADGE, render
 from grpo_recipes.runs.rundir import write_whole
 from grpo_recipes.sweep.folder import COMPLETED, Sweep
 from grpo_recipes.sweep.results import Result, read_results, settings
@@ -55,20 +52,14 @@ def sweep_page(sweep: Sweep, results: Sequence[Result], path: Path) -> str:
     done = sum(result.status == COMPLETED for result in results)
     badges = [(f"{done} of {len(results)} completed", "completed" if done == len(results) else "running")]
     badges += [SMOKE_BADGE] if any(one.run is not None and one.run.summary.get("smoke") for one in results) else []
-    troubles = warnings(groups)
-    failed = [(f"{one.name} failed: ", one.cause or "no cause was recorded", "")
-              for one in results if one.status == "failed"]  # fmt: skip
-    troubles += [("failed", failed)] if failed else []
-    headline = sentence(groups) if groups else "No trial has completed yet."
-    heading = fragment("parts.html.j2", "header", badges, title, headline, troubles)
-    keys = list(sweep.record["axes"])
-    rows = [(*(one.values[key] for key in keys), one.status, one.cause, _link(one, path)) for one in results]
-    trials = table((*keys, "status", "cause", "report"), rows, "keys")
-    return page(f"Sweep {title}", heading, [*(comparison_sections(groups) if groups else []), ("Trials", trials)])
+    links = {one.name: target for one in results if (target := _link(one, path))}
+    values = {**comparison(groups), "axes": list(sweep.record["axes"]), "results": results, "links": links}
+    values |= {} if groups else {"headline": "No trial has completed yet."}
+    return render("sweep.html.j2", title=f"Sweep {title}", name=title, badges=badges, **values)
 
 
-def _link(result: Result, path: Path) -> Markup | str:
+def _link(result: Result, path: Path) -> str:
+    """Return where the report of a trial is, seen from the page, or an empty text."""
     if result.run is None or not (result.run.folder / "report.html").is_file():
         return ""
-    target = os.path.relpath(result.run.folder / "report.html", path.absolute().parent)
-    return fragment("parts.html.j2", "link", "report", quote(target))
+    return quote(os.path.relpath(result.run.folder / "report.html", path.absolute().parent))
