@@ -88,7 +88,7 @@ def test_splits_are_told_from_another_in_folders(tmp_path):
 def test_only_a_parquet_file_costs_an_import(tmp_path):
     (tmp_path / "a.csv").write_text("a\n")
     code = (
-        "import sys; from pathlib import Path; from grpo_recipes.recipe import check_data, datafiles; "
+        "import sys; from pathlib import Path; from grpo_recipes.recipe import check, datafiles; "
         f"datafiles.columns_of(Path({str(tmp_path / 'a.csv')!r})); "
         "print([name for name in ('torch', 'datasets', 'pyarrow', 'transformers') if name in sys.modules])"
     )

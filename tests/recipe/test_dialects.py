@@ -6,15 +6,15 @@ import pytest
 
 from grpo_recipes.errors import Problem
 from grpo_recipes.recipe.dialects import ALIASES, OBSOLETE_KEYS, nearest, older_trl, slurm_guide, translate
+from grpo_recipes.recipe.document import Value
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, OWNED_KEYS, READ_VARIABLES, SHELL_VARIABLES, catalogue
-from grpo_recipes.recipe.values import Raw
 
 
 def translated(**keys: object) -> tuple[dict[str, object], list[Problem], list[str]]:
     """Translate one layer, and return what it gives for keys of the catalogue, its problems and its notes."""
     problems: list[Problem] = []
     notes: list[str] = []
-    layer = [(key, Raw(value, f"recipe.yaml:{line}")) for line, (key, value) in enumerate(keys.items(), 1)]
+    layer = [(key, Value(value, f"recipe.yaml:{line}")) for line, (key, value) in enumerate(keys.items(), 1)]
     return {key: raw.value for key, raw in translate(layer, problems, notes).items()}, problems, notes
 
 

@@ -28,7 +28,7 @@ from datasets.exceptions import DatasetNotFoundError, DatasetsError
 from grpo_recipes import smoke
 from grpo_recipes.errors import config_error
 from grpo_recipes.modebench.dataset import SCHEME, Settings, TooFew, rows
-from grpo_recipes.recipe.check_data import too_few
+from grpo_recipes.recipe.check import too_few
 from grpo_recipes.recipe.configs import DatasetConfig, ScriptArguments
 from grpo_recipes.recipe.datafiles import (
     BUILDERS,

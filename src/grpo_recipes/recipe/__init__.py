@@ -14,25 +14,15 @@ import yaml
 
 from grpo_recipes.errors import ConfigError, Problem
 from grpo_recipes.recipe.dialects import translate
-from grpo_recipes.recipe.document import read_document, read_flags
+from grpo_recipes.recipe.document import Value, read_document, read_flags, typed
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, catalogue
-from grpo_recipes.recipe.values import Raw, typed
 from grpo_recipes.secrets import secret_value
 
 DEFAULT_SOURCE = "default"
 
 
-@dataclass(frozen=True)
-class Value:
-    """A value, of the catalogue's type, and where it came from."""
-
-    value: Any
-    source: str  # file:line, --flag, a variable's name, or "default"
-    shadowed: str = ""  # file:line of the recipe's value that a flag or a variable overrides
-
-
 class BrokenKey(Exception):
-    """A key was read whose given value is wrong, so that nothing that depends on it can be judged."""
+    """A rule read a key whose given value is wrong, so that nothing that depends on it can be judged."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +62,9 @@ class Recipe:
     def as_yaml(self) -> str:
         """Return the given values as YAML, each under a comment that names its source."""
         return "".join(
-            f"# {entry.source}\n{yaml.safe_dump({key: entry.value}, allow_unicode=True, width=10**6)}"
-            for key, entry in sorted(self.values.items())
-            if entry.source != DEFAULT_SOURCE
+            f"# {self.source(key)}\n{yaml.safe_dump({key: self[key]}, allow_unicode=True, width=10**6)}"
+            for key in sorted(self.values)
+            if self.given(key)
         )
 
 
@@ -82,12 +72,11 @@ def read_frozen(path: Path, flags: Iterable[str] = (), environment: Mapping[str,
     """Read what ``as_yaml`` wrote, with the sources it names, and what overrides it now, as ``read_recipe``."""
     recipe = read_recipe(path, flags, environment)
     lines = path.read_text(encoding="utf-8").splitlines()
-    values = dict(recipe.values)
-    for key, entry in recipe.values.items():
-        name, _, line = entry.source.rpartition(":")
+    for key, value in recipe.values.items():
+        name, _, line = value.source.rpartition(":")
         if name == path.name:
-            values[key] = Value(entry.value, lines[int(line) - 2].removeprefix("# "))
-    return Recipe(path, values, recipe.notes)
+            recipe = recipe.with_value(key, Value(value.value, lines[int(line) - 2].removeprefix("# ")))
+    return recipe
 
 
 def read_recipe(path: Path, flags: Iterable[str] = (), environment: Mapping[str, str] | None = None) -> Recipe:
@@ -107,18 +96,27 @@ def merge_recipe(
     """Return what could be read, and the problems; a ConfigError only where the file cannot be read at all."""
     problems: list[Problem] = []
     notes: list[str] = []
-    given = _layered(path, flags, environment or {}, problems, notes)
+    given: dict[str, Value] = {}
+    for file in read_document(path, problems):
+        given |= translate(file.items(), problems, notes)
+    places = {key: value.source for key, value in given.items()}
+    variables = ((key, name, (environment or {}).get(name)) for name, key in ENVIRONMENT_KEYS.items())
+    texts = [(key, Value(text, name, from_text=True)) for key, name, text in variables if text]
+    options = [(key, Value(text, f"--{key}", from_text=True)) for key, text in read_flags(flags, problems)]
+    for layer in (texts, options):
+        found = translate(layer, problems, notes)
+        given |= {key: replace(value, shadowed=places.get(key, "")) for key, value in found.items()}
     values = {key: Value(entry["default"], DEFAULT_SOURCE) for key, entry in catalogue().items()}
     broken = set()
-    for key, raw in given.items():
-        if secret_value(raw.value):
+    for key, value in given.items():
+        if secret_value(value.value):
             what = f"'{key}' holds what looks like a secret"
-            value, found = None, [Problem(raw.source, what, "remove it and export it as a variable")]
+            converted, wrong = None, [Problem(value.source, what, "remove it and export it as a variable")]
         else:
-            value, found = typed(key, catalogue()[key], raw)
-        problems += found
-        values[key] = Value(value, raw.source, raw.shadowed)
-        broken |= {key} if found else set()
+            converted, wrong = typed(key, catalogue()[key], value)
+        problems += wrong
+        values[key] = Value(converted, value.source, value.shadowed)
+        broken |= {key} if wrong else set()
     return Recipe(path, values, notes, frozenset(broken)), in_order(problems)
 
 
@@ -130,20 +128,3 @@ def in_order(problems: Iterable[Problem]) -> list[Problem]:
         return (False, name, int(line)) if line.isdigit() else (True, problem.where, 0)
 
     return sorted(dict.fromkeys(problems), key=place)
-
-
-def _layered(
-    path: Path, flags: Iterable[str], environment: Mapping[str, str], problems: list[Problem], notes: list[str]
-) -> dict[str, Raw]:
-    """Return what the user gave for each key: files from the last base on, then environment, then flags."""
-    given: dict[str, Raw] = {}
-    for file in read_document(path, problems):
-        given |= translate(file.items(), problems, notes)
-    places = {key: raw.source for key, raw in given.items()}
-    variables = ((name, key) for name, key in ENVIRONMENT_KEYS.items() if environment.get(name))
-    layers = [[(key, Raw(environment[name], name, from_text=True)) for name, key in variables]]
-    layers.append([(key, Raw(text, f"--{key}", from_text=True)) for key, text in read_flags(flags, problems)])
-    for layer in layers:
-        texts = translate(layer, problems, notes)
-        given |= {key: replace(raw, shadowed=places.get(key, "")) for key, raw in texts.items()}
-    return given

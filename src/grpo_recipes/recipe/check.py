@@ -1,59 +1,47 @@
-"""What a recipe must hold beyond the type of each key: the tables of ``rules``, and the rules that compute more.
+"""What a recipe must hold beyond the type of each key: the table in ``rules``, and what files and variables show.
 
-Pure: no torch, no socket.
+Pure: no torch, no datasets, no socket; only the head of a data file is read. Otherwise a job would wait for hours in a
+queue, and then fail on the typo of a column.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from grpo_recipes.errors import ConfigError, Problem
-from grpo_recipes.recipe import BrokenKey, Recipe, in_order, learning, merge_recipe
-from grpo_recipes.recipe.check_data import DATA_RULES, is_hub_name
-from grpo_recipes.recipe.keys import catalogue
-from grpo_recipes.recipe.registry import (
-    OBJECTIVES,
-    REWARDS,
-    SCALE_REWARDS,
-    benchmark_columns,
-    benchmark_problem,
-    is_file,
+from grpo_recipes.modebench.dataset import COLUMNS, SCHEME, SPLITS, TASKS, Settings, TooFew, rows
+from grpo_recipes.recipe import BrokenKey, Recipe, in_order, merge_recipe
+from grpo_recipes.recipe.datafiles import BUILDERS, RESERVED_COLUMNS, columns_of, has_splits, is_saved
+from grpo_recipes.recipe.learning import (
+    float32_fix,
+    lost_updates,
+    mixed_precision,
+    trains_weights_as_loaded,
+    updates_float32,
 )
-from grpo_recipes.recipe.rules import broken_rules, objective_of, removal, reports_to
+from grpo_recipes.recipe.registry import REWARDS, benchmark_columns, benchmark_problem, is_file
+from grpo_recipes.recipe.rules import RULES, broken_rules, evaluation_set, modebench_tasks
 from grpo_recipes.recipe.tasks import RequestedTask, with_task
 from grpo_recipes.recipe.user_code import copy_path, problem_with
 from grpo_recipes.smoke import SMOKE_SCHEME, SMOKE_TASKS
 
-_NEUTRAL_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
-_RUN_NAME = re.compile(r"\w[^/\x00-\x1f]*")
-_LONGEST_NAME = 100  # a folder's may have 255 bytes, and a time and more come behind it
-_REPORTERS = ("none", "tensorboard", "wandb")
-_EMBEDDINGS = ("lm_head", "embed_tokens", "wte", "embed_in", "embed_out")
-# How accelerate could deal out batches otherwise than TRL's sampler, whose rows are whole groups in the ranks' order.
-_DEALING = {
-    "split_batches": "each rank would get a part of its own rows, and would sample the same prompts again",
-    "dispatch_batches": "accelerate sends tensors alone to the other ranks, and prompts are texts",
-}
-_PART = r"[A-Za-z0-9](?:[\w.-]{0,94}[A-Za-z0-9_])?"
-_REPOSITORY = re.compile(rf"(?!.*(?:--|\.\.|\.git$))(?:{_PART}/)?{_PART}")
-_BRANCH = re.compile(r"(?![0-9a-f]{40}$)[\w][\w./-]{0,200}")
+_HUB_NAME = re.compile(r"[\w.-]{1,96}(?:/[\w.-]{1,96})?", re.ASCII)
+_LOCAL = ("/", "./", "../", "~")
+_COLUMNS = ("dataset_prompt_column", "dataset_solution_column")
 
 
 def check(recipe: Recipe, environment: Mapping[str, str]) -> list[Problem]:
     """Return every contradiction between keys of a recipe with its task, and with the user's variables."""
     problems = list(broken_rules(recipe))
-    for rule in (*_RULES, *DATA_RULES):
+    for rule in _RULES:
         with contextlib.suppress(BrokenKey):  # reported already; a rule that reads a broken key cannot be judged
-            problems += rule(recipe)
-    for rule_of_environment in (_environment, learning.rounded_away):
-        with contextlib.suppress(BrokenKey):
-            problems += rule_of_environment(recipe, environment)
+            problems += rule(recipe, environment)
     return problems
 
 
@@ -67,31 +55,41 @@ def checked_recipe(path: Path, flags: Iterable[str], environment: Mapping[str, s
     return recipe
 
 
-def _environment(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
-    model = environment.get("VLLM_MODEL")
-    if model and model != recipe["model_name_or_path"]:
-        what = f"the server would serve '{model}', the recipe trains '{recipe['model_name_or_path']}'"
-        yield Problem("VLLM_MODEL", what, "unset VLLM_MODEL, or set model_name_or_path to it")
-
-
-def _model(recipe: Recipe) -> Iterator[Problem]:
-    model = recipe["model_name_or_path"] or ""
-    fix = "name a model folder or a hub id, e.g. Qwen/Qwen2.5-1.5B-Instruct"
+def _model(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
+    key, model = "model_name_or_path", recipe["model_name_or_path"] or ""
     path = os.path.expanduser(model)
     if model.startswith(SMOKE_SCHEME):
         if model not in SMOKE_TASKS:
-            what = f"there is no built-in '{model}'"
-            yield recipe.problem("model_name_or_path", what, f"write {' or '.join(SMOKE_TASKS)}")
-    elif model and not os.path.isdir(path) and not (is_hub_name(model) and not os.path.exists(path)):
-        local = model.startswith(("/", "./", "../", "~"))
+            yield recipe.problem(key, f"there is no built-in '{model}'", f"write {' or '.join(SMOKE_TASKS)}")
+    elif model and not os.path.isdir(path) and not (_HUB_NAME.fullmatch(model) and not os.path.exists(path)):
+        local = model.startswith(_LOCAL)
         what = f"no folder '{model}'" if local else f"'{model}' is neither a folder here nor a hub id"
-        yield recipe.problem("model_name_or_path", what, fix)
+        yield recipe.problem(key, what, "name a model folder or a hub id, e.g. Qwen/Qwen2.5-1.5B-Instruct")
+    served = environment.get("VLLM_MODEL")
+    if served and served != recipe[key]:
+        what = f"the server would serve '{served}', the recipe trains '{recipe[key]}'"
+        yield Problem("VLLM_MODEL", what, "unset VLLM_MODEL, or set model_name_or_path to it")
 
 
-def _rewards(recipe: Recipe) -> Iterator[Problem]:
+def _rounded_away(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
+    """Refuse weights whose updates are rounded away: bfloat16 or float16 ones, updated as they are.
+
+    Of ``dtype: auto`` and of a ``CONFIG_FILE`` the trainer decides (``trainers.rank``); ``accelerator: auto`` takes one
+    that keeps float32 weights.
+    """
+    accelerator, mixed = recipe["accelerator"], mixed_precision(recipe)
+    if environment.get("CONFIG_FILE") or accelerator == "auto" or updates_float32(accelerator, mixed):
+        return
+    lost = lost_updates(recipe["dtype"] or "auto", recipe["learning_rate"], recipe["optim"], recipe["optim_args"])
+    if lost and trains_weights_as_loaded(recipe):
+        of_copies = "lora_modules_to_save: " if recipe["use_peft"] else ""
+        what = f"{of_copies}{lost}, and accelerator: {accelerator} keeps no float32 copy"
+        yield recipe.problem("accelerator", what, float32_fix(mixed))
+
+
+def _rewards(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
     """Check each reward: a name of ours, or the user's, whose code is read and not run."""
-    names = recipe["reward_funcs"]
-    for name in dict.fromkeys(names):
+    for name in dict.fromkeys(recipe["reward_funcs"]):
         if ":" in name:
             yield from _user_code(recipe, "reward_funcs", name, "rewards")
         elif name not in REWARDS:
@@ -99,12 +97,9 @@ def _rewards(recipe: Recipe) -> Iterator[Problem]:
             if "." in name:
                 fix = f"write {name}:function" if name.endswith(".py") else f"write {':'.join(name.rsplit('.', 1))}"
             yield recipe.problem("reward_funcs", f"no reward '{name}'", fix)
-        if names.count(name) > 1:
-            what = f"reward '{name}' is named {names.count(name)} times"
-            yield recipe.problem("reward_funcs", what, "name it once, with a weight in reward_weights")
 
 
-def _callbacks(recipe: Recipe) -> Iterator[Problem]:
+def _callbacks(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
     for spec in recipe["callbacks"]:
         yield from _user_code(recipe, "callbacks", spec, "callbacks")
 
@@ -112,173 +107,147 @@ def _callbacks(recipe: Recipe) -> Iterator[Problem]:
 def _user_code(recipe: Recipe, key: str, spec: str, copies: str) -> Iterator[Problem]:
     """Check the user's code, which a run has a copy of from its beginning."""
     run = recipe.path.parent
-    if not ((run / "run.json").exists() and copy_path(spec, run / copies).exists()):
-        problem = problem_with(spec, recipe.place(key))
-        if problem:
+    copied = (run / "run.json").exists() and copy_path(spec, run / copies).exists()
+    if not copied and (problem := problem_with(spec, recipe.place(key))):
+        yield problem
+
+
+def _benchmarks(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
+    for name in dict.fromkeys(recipe["benchmarks"]):
+        if problem := benchmark_problem(name, recipe.place("benchmarks")):
             yield problem
+        elif is_file(name):
+            path = Path(os.path.expanduser(name))
+            with path.open(encoding="utf-8", errors="replace") as file:
+                first = file.readline()
+            try:
+                names = list(dict(json.loads(first)))
+            except (ValueError, TypeError):
+                what = f"'{path}' does not begin with a JSON object"
+                yield recipe.problem("benchmarks", what, "write one a line")
+                continue
+            if benchmark_columns(names, (recipe[_COLUMNS[0]], recipe[_COLUMNS[1]])) is None:
+                what = f"'{path.name}' has the columns {', '.join(names)}, not problem and answer"
+                fix = "rename them, or name them as dataset_prompt_column and dataset_solution_column"
+                yield recipe.problem("benchmarks", what, fix)
 
 
-def _lengths(recipe: Recipe) -> Iterator[Problem]:
-    limit, completion = recipe["vllm_max_model_length"], recipe["max_completion_length"]
-    prompt = recipe["max_prompt_length"] or 1
-    if recipe["use_vllm"] and None not in (limit, completion) and prompt + completion > limit:
-        what = f"prompt {prompt} + completion {completion} tokens exceed the server's {limit}"
-        fix = f"write vllm_max_model_length: {prompt + completion} or shorten max_prompt_length"
-        yield recipe.problem("vllm_max_model_length", what, fix)
+def _training_data(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
+    name, mixture = recipe["dataset_name"], recipe["dataset_mixture"]
+    if name and mixture is None:
+        wanted = {recipe[key]: recipe.place(key) for key in _COLUMNS}
+        where, split = recipe.place("dataset_name"), recipe["dataset_train_split"]
+        yield from _dataset(where, name, recipe["dataset_config"], split, wanted)
+    elif mixture is not None and not (name and mixture):
+        entries, size = mixture.get("datasets") or [], mixture.get("test_split_size")
+        if not entries:
+            fix = "add datasets: a list of {id, split, weight}"
+            yield recipe.problem("dataset_mixture", "dataset_mixture names no datasets", fix)
+        for index, entry in enumerate(entries):
+            for problem in _mixture_entry(recipe, entry):
+                yield Problem(problem.where, f"dataset_mixture.datasets[{index}]: {problem.what}", problem.fix)
+        if size is not None and (float(size) <= 0 or (float(size) >= 1 and float(size) % 1)):
+            fix = "write a share between 0 and 1, or a whole number of rows"
+            yield recipe.problem("dataset_mixture", f"test_split_size is {size}", fix)
 
 
-def _sampling(recipe: Recipe) -> Iterator[Problem]:
-    """Refuse truncated sampling, by which the server's log-probs are of another distribution than the trainer's."""
-    if not recipe["use_vllm"] or not recipe["vllm_importance_sampling_correction"]:
-        return
-    for key, neutral in _NEUTRAL_SAMPLING.items():
-        if (recipe[key] or None) != (neutral or None):
-            what = f"{key} {recipe[key]} biases the importance-sampling correction"
-            fix = f"write {key}: {json.dumps(neutral)}, or vllm_importance_sampling_correction: false"
-            yield recipe.problem(key, f"{what} (the trainer scores the full distribution)", fix)
+def _mixture_entry(recipe: Recipe, entry: dict[str, Any]) -> Iterator[Problem]:
+    where, name, columns = recipe.place("dataset_mixture"), entry.get("id"), entry.get("columns")
+    if not name:
+        yield Problem(where, "has no id", "add id: a hub id or a file")
+    elif name.startswith((SMOKE_SCHEME, SCHEME)):
+        yield Problem(where, f"'{name}' cannot be mixed", f"write dataset_name: {name}")
+    elif columns is not None and len(columns) < 2:
+        yield Problem(where, f"columns are {columns}", "write [prompt column, solution column], and others to keep")
+    else:
+        for column in (columns or [])[2:]:
+            if column in RESERVED_COLUMNS:
+                yield Problem(where, f"column '{column}' has a meaning of its own in training", "rename it in the data")
+        wanted = dict.fromkeys(columns or [recipe[key] for key in _COLUMNS], where)
+        yield from _dataset(where, name, entry.get("config"), entry.get("split") or "train", wanted)
 
 
-def _run_name(recipe: Recipe) -> Iterator[Problem]:
-    name = recipe["run_name"]
-    if name is not None and not (_RUN_NAME.fullmatch(name) and len(name.encode()) <= _LONGEST_NAME):
-        what = f"run_name '{name[:_LONGEST_NAME]}' cannot be the name of a folder"
-        fix = f"begin with a letter or digit, without '/' or line ends, at most {_LONGEST_NAME} bytes"
-        yield recipe.problem("run_name", what, fix)
+def _evaluation_data(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
+    """Check the dataset evaluated on, where ``eval_strategy`` wants one."""
+    if evaluation_set(recipe):
+        keys = [f"eval_{key}" if recipe[f"eval_{key}"] else key for key in _COLUMNS]
+        name, config, split = (recipe[f"eval_dataset_{part}"] for part in ("name", "config", "split"))
+        wanted = {recipe[key]: recipe.place(key) for key in keys}
+        yield from _dataset(recipe.place("eval_dataset_name"), name, config, split, wanted)
+    elif recipe["eval_strategy"] != "no" and recipe["dataset_name"] and not recipe["dataset_mixture"]:
+        name, split = recipe["dataset_name"], recipe["dataset_test_split"]
+        path, smoke = Path(os.path.expanduser(name)), name.startswith(SMOKE_SCHEME)
+        if smoke or (os.path.exists(path) and not has_splits(path)):
+            fix = f"add eval_dataset_name: {name if smoke else 'the file to evaluate on'}"
+            yield recipe.problem("eval_strategy", f"'{name}' has no split '{split}' to evaluate on", fix)
+        elif name in TASKS or (path.is_dir() and is_saved(path)):  # the columns are those of the training split
+            yield from _dataset(recipe.place("dataset_test_split"), name, None, split, {})
 
 
-def _ports(recipe: Recipe) -> Iterator[Problem]:
-    taken: dict[int, str] = {}
-    for key in ("vllm_server_port", "vllm_group_port", "main_process_port"):
-        if recipe.given(key) and (other := taken.setdefault(recipe[key], key)) != key:
-            yield recipe.problem(key, f"{key} is {recipe[key]}, and so is {other}", "give each its own, or remove them")
+def _dataset(where: str, name: str, config: str | None, split: str, columns: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield what is wrong with the dataset named at ``where``, as far as the heads of its files show.
 
-
-def _report_to(recipe: Recipe) -> Iterator[Problem]:
-    for name in reports_to(recipe):
-        if name not in _REPORTERS:
-            yield recipe.problem("report_to", f"'{name}' is not supported", f"write one of {', '.join(_REPORTERS)}")
-
-
-def _dealing(recipe: Recipe) -> Iterator[Problem]:
-    for name, why in _DEALING.items():
-        if (recipe["accelerator_config"] or {}).get(name):
-            yield recipe.problem("accelerator_config", f"with {name}: true {why}", f"remove {name}")
-
-
-def _lora_layers(recipe: Recipe) -> Iterator[Problem]:
-    """Refuse adapters on embeddings; whether the model has the other layers shows with its configuration."""
-    for name in recipe["lora_target_modules"] or () if recipe["use_peft"] else ():
-        if name.rpartition(".")[2] in _EMBEDDINGS:
-            what = f"an adapter on '{name}' is not supported: log-probs are computed from the layer's own weights"
-            fix = "name linear layers between the embeddings, e.g. [q_proj, v_proj], or [all-linear]"
-            yield recipe.problem("lora_target_modules", what, fix)
-
-
-def _benchmarks(recipe: Recipe) -> Iterator[Problem]:
-    names = recipe["benchmarks"]
-    for name in dict.fromkeys(names):
-        problem = benchmark_problem(name, recipe.place("benchmarks")) or _benchmark_file(recipe, name)
-        if problem:
-            yield problem
-        if names.count(name) > 1:
-            yield recipe.problem("benchmarks", f"'{name}' is listed twice", "keep one")
-
-
-def _benchmark_file(recipe: Recipe, name: str) -> Problem | None:
-    if not is_file(name):
-        return None
+    ``columns``: each one that is needed, with the place that names it.
+    """
     path = Path(os.path.expanduser(name))
-    with path.open(encoding="utf-8", errors="replace") as file:
-        first = file.readline()
-    try:
-        names = list(dict(json.loads(first)))
-    except (ValueError, TypeError):
-        return recipe.problem("benchmarks", f"'{path}' does not begin with a JSON object", "write one a line")
-    if benchmark_columns(names, (recipe["dataset_prompt_column"], recipe["dataset_solution_column"])) is None:
-        what = f"'{path.name}' has the columns {', '.join(names)}, not problem and answer"
-        fix = "rename them, or name them as dataset_prompt_column and dataset_solution_column"
-        return recipe.problem("benchmarks", what, fix)
-    return None
+    found: Iterable[str] | None = None
+    if name.startswith(SMOKE_SCHEME):
+        if name not in SMOKE_TASKS:
+            yield Problem(where, f"there is no built-in '{name}'", "write smoke:sums")
+    elif name.startswith(SCHEME):
+        if name not in TASKS:
+            yield Problem(where, f"there is no built-in '{name}'", f"write {' or '.join(TASKS)}")
+            return
+        if config:
+            what = f"'{name}' has no configuration '{config}', it is made on the spot"
+            yield Problem(where, what, "remove the configuration")
+        if split not in SPLITS:
+            fix = f"write {' or '.join(SPLITS)}; modebench_prompts says how many there are"
+            yield Problem(where, f"'{name}' has no split '{split}'", fix)
+        path, found = Path(name), COLUMNS
+    elif not os.path.exists(path):
+        if name.startswith(_LOCAL) or path.suffix in BUILDERS:
+            yield Problem(where, f"no file '{name}'", "name an existing file or a hub id")
+        elif not _HUB_NAME.fullmatch(name):
+            what = f"'{name}' is neither a file here nor a hub id"
+            yield Problem(where, what, "name an existing file or a hub id, e.g. openai/gsm8k")
+    else:
+        if config and (path.is_file() or is_saved(path)):
+            what = f"'{name}' has no configuration '{config}', it is a local file"
+            yield Problem(where, what, "remove the configuration")
+        try:
+            found = columns_of(path, split)
+        except (OSError, ValueError) as error:
+            yield Problem(where, str(error), "name a data file, or a folder of data files of one kind")
+    for column, named in columns.items():
+        if found is not None and column not in found:
+            yield Problem(named, f"'{path.name}' has no column '{column}'", f"write one of {', '.join(found)}")
 
 
-def _publishing(recipe: Recipe) -> Iterator[Problem]:
-    """Refuse names that the hub would refuse when the model is trained."""
-    name, branch = recipe["hub_model_id"], recipe["hub_revision"]
-    if recipe["push_to_hub"] and name is not None and not _REPOSITORY.fullmatch(name):
-        fix = "write user/name: letters, digits, '-', '_' and '.', at most 96 each, without '--' and '..'"
-        yield recipe.problem("hub_model_id", f"'{name}' is not the name of a repository", fix)
-    if recipe["push_to_hub"] and branch is not None and not _BRANCH.fullmatch(branch):
-        what = f"a push goes to a branch, '{branch}' is not one"
-        yield recipe.problem("hub_revision", what, "write the name of a branch, or remove it")
-
-
-def _unread_by_objective(recipe: Recipe) -> Iterator[Problem]:
-    """Refuse MaxEnt keys that another objective reads."""
-    objective = objective_of(recipe)
-    for key in catalogue() if objective else ():
-        if key.startswith("maxent_") and recipe.given(key) and objective and key not in objective.keys:
-            readers = " or ".join(name for name, other in sorted(OBJECTIVES.items()) if key in other.keys)
-            what = f"'{key}' changes nothing under maxent_objective: {recipe['maxent_objective']}"
-            yield recipe.problem(key, what, f"{removal(recipe, key)}, or write maxent_objective: {readers}")
-
-
-def _fixed_by_objective(recipe: Recipe) -> Iterator[Problem]:
-    """Refuse keys of TRL that the objective fixes to another value."""
-    objective = objective_of(recipe)
-    if objective is None:
+def _modebench_sizes(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
+    """Refuse keys ``modebench_*`` by which there are too few problems."""
+    if any(rule.key.startswith("modebench_") and rule.broken(recipe) for rule in RULES):
         return
-    fixed = {
-        "loss_type": objective.loss_type(recipe["maxent_length_normalize_policy"]),
-        "scale_rewards": SCALE_REWARDS,
-        "multi_objective_aggregation": "sum_then_normalize",
-    }
-    for key, value in fixed.items():
-        if recipe.given(key) and recipe[key] != value:
-            what = f"{key}: {recipe[key]} contradicts maxent_objective: {recipe['maxent_objective']}"
-            yield recipe.problem(key, f"{what}, whose {key} is {value}", removal(recipe, key))
+    settings = Settings.read(recipe.__getitem__)
+    for task in modebench_tasks(recipe):
+        try:
+            rows(task, "test", settings)
+        except TooFew as error:
+            key, what, fix = too_few(settings, error.found)
+            yield recipe.problem(key, f"{task}: {what}", fix)
 
 
-def _tau_controller(recipe: Recipe) -> Iterator[Problem]:
-    """Check the controller that moves tau to hold an entropy or an effective number of completions."""
-    objective, rollouts, entropy = objective_of(recipe), "maxent_target_eff_rollouts", "maxent_target_weight_entropy"
-    targets = [key for key in (entropy, rollouts) if recipe[key] is not None]
-    if objective is None or not targets:
-        return
-    if len(targets) == 2:
-        what = f"{entropy} and {rollouts} are both given, one tau holds one of them"
-        yield recipe.problem(rollouts, what, "keep one of the two")
-        return
-    (key,) = targets
-    group = recipe["num_generations"]
-    of_equal = {rollouts: ("num_generations", 1, group), entropy: ("log(num_generations)", 0, math.log(group))}
-    name, least, most = of_equal[key]
-    if recipe[key] <= least:
-        what = f"{key} {recipe[key]:g} is that of all weight on one completion, which no tau above 0 has"
-        yield recipe.problem(key, what, f"write more than {least}")
-    elif recipe[key] > most:
-        what = f"{key} {recipe[key]:g} is more than {name} ({most:g}), that of equal weights"
-        yield recipe.problem(key, what, f"write less than {most:g}")
-    yield from _first_tau(recipe, objective.tau_or_default(recipe["maxent_tau"]))
+def too_few(settings: Settings, found: int) -> tuple[str, str, str]:
+    """Return key, what is wrong and the fix where there are only ``found`` problems."""
+    wanted = settings.prompts + settings.test_prompts
+    what = f"{wanted} problems are asked for (modebench_prompts and modebench_test_prompts), there are {found}"
+    left = found - settings.test_prompts
+    if left > 0:
+        return "modebench_prompts", what, f"write modebench_prompts: {left} or less, or ask for easier ones"
+    fix = f"write modebench_test_prompts: {found // 4} and modebench_prompts: {found - found // 4}"
+    return "modebench_test_prompts", what, fix if found > 1 else "widen modebench_min_modes to modebench_max_modes"
 
 
-def _first_tau(recipe: Recipe, tau: float) -> Iterator[Problem]:
-    """Refuse a tau from which the controller cannot start."""
-    low, high = recipe["maxent_tau_min"], recipe["maxent_tau_max"]
-    if low > high:
-        yield recipe.problem(
-            "maxent_tau_min", f"maxent_tau_min {low:g} is above maxent_tau_max {high:g}", "swap the two"
-        )
-    if tau == 0 or math.isinf(tau):
-        what = f"the controller multiplies tau, which stays {tau:g}"
-        yield recipe.problem("maxent_tau", what, "write a maxent_tau above 0 and below .inf, e.g. 0.2")
-    elif low <= high and not low <= tau <= high:
-        key = "maxent_tau_min" if tau < low else "maxent_tau_max"
-        place = next((name for name in ("maxent_tau", key) if recipe.given(name)), key)
-        what = f"tau starts at {tau:g}, outside of maxent_tau_min {low:g} and maxent_tau_max {high:g}"
-        yield recipe.problem(place, what, f"write a maxent_tau between them, or another {key}")
-
-
-_RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
-    _model, _rewards, _callbacks, _lengths, _sampling, _run_name, _ports, _report_to, _dealing, _lora_layers,
-    _benchmarks, _publishing, _unread_by_objective, _fixed_by_objective, _tau_controller, learning.warmup,
+_RULES: tuple[Callable[[Recipe, Mapping[str, str]], Iterator[Problem]], ...] = (
+    _model, _rounded_away, _rewards, _callbacks, _benchmarks, _training_data, _evaluation_data, _modebench_sizes,
 )  # fmt: skip

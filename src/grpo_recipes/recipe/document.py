@@ -1,34 +1,55 @@
-"""What the user wrote: recipe files with lines and bases, what YAML reads otherwise than people write it, and flags."""
+"""What the user wrote: recipe files with lines and bases, flags, and their values typed by the catalogue."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from grpo_recipes.errors import ConfigError, Problem, config_error
+from grpo_recipes.errors import Problem, config_error
 from grpo_recipes.paths import home
-from grpo_recipes.recipe.keys import catalogue
-from grpo_recipes.recipe.values import Raw
+from grpo_recipes.recipe.keys import catalogue, nearest_of, nested_catalogue
 
 BASE_KEY = "base"
+Entry = Mapping[str, Any]  # a key of the catalogue
+Place = tuple[str | int, ...]  # of a part in a nested value: names and indices below the key
 _MOST_BASES = 8
 _MOST_BYTES = 1 << 20
 _MOST_PARTS = 100_000
 _INT, _FLOAT, _STR, _BOOL, _MERGE, _DATE = (
     f"tag:yaml.org,2002:{name}" for name in ("int", "float", "str", "bool", "merge", "timestamp")
 )
-Place = tuple[str | int, ...]
-Visit = tuple[Place, yaml.Node | None, yaml.Node]
-_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+_EXPONENT = re.compile(r"([-+]?)(\d+\.?\d*|\.\d+)[eE]([-+]?)(\d+)")
+# No file, log or process takes these: NUL and other control characters but tab and line ends, and half characters.
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
+_WORDS = {
+    "int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "dict": "a mapping",
+    "list[dict]": "a list of mappings",
+}  # fmt: skip
+_TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+@dataclass(frozen=True)
+class Value:
+    """The value of a key, and where it came from."""
+
+    value: Any  # as YAML or the command line gives it, then of the catalogue's type
+    source: str  # file:line, --flag, a variable's name, or "default"
+    shadowed: str = ""  # file:line of the recipe's value that a flag or a variable overrides
+    from_text: bool = False  # of the command line or the environment, which have no types
+    lines: Mapping[Place, str] = field(default_factory=dict)  # file:line of each part of a nested value
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, for which a date is the text it is written as: no key is one."""
+    """Load YAML safely, and a date as the text that was written: no key is a date."""
 
     yaml_implicit_resolvers = {
         first: [resolver for resolver in resolvers if resolver[0] != _DATE]
@@ -43,23 +64,19 @@ class _Loader(yaml.SafeLoader):
             raise yaml.constructor.ConstructorError(None, None, what, node.start_mark) from error
 
 
-def read_document(path: Path, problems: list[Problem]) -> list[dict[str, Raw]]:
+def read_document(path: Path, problems: list[Problem]) -> list[dict[str, Value]]:
     """Return the keys of a recipe file and of its bases, the file's own last; ``problems`` gets what is wrong in them.
 
     Raises ConfigError where a file cannot be read, is not YAML, or the bases form a circle.
     """
-    chain = [path]
-    layers: list[dict[str, Raw]] = []
-    while True:
-        own = _read_file(chain[-1], problems)
-        base = own.pop(BASE_KEY, None)
-        layers.insert(0, own)
-        if base is None:
-            return layers
+    chain, layers = [path], [_read_file(path, problems)]
+    while base := layers[0].pop(BASE_KEY, None):
         chain.append(_base_file(chain, base))
+        layers.insert(0, _read_file(chain[-1], problems))
+    return layers
 
 
-def _base_file(chain: list[Path], base: Raw) -> Path:
+def _base_file(chain: list[Path], base: Value) -> Path:
     """Return the file a recipe builds on: beside it, or in the repository, so that a copied recipe still finds it."""
     if not isinstance(base.value, str):
         raise config_error(base.source, f"'{BASE_KEY}' is {base.value!r}", "name one recipe file")
@@ -71,16 +88,14 @@ def _base_file(chain: list[Path], base: Raw) -> Path:
     if found.resolve() in [path.resolve() for path in chain]:
         raise config_error(base.source, f"'{base.value}' builds on this recipe again", f"remove one {BASE_KEY}")
     if len(chain) > _MOST_BASES:
-        what = f"more than {_MOST_BASES} recipes build on one another"
-        raise config_error(base.source, what, "join some of them")
+        raise config_error(base.source, f"more than {_MOST_BASES} recipes build on one another", "join some of them")
     return found
 
 
-def _read_file(path: Path, problems: list[Problem]) -> dict[str, Raw]:
+def _read_file(path: Path, problems: list[Problem]) -> dict[str, Value]:
     try:
-        size = path.stat().st_size
-        if size > _MOST_BYTES:
-            raise config_error(str(path), f"has {size // 10**6} MB, no recipe is so large", "name a recipe")
+        if (size := path.stat().st_size) > _MOST_BYTES:
+            raise config_error(str(path), f"has {size // 10**6} MB, more than any recipe has", "name a recipe")
         return _parsed(path, path.read_text(encoding="utf-8"), problems)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
@@ -88,41 +103,50 @@ def _read_file(path: Path, problems: list[Problem]) -> dict[str, Raw]:
     except RecursionError:
         raise config_error(path.name, "values are nested too deeply", "write them flatter") from None
     except yaml.YAMLError as error:
-        raise ConfigError(_yaml_problem(path, error)) from None
+        mark, why = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error).splitlines()[0]
+        where = f"{path.name}:{mark.line + 1}" if mark else path.name
+        if "another document" in why:
+            raise config_error(where, "a second document begins", "write one recipe a file") from None
+        fix = "correct the indentation, quote or bracket there"
+        raise config_error(where, f"not valid YAML ({why})", fix) from None
 
 
-def _parsed(path: Path, text: str, problems: list[Problem]) -> dict[str, Raw]:
+def _parsed(path: Path, text: str, problems: list[Problem]) -> dict[str, Value]:
+    def line(node: yaml.Node) -> str:
+        return f"{path.name}:{node.start_mark.line + 1}"
+
     loader = _Loader(text)
-    node = loader.get_single_node()
-    if node is None:
+    root = loader.get_single_node()
+    if root is None:
         return {}
-    if not isinstance(node, yaml.MappingNode):
-        what = "a recipe is a mapping of key: value"
-        raise config_error(f"{path.name}:{_line(node)}", what, "write one key: value a line")
-    if _parts(node, {}) > _MOST_PARTS:
+    if not isinstance(root, yaml.MappingNode):
+        raise config_error(line(root), "a recipe is a mapping of key: value", "write one key: value a line")
+    if _parts(root, {}) > _MOST_PARTS:
         what = f"its anchors and aliases stand for more than {_MOST_PARTS:,} values"
         raise config_error(path.name, what, "write out what is meant")
-    merges = [key for key, _ in node.value if key.tag == _MERGE]
-    if merges:
-        where = f"{path.name}:{_line(merges[0])}"
-        raise config_error(where, "'<<' is not a key of a recipe", f"use {BASE_KEY}: FILE")
-    found: dict[str, Raw] = {}
-    problems += _duplicates(path, node)
-    for key, value in node.value:
+    if merge := next((key for key, _ in root.value if key.tag == _MERGE), None):
+        raise config_error(line(merge), "'<<' is not a key of a recipe", f"use {BASE_KEY}: FILE")
+    found: dict[str, Value] = {}
+    mappings = [root]
+    for key, value in root.value:
         lines: dict[Place, str] = {}
-        for place, name, part in _walk((), value):
+        for place, name, node in _walk((), value):
             if name is not None:
-                lines[place] = f"{path.name}:{_line(name)}"
-            if isinstance(part, yaml.MappingNode):
-                problems += _duplicates(path, part)
-            elif isinstance(part, yaml.ScalarNode) and part.style is None:
+                lines[place] = line(name)
+            if isinstance(node, yaml.MappingNode):
+                mappings.append(node)
+            elif isinstance(node, yaml.ScalarNode) and node.style is None:
                 nested = any(isinstance(step, str) for step in place)
-                trap = _number_trap(part) or (_nested_trap(part) if nested else None)
-                problems += [Problem(f"{path.name}:{_line(part)}", *trap)] if trap else []
-        source = f"{path.name}:{_line(key)}"
-        found[str(loader.construct_object(key, deep=True))] = Raw(
-            loader.construct_object(value, deep=True), source, lines=lines
-        )
+                problems += [Problem(line(node), *trap) for trap in _traps(node.tag, node.value, nested)]
+        name = str(loader.construct_object(key, deep=True))
+        found[name] = Value(loader.construct_object(value, deep=True), line(key), lines=lines)
+    for mapping in mappings:
+        first: dict[str, yaml.Node] = {}
+        for key in (key for key, _ in mapping.value if isinstance(key, yaml.ScalarNode)):
+            if (earlier := first.setdefault(key.value, key)) is not key:
+                given = f"'{key.value}' is given twice (first on line {earlier.start_mark.line + 1})"
+                fix = "keep one of the two lines"
+                problems.append(Problem(line(key), f"{given}; YAML keeps the last silently", fix))
     return found
 
 
@@ -136,21 +160,8 @@ def _parts(node: yaml.Node, known: dict[int, int]) -> int:
     return known[id(node)]
 
 
-def _yaml_problem(path: Path, error: yaml.YAMLError) -> Problem:
-    mark = getattr(error, "problem_mark", None)
-    where = f"{path.name}:{mark.line + 1}" if mark else path.name
-    why = getattr(error, "problem", None) or str(error).splitlines()[0]
-    if "another document" in why:
-        return Problem(where, "a second document begins", "write one recipe a file")
-    return Problem(where, f"not valid YAML ({why})", "correct the indentation, quote or bracket there")
-
-
-def _line(node: yaml.Node) -> int:
-    return int(node.start_mark.line) + 1
-
-
-def _walk(place: Place, node: yaml.Node, name: yaml.Node | None = None) -> Iterator[Visit]:
-    """Yield a node and all below it: where it stands below the key, the node of its name in a mapping, and itself."""
+def _walk(place: Place, node: yaml.Node, name: yaml.Node | None = None) -> Iterator[tuple[Place, Any, yaml.Node]]:
+    """Yield a node and all below it: its place, the node of its name in a mapping, and the node itself."""
     yield place, name, node
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
@@ -160,39 +171,22 @@ def _walk(place: Place, node: yaml.Node, name: yaml.Node | None = None) -> Itera
             yield from _walk((*place, index), item)
 
 
-def _duplicates(path: Path, node: yaml.MappingNode) -> Iterator[Problem]:
-    first: dict[Any, int] = {}
-    for key, _ in node.value:
-        if not isinstance(key, yaml.ScalarNode):
-            continue  # `{{ x }}`: reported when it is constructed
-        if key.value in first:
-            what = f"'{key.value}' is given twice (first on line {first[key.value]}); YAML keeps the last silently"
-            yield Problem(f"{path.name}:{_line(key)}", what, "keep one of the two lines")
-        first.setdefault(key.value, _line(key))
+def _traps(tag: str, text: str, nested: bool) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with a plain word that YAML 1.1 reads otherwise than it looks, and the fix.
 
-
-def _number_trap(node: yaml.ScalarNode) -> tuple[str, str] | None:
-    """Return what is wrong with a plain word that YAML 1.1 reads as another number than it looks like, and the fix."""
-    text = node.value
-    if node.tag in (_INT, _FLOAT) and ":" in text:
-        return f"YAML reads {text} as a number to the base 60", f'write "{text}" in quotes'
-    if node.tag == _INT and re.fullmatch(r"[-+]?0\d+", text.replace("_", "")):
-        return f"YAML reads {text} as an octal number", f"write {int(text.replace('_', ''))}"
-    return None
-
-
-def _nested_trap(node: yaml.ScalarNode) -> tuple[str, str] | None:
-    """Return the same for words below a key of a mapping; the catalogue types ``1e-6`` and ``no`` at the top."""
-    text = node.value
-    if node.tag == _STR and _EXPONENT.fullmatch(text):
-        mantissa, exponent = re.split("[eE]", text)
-        sign = "" if exponent.startswith(("-", "+")) else "+"
-        number = f"{mantissa if '.' in mantissa else mantissa + '.0'}e{sign}{exponent}"
-        return f"YAML reads {text} as a text", f"write {number}"
-    if node.tag == _BOOL and text.lower() not in ("true", "false"):
-        truth = text.lower() in ("yes", "on", "y")
-        return f"YAML reads {text} as {str(truth).lower()}", f'write {str(truth).lower()}, or "{text}" in quotes'
-    return None
+    ``nested``: below a key of a mapping; at the top the catalogue types ``1e-6`` and ``no``.
+    """
+    if tag in (_INT, _FLOAT) and ":" in text:
+        yield f"YAML reads {text} as a number in base 60", f'write "{text}" in quotes'
+    elif tag == _INT and re.fullmatch(r"[-+]?0\d+", text.replace("_", "")):
+        yield f"YAML reads {text} as an octal number", f"write {int(text.replace('_', ''))}"
+    elif nested and tag == _STR and (match := _EXPONENT.fullmatch(text)):
+        sign, mantissa, direction, exponent = match.groups()
+        number = f"{sign}{mantissa if '.' in mantissa else mantissa + '.0'}e{direction or '+'}{exponent}"
+        yield f"YAML reads {text} as a text", f"write {number}"
+    elif nested and tag == _BOOL and text.lower() not in ("true", "false"):
+        truth = str(text.lower() in ("yes", "on", "y")).lower()
+        yield f"YAML reads {text} as {truth}", f'write {truth}, or "{text}" in quotes'
 
 
 def read_flags(flags: Iterable[str], problems: list[Problem]) -> list[tuple[str, Any]]:
@@ -207,23 +201,130 @@ def read_flags(flags: Iterable[str], problems: list[Problem]) -> list[tuple[str,
             continue
         name, equals, text = flag[2:].partition("=")
         name = name.replace("-", "_")
-        if equals:
-            pairs.append((name, text))
-            continue
-        values: list[str] = []
-        while rest and not rest[0].startswith("--"):
-            values.append(rest.pop(0))
-        pairs.append(_pair(name, values, problems))
+        values = [text] if equals else list(itertools.takewhile(lambda word: not word.startswith("--"), rest))
+        rest = rest if equals else rest[len(values) :]
+        kind, negated = (catalogue().get(key, {}).get("type", "") for key in (name, name.removeprefix("no_")))
+        if len(values) > 1 and not kind.startswith("list"):
+            problems.append(Problem(f"--{name}", f"takes one value, got {values}", "quote it or drop the rest"))
+        if not values and name.startswith("no_") and negated == "bool":
+            pairs.append((name.removeprefix("no_"), False))
+        elif not values:
+            pairs.append((name, True))
+        else:
+            pairs.append((name, values if len(values) > 1 and kind.startswith("list") else values[0]))
     return pairs
 
 
-def _pair(name: str, values: list[str], problems: list[Problem]) -> tuple[str, Any]:
-    if not values and name.startswith("no_") and catalogue().get(name[3:], {}).get("type") == "bool":
-        return name[3:], False
-    if not values:
-        return name, True
-    if catalogue().get(name, {}).get("type", "").startswith("list") and len(values) > 1:
-        return name, values
-    if len(values) > 1:
-        problems.append(Problem(f"--{name}", f"takes one value, got {values}", "quote it or drop the rest"))
-    return name, values[0]
+def typed(key: str, entry: Entry, given: Value, place: Place = ()) -> tuple[Any, list[Problem]]:
+    """Return what the user gave as the catalogue's type, and every problem with it; ``place`` is that of a part."""
+    value = given.value
+    if value is None or (given.from_text and value == "null"):
+        empty = Problem(given.source, f"'{key}' is empty", f"write {_example(entry)}, or remove it")
+        return None, [] if entry["optional"] else [empty]
+    if entry.get("infinite") and str(value).lower().removeprefix("+") in (".inf", "inf", "infinity"):
+        return math.inf, []  # as YAML, Python and JSON write it
+    try:
+        value = _convert(entry["type"], value, given.from_text)
+    except ValueError as error:
+        return None, [Problem(given.source, f"'{key}' is {error}", f"write {_example(entry)}")]
+    problems = [Problem(given.source, f"'{key}' is {what}", f"write {fix}") for what, fix in _limits(entry, value)]
+    if key in nested_catalogue() and isinstance(value, dict):
+        problems += _type_parts(key, value, given, place)
+    elif key in nested_catalogue() and isinstance(value, list):
+        for index, item in enumerate(value):
+            problems += _type_parts(key, item, given, (*place, index))
+    return value, problems
+
+
+def _type_parts(key: str, parts: dict[str, Any], given: Value, place: Place) -> Iterator[Problem]:
+    """Type the parts of a mapping whose keys are known, in place, and yield what is wrong at its own line."""
+    known = nested_catalogue()[key]
+    for name, part in parts.items():
+        where = given.lines.get((*place, name), given.source)
+        if name not in known:
+            close = nearest_of(str(name), known)
+            fix = f"write '{close}'" if close else f"write one of {', '.join(known)}"
+            yield Problem(where, f"unknown key '{name}' in {key}", fix)
+            continue
+        value, problems = typed(f"{key}.{name}", known[name], replace(given, value=part, source=where), (*place, name))
+        parts[name] = part if problems else value
+        yield from problems
+
+
+def _convert(kind: str, value: Any, from_text: bool) -> Any:
+    """Return a value as the type of the catalogue; a ValueError's text goes on from "the key is"."""
+    if kind.startswith("list["):
+        if isinstance(value, str):
+            value = [] if value == "none" else [part.strip() for part in value.split(",")] if from_text else [value]
+        if not isinstance(value, list):
+            raise ValueError(f"{value!r}, a {type(value).__name__} where a list belongs")
+        return [_convert(kind[5:-1], item, from_text) for item in value]
+    if kind == "dict":
+        if isinstance(value, str):
+            # The last two are what PyYAML raises on `!!bool x`, and on a thousand brackets.
+            with contextlib.suppress(yaml.YAMLError, KeyError, RecursionError):
+                value = yaml.safe_load(value)
+        if not isinstance(value, dict):
+            raise ValueError(f"{_short(value)} where a mapping belongs")
+        return value
+    if kind == "bool":
+        value = as_bool(value) if from_text else value
+        if not isinstance(value, bool):
+            raise ValueError(f"{value!r} where true or false belongs")
+        return value
+    if isinstance(value, bool):
+        hint = " (YAML reads no, yes, on and off as booleans: quote the word)" if kind == "str" else ""
+        raise ValueError(f"the boolean {value} where {_WORDS[kind]} belongs{hint}")
+    if kind in ("int", "float"):
+        return _number(kind, value)
+    if not isinstance(value, str):
+        if not isinstance(value, int | float):
+            raise ValueError(f"{value!r} where a text belongs")
+        return str(value)
+    if found := _CONTROL.search(value):
+        raise ValueError(f"a text with the control character {found[0]!r}")
+    return value
+
+
+def as_bool(value: Any) -> Any:
+    """Return a text of the command line as the boolean it names, anything else as it is."""
+    return _TRUTH.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def _number(kind: str, value: Any) -> int | float:
+    try:
+        number = float(value)  # also of a text: YAML 1.1 reads 1e-6 as one
+    except OverflowError:  # a whole number above 1e308
+        number = math.inf
+    except (TypeError, ValueError):
+        raise ValueError(f"{_short(value)} where {_WORDS[kind]} belongs") from None
+    if math.isnan(number):
+        raise ValueError("not a number (nan)")
+    if kind == "float" and math.isinf(number):
+        raise ValueError(f"{_short(value)}, which is not finite")
+    if kind == "int" and not number.is_integer():
+        raise ValueError(f"{_short(value)} where a whole number belongs")
+    return number if kind == "float" else value if isinstance(value, int) else int(number)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}…"
+
+
+def _limits(entry: Entry, value: Any) -> Iterator[tuple[str, str]]:
+    """Yield the limit of the catalogue that a value breaks, and what to write."""
+    low, high, choices = entry.get("min"), entry.get("max"), entry.get("choices")
+    if low is not None and value < low:
+        yield f"{value}, below {low}", f"{low} or more"
+    if high is not None and value > high:
+        yield f"{value}, above {high}", f"{high} or less"
+    if choices and isinstance(value, str) and value not in choices:
+        close = nearest_of(value, choices) if len(choices) > 12 else None
+        yield f"'{value}'", f"'{close}'" if close else _example(entry)
+
+
+def _example(entry: Entry) -> str:
+    if entry.get("choices"):
+        return "one of " + ", ".join(entry["choices"])
+    return _WORDS.get(entry["type"], "a list, e.g. [a, b]")

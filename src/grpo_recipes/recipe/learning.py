@@ -1,14 +1,9 @@
-"""Recipes whose run would complete and have learned nothing: updates rounded away, learning rate, warm-up.
-
-Pure: no torch, no socket.
-"""
+"""How low precision and warm-up can keep a run from learning anything. Pure: no torch, no socket."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
 
-from grpo_recipes.errors import Problem
 from grpo_recipes.recipe import Recipe
 
 # One step of AdamW changes a weight by about the learning rate; neighbouring bfloat16 numbers near 0.02 are 1e-4 apart.
@@ -22,14 +17,12 @@ BY_GRADIENT = ("sgd", "schedule_free_sgd", "lomo", "adalomo", "adagrad")
 _KEEPS_COPIES = ("zero2", "zero3")
 _WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
 _WARMUP_FROM_ABOVE_ZERO = ("cosine_warmup_with_min_lr",)
-_LEAST_SHARE = 0.01  # of learning_rate; a run that never gets so far learns nothing
+LEAST_SHARE = 0.01  # of learning_rate; a run that never gets so far learns nothing
 
 
 def mixed_precision(recipe: Recipe) -> str:
     """Return what accelerate calls the precision of the computation: TRL turns bf16 on by default."""
-    if recipe["fp16"]:
-        return "fp16"
-    return "no" if recipe["bf16"] is False else "bf16"
+    return "fp16" if recipe["fp16"] else "no" if recipe["bf16"] is False else "bf16"
 
 
 def updates_float32(accelerator: str, mixed: str) -> bool:
@@ -38,7 +31,7 @@ def updates_float32(accelerator: str, mixed: str) -> bool:
 
 
 def trains_weights_as_loaded(recipe: Recipe) -> bool:
-    """Return whether weights are trained in the dtype they are loaded in: PEFT keeps adapters in float32, no more."""
+    """Return whether weights are trained in the dtype they are loaded in; PEFT keeps adapters in float32."""
     return not recipe["use_peft"] or bool(recipe["lora_modules_to_save"])
 
 
@@ -64,46 +57,6 @@ def float32_fix(mixed: str) -> str:
     return f"write accelerator: zero2, or dtype: float32{computed}"
 
 
-def rounded_away(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
-    """Refuse weights whose updates are rounded away: bfloat16 or float16 ones, updated as they are.
-
-    Of ``dtype: auto`` and of a ``CONFIG_FILE`` the trainer decides (``trainers.rank``); ``accelerator: auto`` takes one
-    that keeps float32 weights.
-    """
-    accelerator, mixed = recipe["accelerator"], mixed_precision(recipe)
-    if environment.get("CONFIG_FILE") or accelerator == "auto" or updates_float32(accelerator, mixed):
-        return
-    lost = lost_updates(recipe["dtype"] or "auto", recipe["learning_rate"], recipe["optim"], recipe["optim_args"])
-    if lost and trains_weights_as_loaded(recipe):
-        of_copies = "lora_modules_to_save: " if recipe["use_peft"] else ""
-        what = f"{of_copies}{lost}, and accelerator: {accelerator} keeps no float32 copy"
-        yield recipe.problem("accelerator", what, float32_fix(mixed))
-
-
-def warmup(recipe: Recipe) -> Iterator[Problem]:
-    """Refuse a warm-up of which the run sees next to nothing."""
-    share = reached_share(recipe)
-    if share < _LEAST_SHARE:
-        what = f"{_warmup_of_steps(recipe)}: no step takes more than {share:.1%} of learning_rate"
-        yield recipe.problem("warmup_steps", what, "write warmup_steps: 0, or more max_steps")
-
-
-def unfinished_warmup(recipe: Recipe) -> Iterator[str]:
-    """Yield a note where the run ends before its warm-up does."""
-    share = reached_share(recipe)
-    if _LEAST_SHARE <= share < 1:
-        yield f"{_warmup_of_steps(recipe)}: the learning rate reaches {share:.0%} of learning_rate"
-
-
-def hidden_losses(recipe: Recipe) -> Iterator[str]:
-    """Yield a note where losses that are no number are asked to be hidden in the log."""
-    if recipe.given("logging_nan_inf_filter") and recipe["logging_nan_inf_filter"]:
-        yield (
-            f"{recipe.place('logging_nan_inf_filter')}: logging_nan_inf_filter hides nothing here: a loss that is not "
-            "finite ends the run before the step is taken"
-        )
-
-
 def reached_share(recipe: Recipe) -> float:
     """Return the largest share of ``learning_rate`` that a step takes, 1 where the number of steps is not known."""
     steps, warm = recipe["max_steps"], recipe["warmup_steps"]
@@ -111,7 +64,3 @@ def reached_share(recipe: Recipe) -> float:
         return 1.0
     warm = int(warm) if warm >= 1 else math.ceil(warm * steps)
     return 1.0 if warm < steps else (steps - 1) / warm  # the first step is step 0 of the schedule
-
-
-def _warmup_of_steps(recipe: Recipe) -> str:
-    return f"warmup_steps {recipe['warmup_steps']:g} with max_steps {recipe['max_steps']}"

@@ -51,6 +51,9 @@ ACCURACY = ("pure_accuracy_math", "math_verify", "modebench")
 # Rewards that compare with one reference answer; a ModeBench problem has several.
 ONE_ANSWER = ("pure_accuracy_math", "math_verify", "cosine_length")
 
+# The reward of the problems of ModeBench, and of no others.
+MODEBENCH_REWARD = "modebench"
+
 # Rewards whose work on one completion has no bound: called in child processes that can be killed.
 IN_CHILDREN = frozenset({"math_verify"})
 

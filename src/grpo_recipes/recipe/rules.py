@@ -1,7 +1,6 @@
-"""Rules of recipes as tables: keys that contradict each other, and keys that change nothing without another.
+"""Rules of recipes as one table, and the notes on right recipes. Rules that look at files are in ``check``.
 
-A text of a row may hold values of the recipe as ``{key}``, or be a function of the recipe. Rules that compute more
-stand in ``check``, ``check_data``, ``check_maxent`` and ``learning``. Pure: no torch, no socket.
+Pure: no torch, no socket.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import re
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -17,33 +17,55 @@ from grpo_recipes.errors import Problem
 from grpo_recipes.modebench.dataset import SCHEME, TASK_KEYS, TASKS
 from grpo_recipes.recipe import BrokenKey, Recipe
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, catalogue
-from grpo_recipes.recipe.learning import BY_GRADIENT, hidden_losses, unfinished_warmup
-from grpo_recipes.recipe.registry import IN_CHILDREN, OBJECTIVES, REWARDS, Objective
+from grpo_recipes.recipe.learning import BY_GRADIENT, LEAST_SHARE, reached_share
+from grpo_recipes.recipe.registry import (
+    IN_CHILDREN,
+    MODEBENCH_REWARD,
+    OBJECTIVES,
+    ONE_ANSWER,
+    REWARDS,
+    SCALE_REWARDS,
+    Objective,
+)
 from grpo_recipes.recipe.tasks import MAXENT, task_of
 
 Condition = Callable[[Recipe], Any]
-Text = str | Callable[[Recipe], str]
-_OFF = (False, None, "no")
+Text = str | Callable[[Recipe, str], str]
 _LARGEST_OF_FOUR = 14  # listing all problems of four larger numbers takes minutes
+_RUN_NAME = re.compile(r"\w[^/\x00-\x1f]*")
+_LONGEST_NAME = 100  # a folder's may have 255 bytes, and a time and more come behind it
+_PART = r"[A-Za-z0-9](?:[\w.-]{0,94}[A-Za-z0-9_])?"
+_REPOSITORY = re.compile(rf"(?!.*(?:--|\.\.|\.git$))(?:{_PART}/)?{_PART}")
+_BRANCH = re.compile(r"(?![0-9a-f]{40}$)[\w][\w./-]{0,200}")
+_REPORTERS = ("none", "tensorboard", "wandb")
+_EMBEDDINGS = ("lm_head", "embed_tokens", "wte", "embed_in", "embed_out")
+_PORTS = ("vllm_server_port", "vllm_group_port", "main_process_port")
+# Truncated sampling: the server's log-probs are of another distribution than the trainer's.
+_NEUTRAL_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+# How accelerate could deal out batches otherwise than TRL's sampler, whose rows are whole groups in the ranks' order.
+_DEALING = {
+    "split_batches": "each rank would get a part of its own rows, and would sample the same prompts again",
+    "dispatch_batches": "accelerate sends tensors alone to the other ranks, and prompts are texts",
+}
+# What the controller of tau can hold: what the value is that of for equal weights, for one weight, and for a group.
+_ENTROPY, _ROLLOUTS = "maxent_target_weight_entropy", "maxent_target_eff_rollouts"
+_TARGETS: dict[str, tuple[str, int, Callable[[int], float]]] = {
+    _ENTROPY: ("log(num_generations)", 0, math.log),
+    _ROLLOUTS: ("num_generations", 1, float),
+}
 
 
-class Contradiction(NamedTuple):
-    """A recipe that is refused at ``key`` where ``broken`` holds."""
+class Rule(NamedTuple):
+    """A recipe is refused at ``key`` where ``broken`` holds; where that is a list, once for each ``{item}`` in it.
+
+    ``key`` and the texts may hold ``{item}``, values of the recipe as ``{its_key}``, and ``{removal}``: how to take
+    back the key. A text may also be a function of the recipe and the item.
+    """
 
     key: str
     broken: Condition
     what: Text
     fix: Text
-
-
-class Unread(NamedTuple):
-    """Keys that are refused where a recipe gives them and ``unread`` holds, so that nothing would read them."""
-
-    keys: str  # names, * for any ending
-    unread: Condition
-    what: str  # {key} is the key in question, {removal} how to take it back
-    fix: str
-    any_value: bool = False  # refuse false, null and "no" too
 
 
 def objective_of(recipe: Recipe) -> Objective | None:
@@ -57,14 +79,55 @@ def reports_to(recipe: Recipe) -> list[str]:
     return [names] if isinstance(names, str) else names
 
 
+def evaluation_set(recipe: Recipe) -> str | None:
+    """Return ``eval_dataset_name`` of a recipe that evaluates."""
+    return recipe["eval_dataset_name"] if _evaluates(recipe) else None
+
+
 def modebench_tasks(recipe: Recipe) -> list[str]:
     """Return the ModeBench tasks that a recipe trains, evaluates or tests on."""
-    sets = [recipe["dataset_name"], recipe["eval_dataset_name"] if recipe["eval_strategy"] != "no" else None]
-    return [task for task in TASKS if task in (*sets, *recipe["benchmarks"])]
+    return [task for task in TASKS if task in (recipe["dataset_name"], evaluation_set(recipe), *recipe["benchmarks"])]
+
+
+def given(recipe: Recipe, names: str, any_value: bool = True) -> list[str]:
+    """Return the keys of these names, * for any ending, that a recipe gives, or gives other than false, null or no."""
+    found = [key for key in matching(names) if recipe.given(key) and key not in recipe.broken]
+    return [key for key in found if any_value or recipe[key] not in (False, None, "no")]
+
+
+def removal(recipe: Recipe, key: str) -> str:
+    """Return how to take back a key that the recipe, a flag or a variable gives."""
+    source = recipe.source(key)
+    return f"unset {source}" if source in ENVIRONMENT_KEYS else f"remove {key}"
+
+
+@functools.cache
+def matching(names: str) -> tuple[str, ...]:
+    """Return the keys of the catalogue with one of some names, * for any ending."""
+    return tuple(key for key in catalogue() if any(fnmatchcase(key, name) for name in names.split()))
 
 
 def _evaluates(recipe: Recipe) -> bool:
     return bool(recipe["eval_strategy"] != "no")
+
+
+def _is_modebench(recipe: Recipe) -> bool:
+    return (recipe["dataset_name"] or "").startswith(SCHEME)
+
+
+def _twice(names: list[str]) -> list[str]:
+    return [name for name in dict.fromkeys(names) if names.count(name) > 1]
+
+
+def _longest(recipe: Recipe) -> int:
+    """Return the tokens of the longest prompt with its completion, 0 where a completion may have any length."""
+    completion = recipe["max_completion_length"]
+    return 0 if completion is None else (recipe["max_prompt_length"] or 1) + completion
+
+
+def _whole_groups(size: int, group: int) -> str:
+    below = size // group * group
+    return f"write {below or group} or {below + group}"
 
 
 def _targets_q(recipe: Recipe) -> bool:
@@ -76,192 +139,301 @@ def _tau(recipe: Recipe) -> float:
     return OBJECTIVES[recipe["maxent_objective"]].tau_or_default(recipe["maxent_tau"])
 
 
-def _tau_is_fixed(recipe: Recipe) -> bool:
-    targets = (recipe["maxent_target_weight_entropy"], recipe["maxent_target_eff_rollouts"])
-    return task_of(recipe) == MAXENT and targets == (None, None)
+def _targets(recipe: Recipe) -> list[str]:
+    """Return the targets that a MaxEnt recipe gives to the controller of tau."""
+    return [key for key in _TARGETS if recipe[key] is not None and task_of(recipe) == MAXENT]
 
 
-def _whole_groups(size: int, group: int) -> str:
-    below = size // group * group
-    return f"write {below or group} or {below + group}"
+def _target(recipe: Recipe) -> list[str]:
+    """Return the one target of the controller, none where there are two."""
+    targets = _targets(recipe)
+    return targets if len(targets) == 1 else []
+
+
+def _equal_weights(recipe: Recipe, target: str) -> float:
+    return _TARGETS[target][2](recipe["num_generations"])
+
+
+def _passed_limit(recipe: Recipe) -> list[str]:
+    """Return the limit of the controller's tau outside of which it would start."""
+    low, high, tau = recipe["maxent_tau_min"], recipe["maxent_tau_max"], _tau(recipe)
+    if not _target(recipe) or tau in (0, math.inf) or low > high or low <= tau <= high:
+        return []
+    return ["maxent_tau_min" if tau < low else "maxent_tau_max"]
+
+
+def _earlier_ports(recipe: Recipe, key: str) -> dict[int, str]:
+    """Return the ports that the keys before this one give."""
+    return {recipe[other]: other for other in reversed(_PORTS[: _PORTS.index(key)]) if recipe.given(other)}
+
+
+def _maxent_keys(recipe: Recipe) -> frozenset[str]:
+    """Return the maxent keys that the objective reads; all for a GRPO recipe, where another rule refuses them."""
+    objective = objective_of(recipe)
+    return frozenset(matching("maxent_*")) if objective is None else objective.keys
+
+
+def _fixed(recipe: Recipe) -> dict[str, str]:
+    """Return the keys of TRL that the objective fixes, with their values."""
+    objective = objective_of(recipe)
+    if objective is None:
+        return {}
+    loss = objective.loss_type(recipe["maxent_length_normalize_policy"])
+    return {"loss_type": loss, "scale_rewards": SCALE_REWARDS, "multi_objective_aggregation": "sum_then_normalize"}
 
 
 # fmt: off
-CONTRADICTIONS = (
-    Contradiction("model_name_or_path", lambda r: not r["model_name_or_path"],
+RULES = (
+    Rule("model_name_or_path", lambda r: not r["model_name_or_path"],
         "no model is named", "add model_name_or_path: Qwen/Qwen2.5-1.5B-Instruct"),
-    Contradiction("reward_funcs", lambda r: not r["reward_funcs"], "no reward is named", "add reward_funcs"),
-    Contradiction("reward_weights",
+    Rule("run_name", lambda r: r["run_name"] is not None
+        and not (_RUN_NAME.fullmatch(r["run_name"]) and len(r["run_name"].encode()) <= _LONGEST_NAME),
+        f"run_name '{{run_name:.{_LONGEST_NAME}}}' cannot be the name of a folder",
+        f"begin with a letter or digit, without '/' or line ends, at most {_LONGEST_NAME} bytes"),
+    Rule("report_to", lambda r: [name for name in reports_to(r) if name not in _REPORTERS],
+        "'{item}' is not supported", f"write one of {', '.join(_REPORTERS)}"),
+    Rule("{item}", lambda r: [key for key in given(r, " ".join(_PORTS)) if r[key] in _earlier_ports(r, key)],
+        lambda r, key: f"{key} is {r[key]}, and so is {_earlier_ports(r, key)[r[key]]}",
+        "give each its own, or remove them"),
+    # Rewards.
+    Rule("reward_funcs", lambda r: not r["reward_funcs"], "no reward is named", "add reward_funcs"),
+    Rule("reward_funcs", lambda r: _twice(r["reward_funcs"]),
+        lambda r, name: f"reward '{name}' is named {r['reward_funcs'].count(name)} times",
+        "name it once, with a weight in reward_weights"),
+    Rule("reward_weights",
         lambda r: r["reward_weights"] is not None and len(r["reward_weights"]) != len(r["reward_funcs"]),
-        lambda r: f"{len(r['reward_weights'])} weights for {len(r['reward_funcs'])} rewards",
+        lambda r, _: f"{len(r['reward_weights'])} weights for {len(r['reward_funcs'])} rewards",
         "give one weight for each of reward_funcs"),
-    Contradiction("reward_weights", lambda r: r["reward_weights"] and not any(r["reward_weights"]),
+    Rule("reward_weights", lambda r: r["reward_weights"] is not None and not any(r["reward_weights"] or [1]),
         "every reward has the weight 0: all completions score the same",
         "give one of them a weight, or remove the key"),
-    Contradiction("vllm_importance_sampling_clip_max",
+    Rule("reward_funcs", lambda r: MODEBENCH_REWARD in r["reward_funcs"] and not _is_modebench(r),
+        f"reward '{MODEBENCH_REWARD}' judges the problems of {' and '.join(TASKS)} alone",
+        f"write dataset_name: {TASKS[0]}, or remove it"),
+    Rule("reward_funcs", lambda r: [name for name in r["reward_funcs"] if name in ONE_ANSWER and _is_modebench(r)],
+        "reward '{item}' compares with one answer, a problem of {dataset_name} has several",
+        f"write reward_funcs: [{MODEBENCH_REWARD}]"),
+    Rule("eval_dataset_name",
+        lambda r: evaluation_set(r) and str(evaluation_set(r)).startswith(SCHEME) != _is_modebench(r),
+        lambda r, _: f"the rewards of '{r['dataset_name'] or 'dataset_mixture'}' cannot judge '{evaluation_set(r)}'",
+        "evaluate on data of the same kind, or name the other one in benchmarks"),
+    Rule("soft_punish_cache",
+        lambda r: r["max_completion_length"] is not None
+        and (r["soft_punish_cache"] or 0) > r["max_completion_length"],
+        "soft_punish_cache {soft_punish_cache} exceeds max_completion_length {max_completion_length}: every completion "
+        "would be punished", lambda r, _: f"write {r['max_completion_length'] // 4}, a quarter of it"),
+    # Sampling.
+    Rule("vllm_max_model_length",
+        lambda r: r["use_vllm"] and r["vllm_max_model_length"] is not None
+        and _longest(r) > r["vllm_max_model_length"],
+        lambda r, _: f"prompt {r['max_prompt_length'] or 1} + completion {r['max_completion_length']} tokens exceed "
+        f"the server's {r['vllm_max_model_length']}",
+        lambda r, _: f"write vllm_max_model_length: {_longest(r)} or shorten max_prompt_length"),
+    Rule("{item}", lambda r: [key for key, neutral in _NEUTRAL_SAMPLING.items() if (r[key] or 0) != neutral
+        and r["use_vllm"] and r["vllm_importance_sampling_correction"]],
+        lambda r, key: f"{key} {r[key]} biases the importance-sampling correction (the trainer scores the full "
+        "distribution)",
+        lambda _, key: f"write {key}: {_NEUTRAL_SAMPLING[key]}, or vllm_importance_sampling_correction: false"),
+    Rule("vllm_importance_sampling_clip_max",
         lambda r: r["use_vllm"] and r["vllm_importance_sampling_correction"]
         and r["vllm_importance_sampling_clip_max"] is not None and r["vllm_importance_sampling_clip_max"] <= 0,
         "vllm_importance_sampling_clip_max {vllm_importance_sampling_clip_max:g} multiplies every gradient by 0",
         "write 3.0, or remove it"),
+    Rule("chat_template", lambda r: r["chat_template"] is not None and "messages" not in r["chat_template"],
+        "chat_template does not mention messages", "write the template itself: chat_template: |"),
+    Rule("{item}", lambda r: r["vllm_mode"] == "colocate" and given(r, "weight_sync"),
+        "{item} has no meaning with vllm_mode: colocate (vLLM shares the trainer's process)", "remove {item}"),
     # The batch, and how long the run is.
-    Contradiction("steps_per_generation",
+    Rule("{item}", lambda r: r["prompts_per_step"] is not None
+        and given(r, "gradient_accumulation_steps steps_per_generation generation_batch_size"),
+        "'{item}' contradicts prompts_per_step, from which it is derived", "remove {item} (or prompts_per_step)"),
+    Rule("steps_per_generation",
         lambda r: r["steps_per_generation"] is not None and r["generation_batch_size"] is not None,
         "'generation_batch_size' and 'steps_per_generation' say the same in two ways", "remove one of the two"),
-    Contradiction("generation_batch_size",
+    Rule("generation_batch_size",
         lambda r: r["steps_per_generation"] is None and (r["generation_batch_size"] or 0) % r["num_generations"],
         "generation_batch_size {generation_batch_size} is not whole groups of num_generations {num_generations}",
-        lambda r: _whole_groups(r["generation_batch_size"], r["num_generations"])),
-    Contradiction("max_steps", lambda r: r["max_steps"] == 0 or r["max_steps"] < -1,
+        lambda r, _: _whole_groups(r["generation_batch_size"], r["num_generations"])),
+    Rule("accelerator_config", lambda r: [name for name in _DEALING if (r["accelerator_config"] or {}).get(name)],
+        lambda _, name: f"with {name}: true {_DEALING[name]}", "remove {item}"),
+    Rule("max_steps", lambda r: r["max_steps"] == 0 or r["max_steps"] < -1,
         "'max_steps' is {max_steps}", "write 1 or more, or -1 for num_train_epochs"),
-    Contradiction("num_train_epochs", lambda r: r["max_steps"] == -1 and r["num_train_epochs"] <= 0,
+    Rule("num_train_epochs", lambda r: r["max_steps"] == -1 and r["num_train_epochs"] <= 0,
         "nothing is trained", "write num_train_epochs: 1"),
-    Contradiction("save_steps", lambda r: r["save_strategy"] == "steps" and r["save_steps"] % 1,
+    Rule("save_steps", lambda r: r["save_strategy"] == "steps" and r["save_steps"] % 1,
         "save_steps {save_steps:g} is not a whole number of steps",
-        lambda r: f"write save_steps: {round(r['save_steps'])}"),
-    Contradiction("epsilon_high", lambda r: r["epsilon_high"] is not None and r["epsilon_high"] < r["epsilon"],
+        lambda r, _: f"write save_steps: {round(r['save_steps'])}"),
+    Rule("epsilon_high", lambda r: r["epsilon_high"] is not None and r["epsilon_high"] < r["epsilon"],
         "epsilon_high {epsilon_high} is below epsilon {epsilon}", "write {epsilon} or more, e.g. 0.28"),
-    Contradiction("soft_punish_cache",
-        lambda r: r["max_completion_length"] is not None
-        and (r["soft_punish_cache"] or 0) > r["max_completion_length"],
-        "soft_punish_cache {soft_punish_cache} exceeds max_completion_length {max_completion_length}: every completion "
-        "would be punished", lambda r: f"write {r['max_completion_length'] // 4}, a quarter of it"),
-    Contradiction("chat_template",
-        lambda r: r["chat_template"] is not None and "messages" not in r["chat_template"],
-        "chat_template does not mention messages", "write the template itself: chat_template: |"),
+    Rule("{item}", lambda r: given(r, "save_only_model", any_value=False),
+        "'{item}' is not supported", "remove it; a checkpoint without optimizer cannot be resumed"),
+    Rule("{item}", lambda r: given(r, "load_best_model_at_end", any_value=False),
+        "'{item}' is not supported", "remove it; the model of the last step is kept"),
     # Precision and learning rate.
-    Contradiction("learning_rate", lambda r: r["learning_rate"] == 0,
+    Rule("learning_rate", lambda r: r["learning_rate"] == 0,
         "learning_rate is 0: no weight is ever changed", "write e.g. learning_rate: 1e-6"),
-    Contradiction("learning_rate", lambda r: r["learning_rate"] >= 1 and r["optim"] not in BY_GRADIENT,
+    Rule("learning_rate", lambda r: r["learning_rate"] >= 1 and r["optim"] not in BY_GRADIENT,
         "learning_rate {learning_rate:g}: the first step of {optim} moves every weight by about as much",
         "write e.g. learning_rate: 1e-6"),
-    Contradiction("fp16", lambda r: r["bf16"] and r["fp16"], "'bf16' and 'fp16' are both true", "keep one"),
-    Contradiction("dtype", lambda r: r["fp16"] and not r["bf16"] and r["dtype"] == "float16",
+    Rule("warmup_steps", lambda r: reached_share(r) < LEAST_SHARE,
+        lambda r, _: f"warmup_steps {r['warmup_steps']:g} with max_steps {r['max_steps']}: no step takes more than "
+        f"{reached_share(r):.1%} of learning_rate", "write warmup_steps: 0, or more max_steps"),
+    Rule("fp16", lambda r: r["bf16"] and r["fp16"], "'bf16' and 'fp16' are both true", "keep one"),
+    Rule("dtype", lambda r: r["fp16"] and not r["bf16"] and r["dtype"] == "float16",
         "fp16 scales the gradients of float32 weights, dtype is float16",
         "write dtype: float32, or bf16: true and dtype: bfloat16"),
+    Rule("{item}", lambda r: given(r, "load_in_8bit load_in_4bit", any_value=False),
+        "'{item}' is not supported", "remove it; quantized training is not supported"),
+    Rule("{item}", lambda r: given(r, "bnb_* use_bnb_*", any_value=False),
+        "'{item}' is not supported", "remove it; it does nothing without load_in_4bit"),
     # Datasets.
-    Contradiction("dataset_mixture", lambda r: r["dataset_name"] and r["dataset_mixture"],
+    Rule("dataset_name", lambda r: not r["dataset_name"] and r["dataset_mixture"] is None,
+        "no dataset is named", "add dataset_name: a hub id or a .jsonl file"),
+    Rule("dataset_mixture", lambda r: bool(r["dataset_name"] and r["dataset_mixture"]),
         "dataset_mixture and dataset_name are both given", "keep one of them"),
-    Contradiction("dataset_streaming",
-        lambda r: r["dataset_streaming"] and (r["dataset_name"] or "").startswith(SCHEME),
+    Rule("dataset_streaming", lambda r: r["dataset_streaming"] and _is_modebench(r),
         "'{dataset_name}' is made on the spot, there is nothing to stream", "remove dataset_streaming"),
-    Contradiction("dataset_streaming", lambda r: r["dataset_streaming"] and r["dataset_mixture"],
+    Rule("dataset_streaming", lambda r: r["dataset_streaming"] and bool(r["dataset_mixture"]),
         "dataset_streaming has no meaning with dataset_mixture, whose weights are shares of all rows",
         "remove dataset_streaming"),
-    Contradiction("dataset_streaming",
+    Rule("dataset_streaming",
         lambda r: r["dataset_streaming"] and r["max_train_prompts"] is None and not r["dataset_mixture"]
-        and not (r["dataset_name"] or "").startswith(SCHEME),
+        and not _is_modebench(r),
         "dataset_streaming without max_train_prompts would read the stream to its end",
         "add max_train_prompts, e.g. max_train_prompts: 10000"),
-    Contradiction("modebench_min_modes",
+    Rule("modebench_min_modes",
         lambda r: modebench_tasks(r) and r["modebench_min_modes"] > r["modebench_max_modes"],
         "modebench_min_modes {modebench_min_modes} exceeds modebench_max_modes {modebench_max_modes}",
         "write at most {modebench_max_modes}"),
-    Contradiction("modebench_largest_number",
+    Rule("modebench_largest_number",
         lambda r: "modebench:countdown" in modebench_tasks(r) and r["modebench_numbers"] == 4
         and (r["modebench_largest_number"] or 0) > _LARGEST_OF_FOUR,
         "modebench_largest_number {modebench_largest_number} with 4 numbers takes minutes to list",
         f"write at most {_LARGEST_OF_FOUR}"),
-    Contradiction("modebench_hidden",
+    Rule("modebench_hidden",
         lambda r: "modebench:graph_coloring" in modebench_tasks(r) and r["modebench_hidden"] > r["modebench_vertices"],
         "modebench_hidden {modebench_hidden} exceeds modebench_vertices {modebench_vertices}",
         "write at most {modebench_vertices}"),
-    # Evaluation and benchmarks.
-    Contradiction("eval_strategy", lambda r: r["eval_strategy"] == "steps" and not r["eval_steps"],
+    # Evaluation, benchmarks and publishing.
+    Rule("{item}", lambda r: not _evaluates(r)
+        and given(r, "eval_steps eval_on_start num_generations_eval", any_value=False),
+        "'{item}' does nothing without eval_strategy", "add eval_strategy: steps"),
+    Rule("eval_strategy", lambda r: r["eval_strategy"] == "steps" and not r["eval_steps"],
         "eval_strategy: steps without eval_steps evaluates after every optimizer step",
         "add eval_steps, e.g. eval_steps: 50"),
-    Contradiction("eval_steps",
+    Rule("eval_steps",
         lambda r: r["eval_strategy"] == "steps" and (r["eval_steps"] or 0) > 1 and r["eval_steps"] % 1,
         "eval_steps {eval_steps:g} is neither a whole number of steps nor a share below 1",
-        lambda r: f"write eval_steps: {round(r['eval_steps'])}"),
-    Contradiction("lr_scheduler_type",
+        lambda r, _: f"write eval_steps: {round(r['eval_steps'])}"),
+    Rule("dataset_mixture", lambda r: _evaluates(r) and not r["eval_dataset_name"] and r["dataset_mixture"]
+        and not r["dataset_mixture"].get("test_split_size"),
+        "nothing is held out to evaluate on", "add test_split_size to it, or eval_dataset_name"),
+    Rule("lr_scheduler_type",
         lambda r: _evaluates(r) and r["lr_scheduler_type"] in ("reduce_lr_on_plateau", "greedy"),
         "lr_scheduler_type {lr_scheduler_type} follows eval_loss, which is near zero whatever the model does",
         "write lr_scheduler_type: cosine"),
-    Contradiction("use_transformers_continuous_batching",
+    Rule("use_transformers_continuous_batching",
         lambda r: _evaluates(r) and r["use_transformers_continuous_batching"],
         "use_transformers_continuous_batching puts the model back into training in an evaluation",
         "remove it, or write eval_strategy: 'no'"),
-    Contradiction("benchmark_samples", lambda r: r["benchmark_temperature"] == 0 and r["benchmark_samples"] > 1,
+    Rule("benchmarks", lambda r: _twice(r["benchmarks"]), "'{item}' is listed twice", "keep one"),
+    Rule("benchmark_samples", lambda r: r["benchmark_temperature"] == 0 and r["benchmark_samples"] > 1,
         "benchmark_samples {benchmark_samples} at benchmark_temperature 0 are {benchmark_samples} times the same "
         "completion", "write benchmark_samples: 1, or a benchmark_temperature above 0, e.g. 0.6"),
+    Rule("hub_model_id", lambda r: r["push_to_hub"] and r["hub_model_id"] is not None
+        and not _REPOSITORY.fullmatch(r["hub_model_id"]), "'{hub_model_id}' is not the name of a repository",
+        "write user/name: letters, digits, '-', '_' and '.', at most 96 each, without '--' and '..'"),
+    Rule("hub_revision", lambda r: r["push_to_hub"] and r["hub_revision"] is not None
+        and not _BRANCH.fullmatch(r["hub_revision"]), "a push goes to a branch, '{hub_revision}' is not one",
+        "write the name of a branch, or remove it"),
     # LoRA.
-    Contradiction("accelerator", lambda r: r["use_peft"] and r["accelerator"] in ("zero3", "fsdp2"),
+    Rule("{item}", lambda r: not r["use_peft"] and given(r, "lora_* use_dora use_rslora", any_value=False),
+        "'{item}' does nothing without use_peft", "add use_peft: true, or remove {item}"),
+    Rule("accelerator", lambda r: r["use_peft"] and r["accelerator"] in ("zero3", "fsdp2"),
         "a LoRA run with accelerator: {accelerator} has not been shown to work", "write accelerator: ddp or zero2"),
-    Contradiction("sync_ref_model", lambda r: r["use_peft"] and r["sync_ref_model"],
+    Rule("sync_ref_model", lambda r: r["use_peft"] and r["sync_ref_model"],
         "the reference of a LoRA run is its base model, which sync_ref_model cannot move",
         "remove sync_ref_model, or use_peft"),
-    Contradiction("lora_dropout", lambda r: r["use_peft"] and r["disable_dropout"] and r["lora_dropout"] > 0,
+    Rule("lora_dropout", lambda r: r["use_peft"] and r["disable_dropout"] and r["lora_dropout"] > 0,
         "disable_dropout turns lora_dropout {lora_dropout:g} off", "keep one of the two"),
-    Contradiction("cast_lm_head_to_fp32", lambda r: r["use_peft"] and r["cast_lm_head_to_fp32"],
+    Rule("cast_lm_head_to_fp32", lambda r: r["use_peft"] and r["cast_lm_head_to_fp32"],
         "cast_lm_head_to_fp32 puts the output layer beside a LoRA model, where no transfer finds it",
         "remove cast_lm_head_to_fp32, or use_peft"),
-    Contradiction("hub_strategy", lambda r: r["use_peft"] and r["push_to_hub"] and r["hub_strategy"] != "end",
+    Rule("hub_strategy", lambda r: r["use_peft"] and r["push_to_hub"] and r["hub_strategy"] != "end",
         "hub_strategy {hub_strategy} publishes checkpoints: of a LoRA run, the adapter alone",
         "write hub_strategy: end (the merged model)"),
-    Contradiction("lora_target_parameters", lambda r: r["use_peft"] and r["lora_target_parameters"],
+    Rule("lora_target_parameters", lambda r: r["use_peft"] and bool(r["lora_target_parameters"]),
         "adapters on parameters that are not layers (experts) have not been shown to reach the server",
         "write lora_target_modules"),
-    Contradiction("lora_target_modules", lambda r: r["use_peft"] and r["lora_target_modules"] == [],
+    Rule("lora_target_modules", lambda r: r["use_peft"] and r["lora_target_modules"] == [],
         "lora_target_modules names no layer", "write lora_target_modules: [all-linear], or the names of layers"),
-    Contradiction("lora_target_modules",
+    Rule("lora_target_modules",
         lambda r: r["use_peft"] and "all-linear" in (r["lora_target_modules"] or ())
         and len(r["lora_target_modules"]) > 1,
         "lora_target_modules names all-linear and others",
         "write lora_target_modules: [all-linear], or the names of layers"),
+    Rule("lora_target_modules", lambda r: r["use_peft"]  # whether the model has the others shows when it is loaded
+        and [name for name in r["lora_target_modules"] or () if name.rpartition(".")[2] in _EMBEDDINGS],
+        "an adapter on '{item}' is not supported: log-probs are computed from the layer's own weights",
+        "name linear layers between the embeddings, e.g. [q_proj, v_proj], or [all-linear]"),
     # MaxEnt-GRPO, its controllers and the reference.
-    Contradiction("maxent_q_epsilon", lambda r: _targets_q(r) and r["maxent_q_epsilon"] * r["num_generations"] >= 1,
-        lambda r: f"maxent_q_epsilon {r['maxent_q_epsilon']:g} is not below 1 / num_generations "
+    Rule("{item}", lambda r: task_of(r) != MAXENT and given(r, "maxent_*"), "'{item}' changes nothing in a GRPO run",
+        "{removal}, or make it a MaxEnt run (maxent_objective in the recipe, or MAXENT=1)"),
+    Rule("{item}", lambda r: [key for key in given(r, "maxent_*") if key not in _maxent_keys(r)],
+        "'{item}' changes nothing under maxent_objective: {maxent_objective}",
+        lambda r, key: f"{removal(r, key)}, or write maxent_objective: "
+        + " or ".join(name for name, objective in sorted(OBJECTIVES.items()) if key in objective.keys)),
+    Rule("{item}", lambda r: [key for key, value in _fixed(r).items() if r.given(key) and r[key] != value],
+        lambda r, key: f"{key}: {r[key]} contradicts maxent_objective: {r['maxent_objective']}, whose {key} is "
+        f"{_fixed(r)[key]}", "{removal}"),
+    Rule("maxent_q_epsilon", lambda r: _targets_q(r) and r["maxent_q_epsilon"] * r["num_generations"] >= 1,
+        lambda r, _: f"maxent_q_epsilon {r['maxent_q_epsilon']:g} is not below 1 / num_generations "
         f"({1 / r['num_generations']:g}): q would be negative",
-        lambda r: f"write less than {1 / r['num_generations']:g}, e.g. maxent_q_epsilon: 1e-6"),
-    Contradiction("maxent_tau", lambda r: _targets_q(r) and _tau(r) + r["maxent_beta"] <= 0,
+        lambda r, _: f"write less than {1 / r['num_generations']:g}, e.g. maxent_q_epsilon: 1e-6"),
+    Rule("maxent_tau", lambda r: _targets_q(r) and _tau(r) + r["maxent_beta"] <= 0,
         "maxent_tau and maxent_beta are both 0: the target's exponents 1 / (tau + beta) are not defined",
         "write maxent_tau: 0.01 or more, or a maxent_beta"),
-    Contradiction("kl_target", lambda r: r["kl_target"] is not None and r["beta"] == 0,
+    Rule("{item}", lambda r: _targets_q(r) and r["maxent_beta"] == 0 and given(r, "maxent_length_normalize_ref"),
+        "'{item}' changes nothing with maxent_beta 0: no reference is read", "{removal}, or add a maxent_beta"),
+    Rule("{item}", lambda r: task_of(r) == MAXENT and not _targets(r)
+        and given(r, "maxent_tau_lr maxent_tau_min maxent_tau_max maxent_tau_warmup_steps"),
+        "'{item}' changes nothing without a target: tau is fixed",
+        f"{{removal}}, or add {_ENTROPY} or {_ROLLOUTS}"),
+    Rule(_ROLLOUTS, lambda r: len(_targets(r)) == 2,
+        f"{_ENTROPY} and {_ROLLOUTS} are both given, one tau holds one of them", "keep one of the two"),
+    Rule("{item}", lambda r: [key for key in _target(r) if r[key] <= _TARGETS[key][1]],
+        lambda r, key: f"{key} {r[key]:g} is that of all weight on one completion, which no tau above 0 has",
+        lambda _, key: f"write more than {_TARGETS[key][1]}"),
+    Rule("{item}", lambda r: [key for key in _target(r) if r[key] > _equal_weights(r, key)],
+        lambda r, key: f"{key} {r[key]:g} is more than {_TARGETS[key][0]} ({_equal_weights(r, key):g}), that of equal "
+        "weights", lambda r, key: f"write less than {_equal_weights(r, key):g}"),
+    Rule("maxent_tau_min", lambda r: _target(r) and r["maxent_tau_min"] > r["maxent_tau_max"],
+        "maxent_tau_min {maxent_tau_min:g} is above maxent_tau_max {maxent_tau_max:g}", "swap the two"),
+    Rule("maxent_tau", lambda r: _target(r) and _tau(r) in (0, math.inf),
+        lambda r, _: f"the controller multiplies tau, which stays {_tau(r):g}",
+        "write a maxent_tau above 0 and below .inf, e.g. 0.2"),
+    Rule("{item}", lambda r: [next((key for key in ("maxent_tau", limit) if r.given(key)), limit)
+        for limit in _passed_limit(r)],
+        lambda r, _: f"tau starts at {_tau(r):g}, outside of maxent_tau_min {r['maxent_tau_min']:g} and maxent_tau_max "
+        f"{r['maxent_tau_max']:g}", lambda r, _: f"write a maxent_tau between them, or another {_passed_limit(r)[0]}"),
+    Rule("{item}", lambda r: r["kl_target"] is None and given(r, "kl_horizon kl_ctl_step_size"),
+        "'{item}' changes nothing without kl_target: beta is fixed", "{removal}, or add kl_target"),
+    Rule("kl_target", lambda r: r["kl_target"] is not None and r["beta"] == 0,
         "the controller multiplies beta, which is 0: there is no KL to hold",
         "write beta (init_kl_coeff) above 0, e.g. beta: 0.04"),
-    Contradiction("sync_ref_model",
+    Rule("sync_ref_model",
         lambda r: r["sync_ref_model"] and not r["use_peft"] and r["beta"] == 0
         and not (_targets_q(r) and r["maxent_beta"] > 0),
-        lambda r: "sync_ref_model has no reference to sync: "
+        lambda r, _: "sync_ref_model has no reference to sync: "
         + ("beta and maxent_beta are 0" if _targets_q(r) else "beta is 0"),
         "remove sync_ref_model, or write beta above 0"),
 )
 
-UNREAD = (
-    Unread("gradient_accumulation_steps steps_per_generation generation_batch_size",
-        lambda r: r["prompts_per_step"] is not None,
-        "'{key}' contradicts prompts_per_step, from which it is derived",
-        "remove {key} (or prompts_per_step)", any_value=True),
-    Unread("weight_sync", lambda r: r["vllm_mode"] == "colocate",
-        "{key} has no meaning with vllm_mode: colocate (vLLM shares the trainer's process)",
-        "remove {key}", any_value=True),
-    Unread("load_in_8bit load_in_4bit", lambda _: True,
-        "'{key}' is not supported", "remove it; quantized training is not supported"),
-    Unread("bnb_* use_bnb_*", lambda _: True,
-        "'{key}' is not supported", "remove it; it does nothing without load_in_4bit"),
-    Unread("save_only_model", lambda _: True,
-        "'{key}' is not supported", "remove it; a checkpoint without optimizer cannot be resumed"),
-    Unread("load_best_model_at_end", lambda _: True,
-        "'{key}' is not supported", "remove it; the model of the last step is kept"),
-    Unread("lora_* use_dora use_rslora", lambda r: not r["use_peft"],
-        "'{key}' does nothing without use_peft", "add use_peft: true, or remove {key}"),
-    Unread("eval_steps eval_on_start num_generations_eval", lambda r: not _evaluates(r),
-        "'{key}' does nothing without eval_strategy", "add eval_strategy: steps"),
-    Unread("maxent_*", lambda r: task_of(r) != MAXENT, "'{key}' changes nothing in a GRPO run",
-        "{removal}, or make it a MaxEnt run (maxent_objective in the recipe, or MAXENT=1)", any_value=True),
-    Unread("maxent_length_normalize_ref", lambda r: _targets_q(r) and r["maxent_beta"] == 0,
-        "'{key}' changes nothing with maxent_beta 0: no reference is read",
-        "{removal}, or add a maxent_beta", any_value=True),
-    Unread("maxent_tau_lr maxent_tau_min maxent_tau_max maxent_tau_warmup_steps", _tau_is_fixed,
-        "'{key}' changes nothing without a target: tau is fixed",
-        "{removal}, or add maxent_target_weight_entropy or maxent_target_eff_rollouts", any_value=True),
-    Unread("kl_horizon kl_ctl_step_size", lambda r: r["kl_target"] is None,
-        "'{key}' changes nothing without kl_target: beta is fixed", "{removal}, or add kl_target", any_value=True),
-)
-
 # Keys that do nothing without another, worth a note: people set them for many recipes at once.
 _IDLE: tuple[tuple[str, Condition, str], ...] = (
-    ("reward_timeout reward_memory_gib reward_workers", lambda r: not _scores_in_children(r),
+    ("reward_timeout reward_memory_gib reward_workers",
+        lambda r: not IN_CHILDREN & set(r["reward_funcs"])
+        and not (r["reward_isolation"] == "completion" and any(":" in name for name in r["reward_funcs"])),
         "a reward in a child process (math_verify, or your own)"),
     ("benchmark_*", lambda r: not r["benchmarks"], "benchmarks"),
     ("hub_*", lambda r: not r["push_to_hub"], "push_to_hub"),
@@ -273,28 +445,38 @@ _IDLE: tuple[tuple[str, Condition, str], ...] = (
 
 
 def broken_rules(recipe: Recipe) -> Iterator[Problem]:
-    """Yield what the tables refuse; a rule that reads a key whose value is wrong is not judged."""
-    for rule in CONTRADICTIONS:
+    """Yield what the table refuses; a rule that reads a key whose value is wrong is not judged."""
+    values = {key: value.value for key, value in recipe.values.items()}
+    for rule in RULES:
         with contextlib.suppress(BrokenKey):
-            if rule.broken(recipe):
-                yield recipe.problem(rule.key, _text(rule.what, recipe), _text(rule.fix, recipe))
-    for row in UNREAD:
-        with contextlib.suppress(BrokenKey):
-            for key in _matching(row.keys) if row.unread(recipe) else ():
-                if recipe.given(key) and key not in recipe.broken and (row.any_value or recipe[key] not in _OFF):
-                    words = {"key": key, "removal": removal(recipe, key)}
-                    yield recipe.problem(key, row.what.format(**words), row.fix.format(**words))
-
-
-def removal(recipe: Recipe, key: str) -> str:
-    """Return how to take back a key that the recipe, a flag or a variable gives."""
-    source = recipe.source(key)
-    return f"unset {source}" if source in ENVIRONMENT_KEYS else f"remove {key}"
+            broken = rule.broken(recipe)
+            for item in broken if isinstance(broken, list) else [""] if broken else []:
+                key = rule.key.format(item=item)
+                words = {**values, "item": item, "removal": removal(recipe, key)}
+                what, fix = (
+                    text(recipe, item) if callable(text) else text.format(**words) for text in (rule.what, rule.fix)
+                )
+                yield recipe.problem(key, what, fix)
 
 
 def notes(recipe: Recipe) -> list[str]:
     """Return what is worth knowing of a right recipe before its job waits in a queue, a line each."""
-    found = [*recipe.notes, *_batch_note(recipe), *unfinished_warmup(recipe), *hidden_losses(recipe)]
+    found = list(recipe.notes)
+    group, accumulation = recipe["num_generations"], recipe["gradient_accumulation_steps"]
+    one = recipe["per_device_train_batch_size"] * (recipe["steps_per_generation"] or accumulation)
+    multiple = group // math.gcd(group, one)
+    if multiple > 1 and recipe["prompts_per_step"] is None and recipe["generation_batch_size"] is None:
+        found.append(
+            f"the batch is whole groups of {group} with a multiple of {multiple} training processes only; "
+            "prompts_per_step makes it the same for every number"
+        )
+    if LEAST_SHARE <= (share := reached_share(recipe)) < 1:
+        schedule = f"warmup_steps {recipe['warmup_steps']:g} with max_steps {recipe['max_steps']}"
+        found.append(f"{schedule}: the learning rate reaches {share:.0%} of learning_rate")
+    hidden = "logging_nan_inf_filter"
+    if recipe.given(hidden) and recipe[hidden]:
+        why = "a loss that is not finite ends the run before the step is taken"
+        found.append(f"{recipe.place(hidden)}: {hidden} hides nothing here: {why}")
     for key in recipe.values:
         source = recipe.source(key)
         # A base sets keys for recipes that differ, and the shell's variables are there for every run.
@@ -311,35 +493,5 @@ def needed_by(recipe: Recipe, key: str) -> str:
     if key.startswith("modebench_"):
         readers = [task for task in TASK_KEYS if key in TASK_KEYS[task]] or list(TASK_KEYS)
         return "" if set(readers) & set(modebench_tasks(recipe)) else f"the dataset or benchmark {' or '.join(readers)}"
-    return next(
-        (needed for keys, idle, needed in _IDLE if key in _matching(keys) and key != needed and idle(recipe)), ""
-    )
-
-
-def _batch_note(recipe: Recipe) -> Iterator[str]:
-    group, accumulation = recipe["num_generations"], recipe["gradient_accumulation_steps"]
-    if recipe["prompts_per_step"] is not None or recipe["generation_batch_size"] is not None:
-        return
-    one = recipe["per_device_train_batch_size"] * (recipe["steps_per_generation"] or accumulation)
-    multiple = group // math.gcd(group, one)
-    if multiple > 1:
-        yield (
-            f"the batch is whole groups of {group} with a multiple of {multiple} training processes only; "
-            "prompts_per_step makes it the same for every number"
-        )
-
-
-def _scores_in_children(recipe: Recipe) -> bool:
-    names = recipe["reward_funcs"]
-    own = recipe["reward_isolation"] == "completion" and any(":" in name for name in names)
-    return own or bool(IN_CHILDREN & set(names))
-
-
-def _text(text: Text, recipe: Recipe) -> str:
-    return text(recipe) if callable(text) else text.format_map(recipe)
-
-
-@functools.cache
-def _matching(names: str) -> tuple[str, ...]:
-    """Return the keys of the catalogue that one of some names, * for any ending, stands for."""
-    return tuple(key for key in catalogue() if any(fnmatchcase(key, name) for name in names.split()))
+    idle = (needed for keys, idle, needed in _IDLE if key in matching(keys) and key != needed and idle(recipe))
+    return next(idle, "")

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import ConfigError, Problem
-from grpo_recipes.recipe.document import read_document
+from grpo_recipes.recipe.document import Value, read_document, typed
 from grpo_recipes.recipe.keys import nearest_of
-from grpo_recipes.recipe.values import Raw, typed
 from grpo_recipes.secrets import secret_name, secret_value
 from grpo_recipes.slurm.client import walltime_seconds
 
@@ -69,7 +68,7 @@ class Profile:
 
     def with_values(self, given: Mapping[str, str], where: str = "") -> Profile:
         """Return the profile with values that are given as texts, by default by flags named as the keys."""
-        raws = [(key, Raw(text, where or f"--{key}", from_text=True)) for key, text in given.items()]
+        raws = [(key, Value(text, where or f"--{key}", from_text=True)) for key, text in given.items()]
         return dataclasses.replace(self, **_checked(raws, []))
 
 
@@ -92,7 +91,7 @@ def read_profile(path: Path) -> Profile:
     return Profile(path.stem, **values)
 
 
-def _checked(raws: Iterable[tuple[str, Raw]], problems: list[Problem]) -> dict[str, Any]:
+def _checked(raws: Iterable[tuple[str, Value]], problems: list[Problem]) -> dict[str, Any]:
     """Return the values, of each key the last; with any problem, add those of the values and raise them all."""
     values: dict[str, Any] = {}
     for key, raw in raws:
@@ -137,7 +136,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[str], bool], str, str], ...] = (
 )
 
 
-def _problems(key: str, value: Any, raw: Raw) -> Iterator[Problem]:
+def _problems(key: str, value: Any, raw: Value) -> Iterator[Problem]:
     """Yield what is wrong with a value of the right type: of each text in it the first rule that refuses it."""
     if isinstance(value, dict):
         yield from _variable_problems(value, raw)
@@ -149,7 +148,7 @@ def _problems(key: str, value: Any, raw: Raw) -> Iterator[Problem]:
                 break
 
 
-def _variable_problems(variables: Mapping[str, Any], raw: Raw) -> Iterator[Problem]:
+def _variable_problems(variables: Mapping[str, Any], raw: Value) -> Iterator[Problem]:
     for name, text in variables.items():
         where = raw.lines.get((name,), raw.source)
         if not re.fullmatch(r"[A-Za-z_]\w*", str(name)):

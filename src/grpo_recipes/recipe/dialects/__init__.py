@@ -10,16 +10,16 @@ from collections.abc import Iterable
 
 from grpo_recipes.errors import Problem
 from grpo_recipes.recipe.dialects import older_trl, slurm_guide
+from grpo_recipes.recipe.document import Value, as_bool
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, OWNED_KEYS, catalogue, nearest_of
-from grpo_recipes.recipe.values import Raw, as_bool
 
 ALIASES = slurm_guide.ALIASES
 OBSOLETE_KEYS = {**older_trl.REFUSED, **slurm_guide.REFUSED}
 
 
-def translate(layer: Iterable[tuple[str, Raw]], problems: list[Problem], notes: list[str]) -> dict[str, Raw]:
+def translate(layer: Iterable[tuple[str, Value]], problems: list[Problem], notes: list[str]) -> dict[str, Value]:
     """Return what a layer gives for each recipe key; every name that cannot be one becomes a problem."""
-    found: dict[str, Raw] = {}
+    found: dict[str, Value] = {}
     names: dict[str, str] = {}
     for name, raw in layer:
         key = ALIASES.get(name, name)
