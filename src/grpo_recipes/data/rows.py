@@ -34,7 +34,6 @@ from grpo_recipes.recipe.datafiles import (
     BUILDERS,
     csv_columns,
     data_files,
-    folder_kind,
     has_splits,
     is_saved,
     split_name,
@@ -119,8 +118,8 @@ def read_rows(
         if path.is_file():
             return _load_file(path, config, split, streaming)
         if path.is_dir():
-            options = _options(folder_kind(path), data_files(path)[0])
-            return load_dataset(str(path), config, split=split, streaming=streaming, **options)
+            kind, files = data_files(path)
+            return load_dataset(str(path), config, split=split, streaming=streaming, **_options(kind, files[0]))
         return load_dataset(source, config, split=split, streaming=streaming)
 
 

@@ -89,29 +89,25 @@ def _key(default: Any, help: str, choices: list[str] | None = None) -> Any:
     return field(default=default, metadata=metadata)
 
 
+# fmt: off
 @dataclass
 class ScriptArguments(trl.ScriptArguments):
     """Where prompts, solutions and rewards come from, and where the run goes."""
 
-    dataset_mixture: dict | None = _key(
-        None, "Several datasets instead of dataset_name; its keys are those of DatasetMixtureConfig."
-    )
+    dataset_mixture: dict | None = _key(None,
+        "Several datasets instead of dataset_name; its keys are those of DatasetMixtureConfig.")
     dataset_prompt_column: str = _key("problem", "Column holding the problem text or a list of chat messages.")
     dataset_solution_column: str = _key("answer", "Column holding the reference solution given to the rewards.")
-    dataset_solution_marker: str | None = _key(
-        None, "Keep only what follows the last occurrence of this text in the solution, e.g. '####' for GSM8K."
-    )
+    dataset_solution_marker: str | None = _key(None,
+        "Keep only what follows the last occurrence of this text in the solution, e.g. '####' for GSM8K.")
     system_prompt: str | None = _key(None, "System message put before every prompt that has none.")
     chat_template: str | None = _key(None, "Jinja chat template that replaces the tokenizer's own.")
-    max_prompt_length: int | None = _key(
-        None, "Longest prompt in tokens after rendering; longer ones are dropped and counted."
-    )
-    max_train_prompts: int | None = _key(
-        None, "Prompts kept, the first of a seeded shuffle; with dataset_streaming the first rows read."
-    )
-    eval_dataset_name: str | None = _key(
-        None, "Dataset evaluated on; by default dataset_test_split of dataset_name, or the mixture's test_split_size."
-    )
+    max_prompt_length: int | None = _key(None,
+        "Longest prompt in tokens after rendering; longer ones are dropped and counted.")
+    max_train_prompts: int | None = _key(None,
+        "Prompts kept, the first of a seeded shuffle; with dataset_streaming the first rows read.")
+    eval_dataset_name: str | None = _key(None,
+        "Dataset evaluated on; by default dataset_test_split of dataset_name, or the mixture's test_split_size.")
     eval_dataset_config: str | None = _key(None, "Configuration of the evaluation dataset.")
     eval_dataset_split: str = _key("test", "Split of eval_dataset_name evaluated on.")
     eval_dataset_prompt_column: str | None = _key(None, "As dataset_prompt_column, which is the default.")
@@ -120,67 +116,50 @@ class ScriptArguments(trl.ScriptArguments):
     eval_max_prompts: int = _key(1000, "Most evaluation prompts after eval_subsample.")
     modebench_prompts: int = _key(384, "Problems of a modebench dataset to train on.")
     modebench_test_prompts: int = _key(128, "Problems of its test split, none of them in training.")
-    modebench_seed: int = _key(0, "What the problems of a modebench dataset are drawn by.")
+    modebench_seed: int = _key(0, "Seed by which the problems of a modebench dataset are drawn.")
     modebench_min_modes: int = _key(2, "Fewest right answers of a modebench problem; 1 for those with a single one.")
     modebench_max_modes: int = _key(24, "Most right answers of a modebench problem.")
     modebench_numbers: int = _key(3, "Countdown: numbers of a problem, 3 or 4.")
-    modebench_largest_number: int | None = _key(
-        None, "Countdown: the largest number, at most 14 with four of them; by default 24, or 12 with four."
-    )
+    modebench_largest_number: int | None = _key(None,
+        "Countdown: the largest number, at most 14 with four of them; by default 24, or 12 with four.")
     modebench_vertices: int = _key(8, "Graph colouring: vertices of a graph.")
-    modebench_hidden: int = _key(
-        5, "Graph colouring: vertices without a colour; with more of them guessing is worth less."
-    )
-    benchmarks: list[str] = _key(
-        [],
+    modebench_hidden: int = _key(5,
+        "Graph colouring: vertices without a colour; with more of them guessing is worth less.")
+    benchmarks: list[str] = _key([],
         "Benchmarks run on the final model: names listed by `grpo keys --benchmarks`, or .jsonl files with problem "
-        "and answer columns.",
-    )
+        "and answer columns.")
     benchmark_samples: int = _key(1, "Completions of each benchmark problem (k of pass@k).")
     benchmark_max_problems: int | None = _key(None, "Most problems of one benchmark, drawn by seed; all by default.")
     benchmark_temperature: float = _key(0.6, "Sampling temperature of benchmarks; 0 is greedy.")
-    callbacks: list[str] = _key(
-        [], "Trainer callbacks of your own: module:Class or file.py:Class, made without arguments."
-    )
-    reward_funcs: list[str] = _key(
-        ["pure_accuracy_math"],
-        "Rewards, summed by weight: names of ours, or your own as module:function or file.py:function.",
-    )
-    answer_matching: str = _key(
-        "normalized",
+    callbacks: list[str] = _key([],
+        "Trainer callbacks of your own: module:Class or file.py:Class, made without arguments.")
+    reward_funcs: list[str] = _key(["pure_accuracy_math"],
+        "Rewards, summed by weight: names of ours, or your own as module:function or file.py:function.")
+    answer_matching: str = _key("normalized",
         "How pure_accuracy_math compares: normalized ($, \\boxed{}, 1,000, units, 1/2), or strict (the same text).",
-        choices=["normalized", "strict"],
-    )
+        choices=["normalized", "strict"])
     cosine_min_value_wrong: float = _key(0.0, "cosine_length: reward of a wrong completion of length 0.")
     cosine_max_value_wrong: float = _key(-0.5, "cosine_length: reward of a wrong completion of length cosine_max_len.")
     cosine_min_value_correct: float = _key(0.5, "cosine_length: reward of a right completion of length cosine_max_len.")
     cosine_max_value_correct: float = _key(1.0, "cosine_length: reward of a right completion of length 0.")
-    cosine_max_len: int | None = _key(
-        None, "cosine_length: longest length in tokens; max_completion_length by default."
-    )
+    cosine_max_len: int | None = _key(None,
+        "cosine_length: longest length in tokens; max_completion_length by default.")
     repetition_n_grams: int = _key(3, "repetition_penalty: words of the n-grams counted.")
     repetition_max_penalty: float = _key(-1.0, "repetition_penalty: reward of a completion that only repeats itself.")
-    soft_punish_cache: int | None = _key(
-        None, "soft_overlong: last tokens before max_completion_length in which the penalty grows from 0 to -1."
-    )
-    reward_isolation: str = _key(
-        "completion",
+    soft_punish_cache: int | None = _key(None,
+        "soft_overlong: last tokens before max_completion_length in which the penalty grows from 0 to -1.")
+    reward_isolation: str = _key("completion",
         "Your own rewards: called a completion at a time in a child process with the limits below (completion), or on "
-        "the whole batch inside the trainer, without limits (none).",
-        choices=["completion", "none"],
-    )
+        "the whole batch inside the trainer, without limits (none).", choices=["completion", "none"])
     reward_timeout: float = _key(5.0, "Seconds a reward in a child process may take for one completion.")
     reward_memory_gib: float = _key(4.0, "Memory in GiB that a reward's child process may take.")
     reward_workers: int | None = _key(None, "Child processes for rewards; by default one per two cores, at most 8.")
-    reward_max_no_verdict: float = _key(
-        0.5, "Share of a step's completions without a verdict (time limit, crash, not a number) that ends the run."
-    )
+    reward_max_no_verdict: float = _key(0.5,
+        "Share of a step's completions left unscored (time limit, crash, not a number) that ends the run.")
     run_root: str = _key("runs", "Folder in which the run directory <run_name>-<timestamp> is made.")
-    accelerator: str = _key(
-        "auto",
+    accelerator: str = _key("auto",
         "How training processes share the model: TRL's packaged accelerate file of that name.",
-        choices=["auto", "single", "ddp", "zero2", "zero3", "fsdp2"],
-    )
+        choices=["auto", "single", "ddp", "zero2", "zero3", "fsdp2"])
     num_processes: int | None = _key(None, "Training processes; by default one per training GPU, one on CPU.")
     main_process_port: int | None = _key(None, "Rendezvous port of the training processes; 29525 outside Slurm.")
 
@@ -192,10 +171,8 @@ class DatasetConfig:
     id: str = _key("", "Hub id, local file or folder.")
     config: str | None = _key(None, "Configuration of the dataset.")
     split: str = _key("train", "Split that is read.")
-    columns: list[str] | None = _key(
-        None,
-        "Prompt and solution column, then others kept for rewards; by default the recipe's two and all scalar ones.",
-    )
+    columns: list[str] | None = _key(None,
+        "Prompt and solution column, then others kept for rewards; by default the recipe's two and all scalar ones.")
     weight: float | None = _key(None, "Share of its rows that is used, drawn by seed; all by default.")
 
 
@@ -212,124 +189,85 @@ class DatasetMixtureConfig:
 class GRPOConfig(trl.GRPOConfig):
     """TRL's GRPO options plus the batch of the experiment, the weight bridge and its guard."""
 
-    prompts_per_step: int | None = _key(
-        None, "Prompts of one optimizer step over all devices; per-device size and accumulation follow from it."
-    )
-    weight_sync: str = _key(
-        "auto",
+    prompts_per_step: int | None = _key(None,
+        "Prompts of one optimizer step over all devices; per-device size and accumulation follow from it.")
+    weight_sync: str = _key("auto",
         "How new weights reach the server: nccl between GPUs, file (safetensors in shared memory) on CPU.",
-        choices=["auto", "nccl", "file"],
-    )
-    weight_guard: bool = _key(
-        True, "After every sync prove that the server holds and uses the trainer's weights, or stop the run."
-    )
-    weight_guard_tolerance: float | None = _key(
-        None,
-        "Largest mean |log-prob difference| between server and trainer; by default 1e-3 in float32, 5e-2 in bfloat16.",
-    )
-    seed_server: bool | None = _key(
-        None,
-        "One sampling seed per prompt and step, so that a CPU run samples the same tokens again; on CPU by default.",
-    )
-    server_request_timeout: float = _key(
-        1800.0, "Longest wait in seconds for one answer of the vLLM server, which then counts as lost."
-    )
+        choices=["auto", "nccl", "file"])
+    weight_guard: bool = _key(True,
+        "After every sync prove that the server holds and uses the trainer's weights, or stop the run.")
+    weight_guard_tolerance: float | None = _key(None,
+        "Largest mean |log-prob difference| between server and trainer; by default 1e-3 in float32, 5e-2 in bfloat16.")
+    seed_server: bool | None = _key(None,
+        "One sampling seed per prompt and step, so that a CPU run samples the same tokens again; on CPU by default.")
+    server_request_timeout: float = _key(1800.0,
+        "Longest wait in seconds for one answer of the vLLM server, which then counts as lost.")
     vllm_server_timeout: float = _key(600.0, "Longest wait in seconds for the vLLM server to be ready.")
-    server_restarts: int = _key(
-        2, "Times a dead or hung vLLM server is started again in one attempt, a step between each; 0 never."
-    )
-    server_stall_timeout: float = _key(
-        300.0, "Seconds the vLLM server may make no token while it is waited for before it counts as hung."
-    )
-    stall_timeout: float = _key(
-        3600.0, "Seconds a training process may stay in one phase before the run ends with the stacks of all of them."
-    )
+    server_restarts: int = _key(2,
+        "Times a dead or hung vLLM server is started again in one attempt, a step between each; 0 never.")
+    server_stall_timeout: float = _key(300.0,
+        "Seconds the vLLM server may make no token while it is waited for before it counts as hung.")
+    stall_timeout: float = _key(3600.0,
+        "Seconds a training process may stay in one phase before the run ends with the stacks of all of them.")
     max_requeues: int = _key(100, "Times Slurm may start the job again after the run was stopped to go on later.")
-    vllm_mode: str = _key(
-        "server",
+    vllm_mode: str = _key("server",
         "server: vLLM on the first GPUs, training on the others; colocate: vLLM inside every training process.",
-        choices=["server", "colocate"],
-    )
-    vllm_server_host: str = _key(
-        "127.0.0.1", "Address the vLLM server listens on: loopback; in a job on several nodes the first node's."
-    )
-    vllm_node: str = _key(
-        "shared",
+        choices=["server", "colocate"])
+    vllm_server_host: str = _key("127.0.0.1",
+        "Address the vLLM server listens on: loopback; in a job on several nodes the first node's.")
+    vllm_node: str = _key("shared",
         "In a job on several nodes: shared: trainers have the first node's other GPUs; own: the server has that node.",
-        choices=["shared", "own"],
-    )
+        choices=["shared", "own"])
     vllm_server_port: int = _key(8000, "Port of the vLLM server.")
     vllm_group_port: int = _key(51216, "Port of the NCCL group that carries the weights.")
-    vllm_gpu_memory_utilization: float = _key(
-        0.9, "Share of GPU memory vLLM may use: 0.90 on its own GPU, about 0.3 when colocated."
-    )
+    vllm_gpu_memory_utilization: float = _key(0.9,
+        "Share of GPU memory vLLM may use: 0.90 on its own GPU, about 0.3 when colocated.")
     vllm_tensor_parallel_size: int = _key(1, "GPUs one vLLM model is split over.")
     vllm_max_model_length: int | None = _key(None, "Longest prompt plus completion in tokens the server accepts.")
     logging_steps: float = _key(1, "Always 1: one row of metrics.jsonl per optimizer step.")
     save_steps: float = _key(100, "Optimizer steps between checkpoints.")
     push_to_hub: bool = _key(False, "Publish the model on the hub, as hub_strategy says; needs a login that may write.")
-    hub_model_id: str | None = _key(
-        None, "Repository that push_to_hub writes to: user/name; by default the run's name."
-    )
-    hub_strategy: str = _key(
-        "every_save",
-        "What push_to_hub publishes: the final model (end), also that of each checkpoint (every_save), also the newest "
-        "checkpoint as last-checkpoint/ (checkpoint), or every one (all_checkpoints).",
-        choices=["end", "every_save", "checkpoint", "all_checkpoints"],
-    )
-    hub_revision: str | None = _key(
-        None, "Branch that push_to_hub writes to, made if it is not there; main by default."
-    )
+    hub_model_id: str | None = _key(None,
+        "Repository that push_to_hub writes to: user/name; by default the run's name.")
+    hub_strategy: str = _key("every_save",
+        "What push_to_hub publishes: the final model (end), also that of each checkpoint (every_save), also the "
+        "newest checkpoint as last-checkpoint/ (checkpoint), or every one (all_checkpoints).",
+        choices=["end", "every_save", "checkpoint", "all_checkpoints"])
+    hub_revision: str | None = _key(None,
+        "Branch that push_to_hub writes to, made if it is not there; main by default.")
     hub_always_push: bool = _key(False, "Publish a checkpoint too that comes while the one before is being published.")
     hub_private_repo: bool | None = _key(True, "Whether a repository that push_to_hub makes is private.")
     wandb_project: str | None = _key(None, "W&B project; WANDB_PROJECT.")
     wandb_entity: str | None = _key(None, "W&B team or user; WANDB_ENTITY.")
     wandb_run_group: str | None = _key(None, "W&B group that the run belongs to; WANDB_RUN_GROUP.")
-    kl_target: float | None = _key(
-        None,
-        "KL divergence from the reference (per token, the metric kl) that beta is moved to hold; fixed beta without.",
-    )
-    kl_horizon: float = _key(
-        2000.0, "kl_target: completions over which beta can change by its factor; smaller is faster."
-    )
-    kl_ctl_step_size: float = _key(
-        0.2, "kl_target: largest relative error (kl / kl_target - 1) that one step answers to."
-    )
-    maxent_objective: str = _key(
-        DEFAULT_OBJECTIVE,
+    kl_target: float | None = _key(None,
+        "KL divergence from the reference (per token, the metric kl) that beta is moved to hold; fixed beta without.")
+    kl_horizon: float = _key(2000.0,
+        "kl_target: completions over which beta can change by its factor; smaller is faster.")
+    kl_ctl_step_size: float = _key(0.2,
+        "kl_target: largest relative error (kl / kl_target - 1) that one step answers to.")
+    maxent_objective: str = _key(DEFAULT_OBJECTIVE,
         "What MaxEnt-GRPO optimises; naming it makes this a MaxEnt recipe. listwise: cross-entropy from a target over "
         "the group to the policy's own distribution over it. weighted_mle: likelihood weighted by that target. "
-        "tempered: Dr.GRPO with rows weighted by softmax(utility / tau).",
-        choices=sorted(OBJECTIVES),
-    )
-    maxent_tau: float | None = _key(
-        None,
+        "tempered: Dr.GRPO with rows weighted by softmax(utility / tau).", choices=sorted(OBJECTIVES))
+    maxent_tau: float | None = _key(None,
         "Temperature of the MaxEnt weights: 0 puts all on the best of a group, .inf weighs alike; the objective's own "
-        "by default.",
-    )
-    maxent_beta: float = _key(
-        0.0, "Pull of the MaxEnt target to the reference model; that of the loss is beta. 0 needs no reference."
-    )
+        "by default.")
+    maxent_beta: float = _key(0.0,
+        "Pull of the MaxEnt target to the reference model; that of the loss is beta. 0 needs no reference.")
     maxent_q_temperature: float = _key(1.0, "Temperature of the softmax that makes the reward distribution q.")
     maxent_q_epsilon: float = _key(1e-6, "Least mass of each completion in q; below 1 / num_generations.")
-    maxent_length_normalize_ref: bool = _key(
-        True, "Whether the reference's log-prob of a completion is divided by its length in the MaxEnt target."
-    )
-    maxent_length_normalize_policy: bool = _key(
-        True, "Whether the policy's log-prob of a completion is divided by its length in the MaxEnt loss."
-    )
-    maxent_utility: str = _key(
-        "advantage",
-        "What tempered weighs by: advantage (reward minus the group's mean), or length_scaled (that times length / "
-        "max_completion_length, as in the paper).",
-        choices=["advantage", "length_scaled"],
-    )
-    maxent_target_weight_entropy: float | None = _key(
-        None, "Mean entropy (nats) of the MaxEnt weights that tau is moved to hold; fixed tau without."
-    )
-    maxent_target_eff_rollouts: float | None = _key(
-        None, "Mean effective number of completions of a group (exp of the weights' entropy) that tau is moved to hold."
-    )
+    maxent_length_normalize_ref: bool = _key(True,
+        "Whether the reference's log-prob of a completion is divided by its length in the MaxEnt target.")
+    maxent_length_normalize_policy: bool = _key(True,
+        "Whether the policy's log-prob of a completion is divided by its length in the MaxEnt loss.")
+    maxent_utility: str = _key("advantage",
+        "Utility that tempered weighs by: advantage (reward minus the group's mean), or length_scaled (that times "
+        "length / max_completion_length, as in the paper).", choices=["advantage", "length_scaled"])
+    maxent_target_weight_entropy: float | None = _key(None,
+        "Mean entropy (nats) of the MaxEnt weights that tau is moved to hold; fixed tau without.")
+    maxent_target_eff_rollouts: float | None = _key(None,
+        "Mean effective number of completions of a group (exp of the weights' entropy) that tau is moved to hold.")
     maxent_tau_lr: float = _key(0.2, "Step of tau's controller: change of log tau per nat of error.")
     maxent_tau_min: float = _key(0.001, "Smallest tau of the controller.")
     maxent_tau_max: float = _key(1000.0, "Largest tau of the controller.")
@@ -342,19 +280,14 @@ class GRPOConfig(trl.GRPOConfig):
 class ModelConfig(trl.ModelConfig):
     """TRL's model options, with LoRA's names of layers as a list always, and no dropout unless it is asked for."""
 
-    use_peft: bool = _key(
-        False, "Train a LoRA adapter instead of the weights; model/ is the merged model all the same."
-    )
-    lora_dropout: float = _key(
-        0.0,
-        "Share of the adapter's inputs dropped in training. The tokens were sampled without: 0 keeps the two alike.",
-    )
-    lora_target_modules: list[str] | None = _key(
-        None, "Linear layers that get an adapter, by the ends of their names, or all-linear; PEFT's choice by default."
-    )
-    lora_modules_to_save: list[str] | None = _key(
-        None, "Layers that are trained as a whole beside the adapter, by the ends of their names."
-    )
+    use_peft: bool = _key(False,
+        "Train a LoRA adapter instead of the weights; model/ is the merged model all the same.")
+    lora_dropout: float = _key(0.0,
+        "Share of the adapter's inputs dropped in training. The tokens were sampled without: 0 keeps the two alike.")
+    lora_target_modules: list[str] | None = _key(None,
+        "Linear layers that get an adapter, by the ends of their names, or all-linear; PEFT's choice by default.")
+    lora_modules_to_save: list[str] | None = _key(None,
+        "Layers that are trained as a whole beside the adapter, by the ends of their names.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -376,6 +309,7 @@ class GradientCheckpointingConfig:
     debug: bool = _key(False, "Whether errors hold a trace of the operators.")
     early_stop: bool = _key(True, "Whether recomputation stops as soon as everything needed is there.")
 
+# fmt: on
 
 # Classes of mappings inside a key.
 NESTED = {
@@ -386,17 +320,8 @@ NESTED = {
 }
 
 
-def catalogue() -> dict[str, dict[str, Any]]:
-    """Return the keys of a recipe as plain data: name -> type, default, help, limits, config class."""
-    return dict(sorted((name, entry) for config in CONFIGS for name, entry in _entries(config).items()))
-
-
-def nested_catalogue() -> dict[str, dict[str, dict[str, Any]]]:
-    """Return the keys of mappings inside a key: path of the mapping -> name -> entry."""
-    return {path: _entries(config) for path, config in NESTED.items()}
-
-
 def _entries(config: Any) -> dict[str, dict[str, Any]]:
+    """Return the keys of a config class: name -> type, default, help, limits and the class."""
     hints = typing.get_type_hints(config)
     return {
         spec.name: _entry(config.__name__, spec, hints[spec.name])
@@ -424,22 +349,17 @@ def _entry(owner: str, spec: dataclasses.Field, hint: Any) -> dict[str, Any]:
 
 def _kind(hint: Any) -> tuple[str, bool]:
     """Return the catalogue's name of a type annotation, and whether None is allowed."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        members = [member for member in typing.get_args(hint) if member is not type(None)]
-        kinds = {_kind(member)[0] for member in members}
-        optional = len(members) < len(typing.get_args(hint))
-        for wide in ("dict", "list[str]", "list[any]"):
-            if wide in kinds:
-                return wide, optional
-        return (kinds.pop() if len(kinds) == 1 else "str"), optional
-    if typing.get_origin(hint) is list:
-        return f"list[{_kind(typing.get_args(hint)[0])[0]}]", False
-    if typing.get_origin(hint) is dict or hint is dict:
+    origin, members = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        kinds = {_kind(member)[0] for member in members if member is not type(None)}
+        wide = [kind for kind in ("dict", "list[str]", "list[any]") if kind in kinds]
+        return [*wide, kinds.pop() if len(kinds) == 1 else "str"][0], type(None) in members
+    if origin is list:
+        return f"list[{_kind(members[0])[0]}]", False
+    if origin is dict or hint is dict or dataclasses.is_dataclass(hint):
         return "dict", False
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return "str", False
-    if dataclasses.is_dataclass(hint):
-        return "dict", False
     return {bool: "bool", int: "int", float: "float", str: "str"}.get(hint, "any"), False
 
 
@@ -451,8 +371,9 @@ def _enum_values(hint: Any) -> list[str] | None:
 
 
 def catalogue_content() -> dict[str, Any]:
-    """Return what ``keys.json`` holds."""
-    return {"trl": trl.__version__, "keys": catalogue(), "nested": nested_catalogue()}
+    """Return what ``keys.json`` holds: keys as plain data, and those of the mappings inside a key by its path."""
+    keys = dict(sorted((name, entry) for config in CONFIGS for name, entry in _entries(config).items()))
+    return {"trl": trl.__version__, "keys": keys, "nested": {path: _entries(config) for path, config in NESTED.items()}}
 
 
 if __name__ == "__main__":

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import itertools
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 # Suffix of a data file -> the builder of `datasets` that reads it.
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -39,38 +38,41 @@ def has_splits(path: Path) -> bool:
     return path.is_dir() and not (path / "state.json").is_file()
 
 
-def data_files(folder: Path) -> list[Path]:
-    """Return the data files in a folder, down to the folders of its folders."""
+def data_files(folder: Path) -> tuple[str, list[Path]]:
+    """Return the kind of the data files in a folder, json, csv or parquet, and the files, three folders deep at most.
+
+    Raises a ValueError for none or several kinds.
+    """
     found = itertools.islice(itertools.chain(*(folder.glob(depth) for depth in ("*", "*/*", "*/*/*"))), _MANY)
     wanted = (path for path in found if path.suffix in BUILDERS and path.name not in _NO_DATA)
-    return sorted(path for path in wanted if not any(part.startswith(".") for part in path.relative_to(folder).parts))
-
-
-def folder_kind(folder: Path) -> str:
-    """Return the kind of the data files in a folder, json, csv or parquet; a ValueError for none or several kinds."""
-    kinds = sorted({BUILDERS[path.suffix] for path in data_files(folder)})
+    files = sorted(path for path in wanted if "/." not in f"/{path.relative_to(folder)}")
+    kinds = sorted({BUILDERS[path.suffix] for path in files})
     if not kinds:
         raise ValueError(f"'{folder}' holds no {', '.join(BUILDERS)} file and no saved dataset")
     if len(kinds) > 1:
         raise ValueError(f"'{folder}' holds files of several kinds ({', '.join(kinds)})")
-    return kinds[0]
+    return kinds[0], files
 
 
 def columns_of(path: Path, split: str = "train") -> list[str] | None:
     """Return the column names of a local file or folder, None when its head does not show them.
 
-    Raises ValueError with a message for the user where it is not a dataset, or has no such split.
+    Raises a ValueError with a message for the user where it is not a dataset, or has no such split.
     """
     if path.is_dir() and is_saved(path):
-        return _saved_columns(path, split)
+        if (path / "dataset_dict.json").is_file():
+            splits = _saved_part(path / "dataset_dict.json", "splits")
+            if split_name(split) not in splits:
+                raise ValueError(f"'{path}' has no split '{split}', only {', '.join(splits)}")
+            path = path / split_name(split)
+        return _saved_part(path / "dataset_info.json", "features")
     if path.is_dir():
-        folder_kind(path)
-        return columns_of(data_files(path)[0])
+        return columns_of(data_files(path)[1][0])
     if path.suffix not in BUILDERS:
         raise ValueError(f"'{path}' is not a {', '.join(BUILDERS)} file")
     if path.stat().st_size == 0:
         raise ValueError(f"'{path}' has no rows")
-    return _READERS[BUILDERS[path.suffix]](path)
+    return {"json": _json_columns, "csv": csv_columns, "parquet": _parquet_columns}[BUILDERS[path.suffix]](path)
 
 
 def csv_columns(path: Path) -> list[str]:
@@ -83,29 +85,23 @@ def csv_columns(path: Path) -> list[str]:
 
 
 def _json_columns(path: Path) -> list[str] | None:
+    """Read JSON objects one after the other, as lines or in a list, up to the first that is broken."""
     with path.open(encoding="utf-8-sig", errors="replace") as file:
         head = file.read(_HEAD)
-    rows = list(itertools.islice(_objects(head), _FEW))
-    if not rows:
-        if len(head) == _HEAD:
-            return None  # a first row longer than what is read here
-        raise ValueError(f"'{path}' does not begin with a JSON object")
-    return list(dict.fromkeys(name for row in rows for name in row))
-
-
-def _objects(text: str) -> Iterator[dict[str, Any]]:
-    """Yield JSON objects one after the other, as lines or in a list, up to the first that is broken."""
     decoder, between = json.JSONDecoder(), re.compile(r"[\s,]*")
-    text, end = text.lstrip().removeprefix("["), 0
-    while True:
-        begin = between.match(text, end)
-        try:
-            row, end = decoder.raw_decode(text, begin.end() if begin else end)
-        except (ValueError, RecursionError):
-            return
-        if not isinstance(row, dict):
-            return
-        yield row
+    text, end = head.lstrip().removeprefix("["), 0
+    names: dict[str, None] = {}
+    rows = 0
+    with contextlib.suppress(ValueError, RecursionError):
+        while rows < _FEW:
+            row, end = decoder.raw_decode(text, between.match(text, end).end())  # type: ignore[union-attr]
+            if not isinstance(row, dict):
+                break
+            names |= dict.fromkeys(row)
+            rows += 1
+    if not rows and len(head) < _HEAD:
+        raise ValueError(f"'{path}' does not begin with a JSON object")
+    return list(names) if rows else None  # a first row may be longer than what is read here
 
 
 def _parquet_columns(path: Path) -> list[str]:
@@ -117,20 +113,8 @@ def _parquet_columns(path: Path) -> list[str]:
         raise ValueError(f"'{path}' is not a parquet file ({error})") from error
 
 
-def _saved_columns(path: Path, split: str) -> list[str]:
-    if (path / "dataset_dict.json").is_file():
-        splits = _saved_part(path / "dataset_dict.json", "splits")
-        if split_name(split) not in splits:
-            raise ValueError(f"'{path}' has no split '{split}', only {', '.join(splits)}")
-        path = path / split_name(split)
-    return _saved_part(path / "dataset_info.json", "features")
-
-
 def _saved_part(path: Path, key: str) -> list[str]:
     try:
         return [str(name) for name in json.loads(path.read_text(encoding="utf-8"))[key]]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"'{path}' is missing or damaged; save the dataset again") from error
-
-
-_READERS = {"json": _json_columns, "csv": csv_columns, "parquet": _parquet_columns}

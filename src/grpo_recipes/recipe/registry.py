@@ -95,6 +95,7 @@ class Benchmark:
     gated: bool = False  # the hub wants an accepted licence and HF_TOKEN
 
 
+_MODEBENCH = "pass@k, mean@k, distinct@k, coverage@k; needs no network"
 BENCHMARKS: dict[str, Benchmark] = {
     "math_500": Benchmark("500 competition problems of MATH", "HuggingFaceH4/MATH-500", "test"),
     "gsm8k": Benchmark(
@@ -103,24 +104,18 @@ BENCHMARKS: dict[str, Benchmark] = {
     "aime24": Benchmark("30 problems of AIME 2024, answers 0 to 999", "HuggingFaceH4/aime_2024", "train"),
     "aime25": Benchmark("30 problems of AIME 2025, answers 0 to 999", "math-ai/aime25", "test"),
     "gpqa": Benchmark(
-        "198 multiple-choice questions of GPQA diamond; gated: needs HF_TOKEN",
-        "Idavidrein/gpqa",
-        "train",
-        "gpqa_diamond",
-        prompt="Question",
-        solution="Correct Answer",
-        wrong=("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"),
-        gated=True,
+        "198 multiple-choice questions of GPQA diamond; gated: needs HF_TOKEN", "Idavidrein/gpqa", "train",
+        "gpqa_diamond", prompt="Question", solution="Correct Answer",
+        wrong=("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"), gated=True,
     ),
-    **{
-        name: Benchmark(f"{about}: pass@k, mean@k, distinct@k, coverage@k; needs no network", name, "test")
-        for name, about in {
-            "modebench:countdown": "test split: make a target of three or four numbers",
-            "modebench:graph_coloring": "test split: complete a colouring of a graph",
-        }.items()
-    },
+    "modebench:countdown": Benchmark(
+        f"test split: make a target of three or four numbers: {_MODEBENCH}", "modebench:countdown", "test"
+    ),
+    "modebench:graph_coloring": Benchmark(
+        f"test split: complete a colouring of a graph: {_MODEBENCH}", "modebench:graph_coloring", "test"
+    ),
     SMOKE_BENCHMARK: Benchmark("20 held-out sums of the smoke task; needs no network", SMOKE_BENCHMARK, "test"),
-}
+}  # fmt: skip
 
 # They run code that the model wrote, which needs a sandbox that we do not have.
 _RUNS_MODEL_CODE = {"lcb": "lcb:codegeneration", "lcb_v4": "lcb:codegeneration_v4"}
@@ -133,9 +128,8 @@ def is_file(name: str) -> bool:
 
 def benchmark_columns(names: Iterable[str], recipe_columns: tuple[str, str]) -> tuple[str, str] | None:
     """Return the columns of problem and answer in a user's file: those two words, else the recipe's, else None."""
-    known = set(names)
     candidates = (("problem", "answer"), recipe_columns)
-    return next((columns for columns in candidates if known.issuperset(columns)), None)
+    return next((columns for columns in candidates if set(columns) <= set(names)), None)
 
 
 def benchmark_problem(name: str, where: str) -> Problem | None:
@@ -144,14 +138,12 @@ def benchmark_problem(name: str, where: str) -> Problem | None:
         what = f"benchmark '{name}' runs code that the model wrote, which this package does not do"
         command = f'lighteval vllm "model_name=<run>/model" "{_RUNS_MODEL_CODE[name]}|0"'
         return Problem(where, what, f"remove it and run, in an environment of lighteval: {command}")
-    if is_file(name):
-        missing = not Path(os.path.expanduser(name)).is_file()
-        return Problem(where, f"no file '{name}'", "name an existing .jsonl file") if missing else None
-    if name in BENCHMARKS:
+    if is_file(name) and not Path(os.path.expanduser(name)).is_file():
+        return Problem(where, f"no file '{name}'", "name an existing .jsonl file")
+    if is_file(name) or name in BENCHMARKS:
         return None
     close = nearest_of(name, BENCHMARKS)
-    known = ", ".join(BENCHMARKS)
-    fix = f"write '{close}'" if close else f"write one of {known}, or the path of a .jsonl file"
+    fix = f"write '{close}'" if close else f"write one of {', '.join(BENCHMARKS)}, or the path of a .jsonl file"
     return Problem(where, f"no benchmark '{name}'", fix)
 
 
@@ -163,8 +155,12 @@ def benchmark_sources(names: Iterable[str]) -> list[tuple[str, str | None, str]]
 
 DEFAULT_OBJECTIVE = "tempered"
 
-_OF_Q = frozenset({"maxent_q_temperature", "maxent_q_epsilon", "maxent_beta", "maxent_length_normalize_ref"})
-_OF_POLICY = frozenset({"maxent_length_normalize_policy"})
+_OF_Q = frozenset(
+    {
+        "maxent_q_temperature", "maxent_q_epsilon", "maxent_beta", "maxent_length_normalize_ref",
+        "maxent_length_normalize_policy",
+    }
+)  # fmt: skip
 # Read by every objective.
 SHARED_KEYS = frozenset(
     {
@@ -203,7 +199,7 @@ SCALE_REWARDS = "none"
 # distinct right answers at a mean reward at most 0.02 below GRPO's. listwise kept by far the most answers but met that
 # condition nowhere; its tau is the one with the highest mean reward.
 OBJECTIVES: dict[str, Objective] = {
-    "listwise": Objective(tau=0.2, own_keys=_OF_Q | _OF_POLICY, targets_q=True),
-    "weighted_mle": Objective(tau=0.05, own_keys=_OF_Q | _OF_POLICY, targets_q=True),
+    "listwise": Objective(tau=0.2, own_keys=_OF_Q, targets_q=True),
+    "weighted_mle": Objective(tau=0.05, own_keys=_OF_Q, targets_q=True),
     "tempered": Objective(tau=0.05, own_keys=frozenset({"maxent_utility"}), targets_q=False),
 }

@@ -37,17 +37,16 @@ def requested_task(environment: Mapping[str, str], option: str | None = None) ->
     Raises ConfigError where they contradict each other, or the entry script does not exist.
     """
     if not (home() / ENTRIES[GRPO]).is_file():
-        raise config_error(
-            "GRPO_HOME", f"there is no repository in {home()}", "unset GRPO_HOME, or name the repository"
-        )
+        fix = "unset GRPO_HOME, or name the repository"
+        raise config_error("GRPO_HOME", f"there is no repository in {home()}", fix)
     switch, entry = environment.get("MAXENT", ""), environment.get("TRAIN_ENTRYPOINT") or None
     problems = []
     if switch.lower() not in _SWITCH:
         fix = "write MAXENT=1 for MaxEnt-GRPO, MAXENT=0 for GRPO, or unset it"
         problems.append(Problem("MAXENT", f"is '{switch}'", fix))
     if entry and not (home() / entry).is_file():
-        fix = f"use {', '.join(ENTRIES.values())}"
-        problems.append(Problem("TRAIN_ENTRYPOINT", f"there is no entry script {entry}", fix))
+        what, fix = f"there is no entry script {entry}", f"use {', '.join(ENTRIES.values())}"
+        problems.append(Problem("TRAIN_ENTRYPOINT", what, fix))
     if problems:
         raise ConfigError(*problems)
     # A script of ours is the same however its path is written.
@@ -56,12 +55,12 @@ def requested_task(environment: Mapping[str, str], option: str | None = None) ->
     entry = ENTRIES[own] if own else entry
     answers = [("--task", option), ("MAXENT", _SWITCH[switch.lower()]), ("TRAIN_ENTRYPOINT", own)]
     given = [(source, task) for source, task in answers if task]
-    for source, task in given[1:]:
-        first, wanted = given[0]
+    first, wanted = given[0] if given else ("", None)
+    for source, task in given:
         if task != wanted:
             written = f"'{entry if source == 'TRAIN_ENTRYPOINT' else switch}' contradicts {first} ({wanted})"
             raise config_error(source, written, "unset one of the two")
-    return RequestedTask(given[0][1], given[0][0], entry) if given else RequestedTask(entry=entry)
+    return RequestedTask(wanted, first, entry)
 
 
 def task_of(recipe: Recipe) -> str:
@@ -77,26 +76,25 @@ def entry_of(recipe: Recipe, asked: RequestedTask) -> str:
 def with_task(recipe: Recipe, asked: RequestedTask) -> tuple[Recipe, list[Problem]]:
     """Return the recipe with its task, and what contradicts that.
 
-    A recipe without an objective that MaxEnt is asked for gets the default one, with who asked as its source.
+    A recipe without an objective that MaxEnt is asked for gets the default one, with what asked for it as its source.
     """
-    objective = recipe.values["maxent_objective"]
-    if asked.task == MAXENT and not recipe.given("maxent_objective"):
-        return recipe.with_value("maxent_objective", replace(objective, source=asked.source)), []
-    if asked.task == GRPO and recipe.given("maxent_objective"):
+    key, objective = "maxent_objective", recipe.values["maxent_objective"]
+    if asked.task == MAXENT and not recipe.given(key):
+        return recipe.with_value(key, replace(objective, source=asked.source)), []
+    if asked.task == GRPO and recipe.given(key):
         where = objective.shadowed or objective.source
-        what = f"asks for GRPO, {where} for MaxEnt-GRPO (maxent_objective)"
         other = f"leave out {where}" if where.startswith("--") or where in ENVIRONMENT_KEYS else "take a GRPO recipe"
+        what = f"asks for GRPO, {where} for MaxEnt-GRPO (maxent_objective)"
         return recipe, [Problem(asked.source, what, f"leave out {asked.source}, or {other}")]
     if asked.task is None and objective.source in ENVIRONMENT_KEYS and not objective.shadowed:
         # A variable of the shell is there for every run: alone it does not choose the algorithm.
-        what, fix = "changes nothing in a GRPO run", f"set MAXENT=1 too, or unset {objective.source}"
-        grpo = recipe.with_value("maxent_objective", Value(DEFAULT_OBJECTIVE, DEFAULT_SOURCE))
-        return grpo, [Problem(objective.source, f"'maxent_objective' {what}", fix)]
+        what, fix = f"'{key}' changes nothing in a GRPO run", f"set MAXENT=1 too, or unset {objective.source}"
+        return recipe.with_value(key, Value(DEFAULT_OBJECTIVE, DEFAULT_SOURCE)), [Problem(objective.source, what, fix)]
     return recipe, []
 
 
 def same_task(recipe: Recipe, asked: RequestedTask, task: str) -> None:
-    """Refuse another task than the resumed run's, asked for now or by what overrides its recipe."""
+    """Refuse another task than the resumed run's, asked for now or through what overrides its recipe."""
     if asked.task not in (None, task):
         what = f"asks for {_NAMES[asked.task]}, the run is one of {_NAMES[task]}"
         raise config_error(asked.source, what, f"leave out {asked.source}: a resumed run goes on as it began")

@@ -10,6 +10,7 @@ import ast
 import hashlib
 import importlib
 import importlib.util
+import itertools
 import os
 import shutil
 import sys
@@ -29,25 +30,21 @@ def split_spec(spec: str) -> tuple[str, str]:
 
 
 def problem_with(spec: str, where: str) -> Problem | None:
-    """Return what keeps ``module:name`` or ``file.py:name``, written at ``where``, from being loaded.
-
-    Only its source is read, not run.
-    """
+    """Return what keeps ``module:name`` or ``file.py:name``, written at ``where``, from being loaded; do not run it."""
     place, name = split_spec(spec)
     if not name.isidentifier():
         return Problem(where, f"'{spec}' names nothing in a module", "write module:name or file.py:name")
-    path = _find_source(place)
+    path = source_path(spec)
     if path is None:
         return _not_found(place, where)
     try:
         tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError) as error:
-        line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        return Problem(where, f"'{path.name}{line}' is not valid Python ({error.args[0]})", "correct it there")
-    except (RecursionError, MemoryError):  # as Python's own parser says it
-        return Problem(where, f"'{path.name}' is not valid Python (too deeply nested)", "correct it there")
     except OSError as error:
         return Problem(where, f"'{path}' cannot be read ({error.strerror})", "make it readable")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two of what is nested too deeply
+        reason = error.args[0] if isinstance(error, ValueError | SyntaxError) else "too deeply nested"
+        line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        return Problem(where, f"'{path.name}{line}' is not valid Python ({reason})", "correct it there")
     names = set(_names(tree.body))
     if name in names or "*" in names:
         return None
@@ -57,8 +54,20 @@ def problem_with(spec: str, where: str) -> Problem | None:
 
 
 def source_path(spec: str) -> Path | None:
-    """Return the file that ``spec`` names something in, or None."""
-    return _find_source(split_spec(spec)[0])
+    """Return the file that ``spec`` names something in, or None; the parents of a module are not imported."""
+    place = split_spec(spec)[0]
+    if place.endswith(".py"):
+        path = Path(os.path.expanduser(place)).absolute()
+        return path if os.path.isfile(path) else None  # False too for a name that is too long
+    search: list[str] | None = [*sys.path, os.getcwd()]
+    found: ModuleSpec | None = None
+    for name in itertools.accumulate(place.split("."), "{}.{}".format):
+        found = PathFinder.find_spec(name, search) if search and not name.endswith(".") and name else None
+        if found is None:
+            return None
+        search = found.submodule_search_locations
+    origin = (found and found.origin) or ""
+    return Path(origin) if origin.endswith(".py") else None
 
 
 def source_file(spec: str) -> Path:
@@ -93,7 +102,8 @@ def load_object(spec: str, copies: Path | None = None) -> Any:
     """
     place, name = split_spec(spec)
     if place.endswith(".py"):
-        module = _load_file(spec, copies)
+        copy = copy_path(spec, copies) if copies else None
+        module = _load_file(place, copy if copy is not None and copy.exists() else source_file(spec))
     else:
         source_file(spec)  # refuse a missing one in our words
         _let_import_from(Path.cwd())
@@ -103,10 +113,9 @@ def load_object(spec: str, copies: Path | None = None) -> Any:
     return getattr(module, name)
 
 
-def _load_file(spec: str, copies: Path | None) -> ModuleType:
-    copy = copy_path(spec, copies) if copies else None
-    path = copy if copy is not None and copy.exists() else source_file(spec)
-    original = Path(os.path.expanduser(split_spec(spec)[0])).absolute()
+def _load_file(place: str, path: Path) -> ModuleType:
+    """Import the file at ``path``, the copy of ``place`` or that file itself."""
+    original = Path(os.path.expanduser(place)).absolute()
     # The name is one that pickle finds again, and that neither an installed module nor another file has.
     alias = f"grpo_user_{original.stem}_{hashlib.sha256(os.fsencode(original)).hexdigest()[:8]}"
     if alias in sys.modules:
@@ -136,26 +145,6 @@ def _not_found(place: str, where: str) -> Problem:
     if place.endswith(".py"):
         return Problem(where, f"no file '{place}'", "name an existing file, relative to the folder of the launch")
     return Problem(where, f"no module '{place}'", "install it into the environment, or write file.py:name")
-
-
-def _find_source(place: str) -> Path | None:
-    """Return the source file of a ``.py`` path or module, without importing the module's parents."""
-    if place.endswith(".py"):
-        path = Path(os.path.expanduser(place)).absolute()
-        return path if os.path.isfile(path) else None  # False too for a name that is too long
-    search: list[str] | None = [*sys.path, os.getcwd()]
-    found: ModuleSpec | None = None
-    full = ""
-    for part in place.split("."):
-        full = f"{full}.{part}" if full else part
-        if not part or search is None:
-            return None
-        found = PathFinder.find_spec(full, search)
-        if found is None:
-            return None
-        search = list(found.submodule_search_locations) if found.submodule_search_locations else None
-    origin = found.origin if found else None
-    return Path(origin) if origin and origin.endswith(".py") else None
 
 
 def _names(body: Iterable[ast.AST]) -> Iterator[str]:
