@@ -1,6 +1,6 @@
 """Datasets: from a file or the hub to prompts and solutions.
 
-Read ``rows`` (sources), ``problems`` (columns), ``mixture``, ``prompts`` (templates and lengths), ``sharing`` (ranks).
+Read ``rows`` (sources), ``problems`` (columns, mixtures), ``prompts`` (templates and lengths), ``sharing`` (ranks).
 """
 
 from grpo_recipes.data.prompts import Prompts, load_eval_prompts, load_prompts

@@ -1,4 +1,7 @@
-"""From rows to problems: ``prompt`` (chat messages), ``answer`` (a text) and the other columns a reward may want."""
+"""From rows to problems: ``prompt`` (chat messages), ``answer`` (a text) and the other columns a reward may want.
+
+``mixed`` joins the problems of several datasets.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,18 @@ from typing import Any
 
 from datasets import Dataset, Features, List, Value, concatenate_datasets
 
-from grpo_recipes.data.rows import DataSource, Rows, column_names, need_columns, reading
+from grpo_recipes.data.rows import (
+    DataSource,
+    Fetched,
+    Rows,
+    column_names,
+    mixture_source,
+    need_columns,
+    read_rows,
+    reading,
+)
 from grpo_recipes.errors import config_error
-from grpo_recipes.recipe.configs import ScriptArguments
+from grpo_recipes.recipe.configs import DatasetConfig, DatasetMixtureConfig, ScriptArguments
 from grpo_recipes.recipe.datafiles import RESERVED_COLUMNS
 
 Message = dict[str, str]
@@ -63,8 +75,7 @@ def problems(
 ) -> Problems:
     """Shape the rows of a dataset or a stream into problems, ``batch_rows`` at a time, and add to ``counts``.
 
-    Raises:
-        ConfigError: a column is missing; later, that a value is neither a text nor a chat.
+    Raises ConfigError where a column is missing, and later where a value is neither a text nor a chat.
     """
     names = column_names(rows)
     if not names:
@@ -72,39 +83,39 @@ def problems(
     need_columns(source.id, names, dict(zip((source.prompt, source.solution), source.keys, strict=True)))
     need_columns(source.id, names, dict.fromkeys(source.others or (), source.keys[0]))
     known = rows.features or Dataset.from_dict(next(rows.iter(BATCH_ROWS))).features
-    others = _other_columns(known, source, counts)
-    features = {"prompt": MESSAGES, "answer": Value("string"), **{name: _plain(known[name]) for name in others}}
+    rest = [name for name in known if name not in (source.prompt, source.solution)]
+    if source.others is None:  # every scalar whose name has no meaning to TRL
+        others = [name for name in rest if name not in RESERVED_COLUMNS and _is_scalar(known[name])]
+        if left_out := [name for name in rest if name not in others]:
+            counts.notes.append(f"columns of '{source.id}' left out, by name or as no scalars: {', '.join(left_out)}")
+    else:
+        others = list(source.others)
+    text = Value("string")  # also in place of large_string, as which pandas reads texts
+    kept = {name: text if known[name] == Value("large_string") else known[name] for name in others}
     # Other columns are not even decoded: images and long lists take most of the time where there are any.
     rows = rows.select_columns(list(dict.fromkeys([source.prompt, source.solution, *others])))
-    return Problems(Features(features), _shaped(rows.iter(batch_rows), source, args, counts, others))
+    batches = _shaped(rows.iter(batch_rows), source, args, counts, others)
+    return Problems(Features({"prompt": MESSAGES, "answer": text, **kept}), batches)
 
 
-def _other_columns(features: Features, source: DataSource, counts: Counts) -> list[str]:
-    """Return the columns kept beside prompt and answer: those asked for, or every scalar without a meaning to TRL."""
-    if source.others is not None:
-        return list(source.others)
-    rest = [name for name in features if name not in (source.prompt, source.solution)]
-    kept = [name for name in rest if name not in RESERVED_COLUMNS and _is_scalar(features[name])]
-    left_out = [name for name in rest if name not in kept]
-    if left_out:
-        counts.notes.append(f"columns of '{source.id}' left out, by name or as no scalars: {', '.join(left_out)}")
-    return kept
-
-
-def distinct(batches: Iterator[Batch], counts: Counts) -> Iterator[Batch]:
+def distinct(found: Problems, counts: Counts) -> Problems:
     """Drop what equals an earlier row in prompt and answer."""
     seen: dict[bytes, set[bytes]] = {}
-    for batch in batches:
-        kept = []
-        for index, (prompt, answer) in enumerate(zip(batch["prompt"], batch["answer"], strict=True)):
-            answers, answer_key = seen.setdefault(prompt_key(prompt), set()), _digest(answer)
-            if answer_key in answers:
-                counts.duplicates += 1
-                continue
-            counts.other_answers += bool(answers)
-            answers.add(answer_key)
-            kept.append(index)
-        yield chosen(batch, kept)
+
+    def is_new(prompt: list[Message], answer: str) -> bool:
+        answers, digest = seen.setdefault(prompt_key(prompt), set()), _digest(answer)
+        new = digest not in answers
+        counts.duplicates += not new
+        counts.other_answers += new and bool(answers)
+        answers.add(digest)
+        return new
+
+    def batches() -> Iterator[Batch]:
+        for batch in found.batches:
+            pairs = enumerate(zip(batch["prompt"], batch["answer"], strict=True))
+            yield chosen(batch, [index for index, (prompt, answer) in pairs if is_new(prompt, answer)])
+
+    return Problems(found.features, batches())
 
 
 def collected(found: Problems, limit: int | None = None) -> Dataset:
@@ -139,11 +150,6 @@ def _is_scalar(feature: Any) -> bool:
     return isinstance(feature, Value) and feature.dtype.startswith(kinds)
 
 
-def _plain(feature: Any) -> Any:
-    """Return the type without its size: pandas reads texts as large_string."""
-    return Value("string") if feature == Value("large_string") else feature
-
-
 def _shaped(
     batches: Iterator[Batch], source: DataSource, args: ScriptArguments, counts: Counts, others: list[str]
 ) -> Iterator[Batch]:
@@ -171,45 +177,33 @@ def _with_system(messages: list[Message], args: ScriptArguments, counts: Counts)
     return [{"role": "system", "content": args.system_prompt}, *messages]
 
 
-# --- values of one row
-
-
 def chat_of(value: Any, source: DataSource) -> list[Message]:
     """Return a prompt, a text or a list of messages ``{role, content}``, as chat messages; none when it is empty.
 
-    Raises:
-        ConfigError: it is neither, or a chat that ends with the assistant's turn.
+    Raises ConfigError where it is neither, or a chat that ends with the assistant's turn.
     """
     if not isinstance(value, list):
         text = _text(value, source.prompt, source.keys[0], source)
         return [{"role": "user", "content": text}] if text.strip() else []
-    messages = [_message(message, source) for message in value]
+    chat, messages = f"a chat in column '{source.prompt}' of '{source.id}'", []
+    for message in value:
+        pairs = message.items() if isinstance(message, dict) else ()
+        given = {"content": "", **{name: part for name, part in pairs if part is not None}}
+        if given.keys() != {"role", "content"} or not all(isinstance(part, str) for part in given.values()):
+            fix = "write messages {role, content} with two texts and nothing else"
+            raise config_error(source.keys[0], f"{chat} holds {_short(message)}", fix)
+        messages.append({"role": given["role"], "content": given["content"]})
     if messages and messages[-1]["role"] == "assistant":
-        what = f"a chat in column '{source.prompt}' of '{source.id}' ends with an assistant's turn"
-        raise config_error(source.keys[0], what, "leave out the last message: a prompt ends with the user's")
+        fix = "leave out the last message: a prompt ends with the user's"
+        raise config_error(source.keys[0], f"{chat} ends with an assistant's turn", fix)
     return messages if messages and messages[-1]["content"].strip() else []
 
 
 def answer_of(value: Any, marker: str | None, source: DataSource) -> tuple[str, bool]:
-    """Return a solution as text, and whether the marker is missing in it.
-
-    Raises:
-        ConfigError: it is not a scalar.
-    """
+    """Return a solution as text, and whether the marker is missing in it; a ConfigError where it is not a scalar."""
     text = _text(value, source.solution, source.keys[1], source)
-    if not marker:
-        return text.strip(), False
-    _, found, text = text.rpartition(marker)
-    return text.strip(), bool(text.strip()) and not found
-
-
-def _message(message: Any, source: DataSource) -> Message:
-    given = {name: value for name, value in message.items() if value is not None} if isinstance(message, dict) else {}
-    role, content = given.get("role"), given.get("content", "")
-    if not isinstance(role, str) or not isinstance(content, str) or given.keys() - {"role", "content"}:
-        what = f"a chat in column '{source.prompt}' of '{source.id}' holds {_short(message)}"
-        raise config_error(source.keys[0], what, "write messages {role, content} with two texts and nothing else")
-    return {"role": role, "content": content}
+    _, found, answer = text.rpartition(marker) if marker else ("", "found", text)
+    return answer.strip(), bool(answer.strip()) and not found
 
 
 def _text(value: Any, column: str, key: str, source: DataSource) -> str:
@@ -227,3 +221,56 @@ def _text(value: Any, column: str, key: str, source: DataSource) -> str:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:80] + " ..."
+
+
+def mixed(args: ScriptArguments, counts: Counts, fetched: Fetched | None = None) -> tuple[Dataset, Dataset | None]:
+    """Join, shuffle and split the datasets of a mixture. The same recipe gives the same rows in the same order.
+
+    Return problems to train on, and those held out, or None without ``test_split_size``; no prompt is in both. Beside
+    ``prompt`` and ``answer`` they have ``source``, the id of the dataset, and the columns that all datasets have.
+    """
+    mixture = DatasetMixtureConfig(**(args.dataset_mixture or {}))
+    seed = int(mixture.seed)
+    parts = [_part(DatasetConfig(**entry), seed, args, counts, fetched) for entry in mixture.datasets]
+    every = dict.fromkeys(name for part in parts for name in part.column_names)
+    first = parts[0].features
+    common = [name for name in every if all(part.features.get(name) == first.get(name) for part in parts)]
+    if left_out := [name for name in every if name not in common]:
+        counts.notes.append(f"columns that not all datasets of the mixture have left out: {', '.join(left_out)}")
+    joined = concatenate_datasets([part.select_columns(common) for part in parts])
+    shuffled = joined.shuffle(seed=seed, keep_in_memory=True)
+    joined = collected(distinct(Problems(shuffled.features, shuffled.iter(BATCH_ROWS)), counts))
+    return (joined, None) if mixture.test_split_size is None else _split(joined, float(mixture.test_split_size))
+
+
+def _split(rows: Dataset, size: float) -> tuple[Dataset, Dataset]:
+    """Split shuffled rows in those to train on and the first ones, held out; rows of one prompt stay together.
+
+    ``size`` is a share below 1, or a number of rows.
+    """
+    wanted = max(1, round(size * len(rows))) if size < 1 else int(size)
+    groups: dict[bytes, list[int]] = {}
+    for index, prompt in enumerate(rows["prompt"]):
+        groups.setdefault(prompt_key(prompt), []).append(index)
+    held: list[int] = []
+    kept: list[int] = []
+    for group in groups.values():
+        (held if len(held) < wanted else kept).extend(group)
+    if not kept:
+        what = f"test_split_size {size:g} of {len(rows)} rows leaves none to train on"
+        raise config_error("dataset_mixture", what, "hold out fewer rows")
+    return rows.select(sorted(kept)), rows.select(held)
+
+
+def _part(entry: DatasetConfig, seed: int, args: ScriptArguments, counts: Counts, fetched: Fetched | None) -> Dataset:
+    """Return the problems of one dataset, its weight's share of them, with their source."""
+    rows = read_rows(entry.id, entry.config, entry.split, fetched=fetched)
+    if entry.weight is not None:
+        share = max(1, round(float(entry.weight) * len(rows)))
+        rows = rows.shuffle(seed=seed, keep_in_memory=True).select(range(min(share, len(rows))))
+    found = problems(rows, mixture_source(entry, args), args, counts)
+    if "source" in found.features:
+        counts.notes.append(f"column 'source' of '{entry.id}' replaced by the dataset's id")
+    features = Features({**found.features, "source": Value("string")})
+    batches = ({**batch, "source": [entry.id] * len(batch["prompt"])} for batch in found.batches)
+    return collected(Problems(features, batches))

@@ -1,8 +1,6 @@
-"""Rows of a dataset wherever it is: the hub, a file, a folder of files, a folder of ``save_to_disk``.
+"""Read a dataset, wherever it is: the hub, a file, a folder of files, a folder of ``save_to_disk``.
 
-    rows = read_rows("openai/gsm8k", "main", "train")
-
-Everything that reads a dataset does so here.
+rows = read_rows("openai/gsm8k", "main", "train")
 """
 
 from __future__ import annotations
@@ -30,14 +28,7 @@ from grpo_recipes.errors import config_error
 from grpo_recipes.modebench.dataset import SCHEME, Settings, TooFew, rows
 from grpo_recipes.recipe.check import too_few
 from grpo_recipes.recipe.configs import DatasetConfig, ScriptArguments
-from grpo_recipes.recipe.datafiles import (
-    BUILDERS,
-    csv_columns,
-    data_files,
-    has_splits,
-    is_saved,
-    split_name,
-)
+from grpo_recipes.recipe.datafiles import BUILDERS, csv_columns, data_files, has_splits, is_saved, split_name
 
 Rows = Dataset | IterableDataset
 # (hub id, configuration, split) -> folder of `save_to_disk` that an earlier `grpo fetch` left, or None.
@@ -47,7 +38,7 @@ _COLUMN_KEYS = ("dataset_prompt_column", "dataset_solution_column")
 
 @dataclass(frozen=True)
 class DataSource:
-    """One dataset of a recipe, and the columns it wants of it."""
+    """One dataset of a recipe, and the columns that the recipe wants."""
 
     id: str  # hub id, file or folder
     config: str | None
@@ -66,68 +57,62 @@ def train_source(args: ScriptArguments) -> DataSource:
 
 def mixture_source(entry: DatasetConfig, args: ScriptArguments) -> DataSource:
     """Return an entry of ``dataset_mixture``: two of its ``columns`` are prompt and solution, the rest are kept."""
-    names = entry.columns or [getattr(args, key) for key in _COLUMN_KEYS]
-    others = tuple(names[2:]) if entry.columns else None
-    where = ("dataset_mixture", "dataset_mixture")
-    return DataSource(entry.id, entry.config, entry.split, names[0], names[1], where, others)
+    prompt, solution, *others = entry.columns or [getattr(args, key) for key in _COLUMN_KEYS]
+    keys, kept = ("dataset_mixture", "dataset_mixture"), tuple(others) if entry.columns else None
+    return DataSource(entry.id, entry.config, entry.split, prompt, solution, keys, kept)
 
 
 def eval_source(args: ScriptArguments) -> DataSource:
     """Return what ``eval_dataset_name`` names, or else ``dataset_test_split`` of ``dataset_name``.
 
-    Raises:
-        ConfigError: ``dataset_name`` is a single file, of which no part is kept apart.
+    Raises ConfigError where ``dataset_name`` is a single file, of which no part is kept apart.
     """
-    given = [bool(getattr(args, f"eval_{key}")) for key in _COLUMN_KEYS]
-    keys = [f"eval_{key}" if own else key for key, own in zip(_COLUMN_KEYS, given, strict=True)]
-    prompt, solution = (getattr(args, key) for key in keys)
-    where = (keys[0], keys[1])
-    if args.eval_dataset_name:
-        return DataSource(
-            args.eval_dataset_name, args.eval_dataset_config, args.eval_dataset_split, prompt, solution, where
-        )
-    path = Path(os.path.expanduser(args.dataset_name))
-    if path.exists() and not has_splits(path):
-        what = f"'{args.dataset_name}' has no split '{args.dataset_test_split}' to evaluate on"
-        raise config_error("eval_strategy", what, "add eval_dataset_name")
-    return DataSource(args.dataset_name, args.dataset_config, args.dataset_test_split, prompt, solution, where)
+    first, second = (f"eval_{key}" if getattr(args, f"eval_{key}") else key for key in _COLUMN_KEYS)
+    name, config, split = args.eval_dataset_name, args.eval_dataset_config, args.eval_dataset_split
+    if not name:
+        name, config, split = args.dataset_name, args.dataset_config, args.dataset_test_split
+        path = Path(os.path.expanduser(name))
+        if path.exists() and not has_splits(path):
+            what = f"'{name}' has no split '{split}' to evaluate on"
+            raise config_error("eval_strategy", what, "add eval_dataset_name")
+    return DataSource(name, config, split, getattr(args, first), getattr(args, second), (first, second))
 
 
 def read_rows(
     source: str, config: str | None, split: str, streaming: bool = False, fetched: Fetched | None = None
 ) -> Rows:
-    """Read a dataset; a stream is left unread. What is on this machine is mapped, never streamed from the hub.
+    """Read a dataset: a hub id, a local file or a local folder; a ConfigError says why it cannot be read.
 
-    Args:
-        source: hub id, local file or local folder.
-        config: its configuration.
-        split: its split, slices such as ``train[:10%]`` included; a single file is whatever split is asked for.
-        streaming: read no more of it than is taken.
-        fetched: looked up first.
-
-    Raises:
-        ConfigError: it cannot be read.
+    ``split`` may be a slice such as ``train[:10%]``; a single file is whatever split is asked for. A stream is left
+    unread, and what ``fetched`` finds on this machine is mapped, never streamed.
     """
-    folder = fetched(source, config, split) if fetched else None
-    if folder is not None:
+    if fetched and (folder := fetched(source, config, split)):
         return load_from_disk(str(folder))
     path = Path(os.path.expanduser(source))
     with reading(source):
         if path.is_dir() and is_saved(path):
-            return _saved(path, split)
-        if path.is_file():
-            return _load_file(path, config, split, streaming)
+            loaded = load_from_disk(str(path))
+            parts = loaded if isinstance(loaded, DatasetDict) else {split_name(split): loaded}
+            ranges = ReadInstruction.from_spec(split).to_absolute({name: len(part) for name, part in parts.items()})
+            return concatenate_datasets([parts[one.splitname].select(range(one.from_, one.to)) for one in ranges])
+        options: dict[str, Any] = {"split": split, "streaming": streaming}
         if path.is_dir():
             kind, files = data_files(path)
-            return load_dataset(str(path), config, split=split, streaming=streaming, **_options(kind, files[0]))
-        return load_dataset(source, config, split=split, streaming=streaming)
+            return load_dataset(str(path), config, **options, **_text_options(kind, files[0]))
+        if not path.is_file():
+            return load_dataset(source, config, **options)
+        if path.suffix not in BUILDERS:
+            raise ValueError(f"not a {', '.join(BUILDERS)} file")
+        if config is not None:
+            raise ValueError(f"a file has no configuration '{config}'")
+        kind, files_of_split = BUILDERS[path.suffix], {split_name(split): str(path)}
+        return load_dataset(kind, data_files=files_of_split, **options, **_text_options(kind, path))
 
 
 def rows_of(source: DataSource, args: ScriptArguments, fetched: Fetched | None = None) -> Rows:
     """Return the rows of a dataset that a recipe names: read, or made where it is ``modebench:...`` or ``smoke:...``.
 
-    Raises:
-        ConfigError: it cannot be read, or there are too few problems of the kind asked for.
+    Raises ConfigError where it cannot be read, or there are too few problems of the kind asked for.
     """
     if source.id.startswith(smoke.SMOKE_SCHEME):
         return Dataset.from_list(smoke.split()[source.split == "test"])
@@ -137,21 +122,16 @@ def rows_of(source: DataSource, args: ScriptArguments, fetched: Fetched | None =
     try:
         return Dataset.from_list(rows(source.id, source.split, settings))
     except TooFew as error:
-        key, what, fix = too_few(settings, error.found)
-        raise config_error(key, what, fix) from error
+        raise config_error(*too_few(settings, error.found)) from error
 
 
 def column_names(rows: Rows) -> list[str]:
-    """Return the columns of rows, of a stream whose columns nobody wrote down by its first row."""
+    """Return the columns of rows; those of a stream without a schema show in its first row."""
     return rows.column_names or list(next(iter(rows), {}))
 
 
 def need_columns(source: str, names: list[str], wanted: dict[str, str]) -> None:
-    """Refuse a dataset with these columns that lacks one; ``wanted`` has the recipe key that names each.
-
-    Raises:
-        ConfigError: one is missing; the message lists those that exist.
-    """
+    """Refuse a dataset with these columns that lacks one; ``wanted`` has the recipe key that names each."""
     for column, key in wanted.items():
         if column not in names:
             raise config_error(key, f"'{source}' has no column '{column}'", f"write one of {', '.join(names)}")
@@ -159,53 +139,25 @@ def need_columns(source: str, names: list[str], wanted: dict[str, str]) -> None:
 
 @contextmanager
 def reading(source: str) -> Iterator[None]:
-    """Report which dataset cannot be read and why, in one line.
-
-    Raises:
-        ConfigError: in place of what ``datasets`` raises.
-    """
+    """Raise a ConfigError with the dataset and the reason, in one line, in place of what ``datasets`` raises."""
     try:
         yield
     except (DatasetsError, OSError, ValueError, RuntimeError, StopIteration) as error:
-        raise config_error(f"'{source}'", f"the dataset cannot be read: {_reason(error)}", _fix(error)) from error
+        first: BaseException = error
+        while first.__cause__ is not None:
+            first = first.__cause__
+        text = " ".join(str(first).split()) or type(first).__name__
+        reason = "it has no rows" if isinstance(first, StopIteration) else text[:300] + " ..." * (len(text) > 300)
+        fix = "repair the file, or name a dataset, configuration and split that exist"
+        if isinstance(error, DatasetNotFoundError):
+            fix = "check the id; a private or gated dataset needs HF_TOKEN, and its terms accepted on its page"
+        elif isinstance(error, ConnectionError):
+            fix = "run grpo fetch RECIPE where there is a network, or name a local file"
+        raise config_error(f"'{source}'", f"the dataset cannot be read: {reason}", fix) from error
 
 
-def _saved(path: Path, split: str) -> Dataset:
-    loaded = load_from_disk(str(path))
-    parts = loaded if isinstance(loaded, DatasetDict) else {split_name(split): loaded}
-    ranges = ReadInstruction.from_spec(split).to_absolute({name: len(part) for name, part in parts.items()})
-    return concatenate_datasets([parts[one.splitname].select(range(one.from_, one.to)) for one in ranges])
-
-
-def _load_file(path: Path, config: str | None, split: str, streaming: bool) -> Rows:
-    if path.suffix not in BUILDERS:
-        raise ValueError(f"not a {', '.join(BUILDERS)} file")
-    if config is not None:
-        raise ValueError(f"a file has no configuration '{config}'")
-    kind = BUILDERS[path.suffix]
-    files = {split_name(split): str(path)}
-    return load_dataset(kind, data_files=files, split=split, streaming=streaming, **_options(kind, path))
-
-
-def _options(kind: str, file: Path) -> dict[str, Any]:
+def _text_options(kind: str, file: Path) -> dict[str, Any]:
     """Return how to read a .csv file. Guessing types makes 7 of the answer 007, and nothing of the answer NA."""
     if kind != "csv":
         return {}
     return {"converters": dict.fromkeys(csv_columns(file), str), "na_filter": False, "keep_default_na": False}
-
-
-def _reason(error: BaseException) -> str:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    if isinstance(error, StopIteration):
-        return "it has no rows"
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:300] + " ..."
-
-
-def _fix(error: BaseException) -> str:
-    if isinstance(error, DatasetNotFoundError):
-        return "check the id; a private or gated dataset wants HF_TOKEN, and its terms accepted on its page"
-    if isinstance(error, ConnectionError):
-        return "run grpo fetch RECIPE where there is a network, or name a local file"
-    return "mend the file, or name a dataset, configuration and split that exist"

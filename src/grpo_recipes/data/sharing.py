@@ -1,4 +1,4 @@
-"""One rank prepares, the others take what it wrote."""
+"""Prepare a dataset in one rank, and map it in the others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,45 +14,37 @@ import torch.distributed
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset, load_from_disk
 
-from grpo_recipes.errors import ConfigError, Problem
-
-
-@dataclass
-class _Outcome:
-    """What rank 0 sends the others: where the dataset is and what goes with it, or what went wrong."""
-
-    folder: str = ""
-    rest: Any = None
-    problems: list[Problem] = field(default_factory=list)
-    failure: str = ""
+from grpo_recipes.errors import ConfigError
 
 
 def prepared_once(name: str, prepare: Callable[[], Any]) -> Any:
     """Call ``prepare`` in rank 0 alone; every rank maps the dataset that it left under ``<run>/prompts``.
 
     ``prepare`` returns a dataclass with a ``dataset``. The run directory is on a file system that all nodes share. With
-    one process nothing is written.
-
-    Raises:
-        ConfigError: on every rank, when ``prepare`` refuses.
-        RuntimeError: on the other ranks, when it fails in another way.
+    one process nothing is written. A ConfigError of ``prepare`` is raised on every rank; where it fails in another way,
+    the other ranks raise a RuntimeError.
     """
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return prepare()
-    outcome, failure = _Outcome(), None
+    failure: Exception | None = None
+    outcome: dict[str, Any] = {}  # what rank 0 sends the others
     if torch.distributed.get_rank() == 0:
         try:
             prepared = prepare()
-            outcome = _Outcome(_save(name, prepared.dataset), replace(prepared, dataset=None))
-        except ConfigError as refused:
-            outcome.problems = refused.problems
+            outcome = {"folder": _save(name, prepared.dataset), "rest": replace(prepared, dataset=None)}
         except Exception as error:  # the other ranks wait: they must hear of it, whatever it is
-            failure, outcome.failure = error, f"{type(error).__name__}: {error}"
+            problems = error.problems if isinstance(error, ConfigError) else []
+            failure, outcome = error, {"problems": problems, "failure": f"{type(error).__name__}: {error}"}
     outcomes = [outcome]
     broadcast_object_list(outcomes, from_process=0)
     if failure is not None:
         raise failure
-    return _taken(outcomes[0])
+    (outcome,) = outcomes
+    if outcome.get("problems"):
+        raise ConfigError(*outcome["problems"])
+    if "failure" in outcome:
+        raise RuntimeError(f"rank 0 could not prepare the prompts: {outcome['failure']}")
+    return replace(outcome["rest"], dataset=load_from_disk(outcome["folder"]))
 
 
 def _save(name: str, dataset: Dataset) -> str:
@@ -66,11 +58,3 @@ def _save(name: str, dataset: Dataset) -> str:
     dataset.save_to_disk(partial)
     partial.rename(folder)
     return str(folder)
-
-
-def _taken(outcome: _Outcome) -> Any:
-    if outcome.problems:
-        raise ConfigError(*outcome.problems)
-    if outcome.failure:
-        raise RuntimeError(f"rank 0 could not prepare the prompts: {outcome.failure}")
-    return replace(outcome.rest, dataset=load_from_disk(outcome.folder))
