@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import statistics
 import time
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.errors import config_error
+from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.memory import (
     GIB,
@@ -28,7 +28,8 @@ from grpo_recipes.plan.memory import (
 )
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.runs.rundir import clock
+from grpo_recipes.runs.health import number
+from grpo_recipes.runs.rundir import Run, clock
 from grpo_recipes.slurm.client import job_end_time
 
 _GAPS = 0.05  # of a GPU: what torch's allocator cannot use between its blocks; not measured
@@ -38,8 +39,8 @@ _SHARING_MORE = {"ddp": ("zero2", "zero3"), "zero2": ("zero3",)}
 
 _MOST_RUNS = 200  # newest run directories looked at
 _MOST_ALIKE = 5  # newest of those that are like this one
-_TAIL_BYTES = 1 << 18  # of each metrics.jsonl: a few hundred steps
 _WARM_UP_STEPS = 1  # the first step of a run compiles and fills caches
+_ALIKE = ("task", "model", "flavour", "mode", "completions", "world_size", "tokens")  # of a plan and its batch
 
 
 def in_gib(size: int) -> str:
@@ -56,12 +57,12 @@ class Need:
 
     @property
     def total(self) -> int:
-        """Bytes of all parts."""
+        """The bytes of all parts."""
         return sum(self.parts.values())
 
     @property
     def fits(self) -> bool:
-        """Whether it is not known to be too much."""
+        """Whether it fits, as far as is known."""
         return self.available is None or self.total <= self.available
 
     def __str__(self) -> str:
@@ -80,12 +81,12 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        """Whether it is not known to be too much."""
+        """Whether it fits, as far as is known."""
         return all(need.fits for need in self.roles.values())
 
     @property
     def excess(self) -> str:
-        """What does not fit, in words; empty where all fits."""
+        """Words that say what does not fit; none where all fits."""
         return " and ".join(
             f"the {role} needs {in_gib(need.total)} of {in_gib(need.available or 0)} GiB"
             for role, need in self.roles.items()
@@ -144,24 +145,18 @@ def server_need(shape: ModelShape, work: Workload, gpu_bytes: int | None) -> Nee
 
 
 def trainer_suggestion(recipe: Recipe, shape: ModelShape, work: Workload, gpu_bytes: int | None) -> str:
-    """Name the first change by which the trainer fits: the one that costs least."""
-    for text, changed in _trainer_changes(recipe, work):
+    """Name the first change by which the trainer fits, a colocated vLLM too: the one that costs least."""
+    smallest = replace(work, per_device=1, accumulation=2, checkpointing=True)
+    for text, changed in _trainer_changes(recipe, work, smallest):
         vllm = server_need(shape, changed, gpu_bytes) if changed.mode == "colocate" else None
         if trainer_need(shape, changed, gpu_bytes).fits and (vllm is None or vllm.fits):
             return text
-    smallest = replace(work, per_device=1, accumulation=2, checkpointing=True)
-    if not work.adapter:
-        for world in range(work.world_size + 1, _MOST_TRAINERS + 1):
-            if trainer_need(shape, replace(smallest, world_size=world, accelerator="zero3"), gpu_bytes).fits:
-                return (
-                    f"train on {world} GPUs, with accelerator: zero3, gradient_checkpointing: true and "
-                    "per_device_train_batch_size: 1"
-                )
     least = in_gib(trainer_need(shape, smallest, gpu_bytes).total)
     return f"no key alone makes it fit; take GPUs of {least} GiB or more"
 
 
-def _trainer_changes(recipe: Recipe, work: Workload) -> Iterator[tuple[str, Workload]]:
+def _trainer_changes(recipe: Recipe, work: Workload, smallest: Workload) -> Iterator[tuple[str, Workload]]:
+    """Yield the changes to try, cheap ones first; the last is to train the smallest workload on more GPUs."""
     completions = work.per_device * work.accumulation
     for size in range(work.per_device - 1, 0, -1):
         passes, rest = divmod(completions, size)
@@ -171,35 +166,40 @@ def _trainer_changes(recipe: Recipe, work: Workload) -> Iterator[tuple[str, Work
     if not work.checkpointing:
         yield "gradient_checkpointing: true", replace(work, checkpointing=True)
     if work.mode == "colocate":
-        for steps in range(int(work.share / _SHARE_STEP) - 1, 0, -1):
-            smaller = round(steps * _SHARE_STEP, 2)
-            yield f"vllm_gpu_memory_utilization: {smaller}", replace(work, share=smaller)
+        for share in _shares(range(int(work.share / _SHARE_STEP) - 1, 0, -1)):
+            yield f"vllm_gpu_memory_utilization: {share}", replace(work, share=share)
     for name in _SHARING_MORE.get(work.accelerator, ()):
         if work.world_size > 1 and not (work.adapter and name == "zero3"):
             yield f"accelerator: {name}", replace(work, accelerator=name)
-    if not work.adapter:
-        accelerator = "zero2" if work.accelerator in ("zero3", "fsdp2") else work.accelerator
-        plain = "" if accelerator == work.accelerator else " and accelerator: zero2"
-        yield f"use_peft: true{plain}", replace(work, adapter=16, accelerator=accelerator, reference=False)
+    if work.adapter:
+        return
+    accelerator = "zero2" if work.accelerator in ("zero3", "fsdp2") else work.accelerator
+    plain = "" if accelerator == work.accelerator else " and accelerator: zero2"
+    yield f"use_peft: true{plain}", replace(work, adapter=16, accelerator=accelerator, reference=False)
+    keys = "accelerator: zero3, gradient_checkpointing: true and per_device_train_batch_size: 1"
+    for world in range(work.world_size + 1, _MOST_TRAINERS + 1):
+        yield f"train on {world} GPUs, with {keys}", replace(smallest, world_size=world, accelerator="zero3")
+
+
+def _shares(steps: range) -> list[float]:
+    return [round(step * _SHARE_STEP, 2) for step in steps]
 
 
 def server_suggestion(shape: ModelShape, work: Workload, gpu_bytes: int | None) -> str:
     """Name the first change by which the server has room for its model and one longest sequence."""
     longest = (work.longest or shape.positions) // _LENGTH_STEP * _LENGTH_STEP
-    changes: list[tuple[str, Workload]] = [
-        (f"vllm_max_model_length: {length}", replace(work, longest=length))
-        for length in range(longest, work.sequence - 1, -_LENGTH_STEP)
+    larger = range(int(work.share / _SHARE_STEP) + 1, round(_LARGEST_SHARE / _SHARE_STEP) + 1)
+    changes: list[tuple[str, str, Any]] = [
+        ("vllm_max_model_length", "longest", range(longest, work.sequence - 1, -_LENGTH_STEP)),
+        ("vllm_gpu_memory_utilization", "share", _shares(larger) if work.mode == "server" else ()),
+        ("vllm_tensor_parallel_size", "parallel", range(work.parallel + 1, shape.heads + 1)),
     ]
-    if work.mode == "server":
-        steps = range(int(work.share / _SHARE_STEP) + 1, round(_LARGEST_SHARE / _SHARE_STEP) + 1)
-        shares = [round(step * _SHARE_STEP, 2) for step in steps]
-        changes += [(f"vllm_gpu_memory_utilization: {share}", replace(work, share=share)) for share in shares]
-    sizes = [size for size in range(work.parallel + 1, shape.heads + 1) if shape.heads % size == 0]
-    changes += [(f"vllm_tensor_parallel_size: {size}", replace(work, parallel=size)) for size in sizes]
-    for text, changed in changes:
-        need = server_need(shape, changed, gpu_bytes)
-        if need is None or need.fits:
-            return text
+    for key, field, values in changes:
+        for value in values:
+            need = server_need(shape, replace(work, **{field: value}), gpu_bytes)
+            splits = field != "parallel" or shape.heads % value == 0
+            if splits and (need is None or need.fits):
+                return f"{key}: {value}"
     return "no key alone makes it fit; take larger GPUs for the server"
 
 
@@ -211,17 +211,17 @@ class Disk:
     checkpoints: int | None = None  # most at a time, None where nothing limits them
     model: int = 0  # model/ and adapter/
     free: int | None = None  # what the user may still write there, by the file system or its quota, if known
-    folder: str = ""  # where the run directory comes
+    folder: str = ""  # that will hold the run directory
     unknown: str = ""  # why there is no estimate
 
     @property
     def total(self) -> int:
-        """Bytes at the worst moment; without a limit, of two checkpoints."""
+        """The bytes at the worst moment; without a limit, of two checkpoints."""
         return self.checkpoint * (self.checkpoints or 2) + self.model
 
     @property
     def fits(self) -> bool:
-        """Whether it is not known to be too much."""
+        """Whether it fits, as far as is known."""
         return bool(self.unknown) or self.free is None or self.total <= self.free
 
     @property
@@ -261,37 +261,23 @@ def estimate_disk(recipe: Recipe, plan: Plan, run_dir: Path) -> Disk:
     model = work.element(shape) * shape.parameters
     adapter = 4 * trained(shape, work) if work.adapter else 0
     checkpoint = (adapter or model) + checkpoint_states(shape, work) + (model if recipe["sync_ref_model"] else 0)
-    return Disk(checkpoint, _most_checkpoints(recipe), model + adapter, _room(run_dir), str(run_dir.parent))
-
-
-def _most_checkpoints(recipe: Recipe) -> int | None:
-    """Checkpoints at a time: an older one is removed after a new one is complete."""
-    if recipe["save_strategy"] == "no":
-        return 1  # a stopped run saves all the same
     steps, every, limit = recipe["max_steps"], recipe["save_steps"], recipe["save_total_limit"]
-    counts = [] if limit is None else [limit + 1]
-    if steps > 0 and recipe["save_strategy"] == "steps" and every >= 1:
+    counts = [] if limit is None else [limit + 1]  # an older one is removed after a new one is complete
+    if recipe["save_strategy"] == "no":
+        counts = [1]  # a stopped run saves all the same
+    elif steps > 0 and recipe["save_strategy"] == "steps" and every >= 1:
         counts.append(max(1, -(-steps // int(every))))
-    return min(counts, default=None)
-
-
-def _room(run_dir: Path) -> int | None:
-    """Bytes the user may use there, with those of earlier checkpoints of this very run."""
     there = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.is_dir())
     written = [path for name in ("checkpoints", "model") for path in (run_dir / name).rglob("*")]
-    try:
+    free = None
+    with contextlib.suppress(OSError):
         disk = os.statvfs(there)
-        return disk.f_bavail * disk.f_frsize + sum(path.stat().st_size for path in written if path.is_file())
-    except OSError:
-        return None
+        free = disk.f_bavail * disk.f_frsize + sum(path.stat().st_size for path in written if path.is_file())
+    return Disk(checkpoint, min(counts, default=None), model + adapter, free, str(run_dir.parent))
 
 
 def need_room(recipe: Recipe, plan: Plan, run_dir: Path) -> None:
-    """Refuse a run whose checkpoints cannot fit.
-
-    Raises:
-        ConfigError: nothing was started.
-    """
+    """Refuse a run whose checkpoints cannot fit, before anything is started."""
     disk = estimate_disk(recipe, plan, run_dir)
     if not disk.fits:
         what = f"the run writes {in_gib(disk.total)} GiB, {in_gib(disk.free or 0)} GiB are free in {shown(disk.folder)}"
@@ -327,45 +313,31 @@ class Speed:
 
 def find_speed(plan: Plan, names: Names, walltime: float | None = None) -> Speed:
     """Return the speed of the newest earlier runs of this name, beside the run directory, on as many devices."""
-    root = names.run_dir.parent
-    now, medians = plan.as_json(), list[float]()
+    root, now = names.run_dir.parent, plan.as_json()
+    medians: list[float] = []
     for record in sorted(root.glob("*/run.json"), key=_modified, reverse=True)[:_MOST_RUNS]:
-        folder = record.parent
-        try:
-            if folder != names.run_dir and _alike(folder, now, names.run) and (seconds := _step_seconds(folder)):
-                medians.append(statistics.median(seconds))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):  # files of a run are the user's to edit
-            continue
+        with contextlib.suppress(ConfigError, OSError, ValueError):  # files of a run are the user's to edit
+            run = Run.at(record.parent)
+            alike = run.identity.get("run_name") == names.run and _kind(run.plan) == _kind(now)
+            rows = run.rows if alike and run.folder != names.run_dir else []
+            seconds = [number(row.get("seconds/step")) for row in rows if row["step"] > _WARM_UP_STEPS]
+            if known := [one for one in seconds if one]:
+                medians.append(statistics.median(known))
         if len(medians) == _MOST_ALIKE:
             break
     return Speed(statistics.median(medians) if medians else None, len(medians), walltime, str(root))
 
 
 def _modified(path: Path) -> float:
-    try:
+    with contextlib.suppress(OSError):  # removed meanwhile
         return path.stat().st_mtime
-    except OSError:  # removed meanwhile
-        return 0.0
+    return 0.0
 
 
-def _alike(folder: Path, now: Mapping[str, Any], name: str) -> bool:
-    """Whether the run of that directory has this name, model, batch and number of trainers."""
-    old, identity = (json.loads((folder / file).read_text()) for file in ("plan.json", "run.json"))
-    return (
-        identity["run_name"] == name
-        and all(old[key] == now[key] for key in ("task", "model", "flavour", "mode"))
-        and all(old["batch"][key] == now["batch"][key] for key in ("completions", "world_size", "tokens"))
-    )
-
-
-def _step_seconds(folder: Path) -> list[float]:
-    """``seconds/step`` of the last whole rows of ``metrics.jsonl``."""
-    with (folder / "metrics.jsonl").open("rb") as file:
-        start = max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES)
-        file.seek(start)
-        lines = file.read().split(b"\n")[1 if start else 0 : -1]
-    rows = [json.loads(line) for line in lines]
-    return [float(row["seconds/step"]) for row in rows if row["step"] > _WARM_UP_STEPS and row["seconds/step"] > 0]
+def _kind(plan: Mapping[str, Any]) -> list[Any]:
+    """Return what runs of the same speed have in common."""
+    facts = {**plan.get("batch", {}), **plan}
+    return [facts.get(key) for key in _ALIKE]
 
 
 @dataclass(frozen=True)
