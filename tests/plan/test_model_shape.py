@@ -39,7 +39,7 @@ def test_numbers_a_file_may_leave_out():
         ({"model_type": "qwen2", "hidden_size": 8}, "num_attention_heads"),
         ({**SIZES, "model_type": "qwen2", "hidden_size": "wide"}, "wide"),
         ({**SIZES, "model_type": "qwen2", "num_attention_heads": 0, "head_dim": None}, "Zero"),
-        ([], "type 'None'"),
+        ([], "not a JSON mapping"),
     ],
 )
 def test_what_is_not_counted_is_said(config, said, tmp_path):
@@ -48,7 +48,9 @@ def test_what_is_not_counted_is_said(config, said, tmp_path):
         read_shape(str(tmp_path))
 
 
-@pytest.mark.parametrize(("text", "said"), [(None, "grpo fetch"), ("{", "not JSON"), ("\udcff", "not JSON")])
+@pytest.mark.parametrize(
+    ("text", "said"), [(None, "grpo fetch"), ("{", "not a JSON mapping"), ("\udcff", "not a JSON mapping")]
+)
 def test_a_model_that_is_not_here_or_broken(text, said, tmp_path):
     if text is not None:
         (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))

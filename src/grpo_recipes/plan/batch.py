@@ -30,14 +30,11 @@ class Batch:
 
 
 def derive_batch(recipe: Recipe, trainers: int) -> Batch:
-    """Spread the recipe's batch over at most ``trainers`` processes.
+    """Spread the recipe's batch, which must be whole groups, over at most ``trainers`` processes.
 
     With ``prompts_per_step`` the batch is the same for every number of trainers: as many of them are used as divide it,
     and ``per_device_train_batch_size`` is the most one forward pass may hold. Without it TRL's keys mean what they mean
     in TRL.
-
-    Raises:
-        ConfigError: the batch is not a whole number of groups.
     """
     group, per_device = recipe["num_generations"], recipe["per_device_train_batch_size"]
     if group is None:
@@ -49,11 +46,10 @@ def derive_batch(recipe: Recipe, trainers: int) -> Batch:
         accumulation = completions // trainers // per_device
     else:
         accumulation = recipe["gradient_accumulation_steps"]
-        completions = trainers * per_device * accumulation
-        generated = recipe["generation_batch_size"] or trainers * per_device * (
-            recipe["steps_per_generation"] or accumulation
-        )
-        if generated % group or generated % (trainers * per_device):
+        per_pass, passes = trainers * per_device, recipe["steps_per_generation"] or accumulation
+        completions = per_pass * accumulation
+        generated = recipe["generation_batch_size"] or per_pass * passes
+        if generated % group or generated % per_pass:
             raise config_error(
                 recipe.source("num_generations"),
                 f"{generated} completions a generation ({trainers} x {per_device} per device x accumulation) "
@@ -70,9 +66,6 @@ def derive_eval_batch(recipe: Recipe, batch: Batch) -> int | None:
 
     TRL wants whole groups: world size x this size divides by num_generations_eval. The recipe's
     ``per_device_eval_batch_size`` is the most; without it, what one generation of the training gives each process.
-
-    Raises:
-        ConfigError: no size the recipe allows holds whole groups.
     """
     if recipe["eval_strategy"] == "no":
         return None
@@ -82,9 +75,8 @@ def derive_eval_batch(recipe: Recipe, batch: Batch) -> int | None:
         return max(smallest, batch.per_device * batch.accumulation // smallest * smallest)
     most = recipe["per_device_eval_batch_size"]
     if most < smallest:
-        what = (
-            f"{_trainers(batch.world_size)} x {most} completions hold no whole number of evaluation groups of {group}"
-        )
+        processes = _trainers(batch.world_size)
+        what = f"{processes} x {most} completions are not a whole number of evaluation groups of {group}"
         fix = f"write per_device_eval_batch_size: {smallest} (or a multiple), or set num_generations_eval"
         raise config_error(recipe.source("per_device_eval_batch_size"), what, fix)
     return int(most // smallest * smallest)

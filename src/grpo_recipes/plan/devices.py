@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
-import shutil
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from grpo_recipes.errors import config_error
 from grpo_recipes.plan.types import Placement
+from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.keys import catalogue_trl
 from grpo_recipes.slurm.client import SlurmJob, slurm_job
-
-if TYPE_CHECKING:
-    from grpo_recipes.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -56,20 +55,15 @@ class Resources:
 
 
 def find_resources(environment: Mapping[str, str]) -> Resources:
-    """Ask the packages, the driver and Slurm's variables; other nodes of the job are taken to be like this one.
-
-    Raises:
-        ConfigError: the environment has no torch, or another TRL than the catalogue's.
-    """
-    device = environment_device()
+    """Ask the packages, the driver and Slurm's variables; other nodes of the job are taken to be like this one."""
+    device, job = environment_device(), slurm_job(environment)
     gpus = visible_gpus(environment) if device == "cuda" else ()
-    job = slurm_job(environment)
     here = Resources(device, gpus, len(os.sched_getaffinity(0)), job)
     return here.on_nodes(job.nodes) if job else here
 
 
 def environment_device() -> str:
-    """Return ``cpu`` or ``cuda``, the device that the installed torch is built for."""
+    """Return ``cpu`` or ``cuda``, the device that the installed torch is built for; refuse another TRL than ours."""
     try:
         torch = importlib.metadata.version("torch")
         trl = importlib.metadata.version("trl")
@@ -81,59 +75,41 @@ def environment_device() -> str:
     return "cpu" if torch.endswith("+cpu") else "cuda"
 
 
-def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the GPUs the driver lists, limited to CUDA_VISIBLE_DEVICES (indices, UUIDs or MIG ids).
+def _nvidia_smi(*arguments: str) -> str:
+    """Return what the driver's program prints, nothing where it is not here or hangs."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        command = ["nvidia-smi", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
+    return ""
 
-    Raises:
-        ConfigError: CUDA_VISIBLE_DEVICES names a GPU that the driver does not list.
-    """
-    if shutil.which("nvidia-smi") is None:
-        return ()
-    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False).stdout
-    return select_gpus(listing, environment.get("CUDA_VISIBLE_DEVICES"))
+
+def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the GPUs the driver lists, limited to CUDA_VISIBLE_DEVICES (indices, UUIDs or MIG ids)."""
+    listing = _nvidia_smi("-L")
+    return select_gpus(listing, environment.get("CUDA_VISIBLE_DEVICES")) if listing else ()
 
 
 def select_gpus(listing: str, visible: str | None) -> tuple[str, ...]:
     """Return the ids to use, given the output of ``nvidia-smi -L`` and the value of CUDA_VISIBLE_DEVICES."""
-    by_index: dict[str, str] = {}
-    known: list[str] = []
-    for line in listing.splitlines():
-        name, _, uuid = line.strip().rpartition("(UUID: ")
-        uuid = uuid.rstrip(")")
-        if line.startswith("GPU "):
-            by_index[line.split(":")[0].removeprefix("GPU ").strip()] = uuid
-            known.append(uuid)
-        elif name.startswith("MIG"):
-            known.append(uuid)
+    indices, uuids = re.findall(r"^GPU (\d+):", listing, re.MULTILINE), re.findall(r"\(UUID: (.*)\)", listing)
     if visible is None:
-        return tuple(by_index)
+        return tuple(indices)
     wanted = [item.strip() for item in visible.split(",") if item.strip()]
     for item in wanted:
-        if item not in by_index and not any(uuid.startswith(item) for uuid in known):
-            what = f"this machine has no GPU '{item}' (nvidia-smi -L lists {len(by_index)})"
+        if item not in indices and not any(uuid.startswith(item) for uuid in uuids):
+            what = f"this machine has no GPU '{item}' (nvidia-smi -L lists {len(indices)})"
             raise config_error("CUDA_VISIBLE_DEVICES", what, "unset it, or name GPUs that nvidia-smi -L lists")
     return tuple(wanted)
 
 
 def gpu_memory() -> float | None:
     """Return the GiB of the smallest GPU that the driver shows; None without a driver that answers."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        listing = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    sizes = [int(line) for line in listing.split() if line.isdigit()]
-    return min(sizes) / 1024 if sizes else None
+    listing = _nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
+    return min((int(line) / 1024 for line in listing.split() if line.isdigit()), default=None)
 
 
 def split_gpus(recipe: Recipe, resources: Resources, mode: str) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the server's GPUs, the first ones of the first node, and for each node those left to train on.
-
-    Raises:
-        ConfigError: nothing would be left, or a node of its own is asked for where there is none.
-    """
+    """Return the server's GPUs, the first ones of the first node, and for each node those left to train on."""
     left = [node.gpus for node in resources.all_nodes()]
     own = recipe["vllm_node"] == "own"
     if own and (mode != "server" or len(left) == 1):
@@ -144,21 +120,15 @@ def split_gpus(recipe: Recipe, resources: Resources, mode: str) -> tuple[tuple[s
     parallel = recipe["vllm_tensor_parallel_size"]
     most = len(left[0]) - (1 if len(left) == 1 else 0)
     if parallel > most:
-        what = f"leaves no GPU to train on ({len(left[0])} visible)"
-        if len(left) > 1:
-            what = f"is more than one node has ({len(left[0])} on the first node)"
-        fix = f"write at most {most}, or ask for more GPUs"
-        where = recipe.source("vllm_tensor_parallel_size")
+        alone = f"leaves no GPU to train on ({len(left[0])} visible)"
+        what = alone if len(left) == 1 else f"is more than one node has ({len(left[0])} on the first node)"
+        where, fix = recipe.source("vllm_tensor_parallel_size"), f"write at most {most}, or ask for more GPUs"
         raise config_error(where, f"vllm_tensor_parallel_size {parallel} {what}", fix)
     return left[0][:parallel], [() if own else left[0][parallel:], *left[1:]]
 
 
 def trainer_count(recipe: Recipe, resources: Resources, left: Sequence[tuple[str, ...]]) -> int:
-    """Return how many training processes there may be: ``num_processes``, or one a GPU, on CPU one a training node.
-
-    Raises:
-        ConfigError: the recipe asks for more than there is room for.
-    """
+    """Return how many training processes there may be: ``num_processes``, or one a GPU, on CPU one a training node."""
     wanted = recipe["num_processes"]
     if resources.device == "cuda":
         available = sum(len(gpus) for gpus in left)
@@ -178,11 +148,7 @@ def trainer_count(recipe: Recipe, resources: Resources, left: Sequence[tuple[str
 def place_trainers(
     recipe: Recipe, resources: Resources, mode: str, left: Sequence[tuple[str, ...]], world_size: int
 ) -> tuple[Placement, ...]:
-    """Spread the trainers evenly over the nodes.
-
-    Raises:
-        ConfigError: a node of the job would do nothing.
-    """
+    """Spread the trainers evenly over the nodes; refuse a plan in which a node of the job would do nothing."""
     own = recipe["vllm_node"] == "own"
     rooms = [len(gpus) for gpus in left] if resources.device == "cuda" else [world_size] * len(left)
     if own:

@@ -7,13 +7,13 @@ measured the constants of a GPU run, so an estimate for GPUs is a guide and no p
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_recipes.plan.commands import CPU_KV_CACHE_GIB, gpu_share, longest_sequence
+from grpo_recipes.runs.rundir import json_mapping
 
 if TYPE_CHECKING:
     from grpo_recipes.plan.types import Plan
@@ -27,6 +27,10 @@ Parts = dict[str, int]
 _KNOWN = frozenset({"gemma", "granite", "llama", "mistral", "qwen2", "qwen3"})
 _HEAD_NORMS = frozenset({"qwen3"})
 _TIED_BY_DEFAULT = frozenset({"gemma"})
+_CONFIG_KEYS = {
+    "hidden": "hidden_size", "heads": "num_attention_heads", "intermediate": "intermediate_size",
+    "layers": "num_hidden_layers", "vocabulary": "vocab_size", "positions": "max_position_embeddings",
+}  # fmt: skip
 # What the processes hold before the model counts: bench/results/memory_estimate.json, case "constant".
 _TRAINER_IMPORTS = 780_000_000
 _SERVER_IMPORTS = 1_950_000_000  # of the API server, the engine and one worker, each with torch and vLLM
@@ -79,44 +83,35 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelShape:
-        """Read the sizes from a ``config.json``.
-
-        Raises:
-            UnknownShape: a family that is not counted here, a mixture of experts, or a number is missing.
-        """
+        """Read the sizes from a ``config.json``; UnknownShape for a family not counted here, or without a number."""
         kind = config.get("model_type")
         if kind not in _KNOWN:
             raise UnknownShape(f"models of type '{kind}' are not counted")
         try:
-            hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-            kv_heads = int(config.get("num_key_value_heads") or heads)
-            head = int(config.get("head_dim") or hidden // heads)
-            biased = kind == "qwen2" or bool(config.get("attention_bias"))
-            return cls(
-                hidden=hidden,
-                intermediate=int(config["intermediate_size"]),
-                layers=int(config["num_hidden_layers"]),
-                heads=heads,
-                kv_heads=kv_heads,
-                head=head,
-                vocabulary=int(config["vocab_size"]),
-                tied=bool(config.get("tie_word_embeddings", kind in _TIED_BY_DEFAULT)),
-                attention_bias=(heads + 2 * kv_heads) * head if biased else 0,
-                head_norms=kind in _HEAD_NORMS,
-                positions=int(config["max_position_embeddings"]),
-                dtype=config.get("dtype") or config.get("torch_dtype"),
-            )
+            sizes = {name: int(config[key]) for name, key in _CONFIG_KEYS.items()}
+            kv_heads = int(config.get("num_key_value_heads") or sizes["heads"])
+            head = int(config.get("head_dim") or sizes["hidden"] // sizes["heads"])
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             raise UnknownShape(f"its config.json is not understood ({type(error).__name__}: {error})") from None
+        biased = kind == "qwen2" or config.get("attention_bias")
+        return cls(
+            **sizes,
+            kv_heads=kv_heads,
+            head=head,
+            tied=bool(config.get("tie_word_embeddings", kind in _TIED_BY_DEFAULT)),
+            attention_bias=(sizes["heads"] + 2 * kv_heads) * head if biased else 0,
+            head_norms=kind in _HEAD_NORMS,
+            dtype=config.get("dtype") or config.get("torch_dtype"),
+        )
 
     @property
     def embedding(self) -> int:
-        """Elements of the embedding, and of the output layer."""
+        """The elements of the embedding, and of the output layer."""
         return self.vocabulary * self.hidden
 
     @property
     def linear(self) -> dict[str, tuple[int, int]]:
-        """Linear layers of one layer: name -> (inputs, outputs)."""
+        """The linear layers of one layer: name -> (inputs, outputs)."""
         queries, keys = self.heads * self.head, self.kv_heads * self.head
         return {
             "q_proj": (self.hidden, queries),
@@ -130,36 +125,32 @@ class ModelShape:
 
     @property
     def layer(self) -> int:
-        """Elements of one layer."""
+        """The elements of one layer."""
         norms = 2 * self.hidden + (2 * self.head if self.head_norms else 0)
         return sum(inputs * outputs for inputs, outputs in self.linear.values()) + self.attention_bias + norms
 
     @property
     def parameters(self) -> int:
-        """Elements of the model, tied ones once."""
+        """The elements of the model, tied ones once."""
         return self.layers * self.layer + self.embedding * (1 if self.tied else 2) + self.hidden
 
 
 def read_shape(model: str) -> ModelShape:
-    """Return the sizes of the model in a folder; a plan names a hub id instead where it has not been fetched.
-
-    Raises:
-        UnknownShape: its configuration is not here, or not understood.
-    """
-    try:
-        config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
-    except OSError:
-        raise UnknownShape("its config.json is not on this machine; grpo fetch RECIPE brings it") from None
-    except ValueError:
-        raise UnknownShape("its config.json is not JSON") from None
-    return ModelShape.of(config if isinstance(config, dict) else {})
+    """Return the sizes of the model in a folder; a plan names a hub id instead where it has not been fetched."""
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        raise UnknownShape("its config.json is not on this machine; grpo fetch RECIPE brings it")
+    config = json_mapping(path.read_bytes())
+    if config is None:
+        raise UnknownShape("its config.json is not a JSON mapping")
+    return ModelShape.of(config)
 
 
 @dataclass(frozen=True)
 class Workload:
     """Everything but the model that decides how much memory a run takes."""
 
-    device: str  # device: cpu or cuda
+    device: str  # cpu or cuda
     mode: str  # as in the plan
     accelerator: str  # as in the plan
     world_size: int
@@ -183,11 +174,7 @@ class Workload:
 
     @classmethod
     def of(cls, recipe: Recipe, plan: Plan) -> Workload:
-        """Return the workload of a plan.
-
-        Raises:
-            UnknownShape: nothing in the recipe limits a sequence, or CONFIG_FILE decides how the model is shared.
-        """
+        """Return the workload of a plan; UnknownShape where a sequence has no limit, or CONFIG_FILE decides."""
         sequence = longest = longest_sequence(recipe)
         if recipe["max_prompt_length"] and recipe["max_completion_length"]:
             sequence = recipe["max_prompt_length"] + recipe["max_completion_length"]
@@ -195,8 +182,6 @@ class Workload:
             raise UnknownShape("no key limits the length of a sequence; write max_prompt_length")
         if plan.accelerator == "custom":
             raise UnknownShape("the file of CONFIG_FILE decides how the model is shared; unset it")
-        # With an adapter the base model under it is the reference.
-        reference = not recipe["use_peft"] and (recipe["beta"] != 0.0 or bool(plan.maxent and plan.maxent.beta))
         return cls(
             device=plan.device,
             mode=plan.mode,
@@ -205,7 +190,8 @@ class Workload:
             dtype=recipe["dtype"] or "auto",
             mixed="fp16" if recipe["fp16"] else "no" if recipe["bf16"] is False else "bf16",
             optim=recipe["optim"],
-            reference=reference,
+            # With an adapter the base model under it is the reference.
+            reference=not recipe["use_peft"] and (recipe["beta"] != 0.0 or bool(plan.maxent and plan.maxent.beta)),
             checkpointing=recipe["gradient_checkpointing"],
             eager=recipe["attn_implementation"] == "eager",
             adapter=recipe["lora_r"] if recipe["use_peft"] else 0,
@@ -223,8 +209,7 @@ class Workload:
 
     def element(self, shape: ModelShape) -> int:
         """Return the bytes of a weight as it is loaded."""
-        dtype = (shape.dtype or "float32") if self.dtype == "auto" else self.dtype
-        return BYTES.get(dtype, 4)
+        return BYTES.get((shape.dtype or "float32") if self.dtype == "auto" else self.dtype, 4)
 
     def computed(self, shape: ModelShape) -> int:
         """Return the bytes of a value in the forward pass."""
@@ -242,8 +227,8 @@ class Workload:
 
     @property
     def shards(self) -> int:
-        """Parts that gradients and optimizer states are cut into."""
-        return self.world_size if self.accelerator in ("zero2", "zero3", "fsdp2") else 1
+        """The parts that gradients and optimizer states are cut into."""
+        return self.world_size if self.zero or self.accelerator == "fsdp2" else 1
 
 
 def trainer_parts(shape: ModelShape, work: Workload) -> Parts:
@@ -252,20 +237,31 @@ def trainer_parts(shape: ModelShape, work: Workload) -> Parts:
     The largest of these moments: the start of a backward pass, the optimizer's step, the transfer of the weights, and
     transformers' own generation.
     """
-    passing = {"activations": _activations(shape, work), "output layer": _output_layer(shape, work)}
-    gradients = {"gradients": _gradients(shape, work)}
+    count, element = trained(shape, work), _trained_element(shape, work)
+    held = {
+        "libraries": _TRAINER_IMPORTS if work.device == "cpu" else _CUDA_CONTEXT,
+        "weights": _weights(shape, work),
+        "optimizer": _states(shape, work),
+    }
+    if work.reference:
+        shards = work.world_size if work.accelerator in ("zero3", "fsdp2") else 1
+        held["reference"] = (element if work.zero else work.element(shape)) * shape.parameters // shards
+    gradients = element * count // work.shards + (_ZERO_BUCKET * element if work.zero else 0)
+    if work.accelerator == "ddp":
+        gradients = 2 * element * count  # DDP's buckets are a second copy
     # DeepSpeed's step makes its own float32 copy of the gradients.
-    flat = 4 * trained(shape, work) // work.world_size if work.zero and work.low else 0
-    moments = [passing, {"gradients": gradients["gradients"] + flat}]
+    flat = 4 * count // work.world_size if work.zero and work.low else 0
+    passing = {"activations": _activations(shape, work), "output layer": _output_layer(shape, work)}
+    moments = [passing, {"gradients": gradients + flat}]
     # Gradients of the passes before are still there; on CPU the C library's heap keeps most of what a pass has freed.
     if work.accumulation > 1 or work.device == "cpu":
-        moments.append(passing | gradients)
+        moments.append(passing | {"gradients": gradients})
     if work.mode == "transformers":
         moments.append({"KV cache": work.per_device * work.accumulation * sequence_cache(shape, work, work.sequence)})
     if work.device == "cpu" and work.bridge == "file":
         moments.append(passing | {"weights in transit": work.element(shape) * shape.parameters})
     worst = max(moments, key=lambda parts: sum(parts.values()))
-    return {name: size for name, size in {**_held(shape, work), **worst}.items() if size}
+    return {name: size for name, size in {**held, **worst}.items() if size}
 
 
 def trained(shape: ModelShape, work: Workload) -> int:
@@ -281,27 +277,13 @@ def trained(shape: ModelShape, work: Workload) -> int:
 
 
 def checkpoint_states(shape: ModelShape, work: Workload) -> int:
-    """Return the bytes of the optimizer's part of a checkpoint, all processes together.
-
-    DeepSpeed writes the weights there too.
-    """
+    """Return the bytes of the optimizer's part of a checkpoint, all processes together; DeepSpeed adds the weights."""
     alone = replace(work, world_size=1)
     return _states(shape, alone) + (_weights(shape, replace(alone, accelerator="zero2")) if work.zero else 0)
 
 
-def _held(shape: ModelShape, work: Workload) -> Parts:
-    """Weights, states and reference, which stay for the whole run."""
-    imports = _TRAINER_IMPORTS if work.device == "cpu" else _CUDA_CONTEXT
-    parts = {"libraries": imports, "weights": _weights(shape, work), "optimizer": _states(shape, work)}
-    if work.reference:
-        element = _trained_element(shape, work) if work.zero else work.element(shape)
-        shards = work.world_size if work.accelerator in ("zero3", "fsdp2") else 1
-        parts["reference"] = element * shape.parameters // shards
-    return parts
-
-
 def _weights(shape: ModelShape, work: Workload) -> int:
-    """Bytes of the weights that one process holds."""
+    """Return the bytes of the weights that one process holds."""
     element, count = work.element(shape), shape.parameters
     if work.zero:
         element = _trained_element(shape, work)  # DeepSpeed casts the model itself
@@ -316,7 +298,7 @@ def _weights(shape: ModelShape, work: Workload) -> int:
 
 
 def _trained_element(shape: ModelShape, work: Workload) -> int:
-    """Bytes of a trained element, as its gradient and the states of a plain optimizer have it."""
+    """Return the bytes of a trained element, as its gradient and the states of a plain optimizer have it."""
     if work.zero:
         return 2 if work.low else 4
     if work.adapter or (work.accelerator == "fsdp2" and work.low):
@@ -325,23 +307,15 @@ def _trained_element(shape: ModelShape, work: Workload) -> int:
 
 
 def _states(shape: ModelShape, work: Workload) -> int:
-    """The optimizer's states; with DeepSpeed also the weights in float32 that it updates."""
+    """Return the bytes of the optimizer's states, with DeepSpeed also of the float32 weights that it updates."""
     states, own = _OPTIMIZERS.get(work.optim, _ADAMW)
     element = 4 if work.zero else _trained_element(shape, work)
     master = 4 if work.zero and work.low else 0
     return int((states * element + own + master) * trained(shape, work)) // work.shards
 
 
-def _gradients(shape: ModelShape, work: Workload) -> int:
-    count, element = trained(shape, work), _trained_element(shape, work)
-    if work.accelerator == "ddp":
-        return 2 * element * count  # DDP's buckets are a second copy
-    bucket = _ZERO_BUCKET * element if work.zero else 0
-    return element * count // work.shards + bucket
-
-
 def _activations(shape: ModelShape, work: Workload) -> int:
-    """What the backward pass needs of the forward pass, and the working space of the layer it is in."""
+    """Return what the backward pass needs of the forward pass, and the working space of the layer it is in."""
     tokens, compute, residual = work.per_device * work.sequence, work.computed(shape), work.element(shape)
     queries, keys = shape.heads * shape.head, shape.kv_heads * shape.head
     # A norm saves its input in float32, the normalised input and its output; in float32 the first two are 4 bytes too.
@@ -358,7 +332,7 @@ def _activations(shape: ModelShape, work: Workload) -> int:
 
 
 def _output_layer(shape: ModelShape, work: Workload) -> int:
-    """TRL's log-probs: a tile of logits at a time, and the gradients of the layer in float32."""
+    """Return what TRL's log-probs take: a tile of logits at a time, and the gradients of the layer in float32."""
     on_cpu = work.device == "cpu"
     element, compute = work.element(shape), work.computed(shape)
     rows = work.per_device * (work.sequence if on_cpu else work.completion)  # Triton takes the scored tokens alone
