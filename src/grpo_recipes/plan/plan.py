@@ -15,7 +15,7 @@ from grpo_recipes.plan.batch import derive_batch, derive_eval_batch
 from grpo_recipes.plan.commands import accelerate_file, server_process, trainer_processes
 from grpo_recipes.plan.devices import Resources, place_trainers, split_gpus, trainer_count, unused
 from grpo_recipes.plan.ports import plan_ports
-from grpo_recipes.plan.types import Names, Placement, Plan, Weighting
+from grpo_recipes.plan.types import Names, Plan, Weighting
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.learning import trains_weights_as_loaded
 from grpo_recipes.recipe.registry import BRIDGES, OBJECTIVES
@@ -28,11 +28,7 @@ _DEFAULT_RECIPES = {"cpu": "recipes/smoke/{task}.yaml", "cuda": "recipes/Qwen2.5
 
 
 def choose_recipe(given: str | None, environment: Mapping[str, str], task: str, device: str) -> Path:
-    """Return the recipe named on the command line or by CONFIG, else the default one of the device.
-
-    Raises:
-        ConfigError: the file does not exist.
-    """
+    """Return the recipe named on the command line or by CONFIG, else the default one of the device; it must exist."""
     where, name = ("RECIPE", given) if given else ("CONFIG", environment.get("CONFIG"))
     if not name:
         where, name = "default recipe", str(home() / _DEFAULT_RECIPES[device].format(task=task))
@@ -56,37 +52,46 @@ def make_plan(
 
     Without ``names`` the plan has no processes yet: a launch looks at its ports, fetches its sources and makes its run
     directory first, then fills them in by ``with_sources`` and ``with_processes``. ``entry`` is the entry script of
-    the trainers, the task's own by default; CONFIG_FILE and the caches come from the user's ``environment``.
-
-    Raises:
-        ConfigError: the recipe contradicts the environment or the resources.
+    the trainers, the task's own by default; CONFIG_FILE and the caches come from the user's ``environment``. A recipe
+    that contradicts the environment or the resources is a ConfigError.
     """
     mode = _mode(recipe, resources)
     server_gpus, left = split_gpus(recipe, resources, mode)
-    count = trainer_count(recipe, resources, left)
-    batch = derive_batch(recipe, count)
+    most = trainer_count(recipe, resources, left)
+    batch = derive_batch(recipe, most)
     trainers = place_trainers(recipe, resources, mode, left, batch.world_size)
-    idle = unused(resources, server_gpus, trainers)
     apart = mode == "server" and trainers[0].node != 0
     bridge, why = _bridge(recipe, resources, mode, apart)
     accelerator = "custom" if environment.get("CONFIG_FILE") else _accelerator(recipe, batch.world_size)
+    nodes, task, model = resources.all_nodes(), task_of(recipe), recipe["model_name_or_path"]
+    idle, job = unused(resources, server_gpus, trainers), resources.job
+    notes = list(recipe.notes)
+    if batch.world_size < most:
+        notes.append(f"{batch.world_size} of {most} trainers are used: the batch divides by no larger number")
+    if resources.device == "cuda" and job and job.gpus_on_node not in (None, len(resources.gpus)):
+        notes.append(f"Slurm says {job.gpus_on_node} GPUs, the driver shows {len(resources.gpus)}; the driver counts")
+    if idle:
+        notes.append(f"nothing uses GPU {', '.join(idle)}")
+    # The same on every node, since results on CPU depend on it; one core is for the server.
+    cores = min((nodes[one.node].cores - 1) // one.count for one in trainers)
+    own_host = recipe.given("vllm_server_host") or not resources.nodes
     plan = Plan(
         recipe=str(recipe.path),
-        task=task_of(recipe),
-        entry=entry or ENTRIES[task_of(recipe)],
-        maxent=_weighting(recipe),
+        task=task,
+        entry=entry or ENTRIES[task],
+        maxent=_weighting(recipe) if task == MAXENT else None,
         device=resources.device,
         mode=mode,
         bridge=bridge,
         why_bridge=why,
-        model=_smoke_path(recipe["model_name_or_path"], "model", environment),
+        model=_smoke_path(model, "model", environment),
         dataset=_smoke_path(recipe["dataset_name"] or "", "train.jsonl", environment) or None,
         eval_dataset=_smoke_path(recipe["eval_dataset_name"] or "", "test.jsonl", environment) or None,
         batch=batch,
         eval_batch=derive_eval_batch(recipe, batch),
-        ports=plan_ports(recipe, resources.job),
-        nodes=tuple(node.address for node in resources.all_nodes()),
-        server_host=_server_host(recipe, resources),
+        ports=plan_ports(recipe, job),
+        nodes=tuple(node.address for node in nodes),
+        server_host=recipe["vllm_server_host"] if own_host else nodes[0].address,
         server_gpus=server_gpus,
         placement=trainers,
         server_apart=apart,
@@ -94,9 +99,9 @@ def make_plan(
         accelerator=accelerator,
         accelerate_file=accelerate_file(accelerator, environment),
         dtype=recipe["dtype"],
-        smoke=recipe["model_name_or_path"].startswith(SMOKE_SCHEME),
-        threads=_threads(resources, trainers),
-        notes=[*recipe.notes, *_notes(resources, batch.world_size, count, idle)],
+        smoke=model.startswith(SMOKE_SCHEME),
+        threads=1 if resources.device == "cuda" else max(1, cores),
+        notes=notes,
     )
     plan = with_sources(plan, sources) if sources else plan
     return with_processes(plan, recipe, resources, environment, names, sources) if names else plan
@@ -128,9 +133,8 @@ def with_processes(
     return replace(plan, processes=[replace(one, environment={**one.environment, **offline}) for one in processes])
 
 
-def _weighting(recipe: Recipe) -> Weighting | None:
-    if task_of(recipe) != MAXENT:
-        return None
+def _weighting(recipe: Recipe) -> Weighting:
+    """Return what a MaxEnt recipe optimises."""
     name = recipe["maxent_objective"]
     objective = OBJECTIVES[name]
     return Weighting(
@@ -142,6 +146,7 @@ def _weighting(recipe: Recipe) -> Weighting | None:
 
 
 def _mode(recipe: Recipe, resources: Resources) -> str:
+    """Return where completions come from: a vLLM server, vLLM in the trainers, or transformers."""
     nodes = resources.all_nodes()
     bare = next((index for index, node in enumerate(nodes) if not node.gpus), None)
     if resources.device == "cuda" and bare is not None:
@@ -163,21 +168,6 @@ def _mode(recipe: Recipe, resources: Resources) -> str:
     return mode
 
 
-def _server_host(recipe: Recipe, resources: Resources) -> str:
-    """Return the recipe's host where it names one; else the loopback, or the first node's address among several."""
-    if recipe.given("vllm_server_host") or not resources.nodes:
-        return str(recipe["vllm_server_host"])
-    return resources.nodes[0].address
-
-
-def _threads(resources: Resources, trainers: Sequence[Placement]) -> int:
-    """CPU threads of a trainer, the same on every node since results depend on it; one core is for the server."""
-    if resources.device == "cuda":
-        return 1
-    nodes = resources.all_nodes()
-    return max(1, min((nodes[one.node].cores - 1) // one.count for one in trainers))
-
-
 def _bridge(recipe: Recipe, resources: Resources, mode: str, apart: bool) -> tuple[str | None, str]:
     """Choose the weight bridge of a run with a server, and say why."""
     if mode != "server":
@@ -197,18 +187,6 @@ def _smoke_path(name: str, part: str, environment: Mapping[str, str]) -> str:
     return str(smoke_folder(name, environment) / part) if name.startswith(SMOKE_SCHEME) else name
 
 
-def _notes(resources: Resources, used: int, trainers: int, idle: tuple[str, ...]) -> list[str]:
-    notes = []
-    if used < trainers:
-        notes.append(f"{used} of {trainers} trainers are used: the batch divides by no larger number")
-    job = resources.job
-    if resources.device == "cuda" and job and job.gpus_on_node not in (None, len(resources.gpus)):
-        notes.append(f"Slurm says {job.gpus_on_node} GPUs, the driver shows {len(resources.gpus)}; the driver counts")
-    if idle:
-        notes.append(f"nothing uses GPU {', '.join(idle)}")
-    return notes
-
-
 def _accelerator(recipe: Recipe, world_size: int) -> str:
     """Return how the trainers share the model: under ``auto`` by DeepSpeed where nothing else keeps float32 weights."""
     wanted = recipe["accelerator"]
@@ -222,7 +200,7 @@ def _accelerator(recipe: Recipe, world_size: int) -> str:
 def describe(
     plan: Plan, environment_differences: Mapping[str, Mapping[str, str]] | None = None, estimates: Sequence[str] = ()
 ) -> str:
-    """Return the plan for a person: one line a fact, those of ``estimates`` among them, and one block a process."""
+    """Return the plan for a person: a line for each fact and those of ``estimates``, and a block for each process."""
     several = len(plan.nodes) > 1
     lines = [
         f"recipe     {plan.recipe} ({plan.task}, {plan.entry})",
