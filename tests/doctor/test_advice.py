@@ -22,13 +22,13 @@ from grpo_recipes.runs.endings import advice
     ],
 )
 def test_a_cause_has_its_advice(make_run, cause, said):
-    assert said in advice(make_run(cause=cause).folder, cause)
+    assert said in advice(make_run(cause=cause), cause)
 
 
 def test_the_cause_counts_before_what_stands_in_a_log(make_run):
     run = make_run(
         cause="rank 0: OSError: [Errno 28] No space left on device", logs={"server": "Address already in use"}
     )
-    assert "make room" in advice(run.folder, run.cause)
+    assert "make room" in advice(run, run.cause)
     run = make_run(cause="rank 0: RuntimeError", logs={"server": "Address already in use"})
-    assert "remove the port" in advice(run.folder, run.cause)
+    assert "remove the port" in advice(run, run.cause)

@@ -183,7 +183,7 @@ def finish(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob 
         attempt.publisher.abandon()
     say(f"{smoke}{status} with exit code {ending.code}: {ending.cause} ({rewards})")
     if status == "failed":
-        say(f"fix: {advice(folder, ending.cause)}")
+        say(f"fix: {advice(Run.at(folder), ending.cause)}")
     if job and goes_on:
         why_not = requeue(job)
     if why_not:

@@ -1,4 +1,4 @@
-"""What a resume reads, verified: a checkpoint is complete or not listed, and the files of the run are as written.
+"""Checkpoints, complete or not listed; and proof that what a resume reads is what our code wrote.
 
 XXH3 with 128 bits runs at the speed of memory, about ten times that of SHA-256, so a digest costs little beside writing
 or reading the file. It finds what disks, copies and people change; nobody has to be kept from forging it. No torch.
@@ -7,13 +7,14 @@ or reading the file. It finds what disks, copies and people change; nobody has t
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from grpo_recipes.runs.rundir import json_mapping, write_json
 
 MARKER = "COMPLETE"
 _NAME = re.compile(r"checkpoint-(0|[1-9][0-9]*)", re.ASCII)
-_LARGE_BYTES = 2 << 30  # reading it takes seconds, so that a word is due
+_LARGE_BYTES = 2 << 30  # reading it takes seconds, so that a line says so
 CHECKSUM = "checksum"  # key of a JSON object: a digest of its other keys
 RECORD = "digests.json"  # in a run directory
 # What a resume reads of a run directory beside its checkpoints. `code/` has a hash of its own in run.json; what the
@@ -34,12 +35,13 @@ _RECORDED = (
     "run.json", "recipe.yaml", "plan.json", "sources.json", "accelerate.yaml", "rewards/*.py", "callbacks/*.py"
 )  # fmt: skip
 _MOST_THREADS = 4
+_ADDED, _CHANGED = "was not written by this run", "was changed since the run wrote it"
 _GO_ON = "or add --allow-changed-code to go on with it as it is"
 _FIXES = {
     "recipe.yaml": f"put it back and give the change as a flag (--KEY VALUE), {_GO_ON}",
     RECORD: "add --allow-changed-code to go on unverified",
+    _ADDED: f"remove it, {_GO_ON}",
 }
-_ADDED = "was not written by this run"
 new_digest = xxhash.xxh3_128
 
 
@@ -49,40 +51,38 @@ def digest_of(path: Path) -> str:
         return hashlib.file_digest(file, new_digest).hexdigest()
 
 
-@contextmanager
-def digests_under_way(folder: Path, names: Iterable[str]) -> Iterator[Iterator[tuple[str, str | OSError]]]:
-    """Read files in threads while the caller does something else.
-
-    Yield name and digest of each file, in the order given, or the error for which it could not be read.
-    """
-    names = list(names)
-
-    def digest(name: str) -> tuple[str, str | OSError]:
-        try:
-            return name, digest_of(folder / name)
-        except OSError as error:
-            return name, error
-
+def _threads() -> ThreadPoolExecutor:
     cores = len(os.sched_getaffinity(0)) - 1  # one is left to the caller
-    pool = ThreadPoolExecutor(max(1, min(_MOST_THREADS, cores)), "digests")
+    return ThreadPoolExecutor(max(1, min(_MOST_THREADS, cores)), "digests")
+
+
+def _differences(
+    folder: Path, names: Iterable[str], digests: Mapping[str, str], changed: str
+) -> Iterator[tuple[str, str]]:
+    """Read files in several threads; yield each whose digest is another, and what is wrong with it."""
+
+    def difference(name: str) -> tuple[str, str]:
+        try:
+            return name, changed if digest_of(folder / name) != digests.get(name) else ""
+        except OSError as error:
+            return name, f"cannot be read ({error.strerror})"
+
+    pool = _threads()
     try:
-        yield pool.map(digest, names)
+        yield from ((name, what) for name, what in pool.map(difference, names) if what)
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def with_checksum(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a JSON object with a digest of itself."""
-    return {**content, CHECKSUM: _checksum(content)}
+    """Return a JSON object with a digest of its other keys."""
+    others = {key: value for key, value in content.items() if key != CHECKSUM}
+    return {**others, CHECKSUM: new_digest(json.dumps(others, sort_keys=True).encode()).hexdigest()}
 
 
 def has_its_checksum(content: Mapping[str, Any]) -> bool:
-    """Return whether an object that ``with_checksum`` made is as it was."""
-    return content.get(CHECKSUM) == _checksum({key: value for key, value in content.items() if key != CHECKSUM})
-
-
-def _checksum(content: Mapping[str, Any]) -> str:
-    return new_digest(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    """Return whether an object that ``with_checksum`` made is unchanged."""
+    return with_checksum(content) == content
 
 
 def publish(staged: Path, folder: Path, step: int, world_size: int, digests: Mapping[str, str] | None = None) -> None:
@@ -90,15 +90,15 @@ def publish(staged: Path, folder: Path, step: int, world_size: int, digests: Map
 
     ``digests`` are those made while the files were written, by name; the other files are read back.
     """
-    files = {name: (staged / name).stat().st_size for name in _files(staged)}
+    paths = sorted(path for path in staged.rglob("*") if path.is_file())
+    files = {str(path.relative_to(staged)): path.stat().st_size for path in paths}
     known = {name: digest for name, digest in (digests or {}).items() if name in files}
-    with digests_under_way(staged, [name for name in files if name not in known]) as read:  # from the page cache
-        for name in files:
-            flush(staged / name)
-        for name, digest in read:
-            if isinstance(digest, OSError):
-                raise digest
-            known[name] = digest
+    unknown = [name for name in files if name not in known]
+    with _threads() as pool:
+        read = pool.map(digest_of, [staged / name for name in unknown])  # from the page cache
+        for path in paths:
+            flush(path)
+        known |= zip(unknown, read, strict=True)
     content = {"step": step, "world_size": world_size, "files": files, "digests": known}
     (staged / MARKER).write_text(json.dumps(with_checksum(content), indent=1))
     flush(staged / MARKER)
@@ -109,12 +109,8 @@ def publish(staged: Path, folder: Path, step: int, world_size: int, digests: Map
     flush(folder)
 
 
-def _files(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-
-
 def flush(path: Path) -> None:
-    """Bring a file or folder to the disk."""
+    """Have the system write a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -123,20 +119,16 @@ def flush(path: Path) -> None:
 
 
 def _marker(checkpoint: Path) -> dict[str, Any] | None:
-    """Return what a checkpoint's marker says; None unless it is one that ``publish`` wrote for this folder."""
-    named = _NAME.fullmatch(checkpoint.name)
-    try:
+    """Return a checkpoint's marker; None unless it is one that ``publish`` wrote for this folder."""
+    content = None
+    with suppress(OSError):
         content = json_mapping((checkpoint / MARKER).read_bytes())
-    except OSError:
-        return None
-    if named is None or content is None:
+    if content is None or not _NAME.fullmatch(checkpoint.name) or content.get("step") != step_of(checkpoint):
         return None
     files, world_size = content.get("files"), content.get("world_size")
     if not isinstance(files, dict) or not all(isinstance(size, int) for size in [world_size, *files.values()]):
         return None
-    if content.get("step") != int(named[1]) or (_is_verifiable(content) and not has_its_checksum(content)):
-        return None
-    return content
+    return content if has_its_checksum(content) or not _is_verifiable(content) else None
 
 
 def _is_verifiable(marker: Mapping[str, Any]) -> bool:
@@ -147,14 +139,18 @@ def _is_verifiable(marker: Mapping[str, Any]) -> bool:
 def is_complete(checkpoint: Path) -> bool:
     """Return whether every file that the marker lists is there in its full size; their bytes are not read."""
     marker = _marker(checkpoint)
-    return marker is not None and all(_size(checkpoint / name) == size for name, size in marker["files"].items())
+    return marker is not None and not _wrong_size(checkpoint, marker["files"])
 
 
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except (OSError, ValueError):  # not there, or a name that no file can have
-        return -1
+def _wrong_size(checkpoint: Path, files: Mapping[str, int]) -> str:
+    """Return what is wrong with the first file that is missing, or has another size than the marker says."""
+    for name, size in files.items():
+        found = -1
+        with suppress(OSError, ValueError):  # not there, or a name that no file can have
+            found = (checkpoint / name).stat().st_size
+        if found != size:
+            return f"{name} is missing" if found < 0 else f"{name} has {found:,} of {size:,} bytes"
+    return ""
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
@@ -180,31 +176,29 @@ def world_size_of(checkpoint: Path) -> int:
 
 def newest_complete(folder: Path) -> Path | None:
     """Return the newest checkpoint that has every file in its full size, or None."""
-    found = complete_checkpoints(folder)
-    return found[-1] if found else None
+    return next(iter(complete_checkpoints(folder)[::-1]), None)
 
 
 def verified_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | None:
     """Return the checkpoint to resume from, each byte of it verified; None where none was ever saved.
 
     It is ``newest_complete`` afterwards, for the ranks too: damaged checkpoints that are newer are renamed to
-    ``checkpoint-6.damaged``. Nothing is deleted. ``say`` prints a line for the person who watches.
-
-    Raises:
-        ConfigError: there are checkpoints and none can be resumed, or the folder is something else. Nothing is renamed.
+    ``checkpoint-6.damaged``. Nothing is deleted. ``say`` prints a line for the user. Where there are checkpoints and
+    none can be resumed, or the folder is something else, that is a ConfigError, and nothing is renamed.
     """
     if folder.exists() and not folder.is_dir():
         raise config_error(shown(folder), "is not a folder; a run keeps its checkpoints there", "move it away")
-    damaged: list[tuple[Path, str]] = []
+    damaged: dict[Path, str] = {}
     for checkpoint in reversed(checkpoint_folders(folder)):
         what = damage(checkpoint, say)
         if what is None:
-            for other, why in damaged:
-                say(f"{other.name} is damaged: {why}; it is now {_aside(other).name}, resuming from {checkpoint.name}")
+            for other, why in damaged.items():
+                aside = _rename_damaged(other).name
+                say(f"{other.name} is damaged: {why}; it is now {aside}, resuming from {checkpoint.name}")
             return checkpoint
-        damaged.append((checkpoint, what))
+        damaged[checkpoint] = what
     if damaged:
-        each = ", ".join(f"{checkpoint.name} ({why})" for checkpoint, why in damaged)
+        each = ", ".join(f"{checkpoint.name} ({why})" for checkpoint, why in damaged.items())
         fix = "launch the recipe as a new run, or move this folder away to start this run again from step 0"
         raise config_error(shown(folder), f"holds no checkpoint that can be resumed: {each}", fix)
     return None
@@ -215,30 +209,24 @@ def damage(checkpoint: Path, say: Callable[[str], None]) -> str | None:
     marker = _marker(checkpoint)
     if marker is None:
         return f"{MARKER} is {'damaged' if (checkpoint / MARKER).exists() else 'missing'}"
-    files = marker["files"]
-    for name, size in files.items():
-        found = _size(checkpoint / name)
-        if found != size:
-            return f"{name} is missing" if found < 0 else f"{name} has {found:,} of {size:,} bytes"
+    files, total = marker["files"], sum(marker["files"].values())
+    if wrong := _wrong_size(checkpoint, files):
+        return wrong
     if not _is_verifiable(marker):
         say(f"note: {checkpoint.name} was saved without digests: its bytes cannot be verified")
         return None
-    if sum(files.values()) > _LARGE_BYTES:
-        say(f"verifying {checkpoint.name} ({sum(files.values()) / 1e9:.0f} GB)")
-    with digests_under_way(checkpoint, sorted(files, key=files.__getitem__, reverse=True)) as digests:
-        for name, digest in digests:
-            if isinstance(digest, OSError):
-                return f"{name} cannot be read ({digest.strerror})"
-            if digest != marker["digests"].get(name):
-                return f"{name} no longer has the bytes that were saved"
-    return None
+    if total > _LARGE_BYTES:
+        say(f"verifying {checkpoint.name} ({total / 1e9:.0f} GB)")
+    largest_first = sorted(files, key=files.__getitem__, reverse=True)
+    found = _differences(checkpoint, largest_first, marker["digests"], "no longer has the bytes that were saved")
+    return next((f"{name} {what}" for name, what in found), None)
 
 
-def _aside(checkpoint: Path) -> Path:
+def _rename_damaged(checkpoint: Path) -> Path:
     """Rename a damaged checkpoint, so that it is not listed any more."""
-    tries = [f"{checkpoint.name}.damaged", *(f"{checkpoint.name}.damaged-{number}" for number in range(2, 1000))]
-    free = next(checkpoint.with_name(name) for name in tries if not checkpoint.with_name(name).exists())
-    return checkpoint.rename(free)
+    endings = itertools.chain([".damaged"], (f".damaged-{number}" for number in itertools.count(2)))
+    names = (checkpoint.with_name(checkpoint.name + ending) for ending in endings)
+    return checkpoint.rename(next(path for path in names if not path.exists()))
 
 
 def prune(folder: Path, limit: int | None) -> None:
@@ -255,8 +243,8 @@ def prune(folder: Path, limit: int | None) -> None:
 def rewriting(run_dir: Path) -> Iterator[None]:
     """Let our code write files of a run directory, then record the digests of all of them.
 
-    There is no record meanwhile: after a kill in these moments the run resumes unverified, and is not refused for a
-    file that we had just written.
+    There is no record meanwhile: after a kill in between the run resumes unverified, and is not refused for a file that
+    we had just written.
     """
     (run_dir / RECORD).unlink(missing_ok=True)
     yield
@@ -270,44 +258,28 @@ def _recorded_files(run_dir: Path) -> list[str]:
 
 
 def need_same_files(run_dir: Path, allow_changed: bool) -> list[str]:
-    """Check that what a resume reads of a run directory is what our code wrote there.
+    """Refuse a resume where what it reads of a run directory is not what our code wrote, one problem a file.
 
-    Return notes for the person who watches: what changed (with ``allow_changed``), or that this cannot be known.
-
-    Raises:
-        ConfigError: files changed, one problem each.
+    Return notes for the user: what changed (with ``allow_changed``), or that this cannot be known.
     """
-    try:
-        text = (run_dir / RECORD).read_bytes()
-    except FileNotFoundError:
-        text = b""
-    except OSError:
-        text = b"unreadable"
-    if not text:  # of an earlier version, or of a node that lost power in the moment of writing
+    record = b""
+    with suppress(FileNotFoundError):
+        record = (run_dir / RECORD).read_bytes()
+    if not record:  # of an earlier version, or of a node that lost power in the moment of writing
         return [f"cannot verify that recipe and plan are unchanged: {shown(run_dir)} has no {RECORD}"]
-    problems = [Problem(shown(run_dir / name), what, _fix(name, what)) for name, what in _changes(run_dir, text)]
+    problems = []
+    for name, what in _changes(run_dir, json_mapping(record)):
+        fix = _FIXES.get(what) or _FIXES.get(name) or f"put it back, {_GO_ON}"
+        problems.append(Problem(shown(run_dir / name), what, fix))
     if problems and not allow_changed:
         raise ConfigError(*problems)
     return [f"{problem.where} {problem.what}; this attempt goes on with it as it is" for problem in problems]
 
 
-def _fix(name: str, what: str) -> str:
-    if what == _ADDED:
-        return f"remove it, {_GO_ON}"
-    return _FIXES.get(name, f"put it back, {_GO_ON}")
-
-
-def _changes(run_dir: Path, record: bytes) -> Iterator[tuple[str, str]]:
+def _changes(run_dir: Path, record: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
     """Yield each file that changed since the record was written, and what happened to it."""
-    content = json_mapping(record)
-    if content is None or not has_its_checksum(content):
+    if record is None or not has_its_checksum(record):
         yield RECORD, "is damaged: it cannot show that the files of the run are unchanged"
         return
-    recorded, here = content["files"], _recorded_files(run_dir)
-    yield from ((name, _ADDED) for name in here if name not in recorded)
-    with digests_under_way(run_dir, recorded) as digests:
-        for name, digest in digests:
-            if isinstance(digest, OSError):
-                yield name, f"cannot be read ({digest.strerror})"
-            elif digest != recorded[name]:
-                yield name, "was changed since the run wrote it"
+    yield from ((name, _ADDED) for name in _recorded_files(run_dir) if name not in record["files"])
+    yield from _differences(run_dir, record["files"], record["files"], _CHANGED)

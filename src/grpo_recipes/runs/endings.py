@@ -1,119 +1,85 @@
-"""How a run ended: its summary, its logs, what is known of the messages in them, and one line of advice."""
+"""How a run ended: its summary, its logs, known messages in them, and one line of advice."""
 
 from __future__ import annotations
 
 import re
 import signal
 from dataclasses import dataclass
-from pathlib import Path
 
 from grpo_recipes.paths import shown
 from grpo_recipes.runs.checkpoints import checkpoint_folders, complete_checkpoints
 from grpo_recipes.runs.finding import PROBLEM, Finding, ok, problem, warning
 from grpo_recipes.runs.rundir import Run
 
-_NO_LOG = "its log is not here (looked in logs/ of this folder and of the repository)"
-
 
 @dataclass(frozen=True)
 class Message:
-    """A message that libraries write when something outside the recipe is wrong."""
+    """A message that libraries write when something outside the recipe is wrong; one line of the log is enough."""
 
-    pattern: str  # how it reads
+    pattern: str
     means: str
     fix: str
 
 
-# Patterns with the software that says them; one line of the log is enough.
 MESSAGES = (
     # vLLM, v1/worker/utils.py
-    Message(
-        r"Free memory on device .* is less than desired GPU memory utilization",
-        "another process holds memory of the server's GPU",
-        "end it or take another GPU (grpo doctor shows who), or lower vllm_gpu_memory_utilization",
-    ),
+    Message(r"Free memory on device .* is less than desired GPU memory utilization",
+            "another process holds memory of the server's GPU",
+            "end it or take another GPU (grpo doctor shows who), or lower vllm_gpu_memory_utilization"),
     # vLLM, v1/core/kv_cache_utils.py
-    Message(
-        r"No available memory for the cache blocks|larger than the available KV cache",
-        "the server has too little memory for one sequence",
-        "raise vllm_gpu_memory_utilization, or lower vllm_max_model_length",
-    ),
+    Message(r"No available memory for the cache blocks|larger than the available KV cache",
+            "the server has too little memory for one sequence",
+            "raise vllm_gpu_memory_utilization, or lower vllm_max_model_length"),
     # huggingface_hub
-    Message(
-        r"GatedRepoError|Cannot access gated repo",
-        "the model or dataset is behind a licence",
-        "accept it on its page and log in: hf auth login",
-    ),
-    Message(
-        r"LocalEntryNotFoundError|OfflineModeIsEnabled|Cannot reach https://huggingface\.co"
-        r"|couldn't connect to 'https://huggingface\.co",
-        "something had to be downloaded and the hub does not answer from there",
-        "bring it first: grpo fetch RECIPE",
-    ),
+    Message(r"GatedRepoError|Cannot access gated repo", "the model or dataset is behind a licence",
+            "accept it on its page and log in: hf auth login"),
+    Message(r"LocalEntryNotFoundError|OfflineModeIsEnabled|Cannot reach https://huggingface\.co"
+            r"|couldn't connect to 'https://huggingface\.co",
+            "something had to be downloaded and the hub does not answer from there",
+            "bring it first: grpo fetch RECIPE"),
     # the kernel's error texts; vLLM's own advice about ulimit quotes one of them in backticks
-    Message(
-        r"No space left on device|Disk quota exceeded",
-        "a disk, /dev/shm or a quota was full",
-        "grpo doctor shows which; make room, lower save_total_limit",
-    ),
-    Message(
-        r"(?<!`)OSError: \[Errno 24\]|\(os error 24\)",
-        "the limit of open files was reached",
-        "ulimit -n 65536 before sbatch",
-    ),
-    Message(
-        r"AF_UNIX path too long|ipc path .* is longer than \d+ characters",
-        "TMPDIR is too long for unix sockets",
-        "set TMPDIR to a short path on the node, e.g. /tmp",
-    ),
+    Message(r"No space left on device|Disk quota exceeded", "a disk, /dev/shm or a quota was full",
+            "grpo doctor shows which; make room, lower save_total_limit"),
+    Message(r"(?<!`)OSError: \[Errno 24\]|\(os error 24\)", "the limit of open files was reached",
+            "ulimit -n 65536 before sbatch"),
+    Message(r"AF_UNIX path too long|ipc path .* is longer than \d+ characters", "TMPDIR is too long for unix sockets",
+            "set TMPDIR to a short path on the node, e.g. /tmp"),
     Message(r"Bus error", "shared memory was full", "make /dev/shm larger (docker run --shm-size), see grpo doctor"),
-    Message(
-        r"Address already in use|EADDRINUSE",
-        "another process had the port",
-        "remove the port from recipe and variables: the launcher then finds a free one",
-    ),
+    Message(r"Address already in use|EADDRINUSE", "another process had the port",
+            "remove the port from recipe and variables: the launcher then finds a free one"),
     # torch
-    Message(
-        r"Watchdog caught collective operation timeout|NCCL error|ncclSystemError|ncclRemoteError",
-        "the training processes lost each other",
-        "look for the process that died first in the log; NCCL_DEBUG=INFO tells more",
-    ),
-    Message(
-        r"CUDA driver version is insufficient|NVIDIA driver on your system is too old",
-        "the driver is too old for this torch",
-        "see driver in grpo doctor",
-    ),
-    Message(
-        r"no kernel image is available for execution on the device",
-        "torch or vLLM was not built for this GPU",
-        "take a newer GPU, or build for it",
-    ),
-    Message(
-        r"uncorrectable ECC error|CUDA error: unspecified launch failure",
-        "the GPU failed",
-        "leave the node out (sbatch --exclude) and tell the admins",
-    ),
-    Message(
-        r"ModuleNotFoundError: No module named", "a package is missing", "run make setup; see modules in grpo doctor"
-    ),
+    Message(r"Watchdog caught collective operation timeout|NCCL error|ncclSystemError|ncclRemoteError",
+            "the training processes lost each other",
+            "look for the process that died first in the log; NCCL_DEBUG=INFO shows more"),
+    Message(r"CUDA driver version is insufficient|NVIDIA driver on your system is too old",
+            "the driver is too old for this torch", "see driver in grpo doctor"),
+    Message(r"no kernel image is available for execution on the device",
+            "torch or vLLM was not built for this GPU", "take a newer GPU, or build for it"),
+    Message(r"uncorrectable ECC error|CUDA error: unspecified launch failure", "the GPU failed",
+            "leave the node out (sbatch --exclude) and report it to the admins"),
+    Message(r"ModuleNotFoundError: No module named", "a package is missing",
+            "run make setup; see modules in grpo doctor"),
     # Slurm
     Message(r"DUE TO TIME LIMIT", "the job's time was over", "grpo launch --resume continues it; ask for more time"),
-)
-# Causes that the launcher and the trainers note themselves, and what to do about each.
-_CAUSES = (
-    (r"NotFinite", "start anew with that change (a resume keeps its learning rate); a checkpoint can be the model: "
-     "model_name_or_path: RUN/checkpoints/checkpoint-N"),
-    (r"probability tensor contains either", "the model gives no finite probabilities any more: lower learning_rate"),
-    (r"died before it was ready", "its last lines are above; grpo check --deep RECIPE loads what it loads"),
-    (r"was not ready after", "raise vllm_server_timeout, or see in its log what it waits for"),
-    (r"port \d+ was taken", "launch again: another port is chosen; a port named in the recipe must be free"),
-    (r"TooManyWithoutVerdict", "correct the reward it names, or raise reward_timeout: grpo check-rewards RECIPE"),
-    (r"vLLM (API server|engine process)|vLLM server", "its log has the reason; server_restarts: N restarts it N times"),
-    (r"the launcher \(pid \d+\) died", "it was killed from outside: by a person, or by the kernel for want of memory"),
-    (r"planned \d+ processes|planned accelerator", "remove CONFIG_FILE, or make it fit the accelerator key"),
 )  # fmt: skip
+# Causes that the launcher and the trainers note themselves, and what to do about each.
+_CAUSES = {
+    r"NotFinite": "start anew with that change (a resume keeps its learning rate); a checkpoint can be the model: "
+                  "model_name_or_path: RUN/checkpoints/checkpoint-N",
+    r"probability tensor contains either": "the model gives no finite probabilities any more: lower learning_rate",
+    r"died before it was ready": "its last lines are above; grpo check --deep RECIPE loads what it loads",
+    r"was not ready after": "raise vllm_server_timeout, or see in its log what it waits for",
+    r"port \d+ was taken": "launch again: another port is chosen; a port named in the recipe must be free",
+    r"TooManyWithoutVerdict": "correct the reward it names, or raise reward_timeout: grpo check-rewards RECIPE",
+    r"vLLM (API server|engine process)|vLLM server":
+        "its log has the reason; server_restarts: N restarts it N times",
+    r"the launcher \(pid \d+\) died": "it was killed from outside: by a person, or by the kernel for want of memory",
+    r"planned \d+ processes|planned accelerator": "remove CONFIG_FILE, or make it fit the accelerator key",
+}  # fmt: skip
 _MEMORY_GPU = r"CUDA out of memory|torch\.OutOfMemoryError|torch\.cuda\.OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED"
-_MEMORY_HOST = r"can't allocate memory|Cannot allocate memory|\boom[-_]kill|Out Of Memory|^MemoryError|std::bad_alloc"
+_MEMORY_HOST = (
+    r"(?m)can't allocate memory|Cannot allocate memory|\boom[-_]kill|Out Of Memory|^MemoryError|std::bad_alloc"
+)
 
 
 def ending(run: Run) -> Finding:
@@ -123,9 +89,9 @@ def ending(run: Run) -> Finding:
     if status == "completed":
         return ok(f"completed, {steps}")
     resume = f"grpo launch --resume {shown(run.folder)}"
+    if status == "running" and run.is_running():
+        return ok(f"running, {len(run.rows)} steps so far")
     if status == "running":
-        if run.is_running():
-            return ok(f"running, {len(run.rows)} steps so far")
         return problem(
             f"the launcher was killed after {len(run.rows)} steps, without a word", f"continue with {resume}"
         )
@@ -139,58 +105,50 @@ def ending(run: Run) -> Finding:
 
 def checkpoints(run: Run) -> Finding:
     """Return the complete checkpoints, from which the run can go on."""
-    found = complete_checkpoints(run.folder / "checkpoints")
-    if found:
-        return ok(f"{', '.join(path.name for path in found)}")
-    if run.summary.get("status") == "completed":
-        return ok("none kept")
-    if not run.rows:
-        return ok("none: no step was taken")
-    if damaged := checkpoint_folders(run.folder / "checkpoints"):
+    folder = run.folder / "checkpoints"
+    if found := complete_checkpoints(folder):
+        return ok(", ".join(path.name for path in found))
+    if run.summary.get("status") == "completed" or not run.rows:
+        return ok("none: no step was taken" if not run.rows else "none kept")
+    if damaged := checkpoint_folders(folder):
         what = f"{', '.join(path.name for path in damaged)}: none complete, so that a resume is refused"
         return problem(what, "launch the recipe as a new run, or move checkpoints/ away to start again from step 0")
-    every = run.value("save_steps")
-    return warning("none complete: a resume starts again from step 0", f"lower save_steps (now {every:g})")
+    fix = f"lower save_steps (now {run.value('save_steps'):g})"
+    return warning("none complete: a resume starts again from step 0", fix)
 
 
 def server_log(run: Run) -> Finding:
     """Return whether the server wrote anything: an empty log means that it did not start, as without its GPUs."""
-    if not run.planned("server"):
+    if not any(process["role"] == "server" for process in run.plan.get("processes", [])):
         return ok("no server in this run")
     if "server" not in run.logs:
-        return warning(_NO_LOG, "run grpo doctor where the run was started")
-    path = run.logs["server"]
-    if path.stat().st_size == 0 and not run.rows:
+        what = "its log is not here (looked in logs/ of this folder and of the repository)"
+        return warning(what, "run grpo doctor where the run was started")
+    path, text = run.logs["server"], run.texts["server"]
+    if not text and not run.rows:
         fix = "were GPUs allocated? nvidia-smi -L in a job, sbatch --gres=gpu:8; see gpus and slurm in grpo doctor"
         return problem(f"{shown(path)} is empty: the server never began", fix)
     if not run.rows and "died before it was ready" in run.cause:
-        return problem(f"the server died while starting: {_last_error(run.texts['server'])}", f"read {shown(path)}")
+        errors = re.findall(r"(?:^|\s)((?:[A-Za-z_.]*(?:Error|Exception|NotFound)): [^\n]{1,200})", text)
+        last = errors[-1] if errors else "no error in its log"
+        return problem(f"the server died while starting: {last}", f"read {shown(path)}")
     return ok(f"{shown(path)}, {path.stat().st_size // 1000} kB")
-
-
-def _last_error(text: str) -> str:
-    found = re.findall(r"(?:^|\s)((?:[A-Za-z_.]*(?:Error|Exception|NotFound)): [^\n]{1,200})", text)
-    return found[-1] if found else "no error in its log"
 
 
 def out_of_memory(run: Run) -> Finding:
     """Return in which process GPU or host memory ran out, and which keys to change, with their values."""
+    when = f"after {len(run.rows)} steps" if run.rows else "before the first step"
     for role, text in run.texts.items():
         if re.search(_MEMORY_GPU, text):
             server = f"lower {_now(run, 'vllm_gpu_memory_utilization')} or {_now(run, 'vllm_max_model_length')}"
-            what = f"the {role} ran out of GPU memory{_at(run)}"
-            return problem(what, server if role == "server" else suggestions(run))
-    hosts = [role for role, text in run.texts.items() if re.search(_MEMORY_HOST, text, re.MULTILINE)]
-    if hosts or f"signal {signal.SIGKILL.value}" in run.cause:
-        what = f"{run.cause}: usually the kernel, for want of memory"
-        what = f"the {hosts[0]} ran out of host memory" if hosts else what
+            return problem(f"the {role} ran out of GPU memory {when}", server if role == "server" else suggestions(run))
+    what = [f"the {role} ran out of host memory" for role, text in run.texts.items() if re.search(_MEMORY_HOST, text)]
+    if f"signal {signal.SIGKILL.value}" in run.cause:
+        what.append(f"{run.cause}: usually the kernel, for want of memory")
+    if what:
         fix = f"ask for more (sbatch --mem=128G), or lower {_now(run, 'per_device_train_batch_size')}"
-        return problem(f"{what}{_at(run)}", fix)
+        return problem(f"{what[0]} {when}", fix)
     return ok("no sign of it in the logs" if run.texts else "no logs to look in")
-
-
-def _at(run: Run) -> str:
-    return f" after {len(run.rows)} steps" if run.rows else " before the first step"
 
 
 def _now(run: Run, key: str) -> str:
@@ -232,30 +190,25 @@ def known_messages(run: Run) -> Finding:
     if run.summary.get("status") == "completed":
         return ok("the run completed")
     texts = {**run.texts, "summary": run.cause}
-    found = [
-        (role, message) for message in MESSAGES for role, text in texts.items() if re.search(message.pattern, text)
-    ]
+    found = {message: role for role, text in reversed(texts.items()) for message in _messages_in(text)}
     if not found:
         return ok("none" if run.texts else "no logs to look in")
-    first = {message.means: (role, message.fix) for role, message in reversed(found)}
-    what = "; ".join(f"{means} ({role} log)" for means, (role, _) in reversed(first.items()))
-    return problem(what, "; ".join(fix for _, fix in reversed(first.values())))
+    first = [message for message in MESSAGES if message in found]
+    what = "; ".join(f"{message.means} ({found[message]} log)" for message in first)
+    return problem(what, "; ".join(message.fix for message in first))
 
 
-def advice(folder: Path, cause: str) -> str:
+def _messages_in(text: str) -> list[Message]:
+    return [message for message in MESSAGES if re.search(message.pattern, text)]
+
+
+def advice(run: Run, cause: str) -> str:
     """Return what to do about a failed run: by its cause where that is known, else by what its logs say.
 
     The ``cause`` is that of ``summary.json``, which a full disk may have kept from being written.
     """
-    run = Run.at(folder)
-    by_cause = [(message.pattern, message.fix) for message in MESSAGES] + list(_CAUSES)
-    for pattern, fix in by_cause:
-        if re.search(pattern, cause):
-            return fix
-    for finding in (weights_guard(run), out_of_memory(run)):
-        if finding.status == PROBLEM:
-            return finding.fix
-    in_logs = [
-        message.fix for message in MESSAGES if any(re.search(message.pattern, text) for text in run.texts.values())
-    ]
-    return in_logs[0] if in_logs else f"its log says more; grpo doctor --run {shown(folder)} looks further"
+    known = [message.fix for message in _messages_in(cause)]
+    known += [fix for pattern, fix in _CAUSES.items() if re.search(pattern, cause)]
+    known += [finding.fix for finding in (weights_guard(run), out_of_memory(run)) if finding.status == PROBLEM]
+    known += [message.fix for message in _messages_in("\n".join(run.texts.values()))]
+    return [*known, f"its log says more; grpo doctor --run {shown(run.folder)} looks further"][0]

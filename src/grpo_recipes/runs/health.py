@@ -1,7 +1,7 @@
-"""What a run's metrics say of its learning: the one home of the limits that terminal, status, report and doctor share.
+"""What a run's metrics say about its learning: the one home of the limits that terminal, status, report and doctor use.
 
 Pure: rows of ``metrics.jsonl`` in, notices out, a constant amount of work a row. A run may complete and have learned
-nothing; every rule here is one way to notice that while the run goes on. No torch, no socket.
+nothing; every rule of ``_RULES`` is one way to notice that while the run goes on. No torch, no socket.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_recipes.recipe.registry import OBJECTIVES
@@ -24,16 +24,13 @@ LAST_STEPS = 5  # over which the latest level of a metric is averaged
 UNSCORED = 0.05  # share of completions without a score
 HIGH_KL = 1.0  # nats a token: the policy gives its own tokens e times the probability that the reference does
 STEEP = 100.0  # median gradient norm
-COLLAPSED = 0.05  # of the first entropies is what is left
-LOW_RATE = 0.01  # of learning_rate is the most that a step took
+COLLAPSED = 0.05  # share of the first entropies that is left
+LOW_RATE = 0.01  # share of learning_rate that a step took at most
 WRONG_WEIGHT = 0.5  # share of a group's weight on wrong answers, and share of the steps where it is more
 
 Row = Mapping[str, Any]
-_MORE_SPREAD = "raise num_generations or temperature, or take prompts of another difficulty"
-_SHORTER = (
-    "raise {max_completion_length}, or ask for short answers in system_prompt; check that chat_template ends a turn as "
-    "the model was trained to"
-)
+Value = Callable[[str], Any]  # the value of a recipe key in this run
+Facts = dict[str, Any]  # what a notice names beside recipe keys; "first" is the step from which it holds
 
 
 @dataclass(frozen=True)
@@ -54,53 +51,56 @@ class Notice:
 class Health:
     """Follow a run's metrics, row by row; ``value`` returns the value of a recipe key in this run."""
 
-    def __init__(self, value: Callable[[str], Any]):
-        self._rules: list[_Rule] = [rule(value) for rule in _RULES]
-        self._rows = 0
-        self._last = 0
-        self._since: dict[str, int] = {}
-        self._away: dict[str, int] = {}
+    def __init__(self, value: Value):
+        self.value = value
+        self.rows = self.last = 0  # rows so far, and the step of the last of them
+        self.max_steps = 0.0
+        self.streaks = {name: _Streak() for name in _STREAKS}
+        self.metrics = {key: _Metric() for key in _METRICS}
+        self._since: dict[str, int] = {}  # rule -> step from which it held when it was last said
+        self._away: dict[str, int] = {}  # rule -> rows since it last held
 
     def add(self, row: Row) -> list[Notice]:
         """Look at the next row; return the notices that appear with it, or come back after ``MANY`` rows away."""
         step = number(row.get("step"))
         if step is None:
             return []
-        self._rows, self._last = self._rows + 1, int(step)
-        for rule in self._rules:
-            rule.add(self._last, row)
-        new = []
-        holding = self._holding(MANY)
-        for rule in self._rules:
-            if rule not in holding:
-                self._away[rule.name] = self._away.get(rule.name, MANY) + 1
-                continue
-            if self._away.get(rule.name, MANY) >= MANY:
-                self._since[rule.name] = rule.first
-                new.append(self._notice(rule))
-            self._away[rule.name] = 0
+        self.rows, self.last, self.max_steps = self.rows + 1, int(step), number(row.get("max_steps")) or 0.0
+        for name, is_true in _STREAKS.items():
+            self.streaks[name].add(self.last, is_true(row), number(row.get("reward")) or 0.0)
+        for key, metric in self.metrics.items():
+            metric.add(self.last, number(row.get(key)))
+        new, holding = [], self._holding(MANY)
+        for rule in _RULES:
+            away = self._away.get(rule.name, MANY)
+            self._away[rule.name] = 0 if rule.name in holding else away + 1
+            if rule.name in holding and away >= MANY:
+                self._since[rule.name] = holding[rule.name]["first"]
+                new.append(self._notice(rule, holding[rule.name]))
         return new
 
     def notices(self, over: bool = False) -> list[Notice]:
-        """Return what is true of the run as it stands.
+        """Return what is true of the run now.
 
         If it is ``over``, no row will follow: a run of fewer than ``MANY`` steps is then judged by those it has.
         """
-        enough = min(MANY, max(FEW, self._rows)) if over else MANY
-        return [self._notice(rule) for rule in self._holding(enough)]
+        holding = self._holding(min(MANY, max(FEW, self.rows)) if over else MANY)
+        return [self._notice(rule, holding[rule.name]) for rule in _RULES if rule.name in holding]
 
-    def _holding(self, enough: int) -> list[_Rule]:
-        found = [rule for rule in self._rules if rule.holds(enough)]
+    def _holding(self, enough: int) -> dict[str, Facts]:
+        """Return the facts of each rule that holds by this many rows at least, unless another rule says more."""
+        found = {rule.name: facts for rule in _RULES if (facts := rule.facts(self, enough))}
         # What was said until a few rows ago is still in the averages of the rules that say less.
-        names = {rule.name for rule in found} | {name for name, rows in self._away.items() if rows < MANY}
-        return [rule for rule in found if not names & set(rule.said_by)]
+        said = found.keys() | {name for name, rows in self._away.items() if rows < MANY}
+        return {rule.name: found[rule.name] for rule in _RULES if rule.name in found and said.isdisjoint(rule.said_by)}
 
-    def _notice(self, rule: _Rule) -> Notice:
-        first = self._since.get(rule.name, rule.first)
-        return Notice(rule.name, rule.filled(rule.words), rule.filled(rule.remedy), first, self._last, rule.serious)
+    def _notice(self, rule: _Rule, facts: Facts) -> Notice:
+        filled, first = _Filled(self.value, facts), self._since.get(rule.name, facts["first"])
+        texts = rule.words.format_map(filled), rule.remedy.format_map(filled)
+        return Notice(rule.name, *texts, first, self.last, rule.serious)
 
 
-def notices_of(rows: Iterable[Row], value: Callable[[str], Any], over: bool = True) -> list[Notice]:
+def notices_of(rows: Iterable[Row], value: Value, over: bool = True) -> list[Notice]:
     """Return what is true of the run with these rows; ``value`` and ``over`` as in ``Health``."""
     health = Health(value)
     for row in rows:
@@ -126,7 +126,7 @@ def mean(values: Sequence[float]) -> float | None:
 
 
 def first_and_last(rewards: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return what stands for the reward in the beginning and in the end: means of the first 3 and the last 5 steps."""
+    """Return the reward in the beginning and in the end: means of the first 3 and the last 5 steps."""
     return mean(rewards[:3]), mean(rewards[-LAST_STEPS:])
 
 
@@ -135,10 +135,10 @@ def percent(share: float) -> str:
     return f"{round(100 * share, 1):g} %"
 
 
-class _Facts(dict[str, Any]):
+class _Filled(Facts):
     """What the texts of a rule are filled with: its facts, and recipe keys as in "beta (now 0.04)"."""
 
-    def __init__(self, value: Callable[[str], Any], facts: Mapping[str, Any]):
+    def __init__(self, value: Value, facts: Facts):
         super().__init__(facts)
         self._value = value
 
@@ -147,323 +147,222 @@ class _Facts(dict[str, Any]):
         return f"{key} (now {f'{value:g}' if isinstance(value, int | float) else value})"
 
 
+@dataclass
+class _Streak:
+    """In how many rows something was true. Rows that say nothing about it are passed over."""
+
+    count: int = 0  # in a row, up to now
+    first: int = 0  # step of the first of those
+    total: int = 0  # in all rows
+    begin: int = 0  # step of the first of those
+    rewards: tuple[float, float] = (0.0, 0.0)  # the lowest and the highest in a row
+
+    def add(self, step: int, is_true: bool | None, reward: float) -> None:
+        """Look at a row."""
+        if is_true:
+            low, high = self.rewards if self.count else (reward, reward)
+            self.rewards = min(low, reward), max(high, reward)
+            self.first, self.begin = (self.first if self.count else step), self.begin or step
+            self.count, self.total = self.count + 1, self.total + 1
+        elif is_true is not None:
+            self.count = 0
+
+    def facts(self) -> Facts:
+        """Return what a notice says about it."""
+        return {"first": self.first, "in_steps": f"in {self.count} steps in a row, from step {self.first} on"}
+
+
+@dataclass
+class _Metric:
+    """The first and the last values of a metric, each with its step."""
+
+    begin: list[tuple[int, float]] = field(default_factory=list)  # FEW
+    window: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MANY))
+    count: int = 0
+    most: float = -math.inf
+
+    def add(self, step: int, value: float | None) -> None:
+        """Look at a row."""
+        if value is not None:
+            self.begin += [(step, value)] if self.count < FEW else []
+            self.window.append((step, value))
+            self.count, self.most = self.count + 1, max(self.most, value)
+
+
+def _where(key: str, test: Callable[[float], bool], also: str = "step") -> Callable[[Row], bool | None]:
+    """Return a test of one metric of a row: None where that metric, or ``also``, is not a number."""
+
+    def is_true(row: Row) -> bool | None:
+        found = number(row.get(key))
+        return None if found is None or number(row.get(also)) is None else test(found)
+
+    return is_true
+
+
+def _no_gradient(row: Row) -> bool | None:
+    norm = number(row.get("grad_norm"))
+    # Without a difference between rewards there is no gradient, which another rule says.
+    return None if norm is None else norm == 0 and row.get("frac_reward_zero_std") != 1
+
+
+def _broken(*keys: str) -> Callable[[Row], bool]:
+    """Return a test of whether one of the metrics is there and not finite."""
+    return lambda row: any(number(row.get(key)) is None for key in keys if row.get(key) is not None)
+
+
+_STREAKS: dict[str, Callable[[Row], bool | None]] = {
+    "zero reward": _where("reward", lambda reward: abs(reward) < ZERO_REWARD),
+    "no signal": _where("frac_reward_zero_std", lambda alike: alike >= 1, also="reward"),
+    "no gradient": _no_gradient,
+    "all cut off": _where("completions/clipped_ratio", lambda share: share >= 1),
+    "learning rate 0": _where("learning_rate", lambda rate: rate == 0),
+    "not finite": _broken("loss", "grad_norm"),
+    "loss not finite": _broken("loss"),
+    "wrong weights": _where("maxent/incorrect_mass", lambda mass: mass > WRONG_WEIGHT),
+}
+_METRICS = (
+    "frac_reward_zero_std", "completions/clipped_ratio", "rewards/no_verdict", "kl", "grad_norm", "entropy",
+    "learning_rate", "maxent/incorrect_mass",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
 class _Rule:
     """One way in which a run does not learn; ``words`` and ``remedy`` name facts of the rule and recipe keys."""
 
-    name = ""
-    serious = True
+    name: str
+    facts: Callable[[Health, int], Facts | None]  # those by which it is true, by this many rows at least
+    words: str
+    remedy: str
+    serious: bool = True
     said_by: tuple[str, ...] = ()  # names of rules that say the same and more
-    words = ""
-    remedy = ""
-
-    def __init__(self, value: Callable[[str], Any]):
-        self._value = value
-        self.first = 0
-
-    def add(self, step: int, row: Row) -> None:
-        """Look at a row."""
-
-    def holds(self, enough: int) -> bool:
-        """Return whether it is true, by this many rows at least."""
-        return False
-
-    def facts(self) -> dict[str, Any]:
-        """Return what the texts name beside recipe keys."""
-        return {}
-
-    def filled(self, text: str) -> str:
-        """Return a text with the facts in it."""
-        return text.format_map(_Facts(self._value, self.facts()))
 
 
-class _Streak(_Rule):
-    """Something that is true in many steps in a row. Rows that have nothing to say of it are passed over."""
-
-    def __init__(self, value: Callable[[str], Any]):
-        super().__init__(value)
-        self._count = 0
-
-    def met(self, row: Row) -> bool | None:
-        """Return whether it is true in this row, None where the row does not say."""
-        return None
-
-    def add(self, step: int, row: Row) -> None:
-        met = self.met(row)
-        if met:
-            self.first = self.first if self._count else step
-            self._count += 1
-        elif met is not None:
-            self._count = 0
-
-    def holds(self, enough: int) -> bool:
-        return self._count >= enough
-
-    def facts(self) -> dict[str, Any]:
-        return {"in_steps": f"in {self._count} steps in a row, from step {self.first} on"}
+def _in_a_row(name: str) -> Callable[[Health, int], Facts | None]:
+    """Return the test of something that is true in many steps in a row."""
+    return lambda health, enough: streak.facts() if (streak := health.streaks[name]).count >= enough else None
 
 
-class _ZeroReward(_Streak):
-    name = "zero reward"
-    words = "the reward is 0 {in_steps}"
-    remedy = "test the reward on gold answers: grpo check-rewards RECIPE; look at the first prompt in the log"
+def _above(
+    key: str, most: float, level_of: Callable[[Iterable[float]], float] = statistics.fmean
+) -> Callable[[Health, int], Facts | None]:
+    """Return the test of a metric whose level over its last values is too high."""
 
-    def met(self, row: Row) -> bool | None:
-        reward = number(row.get("reward"))
-        return None if reward is None else abs(reward) < ZERO_REWARD
-
-
-class _NoSignal(_Streak):
-    name = "no signal"
-    said_by = ("zero reward",)
-    words = "{what} {in_steps}: nothing is learned"
-    remedy = "{remedy}"
-
-    def __init__(self, value: Callable[[str], Any]):
-        super().__init__(value)
-        self._low = self._high = 0.0
-
-    def met(self, row: Row) -> bool | None:
-        alike, reward = number(row.get("frac_reward_zero_std")), number(row.get("reward"))
-        if alike is None or reward is None:
+    def facts(health: Health, enough: int) -> Facts | None:
+        window = health.metrics[key].window
+        if len(window) < enough or (level := level_of(value for _, value in window)) <= most:
             return None
-        low, high = (self._low, self._high) if self._count else (reward, reward)
-        self._low, self._high = min(low, reward), max(high, reward)
-        return alike >= 1
+        return {"first": window[0][0], "level": level, "share": percent(level)}
 
-    def facts(self) -> dict[str, Any]:
-        what, remedy = "all completions of each prompt got one reward", _MORE_SPREAD
-        if self._high - self._low < ZERO_REWARD:
-            what = f"every completion got the reward {self._high:.3g}"
-            remedy = "see what the reward looks at: grpo check-rewards RECIPE; or take harder or easier prompts"
-        return super().facts() | {"what": what, "remedy": remedy}
+    return facts
 
 
-class _NoGradient(_Streak):
-    name = "no gradient"
-    words = "the gradient is exactly 0 {in_steps}, though rewards differ: no weight is changed"
-    remedy = (
-        "look for what masks every token: mask_truncated_completions with all of them cut off, or a clip range of 0"
+def _no_signal(health: Health, enough: int) -> Facts | None:
+    streak = health.streaks["no signal"]
+    (low, high), what, remedy = streak.rewards, "all completions of each prompt got one reward", _MORE_SPREAD
+    if high - low < ZERO_REWARD:
+        what = f"every completion got the reward {high:.3g}"
+        remedy = "see what the reward looks at: grpo check-rewards RECIPE; or take harder or easier prompts"
+    return streak.facts() | {"what": what, "remedy": remedy} if streak.count >= enough else None
+
+
+def _entropy(health: Health, enough: int) -> Facts | None:
+    metric = health.metrics["entropy"]
+    if metric.count < enough:
+        return None
+    recent = list(metric.window)[-FEW:]
+    before, now = statistics.fmean(value for _, value in metric.begin), statistics.median(value for _, value in recent)
+    return {"first": recent[0][0], "before": before, "now": now} if 0 < before * COLLAPSED > now else None
+
+
+def _learning_rate(health: Health, enough: int) -> Facts | None:
+    """Return facts where every step so far took next to nothing of the learning rate, or the last ones nothing."""
+    metric, zero, rate = (
+        health.metrics["learning_rate"],
+        health.streaks["learning rate 0"],
+        health.value("learning_rate"),
     )
-
-    def met(self, row: Row) -> bool | None:
-        norm = number(row.get("grad_norm"))
-        # Without a difference between rewards there is no gradient, which another rule says.
-        return None if norm is None else norm == 0 and row.get("frac_reward_zero_std") != 1
-
-
-class _AllCutOff(_Streak):
-    name = "all cut off"
-    words = "every completion was cut off at max_completion_length {in_steps}"
-    remedy = _SHORTER
-
-    def met(self, row: Row) -> bool | None:
-        share = number(row.get("completions/clipped_ratio"))
-        return None if share is None else share >= 1
+    # A long warm-up passes through small rates: it is judged after a tenth of the run.
+    never = metric.count >= max(enough, health.max_steps / 10) and metric.most < LOW_RATE * rate
+    if not never and zero.count < enough:
+        return None
+    what = f"no step of {metric.count} took more than {metric.most:.2g} of learning_rate (now {rate:g})"
+    if zero.count >= FEW:
+        what = f"the learning rate is 0 in {zero.count} steps in a row: no weight is changed"
+    return {"first": zero.first if zero.count else metric.begin[0][0], "what": what}
 
 
-class _Recent(_Rule):
-    """The level of a metric over its last values is too high."""
-
-    key = ""
-    most = 0.0
-
-    def __init__(self, value: Callable[[str], Any]):
-        super().__init__(value)
-        self._window: deque[tuple[int, float]] = deque(maxlen=MANY)
-
-    def add(self, step: int, row: Row) -> None:
-        found = number(row.get(self.key))
-        if found is not None:
-            self._window.append((step, found))
-            self.first = self._window[0][0]
-
-    def level(self, values: Iterable[float]) -> float:
-        """Return what stands for all of them."""
-        return statistics.fmean(values)
-
-    def holds(self, enough: int) -> bool:
-        return len(self._window) >= enough and self.level(found for _, found in self._window) > self.most
-
-    def facts(self) -> dict[str, Any]:
-        level = self.level(found for _, found in self._window)
-        return {"level": level, "share": percent(level)}
+def _not_finite(health: Health, _: int) -> Facts | None:
+    # fp16 skips steps whose gradient is not finite, and may.
+    streak = health.streaks["loss not finite" if health.value("fp16") else "not finite"]
+    return {"first": streak.begin, "count": streak.total, "rows": health.rows} if streak.total else None
 
 
-class _FewSignals(_Recent):
-    name = "few signals"
-    serious = False
-    said_by = ("zero reward", "no signal")
-    key, most = "frac_reward_zero_std", FEW_SIGNALS
-    words = "{share} of groups get one reward for all completions: they teach nothing"
-    remedy = _MORE_SPREAD
+def _wrong_weights(health: Health, enough: int) -> Facts | None:
+    """Return facts where the policy is moved towards the weights, and most of the weight is on wrong answers."""
+    name, steps = health.value("maxent_objective"), health.metrics["maxent/incorrect_mass"].count
+    objective, streak = OBJECTIVES.get(name), health.streaks["wrong weights"]
+    if objective is None or not objective.targets_q or steps < enough or streak.total <= WRONG_WEIGHT * steps:
+        return None
+    return {"first": streak.begin, "share": percent(streak.total / steps), "objective": name}
 
 
-class _CutOff(_Recent):
-    name = "cut off"
-    serious = False
-    said_by = ("all cut off",)
-    key, most = "completions/clipped_ratio", CUT_OFF
-    words = "{share} of completions reach max_completion_length"
-    remedy = _SHORTER
-
-
-class _Unscored(_Recent):
-    name = "unscored"
-    serious = False
-    key, most = "rewards/no_verdict", UNSCORED
-    words = "{share} of completions have no score, and teach nothing"
-    remedy = "see slow_rewards.jsonl of the run; correct the reward, or raise {reward_timeout}"
-
-
-class _Kl(_Recent):
-    name = "kl"
-    key, most = "kl", HIGH_KL
-    words = "the KL divergence from the reference is {level:.2f} nats a token"
-    remedy = "lower {learning_rate} or raise {beta}, also called init_kl_coeff; check chat_template and system_prompt"
-
-
-class _Steep(_Recent):
-    name = "steep"
-    serious = False
-    key, most = "grad_norm", STEEP
-    words = "the gradient norm is {level:.3g}"
-    remedy = "lower {learning_rate}; gradients are cut to {max_grad_norm}"
-
-    def level(self, values: Iterable[float]) -> float:
-        return statistics.median(values)  # single steep steps are cut, and are common
-
-
-class _Entropy(_Rule):
-    name = "entropy"
-    words = "entropy fell from {before:.2g} to {now:.2g}: little is explored"
-    remedy = "lower {learning_rate}, raise epsilon_high or beta, or stop earlier"
-
-    def __init__(self, value: Callable[[str], Any]):
-        super().__init__(value)
-        self._before: list[float] = []
-        self._window: deque[tuple[int, float]] = deque(maxlen=FEW)
-        self._count = 0
-
-    def add(self, step: int, row: Row) -> None:
-        found = number(row.get("entropy"))
-        if found is None:
-            return
-        self._count += 1
-        if len(self._before) < FEW:
-            self._before.append(found)
-        self._window.append((step, found))
-        self.first = self._window[0][0]
-
-    def holds(self, enough: int) -> bool:
-        if self._count < enough:
-            return False
-        levels = self.facts()
-        return bool(0 < levels["before"] * COLLAPSED > levels["now"])
-
-    def facts(self) -> dict[str, Any]:
-        now = statistics.median(found for _, found in self._window)
-        return {"before": statistics.fmean(self._before), "now": now}
-
-
-class _LearningRate(_Rule):
-    """Every step so far took next to nothing of the learning rate, or the last ones took nothing."""
-
-    name = "learning rate"
-    words = "{what}"
-    remedy = "look at {warmup_steps} and {lr_scheduler_type}"
-
-    def __init__(self, value: Callable[[str], Any]):
-        super().__init__(value)
-        self._count = self._zeros = 0
-        self._begin = self._zeros_from = 0
-        self._most = self._steps = 0.0
-
-    def add(self, step: int, row: Row) -> None:
-        found = number(row.get("learning_rate"))
-        if found is None:
-            return
-        self._begin = self._begin if self._count else step
-        self._count += 1
-        self._most = max(self._most, found)
-        self._zeros_from = self._zeros_from if self._zeros else step
-        self._zeros = self._zeros + 1 if found == 0 else 0
-        self._steps = number(row.get("max_steps")) or 0.0
-        self.first = self._zeros_from if self._zeros else self._begin
-
-    def holds(self, enough: int) -> bool:
-        # A long warm-up passes through small rates: it is judged after a tenth of the run.
-        never = self._count >= max(enough, self._steps / 10) and self._most < LOW_RATE * self._value("learning_rate")
-        return never or self._zeros >= enough
-
-    def facts(self) -> dict[str, Any]:
-        if self._zeros >= FEW:
-            return {"what": f"the learning rate is 0 in {self._zeros} steps in a row: no weight is changed"}
-        of = _Facts(self._value, {})["learning_rate"]
-        return {"what": f"no step of {self._count} took more than {self._most:.2g} of {of}"}
-
-
-class _NotFinite(_Rule):
-    name = "not finite"
-    words = "loss or grad_norm is not a number at step {first} ({count} of {rows} steps)"
-    remedy = "write bf16: true or dtype: float32 (not float16), lower {learning_rate}"
-
-    def __init__(self, value: Callable[[str], Any]):
-        super().__init__(value)
-        self._count = self._rows = 0
-
-    def add(self, step: int, row: Row) -> None:
-        self._rows += 1
-        keys = ("loss",) if self._value("fp16") else ("loss", "grad_norm")  # fp16 skips such steps, and may
-        if any(_is_broken(row.get(key)) for key in keys):
-            self.first = self.first if self._count else step
-            self._count += 1
-
-    def holds(self, enough: int) -> bool:
-        return self._count > 0
-
-    def facts(self) -> dict[str, Any]:
-        return {"first": self.first, "count": self._count, "rows": self._rows}
-
-
-def _is_broken(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, float) and not math.isfinite(value))
-
-
-class _WrongWeights(_Rule):
-    """Where the policy is moved towards the weights, most of the weight must not be on wrong answers."""
-
-    name = "wrong weights"
-    serious = False
-    words = (
+_MORE_SPREAD = "raise num_generations or temperature, or take prompts of another difficulty"
+_SHORTER = (
+    "raise {max_completion_length}, or ask for short answers in system_prompt; check that chat_template ends a turn as "
+    "the model was trained to"
+)
+_RULES = (
+    _Rule(
+        "zero reward", _in_a_row("zero reward"), "the reward is 0 {in_steps}",
+        "test the reward on gold answers: grpo check-rewards RECIPE; look at the first prompt in the log",
+    ),
+    _Rule("no signal", _no_signal, "{what} {in_steps}: nothing is learned", "{remedy}", said_by=("zero reward",)),
+    _Rule(
+        "few signals", _above("frac_reward_zero_std", FEW_SIGNALS),
+        "{share} of groups get one reward for all completions: they teach nothing", _MORE_SPREAD,
+        serious=False, said_by=("zero reward", "no signal"),
+    ),
+    _Rule(
+        "no gradient", _in_a_row("no gradient"),
+        "the gradient is exactly 0 {in_steps}, though rewards differ: no weight is changed",
+        "look for what masks every token: mask_truncated_completions with all of them cut off, or a clip range of 0",
+    ),
+    _Rule("learning rate", _learning_rate, "{what}", "look at {warmup_steps} and {lr_scheduler_type}"),
+    _Rule(
+        "not finite", _not_finite, "loss or grad_norm is not a number at step {first} ({count} of {rows} steps)",
+        "write bf16: true or dtype: float32 (not float16), lower {learning_rate}",
+    ),
+    _Rule(
+        "kl", _above("kl", HIGH_KL), "the KL divergence from the reference is {level:.2f} nats a token",
+        "lower {learning_rate} or raise {beta}, also called init_kl_coeff; check chat_template and system_prompt",
+    ),
+    _Rule(
+        "entropy", _entropy, "entropy fell from {before:.2g} to {now:.2g}: little is explored",
+        "lower {learning_rate}, raise epsilon_high or beta, or stop earlier",
+    ),
+    _Rule(
+        "all cut off", _in_a_row("all cut off"), "every completion was cut off at max_completion_length {in_steps}",
+        _SHORTER,
+    ),
+    _Rule(
+        "cut off", _above("completions/clipped_ratio", CUT_OFF), "{share} of completions reach max_completion_length",
+        _SHORTER, serious=False, said_by=("all cut off",),
+    ),
+    _Rule(
+        "unscored", _above("rewards/no_verdict", UNSCORED),
+        "{share} of completions have no score, and teach nothing",
+        "see slow_rewards.jsonl of the run; correct the reward, or raise {reward_timeout}", serious=False,
+    ),
+    _Rule(
+        # Single steep steps are cut, and are common: the median.
+        "steep", _above("grad_norm", STEEP, statistics.median), "the gradient norm is {level:.3g}",
+        "lower {learning_rate}; gradients are cut to {max_grad_norm}", serious=False,
+    ),
+    _Rule(
+        "wrong weights", _wrong_weights,
         "more than half of the MaxEnt weight was on wrong answers in {share} of the steps, and {objective} moves the "
-        "policy towards the weights"
-    )
-    remedy = "lower maxent_q_temperature, maxent_tau or maxent_beta"
-
-    def __init__(self, value: Callable[[str], Any]):
-        super().__init__(value)
-        self._objective = value("maxent_objective")
-        objective = OBJECTIVES.get(self._objective)
-        self._applies = objective is not None and objective.targets_q
-        self._count = self._wrong = 0
-
-    def add(self, step: int, row: Row) -> None:
-        mass = number(row.get("maxent/incorrect_mass"))
-        if mass is None:
-            return
-        self._count += 1
-        if mass > WRONG_WEIGHT:
-            self.first = self.first if self._wrong else step
-            self._wrong += 1
-
-    def holds(self, enough: int) -> bool:
-        return self._applies and self._count >= enough and self._wrong > WRONG_WEIGHT * self._count
-
-    def facts(self) -> dict[str, Any]:
-        return {"share": percent(self._wrong / self._count), "objective": self._objective}
-
-
-_RULES: tuple[type[_Rule], ...] = (
-    _ZeroReward, _NoSignal, _FewSignals, _NoGradient, _LearningRate, _NotFinite, _Kl, _Entropy, _AllCutOff, _CutOff,
-    _Unscored, _Steep, _WrongWeights,
+        "policy towards the weights",
+        "lower maxent_q_temperature, maxent_tau or maxent_beta", serious=False,
+    ),
 )  # fmt: skip
