@@ -66,7 +66,11 @@ def test_a_fine_grained_token_is_believed(ask, hub: FakeHub) -> None:
 
 @pytest.mark.parametrize(
     ("token", "what"),
-    [(None, "needs a login"), ("hf_" + "unknown" * 4, r"refuses the login \(HTTP 401\)"), (READER, "may only read")],
+    [
+        (None, "needs a login"),
+        ("hf_" + "unknown" * 4, r"does not accept the login \(HTTP 401\)"),
+        (READER, "may only read"),
+    ],
 )
 def test_a_login_that_may_write_is_needed(ask, token: str | None, what: str) -> None:
     with pytest.raises(ConfigError, match=what) as refused:

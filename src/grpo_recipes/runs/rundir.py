@@ -7,7 +7,6 @@ import datetime
 import fcntl
 import functools
 import hashlib
-import importlib.metadata
 import json
 import os
 import secrets
@@ -79,7 +78,10 @@ class Run:
     def recipe(self) -> dict[str, Any]:
         """The keys given in ``recipe.yaml``."""
         path = self.folder / "recipe.yaml"
-        return (yaml.safe_load(path.read_text()) if path.is_file() else None) or {}
+        try:
+            return (yaml.safe_load(path.read_text(errors="replace")) if path.is_file() else None) or {}
+        except (yaml.YAMLError, RecursionError):
+            raise config_error(shown(path), "is damaged (not YAML)", _REPAIR) from None
 
     def value(self, key: str) -> Any:
         """Return a key's value in this run: as planned, as given, or its default."""
@@ -120,10 +122,6 @@ class Run:
         """Beginning and end of each log."""
         return {role: _ends(path) for role, path in self.logs.items()}
 
-    def planned(self, role: str) -> bool:
-        """Return whether the plan had a process of that role."""
-        return any(process["role"] == role for process in self.plan.get("processes", []))
-
     def is_running(self) -> bool:
         """Return whether a launch still holds the run directory."""
         return is_claimed(self.folder)
@@ -162,6 +160,8 @@ def new_run(folder: Path, name: str, stamp: str, facts: Mapping[str, Any]) -> Ru
     ``facts`` are what run.json says of machine and job (``Resources.facts``). Return None when the folder exists: jobs
     of one array start in the same second.
     """
+    import importlib.metadata  # 30 ms, for a launch alone
+
     try:
         folder.mkdir(parents=True, mode=0o700)
         (folder / "processes").mkdir(mode=0o700)
@@ -170,24 +170,16 @@ def new_run(folder: Path, name: str, stamp: str, facts: Mapping[str, Any]) -> Ru
     except OSError as error:
         what = f"cannot make the run directory {shown(folder)} ({error.strerror})"
         raise config_error("run_root", what, "name a folder you may write to with run_root or RUN_ROOT") from None
-    code = code_state()
+    code, versions = code_state(), {}
     (folder / "code.patch").write_text(masked(code.pop("patch")))
-    versions = {}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     identity = {
-        "run_name": name,
-        "timestamp": stamp,
-        "command": masked(shlex.join(["grpo", *sys.argv[1:]])),
-        "wandb_id": secrets.token_hex(4),
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        **facts,
-        "python": sys.version.split()[0],
-        "code": code,
-        "versions": versions,
-    }
+        "run_name": name, "timestamp": stamp, "command": masked(shlex.join(["grpo", *sys.argv[1:]])),
+        "wandb_id": secrets.token_hex(4), "host": socket.gethostname(), "pid": os.getpid(), **facts,
+        "python": sys.version.split()[0], "code": code, "versions": versions,
+    }  # fmt: skip
     write_json(folder / "run.json", identity)
     return Run(folder, identity)
 
@@ -216,26 +208,23 @@ def claim(run: Run) -> int:
     Raise ConfigError where a launch that still runs has it.
     """
     descriptor = os.open(run.folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
-    try:
-        _lock(descriptor)
-    except BlockingIOError:
+    for _ in range(_LOCK_TRIES):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:  # by a launch, or for a moment by somebody who looks at it (``is_claimed``)
+            time.sleep(_LOCK_SECONDS)
+        except OSError as error:  # Lustre without flock, NFS without a lock daemon
+            note = f"no file locks in {shown(run.folder)} ({error.strerror}): start it once only"
+            print(f"grpo: note: {note}", flush=True)
+            break
+    else:
         os.close(descriptor)
         what = f"another launch is running in {shown(run.folder)}"
-        raise config_error("--resume", what, "wait for it, or stop it first") from None
-    except OSError as error:  # Lustre without flock, NFS without a lock daemon
-        print(f"grpo: note: no file locks in {shown(run.folder)} ({error.strerror}): start it once only", flush=True)
+        raise config_error("--resume", what, "wait for it, or stop it first")
     os.truncate(descriptor, 0)
     os.write(descriptor, f"{socket.gethostname()} {os.getpid()}\n".encode())
     return descriptor
-
-
-def _lock(descriptor: int) -> None:
-    """Take the lock; whoever merely looks at it (``is_claimed``) has it for the blink of an eye."""
-    for _ in range(_LOCK_TRIES - 1):
-        with contextlib.suppress(BlockingIOError):
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        time.sleep(_LOCK_SECONDS)
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def is_claimed(folder: Path) -> bool:
@@ -312,20 +301,18 @@ def code_state() -> dict[str, Any]:
     commit = _git("rev-parse", "HEAD").strip() or None
     patch = _git("diff", "HEAD", "--", "src", "training.sh") if commit else ""
     locks = b"".join(path.read_bytes() for path in sorted((home() / "requirements").glob("*.txt")))
+    hashes = {"patch_sha256": patch.encode(), "lock_sha256": locks}
     return {
-        "commit": commit,
-        "dirty": bool(patch),
-        "patch": patch,
-        "patch_sha256": hashlib.sha256(patch.encode()).hexdigest(),
-        "lock_sha256": hashlib.sha256(locks).hexdigest(),
-    }
+        "commit": commit, "dirty": bool(patch), "patch": patch,
+        **{key: hashlib.sha256(content).hexdigest() for key, content in hashes.items()},
+    }  # fmt: skip
 
 
 def _git(*arguments: str) -> str:
-    command = ["git", "-C", str(home()), *arguments]
-    with contextlib.suppress(OSError):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-        return done.stdout if done.returncode == 0 else ""
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git, or no repository
+        return subprocess.check_output(
+            ["git", *arguments], cwd=home(), stderr=subprocess.DEVNULL, text=True, timeout=30
+        )
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Stop requests: a file in the run directory, since signals of a group do not reach ranks, or SIGTERM."""
+"""Requests to stop: a file in the run directory, since signals of a group do not reach ranks, or SIGTERM."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOOK_SECONDS = 0.1  # between two looks at the file; it may be on a network disk
 
 
 class Stopped(BaseException):
-    """Raised on every rank at the same place; ``except Exception`` of rewards and callbacks must not hold it up."""
+    """Raised on every rank at the same place; no ``except Exception`` of rewards and callbacks may catch it."""
 
 
 class CutShort(BaseException):
@@ -43,8 +43,7 @@ class StopRequest:
 
     def __init__(self, run_dir: Path):
         self._file = stop_file(run_dir)
-        self._signalled = self._listens = self._cutting = self._raises = False
-        self._found = False
+        self._found = self._signalled = self._listens = self._cutting = self._raises = False
         self._looks_next = 0.0
         self._pid = os.getpid()
 
@@ -66,7 +65,7 @@ class StopRequest:
             raise CutShort
 
     def requested(self) -> bool:
-        """Look at the file, and return whether a request has come."""
+        """Look at the file; return whether a request has come."""
         self._found = self._found or self._signalled or self._file.exists()
         self._looks_next = time.monotonic() + LOOK_SECONDS
         return self._found
@@ -82,18 +81,14 @@ class StopRequest:
 
     def cuts(self) -> bool:
         """Return whether to end the work under way; cheap: the file is looked at ten times a second."""
-        if not self._cutting:
-            return False
-        if self._found or self._signalled or time.monotonic() < self._looks_next:
-            return self._found or self._signalled
-        return self.requested()
+        known = self._found or self._signalled
+        return self._cutting and (known or (time.monotonic() >= self._looks_next and self.requested()))
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """While inside ``cutting_short`` too, interrupt this thread, the main one, when a request comes.
+        """While inside ``cutting_short`` too, raise CutShort in this thread, the main one, when a request comes.
 
-        Raises:
-            CutShort: it came. Code that never returns to Python bytecode is not interrupted.
+        Code that never returns to Python bytecode is not interrupted.
         """
         if not (self._cutting and self._listens):
             yield
