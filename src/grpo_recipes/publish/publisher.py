@@ -179,8 +179,9 @@ class Publisher:
         )
         argv = [sys.executable, "-m", "grpo_recipes.publish.push", str(job)]
         with (self._folder / "push.log").open("ab") as log:
-            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-            self._child = subprocess.Popen(argv, env=self._environment, start_new_session=True, **streams)
+            self._child = subprocess.Popen(
+                argv, env=self._environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
         OWN_CHILDREN.add(self._child.pid)
         self._pushing = name
         return self._child

@@ -74,7 +74,7 @@ def need_target(recipe: Recipe, environment: Mapping[str, str], run_name: str) -
         raise config_error(where, "push_to_hub needs a login at the hub, there is none", _LOGIN)
     account, why_not = _ask(api.whoami)
     if account is None:
-        raise config_error(where, f"the hub does not accept the login ({why_not})", _LOGIN)
+        raise config_error(where, f"the hub did not confirm the login ({why_not})", f"try again, or {_LOGIN}")
     repo, note = _writable(recipe, name, account)
     private = recipe["hub_private_repo"] is not False
     if not note and private:

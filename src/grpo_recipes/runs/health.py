@@ -95,9 +95,10 @@ class Health:
         return {rule.name: found[rule.name] for rule in _RULES if rule.name in found and said.isdisjoint(rule.said_by)}
 
     def _notice(self, rule: _Rule, facts: Facts) -> Notice:
-        filled, first = _Filled(self.value, facts), self._since.get(rule.name, facts["first"])
-        texts = rule.words.format_map(filled), rule.remedy.format_map(filled)
-        return Notice(rule.name, *texts, first, self.last, rule.serious)
+        filled = _Filled(self.value, facts)
+        text, fix = rule.words.format_map(filled), rule.remedy.format_map(filled)
+        first = self._since.get(rule.name) or int(facts["first"])
+        return Notice(rule.name, text, fix, first, self.last, rule.serious)
 
 
 def notices_of(rows: Iterable[Row], value: Value, over: bool = True) -> list[Notice]:
