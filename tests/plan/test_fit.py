@@ -12,12 +12,13 @@ import yaml
 
 from grpo_recipes.plan.devices import gpu_memory
 from grpo_recipes.plan.estimates import (
+    Disk,
+    Estimates,
     Need,
+    Speed,
     estimate_memory,
-    server_need,
-    server_suggestion,
-    trainer_need,
-    trainer_suggestion,
+    needs,
+    suggest,
 )
 from grpo_recipes.plan.memory import GIB, Workload, read_shape
 from grpo_recipes.recipe import read_recipe
@@ -114,21 +115,21 @@ def test_more_gpus_are_named_where_no_key_is_enough(read, planned, tmp_path):
     recipe, shape, work = workload(read, planned, model_folder(tmp_path / "model"), use_peft=False)
     work = replace(work, world_size=2, accelerator="zero3", per_device=1)
     device = int(16.5 * GIB)
-    said = trainer_suggestion(recipe, shape, work, device)
+    said = suggest("trainer", recipe, shape, work, device)
     count = int(re.match(r"train on (\d+) GPUs", said)[1])
     smallest = replace(work, accumulation=2, checkpointing=True, world_size=count)
-    assert trainer_need(shape, smallest, device).fits
-    assert not trainer_need(shape, replace(smallest, world_size=count - 1), device).fits
-    assert "take GPUs of" in trainer_suggestion(recipe, shape, work, 4 * GIB)
+    assert needs(shape, smallest, device)["trainer"].fits
+    assert not needs(shape, replace(smallest, world_size=count - 1), device)["trainer"].fits
+    assert "take GPUs of" in suggest("trainer", recipe, shape, work, 4 * GIB)
 
 
 def test_a_server_is_split_where_one_gpu_is_too_small(read, planned, tmp_path):
-    _, shape, work = workload(read, planned, model_folder(tmp_path / "model"), vllm_gpu_memory_utilization=0.95)
+    recipe, shape, work = workload(read, planned, model_folder(tmp_path / "model"), vllm_gpu_memory_utilization=0.95)
     device = 16 * GIB
-    assert not server_need(shape, work, device).fits
-    assert server_suggestion(shape, work, device) == "vllm_tensor_parallel_size: 2"
-    assert server_need(shape, replace(work, parallel=2), device).fits
-    assert "larger GPUs" in server_suggestion(shape, work, GIB)
+    assert not needs(shape, work, device)["server"].fits
+    assert suggest("server", recipe, shape, work, device) == "vllm_tensor_parallel_size: 2"
+    assert needs(shape, replace(work, parallel=2), device)["server"].fits
+    assert "larger GPUs" in suggest("server", recipe, shape, work, GIB)
 
 
 def test_the_server_needs_room_for_its_longest_sequence(estimate):
@@ -148,7 +149,8 @@ def test_a_model_that_is_not_here_is_not_guessed(estimate):
     memory = estimate(80, model_name_or_path="some/model")
     assert memory.lines() == [f"memory     not estimated: {memory.unknown}"]
     assert "grpo fetch" in memory.unknown
-    assert memory.as_json()["trainer"] is None
+    plain = Estimates(memory, Disk(), Speed(None, 0, None, "runs")).as_json()
+    assert plain["memory"]["trainer"] is None
 
 
 @pytest.mark.parametrize("folder", sorted(SHIPPED))

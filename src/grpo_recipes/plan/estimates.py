@@ -93,12 +93,6 @@ class Memory:
             if not need.fits
         )
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the estimate as plain data: bytes."""
-        needs = {role: {"total": need.total, **asdict(need)} for role, need in self.roles.items()}
-        plain = {"trainer": None, "server": None, **needs}
-        return {**plain, "fits": self.fits, "knob": self.suggestion, "unknown": self.unknown}
-
     def lines(self) -> list[str]:
         """Return a line for each role, and one that says what does not fit."""
         if self.unknown:
@@ -115,44 +109,38 @@ def estimate_memory(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> Memory
     except UnknownShape as error:
         return Memory({}, unknown=str(error))
     gpu_bytes = int(gpu_gib * GIB) if gpu_gib is not None and plan.device == "cuda" else None
-    trainer, server = trainer_need(shape, work, gpu_bytes), server_need(shape, work, gpu_bytes)
-    suggestion = None
-    if not trainer.fits:
-        suggestion = trainer_suggestion(recipe, shape, work, gpu_bytes)
-    elif server is not None and not server.fits:
-        suggestion = server_suggestion(shape, work, gpu_bytes)
-    return Memory({"trainer": trainer} | ({"server": server} if server else {}), suggestion)
+    roles = needs(shape, work, gpu_bytes)
+    over = next((role for role, need in roles.items() if not need.fits), None)
+    return Memory(roles, None if over is None else suggest(over, recipe, shape, work, gpu_bytes))
 
 
-def trainer_need(shape: ModelShape, work: Workload, gpu_bytes: int | None) -> Need:
-    """Return what one training process needs of its GPU, whose share for a colocated vLLM is taken off first."""
+def needs(shape: ModelShape, work: Workload, gpu_bytes: int | None) -> dict[str, Need]:
+    """Return what a training process needs of its GPU, and the server, if any, of its share of one.
+
+    A colocated vLLM takes its share first. A server takes at least the cache of one longest sequence, else all it may.
+    """
     taken = _GAPS + (work.share if work.mode == "colocate" else 0)
-    return Need(trainer_parts(shape, work), None if gpu_bytes is None else int(gpu_bytes * (1 - taken)))
-
-
-def server_need(shape: ModelShape, work: Workload, gpu_bytes: int | None) -> Need | None:
-    """Return what vLLM needs of its share of a GPU: at least the cache of one longest sequence, else all of it."""
+    roles = {"trainer": Need(trainer_parts(shape, work), None if gpu_bytes is None else int(gpu_bytes * (1 - taken)))}
     if work.mode == "transformers":
-        return None
-    parts = server_parts(shape, work)
-    if work.device == "cpu":
-        return Need(parts, None)
-    cache = sequence_cache(shape, work, work.longest or shape.positions)
-    if gpu_bytes is None:
-        return Need(parts | {"KV cache": cache}, None)
-    share = int(gpu_bytes * work.share)
-    return Need(parts | {"KV cache": max(cache, share - sum(parts.values()))}, share)
+        return roles
+    parts, share = server_parts(shape, work), None if gpu_bytes is None else int(gpu_bytes * work.share)
+    if work.device == "cuda":
+        cache = sequence_cache(shape, work, work.longest or shape.positions)
+        parts["KV cache"] = cache if share is None else max(cache, share - sum(parts.values()))
+    return roles | {"server": Need(parts, share)}
 
 
-def trainer_suggestion(recipe: Recipe, shape: ModelShape, work: Workload, gpu_bytes: int | None) -> str:
-    """Name the first change by which the trainer fits, a colocated vLLM too: the one that costs least."""
+def suggest(role: str, recipe: Recipe, shape: ModelShape, work: Workload, gpu_bytes: int | None) -> str:
+    """Name the first change by which that role fits, a colocated vLLM too: the one that costs least."""
     smallest = replace(work, per_device=1, accumulation=2, checkpointing=True)
-    for text, changed in _trainer_changes(recipe, work, smallest):
-        vllm = server_need(shape, changed, gpu_bytes) if changed.mode == "colocate" else None
-        if trainer_need(shape, changed, gpu_bytes).fits and (vllm is None or vllm.fits):
+    trains = role == "trainer"
+    for text, changed in _trainer_changes(recipe, work, smallest) if trains else _server_changes(shape, work):
+        roles = needs(shape, changed, gpu_bytes)
+        if roles[role].fits and (work.mode != "colocate" or roles["server"].fits):
             return text
-    least = in_gib(trainer_need(shape, smallest, gpu_bytes).total)
-    return f"no key alone makes it fit; take GPUs of {least} GiB or more"
+    least = in_gib(needs(shape, smallest, gpu_bytes)["trainer"].total)
+    larger = f"GPUs of {least} GiB or more" if trains else "larger GPUs for the server"
+    return f"no key alone makes it fit; take {larger}"
 
 
 def _trainer_changes(recipe: Recipe, work: Workload, smallest: Workload) -> Iterator[tuple[str, Workload]]:
@@ -185,22 +173,17 @@ def _shares(steps: range) -> list[float]:
     return [round(step * _SHARE_STEP, 2) for step in steps]
 
 
-def server_suggestion(shape: ModelShape, work: Workload, gpu_bytes: int | None) -> str:
-    """Name the first change by which the server has room for its model and one longest sequence."""
+def _server_changes(shape: ModelShape, work: Workload) -> Iterator[tuple[str, Workload]]:
+    """Yield the changes that give the server's cache more room: shorter sequences, a larger share, more GPUs."""
     longest = (work.longest or shape.positions) // _LENGTH_STEP * _LENGTH_STEP
-    larger = range(int(work.share / _SHARE_STEP) + 1, round(_LARGEST_SHARE / _SHARE_STEP) + 1)
-    changes: list[tuple[str, str, Any]] = [
-        ("vllm_max_model_length", "longest", range(longest, work.sequence - 1, -_LENGTH_STEP)),
-        ("vllm_gpu_memory_utilization", "share", _shares(larger) if work.mode == "server" else ()),
-        ("vllm_tensor_parallel_size", "parallel", range(work.parallel + 1, shape.heads + 1)),
-    ]
-    for key, field, values in changes:
-        for value in values:
-            need = server_need(shape, replace(work, **{field: value}), gpu_bytes)
-            splits = field != "parallel" or shape.heads % value == 0
-            if splits and (need is None or need.fits):
-                return f"{key}: {value}"
-    return "no key alone makes it fit; take larger GPUs for the server"
+    for length in range(longest, work.sequence - 1, -_LENGTH_STEP):
+        yield f"vllm_max_model_length: {length}", replace(work, longest=length)
+    if work.mode == "server":
+        for share in _shares(range(int(work.share / _SHARE_STEP) + 1, round(_LARGEST_SHARE / _SHARE_STEP) + 1)):
+            yield f"vllm_gpu_memory_utilization: {share}", replace(work, share=share)
+    for size in range(work.parallel + 1, shape.heads + 1):
+        if shape.heads % size == 0:
+            yield f"vllm_tensor_parallel_size: {size}", replace(work, parallel=size)
 
 
 @dataclass(frozen=True)
@@ -231,11 +214,6 @@ class Disk:
         if room >= 1:
             return f"save_total_limit: {room}"
         return f"run_root: a folder with {in_gib(2 * self.checkpoint + self.model)} GiB free, and save_total_limit: 1"
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the estimate as plain data: bytes."""
-        suggestion = None if self.fits else self.suggestion
-        return {**asdict(self), "total": self.total, "fits": self.fits, "knob": suggestion}
 
     def lines(self) -> list[str]:
         """Return one line, and one more where it does not fit."""
@@ -298,10 +276,6 @@ class Speed:
         """Optimizer steps within the time limit, start and saves not counted."""
         return None if self.seconds is None or self.walltime is None else int(self.walltime / self.seconds)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return plain data: seconds."""
-        return {**asdict(self), "steps": self.steps}
-
     def __str__(self) -> str:
         if self.seconds is None:
             return f"no earlier run in {shown(self.root)} with this name, model, batch and number of trainers"
@@ -353,8 +327,16 @@ class Estimates:
         return [*self.memory.lines(), *self.disk.lines(), f"speed      {self.speed}"]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the estimates as plain data."""
-        return {"memory": self.memory.as_json(), "disk": self.disk.as_json(), "speed": self.speed.as_json()}
+        """Return the estimates as plain data: bytes and seconds."""
+        memory, disk, speed = self.memory, self.disk, self.speed
+        roles = {role: {"total": need.total, **asdict(need)} for role, need in memory.roles.items()}
+        judged = {"fits": memory.fits, "knob": memory.suggestion, "unknown": memory.unknown}
+        room = {"total": disk.total, "fits": disk.fits, "knob": None if disk.fits else disk.suggestion}
+        return {
+            "memory": {"trainer": None, "server": None, **roles, **judged},
+            "disk": {**asdict(disk), **room},
+            "speed": {**asdict(speed), "steps": speed.steps},
+        }
 
 
 def estimate(
@@ -364,11 +346,8 @@ def estimate(
 
     ``gpu_gib`` is the memory of one GPU and ``walltime`` the seconds the job may take, where they are known.
     """
-    return Estimates(
-        memory=estimate_memory(recipe, plan, gpu_gib),
-        disk=estimate_disk(recipe, plan, names.run_dir),
-        speed=find_speed(plan, names, walltime),
-    )
+    speed = find_speed(plan, names, walltime)
+    return Estimates(estimate_memory(recipe, plan, gpu_gib), estimate_disk(recipe, plan, names.run_dir), speed)
 
 
 def job_walltime(environment: Mapping[str, str]) -> float | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_recipes.plan.commands import CPU_KV_CACHE_GIB, gpu_share, longest_sequence
+from grpo_recipes.recipe.learning import mixed_precision
 from grpo_recipes.runs.rundir import json_mapping
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ class Workload:
             accelerator=plan.accelerator,
             world_size=plan.batch.world_size,
             dtype=recipe["dtype"] or "auto",
-            mixed="fp16" if recipe["fp16"] else "no" if recipe["bf16"] is False else "bf16",
+            mixed=mixed_precision(recipe),
             optim=recipe["optim"],
             # With an adapter the base model under it is the reference.
             reference=not recipe["use_peft"] and (recipe["beta"] != 0.0 or bool(plan.maxent and plan.maxent.beta)),
