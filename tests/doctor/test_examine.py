@@ -1,16 +1,20 @@
-"""Checks run side by side: none keeps another from answering, and nothing secret comes out."""
+"""Checks run side by side, on one machine: none keeps another from answering, and nothing secret comes out."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import threading
 import time
 from pathlib import Path
+
+import pytest
 
 from grpo_recipes.doctor import DEEP, MACHINE, RECIPE, RUN
 from grpo_recipes.doctor.examine import NoAnswer, about, as_text, examine, name_of
 from grpo_recipes.errors import ConfigError, Problem
-from grpo_recipes.paths import home
+from grpo_recipes.paths import existing, home
+from grpo_recipes.process.reports import gigabytes
 from grpo_recipes.runs.finding import OK, PROBLEM, WARNING, Finding, ok, problem, together, warning
 
 SECRET = "hf_" + "a" * 30
@@ -124,3 +128,39 @@ def test_the_documentation_has_a_row_a_check():
         made = hooks.on_page_markdown(f"<!-- doctor {subject} -->")
         rows = made.splitlines()[2:]
         assert [row.split(" | ")[0].strip("| ") for row in rows] == [name_of(check) for check in checks]
+
+
+def test_a_program_runs_once_however_many_checks_ask(machine, fake_program, tmp_path: Path):
+    fake_program("sinfo", f"echo run >> {tmp_path}/runs; sleep 0.2; echo main; echo note >&2; exit 3")
+    asked = machine()
+    answers = []
+    threads = [threading.Thread(target=lambda: answers.append(asked.ask("sinfo", "-h"))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (tmp_path / "runs").read_text() == "run\n"
+    assert {(done.returncode, done.stdout, done.stderr) for done in answers} == {(3, "main\n", "note\n")}
+    asked.ask("sinfo", "-V")
+    assert (tmp_path / "runs").read_text() == "run\nrun\n", "another question is asked by itself"
+
+
+def test_a_program_that_is_missing_and_one_that_hangs(machine, no_program, fake_program):
+    assert machine().ask("sinfo") is None
+    quick = type(machine())(machine().environment, patience=0.2)
+    fake_program("sinfo", "while true; do :; done")
+    with pytest.raises(NoAnswer, match="sinfo did not answer"):
+        quick.ask("sinfo")
+
+
+def test_folders_of_a_run(machine, read, tmp_path: Path):
+    assert machine(RUN_ROOT="/r").run_root == Path("/r")
+    assert machine(read(run_root="~/mine"), RUN_ROOT="/r").run_root == Path("~/mine").expanduser()
+    assert machine(SLURM_TMPDIR=str(tmp_path)).temporary == tmp_path
+    assert machine(SLURM_TMPDIR="/no/such").temporary != Path("/no/such")
+    assert existing(tmp_path / "a/b") == tmp_path
+
+
+@pytest.mark.parametrize(("number", "text"), [(999, "1 kB"), (1.5e6, "1.5 MB"), (20e9, "20.0 GB"), (3e12, "3.0 TB")])
+def test_bytes_for_a_person(number, text):
+    assert gigabytes(number) == text
