@@ -74,7 +74,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
         raise config_error(name, "is not a command", fix)
     parser = make_parser([name] if name in COMMANDS else COMMANDS)
     takes_recipe = name in COMMANDS and _load(name).takes_recipe
-    # The recipe stands right after the command: later on a bare word is the value of a recipe flag.
+    # The recipe comes right after the command: later on a bare word is the value of a recipe flag.
     recipe = None
     if takes_recipe and len(arguments) > 1 and not arguments[1].startswith("-"):
         recipe = arguments.pop(1)

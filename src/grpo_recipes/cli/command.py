@@ -20,13 +20,7 @@ USAGE = "[RECIPE] [options] [--KEY VALUE ...]"
 EPILOG = "Any recipe key is a flag too, e.g. --learning_rate 1e-6: flag > environment variable > YAML > default."
 
 
-@dataclass(frozen=True)
-class Option:
-    """One ``add_argument`` of argparse; of a command's exclusive options only one may be given."""
-
-    names: tuple[str, ...]
-    settings: dict[str, Any]
-    exclusive: bool
+Option = tuple[tuple[str, ...], dict[str, Any]]  # names and settings of an ``add_argument`` of argparse
 
 
 @dataclass(frozen=True)
@@ -36,6 +30,7 @@ class Command:
     help: str
     run: Callable[[argparse.Namespace], int]
     options: tuple[Option, ...]
+    exclusive: tuple[Option, ...]  # of which only one may be given
     takes_recipe: bool
     usage: str
     epilog: str
@@ -51,22 +46,23 @@ class Command:
         if self.takes_recipe:
             about |= {"usage": f"grpo {self.name} {self.usage}", "epilog": self.epilog}
         parser = commands.add_parser(self.name, allow_abbrev=False, **about)
-        options = (*(_RECIPE_OPTIONS if self.takes_recipe else ()), *self.options)
-        # argparse refuses to print the usage of an empty group
-        group = parser.add_mutually_exclusive_group() if any(one.exclusive for one in options) else parser
-        for one in options:
-            (group if one.exclusive else parser).add_argument(*one.names, **one.settings)
+        for names, settings in (*(_RECIPE_OPTIONS if self.takes_recipe else ()), *self.options):
+            parser.add_argument(*names, **settings)
+        if self.exclusive:  # argparse refuses to print the usage of an empty group
+            group = parser.add_mutually_exclusive_group()
+            for names, settings in self.exclusive:
+                group.add_argument(*names, **settings)
         parser.set_defaults(command=self)
 
 
-def option(*names: str, exclusive: bool = False, **settings: Any) -> Option:
+def option(*names: str, **settings: Any) -> Option:
     """Return an option or argument of a command, in the words of argparse."""
-    return Option(names, settings, exclusive)
+    return names, settings
 
 
-def switch(*names: str, help: str, exclusive: bool = False) -> Option:
+def switch(*names: str, help: str) -> Option:
     """Return an option without a value."""
-    return option(*names, exclusive=exclusive, action="store_true", help=help)
+    return option(*names, action="store_true", help=help)
 
 
 _RECIPE_OPTIONS = (
@@ -76,10 +72,15 @@ _RECIPE_OPTIONS = (
 
 
 def command(
-    help: str, *options: Option, takes_recipe: bool = False, usage: str = USAGE, epilog: str = EPILOG
+    help: str,
+    *options: Option,
+    exclusive: tuple[Option, ...] = (),
+    takes_recipe: bool = False,
+    usage: str = USAGE,
+    epilog: str = EPILOG,
 ) -> Callable[[Callable[[argparse.Namespace], int]], Command]:
     """Make a function a command of `grpo`; every ``ConfigError`` it raises ends in exit code 2."""
-    return lambda run: Command(help, run, options, takes_recipe, usage, epilog)
+    return lambda run: Command(help, run, options, exclusive, takes_recipe, usage, epilog)
 
 
 def recipe_name(options: argparse.Namespace) -> str | None:

@@ -1,4 +1,4 @@
-"""The commands that prepare a machine: doctor says what is wrong on it, fetch brings what a recipe reads."""
+"""The commands that prepare a machine: doctor reports what is wrong on it, fetch brings what a recipe reads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpo_recipes.doctor.examine import Check, Machine, as_text, examine
 from grpo_recipes.doctor.recipes import Case, recipe
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, collect, config_error
 from grpo_recipes.fetch.assets import Asset, find_record, local_assets, wanted_assets
-from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, INTERRUPTED, hub_answers
+from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, INTERRUPTED, bound_every_wait, hub_answers
 from grpo_recipes.modebench.dataset import SCHEME as MODEBENCH_SCHEME
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.commands import hub_environment
@@ -35,7 +35,7 @@ _WHERE_ONLINE = "run grpo fetch where the hub can be reached, e.g. on the login 
 
 
 @command(
-    "look at this machine, a recipe on it, or how a run ended, and say what to do",
+    "look at this machine, a recipe on it, or how a run ended, and show what to do",
     option("--run", metavar="RUN_DIR|last", dest="run_dir", help="explain how this run ended instead"),
     switch("--deep", help="also import torch, TRL and vLLM (a minute)"),
     switch("--json", help="print the results as JSON"),
@@ -95,10 +95,19 @@ def fetch(options: argparse.Namespace) -> int:
     if not sys.stderr.isatty():  # a log file keeps every state of a progress bar
         for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
             os.environ.setdefault(name, "1")
-    recipe, recorded = _fetched_recipe(options)
+    if options.resume is None:
+        recipe, recorded = chosen_recipe(options), None
+    elif recipe_name(options):
+        raise config_error("--resume", "a run has its own recipe", "leave the recipe out")
+    else:
+        run = find_run(Path(), options.resume)
+        recipe = read_frozen(run.folder / "recipe.yaml", options.flags, os.environ)
+        recorded = run.identity.get("sources")
+    wanted = wanted_assets(recipe, recorded)
+    online = bool(wanted) and hub_answers(os.environ)
     try:
         rows = [_local_row(asset) for asset in local_assets(recipe, os.environ)]
-        rows += _hub_rows(wanted_assets(recipe, recorded), options.update)
+        rows += collect(wanted, lambda asset: _hub_row(asset, find_record(asset, os.environ), online, options.update))
     except KeyboardInterrupt:
         print(INTERRUPTED, file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -107,42 +116,21 @@ def fetch(options: argparse.Namespace) -> int:
     return 0
 
 
-def _fetched_recipe(options: argparse.Namespace) -> tuple[Recipe, list[dict[str, Any]] | None]:
-    """Return the recipe, and with --resume the sources of the run whose commits are wanted."""
-    if options.resume is None:
-        return chosen_recipe(options), None
-    if recipe_name(options):
-        raise config_error("--resume", "a run has its own recipe", "leave the recipe out")
-    found = find_run(Path(), options.resume)
-    return read_frozen(found.folder / "recipe.yaml", options.flags, os.environ), found.identity.get("sources")
-
-
 def _local_row(asset: Asset) -> tuple[str, ...]:
+    """Make the built-in model and data where the recipe names them and they are missing; return the asset's row."""
     if asset.id.startswith("smoke:"):
-        _make_smoke_task(asset.id)
+        folder, program = smoke_command(asset.id, os.environ)
+        if not (folder / "COMPLETE").exists():
+            print(f"grpo: making the smoke model and data in {shown(folder)} (once, about a minute)", flush=True)
+            if code := subprocess.run(program, check=False).returncode:
+                what = f"python -m grpo_recipes.smoke exited with code {code}"
+                raise config_error(asset.id, what, "look at its message above")
     made = asset.id.startswith(MODEBENCH_SCHEME)
     return (asset.kind, asset.id, "", "", "" if made else shown(asset.path), "made by the run" if made else "local")
 
 
-def _make_smoke_task(name: str) -> None:
-    folder, program = smoke_command(name, os.environ)
-    if (folder / "COMPLETE").exists():
-        return
-    print(f"grpo: making the smoke model and data in {shown(folder)} (once, about a minute)", flush=True)
-    code = subprocess.run(program, check=False).returncode
-    if code:
-        raise config_error(name, f"python -m grpo_recipes.smoke exited with code {code}", "look at its message above")
-
-
-def _hub_rows(assets: list[Asset], update: bool) -> list[tuple[str, ...]]:
-    """Bring each asset and return its row; a ConfigError names those that cannot be had, after all others."""
-    if not assets:
-        return []
-    online = hub_answers(os.environ)
-    return collect(assets, lambda asset: _hub_row(asset, find_record(asset, os.environ), online, update))
-
-
 def _hub_row(asset: Asset, record: Asset | None, online: bool, update: bool) -> tuple[str, ...]:
+    """Bring an asset of the hub if it is missing, or older with ``update``, and return its row."""
     if record is None and not online:
         raise config_error(asset.where, f"{asset} is not here and the hub does not answer", _WHERE_ONLINE)
     if record is not None and not online:
@@ -150,17 +138,15 @@ def _hub_row(asset: Asset, record: Asset | None, online: bool, update: bool) -> 
             what = f"cannot look for newer commits of {asset}: the hub does not answer"
             raise config_error("--update", what, _WHERE_ONLINE)
         return _row(record, "here; the hub does not answer, so not compared")
-    from grpo_recipes.fetch.download import commit_of
-    from grpo_recipes.fetch.download import fetch as download
-    from grpo_recipes.fetch.hub import bound_every_wait
+    from grpo_recipes.fetch import download
 
     bound_every_wait(_LONGEST_WAIT)
-    newest = commit_of(asset)
+    newest = download.commit_of(asset)
     if record is not None and (not update or record.commit == newest):
         newer = f"; the hub has {newest[:12]}: --update brings it" if record.commit != newest else ""
         return _row(record, f"here{newer}")
     print(f"grpo: fetching {asset} at {newest[:12]}", flush=True)
-    return _row(download(asset, os.environ), "fetched")
+    return _row(download.fetch(asset, os.environ), "fetched")
 
 
 def _row(record: Asset, state: str) -> tuple[str, ...]:

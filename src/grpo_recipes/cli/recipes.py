@@ -8,13 +8,13 @@ import os
 import re
 import shlex
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_recipes.cli.command import chosen_recipe, command, option, recipe_path, switch
-from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, Problem, config_error
+from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, config_error
 from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.fetch.hub import gated_note
 from grpo_recipes.launch.resolve_run import names_of
@@ -24,7 +24,6 @@ from grpo_recipes.plan.devices import find_resources, gpu_memory
 from grpo_recipes.plan.estimates import estimate, job_walltime
 from grpo_recipes.plan.plan import choose_recipe, describe, make_plan
 from grpo_recipes.process.reports import aligned
-from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import checked_recipe
 from grpo_recipes.recipe.dialects import ALIASES, OBSOLETE_KEYS, nearest, slurm_guide
 from grpo_recipes.recipe.keys import (
@@ -69,7 +68,7 @@ vllm_max_model_length: 2048
 """
 _NOT_KEYS = {**OBSOLETE_KEYS, **OWNED_KEYS, **{alias: f"write {key}" for alias, key in ALIASES.items()}}
 _VARIABLES = {
-    **{name: f"stands for the key {key}" for name, key in ENVIRONMENT_KEYS.items()},
+    **{name: f"gives the key {key} its value" for name, key in ENVIRONMENT_KEYS.items()},
     **READ_VARIABLES,
     **SHELL_VARIABLES,
     **slurm_guide.SHELL_VARIABLES,
@@ -108,9 +107,11 @@ def new(options: argparse.Namespace) -> int:
 @command(
     "search the keys of a recipe",
     option("word", nargs="?", help="part of a name or of its meaning; every key by default"),
-    switch("--env", exclusive=True, help="the environment variables that are read"),
-    switch("--benchmarks", exclusive=True, help="the benchmarks that a recipe can name"),
     switch("--json", help="print JSON"),
+    exclusive=(
+        switch("--env", help="the environment variables that are read"),
+        switch("--benchmarks", help="the benchmarks that a recipe can name"),
+    ),
 )
 def keys(options: argparse.Namespace) -> int:
     """Print the keys, variables or benchmarks that have the word in their name or meaning."""
@@ -147,53 +148,46 @@ def _key_lines(found: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 
 @command(
-    "say everything that is wrong in a recipe",
+    "report everything that is wrong in a recipe",
     switch("--deep", help="also load tokenizer, data and rewards (seconds)"),
     switch("--json", help="print problems and notes as JSON"),
     takes_recipe=True,
 )
 def check(options: argparse.Namespace) -> int:
-    """Say that the recipe is right, with notes; with ``--json`` print all that was found, right or wrong."""
-    recipe: Recipe | None = None
-    problems: list[Problem] = []
-    advice: list[str] = []
-    deep: list[str] = []
-    try:
+    """Report that the recipe is right, with notes; with ``--json`` print all that was found, right or wrong."""
+
+    def look(found: dict[str, Any]) -> None:
         recipe = chosen_recipe(options)
         more = [gated_note(recipe["model_name_or_path"]), schema_note(recipe.path)]
-        advice = [*notes(recipe), *(note for note in more if note)]
+        found |= {"recipe": str(recipe.path), "notes": [*notes(recipe), *(note for note in more if note)]}
         if not options.json:
-            print(*(f"grpo: note: {note}\n" for note in advice), sep="", end="")
-        deep = _deep(recipe) if options.deep else []
+            print(*(f"grpo: note: {note}\n" for note in found["notes"]), sep="", end="")
+        if options.deep:
+            # Before the import: the hub's clients read these once.
+            os.environ.update(hub_environment(os.environ))
+            os.environ.update({"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"})
+            from grpo_recipes.trainers.deep_check import look_deep
+
+            found["deep"] = look_deep(recipe, os.environ)
+
+    found = _found(options, look, notes=[], deep=[])
+    if not options.json:
+        print(*found["deep"], f"grpo: {shown(found['recipe'])} is right", sep="\n")
+    return 0 if found["ok"] else EXIT_CONFIG_ERROR
+
+
+def _found(options: argparse.Namespace, look: Callable[[dict[str, Any]], None], **found: Any) -> dict[str, Any]:
+    """Return what ``look`` adds to ``found``; with ``--json`` print it, and the problems that else end the command."""
+    found = {"ok": True, "recipe": options.recipe or options.config, "problems": [], **found}
+    try:
+        look(found)
     except ConfigError as error:
         if not options.json:
             raise
-        problems = error.problems
-    if options.json or recipe is None:
-        return _print_json(options, recipe, problems, notes=advice, deep=deep)
-    print(*deep, f"grpo: {shown(recipe.path)} is right", sep="\n")
-    return 0
-
-
-def _print_json(options: argparse.Namespace, recipe: Recipe | None, problems: list[Problem], **found: Any) -> int:
-    """Print what a check found; return 2 where something is wrong."""
-    answer = {
-        "ok": not problems,
-        "recipe": str(recipe.path) if recipe else options.recipe or options.config,
-        "problems": [asdict(problem) for problem in problems],
-        **found,
-    }
-    print(json.dumps(answer, indent=1))
-    return EXIT_CONFIG_ERROR if problems else 0
-
-
-def _deep(recipe: Recipe) -> list[str]:
-    # Before the import: the hub's clients read these once.
-    os.environ.update(hub_environment(os.environ))
-    os.environ.update({"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"})
-    from grpo_recipes.trainers.deep_check import look_deep
-
-    return look_deep(recipe, os.environ)
+        found |= {"ok": False, "problems": [asdict(problem) for problem in error.problems]}
+    if options.json:
+        print(json.dumps(found, indent=1))
+    return found
 
 
 @command(
@@ -205,47 +199,42 @@ def _deep(recipe: Recipe) -> list[str]:
 def check_rewards(options: argparse.Namespace) -> int:
     """Print a table of the rewards on right and wrong answers, and the calls that failed.
 
-    Raises:
-        ConfigError: the recipe is wrong, or a reward does not tell right from wrong; not with ``--json``.
+    A reward that does not distinguish right from wrong is a ConfigError, with ``--json`` one of the problems.
     """
     if options.rows < 1:
         raise config_error("--rows", f"{options.rows} rows try nothing", "write 1 or more")
-    recipe: Recipe | None = None
-    rows: list[dict[str, Any]] = []
-    findings: list[ProbeResult] = []
-    try:
+
+    def look(found: dict[str, Any]) -> None:
         recipe = chosen_recipe(options)
-        rows, findings, problems = _probe(recipe, options.rows)
-    except ConfigError as error:
+        found["recipe"] = str(recipe.path)
+        os.environ.update(hub_environment(os.environ))
+        # TRL and datasets come with these, which takes seconds.
+        from grpo_recipes.rewards.check import probe_rewards, problems_of, sample_rows
+
+        rows = sample_rows(recipe, options.rows, find_assets(recipe, os.environ).lookup)
+        if not rows:
+            raise config_error(recipe.path.name, "the dataset has no rows with a solution", "look at its columns")
+        results = probe_rewards(recipe, rows)
+        found |= {"rows": len(rows), "rewards": [asdict(one) | {"tells_apart": one.tells_apart} for one in results]}
         if not options.json:
-            raise
-        problems = error.problems
-    if options.json or recipe is None:
-        table = [asdict(finding) | {"tells_apart": finding.tells_apart} for finding in findings]
-        return _print_json(options, recipe, problems, rows=len(rows), rewards=table)
+            _print_rewards(results)
+        if problems := problems_of(recipe, rows, results):
+            raise ConfigError(*problems)
+
+    found = _found(options, look, rows=0, rewards=[])
+    if not options.json:
+        print(f"grpo: the rewards of {shown(found['recipe'])} tell right from wrong on {found['rows']} rows")
+    return 0 if found["ok"] else EXIT_CONFIG_ERROR
+
+
+def _print_rewards(results: list[ProbeResult]) -> None:
     head = ["reward", "right", "mean", "missed", "wrong", "mean", "taken", "no verdict"]
-    print(*aligned([head, *map(_cells, findings)], numbers=True), sep="\n")
-    for finding in findings:
-        if finding.failures:
-            print(f"\n{finding.reward} on", *(_failure(finding.reward, one) for one in finding.failures), sep="\n")
-        if finding.missed is None and finding.right_mean is not None and not finding.tells_apart:
-            print(f"grpo: note: {finding.reward} gives right and wrong answers the same")
-    if problems:
-        raise ConfigError(*problems)
-    print(f"grpo: the rewards of {shown(recipe.path)} tell right from wrong on {len(rows)} rows")
-    return 0
-
-
-def _probe(recipe: Recipe, most: int) -> tuple[list[dict[str, Any]], list[ProbeResult], list[Problem]]:
-    os.environ.update(hub_environment(os.environ))
-    # TRL and datasets come with these, which takes seconds.
-    from grpo_recipes.rewards.check import probe_rewards, problems_of, sample_rows
-
-    rows = sample_rows(recipe, most, find_assets(recipe, os.environ).lookup)
-    if not rows:
-        raise config_error(recipe.path.name, "the dataset has no rows with a solution", "look at its columns")
-    findings = probe_rewards(recipe, rows)
-    return rows, findings, problems_of(recipe, rows, findings)
+    print(*aligned([head, *map(_cells, results)], numbers=True), sep="\n")
+    for result in results:
+        if result.failures:
+            print(f"\n{result.reward} on", *(_failure(result.reward, one) for one in result.failures), sep="\n")
+        if result.missed is None and result.right_mean is not None and not result.tells_apart:
+            print(f"grpo: note: {result.reward} gives right and wrong answers the same")
 
 
 def _cells(finding: ProbeResult) -> list[str]:
@@ -270,7 +259,7 @@ def _failure(name: str, failure: Failure) -> str:
 
 
 @command(
-    "say what a launch would start, without starting it",
+    "show what a launch would start, without starting it",
     option("--gpus", type=int, help="plan for this many GPUs instead of those visible"),
     option("--nodes", type=int, default=1, help="with --gpus: on this many nodes like that"),
     option("--gpu-memory", type=float, metavar="GIB", help="memory of a GPU; that of the visible ones"),
@@ -281,44 +270,37 @@ def _failure(name: str, failure: Failure) -> str:
 def plan(options: argparse.Namespace) -> int:
     """Print what a launch would start, on this machine or another one."""
     resources = find_resources(os.environ)
-    _check_counts(options)
+    _check_machine(options)
+    gib, seconds = options.gpu_memory, job_walltime(os.environ)
+    if options.time is not None:
+        seconds = walltime_seconds(options.time)
     if options.gpus is not None:
         resources = replace(resources, device="cuda", gpus=tuple(str(index) for index in range(options.gpus)))
         resources = resources.on_nodes(options.nodes)
+    elif gib is None:
+        gib = gpu_memory()
     path, asked = recipe_path(options, resources.device)
     recipe = checked_recipe(path, options.flags, os.environ, asked)
-    sources = find_assets(recipe, os.environ)
     names = names_of(recipe)
-    made = make_plan(recipe, resources, os.environ, names, entry_of(recipe, asked), sources)
-    takes = estimate(made, recipe, names, _gpu_gib(options), _walltime(options))
+    assets = find_assets(recipe, os.environ)
+    made = make_plan(recipe, resources, os.environ, names, entry_of(recipe, asked), assets)
+    takes = estimate(made, recipe, names, gib, seconds)
     plain = {**made.as_json(), **takes.as_json()}
     print(json.dumps(plain, indent=1) if options.json else describe(made, estimates=takes.lines()))
     return 0
 
 
-def _gpu_gib(options: argparse.Namespace) -> float | None:
-    """Return the GiB of a GPU: as given, else the driver's where the plan is for the GPUs of this machine."""
-    if options.gpu_memory is not None:
-        if not _LEAST_GIB <= options.gpu_memory <= _MOST:
-            raise config_error("--gpu-memory", f"no GPU has {options.gpu_memory:g} GiB", "write --gpu-memory 80")
-        return float(options.gpu_memory)
-    return gpu_memory() if options.gpus is None else None
-
-
-def _walltime(options: argparse.Namespace) -> float | None:
-    """Return the seconds of the time limit: as given, else what our job has left."""
-    if options.time is None:
-        return job_walltime(os.environ)
-    if seconds := walltime_seconds(options.time):
-        return seconds
-    what = f"'{options.time}' is not a time limit as Slurm writes it"
-    raise config_error("--time", what, "write --time 72:00:00")
-
-
-def _check_counts(options: argparse.Namespace) -> None:
-    least = 1 if options.nodes > 1 else 0
-    if not 1 <= options.nodes <= _MOST or (options.gpus is not None and not least <= options.gpus <= _MOST):
-        what = f"{options.gpus or 0} GPUs on {options.nodes} nodes is not a machine to plan for"
+def _check_machine(options: argparse.Namespace) -> None:
+    """Refuse numbers that do not describe a machine to plan for."""
+    gpus, nodes, gib = options.gpus, options.nodes, options.gpu_memory
+    least = 1 if nodes > 1 else 0
+    if not 1 <= nodes <= _MOST or (gpus is not None and not least <= gpus <= _MOST):
+        what = f"{gpus or 0} GPUs on {nodes} nodes is not a machine to plan for"
         raise config_error("--gpus, --nodes", what, "write --gpus 8 --nodes 2")
-    if options.nodes > 1 and options.gpus is None:
+    if nodes > 1 and gpus is None:
         raise config_error("--nodes", "says nothing about the GPUs of a node", "add --gpus 8")
+    if gib is not None and not _LEAST_GIB <= gib <= _MOST:
+        raise config_error("--gpu-memory", f"no GPU has {gib:g} GiB", "write --gpu-memory 80")
+    if options.time is not None and not walltime_seconds(options.time):
+        what = f"'{options.time}' is not a time limit as Slurm writes it"
+        raise config_error("--time", what, "write --time 72:00:00")

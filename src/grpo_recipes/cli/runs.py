@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from grpo_recipes.cli.command import Option, command, option, recipe_name, switch
@@ -18,7 +18,7 @@ from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.launch.attempt import SUBMITTED
 from grpo_recipes.launch.resolve_run import Options
 from grpo_recipes.launch.run import launch as launch_run
-from grpo_recipes.launch.submission import Submission, need_environment, prepare, send, site_profile
+from grpo_recipes.launch.submission import need_environment, prepare, send, site_profile
 from grpo_recipes.paths import shown
 from grpo_recipes.process.reports import aligned
 from grpo_recipes.recipe.keys import catalogue
@@ -48,28 +48,18 @@ _MOST_BYTES = 1 << 20  # of one file at a time
 )
 def launch(options: argparse.Namespace) -> int:
     """Run a recipe, or continue a run; return the run's exit code."""
-    return launch_run(
-        Options(
-            recipe=recipe_name(options),
-            task=options.task,
-            resume=options.resume,
-            allow_changed_code=options.allow_changed_code,
-            dry_run=options.dry_run,
-            flags=tuple(options.flags),
-        )
-    )
+    named, flags = recipe_name(options), tuple(options.flags)
+    return launch_run(Options(named, options.task, options.resume, options.allow_changed_code, options.dry_run, flags))
 
 
 def site_options(required: bool) -> list[Option]:
-    """Return --profile and the options that stand over the profile's values."""
+    """Return --profile and the options that replace values of the profile."""
     about = "the site, e.g. slurm/profiles/cpu.yaml"
-    instead = {key: str(KEYS[key]["help"]).replace("`", "") for key in OVERRIDES}
+    texts = {key: str(KEYS[key]["help"]).replace("`", "") for key in OVERRIDES}
+    instead = [(key, f"instead of the profile's: {text}") for key, text in texts.items()]
     return [
         option("--profile", required=required, metavar="FILE|NAME", help=about),
-        *(
-            option(f"--{key}", metavar=key.upper(), help=f"instead of the profile's: {text}")
-            for key, text in instead.items()
-        ),
+        *(option(f"--{key}", metavar=key.upper(), help=text) for key, text in instead),
     ]
 
 
@@ -95,8 +85,17 @@ def submit(options: argparse.Namespace) -> int:
     if not options.dry_run:
         need_environment(profile)
     submission = prepare(profile, recipe_name(options), options.task, options.flags, os.environ)
-    for line in _submission_lines(submission):
-        print(f"grpo: {line}", file=sys.stderr if options.dry_run else sys.stdout)
+    plan, kind = submission.plan, f" {profile.gpu_kind}" if profile.gpu_kind else ""
+    devices = f"{profile.gpus}{kind} GPUs" if profile.gpus else f"{profile.cpus or 1} CPU cores"
+    nodes = f"{profile.nodes} nodes" if profile.nodes > 1 else "1 node"
+    lines = [
+        f"{shown(plan.recipe)} for {profile.name}: {nodes} with {devices} each, at most {profile.time}",
+        f"batch {plan.batch}",
+        f"vllm {plan.mode}, weights by {plan.bridge or 'none'} ({plan.why_bridge})",
+        *submission.estimates.lines(),
+        *(f"note: {note}" for note in plan.notes),
+    ]
+    print(*(f"grpo: {line}" for line in lines), sep="\n", file=sys.stderr if options.dry_run else sys.stdout)
     if options.dry_run:
         try:
             need_environment(profile)
@@ -108,20 +107,6 @@ def submit(options: argparse.Namespace) -> int:
     print(f"grpo: job {job} is submitted, run directory {shown(made.folder)}")
     print(f"grpo: follow it with grpo status {job}, or grpo logs -f {job}; end it with grpo stop {job}")
     return 0
-
-
-def _submission_lines(submission: Submission) -> list[str]:
-    plan, profile = submission.plan, submission.profile
-    kind = f" {profile.gpu_kind}" if profile.gpu_kind else ""
-    devices = f"{profile.gpus}{kind} GPUs" if profile.gpus else f"{profile.cpus or 1} CPU cores"
-    nodes = f"{profile.nodes} nodes" if profile.nodes > 1 else "1 node"
-    return [
-        f"{shown(plan.recipe)} for {profile.name}: {nodes} with {devices} each, at most {profile.time}",
-        f"batch {plan.batch}",
-        f"vllm {plan.mode}, weights by {plan.bridge or 'none'} ({plan.why_bridge})",
-        *submission.estimates.lines(),
-        *(f"note: {note}" for note in plan.notes),
-    ]
 
 
 def run_root() -> Path:
@@ -180,60 +165,51 @@ def _state(run: Run, job: Job | None) -> str:
 
 
 @command(
-    "say how a run stands, or list all of them",
+    "show the state of a run, or list all of them",
     option("which", nargs="?", metavar="RUN", help=f"{_RUN_HELP}; without it a table of all in RUN_ROOT"),
 )
 def status(options: argparse.Namespace) -> int:
-    """Print how a run stands, or a table of the runs in RUN_ROOT, the newest first."""
+    """Print the state of a run, or a table of the runs in RUN_ROOT, the newest first."""
     if options.which is None:
         _print_runs()
         return 0
-    found = named_run(options.which)
-    for name, text in _facts(found, _job_of(found)):
-        print(f"{name:<8} {text}")
+    run = named_run(options.which)
+    job = _job_of(run)
+    step, reward, left = _progress(run, job)
+    ends = f", at most until {job.ends}" if job and job.ends and not job.waits and job.active else ""
+    facts = [
+        ("run", shown(run.folder)),
+        ("state", _state(run, job)),
+        ("cause", run.cause),
+        ("job", run.job_id and f"{run.job_id} {job or 'is no longer known to Slurm'}{ends}"),
+        ("step", step),
+        ("reward", reward and f"{reward} (mean of the last steps)"),
+        ("left", left and f"about {left} of training"),
+        ("restarts", str(run.summary.get("restarts") or "")),
+        *(("note", str(notice)) for notice in notices_of(run.rows, run.value, over=_is_over(run, job))),
+        *(("log", shown(path)) for path in run.logs.values()),
+    ]
+    print(*(f"{name:<8} {text}" for name, text in facts if text), sep="\n")
     return 0
 
 
-def _facts(run: Run, job: Job | None) -> list[tuple[str, str]]:
-    facts = [("run", shown(run.folder)), ("state", _state(run, job))]
-    if run.cause:
-        facts.append(("cause", run.cause))
-    if run.job_id:
-        ends = f", at most until {job.ends}" if job and job.ends and not job.waits and job.active else ""
-        facts.append(("job", f"{run.job_id} {job or 'is no longer known to Slurm'}{ends}"))
-    step, reward, left = _progress(run, job)
-    if run.rows:
-        facts.append(("step", step))
-        facts.append(("reward", f"{reward} (mean of the last steps)"))
-    if left:
-        facts.append(("left", f"about {left} of training"))
-    if run.summary.get("restarts"):
-        facts.append(("restarts", str(run.summary["restarts"])))
-    facts += [("note", str(notice)) for notice in notices_of(run.rows, run.value, over=_is_over(run, job))]
-    facts += [("log", shown(path)) for path in run.logs.values()]
-    return facts
-
-
 def _print_runs() -> None:
+    """Print a table of the runs in RUN_ROOT."""
     folders = [path.parent for path in run_root().glob("*/run.json")]
     if not folders:
         print(f"grpo: there is no run in {shown(run_root())}")
         return
-    jobs = my_jobs()
+    jobs = my_jobs()  # None where Slurm does not answer
     rows: list[tuple[str, ...]] = [("run", "state", "job", "step", "reward", "left")]
     for folder in sorted(folders, key=_changed, reverse=True):
         try:
-            rows.append(_row(Run.at(folder), jobs))
+            run = Run.at(folder)
+            unknown = Job(run.job_id, NO_ANSWER) if run.job_id else None
+            job = unknown if jobs is None else jobs.get(run.job_id)
+            rows.append((folder.name, _state(run, job), run.job_id, *_progress(run, job)))
         except ConfigError as error:
             rows.append((folder.name, f"damaged: {Path(error.problems[0].where).name}", "", "", "", ""))
     print(*aligned(rows), sep="\n")
-
-
-def _row(run: Run, jobs: Mapping[str, Job] | None) -> tuple[str, ...]:
-    """Return a run's line in the table; ``jobs`` is None where Slurm does not answer."""
-    unknown = Job(run.job_id, NO_ANSWER) if run.job_id else None
-    job = unknown if jobs is None else jobs.get(run.job_id)
-    return run.folder.name, _state(run, job), run.job_id, *_progress(run, job)
 
 
 def _changed(folder: Path) -> float:
@@ -276,7 +252,7 @@ def logs(options: argparse.Namespace) -> int:
             _follow(found.folder, follower)
         elif not follower.look(found):
             what = f"{shown(found.folder)} has no log of {' or '.join(kinds)} yet"
-            raise config_error(options.which, what, "grpo status says how it stands; -f waits for it")
+            raise config_error(options.which, what, "grpo status shows its state; -f waits for it")
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return 0
@@ -356,23 +332,17 @@ def stop(options: argparse.Namespace) -> int:
         cancel(job.id)  # nothing of it runs: there is nothing to save, and nobody who would see a request
         finish_summary(found.folder, status="stopped", cause="taken out of the queue by grpo stop")
         print(f"grpo: job {job.id} is out of the queue; the run directory stays: {shown(found.folder)}")
+    elif options.now and job is not None:
+        cancel(job.id)
+        print(f"grpo: job {job.id} is cancelled; it saves if Slurm leaves it the time")
     elif options.now:
-        _end_at_once(found, job)
+        host, pid = launcher_of(found.folder)
+        if host != socket.gethostname():
+            raise config_error("--now", f"the launcher runs on {host}, this is {socket.gethostname()}", "do it there")
+        for _ in range(2):  # the second signal is final
+            os.kill(pid, signal.SIGTERM)
+        print(f"grpo: its launcher (pid {pid}) was asked to end at once")
     else:
         stop_file(found.folder).touch()
         print("grpo: asked: it saves after the step in flight and ends (at once: --now)")
     return 0
-
-
-def _end_at_once(run: Run, job: Job | None) -> None:
-    """Cancel the job; without one send the launcher two signals, of which the second is final."""
-    if job is not None:
-        cancel(job.id)
-        print(f"grpo: job {job.id} is cancelled; it saves if Slurm leaves it the time")
-        return
-    host, pid = launcher_of(run.folder)
-    if host != socket.gethostname():
-        raise config_error("--now", f"the launcher runs on {host}, this is {socket.gethostname()}", "do it there")
-    for _ in range(2):
-        os.kill(pid, signal.SIGTERM)
-    print(f"grpo: its launcher (pid {pid}) was asked to end at once")

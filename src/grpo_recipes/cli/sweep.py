@@ -22,23 +22,24 @@ from grpo_recipes.sweep.spec import SweepSpec, is_axis, read_axes
 
 @command(
     "run a recipe at several values of some keys, and compare",
-    switch("--local", exclusive=True, help="run one after the other on this machine (the default)"),
-    switch("--slurm", exclusive=True, help="submit one array job, a task for each run"),
     option("--max-parallel", type=int, metavar="N", help="with --slurm: tasks that run at the same time"),
     *site_options(required=False),
     option("--name", help="name of the sweep; the run name or the recipe's by default"),
     option("--resume", metavar="DIR|last", help="run what is not completed in a sweep"),
     switch("--new", help="begin anew though the same sweep is not completed"),
     option("--cell", type=Path, help=argparse.SUPPRESS),  # a task of the array job
+    exclusive=(
+        switch("--local", help="run one after the other on this machine (the default)"),
+        switch("--slurm", help="submit one array job, a task for each run"),
+    ),
     takes_recipe=True,
     usage="[RECIPE] KEY=V1,V2 [KEY=1..3 ...] [options] [--KEY VALUE ...]",
     epilog="KEY=V1,V2 varies a recipe key, KEY=1..3 over whole numbers; --KEY VALUE sets one for all runs.",
 )
 def sweep(options: argparse.Namespace) -> int:
-    """Run a sweep, or submit it, or go on with one.
+    """Run a sweep, or submit it, or continue one.
 
-    Returns:
-        0, or the exit code of the first run that did not complete; 75 where a signal left runs over.
+    Return 0, or the exit code of the first run that did not complete; 75 where a signal left runs over.
     """
     if options.cell:
         return run_task(options.cell, os.environ)
@@ -56,15 +57,15 @@ def sweep(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse options without those that they need."""
-    problems = []
-    given = ["profile", *overrides(options)] if options.profile is not None else [*overrides(options)]
+    """Refuse options that need others which are missing."""
+    given = [*(["profile"] if options.profile is not None else []), *overrides(options)]
     given += ["max-parallel"] if options.max_parallel is not None else []
+    problems = []
     if options.slurm and options.profile is None:
         problems.append(Problem("--slurm", "no site is named", "add --profile slurm/profiles/SITE.yaml"))
     if not options.slurm:
-        fix = "add --slurm, or remove it"
-        problems += [Problem(f"--{name}", "changes nothing without --slurm", fix) for name in given]
+        what, fix = "changes nothing without --slurm", "add --slurm, or remove it"
+        problems += [Problem(f"--{name}", what, fix) for name in given]
     if options.max_parallel is not None and options.max_parallel < 1:
         problems.append(Problem("--max-parallel", f"is {options.max_parallel}", "write 1 or more"))
     if problems:
@@ -72,7 +73,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _split(options: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Return the words before the first flag, and the flags; the first word may stand in the recipe's place."""
+    """Return the words before the first flag, and the flags; the first word may be in the recipe's place."""
     first = next((place for place, word in enumerate(options.flags) if word.startswith("-")), len(options.flags))
     words, flags = options.flags[:first], options.flags[first:]
     if options.recipe and is_axis(options.recipe) and not os.path.isfile(options.recipe):

@@ -85,7 +85,7 @@ def _bare(value: str) -> str:
 
 
 def hub(machine: Machine) -> Finding:
-    """Whether the hub answers from here within 3 s, unless HF_HUB_OFFLINE says not to ask."""
+    """Whether the hub answers from here within 3 s, unless HF_HUB_OFFLINE forbids it."""
     if is_offline(machine.environment):
         return ok("not asked: HF_HUB_OFFLINE is set")
     fix = "fetch on a node that has a route: grpo fetch RECIPE; jobs then read with HF_HUB_OFFLINE=1"
@@ -132,17 +132,13 @@ def ports(machine: Machine) -> Finding:
 def _port(key: str, port: int, given: bool) -> Finding:
     if is_free("0.0.0.0", port):
         return ok(f"{port} free")
-    what = f"{port} ({key}) is held by {_holder(port)}"
+    pid = listener(port)
+    process = psutil.Process(pid) if pid else None
+    holder = f"{process.name()} (pid {pid}, user {process.username()})" if process else "a process of another user"
+    what = f"{port} ({key}) is held by {holder}"
     if given:
         return problem(what, f"free it, or name another {key}")
     return warning(what, "nothing: a launch takes the next free one")
-
-
-def _holder(port: int) -> str:
-    if pid := listener(port):
-        process = psutil.Process(pid)
-        return f"{process.name()} (pid {pid}, user {process.username()})"
-    return "a process of another user"
 
 
 def host_name(machine: Machine) -> Finding:
