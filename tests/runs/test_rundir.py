@@ -1,12 +1,15 @@
-"""The run directory: identity, finding it again, and the summary recomputed from metrics.jsonl."""
+"""The run directory: identity, finding it again, its lock, its rows, and the summary recomputed from them."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import re
 import stat
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -14,9 +17,14 @@ from grpo_recipes.errors import ConfigError
 from grpo_recipes.paths import home
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.runs.rundir import (
+    Progress,
+    Run,
     changed_code,
+    claim,
     find_run,
     finish_summary,
+    is_claimed,
+    move_rows_after,
     new_run,
     read_json,
     read_metrics,
@@ -165,3 +173,180 @@ def test_json_is_replaced_whole_whoever_reads_meanwhile(tmp_path):
 def test_a_missing_file_reads_as_empty(tmp_path):
     assert read_json(tmp_path / "none.json") == {}
     assert read_metrics(tmp_path) == []
+
+
+# --- two launches never work in one run directory ------------------------------------------------------------------
+
+
+def test_a_run_directory_is_claimed_once_and_free_again_afterwards(tmp_path: Path) -> None:
+    run = Run(tmp_path, {"run_name": "run"})
+    held = claim(run)
+
+    with pytest.raises(ConfigError, match="another launch is running"):
+        claim(run)
+
+    os.close(held)
+    os.close(claim(run))
+
+
+def test_looking_at_the_lock_keeps_no_launch_out(tmp_path: Path) -> None:
+    assert not is_claimed(tmp_path)
+    (tmp_path / "lock").touch()
+    looking = (tmp_path / "lock").open()
+    fcntl.flock(looking, fcntl.LOCK_SH)  # as is_claimed does, for the blink of an eye
+    assert not is_claimed(tmp_path)  # two that look do not take one another for a launch
+    threading.Timer(0.1, looking.close).start()
+    held = claim(Run(tmp_path, {}))
+    assert is_claimed(tmp_path)
+    os.close(held)
+    assert not is_claimed(tmp_path)
+
+
+def test_without_file_locks_nothing_is_known_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "no locks")
+
+    (tmp_path / "lock").touch()
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    assert not is_claimed(tmp_path)
+
+
+# --- rows past a checkpoint are moved aside, not lost --------------------------------------------------------------
+
+
+def write(folder, steps, torn=""):
+    (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in steps) + torn)
+
+
+def steps(folder, name="metrics.jsonl"):
+    path = folder / name
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("step", "torn", "kept", "moved"),
+    [
+        (3, "", [1, 2, 3], [4, 5]),
+        (3, '{"step": 6, "re', [1, 2, 3], [4, 5]),
+        (5, "", [1, 2, 3, 4, 5], []),
+        (5, '{"step": 6, "re', [1, 2, 3, 4, 5], []),
+        (9, "", [1, 2, 3, 4, 5], []),
+        (0, "", [], [1, 2, 3, 4, 5]),
+    ],
+)
+def test_rows_past_the_step_are_moved_and_a_torn_line_is_dropped(tmp_path, step, torn, kept, moved):
+    write(tmp_path, range(1, 6), torn)
+    assert move_rows_after(tmp_path, step) == len(moved)
+    assert steps(tmp_path) == kept
+    assert steps(tmp_path, "metrics.redone.jsonl") == moved
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 99}\n')
+    assert [row["step"] for row in read_metrics(tmp_path)] == [*kept, 99]
+
+
+def test_rows_moved_twice_are_all_kept_aside(tmp_path):
+    write(tmp_path, [1, 2, 3])
+    move_rows_after(tmp_path, 2)
+    write(tmp_path, [1, 2, 3, 4])
+    move_rows_after(tmp_path, 2)
+    assert steps(tmp_path, "metrics.redone.jsonl") == [3, 3, 4]
+
+
+def test_rows_of_evaluations_and_samples_are_moved_with_them(tmp_path):
+    for name in ("metrics.jsonl", "eval.jsonl", "samples.jsonl"):
+        write(tmp_path, [2, 2, 4])
+        (tmp_path / "metrics.jsonl").rename(tmp_path / name)
+    write(tmp_path, [1, 2, 3, 4])
+    assert move_rows_after(tmp_path, 2) == 2  # of metrics.jsonl
+    for name in ("eval", "samples"):
+        assert steps(tmp_path, f"{name}.jsonl") == [2, 2]
+        assert steps(tmp_path, f"{name}.redone.jsonl") == [4]
+
+
+def test_a_run_without_rows_has_nothing_to_move(tmp_path):
+    assert move_rows_after(tmp_path, 3) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- one line a step, from a file that another process writes ------------------------------------------------------
+
+
+def row(step, reward=0.5, last=100, **more):
+    phases = {f"seconds/{phase}": 0.1 for phase in ("sample", "score", "update", "sync")}
+    facts = {"step": step, "max_steps": last, "reward": reward, "tokens_per_second": 1234.0, "seconds/step": 1.0}
+    return json.dumps({**facts, **phases, **more}) + "\n"
+
+
+@pytest.fixture
+def metrics(tmp_path):
+    return tmp_path / "metrics.jsonl"
+
+
+def lines(progress):
+    return [progress.line(row) for row in progress.new_rows()]
+
+
+def append(path, text):
+    with path.open("a") as file:
+        file.write(text)
+
+
+def test_each_row_becomes_one_line_once(tmp_path, metrics):
+    progress = Progress(tmp_path)
+    assert lines(progress) == []
+    append(metrics, row(1, 0.25) + row(2, 0.75))
+    first, second = lines(progress)
+    assert first.startswith("step 1/100  reward 0.250  1234 tokens/s  sample 0.10s score 0.10s update 0.10s sync 0.10s")
+    assert second.startswith("step 2/100  reward 0.750")
+    assert "left 0:0" in first
+    assert lines(progress) == []
+
+
+def test_a_line_still_being_written_waits_for_its_end(tmp_path, metrics):
+    progress, text = Progress(tmp_path), row(1)
+    append(metrics, text[:20])
+    assert lines(progress) == []
+    append(metrics, text[20:])
+    assert len(lines(progress)) == 1
+
+
+def test_rows_of_an_earlier_attempt_are_not_shown_again(tmp_path, metrics):
+    append(metrics, row(1) + row(2))
+    progress = Progress(tmp_path)
+    append(metrics, row(3))
+    (line,) = lines(progress)
+    assert line.startswith("step 3/100")
+
+
+def test_steps_done_again_after_a_resume_are_shown(tmp_path, metrics):
+    append(metrics, "".join(row(step) for step in range(1, 6)) + '{"step": 6, "torn')
+    assert move_rows_after(tmp_path, 2) == 3  # as the launcher does before it follows the file
+    progress = Progress(tmp_path)
+    shown = lines(progress)
+    for step in range(3, 9):
+        append(metrics, row(step, entropy=0.123456789 * step))
+        shown += lines(progress)
+    assert [line.split("/")[0] for line in shown] == [f"step {step}" for step in range(3, 9)]
+
+
+def test_text_beyond_ascii_does_not_shift_the_place_in_the_file(tmp_path, metrics):
+    progress = Progress(tmp_path)
+    append(metrics, json.dumps({**json.loads(row(1)), "note": "ääää"}, ensure_ascii=False) + "\n")
+    assert len(lines(progress)) == 1
+    append(metrics, row(2))
+    assert [line.split("/")[0] for line in lines(progress)] == ["step 2"]
+
+
+@pytest.mark.parametrize(("reward", "shown"), [(None, "reward none"), ("nan", "reward nan"), (1, "reward 1.000")])
+def test_a_reward_that_is_no_number_is_shown_as_it_is(tmp_path, metrics, reward, shown):
+    progress = Progress(tmp_path)
+    append(metrics, row(1, reward))
+    (line,) = lines(progress)
+    assert shown in line
+
+
+def test_the_time_left_is_extrapolated_from_the_steps_seen(tmp_path, metrics):
+    progress = Progress(tmp_path)
+    append(metrics, row(1, last=3601, **{"seconds/step": 2.0}))
+    (line,) = lines(progress)
+    assert line.endswith("left 2:00:00")
