@@ -28,7 +28,7 @@ def source(kind: str, name: str, revision: str | None = "main", licence: str | N
     return {"kind": kind, "id": name, "revision": revision, "commit": "c" * 40, "licence": licence}
 
 
-def test_a_run_tells_what_it_was_made_from_and_what_came_out(run_dir: Path) -> None:
+def test_the_card_says_what_a_model_was_made_from_and_the_result(run_dir: Path) -> None:
     text = card_of(run_dir)
     assert front_matter(text) == {
         "base_model": "ada/base",

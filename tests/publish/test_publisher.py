@@ -147,7 +147,7 @@ def test_a_checkpoint_that_comes_during_a_push(
     assert len(hub.repos[SUMS].messages) == 1 + len(pushed)
 
 
-def test_a_push_that_fails_is_told_and_loses_nothing(
+def test_a_push_that_fails_is_reported_and_loses_nothing(
     start: Start, checkpoint: Checkpoint, run_dir: Path, hub: FakeHub, said: list[str]
 ) -> None:
     hub.failing = {"/commit/": 3}
@@ -216,7 +216,7 @@ def test_a_complete_run_does_not_fail_for_its_card(start: Start, run_dir: Path) 
     assert hand_over(start("end"), run_dir).startswith("; NOT published (IsADirectoryError")
 
 
-def test_a_failed_run_tells_what_it_published_before(
+def test_a_failed_run_reports_what_it_published_before(
     start: Start, checkpoint: Checkpoint, run_dir: Path, said: list[str]
 ) -> None:
     publisher = start("every_save")

@@ -84,7 +84,7 @@ def test_it_is_tried_three_times(push, hub: FakeHub, tmp_path: Path, failures: i
     assert WRITER not in said
 
 
-def test_a_login_that_has_gone_bad_is_told(push, hub: FakeHub, tmp_path: Path) -> None:
+def test_a_login_that_has_gone_bad_is_reported(push, hub: FakeHub, tmp_path: Path) -> None:
     write(tmp_path / "model", MODEL)
     del hub.users[WRITER]
     code, said, result = push({str(tmp_path / "model"): ""}, waits=())
@@ -186,7 +186,7 @@ def test_without_the_hub_the_way_to_publish_later_is_named(ask, how: dict[str, s
         ask(environment=how)
 
 
-def test_a_public_repository_is_told_of(ask, hub: FakeHub) -> None:
+def test_a_public_repository_is_reported(ask, hub: FakeHub) -> None:
     hub.add("model", "ada/sums", {"README.md": b"mine"})
     assert ask().note == "ada/sums exists and is public: hub_private_repo is for repositories that are made"
     assert ask(hub_private_repo=False).note == ""
@@ -194,12 +194,12 @@ def test_a_public_repository_is_told_of(ask, hub: FakeHub) -> None:
     assert ask().note == ""
 
 
-def test_a_hub_that_does_not_tell_of_the_repository_is_no_reason_to_fail(ask, hub: FakeHub) -> None:
+def test_a_hub_that_does_not_describe_the_repository_stops_nothing(ask, hub: FakeHub) -> None:
     hub.add("model", "ada/sums", {"README.md": b"mine"})
     hub.failing = {"/api/models/ada/sums": 100}
     assert ask().note == "whether ada/sums exists and is public could not be asked (HTTP 500)"
 
 
-def test_the_trainer_is_told_not_to_push(planned, option) -> None:
+def test_the_trainer_does_not_push(planned, option) -> None:
     assert option(planned(push_to_hub=True).process("trainer").argv, "--push_to_hub") == "false"
     assert "--push_to_hub" not in planned().process("trainer").argv

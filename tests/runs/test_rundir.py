@@ -87,7 +87,7 @@ def test_the_last_run_and_a_named_run_are_found(tmp_path):
 
 
 @pytest.mark.parametrize("which", ["last", "no-such-folder", ".", "", "/dev/null", "a" * 300])
-def test_what_is_no_run_is_refused(tmp_path, monkeypatch, which):
+def test_a_folder_that_is_not_a_run_is_refused(tmp_path, monkeypatch, which):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as refused:
         find_run(tmp_path, which)
@@ -119,7 +119,7 @@ def test_rewards_of_the_summary_are_the_first_3_and_the_last_5_rows(tmp_path, co
 
 
 @pytest.mark.parametrize("line", ["{", "[]", "3", '{"reward": 1}', '{"step": "x"}'])
-def test_a_whole_line_that_is_no_row_is_told(tmp_path, line):
+def test_a_whole_line_that_is_not_a_row_is_damage(tmp_path, line):
     write_rows(tmp_path, [0.0])
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(f"{line}\n")
@@ -338,7 +338,7 @@ def test_text_beyond_ascii_does_not_shift_the_place_in_the_file(tmp_path, metric
 
 
 @pytest.mark.parametrize(("reward", "shown"), [(None, "reward none"), ("nan", "reward nan"), (1, "reward 1.000")])
-def test_a_reward_that_is_no_number_is_shown_as_it_is(tmp_path, metrics, reward, shown):
+def test_a_reward_that_is_not_a_number_is_shown(tmp_path, metrics, reward, shown):
     progress = Progress(tmp_path)
     append(metrics, row(1, reward))
     (line,) = lines(progress)

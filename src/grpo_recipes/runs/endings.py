@@ -92,9 +92,8 @@ def ending(run: Run) -> Finding:
     if status == "running" and run.is_running():
         return ok(f"running, {len(run.rows)} steps so far")
     if status == "running":
-        return problem(
-            f"the launcher was killed after {len(run.rows)} steps, without a word", f"continue with {resume}"
-        )
+        what = f"the launcher was killed after {len(run.rows)} steps, before it could say why"
+        return problem(what, f"continue with {resume}")
     what = f"{status} with exit code {code} after {steps}: {run.cause or 'no cause noted'}"
     if status == "requeued":
         return ok(f"{what}; Slurm starts it again")

@@ -137,7 +137,7 @@ def percent(share: float) -> str:
 
 
 class _Filled(Facts):
-    """What the texts of a rule are filled with: its facts, and recipe keys as in "beta (now 0.04)"."""
+    """Fill the texts of a rule with its facts, and with recipe keys as in "beta (now 0.04)"."""
 
     def __init__(self, value: Value, facts: Facts):
         super().__init__(facts)
@@ -150,7 +150,7 @@ class _Filled(Facts):
 
 @dataclass
 class _Streak:
-    """In how many rows something was true. Rows that say nothing about it are passed over."""
+    """Count the rows in which something was true. Rows that say nothing about it are passed over."""
 
     count: int = 0  # in a row, up to now
     first: int = 0  # step of the first of those
@@ -175,7 +175,7 @@ class _Streak:
 
 @dataclass
 class _Metric:
-    """The first and the last values of a metric, each with its step."""
+    """Keep the first and the last values of a metric, each with its step."""
 
     begin: list[tuple[int, float]] = field(default_factory=list)  # FEW
     window: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MANY))
@@ -229,7 +229,7 @@ _METRICS = (
 
 @dataclass(frozen=True)
 class _Rule:
-    """One way in which a run does not learn; ``words`` and ``remedy`` name facts of the rule and recipe keys."""
+    """A way in which a run does not learn; ``words`` and ``remedy`` name facts of the rule and recipe keys."""
 
     name: str
     facts: Callable[[Health, int], Facts | None]  # those by which it is true, by this many rows at least
