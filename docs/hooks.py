@@ -115,7 +115,7 @@ def maxent_keys_table() -> str:
     rows = []
     for key, entry in keys.catalogue().items():
         if key.startswith("maxent_"):
-            readers = [name for name, objective in OBJECTIVES.items() if key in objective.keys]
+            readers = [name for name, objective in OBJECTIVES.items() if key not in objective.unread]
             readers = ["all"] if len(readers) == len(OBJECTIVES) else [f"`{name}`" for name in readers]
             linked = f"[`{key}`](configuration.md#grpoconfig)"
             rows.append((linked, ", ".join(readers), f"`{_default(entry)}`", _text(entry["help"])))

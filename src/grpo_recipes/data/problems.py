@@ -1,7 +1,4 @@
-"""From rows to problems: ``prompt`` (chat messages), ``answer`` (a text) and the other columns a reward may want.
-
-``mixed`` joins the problems of several datasets.
-"""
+"""From rows to problems: ``prompt`` (a chat), ``answer`` (a text), others for rewards; several datasets joined."""
 
 from __future__ import annotations
 
@@ -73,10 +70,7 @@ class Counts:
 def problems(
     rows: Rows, source: DataSource, args: ScriptArguments, counts: Counts, batch_rows: int = BATCH_ROWS
 ) -> Problems:
-    """Shape the rows of a dataset or a stream into problems, ``batch_rows`` at a time, and add to ``counts``.
-
-    Raises ConfigError where a column is missing, and later where a value is neither a text nor a chat.
-    """
+    """Shape rows into problems, ``batch_rows`` at a time, and count; refuse what is neither a text nor a chat."""
     names = column_names(rows)
     if not names:
         raise config_error(f"'{source.id}'", "the dataset has no rows", "name a dataset with rows")
@@ -178,10 +172,7 @@ def _with_system(messages: list[Message], args: ScriptArguments, counts: Counts)
 
 
 def chat_of(value: Any, source: DataSource) -> list[Message]:
-    """Return a prompt, a text or a list of messages ``{role, content}``, as chat messages; none when it is empty.
-
-    Raises ConfigError where it is neither, or a chat that ends with the assistant's turn.
-    """
+    """Return a prompt, a text or messages ``{role, content}``, as a chat, empty where it is; refuse anything else."""
     if not isinstance(value, list):
         text = _text(value, source.prompt, source.keys[0], source)
         return [{"role": "user", "content": text}] if text.strip() else []
@@ -244,10 +235,7 @@ def mixed(args: ScriptArguments, counts: Counts, fetched: Fetched | None = None)
 
 
 def _split(rows: Dataset, size: float) -> tuple[Dataset, Dataset]:
-    """Split shuffled rows in those to train on and the first ones, held out; rows of one prompt stay together.
-
-    ``size`` is a share below 1, or a number of rows.
-    """
+    """Hold out the first ``size`` of shuffled rows, a share or a number; all rows of a prompt are on one side."""
     wanted = max(1, round(size * len(rows))) if size < 1 else int(size)
     groups: dict[bytes, list[int]] = {}
     for index, prompt in enumerate(rows["prompt"]):

@@ -38,7 +38,7 @@ _COLUMN_KEYS = ("dataset_prompt_column", "dataset_solution_column")
 
 @dataclass(frozen=True)
 class DataSource:
-    """One dataset of a recipe, and the columns that the recipe wants."""
+    """One dataset of a recipe, and the columns that the recipe reads."""
 
     id: str  # hub id, file or folder
     config: str | None
@@ -63,10 +63,7 @@ def mixture_source(entry: DatasetConfig, args: ScriptArguments) -> DataSource:
 
 
 def eval_source(args: ScriptArguments) -> DataSource:
-    """Return what ``eval_dataset_name`` names, or else ``dataset_test_split`` of ``dataset_name``.
-
-    Raises ConfigError where ``dataset_name`` is a single file, of which no part is kept apart.
-    """
+    """Return ``eval_dataset_name``, else ``dataset_test_split`` of ``dataset_name``, unless it is one file."""
     first, second = (f"eval_{key}" if getattr(args, f"eval_{key}") else key for key in _COLUMN_KEYS)
     name, config, split = args.eval_dataset_name, args.eval_dataset_config, args.eval_dataset_split
     if not name:
@@ -110,10 +107,7 @@ def read_rows(
 
 
 def rows_of(source: DataSource, args: ScriptArguments, fetched: Fetched | None = None) -> Rows:
-    """Return the rows of a dataset that a recipe names: read, or made where it is ``modebench:...`` or ``smoke:...``.
-
-    Raises ConfigError where it cannot be read, or there are too few problems of the kind asked for.
-    """
+    """Return the rows of a dataset that a recipe names: read, or made for ``modebench:...`` and ``smoke:...``."""
     if source.id.startswith(smoke.SMOKE_SCHEME):
         return Dataset.from_list(smoke.split()[source.split == "test"])
     if not source.id.startswith(SCHEME):

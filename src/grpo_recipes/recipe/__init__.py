@@ -80,10 +80,7 @@ def read_frozen(path: Path, flags: Iterable[str] = (), environment: Mapping[str,
 
 
 def read_recipe(path: Path, flags: Iterable[str] = (), environment: Mapping[str, str] | None = None) -> Recipe:
-    """Read a recipe, and the flags and variables that override it.
-
-    A ConfigError reports every unknown key, duplicate, wrong type, value out of range and secret at once.
-    """
+    """Read a recipe and what overrides it; a ConfigError reports everything that is wrong at once."""
     recipe, problems = merge_recipe(path, flags, environment)
     if problems:
         raise ConfigError(*problems)

@@ -7,7 +7,6 @@ queue, and then fail on the typo of a column.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,15 +15,8 @@ from typing import Any
 
 from grpo_recipes.errors import ConfigError, Problem
 from grpo_recipes.modebench.dataset import COLUMNS, SCHEME, SPLITS, TASKS, Settings, TooFew, rows
-from grpo_recipes.recipe import BrokenKey, Recipe, in_order, merge_recipe
+from grpo_recipes.recipe import BrokenKey, Recipe, in_order, learning, merge_recipe
 from grpo_recipes.recipe.datafiles import BUILDERS, RESERVED_COLUMNS, columns_of, has_splits, is_saved
-from grpo_recipes.recipe.learning import (
-    float32_fix,
-    lost_updates,
-    mixed_precision,
-    trains_weights_as_loaded,
-    updates_float32,
-)
 from grpo_recipes.recipe.registry import REWARDS, benchmark_columns, benchmark_problem, is_file
 from grpo_recipes.recipe.rules import RULES, broken_rules, evaluation_set, modebench_tasks
 from grpo_recipes.recipe.tasks import RequestedTask, with_task
@@ -77,39 +69,32 @@ def _rounded_away(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Pr
     Of ``dtype: auto`` and of a ``CONFIG_FILE`` the trainer decides (``trainers.rank``); ``accelerator: auto`` takes one
     that keeps float32 weights.
     """
-    accelerator, mixed = recipe["accelerator"], mixed_precision(recipe)
-    if environment.get("CONFIG_FILE") or accelerator == "auto" or updates_float32(accelerator, mixed):
+    accelerator, mixed = recipe["accelerator"], learning.mixed_precision(recipe)
+    if environment.get("CONFIG_FILE") or accelerator == "auto" or learning.updates_float32(accelerator, mixed):
         return
-    lost = lost_updates(recipe["dtype"] or "auto", recipe["learning_rate"], recipe["optim"], recipe["optim_args"])
-    if lost and trains_weights_as_loaded(recipe):
+    lost = learning.lost_updates(
+        recipe["dtype"] or "auto", recipe["learning_rate"], recipe["optim"], recipe["optim_args"]
+    )
+    if lost and learning.trains_weights_as_loaded(recipe):
         of_copies = "lora_modules_to_save: " if recipe["use_peft"] else ""
         what = f"{of_copies}{lost}, and accelerator: {accelerator} keeps no float32 copy"
-        yield recipe.problem("accelerator", what, float32_fix(mixed))
+        yield recipe.problem("accelerator", what, learning.float32_fix(mixed))
 
 
-def _rewards(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
-    """Check each reward: a name of ours, or the user's, whose code is read and not run."""
-    for name in dict.fromkeys(recipe["reward_funcs"]):
-        if ":" in name:
-            yield from _user_code(recipe, "reward_funcs", name, "rewards")
-        elif name not in REWARDS:
-            fix = f"write one of {', '.join(sorted(REWARDS))}, or your own as module:function or file.py:function"
-            if "." in name:
-                fix = f"write {name}:function" if name.endswith(".py") else f"write {':'.join(name.rsplit('.', 1))}"
-            yield recipe.problem("reward_funcs", f"no reward '{name}'", fix)
-
-
-def _callbacks(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
-    for spec in recipe["callbacks"]:
-        yield from _user_code(recipe, "callbacks", spec, "callbacks")
-
-
-def _user_code(recipe: Recipe, key: str, spec: str, copies: str) -> Iterator[Problem]:
-    """Check the user's code, which a run has a copy of from its beginning."""
+def _user_code(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
+    """Check rewards and callbacks: the user's code is read and not run, and a run keeps a copy of it."""
     run = recipe.path.parent
-    copied = (run / "run.json").exists() and copy_path(spec, run / copies).exists()
-    if not copied and (problem := problem_with(spec, recipe.place(key))):
-        yield problem
+    for key, copies in (("reward_funcs", "rewards"), ("callbacks", "callbacks")):
+        for name in dict.fromkeys(recipe[key]):
+            if ":" in name or key == "callbacks":
+                copied = (run / "run.json").exists() and copy_path(name, run / copies).exists()
+                if not copied and (problem := problem_with(name, recipe.place(key))):
+                    yield problem
+            elif name not in REWARDS:
+                fix = f"write one of {', '.join(sorted(REWARDS))}, or your own as module:function or file.py:function"
+                if "." in name:
+                    fix = f"write {name}:function" if name.endswith(".py") else f"write {':'.join(name.rsplit('.', 1))}"
+                yield recipe.problem(key, f"no reward '{name}'", fix)
 
 
 def _benchmarks(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
@@ -117,17 +102,13 @@ def _benchmarks(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
         if problem := benchmark_problem(name, recipe.place("benchmarks")):
             yield problem
         elif is_file(name):
-            path = Path(os.path.expanduser(name))
-            with path.open(encoding="utf-8", errors="replace") as file:
-                first = file.readline()
             try:
-                names = list(dict(json.loads(first)))
-            except (ValueError, TypeError):
-                what = f"'{path}' does not begin with a JSON object"
-                yield recipe.problem("benchmarks", what, "write one a line")
+                names = columns_of(Path(os.path.expanduser(name)))
+            except (OSError, ValueError) as error:
+                yield recipe.problem("benchmarks", str(error), "write one JSON object a line")
                 continue
-            if benchmark_columns(names, (recipe[_COLUMNS[0]], recipe[_COLUMNS[1]])) is None:
-                what = f"'{path.name}' has the columns {', '.join(names)}, not problem and answer"
+            if names and benchmark_columns(names, (recipe[_COLUMNS[0]], recipe[_COLUMNS[1]])) is None:
+                what = f"'{name}' has the columns {', '.join(names)}, not problem and answer"
                 fix = "rename them, or name them as dataset_prompt_column and dataset_solution_column"
                 yield recipe.problem("benchmarks", what, fix)
 
@@ -168,7 +149,7 @@ def _mixture_entry(recipe: Recipe, entry: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _evaluation_data(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
-    """Check the dataset evaluated on, where ``eval_strategy`` wants one."""
+    """Check the dataset evaluated on, where ``eval_strategy`` needs one."""
     if evaluation_set(recipe):
         keys = [f"eval_{key}" if recipe[f"eval_{key}"] else key for key in _COLUMNS]
         name, config, split = (recipe[f"eval_dataset_{part}"] for part in ("name", "config", "split"))
@@ -185,10 +166,7 @@ def _evaluation_data(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
 
 
 def _dataset(where: str, name: str, config: str | None, split: str, columns: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield what is wrong with the dataset named at ``where``, as far as the heads of its files show.
-
-    ``columns``: each one that is needed, with the place that names it.
-    """
+    """Yield what is wrong with a dataset, as the heads of its files show; ``columns`` has the place that names each."""
     path = Path(os.path.expanduser(name))
     found: Iterable[str] | None = None
     if name.startswith(SMOKE_SCHEME):
@@ -249,5 +227,5 @@ def too_few(settings: Settings, found: int) -> tuple[str, str, str]:
 
 
 _RULES: tuple[Callable[[Recipe, Mapping[str, str]], Iterator[Problem]], ...] = (
-    _model, _rounded_away, _rewards, _callbacks, _benchmarks, _training_data, _evaluation_data, _modebench_sizes,
+    _model, _rounded_away, _user_code, _benchmarks, _training_data, _evaluation_data, _modebench_sizes,
 )  # fmt: skip

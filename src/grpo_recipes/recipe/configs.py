@@ -33,57 +33,32 @@ TRL_CHOICES: dict[str, list[str]] = {
     "save_strategy": ["no", "steps", "epoch"],
 }
 
-# Limits of keys, ours and TRL's, which no type of a dataclass holds and argparse does not know: least, most, keys.
+# Limits of TRL's keys, which no type of a dataclass holds: least, most, keys. Those of ours are beside the fields.
 # Where torch, TRL or vLLM refuse a number too, they do so after the server has started.
 _LIMITS: tuple[tuple[float | None, float | None, str], ...] = (
     (1, None,
-     "max_prompt_length num_processes prompts_per_step vllm_tensor_parallel_size vllm_max_model_length save_steps "
-     "save_total_limit max_completion_length per_device_train_batch_size per_device_eval_batch_size "
-     "gradient_accumulation_steps num_iterations max_train_prompts eval_max_prompts modebench_prompts "
-     "modebench_test_prompts modebench_min_modes modebench_max_modes benchmark_samples benchmark_max_problems "
-     "repetition_n_grams cosine_max_len soft_punish_cache reward_workers lora_r lora_alpha steps_per_generation "
-     "generation_batch_size num_generations_eval"),
+     "max_completion_length per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps "
+     "num_iterations lora_r lora_alpha steps_per_generation generation_batch_size num_generations_eval"),
     (0.0, None,
-     "weight_guard_tolerance learning_rate beta epsilon benchmark_temperature maxent_tau maxent_beta "
-     "maxent_q_epsilon maxent_target_weight_entropy weight_decay max_grad_norm warmup_steps num_train_epochs "
-     "epsilon_high eval_steps eval_delay"),
-    (0, None,
-     "server_restarts max_requeues modebench_seed report_samples maxent_tau_warmup_steps dataloader_num_workers "
-     "num_completions_to_print"),
-    (1.0, None,
-     "server_request_timeout vllm_server_timeout server_stall_timeout stall_timeout kl_horizon "
-     "maxent_target_eff_rollouts"),
-    (1e-06, None, "temperature maxent_q_temperature maxent_tau_lr repetition_penalty"),
-    (1e-09, None, "kl_target maxent_tau_min maxent_tau_max"),
-    (2, None, "num_generations"),
-    (0.01, None, "reward_timeout"),
-    (0.1, None, "reward_memory_gib"),
-    (-1, None, "top_k"),
-    (None, 0.0, "repetition_max_penalty"),
-    (1e-06, 0.99, "kl_ctl_step_size"),
-    (0.0, 0.99, "lora_dropout"),
-    (1, 1, "logging_steps"),
-    (0.0, 1.0, "top_p reward_max_no_verdict adam_beta1 adam_beta2 min_p ref_model_mixup_alpha top_entropy_quantile"),
-    (0.0001, 1.0, "eval_subsample DatasetConfig.weight"),
-    (0.05, 1.0, "vllm_gpu_memory_utilization"),
-    (3, 12, "modebench_vertices"),
-    (5, 30, "modebench_largest_number"),
-    (3, 4, "modebench_numbers"),
+     "learning_rate beta epsilon epsilon_high weight_decay max_grad_norm warmup_steps num_train_epochs eval_steps "
+     "eval_delay"),
+    (0, None, "dataloader_num_workers num_completions_to_print"),
     (0, 2**32 - 1, "seed"),  # numpy takes no other
-    (1024, 65535, "main_process_port vllm_server_port vllm_group_port"),
-    (1, 8, "modebench_hidden"),
+    (1e-06, None, "temperature repetition_penalty"),
+    (2, None, "num_generations"),
+    (-1, None, "top_k"),
+    (0.0, 1.0, "top_p adam_beta1 adam_beta2 min_p ref_model_mixup_alpha top_entropy_quantile"),
 )  # fmt: skip
 RANGES: dict[str, dict[str, float]] = {
     name: {end: limit for end, limit in (("min", least), ("max", most)) if limit is not None}
     for least, most, names in _LIMITS
     for name in names.split()
 }
-RANGES["maxent_tau"]["infinite"] = True  # of all numbers this one alone may be .inf
 
 
-def _key(default: Any, help: str, choices: list[str] | None = None) -> Any:
-    """Return a field with its help line and choices."""
-    metadata = {"help": help, "choices": choices} if choices else {"help": help}
+def _key(default: Any, help: str, **limits: Any) -> Any:
+    """Return a field with its help line, and what the catalogue holds of its limits: min, max, infinite, choices."""
+    metadata = {"help": help, **limits}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -103,34 +78,36 @@ class ScriptArguments(trl.ScriptArguments):
     system_prompt: str | None = _key(None, "System message put before every prompt that has none.")
     chat_template: str | None = _key(None, "Jinja chat template that replaces the tokenizer's own.")
     max_prompt_length: int | None = _key(None,
-        "Longest prompt in tokens after rendering; longer ones are dropped and counted.")
+        "Longest prompt in tokens after rendering; longer ones are dropped and counted.", min=1)
     max_train_prompts: int | None = _key(None,
-        "Prompts kept, the first of a seeded shuffle; with dataset_streaming the first rows read.")
+        "Prompts kept, the first of a seeded shuffle; with dataset_streaming the first rows read.", min=1)
     eval_dataset_name: str | None = _key(None,
         "Dataset evaluated on; by default dataset_test_split of dataset_name, or the mixture's test_split_size.")
     eval_dataset_config: str | None = _key(None, "Configuration of the evaluation dataset.")
     eval_dataset_split: str = _key("test", "Split of eval_dataset_name evaluated on.")
     eval_dataset_prompt_column: str | None = _key(None, "As dataset_prompt_column, which is the default.")
     eval_dataset_solution_column: str | None = _key(None, "As dataset_solution_column, which is the default.")
-    eval_subsample: float = _key(0.1, "Share of the evaluation set that is used, drawn by seed.")
-    eval_max_prompts: int = _key(1000, "Most evaluation prompts after eval_subsample.")
-    modebench_prompts: int = _key(384, "Problems of a modebench dataset to train on.")
-    modebench_test_prompts: int = _key(128, "Problems of its test split, none of them in training.")
-    modebench_seed: int = _key(0, "Seed by which the problems of a modebench dataset are drawn.")
-    modebench_min_modes: int = _key(2, "Fewest right answers of a modebench problem; 1 for those with a single one.")
-    modebench_max_modes: int = _key(24, "Most right answers of a modebench problem.")
-    modebench_numbers: int = _key(3, "Countdown: numbers of a problem, 3 or 4.")
+    eval_subsample: float = _key(0.1, "Share of the evaluation set that is used, drawn by seed.", min=0.0001, max=1.0)
+    eval_max_prompts: int = _key(1000, "Most evaluation prompts after eval_subsample.", min=1)
+    modebench_prompts: int = _key(384, "Problems of a modebench dataset to train on.", min=1)
+    modebench_test_prompts: int = _key(128, "Problems of its test split, none of them in training.", min=1)
+    modebench_seed: int = _key(0, "Seed by which the problems of a modebench dataset are drawn.", min=0)
+    modebench_min_modes: int = _key(2,
+        "Fewest right answers of a modebench problem; 1 for those with a single one.", min=1)
+    modebench_max_modes: int = _key(24, "Most right answers of a modebench problem.", min=1)
+    modebench_numbers: int = _key(3, "Countdown: numbers of a problem, 3 or 4.", min=3, max=4)
     modebench_largest_number: int | None = _key(None,
-        "Countdown: the largest number, at most 14 with four of them; by default 24, or 12 with four.")
-    modebench_vertices: int = _key(8, "Graph colouring: vertices of a graph.")
+        "Countdown: the largest number, at most 14 with four of them; by default 24, or 12 with four.", min=5, max=30)
+    modebench_vertices: int = _key(8, "Graph colouring: vertices of a graph.", min=3, max=12)
     modebench_hidden: int = _key(5,
-        "Graph colouring: vertices without a colour; with more of them guessing is worth less.")
+        "Graph colouring: vertices without a colour; with more of them guessing is worth less.", min=1, max=8)
     benchmarks: list[str] = _key([],
         "Benchmarks run on the final model: names listed by `grpo keys --benchmarks`, or .jsonl files with problem "
         "and answer columns.")
-    benchmark_samples: int = _key(1, "Completions of each benchmark problem (k of pass@k).")
-    benchmark_max_problems: int | None = _key(None, "Most problems of one benchmark, drawn by seed; all by default.")
-    benchmark_temperature: float = _key(0.6, "Sampling temperature of benchmarks; 0 is greedy.")
+    benchmark_samples: int = _key(1, "Completions of each benchmark problem (k of pass@k).", min=1)
+    benchmark_max_problems: int | None = _key(None,
+        "Most problems of one benchmark, drawn by seed; all by default.", min=1)
+    benchmark_temperature: float = _key(0.6, "Sampling temperature of benchmarks; 0 is greedy.", min=0.0)
     callbacks: list[str] = _key([],
         "Trainer callbacks of your own: module:Class or file.py:Class, made without arguments.")
     reward_funcs: list[str] = _key(["pure_accuracy_math"],
@@ -143,25 +120,29 @@ class ScriptArguments(trl.ScriptArguments):
     cosine_min_value_correct: float = _key(0.5, "cosine_length: reward of a right completion of length cosine_max_len.")
     cosine_max_value_correct: float = _key(1.0, "cosine_length: reward of a right completion of length 0.")
     cosine_max_len: int | None = _key(None,
-        "cosine_length: longest length in tokens; max_completion_length by default.")
-    repetition_n_grams: int = _key(3, "repetition_penalty: words of the n-grams counted.")
-    repetition_max_penalty: float = _key(-1.0, "repetition_penalty: reward of a completion that only repeats itself.")
+        "cosine_length: longest length in tokens; max_completion_length by default.", min=1)
+    repetition_n_grams: int = _key(3, "repetition_penalty: words of the n-grams counted.", min=1)
+    repetition_max_penalty: float = _key(-1.0,
+        "repetition_penalty: reward of a completion that only repeats itself.", max=0.0)
     soft_punish_cache: int | None = _key(None,
-        "soft_overlong: last tokens before max_completion_length in which the penalty grows from 0 to -1.")
+        "soft_overlong: last tokens before max_completion_length in which the penalty grows from 0 to -1.", min=1)
     reward_isolation: str = _key("completion",
         "Your own rewards: called a completion at a time in a child process with the limits below (completion), or on "
         "the whole batch inside the trainer, without limits (none).", choices=["completion", "none"])
-    reward_timeout: float = _key(5.0, "Seconds a reward in a child process may take for one completion.")
-    reward_memory_gib: float = _key(4.0, "Memory in GiB that a reward's child process may take.")
-    reward_workers: int | None = _key(None, "Child processes for rewards; by default one per two cores, at most 8.")
+    reward_timeout: float = _key(5.0, "Seconds a reward in a child process may take for one completion.", min=0.01)
+    reward_memory_gib: float = _key(4.0, "Memory in GiB that a reward's child process may take.", min=0.1)
+    reward_workers: int | None = _key(None,
+        "Child processes for rewards; by default one per two cores, at most 8.", min=1)
     reward_max_no_verdict: float = _key(0.5,
-        "Share of a step's completions left unscored (time limit, crash, not a number) that ends the run.")
+        "Share of a step's completions left unscored (time limit, crash, not a number) that ends the run.",
+        min=0.0, max=1.0)
     run_root: str = _key("runs", "Folder in which the run directory <run_name>-<timestamp> is made.")
     accelerator: str = _key("auto",
         "How training processes share the model: TRL's packaged accelerate file of that name.",
         choices=["auto", "single", "ddp", "zero2", "zero3", "fsdp2"])
-    num_processes: int | None = _key(None, "Training processes; by default one per training GPU, one on CPU.")
-    main_process_port: int | None = _key(None, "Rendezvous port of the training processes; 29525 outside Slurm.")
+    num_processes: int | None = _key(None, "Training processes; by default one per training GPU, one on CPU.", min=1)
+    main_process_port: int | None = _key(None,
+        "Rendezvous port of the training processes; 29525 outside Slurm.", min=1024, max=65535)
 
 
 @dataclass
@@ -173,7 +154,8 @@ class DatasetConfig:
     split: str = _key("train", "Split that is read.")
     columns: list[str] | None = _key(None,
         "Prompt and solution column, then others kept for rewards; by default the recipe's two and all scalar ones.")
-    weight: float | None = _key(None, "Share of its rows that is used, drawn by seed; all by default.")
+    weight: float | None = _key(None,
+        "Share of its rows that is used, drawn by seed; all by default.", min=0.0001, max=1.0)
 
 
 @dataclass
@@ -190,26 +172,28 @@ class GRPOConfig(trl.GRPOConfig):
     """TRL's GRPO options plus the batch of the experiment, the weight bridge and its guard."""
 
     prompts_per_step: int | None = _key(None,
-        "Prompts of one optimizer step over all devices; per-device size and accumulation follow from it.")
+        "Prompts of one optimizer step over all devices; per-device size and accumulation follow from it.", min=1)
     weight_sync: str = _key("auto",
         "How new weights reach the server: nccl between GPUs, file (safetensors in shared memory) on CPU.",
         choices=["auto", "nccl", "file"])
     weight_guard: bool = _key(True,
         "After every sync prove that the server holds and uses the trainer's weights, or stop the run.")
     weight_guard_tolerance: float | None = _key(None,
-        "Largest mean |log-prob difference| between server and trainer; by default 1e-3 in float32, 5e-2 in bfloat16.")
+        "Largest mean |log-prob difference| between server and trainer; by default 1e-3 in float32, 5e-2 in bfloat16.",
+        min=0.0)
     seed_server: bool | None = _key(None,
         "One sampling seed per prompt and step, so that a CPU run samples the same tokens again; on CPU by default.")
     server_request_timeout: float = _key(1800.0,
-        "Longest wait in seconds for one answer of the vLLM server, which then counts as lost.")
-    vllm_server_timeout: float = _key(600.0, "Longest wait in seconds for the vLLM server to be ready.")
+        "Longest wait in seconds for one answer of the vLLM server, which then counts as lost.", min=1.0)
+    vllm_server_timeout: float = _key(600.0, "Longest wait in seconds for the vLLM server to be ready.", min=1.0)
     server_restarts: int = _key(2,
-        "Times a dead or hung vLLM server is started again in one attempt, a step between each; 0 never.")
+        "Times a dead or hung vLLM server is started again in one attempt, a step between each; 0 never.", min=0)
     server_stall_timeout: float = _key(300.0,
-        "Seconds the vLLM server may make no token while it is waited for before it counts as hung.")
+        "Seconds the vLLM server may make no token while it is waited for before it counts as hung.", min=1.0)
     stall_timeout: float = _key(3600.0,
-        "Seconds a training process may stay in one phase before the run ends with the stacks of all of them.")
-    max_requeues: int = _key(100, "Times Slurm may start the job again after the run was stopped to go on later.")
+        "Seconds a training process may stay in one phase before the run ends with the stacks of all of them.", min=1.0)
+    max_requeues: int = _key(100,
+        "Times Slurm may start the job again after the run was stopped to go on later.", min=0)
     vllm_mode: str = _key("server",
         "server: vLLM on the first GPUs, training on the others; colocate: vLLM inside every training process.",
         choices=["server", "colocate"])
@@ -218,14 +202,15 @@ class GRPOConfig(trl.GRPOConfig):
     vllm_node: str = _key("shared",
         "In a job on several nodes: shared: trainers have the first node's other GPUs; own: the server has that node.",
         choices=["shared", "own"])
-    vllm_server_port: int = _key(8000, "Port of the vLLM server.")
-    vllm_group_port: int = _key(51216, "Port of the NCCL group that carries the weights.")
+    vllm_server_port: int = _key(8000, "Port of the vLLM server.", min=1024, max=65535)
+    vllm_group_port: int = _key(51216, "Port of the NCCL group that carries the weights.", min=1024, max=65535)
     vllm_gpu_memory_utilization: float = _key(0.9,
-        "Share of GPU memory vLLM may use: 0.90 on its own GPU, about 0.3 when colocated.")
-    vllm_tensor_parallel_size: int = _key(1, "GPUs one vLLM model is split over.")
-    vllm_max_model_length: int | None = _key(None, "Longest prompt plus completion in tokens the server accepts.")
-    logging_steps: float = _key(1, "Always 1: one row of metrics.jsonl per optimizer step.")
-    save_steps: float = _key(100, "Optimizer steps between checkpoints.")
+        "Share of GPU memory vLLM may use: 0.90 on its own GPU, about 0.3 when colocated.", min=0.05, max=1.0)
+    vllm_tensor_parallel_size: int = _key(1, "GPUs one vLLM model is split over.", min=1)
+    vllm_max_model_length: int | None = _key(None,
+        "Longest prompt plus completion in tokens the server accepts.", min=1)
+    logging_steps: float = _key(1, "Always 1: one row of metrics.jsonl per optimizer step.", min=1, max=1)
+    save_steps: float = _key(100, "Optimizer steps between checkpoints.", min=1)
     push_to_hub: bool = _key(False, "Publish the model on the hub, as hub_strategy says; needs a login that may write.")
     hub_model_id: str | None = _key(None,
         "Repository that push_to_hub writes to: user/name; by default the run's name.")
@@ -241,22 +226,24 @@ class GRPOConfig(trl.GRPOConfig):
     wandb_entity: str | None = _key(None, "W&B team or user; WANDB_ENTITY.")
     wandb_run_group: str | None = _key(None, "W&B group that the run belongs to; WANDB_RUN_GROUP.")
     kl_target: float | None = _key(None,
-        "KL divergence from the reference (per token, the metric kl) that beta is moved to hold; fixed beta without.")
+        "KL divergence from the reference (per token, the metric kl) that beta is moved to hold; fixed beta without.",
+        min=1e-09)
     kl_horizon: float = _key(2000.0,
-        "kl_target: completions over which beta can change by its factor; smaller is faster.")
+        "kl_target: completions over which beta can change by its factor; smaller is faster.", min=1.0)
     kl_ctl_step_size: float = _key(0.2,
-        "kl_target: largest relative error (kl / kl_target - 1) that one step answers to.")
+        "kl_target: largest relative error (kl / kl_target - 1) that one step answers to.", min=1e-06, max=0.99)
     maxent_objective: str = _key(DEFAULT_OBJECTIVE,
         "What MaxEnt-GRPO optimises; naming it makes this a MaxEnt recipe. listwise: cross-entropy from a target over "
         "the group to the policy's own distribution over it. weighted_mle: likelihood weighted by that target. "
         "tempered: Dr.GRPO with rows weighted by softmax(utility / tau).", choices=sorted(OBJECTIVES))
     maxent_tau: float | None = _key(None,
         "Temperature of the MaxEnt weights: 0 puts all on the best of a group, .inf weighs alike; the objective's own "
-        "by default.")
+        "by default.", min=0.0, infinite=True)
     maxent_beta: float = _key(0.0,
-        "Pull of the MaxEnt target to the reference model; that of the loss is beta. 0 needs no reference.")
-    maxent_q_temperature: float = _key(1.0, "Temperature of the softmax that makes the reward distribution q.")
-    maxent_q_epsilon: float = _key(1e-6, "Least mass of each completion in q; below 1 / num_generations.")
+        "Pull of the MaxEnt target to the reference model; that of the loss is beta. 0 needs no reference.", min=0.0)
+    maxent_q_temperature: float = _key(1.0,
+        "Temperature of the softmax that makes the reward distribution q.", min=1e-06)
+    maxent_q_epsilon: float = _key(1e-6, "Least mass of each completion in q; below 1 / num_generations.", min=0.0)
     maxent_length_normalize_ref: bool = _key(True,
         "Whether the reference's log-prob of a completion is divided by its length in the MaxEnt target.")
     maxent_length_normalize_policy: bool = _key(True,
@@ -265,15 +252,16 @@ class GRPOConfig(trl.GRPOConfig):
         "Utility that tempered weighs by: advantage (reward minus the group's mean), or length_scaled (that times "
         "length / max_completion_length, as in the paper).", choices=["advantage", "length_scaled"])
     maxent_target_weight_entropy: float | None = _key(None,
-        "Mean entropy (nats) of the MaxEnt weights that tau is moved to hold; fixed tau without.")
+        "Mean entropy (nats) of the MaxEnt weights that tau is moved to hold; fixed tau without.", min=0.0)
     maxent_target_eff_rollouts: float | None = _key(None,
-        "Mean effective number of completions of a group (exp of the weights' entropy) that tau is moved to hold.")
-    maxent_tau_lr: float = _key(0.2, "Step of tau's controller: change of log tau per nat of error.")
-    maxent_tau_min: float = _key(0.001, "Smallest tau of the controller.")
-    maxent_tau_max: float = _key(1000.0, "Largest tau of the controller.")
-    maxent_tau_warmup_steps: int = _key(0, "Optimizer steps before the controller moves tau.")
-    report_samples: int = _key(4, "Sampled completions of each step kept for report.html; 0 keeps none.")
-    save_total_limit: int | None = _key(2, "Complete checkpoints kept; older ones are removed after a new one.")
+        "Mean effective number of completions of a group (exp of the weights' entropy) that tau is moved to hold.",
+        min=1.0)
+    maxent_tau_lr: float = _key(0.2, "Step of tau's controller: change of log tau per nat of error.", min=1e-06)
+    maxent_tau_min: float = _key(0.001, "Smallest tau of the controller.", min=1e-09)
+    maxent_tau_max: float = _key(1000.0, "Largest tau of the controller.", min=1e-09)
+    maxent_tau_warmup_steps: int = _key(0, "Optimizer steps before the controller moves tau.", min=0)
+    report_samples: int = _key(4, "Sampled completions of each step kept for report.html; 0 keeps none.", min=0)
+    save_total_limit: int | None = _key(2, "Complete checkpoints kept; older ones are removed after a new one.", min=1)
 
 
 @dataclass
@@ -283,7 +271,8 @@ class ModelConfig(trl.ModelConfig):
     use_peft: bool = _key(False,
         "Train a LoRA adapter instead of the weights; model/ is the merged model all the same.")
     lora_dropout: float = _key(0.0,
-        "Share of the adapter's inputs dropped in training. The tokens were sampled without: 0 keeps the two alike.")
+        "Share of the adapter's inputs dropped in training. The tokens were sampled without: 0 keeps the two alike.",
+        min=0.0, max=0.99)
     lora_target_modules: list[str] | None = _key(None,
         "Linear layers that get an adapter, by the ends of their names, or all-linear; PEFT's choice by default.")
     lora_modules_to_save: list[str] | None = _key(None,
@@ -340,7 +329,8 @@ def _entry(owner: str, spec: dataclasses.Field, hint: Any) -> dict[str, Any]:
         "optional": optional or default is None,
         "default": default.value if isinstance(default, enum.Enum) else default,
         "help": " ".join(str(spec.metadata.get("help", "")).split()),
-        **RANGES.get(f"{owner}.{spec.name}", RANGES.get(spec.name, {})),
+        **{name: spec.metadata[name] for name in ("min", "max", "infinite") if name in spec.metadata},
+        **RANGES.get(spec.name, {}),
     }
     if choices:
         entry["choices"] = sorted(choices) if not isinstance(choices, list) else choices

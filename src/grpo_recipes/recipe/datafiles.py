@@ -39,10 +39,7 @@ def has_splits(path: Path) -> bool:
 
 
 def data_files(folder: Path) -> tuple[str, list[Path]]:
-    """Return the kind of the data files in a folder, json, csv or parquet, and the files, three folders deep at most.
-
-    Raises a ValueError for none or several kinds.
-    """
+    """Return the kind of a folder's data files and the files, three folders deep; a ValueError unless it is one."""
     found = itertools.islice(itertools.chain(*(folder.glob(depth) for depth in ("*", "*/*", "*/*/*"))), _MANY)
     wanted = (path for path in found if path.suffix in BUILDERS and path.name not in _NO_DATA)
     files = sorted(path for path in wanted if "/." not in f"/{path.relative_to(folder)}")
@@ -55,10 +52,7 @@ def data_files(folder: Path) -> tuple[str, list[Path]]:
 
 
 def columns_of(path: Path, split: str = "train") -> list[str] | None:
-    """Return the column names of a local file or folder, None when its head does not show them.
-
-    Raises a ValueError with a message for the user where it is not a dataset, or has no such split.
-    """
+    """Return a dataset's column names, None when its head does not show them; a ValueError says why it is not one."""
     if path.is_dir() and is_saved(path):
         if (path / "dataset_dict.json").is_file():
             splits = _saved_part(path / "dataset_dict.json", "splits")

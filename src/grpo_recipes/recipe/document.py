@@ -65,10 +65,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_document(path: Path, problems: list[Problem]) -> list[dict[str, Value]]:
-    """Return the keys of a recipe file and of its bases, the file's own last; ``problems`` gets what is wrong in them.
-
-    Raises ConfigError where a file cannot be read, is not YAML, or the bases form a circle.
-    """
+    """Return the keys of a recipe file and of its bases, the file's own last; add what is wrong to ``problems``."""
     chain, layers = [path], [_read_file(path, problems)]
     while base := layers[0].pop(BASE_KEY, None):
         chain.append(_base_file(chain, base))

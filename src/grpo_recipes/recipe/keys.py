@@ -39,9 +39,6 @@ OWNED_KEYS: dict[str, str] = {
     "parallelism_config": "use accelerator",
     "ignore_bias_buffers": "remove it; nothing reads it",
     "log_completions_hub_repo": "remove it; sampled completions are in report.html",
-    "trackio_space_id": "remove it; use report_to: wandb or tensorboard",
-    "trackio_static_space_id": "remove it; use report_to: wandb or tensorboard",
-    "trackio_bucket_id": "remove it; use report_to: wandb or tensorboard",
     "project": "write wandb_project",
     "data_seed": "write seed",
     "remove_unused_columns": "remove it; rewards read the other columns",
@@ -55,8 +52,10 @@ OWNED_KEYS: dict[str, str] = {
         ),
         "remove it; GRPO does not read it",
     ),
+    **dict.fromkeys(("metric_for_best_model", "greater_is_better"), "remove it; the model of the last step is kept"),
     **dict.fromkeys(
-        ("metric_for_best_model", "greater_is_better"), "remove it; the model of the last step is kept"
+        ("trackio_space_id", "trackio_static_space_id", "trackio_bucket_id"),
+        "remove it; use report_to: wandb or tensorboard",
     ),
 }  # fmt: skip
 

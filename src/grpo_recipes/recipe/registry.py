@@ -1,7 +1,4 @@
-"""What a recipe can name: rewards, benchmarks, MaxEnt's objectives, and what each weight bridge can do.
-
-A reward is imported when it is made: ``check`` only reads names. No torch.
-"""
+"""What a recipe can name: rewards, benchmarks, MaxEnt's objectives, weight bridges; none of them is imported here."""
 
 from __future__ import annotations
 
@@ -64,10 +61,7 @@ def reward_keys(name: str, script_args: Any, args: Any) -> dict[str, Any]:
 
 
 def make_reward(name: str, script_args: Any, args: Any) -> Reward:
-    """Return ``reward(completions, **columns)`` of that name with the keys of the recipe's two configs bound.
-
-    A column of the dataset that is named like a bound key does not replace it.
-    """
+    """Return ``reward(completions, **columns)`` with the recipe's keys bound, which no column of that name replaces."""
     module = "math_verify" if name == "math_verify" else "functions"  # importing math_verify takes a second
     function = getattr(importlib.import_module(f"grpo_recipes.rewards.{module}"), name)
     bound = reward_keys(name, script_args, args)
@@ -92,7 +86,7 @@ class Benchmark:
     solution: str = "answer"  # column of the right answer
     marker: str | None = None  # the answer is what follows the last occurrence of this text in the solution
     wrong: tuple[str, ...] = ()  # columns of wrong answers: a multiple-choice benchmark, answered by a letter
-    gated: bool = False  # the hub wants an accepted licence and HF_TOKEN
+    gated: bool = False  # the hub asks for an accepted licence and HF_TOKEN
 
 
 _MODEBENCH = "pass@k, mean@k, distinct@k, coverage@k; needs no network"
@@ -148,26 +142,18 @@ def benchmark_problem(name: str, where: str) -> Problem | None:
 
 
 def benchmark_sources(names: Iterable[str]) -> list[tuple[str, str | None, str]]:
-    """Return the hub datasets of some benchmarks, (id, config, split), which a job wants fetched."""
+    """Return the hub datasets of some benchmarks, (id, config, split), which are fetched before a job."""
     chosen = [BENCHMARKS[name] for name in names if name in BENCHMARKS and name != SMOKE_BENCHMARK]
     return [(benchmark.id, benchmark.config, benchmark.split) for benchmark in chosen]
 
 
 DEFAULT_OBJECTIVE = "tempered"
 
-_OF_Q = frozenset(
-    {
-        "maxent_q_temperature", "maxent_q_epsilon", "maxent_beta", "maxent_length_normalize_ref",
-        "maxent_length_normalize_policy",
-    }
+_OF_TARGETS = frozenset(
+    ("maxent_q_temperature", "maxent_q_epsilon", "maxent_beta",
+     "maxent_length_normalize_ref", "maxent_length_normalize_policy")
 )  # fmt: skip
-# Read by every objective.
-SHARED_KEYS = frozenset(
-    {
-        "maxent_objective", "maxent_tau", "maxent_target_weight_entropy", "maxent_target_eff_rollouts",
-        "maxent_tau_lr", "maxent_tau_min", "maxent_tau_max", "maxent_tau_warmup_steps",
-    }
-)  # fmt: skip
+_OF_UTILITIES = frozenset(("maxent_utility",))
 
 
 @dataclass(frozen=True)
@@ -175,13 +161,8 @@ class Objective:
     """One objective of MaxEnt-GRPO: its mathematics is in ``algorithms.maxent``, the evidence in docs/maxent.md."""
 
     tau: float  # default of maxent_tau
-    own_keys: frozenset[str]  # the maxent keys it reads beside SHARED_KEYS
+    unread: frozenset[str]  # the maxent keys that it does not read
     targets_q: bool  # weights come from listwise_q and the reference, so that tau + beta must be positive
-
-    @property
-    def keys(self) -> frozenset[str]:
-        """Return every maxent key it reads."""
-        return SHARED_KEYS | self.own_keys
 
     def tau_or_default(self, given: float | None) -> float:
         """Return the temperature of a recipe with this ``maxent_tau``, None where it has none."""
@@ -199,7 +180,7 @@ SCALE_REWARDS = "none"
 # distinct right answers at a mean reward at most 0.02 below GRPO's. listwise kept by far the most answers but met that
 # condition nowhere; its tau is the one with the highest mean reward.
 OBJECTIVES: dict[str, Objective] = {
-    "listwise": Objective(tau=0.2, own_keys=_OF_Q, targets_q=True),
-    "weighted_mle": Objective(tau=0.05, own_keys=_OF_Q, targets_q=True),
-    "tempered": Objective(tau=0.05, own_keys=frozenset({"maxent_utility"}), targets_q=False),
+    "listwise": Objective(tau=0.2, unread=_OF_UTILITIES, targets_q=True),
+    "weighted_mle": Objective(tau=0.05, unread=_OF_UTILITIES, targets_q=True),
+    "tempered": Objective(tau=0.05, unread=_OF_TARGETS, targets_q=False),
 }

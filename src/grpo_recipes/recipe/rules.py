@@ -1,7 +1,4 @@
-"""Rules of recipes as one table, and the notes on right recipes. Rules that look at files are in ``check``.
-
-Pure: no torch, no socket.
-"""
+"""All rules of recipes that need no file, as one table, and the notes on right recipes. No torch, no socket."""
 
 from __future__ import annotations
 
@@ -139,15 +136,10 @@ def _tau(recipe: Recipe) -> float:
     return OBJECTIVES[recipe["maxent_objective"]].tau_or_default(recipe["maxent_tau"])
 
 
-def _targets(recipe: Recipe) -> list[str]:
-    """Return the targets that a MaxEnt recipe gives to the controller of tau."""
-    return [key for key in _TARGETS if recipe[key] is not None and task_of(recipe) == MAXENT]
-
-
-def _target(recipe: Recipe) -> list[str]:
-    """Return the one target of the controller, none where there are two."""
-    targets = _targets(recipe)
-    return targets if len(targets) == 1 else []
+def _target(recipe: Recipe, count: int = 1) -> list[str]:
+    """Return the targets that a MaxEnt recipe gives to the controller of tau, where there are ``count`` of them."""
+    targets = [key for key in _TARGETS if recipe[key] is not None and task_of(recipe) == MAXENT]
+    return targets if len(targets) == count else []
 
 
 def _equal_weights(recipe: Recipe, target: str) -> float:
@@ -167,10 +159,10 @@ def _earlier_ports(recipe: Recipe, key: str) -> dict[int, str]:
     return {recipe[other]: other for other in reversed(_PORTS[: _PORTS.index(key)]) if recipe.given(other)}
 
 
-def _maxent_keys(recipe: Recipe) -> frozenset[str]:
-    """Return the maxent keys that the objective reads; all for a GRPO recipe, where another rule refuses them."""
+def _unread(recipe: Recipe) -> list[str]:
+    """Return the maxent keys that a MaxEnt recipe gives and its objective does not read."""
     objective = objective_of(recipe)
-    return frozenset(matching("maxent_*")) if objective is None else objective.keys
+    return given(recipe, " ".join(objective.unread)) if objective else []
 
 
 def _fixed(recipe: Recipe) -> dict[str, str]:
@@ -198,8 +190,7 @@ RULES = (
     # Rewards.
     Rule("reward_funcs", lambda r: not r["reward_funcs"], "no reward is named", "add reward_funcs"),
     Rule("reward_funcs", lambda r: _twice(r["reward_funcs"]),
-        lambda r, name: f"reward '{name}' is named {r['reward_funcs'].count(name)} times",
-        "name it once, with a weight in reward_weights"),
+        "reward '{item}' is named more than once", "name it once, with a weight in reward_weights"),
     Rule("reward_weights",
         lambda r: r["reward_weights"] is not None and len(r["reward_weights"]) != len(r["reward_funcs"]),
         lambda r, _: f"{len(r['reward_weights'])} weights for {len(r['reward_funcs'])} rewards",
@@ -218,14 +209,12 @@ RULES = (
         lambda r, _: f"the rewards of '{r['dataset_name'] or 'dataset_mixture'}' cannot judge '{evaluation_set(r)}'",
         "evaluate on data of the same kind, or name the other one in benchmarks"),
     Rule("soft_punish_cache",
-        lambda r: r["max_completion_length"] is not None
-        and (r["soft_punish_cache"] or 0) > r["max_completion_length"],
+        lambda r: r["max_completion_length"] is not None and (r["soft_punish_cache"] or 0) > r["max_completion_length"],
         "soft_punish_cache {soft_punish_cache} exceeds max_completion_length {max_completion_length}: every completion "
         "would be punished", lambda r, _: f"write {r['max_completion_length'] // 4}, a quarter of it"),
     # Sampling.
     Rule("vllm_max_model_length",
-        lambda r: r["use_vllm"] and r["vllm_max_model_length"] is not None
-        and _longest(r) > r["vllm_max_model_length"],
+        lambda r: r["use_vllm"] and r["vllm_max_model_length"] is not None and _longest(r) > r["vllm_max_model_length"],
         lambda r, _: f"prompt {r['max_prompt_length'] or 1} + completion {r['max_completion_length']} tokens exceed "
         f"the server's {r['vllm_max_model_length']}",
         lambda r, _: f"write vllm_max_model_length: {_longest(r)} or shorten max_prompt_length"),
@@ -234,8 +223,7 @@ RULES = (
         lambda r, key: f"{key} {r[key]} biases the importance-sampling correction (the trainer scores the full "
         "distribution)",
         lambda _, key: f"write {key}: {_NEUTRAL_SAMPLING[key]}, or vllm_importance_sampling_correction: false"),
-    Rule("vllm_importance_sampling_clip_max",
-        lambda r: r["use_vllm"] and r["vllm_importance_sampling_correction"]
+    Rule("vllm_importance_sampling_clip_max", lambda r: r["use_vllm"] and r["vllm_importance_sampling_correction"]
         and r["vllm_importance_sampling_clip_max"] is not None and r["vllm_importance_sampling_clip_max"] <= 0,
         "vllm_importance_sampling_clip_max {vllm_importance_sampling_clip_max:g} multiplies every gradient by 0",
         "write 3.0, or remove it"),
@@ -296,17 +284,15 @@ RULES = (
     Rule("dataset_streaming", lambda r: r["dataset_streaming"] and bool(r["dataset_mixture"]),
         "dataset_streaming has no meaning with dataset_mixture, whose weights are shares of all rows",
         "remove dataset_streaming"),
-    Rule("dataset_streaming",
-        lambda r: r["dataset_streaming"] and r["max_train_prompts"] is None and not r["dataset_mixture"]
-        and not _is_modebench(r),
+    Rule("dataset_streaming", lambda r: r["dataset_streaming"] and r["max_train_prompts"] is None
+        and not r["dataset_mixture"] and not _is_modebench(r),
         "dataset_streaming without max_train_prompts would read the stream to its end",
         "add max_train_prompts, e.g. max_train_prompts: 10000"),
     Rule("modebench_min_modes", lambda r: modebench_tasks(r) and r["modebench_min_modes"] > r["modebench_max_modes"],
         "modebench_min_modes {modebench_min_modes} exceeds modebench_max_modes {modebench_max_modes}",
         "write at most {modebench_max_modes}"),
-    Rule("modebench_largest_number",
-        lambda r: "modebench:countdown" in modebench_tasks(r) and r["modebench_numbers"] == 4
-        and (r["modebench_largest_number"] or 0) > _LARGEST_OF_FOUR,
+    Rule("modebench_largest_number", lambda r: "modebench:countdown" in modebench_tasks(r)
+        and r["modebench_numbers"] == 4 and (r["modebench_largest_number"] or 0) > _LARGEST_OF_FOUR,
         "modebench_largest_number {modebench_largest_number} with 4 numbers takes minutes to list",
         f"write at most {_LARGEST_OF_FOUR}"),
     Rule("modebench_hidden",
@@ -363,10 +349,8 @@ RULES = (
         "write lora_target_modules"),
     Rule("lora_target_modules", lambda r: r["use_peft"] and r["lora_target_modules"] == [],
         "lora_target_modules names no layer", "write lora_target_modules: [all-linear], or the names of layers"),
-    Rule("lora_target_modules",
-        lambda r: r["use_peft"] and "all-linear" in (r["lora_target_modules"] or ())
-        and len(r["lora_target_modules"]) > 1,
-        "lora_target_modules names all-linear and others",
+    Rule("lora_target_modules", lambda r: r["use_peft"] and "all-linear" in (r["lora_target_modules"] or ())
+        and len(r["lora_target_modules"]) > 1, "lora_target_modules names all-linear and others",
         "write lora_target_modules: [all-linear], or the names of layers"),
     Rule("lora_target_modules", lambda r: r["use_peft"]  # whether the model has the others shows when it is loaded
         and [name for name in r["lora_target_modules"] or () if name.rpartition(".")[2] in _EMBEDDINGS],
@@ -375,10 +359,9 @@ RULES = (
     # MaxEnt-GRPO, its controllers and the reference.
     Rule("{item}", lambda r: task_of(r) != MAXENT and given(r, "maxent_*"), "'{item}' changes nothing in a GRPO run",
         "{removal}, or make it a MaxEnt run (maxent_objective in the recipe, or MAXENT=1)"),
-    Rule("{item}", lambda r: [key for key in given(r, "maxent_*") if key not in _maxent_keys(r)],
-        "'{item}' changes nothing under maxent_objective: {maxent_objective}",
+    Rule("{item}", _unread, "'{item}' changes nothing under maxent_objective: {maxent_objective}",
         lambda r, key: f"{removal(r, key)}, or write maxent_objective: "
-        + " or ".join(name for name, objective in sorted(OBJECTIVES.items()) if key in objective.keys)),
+        + " or ".join(name for name, objective in sorted(OBJECTIVES.items()) if key not in objective.unread)),
     Rule("{item}", lambda r: [key for key, value in _fixed(r).items() if r.given(key) and r[key] != value],
         lambda r, key: f"{key}: {r[key]} contradicts maxent_objective: {r['maxent_objective']}, whose {key} is "
         f"{_fixed(r)[key]}", "{removal}"),
@@ -391,11 +374,10 @@ RULES = (
         "write maxent_tau: 0.01 or more, or a maxent_beta"),
     Rule("{item}", lambda r: _targets_q(r) and r["maxent_beta"] == 0 and given(r, "maxent_length_normalize_ref"),
         "'{item}' changes nothing with maxent_beta 0: no reference is read", "{removal}, or add a maxent_beta"),
-    Rule("{item}", lambda r: task_of(r) == MAXENT and not _targets(r)
+    Rule("{item}", lambda r: task_of(r) == MAXENT and not _target(r) and not _target(r, 2)
         and given(r, "maxent_tau_lr maxent_tau_min maxent_tau_max maxent_tau_warmup_steps"),
-        "'{item}' changes nothing without a target: tau is fixed",
-        f"{{removal}}, or add {_ENTROPY} or {_ROLLOUTS}"),
-    Rule(_ROLLOUTS, lambda r: len(_targets(r)) == 2,
+        "'{item}' changes nothing without a target: tau is fixed", f"{{removal}}, or add {_ENTROPY} or {_ROLLOUTS}"),
+    Rule(_ROLLOUTS, lambda r: bool(_target(r, 2)),
         f"{_ENTROPY} and {_ROLLOUTS} are both given, one tau holds one of them", "keep one of the two"),
     Rule("{item}", lambda r: [key for key in _target(r) if r[key] <= _TARGETS[key][1]],
         lambda r, key: f"{key} {r[key]:g} is that of all weight on one completion, which no tau above 0 has",

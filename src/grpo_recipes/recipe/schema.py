@@ -41,7 +41,7 @@ def schema_note(recipe: Path) -> str | None:
 
 def schema() -> dict[str, Any]:
     """Return the schema: every key of the catalogue, and nothing else."""
-    properties = {name: _property((name,), entry) for name, entry in catalogue().items()}
+    properties = {name: _property(name, entry) for name, entry in catalogue().items()}
     properties[BASE_KEY] = {
         "type": "string",
         "description": "A recipe whose keys this one takes over: a file beside this one or in the repository.",
@@ -57,36 +57,23 @@ def schema() -> dict[str, Any]:
     }
 
 
-def _property(path: tuple[str, ...], entry: Mapping[str, Any]) -> dict[str, Any]:
-    kind = _kind(path, entry)
+def _property(path: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a key, or of ``path`` inside one, with the keys of a mapping where they are known."""
+    is_list = entry["type"].startswith("list[")
+    kind = entry["type"].removeprefix("list[").removesuffix("]")
+    part: dict[str, Any] = {"type": _TYPES[kind]}
+    if kind == "dict" and path in nested_catalogue():
+        properties = {name: _property(f"{path}.{name}", inner) for name, inner in nested_catalogue()[path].items()}
+        part |= {"properties": properties, "additionalProperties": False}
+    types = ["array"] if is_list else []
+    types += [] if is_list and kind == "dict" else [part["type"]]  # one item may stand alone, as on the command line
+    types += ["null"] if entry["optional"] else []
+    types_of = {"type": types if len(types) > 1 else types[0]}
+    found: dict[str, Any] = {**types_of, "items": part} if is_list else {**part, **types_of}
     if entry.get("choices"):
-        kind["enum"] = [*entry["choices"], *([None] if entry["optional"] else [])]
-    kind |= {name: entry[limit] for name, limit in (("minimum", "min"), ("maximum", "max")) if limit in entry}
-    return {**kind, "description": entry["help"], "default": entry["default"]}
-
-
-def _kind(path: tuple[str, ...], entry: Mapping[str, Any]) -> dict[str, Any]:
-    name = entry["type"]
-    if name.startswith("list["):
-        items = _object(path) if name == "list[dict]" else {"type": _TYPES[name[5:-1]]}
-        # One item may stand alone, as on the command line.
-        types: dict[str, Any] = {"type": ["array", items["type"]] if name != "list[dict]" else "array", "items": items}
-    elif name == "dict":
-        types = _object(path)
-    else:
-        types = {"type": _TYPES[name]}
-    if entry["optional"]:
-        kinds = types["type"] if isinstance(types["type"], list) else [types["type"]]
-        types["type"] = [*kinds, "null"]
-    return types
-
-
-def _object(path: tuple[str, ...]) -> dict[str, Any]:
-    known = nested_catalogue().get(".".join(path))
-    if known is None:
-        return {"type": "object"}
-    properties = {name: _property((*path, name), entry) for name, entry in known.items()}
-    return {"type": "object", "properties": properties, "additionalProperties": False}
+        found["enum"] = [*entry["choices"], *([None] if entry["optional"] else [])]
+    found |= {name: entry[limit] for name, limit in (("minimum", "min"), ("maximum", "max")) if limit in entry}
+    return {**found, "description": entry["help"], "default": entry["default"]}
 
 
 if __name__ == "__main__":

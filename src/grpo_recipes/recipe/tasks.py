@@ -32,10 +32,7 @@ class RequestedTask:
 
 
 def requested_task(environment: Mapping[str, str], option: str | None = None) -> RequestedTask:
-    """Return the task that ``--task`` (``option``), ``MAXENT`` and ``TRAIN_ENTRYPOINT`` ask for.
-
-    Raises ConfigError where they contradict each other, or the entry script does not exist.
-    """
+    """Return the task that ``--task`` (``option``), ``MAXENT`` and ``TRAIN_ENTRYPOINT`` name; refuse two tasks."""
     if not (home() / ENTRIES[GRPO]).is_file():
         fix = "unset GRPO_HOME, or name the repository"
         raise config_error("GRPO_HOME", f"there is no repository in {home()}", fix)

@@ -6,21 +6,21 @@ what ``grpo check`` needs is read from the source. No torch.
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import importlib
 import importlib.util
 import itertools
 import os
+import re
 import shutil
+import symtable
 import sys
-from collections.abc import Iterable, Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from grpo_recipes.errors import ConfigError, Problem
+from grpo_recipes.errors import ConfigError, Problem, config_error
 
 
 def split_spec(spec: str) -> tuple[str, str]:
@@ -38,15 +38,16 @@ def problem_with(spec: str, where: str) -> Problem | None:
     if path is None:
         return _not_found(place, where)
     try:
-        tree = ast.parse(path.read_bytes())
+        source = importlib.util.decode_source(path.read_bytes())
+        symbols = symtable.symtable(source, str(path), "exec").get_symbols()
     except OSError as error:
         return Problem(where, f"'{path}' cannot be read ({error.strerror})", "make it readable")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two of what is nested too deeply
         reason = error.args[0] if isinstance(error, ValueError | SyntaxError) else "too deeply nested"
         line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         return Problem(where, f"'{path.name}{line}' is not valid Python ({reason})", "correct it there")
-    names = set(_names(tree.body))
-    if name in names or "*" in names:
+    names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
+    if name in names or re.search(r"^\s*from .+ import \*", source, re.MULTILINE):
         return None
     own = sorted(found for found in names if not found.startswith("_"))
     fix = f"write one of {', '.join(own[:8])}" if own else f"define {name} there"
@@ -109,7 +110,7 @@ def load_object(spec: str, copies: Path | None = None) -> Any:
         _let_import_from(Path.cwd())
         module = importlib.import_module(place)
     if not hasattr(module, name):
-        raise ConfigError(Problem(spec, f"'{place}' has no '{name}'", "name a function or class of it"))
+        raise config_error(spec, f"'{place}' has no '{name}'", "name a function or class of it")
     return getattr(module, name)
 
 
@@ -145,17 +146,3 @@ def _not_found(place: str, where: str) -> Problem:
     if place.endswith(".py"):
         return Problem(where, f"no file '{place}'", "name an existing file, relative to the folder of the launch")
     return Problem(where, f"no module '{place}'", "install it into the environment, or write file.py:name")
-
-
-def _names(body: Iterable[ast.AST]) -> Iterator[str]:
-    """Yield names that a module's statements bind at its top level, ``*`` for a star import."""
-    for statement in body:
-        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield statement.name
-        elif isinstance(statement, ast.Import | ast.ImportFrom):
-            yield from (alias.asname or alias.name for alias in statement.names)
-        elif isinstance(statement, ast.Assign | ast.AnnAssign):
-            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-            yield from (node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name))
-        elif isinstance(statement, ast.stmt | ast.ExceptHandler):  # what if, try, with and for hold
-            yield from _names(ast.iter_child_nodes(statement))

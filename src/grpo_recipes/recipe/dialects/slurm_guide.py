@@ -1,7 +1,4 @@
-"""The dialect of the Slurm training guide: keys of its recipes, and the flags of its batch script.
-
-Its environment variables that stand for a key are ``recipe.keys.ENVIRONMENT_KEYS``: they are ours too.
-"""
+"""The dialect of the Slurm training guide: keys of its recipes, flags of its script. Its variables are ours too."""
 
 from __future__ import annotations
 
