@@ -322,7 +322,9 @@ def _entries(config: Any) -> dict[str, dict[str, Any]]:
 def _entry(owner: str, spec: dataclasses.Field, hint: Any) -> dict[str, Any]:
     kind, optional = _kind(hint)
     default = spec.default_factory() if spec.default_factory is not dataclasses.MISSING else spec.default
-    choices = spec.metadata.get("choices") or TRL_CHOICES.get(spec.name) or _enum_values(hint)
+    classes = [member for member in (hint, *typing.get_args(hint)) if isinstance(member, type)]
+    values = [str(value.value) for one in classes if issubclass(one, enum.Enum) for value in one]
+    choices = spec.metadata.get("choices") or TRL_CHOICES.get(spec.name) or sorted(values)
     entry = {
         "config": owner,
         "type": kind,
@@ -351,13 +353,6 @@ def _kind(hint: Any) -> tuple[str, bool]:
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return "str", False
     return {bool: "bool", int: "int", float: "float", str: "str"}.get(hint, "any"), False
-
-
-def _enum_values(hint: Any) -> list[str] | None:
-    for member in (hint, *typing.get_args(hint)):
-        if isinstance(member, type) and issubclass(member, enum.Enum):
-            return sorted(str(value.value) for value in member)
-    return None
 
 
 def catalogue_content() -> dict[str, Any]:
