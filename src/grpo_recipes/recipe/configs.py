@@ -56,12 +56,18 @@ RANGES: dict[str, dict[str, float]] = {
 }
 
 
-def _key(default: Any, help: str, **limits: Any) -> Any:
-    """Return a field with its help line, and what the catalogue holds of its limits: min, max, infinite, choices."""
-    metadata = {"help": help, **limits}
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+# Limits of our fields: min, max, infinite. TRL's parser gives a field's metadata to argparse, which does not take them.
+_OWN_LIMITS: dict[dataclasses.Field, dict[str, Any]] = {}
+
+
+def _key(default: Any, help: str, choices: list[str] | None = None, **limits: Any) -> Any:
+    """Return a field with its help line, choices and limits."""
+    metadata = {"help": help, "choices": choices} if choices else {"help": help}
+    is_list = isinstance(default, list)
+    value: dict[str, Any] = {"default_factory": default.copy} if is_list else {"default": default}
+    made = field(**value, metadata=metadata)
+    _OWN_LIMITS[made] = limits
+    return made
 
 
 # fmt: off
@@ -331,7 +337,7 @@ def _entry(owner: str, spec: dataclasses.Field, hint: Any) -> dict[str, Any]:
         "optional": optional or default is None,
         "default": default.value if isinstance(default, enum.Enum) else default,
         "help": " ".join(str(spec.metadata.get("help", "")).split()),
-        **{name: spec.metadata[name] for name in ("min", "max", "infinite") if name in spec.metadata},
+        **_OWN_LIMITS.get(spec, {}),
         **RANGES.get(spec.name, {}),
     }
     if choices:
