@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.plan.batch import derive_batch, derive_eval_batch, largest_divisor
+from grpo_recipes.plan.devices import derive_batch, derive_eval_batch, largest_divisor
 from grpo_recipes.recipe import read_recipe
 
 MATH = Path(__file__).parents[2] / "recipes/Qwen2.5-1.5B-Instruct/grpo/config_math.yaml"

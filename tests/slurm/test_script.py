@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.paths import home
-from grpo_recipes.slurm.profile import KEYS, Profile, read_profile
-from grpo_recipes.slurm.script import Request, render
+from grpo_recipes.slurm.profile import KEYS, Profile, Request, read_profile, render
 
 # The header of the training guide, as it stands there.
 GUIDE = """\

@@ -26,8 +26,7 @@ from grpo_recipes.recipe.check import checked_recipe
 from grpo_recipes.recipe.tasks import GRPO, entry_of, requested_task
 from grpo_recipes.runs.rundir import FROZEN_CODE, Run, frozen_hash, new_run, write_json
 from grpo_recipes.slurm.client import MaybeSubmitted, cluster_name, submit, walltime_seconds
-from grpo_recipes.slurm.profile import Profile, read_profile
-from grpo_recipes.slurm.script import Request, render
+from grpo_recipes.slurm.profile import Profile, Request, read_profile, render
 
 PROFILES = Path("slurm/profiles")
 _COPIED = ("src", "requirements", "training.sh")

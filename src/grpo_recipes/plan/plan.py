@@ -11,9 +11,16 @@ from typing import TYPE_CHECKING
 
 from grpo_recipes.errors import config_error
 from grpo_recipes.paths import home
-from grpo_recipes.plan.batch import derive_batch, derive_eval_batch
 from grpo_recipes.plan.commands import accelerate_file, server_process, trainer_processes
-from grpo_recipes.plan.devices import Resources, place_trainers, split_gpus, trainer_count, unused
+from grpo_recipes.plan.devices import (
+    Resources,
+    derive_batch,
+    derive_eval_batch,
+    place_trainers,
+    split_gpus,
+    trainer_count,
+    unused,
+)
 from grpo_recipes.plan.ports import plan_ports
 from grpo_recipes.plan.types import Names, Plan, Weighting
 from grpo_recipes.recipe import Recipe

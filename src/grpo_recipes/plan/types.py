@@ -8,8 +8,32 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from grpo_recipes.plan.batch import Batch
 from grpo_recipes.plan.ports import Ports
+
+
+def some_trainers(count: int) -> str:
+    """Return ``1 trainer``, or ``3 trainers``."""
+    return f"{count} trainer{'s' if count > 1 else ''}"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One optimizer step."""
+
+    completions: int  # of a step over all trainers: prompts x num_generations
+    num_generations: int  # completions of one prompt
+    world_size: int  # training processes
+    per_device: int  # completions of one forward pass on one process
+    accumulation: int  # forward passes of one process a step
+    tokens: int | None = None  # most tokens of a step, prompts included; None when a length has no limit
+
+    def __str__(self) -> str:
+        prompts = self.completions // self.num_generations
+        tokens = f", at most {self.tokens:,} tokens" if self.tokens else ""
+        return (
+            f"{prompts} prompts x {self.num_generations} completions = {self.completions} a step = "
+            f"{some_trainers(self.world_size)} x {self.per_device} per device x {self.accumulation} accumulated{tokens}"
+        )
 
 
 @dataclass(frozen=True)
@@ -123,10 +147,6 @@ class Plan:
     def process(self, role: str) -> Process | None:
         """Return the first process of that role, or None."""
         return next((process for process in self.processes if process.role == role), None)
-
-    def trainers(self) -> list[Process]:
-        """Return the trainers' processes, one for each node that trains; the first holds rank 0."""
-        return [process for process in self.processes if process.trains]
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as plain data; argv and environment never hold a secret, an infinite tau is "inf"."""

@@ -29,8 +29,7 @@ from grpo_recipes.process.reports import print_line, say
 from grpo_recipes.recipe import read_frozen
 from grpo_recipes.runs.rundir import Run, claim, code_state, is_claimed
 from grpo_recipes.slurm.client import MaybeSubmitted, cluster_name, tasks_in_queue
-from grpo_recipes.slurm.profile import Profile
-from grpo_recipes.slurm.script import Request, render
+from grpo_recipes.slurm.profile import Profile, Request, render
 from grpo_recipes.sweep.folder import (
     COMPLETED,
     GONE,

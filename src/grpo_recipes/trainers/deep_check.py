@@ -17,7 +17,7 @@ from grpo_recipes.data.prompts import Renderer, use_template
 from grpo_recipes.errors import ConfigError, Problem, collect, config_error
 from grpo_recipes.fetch.assets import Assets, find_assets
 from grpo_recipes.paths import shown
-from grpo_recipes.plan.batch import derive_batch
+from grpo_recipes.plan.devices import derive_batch
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.configs import CONFIGS
 from grpo_recipes.rewards.check import probe_rewards, problems_of, sample_rows
