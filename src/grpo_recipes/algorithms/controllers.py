@@ -1,6 +1,7 @@
 """Controllers that hold a measure of the training at a target: the KL by beta, the spread of weights by tau.
 
-Plain numbers, one ``update`` per optimizer step. ``state_dict`` is all that changes; JSON keeps it exactly.
+They work on plain numbers, with one ``update`` per optimizer step. ``state_dict`` holds all that changes; JSON keeps it
+exactly.
 """
 
 from __future__ import annotations
@@ -17,14 +18,13 @@ class KLController:
     """Adaptive coefficient of the KL penalty (Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, section 2.2).
 
     Each step multiplies beta by 1 + clip(kl / target - 1, +-step_size) * completions / horizon. The number of
-    completions is what makes the horizon independent of the batch. A step counts for at most one horizon, so that
-    beta stays positive.
+    completions makes the horizon independent of the batch. A step counts for at most one horizon: beta stays positive.
     """
 
     beta: float  # the coefficient in force; above 0
     target: float  # KL to hold, in the unit of the KL that ``update`` is given (TRL's is nats per token); above 0
     horizon: float  # completions over which beta changes by a factor of 1 + step_size at most; above 0
-    step_size: float  # largest relative error that one step answers to; above 0, below 1
+    step_size: float  # largest relative error that one step corrects; above 0, below 1
 
     def __post_init__(self) -> None:
         """Raise ValueError for a value out of its range."""
@@ -35,14 +35,14 @@ class KLController:
             raise ValueError(f"step_size must be above 0 and below 1, not {self.step_size}")
 
     def update(self, kl: float, completions: int) -> None:
-        """Answer to the KL of a step over this many completions of all processes. NaN says nothing."""
+        """Adjust beta to the KL of a step over this many completions of all processes. NaN is ignored."""
         if math.isnan(kl):
             return
         error = max(-self.step_size, min(self.step_size, kl / self.target - 1))
         self.beta *= 1 + error * min(completions / self.horizon, 1.0)
 
     def state_dict(self) -> dict[str, float]:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {"beta": self.beta}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
@@ -74,10 +74,8 @@ class TauController:
         if (self.target_entropy is None) == (self.target_eff_rollouts is None):
             raise ValueError("give exactly one of target_entropy and target_eff_rollouts")
         if not 0 < self.minimum <= self.tau <= self.maximum < math.inf:
-            raise ValueError(
-                f"0 < minimum <= tau <= maximum must hold; minimum is {self.minimum}, tau {self.tau}, maximum "
-                f"{self.maximum}"
-            )
+            found = f"minimum is {self.minimum}, tau {self.tau}, maximum {self.maximum}"
+            raise ValueError(f"0 < minimum <= tau <= maximum must hold; {found}")
         if not 0 < self.lr < math.inf:
             raise ValueError(f"lr must be above 0 and finite, not {self.lr}")
         if self.target_entropy is not None and not self.target_entropy > 0:
@@ -86,7 +84,7 @@ class TauController:
             raise ValueError(f"target_eff_rollouts must be above 1, not {self.target_eff_rollouts}")
 
     def update(self, entropy: float, eff_rollouts: float) -> None:
-        """Answer to the mean weight entropy and effective rollouts of a step's groups. NaN says nothing."""
+        """Adjust tau to the mean weight entropy and effective rollouts of a step's groups. NaN is ignored."""
         value = entropy if self.target_eff_rollouts is None else eff_rollouts
         if math.isnan(value):
             return
@@ -102,7 +100,7 @@ class TauController:
         self.tau = min(self.maximum, max(self.minimum, self.tau * factor))
 
     def state_dict(self) -> dict[str, float | int | None]:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {"tau": self.tau, "mean": self._mean, "updates": self._updates}
 
     def load_state_dict(self, state: dict[str, float | int | None]) -> None:

@@ -1,6 +1,6 @@
 """Weights that MaxEnt-GRPO gives the completions of a group, on tensors of prompts by completions (P, G).
 
-NaN marks an unscored completion: it gets weight 0, and the weights of the others sum to 1.
+NaN marks an unscorable completion: it gets weight 0, and the weights of the others sum to 1.
 A group with no scorable completion gets weight 0 throughout. Half precision is computed and returned in float32.
 
 The programme is max E_pi[log q] + tau H(pi) - beta KL(pi || pi_ref) over the sampled completions. Its solution is
@@ -19,16 +19,9 @@ LEAST_Q = 1e-12
 def listwise_q(rewards_PG: torch.Tensor, temperature: float, epsilon: float) -> torch.Tensor:
     """Return the distribution over a group that its rewards ask for: a softmax with a floor.
 
-    Args:
-        rewards_PG: (P, G) rewards; NaN is unscorable.
-        temperature: of the softmax, in units of reward; above 0.
-        epsilon: least mass of each completion; 0 <= epsilon < 1 / G.
-
-    Returns:
-        (P, G) probabilities that sum to 1 over the scorable; NaN where the reward is.
-
-    Raises:
-        ValueError: an argument is out of its range or a reward is infinite.
+    ``temperature`` of the softmax is in units of reward, above 0; ``epsilon``, 0 <= epsilon < 1 / G, is the least mass
+    of each completion. The (P, G) probabilities sum to 1 over the scorable, and are NaN where the reward is. Raise
+    ValueError for an argument out of its range or an infinite reward.
     """
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature must be above 0 and finite, not {temperature}")
@@ -47,20 +40,12 @@ def target_weights(
 ) -> torch.Tensor:
     """Return the solution of the programme, q^(1 / (tau + beta)) * pi_ref^(beta / (tau + beta)), normalised.
 
-    Args:
-        q_PG: (P, G) what ``listwise_q`` returns; NaN is unscorable. Values below 1e-12 count as 1e-12.
-        ref_logps_PG: (P, G) log-probabilities of whole completions under the reference, in nats, per token or summed.
-            None where beta is 0.
-        tau: weight of the entropy, in units of log q: a number or a tensor that broadcasts against (P, 1). inf is
-            uniform.
-        beta: weight of the reference; finite.
-
-    Returns:
-        (P, G) weights that sum to 1 over the scorable.
-
-    Raises:
-        ValueError: tau or beta is below 0, tau + beta is 0, beta is not finite, or the reference is missing, or not
-            finite where q is known.
+    ``q_PG`` is the result of ``listwise_q``; values below 1e-12 count as 1e-12. ``ref_logps_PG`` (P, G) are
+    log-probabilities of whole completions under the reference, in nats, per token or summed; None where beta is 0.
+    ``tau``, the weight of the entropy in units of log q, is a number or a tensor that broadcasts against (P, 1); inf
+    makes the weights uniform. ``beta`` is the weight of the reference. The (P, G) weights sum to 1 over the scorable.
+    Raise ValueError where tau or beta is below 0, tau + beta is 0, beta is not finite, or the reference is missing, or
+    not finite where q is known.
     """
     if not 0 <= beta < math.inf:
         raise ValueError(f"beta must be at least 0 and finite, not {beta}")
@@ -80,18 +65,11 @@ def target_weights(
 
 
 def tempered_weights(utilities_PG: torch.Tensor, tau: float | torch.Tensor) -> torch.Tensor:
-    """Return softmax(utility / tau) over each group.
+    """Return softmax(utility / tau) over each group: (P, G) weights that sum to 1 over the scorable.
 
-    Args:
-        utilities_PG: (P, G) what a completion is worth; NaN is unscorable.
-        tau: in units of utility: a number or a tensor that broadcasts against (P, 1). 0 is the limit: all weight on
-            the greatest utility, shared by ties. inf is uniform.
-
-    Returns:
-        (P, G) weights that sum to 1 over the scorable.
-
-    Raises:
-        ValueError: tau is below 0 or NaN, or a utility is infinite.
+    ``utilities_PG`` holds the worth of each completion. ``tau``, in units of utility, is a number or a tensor that
+    broadcasts against (P, 1). 0 is the limit: all weight on the greatest utility, shared by ties. inf makes the weights
+    uniform. Raise ValueError where tau is below 0 or NaN, or a utility is infinite.
     """
     utilities_PG, scorable_PG = _split(utilities_PG, "utilities")
     return _tempered(utilities_PG, scorable_PG, _temperature(tau, utilities_PG))
@@ -100,15 +78,9 @@ def tempered_weights(utilities_PG: torch.Tensor, tau: float | torch.Tensor) -> t
 def policy_weights(logps_PG: torch.Tensor, scorable_PG: torch.Tensor) -> torch.Tensor:
     """Return the policy's own distribution over a group, which the listwise objective moves to the target.
 
-    Args:
-        logps_PG: (P, G) log-probabilities of whole completions under the policy, in nats, per token or summed.
-        scorable_PG: (P, G) booleans.
-
-    Returns:
-        (P, G) weights that sum to 1 over the scorable.
-
-    Raises:
-        ValueError: the log-probability of a scorable completion is NaN or infinite.
+    ``logps_PG`` (P, G) are log-probabilities of whole completions under the policy, in nats, per token or summed;
+    ``scorable_PG`` are booleans. The (P, G) weights sum to 1 over the scorable. Raise ValueError where the
+    log-probability of a scorable completion is NaN or infinite.
     """
     logps_PG = _at_least_float32(logps_PG)
     if not logps_PG[scorable_PG].isfinite().all():
@@ -119,11 +91,7 @@ def policy_weights(logps_PG: torch.Tensor, scorable_PG: torch.Tensor) -> torch.T
 def centred(rewards_PG: torch.Tensor) -> torch.Tensor:
     """Return rewards less the mean of their group, the advantage of Dr.GRPO (https://arxiv.org/abs/2503.20783).
 
-    Args:
-        rewards_PG: (P, G) rewards; NaN is unscorable.
-
-    Returns:
-        (P, G) advantages, NaN where the reward is. Equal rewards have equal advantages.
+    The (P, G) advantages are NaN where the reward is. Equal rewards have equal advantages.
     """
     rewards_PG = _at_least_float32(rewards_PG)
     return rewards_PG - rewards_PG.nanmean(1, keepdim=True)
@@ -142,11 +110,9 @@ def effective_rollouts(weights_PG: torch.Tensor) -> torch.Tensor:
 
 
 def incorrect_mass(weights_PG: torch.Tensor, wrong_PG: torch.Tensor) -> torch.Tensor:
-    """Return (P,) shares of the weight that wrong completions have, 0 to 1; NaN for a group without weights.
+    """Return (P,) shares of the weight on wrong completions, 0 to 1; NaN for a group without weights.
 
-    Args:
-        weights_PG: (P, G) weights of a group that sum to 1.
-        wrong_PG: (P, G) booleans.
+    The (P, G) weights of a group sum to 1; ``wrong_PG`` are booleans.
     """
     weights_PG = _at_least_float32(weights_PG)
     mass_P = weights_PG.masked_fill(~wrong_PG, 0.0).sum(1)

@@ -7,6 +7,7 @@ used once, that is the normal form below: sums and products flattened and sorted
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -68,7 +69,7 @@ def _product(left: Signed, right: Signed, exponent: int) -> Signed:
 
 
 def _parts(one: Signed, kind: int) -> list[tuple[Form, int]]:
-    """Return the terms or factors of a form, or itself as the only one."""
+    """Return the terms or factors of a form, or the form as the only one."""
     sign, form = one
     return [(part, sign * power) for part, power in form[1]] if form[0] == kind else [(form, sign)]
 
@@ -78,35 +79,21 @@ def text(one: Signed) -> str:
 
     A sign before everything is written as such where no part can take it.
     """
-    sign, form = one
-    return _text(form, sign)
-
-
-def _text(form: Form, sign: int = 1) -> str:
-    kind, parts = form
+    sign, (kind, parts) = one
     if kind == _NUMBER:
         return f"{'-' if sign < 0 else ''}{parts}"
     if kind == _SUM:
         terms = sorted(((part, own * sign) for part, own in parts), key=lambda term: -term[1])  # a positive one first
-        return "".join(_term(part, own, index == 0) for index, (part, own) in enumerate(terms))
-    turned = next((part for part, _ in parts if _can_turn(part)), None) if sign < 0 else None
-    factors = [(_factor(part, -1 if part is turned else 1), power) for part, power in parts]
+        written = "".join(f"{'+' if own > 0 else '-'}{text((1, part))}" for part, own in terms)
+        return written.removeprefix("+")
+    # A sum with terms of both signs can be turned: its negative is written without a sign before it.
+    sums = [part for part, _ in parts if part[0] == _SUM and any(own < 0 for _, own in part[1])]
+    turned = sums[0] if sums and sign < 0 else None
+    factors = [(f"({text((-1 if part is turned else 1, part))})" if part[0] == _SUM else text((1, part)), power)
+               for part, power in parts]  # fmt: skip
     above = "*".join(factor for factor, power in factors if power > 0)
     product = above + "".join(f"/{factor}" for factor, power in factors if power < 0)
     return f"-{product}" if sign < 0 and turned is None else product
-
-
-def _term(form: Form, sign: int, first: bool) -> str:
-    return ("" if first and sign > 0 else "+" if sign > 0 else "-") + _text(form)
-
-
-def _factor(form: Form, sign: int) -> str:
-    return f"({_text(form, sign)})" if form[0] == _SUM else _text(form)
-
-
-def _can_turn(form: Form) -> bool:
-    """Return whether a sum has terms of both signs, so that its negative is written without a sign before it."""
-    return form[0] == _SUM and any(sign < 0 for _, sign in form[1])
 
 
 Value = tuple[int, int]  # a fraction in lowest terms, below the line above 0
@@ -201,11 +188,7 @@ def _lowest(above: int, below: int) -> Value:
 
 
 class NotAnExpression(ValueError):
-    """No expression of whole numbers, + - * / and brackets, or too long, too deep, or divided by 0."""
-
-
-_LONGEST, _DEEPEST = 200, 20  # characters, brackets inside each other
-_TOKEN = re.compile(r"[ \t]*(?:(0|[1-9][0-9]*)|([-+*/()]))")
+    """The text is not an expression of whole numbers, + - * / and brackets, is too long, or divides by 0."""
 
 
 @dataclass(frozen=True)
@@ -220,74 +203,37 @@ class Parsed:
 def parsed(expression: str) -> Parsed:
     """Read an expression. Nothing is executed, and work and memory are bounded by its length.
 
-    A minus before a number or a bracket is taken, and changes no mode by itself.
-
-    Raises:
-        NotAnExpression: anything else, ``2.0``, ``02``, ``2**3``, ``2//3`` and ``2(3)`` included.
+    A minus before a number or a bracket is allowed, and changes no mode by itself. NotAnExpression is raised for
+    anything else, ``2.0``, ``02``, ``2**3``, ``2//3`` and ``2(3)`` included.
     """
-    if len(expression) > _LONGEST:
-        raise NotAnExpression(f"longer than {_LONGEST} characters")
-    return _Parser(expression.strip(" \t")).parsed()
+    numbers: list[int] = []
+    try:
+        if not _CHARACTERS.fullmatch(expression):
+            raise NotAnExpression(f"another character than 0-9 + - * / ( ) and blanks, or more than {_LONGEST}")
+        value, form = _read(ast.parse(expression.strip(" \t"), mode="eval").body, numbers)
+    except (SyntaxError, MemoryError, ZeroDivisionError) as error:  # MemoryError: too many brackets inside each other
+        raise NotAnExpression(str(error)) from None
+    return Parsed(tuple(sorted(numbers)), value, text(form))
 
 
-class _Parser:
-    """Recursive descent over the tokens: sum, product, signs, bracket or number."""
-
-    def __init__(self, expression: str):
-        self.tokens: list[str] = []
-        self.numbers: list[int] = []
-        self.depth = end = 0
-        while end < len(expression):
-            match = _TOKEN.match(expression, end)
-            if match is None:
-                raise NotAnExpression(f"cannot be read at {expression[end : end + 10]!r}")
-            self.tokens.append(match[1] or match[2])
-            end = match.end()
-        self.tokens.reverse()
-
-    def parsed(self) -> Parsed:
-        value, form = self._chain("+-", self._product)
-        if self.tokens:
-            raise NotAnExpression(f"'{self.tokens[-1]}' is one too many")
-        return Parsed(tuple(sorted(self.numbers)), value, text(form))
-
-    def _product(self) -> tuple[Fraction, Signed]:
-        return self._chain("*/", self._signed)
-
-    def _chain(self, operators: str, part: Callable[[], tuple[Fraction, Signed]]) -> tuple[Fraction, Signed]:
-        value, form = part()
-        while self.tokens and self.tokens[-1] in operators:
-            operator = self.tokens.pop()
-            other, form_of_other = part()
-            if operator == "/" and not other:
-                raise NotAnExpression("divides by 0")
-            value = _APPLY[operator](value, other)
-            form = combine(operator, form, form_of_other)
-        return value, form
-
-    def _signed(self) -> tuple[Fraction, Signed]:
-        minus = False
-        while self.tokens and self.tokens[-1] == "-":
-            self.tokens.pop()
-            minus = not minus
-        value, form = self._atom()
-        return (-value, negated(form)) if minus else (value, form)
-
-    def _atom(self) -> tuple[Fraction, Signed]:
-        token = self.tokens.pop() if self.tokens else ""
-        if token.isdecimal():
-            self.numbers.append(int(token))
-            return Fraction(int(token)), number(int(token))
-        if token != "(" or self.depth == _DEEPEST:
-            raise NotAnExpression(f"a number is missing before '{token}'" if token != "(" else "too many brackets")
-        self.depth += 1
-        inside = self._chain("+-", self._product)
-        if not self.tokens or self.tokens.pop() != ")":
-            raise NotAnExpression("a bracket is not closed")
-        self.depth -= 1
-        return inside
+def _read(node: ast.expr, numbers: list[int]) -> tuple[Fraction, Signed]:
+    """Return value and form of a node of the syntax tree, and add its numbers to ``numbers``."""
+    match node:
+        case ast.Constant(value=int(whole)):
+            numbers.append(whole)
+            return Fraction(whole), number(whole)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            value, form = _read(operand, numbers)
+            return -value, negated(form)
+        case ast.BinOp(left=one, op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div() as operation, right=other):
+            operator, apply = _OPERATIONS[type(operation)]
+            (left, left_form), (right, right_form) = _read(one, numbers), _read(other, numbers)
+            return apply(left, right), combine(operator, left_form, right_form)
+    raise NotAnExpression("neither a number, nor a minus, nor two parts with + - * / between them")
 
 
-_APPLY: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
-    "+": add, "-": sub, "*": mul, "/": truediv,
+_LONGEST = 200  # characters
+_CHARACTERS = re.compile(rf"[0-9+\-*/() \t]{{1,{_LONGEST}}}")
+_OPERATIONS: dict[type[ast.operator], tuple[str, Callable[[Fraction, Fraction], Fraction]]] = {
+    ast.Add: ("+", add), ast.Sub: ("-", sub), ast.Mult: ("*", mul), ast.Div: ("/", truediv)
 }  # fmt: skip

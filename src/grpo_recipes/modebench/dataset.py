@@ -1,6 +1,6 @@
 r"""The rows of ``modebench:countdown`` and ``modebench:graph_coloring``: made from their keys, the same everywhere.
 
-What is drawn from is sorted, and drawn by ``random.Random(seed)``, so that no row depends on the version of Python.
+Problems are sorted, then drawn by ``random.Random(seed)``, so that no row depends on the version of Python.
 The test split comes first: it stays the same whatever ``modebench_prompts`` is, and shares no problem with training.
 """
 
@@ -76,7 +76,7 @@ class Settings:
 
 
 class TooFew(ValueError):
-    """There are fewer problems than both splits need: ``found``."""
+    """There are fewer problems, ``found``, than both splits need."""
 
     def __init__(self, found: int):
         super().__init__(f"there are {found} such problems")
@@ -84,13 +84,10 @@ class TooFew(ValueError):
 
 
 def rows(name: str, split: str, settings: Settings) -> list[dict[str, Any]]:
-    """Return the rows of ``train`` or ``test`` of one of ``TASKS``.
+    """Return the rows of ``train`` or ``test`` of one of ``TASKS``; raise TooFew where both splits need more problems.
 
     A row has ``problem`` (the prompt), ``answer`` (the problem as JSON, for ``verify``) and ``modes`` (how many right
     answers there are).
-
-    Raises:
-        TooFew: for both splits together.
     """
     made = _problems(name, settings)
     chosen = made[: settings.test_prompts] if split == "test" else made[settings.test_prompts :]
@@ -106,11 +103,9 @@ def _problems(name: str, settings: Settings) -> list[tuple[str, str, int]]:
         pool = [puzzle for puzzle in every if puzzle.modes in settings.modes]
         random.Random(settings.seed).shuffle(pool)
         made = [_countdown_row(puzzle) for puzzle in pool]
-    else:
-        graphs = graph_coloring.puzzles(
-            settings.vertices, settings.hidden, settings.modes, wanted, settings.seed
-        )  # drawn one by one, since nobody can list them all
-        made = [_graph_row(puzzle) for puzzle in graphs]
+    else:  # drawn one by one, since nobody can list them all
+        shape = (settings.vertices, settings.hidden, settings.modes)
+        made = [_graph_row(puzzle) for puzzle in graph_coloring.puzzles(*shape, wanted, settings.seed)]
     if len(made) < wanted:
         raise TooFew(len(made))
     return made[:wanted]
@@ -125,10 +120,5 @@ def _countdown_row(puzzle: countdown.CountdownPuzzle) -> tuple[str, str, int]:
 def _graph_row(puzzle: graph_coloring.ColoringPuzzle) -> tuple[str, str, int]:
     answer = {"task": "graph_coloring", "edges": puzzle.edges, "partial": puzzle.partial, "modes": puzzle.modes}
     edges = ", ".join(f"({one},{other})" for one, other in puzzle.edges)
-    prompt = _GRAPH.format(
-        vertices=puzzle.vertices,
-        edges=edges,
-        partial=puzzle.partial,
-        hidden=puzzle.hidden,
-    )
+    prompt = _GRAPH.format(vertices=puzzle.vertices, edges=edges, partial=puzzle.partial, hidden=puzzle.hidden)
     return prompt, json.dumps(answer), puzzle.modes

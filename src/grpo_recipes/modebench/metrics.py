@@ -11,14 +11,11 @@ Scores = dict[str, Any]
 
 
 def mode_scores(modes: Sequence[Sequence[str | None]], totals: Sequence[int]) -> Scores:
-    """Return what ``pass@k`` does not show.
+    """Return the scores beside ``pass@k``, each with ``_ci``, the 95 % interval over problems.
 
-    ``mean@k`` is the right share of the k completions of a problem, ``distinct@k`` how many different modes are among
-    them, ``coverage@k`` that over the modes there are, at most 1; each with ``_ci``, the 95 % interval over problems.
-
-    Args:
-        modes: (problems, k) the mode that a completion answers with, None where it is wrong.
-        totals: (problems,) how many modes each problem has.
+    ``mean@k`` is the right share of the k completions of a problem, ``distinct@k`` the number of different modes among
+    them, ``coverage@k`` that number over the modes there are, at most 1. ``modes`` (problems, k) holds the mode of each
+    completion, None where it is wrong, and ``totals`` (problems,) how many modes each problem has.
     """
     samples = max(len(row) for row in modes)
     distinct = [len({mode for mode in row if mode is not None}) for row in modes]

@@ -6,6 +6,7 @@ Nothing of a completion is executed, and judging one takes time bounded by its l
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from functools import lru_cache
@@ -26,8 +27,7 @@ _WRITTEN_OTHERWISE = {
 def mode_of(text: str, answer: str) -> str | None:
     """Return the mode that a completion answers with, None where it is wrong; ``answer`` is the problem as JSON.
 
-    Raises:
-        ValueError: ``answer`` is not a problem of ModeBench.
+    Raise ValueError where ``answer`` is not a problem of ModeBench.
     """
     problem, given = problem_of(answer), answer_in(text)
     if given is None:
@@ -38,30 +38,25 @@ def mode_of(text: str, answer: str) -> str | None:
 
 
 @lru_cache(maxsize=4096)
-def problem_of(answer: str) -> dict[str, Any]:
-    """Return the problem in a row's answer.
-
-    Raises:
-        ValueError: it does not hold one.
-    """
+def _problem(answer: str) -> dict[str, Any] | None:
     wanted = {"countdown": ("numbers", "target"), "graph_coloring": ("edges", "partial")}
-    try:
+    with contextlib.suppress(ValueError, TypeError, LookupError):
         problem = dict(json.loads(answer))
-        complete = all(key in problem for key in (*wanted[problem["task"]], "modes"))
-    except (ValueError, TypeError, LookupError):
-        complete = False
-    if not complete:
-        raise ValueError("the reference solution is no problem of ModeBench")
+        return problem if all(key in problem for key in (*wanted[problem["task"]], "modes")) else None
+    return None
+
+
+def problem_of(answer: str) -> dict[str, Any]:
+    """Return the problem in a row's answer; raise ValueError where there is none."""
+    problem = _problem(answer)
+    if problem is None:
+        raise ValueError("the reference solution is not a problem of ModeBench")
     return problem
 
 
 def is_problem(answer: str) -> bool:
     """Return whether a reference solution is a problem of ModeBench."""
-    try:
-        problem_of(answer)
-    except ValueError:
-        return False
-    return True
+    return _problem(answer) is not None
 
 
 def right_answers(answer: str) -> list[str]:
@@ -90,18 +85,17 @@ def edges_of(problem: dict[str, Any]) -> graph_coloring.Edges:
 
 
 def answer_in(text: str) -> str | None:
-    """Return what a completion gives as its answer, None where it gives none."""
-    boxed = _last_box(text)
+    """Return the answer in a completion, None where there is none."""
+    boxed, line = _last_box(text), text.strip()
     if boxed is not None:
         return boxed.strip()
-    line = text.strip()
     if len(line) > _LONGEST_LINE or set(line) & set("<>\n\r"):
         return None
     return _BEFORE_ANSWER.sub("", line, count=1).strip()
 
 
 def _last_box(text: str) -> str | None:
-    """Return what stands in the box that begins last, of those whose braces match."""
+    """Return the content of the box that begins last, of those whose braces match."""
     open_braces: list[int] = []
     begin = end = -1
     for place, character in enumerate(text):
@@ -117,16 +111,11 @@ def _last_box(text: str) -> str | None:
 def _countdown_mode(given: str, numbers: tuple[int, ...], target: int) -> str | None:
     for written, plain in _WRITTEN_OTHERWISE.items():
         given = given.replace(written, plain)
-    try:
-        found = countdown.parsed(_side(given, target))
-    except countdown.NotAnExpression:
-        return None
-    return found.key if found.numbers == tuple(sorted(numbers)) and found.value == target else None
-
-
-def _side(given: str, target: int) -> str:
-    """Return the expression of ``expression = target``, either way round; several attempts in one are none of them."""
-    left, equals, right = (part.strip() for part in given.partition("="))
-    if not equals:
-        return left
-    return right if left == str(target) else left if right == str(target) else given
+    # The answer may be an equation, either way round; several attempts in one do not count.
+    sides = [part.strip() for part in given.split("=")]
+    if len(sides) == 2 and str(target) in sides:
+        sides.remove(str(target))
+    with contextlib.suppress(countdown.NotAnExpression):
+        found = countdown.parsed("=".join(sides))
+        return found.key if found.numbers == tuple(sorted(numbers)) and found.value == target else None
+    return None
