@@ -160,7 +160,7 @@ def test_unlike_rewards_are_told_and_not_ranked(tmp_path: Path) -> None:
 def test_more_runs_than_colours_are_told_apart(tmp_path: Path) -> None:
     runs = runs_of(tmp_path, *[{"steps": 5, "recipe": {"beta": (0.01 * n, "x.yaml:1")}} for n in range(9)])
     groups = grouped(runs)
-    assert len({(group.colour, group.dashed) for group in groups}) == 9
+    assert len({(group.colour, group.kind) for group in groups}) == 9
     assert 'class="line dashed c2"' in comparison_page(runs)
 
 

@@ -127,7 +127,7 @@ def _split(values_PG: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tens
     """Return the values, and which of them are known."""
     values_PG = _at_least_float32(values_PG)
     if values_PG.isinf().any():
-        raise ValueError(f"{name} must be finite, or NaN where a completion has no verdict")
+        raise ValueError(f"{name} must be finite, or NaN where a completion is unscored")
     return values_PG, ~values_PG.isnan()
 
 

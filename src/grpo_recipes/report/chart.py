@@ -39,8 +39,12 @@ class Axis:
         """Return the place of a value between low (0) and high (1); values beyond an end are put there."""
         return min(max((value - self.low) / (self.high - self.low), 0.0), 1.0)
 
-    def labels(self) -> list[str]:
-        """Return a label for each tick, all with the same digits."""
+    def marks(self, text: Callable[[float], str] | None = None) -> Marks:
+        """Return place and label of each tick; the labels have the same digits unless ``text`` writes them."""
+        texts = [text(tick) for tick in self.ticks] if text else self._labels()
+        return [(self.share(tick), label) for tick, label in zip(self.ticks, texts, strict=True)]
+
+    def _labels(self) -> list[str]:
         step = self.ticks[1] - self.ticks[0] if len(self.ticks) > 1 else 1.0
         largest = max(abs(tick) for tick in self.ticks)
         if largest and (largest < 1e-3 or largest >= 1e9):
@@ -49,15 +53,10 @@ class Axis:
         digits = max(0, -int(Decimal(f"{step / scale:.6g}").as_tuple().exponent))
         return [minus(f"{tick / scale:,.{digits}f}{suffix if tick else ''}") for tick in self.ticks]
 
-    def marks(self, text: Callable[[float], str] | None = None) -> Marks:
-        """Return the ticks as marks, with these texts instead of the labels."""
-        texts = [text(tick) for tick in self.ticks] if text else self.labels()
-        return [(self.share(tick), label) for tick, label in zip(self.ticks, texts, strict=True)]
-
 
 def axis(low: float, high: float, wanted: int = 4, *, whole: bool = False) -> Axis:
     """Return a range that holds ``low`` and ``high``, in about ``wanted`` steps; ``whole`` marks integers alone."""
-    if low == high:
+    if math.isclose(low, high):  # a mean of equal values may differ from them by a rounding error
         low, high = (min(low, 0.0), max(high, 0.0)) if low else (0.0, 1.0)
     raw = (high - low) / wanted
     power = 10.0 ** math.floor(math.log10(raw))
@@ -133,12 +132,13 @@ class Curve:
 
 
 def curve_of(
-    tables: Sequence[Table], name: str, label: str, colour: int = 1, kind: str = "line", window: int | None = None
-) -> Curve:
+    tables: Sequence[Table], name: str, label: str, colour: int = 1, kind: str = "line", *, window: int | None = None,
+    behind: bool = True,
+) -> Curve:  # fmt: skip
     """Return a metric as a line through its noise.
 
-    Of one run, every value is faintly behind the line, or the range of many values; of several runs, the line is the
-    mean of theirs and the band its 95 % interval.
+    With ``behind``, every value of a single run is faintly behind the line, or the range of many values. The line of
+    several runs is the mean of theirs, and the band its 95 % interval.
     """
     longest = max((table.steps for table in tables), key=len)
     parts, window = buckets(len(longest)), window or window_of(len(longest))
@@ -150,6 +150,8 @@ def curve_of(
         band = around(line, [half_interval(column) for column in columns])
         return Curve(label, xs, line, colour, kind, band=band, band_label="95 %")
     values, line = tables[0].column(name), lines[0]
+    if not behind:
+        return Curve(label, xs, line, colour, kind)
     if len(parts) == len(values):
         return Curve(label, xs, line, colour, kind, faint=values if line != values else None)
     low, high = ([of(known(values[part]), default=None) for part in parts] for of in (min, max))
@@ -256,24 +258,10 @@ class Histogram:
 
     names: Sequence[str]  # (R,) of the bins, the lowest first
     edged: bool  # a bin is a range and its name the lower end; else it is a single value
-    steps: Sequence[float]  # (N,)
+    across: Axis  # of N steps
+    up: Axis  # of the bars
     shares: Sequence[Sequence[float]]  # (N, R) shares of each step's completions, which add up to 1
     ends: Sequence[tuple[str, Sequence[float]]]  # name and shares of the first steps, and of the last
-
-    @property
-    def across(self) -> Axis:
-        """The axis of steps."""
-        return step_axis(self.steps)
-
-    @property
-    def up(self) -> Axis:
-        """The vertical axis of the bars."""
-        return axis(0.0, max(max(shares) for _, shares in self.ends) or 1.0)
-
-    @property
-    def most(self) -> float:
-        """The largest share of any step."""
-        return max(map(max, self.shares)) or 1.0
 
     def marks(self) -> Marks:
         """Return at most 8 of the names."""
@@ -297,16 +285,10 @@ def histogram(scored: Sequence[Scored]) -> Histogram | None:
         found = Counter(max(place - 1, 0) for place in places)
         return [found[index] / len(places) for index in range(len(bins))]
 
-    tenth = max(1, len(scored) // 10)
-    return Histogram(
-        names=[short(value) for value in bins],
-        edged=edged,
-        steps=[scored[part.stop - 1 if part.start else 0].step for part in parts],
-        shares=[shares(scored[part]) for part in parts],
-        ends=[(_steps_named(rows), shares(rows)) for rows in (scored[:tenth], scored[-tenth:])],
-    )
-
-
-def _steps_named(rows: Sequence[Scored]) -> str:
-    first, last = rows[0].step, rows[-1].step
-    return f"step {first}" if first == last else f"steps {first} to {last}"
+    tenth, ends = max(1, len(scored) // 10), []
+    for rows in (scored[:tenth], scored[-tenth:]):
+        first, last = rows[0].step, rows[-1].step
+        ends.append((f"step {first}" if first == last else f"steps {first} to {last}", shares(rows)))
+    across = step_axis([scored[part.stop - 1 if part.start else 0].step for part in parts])
+    up = axis(0.0, max(max(heights) for _, heights in ends))
+    return Histogram([*map(short, bins)], edged, across, up, [shares(scored[part]) for part in parts], ends)

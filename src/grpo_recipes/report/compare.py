@@ -11,11 +11,11 @@ from typing import Any
 
 from grpo_recipes.paths import shown
 from grpo_recipes.report.chart import Chart, curve_of
-from grpo_recipes.report.page import NOTHING, half_interval, render, short, spread
+from grpo_recipes.report.page import render, spread
 from grpo_recipes.report.read import RunRecord, read_run
 from grpo_recipes.report.run_charts import METRICS, note_of, reward_bounds, reward_names
-from grpo_recipes.report.single import BASELINES, is_count, score_bounds, score_text
-from grpo_recipes.runs.health import known, number, percent
+from grpo_recipes.report.single import BASELINES
+from grpo_recipes.runs.health import known, number
 from grpo_recipes.runs.rundir import write_whole
 from grpo_recipes.stats import score_names
 
@@ -41,17 +41,8 @@ class Group:
 
     label: str  # unlike that of any other group
     runs: Sequence[RunRecord]  # at least one
-    number: int  # 0, 1, ... in the order of the command line
-
-    @property
-    def colour(self) -> int:
-        """1 to 7."""
-        return self.number % COLOURS + 1
-
-    @property
-    def dashed(self) -> bool:
-        """Whether its colour is already another group's."""
-        return self.number >= COLOURS
+    colour: int  # 1 to 7
+    kind: str  # of its curves: dashed where their colour is already another group's
 
     @property
     def finals(self) -> list[float]:
@@ -63,18 +54,15 @@ class Group:
         """The last evaluation of each run that has one."""
         return known(run.evals.last("eval_reward") for run in self.runs)
 
-    def mean_score(self, benchmark: str, key: str) -> str:
-        """Return a benchmark's score as mean over the seeds with its interval, empty for fewer than two."""
-        found = known(number(run.benchmarks.get(benchmark, {}).get(key)) for run in self.runs)
-        half = half_interval(found)
-        if half is None or is_count(key):
-            return "" if half is None else spread(found)
-        return f"{short(100 * sum(found) / len(found))} ± {percent(half)}"
+    def scores(self, benchmark: str, key: str) -> list[float]:
+        """Return a benchmark's score of each run that has it."""
+        return known(number(run.benchmarks.get(benchmark, {}).get(key)) for run in self.runs)
 
 
 def group_of(label: str, runs: Sequence[RunRecord], number: int) -> Group:
-    """Return a group whose label has its number of seeds."""
-    return Group(f"{label} ({len(runs)} seeds)" if len(runs) > 1 else label, runs, number)
+    """Return the group of this number, from 0 on; its label has its number of seeds."""
+    seeds = f" ({len(runs)} seeds)" if len(runs) > 1 else ""
+    return Group(label + seeds, runs, number % COLOURS + 1, "line" if number < COLOURS else "line dashed")
 
 
 def grouped(runs: Sequence[RunRecord]) -> list[Group]:
@@ -123,19 +111,19 @@ def comparison(groups: Sequence[Group]) -> dict[str, Any]:
     runs = [run for group in groups for run in group.runs]
     columns = [(name, key) for run in runs for name, scores in run.benchmarks.items()
                for key in score_names(scores) if number(scores[key]) is not None]  # fmt: skip
-    held: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in BASELINES}  # the scores of the first run with it
-    for run in runs:
+    baselines: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in BASELINES}
+    for run in reversed(runs):  # the scores of the first run that has them
         for benchmark, result in run.benchmarks.items():
-            for baseline, scores in result.get("baselines", {}).items():
-                held.setdefault(baseline, {}).setdefault(benchmark, scores)
-    warnings = [text for text in (_unlike_rewards(groups), _unlike_steps(groups)) if text]
+            for name in baselines.keys() & result.get("baselines", {}):
+                baselines[name][benchmark] = result["baselines"][name]
     reward = _chart(groups, "reward", "Reward", "Mean over the completions of a step, smoothed", large=True)
     if reward and any(len(group.runs) > 1 for group in groups):
         reward = replace(reward, note=f"{reward.note}; shaded: 95 % interval of the mean over seeds")
     return {
-        "groups": groups, "headline": sentence(groups), "warnings": warnings, "reward": reward,
-        "small_charts": _charts(groups), "columns": list(dict.fromkeys(columns)), "score_cell": score_cell,
-        "baselines": [(BASELINES[name], scores) for name, scores in held.items() if scores and name in BASELINES],
+        "groups": groups, "headline": sentence(groups), "reward": reward,
+        "warnings": [text for text in (_unlike(groups, *question) for question in _QUESTIONS) if text],
+        "small_charts": _charts(groups), "columns": list(dict.fromkeys(columns)),
+        "baselines": [(BASELINES[name], scores) for name, scores in baselines.items() if scores],
         "keys": differing_keys(groups), "facts": _differing_facts(groups),
     }  # fmt: skip
 
@@ -144,29 +132,29 @@ def sentence(groups: Sequence[Group]) -> str:
     """Return which group ends highest, unless the rewards are not the same."""
     finals = {group.label: group.finals for group in groups if group.finals}
     ends = sorted(((sum(found) / len(found), label, spread(found)) for label, found in finals.items()), reverse=True)
-    if len(ends) < 2 or _unlike_rewards(groups):
+    if len(ends) < 2 or _unlike(groups, *_QUESTIONS[0]):
         return " against ".join(group.label for group in groups[:3]) + (" and others" if len(groups) > 3 else "")
     (_, first, reward), (_, second, other) = ends[:2]
     return f"{first} ends highest, at reward {reward}; next is {second} at {other}."
 
 
-def _unlike_rewards(groups: Sequence[Group]) -> str:
-    rewards = {}
-    for group in groups:
-        run = group.runs[0]
-        names, weights = [*reward_names(run.metrics).values()] or run.value("reward_funcs"), run.value("reward_weights")
-        rewards[group.label] = ", ".join(map(str, names or ())) + (f" weighted {weights}" if weights else "")
-    return _unlike("The rewards are not the same, so their totals cannot be compared.", rewards)
+def _rewards(run: RunRecord) -> str:
+    """Return names and weights of a run's rewards."""
+    names, weights = [*reward_names(run.metrics).values()] or run.value("reward_funcs"), run.value("reward_weights")
+    return ", ".join(map(str, names or ())) + (f" weighted {weights}" if weights else "")
 
 
-def _unlike_steps(groups: Sequence[Group]) -> str:
-    sizes = {group.label: group.runs[0].batch.get("completions") for group in groups}
-    return _unlike("A step is not the same number of completions: compare by time.", sizes)
+# What makes runs hard to compare where it differs.
+_QUESTIONS: tuple[tuple[str, Callable[[RunRecord], Any]], ...] = (
+    ("The rewards are not the same, so their totals cannot be compared.", _rewards),
+    ("A step is not the same number of completions: compare by time.", lambda run: run.batch.get("completions")),
+)
 
 
-def _unlike(text: str, found: dict[str, Any]) -> str:
+def _unlike(groups: Sequence[Group], warning: str, read: Callable[[RunRecord], Any]) -> str:
+    found = {group.label: read(group.runs[0]) for group in groups}
     listed = "; ".join(f"{label}: {value}" for label, value in found.items())
-    return f"{text} {listed}." if len(set(found.values())) > 1 else ""
+    return f"{warning} {listed}." if len(set(found.values())) > 1 else ""
 
 
 def _charts(groups: Sequence[Group]) -> list[Chart]:
@@ -185,17 +173,14 @@ def _chart(
     """Return a metric of every group that has it; None where it is 0 everywhere."""
     curves = []
     for group in groups:
-        curve = curve_of([getattr(run, table) for run in group.runs], name, group.label, group.colour, _kind(group))
+        tables = [getattr(run, table) for run in group.runs]
+        curve = curve_of(tables, name, group.label, group.colour, group.kind, behind=False)
         if known(curve.line):
-            curves.append(curve if len(group.runs) > 1 else replace(curve, faint=None, band=None))
+            curves.append(curve)
     if not any(value for curve in curves for value in known(curve.line)):
         return None
     bounds = reward_bounds(curves) if name in ("reward", "eval_reward") else None
     return Chart(title, curves, note, bounds, shares, large=large)
-
-
-def _kind(group: Group) -> str:
-    return "line dashed" if group.dashed else "line"
 
 
 def _by_time(groups: Sequence[Group]) -> Chart | None:
@@ -206,19 +191,8 @@ def _by_time(groups: Sequence[Group]) -> Chart | None:
             if metrics.known("reward") and metrics.known("seconds/step"):
                 seconds = (value or 0.0 for value in metrics.column("seconds/step"))
                 timed = replace(metrics, steps=[total / 60 for total in itertools.accumulate(seconds)])
-                curve = curve_of([timed], "reward", group.label, group.colour, _kind(group))
-                curves.append(replace(curve, faint=None, band=None))
+                curves.append(curve_of([timed], "reward", group.label, group.colour, group.kind, behind=False))
     return Chart("Reward by time", curves, "minutes in steps", x_name="min") if curves else None
-
-
-def score_cell(scores: dict[str, dict[str, Any]], benchmark: str, key: str) -> str:
-    """Return a benchmark's score with its interval."""
-    result = scores.get(benchmark, {})
-    if number(result.get(key)) is None:
-        return NOTHING
-    bounds, scale = score_bounds(result, key), 1 if is_count(key) else 100
-    ends = f" ({short(scale * bounds[0])} to {short(scale * bounds[1])})" if bounds else ""
-    return score_text(key, result[key]) + ends
 
 
 def differing_keys(groups: Sequence[Group]) -> list[str]:

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup, escape
 
-from grpo_recipes.runs.health import mean, number, percent
+from grpo_recipes.runs.health import known, mean, number, percent
 from grpo_recipes.secrets import masked_environment
+from grpo_recipes.stats import score_names
 
 if TYPE_CHECKING:
     import jinja2
@@ -123,6 +124,13 @@ def spread(values: Sequence[float], text: Callable[[float | None], str] = short)
     return text(mean(values)) + ("" if half is None else f" ± {text(half)}")
 
 
+def bounds_of(result: dict[str, Any], key: str) -> tuple[float, float] | None:
+    """Return the ends of a benchmark score's interval, or None."""
+    bounds = result.get(f"{key}_ci")
+    ends = known(number(bound) for bound in bounds) if isinstance(bounds, list) else []
+    return (ends[0], ends[1]) if len(ends) == 2 else None
+
+
 def model_text(text: str) -> Markup:
     """Return a prompt or completion with white space and control characters made visible; copying it gives the text."""
 
@@ -171,8 +179,12 @@ def _templates() -> jinja2.Environment:
         loader=jinja2.FileSystemLoader(_HERE / "templates"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined, finalize=_finalize,
     )  # fmt: skip
-    formats = (short, signed, percent, duration, plural, compact, number, spread, model_text, value_text, command)
-    templates.filters |= {format.__name__: format for format in formats} | {"sha256": _sha256, "quoted": shlex.quote}
+    functions = (
+        short, signed, percent, duration, plural, compact, number, mean, half_interval, spread, model_text, value_text,
+        command, score_names, bounds_of,
+    )  # fmt: skip
+    templates.filters |= {function.__name__: function for function in functions}
+    templates.filters |= {"sha256": _sha256, "quoted": shlex.quote}
     # Files of ours need no escape. Their hashes allow them to run, and nothing else.
     style, script = (Markup((_HERE / name).read_text(encoding="utf-8")) for name in ("page.css", "page.js"))
     templates.globals |= {"style": style, "script": script, "short": short, "percent": percent, "NOTHING": NOTHING}

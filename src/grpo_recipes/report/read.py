@@ -59,6 +59,12 @@ class Setting(NamedTuple):
     value: Any
     origin: str
 
+    @property
+    def set_by(self) -> str:
+        """What set it: the recipe's file, a flag or an environment variable."""
+        by_recipe = ":" in self.origin or not self.origin
+        return "flag" if self.origin.startswith("--") else "the recipe" if by_recipe else "environment variable"
+
 
 class Outcome(NamedTuple):
     """The result of a run, counted as ``summary.json`` does; a running run has no summary yet."""

@@ -41,34 +41,28 @@ METRICS = {
     "kl": Metric("KL divergence", "from the reference"),
     "beta": Metric("KL coefficient", "beta of the loss, moved to hold kl_target", smooth=False),
     "entropy": Metric("Entropy", "of the policy on its completions"),
-    "completions/mean_length": Metric(
-        "Completion length", "mean tokens",
-        band=("completions/min_length", "completions/max_length", "shortest to longest"),
-    ),
+    "completions/mean_length":
+        Metric("Completion length", "mean tokens",
+               band=("completions/min_length", "completions/max_length", "shortest to longest")),
     "completions/clipped_ratio": Metric("Clipped completions", "share that reached max_completion_length", shares=True),
-    "frac_reward_zero_std": Metric(
-        "Groups without a signal", "share whose completions all got one reward", shares=True
-    ),
-    "maxent/incorrect_mass": Metric(
-        "MaxEnt weight on wrong answers", "share of a group's weight, mean over groups", shares=True
-    ),
-    "maxent/target_ratio": Metric(
-        "MaxEnt weight, right over wrong", "mean weight of right answers by that of wrong ones",
-        infinite="no weight on wrong answers",
-    ),
+    "frac_reward_zero_std":
+        Metric("Groups without a signal", "share whose completions all got one reward", shares=True),
+    "maxent/incorrect_mass":
+        Metric("MaxEnt weight on wrong answers", "share of a group's weight, mean over groups", shares=True),
+    "maxent/target_ratio":
+        Metric("MaxEnt weight, right over wrong", "mean weight of right answers by that of wrong ones",
+               infinite="no weight on wrong answers"),
     "maxent/eff_rollouts": Metric("Effective completions", "of a group, by the entropy of its MaxEnt weights"),
-    "maxent/weight_entropy": Metric(
-        "MaxEnt weight entropy", "nats, mean over groups",
-        band=("maxent/weight_entropy_min", "maxent/weight_entropy_max", "least to greatest"),
-    ),
+    "maxent/weight_entropy":
+        Metric("MaxEnt weight entropy", "nats, mean over groups",
+               band=("maxent/weight_entropy_min", "maxent/weight_entropy_max", "least to greatest")),
     "maxent/tau": Metric("MaxEnt temperature", "tau of the weights", smooth=False, infinite="all weights alike"),
     "maxent/beta": Metric("MaxEnt pull to the reference", "beta of the target", smooth=False),
     "loss": Metric("Loss", "of the clipped objective: it does not measure progress", compared=False),
     "grad_norm": Metric("Gradient norm"),
     "learning_rate": Metric("Learning rate", smooth=False, compared=False),
-    "sampling/sampling_logp_difference/mean": Metric(
-        "Server against trainer", "mean difference of log-probs of sampled tokens", compared=False
-    ),
+    "sampling/sampling_logp_difference/mean":
+        Metric("Server against trainer", "mean difference of log-probs of sampled tokens", compared=False),
     "tokens_per_second": Metric("Speed", "tokens per second"),
 }  # fmt: skip
 
@@ -119,16 +113,6 @@ def curve_charts(run: RunRecord) -> list[Chart]:
     return charts
 
 
-def how_to_read(run: RunRecord) -> str:
-    """Return the meaning of lines and shades of the small charts."""
-    rows = len(run.metrics.steps)
-    window, points = window_of(rows), len(buckets(rows))
-    if window == 1:
-        return ""
-    behind = "single steps" if points == rows else f"the range of every {rows // points} steps"
-    return f"Lines are means over {window} steps; faint behind them: {behind}."
-
-
 def _single(metrics: Table, name: str) -> Chart:
     metric, more = METRICS[name], ""
     curve = curve_of([metrics], name, metric.title, window=None if metric.smooth else 1)
@@ -142,8 +126,8 @@ def _single(metrics: Table, name: str) -> Chart:
 
 def _several(title: str, metrics: Table, named: dict[str, str], note: str, shares: bool = False) -> Chart:
     """Return the first seven of some columns in one chart; ``named``: column -> label."""
-    curves = [replace(curve_of([metrics], name, label, colour), band=None, faint=None)
-              for colour, (name, label) in enumerate(list(named.items())[:7], start=1)]  # fmt: skip
+    first = enumerate(list(named.items())[:7], start=1)
+    curves = [curve_of([metrics], name, label, colour, behind=False) for colour, (name, label) in first]
     return Chart(title, curves, note, shares=shares)
 
 

@@ -14,22 +14,20 @@ from markupsafe import Markup
 
 from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.paths import shown
-from grpo_recipes.report.chart import histogram
+from grpo_recipes.report.chart import buckets, histogram, window_of
 from grpo_recipes.report.page import SMOKE_BADGE, fragment, plural, render, short
-from grpo_recipes.report.read import RunRecord, Scored, Setting, read_run, read_samples
+from grpo_recipes.report.read import RunRecord, Scored, read_run, read_samples
 from grpo_recipes.report.run_charts import (
     METRICS,
     PHASES,
     curve_charts,
-    how_to_read,
     other_metrics,
     phase_chart,
     reward_chart,
 )
 from grpo_recipes.runs.checkpoints import newest_complete
-from grpo_recipes.runs.health import known, notices_of, number, percent
+from grpo_recipes.runs.health import notices_of
 from grpo_recipes.runs.rundir import write_whole
-from grpo_recipes.stats import score_names
 
 # Status -> its mark, and how the sentence on the reward begins.
 _STATUSES = {
@@ -78,6 +76,7 @@ def run_page(run: RunRecord, path: Path) -> str:
     stamp = str(run.identity.get("timestamp", ""))
     totals = {name: sum(found) for name in PHASES if (found := run.metrics.known(f"seconds/{name}"))}
     charts, same = other_metrics(run)
+    rows = len(run.metrics.steps)
     return render(
         "run.html.j2",
         run=run, title=f"{run.name}: {run.status}", name=run.name, headline=sentence(run), kind=kind,
@@ -85,9 +84,10 @@ def run_page(run: RunRecord, path: Path) -> str:
         folder=shown(run.folder), silent=_silent_seconds(run) if run.status == "running" else 0.0,
         asked=run.summary.get("exit_code") == EXIT_STOPPED, checkpoint=newest_complete(run.folder / "checkpoints"),
         started=re.sub(r"^(\d{4})(\d\d)(\d\d)-(\d\d)(\d\d)\d\d$", r"\1-\2-\3 \4:\5", stamp),
-        notices=notices(run), reward=reward_chart(run), curves=curve_charts(run), how=how_to_read(run),
-        others=charts, same=same, histogram=histogram(run.scored), scores=_scores(run), steps=_completions(run),
-        phase_chart=phase_chart(run), phases=PHASES, totals=totals, origins=_by_origin(run),
+        notices=notices(run), reward=reward_chart(run), curves=curve_charts(run),
+        rows=rows, points=len(buckets(rows)), window=window_of(rows),
+        others=charts, same=same, histogram=histogram(run.scored), results=_results(run), steps=_completions(run),
+        phase_chart=phase_chart(run), phases=PHASES, totals=totals,
         files=[name for name in _FILES if (run.folder / name).exists()], linked=path.absolute().parent == run.folder,
     )  # fmt: skip
 
@@ -138,43 +138,20 @@ def notices(run: RunRecord) -> list[str]:
     return found
 
 
-def _scores(run: RunRecord) -> list[tuple[Any, ...]]:
-    """Return benchmark, score, its text, its share, interval and further facts; ModeBench's baselines follow it."""
+def _results(run: RunRecord) -> list[tuple[str, dict[str, Any], str]]:
+    """Return name, result and further facts of each benchmark; ModeBench's baselines follow their own."""
     results: dict[str, dict[str, Any]] = {}
     for benchmark, result in run.benchmarks.items():
         results[benchmark] = result
         for baseline, scores in result.get("baselines", {}).items():
             results[f"{benchmark}, {BASELINES.get(baseline, baseline)}"] = scores
-    rows: list[tuple[Any, ...]] = []
+    rows = []
     for name, result in results.items():
-        rest = ", ".join(
-            f"{key.replace('_', ' ')} {short(value) if isinstance(value, int | float) else value}"
-            for key, value in result.items()
-            if "@" not in key and not isinstance(value, dict | list)
-        )
-        keys = [key for key in score_names(result) if number(result[key]) is not None]
-        for key in keys:
-            share = None if is_count(key) else result[key]
-            rows.append((name, key, score_text(key, result[key]), share, score_bounds(result, key), rest))
-        rows += [] if keys else [(name, "", "", None, None, rest)]
+        facts = {key: value for key, value in result.items() if "@" not in key and not isinstance(value, dict | list)}
+        texts = (f"{key.replace('_', ' ')} {short(value) if isinstance(value, int | float) else value}"
+                 for key, value in facts.items())  # fmt: skip
+        rows.append((name, result, ", ".join(texts)))
     return rows
-
-
-def is_count(key: str) -> bool:
-    """Return whether a score is a number of answers, ``distinct@k``; all others are shares."""
-    return key.startswith("distinct@")
-
-
-def score_text(key: str, value: float) -> str:
-    """Return a score as people read it: a share in per cent, ``distinct@k`` as a number."""
-    return short(value) if is_count(key) else percent(value)
-
-
-def score_bounds(result: dict[str, Any], key: str) -> tuple[float, float] | None:
-    """Return the ends of a benchmark score's interval, or None."""
-    bounds = result.get(f"{key}_ci")
-    ends = known(number(bound) for bound in bounds) if isinstance(bounds, list) else []
-    return (ends[0], ends[1]) if len(ends) == 2 else None
 
 
 def _completions(run: RunRecord) -> list[Markup]:
@@ -193,13 +170,3 @@ def _step(run: RunRecord, row: Scored, unfolded: bool) -> Markup | None:
     samples = read_samples(run.folder / "samples.jsonl", row)
     groups = [(prompt, list(members)) for prompt, members in groupby(samples, key=lambda sample: sample.get("prompt"))]
     return fragment("completions.html.j2", "step", row, groups, unfolded) if groups else None
-
-
-def _by_origin(run: RunRecord) -> dict[str, dict[str, Setting]]:
-    """Return the given keys, those of the command line first."""
-    kinds: dict[str, dict[str, Setting]] = {"flag": {}, "environment variable": {}, "the recipe": {}}
-    for key, one in run.settings.items():
-        by_recipe = ":" in one.origin or not one.origin
-        kind = "flag" if one.origin.startswith("--") else "the recipe" if by_recipe else "environment variable"
-        kinds[kind][key] = one
-    return kinds
