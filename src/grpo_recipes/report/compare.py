@@ -76,17 +76,11 @@ def grouped(runs: Sequence[RunRecord]) -> list[Group]:
     for same in alike.values():
         distinct = len({str(run.value("seed")) for run in same}) == len(same)
         sets.extend([same] if distinct else [[run] for run in same])
-    labels = _labels([members[0] for members in sets])
+    firsts = [members[0] for members in sets]
+    # The folders' names where two run names are the same, and the folders where these are too.
+    names = [str(run.identity.get("run_name") or run.name) for run in firsts], [run.name for run in firsts]
+    labels = next((found for found in names if len(set(found)) == len(found)), [shown(run.folder) for run in firsts])
     return [group_of(label, members, place) for place, (members, label) in enumerate(zip(sets, labels, strict=True))]
-
-
-def _labels(runs: Sequence[RunRecord]) -> list[str]:
-    """Return run names; where two are the same, the folders' names; where these are too, the folders."""
-    for name in (lambda run: str(run.identity.get("run_name") or run.name), lambda run: run.name):
-        labels = [name(run) for run in runs]
-        if len(set(labels)) == len(labels):
-            return labels
-    return [shown(run.folder) for run in runs]
 
 
 def write_comparison(folders: Sequence[Path], path: Path) -> Path:

@@ -16,15 +16,8 @@ from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.paths import shown
 from grpo_recipes.report.chart import buckets, histogram, window_of
 from grpo_recipes.report.page import SMOKE_BADGE, fragment, plural, render, short
-from grpo_recipes.report.read import RunRecord, Scored, read_run, read_samples
-from grpo_recipes.report.run_charts import (
-    METRICS,
-    PHASES,
-    curve_charts,
-    other_metrics,
-    phase_chart,
-    reward_chart,
-)
+from grpo_recipes.report.read import RunRecord, read_run, read_samples
+from grpo_recipes.report.run_charts import METRICS, PHASES, curve_charts, other_metrics, phase_chart, reward_chart
 from grpo_recipes.runs.checkpoints import newest_complete
 from grpo_recipes.runs.health import notices_of
 from grpo_recipes.runs.rundir import write_whole
@@ -158,15 +151,13 @@ def _completions(run: RunRecord) -> list[Markup]:
     """Return sampled completions of steps spread over the run, the first and the last among them."""
     for most in (24, 12, 6, 3, 1):  # fewer where the texts are long
         count, last = min(most, len(run.scored)), len(run.scored) - 1
-        places = {round(last - index * last / max(1, count - 1)) for index in range(count)}
-        chosen = [run.scored[place] for place in sorted(places)]
-        steps = [step for step in (_step(run, row, row is chosen[-1]) for row in chosen) if step is not None]
+        steps = []
+        for place in sorted({round(last - index * last / max(1, count - 1)) for index in range(count)}):
+            row = run.scored[place]
+            samples = read_samples(run.folder / "samples.jsonl", row)
+            groups = [(prompt, list(members)) for prompt, members in groupby(samples, lambda one: one.get("prompt"))]
+            if groups:
+                steps.append(fragment("completions.html.j2", "step", row, groups, place == last))
         if sum(len(step) for step in steps) <= MOST_MARKUP:
             break
     return steps
-
-
-def _step(run: RunRecord, row: Scored, unfolded: bool) -> Markup | None:
-    samples = read_samples(run.folder / "samples.jsonl", row)
-    groups = [(prompt, list(members)) for prompt, members in groupby(samples, key=lambda sample: sample.get("prompt"))]
-    return fragment("completions.html.j2", "step", row, groups, unfolded) if groups else None
