@@ -84,34 +84,17 @@ class RunRecord:
     """A run directory, read."""
 
     folder: Path
+    name: str  # of the folder: run name and timestamp
     identity: dict[str, Any]
     plan: dict[str, Any]
+    batch: dict[str, Any]  # of the plan, empty without one
     summary: dict[str, Any]
+    status: str  # in the summary
+    benchmarks: dict[str, dict[str, Any]]  # name -> scores, in the summary
     settings: dict[str, Setting]  # the given keys of the recipe
     metrics: Table
     evals: Table
     scored: list[Scored]
-
-    @property
-    def name(self) -> str:
-        """The folder's name: run name and timestamp."""
-        return self.folder.name
-
-    @property
-    def status(self) -> str:
-        """The status in ``summary.json``."""
-        return str(self.summary.get("status", "unknown"))
-
-    @property
-    def batch(self) -> dict[str, Any]:
-        """The batch of the plan, empty without a plan."""
-        found: dict[str, Any] = self.plan.get("batch", {})
-        return found
-
-    @property
-    def benchmarks(self) -> dict[str, dict[str, Any]]:
-        """Name -> scores, from ``summary.json``."""
-        return self.summary.get("benchmarks") or {}
 
     def value(self, key: str) -> Any:
         """Return a value of the recipe, or the key's default."""
@@ -124,25 +107,18 @@ class RunRecord:
         lengths, speeds = metrics.column("seconds/step"), metrics.column("tokens_per_second")
         timed = [(a, a * b) for a, b in zip(lengths, speeds, strict=True) if a is not None and b is not None]
         measured, seconds = sum(length for length, _ in timed), known(lengths)
-        first, last = first_and_last(metrics.known("reward"))
+        rewards = metrics.known("reward")
+        steps = [
+            step for reward, step in zip(metrics.column("reward"), metrics.steps, strict=True) if reward is not None
+        ]
+        size = min(LAST_STEPS, len(rewards)) or 1
+        levels = ((sum(rewards[end - size : end]) / size, steps[end - 1]) for end in range(size, len(rewards) + 1))
+        first, last = first_and_last(rewards)
         return Outcome(
-            first=first,
-            last=last,
-            best=self._best(),
-            steps=metrics.steps[-1] if metrics.steps else 0,
-            of=metrics.last("max_steps"),
-            seconds=sum(seconds),
-            recent=mean(seconds[-20:]),
+            first=first, last=last, best=max(levels, default=None), steps=metrics.steps[-1] if metrics.steps else 0,
+            of=metrics.last("max_steps"), seconds=sum(seconds), recent=mean(seconds[-20:]),
             tokens_per_second=sum(tokens for _, tokens in timed) / measured if measured else None,
-        )
-
-    def _best(self) -> tuple[float, float] | None:
-        pairs = zip(self.metrics.column("reward"), self.metrics.steps, strict=True)
-        rows = [(reward, step) for reward, step in pairs if reward is not None]
-        size = min(LAST_STEPS, len(rows)) or 1
-        ends = range(size, len(rows) + 1)
-        levels = ((sum(reward for reward, _ in rows[end - size : end]) / size, rows[end - 1][1]) for end in ends)
-        return max(levels, default=None)
+        )  # fmt: skip
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -153,8 +129,11 @@ def read_run(folder: Path) -> RunRecord:
     if not evals.steps:
         found = {name: column for name, column in metrics.columns.items() if name.startswith("eval_")}
         evals = Table(metrics.steps, found) if found else evals
-    settings, scored = read_settings(folder / "recipe.yaml"), list(read_scored(folder / "samples.jsonl"))
-    return RunRecord(folder, identity, plan, summary, settings, metrics, evals, scored)
+    return RunRecord(
+        folder=folder, name=folder.name, identity=identity, plan=plan, batch=plan.get("batch", {}), summary=summary,
+        status=str(summary.get("status", "unknown")), benchmarks=summary.get("benchmarks") or {}, metrics=metrics,
+        settings=read_settings(folder / "recipe.yaml"), evals=evals, scored=[*read_scored(folder / "samples.jsonl")],
+    )  # fmt: skip
 
 
 def clean(value: Any) -> Any:
