@@ -1,4 +1,4 @@
-"""Countdown: make a target from some numbers, each used exactly once. What counts as a different answer.
+"""Countdown: make a target from some numbers, each used exactly once; and which answers are different.
 
 Two expressions are one mode when they are equal whatever the numbers are: ``a-b+c`` and ``c-(b-a)``, ``a*(b/c)`` and
 ``a/(c/b)``, ``a*(b-c)`` and ``-a*(c-b)``. So brackets, order and signs cannot make one idea into many. With each number
@@ -167,7 +167,7 @@ def _splits(numbers: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[i
 
 
 def _results(left: Value, right: Value) -> list[tuple[str, bool, Value]]:
-    """Return what two values make: operator, whether they are swapped, value. What divides by 0 makes nothing."""
+    """Return the results of two values: operator, whether they are swapped, value. A division by 0 is left out."""
     (a, b), (c, d) = left, right
     made = [
         ("+", False, _lowest(a * d + c * b, b * d)),
@@ -233,7 +233,8 @@ def _read(node: ast.expr, numbers: list[int]) -> tuple[Fraction, Signed]:
 
 
 _LONGEST = 200  # characters
-_CHARACTERS = re.compile(rf"[0-9+\-*/() \t]{{1,{_LONGEST}}}")
+# Python takes 00 for 0; other numbers that begin with 0 are errors there too.
+_CHARACTERS = re.compile(rf"(?!.*\b0[0-9])[0-9+\-*/() \t]{{1,{_LONGEST}}}")
 _OPERATIONS: dict[type[ast.operator], tuple[str, Callable[[Fraction, Fraction], Fraction]]] = {
     ast.Add: ("+", add), ast.Sub: ("-", sub), ast.Mult: ("*", mul), ast.Div: ("/", truediv)
 }  # fmt: skip

@@ -1,6 +1,6 @@
-"""Graph 3-colouring completion: give the uncoloured vertices of a graph a colour, no edge two ends of the same one.
+"""Graph 3-colouring completion: colour the hidden vertices of a graph so that no edge has two ends of one colour.
 
-An answer is a digit a hidden vertex; every proper completion is a mode.
+An answer has a digit for each hidden vertex; every proper completion is a mode.
 """
 
 from __future__ import annotations

@@ -108,9 +108,7 @@ class RunRecord:
         timed = [(a, a * b) for a, b in zip(lengths, speeds, strict=True) if a is not None and b is not None]
         measured, seconds = sum(length for length, _ in timed), known(lengths)
         rewards = metrics.known("reward")
-        steps = [
-            step for reward, step in zip(metrics.column("reward"), metrics.steps, strict=True) if reward is not None
-        ]
+        steps = [step for step, one in zip(metrics.steps, metrics.column("reward"), strict=True) if one is not None]
         size = min(LAST_STEPS, len(rewards)) or 1
         levels = ((sum(rewards[end - size : end]) / size, steps[end - 1]) for end in range(size, len(rewards) + 1))
         first, last = first_and_last(rewards)
