@@ -148,6 +148,6 @@ def test_garbage_neither_passes_nor_hangs() -> None:
     "answer", ["", "7", "[]", "{}", '{"task": "countdown"}', '{"task": "sums", "modes": 1}', "null"]
 )
 def test_another_reference_solution_is_not_judged(answer: str) -> None:
-    with pytest.raises(ValueError, match="no problem of ModeBench"):
+    with pytest.raises(ValueError, match="not a problem of ModeBench"):
         problem_of(answer)
     assert make_reward("modebench", None, None)(completions=["6"], answer=[answer]) == [None]
