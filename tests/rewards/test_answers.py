@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.rewards.answers import LONGEST, is_right, last_answer, last_boxed, normal, same
+from grpo_recipes.rewards.answers import LONGEST, completion_text, is_right, last_answer, last_boxed, normal, same
 
 SAME = [
     (" 18\n", "18"),
@@ -275,3 +275,19 @@ def test_no_answer_takes_long(text):
     is_right(text, "18", "normalized")
     last_boxed(text)
     assert time.process_time() - start < 0.5
+
+
+@pytest.mark.parametrize(
+    ("completion", "text"),
+    [
+        ("7", "7"),
+        ("", ""),
+        ([], ""),
+        ([{"role": "assistant", "content": "7"}], "7"),
+        ([{"role": "assistant", "content": "6"}, {"role": "assistant", "content": "7"}], "7"),
+        ([{"role": "assistant", "content": None}], ""),
+        ([{"role": "assistant", "tool_calls": []}], ""),
+    ],
+)
+def test_the_text_of_a_completion(completion, text):
+    assert completion_text(completion) == text

@@ -18,10 +18,17 @@ from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe.check import check
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.rewards.child import MOST_PROCESSES
-from grpo_recipes.rewards.load import keep_rewards, load_rewards
+from grpo_recipes.rewards.load import (
+    BatchReward,
+    IsolatedReward,
+    LimitRecords,
+    RewardWrapper,
+    keep_rewards,
+    key_of,
+    load_rewards,
+)
 from grpo_recipes.rewards.pool import START_SECONDS
 from grpo_recipes.rewards.score import RewardFailed, Score
-from grpo_recipes.rewards.wrapper import BatchReward, IsolatedReward, LimitRecords, RewardWrapper, key_of
 
 OWN = """
 import sys, time
@@ -244,7 +251,7 @@ def test_records_are_of_limits_alone_and_survive_a_kill(tmp_path: Path) -> None:
 
 def test_a_key_is_the_same_in_another_process_and_none_without_plain_data() -> None:
     arguments = {"completions": [{"role": "assistant", "content": "ü"}], "answer": 3.5, "ids": [1, 2]}
-    code = f"from grpo_recipes.rewards.wrapper import key_of; print(key_of(['a'], {arguments!r}))"
+    code = f"from grpo_recipes.rewards.load import key_of; print(key_of(['a'], {arguments!r}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == key_of(["a"], arguments)
     assert key_of(["b"], arguments) != key_of(["a"], arguments)

@@ -115,7 +115,7 @@ def test_too_few_verdicts_are_a_fault():
 
     assert probe("my.py:half", scorer(half), ROWS, most_missing=0.5).faults == []
     ((what, _),) = probe("my.py:half", scorer(half), ROWS, most_missing=0.4).faults
-    assert what.startswith("gives no verdict on 60 of 120 completions (it returned None")
+    assert what.startswith("leaves 60 of 120 completions unscored (it returned None")
 
 
 def test_one_value_that_is_no_number_is_a_fault():
@@ -124,5 +124,5 @@ def test_one_value_that_is_no_number_is_a_fault():
 
     finding = probe("my.py:nan_once", scorer(nan_once), ROWS)
 
-    assert finding.faults == [("gives no verdict on 1 of 120 completions (not a number: nan)", "mend it")]
+    assert finding.faults == [("leaves 1 of 120 completions unscored (not a number: nan)", "correct it")]
     assert finding.failures[0].reason == "not a number: nan"

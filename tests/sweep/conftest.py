@@ -13,7 +13,7 @@ from grpo_recipes.plan.devices import environment_device
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
 from grpo_recipes.runs.rundir import read_json, write_json
 from grpo_recipes.sweep.folder import Sweep, read_sweep
-from grpo_recipes.sweep.sequential import SignalForwarder
+from grpo_recipes.sweep.run import SignalForwarder
 
 SMOKE = "recipes/smoke/grpo.yaml"
 

@@ -13,8 +13,8 @@ from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.launch import submission
 from grpo_recipes.recipe import read_frozen
 from grpo_recipes.runs.rundir import Run, claim, read_json
-from grpo_recipes.sweep.folder import Sweep
-from grpo_recipes.sweep.run import array_text, queued, task_index
+from grpo_recipes.slurm.client import tasks_in_queue
+from grpo_recipes.sweep.run import array_text
 
 TWO = ("seed=1..2",)
 
@@ -134,14 +134,13 @@ def test_the_queue_is_asked_for_the_jobs_of_the_sweep(folder, monkeypatch, answe
     fake_squeue.write_text(f'#!/bin/sh\necho "$@" > {folder}/asked\n{answer}\n')
     fake_squeue.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    sweep = Sweep(folder, {"jobs": [7, 8], "cells": []})
     if found is None:
         with pytest.raises(ConfigError, match="Unable to contact"):
-            queued(sweep)
+            tasks_in_queue([7, 8])
     else:
-        assert queued(sweep) == found
+        assert tasks_in_queue([7, 8]) == found
     assert "--jobs=7,8" in (folder / "asked").read_text()
-    assert queued(Sweep(folder, {"jobs": [], "cells": []})) == set()
+    assert tasks_in_queue([]) == set()
 
 
 @pytest.mark.parametrize(
@@ -230,7 +229,7 @@ def test_again_it_submits_what_is_missing(sweep, made, fake_sbatch, fake_launche
         fake_launches.codes[one.names[index]] = int(code)
         monkeypatch.setenv("SLURM_ARRAY_TASK_ID", str(index))
         assert cli.main(["sweep", "--cell", str(one.folder)]) == int(code)
-    monkeypatch.setattr("grpo_recipes.sweep.run.queued", lambda sweep: {3})  # a fake queue
+    monkeypatch.setattr("grpo_recipes.sweep.run.tasks_in_queue", lambda jobs: {3})  # a fake queue
     capsys.readouterr()
     assert sweep(*again) == 0
     assert "#SBATCH --array=1-2\n" in fake_sbatch[1]
@@ -249,7 +248,8 @@ def test_when_sbatch_refuses_nothing_is_left(sweep, made, monkeypatch, folder, c
 
 
 @pytest.mark.parametrize("index", ["", "2", "x"])
-def test_a_task_is_one_of_the_sweep(sweep, made, fake_sbatch, index):
+def test_a_task_is_one_of_the_sweep(sweep, made, fake_sbatch, index, monkeypatch, capsys):
     assert sweep("seed=1..2", "--slurm", "--profile", "cpu") == 0
-    with pytest.raises(ConfigError, match="is not a trial of"):
-        task_index(made()[0], {"SLURM_ARRAY_TASK_ID": index})
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", index)
+    assert cli.main(["sweep", "--cell", str(made()[0].folder)]) == 2
+    assert "is not a trial of" in capsys.readouterr().err

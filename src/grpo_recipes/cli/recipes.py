@@ -41,7 +41,7 @@ from grpo_recipes.recipe.tasks import entry_of
 from grpo_recipes.slurm.client import walltime_seconds
 
 if TYPE_CHECKING:
-    from grpo_recipes.rewards.probe import Failure, ProbeResult
+    from grpo_recipes.rewards.probe import ProbeResult, Try
 
 _SCHEMA_LINE = re.compile(r"\A# yaml-language-server: .*\n")
 _START = """\
@@ -209,7 +209,7 @@ def check_rewards(options: argparse.Namespace) -> int:
         found["recipe"] = str(recipe.path)
         os.environ.update(hub_environment(os.environ))
         # TRL and datasets come with these, which takes seconds.
-        from grpo_recipes.rewards.check import probe_rewards, problems_of, sample_rows
+        from grpo_recipes.rewards.probe import probe_rewards, problems_of, sample_rows
 
         rows = sample_rows(recipe, options.rows, find_assets(recipe, os.environ).lookup)
         if not rows:
@@ -246,7 +246,7 @@ def _cells(finding: ProbeResult) -> list[str]:
     return [finding.reward, *right, *wrong, str(finding.no_verdict)]
 
 
-def _failure(name: str, failure: Failure) -> str:
+def _failure(name: str, failure: Try) -> str:
     from grpo_recipes.rewards.probe import why
 
     def short(text: str) -> str:

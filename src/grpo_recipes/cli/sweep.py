@@ -14,8 +14,7 @@ from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.report.compare import write_comparison
 from grpo_recipes.report.single import write_report
 from grpo_recipes.sweep.folder import FOLDER, find_sweep, is_sweep, read_sweep
-from grpo_recipes.sweep.page import write_sweep
-from grpo_recipes.sweep.results import text_table
+from grpo_recipes.sweep.results import text_table, write_sweep
 from grpo_recipes.sweep.run import Backend, run_task, start, start_again
 from grpo_recipes.sweep.spec import SweepSpec, is_axis, read_axes
 

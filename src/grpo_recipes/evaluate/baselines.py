@@ -35,8 +35,7 @@ def random_guesser(answers: Sequence[str], samples: int) -> Scores:
     chances = [_chances(answer) for answer in answers]
     estimates = {f"pass@{k}": [1 - (1 - sum(one)) ** k for one in chances] for k in reported_ks(samples)}
     distinct = [sum(1 - (1 - chance) ** samples for chance in one) for one in chances]
-    estimates[f"mean@{samples}"] = [sum(one) for one in chances]
-    estimates[f"distinct@{samples}"] = distinct
+    estimates |= {f"mean@{samples}": [sum(one) for one in chances], f"distinct@{samples}": distinct}
     estimates[f"coverage@{samples}"] = [count / len(one) for count, one in zip(distinct, chances, strict=True)]
     return summed_up(estimates)
 
@@ -54,7 +53,7 @@ def constant_answer(answers: Sequence[str], samples: int) -> Scores:
 
 
 def _chances(answer: str) -> list[float]:
-    """The chance of each mode."""
+    """Return the chance of each mode."""
     problem = problem_of(answer)
     if problem["task"] == "countdown":
         numbers = tuple(problem["numbers"])

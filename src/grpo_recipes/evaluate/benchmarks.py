@@ -55,17 +55,13 @@ class StoppedInBenchmarks(SystemExit):
 
 @dataclass
 class _Tally:
-    """Everything sampled so far."""
+    """Everything sampled so far, a row per problem."""
 
     scores: list[list[float | None]] = field(default_factory=list)
     modes: list[list[str | None]] = field(default_factory=list)  # of ModeBench alone
     golds: list[str] = field(default_factory=list)
-    tokens: int = 0
+    lengths: list[int] = field(default_factory=list)  # tokens of each completion
     truncated: int = 0
-
-    @property
-    def completions(self) -> int:
-        return sum(len(row) for row in self.scores)
 
 
 def run_benchmarks(
@@ -77,12 +73,8 @@ def run_benchmarks(
 ) -> None:
     """Run the recipe's benchmarks that have no result for this model yet. Called by every rank, after training.
 
-    Args:
-        trainer: a ``GRPOTrainer`` that has trained.
-        script_args: names benchmarks, samples, temperature and rewards.
-        run: the run directory.
-        stop_requested: looked at by rank 0 between chunks; StoppedInBenchmarks when one came.
-        fetched: as in ``data.read_rows``.
+    ``trainer`` is a ``GRPOTrainer`` that has trained, ``run`` the run directory, ``fetched`` as in ``data.read_rows``.
+    Rank 0 looks at ``stop_requested`` between chunks, and StoppedInBenchmarks ends the run when one came.
     """
     scorer = recipe_scorer(script_args.reward_funcs, trainer.reward_funcs, script_args, trainer.args)
     Runner(trainer, script_args, run, stop_requested, scorer, fetched).run_missing(script_args.benchmarks)
@@ -115,7 +107,7 @@ class Runner:
 
     def run_missing(self, names: Sequence[str]) -> None:
         """Run those that have no result for this model and these settings yet; fail when all others have one."""
-        missing = self.on_main(lambda: [name for name in names if not self.has_result(name)])
+        missing = self.on_main(lambda: [name for name in names if not self._has_result(name)])
         if not missing:
             return
         self.trainer.serve_final_weights()
@@ -131,17 +123,28 @@ class Runner:
 
     def run(self, name: str) -> None:
         """Sample, score and write one benchmark."""
-        began = time.perf_counter()
+        began, tally = time.perf_counter(), _Tally()
+        samples, longest = self.args.benchmark_samples, int(self.trainer.args.max_completion_length)
+        how = Sampling(samples, self.args.benchmark_temperature, longest)
         problems = self.on_main(lambda: load_problems(name, self.args, self.trainer.args.seed, self.fetched))
-        prompts = self.on_main(lambda: self._rendered(name, problems))
-        tally = _Tally()
-        step = max(1, _CHUNK // self.args.benchmark_samples)
+        prompts = self.on_main(lambda: self._rendered(name, problems, longest))
+        step = max(1, _CHUNK // samples)
         for start in range(0, len(problems), step):
             if self.on_main(self.stop_requested):
                 raise StoppedInBenchmarks(name, self.stage.left)
             chunk = slice(start, start + step)
-            self._run_chunk(name, problems[chunk], prompts[chunk], tally)
+            self._run_chunk(name, problems[chunk], prompts[chunk], how, tally)
         self.on_main(lambda: self._write_result(name, tally, time.perf_counter() - began))
+
+    def _run_chunk(
+        self, name: str, problems: list[BenchmarkProblem], prompts: list[Prompt], how: Sampling, tally: _Tally
+    ) -> None:
+        rollouts = self.trainer.rollouts
+        if rollouts.main_rank_alone:
+            self.on_main(lambda: self._score(name, problems, rollouts.sample(prompts, how), tally))
+        else:
+            completions = rollouts.sample(prompts, how)
+            self.on_main(lambda: self._score(name, problems, completions, tally))
 
     def on_main(self, work: Callable[[], _Result]) -> _Result:
         """Do something in rank 0, and give its result, or its failure, to every rank."""
@@ -150,43 +153,24 @@ class Runner:
             try:
                 outcome[0] = work()
             except Exception as error:  # whatever it is: the other ranks wait, and the other benchmarks may run
-                reason = (
-                    str(error.problems[0]) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-                )
+                text = f"{type(error).__name__}: {error}"
+                reason = str(error.problems[0]) if isinstance(error, ConfigError) else text
                 outcome[1] = masked(" ".join(reason.split()))
         broadcast_object_list(outcome, from_process=0)
         if outcome[1] is not None:
             raise BenchmarkFailed(outcome[1])
         return outcome[0]
 
-    def _rendered(self, name: str, problems: list[BenchmarkProblem]) -> list[Prompt]:
-        """Prompts as in training: TRL's rendering of the recipe's template."""
+    def _rendered(self, name: str, problems: list[BenchmarkProblem], most: int) -> list[Prompt]:
+        """Return prompts as in training: TRL's rendering of the recipe's template; completions have ``most`` tokens."""
         ids = self.trainer._tokenize_prompts([problem.prompt for problem in problems])[0]
         limit = self.trainer.args.vllm_max_model_length if self.trainer.use_vllm else None
         longest = max(len(tokens) for tokens in ids)
-        most = self._how().max_tokens
         if limit is not None and longest + most > limit:
             what = f"a prompt of {longest} tokens and a completion of {most} exceed vllm_max_model_length {limit}"
             raise ValueError(f"{what}; raise it, or lower max_completion_length")
-        seed = self.trainer.args.seed
-        return [
-            Prompt(tokens, problem_seed(seed, name, problem.index))
-            for tokens, problem in zip(ids, problems, strict=True)
-        ]
-
-    def _how(self) -> Sampling:
-        args = self.args
-        return Sampling(
-            args.benchmark_samples, args.benchmark_temperature, int(self.trainer.args.max_completion_length)
-        )
-
-    def _run_chunk(self, name: str, problems: list[BenchmarkProblem], prompts: list[Prompt], tally: _Tally) -> None:
-        rollouts, how = self.trainer.rollouts, self._how()
-        if rollouts.main_rank_alone:
-            self.on_main(lambda: self._score(name, problems, rollouts.sample(prompts, how), tally))
-        else:
-            completions = rollouts.sample(prompts, how)
-            self.on_main(lambda: self._score(name, problems, completions, tally))
+        seeds = [problem_seed(self.trainer.args.seed, name, problem.index) for problem in problems]
+        return [Prompt(tokens, seed) for tokens, seed in zip(ids, seeds, strict=True)]
 
     def _score(
         self, name: str, problems: list[BenchmarkProblem], completions: list[list[Tokens]], tally: _Tally
@@ -195,80 +179,65 @@ class Runner:
         decode, ends = self.trainer.processing_class.batch_decode, set(self.trainer.eos_token_ids)
         texts = [decode(row, skip_special_tokens=True) for row in completions]
         scores = self._scorer(name).scores(problems, texts)
-        if name in TASKS:
-            tally.modes += [
-                [mode_of(text, problem.gold) for text in row] for problem, row in zip(problems, texts, strict=True)
-            ]
-        file = self._file(name)
-        file.parent.mkdir(exist_ok=True)
-        with file.open("a" if tally.scores else "w") as rows:
-            for place, (problem, ids, answers, given) in enumerate(
-                zip(problems, completions, texts, scores, strict=True), len(tally.scores)
-            ):
-                cut = [not tokens or tokens[-1] not in ends for tokens in ids]
-                row = {
+        plain = re.sub(r"[^\w.-]+", "_", name.removesuffix(".jsonl"))
+        path = self.folder / "benchmarks" / f"{self.stage.prefix}{plain}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        with path.open("a" if tally.scores else "w") as file:
+            for problem, ids, answers, given in zip(problems, completions, texts, scores, strict=True):
+                row: dict[str, Any] = {
                     "problem": problem.text,
                     "gold": problem.gold,
                     "completions": [masked(answer) for answer in answers],
                     "scores": given,
                     "lengths": [len(tokens) for tokens in ids],
-                    "truncated": cut,
-                    **({"modes": tally.modes[place]} if name in TASKS else {}),
+                    "truncated": [not tokens or tokens[-1] not in ends for tokens in ids],
                 }
-                rows.write(json.dumps(row) + "\n")
-                tally.tokens += sum(len(tokens) for tokens in ids)
-                tally.truncated += sum(cut)
+                if name in TASKS:
+                    row["modes"] = [mode_of(text, problem.gold) for text in answers]
+                    tally.modes.append(row["modes"])
+                file.write(json.dumps(row) + "\n")
+                tally.lengths += row["lengths"]
+                tally.truncated += sum(row["truncated"])
         tally.scores += scores
         tally.golds += [problem.gold for problem in problems]
         print(f"grpo: {self.stage.prefix}benchmark {name}: {len(tally.scores)} problems sampled", flush=True)
 
     def _write_result(self, name: str, tally: _Tally, seconds: float) -> None:
-        result = {
+        """Write a benchmark's result; for ModeBench also the baselines, one of which is the untrained model."""
+        modes = [problem_of(gold)["modes"] for gold in tally.golds] if name in TASKS else []
+        result: dict[str, Any] = {
             **pass_table(tally.scores),
-            **self._mode_scores(name, tally),
+            **(mode_scores(tally.modes, modes) if name in TASKS else {}),
             "problems": len(tally.scores),
             "samples": self.args.benchmark_samples,
             "no_verdict": sum(score is None for row in tally.scores for score in row),
-            "mean_length": round(tally.tokens / tally.completions, 1),
-            "truncated": round(tally.truncated / tally.completions, 4),
+            "mean_length": round(sum(tally.lengths) / len(tally.lengths), 1),
+            "truncated": round(tally.truncated / len(tally.lengths), 4),
             "reward": self._scorer(name).name,
             "temperature": self.args.benchmark_temperature,
             "seconds": round(seconds, 1),
-            **self._baselines(name, tally),
         }
-        settings = read_json(self._settings_file)
+        if name in TASKS and self.stage is TRAINED:
+            before = read_json(self.folder / UNTRAINED.results).get(name, {})
+            untrained = {key: value for key, value in before.items() if "@" in key}
+            known = baselines(tally.golds, self.args.benchmark_samples)
+            result |= {"baselines": {**known, **({"untrained": untrained} if before else {})}}
+        settings, results = read_json(self._settings_file), self.folder / self.stage.results
         settings.pop(name, None)
         write_json(self._settings_file, settings)  # never a new result beside old settings
-        results = read_json(self._results_file)
-        write_json(self._results_file, {**results, name: result})
+        write_json(results, {**read_json(results), name: result})
         write_json(self._settings_file, {**settings, name: self._settings(name)})
 
     def _scorer(self, name: str) -> Scorer:
         return MODEBENCH if name in TASKS else self.scorer
 
-    def _mode_scores(self, name: str, tally: _Tally) -> dict[str, Any]:
-        if name not in TASKS:
-            return {}
-        return mode_scores(tally.modes, [problem_of(gold)["modes"] for gold in tally.golds])
-
-    def _baselines(self, name: str, tally: _Tally) -> dict[str, Any]:
-        """Return what ModeBench's results are compared with; the untrained model's too when it was benchmarked."""
-        if name not in TASKS or self.stage is not TRAINED:
-            return {}
-        found: dict[str, Any] = baselines(tally.golds, self.args.benchmark_samples)
-        before = read_json(self.folder / UNTRAINED.results).get(name)
-        if before is not None:
-            found["untrained"] = {key: value for key, value in before.items() if "@" in key}
-        return {"baselines": found}
-
-    def has_result(self, name: str) -> bool:
+    def _has_result(self, name: str) -> bool:
         """Return whether an earlier attempt finished this benchmark on this model with these settings."""
-        known = read_json(self._settings_file).get(name)
-        return known == json.loads(json.dumps(self._settings(name)))
+        return read_json(self._settings_file).get(name) == json.loads(json.dumps(self._settings(name)))
 
     def _settings(self, name: str) -> dict[str, Any]:
-        args = self.args
-        file = Path(os.path.expanduser(name))
+        args, file = self.args, Path(os.path.expanduser(name))
+        modebench = Settings.read(lambda key: getattr(args, key)) if name in TASKS else None
         return {
             "problems": fingerprint(file) if is_file(name) and file.is_file() else None,
             "step": self.trainer.state.global_step,
@@ -278,7 +247,7 @@ class Runner:
             "max_completion_length": self.trainer.args.max_completion_length,
             "max_problems": args.benchmark_max_problems,
             "reward": self._scorer(name).name,
-            **({"modebench": self._modebench(name)} if name in TASKS else {}),
+            **({"modebench": modebench.fingerprint(name)} if modebench else {}),
             "answer_matching": args.answer_matching,
             "system_prompt": args.system_prompt,
             "chat_template": args.chat_template,
@@ -286,20 +255,9 @@ class Runner:
             **sampling_keys(self.trainer),
         }
 
-    def _modebench(self, name: str) -> str:
-        return Settings.read(lambda key: getattr(self.args, key)).fingerprint(name)
-
-    @property
-    def _results_file(self) -> Path:
-        return self.folder / self.stage.results
-
     @property
     def _settings_file(self) -> Path:
         return self.folder / "benchmarks" / f"{self.stage.prefix}settings.json"
-
-    def _file(self, name: str) -> Path:
-        plain = re.sub(r"[^\w.-]+", "_", name.removesuffix(".jsonl"))
-        return self.folder / "benchmarks" / f"{self.stage.prefix}{plain}.jsonl"
 
 
 class UntrainedBenchmarks(TrainerCallback):

@@ -1,4 +1,4 @@
-"""The problems of a benchmark as chats with their right answers, and who scores completions of them."""
+"""The problems of a benchmark as chats with their right answers, and the rewards that score completions of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from grpo_recipes.data.problems import Message, answer_of, chat_of
@@ -23,7 +22,7 @@ from grpo_recipes.recipe.registry import (
     is_file,
     make_reward,
 )
-from grpo_recipes.rewards.wrapper import RewardWrapper
+from grpo_recipes.rewards.load import RewardWrapper
 from grpo_recipes.smoke import smoke_folder
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -40,7 +39,7 @@ class BenchmarkProblem:
 
     @property
     def text(self) -> str:
-        """The user's question."""
+        """Return the user's question."""
         return self.prompt[-1]["content"]
 
 
@@ -52,7 +51,8 @@ def load_problems(
     ``name`` is one of ``BENCHMARKS``, or a .jsonl file. The seed also shuffles options of multiple choice.
     """
     benchmark = _file_benchmark(name, args) if is_file(name) else BENCHMARKS[name]
-    place = _smoke_file() if name == SMOKE_BENCHMARK else benchmark.id
+    smoke = name == SMOKE_BENCHMARK
+    place = str(smoke_folder(SMOKE_BENCHMARK, os.environ) / "test.jsonl") if smoke else benchmark.id
     source = DataSource(place, benchmark.config, benchmark.split, benchmark.prompt, benchmark.solution, _KEYS)
     if name in TASKS:
         rows: Any = rows_of(source, args)
@@ -60,7 +60,10 @@ def load_problems(
         rows = read_rows(place, benchmark.config, benchmark.split, fetched=fetched)
     if len(rows) == 0:
         raise config_error("benchmarks", f"'{place}' has no rows", "name a dataset with rows")
-    indices = _drawn(len(rows), args.benchmark_max_problems, seed)
+    indices: Sequence[int] = range(len(rows))
+    most = args.benchmark_max_problems
+    if most is not None and most < len(rows):
+        indices = sorted(random.Random(seed).sample(indices, most))
     return [_problem(index, rows[index], benchmark, source, args.system_prompt, seed) for index in indices]
 
 
@@ -75,47 +78,30 @@ def _file_benchmark(name: str, args: ScriptArguments) -> Benchmark:
     return Benchmark("", path, "test", prompt=columns[0], solution=columns[1])
 
 
-def _smoke_file() -> str:
-    file: Path = smoke_folder(SMOKE_BENCHMARK, os.environ) / "test.jsonl"
-    return str(file)
-
-
-def _drawn(count: int, most: int | None, seed: int) -> list[int]:
-    if most is None or most >= count:
-        return list(range(count))
-    return sorted(random.Random(seed).sample(range(count), most))
-
-
 def _problem(
     index: int, row: dict[str, Any], benchmark: Benchmark, source: DataSource, system: str | None, seed: int
 ) -> BenchmarkProblem:
     prompt = chat_of(row.get(benchmark.prompt), source)
     gold, _ = answer_of(row.get(benchmark.solution), benchmark.marker, source)
     if not prompt or not gold:
-        raise config_error(
-            "benchmarks", f"row {index} of '{source.id}' has no problem or no answer", "mend the dataset"
-        )
-    if benchmark.wrong:
+        what = f"row {index} of '{source.id}' has no problem or no answer"
+        raise config_error("benchmarks", what, "correct the dataset")
+    if benchmark.wrong:  # multiple choice: the options in a drawn order, answered by the right one's letter
         options = [gold, *(str(row[column]).strip() for column in benchmark.wrong)]
-        prompt, gold = _multiple_choice(prompt, options, random.Random(f"{seed}/{index}"))
+        order = random.Random(f"{seed}/{index}").sample(range(len(options)), len(options))
+        lines = [f"{letter}) {options[place]}" for letter, place in zip(_LETTERS, order, strict=False)]
+        question = [prompt[-1]["content"], "", *lines, "", "Answer with the letter of the right option."]
+        prompt, gold = [*prompt[:-1], {**prompt[-1], "content": "\n".join(question)}], _LETTERS[order.index(0)]
     if system and prompt[0]["role"] not in ("system", "developer"):
         prompt = [{"role": "system", "content": system}, *prompt]
     return BenchmarkProblem(index, prompt, gold)
 
 
-def _multiple_choice(prompt: list[Message], options: list[str], rng: random.Random) -> tuple[list[Message], str]:
-    """Return the question with its options, the first of which is right, in a drawn order; and the right letter."""
-    order = rng.sample(range(len(options)), len(options))
-    lines = [f"{letter}) {options[place]}" for letter, place in zip(_LETTERS, order, strict=False)]
-    question = "\n".join([prompt[-1]["content"], "", *lines, "", "Answer with the letter of the right option."])
-    return [*prompt[:-1], {"role": prompt[-1]["role"], "content": question}], _LETTERS[order.index(0)]
-
-
 @dataclass(frozen=True)
 class Scorer:
-    """Scores completions."""
+    """A reward that scores completions of a benchmark."""
 
-    name: str  # of the reward, for the results
+    name: str  # for the results
     reward: Any  # called as TRL calls it
 
     def scores(self, problems: Sequence[BenchmarkProblem], texts: Sequence[Sequence[str]]) -> list[list[float | None]]:
@@ -123,12 +109,9 @@ class Scorer:
         if isinstance(self.reward, RewardWrapper):
             self.reward.give_up_after = None
         flat = [(problem, text) for problem, row in zip(problems, texts, strict=True) for text in row]
-        given = self.reward(
-            completions=[[{"role": "assistant", "content": text}] for _, text in flat],
-            prompts=[problem.prompt for problem, _ in flat],
-            answer=[problem.gold for problem, _ in flat],
-        )
-        scores = iter(given)
+        completions = [[{"role": "assistant", "content": text}] for _, text in flat]
+        columns = {"prompts": [problem.prompt for problem, _ in flat], "answer": [problem.gold for problem, _ in flat]}
+        scores = iter(self.reward(completions=completions, **columns))
         return [[next(scores) for _ in row] for row in texts]
 
 

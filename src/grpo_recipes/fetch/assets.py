@@ -11,7 +11,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, hub_answers, why_silent
@@ -321,8 +321,8 @@ def find_record(asset: Asset, environment: Mapping[str, str]) -> Asset | None:
 
 def record_file(asset: Asset, environment: Mapping[str, str]) -> Path:
     """Return the file of an asset's record."""
-    exact = _digest(json.dumps([*asset.same, asset.revision, asset.code]))
-    name = f"{asset.kind}--{_slug(asset)}@{_plain(str(asset.revision))[:12]}-{exact[:8]}"
+    exact = hashlib.sha256(json.dumps([*asset.same, asset.revision, asset.code]).encode()).hexdigest()
+    name = f"{asset.kind}--{_slug(asset)}@{quote(str(asset.revision), safe='')[:12]}-{exact[:8]}"
     return cache_root(environment) / "fetched" / f"{name}.json"
 
 
@@ -332,15 +332,7 @@ def dataset_folder(asset: Asset, commit: str, environment: Mapping[str, str]) ->
 
 
 def _slug(asset: Asset) -> str:
+    """Return an asset as part of a file name; splits like ``train[:10%]`` and ``train[:10]`` stay apart."""
     rows = f"first-{asset.limit}" if asset.limit else None
-    return "--".join(_plain(part) for part in (asset.id, asset.config, asset.split, rows) if part)
-
-
-def _plain(text: str) -> str:
-    """Return ``text`` for a file name; splits like ``train[:10%]`` and ``train[:10]`` stay apart."""
-    plain = re.sub(r"[^\w.-]+", "--", text)
-    return plain if plain == text.replace("/", "--") else f"{plain}{_digest(text)[:6]}"
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+    parts = "--".join(part for part in (asset.id, asset.config, asset.split, rows) if part)
+    return quote(parts, safe="").replace("%2F", "--")

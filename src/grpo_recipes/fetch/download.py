@@ -20,16 +20,7 @@ from typing import Any
 
 import datasets
 import httpx
-from huggingface_hub import HfApi, constants, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import HfApi, constants, errors, snapshot_download
 
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.fetch.assets import MODEL, Asset, dataset_folder, write_record
@@ -48,19 +39,20 @@ _NEVER = (
 )  # fmt: skip
 
 _HUB_ERRORS = (
-    HfHubHTTPError, httpx.TransportError, OfflineModeIsEnabled, LocalEntryNotFoundError, HFValidationError
+    errors.HfHubHTTPError, errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, errors.HFValidationError,
+    httpx.TransportError,
 )  # fmt: skip
 _NAME_FIX = "correct the name"
 # The first row that fits an error is its message: its class, what is wrong, and the fix.
 _REFUSALS: tuple[tuple[type[Exception], str, str], ...] = (
-    (GatedRepoError, "{asset} is gated and this account may not read it", "{access}"),
+    (errors.GatedRepoError, "{asset} is gated and this account may not read it", "{access}"),
     (
-        RepositoryNotFoundError, "the hub has no {asset.kind} '{asset.id}', or it is private",
+        errors.RepositoryNotFoundError, "the hub has no {asset.kind} '{asset.id}', or it is private",
         f"{_NAME_FIX}; for a private one export HF_TOKEN or run hf auth login",
     ),
-    (HFValidationError, "'{asset.id}' is neither here nor the name of a {asset.kind}", _NAME_FIX),
+    (errors.HFValidationError, "'{asset.id}' is neither here nor the name of a {asset.kind}", _NAME_FIX),
     (
-        RevisionNotFoundError, "{asset.kind} '{asset.id}' has no revision '{asset.revision}'",
+        errors.RevisionNotFoundError, "{asset.kind} '{asset.id}' has no revision '{asset.revision}'",
         "name a branch, tag or commit that exists (model_revision)",
     ),
     (

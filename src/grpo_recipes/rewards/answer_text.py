@@ -1,14 +1,14 @@
-r"""The text of an answer: take off what only dresses it, find the items of a list and the unit of a number.
+r"""The text of an answer: clean it of formula signs and the like, find the items of a list and the unit of a number.
 
-Taking something off leaves a space, so that two numbers beside each other never become one: ``$12$,$345$`` reads
-``12 , 345``. Commas are then written in one way, ``, `` between items and none inside a number.
+Cleaning leaves a space, so that two numbers beside each other never become one: ``$12$,$345$`` reads ``12 , 345``.
+Commas are then written in one way, ``, `` between items and none inside a number.
 """
 
 from __future__ import annotations
 
 import re
 
-DOLLAR = "¤"  # stands for \$, which does not begin a formula; a unit as well
+DOLLAR = "¤"  # in place of \$, which does not begin a formula; a unit as well
 
 _CHARACTERS = str.maketrans(
     {
@@ -22,7 +22,7 @@ _CHARACTERS = str.maketrans(
         "~": " ",
     }
 )
-# Commas and thin spaces that only ever stand inside a number: 1{,}000, 1,\!000, 1\,000.
+# Commas and thin spaces that occur only inside a number: 1{,}000, 1,\!000, 1\,000.
 _GROUPED_IN_LATEX = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:(?:\s*\{\s*,\s*\}\s*|,\\!\s*|\\,)[0-9]{3})+(?![0-9])")
 _NO_DIGITS = re.compile(r"[^0-9]+")
 # What must be in the text for the pattern to match, which saves most of the searches; the pattern; what replaces it.
@@ -61,8 +61,6 @@ _ZERO_GROUP = re.compile(r",0[0-9]{2}")
 # Brackets around items in one character each: braces for a set; {…} alone only groups.
 _BRACKETS = {r"\{": "{", r"\}": "}", r"\lbrace": "{", r"\rbrace": "}", r"\langle": "<", r"\rangle": ">"}
 _BRACKETS |= {bracket: bracket for bracket in "()[]"}
-# The full stop stays apart: `12. 345` is no number.
-_PUNCTUATION = re.compile(r"\s*([^\w\s.,])\s*")
 
 
 def clean(text: str) -> str:
@@ -88,20 +86,15 @@ def without_braces(text: str) -> str:
     return text
 
 
-def without_gaps(text: str) -> str:
-    """Return the text without the white space that means nothing: around signs, not between words or numbers."""
-    return _PUNCTUATION.sub(r"\1", text)
-
-
 def _without_commands(text: str) -> str:
-    r"""Return the text with ``\boxed{…}`` and ``\text{…}`` replaced by what they hold, braces inside it and all."""
+    r"""Return the text with ``\boxed{…}`` and ``\text{…}`` replaced by their content, braces inside it and all."""
     start = 0
     while match := _COMMANDS.search(text, start):
         end = closing_brace(text, match.end() - 1)
         if end < 0:
             start = match.end()
             continue
-        # What they hold stands apart: 5\text{eggs}, and 12\boxed{3} is not 123.
+        # A space keeps their content apart: 5\text{eggs}, and 12\boxed{3} is not 123.
         gap = " " if match[1] in ("boxed", "fbox") or text[match.end()].isalnum() else ""
         text = text[: match.start()] + gap + text[match.end() : end] + gap + text[end + 1 :]
         start = match.start()
@@ -138,8 +131,7 @@ def one_kind_of_comma(text: str) -> str:
             numbers += _whole_numbers(*levels.pop()) if len(levels) > 1 else []
         else:
             levels[-1][1].append(part)
-    for level in levels:
-        numbers += _whole_numbers(*level)
+    numbers += [number for level in levels for number in _whole_numbers(*level)]
     for number in sorted(numbers, key=re.Match.start, reverse=True):
         text = text[: number.start()] + number[0].replace(",", "") + text[number.end() :]
     return _COMMA.sub(", ", text)
@@ -148,13 +140,12 @@ def one_kind_of_comma(text: str) -> str:
 def _whole_numbers(bracket: str, parts: list[re.Match[str]]) -> list[re.Match[str]]:
     """Return which numbers with commas of one pair of brackets are one number."""
     numbers = [part for part in parts if part["number"]]
-    if bracket not in _BRACKETS or len(numbers) < len(parts) or any(_ZERO_GROUP.search(one[0]) for one in numbers):
-        return numbers
-    return []
+    mixed = bracket not in _BRACKETS or len(numbers) < len(parts) or any(_ZERO_GROUP.search(one[0]) for one in numbers)
+    return numbers if mixed else []
 
 
 def brackets_around(text: str) -> tuple[str, str]:
-    r"""Return what the brackets around the whole text hold, and these: ``("0, 1", "[)")``; ``(text, "")`` without."""
+    r"""Return the text inside the brackets around all of it, and these: ``("0, 1", "[)")``; ``(text, "")`` without."""
     if not text.endswith((")", "]", "}", "angle", "brace")):
         return text, ""
     depth, opened = 0, None
@@ -176,7 +167,7 @@ def brackets_around(text: str) -> tuple[str, str]:
 def items_of(text: str) -> tuple[list[str], set[str]]:
     """Return the items of a list without brackets, and which of ``and`` and ``or`` join them.
 
-    A semicolon divides more than a comma: ``1, 2; 3, 4`` are two items. What is no list is one item.
+    A semicolon divides more than a comma: ``1, 2; 3, 4`` are two items. A text that is not a list is one item.
     """
     if not _SEPARATOR.search(text):
         return [text], set()
@@ -198,9 +189,8 @@ def items_of(text: str) -> tuple[list[str], set[str]]:
 
 def both_signs(text: str) -> list[str]:
     r"""Return ``1+2`` and ``1-2`` for ``1\pm 2``, and any other text as it is."""
-    if text.count(r"\pm") != 1 or r"\mp" in text:
-        return [text]
-    return [text.replace(r"\pm", sign) for sign in "+-"]
+    single = text.count(r"\pm") == 1 and r"\mp" not in text
+    return [text.replace(r"\pm", sign) for sign in "+-"] if single else [text]
 
 
 # --- units
@@ -255,7 +245,7 @@ _MOST_WORDS = 5
 
 
 def unit_of(text: str) -> str | None:
-    """Return the unit in what follows a number, in one spelling: ``" cm^2"`` and ``"centimeters^2"`` give the same.
+    """Return the unit that follows a number, in one spelling: ``" cm^2"`` and ``"centimeters^2"`` give the same.
 
     A word glued to the number must be a known unit (``5cm``, but ``5x`` is a product); after a space any word of three
     letters or more is one (``5 eggs``), unless it changes the number (``5 million``). ``""`` for blank text, None when

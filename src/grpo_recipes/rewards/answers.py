@@ -25,21 +25,21 @@ from grpo_recipes.rewards.answer_text import (
     one_kind_of_comma,
     unit_of,
     without_braces,
-    without_gaps,
 )
 
-# An answer longer than this is compared as it stands: cleaning is for answers, not for essays.
-LONGEST = 500
+LONGEST = 500  # a longer answer is compared as it is: cleaning is for answers, not for essays
 
 _OPEN, _CLOSE = "<answer>", "</answer>"
 _BOX = r"\boxed{"
 _FARTHEST = 70  # characters between two boxes of one list
-_DEEPEST = 8  # brackets inside each other; what lies deeper is compared as text
+_DEEPEST = 8  # brackets inside each other; deeper ones are compared as text
 _BETWEEN_BOXES = re.compile(
     r"(?:[\s$,;~]|\\[()\[\],;: !]|\\q?quad(?![A-Za-z])|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])"
     r"|\\(?:text|textrm|mathrm|mbox)\s*\{\s*,?\s*(?:and|or)\s*\})*"
 )
 _SEPARATOR = re.compile(r"(?<!\\)[,;]|and|or")
+# White space around signs means nothing. The full stop is not one of them: `12. 345` is not a number.
+_PUNCTUATION = re.compile(r"\s*([^\w\s.,])\s*")
 
 _NAME = r"\\?[A-Za-z]\w*(?:_\{\w+\})?"
 _VARIABLE = re.compile(rf"({_NAME}|\(\s*{_NAME}(?:\s*,\s*{_NAME})+\s*\))\s*=\s*([^=]+)")
@@ -62,7 +62,7 @@ class Answer:
     """An answer in its normal form."""
 
     value: int | Fraction | str | Items  # the number, the items, or the cleaned text of anything else
-    unit: str = ""  # what stands beside a number, ``"dollar"`` for ``$18``; empty without
+    unit: str = ""  # beside a number, ``"dollar"`` for ``$18``; empty without
     variable: str = ""  # ``"x"`` for ``x=5``; empty without
 
 
@@ -79,6 +79,11 @@ class Items:
         """Return whether the items are in an order that counts."""
         return self.brackets not in ("", "{}")
 
+    @property
+    def named(self) -> bool:
+        """Return whether the items are of several variables, as in ``x=1, y=2``."""
+        return len({item.variable for item in self.answers}) > 1
+
 
 def completion_text(completion: str | list[dict[str, Any]]) -> str:
     """Return the text of a completion given as text, or as a list of chat messages (the last one counts)."""
@@ -88,7 +93,7 @@ def completion_text(completion: str | list[dict[str, Any]]) -> str:
 
 
 def last_answer(text: str) -> str | None:
-    """Return what the last ``<answer>…</answer>`` holds, None where there is none."""
+    """Return the content of the last ``<answer>…</answer>``, None where there is none."""
     start = text.rfind(_OPEN, 0, text.rfind(_CLOSE) + 1)
     if start < 0:
         return None
@@ -96,7 +101,7 @@ def last_answer(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return what the last ``\boxed{…}`` holds, None where there is none or it is not closed.
+    r"""Return the content of the last ``\boxed{…}``, None where there is none or it is not closed.
 
     Boxes with nothing but a comma, a semicolon, ``and`` or ``or`` between them are one list, and returned as it is
     written: ``\boxed{1} and \boxed{2}`` answers the same as ``\boxed{1 and 2}``.
@@ -160,30 +165,20 @@ def agree(left: Answer, right: Answer, equal: Callable[[Answer, Answer], bool]) 
     """Return whether two answers are the same, lists item by item.
 
     Lists and sets have no order, but an item that is repeated counts. Tuples and intervals have an order, and so has a
-    list that is compared with a tuple, or ``x=1, y=2`` with ``1, 2``. ``equal`` compares what is not a list, called
-    with what comes from left and from right.
+    list that is compared with a tuple, or ``x=1, y=2`` with ``1, 2``. ``equal`` compares two answers without items.
     """
     one, other = left.value, right.value
     if not (isinstance(one, Items) and isinstance(other, Items)):
         return equal(left, right)
+    brackets = {one.brackets, other.brackets}  # a list without any may be a set, or a tuple in parentheses
+    if len(one.answers) != len(other.answers) or (len(brackets) > 1 and brackets not in ({"", "{}"}, {"", "()"})):
+        return False
     variables_differ = left.variable and right.variable and left.variable != right.variable
     if variables_differ or {one.word, other.word} == {"and", "or"}:
         return False
-    if len(one.answers) != len(other.answers) or not _comparable(one.brackets, other.brackets):
-        return False
-    if one.ordered or other.ordered or _named(one) != _named(other):
+    if one.ordered or other.ordered or one.named != other.named:
         return all(agree(*pair, equal) for pair in zip(one.answers, other.answers, strict=True))
     return Counter(one.answers) == Counter(other.answers) or _matched(one.answers, other.answers, equal)
-
-
-def _comparable(one: str, other: str) -> bool:
-    """Return whether brackets mean the same; a list without any may be a set, or a tuple in parentheses."""
-    return one == other or {one, other} in ({"", "{}"}, {"", "()"})
-
-
-def _named(items: Items) -> bool:
-    """Return whether the items are of several variables, as in ``x=1, y=2``."""
-    return len({item.variable for item in items.answers}) > 1
 
 
 def _matched(left: tuple[Answer, ...], right: tuple[Answer, ...], equal: Callable[[Answer, Answer], bool]) -> bool:
@@ -194,6 +189,7 @@ def _matched(left: tuple[Answer, ...], right: tuple[Answer, ...], equal: Callabl
     holder: dict[int, int] = {}
 
     def placed(item: int, tried: set[int]) -> bool:
+        """Give an item a place, moving others where that helps; ``tried`` are the places looked at."""
         for place in sorted(range(len(right)), key=lambda place: (place in holder, right[place] != left[item])):
             if place in tried or not agree(left[item], right[place], equal):
                 continue
@@ -214,9 +210,7 @@ def normal(text: str) -> Answer:
 
 @functools.lru_cache(maxsize=8192)
 def _normal(text: str) -> Answer:
-    if _INTEGER.fullmatch(text):
-        return Answer(int(text))
-    return _read(clean(text), depth=0)
+    return Answer(int(text)) if _INTEGER.fullmatch(text) else _read(clean(text), depth=0)
 
 
 def _read(text: str, depth: int) -> Answer:
@@ -229,7 +223,7 @@ def _read(text: str, depth: int) -> Answer:
     text, variable = one_kind_of_comma(text), variable.replace(" ", "")
     items = _items(text, depth) if depth < _DEEPEST else None
     if items is None:
-        return Answer(without_gaps(text).removeprefix("+"), variable=variable)
+        return Answer(_PUNCTUATION.sub(r"\1", text).removeprefix("+"), variable=variable)
     if items.brackets:
         return Answer(items, variable=variable)
     # x=1, 2 names both.

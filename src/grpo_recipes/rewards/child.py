@@ -3,8 +3,9 @@
     python -P -m grpo_recipes.rewards.child PID-OF-THE-PARENT
 
 The keeper ends everything the worker left, whatever session it is in, when the worker ends, when the parent dies, and
-when the parent asks for it by SIGTERM. Requests are pickles on what was stdin. Replies are lines of JSON on what was
-stdout, since a child is not trusted; what rewards print goes to stderr.
+when the parent asks for it by SIGTERM. Requests are pickles on what was stdin: first the setup, then the number of a
+reward with rows of columns. Replies are lines of JSON on what was stdout, since a child is not trusted; what rewards
+print goes to stderr.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 from grpo_recipes.process.tree import OWN_CHILDREN, become_subreaper, die_with_parent, kill_descendants, reap
 from grpo_recipes.recipe.registry import make_reward
 from grpo_recipes.recipe.user_code import load_object
-from grpo_recipes.rewards.score import WrongShape, call_reward, described, parameters
+from grpo_recipes.rewards.score import PoolReward, WrongShape, call_reward, described, parameters
 
 MOST_PROCESSES = 64  # of one child process, itself included
-_TRACEBACKS = 3  # printed by one worker; a reward that is wrong is wrong for every completion
+_tracebacks_left = 3  # to print in this worker; a reward that is wrong is wrong for every completion
 
 
 def main() -> NoReturn:
-    """Fork the worker, and keep it."""
+    """Fork the worker, wait for its end, and kill everything it left."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(int(sys.argv[1]))
@@ -47,10 +48,6 @@ def main() -> NoReturn:
     if worker == 0:
         _work(requests, replies)
     os.close(requests)
-    _keep(worker, replies)
-
-
-def _keep(worker: int, replies: int) -> NoReturn:
     OWN_CHILDREN.add(worker)
     ended = 0
     while ended == 0:
@@ -60,43 +57,35 @@ def _keep(worker: int, replies: int) -> NoReturn:
         ended, status = os.waitpid(worker, os.WNOHANG)
         reap()
     kill_descendants()
+    code = os.waitstatus_to_exitcode(status)
+    died = f"exit of its process (code {code})"
+    if code < 0:
+        name = signal.Signals(-code).name
+        died = f"death of its process ({name}{', perhaps out of memory' if name == 'SIGKILL' else ''})"
     with contextlib.suppress(BrokenPipeError):  # the parent is gone: nobody is left to hear it
-        _reply(replies, {"died": _death(os.waitstatus_to_exitcode(status))})
+        _reply(replies, {"died": died})
     os._exit(0)
-
-
-def _death(code: int) -> str:
-    if code >= 0:
-        return f"exit of its process (code {code})"
-    name = signal.Signals(-code).name
-    return f"death of its process ({name}{', perhaps out of memory' if name == 'SIGKILL' else ''})"
 
 
 def _reply(replies: int, message: dict[str, Any]) -> None:
     os.write(replies, json.dumps(message).encode() + b"\n")
 
 
-# --- the worker ------------------------------------------------------------------------------------------------------
-
-
 def _work(requests: int, replies: int) -> NoReturn:
+    """Load the rewards within limits, and answer requests until the parent closes the pipe."""
     die_with_parent(os.getppid(), signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGCHLD})
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     faulthandler.enable()
-    with os.fdopen(requests, "rb") as stream, contextlib.suppress(EOFError):  # the parent closed the pipe
-        _serve(stream, replies)
+    with os.fdopen(requests, "rb") as stream, contextlib.suppress(EOFError):
+        memory_bytes, copies, wanted = pickle.load(stream)
+        limit_this_process(memory_bytes)
+        rewards = _load(wanted, copies, replies)
+        while True:
+            reward, rows = pickle.load(stream)
+            for columns in rows:
+                _answer(rewards[reward], columns, replies)
     os._exit(0)
-
-
-def _serve(stream: BinaryIO, replies: int) -> NoReturn:
-    setup = pickle.load(stream)
-    limit_this_process(setup["memory"])
-    rewards = _load(setup, replies)
-    while True:
-        request = pickle.load(stream)
-        for row, columns in request["rows"]:
-            _answer(rewards[request["reward"]], row, columns, replies)
 
 
 def limit_this_process(memory_bytes: int) -> None:
@@ -117,24 +106,24 @@ def limit_this_process(memory_bytes: int) -> None:
     score.write_text(str(max(800, int(score.read_text()))))
 
 
-def _load(setup: dict[str, Any], replies: int) -> list[Callable[..., Any]]:
-    """Load every reward of the setup, ours first: a user's folder must not come before theirs on the path."""
+def _load(wanted: Sequence[PoolReward], copies: Path | None, replies: int) -> list[Callable[..., Any]]:
+    """Load every reward of the setup, the user's from the copies of its files."""
     rewards = []
-    for wanted in setup["rewards"]:
+    for reward in wanted:
         try:
-            rewards.append(_function(wanted, setup["copies"]))
+            rewards.append(_function(reward, copies))
         except BaseException as error:
             traceback.print_exc()
-            _reply(replies, {"failed": wanted["spec"], "reason": described(error)})
+            _reply(replies, {"failed": reward.spec, "reason": described(error)})
             os._exit(1)
     _reply(replies, {"ready": [parameters(reward) for reward in rewards]})
     return rewards
 
 
-def _function(wanted: dict[str, Any], copies: Path | None) -> Callable[..., Any]:
-    if ":" not in wanted["spec"]:
-        return make_reward(wanted["spec"], SimpleNamespace(**wanted["keys"]), None)
-    function: Callable[..., Any] = load_object(wanted["place"], copies)
+def _function(wanted: PoolReward, copies: Path | None) -> Callable[..., Any]:
+    if ":" not in wanted.spec:
+        return make_reward(wanted.spec, SimpleNamespace(**wanted.keys), None)
+    function: Callable[..., Any] = load_object(wanted.place or wanted.spec, copies)
     if not callable(function):
         raise TypeError(f"it is a {type(function).__name__}, not a function")
     takes = parameters(function)
@@ -143,32 +132,29 @@ def _function(wanted: dict[str, Any], copies: Path | None) -> Callable[..., Any]
     return function
 
 
-def _answer(reward: Callable[..., Any], row: int, columns: dict[str, Any], replies: int) -> None:
+def _answer(reward: Callable[..., Any], columns: dict[str, Any], replies: int) -> None:
     """Call the reward on one row, and reply."""
-    own, began = os.getpid(), time.monotonic()
-    value, reason, out_of_memory = _call(reward, columns)
+    global _tracebacks_left
+    own, began, out_of_memory = os.getpid(), time.monotonic(), False
+    value: float | None = None
+    try:
+        (score,) = call_reward(reward, {name: [entry] for name, entry in columns.items()}, 1)
+        value, reason = score.value, score.reason
+    except MemoryError:
+        reason, out_of_memory = "memory limit", True
+    except WrongShape as error:
+        reason = str(error)
+    except BaseException as error:  # SystemExit too: a reward may call anything
+        reason = described(error)
+        if _tracebacks_left > 0:
+            _tracebacks_left -= 1
+            traceback.print_exc()
     if os.getpid() != own:
         os._exit(0)  # the reward forked, and its child came back here
     seconds = time.monotonic() - began
-    _reply(replies, {"row": row, "value": value, "reason": reason, "seconds": seconds, "out_of_memory": out_of_memory})
+    _reply(replies, {"value": value, "reason": reason, "seconds": seconds, "out_of_memory": out_of_memory})
     if out_of_memory:
         os._exit(0)  # what is left of its memory may be full
-
-
-def _call(reward: Callable[..., Any], columns: dict[str, Any]) -> tuple[float | None, str | None, bool]:
-    global _TRACEBACKS
-    try:
-        (score,) = call_reward(reward, {name: [value] for name, value in columns.items()}, 1)
-    except MemoryError:
-        return None, "memory limit", True
-    except WrongShape as error:
-        return None, str(error), False
-    except BaseException as error:  # SystemExit too: a reward may call anything
-        if _TRACEBACKS > 0:
-            _TRACEBACKS -= 1
-            traceback.print_exc()
-        return None, described(error), False
-    return score.value, score.reason, False
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 r"""The rewards a recipe names, other than ``math_verify``: pure, fast, and called in the trainer's own process.
 
 Every one takes ``completions``, one a row as text or chat messages, and the columns it needs, one entry a row:
-``answer``, the reference solutions, and ``completion_ids``, the sampled tokens without padding.
+``answer``, the reference solutions, and ``completion_ids``, the sampled tokens without padding. TRL's own cosine,
+repetition and overlong rewards are not wrapped: they would import torch into ``grpo check-rewards``.
 """
 
 from __future__ import annotations
@@ -69,13 +70,12 @@ def cosine_length(
     the limit is left out: ``soft_overlong`` is for that. Answers are compared as by ``pure_accuracy_math``.
     """
     longest = cosine_max_len or max_completion_length
-    ends = {
-        True: (cosine_max_value_correct, cosine_min_value_correct),
-        False: (cosine_min_value_wrong, cosine_max_value_wrong),
-    }
+    when_right = (cosine_max_value_correct, cosine_min_value_correct)
+    when_wrong = (cosine_min_value_wrong, cosine_max_value_wrong)
     rewards: list[float | None] = []
     for completion, gold, ids in zip(completions, answer, completion_ids, strict=True):
-        start, end = ends[is_right(completion_text(completion), str(gold), answer_matching)]
+        right = is_right(completion_text(completion), str(gold), answer_matching)
+        start, end = when_right if right else when_wrong
         share = min(len(ids) / longest, 1.0)
         rewards.append(end + (start - end) / 2 * (1 + math.cos(math.pi * share)))
     return rewards
@@ -89,15 +89,13 @@ def repetition_penalty(
     ``R = (1 - distinct n-grams / all n-grams) * repetition_max_penalty``, over words in lower case (TRL's counts token
     ids, so that the same words repeated with other spaces cost nothing). Fewer than n words get 0.
     """
-    return [
-        _repeated(completion_text(completion).lower().split(), repetition_n_grams) * repetition_max_penalty
-        for completion in completions
-    ]
-
-
-def _repeated(words: list[str], n: int) -> float:
-    n_grams = list(zip(*(words[start:] for start in range(n)), strict=False))
-    return 1 - len(set(n_grams)) / len(n_grams) if n_grams else 0.0
+    rewards: list[float | None] = []
+    for completion in completions:
+        words = completion_text(completion).lower().split()
+        n_grams = list(zip(*(words[start:] for start in range(repetition_n_grams)), strict=False))
+        repeated = 1 - len(set(n_grams)) / len(n_grams) if n_grams else 0.0
+        rewards.append(repeated * repetition_max_penalty)
+    return rewards
 
 
 def soft_overlong(
@@ -112,11 +110,8 @@ def soft_overlong(
 
     ``R = clip((L - C - n) / C, -1, 0)`` with n the tokens of the completion, its end token included, L =
     ``max_completion_length`` and C = ``soft_punish_cache``, or a quarter of L. So a completion cut off at L gets -1.
-    Equal to TRL's, which would import torch into ``grpo check-rewards``.
+    Equal to TRL's.
     """
     cache = soft_punish_cache or max(max_completion_length // 4, 1)
     free = max_completion_length - cache
-    return [
-        min(0.0, max(-1.0, (free - len(ids)) / cache))
-        for _completion, ids in zip(completions, completion_ids, strict=True)
-    ]
+    return [min(0.0, max(-1.0, (free - len(ids)) / cache)) for ids in completion_ids]

@@ -1,20 +1,39 @@
-"""From the names in a recipe to the rewards the trainer calls: ours, and the user's own. No torch."""
+"""From the names in a recipe to the rewards the trainer calls: ours, and the user's own. No torch.
+
+A reward of ours is a plain function. The user's own, and ours whose work has no bound, are ``RewardWrapper``s, which
+know why a completion is unscored.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo_recipes.paths import shown
 from grpo_recipes.recipe.registry import IN_CHILDREN, Reward, make_reward, reward_keys
 from grpo_recipes.recipe.user_code import copy_path, copy_source, load_object, source_path, split_spec
-from grpo_recipes.rewards.pool import PoolReward, RewardPool
-from grpo_recipes.rewards.wrapper import BatchReward, IsolatedReward, LimitRecords
+from grpo_recipes.rewards.pool import RewardPool
+from grpo_recipes.rewards.score import (
+    GIVEN_UP,
+    PoolReward,
+    RewardFailed,
+    Score,
+    WrongShape,
+    call_reward,
+    described,
+    parameters,
+    taken,
+)
+from grpo_recipes.runs.stop_request import CutShort, StopRequest
 
 _COPIES = "rewards"  # folder of the run directory
+# What TRL hands a reward beside the columns: live objects of the trainer.
+_NOT_SENT = ("trainer_state", "log_extra", "log_metric", "environments")
 
 
 def is_own(name: str) -> bool:
@@ -45,55 +64,163 @@ def load_rewards(script_args: Any, args: Any, run_dir: Path) -> list[Reward]:
 
     The user's own, and those of ours whose work has no bound, are called in child processes; the pool they share is
     started here. With ``reward_isolation: none`` the user's own are called in this process. ``run_dir`` has, or gets,
-    copies of the user's files, and keeps the scores that limits decide.
-
-    Raises:
-        ConfigError: a file, module or function is not there.
-        RewardFailed: one cannot be loaded.
+    copies of the user's files, and keeps the scores that limits decide. A file, module or function that does not exist
+    is a ConfigError; one that cannot be loaded is a RewardFailed.
     """
-    names = script_args.reward_funcs
+    names, copies = script_args.reward_funcs, run_dir / _COPIES
     keep_rewards(names, run_dir)
+    short = [split_spec(name)[1] if is_own(name) else name for name in names]
     apart = script_args.reward_isolation == "completion"
     isolated = [name for name in dict.fromkeys(names) if name in IN_CHILDREN or (is_own(name) and apart)]
-    pool = _start_pool(isolated, script_args, args, run_dir) if isolated else None
-    records = LimitRecords(run_dir / _COPIES / f"limits_{os.environ.get('RANK', '0')}.jsonl")
+    pool = RewardPool(
+        # Ours first: a user's folder must not come before our rewards on the path.
+        *[PoolReward(name, reward_keys(name, script_args, args), _place(name, copies))
+          for name in sorted(isolated, key=is_own)],
+        workers=script_args.reward_workers,
+        timeout=script_args.reward_timeout,
+        memory_gib=script_args.reward_memory_gib,
+        copies=copies,
+    )  # fmt: skip
+    if isolated:
+        pool.start()
+    records = LimitRecords(copies / f"limits_{os.environ.get('RANK', '0')}.jsonl")
     rewards: list[Reward] = []
-    for name, label in zip(names, _labels(names), strict=True):
+    for name, end in zip(names, short, strict=True):
+        label = end if short.count(end) == 1 else name  # the name for metrics
         if name in isolated:
-            assert pool is not None
-            rewards.append(IsolatedReward(pool, name, label, records, _code_hash(name, run_dir)))
+            code = hashlib.sha256(copy_path(name, copies).read_bytes()).hexdigest() if is_own(name) else ""
+            rewards.append(IsolatedReward(pool, name, label, records, code))
         elif is_own(name):
-            rewards.append(BatchReward(load_object(_place(name, run_dir), run_dir / _COPIES), name, label))
+            rewards.append(BatchReward(load_object(_place(name, copies), copies), name, label))
         else:
             rewards.append(make_reward(name, script_args, args))
     return rewards
 
 
-def _start_pool(names: list[str], script_args: Any, args: Any, run_dir: Path) -> RewardPool:
-    ordered = sorted(names, key=is_own)  # a user's folder must not come before our rewards on the path
-    pool = RewardPool(
-        *[PoolReward(name, reward_keys(name, script_args, args), _place(name, run_dir)) for name in ordered],
-        workers=script_args.reward_workers,
-        timeout=script_args.reward_timeout,
-        memory_gib=script_args.reward_memory_gib,
-        copies=run_dir / _COPIES,
-    )
-    pool.start()
-    return pool
-
-
-def _place(name: str, run_dir: Path) -> str:
+def _place(name: str, copies: Path) -> str:
     """Return what is loaded for a name: the copy, where a user's module is gone; of a file the copy is taken anyway."""
     if not is_own(name) or split_spec(name)[0].endswith(".py") or source_path(name) is not None:
         return name
-    return f"{copy_path(name, run_dir / _COPIES)}:{split_spec(name)[1]}"
+    return f"{copy_path(name, copies)}:{split_spec(name)[1]}"
 
 
-def _code_hash(name: str, run_dir: Path) -> str:
-    return hashlib.sha256(copy_path(name, run_dir / _COPIES).read_bytes()).hexdigest() if is_own(name) else ""
+class RewardWrapper:
+    """A reward as TRL calls it, which remembers the scores of the last call."""
+
+    timeout: float | None = None  # seconds it may take for one completion, None without a limit
+
+    def __init__(self, spec: str, name: str):
+        self.spec = spec  # as the recipe names it
+        self.__name__ = name  # TRL's name for its metrics
+        self.scores: list[Score] = []  # (B,) of the last call
+        self.generation = 0  # number of the generation being scored
+        self.give_up_after: int | None = None  # unscored completions after which the rest is left out, None for all
+        self.stop: StopRequest | None = None  # leaves out the rest of a call; None outside a training
+
+    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        """Return the reward of each completion, (B,); None where it is unscored."""
+        self.scores = self._score(len(completions), {**columns, "completions": completions})
+        return [score.value for score in self.scores]
+
+    def close(self) -> None:
+        """End the processes it is called in, if any."""
+
+    def _score(self, rows: int, columns: dict[str, Any]) -> list[Score]:
+        raise NotImplementedError
 
 
-def _labels(names: Sequence[str]) -> list[str]:
-    """Return the names for metrics: the function's, or the whole where two are called alike."""
-    short = [split_spec(name)[1] if is_own(name) else name for name in names]
-    return [label if short.count(label) == 1 else name for name, label in zip(names, short, strict=True)]
+class IsolatedReward(RewardWrapper):
+    """Calls a reward of a pool, once for equal arguments, and not again where a limit decided before.
+
+    ``code`` is a hash of the user's code, since other code may end otherwise.
+    """
+
+    def __init__(self, pool: RewardPool, spec: str, name: str, records: LimitRecords, code: str = ""):
+        super().__init__(spec, name)
+        self._pool, self._records, self.timeout = pool, records, pool.timeout
+        self.close = pool.close
+        self._identity = (spec, code, pool.timeout, pool.memory_gib)
+
+    def _score(self, rows: int, columns: dict[str, Any]) -> list[Score]:
+        sent = {name: values for name, values in columns.items() if name not in _NOT_SENT}
+        sent = taken(sent, self._pool.takes(self.spec))
+        keys = [key_of(self._identity, {name: values[row] for name, values in sent.items()}) for row in range(rows)]
+        first: dict[str, int] = {}
+        same_as = [row if key is None else first.setdefault(key, row) for row, key in enumerate(keys)]
+        found = {row: self._records.known(keys[row], self.generation) for row in same_as}
+        called = [row for row, known in found.items() if known is None]
+        asked = {name: [values[row] for row in called] for name, values in sent.items()}
+        stopped = self.stop.cuts if self.stop else lambda: False
+        scores = self._pool.score(self.spec, asked.pop("completions"), asked, self.give_up_after, stopped)
+        for row, score in zip(called, scores, strict=True):
+            found[row] = score
+            self._records.add(keys[row], self.generation, score)
+        return [found[row] for row in same_as]
+
+
+class BatchReward(RewardWrapper):
+    """Calls the user's reward on the whole batch, in this process and without limits.
+
+    RewardFailed where the reward raises, or does not return a number or None for each completion.
+    """
+
+    def __init__(self, function: Callable[..., Any], spec: str, name: str):
+        super().__init__(spec, name)
+        self._function, self._takes = function, parameters(function)
+
+    def _score(self, rows: int, columns: dict[str, Any]) -> list[Score]:
+        try:
+            with self.stop.interrupting() if self.stop else contextlib.nullcontext():
+                scores = call_reward(self._function, taken(columns, self._takes), rows)
+        except CutShort:
+            return [Score(None, GIVEN_UP)] * rows
+        except WrongShape as error:
+            raise RewardFailed(f"reward '{self.spec}': {error}") from None
+        except Exception as error:
+            raise RewardFailed(f"reward '{self.spec}' raised {described(error)}") from error
+        for score in scores:
+            if score.reason is not None and not score.reason.startswith("not a number"):
+                raise RewardFailed(f"reward '{self.spec}': {score.reason}")
+        return scores
+
+
+class LimitRecords:
+    """The scores of one rank that a time limit, a memory limit or a death decided, so that a resumed run repeats them.
+
+    A record counts from the generation it was made in: what was called before it in the run is called again when the
+    run is redone from a checkpoint, and what was not called after it is not called then.
+    """
+
+    def __init__(self, file: Path):
+        self._file = file
+        self._records: dict[str, tuple[int, str]] = {}
+        lines = file.read_text().split("\n") if file.exists() else [""]
+        for line in lines[:-1]:  # what follows the last newline was cut off by a kill
+            record = json.loads(line)
+            self._records.setdefault(record["key"], (record["generation"], record["reason"]))
+
+    def known(self, key: str | None, generation: int) -> Score | None:
+        """Return the recorded score for these arguments, or None."""
+        made, reason = self._records.get(key or "", (generation + 1, ""))
+        return Score(None, reason, by_limit=True, replayed=True) if made <= generation else None
+
+    def add(self, key: str | None, generation: int, score: Score) -> None:
+        """Keep a score that a limit decided, on disk before the update that it leads to."""
+        if key is None or not score.by_limit or score.reason is None:
+            return
+        self._records[key] = (generation, score.reason)
+        self._file.parent.mkdir(exist_ok=True)
+        with self._file.open("a") as file:
+            file.write(json.dumps({"key": key, "generation": generation, "reason": score.reason}) + "\n")
+
+
+def key_of(reward: Sequence[Any], arguments: dict[str, Any]) -> str | None:
+    """Return a hash of a call's arguments and of what else its score depends on: which reward, and its limits.
+
+    None where an argument is not plain data and so has no stable hash.
+    """
+    try:
+        text = json.dumps([*reward, arguments], sort_keys=True)
+    except (TypeError, ValueError):
+        return None
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -34,15 +34,15 @@ _LATEX = (LatexExtractionConfig(boxed_match_priority=0),)
 _COMMAND = re.compile(r"\\(?:begin|end)\{\w+\}|\\[A-Za-z]+|_\{\w+\}|\b(?:and|or)\b")
 # sympy takes a word for the product of its letters, in which `yes` is `sey`.
 _WORD = re.compile(r"[A-Za-z]{3}")
-# math-verify adds numbers that stand side by side, as in `1 1/2`: `2 3` is 5 to it.
+# math-verify adds numbers that are side by side, as in `1 1/2`: `2 3` is 5 to it.
 _SIDE_BY_SIDE = re.compile(r"[0-9]\.?\s+\.?[0-9]")
 
 
 def math_verify(completions: list[Any], answer: list[Any], **_: Any) -> list[float | None]:
     r"""Return 1.0 where the completion's answer equals the reference solution, 0.0 where not or where it is unreadable.
 
-    The answer is what the last ``<answer>…</answer>`` holds, without one the last ``\boxed{…}``. None where the
-    reference solution itself cannot be read.
+    The answer is in the last ``<answer>…</answer>``, without one in the last ``\boxed{…}``. None where the reference
+    solution itself cannot be read.
     """
     rows = zip(completions, answer, strict=True)
     return [_score(completion_text(completion), str(gold)) for completion, gold in rows]
@@ -70,7 +70,7 @@ def _readable(answer: Answer) -> bool:
 
 
 def _is_text(answer: Answer) -> bool:
-    """Return whether the answer holds a word, which is no mathematics."""
+    """Return whether the answer contains a word, which is not mathematics."""
     return _WORD.search(_COMMAND.sub(" ", _latex(answer))) is not None
 
 
@@ -95,7 +95,7 @@ def _equal(gold: str, answer: str) -> bool:
     try:
         return verify(list(_parsed(gold)), list(_parsed(answer)), timeout_seconds=None, raise_on_error=True)
     except MemoryError:
-        raise  # the limit of the child process: no verdict
+        raise  # the limit of the child process: unscored
     except Exception:  # sympy raises what it likes on what it cannot compare
         return False
 

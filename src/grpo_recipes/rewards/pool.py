@@ -9,7 +9,6 @@ with RewardPool("math_verify", workers=2, timeout=5, memory_gib=4) as pool:
 from __future__ import annotations
 
 import atexit
-import itertools
 import json
 import os
 import pickle
@@ -19,7 +18,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ import psutil
 
 from grpo_recipes.process.tree import descendants, kill_descendants
 from grpo_recipes.rewards.child import MOST_PROCESSES
-from grpo_recipes.rewards.score import GIVEN_UP, RewardFailed, Score, taken
+from grpo_recipes.rewards.score import GIVEN_UP, PoolReward, RewardFailed, Score, taken
 from grpo_recipes.secrets import secret_name, secret_value
 
 START_SECONDS = 300.0  # imports over a network disk, while every rank does the same
@@ -46,21 +44,10 @@ _KEPT = (
 )  # fmt: skip
 _KEPT_PREFIXES = ("PYTHON", "LC_")
 _ADDED = {
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
+    **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
     "TOKENIZERS_PARALLELISM": "false",
     "CUDA_VISIBLE_DEVICES": "",  # the GPUs are full
 }
-
-
-@dataclass(frozen=True)
-class PoolReward:
-    """A reward as a child process finds it."""
-
-    spec: str  # name of ours, or the user's ``module:function`` or ``file.py:function``
-    keys: Mapping[str, Any] = field(default_factory=dict)  # recipe keys that one of ours takes
-    place: str | None = None  # loaded instead of ``spec``: the same function in a copy of the file
 
 
 def default_workers() -> int:
@@ -73,41 +60,31 @@ class RewardPool:
     """A pool of child processes that call rewards on one completion at a time, within limits.
 
     A child that is over a limit is killed with everything it started, and another takes its place while the rest go
-    on. After the first death one more child than ``workers`` stands by. Use it from the thread that started it: the
-    children end with that thread.
-
-    Args:
-        rewards: names of ours, ``module:function``, ``file.py:function``, or ``PoolReward``.
-        workers: completions scored at a time; ``default_workers()`` by default.
-        timeout: seconds for one completion. The first call of a child, which may import, has longer by twice what
-            first calls were seen to take, 10 s until one is known.
-        memory_gib: memory of one child and of what it starts.
-        copies: folder with copies of the user's files (``recipe.user_code.copy_source``), loaded in their place.
+    on. After the first death one more child than ``workers`` is kept ready. Use it from the thread that started it: the
+    children end with that thread. The first call of a child, which may import, has longer than ``timeout`` by twice
+    what first calls were seen to take, 10 s until one is known.
     """
 
     def __init__(
         self,
-        *rewards: str | PoolReward,
-        workers: int | None = None,
-        timeout: float = 5.0,
-        memory_gib: float = 4.0,
-        copies: Path | None = None,
+        *rewards: str | PoolReward,  # names of ours, ``module:function`` or ``file.py:function``
+        workers: int | None = None,  # completions scored at a time; ``default_workers()`` by default
+        timeout: float = 5.0,  # seconds for one completion
+        memory_gib: float = 4.0,  # of one child and of what it starts
+        copies: Path | None = None,  # folder with copies of the user's files, loaded in their place
     ):
-        self.workers = workers or default_workers()
-        self.timeout = timeout
-        self.memory_gib = memory_gib
-        self._memory = int(memory_gib * 2**30)
+        self.workers, self.timeout, self.memory_gib = workers or default_workers(), timeout, memory_gib
         wanted = [reward if isinstance(reward, PoolReward) else PoolReward(reward) for reward in rewards]
         self._specs = [one.spec for one in wanted]
-        places = [{"spec": one.spec, "keys": dict(one.keys), "place": one.place or one.spec} for one in wanted]
-        self._setup = {"memory": self._memory, "copies": copies, "rewards": places}
+        self._memory = int(memory_gib * 2**30)
+        self._setup = (self._memory, copies, wanted)
         self._timings = [_Timing(timeout) for _ in wanted]
         self._takes: list[list[str] | None] = []
         self._children: list[_Child] = []  # those that work, or load
-        self._wanted = self.workers  # children; one more stands by after the first was replaced
+        self._wanted = self.workers  # children; one more is kept ready after the first was replaced
         self._ending: list[_Child] = []
         self._failed_starts = 0
-        self._numbers = itertools.count()
+        self._batch = _Batch(0, [], _Timing(timeout))  # the one being scored
 
     def __enter__(self) -> RewardPool:
         self.start()
@@ -117,17 +94,13 @@ class RewardPool:
         self.close()
 
     def start(self) -> None:
-        """Start the children, and wait until one has loaded its rewards.
-
-        Raises:
-            RewardFailed: a reward cannot be loaded.
-        """
+        """Start the children, and wait until one has loaded its rewards; RewardFailed where one cannot be loaded."""
         atexit.register(self.close)
         try:
             self._fill()
             while not any(child.ready for child in self._children):
-                self._listen(None)
-                self._enforce(None)
+                self._listen(_TICK_SECONDS)
+                self._enforce()
         except BaseException:
             self.close()
             raise
@@ -155,52 +128,39 @@ class RewardPool:
     ) -> list[Score]:
         """Call a reward on each completion, and return (B,) scores in order.
 
-        Args:
-            reward: as it was named to the pool.
-            completions: (B,) texts or lists of chat messages.
-            columns: other arguments of the reward, (B,) each: ``prompts``, ``answer``, any column.
-            give_up_after: with more unscored completions than this the rest is not called.
-            stopped: whether to leave the rest out, asked a few times a second.
-
-        Raises:
-            RewardFailed: the reward cannot be loaded, or a column cannot be sent to another process.
+        ``completions`` are (B,) texts or lists of chat messages, ``columns`` the other arguments of the reward, (B,)
+        each. With more unscored completions than ``give_up_after``, or once ``stopped``, which is asked a few times a
+        second, the rest is not called. RewardFailed where the reward cannot be loaded, or a column cannot be sent to
+        another process.
         """
         index = self._specs.index(reward)
-        rows = self._rows(index, {**(columns or {}), "completions": completions}, len(completions))
-        batch = _Batch(index, rows, self._timings[index])
-        self._listen(None, at_most=0.0)  # what happened since the last call
-        try:
-            while not batch.done:
-                if stopped() or (give_up_after is not None and batch.unscored > give_up_after):
-                    batch.give_up()
-                    break
-                busy = sum(bool(child.rows) for child in self._children)
-                idle = [child for child in self._children if child.ready and not child.rows]
-                for child in idle[: self.workers - busy]:
-                    batch.hand_to(child, self.workers)
-                self._listen(batch)
-                self._enforce(batch)
-        finally:
-            for child in [child for child in self._children if child.rows]:
-                self._replace(child, None)
-        return batch.scores()
-
-    def _rows(self, index: int, columns: dict[str, Sequence[Any]], count: int) -> dict[int, dict[str, Any]]:
-        kept = taken(columns, self._takes[index])
+        kept = taken({**(columns or {}), "completions": completions}, self._takes[index])
         for name, values in kept.items():
             try:
                 pickle.dumps(values)
             except Exception as error:
-                what = f"reward '{self._specs[index]}': column '{name}' cannot be sent to a child process"
-                raise RewardFailed(f"{what} ({error}); set reward_isolation: none") from error
-        return {next(self._numbers): {name: values[row] for name, values in kept.items()} for row in range(count)}
+                what = f"reward '{reward}': column '{name}' cannot be sent to a child process ({error})"
+                raise RewardFailed(f"{what}; set reward_isolation: none") from error
+        rows = [{name: values[row] for name, values in kept.items()} for row in range(len(completions))]
+        batch = self._batch = _Batch(index, rows, self._timings[index])
+        self._listen(0.0)  # to what happened since the last call
+        try:
+            while batch.left and not stopped() and (give_up_after is None or batch.unscored <= give_up_after):
+                busy = sum(bool(child.rows) for child in self._children)
+                idle = [child for child in self._children if child.ready and not child.rows]
+                for child in idle[: self.workers - busy]:
+                    batch.hand_to(child, self.workers)
+                self._listen(_TICK_SECONDS)
+                self._enforce()
+        finally:
+            for child in [child for child in self._children if child.rows]:
+                self._replace(child)
+        return [score or Score(None, GIVEN_UP) for score in batch.scores]
 
-    # --- replies -------------------------------------------------------------------------------------------------
-
-    def _listen(self, batch: _Batch | None, at_most: float = _TICK_SECONDS) -> None:
+    def _listen(self, at_most: float) -> None:
         """Act on the next replies; wait for them no longer than until a limit is to be looked at."""
         now = time.monotonic()
-        left = [batch.deadline(child) - now for child in self._children if batch and child.rows]
+        left = [self._batch.deadline(child) - now for child in self._children if child.rows]
         with selectors.DefaultSelector() as selector:
             for child in self._children:
                 selector.register(child.stdout, selectors.EVENT_READ, child)
@@ -212,26 +172,25 @@ class RewardPool:
                 child.push()
             for reply in child.replies():
                 if child in self._children:  # not replaced because of an earlier reply
-                    self._take(child, reply, batch)
+                    self._take(child, reply)
 
-    def _take(self, child: _Child, reply: dict[str, Any], batch: _Batch | None) -> None:
+    def _take(self, child: _Child, reply: dict[str, Any]) -> None:
         if "ready" in reply:
             child.ready, self._takes, self._failed_starts = True, reply["ready"], 0
         elif "failed" in reply:
             self._not_loaded(f"reward '{reply['failed']}' cannot be loaded: {reply['reason']}")
-            self._replace(child, batch)
+            self._replace(child)
         elif "died" not in reply:
-            assert batch is not None, "a child is given rows of a batch only"
             full = reply["out_of_memory"]
-            batch.enter(child, Score(reply["value"], reply["reason"], reply["seconds"], by_limit=full))
+            self._batch.enter(child, Score(reply["value"], reply["reason"], reply["seconds"], by_limit=full))
             if full:
-                self._replace(child, batch)
-        elif batch is not None and child.rows:
-            self._stop(child, reply["died"], batch)
+                self._replace(child)
+        elif child.rows:
+            self._stop(child, reply["died"])
         else:
             if not child.ready:
                 self._not_loaded(f"{reply['died']} while it loaded the rewards {', '.join(self._specs)}")
-            self._replace(child, batch)
+            self._replace(child)
 
     def _not_loaded(self, what: str) -> None:
         """Raise, unless it worked before: then a child that cannot load its rewards may be bad luck."""
@@ -239,46 +198,42 @@ class RewardPool:
         if not self._takes or self._failed_starts >= _FAILED_STARTS:
             raise RewardFailed(what)
 
-    # --- limits --------------------------------------------------------------------------------------------------
-
-    def _enforce(self, batch: _Batch | None) -> None:
+    def _enforce(self) -> None:
+        """Stop what is over a limit; of the slow children look at one, since to add up its memory takes a while."""
         now = time.monotonic()
         for child in list(self._children):
-            if batch and child.rows and now > batch.deadline(child):
-                self._stop(child, _TIME_LIMIT, batch)
+            if child.rows and now > self._batch.deadline(child):
+                self._stop(child, _TIME_LIMIT)
             elif not child.ready and now - child.since > START_SECONDS:
                 names = ", ".join(self._specs)
                 raise RewardFailed(f"the rewards {names} were not loaded within {START_SECONDS:.0f} s")
         slow = [child for child in self._children if child.rows and now - child.since > _TICK_SECONDS]
-        if batch and slow:
-            self._look_at(min(slow, key=lambda child: child.looked_at), batch)
+        if slow:
+            child = min(slow, key=lambda child: child.looked_at)
+            child.looked_at = time.monotonic()
+            family = descendants(child.pid)
+            if len(family) > MOST_PROCESSES:
+                self._stop(child, f"process limit ({MOST_PROCESSES})")
+            elif sum(map(_memory, family)) > self._memory:
+                self._stop(child, "memory limit")
         self._ending = [child for child in self._ending if not child.ended()]
 
-    def _look_at(self, child: _Child, batch: _Batch) -> None:
-        """Compare what one slow child and all it started use with the limits."""
-        child.looked_at = time.monotonic()
-        family = descendants(child.pid)
-        if len(family) > MOST_PROCESSES:
-            self._stop(child, f"process limit ({MOST_PROCESSES})", batch)
-        elif sum(map(_memory, family)) > self._memory:
-            self._stop(child, "memory limit", batch)
+    def _stop(self, child: _Child, reason: str) -> None:
+        self._batch.enter(child, Score(None, reason, time.monotonic() - child.since, by_limit=True))
+        self._replace(child)
 
-    def _stop(self, child: _Child, reason: str, batch: _Batch) -> None:
-        batch.enter(child, Score(None, reason, time.monotonic() - child.since, by_limit=True))
-        self._replace(child, batch)
+    def _replace(self, child: _Child) -> None:
+        """End a child, put the rows it did not come to back in the batch, and start another."""
+        self._batch.todo.extendleft(reversed(child.rows))
+        child.rows = []
+        self._dismiss(child)
+        self._wanted = self.workers + 1
+        self._fill()
 
     def _fill(self) -> None:
         """Start the children that are missing; they load while others work."""
         while len(self._children) < self._wanted:
             self._children.append(_Child(self._setup))
-
-    def _replace(self, child: _Child, batch: _Batch | None) -> None:
-        """End a child, put the rows it did not come to back in the batch, and start another."""
-        if batch is not None:
-            batch.take_back(child)
-        self._dismiss(child)
-        self._wanted = self.workers + 1
-        self._fill()
 
     def _dismiss(self, child: _Child) -> None:
         self._children.remove(child)
@@ -289,30 +244,26 @@ class RewardPool:
 class _Child:
     """The parent's end of one child process. Nothing here blocks."""
 
-    def __init__(self, setup: dict[str, Any]):
+    def __init__(self, setup: object):
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "grpo_recipes.rewards.child", str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            env=_child_environment(os.environ),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=_child_environment(os.environ),
             start_new_session=True,
-        )
+        )  # fmt: skip
         assert self._process.stdin is not None and self._process.stdout is not None
         self.stdin, self.stdout = self._process.stdin, self._process.stdout
         os.set_blocking(self.stdin.fileno(), False)
         os.set_blocking(self.stdout.fileno(), False)
         self.pid = self._process.pid  # of the keeper, below which everything else of this child is
         self.ready = False  # its rewards are loaded
-        self.rows: list[int] = []  # numbers of the rows it has not answered, the one it is at first
+        self.rows: list[int] = []  # of the batch, which it has not answered; the one it is at first
         self.called: set[int] = set()  # rewards, by number, that it has called at least once
         self.looked_at = 0.0  # when its memory and processes were last looked at; as `since`
         self.unsent = bytearray()  # waits while the pipe is full
         self._unread = b""
-        self._ends: float | None = None
         self.send(setup)
 
-    def send(self, request: dict[str, Any]) -> None:
+    def send(self, request: object) -> None:
         """Send a request, as far as the pipe takes it."""
         self.unsent += pickle.dumps(request)
         self.push()
@@ -340,32 +291,26 @@ class _Child:
 
     def end(self) -> None:
         """Ask its keeper to kill everything of it."""
-        if self._ends is None:
-            self._ends = time.monotonic() + _END_SECONDS
-            self._process.terminate()
+        self._ends = time.monotonic() + _END_SECONDS
+        self._process.terminate()
 
     def ended(self) -> bool:
         """Return whether nothing of it is left; a keeper that does not obey is killed with its descendants."""
-        assert self._ends is not None
-        if self._process.poll() is None and time.monotonic() > self._ends:
+        if self._process.poll() is None:
+            if time.monotonic() <= self._ends:
+                return False
             kill_descendants(self.pid)
             self._process.kill()
             self._process.wait()
-        if self._process.poll() is None:
-            return False
         self.stdin.close()
         self.stdout.close()
         return True
 
 
 def _child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the few variables a reward's process gets: those that programs need, none that names or holds a secret."""
-    kept = {
-        name: value
-        for name, value in environment.items()
-        if (name in _KEPT or name.startswith(_KEPT_PREFIXES)) and not (secret_name(name) or secret_value(value))
-    }
-    return {**kept, **_ADDED}
+    """Return the few variables a reward's process gets: those that programs need, without any that has a secret."""
+    kept = {name: value for name, value in environment.items() if name in _KEPT or name.startswith(_KEPT_PREFIXES)}
+    return {name: value for name, value in kept.items() if not (secret_name(name) or secret_value(value))} | _ADDED
 
 
 def _memory(process: psutil.Process) -> int:
@@ -377,7 +322,7 @@ def _memory(process: psutil.Process) -> int:
 
 
 class _Timing:
-    """What calls of one reward were seen to take, and so how long one may take and how many to hand out at once."""
+    """How long calls of one reward took so far, and so how long one may take and how many to hand out at once."""
 
     def __init__(self, timeout: float):
         self._timeout = timeout
@@ -408,32 +353,20 @@ class _Timing:
 
 
 class _Batch:
-    """The rows of one call of ``RewardPool.score``, number -> columns in rising order, and their scores so far."""
+    """The rows of one call of ``RewardPool.score``, and their scores so far."""
 
-    def __init__(self, reward: int, rows: dict[int, dict[str, Any]], timing: _Timing):
-        self._reward = reward
-        self._rows = rows
-        self._timing = timing
-        self._todo = deque(rows)
-        self._scores: dict[int, Score] = {}
-        self.unscored = 0
-
-    @property
-    def done(self) -> bool:
-        """Whether every row has its score."""
-        return len(self._scores) == len(self._rows)
+    def __init__(self, reward: int, rows: list[dict[str, Any]], timing: _Timing):
+        self._reward, self._rows, self._timing = reward, rows, timing
+        self.todo = deque(range(len(rows)))
+        self.scores: list[Score | None] = [None] * len(rows)
+        self.left, self.unscored = len(rows), 0
 
     def hand_to(self, child: _Child, workers: int) -> None:
         """Give a child the next rows: fewer towards the end, so that all end together."""
-        share = -(-len(self._todo) // workers)
-        child.rows = [self._todo.popleft() for _ in range(min(share, self._timing.rows(self._first(child))))]
+        share = -(-len(self.todo) // workers)
+        child.rows = [self.todo.popleft() for _ in range(min(share, self._timing.rows(self._first(child))))]
         if child.rows:
-            child.send({"reward": self._reward, "rows": [(number, self._rows[number]) for number in child.rows]})
-
-    def take_back(self, child: _Child) -> None:
-        """Take the rows that a child was given and did not come to."""
-        self._todo.extendleft(reversed(child.rows))
-        child.rows = []
+            child.send((self._reward, [self._rows[row] for row in child.rows]))
 
     def deadline(self, child: _Child) -> float:
         """Return when a child must have answered the row it is at; ``time.monotonic()``."""
@@ -441,7 +374,8 @@ class _Batch:
 
     def enter(self, child: _Child, score: Score) -> None:
         """Enter the score of the row that a child was at."""
-        self._scores[child.rows.pop(0)] = score
+        self.scores[child.rows.pop(0)] = score
+        self.left -= 1
         self.unscored += score.unscored
         self._timing.add(score, self._first(child))
         child.called.add(self._reward)
@@ -449,12 +383,3 @@ class _Batch:
 
     def _first(self, child: _Child) -> bool:
         return self._reward not in child.called
-
-    def give_up(self) -> None:
-        """Leave the rest unscored."""
-        for number in self._rows:
-            self._scores.setdefault(number, Score(None, GIVEN_UP))
-
-    def scores(self) -> list[Score]:
-        """Return the scores in the order of the rows."""
-        return [self._scores[number] for number in self._rows]

@@ -1,4 +1,4 @@
-r"""Whether a reward tells right answers from wrong ones: it is shown both, and what it gives is compared. No torch.
+r"""Whether a reward tells right answers from wrong ones: it is shown both, and its scores are compared.
 
 Every reference solution is written as ``<answer>…</answer>``, with ``\boxed{…}`` inside and without the tag, and then
 again with a digit changed, with a digit more, with another row's answer in its place, and empty. A ModeBench problem
@@ -9,50 +9,49 @@ from __future__ import annotations
 
 import math
 import re
+import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
+from grpo_recipes.errors import Problem, config_error
 from grpo_recipes.modebench.verify import is_problem, right_answers, wrong_answers
-from grpo_recipes.recipe.registry import ACCURACY, REWARDS
+from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.registry import ACCURACY, REWARDS, Reward
 from grpo_recipes.rewards.answers import same
-from grpo_recipes.rewards.score import Score
+from grpo_recipes.rewards.load import RewardWrapper, load_rewards
+from grpo_recipes.rewards.score import RewardFailed, Score, call_reward
 
 TAG, TAGGED_BOX, BOX = "<answer>%s</answer>", r"<answer>\boxed{%s}</answer>", r"\boxed{%s}"
 _LAST_NUMBER = re.compile(r"[0-9]+(?=[^0-9]*$)")
 _UNFIT = ("not a number", "wrong type", "wrong length")  # reasons that no completion excuses
 _SHOWN = 5
 _MODES = 3  # right answers tried of a problem that has several
+_LONG = 200  # characters; an answer that completions can repeat is shorter
 
 ScoreFunction = Callable[[list[Any], dict[str, list[Any]]], list[Score]]
 
 
 @dataclass(frozen=True)
 class Try:
-    """One completion shown to a reward."""
-
-    row: int  # whose answer it gives
-    writing: str  # how the answer is written
-    text: str
-    right: bool
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A completion that a reward should have scored otherwise."""
+    """One completion shown to a reward, and its score."""
 
     prompt: str
-    answer: str
+    answer: str  # the reference solution
+    writing: str  # how the answer is written
     completion: str
     right: bool
-    value: float | None
-    reason: str | None
+    value: float | None = None
+    reason: str | None = None  # why it is unscored
 
 
 @dataclass
 class ProbeResult:
-    """What a reward gave the completions it was shown."""
+    """The scores of a reward for the completions it was shown."""
 
     reward: str  # its name in the recipe
     right: int  # right completions shown
@@ -66,7 +65,7 @@ class ProbeResult:
     taken: int | None = None
     no_verdict: int = 0  # unscored completions
     faults: list[tuple[str, str]] = field(default_factory=list)  # what is wrong, a line each, with the fix
-    failures: list[Failure] = field(default_factory=list)  # the first completions it scored wrongly
+    failures: list[Try] = field(default_factory=list)  # the first completions it scored wrongly
 
     @property
     def tells_apart(self) -> bool:
@@ -75,37 +74,95 @@ class ProbeResult:
         return None not in means and not math.isclose(*means, abs_tol=1e-9)
 
 
+def sample_rows(recipe: Recipe, most: int, fetched: Any) -> list[dict[str, Any]]:
+    """Return the first ``most`` rows a recipe trains on, before any shuffle; ``fetched`` looks up fetched datasets."""
+    from datasets import disable_progress_bars
+
+    from grpo_recipes.data.prompts import first_problems
+
+    disable_progress_bars()
+    return first_problems(_settings(recipe), most, fetched)
+
+
+def _settings(recipe: Recipe) -> Any:
+    """Return the keys as attributes, as TRL's configs have them."""
+    return SimpleNamespace(**{key: entry.value for key, entry in recipe.values.items()})
+
+
+def probe_rewards(recipe: Recipe, rows: list[dict[str, Any]]) -> list[ProbeResult]:
+    """Show every reward of a recipe, loaded as a trainer loads it, right and wrong completions of these rows."""
+    settings = _settings(recipe)
+    names = settings.reward_funcs = list(dict.fromkeys(recipe["reward_funcs"]))
+    strict, most_missing = recipe["answer_matching"] == "strict", recipe["reward_max_no_verdict"]
+    rewards: list[Reward] = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            rewards += load_rewards(settings, settings, Path(folder))
+            scorers = zip(names, (partial(_scores, reward) for reward in rewards), strict=True)
+            return [probe(name, score, rows, strict, most_missing) for name, score in scorers]
+        except RewardFailed as error:
+            fix = "correct it, or name another in reward_funcs"
+            raise config_error(recipe.place("reward_funcs"), str(error), fix) from error
+        finally:
+            for reward in rewards:
+                if isinstance(reward, RewardWrapper):
+                    reward.close()
+
+
+def _scores(reward: Reward, completions: list[Any], columns: dict[str, list[Any]]) -> list[Score]:
+    if isinstance(reward, RewardWrapper):
+        reward(completions, **columns)
+        return reward.scores
+    return call_reward(reward, {"completions": completions, **columns}, len(completions))
+
+
+def problems_of(recipe: Recipe, rows: list[dict[str, Any]], findings: list[ProbeResult]) -> list[Problem]:
+    """Return what is wrong with the rewards, one line a fault, and with solutions that no completion can equal."""
+    where = recipe.place("reward_funcs")
+    faults = [(finding.reward, *fault) for finding in findings for fault in finding.faults]
+    found = [Problem(where, f"reward '{reward}' {what}", fix) for reward, what, fix in faults]
+    if not found and findings and not any(finding.tells_apart for finding in findings):
+        what = "no reward tells right answers from wrong ones: all get the same on average"
+        found.append(Problem(where, what, f"add one that does, e.g. {ACCURACY[0]}, or correct your own"))
+    # A solution with its reasoning equals itself, and no completion ever equals it.
+    compared = {*ACCURACY, "cosine_length"} & set(recipe["reward_funcs"])
+    answers = [row["answer"] for row in rows if not is_problem(row["answer"])]
+    long = [answer for answer in answers if "\n" in answer or len(answer) > _LONG]
+    if compared and len(long) * 2 > len(rows):
+        example = " ".join(long[0].split())[:60]
+        what = f"{len(long)} of {len(rows)} reference solutions are not short answers, e.g. '{example}…'"
+        marker = "'####'" if "####" in long[0] else "the text before the answer"
+        fix = f"add dataset_solution_marker: {marker}, or name the column of the final answer"
+        found.append(Problem(recipe.place("dataset_solution_column"), what, fix))
+    return found
+
+
 def probe(
     name: str, score: ScoreFunction, rows: Sequence[dict[str, Any]], strict: bool = False, most_missing: float = 0.5
 ) -> ProbeResult:
-    """Show a reward right and wrong completions.
+    """Show a reward of ours, or of the user's as the recipe names it, right and wrong completions.
 
-    Args:
-        name: one of ours, or how the recipe names the user's.
-        score: the reward: ``score(completions, columns)``, a score for each completion.
-        rows: with ``prompt`` (chat messages), ``answer`` and what other columns there are.
-        strict: whether answers are compared as text.
-        most_missing: share of unscored completions that is still accepted (``reward_max_no_verdict``).
+    ``rows`` have ``prompt`` (chat messages), ``answer`` and what other columns there are; answers are compared as text
+    where ``strict``. Accept the share ``most_missing`` of unscored completions (``reward_max_no_verdict``).
     """
     writings = _writings(name, strict)
-    tries = _tries([row["answer"] for row in rows], writings)
-    scores = score(*_arguments(tries, rows))
+    places, tries = _tries(rows, writings)
+    # What TRL gives a reward. All completions count as one token long: what they say decides.
+    columns = {column: [rows[place][column] for place in places] for column in (rows[0] if rows else ())}
+    columns |= {"prompts": columns.pop("prompt", []), "completion_ids": [[0]] * len(tries)}
+    scores = score([[{"role": "assistant", "content": one.completion}] for one in tries], columns)
+    tries = [replace(one, value=given.value, reason=given.reason) for one, given in zip(tries, scores, strict=True)]
     finding = ProbeResult(name, sum(one.right for one in tries), sum(not one.right for one in tries))
-    _take_means(finding, tries, scores, writings)
-    bad = _judge(finding, tries, scores) if name in ACCURACY or name == "cosine_length" else []
-    missing = [index for index, one in enumerate(scores) if one.value is None]
+    finding.right_mean, finding.wrong_mean = _means(name, tries, writings)
+    bad = _judge(finding, tries) if name in ACCURACY or name == "cosine_length" else []
+    missing = [one for one in tries if one.value is None]
     finding.no_verdict = len(missing)
-    unfit = [index for index in missing if (scores[index].reason or "").startswith(_UNFIT)]
+    unfit = [one for one in missing if (one.reason or "").startswith(_UNFIT)]
     if unfit or len(missing) > most_missing * len(tries):
-        reason = why(name, scores[(unfit or missing)[0]].reason)
-        what = f"gives no verdict on {len(missing)} of {len(tries)} completions ({reason})"
-        finding.faults.append((what, "mend it" if name not in REWARDS else "look at the reference solutions"))
-    unsaid = [index for index in missing if scores[index].unscored or finding.faults]
-    for index in list(dict.fromkeys([*bad, *unsaid]))[:_SHOWN]:
-        one, row = tries[index], rows[tries[index].row]
-        prompt = str(row["prompt"][-1]["content"]) if row.get("prompt") else ""
-        got = scores[index]
-        finding.failures.append(Failure(prompt, row["answer"], one.text, one.right, got.value, got.reason))
+        what = f"leaves {len(missing)} of {len(tries)} completions unscored ({why(name, (unfit or missing)[0].reason)})"
+        finding.faults.append((what, "correct it" if name not in REWARDS else "look at the reference solutions"))
+    unsaid = [one for one in missing if one.reason or finding.faults]
+    finding.failures = [*bad, *unsaid][:_SHOWN]
     return finding
 
 
@@ -115,12 +172,7 @@ def why(name: str, reason: str | None) -> str:
 
 
 def corruptions(answer: str, others: Sequence[str]) -> list[str]:
-    """Return wrong answers near a right one.
-
-    Args:
-        answer: the reference solution.
-        others: those of other rows; the first that differs is one.
-    """
+    """Return wrong answers near a reference solution; the first that differs of those of ``others`` is one."""
     number = _LAST_NUMBER.search(answer)
     wrong = [f"{answer}1"]
     if number:
@@ -139,54 +191,51 @@ def _writings(name: str, strict: bool) -> list[str]:
     return [TAG] if strict else [TAG, TAGGED_BOX]
 
 
-def _tries(answers: list[str], writings: list[str]) -> list[Try]:
-    tries = []
-    for row, answer in enumerate(answers):
+def _tries(rows: Sequence[dict[str, Any]], writings: list[str]) -> tuple[list[int], list[Try]]:
+    """Return the completions to show, and the place of each one's row."""
+    answers, places, tries = [row["answer"] for row in rows], [], []
+    for place, (row, answer) in enumerate(zip(rows, answers, strict=True)):
+        prompt = str(row["prompt"][-1]["content"]) if row.get("prompt") else ""
         if is_problem(answer):
             right, wrong = right_answers(answer)[:_MODES], wrong_answers(answer)
         else:
-            right, wrong = [answer], corruptions(answer, answers[row + 1 :] + answers[:row])
+            right, wrong = [answer], corruptions(answer, answers[place + 1 :] + answers[:place])
         for writing in writings:
-            tries += [Try(row, writing, writing % text, True) for text in right]
-            tries += [Try(row, writing, writing % text, False) for text in wrong]
-    return tries
+            tries += [Try(prompt, answer, writing, writing % text, True) for text in right]
+            tries += [Try(prompt, answer, writing, writing % text, False) for text in wrong]
+        places += [place] * (len(tries) - len(places))
+    return places, tries
 
 
-def _arguments(tries: list[Try], rows: Sequence[dict[str, Any]]) -> tuple[list[Any], dict[str, list[Any]]]:
-    """Return what TRL gives a reward. All completions count as one token long: what they say decides."""
-    columns = {name: [rows[one.row][name] for one in tries] for name in rows[0]} if rows else {}
-    prompts = columns.pop("prompt", [])
-    completions = [[{"role": "assistant", "content": one.text}] for one in tries]
-    return completions, {"prompts": prompts, "completion_ids": [[0]] * len(tries), **columns}
-
-
-def _take_means(finding: ProbeResult, tries: list[Try], scores: list[Score], writings: list[str]) -> None:
-    """Take the means of all writings of a reward of ours, of the writing that the user's tells apart best."""
+def _means(name: str, tries: list[Try], writings: list[str]) -> tuple[float | None, float | None]:
+    """Return the means of right and wrong ones in all writings; of the user's, in the one it tells apart best."""
     best = -2.0
-    for group in [writings] if finding.reward in REWARDS else [[writing] for writing in writings]:
+    found: tuple[float | None, float | None] = (None, None)
+    for group in [writings] if name in REWARDS else [[writing] for writing in writings]:
         values: dict[bool, list[float]] = {True: [], False: []}
-        for one, score in zip(tries, scores, strict=True):
-            if one.writing in group and score.value is not None:
-                values[one.right].append(score.value)
+        for one in tries:
+            if one.writing in group and one.value is not None:
+                values[one.right].append(one.value)
         right, wrong = (fmean(known) if known else None for known in (values[True], values[False]))
         apart = -1.0 if right is None or wrong is None else abs(right - wrong)
         if apart > best:
-            best, finding.right_mean, finding.wrong_mean = apart, right, wrong
+            best, found = apart, (right, wrong)
+    return found
 
 
-def _judge(finding: ProbeResult, tries: list[Try], scores: list[Score]) -> list[int]:
+def _judge(finding: ProbeResult, tries: list[Try]) -> list[Try]:
     """Count wrong scores; a right answer must get 1, with ``cosine_length`` more than every wrong one."""
     exact = finding.reward in ACCURACY
     missed, taken = [], []
     due = 1.0
-    for index, (one, score) in enumerate(zip(tries, scores, strict=True)):
-        value = score.value
+    for one in tries:
+        value = one.value
         if one.right:
             due = 1.0 if exact or value is None else value
             if exact and value not in (1.0, None):
-                missed.append(index)
+                missed.append(one)
         elif value is not None and value >= due:
-            taken.append(index)
+            taken.append(one)
     finding.missed, finding.taken = len(missed), len(taken)
     rows = "(grpo check-rewards shows the rows)"
     if missed:

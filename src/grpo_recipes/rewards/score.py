@@ -1,16 +1,15 @@
-"""What a reward gave one completion, or why it gave nothing, and the one way in which a reward is called."""
+"""The score of a reward for one completion, or why there is none, and the one way in which a reward is called."""
 
 from __future__ import annotations
 
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-GIVEN_UP = "not called: too many without a verdict before it, or the run was stopped"
-# Rewards are float32 in the trainer; beyond this they are infinite there.
-_LARGEST = 3.4e38
+GIVEN_UP = "not called: too many unscored before it, or the run was stopped"
+_LARGEST = 3.4e38  # rewards are float32 in the trainer; beyond this they are infinite there
 _LONGEST_REASON = 300  # characters; a reply of a child must fit a pipe's atomic write
 
 
@@ -36,16 +35,24 @@ class Score:
 
     @property
     def unscored(self) -> bool:
-        """Whether a value is missing that should be there."""
+        """Return whether a value is missing that should be there."""
         return self.reason is not None
+
+
+@dataclass(frozen=True)
+class PoolReward:
+    """A reward as a child process finds it."""
+
+    spec: str  # name of ours, or the user's ``module:function`` or ``file.py:function``
+    keys: Mapping[str, Any] = field(default_factory=dict)  # recipe keys that one of ours takes
+    place: str | None = None  # loaded instead of ``spec``: the same function in a copy of the file
 
 
 def parameters(function: Callable[..., Any]) -> list[str] | None:
     """Return the names of the columns a reward takes, None for all."""
     kinds = inspect.signature(function).parameters.values()
-    if any(parameter.kind == parameter.VAR_KEYWORD for parameter in kinds):
-        return None
-    return [parameter.name for parameter in kinds]
+    everything = any(parameter.kind == parameter.VAR_KEYWORD for parameter in kinds)
+    return None if everything else [parameter.name for parameter in kinds]
 
 
 def taken(columns: Mapping[str, Sequence[Any]], takes: Sequence[str] | None) -> dict[str, Sequence[Any]]:
@@ -54,16 +61,15 @@ def taken(columns: Mapping[str, Sequence[Any]], takes: Sequence[str] | None) -> 
 
 
 def call_reward(function: Callable[..., Any], columns: Mapping[str, Sequence[Any]], rows: int) -> list[Score]:
-    """Call a reward, plain or async, on ``rows`` completions.
-
-    Raises:
-        WrongShape: it did not return a list with an entry per completion.
-    """
+    """Call a reward, plain or async, on ``rows`` completions; WrongShape where it returns no list of that length."""
     result = function(**columns)
     if inspect.isawaitable(result):
         import asyncio
 
-        result = asyncio.run(_awaited(result))
+        async def awaited(waiting: Any = result) -> Any:
+            return await waiting
+
+        result = asyncio.run(awaited())
     if hasattr(result, "tolist") and getattr(result, "ndim", 0) == 1:
         result = result.tolist()
     if not isinstance(result, list | tuple):
@@ -71,10 +77,6 @@ def call_reward(function: Callable[..., Any], columns: Mapping[str, Sequence[Any
     if len(result) != rows:
         raise WrongShape(f"wrong length: returned {len(result)} entries for {rows} completion{'s' if rows > 1 else ''}")
     return [_score(entry) for entry in result]
-
-
-async def _awaited(result: Any) -> Any:
-    return await result
 
 
 def _score(entry: Any) -> Score:

@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,8 @@ class Sweep:
 
     @property
     def names(self) -> list[str]:
-        """The trials by their index."""
+        """Return the trials by their index."""
         return [str(trial["name"]) for trial in self.record["cells"]]
-
-    def values(self, index: int) -> dict[str, str]:
-        """Return what a trial varies: key -> value as it was written."""
-        return dict(self.record["cells"][index]["values"])
 
     def trial_dir(self, index: int) -> Path:
         """Return a trial's run directory."""
@@ -61,19 +57,13 @@ class Sweep:
         """Return the indices of the trials that have not completed."""
         return [index for index in range(len(self.names)) if self.status(index) != COMPLETED]
 
-    def add_job(self, job: int) -> None:
-        """Record an array job of this sweep."""
-        self.record["jobs"].append(job)
-        write_json(self.folder / RECORD, self.record)
-
 
 def fingerprint(trials: Sequence[Trial]) -> str:
     """Return a hash of the trials: the same command makes the same one as long as its recipe is the same."""
-    given = [
-        [trial.name, {key: entry.value for key, entry in trial.recipe.values.items()
-                      if trial.recipe.given(key) and key != "run_root"}]
-        for trial in trials
-    ]  # fmt: skip
+    given = []
+    for trial in trials:
+        keys = (key for key in trial.recipe.values if trial.recipe.given(key) and key != "run_root")
+        given.append([trial.name, {key: trial.recipe[key] for key in keys}])
     return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
 
 
@@ -85,8 +75,7 @@ def sweep_root(recipe: Recipe) -> Path:
 def new_sweep(spec: SweepSpec, trials: Sequence[Trial], resources: Resources, environment: Mapping[str, str]) -> Sweep:
     """Make the directory of a sweep with a frozen run for each trial, which is already planned for ``resources``.
 
-    Raises:
-        ConfigError: the directory or one of the runs cannot be made; nothing is left of it then.
+    Where the directory or one of the runs cannot be made, nothing is left of it.
     """
     recipe = trials[0].recipe
     stamp, name = timestamp(), str(recipe["run_name"] or recipe.path.stem.removeprefix("config_"))
@@ -104,7 +93,7 @@ def new_sweep(spec: SweepSpec, trials: Sequence[Trial], resources: Resources, en
         "command": masked(shlex.join(["grpo", *sys.argv[1:]])),
         "recipe": str(spec.path.absolute()),
         "flags": [masked(flag) for flag in spec.flags],
-        "axes": {axis.key: list(axis.values) for axis in spec.axes},
+        "axes": {key: list(values) for key, values in spec.axes.items()},
         "fingerprint": fingerprint(trials),
         "code": code,
         "jobs": [],
@@ -124,20 +113,19 @@ def new_sweep(spec: SweepSpec, trials: Sequence[Trial], resources: Resources, en
 def freeze_trial(
     sweep: Sweep, trial: Trial, spec: SweepSpec, resources: Resources, environment: Mapping[str, str]
 ) -> None:
-    """Make a trial's run directory; its W&B run stands in the sweep's group unless the user names another."""
+    """Make a trial's run directory; its W&B run belongs to the sweep's group unless the user names another."""
     recipe = trial.recipe
     if not recipe.given("wandb_run_group"):
-        group = Value(sweep.folder.name, "grpo sweep")
-        recipe = replace(recipe, values={**recipe.values, "wandb_run_group": group})
+        recipe = recipe.with_value("wandb_run_group", Value(sweep.folder.name, "grpo sweep"))
     name = f"{sweep.record['name']}-{trial.name}"
     names = Names(sweep.trial_dir(trial.index), name, name, sweep.record["timestamp"])
-    sources = find_assets(recipe, environment)
-    plan = make_plan(recipe, resources, environment, names, entry_of(recipe, spec.asked), sources)
-    freeze(recipe, plan, sources, names, resources, environment)
+    assets = find_assets(recipe, environment)
+    plan = make_plan(recipe, resources, environment, names, entry_of(recipe, spec.asked), assets)
+    freeze(recipe, plan, assets, names, resources, environment)
 
 
 def read_sweep(folder: Path) -> Sweep:
-    """Read a sweep directory; a folder that is none, or a damaged record, is a ``ConfigError``."""
+    """Read a sweep directory; another folder, or a damaged record, is a ``ConfigError``."""
     record = read_json(folder / RECORD)
     if not record:
         fix = f"name a folder under run_root/{FOLDER}"
@@ -149,10 +137,9 @@ def find_sweep(root: Path, which: str) -> Sweep:
     """Return the sweep that a person means by a path, or by ``last``: the newest in ``root``."""
     if which != "last":
         return read_sweep(Path(which))
-    sweeps = _sweeps_in(root)
-    if not sweeps:
-        raise config_error("last", f"there is no sweep in {shown(root)}", "name the sweep directory, or set RUN_ROOT")
-    return sweeps[-1]
+    if sweeps := _sweeps_in(root):
+        return sweeps[-1]
+    raise config_error("last", f"there is no sweep in {shown(root)}", "name the sweep directory, or set RUN_ROOT")
 
 
 def is_sweep(folder: Path) -> bool:
@@ -160,14 +147,14 @@ def is_sweep(folder: Path) -> bool:
     return os.path.isfile(folder / RECORD)  # False too for a name that is too long
 
 
-def _sweeps_in(root: Path) -> list[Sweep]:
-    """Return the sweeps of a folder, the newest last."""
-    records = sorted(root.glob(f"*/{RECORD}"), key=lambda path: path.stat().st_mtime)
-    return [read_sweep(path.parent) for path in records]
-
-
 def unfinished(root: Path, trials: Sequence[Trial]) -> Sweep | None:
     """Return the newest sweep of the same trials that has gaps, or None."""
     mark = fingerprint(trials)
     same = [sweep for sweep in _sweeps_in(root) if sweep.record["fingerprint"] == mark and sweep.gaps()]
     return same[-1] if same else None
+
+
+def _sweeps_in(root: Path) -> list[Sweep]:
+    """Return the sweeps of a folder, the newest last."""
+    records = sorted(root.glob(f"*/{RECORD}"), key=lambda path: path.stat().st_mtime)
+    return [read_sweep(path.parent) for path in records]

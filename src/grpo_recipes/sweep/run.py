@@ -1,16 +1,25 @@
-"""`grpo sweep` from the command line to the comparison. Reads top to bottom in ``start``."""
+"""`grpo sweep` from the command line to the comparison. Reads top to bottom in ``start``.
+
+The trials run as tasks of one array job, or one after the other as child processes of this one.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
-from grpo_recipes.errors import ConfigError, config_error
+from grpo_recipes.errors import EXIT_STOPPED, ConfigError, config_error
+from grpo_recipes.launch.attempt import SUBMITTED
 from grpo_recipes.launch.resolve_run import note_job
 from grpo_recipes.launch.submission import (
     frozen_environment,
@@ -24,15 +33,16 @@ from grpo_recipes.launch.submission import (
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.devices import Resources, find_resources
 from grpo_recipes.plan.plan import make_plan
-from grpo_recipes.plan.types import Plan
 from grpo_recipes.process.reports import print_line, say
+from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.recipe import read_frozen
-from grpo_recipes.runs.rundir import Run, claim, code_state, is_claimed
+from grpo_recipes.runs.rundir import Run, claim, code_state, is_claimed, read_json, write_json
 from grpo_recipes.slurm.client import MaybeSubmitted, cluster_name, tasks_in_queue
 from grpo_recipes.slurm.profile import Profile, Request, render
 from grpo_recipes.sweep.folder import (
     COMPLETED,
     GONE,
+    RECORD,
     Sweep,
     freeze_trial,
     new_sweep,
@@ -40,12 +50,11 @@ from grpo_recipes.sweep.folder import (
     sweep_root,
     unfinished,
 )
-from grpo_recipes.sweep.page import write_sweep
-from grpo_recipes.sweep.results import text_table
-from grpo_recipes.sweep.sequential import SignalForwarder, run_sequentially, run_trial
+from grpo_recipes.sweep.results import text_table, write_sweep
 from grpo_recipes.sweep.spec import SweepSpec, Trial, for_each, is_number, make_trials
 
 INDEX = "SLURM_ARRAY_TASK_ID"
+LOG = "launch.log"
 
 
 @dataclass(frozen=True)
@@ -67,30 +76,42 @@ class Backend:
 def start(spec: SweepSpec, backend: Backend, environment: Mapping[str, str], new: bool) -> int:
     """Check and plan every run, make the sweep or find the one that is not completed, and run what is left.
 
-    Args:
-        spec: what the runs are.
-        backend: where they run.
-        environment: variables of the user.
-        new: begin anew though the same sweep is not completed.
-
-    Returns:
-        The exit code of the command.
-
-    Raises:
-        ConfigError: anything is wrong with any of the runs; nothing was written or started.
+    Return the exit code of the command. A ConfigError says what is wrong with any of the runs, before anything is
+    written or started. With ``new`` another sweep begins though the same one is not completed.
     """
     environment = backend.environment(environment)
     trials = make_trials(spec, environment)
     resources = backend.resources(environment)
-    _plan_all(trials, resources, environment)
-    if backend.profile:
-        trials = _for_site(trials, spec, backend.profile, environment)
+    recipes = {trial.name: trial.recipe for trial in trials}
+    for_each(recipes, lambda recipe: make_plan(recipe, resources, environment))
+    if profile := backend.profile:
+        need_environment(profile)
+        # As `grpo submit` does: models, data and rewards are loaded once for all trials that differ in numbers alone.
+        unlike: dict[tuple[str, ...], Trial] = {}
+        for trial in trials:
+            unlike.setdefault(tuple(text for key, text in trial.values.items() if not is_number(key)), trial)
+        flags = {trial.name: spec.flags_of(trial.values) for trial in unlike.values()}
+        for_each(flags, lambda given: prepare(profile, str(spec.path), spec.asked.task, given, environment))
+        trials = [replace(trial, recipe=on_scratch(trial.recipe, profile)) for trial in trials]
     sweep = None if new else unfinished(sweep_root(trials[0].recipe), trials)
-    if sweep is None:
-        return _run_new(new_sweep(spec, trials, resources, environment), backend, environment)
-    say(f"going on with {shown(sweep.folder)}, the same sweep (--new begins another)")
-    _restore(sweep, trials, spec, resources, environment)
-    return _run_gaps(sweep, backend, environment)
+    if sweep is not None:
+        say(f"going on with {shown(sweep.folder)}, the same sweep (--new begins another)")
+        gone = [trial for trial in trials if sweep.status(trial.index) == GONE]
+        code = {key: value for key, value in code_state().items() if key != "patch"}
+        if gone and code != sweep.record["code"]:
+            what = f"the run directory of {gone[0].name} is gone, and the code is no longer the sweep's"
+            raise config_error(shown(sweep.folder), what, "go back to that code, or begin another sweep with --new")
+        for trial in gone:
+            freeze_trial(sweep, trial, spec, resources, environment)
+        return _run_gaps(sweep, backend, environment)
+    sweep = new_sweep(spec, trials, resources, environment)
+    say(f"{len(sweep.names)} runs in {shown(sweep.folder)}")
+    try:
+        return _run_gaps(sweep, backend, environment)
+    except ConfigError as error:
+        if not isinstance(error, MaybeSubmitted):  # Slurm refused it: nothing has run
+            shutil.rmtree(sweep.folder, ignore_errors=True)
+        raise
 
 
 def start_again(sweep: Sweep, backend: Backend, environment: Mapping[str, str]) -> int:
@@ -105,71 +126,21 @@ def start_again(sweep: Sweep, backend: Backend, environment: Mapping[str, str]) 
 def run_task(folder: Path, environment: Mapping[str, str]) -> int:
     """Run the trial of the array task that this process is; every task that ends writes the comparison anew."""
     sweep = read_sweep(folder)
-    index = task_index(sweep, environment)
+    task = environment.get(INDEX, "")  # set by Slurm
+    if not task.isdecimal() or int(task) >= len(sweep.names):
+        raise config_error(INDEX, f"'{task}' is not a trial of {folder.name}", "submit with grpo sweep --slurm")
+    index = int(task)
     say(f"trial {index + 1} of {len(sweep.names)}: {sweep.names[index]}")
     code = run_trial(sweep, index, SignalForwarder(), environment, None)
     print_line(_comparison(sweep)[-1])
     return code
 
 
-def _plan_all(trials: Sequence[Trial], resources: Resources, environment: Mapping[str, str]) -> None:
-    """Refuse runs that do not fit what they will have."""
-
-    def plan(index: int) -> Plan:
-        return make_plan(trials[index].recipe, resources, environment)
-
-    for_each([trial.name for trial in trials], plan)
-
-
-def _for_site(
-    trials: Sequence[Trial], spec: SweepSpec, profile: Profile, environment: Mapping[str, str]
-) -> list[Trial]:
-    """Return the trials as that site runs them, each checked as `grpo submit` does.
-
-    Models, data and rewards are loaded once for all trials that differ in numbers alone.
-    """
-    need_environment(profile)
-    unlike: dict[tuple[str, ...], Trial] = {}
-    for trial in trials:
-        unlike.setdefault(tuple(text for key, text in trial.values.items() if not is_number(key)), trial)
-    checked = list(unlike.values())
-
-    def check(index: int) -> None:
-        prepare(profile, str(spec.path), spec.asked.task, spec.flags_of(checked[index].values), environment)
-
-    for_each([trial.name for trial in checked], check)
-    return [replace(trial, recipe=on_scratch(trial.recipe, profile)) for trial in trials]
-
-
-def _restore(
-    sweep: Sweep, trials: Sequence[Trial], spec: SweepSpec, resources: Resources, environment: Mapping[str, str]
-) -> None:
-    """Make the run directories again that are gone, if it is still the same code."""
-    gone = [trial for trial in trials if sweep.status(trial.index) == GONE]
-    code = {key: value for key, value in code_state().items() if key != "patch"}
-    if gone and code != sweep.record["code"]:
-        what = f"the run directory of {gone[0].name} is gone, and the code is no longer the sweep's"
-        raise config_error(shown(sweep.folder), what, "go back to that code, or begin another sweep with --new")
-    for trial in gone:
-        freeze_trial(sweep, trial, spec, resources, environment)
-
-
-def _run_new(sweep: Sweep, backend: Backend, environment: Mapping[str, str]) -> int:
-    say(f"{len(sweep.names)} runs in {shown(sweep.folder)}")
-    try:
-        return _run_gaps(sweep, backend, environment)
-    except MaybeSubmitted:
-        raise
-    except ConfigError:  # Slurm did not take it: nothing has run
-        shutil.rmtree(sweep.folder, ignore_errors=True)
-        raise
-
-
 def _run_gaps(sweep: Sweep, backend: Backend, environment: Mapping[str, str]) -> int:
     """Run or submit what has not completed and does not run already."""
     lock = claim(Run(sweep.folder, {}))
     try:
-        gaps, waiting = sweep.gaps(), queued(sweep)
+        gaps, waiting = sweep.gaps(), tasks_in_queue(sweep.record["jobs"])
         left = [index for index in gaps if index not in waiting and not is_claimed(sweep.trial_dir(index))]
         if len(left) < len(sweep.names):
             busy = f", {len(gaps) - len(left)} queued or running" if len(left) < len(gaps) else ""
@@ -190,27 +161,26 @@ def _run_gaps(sweep: Sweep, backend: Backend, environment: Mapping[str, str]) ->
 
 def _comparison(sweep: Sweep) -> list[str]:
     """Write the page and return what to print; a page that cannot be written fails no sweep, since the runs count."""
+    folder = shlex.quote(shown(sweep.folder))
     try:
         page, results = write_sweep(sweep)
     except Exception as error:
-        again = f"try again: grpo report {shown(sweep.folder)}"
-        return [f"comparison not written ({type(error).__name__}: {error}); {again}"]
+        return [f"comparison not written ({type(error).__name__}: {error}); try again: grpo report {folder}"]
     lines = [text_table(sweep, results)]
     left = [f"{result.name} ({result.status})" for result in results if result.status != COMPLETED]
     if left:
         lines.append(f"grpo: not completed: {', '.join(left)}")
-        lines.append(f"grpo: run them with: grpo sweep --resume {shlex.quote(shown(sweep.folder))}")
+        lines.append(f"grpo: run them with: grpo sweep --resume {folder}")
     return [*lines, f"grpo: comparison in {shown(page)}"]
+
+
+# --- as tasks of an array job
 
 
 def submit_array(
     sweep: Sweep, indices: Sequence[int], profile: Profile, most: int | None, environment: Mapping[str, str]
 ) -> int:
-    """Submit trials as one array job, of which at most ``most`` tasks run at a time; record and return its id.
-
-    Raises:
-        ConfigError: the log folder or the script cannot be written, or sbatch refuses.
-    """
+    """Submit trials as one array job, of which at most ``most`` tasks run at a time; record and return its id."""
     request = Request(
         job_name=profile.job_name or str(sweep.record["name"]),
         array=array_text(indices, most),
@@ -221,7 +191,8 @@ def submit_array(
     variables = frozen_environment(sweep.trial_dir(indices[0]), environment)
     script = render(profile, request, ["grpo", "sweep", "--cell", str(sweep.folder)], variables)
     job = submit_script(sweep.folder, script)
-    sweep.add_job(job)
+    sweep.record["jobs"].append(job)
+    write_json(sweep.folder / RECORD, sweep.record)
     cluster = cluster_name()
     for index in indices:
         recipe = read_frozen(sweep.trial_dir(index) / "recipe.yaml")
@@ -238,15 +209,91 @@ def array_text(indices: Sequence[int], most: int | None = None) -> str:
     return ",".join(ranges) + (f"%{most}" if most else "")
 
 
-def task_index(sweep: Sweep, environment: Mapping[str, str]) -> int:
-    """Return the trial of the array task that this process is, from the variable Slurm sets."""
-    text = environment.get(INDEX, "")
-    if not text.isdecimal() or int(text) >= len(sweep.names):
-        what = f"'{text}' is not a trial of {sweep.folder.name}"
-        raise config_error(INDEX, what, "submit with grpo sweep --slurm")
-    return int(text)
+# --- one after the other
 
 
-def queued(sweep: Sweep) -> set[int]:
-    """Return the indices of trials that wait or run in the sweep's array jobs."""
-    return tasks_in_queue(sweep.record["jobs"])
+class SignalForwarder:
+    """Pass the signals of a sweep on to the launch that runs, which saves and ends.
+
+    A launch has a session of its own, so that a Ctrl-C reaches it once, through us. All but USR1 are passed on as
+    SIGINT: ``scancel`` sends SIGTERM to the launch as well, for which a second one would mean to end without saving.
+    """
+
+    def __init__(self) -> None:
+        self.seen: int | None = None  # the first signal that came
+        self._passed_on = False
+        self._child: subprocess.Popen[bytes] | None = None
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            # nohup, or a shell's background job, has a signal ignored on purpose; a batch script has USR1 for us.
+            if signum == signal.SIGUSR1 or signal.getsignal(signum) != signal.SIG_IGN:
+                signal.signal(signum, self._handle)
+
+    def _handle(self, signum: int, _: object) -> None:
+        self.seen = self.seen or signum
+        if self._child is not None and self._child.poll() is None:
+            self._passed_on = True
+            self._child.send_signal(signum if signum == signal.SIGUSR1 else signal.SIGINT)
+
+    def run(self, argv: Sequence[str], environment: Mapping[str, str], log: Path | None) -> int:
+        """Run a launch to its end; return its exit code, 128+n for a signal.
+
+        Its output is added to the file ``log``, or goes where ours goes.
+        """
+        end_with_us = functools.partial(die_with_parent, os.getpid())
+        with log.open("ab") if log else nullcontext() as file:
+            self._child = subprocess.Popen(
+                argv, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+                start_new_session=True, preexec_fn=end_with_us,
+            )  # fmt: skip
+            if self.seen is not None and not self._passed_on:  # it came while the child was made
+                self._handle(self.seen, None)
+            code = self._child.wait()
+        return code if code >= 0 else 128 - code
+
+
+def run_trial(
+    sweep: Sweep, index: int, forwarder: SignalForwarder, environment: Mapping[str, str], log: Path | None
+) -> int:
+    """Run or continue a trial by the code that was frozen with it; return the exit code of its launch."""
+    folder = sweep.trial_dir(index)
+    argv = [sys.executable, "-m", "grpo_recipes", "launch", "--resume", str(folder)]
+    code = forwarder.run(argv, {**environment, **frozen_environment(folder, environment)}, log)
+    summary = read_json(folder / "summary.json")
+    if code and summary.get("status") == SUBMITTED:  # it ended before its attempt began, and recorded nothing
+        cause = _last_line(folder / LOG) or "refused before it began; the job's output says why"
+        write_json(folder / "summary.json", {**summary, "status": "failed", "exit_code": code, "cause": cause})
+    return code
+
+
+def run_sequentially(sweep: Sweep, indices: Sequence[int], environment: Mapping[str, str]) -> int:
+    """Run trials one after the other; one that fails is named and the others go on.
+
+    Return 0, or the code of the first trial that did not complete; 75 where a signal left trials over.
+    """
+    forwarder = SignalForwarder()
+    first = 0
+    for place, index in enumerate(indices, 1):
+        if forwarder.seen is not None:
+            break
+        folder = sweep.trial_dir(index)
+        trial = f"trial {place} of {len(indices)}: {sweep.names[index]}"
+        say(f"{trial}; output in {shown(folder / LOG)}")
+        code = run_trial(sweep, index, forwarder, environment, folder / LOG)
+        first = first or code
+        summary = read_json(folder / "summary.json")
+        end = (
+            f"failed with exit code {code}" if code != EXIT_STOPPED else f"stopped after step {summary.get('steps', 0)}"
+        )
+        cause = summary.get("cause") if summary.get("exit_code") == code else _last_line(folder / LOG)
+        rewards = f"reward {summary.get('initial_reward')} -> {summary.get('final_reward')}"
+        say(f"{trial} " + (f"{end}: {cause or 'its log says why'}" if code else f"completed: {rewards}"))
+    if forwarder.seen is not None:
+        say(f"{signal.Signals(forwarder.seen).name}: the sweep ends here")
+        return first or EXIT_STOPPED
+    return first
+
+
+def _last_line(log: Path) -> str:
+    """Return the last line that a launch itself wrote, without its prefix."""
+    lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+    return next((line.removeprefix("grpo: ") for line in reversed(lines) if line.startswith("grpo: ")), "")

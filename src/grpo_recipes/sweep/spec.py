@@ -22,32 +22,25 @@ from grpo_recipes.recipe.rules import needed_by
 from grpo_recipes.recipe.tasks import RequestedTask
 from grpo_recipes.report.compare import NO_EXPERIMENT
 
+Item = TypeVar("Item")
 Made = TypeVar("Made")
 MOST_TRIALS = 1000  # the usual MaxArraySize of Slurm is 1001
 _AXIS = re.compile(r"([A-Za-z_][\w-]*)=(.*)", re.DOTALL)
 _RANGE = re.compile(r"([+-]?\d{1,18})\.\.([+-]?\d{1,18})")
 _SET_BY_SWEEP = {
     "run_name": "name the sweep with --name; each run is called after its values",
-    "run_root": "write --run_root DIR; the runs of a sweep stand in one folder",
+    "run_root": "write --run_root DIR; the runs of a sweep share one folder",
 }
 _LONGEST_VALUE = 40  # characters of a value in a folder's name
 _LONGEST_NAME = 100  # and of the name; logs are called after it too
 
 
 @dataclass(frozen=True)
-class Axis:
-    """A recipe key and the values it takes."""
-
-    key: str  # as in the catalogue
-    values: tuple[str, ...]  # at least one; typed later, as a flag's would be
-
-
-@dataclass(frozen=True)
 class SweepSpec:
-    """What the command line says of the trials of a sweep."""
+    """The trials of a sweep, as the command line describes them."""
 
     path: Path  # of the recipe
-    axes: Sequence[Axis]
+    axes: Mapping[str, Sequence[str]]  # key -> its values, at least one, typed later as a flag's would be
     flags: Sequence[str] = ()  # recipe flags of all trials
     asked: RequestedTask = field(default_factory=RequestedTask)
 
@@ -76,28 +69,26 @@ def is_number(key: str) -> bool:
     return catalogue()[key]["type"] in ("int", "float")
 
 
-def read_axes(words: Sequence[str], flags: Iterable[str]) -> list[Axis]:
-    """Read the ``key=values`` of a command line; ``flags`` are the recipe flags that hold for all runs.
+def read_axes(words: Sequence[str], flags: Iterable[str]) -> dict[str, list[str]]:
+    """Read the ``key=values`` of a command line as key -> values; ``flags`` are the recipe flags of all runs.
 
-    Raises:
-        ConfigError: everything that is wrong with them, at once; none is given, or they make too many runs.
+    One ConfigError names everything that is wrong with them: also that there are none, or that they make too many runs.
     """
     fixed = {_canonical(name) for name, _ in read_flags(flags, [])}
-    seen: set[str] = set()
+    axes: dict[str, list[str]] = {}
 
-    def read(word: str) -> Axis:
-        axis = _read_axis(word)
-        if axis.key in seen:
-            raise config_error(word, f"'{axis.key}' is swept twice", "write all its values in one place")
-        seen.add(axis.key)
-        if axis.key in fixed:
-            raise config_error(word, f"--{axis.key} is given too", "keep one of the two")
-        return axis
+    def read(word: str) -> None:
+        key, values = _read_axis(word)
+        if key in axes:
+            raise config_error(word, f"'{key}' is swept twice", "write all its values in one place")
+        axes[key] = values
+        if key in fixed:
+            raise config_error(word, f"--{key} is given too", "keep one of the two")
 
-    axes = collect(words, read)
+    collect(words, read)
     if not axes:
         raise config_error("sweep", "nothing is varied", "name keys and values, e.g. learning_rate=1e-6,3e-6")
-    count = math.prod(len(axis.values) for axis in axes)
+    count = math.prod(map(len, axes.values()))
     if count > MOST_TRIALS:
         what = f"{count:,} runs are more than {MOST_TRIALS:,}"
         raise config_error("sweep", what, "take fewer values, or fewer keys at a time")
@@ -109,13 +100,18 @@ def _canonical(name: str) -> str:
     return ALIASES.get(name, name)
 
 
-def _read_axis(word: str) -> Axis:
+def _read_axis(word: str) -> tuple[str, list[str]]:
     match = _AXIS.fullmatch(word)
     if match is None:
         fix = "write the recipe first, then e.g. seed=1..3, then --flags"
         raise config_error(f"'{word}'", "is not key=value,value", fix)
     key, text = _canonical(match[1]), match[2]
-    _need_variable_key(key, word)
+    if key in _SET_BY_SWEEP:
+        raise config_error(word, f"'{key}' is the sweep's to set", _SET_BY_SWEEP[key])
+    if key in NO_EXPERIMENT:
+        raise config_error(word, f"'{key}' changes nothing in what is learned", f"write --{key} VALUE for all runs")
+    if problem := refusal(key, word):
+        raise ConfigError(problem)
     try:
         # A value with a comma is quoted as in a CSV file.
         parts = [part.strip() for row in csv.reader([text], strict=True, skipinitialspace=True) for part in row]
@@ -123,20 +119,9 @@ def _read_axis(word: str) -> Axis:
         fix = f"quote a whole value, e.g. '{key}=\"a,b\",c'"
         raise config_error(word, f"its quotes or line ends cannot be read ({error})", fix) from None
     if not parts or "" in parts:
-        fix = f"write values between commas, e.g. {key}=A,B; null for none"
-        raise config_error(word, "has an empty value", fix)
+        raise config_error(word, "has an empty value", f"write values between commas, e.g. {key}=A,B; null for none")
     values = collect(parts, lambda part: _range(key, part, word) if is_number(key) and ".." in part else [part])
-    return Axis(key, tuple(itertools.chain.from_iterable(values)))
-
-
-def _need_variable_key(key: str, word: str) -> None:
-    if key in _SET_BY_SWEEP:
-        raise config_error(word, f"'{key}' is the sweep's to set", _SET_BY_SWEEP[key])
-    if key in NO_EXPERIMENT:
-        what = f"'{key}' changes nothing in what is learned"
-        raise config_error(word, what, f"write --{key} VALUE for all runs")
-    if problem := refusal(key, word):
-        raise ConfigError(problem)
+    return key, [*itertools.chain.from_iterable(values)]
 
 
 def _range(key: str, part: str, word: str) -> list[str]:
@@ -154,79 +139,67 @@ def _range(key: str, part: str, word: str) -> list[str]:
 def make_trials(spec: SweepSpec, environment: Mapping[str, str]) -> list[Trial]:
     """Return every combination of the values, the last axis varying fastest.
 
-    Raises:
-        ConfigError: every problem of every trial's recipe; an axis that changes nothing.
+    A ConfigError names every problem of every trial's recipe, and an axis that changes nothing.
     """
-    keys = [axis.key for axis in spec.axes]
-    combinations = list(itertools.product(*(axis.values for axis in spec.axes)))
-    names = _distinct([",".join(map(_part_of_name, keys, values)) for values in combinations])
+    varied = [dict(zip(spec.axes, values, strict=True)) for values in itertools.product(*spec.axes.values())]
+    names = [",".join(f"{key}={_plain(value)}" for key, value in values.items()) for values in varied]
+    if len(set(names)) < len(names) or max(map(len, names)) > _LONGEST_NAME:
+        names = [f"{number},{name}"[:_LONGEST_NAME] for number, name in enumerate(names)]
 
     def trial(index: int) -> Trial:
-        varied = dict(zip(keys, combinations[index], strict=True))
-        recipe = checked_recipe(spec.path, spec.flags_of(varied), environment, spec.asked)
-        return Trial(index, names[index], varied, recipe)
+        recipe = checked_recipe(spec.path, spec.flags_of(varied[index]), environment, spec.asked)
+        return Trial(index, names[index], varied[index], recipe)
 
-    trials = for_each(names, trial)
-    idle = [problem for axis in spec.axes for problem in _idle(axis, trials)]
+    trials = for_each({name: index for index, name in enumerate(names)}, trial)
+    idle = [problem for key, values in spec.axes.items() if (problem := _idle(key, values, trials))]
     if idle:
         raise ConfigError(*idle)
     return trials
 
 
-def for_each(names: Sequence[str], work: Callable[[int], Made]) -> list[Made]:
-    """Return what ``work`` makes of the index of each trial.
+def for_each(items: Mapping[str, Item], work: Callable[[Item], Made]) -> list[Made]:
+    """Return what ``work`` makes of each trial's item, by the names of the trials.
 
-    Raises:
-        ConfigError: what ``work`` raised for any of them, each problem once, with the names of its trials.
+    A ConfigError has what ``work`` raised for any of them, each problem once, with the names of its trials.
     """
     done: list[Made] = []
     problems: dict[Problem, list[str]] = {}
-    for index, name in enumerate(names):
+    for name, item in items.items():
         try:
-            done.append(work(index))
+            done.append(work(item))
         except ConfigError as error:
             for problem in error.problems:
                 problems.setdefault(problem, []).append(name)
-    if problems:
-        raise ConfigError(*(_with_trials(problem, where, len(names)) for problem, where in problems.items()))
+    found = []
+    for problem, names in problems.items():
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        named = f"{names[0]}{others}: {problem.where}"
+        found.append(problem if len(names) == len(items) else replace(problem, where=named))
+    if found:
+        raise ConfigError(*found)
     return done
 
 
-def _with_trials(problem: Problem, names: Sequence[str], count: int) -> Problem:
-    if len(names) == count:
-        return problem
-    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return replace(problem, where=f"{names[0]}{others}: {problem.where}")
-
-
-def _idle(axis: Axis, trials: Sequence[Trial]) -> list[Problem]:
-    """Return what is wrong with an axis whose values make no difference."""
-    where = f"{axis.key}={','.join(axis.values)}"
-    if len(axis.values) == 1:
-        what = f"'{axis.key}' has one value, so nothing is varied"
-        return [Problem(where, what, f"write --{axis.key} {axis.values[0]}, or more values")]
-    if len(set(axis.values)) < len(axis.values):
-        return [Problem(where, "a value is given twice: nothing changes between these runs", "keep one of the two")]
+def _idle(key: str, values: Sequence[str], trials: Sequence[Trial]) -> Problem | None:
+    """Return what is wrong with a key whose values make no difference."""
+    where = f"{key}={','.join(values)}"
+    if len(values) == 1:
+        what = f"'{key}' has one value, so nothing is varied"
+        return Problem(where, what, f"write --{key} {values[0]}, or more values")
+    if len(set(values)) < len(values):
+        return Problem(where, "a value is given twice: nothing changes between these runs", "keep one of the two")
     typed: dict[str, str] = {}
     for trial in trials:
-        text, value = trial.values[axis.key], json.dumps(trial.recipe[axis.key], sort_keys=True)
+        text, value = trial.values[key], json.dumps(trial.recipe[key], sort_keys=True)
         if typed.setdefault(value, text) != text:
-            what = f"'{typed[value]}' and '{text}' are the same {axis.key}: nothing changes between these runs"
-            return [Problem(where, what, "keep one of the two")]
-    needed = [needed_by(trial.recipe, axis.key) for trial in trials]
+            what = f"'{typed[value]}' and '{text}' are the same {key}: nothing changes between these runs"
+            return Problem(where, what, "keep one of the two")
+    needed = [needed_by(trial.recipe, key) for trial in trials]
     if all(needed):
-        what = f"'{axis.key}' changes nothing in any run: it does nothing without {needed[0]}"
-        return [Problem(where, what, f"remove it, or set {needed[0]}")]
-    return []
+        what = f"'{key}' changes nothing in any run: it does nothing without {needed[0]}"
+        return Problem(where, what, f"remove it, or set {needed[0]}")
+    return None
 
 
-def _part_of_name(key: str, value: str) -> str:
-    short = re.sub(r"[^\w.+-]+", "-", value, flags=re.ASCII)[-_LONGEST_VALUE:]
-    return f"{key}={short}"
-
-
-def _distinct(names: Sequence[str]) -> list[str]:
-    """Return the names, each numbered where two are the same or one is too long for a folder."""
-    if len(set(names)) == len(names) and max(map(len, names)) <= _LONGEST_NAME:
-        return list(names)
-    return [f"{number},{name}"[:_LONGEST_NAME] for number, name in enumerate(names)]
+def _plain(value: str) -> str:
+    return re.sub(r"[^\w.+-]+", "-", value, flags=re.ASCII)[-_LONGEST_VALUE:]

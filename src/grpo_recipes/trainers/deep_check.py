@@ -20,7 +20,7 @@ from grpo_recipes.paths import shown
 from grpo_recipes.plan.devices import derive_batch
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.configs import CONFIGS
-from grpo_recipes.rewards.check import probe_rewards, problems_of, sample_rows
+from grpo_recipes.rewards.probe import probe_rewards, problems_of, sample_rows
 from grpo_recipes.trainers.entry import load_callbacks
 from grpo_recipes.trainers.model import check_adapter, load_tokenizer, skeleton
 

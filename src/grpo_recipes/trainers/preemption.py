@@ -16,7 +16,7 @@ import torch
 import torch.distributed
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from grpo_recipes.rewards.wrapper import RewardWrapper
+from grpo_recipes.rewards.load import RewardWrapper
 from grpo_recipes.runs.checkpoints import newest_complete
 from grpo_recipes.runs.stop_request import LOOK_SECONDS, Stopped, StoppedOnRequest, StopRequest
 from grpo_recipes.trainers.checkpoints import random_states, set_random_states

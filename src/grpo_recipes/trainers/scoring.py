@@ -11,8 +11,8 @@ import torch
 from accelerate.utils import gather_object
 
 from grpo_recipes.rewards.answers import completion_text
+from grpo_recipes.rewards.load import RewardWrapper
 from grpo_recipes.rewards.score import GIVEN_UP
-from grpo_recipes.rewards.wrapper import RewardWrapper
 from grpo_recipes.secrets import masked
 from grpo_recipes.trainers.metrics import append_json
 

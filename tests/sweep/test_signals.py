@@ -23,7 +23,7 @@ signal.pause()
 """
 SWEEP = """
 import os, sys
-from grpo_recipes.sweep.sequential import SignalForwarder
+from grpo_recipes.sweep.run import SignalForwarder
 forwarder = SignalForwarder()
 code = forwarder.run([sys.executable, "-c", sys.argv[1]], dict(os.environ), None)
 print("code", code, forwarder.seen, flush=True)
