@@ -109,8 +109,8 @@ def test_solutions_that_cannot_be_read_are_refused(check):
     code, said, (problem,) = check(["math_verify"], [r"\frac{", r"\sqrt{", r"\frac{1}{"])
 
     assert code == 2
-    assert "gives no verdict" in problem and "it cannot read the reference solution" in problem
-    assert r"right answer '<answer>\\frac{</answer>' gets no verdict" in said
+    assert "completions unscored" in problem and "it cannot read the reference solution" in problem
+    assert r"right answer '<answer>\\frac{</answer>' gets no score" in said
 
 
 def test_rewards_of_ones_own(check):

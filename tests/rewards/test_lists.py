@@ -226,7 +226,7 @@ def test_math_verify_compares_items_as_mathematics(gold, answer, expected):
 
 
 @pytest.mark.parametrize("gold", ["1 000", "2 3", r"1\ 2", "12. 345", r"2 1/2 \pi", r"(1 2, \pi)"])
-def test_a_reference_with_numbers_side_by_side_is_no_verdict(gold):
+def test_a_reference_with_numbers_side_by_side_is_unscored(gold):
     assert math_verify(["<answer>5</answer>", f"<answer>{gold}</answer>"], [gold] * 2) == [None, None]
 
 

@@ -165,7 +165,7 @@ def test_a_batch_reward_that_breaks_its_word_is_named(returned: Any, said: str) 
 def test_a_batch_reward_may_know_no_number() -> None:
     reward = BatchReward(lambda completions, **_: [1, None, float("nan")], "a.py:f", "f")
     assert reward(completions=["a", "b", "c"]) == [1.0, None, None]
-    assert [verdict.reason for verdict in reward.scores] == [None, None, "not a number: nan"]
+    assert [score.reason for score in reward.scores] == [None, None, "not a number: nan"]
 
 
 # --- the copy a run keeps --------------------------------------------------------------------------------------------
@@ -199,29 +199,29 @@ def test_a_module_that_is_gone_is_run_from_its_copy(load: Any, project: Path, tm
     assert score(completions=["a"]) == [0.25]
 
 
-# --- verdicts that a limit decided -----------------------------------------------------------------------------------
+# --- scores that a limit decided -----------------------------------------------------------------------------------
 
 
 def calls(project: Path) -> int:
     return len((project / "calls").read_text()) if (project / "calls").exists() else 0
 
 
-def test_a_verdict_by_time_limit_is_given_again_without_a_call(load: Any, project: Path) -> None:
+def test_a_score_by_time_limit_is_given_again_without_a_call(load: Any, project: Path) -> None:
     (score,) = load("own.py:score")
     score.generation = 4
     arguments = {"completions": ["a", "spin", "spin", "spin"], "answer": ["a", "a", "a", "b"]}
     assert score(**arguments) == [1.0, None, None, None]
-    assert [verdict.replayed for verdict in score.scores] == [False] * 4
+    assert [given.replayed for given in score.scores] == [False] * 4
     assert calls(project) == 2, "equal arguments are one call"
     score.generation = 9
     assert score(**arguments) == [1.0, None, None, None]
-    assert calls(project) == 2 and [verdict.replayed for verdict in score.scores] == [False, True, True, True]
+    assert calls(project) == 2 and [given.replayed for given in score.scores] == [False, True, True, True]
 
     (resumed,) = load("own.py:score")
     resumed.generation = 4
     assert resumed(**arguments) == [1.0, None, None, None]
     assert calls(project) == 2
-    assert [verdict.reason for verdict in resumed.scores] == [None, *["time limit"] * 3]
+    assert [score.reason for score in resumed.scores] == [None, *["time limit"] * 3]
     resumed.generation = 3  # before it was recorded the run did call
     assert resumed(**{"completions": ["warm"], "answer": ["a"]}) == [0.0]
     assert resumed(**{"completions": ["spin"], "answer": ["a"]}) == [None]

@@ -57,18 +57,18 @@ def test_a_tag_counts_before_a_box():
 
 
 @pytest.mark.parametrize("gold", [r"\frac{", ""])
-def test_a_reference_that_cannot_be_read_is_no_verdict(gold):
+def test_a_reference_that_cannot_be_read_is_unscored(gold):
     assert math_verify(["<answer>18</answer>", "18"], [gold, gold]) == [None, None]
 
 
 def test_it_judges_alike_outside_the_main_thread():
-    verdicts: list[list[float | None]] = []
+    scores: list[list[float | None]] = []
     completions = [r"<answer>1/\sqrt{2}</answer>", r"<answer>\sqrt{2}</answer>"]
-    thread = threading.Thread(target=lambda: verdicts.append(math_verify(completions, [r"\frac{\sqrt{2}}{2}"] * 2)))
+    thread = threading.Thread(target=lambda: scores.append(math_verify(completions, [r"\frac{\sqrt{2}}{2}"] * 2)))
     thread.start()
     thread.join()
 
-    assert verdicts == [[1.0, 0.0]]
+    assert scores == [[1.0, 0.0]]
 
 
 def test_it_prints_nothing():

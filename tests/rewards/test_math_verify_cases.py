@@ -1,4 +1,4 @@
-"""The labelled pairs of math-verify's own regression tests, and each verdict of ours that differs, with its reason."""
+"""The labelled pairs of math-verify's own regression tests, and each score of ours that differs, with its reason."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def completion(case: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     "case", CASES, ids=lambda case: f"{case['gold']} | {case.get('answer', case.get('text'))}"[:80]
 )
-def test_the_verdict_is_the_label_or_ours_on_purpose(case):
+def test_the_score_is_the_label_or_ours_on_purpose(case):
     assert math_verify([completion(case)], [case["gold"]]) == [case.get("ours", case["label"])]
 
 

@@ -1,4 +1,4 @@
-"""Rewards in real child processes: what hangs, dies or grows costs one verdict, and leaves nothing."""
+"""Rewards in real child processes: what hangs, dies or grows costs one score, and leaves nothing."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def pids_in(file: Path) -> list[int]:
     return [int(line) for line in file.read_text().split()] if file.exists() else []
 
 
-def test_each_row_gets_its_own_verdict_in_order(pool: RewardPool) -> None:
+def test_each_row_gets_its_own_score_in_order(pool: RewardPool) -> None:
     completions = ["yes", "no", "none", "integer", "true", *["yes", "no"] * 300]
-    values = [verdict.value for verdict in judge(pool, *completions)]
+    values = [score.value for score in judge(pool, *completions)]
     assert values == [1.0, 0.0, None, 2.0, 1.0, *[1.0, 0.0] * 300]
-    assert not any(verdict.unscored for verdict in judge(pool, "none", "yes"))
+    assert not any(score.unscored for score in judge(pool, "none", "yes"))
     assert judge(pool) == []
 
 
@@ -82,57 +82,57 @@ def test_each_row_gets_its_own_verdict_in_order(pool: RewardPool) -> None:
         ("empty", "wrong length: returned 0 entries for 1 completion"),
     ],
 )
-def test_no_verdict_is_none_with_its_reason(pool: RewardPool, completion: str, reason: str) -> None:
-    before, verdict, after = judge(pool, "yes", completion, "no")
-    assert (verdict.value, verdict.reason, verdict.unscored) == (None, reason, True)
+def test_an_unscored_completion_is_none_with_its_reason(pool: RewardPool, completion: str, reason: str) -> None:
+    before, score, after = judge(pool, "yes", completion, "no")
+    assert (score.value, score.reason, score.unscored) == (None, reason, True)
     assert (before.value, after.value) == (1.0, 0.0)
-    assert verdict.by_limit == (" limit" in reason or "process" in reason)
-    assert completion != "8GB" or verdict.seconds < 0.2  # refused, not taken and then seen
+    assert score.by_limit == (" limit" in reason or "process" in reason)
+    assert completion != "8GB" or score.seconds < 0.2  # refused, not taken and then seen
 
 
 def test_memory_that_the_kernel_does_not_count_for_a_process_is_seen(pool: RewardPool) -> None:
     with RewardPool(WILD, workers=1, timeout=20, memory_gib=0.4) as patient:
         judge(patient, "warm")
-        (verdict,) = judge(patient, "shared-memory")
-    assert verdict.reason == "memory limit" and verdict.seconds < 10
+        (score,) = judge(patient, "shared-memory")
+    assert score.reason == "memory limit" and score.seconds < 10
 
 
 def test_the_others_go_on_while_one_hangs(pool: RewardPool) -> None:
     started = time.monotonic()
-    verdicts = judge(pool, "spin", *["sleep 0.08"] * 10, "spin", *["yes"] * 50)
+    scores = judge(pool, "spin", *["sleep 0.08"] * 10, "spin", *["yes"] * 50)
     seconds = time.monotonic() - started
-    assert [verdict.value for verdict in verdicts] == [None, *[1.0] * 10, None, *[1.0] * 50]
-    assert all(TIMEOUT <= verdicts[row].seconds < 2 * TIMEOUT for row in (0, 11))
+    assert [score.value for score in scores] == [None, *[1.0] * 10, None, *[1.0] * 50]
+    assert all(TIMEOUT <= scores[row].seconds < 2 * TIMEOUT for row in (0, 11))
     assert seconds < 2 * TIMEOUT + 10 * 0.08, "one after the other"
 
 
 @pytest.mark.parametrize("completion", ["leave-and-spin", "leave-and-die"])
 def test_what_a_reward_started_dies_with_it(pool: RewardPool, tmp_path: Path, completion: str) -> None:
     file = tmp_path / "pids"
-    (verdict,) = judge(pool, f"{completion} {file}")
-    assert verdict.reason in ("time limit", "death of its process (SIGSEGV)")
+    (score,) = judge(pool, f"{completion} {file}")
+    assert score.reason in ("time limit", "death of its process (SIGSEGV)")
     assert len(pids_in(file)) == 3
     wait_for(lambda: not any(is_alive(pid) for pid in pids_in(file)), "orphans live on")
 
 
 def test_a_reward_that_forks_and_returns_answers_once(pool: RewardPool) -> None:
-    verdicts = judge(pool, *["return-twice", "yes", "no"] * 5)
-    assert [verdict.value for verdict in verdicts] == [0.5, 1.0, 0.0] * 5
+    scores = judge(pool, *["return-twice", "yes", "no"] * 5)
+    assert [score.value for score in scores] == [0.5, 1.0, 0.0] * 5
 
 
 def test_what_a_reward_prints_is_no_reply(pool: RewardPool, capfd: pytest.CaptureFixture[str]) -> None:
-    verdicts = judge(pool, "noise", "yes")
-    assert [verdict.value for verdict in verdicts] == [1.0, 1.0]
+    scores = judge(pool, "noise", "yes")
+    assert [score.value for score in scores] == [1.0, 1.0]
     assert capfd.readouterr().out == ""
 
 
 def test_a_child_has_no_secret_no_torch_and_one_core(pool: RewardPool) -> None:
-    assert [verdict.value for verdict in judge(pool, "secrets", "torch", "cores")] == [0.0, 0.0, 1.0]
+    assert [score.value for score in judge(pool, "secrets", "torch", "cores")] == [0.0, 0.0, 1.0]
 
 
 def test_a_child_is_in_a_session_of_its_own(pool: RewardPool) -> None:
-    (verdict,) = judge(pool, "session")
-    assert verdict.value in {float(child.pid) for child in psutil.Process().children()} - {float(os.getsid(0))}
+    (score,) = judge(pool, "session")
+    assert score.value in {float(child.pid) for child in psutil.Process().children()} - {float(os.getsid(0))}
 
 
 def test_arguments_are_lists_of_one_entry() -> None:
@@ -145,7 +145,7 @@ def test_arguments_are_lists_of_one_entry() -> None:
     }
     with RewardPool(spec, workers=1) as pool:
         assert pool.takes(spec) is None
-        assert [verdict.value for verdict in pool.score(spec, [str(row) for row in rows], columns)] == [1.0] * 20
+        assert [score.value for score in pool.score(spec, [str(row) for row in rows], columns)] == [1.0] * 20
 
 
 def test_several_rewards_ours_and_others_in_one_pool() -> None:
@@ -155,12 +155,12 @@ def test_several_rewards_ours_and_others_in_one_pool() -> None:
         lengths = pool.score(few, ["a", "abc"], {"answer": ["0.5", "4"], "more": [1, 2]})
         awaited = pool.score(judged, ["a"])
         assert pool.takes(few) == ["completions"]
-    assert [verdict.value for verdict in (*equal, *lengths, *awaited)] == [1.0, 0.0, 1.0, 3.0, 0.25]
+    assert [score.value for score in (*equal, *lengths, *awaited)] == [1.0, 0.0, 1.0, 3.0, 0.25]
 
 
 def test_a_large_batch_reaches_a_child_whose_pipe_is_small(pool: RewardPool) -> None:
     long = "x" * 300_000
-    assert [verdict.value for verdict in judge(pool, *[long] * 8, "yes")] == [0.0] * 8 + [1.0]
+    assert [score.value for score in judge(pool, *[long] * 8, "yes")] == [0.0] * 8 + [1.0]
 
 
 def test_a_first_call_may_take_longer() -> None:
@@ -171,11 +171,11 @@ def test_a_first_call_may_take_longer() -> None:
 
 def test_giving_up_leaves_the_rest_uncalled(pool: RewardPool) -> None:
     columns = {"answer": ["yes"] * 400, "prompts": ["?"] * 400}
-    verdicts = pool.score(WILD, ["raise"] * 400, columns, give_up_after=3)
-    called = [verdict for verdict in verdicts if verdict.reason == "ValueError: first line"]
-    rest = [verdict for verdict in verdicts if verdict.reason == GIVEN_UP]
+    scores = pool.score(WILD, ["raise"] * 400, columns, give_up_after=3)
+    called = [score for score in scores if score.reason == "ValueError: first line"]
+    rest = [score for score in scores if score.reason == GIVEN_UP]
     assert 4 <= len(called) < 400 and len(called) + len(rest) == 400
-    assert [verdict.value for verdict in judge(pool, "yes")] == [1.0]
+    assert [score.value for score in judge(pool, "yes")] == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_giving_up_leaves_the_rest_uncalled(pool: RewardPool) -> None:
         ("import os; os._exit(4)", "score", r"exit of its process \(code 4\) while it loaded the rewards"),
     ],
 )
-def test_code_that_cannot_be_loaded_is_an_error_not_a_verdict(tmp_path: Path, code: str, name: str, said: str) -> None:
+def test_code_that_cannot_be_loaded_is_an_error_not_a_score(tmp_path: Path, code: str, name: str, said: str) -> None:
     (tmp_path / "broken.py").write_text(code)
     spec = f"{tmp_path}/broken.py:{name}"
     pool = RewardPool(spec, workers=1)
@@ -200,14 +200,14 @@ def test_code_that_cannot_be_loaded_is_an_error_not_a_verdict(tmp_path: Path, co
     assert pool._children == []  # `close` waits for each to be gone
 
 
-def test_a_child_that_died_while_idle_costs_no_verdict(pool: RewardPool) -> None:
+def test_a_child_that_died_while_idle_costs_no_score(pool: RewardPool) -> None:
     judge(pool, "yes")
     for child in pool._children:
         for process in descendants(child.pid):
             process.kill()
     wait_for(lambda: not any(descendants(child.pid) for child in pool._children), "workers do not die")
     time.sleep(0.1)
-    assert [verdict.value for verdict in judge(pool, *["yes"] * 4)] == [1.0] * 4
+    assert [score.value for score in judge(pool, *["yes"] * 4)] == [1.0] * 4
 
 
 def test_bad_luck_in_starting_a_child_is_survived_and_a_lasting_fault_is_not(tmp_path: Path) -> None:
@@ -218,13 +218,13 @@ def test_bad_luck_in_starting_a_child_is_survived_and_a_lasting_fault_is_not(tmp
     )
     spec = f"{tmp_path}/moody.py:score"
     with RewardPool(spec, workers=1) as pool:
-        assert [verdict.value for verdict in pool.score(spec, ["exit", "a"])] == [None, 1.0]
+        assert [score.value for score in pool.score(spec, ["exit", "a"])] == [None, 1.0]
         wait_for(lambda: pool.score(spec, ["a"]) and all(child.ready for child in pool._children), "no spare")
         (tmp_path / "broken").touch()
         pool.score(spec, ["exit"])  # a spare stands by; the one that takes its place cannot start
         time.sleep(0.5)
         (tmp_path / "broken").unlink()
-        assert [verdict.value for verdict in pool.score(spec, ["exit", "exit", "a"])] == [None, None, 1.0]
+        assert [score.value for score in pool.score(spec, ["exit", "exit", "a"])] == [None, None, 1.0]
         (tmp_path / "broken").touch()
         with pytest.raises(RewardFailed, match="cannot be loaded: OSError: no disk"):
             pool.score(spec, ["exit"] * 5)
@@ -279,14 +279,14 @@ def test_nothing_outlives_the_trainer(tmp_path: Path, how: str) -> None:
     wait_for(lambda: not any(is_alive(pid) for pid in pids), "children outlive their parent")
 
 
-def test_a_keeper_that_is_killed_costs_a_verdict(pool: RewardPool) -> None:
+def test_a_keeper_that_is_killed_costs_a_score(pool: RewardPool) -> None:
     spinning = subprocess.Popen(
         [sys.executable, "-c", f"import os, time; time.sleep(0.2); os.kill({pool._children[0].pid}, 9)"]
     )
-    verdicts = judge(pool, *["sleep 0.3"] * 4, "yes")
+    scores = judge(pool, *["sleep 0.3"] * 4, "yes")
     spinning.wait(10)
-    assert [verdict.value for verdict in verdicts].count(1.0) == 4
-    assert {verdict.reason for verdict in verdicts} == {None, "death of its process"}
+    assert [score.value for score in scores].count(1.0) == 4
+    assert {score.reason for score in scores} == {None, "death of its process"}
 
 
 def test_workers_share_the_cores_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:

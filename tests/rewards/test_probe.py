@@ -109,7 +109,7 @@ def test_the_users_reward_is_shown_by_the_writing_it_reads():
     assert finding.tells_apart and finding.missed is None and finding.faults == []
 
 
-def test_too_few_verdicts_are_a_fault():
+def test_too_few_scores_are_a_fault():
     def half(completions, **_):
         return [None if index % 2 else 1.0 for index in range(len(completions))]
 

@@ -228,7 +228,7 @@ def check_rewards(options: argparse.Namespace) -> int:
 
 
 def _print_rewards(results: list[ProbeResult]) -> None:
-    head = ["reward", "right", "mean", "missed", "wrong", "mean", "taken", "no verdict"]
+    head = ["reward", "right", "mean", "missed", "wrong", "mean", "taken", "unscored"]
     print(*aligned([head, *map(_cells, results)], numbers=True), sep="\n")
     for result in results:
         if result.failures:
@@ -253,7 +253,7 @@ def _failure(name: str, failure: Try) -> str:
         text = " ".join(text.split())
         return text if len(text) <= _WIDTH else text[: _WIDTH - 1] + "…"
 
-    given = f"no verdict ({why(name, failure.reason)})" if failure.value is None else f"{failure.value:.4g}"
+    given = f"no score ({why(name, failure.reason)})" if failure.value is None else f"{failure.value:.4g}"
     kind = "right" if failure.right else "wrong"
     return f"  {short(failure.prompt)!r}: {kind} answer {short(failure.completion)!r} gets {given}"
 

@@ -236,28 +236,31 @@ class RewardPool:
             self._children.append(_Child(self._setup))
 
     def _dismiss(self, child: _Child) -> None:
+        """Ask a child's keeper to kill everything of it."""
         self._children.remove(child)
-        child.end()
         self._ending.append(child)
+        child.ends = time.monotonic() + _END_SECONDS
+        child.process.terminate()
 
 
 class _Child:
     """The parent's end of one child process. Nothing here blocks."""
 
     def __init__(self, setup: object):
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "grpo_recipes.rewards.child", str(os.getpid())],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=_child_environment(os.environ),
             start_new_session=True,
         )  # fmt: skip
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self.stdin, self.stdout = self._process.stdin, self._process.stdout
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout
         os.set_blocking(self.stdin.fileno(), False)
         os.set_blocking(self.stdout.fileno(), False)
-        self.pid = self._process.pid  # of the keeper, below which everything else of this child is
+        self.pid = self.process.pid  # of the keeper, below which everything else of this child is
         self.ready = False  # its rewards are loaded
         self.rows: list[int] = []  # of the batch, which it has not answered; the one it is at first
         self.called: set[int] = set()  # rewards, by number, that it has called at least once
+        self.ends = 0.0  # when its keeper, asked to end, is killed; as `since`
         self.looked_at = 0.0  # when its memory and processes were last looked at; as `since`
         self.unsent = bytearray()  # waits while the pipe is full
         self._unread = b""
@@ -289,19 +292,14 @@ class _Child:
         # At the end of the pipe `read` returns b"", while nothing has come yet None.
         return replies if part is None else [*replies, {"died": "death of its process"}]
 
-    def end(self) -> None:
-        """Ask its keeper to kill everything of it."""
-        self._ends = time.monotonic() + _END_SECONDS
-        self._process.terminate()
-
     def ended(self) -> bool:
         """Return whether nothing of it is left; a keeper that does not obey is killed with its descendants."""
-        if self._process.poll() is None:
-            if time.monotonic() <= self._ends:
+        if self.process.poll() is None:
+            if time.monotonic() <= self.ends:
                 return False
             kill_descendants(self.pid)
-            self._process.kill()
-            self._process.wait()
+            self.process.kill()
+            self.process.wait()
         self.stdin.close()
         self.stdout.close()
         return True

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
@@ -209,18 +210,14 @@ def _tries(rows: Sequence[dict[str, Any]], writings: list[str]) -> tuple[list[in
 
 def _means(name: str, tries: list[Try], writings: list[str]) -> tuple[float | None, float | None]:
     """Return the means of right and wrong ones in all writings; of the user's, in the one it tells apart best."""
-    best = -2.0
-    found: tuple[float | None, float | None] = (None, None)
+    found: list[tuple[float, float | None, float | None]] = []
     for group in [writings] if name in REWARDS else [[writing] for writing in writings]:
-        values: dict[bool, list[float]] = {True: [], False: []}
-        for one in tries:
-            if one.writing in group and one.value is not None:
-                values[one.right].append(one.value)
-        right, wrong = (fmean(known) if known else None for known in (values[True], values[False]))
+        known = [(one.right, one.value) for one in tries if one.writing in group and one.value is not None]
+        sides = [[value for right, value in known if right is side] for side in (True, False)]
+        right, wrong = (fmean(values) if values else None for values in sides)
         apart = -1.0 if right is None or wrong is None else abs(right - wrong)
-        if apart > best:
-            best, found = apart, (right, wrong)
-    return found
+        found.append((apart, right, wrong))
+    return max(found, key=itemgetter(0))[1:]
 
 
 def _judge(finding: ProbeResult, tries: list[Try]) -> list[Try]:
