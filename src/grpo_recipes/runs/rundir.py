@@ -154,6 +154,23 @@ def timestamp() -> str:
     return datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
 
 
+def make_folder(folder: Path, kind: str) -> dict[str, Any] | None:
+    """Make the directory of a run or a sweep with the patch of the code; ConfigError where it cannot be made.
+
+    Return ``command`` and ``code`` for its record, or None when the folder exists.
+    """
+    try:
+        folder.mkdir(parents=True, mode=0o700)
+    except FileExistsError:
+        return None
+    except OSError as error:
+        what = f"cannot make the {kind} directory {shown(folder)} ({error.strerror})"
+        raise config_error("run_root", what, "name a folder you may write to with run_root or RUN_ROOT") from None
+    code = code_state()
+    (folder / "code.patch").write_text(masked(code.pop("patch")))
+    return {"command": masked(shlex.join(["grpo", *sys.argv[1:]])), "code": code}
+
+
 def new_run(folder: Path, name: str, stamp: str, facts: Mapping[str, Any]) -> Run | None:
     """Make a run directory with its identity and the state of the code; ConfigError where it cannot be made.
 
@@ -162,23 +179,17 @@ def new_run(folder: Path, name: str, stamp: str, facts: Mapping[str, Any]) -> Ru
     """
     import importlib.metadata  # 30 ms, for a launch alone
 
-    try:
-        folder.mkdir(parents=True, mode=0o700)
-        (folder / "processes").mkdir(mode=0o700)
-    except FileExistsError:
+    begun = make_folder(folder, "run")
+    if begun is None:
         return None
-    except OSError as error:
-        what = f"cannot make the run directory {shown(folder)} ({error.strerror})"
-        raise config_error("run_root", what, "name a folder you may write to with run_root or RUN_ROOT") from None
-    code, versions = code_state(), {}
-    (folder / "code.patch").write_text(masked(code.pop("patch")))
+    (folder / "processes").mkdir(mode=0o700)
+    versions = {}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     identity = {
-        "run_name": name, "timestamp": stamp, "command": masked(shlex.join(["grpo", *sys.argv[1:]])),
-        "wandb_id": secrets.token_hex(4), "host": socket.gethostname(), "pid": os.getpid(), **facts,
-        "python": sys.version.split()[0], "code": code, "versions": versions,
+        "run_name": name, "timestamp": stamp, **begun, "wandb_id": secrets.token_hex(4), "host": socket.gethostname(),
+        "pid": os.getpid(), **facts, "python": sys.version.split()[0], "versions": versions,
     }  # fmt: skip
     write_json(folder / "run.json", identity)
     return Run(folder, identity)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shlex
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +20,7 @@ from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.types import Names
 from grpo_recipes.recipe import Recipe, Value
 from grpo_recipes.recipe.tasks import entry_of
-from grpo_recipes.runs.rundir import code_state, read_json, timestamp, write_json
+from grpo_recipes.runs.rundir import make_folder, read_json, timestamp, write_json
 from grpo_recipes.secrets import masked
 from grpo_recipes.sweep.spec import SweepSpec, Trial
 
@@ -80,22 +78,17 @@ def new_sweep(spec: SweepSpec, trials: Sequence[Trial], resources: Resources, en
     recipe = trials[0].recipe
     stamp, name = timestamp(), str(recipe["run_name"] or recipe.path.stem.removeprefix("config_"))
     folder = (sweep_root(recipe) / f"{name}-{stamp}").absolute()
-    try:
-        folder.mkdir(parents=True, mode=0o700)
-    except OSError as error:
-        what = f"cannot make the sweep directory {shown(folder)} ({error.strerror})"
-        raise config_error("run_root", what, "try again, or name a folder you may write to with run_root") from None
-    code = code_state()
-    (folder / "code.patch").write_text(masked(code.pop("patch")))
+    begun = make_folder(folder, "sweep")
+    if begun is None:
+        raise config_error("run_root", f"{shown(folder)} exists: another sweep has just taken that name", "try again")
     record = {
         "name": name,
         "timestamp": stamp,
-        "command": masked(shlex.join(["grpo", *sys.argv[1:]])),
+        **begun,
         "recipe": str(spec.path.absolute()),
         "flags": [masked(flag) for flag in spec.flags],
         "axes": {key: list(values) for key, values in spec.axes.items()},
         "fingerprint": fingerprint(trials),
-        "code": code,
         "jobs": [],
         "cells": [{"name": trial.name, "values": dict(trial.values)} for trial in trials],
     }
