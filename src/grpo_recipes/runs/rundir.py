@@ -154,8 +154,8 @@ def timestamp() -> str:
     return datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
 
 
-def make_folder(folder: Path, kind: str) -> dict[str, Any] | None:
-    """Make the directory of a run or a sweep with the patch of the code; ConfigError where it cannot be made.
+def make_folder(folder: Path, failure: str) -> dict[str, Any] | None:
+    """Make the directory of a run or a sweep with the patch of the code; ConfigError says ``failure`` where it cannot.
 
     Return ``command`` and ``code`` for its record, or None when the folder exists.
     """
@@ -164,8 +164,8 @@ def make_folder(folder: Path, kind: str) -> dict[str, Any] | None:
     except FileExistsError:
         return None
     except OSError as error:
-        what = f"cannot make the {kind} directory {shown(folder)} ({error.strerror})"
-        raise config_error("run_root", what, "name a folder you may write to with run_root or RUN_ROOT") from None
+        fix = "name a folder you may write to with run_root or RUN_ROOT"
+        raise config_error("run_root", f"{failure} ({error.strerror})", fix) from None
     code = code_state()
     (folder / "code.patch").write_text(masked(code.pop("patch")))
     return {"command": masked(shlex.join(["grpo", *sys.argv[1:]])), "code": code}
@@ -179,7 +179,7 @@ def new_run(folder: Path, name: str, stamp: str, facts: Mapping[str, Any]) -> Ru
     """
     import importlib.metadata  # 30 ms, for a launch alone
 
-    begun = make_folder(folder, "run")
+    begun = make_folder(folder, f"cannot make the run directory {shown(folder)}")
     if begun is None:
         return None
     (folder / "processes").mkdir(mode=0o700)

@@ -78,7 +78,7 @@ def new_sweep(spec: SweepSpec, trials: Sequence[Trial], resources: Resources, en
     recipe = trials[0].recipe
     stamp, name = timestamp(), str(recipe["run_name"] or recipe.path.stem.removeprefix("config_"))
     folder = (sweep_root(recipe) / f"{name}-{stamp}").absolute()
-    begun = make_folder(folder, "sweep")
+    begun = make_folder(folder, f"cannot make the sweep directory {shown(folder)}")
     if begun is None:
         raise config_error("run_root", f"{shown(folder)} exists: another sweep has just taken that name", "try again")
     record = {
