@@ -62,7 +62,7 @@ _SUBMIT = "tests/e2e/test_submit.py::test_a_submitted_run_uses_its_frozen_code_a
 COVERED = {
     "grpo submit my.yaml --profile slurm/profiles/mysite.yaml": _SUBMIT,
     "grpo submit recipes/smoke/grpo.yaml --profile mltheory --dry-run": (
-        "tests/launch/test_submit.py::test_a_dry_run_says_that_the_environment_is_another"
+        "tests/launch/test_submission.py::test_a_dry_run_says_that_the_environment_is_another"
     ),
     "grpo status": "tests/cli/test_runs.py::test_the_table_has_a_line_a_run_the_newest_first",
     "grpo status last": "tests/cli/test_runs.py::test_a_run_is_named_by_folder_name_job_or_last",

@@ -175,7 +175,7 @@ def test_the_pair_that_does_not_reach_each_other_is_named(job, workers, monkeypa
 
     def nobody_listens(order: str, *arguments: object, **facts: object) -> list[dict]:
         if order == "connect":
-            facts["peers"][1][2] = 1  # type: ignore[index]
+            facts["peers"][1][1] = 1  # type: ignore[index]
         return ask(order, *arguments, **facts)
 
     monkeypatch.setattr(workers, "ask", nobody_listens)
@@ -308,6 +308,27 @@ def test_nothing_is_left_when_srun_is_killed(job, workers, tmp_path):
     ending = wait_for_ending([Group([child])], lambda: None)
     assert "srun, which runs the node workers, exited with code -9" in ending.cause
     until(lambda: not is_alive(rank["pid"]) and not Path(rank["tmp"]).exists(), "end of the rank and its scratch")
+
+
+class FakeNews:
+    """A process of a node, of whose ranks nothing is reported but what ``states`` has, one after the other."""
+
+    process, log = Process("trainer", [], {}, (), "log"), Path("log")
+
+    def __init__(self, *states: State):
+        self.states = list(states)
+
+    def state(self) -> State:
+        return self.states.pop(0) if len(self.states) > 1 else self.states[0]
+
+
+def test_a_rank_that_was_killed_is_to_blame_though_the_news_of_its_node_come_last():
+    error = {"rank": 0, "pid": 5, "exit": 1, "cause": "RuntimeError: connection reset", "time": 1.0}
+    killed = {"rank": 1, "pid": 7, "node": 1}
+    here = FakeNews(State(ranks=[Rank(error, "log")]))
+    there = FakeNews(State(ranks=[Rank(killed, "log")]), State(ranks=[Rank(killed, "log", True, -9)]))
+    ending = wait_for_ending([Group([here, there])], lambda: None)
+    assert ending.cause == "rank 1 (pid 7 on node 1) was killed by signal 9"
 
 
 class FakeChild:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.launch.resolve_run import need_same_world
+from grpo_recipes.launch.resolve import need_same_world
 from grpo_recipes.runs.checkpoints import publish
 from grpo_recipes.runs.rundir import Run
 

@@ -13,7 +13,7 @@ import xxhash
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.launch.attempt import freeze_inputs
-from grpo_recipes.launch.resolve_run import Options, names_of, resolve_run
+from grpo_recipes.launch.resolve import Options, names_of, resolve_run
 from grpo_recipes.launch.run import launch
 from grpo_recipes.launch.submission import freeze
 from grpo_recipes.paths import home

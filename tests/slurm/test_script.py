@@ -56,7 +56,7 @@ SHOWN = {
     "conda_sh": ("/conda.sh", "source /conda.sh || fail"),
     "environment": ({"NCCL_DEBUG": "a'b"}, "export NCCL_DEBUG="),
 }
-# What the plan, the submission and the checks read; tests/launch/test_submit.py shows that.
+# What the plan, the submission and the checks read; tests/launch/test_submission.py shows that.
 ELSEWHERE = {"job_name", "gpu_memory_gib", "run_root", "cache_root", "internet"}
 
 

@@ -17,7 +17,7 @@ from grpo_recipes.cli.command import chosen_recipe, command, option, recipe_path
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, config_error
 from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.fetch.hub import gated_note
-from grpo_recipes.launch.resolve_run import names_of
+from grpo_recipes.launch.resolve import names_of
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.commands import hub_environment
 from grpo_recipes.plan.devices import find_resources, gpu_memory

@@ -16,7 +16,7 @@ from grpo_recipes.cli.command import Option, command, option, recipe_name, switc
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.launch.attempt import SUBMITTED
-from grpo_recipes.launch.resolve_run import Options
+from grpo_recipes.launch.resolve import Options
 from grpo_recipes.launch.run import launch as launch_run
 from grpo_recipes.launch.submission import need_environment, prepare, send, site_profile
 from grpo_recipes.paths import shown

@@ -14,7 +14,7 @@ from grpo_recipes.doctor.limits import free_memory
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.fetch.assets import MODEL, Assets, find_assets
 from grpo_recipes.fetch.hub import gated_note, how_to_get_access
-from grpo_recipes.launch.resolve_run import names_of
+from grpo_recipes.launch.resolve import names_of
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.devices import find_resources, gpu_memory
 from grpo_recipes.plan.estimates import Estimates, estimate

@@ -13,7 +13,7 @@ from pathlib import Path
 from grpo_recipes.errors import EXIT_STOPPED, ConfigError
 from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.processes import Ending, tail
-from grpo_recipes.launch.resolve_run import note_job
+from grpo_recipes.launch.resolve import note_job
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.commands import base_environment, run_environment, wandb_environment
 from grpo_recipes.plan.devices import Resources
@@ -25,20 +25,11 @@ from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.user_code import copy_source
 from grpo_recipes.report.single import report_line
 from grpo_recipes.rewards.load import keep_rewards
+from grpo_recipes.runs import rundir
 from grpo_recipes.runs.checkpoints import newest_complete, rewriting, step_of
 from grpo_recipes.runs.endings import advice
 from grpo_recipes.runs.health import notices_of
-from grpo_recipes.runs.rundir import (
-    Run,
-    finish_summary,
-    move_rows_after,
-    no_requeue_file,
-    read_json,
-    read_metrics,
-    stop_file,
-    write_json,
-    write_whole,
-)
+from grpo_recipes.runs.rundir import Run, no_requeue_file, read_json, write_json
 from grpo_recipes.slurm.client import SlurmJob, requeue, why_no_requeue
 from grpo_recipes.stats import result_line
 
@@ -66,14 +57,11 @@ class Attempt:
 
 
 def prepare(run: Run, recipe: Recipe, plan: Plan, names: Names, resources: Resources, workers: NodeWorkers) -> Attempt:
-    """Freeze recipe and plan in the run directory; make each node's scratch folders and the token.
-
-    Where a node does not answer the job is refused, and no attempt has begun.
-    """
+    """Freeze recipe and plan in the run directory; make each node's scratch folders and the token."""
     plan = replace(plan, processes=[replace(process, log=new_log(process.log)) for process in plan.processes])
     freeze_inputs(run, recipe, plan)
-    old = [*(run.folder / "processes").glob("*.json"), stop_file(run.folder), no_requeue_file(run.folder)]
-    for path in old:
+    records = (run.folder / "processes").glob("*.json")
+    for path in (*records, rundir.stop_file(run.folder), no_requeue_file(run.folder)):
         path.unlink(missing_ok=True)
     if resources.job is not None:
         note_job(run.folder, recipe, resources.job.name)
@@ -101,7 +89,7 @@ def prepare(run: Run, recipe: Recipe, plan: Plan, names: Names, resources: Resou
 def freeze_inputs(run: Run, recipe: Recipe, plan: Plan) -> None:
     """Leave recipe, plan and the user's own code in the run directory; notes on that code go into the plan."""
     with rewriting(run.folder):
-        write_whole(run.folder / "recipe.yaml", recipe.as_yaml())
+        rundir.write_whole(run.folder / "recipe.yaml", recipe.as_yaml())
         for spec in recipe["callbacks"]:
             copy_source(spec, run.folder / "callbacks")
         plan.notes.extend(keep_rewards(recipe["reward_funcs"], run.folder))
@@ -131,7 +119,7 @@ def go_back(run: Run) -> str:
         for record in (run.folder / "processes").glob(name):
             record.unlink()
     checkpoint = newest_complete(run.folder / "checkpoints")
-    moved = move_rows_after(run.folder, newest_step(run))
+    moved = rundir.move_rows_after(run.folder, newest_step(run))
     where = f"resuming from {checkpoint.name}" if checkpoint else "no complete checkpoint: starting again from step 0"
     return f"{where}; {moved} later rows of metrics.jsonl moved to metrics.redone.jsonl"
 
@@ -155,21 +143,18 @@ def say_start(attempt: Attempt) -> None:
 
 
 def finish(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob | None) -> int:
-    """Write the summary, print how the run ended, requeue its job where that is due, and return the exit code.
-
-    ``wants_requeue`` says whether the attempt was asked to save and go on in a new one.
-    """
+    """Write the summary, print how the run ended, requeue its job where that is wanted, and return the exit code."""
     folder = attempt.run.folder
-    idle = 0  # attempts in a row that left no newer checkpoint, this one included
-    if newest_step(attempt.run) <= attempt.first_step:
-        idle = int(read_json(folder / "summary.json").get("idle_attempts", 0)) + 1
+    # Attempts in a row that left no newer checkpoint, this one included.
+    idle = int(read_json(folder / "summary.json").get("idle_attempts", 0)) + 1
+    idle = idle if newest_step(attempt.run) <= attempt.first_step else 0
     job = job if wants_requeue and ending.code == EXIT_STOPPED else None
     why_not = None
     if job:
         why_not = why_no_requeue(no_requeue_file(folder).exists(), job.restarts, attempt.recipe["max_requeues"], idle)
     goes_on = job is not None and why_not is None
     status = "requeued" if goes_on else _status(ending)
-    summary = finish_summary(
+    summary = rundir.finish_summary(
         folder, status=status, exit_code=ending.code, failed_rank=ending.failed_rank, cause=ending.cause or None,
         idle_attempts=idle,
     )  # fmt: skip
@@ -187,7 +172,7 @@ def finish(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob 
     if job and goes_on:
         why_not = requeue(job)
     if why_not:
-        finish_summary(folder, status=_status(ending))
+        rundir.finish_summary(folder, status=_status(ending))
         say(f"not requeued: {why_not}")
     again = "NotFinite" not in ending.cause  # the same steps would end it again
     if again and (not goes_on or why_not) and newest_complete(folder / "checkpoints"):
@@ -200,7 +185,7 @@ def _say_results(attempt: Attempt, ending: Ending, summary: dict, over: bool) ->
     say(report_line(attempt.run.folder))
     if ending.log is not None and ending.code != EXIT_STOPPED:
         print(f"--- last lines of {shown(ending.log)}\n{tail(ending.log)}\n---", file=sys.stderr)
-    for notice in notices_of(read_metrics(attempt.run.folder), attempt.recipe.__getitem__, over=over):
+    for notice in notices_of(rundir.read_metrics(attempt.run.folder), attempt.recipe.__getitem__, over=over):
         if notice.serious:
             say(f"note: {notice}")
     for name, result in summary["benchmarks"].items():

@@ -135,10 +135,7 @@ class Monitor:
         return self._stop.requested
 
     def tick(self) -> Ending | None:
-        """Look at everything that is due; return the ending that a stalled process causes.
-
-        A request to stop that ends the attempt rises as ``StoppedAtOnce``.
-        """
+        """Look at everything that is due; return the ending that a stalled process causes, or raise StoppedAtOnce."""
         self.show_progress()
         if self._attempt.publisher:
             self._attempt.publisher.tick()
@@ -220,11 +217,9 @@ def is_stopped(pid: int) -> bool:
 
 
 def dump_stacks(run_dir: Path, pids: Iterable[int]) -> str:
-    """Have processes add the stacks of their threads to ``stacks/`` in the run directory.
+    """Have processes add the stacks of their threads to ``stacks/``; return where, and which of them are stopped.
 
-    A process that has not registered for the signal is ended by it, and one that is stopped cannot answer: this is for
-    processes that are about to be ended. Returns where the stacks are and which processes are stopped, for the end of
-    a sentence.
+    A process that has not registered for the signal is ended by it: this is for processes that are about to be ended.
     """
     began = time.time()
     pids = list(pids)
@@ -240,10 +235,9 @@ def dump_stacks(run_dir: Path, pids: Iterable[int]) -> str:
 
 
 def stale_compile_lock(folder: Path, before: float) -> str | None:
-    """Return what a rank that stays in its start most likely waits for: another compilation that was killed.
+    """Return what a rank that stays in its start most likely waits for: the lock of a compilation that was killed.
 
-    ``folder`` is TORCH_EXTENSIONS_DIR; ``before`` is when this attempt began (``time.time()``): nobody holds an older
-    lock.
+    ``folder`` is TORCH_EXTENSIONS_DIR; nobody holds a lock from ``before`` this attempt began (``time.time()``).
     """
     for lock in [*folder.glob("*/lock"), *folder.glob("*/*/lock")]:
         with contextlib.suppress(OSError):

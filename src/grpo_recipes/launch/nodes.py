@@ -52,13 +52,15 @@ _TICK_SECONDS = 0.2
 _MARK = "grpo-node"  # first word of a report; other lines on standard output are not ours
 _PIECE = 800  # characters of a report in a line
 
+Report = dict[str, Any]
+
 
 class NodeWorkers(contextlib.AbstractContextManager["NodeWorkers"]):
     """One srun over the ``count`` nodes of the job, and what its workers reported; on one node nothing is started."""
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.reports: dict[tuple[str, int, str], dict[str, Any]] = {}  # by kind, node, and name of a process
+        self.reports: dict[tuple[str, int, str], Report] = {}  # by kind, node, and name of a process
         self._news = threading.Condition()
         self._writing = threading.Lock()
         self._srun: subprocess.Popen[str] | None = None
@@ -107,8 +109,8 @@ class NodeWorkers(contextlib.AbstractContextManager["NodeWorkers"]):
         for node in to:
             self.reports.pop((order, node, ""), None)
         self.send(order, to, **facts)
-        where = "nodes of the job"
         deadline = time.monotonic() + seconds
+        where = "nodes of the job"
         with self._news:
             while silent := [node for node in to if (order, node, "") not in self.reports]:
                 if not self.alive():
@@ -122,11 +124,11 @@ class NodeWorkers(contextlib.AbstractContextManager["NodeWorkers"]):
     def begin(self, run_dir: Path, mark: str, token: str, variables: Mapping[str, str]) -> None:
         """Have every other node make its scratch folders; refuse the job where one does not answer.
 
-        ``mark`` is the value of GRPO_RUN. The run's token goes through srun's input, so it is in no argv and no log.
-        Every process gets ``variables`` beside the environment that the worker makes on its node.
+        ``mark`` is the value of GRPO_RUN, ``variables`` go to every process. The run's token goes through srun's
+        input, so it is in no argv and no log.
         """
-        facts: dict[str, Any] = {"mark": mark, "token": token, "variables": dict(variables)}
-        for node, report in enumerate(self.ask("begin", range(1, self.count), run_dir=str(run_dir), **facts), 1):
+        facts: Report = {"run_dir": str(run_dir), "mark": mark, "token": token, "variables": dict(variables)}
+        for node, report in enumerate(self.ask("begin", range(1, self.count), **facts), 1):
             if report["removed"]:
                 say(f"node {node}: {report['removed']}")
 
@@ -139,11 +141,10 @@ class NodeWorkers(contextlib.AbstractContextManager["NodeWorkers"]):
             self._srun.stdin.close()
         # SIGTERM, and srun kills the step on every node.
         for harder in (self._srun.terminate, self._srun.kill, lambda: None):
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self._srun.wait(_END_SECONDS)
                 return
-            except subprocess.TimeoutExpired:
-                harder()
+            harder()
 
     def _read(self, srun: subprocess.Popen[str]) -> None:
         """Collect the workers' reports, which come in pieces, until srun ends."""
@@ -209,8 +210,7 @@ def srun_command(count: int, environment: Mapping[str, str]) -> list[str]:
 def preflight_nodes(workers: NodeWorkers, resources: Resources, environment: Mapping[str, str]) -> Resources:
     """Start the node workers, and return the resources with the nodes as they report them; unchanged on one node.
 
-    Every two nodes are tried for a connection, so that a job whose nodes do not reach each other ends before anything
-    heavy starts. Until then the other nodes are taken to be like this one.
+    A job whose nodes do not all reach each other ends before anything heavy starts.
     """
     if not resources.nodes:
         return resources
@@ -232,19 +232,20 @@ def preflight_nodes(workers: NodeWorkers, resources: Resources, environment: Map
         )
         for index, (report, listener) in enumerate(zip(reports, listening, strict=True))
     ]
-    peers = [[index, node.address, listening[index]["port"]] for index, node in enumerate(nodes)]
+    peers = [[listener["address"], listener["port"]] for listener in listening]
     tried = workers.ask("connect", all_nodes, peers=peers, limit=_CONNECT_SECONDS)
     for node, report in zip(nodes, tried, strict=True):
-        for other, error in report["failed"].items():
-            to = nodes[int(other)]
-            raise _no_way(f"node {node.name} ({node.address}) does not reach node {to.name} ({to.address}): {error}")
+        for to, error in zip(nodes, report["errors"], strict=True):
+            if error:
+                pair = f"node {node.name} ({node.address}) does not reach node {to.name} ({to.address})"
+                raise _no_way(f"{pair}: {error}")
     return replace(resources, nodes=tuple(nodes))
 
 
-def _wanted_addresses(reports: list[dict], environment: Mapping[str, str]) -> dict[int, list[str | None]]:
-    """Return for each node the address it listens on, or None and a peer towards which it finds its own.
+def _wanted_addresses(reports: list[Report], environment: Mapping[str, str]) -> dict[int, list[str | None]]:
+    """Return for each node the address of the interface that is named, else the one by which Slurm knows the node.
 
-    The address is that of the interface which is named, else the one by which Slurm knows the node.
+    Where Slurm knows names only, it is None, with a peer towards which the node finds its own address.
     """
     variable = next((name for name in INTERFACE_VARIABLES if environment.get(name)), None)
     if variable is not None:
@@ -315,20 +316,24 @@ class NodeWorker:
                     probe.connect((peer, 9))  # nothing is sent
                     address = probe.getsockname()[0]
             error = f"cannot listen on {address}"
-            server = socket.create_server((address, 0), backlog=1024)
+            self._listener = socket.create_server((address, 0), backlog=1024)  # the kernel answers for us
+            error, port = "", self._listener.getsockname()[1]
         except (OSError, UnicodeError) as problem:
             error += f" ({getattr(problem, 'strerror', None) or problem})"
-        else:
-            error, port = "", server.getsockname()[1]
-            threading.Thread(target=_answer, args=(server, self._node), daemon=True).start()
         self._report("listen", address=address, port=port, error=error)
 
-    def order_connect(self, peers: list[tuple[int, str, int]], limit: float) -> None:
-        """Try to reach every other node by its number, address and port; report those that did not answer."""
-        others = [peer for peer in peers if peer[0] != self._node]
-        with ThreadPoolExecutor(max(1, len(others))) as executor:
-            errors = list(executor.map(lambda peer: _reach(peer, limit), others))
-        self._report("connect", failed={peer[0]: error for peer, error in zip(others, errors, strict=True) if error})
+    def order_connect(self, peers: list[tuple[str, int]], limit: float) -> None:
+        """Try to reach every node by its address and port; report what went wrong with each, or empty texts."""
+
+        def reach(peer: tuple[str, int]) -> str:
+            try:
+                socket.create_connection((peer[0], peer[1]), timeout=limit).close()
+            except OSError as error:
+                return str(error.strerror or error) or type(error).__name__
+            return ""
+
+        with ThreadPoolExecutor(len(peers)) as executor:
+            self._report("connect", errors=list(executor.map(reach, peers)))
 
     def order_begin(self, run_dir: str, mark: str, token: str, variables: dict[str, str]) -> None:
         """Make this node's own scratch folders with the run's token; ``variables`` go to every process."""
@@ -384,24 +389,6 @@ class NodeWorker:
         for start in range(0, len(text), _PIECE):
             more = int(start + _PIECE < len(text))
             print(_MARK, self._node, more, text[start : start + _PIECE], flush=True)
-
-
-def _answer(server: socket.socket, node: int) -> None:
-    while True:
-        connection, _ = server.accept()
-        with connection:
-            connection.sendall(f"{node}\n".encode())
-
-
-def _reach(peer: tuple[int, str, int], seconds: float) -> str:
-    """Return what went wrong on the way to a node, or an empty text."""
-    node, address, port = peer
-    try:
-        with socket.create_connection((address, port), timeout=seconds) as connection:
-            answer = connection.recv(16).decode(errors="replace").strip()
-    except OSError as error:
-        return str(error.strerror or error) or type(error).__name__
-    return "" if answer == str(node) else "something else answered there"
 
 
 def _read_orders(orders: queue.Queue[str]) -> None:

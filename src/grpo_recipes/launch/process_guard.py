@@ -1,8 +1,7 @@
-"""The process guard, between the launcher and each thing it starts: nothing of a run outlives it, or the launcher.
+"""The process guard, between the launcher and each process it starts: nothing of a run outlives it, or the launcher.
 
 It runs the command after ``--`` in a session of its own, adopts orphans, and when the command ends, or the launcher
-dies, ends all that is left. A killed launcher cannot report its end: then the guard writes summary and report, and
-removes the scratch folders.
+dies, ends all that is left. Of a killed launcher it writes summary and report, and removes the scratch folders.
 """
 
 from __future__ import annotations
@@ -18,15 +17,8 @@ import time
 from pathlib import Path
 
 from grpo_recipes.paths import shown
+from grpo_recipes.process import tree
 from grpo_recipes.process.scratch import Scratch, SegmentRecorder
-from grpo_recipes.process.tree import (
-    OWN_CHILDREN,
-    become_subreaper,
-    descendants,
-    die_with_parent,
-    end_descendants,
-    reap,
-)
 from grpo_recipes.report.single import report_line
 from grpo_recipes.runs.rundir import finish_summary, stop_file, sync_folder, write_json, write_last_json
 
@@ -54,15 +46,15 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        die_with_parent(options.launcher)
-        become_subreaper()
+        tree.die_with_parent(options.launcher)
+        tree.become_subreaper()
         code = _run(options)
     except _Stopped:
         code = 128 + signal.SIGTERM
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if options.saves:
         _let_ranks_save(options.run_dir, options.launcher)
-    end_descendants()
+    tree.end_descendants()
     if os.getppid() != options.launcher:
         _report_dead_launcher(options)
     return code
@@ -87,11 +79,11 @@ def _run(options: argparse.Namespace) -> int:
         child = subprocess.Popen(
             options.command, stdout=log, stderr=log, preexec_fn=set_signals, start_new_session=True
         )
-    OWN_CHILDREN.add(child.pid)
+    tree.OWN_CHILDREN.add(child.pid)
     path, record = options.run_dir / "processes" / f"{options.name}.json", {"pid": child.pid, "guard": os.getpid()}
     write_json(path, record)
     while child.poll() is None:
-        reap()
+        tree.reap()
         segments.look()
         time.sleep(_TICK_SECONDS)
     write_last_json(path, {**record, "exit": child.returncode})
@@ -101,10 +93,10 @@ def _run(options: argparse.Namespace) -> int:
 def _let_ranks_save(run_dir: Path, launcher: int) -> None:
     """Wait while ranks save, where SIGTERM came to every process of the job and the launcher has asked them to."""
     began = time.monotonic()
-    while os.getppid() == launcher and descendants():
+    while os.getppid() == launcher and tree.descendants():
         if time.monotonic() - began > (_SAVE_SECONDS if stop_file(run_dir).exists() else _LAUNCHER_SECONDS):
             return
-        reap()
+        tree.reap()
         time.sleep(_TICK_SECONDS)
 
 

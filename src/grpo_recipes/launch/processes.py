@@ -25,6 +25,7 @@ from grpo_recipes.runs.rundir import read_json
 from grpo_recipes.secrets import masked
 
 _LAST_LINES = 50
+_NEWS_SECONDS = 6.0  # within which every node has seen that a rank is gone, and how it died
 _GUARD_SECONDS = 15.0  # a process guard whose command is gone ends the rest within its own grace
 
 
@@ -71,6 +72,10 @@ class State:
     exit: int | None = None  # the command's exit code, negative for a signal, once it has ended
     lost: Lost | None = None  # what of it is gone: the process to blame, not those it took along
     ranks: Sequence[Rank] = ()
+
+    def has_failed_rank(self) -> bool:
+        """Return whether a rank is gone, or has recorded an error."""
+        return any(rank.gone or rank.record.get("exit") not in (None, 0, EXIT_STOPPED) for rank in self.ranks)
 
     @classmethod
     def of_json(cls, plain: Mapping[str, Any]) -> State:
@@ -132,8 +137,7 @@ class Child:
         end_all(descendants(self.guard_pid), grace)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(_GUARD_SECONDS)
-        if self.alive():
-            end_all([psutil.Process(self.guard_pid)], 0)
+        self._popen.kill()
 
     def _read(self) -> dict[str, Any]:
         return read_json(self._record)
@@ -177,10 +181,7 @@ class Child:
         ]
 
     def _printed_code(self, pid: int) -> int | None:
-        """Wait until torch's elastic agent or accelerate's simple launcher has printed how its child died.
-
-        Only a parent learns it.
-        """
+        """Wait until the parent, torch's elastic agent or accelerate's simple launcher, has printed how a rank died."""
         deadline = time.monotonic() + 5
         while time.monotonic() < deadline:
             text = tail(self.log, 2000)
@@ -215,6 +216,11 @@ class Group:
     def state(self) -> State:
         """Return the state of them all: alive while one runs, lost by the first that failed, done when all are."""
         states = [member.state() for member in self.members]
+        deadline = time.monotonic() + _NEWS_SECONDS
+        # For the loss of one rank those of other nodes fail at once, and their news may come first.
+        while 0 < sum(state.has_failed_rank() for state in states) < len(states) and time.monotonic() < deadline:
+            time.sleep(0.1)
+            states = [member.state() for member in self.members]
         codes, lost = [state.exit for state in states], [state.lost for state in states]
         failed = next((one for one in lost if one is not None and one.code != 0), None)
         return State(
@@ -237,16 +243,14 @@ def wait_for_ending(
     stopping: Callable[[], bool] = lambda: False,
     interval: float = 0.2,
 ) -> Ending:
-    """Wait until the trainers are done or something dies; the first process found dead is the cause.
+    """Wait until the trainers are done, something dies, or ``on_tick`` returns an ending.
 
-    ``on_tick`` is called every ``interval`` seconds, and an ending it returns is the run's. ``stopping`` returns
-    whether the trainers were asked to save and end.
+    ``stopping`` returns whether the trainers were asked to save and end.
     """
     while True:
         ending = on_tick()
         reap()
-        ending = ending or find_ending(groups, stopping())
-        if ending is not None:
+        if ending := ending or find_ending(groups, stopping()):
             return ending
         time.sleep(interval)
 
@@ -254,8 +258,8 @@ def wait_for_ending(
 def find_ending(groups: Sequence[Group], stopping: bool) -> Ending | None:
     """Return how the run ends by what is gone of its processes, or None.
 
-    SIGTERM comes to every process of a cancelled job: while they stop, only the ranks, which save, determine the
-    ending, and what started them may end before them.
+    SIGTERM comes to every process of a cancelled job: while the run is ``stopping``, only the ranks, which save,
+    determine the ending, and what started them may end before them.
     """
     # The trainers are looked at before the others, and blamed after them: a rank fails as soon as its server is gone.
     trainers = next((group.state() for group in groups if group.process.trains), None)

@@ -9,17 +9,10 @@ from pathlib import Path
 
 from grpo_recipes.errors import config_error
 from grpo_recipes.fetch.assets import find_assets, need_assets, record_assets
+from grpo_recipes.launch import resolve
 from grpo_recipes.launch.attempt import Attempt, end_without_run, finish, prepare
 from grpo_recipes.launch.nodes import NodeWorkers, preflight_nodes
-from grpo_recipes.launch.resolve_run import (
-    Options,
-    make_run,
-    names_of,
-    need_same_data,
-    need_same_world,
-    need_wandb_route,
-    resolve_run,
-)
+from grpo_recipes.launch.resolve import Options, names_of
 from grpo_recipes.launch.signals import StoppedAtOnce, StopSignals
 from grpo_recipes.launch.supervisor import supervise
 from grpo_recipes.paths import shown
@@ -57,12 +50,12 @@ def launch(options: Options) -> int:
 
 def _prepare(options: Options, resources: Resources, stop: StopSignals, workers: NodeWorkers) -> Attempt:
     """Check and plan, then make the run directory and all that the processes need."""
-    run, recipe, entry = resolve_run(options, resources)
+    run, recipe, entry = resolve.resolve_run(options, resources)
     names = names_of(recipe, run)
     resources = preflight_nodes(workers, resources, os.environ)
     plan = make_plan(recipe, resources, os.environ, entry=entry)
     ports, notes = free_ports(recipe, plan.ports, plan.server_host)
-    need_wandb_route(recipe, os.environ)
+    resolve.need_wandb_route(recipe, os.environ)
     # Downloaded now if it must be; of a resumed run the commits it began with.
     again = [*(["--resume", str(run.folder)] if run else [shown(recipe.path)]), *options.flags]
     recorded = run.identity.get("sources") if run else None
@@ -78,12 +71,12 @@ def _prepare(options: Options, resources: Resources, stop: StopSignals, workers:
     if run is not None:
         claim(run)
         verified_checkpoint(run.folder / "checkpoints", say)  # seconds for a large one: signals still end the launch
-        need_same_world(run, plan)
-        if note := need_same_data(run, recipe, plan):
+        resolve.need_same_world(run, plan)
+        if note := resolve.need_same_data(run, recipe, plan):
             notes.append(note)
     stop.hold()
     if run is None:
-        run, names = make_run(recipe, resources, names)
+        run, names = resolve.make_run(recipe, resources, names)
         claim(run)
     plan = with_processes(plan, recipe, resources, os.environ, names, sources)
     plan.notes.extend(notes)
@@ -94,7 +87,7 @@ def _prepare(options: Options, resources: Resources, stop: StopSignals, workers:
 
 
 def _dry_run(options: Options, resources: Resources) -> int:
-    run, recipe, entry = resolve_run(options, resources)
+    run, recipe, entry = resolve.resolve_run(options, resources)
     names = names_of(recipe, run)
     sources = find_assets(recipe, os.environ, run.identity.get("sources") if run else None)
     plan = make_plan(recipe, resources, os.environ, names, entry, sources)

@@ -14,7 +14,7 @@ from pathlib import Path
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.fetch.assets import Assets, find_assets, record_assets
 from grpo_recipes.launch.attempt import SUBMITTED, freeze_inputs
-from grpo_recipes.launch.resolve_run import OFFLINE_WANDB, names_of, need_wandb_route, needs_wandb, note_job
+from grpo_recipes.launch.resolve import OFFLINE_WANDB, names_of, need_wandb_route, needs_wandb, note_job
 from grpo_recipes.paths import CODE_VARIABLE, cache_root, home, shown
 from grpo_recipes.plan.devices import Resources, environment_device
 from grpo_recipes.plan.estimates import Estimates, estimate, need_room
@@ -121,7 +121,7 @@ def need_environment(profile: Profile) -> None:
 def send(submission: Submission) -> tuple[Run, int]:
     """Freeze the run, submit its script, and return the run and the id of its job.
 
-    Where sbatch refuses, no run directory is left; where it prints no job id, the directory stays.
+    Where sbatch refuses, no run directory is left; where it prints no job id, the job may be in the queue and needs it.
     """
     recipe, names = submission.recipe, submission.names
     run = freeze(recipe, submission.plan, submission.sources, names, submission.resources, submission.environment)
@@ -150,18 +150,24 @@ def submit_script(folder: Path, text: str) -> int:
 def freeze(
     recipe: Recipe, plan: Plan, sources: Assets, names: Names, resources: Resources, environment: Mapping[str, str]
 ) -> Run:
-    """Make the run directory ``names.run_dir`` of a run that starts later, with recipe, plan and code as checked.
+    """Make the run directory of a run that starts later, with recipe, plan and code as checked; none may be there.
 
     Its job starts it with ``grpo launch --resume DIR`` and the variables of ``frozen_environment``: it then runs the
     copy of the code, whatever happens to the repository while it waits. ``resources`` are what the job will offer.
-    A folder that exists is refused.
     """
     run = new_run(names.run_dir.absolute(), names.run, names.timestamp, resources.facts())
     if run is None:
         what = f"{shown(names.run_dir)} exists: another run has just taken that name"
         raise config_error("run_name", what, "submit again, or set another run_name")
     try:
-        _copy_code(run.folder / FROZEN_CODE, plan.entry)
+        own = (home() / plan.entry).is_relative_to(home() / "src")
+        for name in _COPIED if own else (*_COPIED, plan.entry):
+            source, copy = home() / name, run.folder / FROZEN_CODE / name  # both the entry itself, if it is absolute
+            if source.is_dir():
+                shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+            elif source != copy:
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source, copy)
         if environment.get("CONFIG_FILE"):
             shutil.copyfile(environment["CONFIG_FILE"], run.folder / _ACCELERATE_FILE)
         run.identity["code"]["frozen_sha256"] = frozen_hash(run.folder)
@@ -180,31 +186,16 @@ def freeze(
 
 
 def frozen_environment(run_dir: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with which ``grpo launch --resume run_dir`` runs the code that ``freeze`` copied there.
-
-    The caches stay where the user's ``environment`` has them.
-    """
-    code = run_dir.absolute() / FROZEN_CODE
-    accelerate = run_dir.absolute() / _ACCELERATE_FILE
+    """Return the variables with which ``grpo launch --resume run_dir`` runs the code that ``freeze`` copied there."""
+    code, accelerate = run_dir.absolute() / FROZEN_CODE, run_dir.absolute() / _ACCELERATE_FILE
+    own_file = accelerate.is_file() or environment.get("CONFIG_FILE")
     return {
         CODE_VARIABLE: str(code),
         "GRPO_HOME": str(home()),
         "PYTHONPATH": str(code / "src"),
-        "CACHE_ROOT": str(cache_root(environment)),
-        **({"CONFIG_FILE": str(accelerate)} if accelerate.is_file() or environment.get("CONFIG_FILE") else {}),
+        "CACHE_ROOT": str(cache_root(environment)),  # where the user has it
+        **({"CONFIG_FILE": str(accelerate)} if own_file else {}),
     }
-
-
-def _copy_code(target: Path, entry: str) -> None:
-    target.mkdir()
-    names = [*_COPIED] if (home() / entry).is_relative_to(home() / "src") else [*_COPIED, entry]
-    for name in names:
-        source, copy = home() / name, target / name  # of an absolute entry both are the entry itself
-        if source.is_dir():
-            shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-        elif source != copy:
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, copy)
 
 
 def on_scratch(recipe: Recipe, profile: Profile) -> Recipe:

@@ -21,15 +21,8 @@ from grpo_recipes.plan.ports import NotReady, wait_until_ready
 from grpo_recipes.plan.types import Process
 from grpo_recipes.process.reports import say
 from grpo_recipes.process.tree import become_subreaper, end_descendants, reap
+from grpo_recipes.runs import rundir
 from grpo_recipes.runs.checkpoints import verified_checkpoint
-from grpo_recipes.runs.rundir import (
-    count_server_restart,
-    server_state_file,
-    stop_file,
-    sync_folder,
-    write_json,
-    write_last_json,
-)
 from grpo_recipes.secrets import masked
 from grpo_recipes.smoke import SMOKE_SCHEME, smoke_command
 
@@ -37,7 +30,7 @@ from grpo_recipes.smoke import SMOKE_SCHEME, smoke_command
 def supervise(attempt: Attempt, stop: StopSignals) -> Ending:
     """Run the processes; however that ends, nothing of the run is left afterwards."""
     try:
-        stop.release(stop_file(attempt.run.folder))
+        stop.release(rundir.stop_file(attempt.run.folder))
         say_start(attempt)
         ending = make_smoke_task(attempt) or Supervisor(attempt, stop).run()
     except StoppedAtOnce as stopped:
@@ -51,7 +44,7 @@ def supervise(attempt: Attempt, stop: StopSignals) -> Ending:
         stop.ignore()
         attempt.workers.close()  # before the rest, which would take srun for one of ours
         end_descendants()
-        shutil.rmtree(sync_folder(attempt.run.folder), ignore_errors=True)
+        shutil.rmtree(rundir.sync_folder(attempt.run.folder), ignore_errors=True)
         attempt.scratch.remove()
     if stop.terminated and ending.code not in (0, EXIT_STOPPED):
         return Ending(128 + signal.SIGTERM, "stopped by SIGTERM")  # Slurm sends it to every process of the job
@@ -84,19 +77,16 @@ class Restarts:
 
         Nothing is started for a run that is ``stopping``, i.e. was asked to save and end.
         """
-        lost = ending.lost
+        lost, why = ending.lost, ""
         if lost is None or lost.on_loss == "fail" or stopping or self.most == 0:
             return False, ending
-        why = ""
         if self.done >= self.most:
-            why = f"the {lost.role} was started again {self.done} times already (server_restarts)"
+            why = f"; the {lost.role} was started again {self.done} times already (server_restarts)"
         elif not self.stepped:
-            why = f"no step was completed since the {lost.role} was started again"
-        if why:
-            return False, replace(ending, cause=f"{ending.cause}; {why}")
-        self.done += 1
-        self.stepped = False
-        return True, ending
+            why = f"; no step was completed since the {lost.role} was started again"
+        else:
+            self.done, self.stepped = self.done + 1, False
+        return not why, replace(ending, cause=ending.cause + why)
 
 
 class Supervisor:
@@ -124,7 +114,7 @@ class Supervisor:
             self._restarts.stepped = self._restarts.stepped or monitor.stepped
             again, ending = self._restarts.after(ending, monitor.stopping())
             if not again or ending.lost is None:
-                write_last_json(server_state_file(self._folder), {"epoch": self._epoch, "state": "gone"})
+                rundir.write_last_json(rundir.server_state_file(self._folder), {"epoch": self._epoch, "state": "gone"})
                 return ending
             self._end_lost(ending, ending.lost)
 
@@ -134,13 +124,12 @@ class Supervisor:
     def _end_lost(self, ending: Ending, lost: Process) -> None:
         """End what is left of a lost process, and the trainers where they cannot go on without it."""
         with_trainers = lost.on_loss == "restart with trainers"
-        what = f"the {lost.role} alone is started again"
-        if with_trainers:
-            what = f"{lost.role} and trainers are started again from the newest checkpoint"
+        what = f"{lost.role} and trainers are started again from the newest checkpoint"
+        what = what if with_trainers else f"the {lost.role} alone is started again"
         say(f"{ending.cause}: {what} ({self._restarts.done} of {self._restarts.most})")
-        count_server_restart(self._folder)
-        for group in self._running() if with_trainers else []:
-            if group.process.trains:
+        rundir.count_server_restart(self._folder)
+        for group in self._running():
+            if with_trainers and group.process.trains:
                 self._groups.pop(group.process.role).end()
                 verified_checkpoint(self._folder / "checkpoints", say)
                 say(go_back(self._attempt.run))
@@ -154,12 +143,13 @@ class Supervisor:
 
         Returns why the run ends, or a process is lost, where that happens meanwhile.
         """
-        for role in (role for role in self._planned if role not in self._groups):
-            members = self._planned[role]
+        attempt = self._attempt
+        for role, members in self._planned.items():
+            if role in self._groups:
+                continue
             serving = members[0].ready == "serving"
             if serving:
                 self._write_server_state("starting")
-            attempt = self._attempt
             started = [
                 RemoteChild(attempt.workers, process) if process.node
                 else Child(process, {**attempt.environment, **process.environment}, self._folder, attempt.scratch)
@@ -198,4 +188,4 @@ class Supervisor:
         return None
 
     def _write_server_state(self, state: str) -> None:
-        write_json(server_state_file(self._folder), {"epoch": self._epoch, "state": state})
+        rundir.write_json(rundir.server_state_file(self._folder), {"epoch": self._epoch, "state": state})

@@ -75,11 +75,10 @@ def dump_stacks_on_signal(run_dir: Path, name: str) -> None:
 
 def aligned(rows: Sequence[Sequence[str]], numbers: bool = False) -> list[str]:
     """Return the lines of a table; with ``numbers`` all columns but the first are flush right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    columns = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    sides = [str.ljust, *[str.rjust if numbers else str.ljust] * (len(columns) - 1)]
     return [
-        "  ".join(
-            cell.rjust(width) if numbers and place else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
+        "  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)).rstrip()
         for row in rows
     ]

@@ -1,15 +1,14 @@
 """Node-local folders of one attempt, the shared memory of its processes, and the removal of what dead runs left.
 
-A folder holds a marker file. The launcher (or node worker) that made it keeps a lock on the marker, and so do its
-process guards, which inherit it. The kernel drops the lock when the last of them dies, however they die, and it holds
-across containers, where process ids mean nothing. A folder without a marker is never removed: the marker appears under
-its name only once it is locked, so a folder that is being made has none, and neither has a user's own.
+A folder holds a marker file, on which the launcher (or node worker) that made it keeps a lock, and so do its process
+guards, which inherit it. The kernel drops the lock when the last of them dies, however they die, and it holds across
+containers, where process ids mean nothing. A folder without a marker is never removed: the marker appears under its
+name only once it is locked, so a folder that is being made has none, and neither has a user's own.
 
 Python's ``multiprocessing`` draws the names of shared-memory segments at random (``psm_948e8e13`` of vLLM's message
-queues, ``sem.mp-kgh1xwy0`` of the trainers) and removes them by a helper process at the end, which a SIGKILL of the
-whole job takes along. A name does not show its owner, and a segment that nobody maps may be waiting for another program
-of the same user. So each process guard looks once a second which new segments the processes below it map, and records
-these in the run's folder in ``/dev/shm``. A segment made in the last second before a kill is not recorded, and stays.
+queues, ``sem.mp-kgh1xwy0`` of the trainers), and a SIGKILL of the whole job takes the helper along that removes them. A
+name does not show its owner, and another program of the user may keep a segment that nobody maps. So each process guard
+looks once a second which new segments the processes below it map, and records them in the run's folder in ``/dev/shm``.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ from grpo_recipes.process.tree import descendants
 
 SHARED_MEMORY = Path("/dev/shm")
 _MARKER = ".grpo-scratch"
+_SEGMENT_RECORD = ".segments"
 _MOST_SECONDS = 20.0  # another node's worker must answer within a minute
 _MOST_FOLDERS = 200  # each holds a descriptor while it is looked at
 _MOST_NAMES = 5
@@ -86,13 +86,20 @@ def make_scratch(environment: Mapping[str, str]) -> Scratch:
 
 
 def remove_dead_scratch(environment: Mapping[str, str]) -> str:
-    """Remove scratch that dead runs of this user left on this node; this takes seconds and never fails the launch.
+    """Remove scratch that dead runs of this user left on this node, in seconds, and return one line on it, or none.
 
-    Returns one line that names what was removed and what could not be; empty where there was nothing.
+    It never fails the launch. Each folder is held while it is looked at, so that two launches remove none twice.
     """
+    roots = dict.fromkeys([Path(_node_folder(environment) or tempfile.gettempdir()), SHARED_MEMORY])
     with contextlib.ExitStack() as locks:
         try:
-            return _remove_all(_dead_folders(environment, locks))
+            dead: list[Path] = []
+            for folder in (folder for root in roots for folder in sorted(root.glob("grpo-*"))):
+                if len(dead) < _MOST_FOLDERS and (lock := _lock_of_dead(folder)) is not None:
+                    locks.callback(os.close, lock)
+                    dead.append(folder)
+            used = names_in_use(folder.name for folder in dead)
+            return _remove_all([folder for folder in dead if folder.name not in used])
         except OSError as error:
             return f"could not look for scratch that dead runs left: {error}"
 
@@ -127,9 +134,9 @@ def _node_folder(environment: Mapping[str, str]) -> str | None:
 
 
 def _mark(folder: Path) -> int | None:
-    """Put the marker into a folder, locked before it is seen, and return the descriptor that holds the lock.
+    """Put the marker into a folder, locked before it is seen, and return the lock's descriptor.
 
-    Returns None where the file system has no locks: nobody may remove that folder then.
+    Without locks on the file system nobody may remove the folder: then return None.
     """
     new = folder / f"{_MARKER}.new"
     descriptor = os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
@@ -143,20 +150,6 @@ def _mark(folder: Path) -> int | None:
         new.unlink(missing_ok=True)
         return None
     return descriptor
-
-
-def _dead_folders(environment: Mapping[str, str], locks: contextlib.ExitStack) -> list[Path]:
-    """Return the folders whose owners are dead; ``locks`` holds them, so that two launches remove none twice."""
-    roots = dict.fromkeys([Path(_node_folder(environment) or tempfile.gettempdir()), SHARED_MEMORY])
-    dead: list[Path] = []
-    for folder in (folder for root in roots for folder in sorted(root.glob("grpo-*"))):
-        if len(dead) == _MOST_FOLDERS:
-            break
-        if (lock := _lock_of_dead(folder)) is not None:
-            locks.callback(os.close, lock)
-            dead.append(folder)
-    used = names_in_use(folder.name for folder in dead)
-    return [folder for folder in dead if folder.name not in used]
 
 
 def _lock_of_dead(folder: Path) -> int | None:
@@ -225,22 +218,15 @@ def _remove_all(folders: list[Path]) -> str:
 def _remove(folder: Path) -> None:
     """Remove a folder, its marker last: if this is killed or fails, the next launch still knows what is left."""
     errors: list[OSError] = []
-    for path in folder.iterdir():
-        if path.name != _MARKER:
-            try:
-                _remove_entry(path)
-            except OSError as error:  # the rest goes all the same
-                errors.append(error)
+    for path in (path for path in folder.iterdir() if path.name != _MARKER):
+        remove = shutil.rmtree if path.is_dir() and not path.is_symlink() else os.unlink
+        try:
+            remove(path)
+        except OSError as error:  # the rest goes all the same
+            errors.append(error)
     if errors:
         raise errors[0]
     shutil.rmtree(folder)
-
-
-def _remove_entry(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
 
 
 class SegmentRecorder:
@@ -250,7 +236,7 @@ class SegmentRecorder:
     """
 
     def __init__(self, memory: Path) -> None:
-        self._record = _segment_record(memory)
+        self._record = memory / _SEGMENT_RECORD
         self._active = memory.parent == SHARED_MEMORY
         self._next_look = 0.0
         self._looks = dict.fromkeys(_segments().values(), _LOOKS) if self._active else {}
@@ -278,7 +264,7 @@ def remove_segments(memory: Path) -> int:
     """Remove the recorded segments of a run that has ended, but none that a living process maps; return how many."""
     if memory.parent != SHARED_MEMORY:
         return 0
-    record = _segment_record(memory)
+    record = memory / _SEGMENT_RECORD
     text = record.read_text(errors="replace") if record.is_file() else ""
     there = _segments()
     # Whole lines only: a kill can tear the last one.
@@ -291,20 +277,15 @@ def remove_segments(memory: Path) -> int:
     return len(dead)
 
 
-def _segment_record(memory: Path) -> Path:
-    return memory / ".segments"
-
-
 def _segments() -> dict[str, int]:
     """Return names and inodes of the segments of this user."""
     found = {}
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(SHARED_MEMORY):
-            if entry.name.startswith(_SEGMENT_KINDS):
-                with contextlib.suppress(FileNotFoundError):
-                    status = entry.stat(follow_symlinks=False)
-                    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
-                        found[entry.name] = status.st_ino
+    for name in os.listdir(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else ():
+        if name.startswith(_SEGMENT_KINDS):
+            with contextlib.suppress(FileNotFoundError):
+                status = os.lstat(SHARED_MEMORY / name)
+                if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+                    found[name] = status.st_ino
     return found
 
 

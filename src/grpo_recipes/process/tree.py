@@ -37,19 +37,16 @@ def _prctl(option: int, value: int) -> None:
 
 def is_alive(pid: int) -> bool:
     """Return whether ``pid`` runs; a zombie does not."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def descendants(pid: int | None = None) -> list[psutil.Process]:
     """Return the living descendants of ``pid`` (of this process by default), without zombies."""
-    try:
-        children = psutil.Process(pid or os.getpid()).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-    return [child for child in children if is_alive(child.pid)]
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [child for child in psutil.Process(pid).children(recursive=True) if is_alive(child.pid)]
+    return []
 
 
 def end_all(processes: Iterable[psutil.Process], grace: float = 5.0) -> None:
@@ -68,14 +65,9 @@ def end_all(processes: Iterable[psutil.Process], grace: float = 5.0) -> None:
 
 
 def end_descendants(grace: float = 5.0) -> None:
-    """End every descendant of this process, those born meanwhile included."""
-    for _ in range(5):
-        living = descendants()
-        if not living:
-            return
-        end_all(living, grace)
-        time.sleep(0.05)
-        reap()
+    """Send every descendant of this process SIGTERM, and after ``grace`` seconds kill those that are left."""
+    end_all(descendants(), grace)
+    kill_descendants()
 
 
 def kill_descendants(pid: int | None = None, seconds: float = 10.0) -> None:

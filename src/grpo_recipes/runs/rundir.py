@@ -262,11 +262,6 @@ def no_requeue_file(folder: Path) -> Path:
     return folder / "no_requeue"
 
 
-def dump_request(folder: Path) -> Path:
-    """Return the file that is touched to have every process of every node write its stacks."""
-    return folder / "dump_stacks"
-
-
 def server_state_file(folder: Path) -> Path:
     """Return where the launcher says which server is up: ``{"epoch": 1, "state": "starting" | "ready" | "gone"}``.
 

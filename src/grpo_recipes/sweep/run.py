@@ -20,7 +20,7 @@ from pathlib import Path
 
 from grpo_recipes.errors import EXIT_STOPPED, ConfigError, config_error
 from grpo_recipes.launch.attempt import SUBMITTED
-from grpo_recipes.launch.resolve_run import note_job
+from grpo_recipes.launch.resolve import note_job
 from grpo_recipes.launch.submission import (
     frozen_environment,
     need_environment,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from grpo_recipes.errors import ConfigError, config_error
@@ -20,17 +19,9 @@ from grpo_recipes.process.reports import say
 from grpo_recipes.recipe import Recipe, merge_recipe, read_frozen
 from grpo_recipes.recipe.check import check, checked_recipe
 from grpo_recipes.recipe.tasks import GRPO, entry_of, requested_task, same_task
+from grpo_recipes.runs import rundir
 from grpo_recipes.runs.checkpoints import need_same_files, newest_complete, world_size_of
-from grpo_recipes.runs.rundir import (
-    FROZEN_CODE,
-    JOB_FILE,
-    Run,
-    changed_code,
-    find_run,
-    new_run,
-    timestamp,
-    write_json,
-)  # fmt: skip
+from grpo_recipes.runs.rundir import FROZEN_CODE, Run, changed_code, find_run
 
 
 @dataclass(frozen=True)
@@ -101,12 +92,12 @@ def note_job(folder: Path, recipe: Recipe, job: str) -> None:
     pointers = _job_pointers(recipe)
     pointers.mkdir(parents=True, exist_ok=True)
     (pointers / job).write_text(str(folder))
-    write_json(folder / JOB_FILE, {"job": job, "working_folder": os.getcwd()})
+    rundir.write_json(folder / rundir.JOB_FILE, {"job": job, "working_folder": os.getcwd()})
 
 
 def names_of(recipe: Recipe, run: Run | None = None) -> Names:
     """Return the names of an attempt at ``run``, or at a new run that would begin now."""
-    stamp = timestamp()
+    stamp = rundir.timestamp()
     name = run.name if run else (recipe["run_name"] or recipe.path.stem.removeprefix("config_"))
     folder = run.folder if run else (_run_root(recipe) / f"{name}-{stamp}").absolute()
     return Names(folder, name, f"{name}-{secrets.token_hex(4)}", stamp)
@@ -115,7 +106,7 @@ def names_of(recipe: Recipe, run: Run | None = None) -> Names:
 def make_run(recipe: Recipe, resources: Resources, names: Names) -> tuple[Run, Names]:
     """Make the run directory; take the next second's name where another launch has just taken this one's."""
     for _ in range(60):
-        if run := new_run(names.run_dir, names.run, names.timestamp, resources.facts()):
+        if run := rundir.new_run(names.run_dir, names.run, names.timestamp, resources.facts()):
             return run, names
         time.sleep(1)
         names = names_of(recipe)
@@ -125,7 +116,7 @@ def make_run(recipe: Recipe, resources: Resources, names: Names) -> tuple[Run, N
 def need_same_world(run: Run, plan: Plan) -> None:
     """Refuse another number of training processes: a checkpoint holds a part of the generation window for each.
 
-    A submitted run that has no checkpoint needs the number with which it was checked.
+    A submitted run without a checkpoint needs the number with which it was checked.
     """
     checkpoint, now = newest_complete(run.folder / "checkpoints"), plan.batch.world_size
     if checkpoint is not None and (before := world_size_of(checkpoint)) != now:
@@ -164,7 +155,7 @@ def need_same_data(run: Run, recipe: Recipe, plan: Plan) -> str:
         if recipe[key] != before[key]:
             what = f"{key} was {before[key]}: {elsewhere}"
             raise config_error(recipe.place(key), what, f"leave it as it was, or {begin_again}")
-    was, now = _sizes(before, run.plan["batch"]), _sizes(recipe, dataclasses.asdict(plan.batch))
+    was, now = _sizes(before, run.plan["batch"]), _sizes(recipe, asdict(plan.batch))
     if was != now:
         what = f"the run had {was}, now it has {now}: {elsewhere}"
         raise config_error("--resume", what, f"leave the keys of the batch as they were, or {begin_again}")

@@ -13,7 +13,7 @@ from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.launch.attempt import prepare
 from grpo_recipes.launch.nodes import NodeWorkers
-from grpo_recipes.launch.resolve_run import Options, names_of, need_same_data, need_same_world, resolve_run
+from grpo_recipes.launch.resolve import Options, names_of, need_same_data, need_same_world, resolve_run
 from grpo_recipes.launch.submission import freeze, frozen_environment
 from grpo_recipes.paths import home
 from grpo_recipes.plan.commands import base_environment
