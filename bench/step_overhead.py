@@ -29,6 +29,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -48,6 +49,7 @@ from grpo_recipes.rewards.functions import pure_accuracy_math
 from grpo_recipes.runs.rundir import code_state, write_json
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
+from grpo_recipes.weights.bridges import FileClient
 
 WHAT = "seconds per optimizer step, 256 completions of the smoke model, CPU"
 SKIPPED = 2
@@ -172,10 +174,17 @@ class Task:
         args = GRPOConfig(
             **self._options(), use_vllm=True, vllm_server_port=port, weight_sync="file", weight_guard=guard
         )  # fmt: skip
-        seconds, trainer = self._run(GRPOTrainer, args, run_dir=self._scratch)
-        client = trainer.vllm_generation.vllm_client
-        name = "with the guard" if guard else "without the guard"
-        self.sync_seconds[name].append(client.sync_seconds / client.syncs)
+        syncs: list[float] = []
+        plain = FileClient.update_named_params
+
+        def timed(client: FileClient, *tensors: Any) -> None:
+            began = time.perf_counter()
+            plain(client, *tensors)
+            syncs.append(time.perf_counter() - began)
+
+        with patch.object(FileClient, "update_named_params", timed):
+            seconds, _ = self._run(GRPOTrainer, args, run_dir=self._scratch)
+        self.sync_seconds["with the guard" if guard else "without the guard"].append(statistics.mean(syncs))
         return seconds
 
 

@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ import pytest
 from one_by_one import Bench
 
 from grpo_recipes.plan.ports import Activity, generated_tokens
-from grpo_recipes.runs.rundir import server_state_file
+from grpo_recipes.runs.rundir import server_state_file, stop_file
+from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.weights.bridges import FileClient
 from grpo_recipes.weights.client import ClientSettings
-from grpo_recipes.weights.transport import GenerationAborted
 
 NOISE = random.Random(3)
 PROMPTS = [[NOISE.randrange(5, 20) for _ in range(NOISE.randrange(4, 40))] for _ in range(16)]
@@ -44,22 +45,20 @@ def other_traffic(bench: Bench, url: str, turn: int) -> None:
     client.generate(PROMPTS[::-1][: 3 + turn], n=2, max_tokens=9)
 
 
-def end_in_flight(client: FileClient) -> float:
-    """Abort a generation under way; the seconds until it had ended."""
-    ended: list[float] = []
+def end_in_flight(client: FileClient, run_dir: Path) -> float:
+    """Stop the run in a generation under way; the seconds until it had ended."""
+    stop = StopRequest(run_dir)
+    client.settings = replace(client.settings, stop=stop)
+    asked: list[float] = []
 
-    def sample() -> None:
-        with pytest.raises(GenerationAborted):
-            client.generate(PROMPTS, n=16, **LONG)
-        ended.append(time.monotonic())
+    def ask() -> None:
+        asked.append(time.monotonic())
+        stop_file(run_dir).touch()
 
-    generation = threading.Thread(target=sample)
-    generation.start()
-    time.sleep(0.2)
-    start = time.monotonic()
-    client.abort()
-    generation.join(30)
-    return ended[0] - start
+    threading.Timer(0.2, ask).start()
+    with stop.cutting_short():
+        assert client.generate(PROMPTS, n=16, **LONG)["completion_ids"] == [[0]] * 16 * len(PROMPTS)
+    return time.monotonic() - asked[0]
 
 
 def stacks_of_every_process(bench: Bench) -> dict[str, str]:
@@ -95,7 +94,7 @@ def test_a_generation_has_the_same_bits_again_after_other_traffic_and_on_another
         assert len(stacks_of_every_process(bench)) == 3  # the API server, the engine, its worker
         assert all("most recent call first" in text for text in stacks_of_every_process(bench).values())
 
-        assert end_in_flight(connect(bench, url)) < 3
+        assert end_in_flight(connect(bench, url), tmp_path) < 3
         assert generate(client) == first
     with bench.server() as url:
         assert generate(connect(bench, url)) == first

@@ -63,8 +63,8 @@ def test_a_callback_is_called_from_the_copy(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("mine.py:Other", "no subclass of transformers.TrainerCallback"),
-        ("mine.py:Path", "no subclass"),
+        ("mine.py:Other", "not a subclass of transformers.TrainerCallback"),
+        ("mine.py:Path", "not a subclass"),
         ("mine.py:Wants", r"cannot be made \(.*'argument'\)"),
         ("mine.py:Nothing", "has no 'Nothing'"),
     ],

@@ -166,7 +166,7 @@ def test_a_stop_while_a_resumed_run_makes_up_for_an_evaluation(
     _, stopped = train(tmp_path, Scores(2, stop_file(tmp_path)), eval_on_start=True, **EVALUATED)
 
     assert stopped is not None and stopped.code == 75
-    assert str(stopped) == "stopped on request before a step was completed; checkpoint-2 stands"
+    assert str(stopped) == "stopped on request before a step was completed; the newest checkpoint is checkpoint-2"
     assert [row["step"] for row in rows_of(tmp_path / "metrics.jsonl")] == [1, 2]
     stop_file(tmp_path).unlink()
     train(tmp_path, eval_on_start=True, **EVALUATED)

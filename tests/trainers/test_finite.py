@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from grpo_recipes.runs.checkpoints import complete_checkpoints
 from grpo_recipes.runs.rundir import read_metrics
-from grpo_recipes.trainers.checks import MOST_SKIPPED, FiniteChecks, NotFinite, own_part
+from grpo_recipes.trainers.checks import MOST_SKIPPED, Checks, NotFinite, own_part
 
 from .test_logprob_guard import difference
 from .tiny_training import train
@@ -69,11 +69,11 @@ def test_a_model_that_was_never_finite_is_not_blamed_on_the_learning_rate(tmp_pa
         train(tmp_path / "run", callbacks=(Poison(1, "gradient"),))
 
 
-def checks(folder: Path, norms: list[float | None] = (), loss: float = 0.5, **keys: object) -> FiniteChecks:
+def checks(folder: Path, norms: list[float | None] = (), loss: float = 0.5, **keys: object) -> Checks:
     """Checks that have seen the gradient norms of some steps."""
     args = {"fp16": False, "learning_rate": 1e-6, "max_grad_norm": 1.0, "output_dir": str(folder), **keys}
     state = SimpleNamespace(global_step=3)
-    found = FiniteChecks(SimpleNamespace(args=SimpleNamespace(**args), state=state, _tr_loss=torch.tensor(loss)))
+    found = Checks(SimpleNamespace(args=SimpleNamespace(**args), state=state, _tr_loss=torch.tensor(loss)))
     for norm in norms:
         found.gradient(None if norm is None else torch.tensor(norm))
     return found

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_recipes.trainers.checks import WeightCheck, logprob_tolerance
+from grpo_recipes.trainers.checks import Checks, logprob_tolerance
 
 NAN = math.nan
 
@@ -28,7 +28,7 @@ def difference(server: list[list[float]], mask: list[list[int]], own: float = -1
         "sampling_per_token_logps": torch.tensor(server),
         "completion_mask": torch.tensor(mask),
     }
-    return WeightCheck(trainer).logprob_difference(output)
+    return Checks(trainer).logprob_difference(output)
 
 
 @pytest.mark.parametrize(

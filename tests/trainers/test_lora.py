@@ -342,11 +342,11 @@ def test_the_guard_compares_log_probs_without_dropout(base: Path, tmp_path: Path
 
     # What a server with the merged weights says, and what TRL's own pass says, in which the adapter drops inputs.
     output |= {"sampling_per_token_logps": first, "old_per_token_logps": first + 1.0}
-    assert trainer.weight_check.logprob_difference(output) == 0.0
+    assert trainer.checks.logprob_difference(output) == 0.0
     for layer in trainer.model.modules():
         if isinstance(layer, torch.nn.Dropout):
             layer.p = 0.0
-    assert trainer.weight_check.logprob_difference(output) == pytest.approx(1.0)
+    assert trainer.checks.logprob_difference(output) == pytest.approx(1.0)
 
 
 def test_gradient_checkpointing_reaches_the_adapter(base: Path, tmp_path: Path, stock) -> None:

@@ -78,7 +78,7 @@ def test_the_checkpoint_stands_where_a_resumed_run_completed_no_step(tmp_path: P
 
     _, stopped = run(tmp_path, Moment(stop_file(tmp_path).touch, "score", 3))  # the evaluation was made up for
 
-    assert str(stopped) == "stopped on request before a step was completed; checkpoint-2 stands"
+    assert str(stopped) == "stopped on request before a step was completed; the newest checkpoint is checkpoint-2"
     assert outcome(tmp_path, run(tmp_path)[0]) == whole
 
 

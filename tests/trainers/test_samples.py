@@ -9,17 +9,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from grpo_recipes.trainers.metrics import LONGEST_TEXT, chosen_rows, total_rewards, write_samples
+from grpo_recipes.trainers.metrics import LONGEST_TEXT, chosen_rows, weighted_rewards, write_samples
 
 from .tiny_training import train
 
 NAN = math.nan
 
 
-def test_totals_are_weighted_and_know_no_verdict() -> None:
-    per_name = {"a": [1.0, NAN, NAN, 0.33333], "b": [0.5, 0.5, NAN, 0.0]}
-    assert total_rewards(per_name, {"a": 2.0, "b": 1.0}) == [2.5, 0.5, None, 0.6667]
+def test_totals_are_weighted_and_unscored_completions_have_none() -> None:
+    rewards_BR = torch.tensor([[1.0, 0.5], [NAN, 0.5], [NAN, NAN], [0.25, 0.0]])
+    totals_B = weighted_rewards(rewards_BR, torch.tensor([2.0, 1.0]))
+    assert totals_B.nan_to_num(-1.0).tolist() == [2.5, 0.5, -1.0, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -52,12 +54,12 @@ class FakeTrainer:
     def __init__(self, folder: Path, prompt: Any = "question", completion: Any = "text", samples: int = 4):
         self._samples_file = folder / "samples.jsonl"
         self.reward_func_names, self.num_generations = ["a", "b"], 2
-        self.reward_weights = SimpleNamespace(tolist=lambda: [1.0, 0.5])
+        self.reward_weights = torch.tensor([1.0, 0.5])
+        self.rewards_BR = torch.tensor([[1.0, 1.0], [0.0, 1.0], [NAN, NAN], [0.0, 1.0]])
         self.state, self.args = SimpleNamespace(global_step=6), SimpleNamespace(report_samples=samples)
         self._logs = {
             "prompt": [prompt] * 4,
             "completion": [completion] * 4,
-            "rewards": {"a": [1.0, 0.0, NAN, 0.0], "b": [1.0, 1.0, NAN, 1.0]},
             "advantages": [0.70710678, -0.70710678, 0.0, 0.0],
         }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grpo_recipes.recipe.configs import GRPOConfig
+from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.trainers.grpo import weight_bridge
 from grpo_recipes.weights import bridges
 from grpo_recipes.weights.bridges import FileClient
@@ -33,19 +34,19 @@ def test_an_answer_that_does_not_come_ends_the_call(connect, server) -> None:
 def test_with_the_guard_a_server_that_holds_something_else_is_seen(connect, server) -> None:
     client = connect()
     sync(client)
-    assert client.verdict is None and client.syncs == 1
+    assert client.checksum_error is None
 
     server.held[0, 0] += 1
     sync(client)
 
-    assert client.verdict is not None and "after the sync it holds other values" in client.verdict
+    assert client.checksum_error is not None and "after the sync it holds other values" in client.checksum_error
 
 
 def test_without_the_guard_nobody_looks(connect, server) -> None:
     client = connect(guard=False)
     server.held[0, 0] += 1
     sync(client)
-    assert client.verdict is None and server.methods() == ["grpo_load"]
+    assert client.checksum_error is None and server.methods() == ["grpo_load"]
 
 
 def test_with_a_run_seed_every_prompt_of_every_generation_has_its_own(connect, server) -> None:
@@ -84,7 +85,7 @@ def test_the_recipes_keys_reach_the_client(tmp_path, monkeypatch, keys, expected
     args = GRPOConfig(
         output_dir=str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, weight_sync="file", report_to="none", **keys
     )
-    with weight_bridge(args, tmp_path):
+    with weight_bridge(args, tmp_path, StopRequest(tmp_path)):
         built = bridges.vllm_generation.VLLMClient
     assert built.func is FileClient
     for name, value in expected.items():

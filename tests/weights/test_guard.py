@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_recipes.weights.guard import TOLERANCES, checksum_verdict, differing, held_name, logprob_verdict
+from grpo_recipes.weights.guard import TOLERANCES, checksum_error, differing, held_name, logprob_error
 
 WRAP = 1 << 64
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -121,17 +121,17 @@ def test_known_names_are_still_compared_one_by_one_when_others_are_renamed():
 
 
 def test_a_verdict_names_the_bridge_and_a_few_parameters():
-    assert checksum_verdict("file", []) is None
-    verdict = checksum_verdict("file", ["a", "b", "c", "d", "e"])
+    assert checksum_error("file", []) is None
+    verdict = checksum_error("file", ["a", "b", "c", "d", "e"])
     assert "'file' bridge" in verdict and "a, b, c and 2 more" in verdict
-    assert "more" not in checksum_verdict("nccl", ["a", "b"])
+    assert "more" not in checksum_error("nccl", ["a", "b"])
 
 
 @pytest.mark.parametrize(
     ("difference", "fails"), [(0.0, False), (0.01, False), (0.0101, True), (float("inf"), True), (float("nan"), True)]
 )
 def test_log_probs_beyond_the_tolerance_fail(difference, fails):
-    verdict = logprob_verdict("file", difference, 0.01)
+    verdict = logprob_error("file", difference, 0.01)
     assert (verdict is not None) is fails
     if fails:
         assert "weight_guard_tolerance" in verdict and "'file' bridge" in verdict

@@ -1,14 +1,11 @@
-"""Sampling through the server: held until all requests are there, in order, and given up on request."""
+"""Sampling through the server: paused until all requests are there, and in their order."""
 
 from __future__ import annotations
-
-import threading
-import time
 
 import pytest
 
 from grpo_recipes.weights import client as client_module
-from grpo_recipes.weights.transport import GenerationAborted, ServerLost
+from grpo_recipes.weights.transport import ServerLost
 
 pytestmark = pytest.mark.alone
 
@@ -64,39 +61,3 @@ def test_an_engine_that_does_not_take_up_requests_is_not_waited_for_without_end(
     server.under_way = 1  # of somebody else, for ever
     with pytest.raises(ServerLost, match=r"did not take up 0 completions within 0\.3 s"):
         client.generate(PROMPTS, n=2)
-
-
-@pytest.mark.parametrize("seed", [None, 7])
-@pytest.mark.parametrize("queued", [True, False])
-def test_a_generation_is_given_up_on_request(connect, server, seed, queued) -> None:
-    client = connect(seed=seed, request_timeout=30.0)
-    if queued:
-        server.under_way = -1  # the count that is waited for never comes
-        client.pause("keep")
-    else:
-        server.delay = 0.5
-    ended: list[BaseException] = []
-
-    def generate() -> None:
-        try:
-            client.generate(PROMPTS, n=2)
-        except GenerationAborted as error:
-            ended.append(error)
-
-    generation = threading.Thread(target=generate)
-    generation.start()
-    time.sleep(0.2)
-    start = time.monotonic()
-    client.abort()
-    generation.join(5)
-
-    assert len(ended) == 1 and time.monotonic() - start < 3
-    assert "/pause?mode=abort" in server.calls and server.calls[-1] == "/resume"
-
-
-def test_after_a_request_to_give_up_nothing_more_is_sampled(connect, server) -> None:
-    client = connect(seed=7)
-    client.abort()
-    with pytest.raises(GenerationAborted):
-        client.generate(PROMPTS)
-    assert server.calls == []

@@ -60,11 +60,7 @@ class Rollouts(Protocol):
         """Set what sampling seeds of the next generation are derived from, where it has seeds of its own."""
 
     def generate(self, turn: Callable[[], tuple[list[Tokens], Any]]) -> Completions:
-        """Draw completions for training. Called by every rank.
-
-        Args:
-            turn: draws them with TRL's own sampler, which knows the prompts, after sending new weights.
-        """
+        """Draw completions for training by ``turn``, TRL's own sampler, which sends new weights first."""
         return Completions(*turn())
 
     def sample(self, prompts: Sequence[Prompt], how: Sampling) -> list[list[Tokens]]:
@@ -78,7 +74,7 @@ class Rollouts(Protocol):
         """Send the weights of now, unless they are there; return whether it was needed. Called by every rank."""
         return False
 
-    def checksum_verdict(self) -> str | None:
+    def checksum_error(self) -> str | None:
         """Return on every rank how the last sync failed the checksum, or None."""
         return None
 
@@ -137,18 +133,20 @@ class TransformersRollouts(Rollouts):
         """Draw a few problems at a time."""
         trainer = self._trainer
         kept = trainer.generation_config
-        trainer.generation_config = _generation_config(kept, how)
+        trainer.generation_config = config = copy.deepcopy(kept)
+        config.max_new_tokens, config.do_sample = how.max_tokens, how.temperature > 0
+        config.temperature = how.temperature or None
+        if not config.do_sample:
+            config.top_p = config.top_k = config.min_p = None
         step = max(1, trainer.args.per_device_train_batch_size // how.samples)
         drawn: list[Tokens] = []
-        try:
-            for start in range(0, len(prompts), step):
-                batch = prompts[start : start + step]
-                torch.manual_seed(batch[0].seed)
-                repeated = [prompt.ids for prompt in batch for _ in range(how.samples)]
-                drawn += trainer._generate_single_turn(repeated, None, {}, how.samples)[0]
-        finally:
-            trainer.generation_config = kept
-        return [drawn[start : start + how.samples] for start in range(0, len(drawn), how.samples)]
+        for start in range(0, len(prompts), step):
+            batch = prompts[start : start + step]
+            torch.manual_seed(batch[0].seed)
+            repeated = [prompt.ids for prompt in batch for _ in range(how.samples)]
+            drawn += trainer._generate_single_turn(repeated, None, {}, how.samples)[0]
+        trainer.generation_config = kept
+        return _grouped(drawn, how.samples)
 
 
 class VllmRollouts(TransformersRollouts):
@@ -216,11 +214,10 @@ class ServerRollouts(VllmRollouts):
         if client is not None:
             client.generation = name
 
-    def checksum_verdict(self) -> str | None:
+    def checksum_error(self) -> str | None:
         main = self._trainer.accelerator.is_main_process
-        verdicts = [self._trainer.vllm_generation.vllm_client.verdict if main else None]
-        broadcast_object_list(verdicts, from_process=0)
-        return verdicts[0]
+        errors = [self._trainer.vllm_generation.vllm_client.checksum_error if main else None]
+        return broadcast_object_list(errors, from_process=0)[0]
 
     def sample(self, prompts: Sequence[Prompt], how: Sampling) -> list[list[Tokens]]:
         """Ask the server, a request and a seed per prompt."""
@@ -233,15 +230,8 @@ class ServerRollouts(VllmRollouts):
             logprobs=None,
             **sampling_keys(self._trainer),
         )
-        drawn = answer["completion_ids"]
-        return [drawn[start : start + how.samples] for start in range(0, len(drawn), how.samples)]
+        return _grouped(answer["completion_ids"], how.samples)
 
 
-def _generation_config(training: Any, how: Sampling) -> Any:
-    config = copy.deepcopy(training)
-    config.max_new_tokens = how.max_tokens
-    config.do_sample = how.temperature > 0
-    config.temperature = how.temperature or None
-    if not config.do_sample:
-        config.top_p = config.top_k = config.min_p = None
-    return config
+def _grouped(drawn: list[Tokens], samples: int) -> list[list[Tokens]]:
+    return [drawn[start : start + samples] for start in range(0, len(drawn), samples)]

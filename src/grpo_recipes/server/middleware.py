@@ -1,4 +1,4 @@
-"""ASGI middleware of the run's server: the run's token, and what is under way.
+"""ASGI middleware of the run's server: it asks for the run's token, and reports what is under way.
 
 vLLM's own ``--api-key`` does not cover the development endpoints that change weights. The engine's own metrics do not
 change while it hangs, so activity is counted in the process that takes requests.
@@ -30,18 +30,14 @@ class RequireToken:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 401."""
-        if scope["type"] == "websocket" and not self._authorized(scope):
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if scope["type"] not in ("http", "websocket") or hmac.compare_digest(given, self._expected):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
-            return
-        if scope["type"] == "http" and not self._authorized(scope):
+        else:
             await send({"type": "http.response.start", "status": 401, "headers": [(b"content-type", b"text/plain")]})
             await send({"type": "http.response.body", "body": b"this server belongs to a run; its token is missing"})
-            return
-        await self._app(scope, receive, send)
-
-    def _authorized(self, scope: Scope) -> bool:
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return hmac.compare_digest(given, self._expected)
 
 
 class ReportActivity:

@@ -58,7 +58,6 @@ def _rows_without_copies(model: Any) -> Iterator[tuple[str, Any]]:
     for prefix, module in model.named_modules():
         replicas = getattr(module, "num_kv_head_replicas", 1)
         if replicas > 1 and module.tp_rank % replicas:
-            for name in ("weight", "bias"):
-                parameter = getattr(module, name, None)
-                if parameter is not None:
+            for name, parameter in module.named_parameters(recurse=False):
+                if name in ("weight", "bias"):
                     yield f"{prefix}.{name}", parameter.data[: module.num_heads * module.head_size]

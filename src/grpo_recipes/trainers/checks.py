@@ -1,21 +1,15 @@
-"""Checks that end a run before an update is computed from, or saved with, wrong numbers.
-
-``FiniteChecks`` looks at the loss, the gradient and the weights of every step; ``WeightCheck`` proves after every sync
-that the server samples with the trainer's weights.
-"""
+"""Checks that end a run before an update is computed from, or saved with, wrong numbers or another model's samples."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from grpo_recipes.runs.checkpoints import newest_complete
-from grpo_recipes.weights.guard import TOLERANCES, WeightsDiffer, logprob_verdict
+from grpo_recipes.weights.guard import TOLERANCES, WeightsDiffer, logprob_error
 
 # fp16 begins with gradients times 65536 and halves that factor with each step it has to skip: after 17 it is below 1.
 MOST_SKIPPED = 20
@@ -27,22 +21,20 @@ class NotFinite(RuntimeError):
 
 def not_finite(trainer: Any, what: str) -> NotFinite:
     """Return the error for what was seen, with the keys to change and the newest complete checkpoint."""
-    newest = newest_complete(Path(trainer.args.output_dir))
+    args = trainer.args
+    newest = newest_complete(Path(args.output_dir))
     kept = f"the last complete checkpoint is {newest.name}" if newest else "there is no checkpoint yet"
-    args, fixes = trainer.args, []
-    if args.fp16:
-        fixes.append("write bf16: true in the place of fp16: true")
-    if trainer.state.global_step > 0:
-        fixes.append(f"lower learning_rate (now {args.learning_rate:g})")
-    if args.max_grad_norm == 0:
-        fixes.append("write max_grad_norm: 1.0 (now 0: gradients are not cut)")
-    if not fixes:
-        fixes.append("no step was taken: look at the model's files, and at dtype, which must be the model's or wider")
-    return NotFinite(f"{what}; {kept}. Fix: {', or '.join(fixes)}")
+    fixes = [
+        "write bf16: true in the place of fp16: true" if args.fp16 else None,
+        f"lower learning_rate (now {args.learning_rate:g})" if trainer.state.global_step > 0 else None,
+        "write max_grad_norm: 1.0 (now 0: gradients are not cut)" if args.max_grad_norm == 0 else None,
+    ]
+    first = "no step was taken: look at the model's files, and at dtype, which must be the model's or wider"
+    return NotFinite(f"{what}; {kept}. Fix: {', or '.join(filter(None, fixes)) or first}")
 
 
-class FiniteChecks:
-    """End the run in a step whose loss, gradient norm or weights are not finite.
+class Checks:
+    """End the run in a step whose loss, gradient norm or weights are not finite, or whose samples are of other weights.
 
     transformers logs the mean of earlier losses in the place of one that is not a number, and takes the step. Here no
     checkpoint is written either, since the last complete one holds the last weights that are known to work.
@@ -51,6 +43,7 @@ class FiniteChecks:
     def __init__(self, trainer: Any):
         self._trainer = trainer
         self._skipped_in_a_row = 0
+        self._unproven = False  # whether the batch after a sync had nothing to compare
 
     def gradient(self, norm: Any) -> float | None:
         """Return the gradient norm, the same on every rank, as a number, so that the device is asked for it once.
@@ -68,54 +61,39 @@ class FiniteChecks:
         return found
 
     def weights(self) -> None:
-        """Look at the weights after the step: a finite gradient times the learning rate can make them infinite."""
+        """Check the weights after the step: a finite gradient times the learning rate can make them infinite."""
         parts = [own_part(parameter) for parameter in self._trainer.model.parameters() if parameter.requires_grad]
         norm = float(torch.nn.utils.get_total_norm(parts))
         if not math.isfinite(norm):
             step = self._trainer.state.global_step
             raise not_finite(self._trainer, f"the weights are not finite after step {step} (norm {norm:g})")
 
-
-def own_part(parameter: torch.Tensor) -> torch.Tensor:
-    """Return what this process holds of a parameter, not a copy: FSDP's and ZeRO-3's are shards."""
-    data = getattr(parameter, "ds_tensor", parameter).detach()
-    return data.to_local() if hasattr(data, "to_local") else data
-
-
-class WeightCheck:
-    """The trainer's side of the guard: compare checksums, and log-probs of the first batch after a sync."""
-
-    def __init__(self, trainer: Any):
-        self._trainer = trainer
-        self._unproven = False
-
-    def check(self, output: dict[str, Any], synced: bool) -> None:
+    def server(self, output: dict[str, Any], synced: bool) -> None:
         """Raise ``WeightsDiffer`` on every rank unless the server holds and uses the trainer's weights.
 
-        That is before an update is computed from this batch, which is looked at when it was sampled after a sync. A
-        batch without a scored token proves nothing: the next one is looked at too.
+        After a sync compare checksums, and log-probs of the first batch with a scored token: others prove nothing.
         """
         trainer = self._trainer
         if not (trainer.rollouts.guarded and (synced or self._unproven)):
             return
-        held = trainer.rollouts.checksum_verdict()
+        held = trainer.rollouts.checksum_error()
         difference = self.logprob_difference(output)
         self._unproven = difference is None
-        verdict = held or logprob_verdict(trainer.args.weight_sync, difference or 0.0, logprob_tolerance(trainer))
-        if verdict:
-            raise WeightsDiffer(f"{verdict}; step {trainer.state.global_step} was not taken")
+        found = held or logprob_error(trainer.args.weight_sync, difference or 0.0, logprob_tolerance(trainer))
+        if found:
+            raise WeightsDiffer(f"{found}; step {trainer.state.global_step} was not taken")
 
     def logprob_difference(self, output: dict[str, Any]) -> float | None:
         """Return the mean |trainer - server| log-prob of the sampled tokens over all ranks.
 
-        NaN when the server scored none of the tokens, None when there are none to look at. ``NotFinite`` when the
+        NaN when the server scored none of the tokens, None when there are none to compare. ``NotFinite`` when the
         trainer's own are not finite: the server is not to blame.
         """
         trainer = self._trainer
         if (trainer.top_p, trainer.top_k, trainer.min_p or 0.0, trainer.repetition_penalty) != (1.0, 0, 0.0, 1.0):
             return 0.0  # the server's log-probs are those of a truncated distribution: nothing to compare
         logps = output.get("old_per_token_logps")
-        if logps is None or _drops_out(trainer.model):
+        if logps is None or any(isinstance(one, torch.nn.Dropout) and one.p > 0 for one in trainer.model.modules()):
             logps = trainer_logps(trainer, output)
         mask = output["completion_mask"].bool()
         own = logps[mask]
@@ -137,8 +115,9 @@ def trainer_logps(trainer: Any, output: dict[str, Any]) -> torch.Tensor:
 
     Without dropout, as the server's: TRL's are those of a model in training.
     """
-    prompt, completion = output["prompt_ids"], output["completion_ids"]
-    with torch.no_grad(), _evaluating(trainer.model):
+    prompt, completion, training = output["prompt_ids"], output["completion_ids"], trainer.model.training
+    trainer.model.eval()
+    with torch.no_grad():
         logps, _, _ = trainer._get_per_token_logps_and_entropies(
             trainer.model,
             torch.cat([prompt, completion], dim=1),
@@ -146,6 +125,7 @@ def trainer_logps(trainer: Any, output: dict[str, Any]) -> torch.Tensor:
             completion.size(1),
             batch_size=trainer.args.per_device_train_batch_size,
         )
+    trainer.model.train(training)
     return logps
 
 
@@ -160,15 +140,7 @@ def logprob_tolerance(trainer: Any) -> float:
     return TOLERANCES[dtype]
 
 
-def _drops_out(model: torch.nn.Module) -> bool:
-    return any(isinstance(layer, torch.nn.Dropout) and layer.p > 0 for layer in model.modules())
-
-
-@contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
+def own_part(parameter: torch.Tensor) -> torch.Tensor:
+    """Return what this process holds of a parameter, not a copy: FSDP's and ZeRO-3's are shards."""
+    data = getattr(parameter, "ds_tensor", parameter).detach()
+    return data.to_local() if hasattr(data, "to_local") else data

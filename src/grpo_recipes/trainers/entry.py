@@ -1,10 +1,9 @@
-"""What a training process does, top to bottom; the entry scripts name the trainer."""
+"""The steps of a training process, from top to bottom; the entry scripts name the trainer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import TrainerCallback
@@ -19,30 +18,22 @@ from grpo_recipes.recipe.user_code import load_object
 from grpo_recipes.rewards.load import load_rewards
 from grpo_recipes.runs.checkpoints import newest_complete
 from grpo_recipes.runs.stop_request import StoppedOnRequest, StopRequest
+from grpo_recipes.trainers import rank
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.model import load_lora_config, load_tokenizer, model_init_kwargs, save_model
 from grpo_recipes.trainers.preemption import agreed, before_a_step
-from grpo_recipes.trainers.rank import (
-    allow_fsdp_on_cpu,
-    check_sharing,
-    check_updates,
-    check_world,
-    first_barrier,
-    rank_record,
-    run_folder,
-)
 
 
 def train(trainer_class: type[GRPOTrainer]) -> None:
     """Train the recipe of the command line, and leave the model in ``<run>/model``."""
-    run = run_folder()
+    run = rank.run_folder()
     stop = StopRequest(run)
-    with rank_record(run):
+    with rank.rank_record(run):
         stop.listen()
         script_args, args, model_args = TrlParser(CONFIGS, allow_abbrev=False).parse_args_and_config()
-        check_world(run, args.world_size, args.device.type)
-        first_barrier(run, args.device)
-        allow_fsdp_on_cpu()
+        rank.check_world(run, args.world_size, args.device.type)
+        rank.first_barrier(run, args.device)
+        rank.allow_fsdp_on_cpu()
         _leave_if_asked(stop, run, args.device)
         tokenizer = load_tokenizer(model_args, args)
         least = args.generation_batch_size // args.num_generations
@@ -67,9 +58,11 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
             stop=stop,
         )
         dtype = str(next(trainer.model.parameters()).dtype).removeprefix("torch.")
-        check_sharing(run, trainer.accelerator.distributed_type.name, dtype)
+        rank.check_sharing(run, trainer.accelerator.distributed_type.name, dtype)
         trained = {str(one.dtype).removeprefix("torch.") for one in trainer.model.parameters() if one.requires_grad}
-        check_updates(trainer.accelerator.distributed_type.name, trainer.accelerator.mixed_precision, trained, args)
+        rank.check_updates(
+            trainer.accelerator.distributed_type.name, trainer.accelerator.mixed_precision, trained, args
+        )
         checkpoint = newest_complete(run / "checkpoints")
         if trainer.accelerator.is_main_process:
             print(f"grpo: {prompts}; first prompt:\n{prompts.example}")
@@ -96,16 +89,15 @@ def load_callbacks(specs: Iterable[str], copies: Path | None = None) -> list[Tra
 
     ``copies`` is the run's folder of copied files, which are run in place of the originals.
     """
-    return [_make(spec, load_object(spec, copies)) for spec in specs]
-
-
-def _make(spec: str, found: Any) -> TrainerCallback:
-    if not (isinstance(found, type) and issubclass(found, TrainerCallback)):
-        what = f"'{spec}' is no subclass of transformers.TrainerCallback"
-        raise config_error("callbacks", what, "derive the class from TrainerCallback")
-    try:
-        return found()
-    except TypeError as error:
-        raise config_error(
-            "callbacks", f"'{spec}' cannot be made ({error})", "let its __init__ take no argument"
-        ) from error
+    callbacks = []
+    for spec in specs:
+        found = load_object(spec, copies)
+        if not (isinstance(found, type) and issubclass(found, TrainerCallback)):
+            what = f"'{spec}' is not a subclass of transformers.TrainerCallback"
+            raise config_error("callbacks", what, "derive the class from TrainerCallback")
+        try:
+            callbacks.append(found())
+        except TypeError as error:
+            what, fix = f"'{spec}' cannot be made ({error})", "let its __init__ take no argument"
+            raise config_error("callbacks", what, fix) from error
+    return callbacks

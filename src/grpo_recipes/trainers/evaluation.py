@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +19,8 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from grpo_recipes.runs.rundir import read_rows
 from grpo_recipes.runs.stop_request import Stopped
-from grpo_recipes.trainers.checkpoints import random_states, set_random_states
-from grpo_recipes.trainers.metrics import append_json, json_number
+from grpo_recipes.trainers.checkpoints import keep_random_states
+from grpo_recipes.trainers.metrics import append_json, json_number, weighted_rewards
 
 _LEFT_OUT = "model_preparation_time"  # transformers', of the first evaluation of a process
 _UNNAMED = "other"  # a set that was passed without a metric_key_prefix
@@ -37,14 +37,12 @@ class Evaluation:
     def __init__(self, trainer: Any, run_dir: Path):
         self._trainer = trainer
         self._file = run_dir / "eval.jsonl"
-        self._batch = 0
-        self._rewards: list[torch.Tensor] | None = None  # None outside an evaluation
+        self.batch = 0  # batches so far: sampling seeds come from the count
+        self.rewards: list[torch.Tensor] | None = None  # of the batches, (B, rewards) each; None outside an evaluation
         self._set: str | None = None
         self._inside = False  # True inside an evaluation, or while one is due: a stop ends that as a whole
-        self._made: dict[str | None, dict[str, float]] = {}  # metrics that an earlier attempt has written
+        self.made: dict[str | None, dict[str, float]] = {}  # metrics of this step by set that an earlier attempt wrote
         self.owed = False  # whether the run was stopped in an evaluation that was due
-
-    # --- which set, and whether at all -----------------------------------------------------------------------------
 
     def set_name(self, eval_dataset: Any, prefix: str) -> str | None:
         """Return what ``eval.jsonl`` calls the set, None for the trainer's own one."""
@@ -54,10 +52,6 @@ class Evaluation:
             return eval_dataset
         return _UNNAMED if prefix == "eval" else prefix.removeprefix("eval_")
 
-    def made(self, name: str | None) -> dict[str, float] | None:
-        """Return the metrics of a set that an earlier attempt has written for this step."""
-        return dict(self._made[name]) if name in self._made else None
-
     def read_made(self) -> None:
         """Read the metrics of the trainer's own sets, by name, that an earlier attempt wrote for this step.
 
@@ -66,13 +60,15 @@ class Evaluation:
         trainer = self._trainer
         own = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {None}
         made = {
-            row.get("set"): {name: _number(value) for name, value in row.items() if name.startswith("eval_")}
+            row.get("set"): {  # json_number wrote numbers that JSON does not have as text
+                name: float(value) if isinstance(value, str) else value
+                for name, value in row.items()
+                if name.startswith("eval_")
+            }
             for row in (read_rows(self._file) if trainer.accelerator.is_main_process else [])
             if row["step"] == trainer.state.global_step and row.get("set") in own
         }
-        answer = [made]
-        broadcast_object_list(answer, from_process=0)
-        self._made = answer[0]
+        (self.made,) = broadcast_object_list([made], from_process=0)
 
     @contextmanager
     def due(self) -> Iterator[None]:
@@ -83,10 +79,7 @@ class Evaluation:
         except Stopped:
             self.owed = True
         finally:
-            self._inside = False
-            self._made = {}
-
-    # --- one evaluation --------------------------------------------------------------------------------------------
+            self._inside, self.made = False, {}
 
     @contextmanager
     def running(self, name: str | None = None) -> Iterator[None]:
@@ -109,38 +102,34 @@ class Evaluation:
         logs, log_completions = trainer._logs, trainer.log_completions
         outer, training = (self._set, self._inside), trainer.model.training
         due = trainer.control.should_log, trainer.control.should_evaluate
-        trainer._logs = _empty(logs)
+        trainer._logs = copy.deepcopy(logs)
         trainer.log_completions = False  # the parquet file of this step is the training's
         self._set, self._inside = name, True
-        states = random_states()
+        put_back_random_states = keep_random_states()
         try:
             with trainer.rows.evaluating():
-                set_seed(self._seed())
+                # A seed for each step, rank and set: an evaluation made up for later draws what it would have drawn.
+                place = f"{trainer.args.seed}/eval/{trainer.state.global_step}/{trainer.args.process_index}"
+                text = place if name is None else f"{place}/{name}"
+                set_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big"))
                 yield
         finally:
-            set_random_states(states)
+            put_back_random_states()
             trainer._logs, trainer.log_completions = logs, log_completions
             self._set, self._inside = outer
-            self._rewards = None
+            self.rewards = None
             trainer.model.train(training)
             if not self._inside:
                 trainer.control.should_log, trainer.control.should_evaluate = due
             trainer._metrics["eval"].clear()
 
-    def _seed(self) -> int:
-        """Return one for each step, rank and set: an evaluation made up for later draws what it would have drawn."""
-        args = self._trainer.args
-        text = f"{args.seed}/eval/{self._trainer.state.global_step}/{args.process_index}"
-        text += "" if self._set is None else f"/{self._set}"
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
-
     def loop(self, run: Callable[[], EvalLoopOutput], dataloader: Any, description: str, prefix: str) -> EvalLoopOutput:
         """Run transformers' loop, and add TRL's metrics, with the rewards' means over every completion once."""
         began, trainer = time.perf_counter(), self._trainer
-        self._batch, self._rewards = 0, []
+        self.batch, self.rewards = 0, []
         trainer._metrics["eval"].clear()
         output = run()
-        rewards = torch.cat(self._rewards or [torch.empty(0, len(trainer.reward_func_names))])
+        rewards = torch.cat(self.rewards or [torch.empty(0, len(trainer.reward_func_names))])
         repeats = trainer.num_generations_eval
         prompts = min(_prompts_in(dataloader, repeats), len(rewards) // repeats)
         means = {name: _mean(values) for name, values in trainer._metrics["eval"].items()}
@@ -148,49 +137,27 @@ class Evaluation:
         means |= self._reward_means(rewards[: prompts * repeats])
         output.metrics.update({f"{prefix}_{name}": mean for name, mean in means.items()})
         trainer._metrics["eval"].clear()  # else TRL logs them again, under its own names
-        self._rewards = None
+        self.rewards = None
         if description == "Evaluation" and trainer.accelerator.is_main_process:
-            measured = {name.removeprefix(f"{prefix}_"): value for name, value in output.metrics.items()}
-            self._write_row(measured, prompts, time.perf_counter() - began)
+            start = "eval_" if self._set is None else f"eval_{self._set}_"
+            measured = {name.removeprefix(f"{prefix}_"): json_number(value) for name, value in output.metrics.items()}
+            row = {
+                "step": trainer.state.global_step,
+                **({} if self._set is None else {"set": self._set}),
+                **{f"{start}{name}": value for name, value in measured.items() if name != _LEFT_OUT},
+                "prompts": prompts,
+                "seconds": time.perf_counter() - began,
+            }
+            append_json(self._file, row)
         return output
 
-    @property
-    def looping(self) -> bool:
-        """Whether batches of an evaluation are being sampled and scored."""
-        return self._rewards is not None
-
-    def next_batch(self) -> None:
-        """Count the batch: sampling seeds come from the count."""
-        self._batch += 1
-
-    def generation_name(self) -> str:
-        """Return what sampling seeds of this batch are derived from."""
-        return f"eval/{self._trainer.state.global_step}/{self._batch}"
-
-    def keep_rewards(self, rewards: torch.Tensor) -> None:
-        """Keep a batch's rewards of all ranks, (B, rewards), for the means."""
-        if self._rewards is not None:
-            self._rewards.append(rewards.detach().cpu())
-
-    def _reward_means(self, rewards: torch.Tensor) -> dict[str, float]:
-        """Return TRL's reward metrics over ``rewards``, (B, rewards); NaN is unscored."""
-        weighted = (rewards * self._trainer.reward_weights.cpu()).nansum(dim=1)
-        weighted[rewards.isnan().all(dim=1)] = torch.nan
-        means = {"reward": weighted.nanmean(), "reward_std": _nanstd(weighted)}
-        for name, column in zip(self._trainer.reward_func_names, rewards.T, strict=True):
-            means |= {f"rewards/{name}/mean": column.nanmean(), f"rewards/{name}/std": _nanstd(column)}
+    def _reward_means(self, rewards_BR: torch.Tensor) -> dict[str, float]:
+        """Return TRL's reward metrics; NaN is unscored."""
+        names, weighted_B = self._trainer.reward_func_names, weighted_rewards(rewards_BR, self._trainer.reward_weights)
+        means = {"reward": weighted_B.nanmean(), "reward_std": _nanstd(weighted_B)}
+        for name, column_B in zip(names, rewards_BR.T, strict=True):
+            means |= {f"rewards/{name}/mean": column_B.nanmean(), f"rewards/{name}/std": _nanstd(column_B)}
         return {name: value.item() for name, value in means.items()}
-
-    def _write_row(self, measured: dict[str, float], prompts: int, seconds: float) -> None:
-        start = "eval_" if self._set is None else f"eval_{self._set}_"
-        row = {
-            "step": self._trainer.state.global_step,
-            **({} if self._set is None else {"set": self._set}),
-            **{f"{start}{name}": json_number(value) for name, value in measured.items() if name != _LEFT_OUT},
-            "prompts": prompts,
-            "seconds": seconds,
-        }
-        append_json(self._file, row)
 
 
 class CountedStream(torch.utils.data.IterableDataset[Any]):
@@ -222,23 +189,10 @@ def _prompts_in(dataloader: Any, repeats: int) -> int:
     return dataset.rows // repeats if isinstance(dataset, CountedStream) else len(dataset)
 
 
-def _number(value: Any) -> Any:
-    """Undo ``json_number``."""
-    return float(value) if isinstance(value, str) else value
-
-
 def _mean(values: list[float]) -> float | None:
     """Return TRL's mean of the batches' values, None where no batch has one."""
     known = [value for value in values if not math.isnan(value)]
     return fmean(known) if known else None
-
-
-def _empty(logs: dict[str, Any]) -> dict[str, Any]:
-    """Return TRL's containers of logged completions without their content."""
-    return {
-        name: defaultdict(held.default_factory) if isinstance(held, defaultdict) else type(held)(maxlen=held.maxlen)
-        for name, held in logs.items()
-    }
 
 
 def _nanstd(values: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,8 @@ MaxEnt, the optimizer's step, and the gathering of weights for whatever samples.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,30 +22,17 @@ import trl
 from accelerate.utils import is_peft_model
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 
-from grpo_recipes.algorithms.controllers import KLController
+from grpo_recipes.algorithms.controllers import KLController, TauController
 from grpo_recipes.plan.commands import seeds_sampling
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.rollouts.backends import rollouts_of
 from grpo_recipes.runs.rundir import server_state_file
 from grpo_recipes.runs.stop_request import Stopped, StopRequest
-from grpo_recipes.trainers.checkpoints import (
-    Checkpoints,
-    Controllers,
-    ResumeState,
-    ended_by_callback,
-    load_controllers,
-    save_controllers,
-)
-from grpo_recipes.trainers.checks import FiniteChecks, WeightCheck
+from grpo_recipes.trainers.checkpoints import Checkpoints, begin_epoch, ended_by_callback
+from grpo_recipes.trainers.checks import Checks
 from grpo_recipes.trainers.evaluation import CountedStream, Evaluation
 from grpo_recipes.trainers.metrics import MetricsRows, json_number, write_samples
-from grpo_recipes.trainers.model import (
-    load_reference,
-    loaded_by_every_rank,
-    merged_parameters,
-    refuse_shards,
-    save_reference,
-)
+from grpo_recipes.trainers.model import loaded_by_every_rank, merged_parameters, refuse_shards
 from grpo_recipes.trainers.preemption import Preemption
 from grpo_recipes.trainers.scoring import Scoring
 from grpo_recipes.weights.bridges import bridge_in_place
@@ -56,12 +43,8 @@ from grpo_recipes.weights.guard import WeightsDiffer
 class GRPOTrainer(trl.GRPOTrainer):
     """TRL's ``GRPOTrainer`` with our weight bridges, the guard, complete checkpoints, and a row of metrics per step.
 
-    Args:
-        args: the recipe's ``recipe.configs.GRPOConfig``.
-        run_dir: where ``metrics.jsonl``, ``eval.jsonl``, ``samples.jsonl`` and ``slow_rewards.jsonl`` go.
-        stop: the request to stop that is looked at; one of the run directory by default.
-        reward_max_no_verdict: share of a training generation's completions without a score that ends the run.
-        kwargs: TRL's others.
+    ``run_dir`` is where its JSONL files go, ``stop`` the request to stop (of the run directory by default), and
+    ``reward_max_no_verdict`` the share of unscored completions of a training generation that ends the run.
     """
 
     args: GRPOConfig
@@ -76,24 +59,26 @@ class GRPOTrainer(trl.GRPOTrainer):
         **kwargs: Any,
     ):
         args.logging_nan_inf_filter = False  # a loss that is not finite must reach the checks
-        self.controllers = _kl_controllers(args)
-        self.resume = ResumeState(self)
+        stop = stop or StopRequest(run_dir)
+        self.controllers: dict[str, KLController | TauController] = {}
+        if args.kl_target is not None:
+            if args.beta == 0.0:
+                raise ValueError("kl_target needs beta above 0: a multiple of 0 stays 0")
+            self.controllers["kl"] = KLController(args.beta, args.kl_target, args.kl_horizon, args.kl_ctl_step_size)
         self.checkpoints = Checkpoints(self)
-        self.finite = FiniteChecks(self)
-        self.weight_check = WeightCheck(self)
-        self.preemption = Preemption(self, stop or StopRequest(run_dir))
+        self.checks = Checks(self)
+        self.preemption = Preemption(self, stop)
         self.scoring = Scoring(self, run_dir, reward_max_no_verdict)
         self.evaluation = Evaluation(self, run_dir)
         self._samples_file = run_dir / "samples.jsonl"
-        with weight_bridge(args, run_dir), loaded_by_every_rank(args):
+        with weight_bridge(args, run_dir, stop), loaded_by_every_rank(args):
             super().__init__(args=args, **kwargs)
+        for name in ("rewards", "extra"):  # TRL's lambda cannot be saved
+            self._logs[name].default_factory = partial(deque, maxlen=args.generation_batch_size)
         self.rows = MetricsRows(self, run_dir, args.process_index)
         self.rollouts = rollouts_of(self)
         if self.use_vllm:
-            generation = self.vllm_generation
-            generation.sync_weights = self.rows.timed("sync", generation.sync_weights)
-            if getattr(generation, "vllm_client", None) is not None:
-                self.preemption.interrupt(generation.vllm_client)
+            self.vllm_generation.sync_weights = self.rows.phase("sync")(self.vllm_generation.sync_weights)
         if is_peft_model(self.model):
             refuse_shards(self.accelerator)
             if self.use_vllm:
@@ -110,22 +95,23 @@ class GRPOTrainer(trl.GRPOTrainer):
         raise self.preemption.save_last_step()
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
-        return self.resume.sampler(super()._get_train_sampler(dataset))
+        self.sampler = super()._get_train_sampler(dataset)
+        return self.sampler
 
     def _run_epoch(self, *args: Any, epoch: int, resume_from_checkpoint: str | None, **kwargs: Any) -> None:
         """Run an epoch in its own order of prompts; transformers takes one step too many where all had been taken."""
         if ended_by_callback(resume_from_checkpoint) or self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
-        self.resume.begin_epoch(epoch)
+        begin_epoch(self.sampler, epoch)
         super()._run_epoch(*args, epoch=epoch, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         self.preemption.step_completed()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Take a micro-step as TRL does, which samples, scores and weighs where a generation has been used up.
 
-        Before it comes the evaluation that the run was stopped in, its sets without a row. Stopped in it again, the
-        run leaves the checkpoint that owes it: nothing has happened since.
+        An evaluation that the run was stopped in comes first, with the sets that have no row yet. Stopped in it again,
+        the run leaves the checkpoint that owes it: nothing has happened since.
         """
         if self.evaluation.owed:
             self.evaluation.owed = False
@@ -142,9 +128,8 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Sample, score and weigh a generation, write samples of it, and check the weights it was sampled with."""
-        training, loaded = self.model.training, self.rollouts.loaded_step
-        place = f"{self.state.global_step}/{self._step}"
-        self.rollouts.name_generation(place if training else self.evaluation.generation_name())
+        training, loaded, step = self.model.training, self.rollouts.loaded_step, self.state.global_step
+        self.rollouts.name_generation(f"{step}/{self._step}" if training else f"eval/{step}/{self.evaluation.batch}")
         output = self.sample_and_score(inputs)
         if training:
             advantages_PG = self.weigh(output)
@@ -152,7 +137,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 self._replace_advantages(output, advantages_PG.flatten())
             if self.accelerator.is_main_process and self.args.report_samples > 0:
                 write_samples(self._samples_file, self, [row.get("answer") for row in inputs])
-        self.weight_check.check(output, synced=self.rollouts.loaded_step != loaded)
+        self.checks.server(output, synced=self.rollouts.loaded_step != loaded)
         return output
 
     def sample_and_score(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -171,11 +156,12 @@ class GRPOTrainer(trl.GRPOTrainer):
     ) -> torch.Tensor:
         """Score: return the rewards of all ranks, (B, rewards), NaN in every column of an unscored completion."""
         self.scoring.begin(len(prompts))
-        with self.preemption.scoring(self.reward_funcs), self.rows.phase("score"):
+        with self.preemption.cutting_short(), self.rows.phase("score"):
             rewards_BR = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self.preemption.stop_if_agreed()
         self.scoring.mark_unscored(rewards_BR, prompts, completions)
-        self.evaluation.keep_rewards(rewards_BR)
+        if self.evaluation.rewards is not None:
+            self.evaluation.rewards.append(rewards_BR.detach().cpu())
         self.rewards_BR = rewards_BR
         return rewards_BR
 
@@ -203,19 +189,18 @@ class GRPOTrainer(trl.GRPOTrainer):
 
         The row of a step holds as ``beta`` the coefficient that was in force in it.
         """
-        kl_controller = self.controllers.get("kl")
-        if kl_controller is None:
+        if "kl" not in self.controllers:
             return
         micro_batches = self.current_gradient_accumulation_steps
         kls = self._metrics["train"]["kl"][-micro_batches:]
         self._metrics["train"]["beta"].append(self.beta)
         completions = self.args.per_device_train_batch_size * micro_batches * self.accelerator.num_processes
-        kl_controller.update(sum(kls) / len(kls), completions)
-        self.beta = kl_controller.beta
+        self.controllers["kl"].update(sum(kls) / len(kls), completions)
+        self.beta = self.controllers["kl"].beta
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float | None:
         """Return the gradient norm, which must be finite, as the number that transformers would ask for later."""
-        return self.finite.gradient(super()._get_grad_norm(model, grad_norm=grad_norm))
+        return self.checks.gradient(super()._get_grad_norm(model, grad_norm=grad_norm))
 
     def _maybe_log_save_evaluate(
         self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *args: Any, **kwargs: Any
@@ -224,7 +209,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
         A checkpoint is written where a callback ends the training: a resumed run must not continue there.
         """
-        self.finite.weights()
+        self.checks.weights()
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *args, **kwargs)
         if self.control.should_training_stop and self.state.global_step < self.state.max_steps:
             self._save_checkpoint(model, trial)
@@ -247,8 +232,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         """After training, have whatever samples hold the weights of the last step. Called by every rank."""
         self.model.eval()
         sent = self.rollouts.serve_weights()
-        if sent and self.rollouts.guarded and (verdict := self.rollouts.checksum_verdict()):
-            raise WeightsDiffer(f"{verdict}; no benchmark was run on it")
+        if sent and self.rollouts.guarded and (error := self.rollouts.checksum_error()):
+            raise WeightsDiffer(f"{error}; no benchmark was run on it")
 
     # --- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -262,55 +247,20 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _save_rng_state(self, output_dir: str) -> None:
         """Save the random states as transformers does, and beside them all that it does not save."""
         super()._save_rng_state(output_dir)
-        self.resume.save(output_dir, self.unsaved_state())
-        if self.args.sync_ref_model:
-            save_reference(self, output_dir)
-        if self.controllers and self.accelerator.is_main_process:
-            save_controllers(output_dir, self.controllers)
+        self.checkpoints.save_unsaved(Path(output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Restore them, the reference and the controllers: on every resume, also with ``ignore_data_skip``."""
-        if checkpoint is None:
-            return
-        self.resume.require_optimizer(checkpoint)
-        super()._load_optimizer_and_scheduler(checkpoint)
-        self._print_restored("optimizer and learning-rate schedule")
-        if self.args.sync_ref_model:
-            load_reference(self, checkpoint)
-            self._print_restored("reference model as it was last synced")
-        if self.controllers:
-            lines = load_controllers(checkpoint, self.controllers)
+        if checkpoint is not None:
+            load = partial(super()._load_optimizer_and_scheduler, checkpoint)
+            self.checkpoints.load_optimizer(Path(checkpoint), load)
             if "kl" in self.controllers:
                 self.beta = self.controllers["kl"].beta
-            self._print_restored(*lines)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restore the random states, and all that transformers does not save."""
-        if checkpoint is None:
-            return
-        self.resume.require_random_states(checkpoint)
-        super()._load_rng_state(checkpoint)
-        state = self.resume.load(checkpoint, self.unsaved_state())
-        self.restore_unsaved(state)
-        self._print_restored("random states of Python, numpy and torch", *self.describe_unsaved(state))
-
-    def unsaved_state(self) -> dict[str, Any]:
-        """Return what this rank's checkpoints hold beside transformers', by name; subclasses add theirs."""
-        return {**self.resume.state(), "evaluation_owed": self.evaluation.owed}
-
-    def restore_unsaved(self, state: dict[str, Any]) -> None:
-        """Continue from what ``unsaved_state`` returned. Called by every rank."""
-        self.resume.restore(state)
-        self.evaluation.owed = state["evaluation_owed"] and self.args.eval_strategy != "no"
-
-    def describe_unsaved(self, state: dict[str, Any]) -> list[str]:
-        """Return lines about a state that was restored."""
-        return [*self.resume.describe(state), f"evaluation: {'owed' if self.evaluation.owed else 'none owed'}"]
-
-    def _print_restored(self, *items: str) -> None:
-        if self.accelerator.is_main_process:
-            for item in items:
-                print(f"grpo: restored {item}", flush=True)
+        if checkpoint is not None:
+            self.checkpoints.load_random_states(Path(checkpoint), partial(super()._load_rng_state, checkpoint))
 
     # --- evaluation ------------------------------------------------------------------------------------------------
 
@@ -326,8 +276,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         leaves no metrics.
         """
         name = self.evaluation.set_name(eval_dataset, metric_key_prefix)
-        if (made := self.evaluation.made(name)) is not None:
-            return made
+        if name in self.evaluation.made:
+            return dict(self.evaluation.made[name])
         metrics: dict[str, float] = {}
         with self.evaluation.running(name):
             self.preemption.stop_if_agreed()  # save first: the time left may be seconds
@@ -371,18 +321,17 @@ class GRPOTrainer(trl.GRPOTrainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Run transformers' loop, with TRL's metrics over every completion once."""
-        run = partial(
-            super().evaluation_loop, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-        )
+        arguments = (dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        run = partial(super().evaluation_loop, *arguments)
         return self.evaluation.loop(run, dataloader, description, metric_key_prefix)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Count the batch and evaluate it as TRL does."""
-        self.evaluation.next_batch()
+        self.evaluation.batch += 1
         return super().prediction_step(*args, **kwargs)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        if self.evaluation.looping:  # a batch for the sampler is too large for one forward pass
+        if self.evaluation.rewards is not None:  # a batch for the sampler is too large for one forward pass
             kwargs["batch_size"] = self.args.per_device_train_batch_size
         return super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
@@ -392,10 +341,9 @@ class GRPOTrainer(trl.GRPOTrainer):
             return super().get_eval_dataloader(eval_dataset)
         kept = getattr(self, "_eval_dataloaders", {})
         self._eval_dataloaders: dict[str, Any] = {}
-        try:
-            return super().get_eval_dataloader(eval_dataset)
-        finally:
-            self._eval_dataloaders = kept
+        loader = super().get_eval_dataloader(eval_dataset)
+        self._eval_dataloaders = kept
+        return loader
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """Build the loader of an evaluation: transformers' does not repeat the prompts of a stream."""
@@ -407,12 +355,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         return super()._get_dataloader(dataset, description, *args, **kwargs)
 
 
-@contextmanager
-def weight_bridge(args: GRPOConfig, run_dir: Path) -> Iterator[None]:
+def weight_bridge(args: GRPOConfig, run_dir: Path, stop: StopRequest) -> AbstractContextManager[None]:
     """Let TRL build the recipe's bridge as its client inside, where a server samples."""
     if not args.use_vllm or args.vllm_mode != "server":
-        yield
-        return
+        return nullcontext()
     settings = ClientSettings(
         served_name=os.environ["GRPO_RUN"],
         request_timeout=args.server_request_timeout,
@@ -421,14 +367,6 @@ def weight_bridge(args: GRPOConfig, run_dir: Path) -> Iterator[None]:
         sync_dir=Path(os.environ["GRPO_SYNC_DIR"]),
         state_file=server_state_file(run_dir),
         start_timeout=args.vllm_server_timeout,
+        stop=stop,
     )
-    with bridge_in_place(args.weight_sync, settings):
-        yield
-
-
-def _kl_controllers(args: GRPOConfig) -> Controllers:
-    if args.kl_target is None:
-        return {}
-    if args.beta == 0.0:
-        raise ValueError("kl_target needs beta above 0: a multiple of 0 stays 0")
-    return {"kl": KLController(args.beta, args.kl_target, args.kl_horizon, args.kl_ctl_step_size)}
+    return bridge_in_place(args.weight_sync, settings)

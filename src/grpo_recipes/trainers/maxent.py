@@ -10,27 +10,18 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from grpo_recipes.algorithms import maxent
 from grpo_recipes.algorithms.controllers import TauController
-from grpo_recipes.algorithms.maxent import (
-    centred,
-    incorrect_mass,
-    listwise_q,
-    policy_weights,
-    target_weights,
-    tempered_weights,
-    weight_entropy,
-)
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.recipe.registry import ACCURACY, OBJECTIVES, SCALE_REWARDS, Objective
 from grpo_recipes.trainers.checks import trainer_logps
 from grpo_recipes.trainers.grpo import GRPOTrainer
+from grpo_recipes.trainers.metrics import weighted_rewards
 
 _RIGHT = 1.0 - 1e-6  # least accuracy reward of a right answer
 _WARN_AFTER, _WARN_SHARE = 10, 0.5  # generations, share of the positive advantages on wrong answers
@@ -61,47 +52,34 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         self._objective = OBJECTIVES[args.maxent_objective]
         self._fixed_tau = self._objective.tau_or_default(args.maxent_tau)
         self._target_beta = args.maxent_beta if self._objective.targets_q else 0.0
-        self._on_wrong: deque[tuple[float, float]] = deque(maxlen=_WARN_AFTER)
-        self._warned = False
         fix_loss(args, self._objective)
-        with _lent_beta(args, self._target_beta):
-            super().__init__(args=args, **kwargs)
-        self.beta = args.beta
+        beta = args.beta
+        if beta == 0.0 and args.kl_target is None:  # at 0 TRL builds no reference model, which the target needs
+            args.beta = self._target_beta
+        super().__init__(args=args, **kwargs)
+        self.beta = args.beta = beta
         if args.maxent_target_weight_entropy is not None or args.maxent_target_eff_rollouts is not None:
-            self.controllers["tau"] = self._tau_controller(args)
+            self.controllers["tau"] = TauController(
+                tau=self._fixed_tau,
+                lr=args.maxent_tau_lr,
+                minimum=args.maxent_tau_min,
+                maximum=args.maxent_tau_max,
+                warmup_steps=args.maxent_tau_warmup_steps,
+                target_entropy=args.maxent_target_weight_entropy,
+                target_eff_rollouts=args.maxent_target_eff_rollouts,
+            )
         self._measured: list[tuple[float, float]] = []  # weight entropy and effective rollouts in this optimizer step
-
-    def unsaved_state(self) -> dict[str, Any]:
-        return {**super().unsaved_state(), "on_wrong": list(self._on_wrong), "warned": self._warned}
-
-    def restore_unsaved(self, state: dict[str, Any]) -> None:
-        super().restore_unsaved(state)
-        self._on_wrong = deque(state["on_wrong"], maxlen=_WARN_AFTER)
-        self._warned = state["warned"]
-
-    def describe_unsaved(self, state: dict[str, Any]) -> list[str]:
-        watched = f"advantages on wrong answers: {len(state['on_wrong'])} generations watched"
-        return [*super().describe_unsaved(state), watched]
-
-    def _tau_controller(self, args: GRPOConfig) -> TauController:
-        return TauController(
-            tau=self._fixed_tau,
-            lr=args.maxent_tau_lr,
-            minimum=args.maxent_tau_min,
-            maximum=args.maxent_tau_max,
-            warmup_steps=args.maxent_tau_warmup_steps,
-            target_entropy=args.maxent_target_weight_entropy,
-            target_eff_rollouts=args.maxent_target_eff_rollouts,
-        )
+        self._on_wrong: deque[tuple[float, float]] = deque(maxlen=_WARN_AFTER)  # positive advantages: on wrong, on all
+        self._warned = False
+        self.checkpoints.unsaved += ["_on_wrong", "_warned"]
 
     @property
     def tau(self) -> float:
         """The temperature in force."""
-        controller = self.controllers.get("tau")
-        return self._fixed_tau if controller is None else controller.tau
+        return self.controllers["tau"].tau if "tau" in self.controllers else self._fixed_tau
 
     def move_controllers(self) -> None:
-        """GRPO's, and tau from the generations of the step; a step without one moves nothing and is not counted."""
+        """Move GRPO's, and tau by the generations of the step; a step without one moves nothing and is not counted."""
         super().move_controllers()
         if "tau" in self.controllers and self._measured:
             entropies, eff_rollouts = zip(*self._measured, strict=True)
@@ -113,24 +91,23 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         if not self.model.training or self.beta != 0.0:
             return super().sample_and_score(inputs)
         self.beta = self._target_beta
-        try:
-            return super().sample_and_score(inputs)
-        finally:
-            self.beta = 0.0
+        output = super().sample_and_score(inputs)
+        self.beta = 0.0
+        return output
 
     def weigh(self, output: dict[str, Any]) -> torch.Tensor | None:
-        """The objective's advantages (P, G); None for ``tempered`` at tau inf, which is Dr.GRPO bit for bit."""
+        """Return the objective's advantages, (P, G); None for ``tempered`` at tau inf, which is Dr.GRPO bit for bit."""
         groups = self._groups(output)
         if self.beta == 0.0:
             output.pop("ref_per_token_logps", None)  # the loss has no use for them
         weights_PG = self._weights(groups)
         advantages_PG = self._advantages(groups, weights_PG)
         self._log_weights(groups, weights_PG)
-        self._watch(groups, advantages_PG)
+        self._warn_of_wrong(groups, advantages_PG)
         return None if not self._objective.targets_q and self.tau == math.inf else advantages_PG
 
     def _groups(self, output: dict[str, Any]) -> Groups:
-        """The generation over all ranks, in float64."""
+        """Return the generation over all ranks."""
         mask = output["completion_mask"]
         if "tool_mask" in output:
             mask = mask * output["tool_mask"]
@@ -143,94 +120,88 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         gathered = self.accelerator.gather(torch.stack(list(columns.values()), dim=1))
         of = {name: column.view(-1, self.num_generations) for name, column in zip(columns, gathered.T, strict=True)}
 
-        rewards_PG = self._summed_rewards().double().view(-1, self.num_generations)
+        rewards_B = weighted_rewards(self.rewards_BR, self.reward_weights)
+        rewards_PG = rewards_B.double().view(-1, self.num_generations)
         learns_PG = ~rewards_PG.isnan() & (of["lengths"] > 0)
         judged_PG, right_PG = self._judged(rewards_PG)
-        return Groups(
-            rewards_PG, of["lengths"], learns_PG, judged_PG, right_PG & learns_PG, of.get("ref"), of.get("policy")
-        )
-
-    def _summed_rewards(self) -> torch.Tensor:
-        """TRL's weighted sum of all ranks' rewards, (B,); NaN where no reward gave a verdict."""
-        rewards_B = (self.rewards_BR * self.reward_weights.to(self.rewards_BR.device)).nansum(dim=1)
-        return rewards_B.masked_fill(self.rewards_BR.isnan().all(dim=1), torch.nan)
+        right_PG = right_PG & learns_PG
+        return Groups(rewards_PG, of["lengths"], learns_PG, judged_PG, right_PG, of.get("ref"), of.get("policy"))
 
     def _judged(self, rewards_PG: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of which answers it is known whether they are right, and which are, both (P, G).
+        """Return of which answers it is known whether they are right, and which are, both (P, G).
 
-        An accuracy reward says it, unless it gave no verdict. Without one an answer is right that is rewarded above its
-        group's mean, and a group of equal rewards tells nothing.
+        The accuracy rewards decide, where they gave a score. Without one an answer is right that is rewarded above its
+        group's mean, and a group of equal rewards decides nothing.
         """
         columns = [place for place, name in enumerate(self.reward_func_names) if name in ACCURACY]
         if columns:
             accuracies_BR = self.rewards_BR[:, columns]
             judged_B, right_B = ~accuracies_BR.isnan().all(dim=1), (accuracies_BR >= _RIGHT).any(dim=1)
             return judged_B.view_as(rewards_PG), right_B.view_as(rewards_PG)
-        right_PG = centred(rewards_PG) > 1e-9
+        right_PG = maxent.centred(rewards_PG) > 1e-9
         return right_PG.any(dim=1, keepdim=True).expand_as(right_PG), right_PG
 
     def _weights(self, groups: Groups) -> torch.Tensor:
-        """The objective's weights (P, G): of each group they sum to 1 over the completions that learn."""
+        """Return the objective's weights, (P, G): of each group they sum to 1 over the completions that learn."""
         args = self.args
         if not self._objective.targets_q:
-            utilities_PG = centred(groups.rewards_PG)
+            utilities_PG = maxent.centred(groups.rewards_PG)
             if args.maxent_utility == "length_scaled":
                 utilities_PG = utilities_PG * groups.lengths_PG / self.max_completion_length
-            return tempered_weights(utilities_PG.masked_fill(~groups.learns_PG, torch.nan), self.tau)
+            return maxent.tempered_weights(utilities_PG.masked_fill(~groups.learns_PG, torch.nan), self.tau)
         rewards_PG = groups.rewards_PG.masked_fill(~groups.learns_PG, torch.nan)
-        q_PG = listwise_q(rewards_PG, args.maxent_q_temperature, args.maxent_q_epsilon)
+        q_PG = maxent.listwise_q(rewards_PG, args.maxent_q_temperature, args.maxent_q_epsilon)
         ref_PG = groups.ref_logps_PG
         if ref_PG is not None and args.maxent_length_normalize_ref:
             ref_PG = ref_PG / groups.lengths_PG.clamp(min=1)
-        return target_weights(q_PG, ref_PG, self.tau, self._target_beta)
+        return maxent.target_weights(q_PG, ref_PG, self.tau, self._target_beta)
 
     def _advantages(self, groups: Groups, weights_PG: torch.Tensor) -> torch.Tensor:
-        """The advantages (P, G) with which TRL's loss has the objective's gradient.
+        """Return the advantages, (P, G), with which TRL's loss has the objective's gradient.
 
         ``grpo`` takes the mean over a completion's tokens and over completions; ``dr_grpo`` divides a sum over tokens
         by ``max_completion_length``, which is undone here for the objectives that sum log-probs.
         """
         if not self._objective.targets_q:
             learning_P1 = groups.learns_PG.sum(dim=1, keepdim=True)
-            return (learning_P1 * weights_PG * centred(groups.rewards_PG)).nan_to_num(nan=0.0)
+            return (learning_P1 * weights_PG * maxent.centred(groups.rewards_PG)).nan_to_num(nan=0.0)
         normalized = self.args.maxent_length_normalize_policy
         scale = self.num_generations * (1 if normalized else self.max_completion_length)
         if groups.policy_logps_PG is None:
             return scale * weights_PG
         policy_PG = groups.policy_logps_PG / groups.lengths_PG.clamp(min=1) if normalized else groups.policy_logps_PG
-        return scale * (weights_PG - policy_weights(policy_PG, groups.learns_PG))
+        return scale * (weights_PG - maxent.policy_weights(policy_PG, groups.learns_PG))
 
     def _log_weights(self, groups: Groups, weights_PG: torch.Tensor) -> None:
-        """Metrics of a generation, over its groups with weights; none where no group has any."""
+        """Log metrics of a generation, over its groups with weights; none where no group has any."""
         metrics = self._metrics["train"]
         metrics["maxent/tau"].append(self.tau)
         metrics["maxent/beta"].append(self._target_beta)
-        entropy_P = weight_entropy(weights_PG)
+        entropy_P = maxent.weight_entropy(weights_PG)
         entropy_P = entropy_P[~entropy_P.isnan()]
         if len(entropy_P) == 0:
             return
         entropy, eff_rollouts = entropy_P.mean().item(), entropy_P.exp().mean().item()
         self._measured.append((entropy, eff_rollouts))
-        metrics["maxent/weight_entropy"].append(entropy)
-        metrics["maxent/weight_entropy_min"].append(entropy_P.min().item())
-        metrics["maxent/weight_entropy_max"].append(entropy_P.max().item())
-        metrics["maxent/eff_rollouts"].append(eff_rollouts)
-        mass_P = incorrect_mass(weights_PG, groups.wrong_PG)[groups.judged_PG.any(dim=1)]
-        known = {
+        mass_P = maxent.incorrect_mass(weights_PG, groups.wrong_PG)[groups.judged_PG.any(dim=1)]
+        found = {
+            "maxent/weight_entropy": entropy,
+            "maxent/weight_entropy_min": entropy_P.min().item(),
+            "maxent/weight_entropy_max": entropy_P.max().item(),
+            "maxent/eff_rollouts": eff_rollouts,
             "maxent/incorrect_mass": mass_P.nanmean().item(),
             "maxent/target_ratio": _target_ratio(weights_PG, groups).item(),
         }
-        for name, value in known.items():
+        for name, value in found.items():
             if not math.isnan(value):  # no group tells right from wrong
                 metrics[name].append(value)
 
-    def _watch(self, groups: Groups, advantages_PG: torch.Tensor) -> None:
-        """Say once when most of what is reinforced is wrong."""
+    def _warn_of_wrong(self, groups: Groups, advantages_PG: torch.Tensor) -> None:
+        """Warn once, by rank 0, when most of what is reinforced is wrong."""
         pushed_PG = advantages_PG.clamp(min=0)
         self._on_wrong.append((pushed_PG[groups.wrong_PG].sum().item(), pushed_PG[groups.judged_PG].sum().item()))
         on_wrong, pushed = (sum(column) for column in zip(*self._on_wrong, strict=True))
-        full = len(self._on_wrong) == _WARN_AFTER
-        if self._warned or not full or on_wrong <= _WARN_SHARE * pushed:
+        if self._warned or len(self._on_wrong) < _WARN_AFTER or on_wrong <= _WARN_SHARE * pushed:
             return
         self._warned = True
         advice = (
@@ -239,11 +210,8 @@ class MaxEntGRPOTrainer(GRPOTrainer):
             else "other rewards outweigh accuracy: raise its share in reward_weights"
         )
         if self.accelerator.is_main_process:
-            print(
-                f"grpo: {on_wrong / pushed:.0%} of the positive advantages of the last {_WARN_AFTER} generations are "
-                f"on wrong answers, which the update makes more likely; {advice}",
-                flush=True,
-            )
+            share = f"{on_wrong / pushed:.0%} of the positive advantages of the last {_WARN_AFTER} generations"
+            print(f"grpo: {share} are on wrong answers, which the update makes more likely; {advice}", flush=True)
 
 
 def fix_loss(args: GRPOConfig, objective: Objective) -> None:
@@ -254,28 +222,9 @@ def fix_loss(args: GRPOConfig, objective: Objective) -> None:
         "multi_objective_aggregation": "sum_then_normalize",
     }
     for key, value in fixed.items():
-        if getattr(args, key) not in (value, _TRL_DEFAULTS[key]):
+        if getattr(args, key) not in (value, GRPOConfig.__dataclass_fields__[key].default):
             raise ValueError(f"{key}: {getattr(args, key)} is not what maxent_objective fixes it to ({value})")
         setattr(args, key, value)
-
-
-_TRL_DEFAULTS = {
-    key: GRPOConfig.__dataclass_fields__[key].default
-    for key in ("loss_type", "scale_rewards", "multi_objective_aggregation")
-}
-
-
-@contextmanager
-def _lent_beta(args: GRPOConfig, target_beta: float) -> Iterator[None]:
-    """Let TRL build the reference model that the target needs; at ``beta`` 0 it builds none."""
-    if args.beta != 0.0 or args.kl_target is not None:  # kl_target at beta 0 is refused on the way
-        yield
-        return
-    args.beta = target_beta
-    try:
-        yield
-    finally:
-        args.beta = 0.0
 
 
 def _summed(logps_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
@@ -283,11 +232,8 @@ def _summed(logps_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
 
 
 def _target_ratio(weights_PG: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """Mean weight of a right answer over that of a wrong one, averaged over the groups that have both; or NaN."""
-    right_PG, wrong_PG = groups.right_PG, groups.wrong_PG
-    both_P = right_PG.any(dim=1) & wrong_PG.any(dim=1)
-    means = [
-        weights_PG.masked_fill(~members_PG, 0.0).sum(dim=1)[both_P] / members_PG.sum(dim=1)[both_P]
-        for members_PG in (right_PG, wrong_PG)
-    ]
-    return (means[0] / means[1]).mean()
+    """Return the mean weight of a right answer over that of a wrong one, averaged over the groups with both; or NaN."""
+    members = (groups.right_PG, groups.wrong_PG)
+    both_P = members[0].any(dim=1) & members[1].any(dim=1)
+    right_P, wrong_P = ((weights_PG.masked_fill(~one, 0.0).sum(dim=1) / one.sum(dim=1))[both_P] for one in members)
+    return (right_P / wrong_P).mean()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from grpo_recipes.process.reports import PhaseFile
 from grpo_recipes.secrets import masked
@@ -21,8 +23,7 @@ class MetricsRows:
     """Time the phases of a training, report them to the launcher, and write what TRL logs.
 
     A row holds TRL's metrics of the step under TRL's names, ``step``, ``max_steps``, ``tokens_per_second`` and
-    ``seconds/<phase>``: sample, score, sync, save and evaluate (after the step before), update (all the rest), step
-    (their sum).
+    ``seconds/<phase>``: those of ``PHASES`` (evaluate is after the step before), update (the rest) and step (the sum).
     """
 
     def __init__(self, trainer: Any, run_dir: Path, rank: int):
@@ -35,15 +36,13 @@ class MetricsRows:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a phase; the sync inside a sample counts as sync alone."""
+        """Time a phase; a sync inside a sample counts as sync alone."""
         start, synced = time.perf_counter(), self._seconds["sync"]
-        try:
-            with self.reported(name):
-                yield
-        finally:
-            self._seconds[name] += time.perf_counter() - start
-            if name == "sample":
-                self._seconds["sample"] -= self._seconds["sync"] - synced
+        with self.reported(name):
+            yield
+        self._seconds[name] += time.perf_counter() - start
+        if name == "sample":
+            self._seconds["sample"] -= self._seconds["sync"] - synced
 
     @contextmanager
     def reported(self, phase: str) -> Iterator[None]:
@@ -57,15 +56,6 @@ class MetricsRows:
     def enter(self, phase: str) -> str:
         """Report that a phase begins; return the one before."""
         return self._phase_file.enter(phase, self._trainer.state.global_step)
-
-    def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function so that its time counts as a phase."""
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            with self.phase(name):
-                return call(*args, **kwargs)
-
-        return timed
 
     def begin_update(self) -> None:
         """Note that a micro-step begins; the first row begins with the first of them."""
@@ -116,101 +106,70 @@ def append_json(file: Path, *rows: dict[str, Any]) -> None:
         lines.write("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def weighted_rewards(rewards_BR: torch.Tensor, weights_R: torch.Tensor) -> torch.Tensor:
+    """Return the weighted sum of each completion's rewards as TRL does, (B,); NaN where no reward scored it."""
+    sums_B = (rewards_BR * weights_R.to(rewards_BR.device)).nansum(dim=1)
+    return sums_B.masked_fill(rewards_BR.isnan().all(dim=1), torch.nan)
+
+
 def write_samples(file: Path, trainer: Any, answers: list[Any]) -> None:
     """Add a row of a few completions, with their scores, of the generation that TRL just logged. For rank 0.
 
     A row holds ``step`` (the optimizer step the completions are for), ``rewards`` (the total of every completion of
-    the generation, over all ranks; null where no reward scored it) and ``samples``: ``report_samples`` completions
-    of two groups, each with prompt, completion, answer, reward, rewards by name and advantage. ``answers`` are those of
-    rank 0's completions, which TRL logs first.
+    the generation, over all ranks; null where it is unscored) and ``samples``: ``report_samples`` completions of two
+    groups. ``answers`` are those of rank 0's completions, which TRL logs first.
     """
-    logs, group = trainer._logs, trainer.num_generations
-    per_name = {name: list(values) for name, values in logs["rewards"].items()}
-    weights = dict(zip(trainer.reward_func_names, trainer.reward_weights.tolist(), strict=True))
-    totals = total_rewards(per_name, weights)
+    logs, group, names = trainer._logs, trainer.num_generations, trainer.reward_func_names
     prompts, completions, advantages = (list(logs[name]) for name in ("prompt", "completion", "advantages"))
+    rewards_BR = trainer.rewards_BR[-len(prompts) :]
+    totals = [_rounded(total) for total in weighted_rewards(rewards_BR, trainer.reward_weights).tolist()]
     samples = []
     for row in chosen_rows(totals, group, len(answers), trainer.args.report_samples):
         answer = answers[row - row % group]
+        rewards = map(_rounded, rewards_BR[row].tolist())
         samples.append(
             {
-                "prompt": _cut(_prompt_text(prompts[row])),
-                "completion": _cut(_completion_text(completions[row])),
-                "answer": None if answer is None else _cut(str(answer)),
+                "prompt": _text(prompts[row], roles=True),
+                "completion": _text(completions[row], roles=len(completions[row]) > 1),
+                "answer": None if answer is None else _text(str(answer)),
                 "reward": totals[row],
-                "rewards": {name: _rounded(values[row]) for name, values in per_name.items()},
+                "rewards": dict(zip(names, rewards, strict=True)),
                 "advantage": _rounded(advantages[row]),
             }
         )
     append_json(file, {"step": trainer.state.global_step + 1, "rewards": totals, "samples": samples})
 
 
-def total_rewards(per_name: dict[str, list[float]], weights: dict[str, float]) -> list[float | None]:
-    """Return the weighted sum of each completion's rewards, as TRL logs its mean: NaN is unscored and counts nothing.
-
-    (B,), rounded to 4 digits; None where no reward scored the completion.
-    """
-    totals: list[float | None] = []
-    for row in zip(*per_name.values(), strict=True):
-        known = [weights[name] * value for name, value in zip(per_name, row, strict=True) if not math.isnan(value)]
-        totals.append(_rounded(sum(known)) if known else None)
-    return totals
-
-
 def chosen_rows(totals: list[float | None], group: int, own: int, count: int) -> list[int]:
-    """Choose rows worth reading: of the first group, and of another whose rewards differ most; best and worst first.
+    """Choose ``count`` rows worth reading: of the first group, and of another whose rewards differ most.
 
-    Args:
-        totals: (B,) rewards of the generation, a group's completions side by side.
-        group: completions of one prompt.
-        own: rows of rank 0; only groups that begin there are looked at, since their answers are known here.
-        count: rows wanted.
+    ``totals`` are the rewards of a generation, (B,), the completions of a group side by side; only groups that begin in
+    the first ``own`` rows are considered: rank 0 knows their answers. Of a group come the best, the worst, the second
+    best and so on; unscored completions count as the worst.
     """
-    starts = list(range(0, min(own, len(totals)), group))
-    widest = max(starts[1:], key=lambda start: _spread(totals[start : start + group]), default=0)
-    shares = {0: count - count // 2, widest: count // 2} if widest else {0: count}
-    return [
-        row
-        for start, share in shares.items()
-        for row in _extremes(list(range(start, min(start + group, len(totals)))), totals)[:share]
-    ]
+
+    def spread(start: int) -> float:
+        known = [total for total in totals[start : start + group] if total is not None]
+        return max(known) - min(known) if known else -1.0
+
+    def extremes(start: int, share: int) -> list[int]:
+        rows = range(start, min(start + group, len(totals)))
+        ranked = sorted(rows, key=lambda row: -math.inf if totals[row] is None else totals[row], reverse=True)
+        return [ranked.pop(-(place % 2)) for place in range(len(rows))][:share]
+
+    widest = max(range(group, min(own, len(totals)), group), key=spread, default=0)
+    return extremes(0, count - count // 2) + extremes(widest, count // 2) if widest else extremes(0, count)
 
 
-def _spread(totals: list[float | None]) -> float:
-    known = [total for total in totals if total is not None]
-    return max(known) - min(known) if known else -1.0
-
-
-def _extremes(rows: list[int], totals: list[float | None]) -> list[int]:
-    """Return ``rows`` as best, worst, second best, second worst and so on; unscored ones count as worst."""
-    ranked = sorted(rows, key=lambda row: -math.inf if totals[row] is None else totals[row], reverse=True)
-    return [ranked.pop(-(place % 2)) for place in range(len(rows))]
-
-
-def _prompt_text(prompt: Any) -> str:
-    """Return a prompt as text; chat messages one after another, each under its role."""
-    if isinstance(prompt, str):
-        return prompt
-    return "\n\n".join(f"[{message['role']}]\n{_content(message)}" for message in prompt)
-
-
-def _completion_text(completion: Any) -> str:
-    """Return a completion as text; more than one message (tools) each under its role."""
-    if isinstance(completion, str):
-        return completion
-    return _content(completion[0]) if len(completion) == 1 else _prompt_text(completion)
-
-
-def _content(message: dict[str, Any]) -> str:
-    content = message.get("content")
-    return content if isinstance(content, str) else json.dumps(content)
-
-
-def _cut(text: str) -> str:
-    text = masked(text)
-    if len(text) <= LONGEST_TEXT:
-        return text
-    return f"{text[:LONGEST_TEXT]} […{len(text) - LONGEST_TEXT:,} more characters]"
+def _text(content: Any, roles: bool = False) -> str:
+    """Return a text, or chat messages one after another and under their ``roles``, masked and of bounded length."""
+    if not isinstance(content, str):
+        texts = [one if isinstance(one := message.get("content"), str) else json.dumps(one) for message in content]
+        heads = [f"[{message['role']}]\n" if roles else "" for message in content]
+        content = "\n\n".join(head + text for head, text in zip(heads, texts, strict=True))
+    text = masked(content)
+    more = len(text) - LONGEST_TEXT
+    return text if more <= 0 else f"{text[:LONGEST_TEXT]} […{more:,} more characters]"
 
 
 def _rounded(value: float) -> float | None:

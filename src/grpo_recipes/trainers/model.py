@@ -25,17 +25,11 @@ from grpo_recipes.recipe.configs import GRPOConfig, ModelConfig
 from grpo_recipes.trainers.checks import own_part
 from grpo_recipes.trainers.rank import shards_weights
 
-_ALL_LINEAR = "all-linear"
-_RANK_0_LOADS = "FSDP_CPU_RAM_EFFICIENT_LOADING"
-
 
 def load_tokenizer(model_args: ModelConfig, args: GRPOConfig) -> PreTrainedTokenizerBase:
     """Load the model's tokenizer at the recipe's revision."""
-    tokenizer = AutoTokenizer.from_pretrained(
-        model_args.model_name_or_path,
-        revision=model_args.model_revision,
-        trust_remote_code=args.trust_remote_code,
-    )
+    name, revision = model_args.model_name_or_path, model_args.model_revision
+    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -59,22 +53,21 @@ def save_model(trainer: Any, folder: Path) -> None:
     rank: gathering is collective.
     """
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    if not is_peft_model(model):
-        _save_aside(trainer, folder, lambda partial: trainer.save_model(str(partial)))
-        return
-    _save_aside(trainer, folder.with_name("adapter"), lambda partial: trainer.save_model(str(partial)))
     main = trainer.accelerator.is_main_process
-    _save_aside(trainer, folder, lambda partial: save_merged(model, partial) if main else None)
 
+    def save_aside(folder: Path, save: Callable[[Path], None]) -> None:
+        partial = folder.with_name(f".{folder.name}.partial")
+        save(partial)
+        if main:
+            trainer.processing_class.save_pretrained(partial)
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.replace(folder)
+        trainer.accelerator.wait_for_everyone()
 
-def _save_aside(trainer: Any, folder: Path, save: Callable[[Path], None]) -> None:
-    partial = folder.with_name(f".{folder.name}.partial")
-    save(partial)
-    if trainer.accelerator.is_main_process:
-        trainer.processing_class.save_pretrained(partial)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.replace(folder)
-    trainer.accelerator.wait_for_everyone()
+    lora = is_peft_model(model)
+    save_aside(folder.with_name("adapter") if lora else folder, lambda partial: trainer.save_model(str(partial)))
+    if lora:
+        save_aside(folder, lambda partial: save_merged(model, partial) if main else None)
 
 
 # --- the reference -----------------------------------------------------------------------------------------------
@@ -87,30 +80,27 @@ def loaded_by_every_rank(args: GRPOConfig) -> Iterator[None]:
     With efficient loading rank 0 alone reads them. accelerate then sends them to the others for the policy; under FSDP2
     nobody does for the reference, and the other ranks' parts of it stay zero.
     """
-    before = os.environ.get(_RANK_0_LOADS)
-    if before is None or args.beta == 0.0:
-        yield
-        return
-    os.environ[_RANK_0_LOADS] = "false"
-    try:
-        yield
-    finally:
-        os.environ[_RANK_0_LOADS] = before
+    name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+    before = os.environ.get(name)
+    if before is not None and args.beta != 0.0:
+        os.environ[name] = "false"
+    yield
+    if before is not None:
+        os.environ[name] = before
 
 
-def save_reference(trainer: Any, folder: str) -> None:
+def save_reference(trainer: Any, folder: Path) -> None:
     """Write the reference into a checkpoint; with ``sync_ref_model`` it moves.
 
     TRL builds the reference from the initial model in every process that starts, a resumed one included.
     """
     if shards_weights(trainer.accelerator) or trainer.accelerator.is_main_process:
-        held = [own_part(parameter) for parameter in trainer.ref_model.parameters()]
-        torch.save(held, _reference_file(trainer, folder))
+        torch.save([own_part(one) for one in trainer.ref_model.parameters()], _reference_file(trainer, folder))
 
 
-def load_reference(trainer: Any, checkpoint: str) -> None:
+def load_reference(trainer: Any, folder: Path) -> None:
     """Put the reference back as it was last synced before the checkpoint."""
-    path = _reference_file(trainer, checkpoint)
+    path = _reference_file(trainer, folder)
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing: sync_ref_model was not on when the checkpoint was made")
     saved = torch.load(path, map_location="cpu", weights_only=True)
@@ -118,10 +108,10 @@ def load_reference(trainer: Any, checkpoint: str) -> None:
         own_part(parameter).copy_(value)
 
 
-def _reference_file(trainer: Any, folder: str) -> Path:
+def _reference_file(trainer: Any, folder: Path) -> Path:
     """Return this rank's where each holds a part, else rank 0's."""
     rank = trainer.args.process_index if shards_weights(trainer.accelerator) else 0
-    return Path(folder) / f"reference_{rank}.pt"
+    return folder / f"reference_{rank}.pt"
 
 
 # --- LoRA --------------------------------------------------------------------------------------------------------
@@ -152,40 +142,32 @@ def skeleton(model_args: ModelConfig, trust_remote_code: bool) -> PreTrainedMode
 def check_adapter(model: PreTrainedModel, config: LoraConfig) -> int:
     """Put an adapter on a skeleton; return how many layers get one.
 
-    Refuse a name that fits no layer (PEFT is content with one that fits), a layer that cannot have an adapter, and one
-    tied to another.
+    Refuse a name that fits no layer (PEFT accepts a list where one fits), a layer that cannot have an adapter, and one
+    of two layers that share weights: it alone would be trained, and saved for both.
     """
-    linear = ", ".join(
-        sorted({name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, nn.Linear)})
-    )
+
+    def layers_called(name: str) -> list[nn.Module]:  # as PEFT matches: the whole name of a layer, or its end
+        return [layer for place, layer in model.named_modules() if place == name or place.endswith(f".{name}")]
+
+    kinds = {name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    linear = ", ".join(sorted(kinds))
     targets = config.target_modules if isinstance(config.target_modules, set | list) else []
-    for key, names in (("lora_target_modules", targets), ("lora_modules_to_save", config.modules_to_save or [])):
+    saved = config.modules_to_save or []
+    for key, names in (("lora_target_modules", targets), ("lora_modules_to_save", saved)):
         for name in sorted(names):
-            if not _layers_called(model, name):
+            if not layers_called(name):
                 raise config_error(key, f"the model has no layer '{name}'", f"its linear layers are {linear}")
-    _check_tied(model, config)
+    tied = (model.get_input_embeddings(), model.get_output_embeddings())
+    for name in saved if model.config.get_text_config().tie_word_embeddings else []:
+        if any(layer is one for layer in layers_called(name) for one in tied):
+            what = f"'{name}' shares its weights with another layer (tie_word_embeddings)"
+            raise config_error("lora_modules_to_save", what, f"remove {name}, or remove use_peft")
     try:
         adapted = get_peft_model(model, copy.deepcopy(config))
     except (ValueError, TypeError) as error:
         what = f"PEFT cannot put the adapter on this model: {' '.join(str(error).split())[:300]}"
-        raise config_error("lora_target_modules", what, f"write {_ALL_LINEAR}, or some of {linear}") from error
+        raise config_error("lora_target_modules", what, f"write all-linear, or some of {linear}") from error
     return len(_adapted_layers(adapted))
-
-
-def _layers_called(model: PreTrainedModel, name: str) -> list[nn.Module]:
-    """Match as PEFT does: the whole name of a layer, or its end."""
-    return [layer for place, layer in model.named_modules() if place == name or place.endswith(f".{name}")]
-
-
-def _check_tied(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Refuse one of two layers that share weights: it alone would be trained, and saved for both."""
-    if not model.config.get_text_config().tie_word_embeddings:
-        return
-    tied = (model.get_input_embeddings(), model.get_output_embeddings())
-    for name in config.modules_to_save or []:
-        if any(layer is one for layer in _layers_called(model, name) for one in tied):
-            what = f"'{name}' shares its weights with another layer (tie_word_embeddings)"
-            raise config_error("lora_modules_to_save", what, f"remove {name}, or remove use_peft")
 
 
 def refuse_shards(accelerator: Accelerator) -> None:
@@ -194,10 +176,8 @@ def refuse_shards(accelerator: Accelerator) -> None:
     The recipe is checked before; a file of the user's own (CONFIG_FILE) is seen only here.
     """
     if shards_weights(accelerator):
-        raise ValueError(
-            "a LoRA run with ZeRO-3 or FSDP has not been shown to work; name another file in CONFIG_FILE, or unset it "
-            "and write accelerator: ddp or zero2"
-        )
+        fix = "name another file in CONFIG_FILE, or unset it and write accelerator: ddp or zero2"
+        raise ValueError(f"a LoRA run with ZeRO-3 or FSDP has not been shown to work; {fix}")
 
 
 def merged_parameters(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
@@ -208,12 +188,10 @@ def merged_parameters(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
     """
     layers = {f"{name}.base_layer.weight": layer for name, layer in _adapted_layers(model).items()}
     for name, parameter in model.named_parameters():
-        if model.prefix in name or "original_module" in name:
-            continue
-        plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-        plain = plain.replace(".modules_to_save.default.", ".")
-        layer = layers.get(name)
-        yield plain, parameter.data if layer is None else _merged(layer)
+        if model.prefix not in name and "original_module" not in name:
+            plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+            merged = _merged(layers[name]) if name in layers else parameter.data
+            yield plain.replace(".modules_to_save.default.", "."), merged
 
 
 def _adapted_layers(model: PeftModel) -> dict[str, BaseTunerLayer]:
@@ -224,13 +202,11 @@ def _merged(layer: Any) -> torch.Tensor:
     """Return the weight of one layer with its adapter, in a tensor of its own."""
     weight = layer.get_base_layer().weight
     kept = weight.data
-    try:
-        layer.merge(safe_merge=True)
-        merged = weight.data
-        weight.data = merged.clone()
-        layer.unmerge()  # for PEFT's own books: it works on the copy
-    finally:
-        weight.data = kept
+    layer.merge(safe_merge=True)
+    merged = weight.data
+    weight.data = merged.clone()
+    layer.unmerge()  # for PEFT's own books: it works on the copy
+    weight.data = kept
     return merged
 
 

@@ -23,8 +23,7 @@ from grpo_recipes.recipe.learning import float32_fix, lost_updates, updates_floa
 from grpo_recipes.runs.rundir import read_json, write_json, write_last_json
 from grpo_recipes.secrets import masked
 
-# Longest wait for all ranks at the start.
-BARRIER_SECONDS = 300.0
+BARRIER_SECONDS = 300.0  # longest wait for all ranks at the start
 
 
 def run_folder() -> Path:
@@ -48,86 +47,63 @@ def rank_record(folder: Path) -> Iterator[None]:
         yield
     except BaseException as error:
         code, cause = _exit_of(error)
-        cause = masked(cause)
-        write_last_json(path, {**record, "exit": code, "cause": cause, "time": time.time()})
+        write_last_json(path, {**record, "exit": code, "cause": masked(cause), "time": time.time()})
         if not isinstance(error, SystemExit):
             traceback.print_exc()
-        _finish_wandb()
+        wandb = sys.modules.get("wandb")
+        if wandb is not None and wandb.run is not None:
+            wandb.finish()  # flush the run, as W&B itself does in an ordinary exit
         # Not sys.exit: threads and collectives of a broken run can keep an interpreter from ending.
         os._exit(code)
-    _end_collectives()
+    # Join the threads of torch.distributed while there is an interpreter: one of gloo that lets go of a tensor after
+    # Python has begun to end takes the process down with SIGABRT, and a finished run would count as a failed one.
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     write_json(path, {**record, "exit": 0, "cause": "", "time": time.time()})
 
 
-def _finish_wandb() -> None:
-    """Flush the W&B run, which would do so itself in an ordinary exit."""
-    wandb = sys.modules.get("wandb")
-    if wandb is not None and wandb.run is not None:
-        wandb.finish()
-
-
-def _end_collectives() -> None:
-    """Join the threads of torch.distributed while there is an interpreter.
-
-    A thread of gloo that lets go of a tensor after Python has begun to end takes the process down with SIGABRT: a
-    finished run would count as a failed one.
-    """
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
 def _exit_of(error: BaseException) -> tuple[int, str]:
+    """Return the exit code of a rank that ends with an error, and the cause in a line."""
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         return code, str(error) if code else ""
     if isinstance(error, ConfigError):
         return 1, str(error.problems[0])  # 2 says that nothing was started; by now a server runs
-    lines = str(error).strip().splitlines() or [""]
-    return 1, f"{type(error).__name__}: {lines[0]}"
+    first_line, _, _ = str(error).strip().partition("\n")
+    return 1, f"{type(error).__name__}: {first_line}"
 
 
 def first_barrier(run_dir: Path, device: torch.device, seconds: float = BARRIER_SECONDS) -> None:
-    """Sum one element over all ranks: a network that does not carry their collectives is found here.
+    """Sum one element over all ranks, to find a network that does not carry their collectives.
 
     Over gloo the error names the ranks that are missing, with the nodes in their records.
     """
     if not torch.distributed.is_initialized():
         return
-    limit = datetime.timedelta(seconds=seconds)
-    backend = torch.distributed.get_backend()
+    limit, backend = datetime.timedelta(seconds=seconds), torch.distributed.get_backend()
     try:
         if backend == "gloo":
             torch.distributed.monitored_barrier(timeout=limit, wait_all_ranks=True)
         present = torch.ones(1, device=device)
         torch.distributed.all_reduce(present, async_op=True).wait(limit)
     except RuntimeError as error:
-        who = _missing(run_dir, str(error)) or "a rank that does not answer"
+        named = re.search(r"Ranks ([\d, ]+) failed to pass monitoredBarrier", str(error))
+        missing = []
+        for rank in map(int, named[1].split(",") if named else []):
+            record = read_json(run_dir / "processes" / f"rank_{rank}.json")
+            missing.append(f"rank {rank} on node {record.get('node', '?')}")
+        who = ", ".join(missing) or "a rank that does not answer"
         advice = "see its log; if it waits too, name the network interface with NETWORK_INTERFACE"
         raise RuntimeError(f"the ranks do not meet over {backend} within {seconds:.0f} s: {who}; {advice}") from error
     if int(present) != torch.distributed.get_world_size():
         raise RuntimeError(f"{int(present)} of {torch.distributed.get_world_size()} ranks took part in an all-reduce")
 
 
-def _missing(run_dir: Path, error: str) -> str:
-    """Return the ranks that torch's monitored barrier names, with their nodes."""
-    named = re.search(r"Ranks ([\d, ]+) failed to pass monitoredBarrier", error)
-    if named is None:
-        return ""
-    missing = []
-    for rank in named[1].split(","):
-        record = read_json(run_dir / "processes" / f"rank_{int(rank)}.json")
-        missing.append(f"rank {int(rank)} on node {record.get('node', '?')}")
-    return ", ".join(missing)
-
-
 # accelerate's names for how processes share a model, by our `accelerator` key.
 _SHARING = {
-    "single": {"NO"},
-    "ddp": {"MULTI_GPU", "MULTI_CPU"},
-    "zero2": {"DEEPSPEED"},
-    "zero3": {"DEEPSPEED"},
-    "fsdp2": {"FSDP"},
-}
+    "single": ["NO"], "ddp": ["MULTI_GPU", "MULTI_CPU"], "zero2": ["DEEPSPEED"], "zero3": ["DEEPSPEED"],
+    "fsdp2": ["FSDP"],
+}  # fmt: skip
 
 
 def check_world(folder: Path, world_size: int, device_type: str) -> None:
@@ -138,17 +114,15 @@ def check_world(folder: Path, world_size: int, device_type: str) -> None:
     plan = json.loads((folder / "plan.json").read_text())
     planned = (plan["batch"]["world_size"], "cpu" if plan["flavour"] == "cpu" else "cuda")
     if (world_size, device_type) != planned:
-        raise RuntimeError(
-            f"planned {planned[0]} processes on {planned[1]}, this is one of {world_size} on {device_type}; check "
-            "CONFIG_FILE and the accelerator key"
-        )
+        what = f"planned {planned[0]} processes on {planned[1]}, this is one of {world_size} on {device_type}"
+        raise RuntimeError(f"{what}; check CONFIG_FILE and the accelerator key")
 
 
 def check_sharing(folder: Path, distributed_type: str, dtype: str) -> None:
     """Compare how accelerate shares the model, and in what dtype, with the plan.
 
-    accelerate drops DeepSpeed or FSDP without a word where it does not expect them. The dtype is compared without them
-    alone, since ZeRO and FSDP keep their own.
+    accelerate drops DeepSpeed or FSDP without a word where it does not expect them. The dtype is compared only without
+    them, since ZeRO and FSDP keep their own.
     """
     plan = json.loads((folder / "plan.json").read_text())
     planned = plan["accelerator"]
@@ -160,17 +134,14 @@ def check_sharing(folder: Path, distributed_type: str, dtype: str) -> None:
         raise RuntimeError(f"planned weights in {plan['dtype']}, the model has them in {dtype}")
 
 
-# accelerate's names of ways that update the weights as they are loaded.
-_AS_LOADED = {"NO": "single", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp"}
-
-
 def check_updates(distributed_type: str, mixed: str, dtypes: Iterable[str], args: Any) -> None:
     """Refuse weights whose updates would be rounded away, now that their dtype is known.
 
     The recipe was checked before; ``dtype: auto`` and a ``CONFIG_FILE`` are only known here.
     ``dtypes`` are those of the trained parameters; ``mixed`` is ``no``, ``bf16`` or ``fp16``.
     """
-    accelerator = _AS_LOADED.get(distributed_type, "fsdp2" if distributed_type == "FSDP" else "zero2")
+    # By DeepSpeed's name alone ZeRO-2 and 3 are the same, and so they are here.
+    accelerator = next((key for key in ("single", "ddp", "fsdp2") if distributed_type in _SHARING[key]), "zero2")
     if updates_float32(accelerator, mixed):
         return
     for dtype in sorted(dtypes):
@@ -186,10 +157,7 @@ def shards_weights(accelerator: Any) -> bool:
 
 
 def allow_fsdp_on_cpu() -> None:
-    """Let FSDP shard over CPU processes, as it does over GPUs.
-
-    accelerate reads its FSDP settings for accelerator devices alone: on CPU it would train unsharded under DDP.
-    """
+    """Let FSDP shard over CPU processes: accelerate reads its settings only on GPUs, and trains under DDP elsewhere."""
     from accelerate import DistributedType, PartialState
 
     state = PartialState()

@@ -12,7 +12,7 @@ from accelerate.utils import gather_object
 
 from grpo_recipes.rewards.answers import completion_text
 from grpo_recipes.rewards.load import RewardWrapper
-from grpo_recipes.rewards.score import GIVEN_UP
+from grpo_recipes.rewards.score import GIVEN_UP, Score
 from grpo_recipes.secrets import masked
 from grpo_recipes.trainers.metrics import append_json
 
@@ -42,116 +42,78 @@ class Scoring:
         return [reward for reward in self._trainer.reward_funcs if isinstance(reward, RewardWrapper)]
 
     def begin(self, rows: int) -> None:
-        """Tell the rewards which generation comes, and after how many unscored ones of its ``rows`` here to give up."""
+        """Give the rewards the generation's number, and how many unscored ones of ``rows`` here are too many."""
         trainer = self._trainer
-        hopeless = _most(self.max_unscored, rows * trainer.accelerator.num_processes)
+        hopeless = self._most(rows * trainer.accelerator.num_processes)
         for reward in self._rewards():
-            reward.generation = trainer._step
+            reward.generation, reward.stop = trainer._step, trainer.preemption.stop
             reward.give_up_after = hopeless if trainer.model.training else None
 
-    def mark_unscored(self, rewards: torch.Tensor, prompts: list[Any], completions: list[Any]) -> None:
-        """Set every column of an unscored completion to NaN in the rewards of all ranks, (B, rewards).
+    def _most(self, rows: int) -> int:
+        return math.floor(self.max_unscored * rows + 1e-9)  # 0.29 of 100 is 29, not 28
+
+    def mark_unscored(self, rewards_BR: torch.Tensor, prompts: list[Any], completions: list[Any]) -> None:
+        """Set every column of an unscored completion to NaN in the rewards of all ranks.
 
         Too many end the run on every rank, before an update is computed from this batch.
         """
-        own = self._rewards()
+        own, trainer = self._rewards(), self._trainer
         if not own:
             return
-        reports = gather_object([[_report(reward, prompts, completions) for reward in own]])
-        per_reward = [_joined(list(of_ranks)) for of_ranks in zip(*reports, strict=True)]
-        unscored = torch.tensor([any(row) for row in zip(*[one["missing"] for one in per_reward], strict=True)])
-        rewards[unscored.to(rewards.device)] = math.nan
-        self._log(per_reward, rewards)
-        if self._trainer.model.training:
-            self._check_share(per_reward, unscored)
+        reports = gather_object([[(reward.scores, _rows(reward, prompts, completions)) for reward in own]])
+        by_reward = list(zip(*reports, strict=True))
+        scores = [[score for of_rank, _ in ranks for score in of_rank] for ranks in by_reward]
+        unscored = torch.tensor([any(score.unscored for score in row) for row in zip(*scores, strict=True)])
+        rewards_BR[unscored.to(rewards_BR.device)] = math.nan
 
-    def _log(self, per_reward: list[dict[str, Any]], rewards: torch.Tensor) -> None:
-        metrics = self._trainer._metrics["train" if self._trainer.model.training else "eval"]
-        for one in per_reward:
-            name = one["name"]
-            metrics[f"rewards/{name}/no_verdict"].append(sum(one["missing"]) / len(one["missing"]))
-            metrics[f"rewards/{name}/seconds_max"].append(one["seconds_max"])
-        metrics["rewards/no_verdict"].append(rewards.isnan().all(dim=1).float().mean().item())
-        if self._trainer.accelerator.is_main_process:
-            self._write_slow([row for one in per_reward for row in one["rows"]])
+        training = trainer.model.training
+        metrics = trainer._metrics["train" if training else "eval"]
+        for reward, given in zip(own, scores, strict=True):
+            name = reward.__name__
+            metrics[f"rewards/{name}/no_verdict"].append(sum(score.unscored for score in given) / len(given))
+            metrics[f"rewards/{name}/seconds_max"].append(max(score.seconds for score in given))
+        metrics["rewards/no_verdict"].append(rewards_BR.isnan().all(dim=1).float().mean().item())
+        if trainer.accelerator.is_main_process:
+            self._write([row for ranks in by_reward for _, rows in ranks for row in rows], training)
+        if training and int(unscored.sum()) > self._most(len(unscored)):
+            raise self._too_many(own, scores, float(unscored.float().mean()))
 
-    def _write_slow(self, rows: list[dict[str, Any]]) -> None:
-        """Add the unscored completions, and the slowest others, to ``slow_rewards.jsonl``."""
-        missing = [row for row in rows if row["reason"] is not None]
+    def _write(self, rows: list[dict[str, Any]], training: bool) -> None:
+        """Add the slowest scored completions, and the unscored ones, to ``slow_rewards.jsonl``."""
         slow = sorted((row for row in rows if row["reason"] is None), key=lambda row: -row["seconds"])[:_SLOWEST]
-        training = self._trainer.model.training
+        chosen = [*slow, *(row for row in rows if row["reason"] is not None)][:_MOST_ROWS]
         when = {"step": self._trainer.state.global_step + int(training), "training": training}
-        if chosen := [*slow, *missing][:_MOST_ROWS]:
+        if chosen:
             append_json(self._file, *({**when, **row} for row in chosen))
 
-    def _check_share(self, per_reward: list[dict[str, Any]], unscored: torch.Tensor) -> None:
-        count, rows = int(unscored.sum()), len(unscored)
-        if count <= _most(self.max_unscored, rows):
-            return
-        worst = max(per_reward, key=lambda one: sum(one["missing"]))
-        reason, of_reason = _usual(worst["reasons"])
-        raise TooManyWithoutVerdict(
-            f"{count / rows:.0%} of the completions of step {self._trainer.state.global_step + 1} have no verdict, "
-            f"more than reward_max_no_verdict: {self.max_unscored}. Reward '{worst['spec']}' gave none for "
-            f"{sum(worst['missing'])} of {rows}; most often: {masked(reason)} ({of_reason}). "
+    def _too_many(self, rewards: list[RewardWrapper], scores: list[list[Score]], share: float) -> TooManyWithoutVerdict:
+        """Return the error, with the reward at fault and the most common kind of reason: messages may all differ."""
+        worst, given = max(zip(rewards, scores, strict=True), key=lambda one: sum(score.unscored for score in one[1]))
+        reasons = [score.reason for score in given if score.reason not in (None, GIVEN_UP)]
+        ((kind, count),) = Counter(reason.partition(":")[0] for reason in reasons).most_common(1)
+        reason, _ = Counter(one for one in reasons if one.partition(":")[0] == kind).most_common(1)[0]
+        return TooManyWithoutVerdict(
+            f"{share:.0%} of the completions of step {self._trainer.state.global_step + 1} have no verdict, "
+            f"more than reward_max_no_verdict: {self.max_unscored}. Reward '{worst.spec}' gave none for "
+            f"{sum(score.unscored for score in given)} of {len(given)}; most often: {masked(reason)} ({count}). "
             f"See {self._file.name} in the run directory"
         )
 
 
-def _report(reward: RewardWrapper, prompts: list[Any], completions: list[Any]) -> dict[str, Any]:
-    """Return one rank's report of one reward: what is unscored, why, and the slowest calls."""
-    verdicts = reward.scores
-    missing = [row for row, verdict in enumerate(verdicts) if verdict.unscored and verdict.reason != GIVEN_UP]
-    slow = [
-        row
-        for row, verdict in enumerate(verdicts)
-        if not verdict.unscored and reward.timeout is not None and verdict.seconds > _SLOW_SHARE * reward.timeout
+def _rows(reward: RewardWrapper, prompts: list[Any], completions: list[Any]) -> list[dict[str, Any]]:
+    """Return one rank's rows of one reward: its slowest scored completions, and unscored ones with their reasons."""
+    scores, limit = reward.scores, _SLOW_SHARE * (reward.timeout or math.inf)
+    slow = [row for row, score in enumerate(scores) if not score.unscored and score.seconds > limit]
+    slow.sort(key=lambda row: -scores[row].seconds)
+    unscored = [row for row, score in enumerate(scores) if score.unscored and score.reason != GIVEN_UP]
+    return [
+        {
+            "reward": reward.spec,
+            "seconds": round(scores[row].seconds, 3),
+            "reason": masked(scores[row].reason) if scores[row].unscored else None,
+            "replayed": scores[row].replayed,
+            "prompt": masked(completion_text(prompts[row]))[:_LONGEST_TEXT],
+            "completion": masked(completion_text(completions[row]))[:_LONGEST_TEXT],
+        }
+        for row in [*slow[:_SLOWEST], *unscored[:_MOST_ROWS]]
     ]
-    slow.sort(key=lambda row: -verdicts[row].seconds)
-    return {
-        "name": reward.__name__,
-        "spec": reward.spec,
-        "missing": [verdict.unscored for verdict in verdicts],
-        "reasons": Counter(verdicts[row].reason for row in missing),
-        "seconds_max": max((verdict.seconds for verdict in verdicts), default=0.0),
-        "rows": [
-            {
-                "reward": reward.spec,
-                "seconds": round(verdicts[row].seconds, 3),
-                "reason": masked(verdicts[row].reason) if verdicts[row].reason else None,
-                "replayed": verdicts[row].replayed,
-                "prompt": _short(prompts[row]),
-                "completion": _short(completions[row]),
-            }
-            for row in [*slow[:_SLOWEST], *missing[:_MOST_ROWS]]
-        ],
-    }
-
-
-def _joined(of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Join one reward's reports of all ranks, in their order."""
-    return {
-        **of_ranks[0],
-        "missing": [flag for one in of_ranks for flag in one["missing"]],
-        "reasons": sum((one["reasons"] for one in of_ranks), Counter()),
-        "seconds_max": max(one["seconds_max"] for one in of_ranks),
-        "rows": [row for one in of_ranks for row in one["rows"]],
-    }
-
-
-def _most(share: float, rows: int) -> int:
-    """Return the most rows within a share; 0.29 of 100 is 29, not 28."""
-    return math.floor(share * rows + 1e-9)
-
-
-def _usual(reasons: Counter[str]) -> tuple[str, int]:
-    """Return the reason of the most common kind, and the kind's count; messages of one exception may all differ."""
-    kinds: Counter[str] = Counter()
-    for reason, count in reasons.items():
-        kinds[reason.partition(":")[0]] += count
-    ((kind, count),) = kinds.most_common(1)
-    return next(reason for reason, _ in reasons.most_common() if reason.partition(":")[0] == kind), count
-
-
-def _short(text: Any) -> str:
-    return masked(completion_text(text))[:_LONGEST_TEXT]

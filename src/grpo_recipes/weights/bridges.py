@@ -1,4 +1,4 @@
-"""The bridges, and how one is put in the place of TRL's client; ``recipe.registry.BRIDGES`` says what each needs."""
+"""The bridges, and how one takes the place of TRL's client; ``recipe.registry.BRIDGES`` says what each needs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class FileClient(BridgeClient):
     bridge = "file"
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
-        """No channel to open: the server reads files."""
+        """Do nothing: the server reads files, so there is no channel to open."""
 
     def _send(self, metadata: Metadata, named_params: NamedTensors) -> None:
         folder = self.settings.sync_dir

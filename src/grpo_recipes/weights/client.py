@@ -1,17 +1,17 @@
 """TRL's client of the vLLM server, with the run's token, time limits, per-prompt seeds, and the guard's checksum.
 
 Where the launcher can restart the server alone, every request survives that: the new server is given the last weights
-and asked again.
+and asked again. When the run is asked to stop, no request is waited for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,16 +21,18 @@ import torch
 from trl.generation.vllm_client import VLLMClient
 
 from grpo_recipes.recipe.registry import RECONNECTING
+from grpo_recipes.runs.stop_request import LOOK_SECONDS, StopRequest
 from grpo_recipes.server.fingerprint import fingerprint
 from grpo_recipes.server.middleware import ACTIVITY_PATH
-from grpo_recipes.weights.guard import WeightsDiffer, checksum_verdict, differing, held_name
+from grpo_recipes.weights.guard import WeightsDiffer, checksum_error, differing, held_name
 from grpo_recipes.weights.transport import GenerationAborted, ServerAdapter, ServerError, ServerLost, ServerRestarts
 
-_QUICK_SECONDS = 5.0  # for an answer that a server in order gives at once
-_ABORT_SECONDS = 10.0
-_LOOK_SECONDS = 0.005
+_QUICK_SECONDS = 5.0  # for an answer that a healthy server gives at once
+_ABORT_SECONDS = 10.0  # for the server to give back the generations in flight
+_SIGNAL_SECONDS = 3.0  # a signal to every process of a job may reach the server first
+_QUEUE_SECONDS = 0.005  # between two looks at the engine's queue
 REQUESTS = 256  # at a time: each holds a thread and a connection until it is answered
-Metadata = list[tuple[str, str, list[int]]]
+Metadata = list[tuple[str, str, list[int]]]  # name, dtype and shape of each tensor, in order
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 Answer = TypeVar("Answer")
 
@@ -46,6 +48,7 @@ class ClientSettings:
     sync_dir: Path  # where the file bridge writes
     state_file: Path  # where the launcher writes which server is up (``runs.rundir.server_state_file``)
     start_timeout: float  # longest time a server may take to be ready
+    stop: StopRequest | None = None  # ends what is under way early
 
 
 class BridgeClient(VLLMClient):
@@ -55,21 +58,17 @@ class BridgeClient(VLLMClient):
 
     def __init__(self, *, settings: ClientSettings, **kwargs: Any):
         self.settings = settings
-        self.verdict: str | None = None  # why the last sync failed the checksum
-        self.syncs = 0  # weight loads so far
-        self.sync_seconds = 0.0  # spent in them
+        self.checksum_error: str | None = None  # why the last sync failed the checksum
         self.generation = ""  # what the next sampling seeds are derived from, set by the trainer
         self._dtypes: dict[str, str] = {}
         self._packed: dict[str, list[str]] = {}
         self._streamed: dict[str, torch.Tensor] = {}
-        self._aborted = threading.Event()
-        self._idle = threading.Event()  # no generation is in flight
-        self._idle.set()
+        self._stops = False
         self._sent = False  # whether a server that is restarted can be given weights
         self._restarts: ServerRestarts | None = None
         super().__init__(**kwargs)
         if self.bridge in RECONNECTING:
-            self._restarts = ServerRestarts(settings.state_file, settings.start_timeout, self._aborted)
+            self._restarts = ServerRestarts(settings.state_file, settings.start_timeout, self.stops)
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 0.5) -> None:
         """Put token and time limit into the session, then wait for this run's own server; refuse another."""
@@ -82,73 +81,91 @@ class BridgeClient(VLLMClient):
             if time.monotonic() > deadline:
                 raise ServerError(f"no vLLM server answers at {self.base_url} after {total_timeout:.0f} s")
             time.sleep(retry_interval)
-        if self.settings.served_name not in served:
-            raise ServerError(
-                f"the server at {self.base_url} serves {served}, not this run's {self.settings.served_name}"
-            )
+        if (own := self.settings.served_name) not in served:
+            raise ServerError(f"the server at {self.base_url} serves {served}, not this run's {own}")
 
     def _served_names(self) -> list[str] | None:
-        try:
+        with contextlib.suppress(ServerLost):
             answer = self.session.get(f"{self.base_url}/v1/models", timeout=_QUICK_SECONDS)
-        except ServerLost:
-            return None
-        if answer.status_code == 401:
-            return ["(a server that refuses this run's token)"]
-        return [model["id"] for model in answer.json()["data"]] if answer.ok else None
+            if answer.status_code == 401:
+                return ["(a server that refuses this run's token)"]
+            if answer.ok:
+                return [model["id"] for model in answer.json()["data"]]
+        return None
 
     def get_server_info(self) -> dict[str, Any]:
         """Return the configuration that TRL asks for, from the worker itself."""
         return dict(self._through_restarts(partial(self.call_workers, "grpo_config"))[0])
 
-    # --- restarts of the server ----------------------------------------------------------------------------------
+    # --- restarts of the server, and the end of the run ----------------------------------------------------------
 
     def _through_restarts(self, ask: Callable[[], Answer]) -> Answer:
         """Ask the server; where the launcher starts another meanwhile, ask that one, which was given the weights first.
 
-        ServerError when the server is lost for good, GenerationAborted while waiting for another.
+        ServerError when the server is lost for good, GenerationAborted when the run stops in a wait for another.
         """
-        if self._restarts is None:
+        restarts = self._restarts
+        if restarts is None:
             return ask()
         while True:
             try:
-                if self._restarts.changed:
-                    self._greet_next_server(self._restarts)
+                if restarts.changed:
+                    restarts.wait_until_ready()
+                    self._prepare_next_server()
                 answer = ask()
             except ServerLost as lost:
-                self._restarts.wait_until_noticed(lost)
+                restarts.wait_until_noticed(lost)
             else:
-                if not self._restarts.changed:  # else it may come from a server without the weights
+                if not restarts.changed:  # else it may come from a server without the weights
                     return answer
 
-    def _greet_next_server(self, restarts: ServerRestarts) -> None:
-        restarts.wait_until_ready()
+    def _prepare_next_server(self) -> None:
         self.check_server(total_timeout=_QUICK_SECONDS)
         if self._sent:
             self._resend()
             self._verify()
-            if self.verdict:
-                raise WeightsDiffer(f"{self.verdict}, which was a load into a restarted server")
+            if self.checksum_error:
+                raise WeightsDiffer(f"{self.checksum_error}, which was a load into a restarted server")
 
     def _resend(self) -> None:
         """Give the server the weights that were sent last."""
         raise NotImplementedError
+
+    def stops(self, within: float = 0.0) -> bool:
+        """Return whether the run stops now, or ``within`` seconds: no answer is needed any more, and none will be."""
+        deadline = time.monotonic() + within
+        while self.settings.stop is not None and not self._stops:
+            self._stops = self.settings.stop.cuts()
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(LOOK_SECONDS)
+        return self._stops
+
+    @contextlib.contextmanager
+    def _excused_when_stopping(self) -> Iterator[None]:
+        """Take a failure inside for the end of the run where that comes: then the server is gone too."""
+        try:
+            yield
+        except Exception:
+            if not self.stops(_SIGNAL_SECONDS):
+                raise
 
     # --- weights -------------------------------------------------------------------------------------------------
 
     def update_named_params(self, metadata: Metadata, named_params: NamedTensors) -> None:
         """Send every tensor, materialized one at a time, then compare what the server holds with what was sent.
 
-        ``metadata`` is (name, dtype, shape) of each tensor, in order.
+        When the run stops, the server may be gone: all ranks then gather the rest of the tensors in vain.
         """
-        start = time.perf_counter()
-        if self.settings.guard:
-            self._dtypes = self._dtypes or self._through_restarts(self._report_dtypes)
-            self._streamed = {}
-            named_params = self._fingerprinted(named_params, self._streamed)
-        self._send(metadata, named_params)
-        self._through_restarts(self._verify)
-        self.syncs += 1
-        self.sync_seconds += time.perf_counter() - start
+        with self._excused_when_stopping():
+            if self.settings.guard and not self._dtypes:
+                report = self._through_restarts(partial(self.call_workers, "grpo_weights"))[0]
+                self._packed = report["packed"]
+                self._dtypes = {name: dtype for name, (_, dtype) in report["parameters"].items()}
+            self._send(metadata, self._fingerprinted(named_params) if self.settings.guard else named_params)
+            self._through_restarts(self._verify)
+        for _ in named_params:  # when the run stops
+            pass
 
     def _send(self, metadata: Metadata, named_params: NamedTensors) -> None:
         raise NotImplementedError
@@ -157,22 +174,15 @@ class BridgeClient(VLLMClient):
         """With the guard, compare what the server holds with what was sent."""
         if self.settings.guard:
             sent = {name: int(value) for name, value in self._streamed.items()}
-            self.verdict = checksum_verdict(self.bridge, differing(sent, self._reports()))
+            self.checksum_error = checksum_error(self.bridge, differing(sent, self.call_workers("grpo_weights")))
 
-    def _fingerprinted(self, named_params: NamedTensors, streamed: dict[str, torch.Tensor]) -> NamedTensors:
+    def _fingerprinted(self, named_params: NamedTensors) -> NamedTensors:
+        self._streamed = {}
         for name, tensor in named_params:
             place = held_name(name, self._dtypes, self._packed)
             dtype = getattr(torch, self._dtypes[place]) if place else tensor.dtype
-            streamed[name] = fingerprint(tensor.to(dtype))
+            self._streamed[name] = fingerprint(tensor.to(dtype))
             yield name, tensor
-
-    def _report_dtypes(self) -> dict[str, str]:
-        report = self._reports()[0]
-        self._packed = report["packed"]
-        return {name: entry[1] for name, entry in report["parameters"].items()}
-
-    def _reports(self) -> list[dict[str, Any]]:
-        return self.call_workers("grpo_weights")
 
     def call_workers(self, method: str, **kwargs: Any) -> list[Any]:
         """Call a method of every worker of the server; return a result per worker."""
@@ -181,145 +191,123 @@ class BridgeClient(VLLMClient):
 
     def reset_prefix_cache(self) -> None:
         """Reset it as TRL does, also through a restart of the server."""
-        self._through_restarts(super().reset_prefix_cache)
+        with self._excused_when_stopping():
+            self._through_restarts(super().reset_prefix_cache)
 
     # --- sampling ------------------------------------------------------------------------------------------------
 
     def generate(self, prompts: list[Any], features: Any = None, n: int = 1, **kwargs: Any) -> dict[str, list[Any]]:
         """Generate as TRL does; with a run seed, one request and one seed per prompt.
 
-        GenerationAborted when ``abort`` was called, now or earlier; ServerError when no server answers.
+        When the run stops, return anything of the right shape: the other ranks wait for completions to be sent.
         """
         if self.settings.seed is None or features is not None:
-            return self._sampled(partial(super().generate, prompts, features=features, n=n, **kwargs))
+            return self._unless_stopping(
+                partial(super().generate, prompts, features=features, n=n, **kwargs), prompts, n
+            )
         seeds = [self._sampling_seed(index) for index in range(len(prompts))]
         return self.generate_seeded(prompts, seeds, n=n, **kwargs)
 
     def generate_seeded(
         self, prompts: Sequence[Any], seeds: Sequence[int], n: int = 1, **kwargs: Any
-    ) -> dict[str, Any]:
+    ) -> dict[str, list[Any]]:
         """Generate as TRL does, with a seed of its own for every prompt, in one request each.
 
         One ``seed`` in TRL's single request would give every prompt the same noise. In a seeded run, log-probs are the
-        same bits each time (``EnginePause``).
-        vLLM gives the n completions of a prompt seed, seed + 1, ...
+        same bits each time (``_engine_paused``). vLLM gives the n completions of a prompt seed, seed + 1, ...
         """
         extra = kwargs.pop("generation_kwargs", None) or {}
-        pause = EnginePause(self, n, self.settings.request_timeout) if self.settings.seed is not None else None
 
         def sample(index: int) -> dict[str, Any]:
-            order = {"priority": index} if pause else {}
+            order = {} if self.settings.seed is None else {"priority": index}
             own = {"seed": seeds[index], **order, **extra}
             return dict(VLLMClient.generate(self, [prompts[index]], n=n, generation_kwargs=own, **kwargs))
 
-        return self._sampled(partial(sample_each, sample, len(prompts), pause))
+        return self._unless_stopping(partial(self._sample_each, sample, len(prompts), n), prompts, n)
 
-    def _sampled(self, sample: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        self._idle.clear()
+    def _sample_each(self, sample: Callable[[int], dict[str, Any]], prompts: int, n: int) -> dict[str, Any]:
+        """Make one request per prompt, by its index, many at a time; join the answers in the order of the prompts."""
+        answers: list[dict[str, Any]] = []
+        for start in range(0, prompts, REQUESTS):
+            share = range(start, min(start + REQUESTS, prompts))
+            seeded = self.settings.seed is not None
+            pause = self._engine_paused(len(share) * n) if seeded else contextlib.nullcontext([])
+            with contextlib.ExitStack() as stack:
+                executor = ThreadPoolExecutor(max_workers=len(share))
+                stack.callback(executor.shutdown, wait=False, cancel_futures=True)
+                with pause as futures:
+                    futures += [executor.submit(sample, index) for index in share]
+                answers += [future.result() for future in futures]
+        return {
+            key: None if first is None else [row for answer in answers for row in answer[key]]
+            for key, first in answers[0].items()
+        }
+
+    @contextlib.contextmanager
+    def _engine_paused(self, completions: int) -> Iterator[list[Future[dict[str, Any]]]]:
+        """Pause the engine until it has all ``completions`` that are requested inside, or a request has failed.
+
+        Which completions share a forward pass decides the last bits of their log-probs, and that depends on when each
+        arrives. Pausing also empties the engine's prefix cache, so that nothing depends on what it sampled before.
+        """
+        futures: list[Future[dict[str, Any]]] = []
+        self._wait_for_queue(0, futures)  # until the engine has finished or dropped everything else
+        self.pause("keep")
         try:
-            answer = None if self.aborted else self._through_restarts(sample)
-        except Exception:
-            if not self.aborted:
-                raise
-            answer = None  # whatever an aborted generation failed of
+            yield futures
+            self._wait_for_queue(completions, futures)
         finally:
-            self._idle.set()
-        if answer is None or self.aborted:
-            raise GenerationAborted
-        return dict(answer)
+            self.resume()
+
+    def _wait_for_queue(self, completions: int, futures: Sequence[Future[Any]]) -> None:
+        """Wait until the engine has been given and has not finished so many completions; it counts while paused too."""
+        limit = self.settings.request_timeout
+        deadline = time.monotonic() + limit
+        while int(self._get(f"{self.base_url}{ACTIVITY_PATH}")["completions"]) != completions:
+            if any(future.done() for future in futures):
+                return
+            if self.stops():
+                raise GenerationAborted
+            if time.monotonic() > deadline:
+                raise ServerLost(f"the vLLM server did not take up {completions} completions within {limit:g} s")
+            time.sleep(_QUEUE_SECONDS)
+
+    def _unless_stopping(
+        self, sample: Callable[[], dict[str, Any]], prompts: Sequence[Any], n: int
+    ) -> dict[str, list[Any]]:
+        """Return the server's completions; as soon as the run stops, one token per completion."""
+        if not self.stops():
+            executor = ThreadPoolExecutor(1)
+            answer = executor.submit(self._through_restarts, sample)
+            executor.shutdown(wait=False)
+            while not wait([answer], LOOK_SECONDS).done and not self.stops():
+                pass
+            if not self._stops and (answer.exception() is None or not self.stops(_SIGNAL_SECONDS)):
+                return dict(answer.result())
+            self._abort(answer)
+        rows = len(prompts) * n
+        tokens = {"completion_ids": [[0]] * rows, "logprobs": [[[0.0]]] * rows, "logprob_token_ids": [[[0]]] * rows}
+        return {"prompt_ids": list(prompts), **tokens}
+
+    def _abort(self, generation: Future[Any]) -> None:
+        """End the generation in flight; a server that hangs releases nothing, and is left after 10 seconds."""
+        deadline = time.monotonic() + _ABORT_SECONDS
+        # Again and again: a request that was on its way is not among those the engine ends.
+        while not generation.done() and time.monotonic() < deadline:
+            with contextlib.suppress(ServerError):  # a dead one has nothing in flight
+                self.pause("abort", timeout=_QUICK_SECONDS)
+                self.resume(timeout=_QUICK_SECONDS)
+            wait([generation], 0.05)
 
     def _sampling_seed(self, index: int) -> int:
         # A hash, since vLLM gives completion k of a prompt the seed + k: neighbours would share noise.
         text = f"{self.settings.seed}/{self.generation}/{index}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
-    @property
-    def aborted(self) -> bool:
-        """Whether ``abort`` was called."""
-        return self._aborted.is_set()
-
-    def abort(self) -> None:
-        """End the generation in flight, from any thread: the run is about to end, and waits for nothing any more.
-
-        The generation in flight, a wait for a restarted server, and every later ``generate`` raise GenerationAborted.
-        Returns when none is in flight, at the latest after 10 seconds: a server that hangs releases nothing.
-        """
-        self._aborted.set()
-        deadline = time.monotonic() + _ABORT_SECONDS
-        # Again and again: a request that was on its way is not among those the engine ends.
-        while not self._idle.is_set() and time.monotonic() < deadline:
-            try:
-                self.pause("abort", timeout=_QUICK_SECONDS)
-                self.resume(timeout=_QUICK_SECONDS)
-            except ServerError:
-                pass  # a dead one has nothing in flight
-            self._idle.wait(0.05)
-
     def pause(self, mode: str, timeout: float | None = None) -> None:
-        """Stop the engine: ``keep`` what it has for later, or ``abort`` it. It goes on collecting requests."""
+        """Stop the engine: ``keep`` what it has for later, or ``abort`` it. It continues to collect requests."""
         self._post(f"{self.base_url}/pause", params={"mode": mode}, timeout=timeout)
 
     def resume(self, timeout: float | None = None) -> None:
-        """Let a paused engine go on."""
+        """Let a paused engine continue."""
         self._post(f"{self.base_url}/resume", timeout=timeout)
-
-    def completions_under_way(self) -> int:
-        """Return how many completions the engine has been given and has not finished, also while it is paused."""
-        return int(self._get(f"{self.base_url}{ACTIVITY_PATH}")["completions"])
-
-
-def sample_each(sample: Callable[[int], dict[str, Any]], prompts: int, pause: EnginePause | None) -> dict[str, Any]:
-    """Make one request per prompt, by its index, many at a time; return the answers joined in the order of prompts."""
-    answers: list[dict[str, Any]] = []
-    for start in range(0, prompts, REQUESTS):
-        share = range(start, min(start + REQUESTS, prompts))
-        executor = ThreadPoolExecutor(max_workers=len(share))
-        try:
-            if pause is not None:
-                pause.begin()
-            futures = [executor.submit(sample, index) for index in share]
-            if pause is not None:
-                pause.end(futures)
-            answers += [future.result() for future in futures]
-        finally:
-            executor.shutdown(wait=False, cancel_futures=True)
-    return {
-        key: None if answers[0][key] is None else [row for answer in answers for row in answer[key]]
-        for key in answers[0]
-    }
-
-
-class EnginePause:
-    """Pause the server's engine until it has all requests of a moment.
-
-    Which completions share a forward pass decides the last bits of their log-probs, and that depends on when each
-    arrives. Pausing also empties the engine's prefix cache, so that nothing depends on what it sampled before.
-    """
-
-    def __init__(self, engine: BridgeClient, n: int, limit: float):
-        self._engine = engine
-        self._limit = limit
-        self._n = n
-
-    def begin(self) -> None:
-        """Pause the engine once it has finished or dropped everything else."""
-        self._wait_for(0, [])
-        self._engine.pause("keep")
-
-    def end(self, futures: Sequence[Future[dict[str, Any]]]) -> None:
-        """Let the engine go on when it has the requests, or when one of them has failed."""
-        try:
-            self._wait_for(len(futures) * self._n, futures)
-        finally:
-            self._engine.resume()
-
-    def _wait_for(self, completions: int, futures: Sequence[Future[dict[str, Any]]]) -> None:
-        deadline = time.monotonic() + self._limit
-        while self._engine.completions_under_way() != completions:
-            if any(future.done() for future in futures):
-                return
-            if self._engine.aborted:
-                raise GenerationAborted
-            if time.monotonic() > deadline:
-                raise ServerLost(f"the vLLM server did not take up {completions} completions within {self._limit:g} s")
-            time.sleep(_LOOK_SECONDS)

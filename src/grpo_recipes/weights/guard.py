@@ -24,14 +24,8 @@ class WeightsDiffer(RuntimeError):
 
 def held_name(name: str, held: Mapping[str, Any], packed: Mapping[str, Sequence[str]]) -> str | None:
     """Return the server's parameter that holds the trainer's ``name``, fused ones included; None if not found."""
-    if name in held:
-        return name
-    for fused, parts in packed.items():
-        for part in parts:
-            candidate = name.replace(f".{part}.", f".{fused}.")
-            if candidate != name and candidate in held:
-                return candidate
-    return None
+    fused_names = [name.replace(f".{part}.", f".{fused}.") for fused, parts in packed.items() for part in parts]
+    return next((one for one in (name, *fused_names) if one in held), None)
 
 
 def differing(streamed: Mapping[str, int], reports: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -49,25 +43,21 @@ def differing(streamed: Mapping[str, int], reports: Sequence[Mapping[str, Any]])
             unplaced += value
         else:
             expected[place] = expected.get(place, 0) + value
-    wrong = [
-        name
-        for name, value in expected.items()
-        if not _holds(value, [report["parameters"][name][0] for report in reports])
-    ]
+
+    def holds(value: int, names: Sequence[str]) -> bool:
+        """Return whether the workers' shards add up to ``value``, or every worker has a copy of it."""
+        values = [sum(report["parameters"][name][0] for name in names) % _WRAP for report in reports]
+        return sum(values) % _WRAP == value % _WRAP or set(values) == {value % _WRAP}
+
+    wrong = [name for name, value in expected.items() if not holds(value, [name])]
     # Models whose names vLLM changes otherwise: what found no place must add up to what was not accounted for.
     rest = [name for name in held if name not in expected]
-    if not _holds(unplaced, [sum(report["parameters"][name][0] for name in rest) for report in reports]):
+    if not holds(unplaced, rest):
         wrong += rest or ["(no parameter of the server matches)"]
     return wrong
 
 
-def _holds(expected: int, values: Sequence[int]) -> bool:
-    """Return whether shards add up to ``expected``, or every worker has a copy of it."""
-    wanted = expected % _WRAP
-    return sum(values) % _WRAP == wanted or all(value % _WRAP == wanted for value in values)
-
-
-def checksum_verdict(bridge: str, wrong: Sequence[str]) -> str | None:
+def checksum_error(bridge: str, wrong: Sequence[str]) -> str | None:
     """Return the message for a failed checksum, or None."""
     if not wrong:
         return None
@@ -78,7 +68,7 @@ def checksum_verdict(bridge: str, wrong: Sequence[str]) -> str | None:
     )
 
 
-def logprob_verdict(bridge: str, difference: float, tolerance: float) -> str | None:
+def logprob_error(bridge: str, difference: float, tolerance: float) -> str | None:
     """Return the message for log-probs that disagree, or None."""
     if difference <= tolerance:
         return None

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import threading
 import time
+from collections.abc import Callable
 from http.client import RemoteDisconnected
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ from urllib.parse import urljoin
 import requests
 from requests.adapters import HTTPAdapter
 from urllib3.exceptions import ProtocolError
+
+from grpo_recipes.runs.rundir import read_json
 
 # Steps of a weight transfer meet the trainer in a collective: a second one would find nobody there.
 _NOT_REPEATED = frozenset(
@@ -34,7 +35,7 @@ class ServerLost(ServerError):
 
 
 class GenerationAborted(Exception):
-    """A generation was given up because ``BridgeClient.abort`` was called."""
+    """A generation was given up because the run stops."""
 
 
 class ServerAdapter(HTTPAdapter):
@@ -54,11 +55,14 @@ class ServerAdapter(HTTPAdapter):
         path = request.path_url
         try:
             response = self._send(request, kwargs)
-            response.content  # noqa: B018  read here, where a connection that breaks is still told from a bad answer
+            response.content  # noqa: B018  read here, where a broken connection can be distinguished from a bad answer
         except requests.exceptions.ReadTimeout as error:
             raise ServerLost(f"the vLLM server did not answer {path} within {limit:g} s") from error
         except (requests.exceptions.ConnectionError, requests.exceptions.ChunkedEncodingError) as error:
-            raise ServerLost(f"lost the connection to the vLLM server in {path} ({_root(error)})") from error
+            cause: BaseException = error
+            while cause.__cause__ or cause.__context__:  # the operating system's own error comes last
+                cause = cause.__cause__ or cause.__context__ or cause
+            raise ServerLost(f"lost the connection to the vLLM server in {path} ({cause})") from error
         if response.status_code >= 500 and not self._healthy(request):
             raise ServerLost(f"the engine of the vLLM server is dead: {response.status_code} in {path}")
         return response
@@ -67,47 +71,34 @@ class ServerAdapter(HTTPAdapter):
         try:
             return super().send(request, **kwargs)
         except requests.exceptions.ConnectionError as error:
-            if request.path_url in _NOT_REPEATED or not _closed_before_an_answer(error):
+            cause = error.args[0] if error.args else None
+            closed = (RemoteDisconnected, ConnectionResetError, BrokenPipeError)
+            unanswered = isinstance(cause, ProtocolError) and isinstance(cause.args[-1], closed)
+            if request.path_url in _NOT_REPEATED or not unanswered:
                 raise
         # The server may close a kept connection at the very moment it is used again. A new adapter: others in the pool
         # may be as old.
         return HTTPAdapter(max_retries=0).send(request, **kwargs)
 
     def _healthy(self, request: requests.PreparedRequest) -> bool:
-        question = requests.Request("GET", urljoin(str(request.url), "/health"), headers=_token(request))
+        headers = {name: value for name, value in request.headers.items() if name == "Authorization"}
+        question = requests.Request("GET", urljoin(str(request.url), "/health"), headers=headers)
         try:
             return HTTPAdapter(max_retries=0).send(question.prepare(), timeout=_HEALTH_SECONDS).ok
         except requests.exceptions.RequestException:
             return False
 
 
-def _token(request: requests.PreparedRequest) -> dict[str, str]:
-    return {name: value for name, value in request.headers.items() if name == "Authorization"}
-
-
-def _closed_before_an_answer(error: requests.exceptions.ConnectionError) -> bool:
-    cause = error.args[0] if error.args else None
-    closed = (RemoteDisconnected, ConnectionResetError, BrokenPipeError)
-    return isinstance(cause, ProtocolError) and isinstance(cause.args[-1], closed)
-
-
-def _root(error: BaseException) -> BaseException:
-    """Return the operating system's own error, which comes last in a chain."""
-    while error.__cause__ or error.__context__:
-        error = error.__cause__ or error.__context__ or error
-    return error
-
-
 class ServerRestarts:
     """Follow ``processes/server_state.json``: the launcher restarts a dead server at its old address.
 
-    Without the file nobody restarts servers. ``aborted`` ends every wait, with GenerationAborted.
+    Without the file nobody restarts servers. Every wait ends with GenerationAborted when the run ``stops``.
     """
 
-    def __init__(self, state_file: Path, start_seconds: float, aborted: threading.Event):
+    def __init__(self, state_file: Path, start_seconds: float, stops: Callable[[], bool]):
         self._file = state_file
         self._start_seconds = start_seconds
-        self._aborted = aborted
+        self._stops = stops
         self._epoch = self._read()[0]
 
     @property
@@ -127,24 +118,19 @@ class ServerRestarts:
         """Wait for the next server; ServerError when there will be none, or it takes too long."""
         limit = self._start_seconds + _MARGIN_SECONDS
         deadline = time.monotonic() + limit
-        while True:
-            epoch, state = self._read()
-            if state == "gone":
+        while (found := self._read())[1] != "ready":
+            if found[1] == "gone":
                 raise ServerError("the vLLM server is gone and is not started again")
-            if state == "ready":
-                self._epoch = epoch
-                return
             if time.monotonic() > deadline:
                 raise ServerError(f"the vLLM server was not ready again after {limit:g} s")
             self._pause()
+        self._epoch = found[0]
 
     def _pause(self) -> None:
-        if self._aborted.wait(_LOOK_SECONDS):
+        if self._stops():
             raise GenerationAborted
+        time.sleep(_LOOK_SECONDS)
 
     def _read(self) -> tuple[int, str]:
-        try:
-            content = json.loads(self._file.read_text())
-        except FileNotFoundError:
-            return 1, "ready"
+        content = read_json(self._file) or {"epoch": 1, "state": "ready"}
         return int(content["epoch"]), str(content["state"])

@@ -1,0 +1,114 @@
+"""A stop request while rank 0 waits for the server: it gives up at once, and a server that is gone is no failure."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_recipes.runs.rundir import stop_file
+from grpo_recipes.runs.stop_request import StopRequest
+from grpo_recipes.weights import client as client_module
+from grpo_recipes.weights.bridges import FileClient
+from grpo_recipes.weights.transport import ServerLost
+from weights.fake_server import WEIGHT
+
+PROMPTS = [[1], [2], [3]]
+PLACEHOLDER = [[0]] * 6  # a token for each of two completions
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def stopping(connect, run_dir: Path, monkeypatch) -> Iterator[Callable[..., FileClient]]:
+    """``stopping(SETTING=VALUE)``: a client whose work a request in ``run_dir`` cuts short."""
+    monkeypatch.setattr(client_module, "_SIGNAL_SECONDS", 0.3)
+    monkeypatch.setattr(client_module, "_ABORT_SECONDS", 0.3)
+    monkeypatch.setattr(client_module, "_QUICK_SECONDS", 0.3)
+    stop = StopRequest(run_dir)
+    with stop.cutting_short():
+        yield lambda **settings: connect(stop=stop, **settings)
+
+
+def ask(run_dir: Path, seconds: float = 0.2) -> None:
+    threading.Timer(seconds, stop_file(run_dir).touch).start()
+
+
+def send(client: FileClient) -> list[Any]:
+    """Sync the weights; return the tensors that are left to gather."""
+    tensors = iter([("w", WEIGHT), ("b", torch.zeros(2)), ("c", torch.zeros(2))])
+    client.update_named_params([("w", "float32", [2, 3])], tensors)
+    return list(tensors)
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+@pytest.mark.parametrize("way", ["queued", "in flight", "hung"])
+def test_a_generation_is_given_up(stopping, server, run_dir, seed, way) -> None:
+    client = stopping(seed=seed, request_timeout=2.0)
+    if way == "queued":
+        server.under_way = -1  # the count that is waited for never comes
+        client.pause("keep")
+    else:
+        server.delay = {"in flight": 0.2, "hung": 3.0}[way]
+    ask(run_dir)
+    start = time.monotonic()
+    answer = client.generate(PROMPTS, n=2)
+    assert time.monotonic() - start < 2
+    assert answer["prompt_ids"] == PROMPTS and len(answer["logprobs"]) == 6
+    assert answer["completion_ids"] == PLACEHOLDER
+    if way != "hung":
+        assert "/pause?mode=abort" in server.calls and server.calls[-1] == "/resume"
+
+
+def test_after_a_request_nothing_more_is_sampled(stopping, server, run_dir) -> None:
+    client = stopping(seed=7)
+    stop_file(run_dir).touch()
+    assert client.generate(PROMPTS, n=2)["completion_ids"] == PLACEHOLDER
+    assert server.calls == []
+
+
+def test_a_failure_without_a_request_is_a_failure(stopping, server) -> None:
+    client = stopping()
+    server.close()
+    for call in (lambda: client.generate(PROMPTS, n=2), client.reset_prefix_cache, lambda: send(client)):
+        with pytest.raises(ServerLost, match="lost the connection"):
+            call()
+
+
+def test_a_server_that_is_lost_with_the_request_is_no_failure(stopping, server, run_dir) -> None:
+    client = stopping()
+    server.close()
+    ask(run_dir, 0.1)
+    assert send(client) == []  # the other ranks gather every parameter
+    client.reset_prefix_cache()
+    assert client.generate(PROMPTS, n=2)["completion_ids"] == PLACEHOLDER
+
+
+def test_a_wait_for_another_server_ends(stopping, server, run_dir, tmp_path) -> None:
+    state = tmp_path / "server_state.json"
+    state.write_text(json.dumps({"epoch": 1, "state": "ready"}))
+    client = stopping(start_timeout=60.0)
+    server.close()
+    state.write_text(json.dumps({"epoch": 2, "state": "starting"}))
+    ask(run_dir)
+    start = time.monotonic()
+    assert send(client) == [] and client.generate(PROMPTS, n=2)["completion_ids"] == PLACEHOLDER
+    assert time.monotonic() - start < 3
+
+
+def test_outside_a_training_a_request_does_not_touch_the_server(connect, server, run_dir) -> None:
+    client = connect(stop=StopRequest(run_dir))
+    stop_file(run_dir).touch()
+    assert client.generate([[1]], n=2)["completion_ids"] == [[1], [1]]
+    assert "/pause?mode=abort" not in server.calls
