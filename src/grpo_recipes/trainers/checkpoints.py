@@ -39,9 +39,8 @@ class Checkpoints:
     """Write checkpoints aside, wait for all ranks, mark, rename, and only then prune; restore what they hold.
 
     transformers writes in place, picks the newest folder whether complete or not, and prunes by modification time
-    inside the save, so with a limit of 1 a kill can leave no checkpoint at all. TRL keeps sampled completions for
-    ``steps_per_generation * num_iterations`` micro-steps and saves neither them nor the position in them; transformers
-    does not save its running loss.
+    inside the save, so with a limit of 1 a kill can leave no checkpoint at all. TRL saves neither the completions that
+    it samples for several micro-steps nor the position in them, transformers not its running loss.
     """
 
     def __init__(self, trainer: Any):
@@ -198,9 +197,9 @@ class Checkpoints:
             "prompts of a generation": sampler.batch_size,
             "num_generations": sampler.mini_repeat_count,
             "num_iterations": trainer.num_iterations,
-            "completions of a step": (
-                args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-            ),
+            "completions of a step": args.world_size
+            * args.gradient_accumulation_steps
+            * args.per_device_train_batch_size,
             "shuffle_dataset": sampler.shuffle,
             "seed": sampler.seed,
         }
@@ -241,11 +240,10 @@ def _listed(facts: dict[str, Any]) -> str:
 
 @contextmanager
 def digested_saves(folder: Path) -> Iterator[dict[str, str]]:
-    """Yield digests, by name, of what ``torch.save`` writes below a folder (optimizer, shards) while it is written.
+    """Yield digests, by name, of what ``torch.save`` writes below a folder; at the end without files changed since.
 
-    They are final at the end: without files that were changed afterwards. Reading files back costs several times as
-    much, over the network for one of another node; ``publish`` does so for what is written otherwise (safetensors,
-    JSON). torch's CRC-32 is left out: ``torch.load`` never checks it and it takes longer than the digest.
+    Reading files back, as ``publish`` does for safetensors and JSON, costs several times as much. torch's CRC-32 is left
+    out: ``torch.load`` never checks it and it takes longer than the digest.
     """
     digests: dict[str, str] = {}
     written: dict[str, os.stat_result] = {}

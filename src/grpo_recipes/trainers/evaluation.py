@@ -29,9 +29,8 @@ _UNNAMED = "other"  # a set that was passed without a metric_key_prefix
 class Evaluation:
     """Evaluate as TRL does, with exact means, write ``eval.jsonl``, and leave no trace in the training.
 
-    TRL averages the means of batches, whose last one may be short or filled up with prompts seen before. Here every
-    completion of every prompt counts once, whatever set is evaluated. A stop request ends an evaluation; the resumed
-    run makes up for it where it was due.
+    TRL averages the means of batches, whose last one may be short or filled up with prompts seen before; here every
+    completion counts once. A stop request ends an evaluation; the resumed run makes up for it where it was due.
     """
 
     def __init__(self, trainer: Any, run_dir: Path):
@@ -53,22 +52,17 @@ class Evaluation:
         return _UNNAMED if prefix == "eval" else prefix.removeprefix("eval_")
 
     def read_made(self) -> None:
-        """Read the metrics of the trainer's own sets, by name, that an earlier attempt wrote for this step.
-
-        Rank 0 reads them for all: ranks on other nodes may see a file later.
-        """
+        """Read the metrics of the trainer's own sets, by name, that an earlier attempt wrote for this step."""
         trainer = self._trainer
         own = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {None}
         made = {
-            row.get("set"): {  # json_number wrote numbers that JSON does not have as text
-                name: float(value) if isinstance(value, str) else value
-                for name, value in row.items()
-                if name.startswith("eval_")
-            }
+            row.get("set"): {
+                name: float(row[name]) for name in row if name.startswith("eval_")
+            }  # also of text, as "nan"
             for row in (read_rows(self._file) if trainer.accelerator.is_main_process else [])
             if row["step"] == trainer.state.global_step and row.get("set") in own
         }
-        (self.made,) = broadcast_object_list([made], from_process=0)
+        (self.made,) = broadcast_object_list([made])  # by rank 0: ranks on other nodes may see a file later
 
     @contextmanager
     def due(self) -> Iterator[None]:
@@ -163,8 +157,8 @@ class Evaluation:
 class CountedStream(torch.utils.data.IterableDataset[Any]):
     """A stream that counts its rows while it is read.
 
-    accelerate fills up the last batch of a stream that several processes share, so what counts must be known. A stream
-    of datasets in several files it would deal out by file, and the processes would wait for each other's batches.
+    accelerate fills up the last batch of a stream that several processes share, so what counts must be known. It would
+    deal out a stream of several files by file, and the processes would wait for each other's batches.
     """
 
     def __init__(self, stream: Any):

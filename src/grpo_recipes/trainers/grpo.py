@@ -110,8 +110,8 @@ class GRPOTrainer(trl.GRPOTrainer):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Take a micro-step as TRL does, which samples, scores and weighs where a generation has been used up.
 
-        An evaluation that the run was stopped in comes first, with the sets that have no row yet. Stopped in it again,
-        the run leaves the checkpoint that owes it: nothing has happened since.
+        An evaluation that the run was stopped in comes first, with the sets that have no row yet; stopped in it again,
+        the run leaves the checkpoint that owes it.
         """
         if self.evaluation.owed:
             self.evaluation.owed = False
@@ -141,7 +141,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return output
 
     def sample_and_score(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return what TRL makes of a batch of prompts: completions, log-probs, advantages."""
+        """Return TRL's completions of a batch of prompts, with log-probs and advantages."""
         return super()._generate_and_score_completions(inputs)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
@@ -185,15 +185,12 @@ class GRPOTrainer(trl.GRPOTrainer):
     # --- update ----------------------------------------------------------------------------------------------------
 
     def move_controllers(self) -> None:
-        """Move ``beta`` towards ``kl_target`` by TRL's ``kl`` of the step, over its micro-batches and ranks.
-
-        The row of a step holds as ``beta`` the coefficient that was in force in it.
-        """
+        """Move ``beta`` towards ``kl_target`` by TRL's ``kl`` of the step, over its micro-batches and ranks."""
         if "kl" not in self.controllers:
             return
         micro_batches = self.current_gradient_accumulation_steps
         kls = self._metrics["train"]["kl"][-micro_batches:]
-        self._metrics["train"]["beta"].append(self.beta)
+        self._metrics["train"]["beta"].append(self.beta)  # the one in force in this step
         completions = self.args.per_device_train_batch_size * micro_batches * self.accelerator.num_processes
         self.controllers["kl"].update(sum(kls) / len(kls), completions)
         self.beta = self.controllers["kl"].beta
@@ -205,10 +202,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _maybe_log_save_evaluate(
         self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """After a step: check the weights; log, save and evaluate as transformers does; then a stop request counts.
-
-        A checkpoint is written where a callback ends the training: a resumed run must not continue there.
-        """
+        """Check the weights; log, save (also where a callback ends the training) and evaluate; then stop on request."""
         self.checks.weights()
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *args, **kwargs)
         if self.control.should_training_stop and self.state.global_step < self.state.max_steps:
@@ -269,11 +263,9 @@ class GRPOTrainer(trl.GRPOTrainer):
     ) -> dict[str, float]:
         """Evaluate any set, or each set of a dict, as transformers does, and add a row for each to ``eval.jsonl``.
 
-        All metrics begin with ``metric_key_prefix`` and, in a dict, the key of the set; TRL calls them ``eval_reward``
-        and so on whatever the set. In ``eval.jsonl`` the name ``eval_reward`` always means the trainer's own set. A row
-        of another set has ``set``, its name, and ``eval_<set>_reward``, so that no reader takes it for the run's. The
-        name is the key in the dict, or the prefix (``other`` where that is ``eval``). A stop request before the end
-        leaves no metrics.
+        All metrics begin with ``metric_key_prefix`` and, in a dict, the key of the set; TRL's begin with ``eval``. In
+        ``eval.jsonl`` the name ``eval_reward`` always means the trainer's own set: a row of another set has ``set``,
+        its key in the dict or the prefix, and ``eval_<set>_reward``. A stop request before the end leaves no metrics.
         """
         name = self.evaluation.set_name(eval_dataset, metric_key_prefix)
         if name in self.evaluation.made:
@@ -285,10 +277,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return metrics
 
     def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
-        """Predict as transformers does, with the metrics of ``evaluate``, no row, and no trace in the training.
-
-        A stop request before the end leaves no metrics.
-        """
+        """Predict as transformers does, with the metrics of ``evaluate``, no row, and no trace in the training."""
         prediction = PredictionOutput(predictions=None, label_ids=None, metrics={})
         with self.evaluation.running():
             prediction = super().predict(*args, **kwargs)
@@ -297,11 +286,11 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
         """Make an evaluation that is due; a run that is stopped in it owes it."""
         on_start = skip_scheduler  # transformers says so for eval_on_start alone, a resumed run included
+        metrics: dict[str, float] = {}
         if on_start and self.state.global_step > 0:
-            return {}
+            return metrics
         if on_start:
             self.evaluation.read_made()
-        metrics: dict[str, float] = {}
         with self.evaluation.due():
             metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
         if on_start:
@@ -321,8 +310,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Run transformers' loop, with TRL's metrics over every completion once."""
-        arguments = (dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        run = partial(super().evaluation_loop, *arguments)
+        others = (prediction_loss_only, ignore_keys, metric_key_prefix)
+        run = partial(super().evaluation_loop, dataloader, description, *others)
         return self.evaluation.loop(run, dataloader, description, metric_key_prefix)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -113,11 +113,9 @@ def weighted_rewards(rewards_BR: torch.Tensor, weights_R: torch.Tensor) -> torch
 
 
 def write_samples(file: Path, trainer: Any, answers: list[Any]) -> None:
-    """Add a row of a few completions, with their scores, of the generation that TRL just logged. For rank 0.
+    """Add a row with all rewards, null where unscored, and a few completions of the generation that TRL just logged.
 
-    A row holds ``step`` (the optimizer step the completions are for), ``rewards`` (the total of every completion of
-    the generation, over all ranks; null where it is unscored) and ``samples``: ``report_samples`` completions of two
-    groups. ``answers`` are those of rank 0's completions, which TRL logs first.
+    For rank 0. ``step`` is the optimizer step they are for; ``answers`` are those of rank 0's rows, which come first.
     """
     logs, group, names = trainer._logs, trainer.num_generations, trainer.reward_func_names
     prompts, completions, advantages = (list(logs[name]) for name in ("prompt", "completion", "advantages"))
@@ -143,9 +141,8 @@ def write_samples(file: Path, trainer: Any, answers: list[Any]) -> None:
 def chosen_rows(totals: list[float | None], group: int, own: int, count: int) -> list[int]:
     """Choose ``count`` rows worth reading: of the first group, and of another whose rewards differ most.
 
-    ``totals`` are the rewards of a generation, (B,), the completions of a group side by side; only groups that begin in
-    the first ``own`` rows are considered: rank 0 knows their answers. Of a group come the best, the worst, the second
-    best and so on; unscored completions count as the worst.
+    ``totals`` are the rewards of a generation, (B,); only groups that begin in the first ``own`` rows are considered:
+    rank 0 knows their answers. Of a group come the best, the worst, the second best and so on; unscored is worst.
     """
 
     def spread(start: int) -> float:
