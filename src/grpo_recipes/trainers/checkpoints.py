@@ -89,7 +89,7 @@ class Checkpoints:
         trainer = self._trainer
         return {
             **{name: copy.deepcopy(attrgetter(name)(trainer)) for name in self.unsaved},
-            "split": self._split(),
+            "split": {key: getattr(trainer.args, key) for key in _SPLIT},
             "buffered": trainer._buffered_inputs if trainer._step % self._window_steps else None,
         }
 
@@ -98,7 +98,8 @@ class Checkpoints:
 
         Only between two generations may the batch be split otherwise than before, say because memory was short.
         """
-        trainer, split = self._trainer, self._split()
+        trainer = self._trainer
+        split = {key: getattr(trainer.args, key) for key in _SPLIT}
         before = state.get("split", split)  # earlier versions did not save it
         if state["buffered"] is not None and before != split:
             raise ValueError(
@@ -118,9 +119,6 @@ class Checkpoints:
     def _window_steps(self) -> int:
         """Micro-steps for which TRL keeps a generation."""
         return int(self._trainer.args.steps_per_generation * self._trainer.num_iterations)
-
-    def _split(self) -> dict[str, Any]:
-        return {key: getattr(self._trainer.args, key) for key in _SPLIT}
 
     def save_unsaved(self, folder: Path) -> None:
         """Write into a checkpoint what transformers does not save. Called by every rank."""
@@ -167,7 +165,7 @@ class Checkpoints:
         load()
         # Our own file in our own run directory; it holds plain containers and tensors.
         state: dict[str, Any] = torch.load(path, map_location=args.device, weights_only=False)
-        missing = [name for name in self.state() if name not in state and name != "split"]
+        missing = [name for name in (*self.unsaved, "buffered") if name not in state]
         if missing:
             raise ValueError(f"{path} has no {', '.join(missing)}: it was saved with other keys, or by other code")
         self.restore(state)
@@ -191,15 +189,14 @@ class Checkpoints:
 
     def _order_of_data(self) -> dict[str, Any]:
         """Return what decides which prompts a step takes, beside the prompts themselves."""
-        sampler, trainer, args = self._trainer.sampler, self._trainer, self._trainer.args
+        sampler, args = self._trainer.sampler, self._trainer.args
+        per_process = args.per_device_train_batch_size * args.gradient_accumulation_steps
         return {
             "prompts": sampler.num_samples,
             "prompts of a generation": sampler.batch_size,
             "num_generations": sampler.mini_repeat_count,
-            "num_iterations": trainer.num_iterations,
-            "completions of a step": args.world_size
-            * args.gradient_accumulation_steps
-            * args.per_device_train_batch_size,
+            "num_iterations": self._trainer.num_iterations,
+            "completions of a step": per_process * args.world_size,
             "shuffle_dataset": sampler.shuffle,
             "seed": sampler.seed,
         }
@@ -242,8 +239,8 @@ def _listed(facts: dict[str, Any]) -> str:
 def digested_saves(folder: Path) -> Iterator[dict[str, str]]:
     """Yield digests, by name, of what ``torch.save`` writes below a folder; at the end without files changed since.
 
-    Reading files back, as ``publish`` does for safetensors and JSON, costs several times as much. torch's CRC-32 is left
-    out: ``torch.load`` never checks it and it takes longer than the digest.
+    Reading files back, as ``publish`` does for safetensors and JSON, costs several times as much. torch's CRC-32 is
+    left out: ``torch.load`` never checks it and it takes longer than the digest.
     """
     digests: dict[str, str] = {}
     written: dict[str, os.stat_result] = {}

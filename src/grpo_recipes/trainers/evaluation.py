@@ -56,9 +56,11 @@ class Evaluation:
         trainer = self._trainer
         own = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {None}
         made = {
-            row.get("set"): {
-                name: float(row[name]) for name in row if name.startswith("eval_")
-            }  # also of text, as "nan"
+            row.get("set"): {  # json_number wrote numbers that JSON does not have as text
+                name: float(value) if isinstance(value, str) else value
+                for name, value in row.items()
+                if name.startswith("eval_")
+            }
             for row in (read_rows(self._file) if trainer.accelerator.is_main_process else [])
             if row["step"] == trainer.state.global_step and row.get("set") in own
         }
