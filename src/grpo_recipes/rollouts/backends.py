@@ -1,8 +1,7 @@
 """Where completions come from: the run's vLLM server, vLLM inside the trainers, or transformers.
 
-The trainer knows ``Rollouts`` alone: prompts in, token ids and log-probs out. Seeds of benchmark prompts come from the
-run's seed, the benchmark and the problem's place in it, so that a problem gets the same noise whatever is sampled
-beside it. With transformers they are per batch: its sampler has one stream of noise.
+The trainer knows ``Rollouts`` alone: prompts in, token ids and log-probs out. Each benchmark prompt has a seed, so that
+a problem gets the same noise whatever is sampled beside it; transformers has one stream of noise per batch.
 """
 
 from __future__ import annotations
@@ -68,7 +67,6 @@ class Rollouts(Protocol):
 
         Called by every rank with the same arguments, or by rank 0 alone where ``main_rank_alone``.
         """
-        ...
 
     def serve_weights(self) -> bool:
         """Send the weights of now, unless they are there; return whether it was needed. Called by every rank."""
@@ -98,12 +96,8 @@ def problem_seed(run_seed: int, benchmark: str, index: int) -> int:
 
 def sampling_keys(trainer: Any) -> dict[str, Any]:
     """Return the recipe's own truncation of the distribution."""
-    return {
-        "top_p": trainer.top_p,
-        "top_k": trainer.top_k,
-        "min_p": trainer.min_p or 0.0,
-        "repetition_penalty": trainer.repetition_penalty,
-    }
+    keys = {"top_p": trainer.top_p, "top_k": trainer.top_k, "min_p": trainer.min_p or 0.0}
+    return {**keys, "repetition_penalty": trainer.repetition_penalty}
 
 
 class TransformersRollouts(Rollouts):
@@ -114,9 +108,9 @@ class TransformersRollouts(Rollouts):
 
     def sample(self, prompts: Sequence[Prompt], how: Sampling) -> list[list[Tokens]]:
         """Draw with TRL's own sampler, each rank its share."""
-        return self._share(prompts, lambda share: self._draw(share, how), self._trainer.args.world_size)
+        return self._share(prompts, how, self._trainer.args.world_size)
 
-    def _share(self, prompts: Sequence[Prompt], draw: Any, groups: int) -> list[list[Tokens]]:
+    def _share(self, prompts: Sequence[Prompt], how: Sampling, groups: int) -> list[list[Tokens]]:
         """Let every group of ranks draw its share, and give all of them everything.
 
         Shares are of one size, filled up with the last prompt: sharded models want as many passes of each rank.
@@ -125,7 +119,7 @@ class TransformersRollouts(Rollouts):
         each = -(-len(prompts) // groups)
         filled = [*prompts, *[prompts[-1]] * (each * groups - len(prompts))]
         group, size = rank * groups // world, world // groups
-        mine = draw(filled[group * each : (group + 1) * each])
+        mine = self._draw(filled[group * each : (group + 1) * each], how)
         drawn = gather_object(mine if rank % size == 0 else [])
         return list(drawn[: len(prompts)])
 
@@ -187,7 +181,7 @@ class ColocatedRollouts(VllmRollouts):
     def sample(self, prompts: Sequence[Prompt], how: Sampling) -> list[list[Tokens]]:
         """Draw with the engines of the ranks, each its share."""
         groups = self._trainer.args.world_size // self._trainer.vllm_generation.tensor_parallel_size
-        return self._share(prompts, lambda share: self._draw(share, how), groups)
+        return self._share(prompts, how, groups)
 
     def _draw(self, prompts: Sequence[Prompt], how: Sampling) -> list[list[Tokens]]:
         from vllm import SamplingParams
@@ -221,15 +215,10 @@ class ServerRollouts(VllmRollouts):
 
     def sample(self, prompts: Sequence[Prompt], how: Sampling) -> list[list[Tokens]]:
         """Ask the server, a request and a seed per prompt."""
-        answer = self._trainer.vllm_generation.vllm_client.generate_seeded(
-            [prompt.ids for prompt in prompts],
-            [prompt.seed for prompt in prompts],
-            n=how.samples,
-            temperature=how.temperature,
-            max_tokens=how.max_tokens,
-            logprobs=None,
-            **sampling_keys(self._trainer),
-        )
+        ids, seeds = [prompt.ids for prompt in prompts], [prompt.seed for prompt in prompts]
+        keys = {"n": how.samples, "temperature": how.temperature, "max_tokens": how.max_tokens, "logprobs": None}
+        client = self._trainer.vllm_generation.vllm_client
+        answer = client.generate_seeded(ids, seeds, **keys, **sampling_keys(self._trainer))
         return _grouped(answer["completion_ids"], how.samples)
 
 

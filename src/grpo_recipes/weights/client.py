@@ -52,7 +52,10 @@ class ClientSettings:
 
 
 class BridgeClient(VLLMClient):
-    """A bridge is a subclass that opens the channel and sends tensors through it."""
+    """A bridge is a subclass that opens the channel and sends tensors through it with ``_send``.
+
+    A bridge in ``RECONNECTING`` also has ``_resend``, which gives a new server the weights that were sent last.
+    """
 
     bridge = ""  # its name in recipes and messages
 
@@ -110,8 +113,7 @@ class BridgeClient(VLLMClient):
         while True:
             try:
                 if restarts.changed:
-                    restarts.wait_until_ready()
-                    self._prepare_next_server()
+                    self._prepare_next_server(restarts)
                 answer = ask()
             except ServerLost as lost:
                 restarts.wait_until_noticed(lost)
@@ -119,17 +121,14 @@ class BridgeClient(VLLMClient):
                 if not restarts.changed:  # else it may come from a server without the weights
                     return answer
 
-    def _prepare_next_server(self) -> None:
+    def _prepare_next_server(self, restarts: ServerRestarts) -> None:
+        restarts.wait_until_ready()
         self.check_server(total_timeout=_QUICK_SECONDS)
         if self._sent:
             self._resend()
             self._verify()
             if self.checksum_error:
                 raise WeightsDiffer(f"{self.checksum_error}, which was a load into a restarted server")
-
-    def _resend(self) -> None:
-        """Give the server the weights that were sent last."""
-        raise NotImplementedError
 
     def stops(self, within: float = 0.0) -> bool:
         """Return whether the run stops now, or ``within`` seconds: no answer is needed any more, and none will be."""
@@ -167,9 +166,6 @@ class BridgeClient(VLLMClient):
         for _ in named_params:  # when the run stops
             pass
 
-    def _send(self, metadata: Metadata, named_params: NamedTensors) -> None:
-        raise NotImplementedError
-
     def _verify(self) -> None:
         """With the guard, compare what the server holds with what was sent."""
         if self.settings.guard:
@@ -202,9 +198,8 @@ class BridgeClient(VLLMClient):
         When the run stops, return anything of the right shape: the other ranks wait for completions to be sent.
         """
         if self.settings.seed is None or features is not None:
-            return self._unless_stopping(
-                partial(super().generate, prompts, features=features, n=n, **kwargs), prompts, n
-            )
+            sample = partial(super().generate, prompts, features=features, n=n, **kwargs)
+            return self._unless_stopping(sample, prompts, n)
         seeds = [self._sampling_seed(index) for index in range(len(prompts))]
         return self.generate_seeded(prompts, seeds, n=n, **kwargs)
 
@@ -231,13 +226,13 @@ class BridgeClient(VLLMClient):
         for start in range(0, prompts, REQUESTS):
             share = range(start, min(start + REQUESTS, prompts))
             seeded = self.settings.seed is not None
-            pause = self._engine_paused(len(share) * n) if seeded else contextlib.nullcontext([])
-            with contextlib.ExitStack() as stack:
-                executor = ThreadPoolExecutor(max_workers=len(share))
-                stack.callback(executor.shutdown, wait=False, cancel_futures=True)
-                with pause as futures:
+            executor = ThreadPoolExecutor(max_workers=len(share))
+            try:
+                with self._engine_paused(len(share) * n) if seeded else contextlib.nullcontext([]) as futures:
                     futures += [executor.submit(sample, index) for index in share]
                 answers += [future.result() for future in futures]
+            finally:
+                executor.shutdown(wait=False, cancel_futures=True)
         return {
             key: None if first is None else [row for answer in answers for row in answer[key]]
             for key, first in answers[0].items()
@@ -261,8 +256,7 @@ class BridgeClient(VLLMClient):
 
     def _wait_for_queue(self, completions: int, futures: Sequence[Future[Any]]) -> None:
         """Wait until the engine has been given and has not finished so many completions; it counts while paused too."""
-        limit = self.settings.request_timeout
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + (limit := self.settings.request_timeout)
         while int(self._get(f"{self.base_url}{ACTIVITY_PATH}")["completions"]) != completions:
             if any(future.done() for future in futures):
                 return

@@ -16,9 +16,7 @@ from urllib3.exceptions import ProtocolError
 from grpo_recipes.runs.rundir import read_json
 
 # Steps of a weight transfer meet the trainer in a collective: a second one would find nobody there.
-_NOT_REPEATED = frozenset(
-    {"/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"}
-)
+_NOT_REPEATED = {"/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"}
 _CONNECT_SECONDS = 10.0
 _HEALTH_SECONDS = 5.0
 _LOOK_SECONDS = 0.2
@@ -92,7 +90,7 @@ class ServerAdapter(HTTPAdapter):
 class ServerRestarts:
     """Follow ``processes/server_state.json``: the launcher restarts a dead server at its old address.
 
-    Without the file nobody restarts servers. Every wait ends with GenerationAborted when the run ``stops``.
+    Without the file nobody restarts servers. When the run ``stops``, every wait ends with GenerationAborted.
     """
 
     def __init__(self, state_file: Path, start_seconds: float, stops: Callable[[], bool]):
