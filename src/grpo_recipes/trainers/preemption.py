@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 
 from grpo_recipes.runs.checkpoints import newest_complete
 from grpo_recipes.runs.stop_request import Stopped, StoppedOnRequest, StopRequest
@@ -74,9 +74,12 @@ class Preemption:
         Where every forward pass is collective (ZeRO-3, FSDP) transformers continues until all ranks are done.
         """
         model = self._trainer.accelerator.unwrap_model(self._trainer.model_wrapped)
-        criteria = StoppingCriteriaList([_UntilStopped(self.stop)])
+
+        def stopped(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            return torch.full((len(ids),), self.stop.cuts(), device=ids.device)
+
         own = vars(model).get("generate")  # one that the user set on this instance
-        model.generate = partial(model.generate, stopping_criteria=criteria)
+        model.generate = partial(model.generate, stopping_criteria=StoppingCriteriaList([stopped]))
         try:
             with self.cutting_short():
                 yield
@@ -84,14 +87,6 @@ class Preemption:
             del model.generate
             if own is not None:
                 model.generate = own
-
-
-class _UntilStopped(StoppingCriteria):
-    def __init__(self, stop: StopRequest):
-        self._stop = stop
-
-    def __call__(self, input_ids: torch.LongTensor, scores: Any, **_: Any) -> torch.Tensor:
-        return torch.full((len(input_ids),), self._stop.cuts(), device=input_ids.device)
 
 
 def agreed(stop: StopRequest, device: torch.device) -> bool:
