@@ -95,7 +95,7 @@ def test_a_generation_that_a_death_cuts_is_repeated_with_the_same_seeds(connect,
 
 def test_a_weight_load_that_a_death_cuts_is_repeated(connect, state, server, restart) -> None:
     client = connect()
-    client._dtypes = {"w": "float32"}
+    client._held = {"parameters": {"w": [0, "float32"]}, "packed": {}}
     server.loses["/collective_rpc"] = 2
     others: list[FakeServer] = []
     death = later(lambda: others.append(restart()))

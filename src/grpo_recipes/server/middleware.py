@@ -55,7 +55,13 @@ class ReportActivity:
         """Answer that question; pass on and count everything else."""
         kind, method = scope["type"], scope.get("method")
         if kind == "http" and method == "GET" and scope["path"] == ACTIVITY_PATH:
-            await self._answer(scope, send)
+            # Counted before a completion is sent to the engine, in one go with sending it: what is counted here reaches
+            # the engine before a request that comes later.
+            completions = scope["app"].state.engine_client.get_num_unfinished_requests()
+            body = json.dumps({"requests": self._requests, "completions": completions}).encode()
+            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
             return
         counted = kind == "http" and method == "POST"
         self._requests += counted
@@ -63,12 +69,3 @@ class ReportActivity:
             await self._app(scope, receive, send)
         finally:
             self._requests -= counted
-
-    async def _answer(self, scope: Scope, send: Send) -> None:
-        # Counted before a completion is sent to the engine, in one go with sending it: what is counted here reaches the
-        # engine before a request that comes later.
-        completions = scope["app"].state.engine_client.get_num_unfinished_requests()
-        body = json.dumps({"requests": self._requests, "completions": completions}).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})

@@ -128,7 +128,8 @@ class Evaluation:
         rewards = torch.cat(self.rewards or [torch.empty(0, len(trainer.reward_func_names))])
         repeats = trainer.num_generations_eval
         prompts = min(_prompts_in(dataloader, repeats), len(rewards) // repeats)
-        means = {name: _mean(values) for name, values in trainer._metrics["eval"].items()}
+        known = {name: [one for one in ones if not math.isnan(one)] for name, ones in trainer._metrics["eval"].items()}
+        means = {name: fmean(values) if values else None for name, values in known.items()}  # of batches, as TRL's
         # What fills up the last batch comes after all completions that count.
         means |= self._reward_means(rewards[: prompts * repeats])
         output.metrics.update({f"{prefix}_{name}": mean for name, mean in means.items()})
@@ -180,15 +181,8 @@ class CountedStream(torch.utils.data.IterableDataset[Any]):
 def _prompts_in(dataloader: Any, repeats: int) -> int:
     """Return how many prompts the set has, after the loader of it was read to the end."""
     dataset = dataloader.dataset
-    if isinstance(dataset, IterableDatasetShard):
-        dataset = dataset.dataset
+    dataset = dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
     return dataset.rows // repeats if isinstance(dataset, CountedStream) else len(dataset)
-
-
-def _mean(values: list[float]) -> float | None:
-    """Return TRL's mean of the batches' values, None where no batch has one."""
-    known = [value for value in values if not math.isnan(value)]
-    return fmean(known) if known else None
 
 
 def _nanstd(values: torch.Tensor) -> torch.Tensor:

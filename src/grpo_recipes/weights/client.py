@@ -63,8 +63,7 @@ class BridgeClient(VLLMClient):
         self.settings = settings
         self.checksum_error: str | None = None  # why the last sync failed the checksum
         self.generation = ""  # what the next sampling seeds are derived from, set by the trainer
-        self._dtypes: dict[str, str] = {}
-        self._packed: dict[str, list[str]] = {}
+        self._held: dict[str, Any] = {}  # the first report of what the server holds
         self._streamed: dict[str, torch.Tensor] = {}
         self._stops = False
         self._sent = False  # whether a server that is restarted can be given weights
@@ -107,8 +106,7 @@ class BridgeClient(VLLMClient):
 
         ServerError when the server is lost for good, GenerationAborted when the run stops in a wait for another.
         """
-        restarts = self._restarts
-        if restarts is None:
+        if (restarts := self._restarts) is None:
             return ask()
         while True:
             try:
@@ -157,10 +155,8 @@ class BridgeClient(VLLMClient):
         When the run stops, the server may be gone: all ranks then gather the rest of the tensors in vain.
         """
         with self._excused_when_stopping():
-            if self.settings.guard and not self._dtypes:
-                report = self._through_restarts(partial(self.call_workers, "grpo_weights"))[0]
-                self._packed = report["packed"]
-                self._dtypes = {name: dtype for name, (_, dtype) in report["parameters"].items()}
+            if self.settings.guard and not self._held:
+                self._held = self._through_restarts(partial(self.call_workers, "grpo_weights"))[0]
             self._send(metadata, self._fingerprinted(named_params) if self.settings.guard else named_params)
             self._through_restarts(self._verify)
         for _ in named_params:  # when the run stops
@@ -175,8 +171,8 @@ class BridgeClient(VLLMClient):
     def _fingerprinted(self, named_params: NamedTensors) -> NamedTensors:
         self._streamed = {}
         for name, tensor in named_params:
-            place = held_name(name, self._dtypes, self._packed)
-            dtype = getattr(torch, self._dtypes[place]) if place else tensor.dtype
+            place = held_name(name, self._held["parameters"], self._held["packed"])
+            dtype = getattr(torch, self._held["parameters"][place][1]) if place else tensor.dtype
             self._streamed[name] = fingerprint(tensor.to(dtype))
             yield name, tensor
 
