@@ -56,11 +56,11 @@ class Rollouts(Protocol):
         return None
 
     def name_generation(self, name: str) -> None:
-        """Set what sampling seeds of the next generation are derived from, where it has seeds of its own."""
+        """Set the name that sampling seeds of the next generation are derived from, where there are any."""
 
-    def generate(self, turn: Callable[[], tuple[list[Tokens], Any]]) -> Completions:
-        """Draw completions for training by ``turn``, TRL's own sampler, which sends new weights first."""
-        return Completions(*turn())
+    def generate(self, draw: Callable[[], tuple[list[Tokens], Any]]) -> Completions:
+        """Draw completions for training by ``draw``, TRL's own sampler, which sends new weights first."""
+        return Completions(*draw())
 
     def sample(self, prompts: Sequence[Prompt], how: Sampling) -> list[list[Tokens]]:
         """Draw completions of benchmark prompts, (prompts, samples), with the weights that were sent last.

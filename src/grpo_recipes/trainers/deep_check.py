@@ -49,38 +49,31 @@ def _present(recipe: Recipe, sources: Assets) -> list[str]:
 
 
 def _configs(recipe: Recipe, sources: Assets) -> list[str]:
-    _parsed(recipe)
+    _local_configs(recipe, sources)
     return ["configs    TRL takes every value"]
 
 
-def _parsed(recipe: Recipe) -> tuple[Any, Any]:
-    """Return training and model arguments as a training process builds them, on CPU, which a login node has."""
+def _local_configs(recipe: Recipe, sources: Assets) -> tuple[Any, Any]:
+    """Return training and model arguments as a training process builds them, on CPU and with the model found here."""
     batch = derive_batch(recipe, 1)
     with tempfile.TemporaryDirectory() as folder:
         frozen = Path(folder) / "recipe.yaml"
         frozen.write_text(recipe.as_yaml())
-        flags = {
-            "config": frozen,
-            "output_dir": folder,
-            "use_cpu": "true",
-            "per_device_train_batch_size": batch.per_device,
-            "gradient_accumulation_steps": batch.accumulation,
-        }
-        argv = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
+        split = ["--per_device_train_batch_size", str(batch.per_device)]
+        split += ["--gradient_accumulation_steps", str(batch.accumulation)]
+        argv = ["--config", str(frozen), "--output_dir", folder, "--use_cpu", "true", *split]
         try:
             _, args, model_args = TrlParser(CONFIGS, allow_abbrev=False).parse_args_and_config(argv)
         except (ValueError, TypeError) as error:
-            what = f"TRL refuses the recipe: {' '.join(str(error).split())[:300]}"
+            what = f"TRL refuses the recipe: {_one_line(error)}"
             raise config_error(recipe.path.name, what, "change the keys it names") from error
+    if sources.model is not None:
+        model_args.model_name_or_path, model_args.model_revision = sources.model.path, "main"
     return args, model_args
 
 
-def _local_configs(recipe: Recipe, sources: Assets) -> tuple[Any, Any]:
-    """Return the training and the model arguments, with the folder of the model on this machine."""
-    args, model_args = _parsed(recipe)
-    assert sources.model is not None
-    model_args.model_name_or_path, model_args.model_revision = sources.model.path, "main"
-    return args, model_args
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
 
 
 def _callbacks(recipe: Recipe, sources: Assets) -> list[str]:
@@ -138,7 +131,7 @@ def _tokenizer(recipe: Recipe, sources: Assets) -> Any:
     try:
         return load_tokenizer(model_args, args)
     except (OSError, ValueError) as error:
-        what = f"the tokenizer cannot be loaded: {' '.join(str(error).split())[:300]}"
+        what = f"the tokenizer cannot be loaded: {_one_line(error)}"
         raise config_error(recipe.place("model_name_or_path"), what, "name a model with its tokenizer files") from error
 
 

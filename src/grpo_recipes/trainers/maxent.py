@@ -193,7 +193,7 @@ class MaxEntGRPOTrainer(GRPOTrainer):
             "maxent/target_ratio": _target_ratio(weights_PG, groups).item(),
         }
         for name, value in found.items():
-            if not math.isnan(value):  # no group tells right from wrong
+            if not math.isnan(value):  # no group has both right and wrong answers
                 metrics[name].append(value)
 
     def _warn_of_wrong(self, groups: Groups, advantages_PG: torch.Tensor) -> None:

@@ -199,7 +199,7 @@ def _adapted_layers(model: PeftModel) -> dict[str, BaseTunerLayer]:
 
 
 def _merged(layer: Any) -> torch.Tensor:
-    """Return the weight of one layer with its adapter, in a tensor of its own."""
+    """Return the weight of one layer with its adapter, in a new tensor."""
     weight = layer.get_base_layer().weight
     kept = weight.data
     layer.merge(safe_merge=True)
