@@ -282,12 +282,12 @@ class BridgeClient(VLLMClient):
     def _abort(self, generation: Future[Any]) -> None:
         """End the generation in flight; a server that hangs releases nothing, and is left after 10 seconds."""
         deadline = time.monotonic() + _ABORT_SECONDS
-        # Again and again: a request that was on its way is not among those the engine ends.
-        while not generation.done() and time.monotonic() < deadline:
+        while True:  # again and again: a request that was on its way is not among those the engine ends
             with contextlib.suppress(ServerError):  # a dead one has nothing in flight
                 self.pause("abort", timeout=_QUICK_SECONDS)
                 self.resume(timeout=_QUICK_SECONDS)
-            wait([generation], 0.05)
+            if wait([generation], 0.05).done or time.monotonic() > deadline:
+                return
 
     def _sampling_seed(self, index: int) -> int:
         # A hash, since vLLM gives completion k of a prompt the seed + k: neighbours would share noise.
