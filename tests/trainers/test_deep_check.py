@@ -86,7 +86,7 @@ def test_a_callback_that_is_none(sums, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("class Mine:\n    pass\n")
     (problem,) = refused(sums(callbacks=["mine.py:Mine"]), tmp_path)
-    assert "no subclass of transformers.TrainerCallback" in problem
+    assert "not a subclass of transformers.TrainerCallback" in problem
     text = "from transformers import TrainerCallback\n\n\nclass Ours(TrainerCallback):\n    pass\n"
     (tmp_path / "ours.py").write_text(text)
     assert "callbacks  ours.py:Ours" in seen(sums(callbacks=["ours.py:Ours"]), tmp_path)

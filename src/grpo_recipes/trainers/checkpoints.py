@@ -159,7 +159,8 @@ class Checkpoints:
     def load_random_states(self, folder: Path, load: Callable[[], None]) -> None:
         """Restore the random states with ``load``, transformers' own, then this rank's state."""
         trainer, args, path = self._trainer, self._trainer.args, self._state_file(folder)
-        _require(path, "the checkpoint was made with another number of processes")
+        if not path.exists():
+            raise FileNotFoundError(f"{path} is missing: the checkpoint was made with another number of processes")
         rank = f"_{args.process_index}" if args.world_size > 1 else ""
         _require(folder / f"rng_state{rank}.pth", "the random states of this process cannot be restored")
         load()
