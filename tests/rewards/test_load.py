@@ -269,7 +269,7 @@ def test_a_key_is_the_same_in_another_process_and_none_without_plain_data() -> N
         (["no.such:score"], "no module 'no.such'"),
         (["pack.more.half"], "no reward 'pack.more.half'. Fix: write pack.more:half"),
         (["own.py"], "no reward 'own.py'. Fix: write own.py:function"),
-        (["own.py:score", "own.py:score"], "reward 'own.py:score' is named 2 times. Fix: name it once"),
+        (["own.py:score", "own.py:score"], "reward 'own.py:score' is named more than once. Fix: name it once"),
         (["own.py:score", "pack.more:half", "math_verify"], None),
     ],
 )
