@@ -130,6 +130,15 @@ def test_ones_own_reward_that_fails_is_refused(check, isolation):
     assert problem.startswith("grpo: recipe.yaml:")
 
 
+@pytest.mark.parametrize("isolation", ["completion", "none"])
+def test_a_file_that_cannot_be_imported_is_refused(check, isolation):
+    Path("mine.py").write_text("import no_such_module\n\n\ndef exact(completions, **kwargs):\n    return []\n")
+    code, _, (problem,) = check(["mine.py:exact"], reward_isolation=isolation)
+
+    assert code == 2
+    assert "reward 'mine.py:exact'" in problem and "No module named 'no_such_module'" in problem
+
+
 def test_ones_own_reward_may_be_async_and_in_the_trainer(check):
     assert check(["mine.py:later"], reward_isolation="none")[0] == 0
 

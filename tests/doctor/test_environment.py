@@ -220,7 +220,7 @@ def test_a_torch_that_does_not_import_is_a_problem(machine, broken_torch):
 
 def test_an_import_that_hangs_is_told(machine, monkeypatch):
     monkeypatch.setattr(environment, "_TRL", "import time; time.sleep(60)")
-    with pytest.raises(NoAnswer, match="did not answer within"):
+    with pytest.raises(NoAnswer, match="its import did not end within"):
         environment.trl(Machine(machine().environment, patience=0.5))
 
 

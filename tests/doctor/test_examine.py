@@ -59,7 +59,7 @@ def test_a_check_is_called_after_its_function_and_described_by_its_first_line():
 
 
 def test_a_refusal_becomes_a_problem_with_its_fix():
-    assert one(refusing) == Finding(PROBLEM, "here: is wrong (and 1 more: grpo check)", "mend it")
+    assert one(refusing) == Finding(PROBLEM, "here: is wrong (and 1 more)", "mend it")
 
 
 def test_a_check_that_fails_hides_no_other():

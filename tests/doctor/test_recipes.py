@@ -105,7 +105,7 @@ def test_memory_for_the_training_on_cpu(case, local):
 
 
 def test_memory_of_gpus_is_that_of_the_plan(case, local, planned, monkeypatch):
-    monkeypatch.setattr(recipes, "gpu_memory", lambda: 80.0)
+    monkeypatch.setattr(recipes, "gpu_memory", lambda environment: 80.0)
 
     def memory(megabytes: int):
         found = case(model_name_or_path=local(megabytes))
@@ -115,7 +115,7 @@ def test_memory_of_gpus_is_that_of_the_plan(case, local, planned, monkeypatch):
     too_much = memory(40_000)
     assert too_much.status == "problem" and "use_peft: true" in too_much.fix and "of 76.0 GiB" in too_much.value
     assert memory(100).status == "ok"
-    monkeypatch.setattr(recipes, "gpu_memory", lambda: None)
+    monkeypatch.setattr(recipes, "gpu_memory", lambda environment: None)
     assert "not known" in memory(40_000).value
 
 

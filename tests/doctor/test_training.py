@@ -107,6 +107,11 @@ def test_a_reward_that_judges_nothing(make_run, row, nothing):
     assert "reward_max_no_verdict (0.4)" in training.no_verdict(stopped).value
 
 
+def test_a_reward_that_is_lost_halfway(make_run, row):
+    found = training.reward(make_run(rows=[*rows_of(row)[:3], *rows_of(row, reward="nan")]))
+    assert (found.status, found.value) == ("problem", "no reward is a number")
+
+
 def test_a_server_that_computes_otherwise(make_run, row):
     found = training.server_agreement(make_run(rows=rows_of(row, sampling__importance_sampling_ratio__mean=0.4)))
     assert found.status == "warning" and "0.400" in found.value

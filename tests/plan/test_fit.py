@@ -176,15 +176,20 @@ def test_a_need_in_numbers():
     assert (need.total, need.fits, str(need)) == (3 * GIB, False, "3.0 of 2.0 GiB: weights 1.0, optimizer 2.0")
 
 
-@pytest.mark.parametrize(("printed", "found"), [("81559\n40536\n", 40536 / 1024), ("[N/A]\n", None), ("", None)])
-def test_the_driver_tells_the_smallest_gpu(printed, found, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("printed", "found"), [
+    ("0, GPU-a, 81559\n1, GPU-b, 40536\n", 40536 / 1024), ("0, GPU-a, [N/A]\n", None), ("", None),
+])  # fmt: skip
+def test_the_driver_names_the_smallest_gpu(printed, found, tmp_path, monkeypatch):
     fake = tmp_path / "nvidia-smi"
     fake.write_text(f"#!/bin/sh\nprintf '{printed}'\n")
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert gpu_memory() == found
+    assert gpu_memory({}) == found
+    for visible in ("0", "GPU-a"):
+        assert gpu_memory({"CUDA_VISIBLE_DEVICES": visible}) == (found and 81559 / 1024)
+    assert gpu_memory({"CUDA_VISIBLE_DEVICES": "MIG-1"}) == found
 
 
 def test_without_a_driver_no_memory_is_known(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert gpu_memory() is None
+    assert gpu_memory({}) is None

@@ -104,9 +104,9 @@ def fetch(options: argparse.Namespace) -> int:
         recipe = read_frozen(run.folder / "recipe.yaml", options.flags, os.environ)
         recorded = run.identity.get("sources")
     wanted = wanted_assets(recipe, recorded)
-    online = bool(wanted) and hub_answers(os.environ)
     try:
         rows = [_local_row(asset) for asset in local_assets(recipe, os.environ)]
+        online = bool(wanted) and hub_answers(os.environ)
         rows += collect(wanted, lambda asset: _hub_row(asset, find_record(asset, os.environ), online, options.update))
     except KeyboardInterrupt:
         print(INTERRUPTED, file=sys.stderr)

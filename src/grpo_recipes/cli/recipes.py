@@ -271,19 +271,18 @@ def plan(options: argparse.Namespace) -> int:
     """Print what a launch would start, on this machine or another one."""
     resources = find_resources(os.environ)
     _check_machine(options)
-    gib, seconds = options.gpu_memory, job_walltime(os.environ)
-    if options.time is not None:
-        seconds = walltime_seconds(options.time)
     if options.gpus is not None:
         resources = replace(resources, device="cuda", gpus=tuple(str(index) for index in range(options.gpus)))
         resources = resources.on_nodes(options.nodes)
-    elif gib is None:
-        gib = gpu_memory()
     path, asked = recipe_path(options, resources.device)
     recipe = checked_recipe(path, options.flags, os.environ, asked)
     names = names_of(recipe)
     assets = find_assets(recipe, os.environ)
     made = make_plan(recipe, resources, os.environ, names, entry_of(recipe, asked), assets)
+    gib = options.gpu_memory
+    if gib is None and options.gpus is None:
+        gib = gpu_memory(os.environ)
+    seconds = walltime_seconds(options.time) if options.time is not None else job_walltime(os.environ)
     takes = estimate(made, recipe, names, gib, seconds)
     plain = {**made.as_json(), **takes.as_json()}
     print(json.dumps(plain, indent=1) if options.json else describe(made, estimates=takes.lines()))

@@ -117,7 +117,8 @@ def run_root() -> Path:
 def named_run(which: str) -> Run:
     """Return the run a person means by a folder, a name, a job id or ``last``."""
     is_job = re.fullmatch(r"\d+(_\d+)?", which)
-    return find_run(run_root(), str(_folder_of_job(which)) if is_job else which, which)
+    fix = "name a run directory, a run in RUN_ROOT, the id of its job, or last"
+    return find_run(run_root(), str(_folder_of_job(which)) if is_job else which, which, fix)
 
 
 def _folder_of_job(job_id: str) -> Path:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from grpo_recipes.doctor.examine import Machine, judge
+from grpo_recipes.doctor.examine import Machine
 from grpo_recipes.fetch.hub import endpoint, is_offline
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.ports import DEFAULT_PORTS, is_free, listener, plan_ports
@@ -32,8 +32,10 @@ def hub_token(machine: Machine) -> Finding:
     variables = machine.environment
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         if token := variables.get(name):
-            fix = f"export {name}=hf_… without quotes or blanks around: the hub makes no tokens like this one"
-            return judge(f"{name} is set", (not re.fullmatch(r"hf_\S+", token), WARNING, fix))
+            if re.fullmatch(r"hf_\S+", token):
+                return ok(f"{name} is set")
+            fix = f"export {name}=hf_… without quotes or blanks around"
+            return warning(f"{name} is set, but the hub makes no tokens like it", fix)
     folder = Path(variables.get("HF_HOME") or machine.home / ".cache/huggingface")
     path = Path(variables.get("HF_TOKEN_PATH") or folder / "token")
     if not path.is_file():
@@ -44,7 +46,9 @@ def hub_token(machine: Machine) -> Finding:
 def _private(path: Path, what: str) -> Finding:
     """Return where a secret is, with a warning if others may read it."""
     mode = path.stat().st_mode & 0o777
-    return judge(f"{what}, mode {mode:03o}", (mode & 0o077, WARNING, f"chmod 600 {shown(path)}: others may read it"))
+    if mode & 0o077:
+        return warning(f"{what}, which others may read (mode {mode:03o})", f"chmod 600 {shown(path)}")
+    return ok(what)
 
 
 def wandb_login(machine: Machine) -> Finding:

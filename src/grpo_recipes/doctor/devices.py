@@ -65,7 +65,9 @@ def driver(machine: Machine) -> Finding:
         return ok(f"{version}; torch is a CPU build")
     oldest = _OLDEST_DRIVER.get(int(cuda.split(".")[0]), max(_OLDEST_DRIVER.values()))
     fix = f"ask for a driver of branch {oldest} or newer, or load the site's cuda-compat module"
-    return judge(f"{version}, torch for CUDA {cuda}", (int(version.split(".")[0]) < oldest, PROBLEM, fix))
+    if int(version.split(".")[0]) < oldest:
+        return problem(f"{version} is too old for the CUDA {cuda} of torch", fix)
+    return ok(f"{version}, torch for CUDA {cuda}")
 
 
 def torch_cuda() -> str | None:

@@ -15,7 +15,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.doctor.examine import Machine, installed, judge
+from grpo_recipes.doctor.examine import Machine, NoAnswer, installed, judge
 from grpo_recipes.errors import config_error
 from grpo_recipes.paths import home, shown
 from grpo_recipes.plan.commands import base_environment
@@ -224,7 +224,10 @@ def vllm(machine: Machine) -> Finding:
 def _imported(machine: Machine, program: str) -> Any:
     """Return what a Python child with the environment of a run printed last, as JSON; refuse one that failed."""
     variables = {**base_environment(machine.environment), "PYTHONNOUSERSITE": "1"}
-    done = machine.ask(sys.executable, "-c", program, variables=variables)
+    try:
+        done = machine.ask(sys.executable, "-c", program, variables=variables)
+    except NoAnswer:
+        raise NoAnswer(f"its import did not end within {machine.patience:.0f} s") from None
     assert done is not None  # the interpreter that runs us is installed
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"ended by signal {-done.returncode}"]

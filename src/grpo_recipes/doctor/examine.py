@@ -170,7 +170,7 @@ def _guarded(check: Check, subject: Any) -> Finding:
         return check(subject)
     except ConfigError as error:
         first, more = error.problems[0], len(error.problems) - 1
-        return problem(f"{first.where}: {first.what}{f' (and {more} more: grpo check)' if more else ''}", first.fix)
+        return problem(f"{first.where}: {first.what}{f' (and {more} more)' if more else ''}", first.fix)
     except NoAnswer as error:
         return warning(str(error), "look at it by hand, or wait longer with --deep")
     except Exception as error:

@@ -54,7 +54,7 @@ class Case:
     @functools.cached_property
     def estimates(self) -> Estimates:
         """Estimate memory and disk of the plan, as `grpo plan` does."""
-        return estimate(self.plan, self.recipe, self._names, gpu_memory())
+        return estimate(self.plan, self.recipe, self._names, gpu_memory(self.machine.environment))
 
     def missing(self, model: bool) -> Finding | None:
         """Name the model, or the datasets, that a run would have to download."""
@@ -64,7 +64,10 @@ class Case:
 
 
 def recipe(error: ConfigError) -> Finding:
-    """Whether the recipe is right; this check is made only of one that is not."""
+    """Report what is wrong in the recipe; this check runs only for a wrong one."""
+    if len(error.problems) > 1:
+        first, more = error.problems[0], len(error.problems) - 1
+        return problem(f"{first.where}: {first.what} (and {more} more: grpo check)", first.fix)
     raise error
 
 
@@ -107,11 +110,12 @@ def datasets(case: Case) -> Finding:
 
 def gated(case: Case) -> Finding:
     """Whether the model asks for an accepted licence, and whether there is a token to show it with."""
-    name, token = case.recipe["model_name_or_path"], hub_token(case.machine)
+    name = case.recipe["model_name_or_path"]
     if gated_note(name) is None:
         return ok("no licence to accept that is known of")
     if not case.missing(model=True):
         return ok(f"{name} is gated, and here")
+    token = hub_token(case.machine)
     if token.status == OK and not token.value.startswith("none"):
         return ok(f"{name} is gated; {token.value}")
     return problem(f"{name} is gated and there is no token", how_to_get_access(name))

@@ -34,10 +34,14 @@ def _judge(run: Run, value: str, *names: str, worst: str = PROBLEM) -> Finding:
 
 def reward(run: Run) -> Finding:
     """Whether any completion earned a reward, and whether rewards differ within a group."""
-    rewards, clipped = run.numbers("reward"), run.recent("completions/clipped_ratio") or 0.0
-    if not rewards:
+    rewards, recent, clipped = (
+        run.numbers("reward"),
+        run.recent("reward"),
+        run.recent("completions/clipped_ratio") or 0.0,
+    )
+    if recent is None:
         return problem("no reward is a number", "see no verdict") if run.rows else _NOTHING
-    what = f"{rewards[0]:.3f} -> {run.recent('reward') or 0.0:.3f}"
+    what = f"{rewards[0]:.3f} -> {recent:.3f}"
     what += f", {clipped:.0%} of the completions cut off" if clipped > 0.1 else ""
     found = _judge(run, what, "zero reward", "no signal", "few signals")
     zero = not run.is_running() and not any(abs(value) >= ZERO_REWARD for value in rewards)

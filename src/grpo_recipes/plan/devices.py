@@ -103,10 +103,14 @@ def select_gpus(listing: str, visible: str | None) -> tuple[str, ...]:
     return tuple(wanted)
 
 
-def gpu_memory() -> float | None:
-    """Return the GiB of the smallest GPU that the driver shows; None without a driver that answers."""
-    listing = _nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
-    return min((int(line) / 1024 for line in listing.split() if line.isdigit()), default=None)
+def gpu_memory(environment: Mapping[str, str]) -> float | None:
+    """Return the GiB of the smallest GPU that CUDA_VISIBLE_DEVICES leaves; None without a driver that answers."""
+    listing = _nvidia_smi("--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
+    gpus = re.findall(r"^(\d+), *(\S+), *(\d+)$", listing, re.MULTILINE)
+    wanted = [item.strip() for item in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if item.strip()]
+    visible = [gib for index, uuid, gib in gpus if any(item == index or uuid.startswith(item) for item in wanted)]
+    # A MIG id is not among them: then the smallest of all is the safe guess.
+    return min((int(mib) / 1024 for mib in visible or [gib for *_, gib in gpus]), default=None)
 
 
 def split_gpus(recipe: Recipe, resources: Resources, mode: str) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

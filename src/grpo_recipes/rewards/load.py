@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.paths import shown
 from grpo_recipes.recipe.registry import IN_CHILDREN, Reward, make_reward, reward_keys
 from grpo_recipes.recipe.user_code import copy_path, copy_source, load_object, source_path, split_spec
@@ -81,6 +82,7 @@ def load_rewards(script_args: Any, args: Any, run_dir: Path) -> list[Reward]:
         memory_gib=script_args.reward_memory_gib,
         copies=copies,
     )  # fmt: skip
+    loaded = {name: _own(name, copies) for name in dict.fromkeys(names) if is_own(name) and not apart}
     if isolated:
         pool.start()
     records = LimitRecords(copies / f"limits_{os.environ.get('RANK', '0')}.jsonl")
@@ -91,10 +93,20 @@ def load_rewards(script_args: Any, args: Any, run_dir: Path) -> list[Reward]:
             code = hashlib.sha256(copy_path(name, copies).read_bytes()).hexdigest() if is_own(name) else ""
             rewards.append(IsolatedReward(pool, name, label, records, code))
         elif is_own(name):
-            rewards.append(BatchReward(load_object(_place(name, copies), copies), name, label))
+            rewards.append(BatchReward(loaded[name], name, label))
         else:
             rewards.append(make_reward(name, script_args, args))
     return rewards
+
+
+def _own(name: str, copies: Path) -> Callable[..., Any]:
+    """Load the user's reward in this process; a RewardFailed where its file or module raises."""
+    try:
+        return load_object(_place(name, copies), copies)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise RewardFailed(f"reward '{name}' cannot be loaded: {described(error)}") from error
 
 
 def _place(name: str, copies: Path) -> str:

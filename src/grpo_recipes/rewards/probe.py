@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 import tempfile
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -102,6 +103,8 @@ def probe_rewards(recipe: Recipe, rows: list[dict[str, Any]]) -> list[ProbeResul
             scorers = zip(names, (partial(_scores, reward) for reward in rewards), strict=True)
             return [probe(name, score, rows, strict, most_missing) for name, score in scorers]
         except RewardFailed as error:
+            if error.__cause__ is not None:  # raised by the user's own code: show where
+                traceback.print_exception(error.__cause__)
             fix = "correct it, or name another in reward_funcs"
             raise config_error(recipe.place("reward_funcs"), str(error), fix) from error
         finally:

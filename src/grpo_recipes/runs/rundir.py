@@ -195,10 +195,10 @@ def new_run(folder: Path, name: str, stamp: str, facts: Mapping[str, Any]) -> Ru
     return Run(folder, identity)
 
 
-def find_run(root: Path, which: str, where: str = "--resume") -> Run:
+def find_run(root: Path, which: str, where: str = "--resume", fix: str = "name a folder under run_root") -> Run:
     """Return the run a person means: ``last`` for the newest below ``root``, a path, or a name below ``root``.
 
-    ``where`` is named in the ConfigError of what is not a run.
+    ``where`` and ``fix`` are those of the ConfigError of what is not a run.
     """
     folders = [Path(which), root / which]
     if which == "last":
@@ -210,7 +210,7 @@ def find_run(root: Path, which: str, where: str = "--resume") -> Run:
         if which and os.path.isfile(folder / "run.json"):  # False too for a name that is too long, or not ours
             return Run.at(folder.absolute())
     what = "is not a run directory (no run.json)"
-    raise config_error(where or "RUN", what if where == which else f"'{which}' {what}", "name a folder under run_root")
+    raise config_error(where or "RUN", what if where == which else f"'{which}' {what}", fix)
 
 
 def claim(run: Run) -> int:
