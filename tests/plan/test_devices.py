@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.errors import ConfigError
+from grpo_recipes.plan import devices
 from grpo_recipes.plan.devices import environment_device, find_resources, select_gpus, visible_gpus
 from grpo_recipes.slurm.client import SlurmJob, slurm_job
 
@@ -66,6 +67,13 @@ def test_the_driver_is_asked_for_gpus(fake_nvidia_smi, environment, gpus):
 
 def test_slurms_own_count_makes_no_gpu(fake_nvidia_smi):
     assert visible_gpus({"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "0"}) == ("0",)
+
+
+def test_a_driver_that_hangs_is_reported_as_such(fake_nvidia_smi, monkeypatch):
+    monkeypatch.setattr(devices, "_DRIVER_SECONDS", 0.2)
+    fake_nvidia_smi.write_text("#!/bin/sh\nexec sleep 5\n")
+    with pytest.raises(ConfigError, match=r"nvidia-smi did not answer within 0.2 seconds. Fix: leave this node out"):
+        visible_gpus({})
 
 
 def test_a_machine_without_a_driver_has_no_gpu(tmp_path, monkeypatch):

@@ -99,3 +99,10 @@ def test_a_torn_last_row_is_left_out(past):
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "seconds/st')
     assert past.speed().seconds == 3.0
+
+
+def test_of_a_long_run_the_last_rows_count(past):
+    rows = [{"step": step, "seconds/step": 9.0 if step < 90_000 else 2.0} for step in range(1, 100_001)]
+    folder = past(2.0, rows=rows)
+    assert (folder / "metrics.jsonl").stat().st_size > 3_000_000
+    assert past.speed().seconds == 2.0

@@ -56,3 +56,8 @@ def test_a_model_that_is_not_here_or_broken(text, said, tmp_path):
         (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(UnknownShape, match=said):
         read_shape(str(tmp_path))
+
+
+def test_a_name_that_no_folder_can_have():
+    with pytest.raises(UnknownShape, match="not on this machine"):
+        read_shape("x" * 300)

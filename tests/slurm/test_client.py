@@ -130,4 +130,7 @@ def test_what_scontrol_says_against_it_is_told(fake_scontrol):
 def test_a_missing_scontrol_is_told(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert requeue(JOB) == "scontrol requeue 7 failed (it is not on this machine)"
+    (tmp_path / "scontrol").write_text("not a program")
+    (tmp_path / "scontrol").chmod(0o755)
+    assert requeue(JOB) == "scontrol requeue 7 failed (it cannot be started: Exec format error)"
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -104,3 +104,7 @@ def test_other_times_are_none(text: str) -> None:
 def test_the_profile_to_copy_names_every_key_that_asks_slurm_or_prepares_a_node() -> None:
     text = (home() / "slurm/profiles/generic.yaml").read_text()
     assert [key for key in KEYS if f"{key}:" not in text] == ["job_name", "srun_options"]
+
+
+def test_a_path_may_hold_the_word_key(tmp_path: Path) -> None:
+    assert read_profile(written(tmp_path, "cache_root: /data/key=3/x\n")).cache_root == "/data/key=3/x"

@@ -291,7 +291,8 @@ def _trainer_flags(recipe: Recipe, plan: Plan, names: Names) -> list[str]:
         "--per_device_train_batch_size": plan.batch.per_device,
         "--gradient_accumulation_steps": plan.batch.accumulation,
         "--use_cpu": str(plan.device == "cpu").lower(),
-        "--push_to_hub": "false" if recipe["push_to_hub"] else None,  # the launcher does: transformers would in a save
+        # The launcher publishes: transformers would push while it saves.
+        "--push_to_hub": "false" if recipe["push_to_hub"] else None,
         "--per_device_eval_batch_size": plan.eval_batch,
         "--dataset_name": plan.dataset,
         "--eval_dataset_name": plan.eval_dataset,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import math
 import os
@@ -17,6 +16,8 @@ from grpo_recipes.plan.types import Batch, Placement, some_trainers
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.keys import catalogue_trl
 from grpo_recipes.slurm.client import SlurmJob, slurm_job
+
+_DRIVER_SECONDS = 60  # a driver that takes longer hangs
 
 
 @dataclass(frozen=True)
@@ -76,18 +77,22 @@ def environment_device() -> str:
     return "cpu" if torch.endswith("+cpu") else "cuda"
 
 
-def _nvidia_smi(*arguments: str) -> str:
-    """Return what the driver's program prints, nothing where it is not here or hangs."""
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        command = ["nvidia-smi", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
-    return ""
+def _nvidia_smi(*arguments: str) -> str | None:
+    """Return what the driver's program prints, None where it is not here; refuse a machine where it hangs."""
+    command = ["nvidia-smi", *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_DRIVER_SECONDS, check=False).stdout
+    except OSError:
+        return None
+    except subprocess.TimeoutExpired:
+        what = f"nvidia-smi did not answer within {_DRIVER_SECONDS} seconds"
+        raise config_error("devices", what, "leave this node out and report it to the admins") from None
 
 
 def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
     """Return the GPUs the driver lists, limited to CUDA_VISIBLE_DEVICES (indices, UUIDs or MIG ids)."""
     listing = _nvidia_smi("-L")
-    return select_gpus(listing, environment.get("CUDA_VISIBLE_DEVICES")) if listing else ()
+    return () if listing is None else select_gpus(listing, environment.get("CUDA_VISIBLE_DEVICES"))
 
 
 def select_gpus(listing: str, visible: str | None) -> tuple[str, ...]:
@@ -106,7 +111,7 @@ def select_gpus(listing: str, visible: str | None) -> tuple[str, ...]:
 def gpu_memory(environment: Mapping[str, str]) -> float | None:
     """Return the GiB of the smallest GPU that CUDA_VISIBLE_DEVICES leaves; None without a driver that answers."""
     listing = _nvidia_smi("--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
-    gpus = re.findall(r"^(\d+), *(\S+), *(\d+)$", listing, re.MULTILINE)
+    gpus = re.findall(r"^(\d+), *(\S+), *(\d+)$", listing or "", re.MULTILINE)
     wanted = [item.strip() for item in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if item.strip()]
     visible = [gib for index, uuid, gib in gpus if any(item == index or uuid.startswith(item) for item in wanted)]
     # A MIG id is not among them: then the smallest of all is the safe guess.

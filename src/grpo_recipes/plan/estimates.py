@@ -38,6 +38,7 @@ _MOST_TRAINERS = 1024
 _SHARING_MORE = {"ddp": ("zero2", "zero3"), "zero2": ("zero3",)}
 
 _MOST_RUNS = 200  # newest run directories looked at
+_TAIL_BYTES = 1 << 18  # of metrics.jsonl: some hundred steps are enough for a median
 _MOST_ALIKE = 5  # newest of those that are like this one
 _WARM_UP_STEPS = 1  # the first step of a run compiles and fills caches
 _ALIKE = ("task", "model", "flavour", "mode", "completions", "world_size", "tokens")  # of a plan and its batch
@@ -293,7 +294,7 @@ def find_speed(plan: Plan, names: Names, walltime: float | None = None) -> Speed
         with contextlib.suppress(ConfigError, OSError, ValueError):  # files of a run are the user's to edit
             run = Run.at(record.parent)
             alike = run.identity.get("run_name") == names.run and _kind(run.plan) == _kind(now)
-            rows = run.rows if alike and run.folder != names.run_dir else []
+            rows = run.last_rows(_TAIL_BYTES) if alike and run.folder != names.run_dir else []
             seconds = [number(row.get("seconds/step")) for row in rows if row["step"] > _WARM_UP_STEPS]
             if known := [one for one in seconds if one]:
                 medians.append(statistics.median(known))

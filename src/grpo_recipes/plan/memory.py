@@ -138,10 +138,10 @@ class ModelShape:
 
 def read_shape(model: str) -> ModelShape:
     """Return the sizes of the model in a folder; a plan names a hub id instead where it has not been fetched."""
-    path = Path(model) / "config.json"
-    if not path.is_file():
-        raise UnknownShape("its config.json is not on this machine; grpo fetch RECIPE brings it")
-    config = json_mapping(path.read_bytes())
+    try:
+        config = json_mapping((Path(model) / "config.json").read_bytes())
+    except OSError:
+        raise UnknownShape("its config.json is not on this machine; grpo fetch RECIPE brings it") from None
     if config is None:
         raise UnknownShape("its config.json is not a JSON mapping")
     return ModelShape.of(config)

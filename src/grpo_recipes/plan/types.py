@@ -149,7 +149,10 @@ class Plan:
         return next((process for process in self.processes if process.role == role), None)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the plan as plain data; argv and environment never hold a secret, an infinite tau is "inf"."""
+        """Return the plan as plain data; argv and environment never hold a secret, an infinite tau is "inf".
+
+        ``device`` keeps its old key ``flavour``, so that earlier runs can be read.
+        """
         plain = {"flavour" if key == "device" else key: value for key, value in asdict(self).items()}
         if self.maxent is not None and math.isinf(self.maxent.tau):
             plain["maxent"]["tau"] = "inf"

@@ -74,6 +74,15 @@ class Run:
         """The rows of ``metrics.jsonl``."""
         return read_metrics(self.folder)
 
+    def last_rows(self, most_bytes: int) -> list[dict[str, Any]]:
+        """Return the rows in the last bytes of ``metrics.jsonl``, without the one that is cut."""
+        with contextlib.suppress(FileNotFoundError), (self.folder / "metrics.jsonl").open("rb") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - most_bytes)
+            file.seek(start)
+            lines = file.read(most_bytes).split(b"\n")[1 if start else 0 : -1]
+            return [row for line in lines if (row := json_mapping(line)) and isinstance(row.get("step"), int)]
+        return []
+
     @functools.cached_property
     def recipe(self) -> dict[str, Any]:
         """The keys given in ``recipe.yaml``."""

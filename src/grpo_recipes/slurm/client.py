@@ -52,17 +52,19 @@ def _run(*argv: str, seconds: float = _SECONDS, cwd: Path | None = None) -> subp
         return subprocess.run(argv, cwd=cwd, capture_output=True, text=True, timeout=seconds, check=False)
     except FileNotFoundError:
         raise _NotHere("is not on this machine") from None
+    except OSError as error:
+        raise _NotHere(f"cannot be started: {error.strerror}") from None
     except subprocess.TimeoutExpired:
         raise NoAnswer(f"did not answer within {seconds:.0f} seconds") from None
 
 
-def ask(*argv: str) -> str | None:
+def ask(*argv: str, seconds: float = _SECONDS) -> str | None:
     """Return what one of Slurm's commands prints; None where it is silent or not here, or there is no such job.
 
     Where it fails or takes too long, raise NoAnswer.
     """
     try:
-        done = _run(*argv)
+        done = _run(*argv, seconds=seconds)
     except _NotHere:
         return None
     if done.returncode and "Invalid job id" not in done.stderr:
@@ -70,10 +72,10 @@ def ask(*argv: str) -> str | None:
     return done.stdout.strip() or None
 
 
-def _printed(*argv: str) -> str:
+def _printed(*argv: str, seconds: float = _SECONDS) -> str:
     """Return what one of Slurm's commands prints, nothing where it fails, or is not here."""
     with contextlib.suppress(NoAnswer):
-        return ask(*argv) or ""
+        return ask(*argv, seconds=seconds) or ""
     return ""
 
 
@@ -209,7 +211,7 @@ def tasks_in_queue(jobs: Iterable[int]) -> set[int]:
     if not ids:
         return set()
     try:
-        listed = ask("squeue", "--noheader", "--array", f"--jobs={ids}", "--format=%K")
+        listed = ask("squeue", "--noheader", "--array", f"--jobs={ids}", "--format=%K", seconds=60)
     except NoAnswer as error:
         raise config_error("squeue", str(error), "try again later") from None
     return {int(line) for line in (listed or "").split() if line.isdigit()}
@@ -217,7 +219,7 @@ def tasks_in_queue(jobs: Iterable[int]) -> set[int]:
 
 def address_of_node(name: str) -> str | None:
     """Return ``NodeAddr`` of a node as Slurm has it, an address or a name; None where scontrol shows none."""
-    found = re.search(r"\bNodeAddr=(\S+)", _printed("scontrol", "show", "node", name, "-o"))
+    found = re.search(r"\bNodeAddr=(\S+)", _printed("scontrol", "show", "node", name, "-o", seconds=60))
     return found[1] if found else None
 
 
@@ -324,7 +326,8 @@ def job_end_time(environment: Mapping[str, str] | None = None) -> float | None:
     job = environment.get("SLURM_JOB_ID")
     if not job:
         return None
-    shown = _printed("scontrol", "show", "job", job, "-o")
+    # The monitor waits for it near the end of a job: less than the margin it keeps before the limit.
+    shown = _printed("scontrol", "show", "job", job, "-o", seconds=20)
     match = re.search(r"\sEndTime=(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", shown)
     if match is not None:
         return datetime.datetime.fromisoformat(match[1]).timestamp()

@@ -117,14 +117,17 @@ def _checked(raws: Iterable[tuple[str, Value]], problems: list[Problem]) -> dict
     return values
 
 
-def _is_secret(text: str) -> bool:
-    """Return whether a text, or one ``NAME=text`` in it (as of ``--export``), is a secret."""
-    return secret_value(text) or any(map(secret_name, re.findall(r"(\w+)=", text)))
-
-
-# Texts that are refused: the keys (all without any), whether a text is wrong, what is, and the fix.
+_SECRET = "'{key}' holds what looks like a secret", "export it as a variable instead"
+# Each rule: the keys it holds for (an empty tuple: every key), a test that is true for a wrong text, what is wrong, and
+# the fix.
 _RULES: tuple[tuple[tuple[str, ...], Callable[[str], bool], str, str], ...] = (
-    ((), _is_secret, "'{key}' holds what looks like a secret", "export it as a variable instead"),
+    ((), secret_value, *_SECRET),
+    # --export=NAME=text
+    (
+        ("sbatch_options", "srun_options", "modules"),
+        lambda text: any(map(secret_name, re.findall(r"(\w+)=", text))),
+        *_SECRET,
+    ),
     ((), lambda text: "\n" in text, "'{key}' has more than one line", "write it in one line"),
     (_PATHS, lambda text: "$" in text, "variables in '{key}' are not read", "write the whole path; ~ is your home"),
     (
