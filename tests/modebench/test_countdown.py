@@ -182,7 +182,7 @@ def test_what_is_different_is_not(one: str, other: str) -> None:
         "", " ", "()", "2+", "+2", "2+3)", "(2+3", "2 3", "2(3)", "(2)(3)", "2**3", "2//3", "2^3", "2%3", "02+3", "00",
         "2.0+3", "2.+3", "2,3", "1_0", "2e3", "0x2", "a", "2+a", "__import__('os')", "2/0", "2/(3-3)", "2\n+3",
         "\u0662+3", "\uff12+3", "\u00b2", "2\u00a0+3", "lambda: 2", "2 if 3 else 4", "[2]", "{2}", "2;3", "2+3#",
-        "\x002", "9" * 201, "(" * 100 + "2" + ")" * 100, "(" * 150,
+        "\x002", "9" * 201, "(" * 150,
     ],
 )  # fmt: skip
 def test_what_is_no_expression(text: str) -> None:
@@ -190,8 +190,8 @@ def test_what_is_no_expression(text: str) -> None:
         parsed(text)
 
 
-def test_twenty_brackets_and_many_signs_are_read() -> None:
-    assert parsed("(" * 20 + "2" + ")" * 20).key == "2"
+def test_many_brackets_and_signs_are_read() -> None:
+    assert parsed("(" * 99 + "2" + ")" * 99).key == "2"
     assert parsed("-" * 198 + "2").value == 2
 
 

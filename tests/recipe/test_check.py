@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe import read_recipe
-from grpo_recipes.recipe.check import check
+from grpo_recipes.recipe.check import check, checked_recipe
+from grpo_recipes.recipe.tasks import requested_task
 
 ROOT = Path(__file__).parents[2] / "recipes"
 RECIPES = sorted(path for path in ROOT.rglob("*.yaml") if path.parent != ROOT / "base")
@@ -170,3 +173,16 @@ def test_a_chat_template_is_no_file_name(read):
     (problem,) = check(read(chat_template="template.jinja"), {})
     assert "does not mention messages" in problem.what
     assert check(read(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}"), {}) == []
+
+
+@pytest.mark.parametrize(("keys", "more"), [
+    ({"reward_funcs": {"a": 1}, "callbacks": ["nope.py:C"]}, "nope.py"),
+    ({"top_k": 20, "min_p": "x"}, "top_k 20 biases"),
+    ({"maxent_objective": "tempered", "maxent_beta": "x"}, "changes nothing"),
+])  # fmt: skip
+def test_a_value_of_the_wrong_type_hides_no_other_problem(tmp_path, keys, more):
+    path = tmp_path / "wrong.yaml"
+    path.write_text(yaml.safe_dump({"model_name_or_path": "a/b", "dataset_name": "c/d", **keys}))
+    with pytest.raises(ConfigError) as refused:
+        checked_recipe(path, [], {}, requested_task({}))
+    assert len(refused.value.problems) > 1 and more in str(refused.value)

@@ -110,3 +110,10 @@ def test_callbacks(read, tmp_path: Path, monkeypatch):
     (tmp_path / "gone.py").rename(tmp_path / "mine.py")
     (problem,) = check(read(callbacks=["mine.py:Other"]), {})
     assert "'mine.py' has no 'Other'" in str(problem) and "write one of Mine" in problem.fix
+
+
+@pytest.mark.parametrize("text", ["{}\n", '{"q": 1}\n{"problem": "1+1", "answer": "2"}\n'])
+def test_the_first_row_of_a_benchmark_has_its_columns(read, tmp_path, monkeypatch, text):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.jsonl").write_text(text)
+    assert "not problem and answer" in str(check(read(benchmarks=["mine.jsonl"]), {})[0])

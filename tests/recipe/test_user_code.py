@@ -169,3 +169,22 @@ def test_a_file_in_the_folder_above_has_a_copy_of_its_own(folder: Path, monkeypa
     specs = ["mine.py:name", "../mine.py:name", "./mine.py:name"]
     copies = [copy_source(spec, folder / "copies") for spec in specs]
     assert [copy.read_text() for copy in copies] == ["name = 'below'\n", "name = 'above'\n", "name = 'below'\n"]
+
+
+@pytest.mark.parametrize("line", [
+    b"from os.path import*", b"from os import  *", b"import os; from os import *", b"if True: from os import *",
+    b"from os \\\nimport *",
+])  # fmt: skip
+def test_a_star_import_may_bring_any_name(tmp_path, line):
+    (tmp_path / "mine.py").write_bytes(line + b"\n")
+    assert problem_with(f"{tmp_path / 'mine.py'}:f", "recipe.yaml:1") is None
+
+
+def test_a_docstring_imports_nothing(tmp_path):
+    (tmp_path / "mine.py").write_text('''"""Use it so:\n    from helpers import *\n"""\nf = 1\n''')
+    assert problem_with(f"{tmp_path / 'mine.py'}:g", "recipe.yaml:1") is not None
+
+
+def test_a_comment_that_is_not_utf_8_is_as_good_as_python_takes_it(tmp_path):
+    (tmp_path / "mine.py").write_bytes(b"f = len  # caf\xe9\n")
+    assert problem_with(f"{tmp_path / 'mine.py'}:f", "recipe.yaml:1") is None

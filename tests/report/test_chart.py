@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from array import array
 
 import pytest
 
@@ -14,6 +15,7 @@ from grpo_recipes.report.chart import (
     axis,
     buckets,
     curve_of,
+    histogram,
     smooth,
     stack,
     step_axis,
@@ -21,7 +23,7 @@ from grpo_recipes.report.chart import (
     window_of,
 )
 from grpo_recipes.report.page import fragment, minus
-from grpo_recipes.report.read import Table
+from grpo_recipes.report.read import Scored, Table
 
 FRAME = Chart("from 0 to 10 and from 0 to 1", [Curve("", [0, 10], [0.0, 1.0])])
 AXES = (step_axis([1, 2, 3]), axis(0.0, 0.75))
@@ -191,3 +193,10 @@ def test_rare_extremes_do_not_set_the_range() -> None:
     low, high = usual_range([*[1.0, 2.0] * 50, 500.0])
     assert (low, high) == (1.0, 3.5)
     assert usual_range([*[1.0, 2.0] * 50, 3.0]) == (1.0, 3.0)
+
+
+def test_a_reward_on_the_edge_of_a_range_is_in_the_range_above_it():
+    rewards = array("d", [tenth / 10 for tenth in range(11)])
+    made = histogram([Scored(step, rewards, 0) for step in (1, 2, 3)])
+    assert made is not None
+    assert made.ends[0][1] == pytest.approx([1 / 11] * 9 + [2 / 11])

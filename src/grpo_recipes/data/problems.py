@@ -172,7 +172,10 @@ def _with_system(messages: list[Message], args: ScriptArguments, counts: Counts)
 
 
 def chat_of(value: Any, source: DataSource) -> list[Message]:
-    """Return a prompt, a text or messages ``{role, content}``, as a chat, empty where it is; refuse anything else."""
+    """Return a prompt, a text or messages ``{role, content}``, as a chat; an empty prompt gives an empty list.
+
+    Refuse anything else, and a chat that ends with the assistant's turn.
+    """
     if not isinstance(value, list):
         text = _text(value, source.prompt, source.keys[0], source)
         return [{"role": "user", "content": text}] if text.strip() else []

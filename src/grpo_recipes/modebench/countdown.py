@@ -208,10 +208,10 @@ def parsed(expression: str) -> Parsed:
     """
     numbers: list[int] = []
     try:
-        if not _CHARACTERS.fullmatch(expression):
+        if len(expression) > _LONGEST or not _CHARACTERS.fullmatch(expression):
             raise NotAnExpression(f"another character than 0-9 + - * / ( ) and blanks, or more than {_LONGEST}")
         value, form = _read(ast.parse(expression.strip(" \t"), mode="eval").body, numbers)
-    except (SyntaxError, MemoryError, ZeroDivisionError) as error:  # MemoryError: too many brackets inside each other
+    except (SyntaxError, ZeroDivisionError, MemoryError, RecursionError) as error:  # the last two: nested too deeply
         raise NotAnExpression(str(error)) from None
     return Parsed(tuple(sorted(numbers)), value, text(form))
 

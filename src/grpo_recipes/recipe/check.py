@@ -85,7 +85,7 @@ def _user_code(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
     """Check rewards and callbacks: the user's code is read and not run, and a run keeps a copy of it."""
     run = recipe.path.parent
     for key, copies in (("reward_funcs", "rewards"), ("callbacks", "callbacks")):
-        for name in dict.fromkeys(recipe[key]):
+        for name in () if key in recipe.broken else dict.fromkeys(recipe[key]):
             if ":" in name or key == "callbacks":
                 copied = (run / "run.json").exists() and copy_path(name, run / copies).exists()
                 if not copied and (problem := problem_with(name, recipe.place(key))):
@@ -103,12 +103,12 @@ def _benchmarks(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
             yield problem
         elif is_file(name):
             try:
-                names = columns_of(Path(os.path.expanduser(name)))
+                names = columns_of(Path(os.path.expanduser(name)), rows=1)
             except (OSError, ValueError) as error:
                 yield recipe.problem("benchmarks", str(error), "write one JSON object a line")
                 continue
-            if names and benchmark_columns(names, (recipe[_COLUMNS[0]], recipe[_COLUMNS[1]])) is None:
-                what = f"'{name}' has the columns {', '.join(names)}, not problem and answer"
+            if names is not None and benchmark_columns(names, (recipe[_COLUMNS[0]], recipe[_COLUMNS[1]])) is None:
+                what = f"'{name}' has the columns {', '.join(names) or 'none'}, not problem and answer"
                 fix = "rename them, or name them as dataset_prompt_column and dataset_solution_column"
                 yield recipe.problem("benchmarks", what, fix)
 

@@ -60,13 +60,22 @@ RANGES: dict[str, dict[str, float]] = {
 _OWN_LIMITS: dict[dataclasses.Field, dict[str, Any]] = {}
 
 
-def _key(default: Any, help: str, choices: list[str] | None = None, **limits: Any) -> Any:
+def _key(
+    default: Any,
+    help: str,
+    choices: list[str] | None = None,
+    *,
+    min: float | None = None,
+    max: float | None = None,
+    infinite: bool = False,
+) -> Any:
     """Return a field with its help line, choices and limits."""
+    limits = {"min": min, "max": max, "infinite": infinite or None}
     metadata = {"help": help, "choices": choices} if choices else {"help": help}
     is_list = isinstance(default, list)
     value: dict[str, Any] = {"default_factory": default.copy} if is_list else {"default": default}
     made = field(**value, metadata=metadata)
-    _OWN_LIMITS[made] = limits
+    _OWN_LIMITS[made] = {name: limit for name, limit in limits.items() if limit is not None}
     return made
 
 

@@ -39,7 +39,10 @@ def has_splits(path: Path) -> bool:
 
 
 def data_files(folder: Path) -> tuple[str, list[Path]]:
-    """Return the kind of a folder's data files and the files, three folders deep; a ValueError unless it is one."""
+    """Return the kind of a folder's data files, and the files, down to the folders of its folders.
+
+    Raise ValueError where there are none, or several kinds.
+    """
     found = itertools.islice(itertools.chain(*(folder.glob(depth) for depth in ("*", "*/*", "*/*/*"))), _MANY)
     wanted = (path for path in found if path.suffix in BUILDERS and path.name not in _NO_DATA)
     files = sorted(path for path in wanted if "/." not in f"/{path.relative_to(folder)}")
@@ -51,8 +54,11 @@ def data_files(folder: Path) -> tuple[str, list[Path]]:
     return kinds[0], files
 
 
-def columns_of(path: Path, split: str = "train") -> list[str] | None:
-    """Return a dataset's column names, None when its head does not show them; a ValueError says why it is not one."""
+def columns_of(path: Path, split: str = "train", rows: int = _FEW) -> list[str] | None:
+    """Return a dataset's column names, of a .json file those of its first rows, None when its head shows no whole row.
+
+    A ValueError says why it is not a dataset.
+    """
     if path.is_dir() and is_saved(path):
         if (path / "dataset_dict.json").is_file():
             splits = _saved_part(path / "dataset_dict.json", "splits")
@@ -66,7 +72,10 @@ def columns_of(path: Path, split: str = "train") -> list[str] | None:
         raise ValueError(f"'{path}' is not a {', '.join(BUILDERS)} file")
     if path.stat().st_size == 0:
         raise ValueError(f"'{path}' has no rows")
-    return {"json": _json_columns, "csv": csv_columns, "parquet": _parquet_columns}[BUILDERS[path.suffix]](path)
+    kind = BUILDERS[path.suffix]
+    if kind == "json":
+        return _json_columns(path, rows)
+    return csv_columns(path) if kind == "csv" else _parquet_columns(path)
 
 
 def csv_columns(path: Path) -> list[str]:
@@ -78,7 +87,7 @@ def csv_columns(path: Path) -> list[str]:
             raise ValueError(f"'{path}' is not a .csv file ({error})") from error
 
 
-def _json_columns(path: Path) -> list[str] | None:
+def _json_columns(path: Path, most: int) -> list[str] | None:
     """Read JSON objects one after the other, as lines or in a list, up to the first that is broken."""
     with path.open(encoding="utf-8-sig", errors="replace") as file:
         head = file.read(_HEAD)
@@ -87,7 +96,7 @@ def _json_columns(path: Path) -> list[str] | None:
     names: dict[str, None] = {}
     rows = 0
     with contextlib.suppress(ValueError, RecursionError):
-        while rows < _FEW:
+        while rows < most:
             row, end = decoder.raw_decode(text, between.match(text, end).end())  # type: ignore[union-attr]
             if not isinstance(row, dict):
                 break

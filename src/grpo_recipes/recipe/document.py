@@ -289,11 +289,13 @@ def as_bool(value: Any) -> Any:
 
 
 def _number(kind: str, value: Any) -> int | float:
+    if not isinstance(value, int | float | str):
+        raise ValueError(f"{_short(value)} where {_WORDS[kind]} belongs")
     try:
         number = float(value)  # also of a text: YAML 1.1 reads 1e-6 as one
     except OverflowError:  # a whole number above 1e308
         number = math.inf
-    except (TypeError, ValueError):
+    except ValueError:
         raise ValueError(f"{_short(value)} where {_WORDS[kind]} belongs") from None
     if math.isnan(number):
         raise ValueError("not a number (nan)")

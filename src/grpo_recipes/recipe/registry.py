@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,7 +120,7 @@ def is_file(name: str) -> bool:
     return name.endswith(".jsonl")
 
 
-def benchmark_columns(names: Iterable[str], recipe_columns: tuple[str, str]) -> tuple[str, str] | None:
+def benchmark_columns(names: Collection[str], recipe_columns: tuple[str, str]) -> tuple[str, str] | None:
     """Return the columns of problem and answer in a user's file: those two words, else the recipe's, else None."""
     candidates = (("problem", "answer"), recipe_columns)
     return next((columns for columns in candidates if set(columns) <= set(names)), None)

@@ -44,7 +44,7 @@ _DEALING = {
     "split_batches": "each rank would get a part of its own rows, and would sample the same prompts again",
     "dispatch_batches": "accelerate sends tensors alone to the other ranks, and prompts are texts",
 }
-# What the controller of tau can hold: what the value is that of for equal weights, for one weight, and for a group.
+# Targets of tau's controller: the name of the largest value, the smallest value, and the largest for a group's size.
 _ENTROPY, _ROLLOUTS = "maxent_target_weight_entropy", "maxent_target_eff_rollouts"
 _TARGETS: dict[str, tuple[str, int, Callable[[int], float]]] = {
     _ENTROPY: ("log(num_generations)", 0, math.log),
@@ -55,8 +55,8 @@ _TARGETS: dict[str, tuple[str, int, Callable[[int], float]]] = {
 class Rule(NamedTuple):
     """A recipe is refused at ``key`` where ``broken`` holds; where that is a list, once for each ``{item}`` in it.
 
-    ``key`` and the texts may hold ``{item}``, values of the recipe as ``{its_key}``, and ``{removal}``: how to take
-    back the key. A text may also be a function of the recipe and the item.
+    ``key`` may hold ``{item}``. The texts may also hold values of the recipe as ``{its_key}``, and ``{removal}``, which
+    says how to take back the key. A text may also be a function of the recipe and the item.
     """
 
     key: str
@@ -162,7 +162,7 @@ def _earlier_ports(recipe: Recipe, key: str) -> dict[int, str]:
 def _unread(recipe: Recipe) -> list[str]:
     """Return the maxent keys that a MaxEnt recipe gives and its objective does not read."""
     objective = objective_of(recipe)
-    return given(recipe, " ".join(objective.unread)) if objective else []
+    return [key for key in matching(" ".join(objective.unread)) if recipe.given(key)] if objective else []
 
 
 def _fixed(recipe: Recipe) -> dict[str, str]:
@@ -218,8 +218,8 @@ RULES = (
         lambda r, _: f"prompt {r['max_prompt_length'] or 1} + completion {r['max_completion_length']} tokens exceed "
         f"the server's {r['vllm_max_model_length']}",
         lambda r, _: f"write vllm_max_model_length: {_longest(r)} or shorten max_prompt_length"),
-    Rule("{item}", lambda r: [key for key, neutral in _NEUTRAL_SAMPLING.items() if (r[key] or 0) != neutral
-        and r["use_vllm"] and r["vllm_importance_sampling_correction"]],
+    Rule("{item}", lambda r: [key for key, neutral in _NEUTRAL_SAMPLING.items() if key not in r.broken
+        and (r[key] or 0) != neutral and r["use_vllm"] and r["vllm_importance_sampling_correction"]],
         lambda r, key: f"{key} {r[key]} biases the importance-sampling correction (the trainer scores the full "
         "distribution)",
         lambda _, key: f"write {key}: {_NEUTRAL_SAMPLING[key]}, or vllm_importance_sampling_correction: false"),

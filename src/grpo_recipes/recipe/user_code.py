@@ -6,12 +6,12 @@ what ``grpo check`` needs is read from the source. No torch.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import importlib.util
 import itertools
 import os
-import re
 import shutil
 import symtable
 import sys
@@ -38,8 +38,9 @@ def problem_with(spec: str, where: str) -> Problem | None:
     if path is None:
         return _not_found(place, where)
     try:
-        source = importlib.util.decode_source(path.read_bytes())
-        symbols = symtable.symtable(source, str(path), "exec").get_symbols()
+        source = path.read_bytes()
+        tree = ast.parse(source)
+        symbols = symtable.symtable(source, str(path), "exec").get_symbols()  # type: ignore[arg-type]  # takes bytes too
     except OSError as error:
         return Problem(where, f"'{path}' cannot be read ({error.strerror})", "make it readable")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two of what is nested too deeply
@@ -47,7 +48,8 @@ def problem_with(spec: str, where: str) -> Problem | None:
         line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         return Problem(where, f"'{path.name}{line}' is not valid Python ({reason})", "correct it there")
     names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
-    if name in names or re.search(r"^\s*from .+ import \*", source, re.MULTILINE):
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    if name in names or any(node.names[0].name == "*" for node in imports):
         return None
     own = sorted(found for found in names if not found.startswith("_"))
     fix = f"write one of {', '.join(own[:8])}" if own else f"define {name} there"

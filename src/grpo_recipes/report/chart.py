@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -277,12 +276,16 @@ def histogram(scored: Sequence[Scored]) -> Histogram | None:
         return None
     counts = Counter(reward for row in scored for reward in row.rewards)
     edged = len(counts) > _FEW_VALUES
-    edges = axis(min(counts), max(counts), 16).ticks if edged else sorted(counts)
-    bins = edges[:-1] if edged else edges
+    scale = axis(min(counts), max(counts), 16)
+    bins = list(scale.ticks[:-1]) if edged else sorted(counts)
+
+    def place(reward: float) -> int:
+        # The ends of ranges are sums of steps, so a reward of 0.3 is not compared with them.
+        return min(len(bins) - 1, int(scale.share(reward) * len(bins) + 1e-9)) if edged else bins.index(reward)
 
     def shares(rows: Sequence[Scored]) -> list[float]:
-        places = [min(bisect_right(edges, reward), len(bins)) for row in rows for reward in row.rewards]
-        found = Counter(max(place - 1, 0) for place in places)
+        places = [place(reward) for row in rows for reward in row.rewards]
+        found = Counter(places)
         return [found[index] / len(places) for index in range(len(bins))]
 
     tenth, ends = max(1, len(scored) // 10), []

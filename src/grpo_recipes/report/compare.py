@@ -108,7 +108,7 @@ def comparison(groups: Sequence[Group]) -> dict[str, Any]:
     baselines: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in BASELINES}
     for run in reversed(runs):  # the scores of the first run that has them
         for benchmark, result in run.benchmarks.items():
-            for name in baselines.keys() & result.get("baselines", {}):
+            for name in baselines.keys() & (result.get("baselines") or {}):
                 baselines[name][benchmark] = result["baselines"][name]
     reward = _chart(groups, "reward", "Reward", "Mean over the completions of a step, smoothed", large=True)
     if reward and any(len(group.runs) > 1 for group in groups):

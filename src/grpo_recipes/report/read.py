@@ -127,9 +127,13 @@ def read_run(folder: Path) -> RunRecord:
     if not evals.steps:
         found = {name: column for name, column in metrics.columns.items() if name.startswith("eval_")}
         evals = Table(metrics.steps, found) if found else evals
+    given = summary.get("benchmarks")
+    benchmarks = (
+        {name: result for name, result in given.items() if isinstance(result, dict)} if isinstance(given, dict) else {}
+    )
     return RunRecord(
         folder=folder, name=folder.name, identity=identity, plan=plan, batch=plan.get("batch", {}), summary=summary,
-        status=str(summary.get("status", "unknown")), benchmarks=summary.get("benchmarks") or {}, metrics=metrics,
+        status=str(summary.get("status", "unknown")), benchmarks=benchmarks, metrics=metrics,
         settings=read_settings(folder / "recipe.yaml"), evals=evals, scored=[*read_scored(folder / "samples.jsonl")],
     )  # fmt: skip
 

@@ -136,7 +136,7 @@ def _results(run: RunRecord) -> list[tuple[str, dict[str, Any], str]]:
     results: dict[str, dict[str, Any]] = {}
     for benchmark, result in run.benchmarks.items():
         results[benchmark] = result
-        for baseline, scores in result.get("baselines", {}).items():
+        for baseline, scores in (result.get("baselines") or {}).items():
             results[f"{benchmark}, {BASELINES.get(baseline, baseline)}"] = scores
     rows = []
     for name, result in results.items():
