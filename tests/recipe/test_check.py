@@ -177,7 +177,7 @@ def test_a_chat_template_is_no_file_name(read):
 
 @pytest.mark.parametrize(("keys", "more"), [
     ({"reward_funcs": {"a": 1}, "callbacks": ["nope.py:C"]}, "nope.py"),
-    ({"top_k": 20, "min_p": "x"}, "top_k 20 biases"),
+    ({"use_vllm": True, "top_k": 20, "min_p": "x"}, "top_k 20 biases"),
     ({"maxent_objective": "tempered", "maxent_beta": "x"}, "changes nothing"),
 ])  # fmt: skip
 def test_a_value_of_the_wrong_type_hides_no_other_problem(tmp_path, keys, more):

@@ -18,7 +18,7 @@ from setup_checkout import REPOSITORY
         ("lint", "/bin/shellcheck"),
         ("lint", "/bin/mypy"),
         ("format", "/bin/ruff format ."),
-        ("test", '-m pytest -m "not slow and not soak"'),
+        ("test", '-m pytest -m "not slow and not soak and not alone"'),
         ("docs", "-m mkdocs build --strict"),
         ("coverage", "tests/check_guide_rows.py"),
     ],

@@ -229,7 +229,7 @@ def test_again_it_submits_what_is_missing(sweep, made, fake_sbatch, fake_launche
         fake_launches.codes[one.names[index]] = int(code)
         monkeypatch.setenv("SLURM_ARRAY_TASK_ID", str(index))
         assert cli.main(["sweep", "--cell", str(one.folder)]) == int(code)
-    monkeypatch.setattr("grpo_recipes.sweep.run.tasks_in_queue", lambda jobs: {3})  # a fake queue
+    monkeypatch.setattr("grpo_recipes.sweep.run.tasks_in_queue", lambda jobs: {3} if jobs == [41] else set())
     capsys.readouterr()
     assert sweep(*again) == 0
     assert "#SBATCH --array=1-2\n" in fake_sbatch[1]

@@ -55,7 +55,7 @@ class StoppedInBenchmarks(SystemExit):
 
 @dataclass
 class _Tally:
-    """Everything sampled so far, a row per problem."""
+    """Everything sampled so far; ``scores`` and ``modes`` have a row for each problem."""
 
     scores: list[list[float | None]] = field(default_factory=list)
     modes: list[list[str | None]] = field(default_factory=list)  # of ModeBench alone
@@ -74,7 +74,7 @@ def run_benchmarks(
     """Run the recipe's benchmarks that have no result for this model yet. Called by every rank, after training.
 
     ``trainer`` is a ``GRPOTrainer`` that has trained, ``run`` the run directory, ``fetched`` as in ``data.read_rows``.
-    Rank 0 looks at ``stop_requested`` between chunks, and StoppedInBenchmarks ends the run when one came.
+    Rank 0 calls ``stop_requested`` between chunks; where it returns True, StoppedInBenchmarks ends the run.
     """
     scorer = recipe_scorer(script_args.reward_funcs, trainer.reward_funcs, script_args, trainer.args)
     Runner(trainer, script_args, run, stop_requested, scorer, fetched).run_missing(script_args.benchmarks)

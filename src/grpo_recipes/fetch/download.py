@@ -146,7 +146,6 @@ def _fetch_dataset(asset: Asset, environment: Mapping[str, str]) -> Asset:
     info = _info(asset)
     folder = dataset_folder(asset, info.sha, environment)
     if not _is_whole(folder):
-        shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         for left in folder.parent.glob(f".{glob.escape(folder.name)}.*"):  # of fetches that were killed
             if time.time() - left.stat().st_mtime > _STALE_SECONDS:
@@ -154,10 +153,9 @@ def _fetch_dataset(asset: Asset, environment: Mapping[str, str]) -> Asset:
         partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
         try:
             _rows(asset, info.sha, partial / "cache").save_to_disk(partial / "rows")
-            os.rename(partial / "rows", folder)
-        except OSError:
             if not _is_whole(folder):  # else another fetch came first, and its result stays
-                raise
+                shutil.rmtree(folder, ignore_errors=True)
+                os.rename(partial / "rows", folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     names = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]

@@ -114,4 +114,4 @@ def soft_overlong(
     """
     cache = soft_punish_cache or max(max_completion_length // 4, 1)
     free = max_completion_length - cache
-    return [min(0.0, max(-1.0, (free - len(ids)) / cache)) for ids in completion_ids]
+    return [min(0.0, max(-1.0, (free - len(ids)) / cache)) for _, ids in zip(completions, completion_ids, strict=True)]

@@ -196,7 +196,7 @@ def _writings(name: str, strict: bool) -> list[str]:
 
 
 def _tries(rows: Sequence[dict[str, Any]], writings: list[str]) -> tuple[list[int], list[Try]]:
-    """Return the completions to show, and the place of each one's row."""
+    """Return the place of each completion's row, and the completions to show."""
     answers, places, tries = [row["answer"] for row in rows], [], []
     for place, (row, answer) in enumerate(zip(rows, answers, strict=True)):
         prompt = str(row["prompt"][-1]["content"]) if row.get("prompt") else ""

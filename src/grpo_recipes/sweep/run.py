@@ -109,7 +109,8 @@ def start(spec: SweepSpec, backend: Backend, environment: Mapping[str, str], new
     try:
         return _run_gaps(sweep, backend, environment)
     except ConfigError as error:
-        if not isinstance(error, MaybeSubmitted):  # Slurm refused it: nothing has run
+        started = sweep.record.get("jobs") or any(sweep.folder.glob("cells/*/metrics.jsonl"))
+        if not started and not isinstance(error, MaybeSubmitted):
             shutil.rmtree(sweep.folder, ignore_errors=True)
         raise
 
