@@ -188,3 +188,15 @@ def test_a_docstring_imports_nothing(tmp_path):
 def test_a_comment_that_is_not_utf_8_is_as_good_as_python_takes_it(tmp_path):
     (tmp_path / "mine.py").write_bytes(b"f = len  # caf\xe9\n")
     assert problem_with(f"{tmp_path / 'mine.py'}:f", "recipe.yaml:1") is None
+
+
+def test_a_traceback_names_the_users_file_while_it_is_what_runs(tmp_path):
+    file, copies = tmp_path / "traced.py", tmp_path / "copies"
+    file.write_text("def f():\n    raise KeyError('lost')\n")
+    copy_source(f"{file}:f", copies)
+    for line in ("", "# edited meanwhile\n"):
+        file.write_text(line + file.read_text())
+        sys.modules.pop(next((name for name in sys.modules if name.startswith("grpo_user_traced_")), ""), None)
+        with pytest.raises(KeyError) as raised:
+            load_object(f"{file}:f", copies)()
+        assert (raised.traceback[-1].path == file) == (not line)

@@ -40,7 +40,7 @@ def reward(run: Run) -> Finding:
         run.recent("completions/clipped_ratio") or 0.0,
     )
     if recent is None:
-        return problem("no reward is a number", "see no verdict") if run.rows else _NOTHING
+        return problem("no reward is a number", "see the check no verdict") if run.rows else _NOTHING
     what = f"{rewards[0]:.3f} -> {recent:.3f}"
     what += f", {clipped:.0%} of the completions cut off" if clipped > 0.1 else ""
     found = _judge(run, what, "zero reward", "no signal", "few signals")

@@ -124,14 +124,17 @@ def _load_file(place: str, path: Path) -> ModuleType:
     if alias in sys.modules:
         return sys.modules[alias]
     _let_import_from(original.parent)
+    source = path.read_bytes()
     found = importlib.util.spec_from_file_location(alias, path)
-    assert found is not None and found.loader is not None
+    assert found is not None
     module = importlib.util.module_from_spec(found)
     if original.is_file():
         module.__file__ = str(original)  # by which code finds the data beside it
+    # Tracebacks name the user's own file while it is the one that runs.
+    shown = original if original.is_file() and original.read_bytes() == source else path
     sys.modules[alias] = module
     try:
-        found.loader.exec_module(module)
+        exec(compile(source, str(shown), "exec", dont_inherit=True), module.__dict__)
     except BaseException:
         del sys.modules[alias]
         raise
