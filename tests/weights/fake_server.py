@@ -27,6 +27,7 @@ class FakeServer:
         delay: seconds before an answer to a POST.
         held: its weights.
         loads: what it holds after a weight load, if that changes anything.
+        refuses: paths that are answered with status 500.
         loses: how often a request to a path is met by a closed connection, by path.
     """
 
@@ -37,6 +38,7 @@ class FakeServer:
         self.held = WEIGHT.clone()
         self.loads: torch.Tensor | None = None
         self.delay = 0.0
+        self.refuses: set[str] = set()
         self.loses: dict[str, int] = {}
         self.under_way = 0
         self.queues: list[int] = []  # completions there were at each resume
@@ -67,7 +69,7 @@ class FakeServer:
 
             def _answer(self, content: dict[str, Any]) -> None:
                 body = json.dumps(content).encode()
-                self.send_response(200)
+                self.send_response(500 if self.path in fake.refuses else 200)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)

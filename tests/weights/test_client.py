@@ -85,8 +85,9 @@ def test_the_recipes_keys_reach_the_client(tmp_path, monkeypatch, keys, expected
     args = GRPOConfig(
         output_dir=str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, weight_sync="file", report_to="none", **keys
     )
-    with weight_bridge(args, tmp_path, StopRequest(tmp_path)):
+    stop = StopRequest(tmp_path)
+    with weight_bridge(args, tmp_path, stop):
         built = bridges.vllm_generation.VLLMClient
-    assert built.func is FileClient
+    assert built.func is FileClient and built.keywords["settings"].stop is stop
     for name, value in expected.items():
         assert getattr(built.keywords["settings"], name) == value

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 from grpo_recipes.runs.rundir import stop_file
 from grpo_recipes.runs.stop_request import StopRequest
+from grpo_recipes.trainers.preemption import Preemption
 from grpo_recipes.weights import client as client_module
 from grpo_recipes.weights.bridges import FileClient
 from grpo_recipes.weights.transport import ServerLost
@@ -53,21 +55,26 @@ def send(client: FileClient) -> list[Any]:
 
 
 @pytest.mark.parametrize("seed", [None, 7])
-@pytest.mark.parametrize("way", ["queued", "in flight", "hung"])
+@pytest.mark.parametrize("way", ["queued", "in flight", "hung", "not aborted"])
 def test_a_generation_is_given_up(stopping, server, run_dir, seed, way) -> None:
     client = stopping(seed=seed, request_timeout=2.0)
     if way == "queued":
         server.under_way = -1  # the count that is waited for never comes
         client.pause("keep")
     else:
-        server.delay = {"in flight": 0.2, "hung": 3.0}[way]
+        server.delay = {"in flight": 0.2, "hung": 3.0, "not aborted": 1.0}[way]
+    if way == "not aborted":
+        server.refuses.add("/pause?mode=abort")  # for which TRL raises a bare Exception
     ask(run_dir)
+    threads = set(threading.enumerate())
     start = time.monotonic()
     answer = client.generate(PROMPTS, n=2)
     assert time.monotonic() - start < 2
     assert answer["prompt_ids"] == PROMPTS and len(answer["logprobs"]) == 6
     assert answer["completion_ids"] == PLACEHOLDER
-    if way != "hung":
+    # The interpreter waits for no thread that still waits for the server.
+    assert all(thread.daemon for thread in set(threading.enumerate()) - threads)
+    if way not in ("hung", "not aborted"):
         assert "/pause?mode=abort" in server.calls and server.calls[-1] == "/resume"
 
 
@@ -78,24 +85,43 @@ def test_after_a_request_nothing_more_is_sampled(stopping, server, run_dir) -> N
     assert server.calls == []
 
 
-def test_a_failure_without_a_request_is_a_failure(stopping, server) -> None:
+# A request to the server, and what it returns when the run stops: the other ranks gather every parameter.
+CALLS = {
+    "send": (send, []),
+    "reset": (lambda client: client.reset_prefix_cache(), None),
+    "generate": (lambda client: client.generate(PROMPTS, n=2)["completion_ids"], PLACEHOLDER),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_failure_without_a_request_is_a_failure(stopping, server, call) -> None:
     client = stopping()
     server.close()
-    for call in (lambda: client.generate(PROMPTS, n=2), client.reset_prefix_cache, lambda: send(client)):
-        with pytest.raises(ServerLost, match="lost the connection"):
-            call()
+    with pytest.raises(ServerLost, match="lost the connection"):
+        CALLS[call][0](client)
 
 
-def test_a_server_that_is_lost_with_the_request_is_no_failure(stopping, server, run_dir) -> None:
+@pytest.mark.parametrize("call", CALLS)
+def test_outside_a_training_a_failure_is_reported_at_once(connect, server, run_dir, monkeypatch, call) -> None:
+    monkeypatch.setattr(client_module, "_SIGNAL_SECONDS", 60.0)
+    client = connect(stop=StopRequest(run_dir))
+    server.close()
+    start = time.monotonic()
+    with pytest.raises(ServerLost, match="lost the connection"):
+        CALLS[call][0](client)
+    assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_server_that_is_lost_with_the_request_is_no_failure(stopping, server, run_dir, call) -> None:
     client = stopping()
     server.close()
     ask(run_dir, 0.1)
-    assert send(client) == []  # the other ranks gather every parameter
-    client.reset_prefix_cache()
-    assert client.generate(PROMPTS, n=2)["completion_ids"] == PLACEHOLDER
+    assert CALLS[call][0](client) == CALLS[call][1]
 
 
-def test_a_wait_for_another_server_ends(stopping, server, run_dir, tmp_path) -> None:
+@pytest.mark.parametrize("call", CALLS)
+def test_a_wait_for_another_server_ends(stopping, server, run_dir, tmp_path, call) -> None:
     state = tmp_path / "server_state.json"
     state.write_text(json.dumps({"epoch": 1, "state": "ready"}))
     client = stopping(start_timeout=60.0)
@@ -103,8 +129,25 @@ def test_a_wait_for_another_server_ends(stopping, server, run_dir, tmp_path) -> 
     state.write_text(json.dumps({"epoch": 2, "state": "starting"}))
     ask(run_dir)
     start = time.monotonic()
-    assert send(client) == [] and client.generate(PROMPTS, n=2)["completion_ids"] == PLACEHOLDER
+    assert CALLS[call][0](client) == CALLS[call][1]
     assert time.monotonic() - start < 3
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_trainer_that_samples_in_a_training_makes_the_client_stop(connect, run_dir, training) -> None:
+    trainer = SimpleNamespace(
+        is_in_train=training,
+        control=SimpleNamespace(should_training_stop=False),
+        state=SimpleNamespace(global_step=0, max_steps=2),
+        model_wrapped=None,
+        accelerator=SimpleNamespace(unwrap_model=lambda _: SimpleNamespace(generate=lambda: None)),
+    )
+    preemption = Preemption(trainer, StopRequest(run_dir))
+    client = connect(stop=preemption.stop)
+    stop_file(run_dir).touch()
+    assert not client.stops()
+    with preemption.sampling():
+        assert client.stops() == training
 
 
 def test_outside_a_training_a_request_does_not_touch_the_server(connect, server, run_dir) -> None:

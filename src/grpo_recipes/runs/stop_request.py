@@ -79,6 +79,11 @@ class StopRequest:
         finally:
             self._cutting = False
 
+    @property
+    def may_cut(self) -> bool:
+        """Whether a request would end the work under way."""
+        return self._cutting
+
     def cuts(self) -> bool:
         """Return whether to end the work under way; cheap: the file is looked at ten times a second."""
         known = self._found or self._signalled

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -130,9 +131,9 @@ class BridgeClient(VLLMClient):
 
     def stops(self, within: float = 0.0) -> bool:
         """Return whether the run stops now, or ``within`` seconds: no answer is needed any more, and none will be."""
-        deadline = time.monotonic() + within
-        while self.settings.stop is not None and not self._stops:
-            self._stops = self.settings.stop.cuts()
+        stop, deadline = self.settings.stop, time.monotonic() + within
+        while stop is not None and stop.may_cut and not self._stops:
+            self._stops = stop.cuts()
             if time.monotonic() >= deadline:
                 break
             time.sleep(LOOK_SECONDS)
@@ -159,7 +160,7 @@ class BridgeClient(VLLMClient):
                 self._held = self._through_restarts(partial(self.call_workers, "grpo_weights"))[0]
             self._send(metadata, self._fingerprinted(named_params) if self.settings.guard else named_params)
             self._through_restarts(self._verify)
-        for _ in named_params:  # when the run stops
+        for _ in named_params:  # nothing is left unless the run stops: the other ranks gather all of them
             pass
 
     def _verify(self) -> None:
@@ -222,13 +223,9 @@ class BridgeClient(VLLMClient):
         for start in range(0, prompts, REQUESTS):
             share = range(start, min(start + REQUESTS, prompts))
             seeded = self.settings.seed is not None
-            executor = ThreadPoolExecutor(max_workers=len(share))
-            try:
-                with self._engine_paused(len(share) * n) if seeded else contextlib.nullcontext([]) as futures:
-                    futures += [executor.submit(sample, index) for index in share]
-                answers += [future.result() for future in futures]
-            finally:
-                executor.shutdown(wait=False, cancel_futures=True)
+            with self._engine_paused(len(share) * n) if seeded else contextlib.nullcontext([]) as futures:
+                futures += [_in_thread(partial(sample, index)) for index in share]
+            answers += [future.result() for future in futures]
         return {
             key: None if first is None else [row for answer in answers for row in answer[key]]
             for key, first in answers[0].items()
@@ -267,9 +264,7 @@ class BridgeClient(VLLMClient):
     ) -> dict[str, list[Any]]:
         """Return the server's completions; as soon as the run stops, one token per completion."""
         if not self.stops():
-            executor = ThreadPoolExecutor(1)
-            answer = executor.submit(self._through_restarts, sample)
-            executor.shutdown(wait=False)
+            answer = _in_thread(partial(self._through_restarts, sample))
             while not wait([answer], LOOK_SECONDS).done and not self.stops():
                 pass
             if not self._stops and (answer.exception() is None or not self.stops(_SIGNAL_SECONDS)):
@@ -283,7 +278,7 @@ class BridgeClient(VLLMClient):
         """End the generation in flight; a server that hangs releases nothing, and is left after 10 seconds."""
         deadline = time.monotonic() + _ABORT_SECONDS
         while True:  # again and again: a request that was on its way is not among those the engine ends
-            with contextlib.suppress(ServerError):  # a dead one has nothing in flight
+            with contextlib.suppress(Exception):  # one that is dead has nothing in flight; TRL raises that of a 500
                 self.pause("abort", timeout=_QUICK_SECONDS)
                 self.resume(timeout=_QUICK_SECONDS)
             if wait([generation], 0.05).done or time.monotonic() > deadline:
@@ -301,3 +296,17 @@ class BridgeClient(VLLMClient):
     def resume(self, timeout: float | None = None) -> None:
         """Let a paused engine continue."""
         self._post(f"{self.base_url}/resume", timeout=timeout)
+
+
+def _in_thread(work: Callable[[], Answer]) -> Future[Answer]:
+    """Start work in a daemon thread: at its exit the interpreter waits for an executor's threads."""
+    future: Future[Answer] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
