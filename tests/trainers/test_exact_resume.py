@@ -20,6 +20,11 @@ from grpo_recipes.runs.checkpoints import publish
 from .resumed_ranks import GROUP, SHAPES, points, restarts
 from .tiny_training import different_characters, train
 
+# What a checkpoint's file of a rank holds, under the names of the first release: older checkpoints are resumed.
+WINDOW = {
+    "step", "split", "buffered", "metrics", "logs", "step_time", "tr_loss", "total_loss", "last_logged", "flos",
+    "total_flos", "tokens_seen", "evaluation_owed",
+}  # fmt: skip
 Found = list[dict[str, dict[str, Any]]]  # by rank, shape and case: what `resumed_ranks.train` returns
 
 
@@ -137,13 +142,15 @@ def test_a_checkpoint_is_not_resumed_at_another_place_in_the_data(tmp_path: Path
 
 
 def test_a_checkpoint_of_an_earlier_version_is_resumed(tmp_path: Path) -> None:
-    """It knows neither the order of its data nor how its batch was split."""
+    """It knows neither the order of its data nor how its batch was split; the rest has the names it always had."""
     keys = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 9, "max_steps": 3}
     alone, _ = train(tmp_path / "alone", **keys)
     staged = tmp_path / "old" / "checkpoints" / "partial" / "checkpoint-2"
     shutil.copytree(tmp_path / "alone" / "checkpoints" / "checkpoint-2", staged)
     (staged / "order_of_data.json").unlink()
     window = torch.load(staged / "grpo_window_0.pt", weights_only=False)
+    assert window.keys() == WINDOW
+    assert type(window["logs"]["prompt"]) is list and type(window["logs"]["rewards"]) is dict
     del window["split"]
     torch.save(window, staged / "grpo_window_0.pt")
     (staged / "COMPLETE").unlink()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
+from grpo_recipes.rollouts.backends import Prompt, Sampling
 from grpo_recipes.trainers.checks import trainer_logps
 from grpo_recipes.trainers.grpo import GRPOTrainer
 
@@ -224,6 +225,43 @@ def test_tables_and_samples_show_the_advantages_trained_on(tmp_path: Path, model
     assert (advantages >= 0).all()  # GRPO's would have both signs
     (row,) = rows_of(tmp_path, "samples.jsonl")
     assert {sample["advantage"] for sample in row["samples"]} <= {round(value, 4) for value in advantages.tolist()}
+
+
+def test_a_generation_that_fails_leaves_the_trainer_as_it_was(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(tmp_path, model, maxent_objective="listwise", maxent_beta=1.0)
+    trainer.model.train()
+    output = generation(trainer, prompts=1)
+    config = trainer.generation_config
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    for name in ("_generate_single_turn", "_get_per_token_logps_and_entropies"):
+        monkeypatch.setattr(trainer, name, fail)
+    for call in (
+        lambda: trainer.sample_and_score([dict(trainer.train_dataset[0]) for _ in range(GROUP)]),
+        lambda: trainer_logps(trainer, output),
+        lambda: trainer.rollouts.sample([Prompt([1], 7)], Sampling(1, 1.0, 4)),
+    ):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            call()
+    assert trainer.beta == 0.0 and trainer.model.training and trainer.generation_config is config
+
+
+def test_a_checkpoint_keeps_what_the_warning_watches(tmp_path: Path, model: str) -> None:
+    """Under the names of the first release: older checkpoints are resumed."""
+    trainer = make_trainer(tmp_path, model, maxent_objective="tempered")
+    trainer.train()
+    trainer._warned = True
+    state = trainer.checkpoints.state()
+    assert state["on_wrong"] == list(trainer._on_wrong) != [] and state["warned"]
+    trainer._on_wrong.append((5.0, 6.0))
+    trainer._warned = False
+    watched = trainer._on_wrong
+    trainer.checkpoints.restore(state)
+    assert trainer._on_wrong is watched and list(watched) == state["on_wrong"] and trainer._warned
 
 
 def test_evaluation_is_not_weighed(tmp_path: Path, model: str) -> None:

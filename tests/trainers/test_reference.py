@@ -12,11 +12,14 @@ import pytest
 import torch
 import trl
 
+from grpo_recipes import smoke
+from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
 
 from .fixed_completions import make_trainer
 from .test_controllers import train
+from .tiny_training import ON_CPU, SUMS, as_dataset
 
 ROOT = Path(__file__).resolve().parents[2]
 SYNCED = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
@@ -79,3 +82,21 @@ def test_every_process_reads_the_weights_where_there_is_a_reference(
     monkeypatch.setattr(trl.trainer.grpo_trainer, "create_model_from_path", watched)
     make_trainer(tmp_path, model, **keys)
     assert seen == {"false" if read_by_all else "true"} and os.environ[name] == "true"
+
+
+def test_a_model_that_cannot_be_built_leaves_the_settings_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+    monkeypatch.setenv(name, "true")
+    args = GRPOConfig(output_dir=str(tmp_path), **ON_CPU, **TARGET)
+    with pytest.raises(OSError):
+        MaxEntGRPOTrainer(
+            model=str(tmp_path / "absent"),
+            reward_funcs=[],
+            args=args,
+            train_dataset=as_dataset(SUMS),
+            processing_class=smoke.build_tokenizer(),
+            run_dir=tmp_path,
+        )
+    assert os.environ[name] == "true" and args.beta == 0.0

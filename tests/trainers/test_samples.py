@@ -55,7 +55,7 @@ class FakeTrainer:
         self._samples_file = folder / "samples.jsonl"
         self.reward_func_names, self.num_generations = ["a", "b"], 2
         self.reward_weights = torch.tensor([1.0, 0.5])
-        self.rewards_BR = torch.tensor([[1.0, 1.0], [0.0, 1.0], [NAN, NAN], [0.0, 1.0]])
+        self.rewards_BR = torch.tensor([[1.0, 1.0], [0.33333, 1.0], [NAN, NAN], [0.0, 1.0]])
         self.state, self.args = SimpleNamespace(global_step=6), SimpleNamespace(report_samples=samples)
         self._logs = {
             "prompt": [prompt] * 4,
@@ -71,7 +71,7 @@ class FakeTrainer:
 
 def test_a_row_holds_texts_scores_and_advantages(tmp_path: Path) -> None:
     row = FakeTrainer(tmp_path).row(["36", "36", 7, 7])
-    assert (row["step"], row["rewards"]) == (7, [1.5, 0.5, None, 0.5])
+    assert (row["step"], row["rewards"]) == (7, [1.5, 0.8333, None, 0.5])
     assert row["samples"][0] == {
         "prompt": "question",
         "completion": "text",
@@ -81,6 +81,7 @@ def test_a_row_holds_texts_scores_and_advantages(tmp_path: Path) -> None:
         "advantage": 0.7071,
     }
     assert [sample["answer"] for sample in row["samples"]] == ["36", "36", "7", "7"]
+    assert {"a": 0.3333, "b": 1.0} in [sample["rewards"] for sample in row["samples"]]
     assert row["samples"][3]["rewards"] == {"a": None, "b": None} and row["samples"][3]["reward"] is None
 
 
@@ -129,3 +130,29 @@ def test_training_writes_a_row_a_generation(tmp_path: Path, samples: int) -> Non
             assert sample["answer"] == str(int(left) + int(right))
             assert sample["reward"] == sample["rewards"]["different_characters"]
             assert sample["reward"] is None or sample["reward"] == len(set(sample["completion"]))
+
+
+@pytest.mark.parametrize(("before", "now"), [(8, 4), (4, 8)])
+def test_after_a_resume_with_another_batch_the_rows_are_those_of_the_new_generations(
+    tmp_path: Path, before: int, now: int
+) -> None:
+    keys = {"report_samples": 2, "steps_per_generation": 1, "save_strategy": "steps", "save_steps": 2}
+    train(tmp_path / "run", **keys, max_steps=2, per_device_train_batch_size=before)
+    trainer, _ = train(tmp_path / "run", **keys, max_steps=3, per_device_train_batch_size=now, ignore_data_skip=True)
+    row = json.loads((tmp_path / "run/samples.jsonl").read_text().splitlines()[-1])
+    assert row["step"] == 3 and len(row["rewards"]) == now and len(row["samples"]) == 2
+    assert {values.maxlen for values in trainer._logs["rewards"].values()} == {now}
+    for sample in row["samples"]:
+        left, right = sample["prompt"].removeprefix("[user]\n").removesuffix("=").split("+")
+        assert sample["answer"] == str(int(left) + int(right))
+        assert sample["reward"] is None or sample["reward"] == len(set(sample["completion"]))
+
+
+def test_completions_are_not_copied_to_be_kept(tmp_path: Path) -> None:
+    trainer, _ = train(tmp_path / "run", max_steps=1)
+    kept, completions = trainer.checkpoints.state()["logs"]["completion"], trainer._logs["completion"]
+    with trainer.evaluation.undisturbed():
+        assert all(one is other for one, other in zip(kept, trainer._logs["completion"], strict=True))
+        completions.clear()
+    assert trainer._logs["completion"] is completions
+    assert len(kept) > 0 and all(one is other for one, other in zip(kept, completions, strict=True))

@@ -134,12 +134,14 @@ class TransformersRollouts(Rollouts):
             config.top_p = config.top_k = config.min_p = None
         step = max(1, trainer.args.per_device_train_batch_size // how.samples)
         drawn: list[Tokens] = []
-        for start in range(0, len(prompts), step):
-            batch = prompts[start : start + step]
-            torch.manual_seed(batch[0].seed)
-            repeated = [prompt.ids for prompt in batch for _ in range(how.samples)]
-            drawn += trainer._generate_single_turn(repeated, None, {}, how.samples)[0]
-        trainer.generation_config = kept
+        try:
+            for start in range(0, len(prompts), step):
+                batch = prompts[start : start + step]
+                torch.manual_seed(batch[0].seed)
+                repeated = [prompt.ids for prompt in batch for _ in range(how.samples)]
+                drawn += trainer._generate_single_turn(repeated, None, {}, how.samples)[0]
+        finally:
+            trainer.generation_config = kept
         return _grouped(drawn, how.samples)
 
 

@@ -10,7 +10,7 @@ from grpo_recipes.process.reports import dump_stacks_on_signal
 
 
 def register() -> None:
-    """Give every process of the server its stacks on request, and on CPU weights that can be renewed."""
+    """Let every process of the server write its stacks on request and, on CPU, renew its weights."""
     if os.environ.get("GRPO_SERVER") == "1":  # a rank that has vLLM inside writes its stacks to a file of its own
         _dump_stacks()
         os.register_at_fork(after_in_child=_dump_stacks)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import os
 import random
 import shutil
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
@@ -27,11 +27,21 @@ torch.serialization.register_package(5, lambda obj: None, lambda obj, where: obj
 
 # How a generation is split into micro-steps.
 _SPLIT = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations")
-# Attributes of the trainer that a step changes in place and transformers does not save.
-_UNSAVED = (
-    "_step", "_metrics", "_logs", "_current_train_step_time", "_tr_loss", "_total_loss_scalar", "current_flos",
-    "_globalstep_last_logged", "state.total_flos", "state.num_input_tokens_seen", "evaluation.owed",
-)  # fmt: skip
+# What a step changes in place and transformers does not save: its name in a checkpoint, which stays, and the attribute
+# of the trainer.
+_UNSAVED = {
+    "step": "_step",
+    "metrics": "_metrics",
+    "logs": "_logs",
+    "step_time": "_current_train_step_time",
+    "tr_loss": "_tr_loss",
+    "total_loss": "_total_loss_scalar",
+    "last_logged": "_globalstep_last_logged",
+    "flos": "current_flos",
+    "total_flos": "state.total_flos",
+    "tokens_seen": "state.num_input_tokens_seen",
+    "evaluation_owed": "evaluation.owed",
+}
 _ORDER, _CONTROLLERS, _ENDED = "order_of_data.json", "controllers.json", "ended_by_callback"
 
 
@@ -46,7 +56,7 @@ class Checkpoints:
     def __init__(self, trainer: Any):
         self._trainer = trainer
         self.staging: Path | None = None  # where a save under way writes
-        self.unsaved = [*_UNSAVED]  # a trainer's subclass adds its own
+        self.unsaved = dict(_UNSAVED)  # a trainer's subclass adds its own
         self._restarted = False  # whether an epoch was begun again on a resume
 
     def save(self, write: Callable[[], None]) -> None:
@@ -88,7 +98,7 @@ class Checkpoints:
         """Return what this rank's checkpoints hold beside transformers': copies of all that a step changes in place."""
         trainer = self._trainer
         return {
-            **{name: copy.deepcopy(attrgetter(name)(trainer)) for name in self.unsaved},
+            **{name: contents(attrgetter(path)(trainer)) for name, path in self.unsaved.items()},
             "split": {key: getattr(trainer.args, key) for key in _SPLIT},
             "buffered": trainer._buffered_inputs if trainer._step % self._window_steps else None,
         }
@@ -107,9 +117,12 @@ class Checkpoints:
                 f"{_listed(split)}. Fix: resume with these keys as they were, and change them where a generation has "
                 "been used up"
             )
-        for name in self.unsaved:
-            owner, _, attribute = name.rpartition(".")
-            setattr(attrgetter(owner)(trainer) if owner else trainer, attribute, state[name])
+        for name, path in self.unsaved.items():
+            owner, _, attribute = path.rpartition(".")
+            if isinstance(own := attrgetter(path)(trainer), dict | deque):
+                refill(own, state[name])
+            else:
+                setattr(attrgetter(owner)(trainer) if owner else trainer, attribute, state[name])
         if state["buffered"] is None:  # TRL samples where the count of micro-steps is a multiple of the window
             trainer._step = math.ceil(trainer._step / self._window_steps) * self._window_steps
         trainer._buffered_inputs = state["buffered"]
@@ -172,10 +185,10 @@ class Checkpoints:
         self.restore(state)
         self._print_restored(
             "random states of Python, numpy and torch",
-            f"generation window: micro-step {state['_step']}, {len(state['buffered'] or [])} batches of completions",
-            f"metrics of steps not logged yet: {sum(map(len, state['_metrics']['train'].values()))} values",
-            f"completions last shown: {len(state['_logs']['completion'])}",
-            f"running loss {state['_total_loss_scalar']:.6g}, {trainer.state.num_input_tokens_seen} tokens, "
+            f"generation window: micro-step {state['step']}, {len(state['buffered'] or [])} batches of completions",
+            f"metrics of steps not logged yet: {sum(map(len, state['metrics']['train'].values()))} values",
+            f"completions last shown: {len(state['logs']['completion'])}",
+            f"running loss {state['total_loss']:.6g}, {trainer.state.num_input_tokens_seen} tokens, "
             f"{trainer.state.total_flos:.3g} FLOPs",
             f"evaluation: {'owed' if trainer.evaluation.owed else 'none owed'}",
         )
@@ -225,6 +238,27 @@ class Checkpoints:
 def ended_by_callback(checkpoint: str | None) -> bool:
     """Return whether the training had ended where the checkpoint was written."""
     return checkpoint is not None and (Path(checkpoint) / _ENDED).exists()
+
+
+def contents(value: Any) -> Any:
+    """Return containers as new plain ones with the same elements, a tensor as a copy, and anything else as it is."""
+    if isinstance(value, dict):
+        return {name: contents(one) for name, one in value.items()}
+    if isinstance(value, list | deque):
+        return list(value)
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def refill(own: Any, saved: Any) -> None:
+    """Put what ``contents`` returned back into a trainer's own containers, whose bounds are those of this run."""
+    if not isinstance(own, dict):
+        own.clear()
+        own.extend(saved)
+        return
+    if isinstance(own, defaultdict):  # it grows by names
+        own.clear()
+    for name, values in saved.items():
+        refill(own[name], values)
 
 
 def _require(file: Path, why: str) -> None:

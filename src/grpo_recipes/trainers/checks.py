@@ -117,15 +117,17 @@ def trainer_logps(trainer: Any, output: dict[str, Any]) -> torch.Tensor:
     """
     prompt, completion, training = output["prompt_ids"], output["completion_ids"], trainer.model.training
     trainer.model.eval()
-    with torch.no_grad():
-        logps, _, _ = trainer._get_per_token_logps_and_entropies(
-            trainer.model,
-            torch.cat([prompt, completion], dim=1),
-            torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1),
-            completion.size(1),
-            batch_size=trainer.args.per_device_train_batch_size,
-        )
-    trainer.model.train(training)
+    try:
+        with torch.no_grad():
+            logps, _, _ = trainer._get_per_token_logps_and_entropies(
+                trainer.model,
+                torch.cat([prompt, completion], dim=1),
+                torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1),
+                completion.size(1),
+                batch_size=trainer.args.per_device_train_batch_size,
+            )
+    finally:
+        trainer.model.train(training)
     return logps
 
 

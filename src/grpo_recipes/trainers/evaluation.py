@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import math
 import time
@@ -19,7 +18,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from grpo_recipes.runs.rundir import read_rows
 from grpo_recipes.runs.stop_request import Stopped
-from grpo_recipes.trainers.checkpoints import keep_random_states
+from grpo_recipes.trainers.checkpoints import contents, keep_random_states, refill
 from grpo_recipes.trainers.metrics import append_json, json_number, weighted_rewards
 
 _LEFT_OUT = "model_preparation_time"  # transformers', of the first evaluation of a process
@@ -95,10 +94,9 @@ class Evaluation:
         after the step, where a callback evaluates: transformers takes any evaluation and any log for the one due.
         """
         trainer = self._trainer
-        logs, log_completions = trainer._logs, trainer.log_completions
+        logs, log_completions = contents(trainer._logs), trainer.log_completions
         outer, training = (self._set, self._inside), trainer.model.training
         due = trainer.control.should_log, trainer.control.should_evaluate
-        trainer._logs = copy.deepcopy(logs)
         trainer.log_completions = False  # the parquet file of this step is the training's
         self._set, self._inside = name, True
         put_back_random_states = keep_random_states()
@@ -111,7 +109,8 @@ class Evaluation:
                 yield
         finally:
             put_back_random_states()
-            trainer._logs, trainer.log_completions = logs, log_completions
+            refill(trainer._logs, logs)
+            trainer.log_completions = log_completions
             self._set, self._inside = outer
             self.rewards = None
             trainer.model.train(training)

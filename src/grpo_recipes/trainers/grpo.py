@@ -10,7 +10,6 @@ MaxEnt, the optimizer's step, and the gathering of weights for whatever samples.
 from __future__ import annotations
 
 import os
-from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -73,8 +72,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._samples_file = run_dir / "samples.jsonl"
         with weight_bridge(args, run_dir, stop), loaded_by_every_rank(args):
             super().__init__(args=args, **kwargs)
-        for name in ("rewards", "extra"):  # TRL's lambda cannot be saved
-            self._logs[name].default_factory = partial(deque, maxlen=args.generation_batch_size)
         self.rows = MetricsRows(self, run_dir, args.process_index)
         self.rollouts = rollouts_of(self)
         if self.use_vllm:

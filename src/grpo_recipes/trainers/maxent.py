@@ -2,8 +2,8 @@
 
     MAXENT=1 bash training.sh        # or: grpo launch RECIPE, with maxent_objective in the recipe
 
-``algorithms.maxent`` has the weights, ``objectives`` what each objective reads, docs/maxent.md the mathematics. Every
-objective is a transform of the advantages: TRL's loss of a fixed ``loss_type`` on them has the objective's gradient.
+``algorithms.maxent`` has the weights, ``recipe.registry`` what each objective reads, docs/maxent.md the mathematics.
+Every objective is a transform of the advantages: TRL's loss of a fixed ``loss_type`` on them has its gradient.
 """
 
 from __future__ import annotations
@@ -56,8 +56,11 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         beta = args.beta
         if beta == 0.0 and args.kl_target is None:  # at 0 TRL builds no reference model, which the target needs
             args.beta = self._target_beta
-        super().__init__(args=args, **kwargs)
-        self.beta = args.beta = beta
+        try:
+            super().__init__(args=args, **kwargs)
+        finally:
+            args.beta = beta
+        self.beta = beta
         if args.maxent_target_weight_entropy is not None or args.maxent_target_eff_rollouts is not None:
             self.controllers["tau"] = TauController(
                 tau=self._fixed_tau,
@@ -71,7 +74,7 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         self._measured: list[tuple[float, float]] = []  # weight entropy and effective rollouts in this optimizer step
         self._on_wrong: deque[tuple[float, float]] = deque(maxlen=_WARN_AFTER)  # positive advantages: on wrong, on all
         self._warned = False
-        self.checkpoints.unsaved += ["_on_wrong", "_warned"]
+        self.checkpoints.unsaved |= {"on_wrong": "_on_wrong", "warned": "_warned"}
 
     @property
     def tau(self) -> float:
@@ -91,9 +94,10 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         if not self.model.training or self.beta != 0.0:
             return super().sample_and_score(inputs)
         self.beta = self._target_beta
-        output = super().sample_and_score(inputs)
-        self.beta = 0.0
-        return output
+        try:
+            return super().sample_and_score(inputs)
+        finally:
+            self.beta = 0.0
 
     def weigh(self, output: dict[str, Any]) -> torch.Tensor | None:
         """Return the objective's advantages, (P, G); None for ``tempered`` at tau inf, which is Dr.GRPO bit for bit."""
@@ -128,7 +132,7 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         return Groups(rewards_PG, of["lengths"], learns_PG, judged_PG, right_PG, of.get("ref"), of.get("policy"))
 
     def _judged(self, rewards_PG: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return of which answers it is known whether they are right, and which are, both (P, G).
+        """Return which answers are known to be right or wrong, and which are right, both (P, G).
 
         The accuracy rewards decide, where they gave a score. Without one an answer is right that is rewarded above its
         group's mean, and a group of equal rewards decides nothing.

@@ -23,7 +23,8 @@ class MetricsRows:
     """Time the phases of a training, report them to the launcher, and write what TRL logs.
 
     A row holds TRL's metrics of the step under TRL's names, ``step``, ``max_steps``, ``tokens_per_second`` and
-    ``seconds/<phase>``: those of ``PHASES`` (evaluate is after the step before), update (the rest) and step (the sum).
+    ``seconds/<phase>``: those of ``PHASES`` (``evaluate`` counts the evaluation after the previous step), update (the
+    rest) and step (the sum).
     """
 
     def __init__(self, trainer: Any, run_dir: Path, rank: int):

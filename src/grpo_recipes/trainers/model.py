@@ -84,9 +84,11 @@ def loaded_by_every_rank(args: GRPOConfig) -> Iterator[None]:
     before = os.environ.get(name)
     if before is not None and args.beta != 0.0:
         os.environ[name] = "false"
-    yield
-    if before is not None:
-        os.environ[name] = before
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[name] = before
 
 
 def save_reference(trainer: Any, folder: Path) -> None:
