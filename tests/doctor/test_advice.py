@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grpo_recipes.runs.endings import advice
+from grpo_recipes.runs.rundir import Run
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,12 @@ from grpo_recipes.runs.endings import advice
 )
 def test_a_cause_has_its_advice(make_run, cause, said):
     assert said in advice(make_run(cause=cause), cause)
+
+
+def test_a_known_cause_reads_no_file_of_the_run(make_run):
+    run = make_run(cause="the vLLM server died before it was ready")
+    (run.folder / "recipe.yaml").write_text("a: [")
+    assert "grpo check --deep RECIPE" in advice(Run.at(run.folder), run.cause)
 
 
 def test_the_cause_counts_before_what_stands_in_a_log(make_run):

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from grpo_recipes.launch import monitor
 from grpo_recipes.launch.monitor import (
     Monitor,
     Phase,
@@ -93,6 +94,24 @@ def test_a_request_to_stop_is_passed_on_to_the_other_nodes_once(read, tmp_path):
     watched.tick()
     watched.tick()
     assert sent == ["stop"]
+
+
+def test_the_other_nodes_dump_stacks_when_a_rank_stalls(read, tmp_path, monkeypatch):
+    sent = []
+    monkeypatch.setattr(monitor, "_DUMP_SECONDS", 0)
+    workers = SimpleNamespace(send=lambda order: sent.append(order))
+    attempt = SimpleNamespace(
+        run=SimpleNamespace(folder=tmp_path), recipe=read(), publisher=None, workers=workers, environment={}
+    )
+    watched = Monitor(attempt, SimpleNamespace(can_save=None, requested=False, look=lambda: None))
+    watched.groups["trainer"] = SimpleNamespace(process=SimpleNamespace(trains=True, ready=""), log=tmp_path / "log")
+    (tmp_path / "processes").mkdir()
+    write_json(tmp_path / "processes/phase_0.json", {"phase": "sample", "since": 1.5, "step": 2})
+    assert watched.tick() is None and sent == []
+    later = time.monotonic() + 100_000
+    monkeypatch.setattr(monitor.time, "monotonic", lambda: later)
+    ending = watched.tick()
+    assert ending is not None and ending.failed_rank == 0 and sent == ["stacks"]
 
 
 def phase(name: str, rank: int = 0, step: int = 3, since: float = 0.0) -> Phase:

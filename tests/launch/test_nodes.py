@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -184,6 +186,33 @@ def test_the_pair_that_does_not_reach_each_other_is_named(job, workers, monkeypa
         preflight_nodes(workers, two_nodes(), job())
 
 
+@pytest.mark.parametrize(("answer", "said"), [(b"7\n", "something else answered there"), (b"", "timed out")])
+def test_an_address_where_another_program_listens_is_not_the_node(job, workers, monkeypatch, answer, said):
+    monkeypatch.setattr(nodes, "_CONNECT_SECONDS", 0.5)
+    other = socket.create_server(("127.0.0.1", 0))
+    ask, answered = workers.ask, []
+
+    def answer_both() -> None:
+        for _ in range(2):
+            answered.append(other.accept()[0])
+            answered[-1].sendall(answer)
+
+    def other_listens(order: str, *arguments: object, **facts: object) -> list[dict]:
+        if order == "connect":
+            facts["peers"][1][1] = other.getsockname()[1]  # type: ignore[index]
+        return ask(order, *arguments, **facts)
+
+    answering = threading.Thread(target=answer_both, daemon=True)
+    answering.start()
+    monkeypatch.setattr(workers, "ask", other_listens)
+    with pytest.raises(ConfigError, match=rf"does not reach node n2 \(127.0.0.1\): {said}") as refused:
+        preflight_nodes(workers, two_nodes(), job())
+    assert "firewall" in str(refused.value)
+    answering.join()
+    for connection in [other, *answered]:
+        connection.close()
+
+
 def test_a_silent_node_is_named(job, workers, tmp_path):
     begun(workers, job(), tmp_path / "run")
     with pytest.raises(ConfigError, match="node 1 did not answer within 1 s"):
@@ -288,6 +317,7 @@ def test_a_process_can_be_ended_and_started_again(job, workers, tmp_path):
     second = remote(workers, tmp_path, STARTER)
     (rank,) = ranks_of(second)
     assert rank.record["pid"] != pid and not rank.gone and second.state().lost is None
+    assert first.state() == State(), "what is reported of its successor is not its own"
 
 
 def test_requests_reach_the_other_nodes(job, workers, tmp_path):

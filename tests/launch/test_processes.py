@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_recipes.launch import processes
 from grpo_recipes.launch.processes import Child, Ending, Group, tail, wait_for_ending
 from grpo_recipes.plan.types import Process
 from grpo_recipes.process.scratch import Scratch
@@ -107,6 +108,21 @@ def test_a_rank_that_was_killed_is_named_with_its_signal(start):
     pid = json.loads((start.run_dir / "processes/rank_1.json").read_text())["pid"]
     assert (ending.code, ending.failed_rank) == (137, 1)
     assert ending.cause == f"rank 1 (pid {pid}) was killed by signal 9"
+
+
+def test_several_ranks_that_are_gone_are_waited_for_together(start, monkeypatch):
+    monkeypatch.setattr(processes, "_PRINTED_SECONDS", 1.0)
+    trainer = start(
+        "trainer",
+        "gone = [subprocess.Popen(['true']) for _ in range(4)]\n"
+        "for rank, child in enumerate(gone):\n    child.wait()\n    record(rank, pid=child.pid)\n"
+        "print(f'  exitcode  : -9 (pid: {gone[3].pid})', flush=True)\ntime.sleep(300)",
+    )
+    while len(list(start.run_dir.glob("processes/rank_?.json"))) < 4 or not trainer.log.read_text():
+        time.sleep(0.02)
+    began = time.monotonic()
+    assert [rank.code for rank in trainer.state().ranks] == [None, None, None, -9]
+    assert time.monotonic() - began < 2.5
 
 
 @pytest.mark.parametrize(

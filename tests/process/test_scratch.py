@@ -469,3 +469,23 @@ def test_without_shared_memory_nothing_is_recorded(tmp_path, monkeypatch):
     recorder = scratch.SegmentRecorder(tmp_path / "memory")
     recorder.look()
     assert remove_segments(tmp_path / "memory") == 0 and list(tmp_path.iterdir()) == []
+
+
+def test_segments_and_a_record_that_cannot_be_touched_fail_nothing(made, tmp_path, monkeypatch):
+    kept = Path(f"/dev/shm/psm_{os.urandom(4).hex()}")
+    kept.write_text("")
+    try:
+        (made.memory / ".segments").write_text(f"{kept.stat().st_ino} {kept.name}\n")
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", lambda *_, **__: os.listdir(tmp_path / "none"))
+            assert remove_segments(made.memory) == 0
+        with monkeypatch.context() as patch:
+            patch.setattr(scratch.os, "listdir", lambda *_: os.rmdir(tmp_path / "none"))
+            assert remove_segments(made.memory) == 0
+        (made.memory / ".segments").unlink()
+        (made.memory / ".segments").mkdir()
+        assert remove_segments(made.memory) == 0 and kept.exists()
+        made.remove()
+        assert not made.memory.exists()
+    finally:
+        kept.unlink(missing_ok=True)

@@ -170,7 +170,7 @@ def test_a_fine_grained_token_is_believed(ask, hub: FakeHub) -> None:
     ("token", "what"),
     [
         (None, "needs a login"),
-        ("hf_" + "unknown" * 4, r"did not confirm the login \(HTTP 401\)"),
+        ("hf_" + "unknown" * 4, r"the hub refuses the login \(HTTP 401\)"),
         (READER, "may only read"),
     ],
 )

@@ -378,6 +378,15 @@ def test_a_flipped_bit_is_refused_by_name_and_taken_on_purpose(run, name, place)
     resume(run)
 
 
+def test_a_record_that_cannot_be_read_counts_as_damaged(run, capsys) -> None:
+    (run.folder / RECORD).unlink()
+    (run.folder / RECORD).mkdir()
+    with pytest.raises(ConfigError, match=rf"{RECORD}: is damaged"):
+        resume(run)
+    resume(run, allow=True)
+    assert f"{RECORD} is damaged" in capsys.readouterr().out
+
+
 def test_no_bit_of_the_record_itself_can_flip_unnoticed(run) -> None:
     content = (run.folder / RECORD).read_bytes()
     for bit in range(len(content) * 8):

@@ -10,6 +10,7 @@ node. The launcher's side comes first, then its look at the network, then the wo
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import queue
@@ -51,6 +52,7 @@ _END_SECONDS = 30.0
 _TICK_SECONDS = 0.2
 _MARK = "grpo-node"  # first word of a report; other lines on standard output are not ours
 _PIECE = 800  # characters of a report in a line
+_FIREWALL = ", or have the firewall between them opened"
 
 Report = dict[str, Any]
 
@@ -61,6 +63,7 @@ class NodeWorkers(contextlib.AbstractContextManager["NodeWorkers"]):
     def __init__(self, count: int) -> None:
         self.count = count
         self.reports: dict[tuple[str, int, str], Report] = {}  # by kind, node, and name of a process
+        self.starts = itertools.count(1)  # numbers of the starts of processes
         self._news = threading.Condition()
         self._writing = threading.Lock()
         self._srun: subprocess.Popen[str] | None = None
@@ -171,13 +174,14 @@ class RemoteChild:
         self.log = Path(process.log).absolute()
         self._workers = workers
         self._key = "process", process.node, process.name
-        workers.reports.pop(self._key, None)  # of the process that ran in its place before
-        workers.send("start", [process.node], process=asdict(process))
+        self._start = next(workers.starts)
+        workers.send("start", [process.node], process=asdict(process), start=self._start)
 
     def state(self) -> State:
         """Return what its node reported last; without srun it is lost."""
         report, workers = self._workers.reports.get(self._key), self._workers
-        state = State.of_json(report["state"]) if report else State()
+        # A report of an earlier start is of the process that ran in its place before.
+        state = State.of_json(report["state"]) if report and report["start"] == self._start else State()
         if workers.alive():
             return state
         return replace(state, alive=False, lost=state.lost or Lost(None, workers.ending(), 1))
@@ -220,7 +224,8 @@ def preflight_nodes(workers: NodeWorkers, resources: Resources, environment: Map
     listening = workers.ask("listen", all_nodes, wanted=_wanted_addresses(reports, environment))
     for report, listener in zip(reports, listening, strict=True):
         if listener["error"]:
-            raise _no_way(f"node {report['host']} {listener['error']}")
+            further = _FIREWALL if listener["address"] else ""
+            raise _no_way(f"node {report['host']} {listener['error']}", further)
     nodes = [
         Node(
             # This node's processes are ours to start: what we see counts, not what a step of the job may use.
@@ -238,7 +243,7 @@ def preflight_nodes(workers: NodeWorkers, resources: Resources, environment: Map
         for to, error in zip(nodes, report["errors"], strict=True):
             if error:
                 pair = f"node {node.name} ({node.address}) does not reach node {to.name} ({to.address})"
-                raise _no_way(f"{pair}: {error}")
+                raise _no_way(f"{pair}: {error}", _FIREWALL)
     return replace(resources, nodes=tuple(nodes))
 
 
@@ -271,8 +276,8 @@ def node_address(name: str) -> str:
     raise _no_way(f"scontrol shows no address of node {name}")
 
 
-def _no_way(what: str) -> ConfigError:
-    fix = "name the interface that joins them with NETWORK_INTERFACE, or have the firewall between them opened"
+def _no_way(what: str, further: str = "") -> ConfigError:
+    fix = f"name the interface that joins them with NETWORK_INTERFACE{further}"
     return config_error("network of the nodes", what, fix)
 
 
@@ -284,8 +289,10 @@ class NodeWorker:
         self._run_dir = Path()
         self._scratch: Scratch | None = None
         self._environment: dict[str, str] = {}
+        self._listener: socket.socket | None = None
         self._children: dict[str, Child] = {}
-        self._reported: dict[str, dict[str, Any]] = {}  # the newest state of each process
+        self._starts: dict[str, int] = {}  # number of the last start of each process
+        self._reported: dict[str, dict[str, Any]] = {}  # the newest report of each process
 
     def obey(self, line: str) -> None:
         """Carry out one order, if it is for this node."""
@@ -303,7 +310,7 @@ class NodeWorker:
         host = os.environ.get("SLURMD_NODENAME", socket.gethostname())
         self._report("describe", gpus=gpus, cores=len(os.sched_getaffinity(0)), host=host, interfaces=interfaces)
 
-    def order_listen(self, wanted: dict[str, tuple[str | None, str]]) -> None:
+    def order_listen(self, wanted: dict[str, tuple[str | None, str | None]]) -> None:
         """Listen for the connections that the other nodes try.
 
         Where no address is wanted, it is the one that the kernel uses towards a peer.
@@ -316,7 +323,10 @@ class NodeWorker:
                     probe.connect((peer, 9))  # nothing is sent
                     address = probe.getsockname()[0]
             error = f"cannot listen on {address}"
-            self._listener = socket.create_server((address, 0), backlog=1024)  # the kernel answers for us
+            self._listener = socket.socket()
+            self._listener.bind((address, 0))
+            self._listener.listen(1024)
+            threading.Thread(target=_answer, args=(self._listener, self._node), daemon=True).start()
             error, port = "", self._listener.getsockname()[1]
         except (OSError, UnicodeError) as problem:
             error += f" ({getattr(problem, 'strerror', None) or problem})"
@@ -325,15 +335,17 @@ class NodeWorker:
     def order_connect(self, peers: list[tuple[str, int]], limit: float) -> None:
         """Try to reach every node by its address and port; report what went wrong with each, or empty texts."""
 
-        def reach(peer: tuple[str, int]) -> str:
+        def reach(node: int, peer: tuple[str, int]) -> str:
             try:
-                socket.create_connection((peer[0], peer[1]), timeout=limit).close()
+                with socket.create_connection((peer[0], peer[1]), timeout=limit) as connection:
+                    connection.settimeout(limit)
+                    answer = connection.recv(16).decode(errors="replace").strip()
             except OSError as error:
                 return str(error.strerror or error) or type(error).__name__
-            return ""
+            return "" if answer == str(node) else "something else answered there"
 
         with ThreadPoolExecutor(len(peers)) as executor:
-            self._report("connect", errors=list(executor.map(reach, peers)))
+            self._report("connect", errors=list(executor.map(reach, range(len(peers)), peers)))
 
     def order_begin(self, run_dir: str, mark: str, token: str, variables: dict[str, str]) -> None:
         """Make this node's own scratch folders with the run's token; ``variables`` go to every process."""
@@ -345,18 +357,21 @@ class NodeWorker:
         self._environment = {**base_environment(os.environ), **own, **variables}
         self._report("begin", removed=removed)
 
-    def order_start(self, process: dict[str, Any]) -> None:
-        """Start a process of the plan under its guard."""
+    def order_start(self, process: dict[str, Any], start: int) -> None:
+        """Start a process of the plan under its guard; its reports carry ``start``, the number of this start."""
         assert self._scratch is not None
         planned = Process.of_json(process)
         for record in rank_records(self._run_dir, self._node):  # of the process that ran in its place before
             (self._run_dir / "processes" / f"rank_{record['rank']}.json").unlink(missing_ok=True)
         environment = {**self._environment, **planned.environment}
         self._children[planned.name] = Child(planned, environment, self._run_dir, self._scratch)
+        self._starts[planned.name] = start
 
     def order_end(self, process: str, grace: float) -> None:
         """End a process with all it started, and report nothing more of it."""
-        self._children.pop(process).end(grace)
+        self._reported.pop(process, None)
+        if child := self._children.pop(process, None):
+            child.end(grace)
         self._report("end")
 
     def order_stop(self) -> None:
@@ -373,10 +388,10 @@ class NodeWorker:
         """Report what changed of the processes of this node and of their ranks."""
         reap()
         for name, child in self._children.items():
-            state = asdict(child.state())
-            if self._reported.get(name) != state:
-                self._reported[name] = state
-                self._report("process", name=name, state=state)
+            facts = {"start": self._starts[name], "state": asdict(child.state())}
+            if self._reported.get(name) != facts:
+                self._reported[name] = facts
+                self._report("process", name=name, **facts)
 
     def end(self) -> None:
         """End everything of the run on this node and remove its scratch folders."""
@@ -389,6 +404,14 @@ class NodeWorker:
         for start in range(0, len(text), _PIECE):
             more = int(start + _PIECE < len(text))
             print(_MARK, self._node, more, text[start : start + _PIECE], flush=True)
+
+
+def _answer(listener: socket.socket, node: int) -> None:
+    """Send the number of this node to all who connect."""
+    while True:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):  # the other side may have gone
+            connection.sendall(f"{node}\n".encode())
 
 
 def _read_orders(orders: queue.Queue[str]) -> None:

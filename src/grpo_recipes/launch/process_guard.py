@@ -1,7 +1,8 @@
 """The process guard, between the launcher and each process it starts: nothing of a run outlives it, or the launcher.
 
 It runs the command after ``--`` in a session of its own, adopts orphans, and when the command ends, or the launcher
-dies, ends all that is left. Of a killed launcher it writes summary and report, and removes the scratch folders.
+dies, ends all that is left. When the launcher was killed, it writes the summary and the report, and removes
+the scratch folders.
 """
 
 from __future__ import annotations

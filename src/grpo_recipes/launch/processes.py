@@ -8,9 +8,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,7 +25,10 @@ from grpo_recipes.runs.rundir import read_json
 from grpo_recipes.secrets import masked
 
 _LAST_LINES = 50
-_NEWS_SECONDS = 6.0  # within which every node has seen that a rank is gone, and how it died
+_PRINTED_SECONDS = 5.0  # within which a parent has printed how its ranks died
+_NEWS_SECONDS = (
+    8.0  # longer than one look of a node at what is gone: 2 s, 0.3 s and _PRINTED_SECONDS in ``Child.state``
+)
 _GUARD_SECONDS = 15.0  # a process guard whose command is gone ends the rest within its own grace
 
 
@@ -173,24 +176,25 @@ class Child:
         gone = {record["pid"] for record in records if "exit" not in record and not is_alive(record["pid"])}
         ended = gone or any(record.get("exit") == EXIT_STOPPED for record in records)
         orphaned = bool(ended) and (self._exit_code_within(0.3) or 0) < 0
+        deadline = time.monotonic() + _PRINTED_SECONDS  # for all of them together
         for pid in gone - self._rank_codes.keys():
-            self._rank_codes[pid] = None if orphaned else self._printed_code(pid)
+            self._rank_codes[pid] = None if orphaned else self._printed_code(pid, deadline)
         return [
             Rank(record, str(self.log), record["pid"] in gone, self._rank_codes.get(record["pid"]), orphaned)
             for record in records
         ]
 
-    def _printed_code(self, pid: int) -> int | None:
+    def _printed_code(self, pid: int, deadline: float) -> int | None:
         """Wait until the parent, torch's elastic agent or accelerate's simple launcher, has printed how a rank died."""
-        deadline = time.monotonic() + 5
-        while time.monotonic() < deadline:
+        while True:
             text = tail(self.log, 2000)
             if match := re.search(rf"exitcode\s*:\s*(-?\d+) \(pid: {pid}\)", text):
                 return int(match[1])
             if match := re.search(r"died with <Signals\.\w+: (\d+)>", text):
                 return -int(match[1])
+            if time.monotonic() >= deadline:
+                return None
             time.sleep(0.1)
-        return None
 
 
 def rank_records(run_dir: Path, node: int = 0) -> list[dict[str, Any]]:
@@ -233,8 +237,11 @@ class Group:
 
     def end(self) -> None:
         """End them on every node at once."""
-        with ThreadPoolExecutor(len(self.members)) as executor:
-            list(executor.map(lambda member: member.end(), self.members))
+        threads = [threading.Thread(target=member.end) for member in self.members]
+        for thread in threads:
+            thread.start()
+        for thread in threads:  # not an executor: a signal must be able to interrupt the wait
+            thread.join()
 
 
 def wait_for_ending(

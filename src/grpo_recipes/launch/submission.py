@@ -121,7 +121,8 @@ def need_environment(profile: Profile) -> None:
 def send(submission: Submission) -> tuple[Run, int]:
     """Freeze the run, submit its script, and return the run and the id of its job.
 
-    Where sbatch refuses, no run directory is left; where it prints no job id, the job may be in the queue and needs it.
+    Where sbatch refuses, no run directory is left; where it prints no job id, the job may be in the queue, so the run
+    directory stays.
     """
     recipe, names = submission.recipe, submission.names
     run = freeze(recipe, submission.plan, submission.sources, names, submission.resources, submission.environment)
@@ -150,10 +151,11 @@ def submit_script(folder: Path, text: str) -> int:
 def freeze(
     recipe: Recipe, plan: Plan, sources: Assets, names: Names, resources: Resources, environment: Mapping[str, str]
 ) -> Run:
-    """Make the run directory of a run that starts later, with recipe, plan and code as checked; none may be there.
+    """Make the run directory of a run that starts later, with recipe, plan and code as checked.
 
-    Its job starts it with ``grpo launch --resume DIR`` and the variables of ``frozen_environment``: it then runs the
-    copy of the code, whatever happens to the repository while it waits. ``resources`` are what the job will offer.
+    The folder must not exist yet. Its job starts it with ``grpo launch --resume DIR`` and the variables of
+    ``frozen_environment``: it then runs the copy of the code, whatever happens to the repository while it waits.
+    ``resources`` are what the job will offer.
     """
     run = new_run(names.run_dir.absolute(), names.run, names.timestamp, resources.facts())
     if run is None:

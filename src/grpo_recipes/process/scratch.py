@@ -3,12 +3,14 @@
 A folder holds a marker file, on which the launcher (or node worker) that made it keeps a lock, and so do its process
 guards, which inherit it. The kernel drops the lock when the last of them dies, however they die, and it holds across
 containers, where process ids mean nothing. A folder without a marker is never removed: the marker appears under its
-name only once it is locked, so a folder that is being made has none, and neither has a user's own.
+name only once it is locked, so a folder that is being made has none, and neither has a user's own. On a file system
+without locks no folder gets a marker: what a killed run leaves there stays.
 
 Python's ``multiprocessing`` draws the names of shared-memory segments at random (``psm_948e8e13`` of vLLM's message
-queues, ``sem.mp-kgh1xwy0`` of the trainers), and a SIGKILL of the whole job takes the helper along that removes them. A
-name does not show its owner, and another program of the user may keep a segment that nobody maps. So each process guard
-looks once a second which new segments the processes below it map, and records them in the run's folder in ``/dev/shm``.
+queues, ``sem.mp-kgh1xwy0`` of the trainers): a helper process removes them at the end, but a SIGKILL of the whole job
+kills it too. A name does not show its owner, and another program of the user may keep a segment that nobody maps. So
+each process guard looks once a second which new segments the processes below it map, and records them in the run's
+folder in ``/dev/shm``. A segment that was made in the last second before a kill stays.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ class Scratch:
 
     def remove(self) -> None:
         """Remove both folders, and the shared-memory segments that a killed process of the run left."""
-        remove_segments(self.memory)
+        with contextlib.suppress(OSError):
+            remove_segments(self.memory)
         for folder in (self.disk, self.memory):
             with contextlib.suppress(OSError):
                 _remove(folder)
@@ -265,27 +268,32 @@ def remove_segments(memory: Path) -> int:
     if memory.parent != SHARED_MEMORY:
         return 0
     record = memory / _SEGMENT_RECORD
-    text = record.read_text(errors="replace") if record.is_file() else ""
+    text = ""
+    with contextlib.suppress(OSError):  # none was recorded, or the record cannot be read
+        text = record.read_text(errors="replace")
     there = _segments()
     # Whole lines only: a kill can tear the last one.
     recorded = re.findall(r"^(\d+) ([^/\s]+)\n", text, re.MULTILINE)
     left = [name for inode, name in recorded if there.get(name) == int(inode)]
     mapped = _mapped(psutil.pids()) if left else set()
-    dead = [SHARED_MEMORY / name for name in left if there[name] not in mapped]
-    for path in dead:
-        path.unlink(missing_ok=True)
-    return len(dead)
+    removed = 0
+    for name in (name for name in left if there[name] not in mapped):
+        with contextlib.suppress(OSError):
+            (SHARED_MEMORY / name).unlink()
+            removed += 1
+    return removed
 
 
 def _segments() -> dict[str, int]:
     """Return names and inodes of the segments of this user."""
     found = {}
-    for name in os.listdir(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else ():
-        if name.startswith(_SEGMENT_KINDS):
-            with contextlib.suppress(FileNotFoundError):
-                status = os.lstat(SHARED_MEMORY / name)
-                if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
-                    found[name] = status.st_ino
+    with contextlib.suppress(OSError):  # no shared memory here, or none that we may list
+        for name in os.listdir(SHARED_MEMORY):
+            if name.startswith(_SEGMENT_KINDS):
+                with contextlib.suppress(OSError):
+                    status = os.lstat(SHARED_MEMORY / name)
+                    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+                        found[name] = status.st_ino
     return found
 
 

@@ -65,7 +65,10 @@ def end_all(processes: Iterable[psutil.Process], grace: float = 5.0) -> None:
 
 
 def end_descendants(grace: float = 5.0) -> None:
-    """Send every descendant of this process SIGTERM, and after ``grace`` seconds kill those that are left."""
+    """Send every descendant of this process SIGTERM, and after ``grace`` seconds kill those that are left.
+
+    What was born meanwhile gets no SIGTERM: it is killed at once.
+    """
     end_all(descendants(), grace)
     kill_descendants()
 

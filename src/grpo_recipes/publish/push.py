@@ -58,7 +58,7 @@ def repository_name(recipe: Recipe, run_name: str) -> str:
 def need_target(recipe: Recipe, environment: Mapping[str, str], run_name: str) -> Target | None:
     """Return where the run publishes, None without ``push_to_hub``; ``run_name`` stands in for ``hub_model_id``.
 
-    It is a ConfigError where the hub does not answer, nobody is logged in, or the account may not write there.
+    Raise ConfigError where the hub does not answer, nobody is logged in, or the account may not write there.
     """
     if not recipe["push_to_hub"]:
         return None
@@ -74,7 +74,9 @@ def need_target(recipe: Recipe, environment: Mapping[str, str], run_name: str) -
         raise config_error(where, "push_to_hub needs a login at the hub, there is none", _LOGIN)
     account, why_not = _ask(api.whoami)
     if account is None:
-        raise config_error(where, f"the hub did not confirm the login ({why_not})", f"try again, or {_LOGIN}")
+        if why_not in ("HTTP 401", "HTTP 403"):
+            raise config_error(where, f"the hub refuses the login ({why_not})", _LOGIN)
+        raise config_error(where, f"the hub did not confirm the login ({why_not})", "try again")
     repo, note = _writable(recipe, name, account)
     private = recipe["hub_private_repo"] is not False
     if not note and private:

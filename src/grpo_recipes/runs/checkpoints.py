@@ -94,11 +94,14 @@ def publish(staged: Path, folder: Path, step: int, world_size: int, digests: Map
     files = {str(path.relative_to(staged)): path.stat().st_size for path in paths}
     known = {name: digest for name, digest in (digests or {}).items() if name in files}
     unknown = [name for name in files if name not in known]
-    with _threads() as pool:
+    pool = _threads()
+    try:
         read = pool.map(digest_of, [staged / name for name in unknown])  # from the page cache
         for path in paths:
             flush(path)
         known |= zip(unknown, read, strict=True)
+    finally:
+        pool.shutdown(cancel_futures=True)
     content = {"step": step, "world_size": world_size, "files": files, "digests": known}
     (staged / MARKER).write_text(json.dumps(with_checksum(content), indent=1))
     flush(staged / MARKER)
@@ -262,9 +265,12 @@ def need_same_files(run_dir: Path, allow_changed: bool) -> list[str]:
 
     Return notes for the user: what changed (with ``allow_changed``), or that this cannot be known.
     """
-    record = b""
-    with suppress(FileNotFoundError):
+    try:
         record = (run_dir / RECORD).read_bytes()
+    except FileNotFoundError:
+        record = b""
+    except OSError:
+        record = b"unreadable"  # counts as damaged
     if not record:  # of an earlier version, or of a node that lost power in the moment of writing
         return [f"cannot verify that recipe and plan are unchanged: {shown(run_dir)} has no {RECORD}"]
     problems = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from grpo_recipes.paths import shown
@@ -206,8 +207,15 @@ def advice(run: Run, cause: str) -> str:
 
     The ``cause`` is that of ``summary.json``, which a full disk may have kept from being written.
     """
-    known = [message.fix for message in _messages_in(cause)]
-    known += [fix for pattern, fix in _CAUSES.items() if re.search(pattern, cause)]
-    known += [finding.fix for finding in (weights_guard(run), out_of_memory(run)) if finding.status == PROBLEM]
-    known += [message.fix for message in _messages_in("\n".join(run.texts.values()))]
-    return [*known, f"its log says more; grpo doctor --run {shown(run.folder)} looks further"][0]
+    return next(_fixes(run, cause))
+
+
+def _fixes(run: Run, cause: str) -> Iterator[str]:
+    """Yield what to do, the likeliest first; a known cause reads no file of the run, which may be damaged."""
+    yield from (message.fix for message in _messages_in(cause))
+    yield from (fix for pattern, fix in _CAUSES.items() if re.search(pattern, cause))
+    for look in (weights_guard, out_of_memory):
+        if (finding := look(run)).status == PROBLEM:
+            yield finding.fix
+    yield from (message.fix for message in _messages_in("\n".join(run.texts.values())))
+    yield f"its log says more; grpo doctor --run {shown(run.folder)} looks further"

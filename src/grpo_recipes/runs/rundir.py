@@ -163,13 +163,16 @@ def timestamp() -> str:
     return datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
 
 
-def make_folder(folder: Path, failure: str) -> dict[str, Any] | None:
-    """Make the directory of a run or a sweep with the patch of the code; ConfigError says ``failure`` where it cannot.
+def make_folder(folder: Path, failure: str, *inside: str) -> dict[str, Any] | None:
+    """Make the directory of a run or a sweep, with folders ``inside`` and the patch of the code.
 
-    Return ``command`` and ``code`` for its record, or None when the folder exists.
+    Return ``command`` and ``code`` for its record, or None when the folder exists. Raise ConfigError with ``failure``
+    where it cannot be made.
     """
     try:
         folder.mkdir(parents=True, mode=0o700)
+        for name in inside:
+            (folder / name).mkdir(mode=0o700)
     except FileExistsError:
         return None
     except OSError as error:
@@ -181,17 +184,16 @@ def make_folder(folder: Path, failure: str) -> dict[str, Any] | None:
 
 
 def new_run(folder: Path, name: str, stamp: str, facts: Mapping[str, Any]) -> Run | None:
-    """Make a run directory with its identity and the state of the code; ConfigError where it cannot be made.
+    """Make a run directory with its identity and the state of the code.
 
     ``facts`` are what run.json says of machine and job (``Resources.facts``). Return None when the folder exists: jobs
-    of one array start in the same second.
+    of one array start in the same second. Raise ConfigError where it cannot be made.
     """
     import importlib.metadata  # 30 ms, for a launch alone
 
-    begun = make_folder(folder, f"cannot make the run directory {shown(folder)}")
+    begun = make_folder(folder, f"cannot make the run directory {shown(folder)}", "processes")
     if begun is None:
         return None
-    (folder / "processes").mkdir(mode=0o700)
     versions = {}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -207,7 +209,7 @@ def new_run(folder: Path, name: str, stamp: str, facts: Mapping[str, Any]) -> Ru
 def find_run(root: Path, which: str, where: str = "--resume", fix: str = "name a folder under run_root") -> Run:
     """Return the run a person means: ``last`` for the newest below ``root``, a path, or a name below ``root``.
 
-    ``where`` and ``fix`` are those of the ConfigError of what is not a run.
+    Raise ConfigError with ``where`` and ``fix`` where that is not a run.
     """
     folders = [Path(which), root / which]
     if which == "last":
