@@ -12,6 +12,7 @@ from slurm_cluster import SlurmCluster
 from test_smoke_run import assert_reward_went_up
 
 
+@pytest.mark.slow
 def test_sbatch_training_sh_starts_at_once_and_completes(slurm: SlurmCluster, tmp_path: Path) -> None:
     environment = clean_environment(tmp_path, "slurm-smoke", ENV_DIR=sys.prefix)
     job = slurm.sbatch("training.sh", cwd=REPOSITORY, env=environment)
