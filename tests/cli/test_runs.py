@@ -26,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with RUN_ROOT of its own, and no Slurm."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RUN_ROOT", str(tmp_path / "runs"))
-    monkeypatch.setattr(client, "ask", lambda *argv: None)
+    monkeypatch.setattr(client, "ask", lambda *argv, **how: None)
     return tmp_path
 
 
@@ -35,7 +35,7 @@ def fake_slurm(monkeypatch: pytest.MonkeyPatch):
     """``fake_slurm(state, reason)``: what a fake Slurm says of every job; None where it knows none."""
 
     def say(state: str | None, reason: str = "None") -> None:
-        def ask(*argv: str) -> str | None:
+        def ask(*argv: str, seconds: float = 30.0) -> str | None:
             if state is None:
                 return None
             if argv[0] == "squeue":
@@ -99,13 +99,13 @@ def test_an_array_job_is_told_by_its_tasks(folder, capsys) -> None:
 
 def test_a_job_known_to_slurm_alone_is_found_by_its_script(folder, monkeypatch, capsys) -> None:
     run = made(folder)
-    monkeypatch.setattr(client, "ask", lambda *argv: f"JobId=5 JobState=RUNNING Command={run.folder}/job.sh")
+    monkeypatch.setattr(client, "ask", lambda *argv, **how: f"JobId=5 JobState=RUNNING Command={run.folder}/job.sh")
     assert run.folder.name in said(capsys, "status", "5")
 
 
 @pytest.mark.parametrize("script", ["/x/job.sh", f"/{'a' * 300}/job.sh", "/dev/null/job.sh"])
 def test_another_job_is_none_of_ours(folder, monkeypatch, capsys, script) -> None:
-    monkeypatch.setattr(client, "ask", lambda *argv: f"JobId=5 JobState=RUNNING Command={script}")
+    monkeypatch.setattr(client, "ask", lambda *argv, **how: f"JobId=5 JobState=RUNNING Command={script}")
     assert "5: is not the job of a run known here. Fix: " in said(capsys, "stop", "5", code=2)
 
 
