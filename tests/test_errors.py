@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from grpo_recipes.errors import Problem
+import pytest
+
+from grpo_recipes.errors import ConfigError, Problem, config_error, translate
 
 TOKEN = "hf_" + "plantedsecret" * 2
 
@@ -19,3 +21,16 @@ def test_it_repeats_no_secret():
 
 def test_letters_of_any_language_stay():
     assert str(Problem("é", "größe → 「数」", "😀")) == "é: größe → 「数」. Fix: 😀"
+
+
+def test_an_error_of_a_kind_is_translated_and_any_other_passes() -> None:
+    def fail(error: Exception) -> None:
+        with translate((OSError, ValueError), lambda error: config_error("here", f"failed: {error}", "do that")):
+            raise error
+
+    cause = ValueError("odd")
+    with pytest.raises(ConfigError, match=r"^here: failed: odd\. Fix: do that$") as caught:
+        fail(cause)
+    assert caught.value.__cause__ is cause
+    with pytest.raises(KeyError):
+        fail(KeyError("other"))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from grpo_recipes.secrets import masked
 
@@ -48,6 +49,17 @@ class ConfigError(Exception):
 def config_error(where: str, what: str, fix: str) -> ConfigError:
     """Return the error of a single problem."""
     return ConfigError(Problem(where, what, fix))
+
+
+@contextlib.contextmanager
+def translate(
+    kinds: type[Exception] | tuple[type[Exception], ...], into: Callable[[Any], BaseException]
+) -> Iterator[None]:
+    """Raise ``into(error)`` instead of an error of these kinds that the block raises, with the error as its cause."""
+    try:
+        yield
+    except kinds as error:
+        raise into(error) from error
 
 
 def collect(items: Iterable[Item], work: Callable[[Item], Made]) -> list[Made]:
