@@ -49,8 +49,7 @@ def test_the_next_launch_removes_what_a_killed_run_left_on_the_node(launch: Call
 
     assert second.wait() == 0, second.output
     (line,) = [line for line in second.output.splitlines() if left.name in line]
-    assert re.match(r"grpo: removed scratch of \d+ runs? that died on this node \(.*grpo-", line), line
-    assert f"and {len(segments)} shared-memory segment" in line
+    assert re.match(r"grpo: removed scratch of runs that died on this node \(.*grpo-", line), line
     assert stays.name not in second.output
     assert not any(folder.exists() for folder in folders) and not segments_of(inodes)
     assert list(node.iterdir()) == [stays]

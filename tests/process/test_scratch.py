@@ -105,7 +105,7 @@ def test_the_temporary_folder_may_be_shared_memory_itself(node, tmp_path):
 
 def test_what_a_killed_run_left_is_removed_and_said_in_one_line(node, dead, tmp_path):
     left = dead()
-    assert remove_dead_scratch(node) == f"removed scratch of 1 run that died on this node ({left.disk.name}: 3.0 MB)"
+    assert remove_dead_scratch(node) == f"removed scratch of runs that died on this node ({left.disk.name}: 3.0 MB)"
     assert list((tmp_path / "node").iterdir()) == list((tmp_path / "shm").iterdir()) == []
     assert remove_dead_scratch(node) == ""
 
@@ -114,19 +114,19 @@ def test_several_are_named_together_and_each_folder_is_found_alone(node, dead, t
     names = sorted(dead().disk.name for _ in range(7))
     shutil.rmtree(tmp_path / "node" / names[0])  # as a site does with a job's own folder
     said = remove_dead_scratch(node)
-    assert said.startswith("removed scratch of 7 runs that died on this node (")
-    assert sum(name in said for name in names) == 5 and " and 2 more: 18.0 MB)" in said
+    assert said.startswith("removed scratch of runs that died on this node (")
+    assert 2 < sum(name in said for name in names) < 7 and " ...: 18.0 MB)" in said
     assert list((tmp_path / "node").iterdir()) == list((tmp_path / "shm").iterdir()) == []
 
 
-def test_its_segments_go_with_it_and_are_counted(node, dead, tmp_path):
+def test_its_segments_go_with_it(node, dead, tmp_path):
     left = dead()
     for name in ("psm_0123abcd", "sem.mp-0123abcd", "psm_of_another"):
         (tmp_path / "shm" / name).write_text("x")
     with (left.memory / ".segments").open("w") as record:
         for path in tmp_path.glob("shm/*0123abcd"):
             record.write(f"{path.stat().st_ino} {path.name}\n")
-    assert remove_dead_scratch(node).endswith(f"({left.disk.name}: 3.0 MB), and 2 shared-memory segments of theirs")
+    assert left.disk.name in remove_dead_scratch(node)
     assert [path.name for path in (tmp_path / "shm").iterdir()] == ["psm_of_another"]
 
 
@@ -214,7 +214,7 @@ def test_a_copy_and_what_is_no_plain_marker_stay(node, dead, tmp_path):
     (moved.disk / ".grpo-scratch").rename(tmp_path / "marker")
     (moved.disk / ".grpo-scratch").symlink_to(tmp_path / "marker")
     shutil.rmtree(moved.memory)
-    assert f"of 1 run that died on this node ({left.disk.name}: " in remove_dead_scratch(node)
+    assert f"of runs that died on this node ({left.disk.name}: " in remove_dead_scratch(node)
     assert (copy / "token").exists() and moved.token.exists() and len(list((tmp_path / "node").iterdir())) == 5
 
 
@@ -297,13 +297,12 @@ def test_a_marker_of_another_boot_counts_on_a_disk_of_this_machine_alone(node, d
 def test_what_cannot_be_removed_is_named_and_tried_again(node, dead, monkeypatch):
     left, real = dead(), shutil.rmtree
 
-    def fake_stubborn(path: Path) -> None:
-        if path.name == "inductor":
-            raise PermissionError(errno.EACCES, "Permission denied")
-        real(path)
+    def fake_stubborn(path: Path, **options: bool) -> None:
+        if path.name != "inductor":
+            real(path, **options)
 
     monkeypatch.setattr(shutil, "rmtree", fake_stubborn)
-    assert remove_dead_scratch(node).endswith(f"; could not remove {left.disk} (Permission denied)")
+    assert remove_dead_scratch(node).endswith(f"; could not remove {left.disk}")
     assert not left.token.exists() and not left.memory.exists() and left.disk.is_dir()
     monkeypatch.setattr(shutil, "rmtree", real)
     assert left.disk.name in remove_dead_scratch(node) and not left.disk.exists()
@@ -383,9 +382,9 @@ def test_what_a_killed_run_left_is_removed_with_its_scratch(tmp_path, made, chil
     wait_for_record(made, 2)
     kill_all(child)
     assert len(left) == 2 and all(path.exists() for path in left), "a SIGKILL left nothing: is the record of use?"
-    assert remove_segments(made.memory) == 2
+    remove_segments(made.memory)
     assert not any(path.exists() for path in left) and foreign.exists()
-    assert remove_segments(made.memory) == 0
+    remove_segments(made.memory)
 
 
 def test_the_end_of_a_run_removes_what_its_killed_server_left(tmp_path, made, child):
@@ -399,7 +398,8 @@ def test_the_end_of_a_run_removes_what_its_killed_server_left(tmp_path, made, ch
 def test_segments_of_a_living_process_stay(tmp_path, made, child):
     left = names_in(tmp_path / "names")
     wait_for_record(made, 2)
-    assert remove_segments(made.memory) == 0 and all(path.exists() for path in left)
+    remove_segments(made.memory)
+    assert all(path.exists() for path in left)
 
 
 def test_segments_that_were_removed_in_time_are_no_matter(tmp_path, made, child):
@@ -439,13 +439,16 @@ def test_only_what_was_recorded_is_removed(made, foreign, tmp_path):
         "\0\n7\n",
     ):
         record.write_text(text)
-        assert remove_segments(made.memory) == 0 and foreign.exists() and (tmp_path / "mine").exists(), text
+        remove_segments(made.memory)
+        assert foreign.exists() and (tmp_path / "mine").exists(), text
     record.write_text(f"{inode} {foreign.name}\n")
     if os.geteuid() == 0:
         os.chown(foreign, 12345, -1)
-        assert remove_segments(made.memory) == 0 and foreign.exists()
+        remove_segments(made.memory)
+        assert foreign.exists()
         os.chown(foreign, 0, -1)
-    assert remove_segments(made.memory) == 1 and not foreign.exists()
+    remove_segments(made.memory)
+    assert not foreign.exists()
 
 
 def test_a_file_that_the_user_named_is_never_recorded(made, tmp_path):
@@ -468,7 +471,8 @@ def test_without_shared_memory_nothing_is_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr(scratch, "SHARED_MEMORY", tmp_path / "none")
     recorder = scratch.SegmentRecorder(tmp_path / "memory")
     recorder.look()
-    assert remove_segments(tmp_path / "memory") == 0 and list(tmp_path.iterdir()) == []
+    remove_segments(tmp_path / "memory")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_segments_and_a_record_that_cannot_be_touched_fail_nothing(made, tmp_path, monkeypatch):
@@ -478,13 +482,12 @@ def test_segments_and_a_record_that_cannot_be_touched_fail_nothing(made, tmp_pat
         (made.memory / ".segments").write_text(f"{kept.stat().st_ino} {kept.name}\n")
         with monkeypatch.context() as patch:
             patch.setattr(Path, "unlink", lambda *_, **__: os.listdir(tmp_path / "none"))
-            assert remove_segments(made.memory) == 0
-        with monkeypatch.context() as patch:
-            patch.setattr(scratch.os, "listdir", lambda *_: os.rmdir(tmp_path / "none"))
-            assert remove_segments(made.memory) == 0
+            remove_segments(made.memory)
+        assert kept.exists()
         (made.memory / ".segments").unlink()
         (made.memory / ".segments").mkdir()
-        assert remove_segments(made.memory) == 0 and kept.exists()
+        remove_segments(made.memory)
+        assert kept.exists()
         made.remove()
         assert not made.memory.exists()
     finally:

@@ -7,10 +7,9 @@ name only once it is locked, so a folder that is being made has none, and neithe
 without locks no folder gets a marker: what a killed run leaves there stays.
 
 Python's ``multiprocessing`` draws the names of shared-memory segments at random (``psm_948e8e13`` of vLLM's message
-queues, ``sem.mp-kgh1xwy0`` of the trainers): a helper process removes them at the end, but a SIGKILL of the whole job
-kills it too. A name does not show its owner, and another program of the user may keep a segment that nobody maps. So
-each process guard looks once a second which new segments the processes below it map, and records them in the run's
-folder in ``/dev/shm``. A segment that was made in the last second before a kill stays.
+queues, ``sem.mp-kgh1xwy0`` of the trainers), and its helper process, which removes them, dies in a SIGKILL of the whole
+job too. So each process guard looks once a second which new segments the processes below it map, and records them in
+the run's folder in ``/dev/shm``. A segment that was made in the last second before a kill stays.
 """
 
 from __future__ import annotations
@@ -24,10 +23,12 @@ import secrets
 import shutil
 import stat
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -39,12 +40,10 @@ SHARED_MEMORY = Path("/dev/shm")
 _MARKER = ".grpo-scratch"
 _SEGMENT_RECORD = ".segments"
 _MOST_SECONDS = 20.0  # another node's worker must answer within a minute
-_MOST_FOLDERS = 200  # each holds a descriptor while it is looked at
-_MOST_NAMES = 5
+_MOST_TEXT = 80  # characters for the names of runs
 # Kinds of segments whose makers draw the name and remove them at their end; what a user keeps there has its own name.
 _SEGMENT_KINDS = ("psm_", "sem.mp-", "torch_", "nccl-")
 _LOOK_SECONDS = 1.0
-_LOOKS = 3  # a maker maps its segment at once; what nobody below us maps after these is another program's
 
 
 @dataclass(frozen=True)
@@ -62,9 +61,7 @@ class Scratch:
 
     def remove(self) -> None:
         """Remove both folders, and the shared-memory segments that a killed process of the run left."""
-        with contextlib.suppress(OSError):
-            remove_segments(self.memory)
-        for folder in (self.disk, self.memory):
+        for folder in (self.memory, self.disk):
             with contextlib.suppress(OSError):
                 _remove(folder)
         while self.locks:
@@ -73,15 +70,12 @@ class Scratch:
 
 def make_scratch(environment: Mapping[str, str]) -> Scratch:
     """Make the folders and a new token, readable by the user alone."""
-    disk = Path(tempfile.mkdtemp(prefix="grpo-", dir=_node_folder(environment)))
+    disk = Path(tempfile.mkdtemp(prefix="grpo-", dir=node_folder(environment)))
     memory = SHARED_MEMORY / disk.name
-    folders = [disk]
-    if memory != disk and os.access(SHARED_MEMORY, os.W_OK):
-        memory.mkdir(mode=0o700)
-        folders.append(memory)
-    else:
-        memory = disk / "weights"
-        memory.mkdir()
+    folders = [disk, memory]
+    if memory == disk or not os.access(SHARED_MEMORY, os.W_OK):
+        memory, folders = disk / "weights", [disk]
+    memory.mkdir(mode=0o700)
     scratch = Scratch(disk, memory, [lock for folder in folders if (lock := _mark(folder)) is not None])
     scratch.token.touch(mode=0o600)
     scratch.token.write_text(secrets.token_hex(16))
@@ -93,18 +87,31 @@ def remove_dead_scratch(environment: Mapping[str, str]) -> str:
 
     It never fails the launch. Each folder is held while it is looked at, so that two launches remove none twice.
     """
-    roots = dict.fromkeys([Path(_node_folder(environment) or tempfile.gettempdir()), SHARED_MEMORY])
-    with contextlib.ExitStack() as locks:
-        try:
-            dead: list[Path] = []
-            for folder in (folder for root in roots for folder in sorted(root.glob("grpo-*"))):
-                if len(dead) < _MOST_FOLDERS and (lock := _lock_of_dead(folder)) is not None:
-                    locks.callback(os.close, lock)
-                    dead.append(folder)
-            used = names_in_use(folder.name for folder in dead)
-            return _remove_all([folder for folder in dead if folder.name not in used])
-        except OSError as error:
-            return f"could not look for scratch that dead runs left: {error}"
+    roots = dict.fromkeys([node_folder(environment), SHARED_MEMORY])
+    deadline = time.monotonic() + _MOST_SECONDS
+    removed: dict[str, int] = {}  # bytes of each run
+    failed = []
+    try:
+        found = [folder for root in roots for folder in sorted(root.glob("grpo-*"))]
+        used = names_in_use(folder.name for folder in found)
+        for folder in (folder for folder in found if folder.name not in used):
+            with contextlib.ExitStack() as held:
+                if not _lock_dead(folder, held):
+                    continue
+                if time.monotonic() > deadline:
+                    failed.append("more is left for the next launch")
+                    break
+                size = size_of(folder)
+                _remove(folder)
+            if folder.exists():
+                failed.append(f"could not remove {folder}")
+            else:
+                removed[folder.name] = removed.get(folder.name, 0) + size
+    except OSError as error:
+        failed.append(f"could not look for scratch that dead runs left: {error}")
+    which = textwrap.shorten(", ".join(removed), _MOST_TEXT, placeholder=" ...")
+    done = f"removed scratch of runs that died on this node ({which}: {gigabytes(sum(removed.values()))})"
+    return "; ".join([done, *failed] if removed else failed)
 
 
 def names_in_use(names: Iterable[str]) -> set[str]:
@@ -130,10 +137,10 @@ def size_of(folder: Path) -> int:
     return sum(os.lstat(os.path.join(parent, name)).st_size for parent, _, names in os.walk(folder) for name in names)
 
 
-def _node_folder(environment: Mapping[str, str]) -> str | None:
-    """Return Slurm's node-local folder where it can be written; None stands for the temporary folder."""
+def node_folder(environment: Mapping[str, str]) -> Path:
+    """Return where scratch is made: Slurm's node-local folder where it can be written, else the temporary folder."""
     node = environment.get("SLURM_TMPDIR", "")
-    return node if os.access(node, os.W_OK) else None
+    return Path(node if os.access(node, os.W_OK) else tempfile.gettempdir())
 
 
 def _mark(folder: Path) -> int | None:
@@ -145,8 +152,7 @@ def _mark(folder: Path) -> int | None:
     descriptor = os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        facts = {"name": folder.name, "inode": folder.stat().st_ino, "boot": _boot()}
-        os.write(descriptor, json.dumps(facts).encode())
+        os.write(descriptor, json.dumps(_identity(folder)).encode())
         new.rename(folder / _MARKER)
     except OSError:
         os.close(descriptor)
@@ -155,36 +161,32 @@ def _mark(folder: Path) -> int | None:
     return descriptor
 
 
-def _lock_of_dead(folder: Path) -> int | None:
-    """Take the lock of a folder that is certainly ours and whose owner is dead; return None for every other."""
-    try:
-        status = folder.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-            return None
-        descriptor = os.open(folder / _MARKER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
-    with contextlib.suppress(OSError, ValueError):  # held by a living run, or no marker of ours
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if _is_marker_of(descriptor, folder.name, status):
-            return descriptor
-    os.close(descriptor)
-    return None
+def _lock_dead(folder: Path, held: contextlib.ExitStack) -> bool:
+    """Return whether a folder is certainly ours and its owner is dead; then keep its lock until ``held`` is left.
 
-
-def _is_marker_of(descriptor: int, name: str, folder: os.stat_result) -> bool:
-    """Return whether a marker was made for this very folder, not a copy of it, and on this machine.
-
-    A network folder is seen by nodes whose locks may be invisible here: there the marker must be of this boot. On a
-    disk of this machine it may be of an earlier one.
+    Its marker must be made for this very folder, not a copy of it, and on this machine. A network folder is seen by
+    nodes whose locks may be invisible here: there the marker must be of this boot.
     """
-    marker = os.fstat(descriptor)
-    if not stat.S_ISREG(marker.st_mode) or marker.st_uid != os.geteuid() or marker.st_nlink != 1:
-        return False  # without a link, another launch has just removed it
-    facts = json.loads(os.read(descriptor, 4096))
-    if not isinstance(facts, dict) or (facts.get("name"), facts.get("inode")) != (name, folder.st_ino):
-        return False
-    return facts.get("boot") == _boot() or os.major(folder.st_dev) != 0
+    with contextlib.suppress(OSError, ValueError, TypeError), contextlib.ExitStack() as opened:
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode):
+            return False
+        descriptor = os.open(folder / _MARKER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+        opened.callback(os.close, descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        marker, identity = os.fstat(descriptor), json.loads(os.read(descriptor, 4096))
+        if os.major(status.st_dev) != 0:  # a disk of this machine
+            identity = {**identity, "boot": _boot()}
+        # A marker without a link: another launch has just removed it.
+        ours = (status.st_uid, marker.st_uid, marker.st_nlink) == (os.geteuid(), os.geteuid(), 1)
+        if ours and identity == _identity(folder):
+            held.push(opened.pop_all())
+            return True
+    return False
+
+
+def _identity(folder: Path) -> dict[str, Any]:
+    return {"name": folder.name, "inode": folder.lstat().st_ino, "boot": _boot()}
 
 
 def _boot() -> str:
@@ -192,109 +194,63 @@ def _boot() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def _remove_all(folders: list[Path]) -> str:
-    """Remove folders for a bounded time, and return the line for the person at the terminal."""
-    deadline = time.monotonic() + _MOST_SECONDS
-    removed: dict[str, int] = {}  # bytes of each run
-    failed = []
-    segments = 0
-    for folder in folders:
-        if time.monotonic() > deadline:
-            failed.append("more is left for the next launch")
-            break
-        try:
-            size = size_of(folder)
-            segments += remove_segments(folder)
-            _remove(folder)
-            removed[folder.name] = removed.get(folder.name, 0) + size
-        except OSError as error:
-            failed.append(f"could not remove {folder} ({error.strerror})")
-    if not removed:
-        return "; ".join(failed)
-    more = f" and {len(removed) - _MOST_NAMES} more" if len(removed) > _MOST_NAMES else ""
-    which = f"{', '.join(list(removed)[:_MOST_NAMES])}{more}: {gigabytes(sum(removed.values()))}"
-    runs = f"{len(removed)} run{'s' if len(removed) > 1 else ''}"
-    theirs = f", and {segments} shared-memory segment{'s' if segments > 1 else ''} of theirs" if segments else ""
-    return "; ".join([f"removed scratch of {runs} that died on this node ({which}){theirs}", *failed])
-
-
 def _remove(folder: Path) -> None:
-    """Remove a folder, its marker last: if this is killed or fails, the next launch still knows what is left."""
-    errors: list[OSError] = []
+    """Remove a folder and the segments it records, its marker last and only where nothing else could not be removed.
+
+    The next launch then knows what is left.
+    """
+    remove_segments(folder)
     for path in (path for path in folder.iterdir() if path.name != _MARKER):
-        remove = shutil.rmtree if path.is_dir() and not path.is_symlink() else os.unlink
-        try:
-            remove(path)
-        except OSError as error:  # the rest goes all the same
-            errors.append(error)
-    if errors:
-        raise errors[0]
-    shutil.rmtree(folder)
+        with contextlib.suppress(OSError):  # a folder
+            path.unlink()
+        shutil.rmtree(path, ignore_errors=True)
+    if all(path.name == _MARKER for path in folder.iterdir()):
+        shutil.rmtree(folder)
 
 
 class SegmentRecorder:
-    """Record the segments that the descendants of this process make from now on.
-
-    ``memory`` is the run's folder in shared memory; nothing is recorded where that folder is elsewhere.
-    """
+    """Record, in a run's folder in shared memory, the segments that descendants of this process make from now on."""
 
     def __init__(self, memory: Path) -> None:
         self._record = memory / _SEGMENT_RECORD
-        self._active = memory.parent == SHARED_MEMORY
+        self._known = set(_segments())  # inodes that are recorded, or of another program
+        self._seen: set[int] = set()  # those that the last look found unknown
         self._next_look = 0.0
-        self._looks = dict.fromkeys(_segments().values(), _LOOKS) if self._active else {}
 
     def look(self) -> None:
         """Record what is new; without anything new this lists one folder, once a second."""
-        if not self._active or time.monotonic() < self._next_look:
+        if time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + _LOOK_SECONDS
-        there = {inode: name for name, inode in _segments().items()}
-        self._looks = {inode: self._looks.get(inode, 0) for inode in there}
-        unknown = [inode for inode, looks in self._looks.items() if looks < _LOOKS]
-        if not unknown:
-            return
-        mapped = _mapped(process.pid for process in descendants())
-        for inode in unknown:
-            self._looks[inode] += 1
-            if inode in mapped:
-                self._looks[inode] = _LOOKS
-                with contextlib.suppress(OSError), self._record.open("a") as record:  # shared memory may be full
-                    record.write(f"{inode} {there[inode]}\n")
+        there = _segments()
+        unknown = there.keys() - self._known
+        mapped = unknown & _mapped(process.pid for process in descendants()) if unknown else set()
+        if mapped:
+            with contextlib.suppress(OSError), self._record.open("a") as record:  # shared memory may be full
+                record.writelines(f"{inode} {there[inode]}\n" for inode in mapped)
+        # A maker maps its segment at once: what nobody below us maps at two looks is of another program.
+        self._known = there.keys() & (self._known | mapped | self._seen)
+        self._seen = unknown
 
 
-def remove_segments(memory: Path) -> int:
-    """Remove the recorded segments of a run that has ended, but none that a living process maps; return how many."""
-    if memory.parent != SHARED_MEMORY:
-        return 0
-    record = memory / _SEGMENT_RECORD
-    text = ""
+def remove_segments(memory: Path) -> None:
+    """Remove the recorded segments of a run that has ended, but none that a living process maps."""
     with contextlib.suppress(OSError):  # none was recorded, or the record cannot be read
-        text = record.read_text(errors="replace")
-    there = _segments()
-    # Whole lines only: a kill can tear the last one.
-    recorded = re.findall(r"^(\d+) ([^/\s]+)\n", text, re.MULTILINE)
-    left = [name for inode, name in recorded if there.get(name) == int(inode)]
-    mapped = _mapped(psutil.pids()) if left else set()
-    removed = 0
-    for name in (name for name in left if there[name] not in mapped):
-        with contextlib.suppress(OSError):
-            (SHARED_MEMORY / name).unlink()
-            removed += 1
-    return removed
+        text = (memory / _SEGMENT_RECORD).read_text(errors="replace")
+        mapped = _mapped(psutil.pids())
+        # Whole lines only: a kill can tear the last one.
+        for inode, name in re.findall(r"^(\d+) ([^/\s]+)\n", text, re.MULTILINE):
+            with contextlib.suppress(OSError):
+                status = os.lstat(SHARED_MEMORY / name)
+                if (status.st_ino, status.st_uid) == (int(inode), os.geteuid()) and int(inode) not in mapped:
+                    (SHARED_MEMORY / name).unlink()
 
 
-def _segments() -> dict[str, int]:
-    """Return names and inodes of the segments of this user."""
-    found = {}
-    with contextlib.suppress(OSError):  # no shared memory here, or none that we may list
-        for name in os.listdir(SHARED_MEMORY):
-            if name.startswith(_SEGMENT_KINDS):
-                with contextlib.suppress(OSError):
-                    status = os.lstat(SHARED_MEMORY / name)
-                    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
-                        found[name] = status.st_ino
-    return found
+def _segments() -> dict[int, str]:
+    """Return inodes and names of the segments whose names are drawn."""
+    with contextlib.suppress(OSError), os.scandir(SHARED_MEMORY) as entries:  # no shared memory here
+        return {entry.inode(): entry.name for entry in entries if entry.name.startswith(_SEGMENT_KINDS)}
+    return {}
 
 
 def _mapped(pids: Iterable[int]) -> set[int]:
