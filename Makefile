@@ -24,7 +24,7 @@ smoke:  ## set up and run the smoke recipe
 	@ENV_DIR="$(ENV_DIR)" bash training.sh
 
 test: setup  ## quick tests: in two processes, then alone those that other load would fail
-	$(BIN)/python -m pytest $(QUICK) and not alone" -n $(WORKERS) --dist loadfile $(PYTEST_ARGS) || [ $$? = $(NONE_CHOSEN) ]
+	$(BIN)/python -m pytest $(QUICK) and not alone" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS) || [ $$? = $(NONE_CHOSEN) ]
 	$(BIN)/python -m pytest $(QUICK) and alone" $(PYTEST_ARGS) || [ $$? = $(NONE_CHOSEN) ]
 
 e2e: setup  ## tests of whole runs, with a real Slurm where one is installed

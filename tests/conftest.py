@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from ran_tests import pytest_runtest_logreport
-from rotation import pytest_collection_modifyitems
+from rotation import leave_out_other_days
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.plan.devices import Node, Resources
@@ -19,7 +19,7 @@ from grpo_recipes.recipe import Recipe, read_recipe
 from grpo_recipes.recipe.check import check
 from grpo_recipes.slurm.client import SlurmJob
 
-__all__ = ["pytest_collection_modifyitems", "pytest_runtest_logreport"]
+__all__ = ["pytest_runtest_logreport"]
 
 RIGHT = {
     "model_name_or_path": "Qwen/Qwen2.5-1.5B-Instruct",
@@ -29,6 +29,17 @@ RIGHT = {
     "use_vllm": True,
     "vllm_max_model_length": 2048,
 }
+
+LONGEST = ("trainers/test_exact_resume.py", "trainers", "bench", "data", "fetch", "launch", "setup")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Choose the day's tests, and begin with those that take longest: two processes then end about together."""
+    leave_out_other_days(config, items)
+    first = [Path(__file__).parent / name for name in LONGEST]
+    items.sort(
+        key=lambda item: next((at for at, path in enumerate(first) if item.path.is_relative_to(path)), len(first))
+    )
 
 
 @pytest.fixture

@@ -11,25 +11,27 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 from rooms import PACKAGE, ROOMS, imports, modules, room
 
+MODULES = modules()
+IMPORTS = list(imports(MODULES))
+
 
 def test_every_room_stands_in_the_list() -> None:
-    assert {room(module) for module in modules()} - {""} == set(ROOMS)
+    assert {room(module) for module in MODULES} - {""} == set(ROOMS)
 
 
 def test_no_room_imports_one_above_it() -> None:
     height = {name: index for index, name in enumerate(ROOMS)}
     upward = [
         f"{user} imports {used}"
-        for user, used in imports(modules())
+        for user, used in IMPORTS
         if room(user) and room(used) and height[room(used)] > height[room(user)]
     ]
     assert upward == []
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
-    known = modules()
-    graph: dict[str, set[str]] = {module: set() for module in known}
-    for user, used in imports(known):
+    graph: dict[str, set[str]] = {module: set() for module in MODULES}
+    for user, used in IMPORTS:
         if not user.startswith(f"{used}."):  # a module of a package that imports the package's own names
             graph[user].add(used)
     try:
@@ -39,6 +41,5 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 
 
 def test_an_import_is_seen_wherever_it_stands() -> None:
-    seen = set(imports(modules()))
-    assert len(seen) > 300
-    assert (f"{PACKAGE}.plan.plan", f"{PACKAGE}.recipe") in seen
+    assert len(IMPORTS) > 300
+    assert (f"{PACKAGE}.plan.plan", f"{PACKAGE}.recipe") in IMPORTS

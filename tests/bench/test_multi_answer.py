@@ -125,7 +125,10 @@ def _run(
     return {"arm": arm, "objective": objective, "tau": tau, "seed": seed, "train": scores, "held_out": scores}
 
 
-@pytest.mark.parametrize("tuning", [True, False])
+ALL_ARMS = pytest.param(False, marks=(pytest.mark.slow, pytest.mark.rotating))
+
+
+@pytest.mark.parametrize("tuning", [True, ALL_ARMS])
 def test_both_commands_in_small(
     bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tuning: bool
 ) -> None:

@@ -120,7 +120,7 @@ def test_wandb_gets_the_names_and_the_id_of_the_run(folder: Path) -> None:
     names = {"WANDB_PROJECT": "maths", "WANDB_RUN_GROUP": "ablation", "WANDB_ENTITY": "lab"}
     identity = {"WANDB_RUN_ID": "cafe1234", "WANDB_RESUME": "allow", "WANDB_DIR": str(folder)}
     environment = {**os.environ, "WANDB_MODE": "offline", **names, **identity}
-    subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, timeout=120, check=True)
+    subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, timeout=300, check=True)
 
     (file,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
     assert file.name == "run-cafe1234.wandb"

@@ -28,7 +28,10 @@ WINDOW = {
 Found = list[dict[str, dict[str, Any]]]  # by rank, shape and case: what `resumed_ranks.train` returns
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda count: f"{count}-ranks")
+THREE = pytest.param(3, marks=(pytest.mark.slow, pytest.mark.rotating))  # minutes on two cores
+
+
+@pytest.fixture(scope="module", params=[1, 2, THREE], ids=lambda count: f"{count}-ranks")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What so many ranks found, each in a process of its own."""
     folder = tmp_path_factory.mktemp("ranks")

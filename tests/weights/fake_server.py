@@ -25,6 +25,7 @@ class FakeServer:
         calls: paths of POST requests, queries included, in order.
         tokens: what stood in Authorization.
         delay: seconds before an answer to a POST.
+        sampling_seconds: seconds that completions take besides.
         held: its weights.
         loads: what it holds after a weight load, if that changes anything.
         refuses: paths that are answered with status 500.
@@ -38,6 +39,7 @@ class FakeServer:
         self.held = WEIGHT.clone()
         self.loads: torch.Tensor | None = None
         self.delay = 0.0
+        self.sampling_seconds = 0.0
         self.refuses: set[str] = set()
         self.loses: dict[str, int] = {}
         self.under_way = 0
@@ -104,6 +106,7 @@ class FakeServer:
         number = asked["n"] * len(asked["prompt"])
         with self._lock:
             self.under_way += number
+        time.sleep(self.sampling_seconds)
         self._running.wait(10)
         with self._lock:
             self.under_way -= number

@@ -61,8 +61,10 @@ def test_a_generation_is_given_up(stopping, server, run_dir, seed, way) -> None:
     if way == "queued":
         server.under_way = -1  # the count that is waited for never comes
         client.pause("keep")
+    elif way == "in flight":
+        server.sampling_seconds = 1.5
     else:
-        server.delay = {"in flight": 0.2, "hung": 3.0, "not aborted": 1.0}[way]
+        server.delay = {"hung": 3.0, "not aborted": 1.0}[way]
     if way == "not aborted":
         server.refuses.add("/pause?mode=abort")  # for which TRL raises a bare Exception
     ask(run_dir)
