@@ -75,6 +75,7 @@ def test_of_two_ranks_the_killed_one_is_named(launch: Callable[..., Launch]) -> 
     assert run.summary()["cause"] == f"rank 1 (pid {pid}) was killed by signal 9"
 
 
+@pytest.mark.slow
 def test_sigterm_ends_everything_with_143(launch: Callable[..., Launch]) -> None:
     run = launch(*ENDLESS)
     run.wait_for(lambda: run.has_run_dir() and len(run.processes()) >= 3, "a server process")
@@ -87,6 +88,7 @@ def test_sigterm_ends_everything_with_143(launch: Callable[..., Launch]) -> None
     assert "stopped by SIGTERM" in run.output
 
 
+@pytest.mark.slow
 def test_a_server_that_cannot_start_is_told_with_its_last_lines(launch: Callable[..., Launch], tmp_path) -> None:
     (tmp_path / "empty-model").mkdir()
     run = launch("--model_name_or_path", str(tmp_path / "empty-model"), "--max_steps", "2")
