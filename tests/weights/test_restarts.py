@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from grpo_recipes.recipe.registry import RECONNECTING
-from grpo_recipes.weights import transport
+from grpo_recipes.weights import client as client_module
 from grpo_recipes.weights.bridges import CLIENTS, FileClient
 from grpo_recipes.weights.client import ServerError
 from grpo_recipes.weights.guard import WeightsDiffer
@@ -142,7 +142,7 @@ def test_a_launcher_that_gives_up_ends_the_wait(connect, state, server) -> None:
 
 
 def test_a_loss_that_the_launcher_does_not_see_ends_the_wait(connect, state, server, monkeypatch) -> None:
-    monkeypatch.setattr(transport, "_NOTICE_SECONDS", 0.3)
+    monkeypatch.setattr(client_module, "_NOTICE_SECONDS", 0.3)
     client = connect()
     server.close()
     with pytest.raises(ServerLost, match="lost the connection"):
@@ -150,7 +150,7 @@ def test_a_loss_that_the_launcher_does_not_see_ends_the_wait(connect, state, ser
 
 
 def test_a_server_that_takes_too_long_to_come_back_ends_the_wait(connect, state, server, monkeypatch) -> None:
-    monkeypatch.setattr(transport, "_MARGIN_SECONDS", 0.0)
+    monkeypatch.setattr(client_module, "_MARGIN_SECONDS", 0.0)
     client = connect(start_timeout=0.3)
     state(2, "starting")
     with pytest.raises(ServerError, match=r"not ready again after 0\.3 s"):

@@ -1,16 +1,35 @@
-"""Mixed into vLLM's worker by ``--worker-extension-cls``; its methods are called through ``/collective_rpc``."""
+"""Mixed into vLLM's worker by ``--worker-extension-cls``; its methods are called through ``/collective_rpc``.
+
+The trainer takes the same fingerprints of what it sends.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
-from vllm.logger import init_logger
+import torch
 
-from grpo_recipes.server.fingerprint import fingerprint
+_INTEGER_VIEWS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 1 << 22  # elements at a time: 8 bytes each while they are summed, on a GPU that vLLM has filled
+_LOGGER = logging.getLogger("vllm.grpo_recipes")  # a child of vLLM's own: only those reach the server's log
 
-# A child of vLLM's own logger: only those reach the server's log.
-logger = init_logger("vllm.grpo_recipes")
+
+def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the elements' bit patterns, each mixed by a multiplicative hash, as an int64 scalar.
+
+    It does not depend on the order of the elements, so that the parts of a fused tensor (q, k and v in ``qkv_proj``),
+    or its shards, add up to the whole; zero padding adds nothing. Sums wrap around at 64 bits.
+    """
+    bits = tensor.detach().contiguous().view(-1).view(_INTEGER_VIEWS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for chunk in bits.split(_CHUNK):
+        # Without mixing, one step of the last bit up in one element and down in another would cancel.
+        mixed = chunk.to(torch.int64) * 0x9E3779B97F4A7C1
+        mixed ^= mixed >> 29
+        total += (mixed * 0x3C79AC492BA7B653).sum()
+    return total
 
 
 class WeightReport:
@@ -22,7 +41,7 @@ class WeightReport:
         """Load the safetensors of ``folder`` into the model in place; return the count of loads so far."""
         self.reload_weights(weights_path=folder)  # type: ignore[attr-defined]
         self._grpo_loads += 1
-        logger.info("grpo: weights loaded, load %d", self._grpo_loads)
+        _LOGGER.info("grpo: weights loaded, load %d", self._grpo_loads)
         return self._grpo_loads
 
     def grpo_weights(self) -> dict[str, Any]:

@@ -22,16 +22,19 @@ import torch
 from trl.generation.vllm_client import VLLMClient
 
 from grpo_recipes.recipe.registry import RECONNECTING
+from grpo_recipes.runs.rundir import read_json
 from grpo_recipes.runs.stop_request import LOOK_SECONDS, StopRequest
-from grpo_recipes.server.fingerprint import fingerprint
 from grpo_recipes.server.middleware import ACTIVITY_PATH
+from grpo_recipes.server.worker import fingerprint
 from grpo_recipes.weights.guard import WeightsDiffer, checksum_error, differing, held_name
-from grpo_recipes.weights.transport import GenerationAborted, ServerAdapter, ServerError, ServerLost, ServerRestarts
+from grpo_recipes.weights.transport import GenerationAborted, ServerAdapter, ServerError, ServerLost
 
 _QUICK_SECONDS = 5.0  # for an answer that a healthy server gives at once
 _ABORT_SECONDS = 10.0  # for the server to give back the generations in flight
 _SIGNAL_SECONDS = 3.0  # a signal to every process of a job may reach the server first
-_QUEUE_SECONDS = 0.005  # between two looks at the engine's queue
+_QUEUE_SECONDS, _STATE_SECONDS = 0.005, 0.2  # between two looks at the engine's queue, at the server's state
+_NOTICE_SECONDS = 90.0  # for the launcher to see that its server is gone, and us to see that through an NFS cache
+_MARGIN_SECONDS = 60.0  # beyond the server's own start: the launcher ends the old one and writes its state first
 REQUESTS = 256  # at a time: each holds a thread and a connection until it is answered
 Metadata = list[tuple[str, str, list[int]]]  # name, dtype and shape of each tensor, in order
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
@@ -68,10 +71,8 @@ class BridgeClient(VLLMClient):
         self._streamed: dict[str, torch.Tensor] = {}
         self._stops = False
         self._sent = False  # whether a server that is restarted can be given weights
-        self._restarts: ServerRestarts | None = None
         super().__init__(**kwargs)
-        if self.bridge in RECONNECTING:
-            self._restarts = ServerRestarts(settings.state_file, settings.start_timeout, self.stops)
+        self._epoch = self._server_state()[0]  # which server was last waited for
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 0.5) -> None:
         """Put token and time limit into the session, then wait for this run's own server; refuse another."""
@@ -79,13 +80,21 @@ class BridgeClient(VLLMClient):
         self.session.headers["Authorization"] = f"Bearer {token}"
         self.session.trust_env = False  # an http_proxy must not see, or swallow, requests to our own server
         self.session.mount("http://", ServerAdapter(self.settings.request_timeout, connections=REQUESTS))
-        deadline = time.monotonic() + total_timeout
-        while (served := self._served_names()) is None:
-            if time.monotonic() > deadline:
-                raise ServerError(f"no vLLM server answers at {self.base_url} after {total_timeout:.0f} s")
-            time.sleep(retry_interval)
+        lost = ServerError(f"no vLLM server answers at {self.base_url} after {total_timeout:.0f} s")
+        served = self._wait_for(self._served_names, total_timeout, lost, retry_interval)
         if (own := self.settings.served_name) not in served:
             raise ServerError(f"the server at {self.base_url} serves {served}, not this run's {own}")
+
+    def _wait_for(self, look: Callable[[], Answer], seconds: float, error: ServerError, pause: float) -> Answer:
+        """Return the first true answer; raise ``error`` after so many seconds, GenerationAborted when the run stops."""
+        deadline = time.monotonic() + seconds
+        while not (found := look()):
+            if self.stops():
+                raise GenerationAborted
+            if time.monotonic() > deadline:
+                raise error
+            time.sleep(pause)
+        return found
 
     def _served_names(self) -> list[str] | None:
         with contextlib.suppress(ServerLost):
@@ -107,21 +116,42 @@ class BridgeClient(VLLMClient):
 
         ServerError when the server is lost for good, GenerationAborted when the run stops in a wait for another.
         """
-        if (restarts := self._restarts) is None:
+        if self.bridge not in RECONNECTING:
             return ask()
         while True:
             try:
-                if restarts.changed:
-                    self._prepare_next_server(restarts)
+                if self._server_changed():
+                    self._prepare_next_server()
                 answer = ask()
             except ServerLost as lost:
-                restarts.wait_until_noticed(lost)
+                if not self.settings.state_file.exists():  # nobody restarts servers
+                    raise
+                self._wait_for(self._server_changed, _NOTICE_SECONDS, lost, _STATE_SECONDS)
             else:
-                if not restarts.changed:  # else it may come from a server without the weights
+                if not self._server_changed():  # else it may come from a server without the weights
                     return answer
 
-    def _prepare_next_server(self, restarts: ServerRestarts) -> None:
-        restarts.wait_until_ready()
+    def _server_state(self) -> tuple[int, str]:
+        """Return which of the run's servers is up, by its number, and its state, as the launcher wrote them."""
+        content = read_json(self.settings.state_file) or {"epoch": 1, "state": "ready"}
+        return int(content["epoch"]), str(content["state"])
+
+    def _server_changed(self) -> bool:
+        """Return whether another server than the one last waited for is there, or soon will be."""
+        return self._server_state() != (self._epoch, "ready")
+
+    def _server_ready(self) -> bool:
+        """Return whether the next server is up, and remember which that is; ServerError when there will be none."""
+        epoch, state = self._server_state()
+        if state == "gone":
+            raise ServerError("the vLLM server is gone and is not started again")
+        self._epoch = epoch if state == "ready" else self._epoch
+        return state == "ready"
+
+    def _prepare_next_server(self) -> None:
+        limit = self.settings.start_timeout + _MARGIN_SECONDS
+        late = ServerError(f"the vLLM server was not ready again after {limit:g} s")
+        self._wait_for(self._server_ready, limit, late, _STATE_SECONDS)
         self.check_server(total_timeout=_QUICK_SECONDS)
         if self._sent:
             self._resend()
@@ -249,15 +279,14 @@ class BridgeClient(VLLMClient):
 
     def _wait_for_queue(self, completions: int, futures: Sequence[Future[Any]]) -> None:
         """Wait until the engine has been given and has not finished so many completions; it counts while paused too."""
-        deadline = time.monotonic() + (limit := self.settings.request_timeout)
-        while int(self._get(f"{self.base_url}{ACTIVITY_PATH}")["completions"]) != completions:
-            if any(future.done() for future in futures):
-                return
-            if self.stops():
-                raise GenerationAborted
-            if time.monotonic() > deadline:
-                raise ServerLost(f"the vLLM server did not take up {completions} completions within {limit:g} s")
-            time.sleep(_QUEUE_SECONDS)
+
+        def taken_up() -> bool:
+            under_way = int(self._get(f"{self.base_url}{ACTIVITY_PATH}")["completions"])
+            return under_way == completions or any(future.done() for future in futures)
+
+        limit = self.settings.request_timeout
+        lost = ServerLost(f"the vLLM server did not take up {completions} completions within {limit:g} s")
+        self._wait_for(taken_up, limit, lost, _QUEUE_SECONDS)
 
     def _unless_stopping(
         self, sample: Callable[[], dict[str, Any]], prompts: Sequence[Any], n: int
