@@ -49,7 +49,7 @@ from grpo_recipes.rewards.functions import pure_accuracy_math
 from grpo_recipes.runs.rundir import code_state, write_json
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
-from grpo_recipes.weights.bridges import FileClient
+from grpo_recipes.weights.client import FileClient
 
 WHAT = "seconds per optimizer step, 256 completions of the smoke model, CPU"
 SKIPPED = 2

@@ -11,12 +11,12 @@ import torch
 
 from grpo_recipes.algorithms.maxent import (
     centred,
-    effective_rollouts,
     incorrect_mass,
     listwise_q,
     policy_weights,
     target_weights,
     tempered_weights,
+    weight_entropy,
 )
 
 GROUP = 16
@@ -233,7 +233,7 @@ def sampled_step(arm: Arm, logits_PK: torch.Tensor, task: Task, draws_PG: torch.
     if weights_PG is None:
         return Step(gradient_PK)
     wrong_P = incorrect_mass(weights_PG, groups.rewards_PG == 0)
-    return Step(gradient_PK, float(wrong_P.mean()), float(effective_rollouts(weights_PG).mean()))
+    return Step(gradient_PK, float(wrong_P.mean()), float(weight_entropy(weights_PG).exp().mean()))
 
 
 def expected_step(arm: Arm, logits_PK: torch.Tensor, task: Task) -> Step:
@@ -264,7 +264,7 @@ def measure(logits_PK: torch.Tensor, task: Task) -> torch.Tensor:
     """(P, 5) the MEASURES, from the policy's probabilities."""
     rights_PK = logits_PK.softmax(1) * task.right_PK
     reward_P, count_P = rights_PK.sum(1), task.right_PK.sum(1)
-    modes_P = effective_rollouts(policy_weights(logits_PK, task.right_PK))
+    modes_P = weight_entropy(policy_weights(logits_PK, task.right_PK)).exp()
     found_P = (1 - (1 - rights_PK).pow(SAMPLES)).sum(1)
     pass_P = 1 - (1 - reward_P).clamp(min=0).pow(SAMPLES)
     return torch.stack([reward_P, pass_P, modes_P, modes_P / count_P, found_P / count_P], 1)

@@ -119,7 +119,7 @@ def weigh(controller: TauController, moving: bool = True) -> dict[str, list[floa
         rewards_PG = torch.randn(16, 16, generator=generator, dtype=torch.float64)
         weights_PG = maxent.tempered_weights(maxent.centred(rewards_PG), controller.tau)
         entropy = float(maxent.weight_entropy(weights_PG).mean())
-        rollouts = float(maxent.effective_rollouts(weights_PG).mean())
+        rollouts = float(maxent.weight_entropy(weights_PG).exp().mean())
         seen["target_entropy"].append(entropy)
         seen["target_eff_rollouts"].append(rollouts)
         if moving:

@@ -78,7 +78,7 @@ def test_five_right_of_sixteen(tau, right, wrong, rollouts, wrong_mass):
     weights_PG = maxent.tempered_weights(maxent.centred(rewards_PG) * 20 / 192, tau)
     near(16 * weights_PG[0, :1], [right], 5e-3)
     near(16 * weights_PG[0, -1:], [wrong], 5e-4)
-    near(maxent.effective_rollouts(weights_PG), [rollouts], 5e-3)
+    near(maxent.weight_entropy(weights_PG).exp(), [rollouts], 5e-3)
     near(maxent.incorrect_mass(weights_PG, rewards_PG == 0), [wrong_mass], 5e-4)
     # The ratio does not depend on the success rate.
     ratio = math.exp(20 / (192 * tau))

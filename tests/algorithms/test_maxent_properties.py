@@ -160,7 +160,7 @@ def _kl(one_PG: torch.Tensor, other_PG: torch.Tensor) -> torch.Tensor:
 def test_measures_stay_in_their_range(rewards_PG, tau):
     weights_PG = maxent.tempered_weights(rewards_PG, tau)
     some_P = ~rewards_PG.isnan().all(1)
-    rollouts_P = maxent.effective_rollouts(weights_PG)
+    rollouts_P = maxent.weight_entropy(weights_PG).exp()
     assert torch.equal(rollouts_P.isnan(), ~some_P)
     assert ((rollouts_P[some_P] > 1 - 1e-12) & (rollouts_P[some_P] < rewards_PG.shape[1] + 1e-9)).all()
     wrong_PG = rewards_PG < 0

@@ -158,7 +158,7 @@ def test_keys_of_a_row_are_those_that_trl_and_we_write() -> None:
     trl = importlib.metadata.distribution("trl")
     source = Path(str(trl.locate_file("trl/trainer/grpo_trainer.py"))).read_text()
     ours = (REPOSITORY / "src/grpo_recipes/trainers/metrics.py").read_text()
-    for name in ("scoring", "maxent", "grpo"):
+    for name in ("checks", "maxent", "grpo"):
         ours += (REPOSITORY / f"src/grpo_recipes/trainers/{name}.py").read_text()
     of_the_loop = {"loss", "grad_norm", "learning_rate", "epoch"}  # transformers' own
     summary = prose(DOCS / "metrics.md").split("## samples.jsonl")[0]
@@ -321,7 +321,7 @@ WRITTEN_IN = {
     "the vLLM server did not answer": "src/grpo_recipes/weights/transport.py",
     "lost the connection to the vLLM server in": "src/grpo_recipes/weights/transport.py",
     "the engine of the vLLM server is dead:": "src/grpo_recipes/weights/transport.py",
-    "the vLLM server is gone and is not started again": "src/grpo_recipes/weights/transport.py",
+    "the vLLM server is gone and is not started again": "src/grpo_recipes/weights/client.py",
     "weights did not reach the server through the": "src/grpo_recipes/weights/guard.py",
     "the server computes with other weights than the trainer's": "src/grpo_recipes/weights/guard.py",
     ", which was not taken": "src/grpo_recipes/trainers/checks.py",
@@ -331,7 +331,7 @@ WRITTEN_IN = {
     "check CONFIG_FILE and the accelerator key": "src/grpo_recipes/trainers/rank.py",
     "has no column": "src/grpo_recipes/data/rows.py",
     "prompts are left, one step needs": "src/grpo_recipes/data/prompts.py",
-    "have no verdict, more than reward_max_no_verdict:": "src/grpo_recipes/trainers/scoring.py",
+    "have no verdict, more than reward_max_no_verdict:": "src/grpo_recipes/trainers/checks.py",
     "the run was made at commit": "src/grpo_recipes/runs/rundir.py",
     "holds no checkpoint that can be resumed:": "src/grpo_recipes/runs/checkpoints.py",
     "was changed since the run wrote it": "src/grpo_recipes/runs/checkpoints.py",

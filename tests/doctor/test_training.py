@@ -144,7 +144,7 @@ def test_metrics_are_named_as_trl_and_we_write_them():
     assert spec is not None and spec.origin is not None
     source = (Path(spec.origin).parent / "trainer/grpo_trainer.py").read_text()
     ours = Path(training.__file__).parents[1] / "trainers"
-    source += "".join((ours / name).read_text() for name in ("metrics.py", "scoring.py", "maxent.py"))
+    source += "".join((ours / name).read_text() for name in ("metrics.py", "checks.py", "maxent.py"))
     asked = Path(training.__file__).read_text() + Path(health.__file__).read_text()
     names = set(re.findall(r'(?:recent|numbers|row\.get)\("([^"]+)"\)|^    key = "([^"]+)"', asked, re.MULTILINE))
     names = {name for pair in names for name in pair if name}

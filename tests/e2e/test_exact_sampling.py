@@ -7,18 +7,17 @@ import random
 import signal
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from one_by_one import Bench
 
 from grpo_recipes.plan.ports import Activity, generated_tokens
-from grpo_recipes.runs.rundir import server_state_file, stop_file
+from grpo_recipes.runs.rundir import stop_file
 from grpo_recipes.runs.stop_request import StopRequest
-from grpo_recipes.weights.bridges import FileClient
-from grpo_recipes.weights.client import ClientSettings
+from grpo_recipes.weights.client import FileClient
 
 NOISE = random.Random(3)
 PROMPTS = [[NOISE.randrange(5, 20) for _ in range(NOISE.randrange(4, 40))] for _ in range(16)]
@@ -27,9 +26,9 @@ LONG = {"max_tokens": 24, "generation_kwargs": {"ignore_eos": True}}
 
 
 def connect(bench: Bench, url: str, seed: int | None = 7) -> FileClient:
-    folder = Path(bench.environment["GRPO_SYNC_DIR"])
-    settings = ClientSettings(bench.served, 60.0, True, seed, folder, server_state_file(bench.run_dir), 60.0)
-    return FileClient(settings=settings, base_url=url)
+    args = SimpleNamespace(server_request_timeout=60.0, weight_guard=True, vllm_server_timeout=60.0)
+    stop = StopRequest(bench.run_dir)
+    return FileClient(args=args, run_dir=bench.run_dir, seed=seed, stop=stop, base_url=url)
 
 
 def generate(client: FileClient) -> dict[str, Any]:
@@ -48,7 +47,7 @@ def other_traffic(bench: Bench, url: str, turn: int) -> None:
 def end_in_flight(client: FileClient, run_dir: Path) -> float:
     """Stop the run in a generation under way; the seconds until it had ended."""
     stop = StopRequest(run_dir)
-    client.settings = replace(client.settings, stop=stop)
+    client.stop = stop
     asked: list[float] = []
 
     def ask() -> None:
@@ -77,7 +76,8 @@ def test_a_generation_has_the_same_bits_again_after_other_traffic_and_on_another
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = Bench(tmp_path)
-    monkeypatch.setenv("GRPO_TOKEN_FILE", bench.environment["GRPO_TOKEN_FILE"])
+    for name in ("GRPO_TOKEN_FILE", "GRPO_RUN", "GRPO_SYNC_DIR"):
+        monkeypatch.setenv(name, bench.environment[name])
     with bench.server() as url:
         client = connect(bench, url)
         first = generate(client)

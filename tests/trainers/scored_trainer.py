@@ -14,8 +14,8 @@ from datasets import Dataset
 from grpo_recipes import smoke
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.rewards.load import load_rewards
+from grpo_recipes.trainers.checks import TooManyWithoutVerdict
 from grpo_recipes.trainers.grpo import GRPOTrainer
-from grpo_recipes.trainers.scoring import TooManyWithoutVerdict
 
 # A number of the token ids; an exception where it is divisible by 3, and no opinion where it is 1 above.
 REWARD = """

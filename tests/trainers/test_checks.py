@@ -13,7 +13,8 @@ from transformers import TrainerCallback
 
 from grpo_recipes.runs.checkpoints import complete_checkpoints
 from grpo_recipes.runs.rundir import read_metrics
-from grpo_recipes.trainers.checks import MOST_SKIPPED, Checks, NotFinite, logprob_tolerance, own_part
+from grpo_recipes.trainers.checks import MOST_SKIPPED, Checks, NotFinite, logprob_tolerance
+from grpo_recipes.trainers.model import own_part
 
 from .tiny_training import train
 

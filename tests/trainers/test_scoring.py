@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 
 from grpo_recipes.runs.checkpoints import newest_complete
 from grpo_recipes.runs.rundir import move_rows_after
-from grpo_recipes.trainers.scoring import TooManyWithoutVerdict
+from grpo_recipes.trainers.checks import TooManyWithoutVerdict
 
 from .scored_trainer import REWARD, length, make_trainer, own_rewards, own_value, scored
 

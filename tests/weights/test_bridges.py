@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
 
 import pytest
 
@@ -15,8 +14,7 @@ from trl.generation.vllm_client import VLLMClient
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.recipe.registry import BRIDGES
-from grpo_recipes.weights.bridges import CLIENTS, bridge_in_place
-from grpo_recipes.weights.client import BridgeClient, ClientSettings
+from grpo_recipes.weights.client import CLIENTS, BridgeClient, bridge_in_place
 
 SIGNATURES = {
     "__init__": ["self", "base_url", "host", "server_port", "group_port", "connection_timeout"],
@@ -59,27 +57,22 @@ def test_trls_generation_gives_the_client_keywords_only():
     assert call == "base_url=base_url, group_port=self.group_port, connection_timeout=self.server_timeout"
 
 
-@pytest.fixture
-def settings(tmp_path: Path) -> ClientSettings:
-    return ClientSettings("run-abcd", 1.0, True, None, tmp_path, tmp_path / "server_state.json", 1.0)
-
-
 @pytest.mark.parametrize("name", CLIENTS)
-def test_a_bridge_stands_in_trls_place_only_inside(name, settings):
-    with bridge_in_place(name, settings):
+def test_a_bridge_stands_in_trls_place_only_inside(name):
+    with bridge_in_place(name, seed=7):
         inside = vllm_generation.VLLMClient
-        assert inside.func is CLIENTS[name] and inside.keywords == {"settings": settings}
+        assert inside.func is CLIENTS[name] and inside.keywords == {"seed": 7}
     assert vllm_generation.VLLMClient is VLLMClient
 
 
-def test_trls_client_is_back_after_an_exception(settings):
-    with pytest.raises(RuntimeError, match="inside"), bridge_in_place("file", settings):
+def test_trls_client_is_back_after_an_exception():
+    with pytest.raises(RuntimeError, match="inside"), bridge_in_place("file"):
         raise RuntimeError("inside")
     assert vllm_generation.VLLMClient is VLLMClient
 
 
-def test_an_unknown_bridge_leaves_trl_alone(settings):
-    with pytest.raises(KeyError), bridge_in_place("pigeon", settings):
+def test_an_unknown_bridge_leaves_trl_alone():
+    with pytest.raises(KeyError), bridge_in_place("pigeon"):
         pass
     assert vllm_generation.VLLMClient is VLLMClient
 

@@ -7,9 +7,8 @@ import pytest
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.trainers.grpo import weight_bridge
-from grpo_recipes.weights import bridges
-from grpo_recipes.weights.bridges import FileClient
-from grpo_recipes.weights.client import ServerError
+from grpo_recipes.weights import client as client_module
+from grpo_recipes.weights.client import FileClient, ServerError
 from weights.fake_server import WEIGHT
 
 
@@ -17,15 +16,16 @@ def sync(client: FileClient) -> None:
     client.update_named_params([("w", "float32", [2, 3])], iter([("w", WEIGHT)]))
 
 
-def test_every_request_carries_the_token_and_a_foreign_server_is_refused(connect, server) -> None:
+def test_every_request_carries_the_token_and_a_foreign_server_is_refused(connect, server, monkeypatch) -> None:
     sync(connect())
     assert server.tokens == {"Bearer the-token"}
     with pytest.raises(ServerError, match=r"serves \['this-run'\], not this run's another"):
-        connect(served_name="another")
+        monkeypatch.setenv("GRPO_RUN", "another")
+        connect()
 
 
 def test_an_answer_that_does_not_come_ends_the_call(connect, server) -> None:
-    client = connect(request_timeout=0.3)
+    client = connect(server_request_timeout=0.3)
     server.delay = 2.0
     with pytest.raises(ServerError, match=r"did not answer /collective_rpc within 0\.3 s"):
         sync(client)
@@ -43,7 +43,7 @@ def test_with_the_guard_a_server_that_holds_something_else_is_seen(connect, serv
 
 
 def test_without_the_guard_nobody_looks(connect, server) -> None:
-    client = connect(guard=False)
+    client = connect(weight_guard=False)
     server.held[0, 0] += 1
     sync(client)
     assert client.checksum_error is None and server.methods() == ["grpo_load"]
@@ -71,23 +71,17 @@ def test_without_a_run_seed_one_request_holds_all_prompts(connect, server) -> No
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        ({}, {"seed": 42, "guard": True, "request_timeout": 1800.0}),  # seeded by default on CPU
-        ({"seed_server": False}, {"seed": None}),
-        ({"seed_server": True, "seed": 3}, {"seed": 3}),
-        ({"weight_guard": False}, {"guard": False}),
-        ({"server_request_timeout": 9.0}, {"request_timeout": 9.0}),
-        ({"vllm_server_timeout": 8.0}, {"start_timeout": 8.0}),
+        ({}, 42),  # seeded by default on CPU
+        ({"seed_server": False}, None),
+        ({"seed_server": True, "seed": 3}, 3),
     ],
 )
-def test_the_recipes_keys_reach_the_client(tmp_path, monkeypatch, keys, expected) -> None:
-    monkeypatch.setenv("GRPO_RUN", "this-run")
-    monkeypatch.setenv("GRPO_SYNC_DIR", str(tmp_path))
+def test_the_recipe_and_its_seed_reach_the_client(tmp_path, keys, expected) -> None:
     args = GRPOConfig(
         output_dir=str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, weight_sync="file", report_to="none", **keys
     )
     stop = StopRequest(tmp_path)
     with weight_bridge(args, tmp_path, stop):
-        built = bridges.vllm_generation.VLLMClient
-    assert built.func is FileClient and built.keywords["settings"].stop is stop
-    for name, value in expected.items():
-        assert getattr(built.keywords["settings"], name) == value
+        built = client_module.vllm_generation.VLLMClient
+    assert built.func is FileClient
+    assert built.keywords == {"args": args, "run_dir": tmp_path, "seed": expected, "stop": stop}

@@ -14,8 +14,7 @@ import torch
 
 from grpo_recipes.recipe.registry import RECONNECTING
 from grpo_recipes.weights import client as client_module
-from grpo_recipes.weights.bridges import CLIENTS, FileClient
-from grpo_recipes.weights.client import ServerError
+from grpo_recipes.weights.client import CLIENTS, FileClient, ServerError
 from grpo_recipes.weights.guard import WeightsDiffer
 from grpo_recipes.weights.transport import ServerLost
 from weights.fake_server import WEIGHT, FakeServer
@@ -26,13 +25,13 @@ PROMPTS = [[1], [2]]
 
 
 @pytest.fixture
-def state(tmp_path: Path) -> Callable[..., None]:
+def state(tmp_path: Path, connect) -> Callable[..., None]:
     """``state(epoch, state)``: what the launcher writes; a first server is ready."""
 
     def write(epoch: int, name: str) -> None:
-        partial = tmp_path / "server_state.partial"
+        partial = tmp_path / "processes" / "server_state.partial"
         partial.write_text(json.dumps({"epoch": epoch, "state": name}))
-        partial.replace(tmp_path / "server_state.json")
+        partial.replace(tmp_path / "processes" / "server_state.json")
 
     write(1, "ready")
     return write
@@ -122,7 +121,7 @@ def test_before_the_first_sync_a_restarted_server_is_given_nothing(connect, stat
 
 
 def test_a_server_that_hangs_is_repeated_to_the_next(connect, state, server, restart) -> None:
-    client = connect(guard=False, request_timeout=0.3)
+    client = connect(weight_guard=False, server_request_timeout=0.3)
     server.delay = 1.0
     others: list[FakeServer] = []
     death = later(lambda: others.append(restart()), 0.5)
@@ -151,7 +150,7 @@ def test_a_loss_that_the_launcher_does_not_see_ends_the_wait(connect, state, ser
 
 def test_a_server_that_takes_too_long_to_come_back_ends_the_wait(connect, state, server, monkeypatch) -> None:
     monkeypatch.setattr(client_module, "_MARGIN_SECONDS", 0.0)
-    client = connect(start_timeout=0.3)
+    client = connect(vllm_server_timeout=0.3)
     state(2, "starting")
     with pytest.raises(ServerError, match=r"not ready again after 0\.3 s"):
         client.generate(PROMPTS, n=2)

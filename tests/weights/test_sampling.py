@@ -57,7 +57,7 @@ def test_a_request_that_fails_does_not_leave_the_engine_paused(connect, server) 
 
 
 def test_an_engine_that_does_not_take_up_requests_is_not_waited_for_without_end(connect, server) -> None:
-    client = connect(seed=7, request_timeout=0.3)
+    client = connect(seed=7, server_request_timeout=0.3)
     server.under_way = 1  # of somebody else, for ever
     with pytest.raises(ServerLost, match=r"did not take up 0 completions within 0\.3 s"):
         client.generate(PROMPTS, n=2)

@@ -15,9 +15,9 @@ import torch
 
 from grpo_recipes.runs.rundir import stop_file
 from grpo_recipes.runs.stop_request import StopRequest
-from grpo_recipes.trainers.preemption import Preemption
+from grpo_recipes.trainers.checkpoints import Preemption
 from grpo_recipes.weights import client as client_module
-from grpo_recipes.weights.bridges import FileClient
+from grpo_recipes.weights.client import FileClient
 from grpo_recipes.weights.transport import ServerLost
 from weights.fake_server import WEIGHT
 
@@ -34,13 +34,13 @@ def run_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def stopping(connect, run_dir: Path, monkeypatch) -> Iterator[Callable[..., FileClient]]:
-    """``stopping(SETTING=VALUE)``: a client whose work a request in ``run_dir`` cuts short."""
+    """``stopping(KEY=VALUE)``: a client whose work a request in ``run_dir`` cuts short."""
     monkeypatch.setattr(client_module, "_SIGNAL_SECONDS", 0.3)
     monkeypatch.setattr(client_module, "_ABORT_SECONDS", 0.3)
     monkeypatch.setattr(client_module, "_QUICK_SECONDS", 0.3)
     stop = StopRequest(run_dir)
     with stop.cutting_short():
-        yield lambda **settings: connect(stop=stop, **settings)
+        yield lambda **keys: connect(stop=stop, **keys)
 
 
 def ask(run_dir: Path, seconds: float = 0.2) -> None:
@@ -57,7 +57,7 @@ def send(client: FileClient) -> list[Any]:
 @pytest.mark.parametrize("seed", [None, 7])
 @pytest.mark.parametrize("way", ["queued", "in flight", "hung", "not aborted"])
 def test_a_generation_is_given_up(stopping, server, run_dir, seed, way) -> None:
-    client = stopping(seed=seed, request_timeout=2.0)
+    client = stopping(seed=seed, server_request_timeout=2.0)
     if way == "queued":
         server.under_way = -1  # the count that is waited for never comes
         client.pause("keep")
@@ -124,9 +124,9 @@ def test_a_server_that_is_lost_with_the_request_is_no_failure(stopping, server, 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_wait_for_another_server_ends(stopping, server, run_dir, tmp_path, call) -> None:
-    state = tmp_path / "server_state.json"
+    state = tmp_path / "processes" / "server_state.json"
     state.write_text(json.dumps({"epoch": 1, "state": "ready"}))
-    client = stopping(start_timeout=60.0)
+    client = stopping(vllm_server_timeout=60.0)
     server.close()
     state.write_text(json.dumps({"epoch": 2, "state": "starting"}))
     ask(run_dir)

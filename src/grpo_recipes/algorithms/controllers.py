@@ -1,8 +1,4 @@
-"""Controllers that hold a measure of the training at a target: the KL by beta, the spread of weights by tau.
-
-They work on plain numbers, with one ``update`` per optimizer step. ``state_dict`` holds all that changes; JSON keeps it
-exactly.
-"""
+"""Controllers that hold a measure of the training at a target: the KL by beta, the spread of weights by tau."""
 
 from __future__ import annotations
 
@@ -78,10 +74,9 @@ class TauController:
             raise ValueError(f"0 < minimum <= tau <= maximum must hold; {found}")
         if not 0 < self.lr < math.inf:
             raise ValueError(f"lr must be above 0 and finite, not {self.lr}")
-        if self.target_entropy is not None and not self.target_entropy > 0:
-            raise ValueError(f"target_entropy must be above 0, not {self.target_entropy}")
-        if self.target_eff_rollouts is not None and not self.target_eff_rollouts > 1:
-            raise ValueError(f"target_eff_rollouts must be above 1, not {self.target_eff_rollouts}")
+        for name, least in (("target_entropy", 0), ("target_eff_rollouts", 1)):
+            if (target := getattr(self, name)) is not None and not target > least:
+                raise ValueError(f"{name} must be above {least}, not {target}")
 
     def update(self, entropy: float, eff_rollouts: float) -> None:
         """Adjust tau to the mean weight entropy and effective rollouts of a step's groups. NaN is ignored."""
@@ -92,11 +87,10 @@ class TauController:
         self._updates += 1
         if self._updates <= self.warmup_steps:
             return
-        if self.target_eff_rollouts is None:
-            error = self.target_entropy - self._mean
-        else:
-            error = math.log(self.target_eff_rollouts) - math.log(self._mean)
-        factor = math.exp(min(self.lr * error, _MOST))
+        goal, mean = self.target_entropy, self._mean
+        if self.target_eff_rollouts is not None:
+            goal, mean = math.log(self.target_eff_rollouts), math.log(mean)
+        factor = math.exp(min(self.lr * (goal - mean), _MOST))
         self.tau = min(self.maximum, max(self.minimum, self.tau * factor))
 
     def state_dict(self) -> dict[str, float | int | None]:

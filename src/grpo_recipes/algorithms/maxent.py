@@ -40,12 +40,10 @@ def target_weights(
 ) -> torch.Tensor:
     """Return the solution of the programme, q^(1 / (tau + beta)) * pi_ref^(beta / (tau + beta)), normalised.
 
-    ``q_PG`` is the result of ``listwise_q``; values below 1e-12 count as 1e-12. ``ref_logps_PG`` (P, G) are
-    log-probabilities of whole completions under the reference, in nats, per token or summed; None where beta is 0.
-    ``tau``, the weight of the entropy in units of log q, is a number or a tensor that broadcasts against (P, 1); inf
-    makes the weights uniform. ``beta`` is the weight of the reference. The (P, G) weights sum to 1 over the scorable.
-    Raise ValueError where tau or beta is below 0, tau + beta is 0, beta is not finite, or the reference is missing, or
-    not finite where q is known.
+    ``q_PG`` is the result of ``listwise_q``; values below 1e-12 count as 1e-12. ``ref_logps_PG`` are log-probabilities
+    of whole completions under the reference, in nats, per token or summed; None where beta is 0. ``tau``, in units of
+    log q, is a number or a tensor that broadcasts against (P, 1); inf makes the weights uniform. Raise ValueError where
+    tau or beta is below 0, tau + beta is 0, beta is infinite, or the reference is missing, or not finite where q is.
     """
     if not 0 <= beta < math.inf:
         raise ValueError(f"beta must be at least 0 and finite, not {beta}")
@@ -67,9 +65,8 @@ def target_weights(
 def tempered_weights(utilities_PG: torch.Tensor, tau: float | torch.Tensor) -> torch.Tensor:
     """Return softmax(utility / tau) over each group: (P, G) weights that sum to 1 over the scorable.
 
-    ``utilities_PG`` holds the worth of each completion. ``tau``, in units of utility, is a number or a tensor that
-    broadcasts against (P, 1). 0 is the limit: all weight on the greatest utility, shared by ties. inf makes the weights
-    uniform. Raise ValueError where tau is below 0 or NaN, or a utility is infinite.
+    ``tau``, in units of utility, is a number or a tensor that broadcasts against (P, 1): at 0 all weight is on the
+    greatest utility, shared by ties; at inf it is uniform. Raise ValueError where tau is below 0 or a utility infinite.
     """
     utilities_PG, scorable_PG = _split(utilities_PG, "utilities")
     return _tempered(utilities_PG, scorable_PG, _temperature(tau, utilities_PG))
@@ -78,9 +75,8 @@ def tempered_weights(utilities_PG: torch.Tensor, tau: float | torch.Tensor) -> t
 def policy_weights(logps_PG: torch.Tensor, scorable_PG: torch.Tensor) -> torch.Tensor:
     """Return the policy's own distribution over a group, which the listwise objective moves to the target.
 
-    ``logps_PG`` (P, G) are log-probabilities of whole completions under the policy, in nats, per token or summed;
-    ``scorable_PG`` are booleans. The (P, G) weights sum to 1 over the scorable. Raise ValueError where the
-    log-probability of a scorable completion is NaN or infinite.
+    ``logps_PG`` are log-probabilities of whole completions under the policy, in nats, per token or summed. Raise
+    ValueError where that of a scorable completion is NaN or infinite.
     """
     logps_PG = _at_least_float32(logps_PG)
     if not logps_PG[scorable_PG].isfinite().all():
@@ -89,10 +85,7 @@ def policy_weights(logps_PG: torch.Tensor, scorable_PG: torch.Tensor) -> torch.T
 
 
 def centred(rewards_PG: torch.Tensor) -> torch.Tensor:
-    """Return rewards less the mean of their group, the advantage of Dr.GRPO (https://arxiv.org/abs/2503.20783).
-
-    The (P, G) advantages are NaN where the reward is. Equal rewards have equal advantages.
-    """
+    """Return rewards less the mean of their group, Dr.GRPO's advantage (https://arxiv.org/abs/2503.20783); NaN kept."""
     rewards_PG = _at_least_float32(rewards_PG)
     return rewards_PG - rewards_PG.nanmean(1, keepdim=True)
 
@@ -104,16 +97,8 @@ def weight_entropy(weights_PG: torch.Tensor) -> torch.Tensor:
     return entropy_P.masked_fill(~(weights_PG > 0).any(1), torch.nan)
 
 
-def effective_rollouts(weights_PG: torch.Tensor) -> torch.Tensor:
-    """Return (P,) numbers of completions that equal weights of this entropy would have, 1 to G; NaN without weights."""
-    return weight_entropy(weights_PG).exp()
-
-
 def incorrect_mass(weights_PG: torch.Tensor, wrong_PG: torch.Tensor) -> torch.Tensor:
-    """Return (P,) shares of the weight on wrong completions, 0 to 1; NaN for a group without weights.
-
-    The (P, G) weights of a group sum to 1; ``wrong_PG`` are booleans.
-    """
+    """Return (P,) shares of the weight on wrong completions, a boolean each; NaN for a group without weights."""
     weights_PG = _at_least_float32(weights_PG)
     mass_P = weights_PG.masked_fill(~wrong_PG, 0.0).sum(1)
     return mass_P.masked_fill(~(weights_PG > 0).any(1), torch.nan)

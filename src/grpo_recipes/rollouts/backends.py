@@ -11,7 +11,8 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
@@ -36,55 +37,10 @@ class Sampling:
     max_tokens: int
 
 
-@dataclass(frozen=True)
-class Completions:
-    """What training is given for a batch of prompts, a row per completion."""
-
-    ids: list[Tokens]
-    logprobs: list[list[float]] | None  # of each token under the sampler; None where the trainer computes its own
-
-
-class Rollouts(Protocol):
-    """A source of completions, with the trainer's weights in it; by default the trained model itself."""
-
-    guarded = False  # whether the weights travel to another process, and the guard looks at them there
-    main_rank_alone = False  # whether rank 0 alone calls ``sample``
-
-    @property
-    def loaded_step(self) -> int | None:
-        """The optimizer step whose weights were sent last, or None where nothing is sent."""
-        return None
-
-    def name_generation(self, name: str) -> None:
-        """Set the name that sampling seeds of the next generation are derived from, where there are any."""
-
-    def generate(self, draw: Callable[[], tuple[list[Tokens], Any]]) -> Completions:
-        """Draw completions for training by ``draw``, TRL's own sampler, which sends new weights first."""
-        return Completions(*draw())
-
-    def sample(self, prompts: Sequence[Prompt], how: Sampling) -> list[list[Tokens]]:
-        """Draw completions of benchmark prompts, (prompts, samples), with the weights that were sent last.
-
-        Called by every rank with the same arguments, or by rank 0 alone where ``main_rank_alone``.
-        """
-
-    def serve_weights(self) -> bool:
-        """Send the weights of now, unless they are there; return whether it was needed. Called by every rank."""
-        return False
-
-    def checksum_error(self) -> str | None:
-        """Return on every rank how the last sync failed the checksum, or None."""
-        return None
-
-    def sent_again(self) -> AbstractContextManager[None]:
-        """Let the first generation after this sync and be guarded as if nothing was sampled inside."""
-        return nullcontext()
-
-
 def rollouts_of(trainer: Any) -> Rollouts:
     """Return where this trainer's completions come from."""
     if not trainer.use_vllm:
-        return TransformersRollouts(trainer)
+        return Rollouts(trainer)
     return ServerRollouts(trainer) if trainer.vllm_generation.mode == "server" else ColocatedRollouts(trainer)
 
 
@@ -100,21 +56,42 @@ def sampling_keys(trainer: Any) -> dict[str, Any]:
     return {**keys, "repetition_penalty": trainer.repetition_penalty}
 
 
-class TransformersRollouts(Rollouts):
-    """transformers' sampler on the trained model itself."""
+class Rollouts:
+    """Where completions come from, with the trainer's weights in it: here transformers, on the trained model itself."""
+
+    guarded = False  # whether the weights travel to another process, and the guard looks at them there
+    main_rank_alone = False  # whether rank 0 alone calls ``sample``; else all call it, with the same arguments
+    loaded_step: int | None = None  # the optimizer step whose weights were sent last, or None where nothing is sent
 
     def __init__(self, trainer: Any):
         self._trainer = trainer
 
+    def name_generation(self, name: str) -> None:
+        """Set the name that sampling seeds of the next generation are derived from, where there are any."""
+
+    def generate(self, draw: Callable[[], tuple[list[Tokens], Any]]) -> tuple[list[Tokens], Any]:
+        """Return ids, and log-probs or None, of completions for training by ``draw``: TRL's sampler, weights first."""
+        return draw()
+
+    def serve_weights(self) -> bool:
+        """Send the weights of now, unless they are there; return whether it was needed. Called by every rank."""
+        return False
+
+    def checksum_error(self) -> str | None:
+        """Return on every rank how the last sync failed the checksum, or None."""
+        return None
+
+    def sent_again(self) -> AbstractContextManager[None]:
+        """Let the first generation after this sync and be guarded as if nothing was sampled inside."""
+        return nullcontext()
+
     def sample(self, prompts: Sequence[Prompt], how: Sampling) -> list[list[Tokens]]:
-        """Draw with TRL's own sampler, each rank its share."""
+        """Draw completions of benchmark prompts, (prompts, samples), with the weights that were sent last."""
         return self._share(prompts, how, self._trainer.args.world_size)
 
     def _share(self, prompts: Sequence[Prompt], how: Sampling, groups: int) -> list[list[Tokens]]:
-        """Let every group of ranks draw its share, and give all of them everything.
-
-        Shares are of one size, filled up with the last prompt: sharded models want as many passes of each rank.
-        """
+        """Let every group of ranks draw its share, and give all of them everything."""
+        # Shares are of one size, filled up with the last prompt: sharded models want as many passes of each rank.
         rank, world = self._trainer.args.process_index, self._trainer.args.world_size
         each = -(-len(prompts) // groups)
         filled = [*prompts, *[prompts[-1]] * (each * groups - len(prompts))]
@@ -126,30 +103,27 @@ class TransformersRollouts(Rollouts):
     def _draw(self, prompts: Sequence[Prompt], how: Sampling) -> list[list[Tokens]]:
         """Draw a few problems at a time."""
         trainer = self._trainer
-        kept = trainer.generation_config
-        trainer.generation_config = config = copy.deepcopy(kept)
+        config = copy.deepcopy(trainer.generation_config)
         config.max_new_tokens, config.do_sample = how.max_tokens, how.temperature > 0
         config.temperature = how.temperature or None
         if not config.do_sample:
             config.top_p = config.top_k = config.min_p = None
         step = max(1, trainer.args.per_device_train_batch_size // how.samples)
         drawn: list[Tokens] = []
-        try:
+        with patch.object(trainer, "generation_config", config):
             for start in range(0, len(prompts), step):
                 batch = prompts[start : start + step]
                 torch.manual_seed(batch[0].seed)
                 repeated = [prompt.ids for prompt in batch for _ in range(how.samples)]
                 drawn += trainer._generate_single_turn(repeated, None, {}, how.samples)[0]
-        finally:
-            trainer.generation_config = kept
         return _grouped(drawn, how.samples)
 
 
-class VllmRollouts(TransformersRollouts):
+class VllmRollouts(Rollouts):
     """vLLM, to which TRL sends the weights of a new step before it samples."""
 
     @property
-    def loaded_step(self) -> int | None:
+    def loaded_step(self) -> int:
         return int(self._trainer._last_loaded_step)
 
     @property
@@ -168,13 +142,10 @@ class VllmRollouts(TransformersRollouts):
 
     @contextmanager
     def sent_again(self) -> Iterator[None]:
-        loaded = self._trainer._last_loaded_step
-        try:
+        with patch.object(self._trainer, "_last_loaded_step", self._trainer._last_loaded_step):
             yield
-        finally:
-            self._trainer._last_loaded_step = loaded
-            if self._sleeps:
-                self._trainer.vllm_generation.llm.sleep(level=2)  # as TRL leaves it after every generation
+        if self._sleeps:
+            self._trainer.vllm_generation.llm.sleep(level=2)  # as TRL leaves it after every generation
 
 
 class ColocatedRollouts(VllmRollouts):

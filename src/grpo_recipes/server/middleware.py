@@ -9,22 +9,25 @@ from __future__ import annotations
 import hmac
 import json
 import os
-from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 ACTIVITY_PATH = "/grpo/activity"
+
+
+async def _answer(send: Send, status: int, kind: bytes, body: bytes) -> None:
+    headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 class RequireToken:
     """Answer 401 unless the request says ``Authorization: Bearer <token of GRPO_TOKEN_FILE>``."""
 
-    def __init__(self, app: Application):
+    def __init__(self, app: ASGIApp):
         self._app = app
         self._expected = f"Bearer {Path(os.environ['GRPO_TOKEN_FILE']).read_text().strip()}".encode()
 
@@ -36,18 +39,17 @@ class RequireToken:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            await send({"type": "http.response.start", "status": 401, "headers": [(b"content-type", b"text/plain")]})
-            await send({"type": "http.response.body", "body": b"this server belongs to a run; its token is missing"})
+            await _answer(send, 401, b"text/plain", b"this server belongs to a run; its token is missing")
 
 
 class ReportActivity:
-    """Answer ``GET /grpo/activity`` with what is under way.
+    """Answer ``GET /grpo/activity`` with what is under way: ``requests`` by POST, weight loads and pauses included.
 
-    ``requests``: POST requests without an answer so far, weight loads and pauses included. ``completions``: completions
-    that the engine was given and has not finished; while it is paused, its queue, which vLLM's metrics do not show.
+    ``completions`` are those that the engine was given and has not finished; while it is paused, its queue, which
+    vLLM's metrics do not show.
     """
 
-    def __init__(self, app: Application):
+    def __init__(self, app: ASGIApp):
         self._app = app
         self._requests = 0
 
@@ -59,9 +61,7 @@ class ReportActivity:
             # the engine before a request that comes later.
             completions = scope["app"].state.engine_client.get_num_unfinished_requests()
             body = json.dumps({"requests": self._requests, "completions": completions}).encode()
-            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await send({"type": "http.response.body", "body": body})
+            await _answer(send, 200, b"application/json", body)
             return
         counted = kind == "http" and method == "POST"
         self._requests += counted

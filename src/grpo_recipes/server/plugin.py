@@ -22,11 +22,10 @@ def _dump_stacks() -> None:
 
 
 def _keep_linear_weights() -> None:
-    """On CPU keep linear weights as they are, so that a reload reaches the matrix product.
+    """On CPU keep linear weights as they are, so that a reload reaches the matrix product, and the guard can read them.
 
     vLLM's CPU build packs each weight into a private copy when the model is loaded and multiplies with that copy. With
-    tied embeddings a reload does not renew it: the server answers 200 and computes with old weights. Unpacked, the
-    weights that are held are the weights that are used, and the guard can read them.
+    tied embeddings a reload does not renew it: the server answers 200 and computes with old weights.
     """
     from vllm.platforms import current_platform
 

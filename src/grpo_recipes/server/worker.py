@@ -1,7 +1,4 @@
-"""Mixed into vLLM's worker by ``--worker-extension-cls``; its methods are called through ``/collective_rpc``.
-
-The trainer takes the same fingerprints of what it sends.
-"""
+"""Mixed into vLLM's worker by ``--worker-extension-cls``; its methods are called through ``/collective_rpc``."""
 
 from __future__ import annotations
 
@@ -56,11 +53,7 @@ class WeightReport:
         return {"parameters": parameters, "packed": dict(getattr(model, "packed_modules_mapping", {}))}
 
     def grpo_config(self) -> dict[str, Any]:
-        """Return the part of vLLM's configuration that TRL asks a server for.
-
-        vLLM's own ``/server_info`` also lists the machine's packages with pip: seconds, and an error where pip is not
-        installed.
-        """
+        """Return what TRL asks vLLM's ``/server_info`` for, which runs pip too: seconds, and an error without it."""
         config = self.vllm_config  # type: ignore[attr-defined]
         transfer = config.weight_transfer_config
         return {
@@ -70,10 +63,7 @@ class WeightReport:
 
 
 def _rows_without_copies(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of every qkv projection that this worker alone counts for.
-
-    With more workers than key and value heads, vLLM gives several of them the same heads: only the first counts them.
-    """
+    """Yield q's rows of each qkv projection whose key and value heads another worker holds too, and counts."""
     for prefix, module in model.named_modules():
         replicas = getattr(module, "num_kv_head_replicas", 1)
         if replicas > 1 and module.tp_rank % replicas:

@@ -1,4 +1,4 @@
-"""Checkpoints that are complete or absent, and hold what TRL does not save: resuming equals not having stopped."""
+"""Checkpoints that are complete or absent, and stops on request: resuming equals not having stopped."""
 
 from __future__ import annotations
 
@@ -9,48 +9,45 @@ import random
 import shutil
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO
+from unittest.mock import patch
 
 import numpy
 import torch
+import torch.distributed
 from accelerate.utils import gather_object
+from transformers import StoppingCriteriaList
 from trl.trainer.utils import RepeatSampler
 
-from grpo_recipes.runs.checkpoints import flush, is_complete, new_digest, prune, publish
+from grpo_recipes.runs.checkpoints import flush, is_complete, new_digest, newest_complete, prune, publish
+from grpo_recipes.runs.rundir import read_json
+from grpo_recipes.runs.stop_request import Stopped, StoppedOnRequest, StopRequest
 from grpo_recipes.trainers.model import load_reference, save_reference
 
 # Under DDP on CPU optimizer.pt is loaded with map_location "cpu:0", which torch cannot restore.
 torch.serialization.register_package(5, lambda obj: None, lambda obj, where: obj if where.startswith("cpu:") else None)
 
-# How a generation is split into micro-steps.
-_SPLIT = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations")
 # What a step changes in place and transformers does not save: its name in a checkpoint, which stays, and the attribute
 # of the trainer.
 _UNSAVED = {
-    "step": "_step",
-    "metrics": "_metrics",
-    "logs": "_logs",
-    "step_time": "_current_train_step_time",
-    "tr_loss": "_tr_loss",
-    "total_loss": "_total_loss_scalar",
-    "last_logged": "_globalstep_last_logged",
-    "flos": "current_flos",
-    "total_flos": "state.total_flos",
-    "tokens_seen": "state.num_input_tokens_seen",
+    "step": "_step", "metrics": "_metrics", "logs": "_logs", "step_time": "_current_train_step_time",
+    "tr_loss": "_tr_loss", "total_loss": "_total_loss_scalar", "last_logged": "_globalstep_last_logged",
+    "flos": "current_flos", "total_flos": "state.total_flos", "tokens_seen": "state.num_input_tokens_seen",
     "evaluation_owed": "evaluation.owed",
-}
+}  # fmt: skip
+# How a generation is split into micro-steps.
+_SPLIT = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations")
 _ORDER, _CONTROLLERS, _ENDED = "order_of_data.json", "controllers.json", "ended_by_callback"
 
 
 class Checkpoints:
     """Write checkpoints aside, wait for all ranks, mark, rename, and only then prune; restore what they hold.
 
-    transformers writes in place, picks the newest folder whether complete or not, and prunes by modification time
-    inside the save, so with a limit of 1 a kill can leave no checkpoint at all. TRL saves neither the completions that
-    it samples for several micro-steps nor the position in them, transformers not its running loss.
+    transformers writes in place and prunes inside the save: with a limit of 1 a kill can leave no checkpoint at all.
     """
 
     def __init__(self, trainer: Any):
@@ -66,17 +63,13 @@ class Checkpoints:
         name = f"checkpoint-{step}"
         if is_complete(folder / name):
             return
-        self.staging = folder / "partial"
+        staged = folder / "partial" / name
         if accelerator.is_main_process:
-            shutil.rmtree(self.staging, ignore_errors=True)  # of a save that was killed
+            shutil.rmtree(staged.parent, ignore_errors=True)  # of a save that was killed
         accelerator.wait_for_everyone()
-        staged = self.staging / name
-        limit, args.save_total_limit = args.save_total_limit, None
-        try:
-            with digested_saves(staged) as digests:
-                write()
-        finally:
-            self.staging, args.save_total_limit = None, limit
+        aside, unlimited = patch.object(self, "staging", staged.parent), patch.object(args, "save_total_limit", None)
+        with aside, unlimited, digested_saves(staged) as digests:
+            write()
         if not accelerator.is_main_process:
             for written in digests:  # here, on the node that wrote it; the rest is rank 0's
                 flush(staged / written)
@@ -84,39 +77,32 @@ class Checkpoints:
         gathered = dict(gather_object(list(digests.items())))
         if accelerator.is_main_process:
             publish(staged, folder, step, args.world_size, gathered)
-            prune(folder, limit)
+            prune(folder, args.save_total_limit)
         accelerator.wait_for_everyone()
 
     def mark_ended(self) -> None:
         """Note in the checkpoint of this step that a callback ended the training: a resumed run must not continue."""
-        trainer = self._trainer
-        if trainer.accelerator.is_main_process:
-            (Path(trainer.args.output_dir) / f"checkpoint-{trainer.state.global_step}" / _ENDED).touch()
-        trainer.accelerator.wait_for_everyone()
+        if self._trainer.accelerator.is_main_process:
+            folder = Path(self._trainer.args.output_dir)
+            (folder / f"checkpoint-{self._trainer.state.global_step}" / _ENDED).touch()
+        self._trainer.accelerator.wait_for_everyone()
 
     def state(self) -> dict[str, Any]:
         """Return what this rank's checkpoints hold beside transformers': copies of all that a step changes in place."""
         trainer = self._trainer
         return {
             **{name: contents(attrgetter(path)(trainer)) for name, path in self.unsaved.items()},
-            "split": {key: getattr(trainer.args, key) for key in _SPLIT},
+            "split": self._split,
             "buffered": trainer._buffered_inputs if trainer._step % self._window_steps else None,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what ``state`` returned. Called by every rank.
-
-        Only between two generations may the batch be split otherwise than before, say because memory was short.
-        """
-        trainer = self._trainer
-        split = {key: getattr(trainer.args, key) for key in _SPLIT}
-        before = state.get("split", split)  # earlier versions did not save it
-        if state["buffered"] is not None and before != split:
-            raise ValueError(
-                f"the checkpoint was saved inside a generation window of {_listed(before)}; this run has "
-                f"{_listed(split)}. Fix: resume with these keys as they were, and change them where a generation has "
-                "been used up"
-            )
+        """Continue from what ``state`` returned; the batch may be split otherwise between two generations alone."""
+        trainer, before = self._trainer, state.get("split", self._split)  # earlier versions did not save it
+        if state["buffered"] is not None and before != self._split:
+            fix = "resume with these keys as they were, and change them where a generation has been used up"
+            what = f"saved inside a generation window of {_listed(before)}; this run has {_listed(self._split)}"
+            raise ValueError(f"the checkpoint was {what}. Fix: {fix}")
         for name, path in self.unsaved.items():
             owner, _, attribute = path.rpartition(".")
             if isinstance(own := attrgetter(path)(trainer), dict | deque):
@@ -127,6 +113,10 @@ class Checkpoints:
             trainer._step = math.ceil(trainer._step / self._window_steps) * self._window_steps
         trainer._buffered_inputs = state["buffered"]
         trainer.evaluation.owed &= trainer.args.eval_strategy != "no"
+
+    @property
+    def _split(self) -> dict[str, int]:
+        return {key: getattr(self._trainer.args, key) for key in _SPLIT}
 
     @property
     def _window_steps(self) -> int:
@@ -143,29 +133,24 @@ class Checkpoints:
             order = {**self._order_of_data(), "restarted": self._restarted}
             (folder / _ORDER).write_text(json.dumps(order, indent=1) + "\n")
             states = {name: controller.state_dict() for name, controller in trainer.controllers.items()}
-            if states:
-                (folder / _CONTROLLERS).write_text(json.dumps(states) + "\n")
+            (folder / _CONTROLLERS).write_text(json.dumps(states) + "\n")
 
     def load_optimizer(self, folder: Path, load: Callable[[], None]) -> None:
-        """Restore the optimizer with ``load``, transformers' own, then the reference and the controllers.
-
-        Refuse a checkpoint of another place in the data, or without optimizer; transformers would accept it.
-        """
+        """Restore the optimizer with ``load``, transformers' own, which accepts any checkpoint, then what is ours."""
         trainer = self._trainer
         self._require_same_order(folder)
         if not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled):  # which have files of their own, and raise
-            _require(folder / "optimizer.pt", "the optimizer's state cannot be restored")
-            _require(folder / "scheduler.pt", "the place in the learning-rate schedule cannot be restored")
+            _require(folder, "optimizer.pt", "scheduler.pt")
         load()
         self._print_restored("optimizer and learning-rate schedule")
         if trainer.args.sync_ref_model:
             load_reference(trainer, folder)
             self._print_restored("reference model as it was last synced")
-        path = folder / _CONTROLLERS
-        states = json.loads(path.read_text()) if path.exists() else {}
+        states = read_json(folder / _CONTROLLERS)
         for name, controller in trainer.controllers.items():
             if name not in states:
-                raise FileNotFoundError(f"{path} has no state of the {name} controller: it was not on when saved")
+                where = folder / _CONTROLLERS
+                raise FileNotFoundError(f"{where} has no state of the {name} controller: it was not on when saved")
             controller.load_state_dict(states[name])
             self._print_restored(f"{name} controller: {states[name]}")
 
@@ -174,8 +159,7 @@ class Checkpoints:
         trainer, args, path = self._trainer, self._trainer.args, self._state_file(folder)
         if not path.exists():
             raise FileNotFoundError(f"{path} is missing: the checkpoint was made with another number of processes")
-        rank = f"_{args.process_index}" if args.world_size > 1 else ""
-        _require(folder / f"rng_state{rank}.pth", "the random states of this process cannot be restored")
+        _require(folder, f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth")
         load()
         # Our own file in our own run directory; it holds plain containers and tensors.
         state: dict[str, Any] = torch.load(path, map_location=args.device, weights_only=False)
@@ -188,8 +172,7 @@ class Checkpoints:
             f"generation window: micro-step {state['step']}, {len(state['buffered'] or [])} batches of completions",
             f"metrics of steps not logged yet: {sum(map(len, state['metrics']['train'].values()))} values",
             f"completions last shown: {len(state['logs']['completion'])}",
-            f"running loss {state['total_loss']:.6g}, {trainer.state.num_input_tokens_seen} tokens, "
-            f"{trainer.state.total_flos:.3g} FLOPs",
+            f"running loss {state['total_loss']:.6g}, {state['tokens_seen']} tokens, {state['total_flos']:.3g} FLOPs",
             f"evaluation: {'owed' if trainer.evaluation.owed else 'none owed'}",
         )
 
@@ -216,23 +199,76 @@ class Checkpoints:
         }
 
     def _require_same_order(self, folder: Path) -> None:
-        if not (folder / _ORDER).exists():
-            return  # of an earlier version
-        before, now = json.loads((folder / _ORDER).read_text()), self._order_of_data()
-        restart = self._trainer.args.ignore_data_skip
-        self._restarted = before.pop("restarted") or restart
-        if restart or (now == before and not self._restarted):
-            return
-        fix = "add --ignore_data_skip true: the epoch then begins again"
-        if self._restarted:
-            what = "is of a run that began an epoch again on a resume: its place in the data is unknown"
-            raise ValueError(f"{folder.name} {what}. Fix: {fix}")
+        now = {**self._order_of_data(), "restarted": False}
+        before = read_json(folder / _ORDER) or now  # earlier versions did not save it
+        self._restarted = before["restarted"] or self._trainer.args.ignore_data_skip
         changed = [key for key in now if now[key] != before.get(key)]
-        was, is_now = (_listed({key: one.get(key) for key in changed}) for one in (before, now))
-        raise ValueError(
-            f"{folder.name} was saved with {was}, this run has {is_now}: the checkpoint would continue at another "
-            f"place in the data. Fix: resume with the keys and the data as they were, or {fix}"
-        )
+        if changed and not self._trainer.args.ignore_data_skip:
+            was, is_now = (_listed({key: one.get(key) for key in changed}) for one in (before, now))
+            fix = "resume with keys and data as they were, or add --ignore_data_skip true: the epoch then begins again"
+            what = f"saved with {was}, this run has {is_now}: it would continue at another place in the data"
+            raise ValueError(f"{folder.name} was {what}. Fix: {fix}")
+
+
+class Preemption:
+    """Stop all ranks at the same place on request; the run is saved and exits with code 75.
+
+    Sampling, scoring and evaluation are cut short; an update or a save under way is finished. The state after each
+    optimizer step is kept in memory, so that nothing of the step in flight is in the checkpoint.
+    """
+
+    def __init__(self, trainer: Any, stop: StopRequest):
+        self._trainer = trainer
+        self.stop = stop
+        self._agreed = False
+        self._last_step: tuple[dict[str, Any], Callable[[], None]] | None = None
+
+    @property
+    def _stoppable(self) -> bool:
+        """Whether there is a next step to be kept from; the same on every rank."""
+        trainer = self._trainer
+        ends = trainer.control.should_training_stop or trainer.state.global_step >= trainer.state.max_steps
+        return trainer.is_in_train and not ends
+
+    def stop_if_agreed(self) -> None:
+        """Raise ``Stopped`` on every rank if any knows of a request. Called by every rank."""
+        if self._stoppable:
+            self._agreed = self._agreed or agreed(self.stop, self._trainer.args.device)
+            if self._agreed:
+                raise Stopped
+
+    def step_completed(self) -> None:
+        """Keep what a checkpoint of now holds beside what the optimizer alone changes, then check for a request."""
+        if self._stoppable:
+            self._last_step = self._trainer.checkpoints.state(), keep_random_states()
+            self.stop_if_agreed()
+
+    def save_last_step(self) -> StoppedOnRequest:
+        """Save the state of the last completed step, if there is one; return how the run ended."""
+        trainer = self._trainer
+        if self._last_step is None:
+            return stopped_before_a_step(Path(trainer.args.output_dir))
+        state, put_back_random_states = self._last_step
+        trainer.checkpoints.restore(state)
+        put_back_random_states()
+        trainer._save_checkpoint(trainer.model, None)
+        return StoppedOnRequest(f"after step {trainer.state.global_step}, state saved")
+
+    def cutting_short(self) -> AbstractContextManager[None]:
+        """End the work inside early when a request comes."""
+        return self.stop.cutting_short() if self._stoppable else nullcontext()
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Cut sampling short; transformers' continues under ZeRO-3 and FSDP until all ranks are done."""
+        model = self._trainer.accelerator.unwrap_model(self._trainer.model_wrapped)
+
+        def stopped(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            return torch.full((len(ids),), self.stop.cuts(), device=ids.device)
+
+        generate = partial(model.generate, stopping_criteria=StoppingCriteriaList([stopped]))
+        with patch.object(model, "generate", generate), self.cutting_short():
+            yield
 
 
 def ended_by_callback(checkpoint: str | None) -> bool:
@@ -261,9 +297,10 @@ def refill(own: Any, saved: Any) -> None:
         refill(own[name], values)
 
 
-def _require(file: Path, why: str) -> None:
-    if not file.exists():
-        raise FileNotFoundError(f"{file} is missing: {why}")
+def _require(folder: Path, *names: str) -> None:
+    for name in names:
+        if not (folder / name).exists():
+            raise FileNotFoundError(f"{folder / name} is missing: this part of the training cannot be restored")
 
 
 def _listed(facts: dict[str, Any]) -> str:
@@ -272,37 +309,29 @@ def _listed(facts: dict[str, Any]) -> str:
 
 @contextmanager
 def digested_saves(folder: Path) -> Iterator[dict[str, str]]:
-    """Yield digests, by name, of what ``torch.save`` writes below a folder; at the end without files changed since.
+    """Yield digests, by name, of what ``torch.save`` writes below a folder: reading it back costs several times more.
 
-    Reading files back, as ``publish`` does for safetensors and JSON, costs several times as much. torch's CRC-32 is
-    left out: ``torch.load`` never checks it and it takes longer than the digest.
+    torch's CRC-32 is left out: ``torch.load`` never checks it and it takes longer than the digest.
     """
     digests: dict[str, str] = {}
-    written: dict[str, os.stat_result] = {}
     plain, crc32 = torch.save, torch.serialization.get_crc32_options()
 
     def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         path = Path(f) if isinstance(f, str | os.PathLike) else None
         if path is None or not path.is_relative_to(folder):
-            return plain(obj, f, *args, **kwargs)
+            plain(obj, f, *args, **kwargs)
+            return
         with path.open("wb") as file:
             digested = _DigestedFile(file)
             plain(obj, digested, *args, **kwargs)
-        name = str(path.relative_to(folder))
-        digests[name], written[name] = digested.digest.hexdigest(), path.stat()
-        return None
+        digests[str(path.relative_to(folder))] = digested.digest.hexdigest()
 
-    torch.save = save
     torch.serialization.set_crc32_options(False)
     try:
-        yield digests
+        with patch.object(torch, "save", save):
+            yield digests
     finally:
-        torch.save = plain
         torch.serialization.set_crc32_options(crc32)
-    for name, then in written.items():
-        now = (folder / name).stat() if (folder / name).exists() else None
-        if now is None or (now.st_size, now.st_mtime_ns) != (then.st_size, then.st_mtime_ns):
-            del digests[name]
 
 
 class _DigestedFile:
@@ -346,3 +375,18 @@ def keep_random_states() -> Callable[[], None]:
             torch.cuda.set_rng_state(device)
 
     return put_back
+
+
+def agreed(stop: StopRequest, device: torch.device) -> bool:
+    """Return whether any rank knows of a request. Called by every rank."""
+    seen = torch.tensor(int(stop.requested()), device=device)
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(seen, op=torch.distributed.ReduceOp.MAX)
+    return bool(seen)
+
+
+def stopped_before_a_step(checkpoints: Path) -> StoppedOnRequest:
+    """Return how a run ended that was stopped before this attempt completed a step."""
+    if newest := newest_complete(checkpoints):
+        return StoppedOnRequest(f"before a step was completed; the newest checkpoint is {newest.name}")
+    return StoppedOnRequest("before the first step was completed; there is nothing to save")

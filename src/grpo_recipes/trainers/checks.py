@@ -1,18 +1,30 @@
-"""Checks that end a run before an update is computed from, or saved with, wrong numbers or another model's samples."""
+"""Checks that end a run before an update from numbers that are not finite, other weights, or too few rewards."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 
+from grpo_recipes.rewards.answers import completion_text
+from grpo_recipes.rewards.load import RewardWrapper
+from grpo_recipes.rewards.score import GIVEN_UP, Score
+from grpo_recipes.rollouts.backends import sampling_keys
 from grpo_recipes.runs.checkpoints import newest_complete
+from grpo_recipes.secrets import masked
+from grpo_recipes.trainers.metrics import append_json
+from grpo_recipes.trainers.model import own_part
 from grpo_recipes.weights.guard import TOLERANCES, WeightsDiffer, logprob_error
 
 # fp16 begins with gradients times 65536 and halves that factor with each step it has to skip: after 17 it is below 1.
 MOST_SKIPPED = 20
+_SLOW_SHARE = 0.5  # of a reward's time limit
+_SLOWEST, _MOST_ROWS = 3, 20  # rows of one rank and reward, and of one generation
+_LONGEST_TEXT = 500  # characters
 
 
 class NotFinite(RuntimeError):
@@ -24,38 +36,29 @@ def not_finite(trainer: Any, what: str) -> NotFinite:
     args = trainer.args
     newest = newest_complete(Path(args.output_dir))
     kept = f"the last complete checkpoint is {newest.name}" if newest else "there is no checkpoint yet"
-    fixes = [
-        "write bf16: true in the place of fp16: true" if args.fp16 else None,
-        f"lower learning_rate (now {args.learning_rate:g})" if trainer.state.global_step > 0 else None,
-        "write max_grad_norm: 1.0 (now 0: gradients are not cut)" if args.max_grad_norm == 0 else None,
-    ]
+    fixes = {
+        "write bf16: true in the place of fp16: true": args.fp16,
+        f"lower learning_rate (now {args.learning_rate:g})": trainer.state.global_step > 0,
+        "write max_grad_norm: 1.0 (now 0: gradients are not cut)": args.max_grad_norm == 0,
+    }
     first = "no step was taken: look at the model's files, and at dtype, which must be the model's or wider"
-    return NotFinite(f"{what}; {kept}. Fix: {', or '.join(filter(None, fixes)) or first}")
+    return NotFinite(f"{what}; {kept}. Fix: {', or '.join(fix for fix, fits in fixes.items() if fits) or first}")
 
 
 class Checks:
-    """End the run in a step whose loss, gradient norm or weights are not finite, or whose samples are of other weights.
-
-    transformers logs the mean of earlier losses in the place of one that is not a number, and takes the step. Here no
-    checkpoint is written either, since the last complete one holds the last weights that are known to work.
-    """
+    """End the run in a step whose numbers are not finite, which transformers takes, or with other weights' samples."""
 
     def __init__(self, trainer: Any):
         self._trainer = trainer
         self._skipped_in_a_row = 0
-        self._unproven = False  # whether the batch after a sync had nothing to compare
+        self._unproven = False  # whether no batch since a sync had a scored token, to compare log-probs
 
     def gradient(self, norm: Any) -> float | None:
-        """Return the gradient norm, the same on every rank, as a number, so that the device is asked for it once.
-
-        DeepSpeed has tried to take the step by now, and takes none with gradients that are not finite.
-        """
+        """Return the gradient norm, the same on every rank, as a number, so that the device is asked for it once."""
         found, loss = None if norm is None else float(norm), float(self._trainer._tr_loss)
-        if math.isfinite(loss) and math.isfinite(found or 0.0):
-            self._skipped_in_a_row = 0
-            return found
-        self._skipped_in_a_row += 1
-        if not self._trainer.args.fp16 or not math.isfinite(loss) or self._skipped_in_a_row > MOST_SKIPPED:
+        self._skipped_in_a_row = 0 if math.isfinite(found or 0.0) else self._skipped_in_a_row + 1
+        most = MOST_SKIPPED if self._trainer.args.fp16 else 0
+        if not math.isfinite(loss) or self._skipped_in_a_row > most:
             step = self._trainer.state.global_step + 1
             raise not_finite(self._trainer, f"loss {loss:g}, gradient norm {found} in step {step}, which was not taken")
         return found
@@ -69,10 +72,7 @@ class Checks:
             raise not_finite(self._trainer, f"the weights are not finite after step {step} (norm {norm:g})")
 
     def server(self, output: dict[str, Any], synced: bool) -> None:
-        """Raise ``WeightsDiffer`` on every rank unless the server holds and uses the trainer's weights.
-
-        After a sync compare checksums, and log-probs of the first batch with a scored token: others prove nothing.
-        """
+        """Raise ``WeightsDiffer`` on every rank unless the server holds and uses the trainer's weights after a sync."""
         trainer = self._trainer
         if not (trainer.rollouts.guarded and (synced or self._unproven)):
             return
@@ -86,11 +86,10 @@ class Checks:
     def logprob_difference(self, output: dict[str, Any]) -> float | None:
         """Return the mean |trainer - server| log-prob of the sampled tokens over all ranks.
 
-        NaN when the server scored none of the tokens, None when there are none to compare. ``NotFinite`` when the
-        trainer's own are not finite: the server is not to blame.
+        NaN when the server scored none of them, None without any. ``NotFinite`` when the trainer's own are not finite.
         """
         trainer = self._trainer
-        if (trainer.top_p, trainer.top_k, trainer.min_p or 0.0, trainer.repetition_penalty) != (1.0, 0, 0.0, 1.0):
+        if tuple(sampling_keys(trainer).values()) != (1.0, 0, 0.0, 1.0):
             return 0.0  # the server's log-probs are those of a truncated distribution: nothing to compare
         logps = output.get("old_per_token_logps")
         if logps is None or any(isinstance(one, torch.nn.Dropout) and one.p > 0 for one in trainer.model.modules()):
@@ -99,8 +98,8 @@ class Checks:
         own = logps[mask]
         delta = (own - output["sampling_per_token_logps"][mask]).abs()
         known = ~delta.isnan()
-        counts = (known.sum(), (~known).sum(), (~own.isfinite()).sum())
-        sums = torch.stack([delta[known].sum(), *(count.to(delta.dtype) for count in counts)])
+        counts = torch.stack([known.sum(), (~known).sum(), (~own.isfinite()).sum()])
+        sums = torch.cat([delta[known].sum().unsqueeze(0), counts.to(delta.dtype)])
         total, count, unscored, broken = trainer.accelerator.gather(sums.unsqueeze(0)).sum(dim=0).tolist()
         if broken:
             step = trainer.state.global_step + 1
@@ -111,10 +110,7 @@ class Checks:
 
 
 def trainer_logps(trainer: Any, output: dict[str, Any]) -> torch.Tensor:
-    """Return log-probs of the completions, (B, T), which TRL computes only for its importance-sampling correction.
-
-    Without dropout, as the server's: TRL's are those of a model in training.
-    """
+    """Return log-probs of the completions, (B, T), without dropout, as the server's are; TRL's are of training."""
     prompt, completion, training = output["prompt_ids"], output["completion_ids"], trainer.model.training
     trainer.model.eval()
     try:
@@ -136,13 +132,96 @@ def logprob_tolerance(trainer: Any) -> float:
     args = trainer.args
     if args.weight_guard_tolerance is not None:
         return float(args.weight_guard_tolerance)
-    dtype = str(next(trainer.model.parameters()).dtype).removeprefix("torch.")
-    if dtype == "float32" and (args.bf16 or args.fp16):
-        dtype = "bfloat16" if args.bf16 else "float16"
-    return TOLERANCES[dtype]
+    weights = str(next(trainer.model.parameters()).dtype).removeprefix("torch.")
+    mixed = "bfloat16" if args.bf16 else "float16" if args.fp16 else weights
+    return TOLERANCES[mixed if weights == "float32" else weights]
 
 
-def own_part(parameter: torch.Tensor) -> torch.Tensor:
-    """Return what this process holds of a parameter, not a copy: FSDP's and ZeRO-3's are shards."""
-    data = getattr(parameter, "ds_tensor", parameter).detach()
-    return data.to_local() if hasattr(data, "to_local") else data
+class TooManyWithoutVerdict(RuntimeError):
+    """A reward scored too few completions of a step for an update to be worth it."""
+
+
+class Scoring:
+    """Leave completions out that a reward could not score, count them, write them down, and end the run of too many.
+
+    TRL leaves a completion out, with advantage 0, when every reward returned None for it. So all rewards of a
+    completion become NaN when one of them should have scored it and could not (a limit, a death, an exception, no
+    number). A reward that returns None by itself says that the completion is not its task: that stays TRL's.
+    """
+
+    def __init__(self, trainer: Any, run_dir: Path, max_unscored: float):
+        self._trainer = trainer
+        self._file = run_dir / "slow_rewards.jsonl"
+        self.max_unscored = max_unscored  # largest share of a training generation that does not end the run
+
+    def _rewards(self) -> list[RewardWrapper]:
+        return [reward for reward in self._trainer.reward_funcs if isinstance(reward, RewardWrapper)]
+
+    def begin(self, rows: int) -> None:
+        """Give the rewards the generation's number, and how many unscored ones of ``rows`` here are too many."""
+        trainer = self._trainer
+        hopeless = self._most(rows * trainer.accelerator.num_processes)
+        for reward in self._rewards():
+            reward.generation, reward.stop = trainer._step, trainer.preemption.stop
+            reward.give_up_after = hopeless if trainer.model.training else None
+
+    def _most(self, rows: int) -> int:
+        return math.floor(self.max_unscored * rows + 1e-9)  # 0.29 of 100 is 29, not 28
+
+    def mark_unscored(self, rewards_BR: torch.Tensor, prompts: list[Any], completions: list[Any]) -> None:
+        """Set every column of an unscored completion to NaN in the rewards of all ranks; too many end the run."""
+        own, trainer = self._rewards(), self._trainer
+        if not own:
+            return
+        reports = gather_object([[(reward.scores, _rows(reward, prompts, completions)) for reward in own]])
+        by_reward = list(zip(*reports, strict=True))
+        scores = [[score for of_rank, _ in ranks for score in of_rank] for ranks in by_reward]
+        unscored = torch.tensor([any(score.unscored for score in row) for row in zip(*scores, strict=True)])
+        rewards_BR[unscored.to(rewards_BR.device)] = math.nan
+
+        training = trainer.model.training
+        metrics = trainer._metrics["train" if training else "eval"]
+        for reward, given in zip(own, scores, strict=True):
+            name = reward.__name__
+            metrics[f"rewards/{name}/no_verdict"].append(sum(score.unscored for score in given) / len(given))
+            metrics[f"rewards/{name}/seconds_max"].append(max(score.seconds for score in given))
+        metrics["rewards/no_verdict"].append(rewards_BR.isnan().all(dim=1).float().mean().item())
+        rows = [row for ranks in by_reward for _, rows in ranks for row in rows]
+        if rows and trainer.accelerator.is_main_process:
+            when = {"step": trainer.state.global_step + int(training), "training": training}
+            unscored_first = sorted(rows, key=lambda row: row["reason"] is None)
+            append_json(self._file, *({**when, **row} for row in unscored_first[:_MOST_ROWS]))
+        if training and int(unscored.sum()) > self._most(len(unscored)):
+            raise self._too_many(own, scores, float(unscored.float().mean()))
+
+    def _too_many(self, rewards: list[RewardWrapper], scores: list[list[Score]], share: float) -> TooManyWithoutVerdict:
+        """Return the error, with the reward at fault and the most common kind of reason: messages may all differ."""
+        worst, given = max(zip(rewards, scores, strict=True), key=lambda one: sum(score.unscored for score in one[1]))
+        reasons = [score.reason for score in given if score.reason not in (None, GIVEN_UP)]
+        ((kind, count),) = Counter(reason.partition(":")[0] for reason in reasons).most_common(1)
+        reason, _ = Counter(one for one in reasons if one.partition(":")[0] == kind).most_common(1)[0]
+        return TooManyWithoutVerdict(
+            f"{share:.0%} of the completions of step {self._trainer.state.global_step + 1} have no verdict, "
+            f"more than reward_max_no_verdict: {self.max_unscored}. Reward '{worst.spec}' gave none for "
+            f"{sum(score.unscored for score in given)} of {len(given)}; most often: {masked(reason)} ({count}). "
+            f"See {self._file.name} in the run directory"
+        )
+
+
+def _rows(reward: RewardWrapper, prompts: list[Any], completions: list[Any]) -> list[dict[str, Any]]:
+    """Return one rank's rows of one reward for ``slow_rewards.jsonl``: slow completions, and unscored ones."""
+    scores, limit = reward.scores, _SLOW_SHARE * (reward.timeout or math.inf)
+    slow = [row for row, score in enumerate(scores) if not score.unscored and score.seconds > limit]
+    slow.sort(key=lambda row: -scores[row].seconds)
+    unscored = [row for row, score in enumerate(scores) if score.unscored and score.reason != GIVEN_UP]
+    return [
+        {
+            "reward": reward.spec,
+            "seconds": round(scores[row].seconds, 3),
+            "reason": masked(scores[row].reason) if scores[row].unscored else None,
+            "replayed": scores[row].replayed,
+            "prompt": masked(completion_text(prompts[row]))[:_LONGEST_TEXT],
+            "completion": masked(completion_text(completions[row]))[:_LONGEST_TEXT],
+        }
+        for row in [*slow[:_SLOWEST], *unscored[:_MOST_ROWS]]
+    ]

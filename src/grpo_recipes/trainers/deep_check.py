@@ -30,17 +30,11 @@ _ANSWER = "<answer>0</answer>"
 
 
 def look_deep(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
-    """Build, load and try everything of a checked recipe that needs no GPU, and return what was seen.
-
-    ``environment`` has the user's caches. A ConfigError reports everything that does not work, one line a fault.
-    """
+    """Build, load and try everything of a checked recipe that needs no GPU; return what was seen, or refuse it all."""
     sources = find_assets(recipe, environment)
-    first: list[Callable[[], Any]] = [
-        partial(_present, recipe, sources),
-        partial(_configs, recipe, sources),
-        partial(load_callbacks, recipe["callbacks"]),
-    ]
-    seen, configs, callbacks = collect(first, lambda look: look())
+    looks: list[Callable[[], Any]] = [partial(look, recipe, sources) for look in (_present, _configs)]
+    looks.append(partial(load_callbacks, recipe["callbacks"]))
+    seen, configs, callbacks = collect(looks, lambda look: look())
     seen.append("configs    TRL takes every value")
     if callbacks:
         seen.append(f"callbacks  {', '.join(recipe['callbacks'])}")

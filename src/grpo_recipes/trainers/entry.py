@@ -10,18 +10,18 @@ from transformers import TrainerCallback
 from trl import TrlParser
 
 from grpo_recipes.data import load_eval_prompts, load_prompts
-from grpo_recipes.errors import config_error
+from grpo_recipes.errors import config_error, translate
 from grpo_recipes.evaluate.benchmarks import UntrainedBenchmarks, run_benchmarks
 from grpo_recipes.fetch.assets import fetched_sets
 from grpo_recipes.recipe.configs import CONFIGS
 from grpo_recipes.recipe.user_code import load_object
 from grpo_recipes.rewards.load import load_rewards
 from grpo_recipes.runs.checkpoints import newest_complete
-from grpo_recipes.runs.stop_request import StoppedOnRequest, StopRequest
+from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.trainers import rank
+from grpo_recipes.trainers.checkpoints import agreed, stopped_before_a_step
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.model import load_lora_config, load_tokenizer, model_init_kwargs, save_model
-from grpo_recipes.trainers.preemption import agreed, before_a_step
 
 
 def train(trainer_class: type[GRPOTrainer]) -> None:
@@ -38,10 +38,9 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
         tokenizer = load_tokenizer(model_args, args)
         least = args.generation_batch_size // args.num_generations
         fetched = fetched_sets(run)
-        prompts = load_prompts(script_args, tokenizer, least, args.seed, args.chat_template_kwargs, fetched)
-        held_out = None
-        if args.eval_strategy != "no":
-            held_out = load_eval_prompts(script_args, tokenizer, args.seed, args.chat_template_kwargs, fetched)
+        common = args.seed, args.chat_template_kwargs, fetched
+        prompts = load_prompts(script_args, tokenizer, least, *common)
+        held_out = load_eval_prompts(script_args, tokenizer, *common) if args.eval_strategy != "no" else None
         args.model_init_kwargs = model_init_kwargs(model_args, args)
         _leave_if_asked(stop, run, args.device)
         trainer = trainer_class(
@@ -58,11 +57,10 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
             stop=stop,
         )
         dtype = str(next(trainer.model.parameters()).dtype).removeprefix("torch.")
-        rank.check_sharing(run, trainer.accelerator.distributed_type.name, dtype)
+        shared = trainer.accelerator.distributed_type.name
+        rank.check_sharing(run, shared, dtype)
         trained = {str(one.dtype).removeprefix("torch.") for one in trainer.model.parameters() if one.requires_grad}
-        rank.check_updates(
-            trainer.accelerator.distributed_type.name, trainer.accelerator.mixed_precision, trained, args
-        )
+        rank.check_updates(shared, trainer.accelerator.mixed_precision, trained, args)
         checkpoint = newest_complete(run / "checkpoints")
         if trainer.accelerator.is_main_process:
             print(f"grpo: {prompts}; first prompt:\n{prompts.example}")
@@ -81,23 +79,19 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
 def _leave_if_asked(stop: StopRequest, run: Path, device: torch.device) -> None:
     """End the set-up, all ranks together, when the run is asked to stop."""
     if agreed(stop, device):
-        raise StoppedOnRequest(before_a_step(run / "checkpoints"))
+        raise stopped_before_a_step(run / "checkpoints")
 
 
 def load_callbacks(specs: Iterable[str], copies: Path | None = None) -> list[TrainerCallback]:
-    """Make the callbacks that a recipe names, ``module:Class`` or ``file.py:Class``.
+    """Make the callbacks that a recipe names; files are run from ``copies``, the run's folder of them, where given."""
+    return [_load_callback(spec, copies) for spec in specs]
 
-    ``copies`` is the run's folder of copied files, which are run in place of the originals.
-    """
-    callbacks = []
-    for spec in specs:
-        found = load_object(spec, copies)
-        if not (isinstance(found, type) and issubclass(found, TrainerCallback)):
-            what = f"'{spec}' is not a subclass of transformers.TrainerCallback"
-            raise config_error("callbacks", what, "derive the class from TrainerCallback")
-        try:
-            callbacks.append(found())
-        except TypeError as error:
-            what, fix = f"'{spec}' cannot be made ({error})", "let its __init__ take no argument"
-            raise config_error("callbacks", what, fix) from error
-    return callbacks
+
+def _load_callback(spec: str, copies: Path | None) -> TrainerCallback:
+    found = load_object(spec, copies)
+    if not (isinstance(found, type) and issubclass(found, TrainerCallback)):
+        what = f"'{spec}' is not a subclass of transformers.TrainerCallback"
+        raise config_error("callbacks", what, "derive the class from TrainerCallback")
+    fix = "let its __init__ take no argument"
+    with translate(TypeError, lambda error: config_error("callbacks", f"'{spec}' cannot be made ({error})", fix)):
+        return found()

@@ -3,17 +3,16 @@
     bash training.sh                 # or: grpo launch RECIPE
 
 Every method of TRL's and transformers' that changes is overridden once, in this class, with TRL's signature; the work
-is done by helpers that know the trainer and not each other. Numbers that stay TRL's: the loss, advantages without
-MaxEnt, the optimizer's step, and the gathering of weights for whatever samples.
+is done by helpers that know the trainer and not each other. The loss and the optimizer's step stay TRL's.
 """
 
 from __future__ import annotations
 
-import os
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import datasets
 import torch
@@ -25,25 +24,19 @@ from grpo_recipes.algorithms.controllers import KLController, TauController
 from grpo_recipes.plan.commands import seeds_sampling
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.rollouts.backends import rollouts_of
-from grpo_recipes.runs.rundir import server_state_file
 from grpo_recipes.runs.stop_request import Stopped, StopRequest
-from grpo_recipes.trainers.checkpoints import Checkpoints, begin_epoch, ended_by_callback
-from grpo_recipes.trainers.checks import Checks
-from grpo_recipes.trainers.evaluation import CountedStream, Evaluation
-from grpo_recipes.trainers.metrics import MetricsRows, json_number, write_samples
+from grpo_recipes.trainers.checkpoints import Checkpoints, Preemption, begin_epoch, ended_by_callback
+from grpo_recipes.trainers.checks import Checks, Scoring
+from grpo_recipes.trainers.metrics import CountedStream, Evaluation, MetricsRows, json_number, write_samples
 from grpo_recipes.trainers.model import loaded_by_every_rank, merged_parameters, refuse_shards
-from grpo_recipes.trainers.preemption import Preemption
-from grpo_recipes.trainers.scoring import Scoring
-from grpo_recipes.weights.bridges import bridge_in_place
-from grpo_recipes.weights.client import ClientSettings
+from grpo_recipes.weights.client import bridge_in_place
 from grpo_recipes.weights.guard import WeightsDiffer
 
 
 class GRPOTrainer(trl.GRPOTrainer):
-    """TRL's ``GRPOTrainer`` with our weight bridges, the guard, complete checkpoints, and a row of metrics per step.
+    """TRL's ``GRPOTrainer`` with our weight bridges, the guard, complete checkpoints, and metrics in ``run_dir``.
 
-    ``run_dir`` is where its JSONL files go, ``stop`` the request to stop (of the run directory by default), and
-    ``reward_max_no_verdict`` the share of unscored completions of a training generation that ends the run.
+    ``reward_max_no_verdict`` is the share of unscored completions of a training generation that ends the run.
     """
 
     args: GRPOConfig
@@ -61,8 +54,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         stop = stop or StopRequest(run_dir)
         self.controllers: dict[str, KLController | TauController] = {}
         if args.kl_target is not None:
-            if args.beta == 0.0:
-                raise ValueError("kl_target needs beta above 0: a multiple of 0 stays 0")
             self.controllers["kl"] = KLController(args.beta, args.kl_target, args.kl_horizon, args.kl_ctl_step_size)
         self.checkpoints = Checkpoints(self)
         self.checks = Checks(self)
@@ -85,10 +76,8 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as transformers does; on request stop on every rank, with the last completed step saved."""
-        try:
+        with suppress(Stopped):  # whose traceback holds memory that saving needs
             return super().train(*args, **kwargs)
-        except Stopped:
-            pass  # saving needs the memory that its traceback holds
         raise self.preemption.save_last_step()
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
@@ -105,12 +94,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.preemption.step_completed()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Take a micro-step as TRL does, which samples, scores and weighs where a generation has been used up.
-
-        An evaluation that the run was stopped in comes first, with the sets that have no row yet; stopped in it again,
-        the run leaves the checkpoint that owes it.
-        """
-        if self.evaluation.owed:
+        """Take a micro-step as TRL does, which samples, scores and weighs where a generation has been used up."""
+        if self.evaluation.owed:  # the run was stopped in it; stopped again, it leaves the checkpoint that owes it
             self.evaluation.owed = False
             self.evaluation.read_made()
             self._determine_best_metric(self._evaluate(None, None), None)
@@ -144,9 +129,9 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Sample: weights first where a step was taken since, then completions."""
         with self.preemption.sampling(), self.rows.phase("sample"):
-            drawn = self.rollouts.generate(partial(super()._generate_single_turn, *args, **kwargs))
+            ids_and_logprobs = self.rollouts.generate(partial(super()._generate_single_turn, *args, **kwargs))
         self.preemption.stop_if_agreed()
-        return drawn.ids, drawn.logprobs
+        return ids_and_logprobs
 
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids_list: list[Any]
@@ -163,10 +148,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return rewards_BR
 
     def weigh(self, output: dict[str, Any]) -> torch.Tensor | None:
-        """Weigh: return the advantages to train on, of all ranks' completions, (P, G); None keeps TRL's.
-
-        ``output`` is what TRL's loss is given, this rank's rows; groups are contiguous over the ranks' rows in order.
-        """
+        """Weigh: return advantages, (P, G), for TRL's ``output`` on all ranks, whose rows are in order; None: TRL's."""
         return None
 
     def _replace_advantages(self, output: dict[str, Any], advantages_B: torch.Tensor) -> None:
@@ -260,25 +242,22 @@ class GRPOTrainer(trl.GRPOTrainer):
     ) -> dict[str, float]:
         """Evaluate any set, or each set of a dict, as transformers does, and add a row for each to ``eval.jsonl``.
 
-        All metrics begin with ``metric_key_prefix`` and, in a dict, the key of the set; TRL's begin with ``eval``. In
-        ``eval.jsonl`` the name ``eval_reward`` always means the trainer's own set: a row of another set has ``set``,
-        its key in the dict or the prefix, and ``eval_<set>_reward``. A stop request before the end leaves no metrics.
+        The row of a set other than the trainer's own has ``set``, its key in the dict or the prefix, and
+        ``eval_<set>_reward``. A stop request before the end leaves no metrics.
         """
         name = self.evaluation.set_name(eval_dataset, metric_key_prefix)
         if name in self.evaluation.made:
             return dict(self.evaluation.made[name])
-        metrics: dict[str, float] = {}
         with self.evaluation.running(name):
             self.preemption.stop_if_agreed()  # save first: the time left may be seconds
-            metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        return metrics
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        return {}
 
     def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
         """Predict as transformers does, with the metrics of ``evaluate``, no row, and no trace in the training."""
-        prediction = PredictionOutput(predictions=None, label_ids=None, metrics={})
         with self.evaluation.running():
-            prediction = super().predict(*args, **kwargs)
-        return prediction
+            return super().predict(*args, **kwargs)
+        return PredictionOutput(predictions=None, label_ids=None, metrics={})
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
         """Make an evaluation that is due; a run that is stopped in it owes it."""
@@ -323,13 +302,9 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Build TRL's loader; never keep that of a passed set, which persistent workers would take for the next one."""
-        if eval_dataset is None or isinstance(eval_dataset, str):
+        passed = eval_dataset is not None and not isinstance(eval_dataset, str)
+        with patch.object(self, "_eval_dataloaders", {}, create=True) if passed else nullcontext():
             return super().get_eval_dataloader(eval_dataset)
-        kept = getattr(self, "_eval_dataloaders", {})
-        self._eval_dataloaders: dict[str, Any] = {}
-        loader = super().get_eval_dataloader(eval_dataset)
-        self._eval_dataloaders = kept
-        return loader
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """Build the loader of an evaluation: transformers' does not repeat the prompts of a stream."""
@@ -345,14 +320,5 @@ def weight_bridge(args: GRPOConfig, run_dir: Path, stop: StopRequest) -> Abstrac
     """Let TRL build the recipe's bridge as its client inside, where a server samples."""
     if not args.use_vllm or args.vllm_mode != "server":
         return nullcontext()
-    settings = ClientSettings(
-        served_name=os.environ["GRPO_RUN"],
-        request_timeout=args.server_request_timeout,
-        guard=args.weight_guard,
-        seed=args.seed if seeds_sampling(args.seed_server, args.use_cpu) else None,
-        sync_dir=Path(os.environ["GRPO_SYNC_DIR"]),
-        state_file=server_state_file(run_dir),
-        start_timeout=args.vllm_server_timeout,
-        stop=stop,
-    )
-    return bridge_in_place(args.weight_sync, settings)
+    seed = args.seed if seeds_sampling(args.seed_server, args.use_cpu) else None
+    return bridge_in_place(args.weight_sync, args=args, run_dir=run_dir, seed=seed, stop=stop)

@@ -1,8 +1,7 @@
-"""MaxEnt-GRPO: our GRPO trainer with advantages that come from weights over each group.
+"""MaxEnt-GRPO: our GRPO trainer with advantages that come from weights over each group (docs/maxent.md).
 
     MAXENT=1 bash training.sh        # or: grpo launch RECIPE, with maxent_objective in the recipe
 
-``algorithms.maxent`` has the weights, ``recipe.registry`` what each objective reads, docs/maxent.md the mathematics.
 Every objective is a transform of the advantages: TRL's loss of a fixed ``loss_type`` on them has its gradient.
 """
 
@@ -12,6 +11,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -35,14 +35,10 @@ class Groups:
     lengths_PG: torch.Tensor  # tokens in the loss; 0 for a completion that ``mask_truncated_completions`` leaves out
     learns_PG: torch.Tensor  # whether the completion is scored and has a token in the loss: the others get no weight
     judged_PG: torch.Tensor  # whether the answer is known to be right or wrong
-    right_PG: torch.Tensor  # whether it is right
+    right_PG: torch.Tensor  # whether it learns and is right
+    wrong_PG: torch.Tensor  # whether it learns and is known not to be right
     ref_logps_PG: torch.Tensor | None  # summed log-probs under the reference, None where the objective reads none
     policy_logps_PG: torch.Tensor | None  # the same under the policy that the update starts from
-
-    @property
-    def wrong_PG(self) -> torch.Tensor:
-        """The completions that learn and are known not to be right."""
-        return self.learns_PG & self.judged_PG & ~self.right_PG
 
 
 class MaxEntGRPOTrainer(GRPOTrainer):
@@ -53,24 +49,15 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         self._fixed_tau = self._objective.tau_or_default(args.maxent_tau)
         self._target_beta = args.maxent_beta if self._objective.targets_q else 0.0
         fix_loss(args, self._objective)
-        beta = args.beta
-        if beta == 0.0 and args.kl_target is None:  # at 0 TRL builds no reference model, which the target needs
-            args.beta = self._target_beta
-        try:
+        lent = args.beta == 0.0 and args.kl_target is None  # at 0 TRL builds no reference model, which the target needs
+        with patch.object(args, "beta", self._target_beta if lent else args.beta):
             super().__init__(args=args, **kwargs)
-        finally:
-            args.beta = beta
-        self.beta = beta
+        self.beta = args.beta
         if args.maxent_target_weight_entropy is not None or args.maxent_target_eff_rollouts is not None:
             self.controllers["tau"] = TauController(
-                tau=self._fixed_tau,
-                lr=args.maxent_tau_lr,
-                minimum=args.maxent_tau_min,
-                maximum=args.maxent_tau_max,
-                warmup_steps=args.maxent_tau_warmup_steps,
-                target_entropy=args.maxent_target_weight_entropy,
-                target_eff_rollouts=args.maxent_target_eff_rollouts,
-            )
+                self._fixed_tau, args.maxent_tau_lr, args.maxent_tau_min, args.maxent_tau_max,
+                args.maxent_tau_warmup_steps, args.maxent_target_weight_entropy, args.maxent_target_eff_rollouts,
+            )  # fmt: skip
         self._measured: list[tuple[float, float]] = []  # weight entropy and effective rollouts in this optimizer step
         self._on_wrong: deque[tuple[float, float]] = deque(maxlen=_WARN_AFTER)  # positive advantages: on wrong, on all
         self._warned = False
@@ -93,11 +80,8 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         """Lend TRL the target's ``beta``: it computes the reference's log-probs where ``beta`` is not 0."""
         if not self.model.training or self.beta != 0.0:
             return super().sample_and_score(inputs)
-        self.beta = self._target_beta
-        try:
+        with patch.object(self, "beta", self._target_beta):
             return super().sample_and_score(inputs)
-        finally:
-            self.beta = 0.0
 
     def weigh(self, output: dict[str, Any]) -> torch.Tensor | None:
         """Return the objective's advantages, (P, G); None for ``tempered`` at tau inf, which is Dr.GRPO bit for bit."""
@@ -112,9 +96,7 @@ class MaxEntGRPOTrainer(GRPOTrainer):
 
     def _groups(self, output: dict[str, Any]) -> Groups:
         """Return the generation over all ranks."""
-        mask = output["completion_mask"]
-        if "tool_mask" in output:
-            mask = mask * output["tool_mask"]
+        mask = output["completion_mask"] * output.get("tool_mask", 1)
         columns = {"lengths": mask.sum(1).double()}
         if self._target_beta > 0:
             columns["ref"] = _summed(output["ref_per_token_logps"], mask)
@@ -128,21 +110,18 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         rewards_PG = rewards_B.double().view(-1, self.num_generations)
         learns_PG = ~rewards_PG.isnan() & (of["lengths"] > 0)
         judged_PG, right_PG = self._judged(rewards_PG)
-        right_PG = right_PG & learns_PG
-        return Groups(rewards_PG, of["lengths"], learns_PG, judged_PG, right_PG, of.get("ref"), of.get("policy"))
+        right_PG, wrong_PG = learns_PG & right_PG, learns_PG & judged_PG & ~right_PG
+        ref_PG, policy_PG = of.get("ref"), of.get("policy")
+        return Groups(rewards_PG, of["lengths"], learns_PG, judged_PG, right_PG, wrong_PG, ref_PG, policy_PG)
 
     def _judged(self, rewards_PG: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return which answers are known to be right or wrong, and which are right, both (P, G).
-
-        The accuracy rewards decide, where they gave a score. Without one an answer is right that is rewarded above its
-        group's mean, and a group of equal rewards decides nothing.
-        """
+        """Return which answers are known to be right or wrong, and which are right, (P, G): accuracy, or any reward."""
         columns = [place for place, name in enumerate(self.reward_func_names) if name in ACCURACY]
         if columns:
             accuracies_BR = self.rewards_BR[:, columns]
             judged_B, right_B = ~accuracies_BR.isnan().all(dim=1), (accuracies_BR >= _RIGHT).any(dim=1)
             return judged_B.view_as(rewards_PG), right_B.view_as(rewards_PG)
-        right_PG = maxent.centred(rewards_PG) > 1e-9
+        right_PG = maxent.centred(rewards_PG) > 1e-9  # without accuracy: above the mean; equal rewards decide nothing
         return right_PG.any(dim=1, keepdim=True).expand_as(right_PG), right_PG
 
     def _weights(self, groups: Groups) -> torch.Tensor:
@@ -163,42 +142,37 @@ class MaxEntGRPOTrainer(GRPOTrainer):
     def _advantages(self, groups: Groups, weights_PG: torch.Tensor) -> torch.Tensor:
         """Return the advantages, (P, G), with which TRL's loss has the objective's gradient.
 
-        ``grpo`` takes the mean over a completion's tokens and over completions; ``dr_grpo`` divides a sum over tokens
-        by ``max_completion_length``, which is undone here for the objectives that sum log-probs.
+        ``grpo`` takes a mean over tokens; ``dr_grpo`` divides a sum by ``max_completion_length``: undone here.
         """
         if not self._objective.targets_q:
             learning_P1 = groups.learns_PG.sum(dim=1, keepdim=True)
             return (learning_P1 * weights_PG * maxent.centred(groups.rewards_PG)).nan_to_num(nan=0.0)
-        normalized = self.args.maxent_length_normalize_policy
-        scale = self.num_generations * (1 if normalized else self.max_completion_length)
-        if groups.policy_logps_PG is None:
-            return scale * weights_PG
-        policy_PG = groups.policy_logps_PG / groups.lengths_PG.clamp(min=1) if normalized else groups.policy_logps_PG
-        return scale * (weights_PG - maxent.policy_weights(policy_PG, groups.learns_PG))
+        normalized, policy_PG = self.args.maxent_length_normalize_policy, groups.policy_logps_PG
+        if policy_PG is not None:
+            policy_PG = policy_PG / groups.lengths_PG.clamp(min=1) if normalized else policy_PG
+            weights_PG = weights_PG - maxent.policy_weights(policy_PG, groups.learns_PG)
+        return self.num_generations * (1 if normalized else self.max_completion_length) * weights_PG
 
     def _log_weights(self, groups: Groups, weights_PG: torch.Tensor) -> None:
         """Log metrics of a generation, over its groups with weights; none where no group has any."""
-        metrics = self._metrics["train"]
-        metrics["maxent/tau"].append(self.tau)
-        metrics["maxent/beta"].append(self._target_beta)
+        found = {"maxent/tau": self.tau, "maxent/beta": self._target_beta}
         entropy_P = maxent.weight_entropy(weights_PG)
         entropy_P = entropy_P[~entropy_P.isnan()]
-        if len(entropy_P) == 0:
-            return
-        entropy, eff_rollouts = entropy_P.mean().item(), entropy_P.exp().mean().item()
-        self._measured.append((entropy, eff_rollouts))
-        mass_P = maxent.incorrect_mass(weights_PG, groups.wrong_PG)[groups.judged_PG.any(dim=1)]
-        found = {
-            "maxent/weight_entropy": entropy,
-            "maxent/weight_entropy_min": entropy_P.min().item(),
-            "maxent/weight_entropy_max": entropy_P.max().item(),
-            "maxent/eff_rollouts": eff_rollouts,
-            "maxent/incorrect_mass": mass_P.nanmean().item(),
-            "maxent/target_ratio": _target_ratio(weights_PG, groups).item(),
-        }
+        if len(entropy_P):
+            entropy, eff_rollouts = entropy_P.mean().item(), entropy_P.exp().mean().item()
+            self._measured.append((entropy, eff_rollouts))
+            mass_P = maxent.incorrect_mass(weights_PG, groups.wrong_PG)[groups.judged_PG.any(dim=1)]
+            found |= {
+                "maxent/weight_entropy": entropy,
+                "maxent/weight_entropy_min": entropy_P.min().item(),
+                "maxent/weight_entropy_max": entropy_P.max().item(),
+                "maxent/eff_rollouts": eff_rollouts,
+                "maxent/incorrect_mass": mass_P.nanmean().item(),
+                "maxent/target_ratio": _target_ratio(weights_PG, groups).item(),
+            }
         for name, value in found.items():
             if not math.isnan(value):  # no group has both right and wrong answers
-                metrics[name].append(value)
+                self._metrics["train"][name].append(value)
 
     def _warn_of_wrong(self, groups: Groups, advantages_PG: torch.Tensor) -> None:
         """Warn once, by rank 0, when most of what is reinforced is wrong."""
@@ -208,11 +182,9 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         if self._warned or len(self._on_wrong) < _WARN_AFTER or on_wrong <= _WARN_SHARE * pushed:
             return
         self._warned = True
-        advice = (
-            "lower maxent_tau, maxent_beta or maxent_q_temperature, or take prompts that the model solves more often"
-            if self._objective.targets_q
-            else "other rewards outweigh accuracy: raise its share in reward_weights"
-        )
+        advice = "other rewards outweigh accuracy: raise its share in reward_weights"
+        if self._objective.targets_q:
+            advice = "lower maxent_tau, maxent_beta or maxent_q_temperature, or take prompts that are solved more often"
         if self.accelerator.is_main_process:
             share = f"{on_wrong / pushed:.0%} of the positive advantages of the last {_WARN_AFTER} generations"
             print(f"grpo: {share} are on wrong answers, which the update makes more likely; {advice}", flush=True)
@@ -220,11 +192,8 @@ class MaxEntGRPOTrainer(GRPOTrainer):
 
 def fix_loss(args: GRPOConfig, objective: Objective) -> None:
     """Set the keys of TRL's loss that the objective fixes; refuse values that are neither TRL's default nor its."""
-    fixed = {
-        "loss_type": objective.loss_type(args.maxent_length_normalize_policy),
-        "scale_rewards": SCALE_REWARDS,
-        "multi_objective_aggregation": "sum_then_normalize",
-    }
+    loss = objective.loss_type(args.maxent_length_normalize_policy)
+    fixed = {"loss_type": loss, "scale_rewards": SCALE_REWARDS, "multi_objective_aggregation": "sum_then_normalize"}
     for key, value in fixed.items():
         if getattr(args, key) not in (value, GRPOConfig.__dataclass_fields__[key].default):
             raise ValueError(f"{key}: {getattr(args, key)} is not what maxent_objective fixes it to ({value})")

@@ -1,19 +1,28 @@
-"""Rows that a training writes: ``metrics.jsonl`` per optimizer step, and completions to read in ``samples.jsonl``."""
+"""Rows that a training writes: ``metrics.jsonl`` per optimizer step, ``samples.jsonl`` to read, and ``eval.jsonl``."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from accelerate.data_loader import IterableDatasetShard
+from accelerate.utils import broadcast_object_list, set_seed
+from transformers.trainer_utils import EvalLoopOutput
 
 from grpo_recipes.process.reports import PhaseFile
+from grpo_recipes.runs.rundir import read_rows
+from grpo_recipes.runs.stop_request import Stopped
 from grpo_recipes.secrets import masked
+from grpo_recipes.trainers.checkpoints import contents, keep_random_states, refill
 
 PHASES = ("sample", "score", "sync", "save", "evaluate")
 LONGEST_TEXT = 4000  # characters
@@ -22,9 +31,8 @@ LONGEST_TEXT = 4000  # characters
 class MetricsRows:
     """Time the phases of a training, report them to the launcher, and write what TRL logs.
 
-    A row holds TRL's metrics of the step under TRL's names, ``step``, ``max_steps``, ``tokens_per_second`` and
-    ``seconds/<phase>``: those of ``PHASES`` (``evaluate`` counts the evaluation after the previous step), update (the
-    rest) and step (the sum).
+    A row's ``seconds/<phase>`` are those of ``PHASES`` (``evaluate`` counts the evaluation after the previous step),
+    update (the rest) and step (the sum).
     """
 
     def __init__(self, trainer: Any, run_dir: Path, rank: int):
@@ -82,14 +90,14 @@ class MetricsRows:
         now, state = time.perf_counter(), self._trainer.state
         step_seconds = now - (self._row_began or now)
         tokens = state.num_input_tokens_seen - self._tokens_before
+        trained = step_seconds - self._seconds["evaluate"]
+        seconds = {**self._seconds, "update": step_seconds - sum(self._seconds.values()), "step": step_seconds}
         row = {
             "step": state.global_step,
             "max_steps": state.max_steps,
-            **{key: json_number(value) for key, value in logs.items()},
-            "tokens_per_second": tokens / trained if (trained := step_seconds - self._seconds["evaluate"]) > 0 else 0.0,
-            **{f"seconds/{name}": seconds for name, seconds in self._seconds.items()},
-            "seconds/update": step_seconds - sum(self._seconds.values()),
-            "seconds/step": step_seconds,
+            **logs,
+            "tokens_per_second": tokens / trained if trained > 0 else 0.0,
+            **{f"seconds/{name}": value for name, value in seconds.items()},
         }
         append_json(self._file, row)
         self._row_began, self._tokens_before = now, state.num_input_tokens_seen
@@ -104,7 +112,8 @@ def json_number(value: Any) -> Any:
 def append_json(file: Path, *rows: dict[str, Any]) -> None:
     """Add rows to a JSONL file."""
     with file.open("a") as lines:
-        lines.write("".join(json.dumps(row) + "\n" for row in rows))
+        for row in rows:
+            lines.write(json.dumps({key: json_number(value) for key, value in row.items()}) + "\n")
 
 
 def weighted_rewards(rewards_BR: torch.Tensor, weights_R: torch.Tensor) -> torch.Tensor:
@@ -114,10 +123,7 @@ def weighted_rewards(rewards_BR: torch.Tensor, weights_R: torch.Tensor) -> torch
 
 
 def write_samples(file: Path, trainer: Any, answers: list[Any]) -> None:
-    """Add a row with all rewards, null where unscored, and a few completions of the generation that TRL just logged.
-
-    For rank 0. ``step`` is the optimizer step they are for; ``answers`` are those of rank 0's rows, which come first.
-    """
+    """Add a row with all rewards of the generation that TRL just logged, and completions of rank 0's ``answers``."""
     logs, group, names = trainer._logs, trainer.num_generations, trainer.reward_func_names
     prompts, completions, advantages = (list(logs[name]) for name in ("prompt", "completion", "advantages"))
     rewards_BR = trainer.rewards_BR[-len(prompts) :]
@@ -140,15 +146,14 @@ def write_samples(file: Path, trainer: Any, answers: list[Any]) -> None:
 
 
 def chosen_rows(totals: list[float | None], group: int, own: int, count: int) -> list[int]:
-    """Choose ``count`` rows worth reading: of the first group, and of another whose rewards differ most.
+    """Choose ``count`` rows worth reading, by the rewards, (B,): of the first group, and of the one with most spread.
 
-    ``totals`` are the rewards of a generation, (B,); only groups that begin in the first ``own`` rows are considered:
-    rank 0 knows their answers. Of a group come the best, the worst, the second best and so on; unscored is worst.
+    Groups begin in the first ``own`` rows, whose answers rank 0 knows. Of each come best, worst, second best and so on.
     """
 
     def spread(start: int) -> float:
-        known = [total for total in totals[start : start + group] if total is not None]
-        return max(known) - min(known) if known else -1.0
+        known = [total for total in totals[start : start + group] if total is not None] or [0.0]
+        return max(known) - min(known)
 
     def extremes(start: int, share: int) -> list[int]:
         rows = range(start, min(start + group, len(totals)))
@@ -172,3 +177,151 @@ def _text(content: Any, roles: bool = False) -> str:
 
 def _rounded(value: float) -> float | None:
     return round(value, 4) if math.isfinite(value) else None
+
+
+class Evaluation:
+    """Evaluate as TRL does, write ``eval.jsonl``, and leave no trace in the training.
+
+    TRL averages the means of batches, whose last one may be filled up with prompts seen before; here every completion
+    counts once. A stop request ends an evaluation; the resumed run makes up for it where it was due.
+    """
+
+    def __init__(self, trainer: Any, run_dir: Path):
+        self._trainer = trainer
+        self._file = run_dir / "eval.jsonl"
+        self.batch = 0  # batches so far: sampling seeds come from the count
+        self.rewards: list[torch.Tensor] | None = None  # of the batches, (B, rewards) each; None outside an evaluation
+        self._set: str | None = None
+        self._inside = False  # True inside an evaluation, or while one is due: a stop ends that as a whole
+        self.made: dict[str | None, dict[str, float]] = {}  # metrics of this step by set that an earlier attempt wrote
+        self.owed = False  # whether the run was stopped in an evaluation that was due
+
+    def set_name(self, eval_dataset: Any, prefix: str) -> str | None:
+        """Return what ``eval.jsonl`` calls the set, None for the trainer's own one."""
+        if eval_dataset is None or eval_dataset is self._trainer.eval_dataset:
+            return None
+        if isinstance(eval_dataset, str):  # one of the trainer's own sets
+            return eval_dataset
+        return "other" if prefix == "eval" else prefix.removeprefix("eval_")  # "eval" where no prefix was passed
+
+    def read_made(self) -> None:
+        """Read the metrics of the trainer's own sets, by name, that an earlier attempt wrote for this step."""
+        trainer = self._trainer
+        own = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {None}
+        rows = read_rows(self._file) if trainer.accelerator.is_main_process else []
+        rows = [row for row in rows if row["step"] == trainer.state.global_step and row.get("set") in own]
+        (rows,) = broadcast_object_list([rows])  # by rank 0: ranks on other nodes may see a file later
+        for row in rows:  # append_json wrote numbers that JSON does not have as text
+            metrics = {name: value for name, value in row.items() if name.startswith("eval_")}
+            numbers = {name: float(value) if isinstance(value, str) else value for name, value in metrics.items()}
+            self.made[row.get("set")] = numbers
+
+    @contextmanager
+    def due(self) -> Iterator[None]:
+        """Owe the evaluation that the training makes inside, where a stop request ends it."""
+        self._inside = True
+        try:
+            yield
+        except Stopped:
+            self.owed = True
+        finally:
+            self._inside, self.made = False, {}
+
+    @contextmanager
+    def running(self, name: str | None = None) -> Iterator[None]:
+        """Evaluate a set inside; a stop request ends that alone, unless the evaluation is part of another."""
+        try:
+            with self.undisturbed(name), self._trainer.rows.reported("evaluate"):
+                yield
+        except Stopped:
+            if self._inside:
+                raise
+
+    @contextmanager
+    def undisturbed(self, name: str | None = None) -> Iterator[None]:
+        """Put back what training continues from: random states, TRL's table of completions, the clock of the row.
+
+        By the model's mode TRL knows whether the next log is of the training; where a callback evaluates, transformers
+        takes that for the evaluation that is due.
+        """
+        trainer = self._trainer
+        logs, training, inside = contents(trainer._logs), trainer.model.training, self._inside
+        due = trainer.control.should_log, trainer.control.should_evaluate
+        put_back_random_states = keep_random_states()
+        own_table = patch.object(trainer, "log_completions", False)  # the parquet file of this step is the training's
+        try:
+            with own_table, patch.multiple(self, _set=name, _inside=True), trainer.rows.evaluating():
+                # A seed for each step, rank and set: an evaluation made up for later draws what it would have drawn.
+                place = f"{trainer.args.seed}/eval/{trainer.state.global_step}/{trainer.args.process_index}"
+                text = place if name is None else f"{place}/{name}"
+                set_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big"))
+                yield
+        finally:
+            put_back_random_states()
+            refill(trainer._logs, logs)
+            self.rewards = None
+            trainer.model.train(training)
+            if not inside:
+                trainer.control.should_log, trainer.control.should_evaluate = due
+            trainer._metrics["eval"].clear()
+
+    def loop(self, run: Callable[[], EvalLoopOutput], dataloader: Any, description: str, prefix: str) -> EvalLoopOutput:
+        """Run transformers' loop, and add TRL's metrics, with the rewards' means over every completion once."""
+        began, trainer = time.perf_counter(), self._trainer
+        self.batch, self.rewards = 0, []
+        trainer._metrics["eval"].clear()
+        output = run()
+        rewards = torch.cat(self.rewards or [torch.empty(0, len(trainer.reward_func_names))])
+        repeats = trainer.num_generations_eval
+        prompts = min(_prompts_in(dataloader, repeats), len(rewards) // repeats)
+        known = {name: [one for one in ones if not math.isnan(one)] for name, ones in trainer._metrics["eval"].items()}
+        means = {name: fmean(values) if values else None for name, values in known.items()}  # of batches, as TRL's
+        # What fills up the last batch comes after all completions that count.
+        means |= self._reward_means(rewards[: prompts * repeats])
+        output.metrics.update({f"{prefix}_{name}": mean for name, mean in means.items()})
+        trainer._metrics["eval"].clear()  # else TRL logs them again, under its own names
+        self.rewards = None
+        if description == "Evaluation" and trainer.accelerator.is_main_process:
+            which, start = ({}, "eval_") if self._set is None else ({"set": self._set}, f"eval_{self._set}_")
+            named = {f"{start}{name.removeprefix(f'{prefix}_')}": value for name, value in output.metrics.items()}
+            named.pop(f"{start}model_preparation_time", None)  # transformers', of the first evaluation of a process
+            row = {"step": trainer.state.global_step, **which, **named, "prompts": prompts}
+            append_json(self._file, {**row, "seconds": time.perf_counter() - began})
+        return output
+
+    def _reward_means(self, rewards_BR: torch.Tensor) -> dict[str, float]:
+        """Return TRL's reward metrics; NaN is unscored."""
+        names, weighted_B = self._trainer.reward_func_names, weighted_rewards(rewards_BR, self._trainer.reward_weights)
+        means = {"reward": weighted_B.nanmean(), "reward_std": _nanstd(weighted_B)}
+        for name, column_B in zip(names, rewards_BR.T, strict=True):
+            means |= {f"rewards/{name}/mean": column_B.nanmean(), f"rewards/{name}/std": _nanstd(column_B)}
+        return {name: value.item() for name, value in means.items()}
+
+
+class CountedStream(torch.utils.data.IterableDataset[Any]):
+    """A stream that counts its rows: accelerate fills up the last batch, and would deal out several files by file."""
+
+    def __init__(self, stream: Any):
+        self.stream, self.rows = stream, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.rows = 0
+        for row in self.stream:
+            self.rows += 1
+            yield row
+
+    def set_epoch(self, epoch: int) -> None:
+        """Give a shuffled stream the order of this epoch."""
+        self.stream.set_epoch(epoch)
+
+
+def _prompts_in(dataloader: Any, repeats: int) -> int:
+    """Return how many prompts the set has, after the loader of it was read to the end."""
+    dataset = dataloader.dataset
+    dataset = dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
+    return dataset.rows // repeats if isinstance(dataset, CountedStream) else len(dataset)
+
+
+def _nanstd(values: torch.Tensor) -> torch.Tensor:
+    known = values[~values.isnan()]
+    return known.std() if len(known) > 1 else torch.zeros(())

@@ -6,9 +6,10 @@ import copy
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -20,38 +21,26 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_recipes.errors import config_error
+from grpo_recipes.errors import ConfigError, config_error, translate
 from grpo_recipes.recipe.configs import GRPOConfig, ModelConfig
-from grpo_recipes.trainers.checks import own_part
 from grpo_recipes.trainers.rank import shards_weights
 
 
 def load_tokenizer(model_args: ModelConfig, args: GRPOConfig) -> PreTrainedTokenizerBase:
     """Load the model's tokenizer at the recipe's revision."""
     name, revision = model_args.model_name_or_path, model_args.model_revision
-    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+    return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
 
 
 def model_init_kwargs(model_args: ModelConfig, args: GRPOConfig) -> dict[str, Any]:
     """Return arguments of ``from_pretrained`` for the trained model and its reference."""
-    kwargs = {
-        "revision": model_args.model_revision,
-        "dtype": model_args.dtype,
-        "attn_implementation": model_args.attn_implementation,
-        **(args.model_init_kwargs or {}),
-    }
+    ours = {"dtype": model_args.dtype, "attn_implementation": model_args.attn_implementation}
+    kwargs = {"revision": model_args.model_revision, **ours, **(args.model_init_kwargs or {})}
     return {name: value for name, value in kwargs.items() if value is not None}
 
 
 def save_model(trainer: Any, folder: Path) -> None:
-    """Write the whole model (gathered from ZeRO-3 or FSDP shards) and its tokenizer, aside first.
-
-    For a LoRA run that is the merged model; the adapter is written to ``adapter/`` beside it first. Called by every
-    rank: gathering is collective.
-    """
+    """Write the whole model, of a LoRA run merged and with ``adapter/`` beside it, and its tokenizer; by every rank."""
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     main = trainer.accelerator.is_main_process
 
@@ -70,32 +59,15 @@ def save_model(trainer: Any, folder: Path) -> None:
         save_aside(folder, lambda partial: save_merged(model, partial) if main else None)
 
 
-# --- the reference -----------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def loaded_by_every_rank(args: GRPOConfig) -> Iterator[None]:
-    """Let every rank read the weights while TRL builds a reference under FSDP.
-
-    With efficient loading rank 0 alone reads them. accelerate then sends them to the others for the policy; under FSDP2
-    nobody does for the reference, and the other ranks' parts of it stay zero.
-    """
+def loaded_by_every_rank(args: GRPOConfig) -> AbstractContextManager[Any]:
+    """Let every rank read the weights while TRL builds a reference under FSDP."""
+    # With efficient loading rank 0 alone does, and under FSDP2 nobody sends the reference's to the others.
     name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
-    before = os.environ.get(name)
-    if before is not None and args.beta != 0.0:
-        os.environ[name] = "false"
-    try:
-        yield
-    finally:
-        if before is not None:
-            os.environ[name] = before
+    return patch.dict(os.environ, {name: "false"} if name in os.environ and args.beta != 0.0 else {})
 
 
 def save_reference(trainer: Any, folder: Path) -> None:
-    """Write the reference into a checkpoint; with ``sync_ref_model`` it moves.
-
-    TRL builds the reference from the initial model in every process that starts, a resumed one included.
-    """
+    """Write the reference, which ``sync_ref_model`` moves, into a checkpoint: TRL builds it from the initial model."""
     if shards_weights(trainer.accelerator) or trainer.accelerator.is_main_process:
         torch.save([own_part(one) for one in trainer.ref_model.parameters()], _reference_file(trainer, folder))
 
@@ -116,7 +88,10 @@ def _reference_file(trainer: Any, folder: Path) -> Path:
     return folder / f"reference_{rank}.pt"
 
 
-# --- LoRA --------------------------------------------------------------------------------------------------------
+def own_part(parameter: torch.Tensor) -> torch.Tensor:
+    """Return what this process holds of a parameter, not a copy: FSDP's and ZeRO-3's are shards."""
+    data = getattr(parameter, "ds_tensor", parameter).detach()
+    return data.to_local() if hasattr(data, "to_local") else data
 
 
 def load_lora_config(model_args: ModelConfig, trust_remote_code: bool) -> LoraConfig | None:
@@ -128,10 +103,7 @@ def load_lora_config(model_args: ModelConfig, trust_remote_code: bool) -> LoraCo
 
 
 def skeleton(model_args: ModelConfig, trust_remote_code: bool) -> PreTrainedModel:
-    """Build the model's layers on the meta device from its configuration alone.
-
-    OSError or ValueError: there is no configuration, or none that transformers knows.
-    """
+    """Build the model's layers on the meta device; OSError or ValueError without a configuration that is known."""
     name = model_args.model_name_or_path
     config = AutoConfig.from_pretrained(name, revision=model_args.model_revision, trust_remote_code=trust_remote_code)
     named = getattr(transformers, (config.architectures or [""])[0], None)
@@ -142,11 +114,7 @@ def skeleton(model_args: ModelConfig, trust_remote_code: bool) -> PreTrainedMode
 
 
 def check_adapter(model: PreTrainedModel, config: LoraConfig) -> int:
-    """Put an adapter on a skeleton; return how many layers get one.
-
-    Refuse a name that fits no layer (PEFT accepts a list where one fits), a layer that cannot have an adapter, and one
-    of two layers that share weights: it alone would be trained, and saved for both.
-    """
+    """Put an adapter on a skeleton; return how many layers get one. Refuse names that fit none, and tied layers."""
 
     def layers_called(name: str) -> list[nn.Module]:  # as PEFT matches: the whole name of a layer, or its end
         return [layer for place, layer in model.named_modules() if place == name or place.endswith(f".{name}")]
@@ -160,23 +128,21 @@ def check_adapter(model: PreTrainedModel, config: LoraConfig) -> int:
             if not layers_called(name):
                 raise config_error(key, f"the model has no layer '{name}'", f"its linear layers are {linear}")
     tied = (model.get_input_embeddings(), model.get_output_embeddings())
-    for name in saved if model.config.get_text_config().tie_word_embeddings else []:
+    for name in saved if model.config.get_text_config().tie_word_embeddings else []:  # trained alone, saved for both
         if any(layer is one for layer in layers_called(name) for one in tied):
             what = f"'{name}' shares its weights with another layer (tie_word_embeddings)"
             raise config_error("lora_modules_to_save", what, f"remove {name}, or remove use_peft")
-    try:
-        adapted = get_peft_model(model, copy.deepcopy(config))
-    except (ValueError, TypeError) as error:
+
+    def refused(error: Exception) -> ConfigError:
         what = f"PEFT cannot put the adapter on this model: {' '.join(str(error).split())[:300]}"
-        raise config_error("lora_target_modules", what, f"write all-linear, or some of {linear}") from error
-    return len(_adapted_layers(adapted))
+        return config_error("lora_target_modules", what, f"write all-linear, or some of {linear}")
+
+    with translate((ValueError, TypeError), refused):
+        return len(_adapted_layers(get_peft_model(model, copy.deepcopy(config))))
 
 
 def refuse_shards(accelerator: Accelerator) -> None:
-    """Refuse a LoRA run where no process holds whole weights (ZeRO-3, FSDP) to merge the adapter into.
-
-    The recipe is checked before; a file of the user's own (CONFIG_FILE) is seen only here.
-    """
+    """Refuse a LoRA run where a CONFIG_FILE leaves no process whole weights to merge the adapter into."""
     if shards_weights(accelerator):
         fix = "name another file in CONFIG_FILE, or unset it and write accelerator: ddp or zero2"
         raise ValueError(f"a LoRA run with ZeRO-3 or FSDP has not been shown to work; {fix}")
@@ -185,8 +151,7 @@ def refuse_shards(accelerator: Accelerator) -> None:
 def merged_parameters(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every parameter of the base model with the adapter merged into it, under the base model's name.
 
-    The model itself does not change. TRL merges in place and subtracts again: rounding makes the base model drift with
-    every transfer, which a resumed run cannot know.
+    TRL merges in place and subtracts again: rounding makes the base model drift with every transfer.
     """
     layers = {f"{name}.base_layer.weight": layer for name, layer in _adapted_layers(model).items()}
     for name, parameter in model.named_parameters():

@@ -17,13 +17,11 @@ from typing import Any
 import torch
 import torch.distributed
 
-from grpo_recipes.errors import ConfigError, config_error
+from grpo_recipes.errors import ConfigError, config_error, translate
 from grpo_recipes.process.reports import PhaseFile, dump_stacks_on_signal
 from grpo_recipes.recipe.learning import float32_fix, lost_updates, updates_float32
 from grpo_recipes.runs.rundir import read_json, write_json, write_last_json
 from grpo_recipes.secrets import masked
-
-BARRIER_SECONDS = 300.0  # longest wait for all ranks at the start
 
 
 def run_folder() -> Path:
@@ -46,12 +44,16 @@ def rank_record(folder: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        code, cause = _exit_of(error)
+        code, cause = 1, f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
+        if isinstance(error, SystemExit):
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+            cause = str(error) if code else ""
+        elif isinstance(error, ConfigError):  # 2 says that nothing was started; by now a server runs
+            cause = str(error.problems[0])
         write_last_json(path, {**record, "exit": code, "cause": masked(cause), "time": time.time()})
         if not isinstance(error, SystemExit):
             traceback.print_exc()
-        wandb = sys.modules.get("wandb")
-        if wandb is not None and wandb.run is not None:
+        if (wandb := sys.modules.get("wandb")) is not None and wandb.run is not None:
             wandb.finish()  # flush the run, as W&B itself does in an ordinary exit
         # Not sys.exit: threads and collectives of a broken run can keep an interpreter from ending.
         os._exit(code)
@@ -62,55 +64,36 @@ def rank_record(folder: Path) -> Iterator[None]:
     write_json(path, {**record, "exit": 0, "cause": "", "time": time.time()})
 
 
-def _exit_of(error: BaseException) -> tuple[int, str]:
-    """Return the exit code of a rank that ends with an error, and the cause in a line."""
-    if isinstance(error, SystemExit):
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        return code, str(error) if code else ""
-    if isinstance(error, ConfigError):
-        return 1, str(error.problems[0])  # 2 says that nothing was started; by now a server runs
-    first_line, _, _ = str(error).strip().partition("\n")
-    return 1, f"{type(error).__name__}: {first_line}"
-
-
-def first_barrier(run_dir: Path, device: torch.device, seconds: float = BARRIER_SECONDS) -> None:
-    """Sum one element over all ranks, to find a network that does not carry their collectives.
-
-    Over gloo the error names the ranks that are missing, with the nodes in their records.
-    """
+def first_barrier(run_dir: Path, device: torch.device, seconds: float = 300.0) -> None:
+    """Sum one element over all ranks: does the network carry collectives? Over gloo the error names missing ranks."""
     if not torch.distributed.is_initialized():
         return
     limit, backend = datetime.timedelta(seconds=seconds), torch.distributed.get_backend()
-    try:
+
+    def apart(error: RuntimeError) -> RuntimeError:
+        named = re.search(r"Ranks ([\d, ]+) failed to pass monitoredBarrier", str(error))
+        missing = [int(rank) for rank in named[1].split(",")] if named else []
+        nodes = [read_json(run_dir / "processes" / f"rank_{rank}.json").get("node", "?") for rank in missing]
+        who = ", ".join(f"rank {rank} on node {node}" for rank, node in zip(missing, nodes, strict=True))
+        advice = "see its log; if it waits too, name the network interface with NETWORK_INTERFACE"
+        found = f"{who or 'a rank that does not answer'}; {advice}"
+        return RuntimeError(f"the ranks do not meet over {backend} within {seconds:.0f} s: {found}")
+
+    with translate(RuntimeError, apart):
         if backend == "gloo":
             torch.distributed.monitored_barrier(timeout=limit, wait_all_ranks=True)
         present = torch.ones(1, device=device)
         torch.distributed.all_reduce(present, async_op=True).wait(limit)
-    except RuntimeError as error:
-        named = re.search(r"Ranks ([\d, ]+) failed to pass monitoredBarrier", str(error))
-        missing = []
-        for rank in map(int, named[1].split(",") if named else []):
-            record = read_json(run_dir / "processes" / f"rank_{rank}.json")
-            missing.append(f"rank {rank} on node {record.get('node', '?')}")
-        who = ", ".join(missing) or "a rank that does not answer"
-        advice = "see its log; if it waits too, name the network interface with NETWORK_INTERFACE"
-        raise RuntimeError(f"the ranks do not meet over {backend} within {seconds:.0f} s: {who}; {advice}") from error
     if int(present) != torch.distributed.get_world_size():
         raise RuntimeError(f"{int(present)} of {torch.distributed.get_world_size()} ranks took part in an all-reduce")
 
 
 # accelerate's names for how processes share a model, by our `accelerator` key.
-_SHARING = {
-    "single": ["NO"], "ddp": ["MULTI_GPU", "MULTI_CPU"], "zero2": ["DEEPSPEED"], "zero3": ["DEEPSPEED"],
-    "fsdp2": ["FSDP"],
-}  # fmt: skip
+_SHARING = {"single": "NO", "ddp": "MULTI_GPU MULTI_CPU", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "fsdp2": "FSDP"}
 
 
 def check_world(folder: Path, world_size: int, device_type: str) -> None:
-    """Compare the world of this process with the plan.
-
-    For some configurations accelerate starts one process instead of two, and exits 0.
-    """
+    """Compare the world with the plan: for some configurations accelerate starts one process of two, and exits 0."""
     plan = json.loads((folder / "plan.json").read_text())
     planned = (plan["batch"]["world_size"], "cpu" if plan["flavour"] == "cpu" else "cuda")
     if (world_size, device_type) != planned:
@@ -119,29 +102,20 @@ def check_world(folder: Path, world_size: int, device_type: str) -> None:
 
 
 def check_sharing(folder: Path, distributed_type: str, dtype: str) -> None:
-    """Compare how accelerate shares the model, and in what dtype, with the plan.
-
-    accelerate drops DeepSpeed or FSDP without a word where it does not expect them. The dtype is compared only without
-    them, since ZeRO and FSDP keep their own.
-    """
+    """Compare with the plan how the model is shared: accelerate drops DeepSpeed or FSDP without a word."""
     plan = json.loads((folder / "plan.json").read_text())
-    planned = plan["accelerator"]
-    if planned == "custom":
-        return  # CONFIG_FILE: its content is the user's
-    if distributed_type not in _SHARING[planned]:
+    planned = plan["accelerator"]  # "custom" where the user gave a CONFIG_FILE
+    if distributed_type not in _SHARING.get(planned, distributed_type).split():
         raise RuntimeError(f"planned accelerator: {planned}, accelerate made it {distributed_type}")
+    # ZeRO and FSDP keep a dtype of their own.
     if planned in ("single", "ddp") and plan["dtype"] not in (None, "auto", dtype):
         raise RuntimeError(f"planned weights in {plan['dtype']}, the model has them in {dtype}")
 
 
 def check_updates(distributed_type: str, mixed: str, dtypes: Iterable[str], args: Any) -> None:
-    """Refuse weights whose updates would be rounded away, now that their dtype is known.
-
-    The recipe was checked before; ``dtype: auto`` and a ``CONFIG_FILE`` are only known here.
-    ``dtypes`` are those of the trained parameters; ``mixed`` is ``no``, ``bf16`` or ``fp16``.
-    """
+    """Refuse trained ``dtypes`` whose updates would be rounded away: ``auto`` and a CONFIG_FILE are known only now."""
     # By DeepSpeed's name alone ZeRO-2 and 3 are the same, and so they are here.
-    accelerator = next((key for key in ("single", "ddp", "fsdp2") if distributed_type in _SHARING[key]), "zero2")
+    accelerator = next((key for key, types in _SHARING.items() if distributed_type in types.split()), "zero2")
     if updates_float32(accelerator, mixed):
         return
     for dtype in sorted(dtypes):

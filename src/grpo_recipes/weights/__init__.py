@@ -1,1 +1,1 @@
-"""How new weights reach the server: one file per bridge, and the guard that proves they arrived."""
+"""How new weights reach the server: the bridges, and the guard that proves they arrived."""

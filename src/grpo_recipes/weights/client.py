@@ -1,4 +1,4 @@
-"""TRL's client of the vLLM server, with the run's token, time limits, per-prompt seeds, and the guard's checksum.
+"""TRL's client of the vLLM server, with the run's token, time limits, per-prompt seeds and the guard; and the bridges.
 
 Where the launcher can restart the server alone, every request survives that: the new server is given the last weights
 and asked again. When the run is asked to stop, no request is waited for.
@@ -13,16 +13,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
+from safetensors.torch import save_file
+from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
 
+from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.recipe.registry import RECONNECTING
-from grpo_recipes.runs.rundir import read_json
+from grpo_recipes.runs.rundir import read_json, server_state_file
 from grpo_recipes.runs.stop_request import LOOK_SECONDS, StopRequest
 from grpo_recipes.server.middleware import ACTIVITY_PATH
 from grpo_recipes.server.worker import fingerprint
@@ -41,48 +44,35 @@ NamedTensors = Iterator[tuple[str, torch.Tensor]]
 Answer = TypeVar("Answer")
 
 
-@dataclass(frozen=True)
-class ClientSettings:
-    """What a bridge needs of the recipe and the run; times in seconds."""
-
-    served_name: str  # the server's ``--served-model-name``; another server on the port is refused
-    request_timeout: float  # longest wait for one answer
-    guard: bool  # whether to compare checksums after every sync
-    seed: int | None  # of the run, for per-prompt sampling seeds, or None for the server's own
-    sync_dir: Path  # where the file bridge writes
-    state_file: Path  # where the launcher writes which server is up (``runs.rundir.server_state_file``)
-    start_timeout: float  # longest time a server may take to be ready
-    stop: StopRequest | None = None  # ends what is under way early
-
-
 class BridgeClient(VLLMClient):
-    """A bridge is a subclass that opens the channel and sends tensors through it with ``_send``.
+    """A bridge is a subclass with ``_send``, and in ``RECONNECTING`` with ``_resend`` of what was sent last.
 
-    A bridge in ``RECONNECTING`` also has ``_resend``, which gives a new server the weights that were sent last.
+    ``seed`` is the run's, for a sampling seed per prompt, or None for the server's own.
     """
 
     bridge = ""  # its name in recipes and messages
 
-    def __init__(self, *, settings: ClientSettings, **kwargs: Any):
-        self.settings = settings
+    def __init__(self, *, args: GRPOConfig, run_dir: Path, seed: int | None, stop: StopRequest, **kwargs: Any):
+        self._args, self._seed, self.stop = args, seed, stop
+        self._state_file = server_state_file(run_dir)
         self.checksum_error: str | None = None  # why the last sync failed the checksum
         self.generation = ""  # what the next sampling seeds are derived from, set by the trainer
         self._held: dict[str, Any] = {}  # the first report of what the server holds
         self._streamed: dict[str, torch.Tensor] = {}
         self._stops = False
         self._sent = False  # whether a server that is restarted can be given weights
-        super().__init__(**kwargs)
         self._epoch = self._server_state()[0]  # which server was last waited for
+        super().__init__(**kwargs)
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 0.5) -> None:
         """Put token and time limit into the session, then wait for this run's own server; refuse another."""
         token = Path(os.environ["GRPO_TOKEN_FILE"]).read_text().strip()
         self.session.headers["Authorization"] = f"Bearer {token}"
         self.session.trust_env = False  # an http_proxy must not see, or swallow, requests to our own server
-        self.session.mount("http://", ServerAdapter(self.settings.request_timeout, connections=REQUESTS))
+        self.session.mount("http://", ServerAdapter(self._args.server_request_timeout, connections=REQUESTS))
         lost = ServerError(f"no vLLM server answers at {self.base_url} after {total_timeout:.0f} s")
         served = self._wait_for(self._served_names, total_timeout, lost, retry_interval)
-        if (own := self.settings.served_name) not in served:
+        if (own := os.environ["GRPO_RUN"]) not in served:
             raise ServerError(f"the server at {self.base_url} serves {served}, not this run's {own}")
 
     def _wait_for(self, look: Callable[[], Answer], seconds: float, error: ServerError, pause: float) -> Answer:
@@ -109,13 +99,8 @@ class BridgeClient(VLLMClient):
         """Return the configuration that TRL asks for, from the worker itself."""
         return dict(self._through_restarts(partial(self.call_workers, "grpo_config"))[0])
 
-    # --- restarts of the server, and the end of the run ----------------------------------------------------------
-
     def _through_restarts(self, ask: Callable[[], Answer]) -> Answer:
-        """Ask the server; where the launcher starts another meanwhile, ask that one, which was given the weights first.
-
-        ServerError when the server is lost for good, GenerationAborted when the run stops in a wait for another.
-        """
+        """Ask the server; where the launcher starts another meanwhile, give that one the weights, then ask it."""
         if self.bridge not in RECONNECTING:
             return ask()
         while True:
@@ -124,7 +109,7 @@ class BridgeClient(VLLMClient):
                     self._prepare_next_server()
                 answer = ask()
             except ServerLost as lost:
-                if not self.settings.state_file.exists():  # nobody restarts servers
+                if not self._state_file.exists():  # nobody restarts servers
                     raise
                 self._wait_for(self._server_changed, _NOTICE_SECONDS, lost, _STATE_SECONDS)
             else:
@@ -133,7 +118,7 @@ class BridgeClient(VLLMClient):
 
     def _server_state(self) -> tuple[int, str]:
         """Return which of the run's servers is up, by its number, and its state, as the launcher wrote them."""
-        content = read_json(self.settings.state_file) or {"epoch": 1, "state": "ready"}
+        content = read_json(self._state_file) or {"epoch": 1, "state": "ready"}
         return int(content["epoch"]), str(content["state"])
 
     def _server_changed(self) -> bool:
@@ -149,7 +134,7 @@ class BridgeClient(VLLMClient):
         return state == "ready"
 
     def _prepare_next_server(self) -> None:
-        limit = self.settings.start_timeout + _MARGIN_SECONDS
+        limit = self._args.vllm_server_timeout + _MARGIN_SECONDS
         late = ServerError(f"the vLLM server was not ready again after {limit:g} s")
         self._wait_for(self._server_ready, limit, late, _STATE_SECONDS)
         self.check_server(total_timeout=_QUICK_SECONDS)
@@ -161,9 +146,9 @@ class BridgeClient(VLLMClient):
 
     def stops(self, within: float = 0.0) -> bool:
         """Return whether the run stops now, or ``within`` seconds: no answer is needed any more, and none will be."""
-        stop, deadline = self.settings.stop, time.monotonic() + within
-        while stop is not None and stop.may_cut and not self._stops:
-            self._stops = stop.cuts()
+        deadline = time.monotonic() + within
+        while self.stop.may_cut and not self._stops:
+            self._stops = self.stop.cuts()
             if time.monotonic() >= deadline:
                 break
             time.sleep(LOOK_SECONDS)
@@ -178,24 +163,19 @@ class BridgeClient(VLLMClient):
             if not self.stops(_SIGNAL_SECONDS):
                 raise
 
-    # --- weights -------------------------------------------------------------------------------------------------
-
     def update_named_params(self, metadata: Metadata, named_params: NamedTensors) -> None:
-        """Send every tensor, materialized one at a time, then compare what the server holds with what was sent.
-
-        When the run stops, the server may be gone: all ranks then gather the rest of the tensors in vain.
-        """
+        """Send every tensor, materialized one at a time, then compare what the server holds with what was sent."""
         with self._excused_when_stopping():
-            if self.settings.guard and not self._held:
+            if self._args.weight_guard and not self._held:
                 self._held = self._through_restarts(partial(self.call_workers, "grpo_weights"))[0]
-            self._send(metadata, self._fingerprinted(named_params) if self.settings.guard else named_params)
+            self._send(metadata, self._fingerprinted(named_params) if self._args.weight_guard else named_params)
             self._through_restarts(self._verify)
         for _ in named_params:  # nothing is left unless the run stops: the other ranks gather all of them
             pass
 
     def _verify(self) -> None:
         """With the guard, compare what the server holds with what was sent."""
-        if self.settings.guard:
+        if self._args.weight_guard:
             sent = {name: int(value) for name, value in self._streamed.items()}
             self.checksum_error = checksum_error(self.bridge, differing(sent, self.call_workers("grpo_weights")))
 
@@ -217,14 +197,9 @@ class BridgeClient(VLLMClient):
         with self._excused_when_stopping():
             self._through_restarts(super().reset_prefix_cache)
 
-    # --- sampling ------------------------------------------------------------------------------------------------
-
     def generate(self, prompts: list[Any], features: Any = None, n: int = 1, **kwargs: Any) -> dict[str, list[Any]]:
-        """Generate as TRL does; with a run seed, one request and one seed per prompt.
-
-        When the run stops, return anything of the right shape: the other ranks wait for completions to be sent.
-        """
-        if self.settings.seed is None or features is not None:
+        """Generate as TRL does; with a run seed, one request and one seed per prompt."""
+        if self._seed is None or features is not None:
             sample = partial(super().generate, prompts, features=features, n=n, **kwargs)
             return self._unless_stopping(sample, prompts, n)
         seeds = [self._sampling_seed(index) for index in range(len(prompts))]
@@ -233,40 +208,34 @@ class BridgeClient(VLLMClient):
     def generate_seeded(
         self, prompts: Sequence[Any], seeds: Sequence[int], n: int = 1, **kwargs: Any
     ) -> dict[str, list[Any]]:
-        """Generate as TRL does, with a seed of its own for every prompt, in one request each.
-
-        One ``seed`` in TRL's single request would give every prompt the same noise. In a seeded run, log-probs are the
-        same bits each time (``_engine_paused``). vLLM gives the n completions of a prompt seed, seed + 1, ...
-        """
-        extra = kwargs.pop("generation_kwargs", None) or {}
+        """Generate as TRL does, but a request per prompt with a seed of its own: vLLM gives completion k seed + k."""
+        extra, seeded = kwargs.pop("generation_kwargs", None) or {}, self._seed is not None
 
         def sample(index: int) -> dict[str, Any]:
-            order = {} if self.settings.seed is None else {"priority": index}
+            order = {"priority": index} if seeded else {}
             own = {"seed": seeds[index], **order, **extra}
             return dict(VLLMClient.generate(self, [prompts[index]], n=n, generation_kwargs=own, **kwargs))
 
-        return self._unless_stopping(partial(self._sample_each, sample, len(prompts), n), prompts, n)
+        def sample_all() -> dict[str, Any]:
+            answers: list[dict[str, Any]] = []
+            for start in range(0, len(prompts), REQUESTS):
+                share = range(start, min(start + REQUESTS, len(prompts)))
+                with self._engine_paused(len(share) * n) if seeded else contextlib.nullcontext([]) as futures:
+                    futures += [_in_thread(partial(sample, index)) for index in share]
+                answers += [future.result() for future in futures]
+            return {
+                key: None if first is None else [row for answer in answers for row in answer[key]]
+                for key, first in answers[0].items()
+            }
 
-    def _sample_each(self, sample: Callable[[int], dict[str, Any]], prompts: int, n: int) -> dict[str, Any]:
-        """Make one request per prompt, by its index, many at a time; join the answers in the order of the prompts."""
-        answers: list[dict[str, Any]] = []
-        for start in range(0, prompts, REQUESTS):
-            share = range(start, min(start + REQUESTS, prompts))
-            seeded = self.settings.seed is not None
-            with self._engine_paused(len(share) * n) if seeded else contextlib.nullcontext([]) as futures:
-                futures += [_in_thread(partial(sample, index)) for index in share]
-            answers += [future.result() for future in futures]
-        return {
-            key: None if first is None else [row for answer in answers for row in answer[key]]
-            for key, first in answers[0].items()
-        }
+        return self._unless_stopping(sample_all, prompts, n)
 
     @contextlib.contextmanager
     def _engine_paused(self, completions: int) -> Iterator[list[Future[dict[str, Any]]]]:
         """Pause the engine until it has all ``completions`` that are requested inside, or a request has failed.
 
-        Which completions share a forward pass decides the last bits of their log-probs, and that depends on when each
-        arrives. Pausing also empties the engine's prefix cache, so that nothing depends on what it sampled before.
+        Which completions share a forward pass, by when they arrive, decides the last bits of their log-probs. Pausing
+        also empties the engine's prefix cache.
         """
         futures: list[Future[dict[str, Any]]] = []
         self._wait_for_queue(0, futures)  # until the engine has finished or dropped everything else
@@ -284,14 +253,14 @@ class BridgeClient(VLLMClient):
             under_way = int(self._get(f"{self.base_url}{ACTIVITY_PATH}")["completions"])
             return under_way == completions or any(future.done() for future in futures)
 
-        limit = self.settings.request_timeout
+        limit = self._args.server_request_timeout
         lost = ServerLost(f"the vLLM server did not take up {completions} completions within {limit:g} s")
         self._wait_for(taken_up, limit, lost, _QUEUE_SECONDS)
 
     def _unless_stopping(
         self, sample: Callable[[], dict[str, Any]], prompts: Sequence[Any], n: int
     ) -> dict[str, list[Any]]:
-        """Return the server's completions; as soon as the run stops, one token per completion."""
+        """Return the server's completions; as soon as the run stops, anything of the right shape: other ranks wait."""
         if not self.stops():
             answer = _in_thread(partial(self._through_restarts, sample))
             while not wait([answer], LOOK_SECONDS).done and not self.stops():
@@ -314,8 +283,8 @@ class BridgeClient(VLLMClient):
                 return
 
     def _sampling_seed(self, index: int) -> int:
-        # A hash, since vLLM gives completion k of a prompt the seed + k: neighbours would share noise.
-        text = f"{self.settings.seed}/{self.generation}/{index}"
+        # A hash: the completions of prompts with neighbouring seeds would share noise.
+        text = f"{self._seed}/{self.generation}/{index}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
     def pause(self, mode: str, timeout: float | None = None) -> None:
@@ -325,6 +294,46 @@ class BridgeClient(VLLMClient):
     def resume(self, timeout: float | None = None) -> None:
         """Let a paused engine continue."""
         self._post(f"{self.base_url}/resume", timeout=timeout)
+
+
+class FileClient(BridgeClient):
+    """Safetensors in a folder that trainer and server both see, usually shared memory; the server reloads them."""
+
+    bridge = "file"
+
+    def init_communicator(self, device: torch.device | str | int = 0) -> None:
+        """Do nothing: the server reads files, so there is no channel to open."""
+
+    def _send(self, metadata: Metadata, named_params: NamedTensors) -> None:
+        folder = Path(os.environ["GRPO_SYNC_DIR"])
+        folder.mkdir(parents=True, exist_ok=True)
+        # Cloned: under ZeRO-3 and FSDP a gathered parameter is gone when the next one comes.
+        tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named_params}
+        temporary = folder / ".model.safetensors"
+        save_file(tensors, temporary)
+        temporary.replace(folder / "model.safetensors")
+        self._sent = True
+        self._through_restarts(self._resend)
+
+    def _resend(self) -> None:
+        self.call_workers("grpo_load", folder=os.environ["GRPO_SYNC_DIR"])
+
+
+class NcclClient(BridgeClient):
+    """TRL's native transfer, with the trainer's and the server's GPUs in one NCCL group."""
+
+    bridge = "nccl"
+
+    def _send(self, metadata: Metadata, named_params: NamedTensors) -> None:
+        super(BridgeClient, self).update_named_params(metadata, named_params)
+
+
+CLIENTS: dict[str, type[BridgeClient]] = {client.bridge: client for client in (FileClient, NcclClient)}
+
+
+def bridge_in_place(name: str, **settings: Any) -> contextlib.AbstractContextManager[Any]:
+    """Let TRL's ``VLLMGeneration`` build the bridge ``name`` as its client inside."""
+    return patch.object(vllm_generation, "VLLMClient", partial(CLIENTS[name], **settings))
 
 
 def _in_thread(work: Callable[[], Answer]) -> Future[Answer]:

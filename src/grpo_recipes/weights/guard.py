@@ -29,10 +29,9 @@ def held_name(name: str, held: Mapping[str, Any], packed: Mapping[str, Sequence[
 
 
 def differing(streamed: Mapping[str, int], reports: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names of the server's parameters that hold something else than was streamed.
+    """Return the server's parameters that hold something else than was streamed.
 
-    ``streamed`` is the trainer's parameter -> fingerprint in the server's dtype, ``reports`` the
-    ``WeightReport.grpo_weights()`` of every worker.
+    ``streamed`` has the trainer's fingerprints in the server's dtype, ``reports`` every worker's ``grpo_weights()``.
     """
     held, packed = reports[0]["parameters"], reports[0]["packed"]
     expected: dict[str, int] = {}
@@ -59,13 +58,9 @@ def differing(streamed: Mapping[str, int], reports: Sequence[Mapping[str, Any]])
 
 def checksum_error(bridge: str, wrong: Sequence[str]) -> str | None:
     """Return the message for a failed checksum, or None."""
-    if not wrong:
-        return None
     some = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
-    return (
-        f"weights did not reach the server through the '{bridge}' bridge: after the sync it holds other values than "
-        f"the trainer in {some}"
-    )
+    lost = f"weights did not reach the server through the '{bridge}' bridge"
+    return f"{lost}: after the sync it holds other values than the trainer in {some}" if wrong else None
 
 
 def logprob_error(bridge: str, difference: float, tolerance: float) -> str | None:

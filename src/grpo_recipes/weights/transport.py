@@ -32,10 +32,7 @@ class GenerationAborted(Exception):
 
 
 class ServerAdapter(HTTPAdapter):
-    """Limit the wait for every answer, which TRL's calls do not, and do not retry for a minute on a dead server.
-
-    ``timeout`` is in seconds; a request may set a shorter one. ``connections`` are kept for further requests.
-    """
+    """Limit the wait for every answer, which TRL's calls do not, and do not retry for a minute on a dead server."""
 
     def __init__(self, timeout: float, connections: int = 1):
         self._timeout = timeout
