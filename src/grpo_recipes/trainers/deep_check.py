@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 import tempfile
 from collections.abc import Callable, Mapping
@@ -23,7 +22,7 @@ from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.configs import CONFIGS, GRPOConfig, ModelConfig
 from grpo_recipes.rewards.probe import probe_rewards, problems_of, sample_rows
 from grpo_recipes.trainers.entry import load_callbacks
-from grpo_recipes.trainers.model import check_adapter, load_tokenizer, skeleton
+from grpo_recipes.trainers.model import check_adapter, load_tokenizer, quoting, skeleton
 
 SAMPLE = 64  # rows of the dataset that are looked at
 _ANSWER = "<answer>0</answer>"
@@ -61,18 +60,11 @@ def _configs(recipe: Recipe, sources: Assets) -> tuple[GRPOConfig, ModelConfig]:
         split = ["--per_device_train_batch_size", str(batch.per_device)]
         split += ["--gradient_accumulation_steps", str(batch.accumulation)]
         argv = ["--config", str(frozen), "--output_dir", folder, "--use_cpu", "true", *split]
-        with _refused((ValueError, TypeError), recipe.path.name, "TRL refuses the recipe", "change the keys it names"):
+        with quoting((ValueError, TypeError), recipe.path.name, "TRL refuses the recipe", "change the keys it names"):
             _, args, model_args = TrlParser(CONFIGS, allow_abbrev=False).parse_args_and_config(argv)
     if sources.model is not None:
         model_args.model_name_or_path, model_args.model_revision = sources.model.path, "main"
     return args, model_args
-
-
-def _refused(
-    kinds: tuple[type[Exception], ...], where: str, what: str, fix: str
-) -> contextlib.AbstractContextManager[None]:
-    """Turn a library's error inside into a config error that quotes it in a line."""
-    return translate(kinds, lambda error: config_error(where, f"{what}: {' '.join(str(error).split())[:300]}", fix))
 
 
 def _is_smoke(recipe: Recipe) -> bool:
@@ -100,7 +92,7 @@ def _prompts(recipe: Recipe, rows: list[dict[str, Any]], args: GRPOConfig, model
         what = "the dataset has no rows with a prompt and a solution"
         raise config_error(recipe.path.name, what, "look at its columns")
     where, fix = recipe.place("model_name_or_path"), "name a model with its tokenizer files"
-    with _refused((OSError, ValueError), where, "the tokenizer cannot be loaded", fix):
+    with quoting((OSError, ValueError), where, "the tokenizer cannot be loaded", fix):
         tokenizer = smoke.build_tokenizer() if _is_smoke(recipe) else load_tokenizer(model_args, args)
     use_template(recipe["chat_template"], tokenizer)
     renderer = Renderer(tokenizer, recipe["chat_template_kwargs"] or {})

@@ -21,9 +21,14 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_recipes.errors import ConfigError, config_error, translate
+from grpo_recipes.errors import config_error, translate
 from grpo_recipes.recipe.configs import GRPOConfig, ModelConfig
 from grpo_recipes.trainers.rank import shards_weights
+
+
+def quoting(kinds: tuple[type[Exception], ...], where: str, what: str, fix: str) -> AbstractContextManager[None]:
+    """Turn a library's error inside into a config error that quotes it in a line."""
+    return translate(kinds, lambda error: config_error(where, f"{what}: {' '.join(str(error).split())[:300]}", fix))
 
 
 def load_tokenizer(model_args: ModelConfig, args: GRPOConfig) -> PreTrainedTokenizerBase:
@@ -132,12 +137,8 @@ def check_adapter(model: PreTrainedModel, config: LoraConfig) -> int:
         if any(layer is one for layer in layers_called(name) for one in tied):
             what = f"'{name}' shares its weights with another layer (tie_word_embeddings)"
             raise config_error("lora_modules_to_save", what, f"remove {name}, or remove use_peft")
-
-    def refused(error: Exception) -> ConfigError:
-        what = f"PEFT cannot put the adapter on this model: {' '.join(str(error).split())[:300]}"
-        return config_error("lora_target_modules", what, f"write all-linear, or some of {linear}")
-
-    with translate((ValueError, TypeError), refused):
+    what, fix = "PEFT cannot put the adapter on this model", f"write all-linear, or some of {linear}"
+    with quoting((ValueError, TypeError), "lora_target_modules", what, fix):
         return len(_adapted_layers(get_peft_model(model, copy.deepcopy(config))))
 
 
