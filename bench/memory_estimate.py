@@ -6,7 +6,7 @@
 Every case is a `grpo launch` of the smoke recipe with a random Qwen2 model made on the spot: real server, real trainer,
 weights sent, a checkpoint written. The peak of a process is the kernel's own (VmHWM); that of the server is the sum
 over its processes. The case `constant` is the smoke model, whose own weights are too small to be seen: its peaks are
-the constants of ``plan.memory``, and it is not counted among the sizes. Random models do not stop early, so
+the constants of ``plan.estimates``, and it is not counted among the sizes. Random models do not stop early, so
 completions are as long as the recipe allows. With ``--only`` the other cases of the file stay as they are.
 """
 
@@ -22,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from grpo_recipes import smoke
 from grpo_recipes.paths import home
 from grpo_recipes.plan.devices import Resources
-from grpo_recipes.plan.memory import ModelShape, Workload, server_parts, trainer_parts
+from grpo_recipes.plan.estimates import Workload, model_facts
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.types import Names
 from grpo_recipes.recipe import read_recipe
@@ -87,10 +86,9 @@ def write(result: dict[str, Any], path: Path) -> None:
 
 def compared(case: dict[str, Any]) -> dict[str, Any]:
     """A case with its estimates, from what is recorded of it."""
-    work = Workload(**case["workload"])
-    shape = ModelShape.of(case["config"])
-    found = {"parameters": shape.parameters}
-    for role, parts in (("trainer", trainer_parts(shape, work)), ("server", server_parts(shape, work))):
+    model = model_facts(case["config"])
+    work, found = Workload({**case["workload"], **model}), {"parameters": model["parameters"]}
+    for role, parts in (("trainer", work.trainer()), ("server", work.server())):
         total, measured = sum(parts.values()), case[role]["measured"]
         found[role] = {
             "measured": measured,
@@ -132,7 +130,7 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     return {
         "trainer": {"measured": peaks["trainer"]},
         "server": {"measured": peaks["server"]},
-        "workload": asdict(Workload.of(recipe, plan)),
+        "workload": Workload.of(recipe, plan),
         "config": json.loads((Path(plan.model) / "config.json").read_text()),
         **_circumstances(),
     }

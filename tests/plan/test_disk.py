@@ -12,12 +12,11 @@ import yaml
 from grpo_recipes import cli
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError
 from grpo_recipes.plan.devices import environment_device
-from grpo_recipes.plan.estimates import Disk, estimate_disk, need_room
-from grpo_recipes.plan.memory import GIB, ModelShape
+from grpo_recipes.plan.estimates import UnknownShape, estimate_disk, in_gib, model_facts, need_room
 
 from .model_folders import SMALL, model_folder
 
-P = ModelShape.of(SMALL).parameters
+P = model_facts(SMALL)["parameters"]
 
 
 @pytest.fixture
@@ -44,15 +43,13 @@ def disk(read, planned, tmp_path):
 )
 def test_what_a_checkpoint_holds(keys, checkpoint, disk):
     found = disk(**keys)
-    assert found.checkpoint == checkpoint
-    assert found.model == 2 * P
-    assert found.total == 3 * checkpoint + 2 * P  # a limit of two, and the one being written
+    assert found.parts == {"checkpoints": 3 * checkpoint, "model": 2 * P}  # a limit of two, and the one being written
 
 
 def test_an_adapter_is_small_and_its_model_is_merged(disk):
     found = disk(use_peft=True, lora_r=1)
-    assert found.checkpoint < P
-    assert found.model > 2 * P
+    assert found.parts["checkpoints"] < 3 * P
+    assert found.parts["model"] > 2 * P
 
 
 @pytest.mark.parametrize(
@@ -62,18 +59,18 @@ def test_an_adapter_is_small_and_its_model_is_merged(disk):
         ({"save_total_limit": 5}, 6),
         ({"save_total_limit": 5, "max_steps": 250, "save_steps": 100}, 3),
         ({"save_total_limit": None, "max_steps": 250, "save_steps": 100}, 3),
-        ({"save_total_limit": None}, None),
-        ({"save_total_limit": None, "save_strategy": "epoch"}, None),
+        ({"save_total_limit": None}, 2),
+        ({"save_total_limit": None, "save_strategy": "epoch"}, 2),
         ({"save_strategy": "no"}, 1),
     ],
 )
 def test_how_many_checkpoints_there_are_at_a_time(keys, checkpoints, disk):
-    assert disk(**keys).checkpoints == checkpoints
+    assert disk(**keys).parts["checkpoints"] == checkpoints * 6 * P
 
 
 def test_free_bytes_are_those_the_user_may_write(disk, tmp_path):
     there = os.statvfs(tmp_path)
-    assert disk().free == pytest.approx(there.f_bavail * there.f_frsize, rel=0.1)
+    assert disk().available == pytest.approx(there.f_bavail * there.f_frsize, rel=0.1)
 
 
 def test_what_a_resumed_run_has_written_is_room(disk, tmp_path, monkeypatch):
@@ -81,7 +78,7 @@ def test_what_a_resumed_run_has_written_is_room(disk, tmp_path, monkeypatch):
     kept = tmp_path / "runs/one/checkpoints/checkpoint-2"
     kept.mkdir(parents=True)
     (kept / "weights").write_bytes(b"x" * 500)
-    assert disk().free == 1500
+    assert disk().available == 1500
 
 
 def test_the_limit_that_is_named_fits(disk, monkeypatch):
@@ -89,15 +86,15 @@ def test_the_limit_that_is_named_fits(disk, monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=free, f_frsize=1))
     found = disk(save_total_limit=20)
     assert not found.fits
-    assert found.lines()[-1] == f"disk       does not fit. Fix: {found.suggestion}"
-    named = yaml.safe_load(found.suggestion)
+    named = yaml.safe_load(found.fix)
     assert disk(**named).fits
     assert not disk(save_total_limit=named["save_total_limit"] + 1).fits
 
 
-def test_where_not_even_one_fits_another_folder_is_named():
-    disk = Disk(checkpoint=10 * GIB, checkpoints=3, model=5 * GIB, free=12 * GIB, folder="runs")
-    assert disk.suggestion == "run_root: a folder with 25.0 GiB free, and save_total_limit: 1"
+def test_where_not_even_one_fits_another_folder_is_named(disk, monkeypatch):
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=9 * P, f_frsize=1))
+    least = in_gib(2 * 6 * P + 2 * P)
+    assert disk().fix == f"run_root: a folder with {least} GiB free, and save_total_limit: 1"
 
 
 def test_a_run_that_cannot_fit_is_refused(read, planned, tmp_path, monkeypatch):
@@ -114,8 +111,8 @@ def test_a_run_that_cannot_fit_is_refused(read, planned, tmp_path, monkeypatch):
 def test_what_cannot_be_estimated_is_not_refused(read, planned):
     recipe = read()
     need_room(recipe, planned(recipe=recipe), Path("runs/one"))
-    (line,) = estimate_disk(recipe, planned(recipe=recipe), Path("runs/one")).lines()
-    assert "grpo fetch" in line
+    with pytest.raises(UnknownShape, match="grpo fetch"):
+        estimate_disk(recipe, planned(recipe=recipe), Path("runs/one"))
 
 
 @pytest.mark.skipif(environment_device() != "cpu", reason="a CUDA environment asks for GPUs first")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 
 import pytest
@@ -26,7 +25,6 @@ def past(planned, tmp_path):
         (folder / "plan.json").write_text(json.dumps({**plan.as_json(), **changes}))
         told = rows or [{"step": step, "seconds/step": seconds if step > 1 else 99.0} for step in range(1, 6)]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told))
-        os.utime(folder / "run.json", (number, number))
         return folder
 
     def speed(walltime=None, plan=plan):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo_recipes.plan.memory import _KNOWN, ModelShape, UnknownShape, read_shape
+from grpo_recipes.plan.estimates import _KNOWN, UnknownShape, model_facts, read_model
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -22,21 +22,22 @@ def test_parameters_are_those_of_the_built_model(kind, tied):
     config = AutoConfig.for_model(kind, **SIZES, tie_word_embeddings=tied)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    assert ModelShape.of(config.to_dict()).parameters == sum(one.numel() for one in model.parameters())
+    assert model_facts(config.to_dict())["parameters"] == sum(one.numel() for one in model.parameters())
 
 
 def test_numbers_a_file_may_leave_out():
     plain = {key: value for key, value in SIZES.items() if key not in ("head_dim", "num_key_value_heads")}
-    shape = ModelShape.of({**plain, "model_type": "llama", "torch_dtype": "bfloat16"})
-    assert (shape.head, shape.kv_heads, shape.tied, shape.dtype) == (16, 4, False, "bfloat16")
-    assert ModelShape.of({**plain, "model_type": "gemma"}).tied
+    llama = model_facts({**plain, "model_type": "llama", "torch_dtype": "bfloat16"})
+    assert (llama["queries"], llama["keys"], llama["kv_heads"], llama["saved"]) == (64, 64, 4, "bfloat16")
+    gemma = model_facts({**plain, "model_type": "gemma"})
+    assert llama["parameters"] - gemma["parameters"] == gemma["embedding"]  # which gemma ties by default
 
 
 @pytest.mark.parametrize(
     ("config", "said"),
     [
         ({**SIZES, "model_type": "mixtral"}, "type 'mixtral'"),
-        ({"model_type": "qwen2", "hidden_size": 8}, "num_attention_heads"),
+        ({"model_type": "qwen2", "hidden_size": 8}, "intermediate_size"),
         ({**SIZES, "model_type": "qwen2", "hidden_size": "wide"}, "wide"),
         ({**SIZES, "model_type": "qwen2", "num_attention_heads": 0, "head_dim": None}, "Zero"),
         ([], "not a JSON mapping"),
@@ -45,7 +46,7 @@ def test_numbers_a_file_may_leave_out():
 def test_what_is_not_counted_is_said(config, said, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnknownShape, match=said):
-        read_shape(str(tmp_path))
+        read_model(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -55,9 +56,9 @@ def test_a_model_that_is_not_here_or_broken(text, said, tmp_path):
     if text is not None:
         (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(UnknownShape, match=said):
-        read_shape(str(tmp_path))
+        read_model(str(tmp_path))
 
 
 def test_a_name_that_no_folder_can_have():
     with pytest.raises(UnknownShape, match="not on this machine"):
-        read_shape("x" * 300)
+        read_model("x" * 300)

@@ -54,7 +54,7 @@ class Case:
     @functools.cached_property
     def estimates(self) -> Estimates:
         """Estimate memory and disk of the plan, as `grpo plan` does."""
-        return estimate(self.plan, self.recipe, self._names, gpu_memory(self.machine.environment))
+        return estimate(self.plan, self.recipe, self._names, gpu_memory(self.machine.environment), None)
 
     def missing(self, model: bool) -> Finding | None:
         """Name the model, or the datasets, that a run would have to download."""
@@ -124,39 +124,39 @@ def gated(case: Case) -> Finding:
 def checkpoint_space(case: Case) -> Finding:
     """Space for the checkpoints (save_total_limit and one more) and the model, as `grpo plan` estimates it."""
     disk = case.estimates.disk
-    if disk.unknown or disk.free is None:
-        return ok(f"not estimated: {disk.unknown or 'free space is not known'}")
-    many = f"{disk.checkpoints} checkpoints" if disk.checkpoints else "2 of unlimited checkpoints"
-    what = f"about {gigabytes(disk.total)} for {many} and the model, {gigabytes(disk.free)} free"
+    if disk is None or disk.available is None:
+        return ok(f"not estimated: {case.estimates.unknown or 'free space is not known'}")
+    what = f"about {gigabytes(disk.total)} for checkpoints and the model, {gigabytes(disk.available)} free"
     endless = "write save_total_limit: 2: without it the disk fills with every save_steps"
-    full = f"make room, or write {disk.suggestion}"
-    return judge(what, (not disk.fits, PROBLEM, full), (not disk.checkpoints, WARNING, endless))
+    unlimited = case.recipe["save_total_limit"] is None
+    return judge(what, (not disk.fits, PROBLEM, f"make room, or write {disk.fix}"), (unlimited, WARNING, endless))
 
 
 def weights_way(case: Case) -> Finding:
     """Space in /dev/shm for the weights on their way to the server, where they go through files."""
     disk = case.estimates.disk
-    if case.plan.bridge != "file" or disk.unknown:
-        return ok(f"not estimated: {disk.unknown}" if case.plan.bridge == "file" else "not needed")
+    if case.plan.bridge != "file" or disk is None:
+        return ok(f"not estimated: {case.estimates.unknown}" if case.plan.bridge == "file" else "not needed")
     folder = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else case.machine.temporary
     free = shutil.disk_usage(folder).free
-    what = f"{gigabytes(disk.model)} a sync, {gigabytes(free)} free in {folder}"
-    return judge(what, (disk.model > free, PROBLEM, f"make {folder} larger (docker run --shm-size), or free it"))
+    what = f"{gigabytes(disk.parts['model'])} a sync, {gigabytes(free)} free in {folder}"
+    full = f"make {folder} larger (docker run --shm-size), or free it"
+    return judge(what, (disk.parts["model"] > free, PROBLEM, full))
 
 
 def training_memory(case: Case) -> Finding:
     """Memory of trainers and server at their peak, in GPUs or in the machine, as `grpo plan` estimates it."""
-    takes = case.estimates.memory
-    if takes.unknown:
-        return ok(f"not estimated: {takes.unknown}")
+    needs = case.estimates.memory
+    if case.estimates.unknown:
+        return ok(f"not estimated: {case.estimates.unknown}")
     if case.plan.device == "cuda":
-        what = "; ".join(f"{role} {need}" for role, need in takes.roles.items())
-        if takes.roles["trainer"].available is None:
+        what = "; ".join(f"{role} {need}" for role, need in needs.items())
+        if needs["trainer"].available is None:
             return ok(f"{what}; the GPUs' memory is not known")
-        return judge(what, (not takes.fits, PROBLEM, f"write {takes.suggestion}"))
+        return judge(what, *((not need.fits, PROBLEM, f"write {need.fix}") for need in needs.values()))
     # on CPU all processes share the machine's memory
     processes = {"trainer": case.plan.batch.world_size, "server": 1}
-    needed = sum(need.total * processes[role] for role, need in takes.roles.items())
+    needed = sum(need.total * processes[role] for role, need in needs.items())
     what, free = f"about {gigabytes(needed)}", free_memory()
     fix = "ask for more (sbatch --mem), or take a smaller model"
     return judge(f"{what}, {gigabytes(free)} of memory free", (needed > free, PROBLEM, fix))

@@ -97,10 +97,10 @@ def prepare(
     names, sources = names_of(recipe), find_assets(recipe, environment)
     plan = make_plan(recipe, resources, environment, names, entry_of(recipe, asked), sources)
     estimates = estimate(plan, recipe, names, profile.gpu_memory_gib, walltime_seconds(profile.time))
-    memory = estimates.memory
-    if not memory.fits:
-        fix = f"{memory.suggestion}; or leave gpu_memory_gib out of {profile.name}.yaml to submit it all the same"
-        raise config_error(shown(plan.recipe), f"the run does not fit: {memory.excess}", fix)
+    for role, need in estimates.memory.items():
+        if not need.fits:
+            fix = f"{need.fix}; or leave gpu_memory_gib out of {profile.name}.yaml to submit it all the same"
+            raise config_error(shown(plan.recipe), f"the run does not fit: the {role} needs {need.size}", fix)
     need_room(recipe, plan, names.run_dir)
     _need_routes(recipe, profile, names, environment)
     _check_deep(path, task, flags, environment)

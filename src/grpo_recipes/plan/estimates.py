@@ -1,4 +1,9 @@
-"""What a planned run will take: memory, disk and time, and which key to change where that does not fit. No torch."""
+"""What a planned run will take: memory, disk and time, and which key to change where that does not fit. No torch.
+
+What torch, TRL, accelerate and DeepSpeed allocate was read in their source (TRL 1.16, DeepSpeed 0.19). The two
+constants of a CPU run are measured by ``bench/memory_estimate.py``, which also says how near the whole is. Nobody has
+measured the constants of a GPU run, so an estimate for GPUs is a guide and no promise.
+"""
 
 from __future__ import annotations
 
@@ -11,37 +16,250 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.errors import ConfigError, config_error
+from grpo_recipes.errors import ConfigError, config_error, translate
 from grpo_recipes.paths import shown
-from grpo_recipes.plan.memory import (
-    GIB,
-    ModelShape,
-    Parts,
-    UnknownShape,
-    Workload,
-    checkpoint_states,
-    read_shape,
-    sequence_cache,
-    server_parts,
-    trained,
-    trainer_parts,
-)
+from grpo_recipes.plan.commands import CPU_KV_CACHE_GIB, gpu_share, longest_sequence
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.learning import mixed_precision
 from grpo_recipes.runs.health import number
-from grpo_recipes.runs.rundir import Run, clock
+from grpo_recipes.runs.rundir import Run, clock, json_mapping
 from grpo_recipes.slurm.client import job_end_time
 
-_GAPS = 0.05  # of a GPU: what torch's allocator cannot use between its blocks; not measured
-_LENGTH_STEP, _SHARE_STEP, _LARGEST_SHARE = 128, 0.05, 0.95
-_MOST_TRAINERS = 1024
+GIB = 1 << 30
+Parts = dict[str, int]  # bytes
+Facts = dict[str, Any]
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Decoders with grouped attention and a gated MLP, which are all counted the same way.
+_KNOWN = frozenset({"gemma", "granite", "llama", "mistral", "qwen2", "qwen3"})
+_CONFIG_KEYS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
+    "max_position_embeddings",
+)  # fmt: skip
+# What the processes hold before the model counts: bench/results/memory_estimate.json, case "constant".
+_TRAINER_IMPORTS = 780_000_000
+_SERVER_IMPORTS = 1_950_000_000  # of the API server, the engine and one worker, each with torch and vLLM
+# Not measured: CUDA's context with its libraries and NCCL's buffers, vLLM's captured graphs, and the share of a GPU
+# that torch's allocator cannot use between its blocks.
+_CUDA_CONTEXT = _CUDA_GRAPHS = GIB
+_GAPS = 0.05
+# trl/kernels/chunked_logprob.py: the output layer is computed in tiles of so many tokens and words, never as a whole.
+_TILE_TOKENS, _TILE_WORDS = 4096, 32768
+_TILE_COPIES_ON_CPU = 8  # of _backward_tile: torch makes every intermediate, where Triton works in place
+# DeepSpeed's defaults, in elements, which TRL's accelerate files leave alone.
+_ZERO_BUCKET, _ZERO3_LIVE = 500_000_000, 1_000_000_000
+# vLLM's defaults of an API server: sequences at a time, and tokens of one batch on a GPU.
+_SEQUENCES, _BATCHED_TOKENS = {"cpu": 128, "cuda": 1024}, 8192
+# Keys of the recipe that decide how much memory a run takes, beside those that a plan works out.
+_KEYS = (
+    "attn_implementation", "dtype", "gradient_checkpointing", "lora_modules_to_save", "lora_r", "optim", "use_peft",
+    "vllm_tensor_parallel_size",
+)  # fmt: skip
+_LENGTH_STEP, _SHARES = 128, 20  # tokens, and parts of a GPU, in which a suggestion moves
 _SHARING_MORE = {"ddp": ("zero2", "zero3"), "zero2": ("zero3",)}
 
-_MOST_RUNS = 200  # newest run directories looked at
 _TAIL_BYTES = 1 << 18  # of metrics.jsonl: some hundred steps are enough for a median
-_MOST_ALIKE = 5  # newest of those that are like this one
+_MOST_ALIKE = 5  # newest of the earlier runs that are like this one
 _WARM_UP_STEPS = 1  # the first step of a run compiles and fills caches
 _ALIKE = ("task", "model", "flavour", "mode", "completions", "world_size", "tokens")  # of a plan and its batch
+
+
+class UnknownShape(Exception):
+    """The sizes are not known; the message says why and, after a semicolon, what to do."""
+
+
+def model_facts(config: Mapping[str, Any]) -> Facts:
+    """Return the sizes of a decoder from its ``config.json``; UnknownShape for a family not counted here."""
+    kind = config.get("model_type")
+    if kind not in _KNOWN:
+        raise UnknownShape(f"models of type '{kind}' are not counted")
+    wrong = (KeyError, TypeError, ValueError, ZeroDivisionError)
+    with translate(wrong, lambda error: UnknownShape(f"its config.json is not understood ({error!r})")):
+        hidden, intermediate, layers, heads, words, positions = (int(config[name]) for name in _CONFIG_KEYS)
+        kv_heads, head = int(config.get("num_key_value_heads") or heads), int(config.get("head_dim") or hidden // heads)
+    queries, keys, embedding = heads * head, kv_heads * head, words * hidden
+    biases = queries + 2 * keys if kind == "qwen2" or config.get("attention_bias") else 0
+    norms = 2 * hidden + (2 * head if kind == "qwen3" else 0)
+    layer = 2 * hidden * (queries + keys) + 3 * hidden * intermediate + biases + norms
+    ends = embedding if config.get("tie_word_embeddings", kind == "gemma") else 2 * embedding
+    return {
+        "hidden": hidden, "intermediate": intermediate, "layers": layers, "heads": heads, "kv_heads": kv_heads,
+        "queries": queries, "keys": keys,  # widths of all heads, of queries and of keys
+        "layer": layer, "embedding": embedding, "parameters": layers * layer + ends + hidden,  # elements
+        "vocabulary": words, "positions": positions, "saved": config.get("dtype") or config.get("torch_dtype"),
+    }  # fmt: skip
+
+
+def read_model(model: str) -> Facts:
+    """Return the sizes of the model in a folder; a plan names a hub id instead where it has not been fetched."""
+    absent = "its config.json is not on this machine; grpo fetch RECIPE brings it"
+    with translate(OSError, lambda _: UnknownShape(absent)):
+        config = json_mapping((Path(model) / "config.json").read_bytes())
+    if config is None:
+        raise UnknownShape("its config.json is not a JSON mapping")
+    return model_facts(config)
+
+
+class Workload(dict[str, Any]):
+    """Everything that decides how much memory a run takes, by the keys of the recipe and a few more; sizes in bytes."""
+
+    @classmethod
+    def of(cls, recipe: Recipe, plan: Plan) -> Workload:
+        """Return the workload of a plan; UnknownShape where a sequence has no limit, or CONFIG_FILE decides."""
+        model, longest, completion = read_model(plan.model), longest_sequence(recipe), recipe["max_completion_length"]
+        sequence = recipe["max_prompt_length"] + completion if recipe["max_prompt_length"] and completion else longest
+        if sequence is None:
+            raise UnknownShape("no key limits the length of a sequence; write max_prompt_length")
+        if plan.accelerator == "custom":
+            raise UnknownShape("the file of CONFIG_FILE decides how the model is shared; unset it")
+        facts = {
+            **model,
+            "per_device_train_batch_size": plan.batch.per_device,
+            "vllm_max_model_length": longest or model["positions"],
+            "vllm_gpu_memory_utilization": gpu_share(recipe, plan.mode),
+            "world_size": plan.batch.world_size,
+            "completions": plan.batch.per_device * plan.batch.accumulation,  # of a step, on one process
+            "sequence": sequence,  # tokens of the longest prompt and completion together
+            "completion": min(sequence, completion or sequence),  # tokens of the longest one
+            "low": mixed_precision(recipe) != "no",  # whether a forward pass computes in 16 bits, whatever the weights
+            "reference": recipe["beta"] != 0.0 or bool(plan.maxent and plan.maxent.beta),
+            **{name: getattr(plan, name) for name in ("device", "mode", "accelerator", "bridge")},
+            **{key: recipe[key] for key in _KEYS},
+        }
+        return cls(facts)
+
+    @property
+    def element(self) -> int:
+        """A weight as it is loaded."""
+        return _BYTES.get(self["dtype"], _BYTES.get(self["saved"], 4))
+
+    @property
+    def computed(self) -> int:
+        """A value in the forward pass."""
+        return 2 if self["low"] else self.element
+
+    @property
+    def zero(self) -> bool:
+        """Whether DeepSpeed holds weights, gradients and states."""
+        return self["accelerator"] in ("zero2", "zero3")
+
+    @property
+    def shards(self) -> int:
+        """The parts that gradients and optimizer states are cut into."""
+        return self["world_size"] if self.zero or self["accelerator"] == "fsdp2" else 1
+
+    @property
+    def trained(self) -> int:
+        """The elements that are trained: all, or an adapter of every linear layer and embeddings beside it."""
+        if not self["use_peft"]:
+            return self["parameters"]
+        sides = 7 * self["hidden"] + 2 * (self["queries"] + self["keys"]) + 3 * self["intermediate"]
+        return self["layers"] * self["lora_r"] * sides + self["embedding"] * len(self["lora_modules_to_save"] or ())
+
+    @property
+    def trained_element(self) -> int:
+        """A trained element, as its gradient and the states of a plain optimizer have it."""
+        if self.zero:
+            return 2 if self["low"] else 4
+        return 4 if self["use_peft"] or (self["accelerator"] == "fsdp2" and self["low"]) else self.element
+
+    @property
+    def weights(self) -> int:
+        """The weights that one process holds."""
+        count, accelerator = self["parameters"], self["accelerator"]
+        element = self.trained_element if self.zero else self.element  # DeepSpeed casts the model itself
+        if accelerator == "zero3":
+            return element * (count // self["world_size"] + min(count, _ZERO3_LIVE))
+        if accelerator == "fsdp2":
+            gathered = self.computed * 2 * (self["layer"] + self["embedding"])
+            return self.trained_element * count // self["world_size"] + gathered
+        adapter = 4 * self.trained if self["use_peft"] else 0  # PEFT keeps adapters in float32
+        copies = 2 * count if self["low"] and element == 4 and self["device"] == "cuda" else 0  # autocast's
+        return element * count + adapter + copies
+
+    @property
+    def states(self) -> int:
+        """The optimizer's states, with DeepSpeed also the float32 weights that it updates."""
+        name = self["optim"].removeprefix("paged_")
+        states = 0 if name in ("adafactor", "sgd") else 1 if name.startswith(("lion", "adagrad", "rmsprop")) else 2
+        plain = 4 if self.zero else self.trained_element
+        size = 1 if "8bit" in name or "4bit" in name else 4 if "32bit" in name else plain
+        master = 4 if self.zero and self["low"] else 0
+        return (states * size + master) * self.trained // self.shards
+
+    @property
+    def activations(self) -> int:
+        """What the backward pass needs of the forward pass, and the working space of the layer it is in."""
+        computed, element = self.computed, self.element
+        tokens = self["per_device_train_batch_size"] * self["sequence"]
+        # A norm saves its input in float32, the normalised input and its output.
+        norms = 2 * self["hidden"] * (4 + 2 * element)
+        attention = 4 * self["queries"] * computed  # query, key and value repeated for each head, and the output
+        scores = 2 * self["heads"] * self["sequence"] * computed if self["attn_implementation"] == "eager" else 0
+        layer = tokens * (norms + attention + scores + 4 * self["intermediate"] * computed)
+        working = 3 * tokens * (self["intermediate"] * computed + self["hidden"] * 4)  # and the ends in float32
+        if self["gradient_checkpointing"]:
+            return self["layers"] * tokens * self["hidden"] * element + layer + working
+        return self["layers"] * layer + working
+
+    @property
+    def output_layer(self) -> int:
+        """What TRL's log-probs take: a tile of logits at a time, and the gradients of the layer in float32."""
+        on_cpu = self["device"] == "cpu"
+        # Triton takes the scored tokens alone.
+        rows = self["per_device_train_batch_size"] * self["sequence" if on_cpu else "completion"]
+        tile = min(rows, _TILE_TOKENS) * min(self["vocabulary"], _TILE_WORDS)
+        tiles = tile * (4 * _TILE_COPIES_ON_CPU if on_cpu else self.computed)
+        gradient = 0 if self["use_peft"] else self["embedding"] * (4 + (self.element if self.element < 4 else 0))
+        return tiles + rows * self["hidden"] * (4 + self.computed) + gradient
+
+    def trainer(self) -> Parts:
+        """Return what one training process holds at its worst moment, part by part."""
+        on_cpu, whole, accelerator = self["device"] == "cpu", self["parameters"], self["accelerator"]
+        held = {"libraries": _TRAINER_IMPORTS if on_cpu else _CUDA_CONTEXT,
+                "weights": self.weights, "optimizer": self.states}  # fmt: skip
+        if self["reference"] and not self["use_peft"]:  # with an adapter the base model under it is the reference
+            shards = self["world_size"] if accelerator in ("zero3", "fsdp2") else 1
+            held["reference"] = (self.trained_element if self.zero else self.element) * whole // shards
+        copies = 2 if accelerator == "ddp" else 1  # DDP's buckets are a second copy
+        gradients = self.trained_element * (copies * self.trained // self.shards + (_ZERO_BUCKET if self.zero else 0))
+        # DeepSpeed's step makes its own float32 copy of the gradients.
+        flat = 4 * self.trained // self["world_size"] if self.zero and self["low"] else 0
+        passing = {"activations": self.activations, "output layer": self.output_layer}
+        moments = [passing | {"gradients": gradients}, {"gradients": gradients + flat}]
+        if self["mode"] == "transformers":
+            moments.append({"KV cache": self["completions"] * self.sequence_cache(self["sequence"])})
+        if on_cpu and self["bridge"] == "file":
+            moments.append(passing | {"weights in transit": self.element * whole})
+        worst = max(moments, key=lambda parts: sum(parts.values()))
+        return {name: size for name, size in {**held, **worst}.items() if size}
+
+    def server(self) -> Parts:
+        """Return what the vLLM server holds at its peak: on CPU all its processes together, on a GPU one of its GPUs.
+
+        The KV cache of a GPU is what the rest leaves of vLLM's share of it, and not in this.
+        """
+        on_cpu = self["device"] == "cpu"
+        weights = self.element * self["parameters"] // self["vllm_tensor_parallel_size"]
+        parts = {"libraries": _SERVER_IMPORTS if on_cpu else _CUDA_CONTEXT + _CUDA_GRAPHS, "weights": weights,
+                 "output layer": 3 * _SEQUENCES[self["device"]] * self["vocabulary"] * 4}  # fmt: skip
+        if not on_cpu:
+            widest = 2 * self["intermediate"] // self["vllm_tensor_parallel_size"] + 3 * self["hidden"]
+            return parts | {"activations": _BATCHED_TOKENS * widest * self.element}
+        transit = {"weights in transit": weights} if self["bridge"] == "file" else {}
+        return parts | {"KV cache": CPU_KV_CACHE_GIB * GIB} | transit
+
+    def sequence_cache(self, length: int) -> int:
+        """Return the KV cache that one sequence of ``length`` tokens takes on one of the server's GPUs."""
+        keys = max(self["keys"] // self["kv_heads"], self["keys"] // self["vllm_tensor_parallel_size"])
+        return length * 2 * self["layers"] * keys * self.element
+
+    def checkpoint(self) -> int:
+        """Return the trained weights and the optimizer's part of a checkpoint, of all processes together."""
+        alone = Workload({**self, "world_size": 1})
+        weights = 4 * self.trained if self["use_peft"] else self.element * self["parameters"]
+        # DeepSpeed adds the weights it trains
+        return weights + alone.states + (Workload({**alone, "accelerator": "zero2"}).weights if self.zero else 0)
 
 
 def in_gib(size: int) -> str:
@@ -51,10 +269,11 @@ def in_gib(size: int) -> str:
 
 @dataclass(frozen=True)
 class Need:
-    """What one GPU, or on CPU the processes of one role, must hold at their peak, in bytes."""
+    """What must find room, in bytes: at its peak on one GPU, on CPU in the machine's memory, or in all on the disk."""
 
     parts: Parts
     available: int | None  # None where that is not known
+    fix: str = ""  # the key to change, with its value, where it does not fit
 
     @property
     def total(self) -> int:
@@ -66,201 +285,111 @@ class Need:
         """Whether it fits, as far as is known."""
         return self.available is None or self.total <= self.available
 
+    @property
+    def size(self) -> str:
+        """The total, and what there is for it."""
+        return f"{in_gib(self.total)}{'' if self.available is None else f' of {in_gib(self.available)}'} GiB"
+
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {in_gib(size)}" for name, size in self.parts.items())
-        of = "" if self.available is None else f" of {in_gib(self.available)}"
-        return f"{in_gib(self.total)}{of} GiB: {parts}"
+        return f"{self.size}: " + ", ".join(f"{name} {in_gib(size)}" for name, size in self.parts.items())
+
+    def as_json(self) -> Facts:
+        """Return the need as plain data."""
+        return {"total": self.total, "fits": self.fits, **asdict(self)}
 
 
-@dataclass(frozen=True)
-class Memory:
-    """The memory estimate of a plan."""
-
-    roles: Mapping[str, Need]  # trainer: one process; server: one of its GPUs, on CPU all its processes
-    suggestion: str | None = None  # the key to change, with its value, where it does not fit
-    unknown: str = ""  # why there is no estimate
-
-    @property
-    def fits(self) -> bool:
-        """Whether it fits, as far as is known."""
-        return all(need.fits for need in self.roles.values())
-
-    @property
-    def excess(self) -> str:
-        """Words that say what does not fit; none where all fits."""
-        return " and ".join(
-            f"the {role} needs {in_gib(need.total)} of {in_gib(need.available or 0)} GiB"
-            for role, need in self.roles.items()
-            if not need.fits
-        )
-
-    def lines(self) -> list[str]:
-        """Return a line for each role, and one that says what does not fit."""
-        if self.unknown:
-            return [f"memory     not estimated: {self.unknown}"]
-        lines = [f"memory     {role} {need}" for role, need in self.roles.items()]
-        return lines if self.fits else [*lines, f"memory     does not fit: {self.excess}. Fix: {self.suggestion}"]
+def estimate_memory(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> dict[str, Need]:
+    """Estimate what trainer and server of a plan hold; ``gpu_gib`` is a GPU's memory, if known; UnknownShape."""
+    work = Workload.of(recipe, plan)
+    gpu = int(gpu_gib * GIB) if gpu_gib is not None and plan.device == "cuda" else None
+    found = needs(work, gpu).items()
+    return {role: one if one.fits else replace(one, fix=suggest(role, recipe, work, gpu)) for role, one in found}
 
 
-def estimate_memory(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> Memory:
-    """Estimate what the processes of a plan hold at their peak; ``gpu_gib`` is the memory of one GPU, if known."""
-    try:
-        shape = read_shape(plan.model)
-        work = Workload.of(recipe, plan)
-    except UnknownShape as error:
-        return Memory({}, unknown=str(error))
-    gpu_bytes = int(gpu_gib * GIB) if gpu_gib is not None and plan.device == "cuda" else None
-    roles = needs(shape, work, gpu_bytes)
-    over = next((role for role, need in roles.items() if not need.fits), None)
-    return Memory(roles, None if over is None else suggest(over, recipe, shape, work, gpu_bytes))
-
-
-def needs(shape: ModelShape, work: Workload, gpu_bytes: int | None) -> dict[str, Need]:
+def needs(work: Workload, gpu: int | None) -> dict[str, Need]:
     """Return what a training process needs of its GPU, and the server, if any, of its share of one.
 
     A colocated vLLM takes its share first. A server takes at least the cache of one longest sequence, else all it may.
     """
-    taken = _GAPS + (work.share if work.mode == "colocate" else 0)
-    roles = {"trainer": Need(trainer_parts(shape, work), None if gpu_bytes is None else int(gpu_bytes * (1 - taken)))}
-    if work.mode == "transformers":
+    share = work["vllm_gpu_memory_utilization"]
+    own = 1 - _GAPS - (share if work["mode"] == "colocate" else 0)
+    roles = {"trainer": Need(work.trainer(), None if gpu is None else int(gpu * own))}
+    if work["mode"] == "transformers":
         return roles
-    parts, share = server_parts(shape, work), None if gpu_bytes is None else int(gpu_bytes * work.share)
-    if work.device == "cuda":
-        cache = sequence_cache(shape, work, work.longest or shape.positions)
-        parts["KV cache"] = cache if share is None else max(cache, share - sum(parts.values()))
-    return roles | {"server": Need(parts, share)}
+    parts, available = work.server(), None if gpu is None else int(gpu * share)
+    if work["device"] == "cuda":
+        least = work.sequence_cache(work["vllm_max_model_length"])
+        parts["KV cache"] = max(least, (available or 0) - sum(parts.values()))
+    return roles | {"server": Need(parts, available)}
 
 
-def suggest(role: str, recipe: Recipe, shape: ModelShape, work: Workload, gpu_bytes: int | None) -> str:
-    """Name the first change by which that role fits, a colocated vLLM too: the one that costs least."""
-    smallest = replace(work, per_device=1, accumulation=2, checkpointing=True)
-    trains = role == "trainer"
-    for text, changed in _trainer_changes(recipe, work, smallest) if trains else _server_changes(shape, work):
-        roles = needs(shape, changed, gpu_bytes)
-        if roles[role].fits and (work.mode != "colocate" or roles["server"].fits):
-            return text
-    least = in_gib(needs(shape, smallest, gpu_bytes)["trainer"].total)
-    larger = f"GPUs of {least} GiB or more" if trains else "larger GPUs for the server"
-    return f"no key alone makes it fit; take {larger}"
+def suggest(role: str, recipe: Recipe, work: Workload, gpu: int | None) -> str:
+    """Return the first change by which that role fits, a colocated vLLM too: the one that costs least."""
+    for change in _changes(role, recipe, work):
+        roles = needs(Workload({**work, **change}), gpu)
+        if roles[role].fits and (work["mode"] != "colocate" or roles["server"].fits):
+            return " and ".join(f"{key}: {str(value).lower()}" for key, value in change.items())
+    return "no key alone makes it fit; take larger GPUs, or more of them with accelerator: zero3"
 
 
-def _trainer_changes(recipe: Recipe, work: Workload, smallest: Workload) -> Iterator[tuple[str, Workload]]:
-    """Yield the changes to try, cheap ones first; the last is to train the smallest workload on more GPUs."""
-    completions = work.per_device * work.accumulation
-    for size in range(work.per_device - 1, 0, -1):
-        passes, rest = divmod(completions, size)
-        if not rest:
-            more = "" if recipe["prompts_per_step"] else f" and gradient_accumulation_steps: {passes}"
-            yield f"per_device_train_batch_size: {size}{more}", replace(work, per_device=size, accumulation=passes)
-    if not work.checkpointing:
-        yield "gradient_checkpointing: true", replace(work, checkpointing=True)
-    if work.mode == "colocate":
-        for share in _shares(range(int(work.share / _SHARE_STEP) - 1, 0, -1)):
-            yield f"vllm_gpu_memory_utilization: {share}", replace(work, share=share)
-    for name in _SHARING_MORE.get(work.accelerator, ()):
-        if work.world_size > 1 and not (work.adapter and name == "zero3"):
-            yield f"accelerator: {name}", replace(work, accelerator=name)
-    if work.adapter:
+def _changes(role: str, recipe: Recipe, work: Workload) -> Iterator[Facts]:
+    """Yield the changes to try, cheap ones first; they leave a server more room for its cache."""
+    share, heads = int(work["vllm_gpu_memory_utilization"] * _SHARES), work["heads"]
+    if role == "server":
+        longest = work["vllm_max_model_length"] // _LENGTH_STEP * _LENGTH_STEP
+        yield from ({"vllm_max_model_length": most} for most in range(longest, work["sequence"] - 1, -_LENGTH_STEP))
+        larger = range(share + 1, _SHARES) if work["mode"] == "server" else ()
+        yield from ({"vllm_gpu_memory_utilization": step / _SHARES} for step in larger)
+        sizes = range(work["vllm_tensor_parallel_size"] + 1, heads + 1)
+        yield from ({"vllm_tensor_parallel_size": size} for size in sizes if heads % size == 0)
         return
-    accelerator = "zero2" if work.accelerator in ("zero3", "fsdp2") else work.accelerator
-    plain = "" if accelerator == work.accelerator else " and accelerator: zero2"
-    yield f"use_peft: true{plain}", replace(work, adapter=16, accelerator=accelerator, reference=False)
-    keys = "accelerator: zero3, gradient_checkpointing: true and per_device_train_batch_size: 1"
-    for world in range(work.world_size + 1, _MOST_TRAINERS + 1):
-        yield f"train on {world} GPUs, with {keys}", replace(smallest, world_size=world, accelerator="zero3")
+    for size in range(work["per_device_train_batch_size"] - 1, 0, -1):
+        passes, rest = divmod(work["completions"], size)
+        if not rest:
+            derived = {} if recipe["prompts_per_step"] else {"gradient_accumulation_steps": passes}
+            yield {"per_device_train_batch_size": size, **derived}
+    yield {"gradient_checkpointing": True}
+    if work["mode"] == "colocate":
+        yield from ({"vllm_gpu_memory_utilization": step / _SHARES} for step in range(share - 1, 0, -1))
+    for name in _SHARING_MORE.get(work["accelerator"], ()):
+        if work["world_size"] > 1 and not (work["use_peft"] and name == "zero3"):
+            yield {"accelerator": name}
+    yield {"use_peft": True, **({"accelerator": "zero2"} if work["accelerator"] in ("zero3", "fsdp2") else {})}
 
 
-def _shares(steps: range) -> list[float]:
-    return [round(step * _SHARE_STEP, 2) for step in steps]
+def estimate_disk(recipe: Recipe, plan: Plan, run_dir: Path) -> Need:
+    """Estimate what a run of this plan writes at most, without a limit two checkpoints of it, and the room for it.
 
-
-def _server_changes(shape: ModelShape, work: Workload) -> Iterator[tuple[str, Workload]]:
-    """Yield the changes that give the server's cache more room: shorter sequences, a larger share, more GPUs."""
-    longest = (work.longest or shape.positions) // _LENGTH_STEP * _LENGTH_STEP
-    for length in range(longest, work.sequence - 1, -_LENGTH_STEP):
-        yield f"vllm_max_model_length: {length}", replace(work, longest=length)
-    if work.mode == "server":
-        for share in _shares(range(int(work.share / _SHARE_STEP) + 1, round(_LARGEST_SHARE / _SHARE_STEP) + 1)):
-            yield f"vllm_gpu_memory_utilization: {share}", replace(work, share=share)
-    for size in range(work.parallel + 1, shape.heads + 1):
-        if shape.heads % size == 0:
-            yield f"vllm_tensor_parallel_size: {size}", replace(work, parallel=size)
-
-
-@dataclass(frozen=True)
-class Disk:
-    """What a run writes, and the room for it, in bytes."""
-
-    checkpoint: int = 0  # one of them
-    checkpoints: int | None = None  # most at a time, None where nothing limits them
-    model: int = 0  # model/ and adapter/
-    free: int | None = None  # what the user may still write there, by the file system or its quota, if known
-    folder: str = ""  # that will hold the run directory
-    unknown: str = ""  # why there is no estimate
-
-    @property
-    def total(self) -> int:
-        """The bytes at the worst moment; without a limit, of two checkpoints."""
-        return self.checkpoint * (self.checkpoints or 2) + self.model
-
-    @property
-    def fits(self) -> bool:
-        """Whether it fits, as far as is known."""
-        return bool(self.unknown) or self.free is None or self.total <= self.free
-
-    @property
-    def suggestion(self) -> str:
-        """The key to change, with its value."""
-        room = ((self.free or 0) - self.model) // max(1, self.checkpoint) - 1  # one more is written before one goes
-        if room >= 1:
-            return f"save_total_limit: {room}"
-        return f"run_root: a folder with {in_gib(2 * self.checkpoint + self.model)} GiB free, and save_total_limit: 1"
-
-    def lines(self) -> list[str]:
-        """Return one line, and one more where it does not fit."""
-        if self.unknown:
-            return [f"disk       not estimated: {self.unknown}"]
-        many = f"{self.checkpoints} x" if self.checkpoints else "save_total_limit is empty, each"
-        free = "" if self.free is None else f"; {in_gib(self.free)} GiB free in {shown(self.folder)}"
-        parts = f"{many} checkpoint {in_gib(self.checkpoint)}, model {in_gib(self.model)}"
-        line = f"disk       {in_gib(self.total)} GiB: {parts}{free}"
-        return [line] if self.fits else [line, f"disk       does not fit. Fix: {self.suggestion}"]
-
-
-def estimate_disk(recipe: Recipe, plan: Plan, run_dir: Path) -> Disk:
-    """Estimate what a run of this plan writes, and the room for it.
-
-    ``run_dir`` need not exist; what a resumed run has written there counts as room.
+    ``run_dir`` need not exist; what a resumed run has written there counts as room. UnknownShape as for the memory.
     """
-    try:
-        shape = read_shape(plan.model)
-        work = Workload.of(recipe, plan)
-    except UnknownShape as error:
-        return Disk(unknown=str(error))
-    model = work.element(shape) * shape.parameters
-    adapter = 4 * trained(shape, work) if work.adapter else 0
-    checkpoint = (adapter or model) + checkpoint_states(shape, work) + (model if recipe["sync_ref_model"] else 0)
+    work = Workload.of(recipe, plan)
+    whole = work.element * work["parameters"]
+    checkpoint = work.checkpoint() + (whole if recipe["sync_ref_model"] else 0)
+    model = whole + (4 * work.trained if recipe["use_peft"] else 0)  # model/ and adapter/
     steps, every, limit = recipe["max_steps"], recipe["save_steps"], recipe["save_total_limit"]
     counts = [] if limit is None else [limit + 1]  # an older one is removed after a new one is complete
     if recipe["save_strategy"] == "no":
         counts = [1]  # a stopped run saves all the same
     elif steps > 0 and recipe["save_strategy"] == "steps" and every >= 1:
         counts.append(max(1, -(-steps // int(every))))
+    parts, free = {"checkpoints": checkpoint * min(counts, default=2), "model": model}, None
     there = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.is_dir())
-    written = [path for name in ("checkpoints", "model") for path in (run_dir / name).rglob("*")]
-    free = None
     with contextlib.suppress(OSError):
         disk = os.statvfs(there)
-        free = disk.f_bavail * disk.f_frsize + sum(path.stat().st_size for path in written if path.is_file())
-    return Disk(checkpoint, min(counts, default=None), model + adapter, free, str(run_dir.parent))
+        written = [path for name in ("checkpoints", "model") for path in (run_dir / name).rglob("*") if path.is_file()]
+        free = disk.f_bavail * disk.f_frsize + sum(path.stat().st_size for path in written)
+    room = ((free or 0) - model) // checkpoint - 1  # one more is written before one goes
+    least = f"run_root: a folder with {in_gib(2 * checkpoint + model)} GiB free, and save_total_limit: 1"
+    return Need(parts, free, f"save_total_limit: {room}" if room >= 1 else least)
 
 
 def need_room(recipe: Recipe, plan: Plan, run_dir: Path) -> None:
     """Refuse a run whose checkpoints cannot fit, before anything is started."""
-    disk = estimate_disk(recipe, plan, run_dir)
-    if not disk.fits:
-        what = f"the run writes {in_gib(disk.total)} GiB, {in_gib(disk.free or 0)} GiB are free in {shown(disk.folder)}"
-        raise config_error("run_root", what, f"write {disk.suggestion}")
+    with contextlib.suppress(UnknownShape):
+        disk = estimate_disk(recipe, plan, run_dir)
+        if not disk.fits:
+            free = f"{in_gib(disk.available or 0)} GiB are free in {shown(run_dir.parent)}"
+            raise config_error("run_root", f"the run writes {in_gib(disk.total)} GiB, {free}", f"write {disk.fix}")
 
 
 @dataclass(frozen=True)
@@ -281,32 +410,26 @@ class Speed:
         if self.seconds is None:
             return f"no earlier run in {shown(self.root)} with this name, model, batch and number of trainers"
         pace = f"{self.seconds:.3g} s a step in {self.runs} earlier run{'s' if self.runs > 1 else ''}"
-        if self.steps is None or self.walltime is None:
+        if self.walltime is None:
             return f"{pace}: {3600 / self.seconds:,.0f} steps an hour"
         return f"{pace}: about {self.steps:,} steps in {clock(self.walltime)}"
 
 
 def find_speed(plan: Plan, names: Names, walltime: float | None = None) -> Speed:
     """Return the speed of the newest earlier runs of this name, beside the run directory, on as many devices."""
-    root, now = names.run_dir.parent, plan.as_json()
+    root, now = names.run_dir.parent, _kind(plan.as_json())
     medians: list[float] = []
-    for record in sorted(root.glob("*/run.json"), key=_modified, reverse=True)[:_MOST_RUNS]:
+    for folder in sorted(root.glob(f"{names.run}-*"), reverse=True):  # by their timestamps
         with contextlib.suppress(ConfigError, OSError, ValueError):  # files of a run are the user's to edit
-            run = Run.at(record.parent)
-            alike = run.identity.get("run_name") == names.run and _kind(run.plan) == _kind(now)
-            rows = run.last_rows(_TAIL_BYTES) if alike and run.folder != names.run_dir else []
+            run = Run.at(folder)
+            alike = run.identity.get("run_name") == names.run and _kind(run.plan) == now
+            rows = run.last_rows(_TAIL_BYTES) if alike and folder != names.run_dir else []
             seconds = [number(row.get("seconds/step")) for row in rows if row["step"] > _WARM_UP_STEPS]
             if known := [one for one in seconds if one]:
                 medians.append(statistics.median(known))
         if len(medians) == _MOST_ALIKE:
             break
     return Speed(statistics.median(medians) if medians else None, len(medians), walltime, str(root))
-
-
-def _modified(path: Path) -> float:
-    with contextlib.suppress(OSError):  # removed meanwhile
-        return path.stat().st_mtime
-    return 0.0
 
 
 def _kind(plan: Mapping[str, Any]) -> list[Any]:
@@ -319,36 +442,47 @@ def _kind(plan: Mapping[str, Any]) -> list[Any]:
 class Estimates:
     """What the processes of a plan hold at their peak, what the run writes, and how fast earlier runs were."""
 
-    memory: Memory
-    disk: Disk
+    memory: Mapping[str, Need]  # trainer: one process; server: one of its GPUs, on CPU all its processes
+    disk: Need | None
     speed: Speed
+    unknown: str = ""  # why memory and disk are not estimated
 
     def lines(self) -> list[str]:
-        """Return the estimates for a person, a line a fact."""
-        return [*self.memory.lines(), *self.disk.lines(), f"speed      {self.speed}"]
+        """Return the estimates for a person, a line a fact, and one for each that does not fit."""
+        needs = [("memory", role, need) for role, need in self.memory.items()]
+        needs += [("disk", "run", self.disk)] if self.disk else []
+        return [
+            *(f"{topic:<10} not estimated: {self.unknown}" for topic in ("memory", "disk") if self.unknown),
+            *(f"{topic:<10} {who} {need}" for topic, who, need in needs),
+            *(
+                f"{topic:<10} does not fit: the {who} needs {need.size}. Fix: {need.fix}"
+                for topic, who, need in needs
+                if not need.fits
+            ),
+            f"speed      {self.speed}",
+        ]
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Facts:
         """Return the estimates as plain data: bytes and seconds."""
-        memory, disk, speed = self.memory, self.disk, self.speed
-        roles = {role: {"total": need.total, **asdict(need)} for role, need in memory.roles.items()}
-        judged = {"fits": memory.fits, "knob": memory.suggestion, "unknown": memory.unknown}
-        room = {"total": disk.total, "fits": disk.fits, "knob": None if disk.fits else disk.suggestion}
         return {
-            "memory": {"trainer": None, "server": None, **roles, **judged},
-            "disk": {**asdict(disk), **room},
-            "speed": {**asdict(speed), "steps": speed.steps},
+            "memory": {role: need.as_json() for role, need in self.memory.items()},
+            "disk": self.disk and self.disk.as_json(),
+            "not_estimated": self.unknown,
+            "speed": {**asdict(self.speed), "steps": self.speed.steps},
         }
 
 
-def estimate(
-    plan: Plan, recipe: Recipe, names: Names, gpu_gib: float | None = None, walltime: float | None = None
-) -> Estimates:
+def estimate(plan: Plan, recipe: Recipe, names: Names, gpu_gib: float | None, walltime: float | None) -> Estimates:
     """Estimate what a plan will take, in about a tenth of a second.
 
     ``gpu_gib`` is the memory of one GPU and ``walltime`` the seconds the job may take, where they are known.
     """
     speed = find_speed(plan, names, walltime)
-    return Estimates(estimate_memory(recipe, plan, gpu_gib), estimate_disk(recipe, plan, names.run_dir), speed)
+    try:
+        memory, disk = estimate_memory(recipe, plan, gpu_gib), estimate_disk(recipe, plan, names.run_dir)
+    except UnknownShape as error:
+        return Estimates({}, None, speed, str(error))
+    return Estimates(memory, disk, speed)
 
 
 def job_walltime(environment: Mapping[str, str]) -> float | None:
