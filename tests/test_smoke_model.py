@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import shutil
 import unicodedata
 from pathlib import Path
 
@@ -77,14 +78,19 @@ def test_refuses_what_others_made(quick, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
 
-def test_second_maker_keeps_the_first_result(quick, tmp_path):
+def test_second_maker_keeps_the_first_result(quick, tmp_path, monkeypatch):
     """Two makers at once: the one that finishes last finds the folder taken, and is content with it."""
-    key = (quick / "COMPLETE").read_text().strip()
-    late = tmp_path / "late"
-    late.mkdir()
-    before = weights_hash(quick)
-    smoke._publish(late, quick, key)
-    assert weights_hash(quick) == before
+    out_dir, save = tmp_path / "made", smoke._save
+
+    def save_late(*arguments):
+        shutil.copytree(quick, out_dir)
+        save(*arguments)
+
+    monkeypatch.setattr(smoke, "_save", save_late)
+    before = (quick / "model" / "model.safetensors").stat().st_mtime_ns
+    smoke.make(out_dir, phases=FEW_STEPS)
+    assert (out_dir / "model" / "model.safetensors").stat().st_mtime_ns == before
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
 
 
 def test_same_seed_same_weights(quick, tmp_path):

@@ -21,7 +21,6 @@ import shutil
 import sys
 import uuid
 from collections.abc import Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,9 +28,6 @@ from grpo_recipes.errors import config_error
 from grpo_recipes.paths import cache_root
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import torch
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 VERSION = "1"  # raise it whenever anything below changes what `make` writes
@@ -83,25 +79,41 @@ def make(out_dir: Path, seed: int = 0, *, tied: bool = False, dtype: str = "floa
 
     Raises OSError where it was made with other settings, or not here.
     """
+    import torch
+
     key = fingerprint(seed, tied, dtype, phases)
     if _is_made(out_dir, key):
         return
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     partial = out_dir.with_name(f".{out_dir.name}.{uuid.uuid4().hex}")
     partial.mkdir()
+    threads = torch.get_num_threads()
     try:
         train, test = split(seed)
         for name, rows in (("train", train), ("test", test)):
             (partial / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         tokenizer = build_tokenizer()
-        with _reproducible(seed):
+        torch.set_num_threads(1)  # the order of a sum over threads changes its last bits
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
             model = build_model(tokenizer, tied)
             _pretrain(model, tokenizer, train, phases)
         _save(model, tokenizer, dtype, partial / "model")
         (partial / "COMPLETE").write_text(key + "\n")
-        _publish(partial, out_dir, key)
+        os.rename(partial, out_dir)
+    except OSError:  # another maker may have come first: then its result stands
+        if not _is_made(out_dir, key):
+            raise
     finally:
+        torch.set_num_threads(threads)
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _is_made(out_dir: Path, key: str) -> bool:
+    marker = out_dir / "COMPLETE"
+    if marker.exists() and (found := marker.read_text().strip()) != key:
+        raise FileExistsError(f"{out_dir} was made with other settings ({found}, not {key}); remove it first")
+    return marker.exists()
 
 
 def split(seed: int = 0) -> tuple[list[Row], list[Row]]:
@@ -133,13 +145,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     # One token each, but ordinary ones: they must survive decoding with skip_special_tokens.
     backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in ANSWER_TAGS])
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token=PAD,
-        eos_token=END,
-        padding_side="left",
-        chat_template=CHAT_TEMPLATE,
+        tokenizer_object=backend, pad_token=PAD, eos_token=END, padding_side="left", chat_template=CHAT_TEMPLATE,
         model_max_length=MAX_POSITIONS,
-    )
+    )  # fmt: skip
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, tied: bool = False) -> Qwen2ForCausalLM:
@@ -147,17 +155,10 @@ def build_model(tokenizer: PreTrainedTokenizerFast, tied: bool = False) -> Qwen2
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=MAX_POSITIONS,
-        tie_word_embeddings=tied,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=MAX_POSITIONS, tie_word_embeddings=tied,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
     return Qwen2ForCausalLM(config)
 
 
@@ -171,46 +172,21 @@ def _pretrain(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, train
     encoded = tokenizer(answers, padding=True, padding_side="right", return_tensors="pt")
     completions = encoded.input_ids.masked_fill(encoded.attention_mask == 0, -100)
     sums = torch.tensor([int(row["answer"]) for row in train])
-    for phase in phases:
-        _run_phase(model, phase, prompts, sums, completions)
-
-
-def _run_phase(
-    model: Qwen2ForCausalLM, phase: Phase, prompts: torch.Tensor, sums: torch.Tensor, completions: torch.Tensor
-) -> None:
-    import torch
-
-    prompts, sums = prompts.repeat(phase.copies, 1), sums.repeat(phase.copies)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=phase.lr, weight_decay=phase.weight_decay, betas=(0.9, 0.98))
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / 20) * (1 + math.cos(math.pi * step / phase.steps)) / 2
-    )
-    for _ in range(phase.steps):
-        wrong = (sums + torch.randint(1, MAX_SUM + 1, sums.shape)) % (MAX_SUM + 1)  # uniform without the right one
-        labels = completions[torch.where(torch.rand(sums.shape) < phase.wrong_share, wrong, sums)]
-        # Right padding may be any token under causal attention; cross_entropy skips its label of -100.
-        logits = model(torch.cat([prompts, labels.clamp(min=0)], dim=1)).logits[:, prompts.shape[1] - 1 : -1]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-
-
-@contextmanager
-def _reproducible(seed: int) -> Iterator[None]:
-    """Fix the random state and use one thread, because the order of a sum over threads changes its last bits."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            yield
-    finally:
-        torch.set_num_threads(threads)
+    for steps, copies, wrong_share, lr, weight_decay in phases:
+        seen, right = prompts.repeat(copies, 1), sums.repeat(copies)
+        optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.98), weight_decay=weight_decay)
+        for step in range(steps):
+            warmup, cosine = min(1.0, (step + 1) / 20), (1 + math.cos(math.pi * step / steps)) / 2
+            optimizer.param_groups[0]["lr"] = lr * warmup * cosine
+            wrong = (right + torch.randint(1, MAX_SUM + 1, right.shape)) % (MAX_SUM + 1)  # uniform but the right one
+            labels = completions[torch.where(torch.rand(right.shape) < wrong_share, wrong, right)]
+            # Right padding may be any token under causal attention; cross_entropy skips its label of -100.
+            logits = model(torch.cat([seen, labels.clamp(min=0)], dim=1)).logits[:, seen.shape[1] - 1 : -1]
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def _save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, dtype: str, folder: Path) -> None:
@@ -219,26 +195,8 @@ def _save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, dtype: st
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     # transformers 5 writes a class name that transformers 4 does not know; both know this one.
-    config_path = folder / "tokenizer_config.json"
-    config = json.loads(config_path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    config_path.write_text(json.dumps(config, indent=2))
-
-
-def _is_made(out_dir: Path, key: str) -> bool:
-    marker = out_dir / "COMPLETE"
-    if not marker.exists():
-        return False
-    if (found := marker.read_text().strip()) != key:
-        raise FileExistsError(f"{out_dir} was made with other settings ({found}, not {key}); remove it first")
-    return True
-
-
-def _publish(partial: Path, out_dir: Path, key: str) -> None:
-    try:
-        os.rename(partial, out_dir)
-    except OSError:  # another maker may have come first: then its result stands
-        if not _is_made(out_dir, key):
-            raise
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2))
 
 
 def smoke_folder(name: str, environment: Mapping[str, str]) -> Path:
@@ -257,8 +215,8 @@ def smoke_command(name: str, environment: Mapping[str, str]) -> tuple[Path, list
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line entry point."""
-    parser = argparse.ArgumentParser(description="Make the smoke recipe's model and data.")
+    """Make the smoke recipe's model and data."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("out_dir", metavar="OUT_DIR", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tie-word-embeddings", action="store_true", help="share the input and output embeddings")

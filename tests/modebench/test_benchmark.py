@@ -14,8 +14,7 @@ import torch
 
 from grpo_recipes.evaluate.benchmarks import StoppedInBenchmarks, UntrainedBenchmarks, run_benchmarks
 from grpo_recipes.evaluate.problems import load_problems, recipe_scorer
-from grpo_recipes.modebench.metrics import mode_scores
-from grpo_recipes.modebench.verify import mode_of, right_answers
+from grpo_recipes.modebench.verify import mode_of, mode_scores, right_answers
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.rollouts.backends import problem_seed
 from grpo_recipes.runs.rundir import finish_summary

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 from grpo_recipes.modebench import countdown, graph_coloring
 from grpo_recipes.modebench.dataset import TASKS, Settings, rows
-from grpo_recipes.modebench.metrics import Scores, summed_up
-from grpo_recipes.modebench.verify import problem_of, right_answers
+from grpo_recipes.modebench.verify import Scores, problem_of, right_answers, summed_up
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.stats import reported_ks, score_names
 

@@ -25,8 +25,7 @@ from grpo_recipes.evaluate.baselines import baselines
 from grpo_recipes.evaluate.problems import MODEBENCH, BenchmarkProblem, Scorer, load_problems, recipe_scorer
 from grpo_recipes.fetch.assets import fingerprint
 from grpo_recipes.modebench.dataset import TASKS, Settings
-from grpo_recipes.modebench.metrics import mode_scores
-from grpo_recipes.modebench.verify import mode_of, problem_of
+from grpo_recipes.modebench.verify import mode_of, mode_scores, problem_of
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.recipe.registry import is_file
 from grpo_recipes.rollouts.backends import Prompt, Sampling, Tokens, problem_seed, sampling_keys

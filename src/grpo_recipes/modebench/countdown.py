@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -37,35 +38,21 @@ class CountdownPuzzle:
     modes: int  # how many algebraically distinct expressions make the target
 
 
-def number(value: int) -> Signed:
-    """Return the form of a number."""
-    return 1, (_NUMBER, value)
-
-
 def combine(operator: str, left: Signed, right: Signed) -> Signed:
     """Return the form of ``left operator right``, one of + - * /."""
-    if operator == "-":
-        return _sum(left, negated(right))
-    if operator == "+":
-        return _sum(left, right)
-    return _product(left, right, -1 if operator == "/" else 1)
+    if operator in "+-":
+        terms = sorted((*_parts(left, _SUM), *_parts(right if operator == "+" else negated(right), _SUM)))
+        first = terms[0][1]
+        return first, (_SUM, tuple((form, sign * first) for form, sign in terms))
+    exponent = -1 if operator == "/" else 1
+    factors = _parts((1, left[1]), _PRODUCT)
+    factors += [(form, power * exponent) for form, power in _parts((1, right[1]), _PRODUCT)]
+    return left[0] * right[0], (_PRODUCT, tuple(sorted(factors)))
 
 
 def negated(one: Signed) -> Signed:
     """Return the form of ``-one``."""
     return -one[0], one[1]
-
-
-def _sum(left: Signed, right: Signed) -> Signed:
-    terms = sorted((*_parts(left, _SUM), *_parts(right, _SUM)))
-    first = terms[0][1]
-    return first, (_SUM, tuple((form, sign * first) for form, sign in terms))
-
-
-def _product(left: Signed, right: Signed, exponent: int) -> Signed:
-    factors = _parts((1, left[1]), _PRODUCT)
-    factors += [(form, power * exponent) for form, power in _parts((1, right[1]), _PRODUCT)]
-    return left[0] * right[0], (_PRODUCT, tuple(sorted(factors)))
 
 
 def _parts(one: Signed, kind: int) -> list[tuple[Form, int]]:
@@ -121,20 +108,12 @@ def puzzles(count: int, largest: int) -> tuple[CountdownPuzzle, ...]:
 
     Targets are whole, positive, none of the numbers, and at most ``largest * count``.
     """
-    return tuple(
-        CountdownPuzzle(numbers, target, modes)
-        for numbers in combinations(range(SMALLEST, largest + 1), count)
-        for target, modes in sorted(_targets(numbers, largest * count).items())
-    )
-
-
-def _targets(numbers: tuple[int, ...], most: int) -> dict[int, int]:
-    """Return target -> its modes."""
-    modes: dict[int, int] = {}
-    for value, _ in _made(numbers, lambda value: value[1] == 1 and 0 < value[0] <= most).values():
-        if value[0] not in numbers:
-            modes[value[0]] = modes.get(value[0], 0) + 1
-    return modes
+    found = []
+    for numbers in combinations(range(SMALLEST, largest + 1), count):
+        made = _made(numbers, lambda value: value[1] == 1 and 0 < value[0] <= largest * count)
+        modes = Counter(value[0] for value, _ in made.values() if value[0] not in numbers)
+        found += [CountdownPuzzle(numbers, target, modes[target]) for target in sorted(modes)]
+    return tuple(found)
 
 
 def _made(numbers: tuple[int, ...], wanted: Callable[[Value], bool]) -> Trees:
@@ -155,7 +134,7 @@ def _made(numbers: tuple[int, ...], wanted: Callable[[Value], bool]) -> Trees:
 
 @cache
 def _trees(numbers: tuple[int, ...]) -> Trees:
-    return {number(numbers[0]): ((numbers[0], 1), 1)} if len(numbers) == 1 else _made(numbers, lambda _: True)
+    return {(1, (_NUMBER, numbers[0])): ((numbers[0], 1), 1)} if len(numbers) == 1 else _made(numbers, lambda _: True)
 
 
 def _splits(numbers: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -221,7 +200,7 @@ def _read(node: ast.expr, numbers: list[int]) -> tuple[Fraction, Signed]:
     match node:
         case ast.Constant(value=int(whole)):
             numbers.append(whole)
-            return Fraction(whole), number(whole)
+            return Fraction(whole), (1, (_NUMBER, whole))
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             value, form = _read(operand, numbers)
             return -value, negated(form)
