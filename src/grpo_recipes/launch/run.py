@@ -16,10 +16,10 @@ from grpo_recipes.launch.resolve import Options, names_of
 from grpo_recipes.launch.signals import StoppedAtOnce, StopSignals
 from grpo_recipes.launch.supervisor import supervise
 from grpo_recipes.paths import shown
-from grpo_recipes.plan.commands import base_environment, run_environment, wandb_environment
+from grpo_recipes.plan.commands import base_environment, run_environment, wandb_environment, with_processes
 from grpo_recipes.plan.devices import Resources, find_resources
 from grpo_recipes.plan.estimates import need_room
-from grpo_recipes.plan.plan import describe, make_plan, with_processes, with_sources
+from grpo_recipes.plan.plan import describe, make_plan, with_sources
 from grpo_recipes.plan.ports import free_ports
 from grpo_recipes.process.reports import say
 from grpo_recipes.process.scratch import Scratch

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from grpo_recipes.errors import config_error
 from grpo_recipes.paths import CODE_VARIABLE, cache_root, home
 from grpo_recipes.plan.devices import Resources
-from grpo_recipes.plan.types import Names, Plan, Process
+from grpo_recipes.plan.types import Names, OnLoss, Plan, Process
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS
 from grpo_recipes.recipe.learning import mixed_precision
 from grpo_recipes.recipe.registry import RECONNECTING
 from grpo_recipes.runs.rundir import sync_folder
+
+if TYPE_CHECKING:
+    from grpo_recipes.fetch.assets import Assets
 
 ACCELERATE_FILES = {
     "single": "single_gpu", "ddp": "multi_gpu", "zero2": "zero2", "zero3": "zero3", "fsdp2": "fsdp2"
@@ -41,11 +47,8 @@ _REMOVED = (
 
 def base_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the part of the user's environment that every process of a run gets."""
-    kept = {
-        name: value
-        for name, value in environment.items()
-        if name not in _REMOVED and not name.startswith(_REMOVED_PREFIXES)
-    }
+    removed = {name for name in environment if name in _REMOVED or name.startswith(_REMOVED_PREFIXES)}
+    kept = {name: value for name, value in environment.items() if name not in removed}
     if environment.get(CODE_VARIABLE):
         kept["PYTHONPATH"] = str(Path(environment[CODE_VARIABLE]) / "src")  # before the repository's of the environment
     # Tools of the environment, ninja above all, are found though nobody activated it.
@@ -88,8 +91,7 @@ def run_environment(environment: Mapping[str, str], scratch: Scratch, run_dir: P
 
 def wandb_environment(recipe: Recipe) -> dict[str, str]:
     """Return W&B's own variables for the recipe's keys; a variable the user exported has become the key's value."""
-    keys = {name: key for name, key in ENVIRONMENT_KEYS.items() if name.startswith("WANDB_")}
-    return {name: recipe[key] for name, key in keys.items() if recipe[key]}
+    return {name: recipe[key] for name, key in ENVIRONMENT_KEYS.items() if name.startswith("WANDB_") and recipe[key]}
 
 
 def hub_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -138,24 +140,33 @@ def _flags(values: Mapping[str, object]) -> list[str]:
     return [text for flag, value in given.items() for text in ([flag] if value is True else [flag, str(value)])]
 
 
-def server_process(
-    recipe: Recipe, plan: Plan, resources: Resources, environment: Mapping[str, str], names: Names
-) -> Process:
-    """Return the vLLM server of ``plan``, on the first node."""
+def with_processes(
+    plan: Plan, recipe: Recipe, resources: Resources, environment: Mapping[str, str], names: Names,
+    sources: Assets | None = None,
+) -> Plan:  # fmt: skip
+    """Return the plan with its processes, which stay off the hub once all ``sources`` are here."""
+    processes = [_trainer(recipe, plan, names, machine) for machine in range(len(plan.placement))]
+    if plan.mode == "server":
+        processes = [_server(recipe, plan, environment, names), *processes]
+    offline = sources.offline_variables(environment) if sources else {}
+
+    def complete(one: Process) -> Process:
+        network = _network(plan, resources, environment, names, one.node)
+        return replace(one, environment={**one.environment, **network, **offline})
+
+    return replace(plan, processes=[complete(one) for one in processes])
+
+
+def _server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: Names) -> Process:
+    """Return the vLLM server, on the first node."""
     variables = server_environment(plan.device, plan.ports.vllm_internal)
     if environment.get("VLLM_PLUGINS"):  # unset, vLLM loads every plug-in that is installed, ours too
         variables["VLLM_PLUGINS"] = f"{environment['VLLM_PLUGINS']},grpo_recipes"
-    variables |= _network(plan, resources, environment, names, 0)
     variables["CUDA_VISIBLE_DEVICES"] = ",".join(plan.server_gpus)
-    return Process(
-        "server",
-        server_command(recipe, plan.model, names.served, plan.server_host, plan.ports.server, plan.device),
-        variables,
-        plan.server_gpus,
-        f"logs/liv_vllm_{names.run}_{names.timestamp}.log",
-        ready="serving",
-        on_loss="restart" if plan.bridge in RECONNECTING else "restart with trainers",
-    )
+    argv = server_command(recipe, plan.model, names.served, plan.server_host, plan.ports.server, plan.device)
+    log = f"logs/liv_vllm_{names.run}_{names.timestamp}.log"
+    on_loss: OnLoss = "restart" if plan.bridge in RECONNECTING else "restart with trainers"
+    return Process("server", argv, variables, plan.server_gpus, log, ready="serving", on_loss=on_loss)
 
 
 def server_environment(device: str, internal_port: int | None) -> dict[str, str]:
@@ -218,11 +229,10 @@ def server_command(recipe: Recipe, model: str, name: str, host: str, port: int, 
 
 def has_trl_serve() -> bool:
     """Return whether ``trl vllm-serve`` works here: with TRL 1.x, and a distribution that is named vllm."""
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return int(importlib.metadata.version("trl").split(".")[0]) < 2
+        return int(importlib.metadata.version("trl").split(".")[0]) < 2
+    return False
 
 
 def seeds_sampling(seed_server: bool | None, on_cpu: bool) -> bool:
@@ -248,37 +258,32 @@ def gpu_share(recipe: Recipe, mode: str) -> float:
     return float(recipe["vllm_gpu_memory_utilization"])
 
 
-def trainer_processes(
-    recipe: Recipe, plan: Plan, resources: Resources, environment: Mapping[str, str], names: Names
-) -> list[Process]:
-    """Return the trainers of ``plan``: one ``accelerate launch`` on each node that trains."""
-    processes, machines = [], len(plan.placement)
-    for machine, placed in enumerate(plan.placement):
-        variables = {"CUDA_VISIBLE_DEVICES": ",".join(placed.gpus), "GRPO_NODE": str(placed.node)}
-        if plan.device == "cpu":
-            # use_cpu alone keeps accelerate on the CPU: ACCELERATE_USE_CPU would also make it ignore DeepSpeed, and
-            # `accelerate launch --cpu` start one process whatever --num_processes says.
-            variables["DS_ACCELERATOR"] = "cpu"
-        variables |= _network(plan, resources, environment, names, placed.node)
-        flags = {
-            "--config_file": plan.accelerate_file,
-            # accelerate starts num_processes // num_machines here, and torch adds the machines up: they may be unequal.
-            "--num_processes": placed.count * machines,
-            "--num_machines": machines,
-            "--machine_rank": machine,
-            "--mixed_precision": mixed_precision(recipe),
-            "--dynamo_backend": "no",
-            "--num_cpu_threads_per_process": plan.threads,
-            "--main_process_ip": plan.nodes[plan.placement[0].node] if machines > 1 else "127.0.0.1",
-            "--main_process_port": plan.ports.main_process,
-        }
-        launch = [sys.executable, "-m", "accelerate.commands.launch", *_flags(flags), str(home() / plan.entry)]
-        suffix = f"_node{placed.node}" if placed.node else ""
-        log = f"logs/liv_train_{names.run}_{names.timestamp}{suffix}.log"
-        after = ("server",) if plan.mode == "server" else ()
-        argv = [*launch, *_trainer_flags(recipe, plan, names)]
-        processes.append(Process("trainer", argv, variables, placed.gpus, log, placed.node, after))
-    return processes
+def _trainer(recipe: Recipe, plan: Plan, names: Names, machine: int) -> Process:
+    """Return the trainers of one node, the ``machine``-th of those that train: one ``accelerate launch``."""
+    placed, machines = plan.placement[machine], len(plan.placement)
+    variables = {"CUDA_VISIBLE_DEVICES": ",".join(placed.gpus), "GRPO_NODE": str(placed.node)}
+    if plan.device == "cpu":
+        # use_cpu alone keeps accelerate on the CPU: ACCELERATE_USE_CPU would also make it ignore DeepSpeed, and
+        # `accelerate launch --cpu` start one process whatever --num_processes says.
+        variables["DS_ACCELERATOR"] = "cpu"
+    flags = {
+        "--config_file": plan.accelerate_file,
+        # accelerate starts num_processes // num_machines here, and torch adds the machines up: they may be unequal.
+        "--num_processes": placed.count * machines,
+        "--num_machines": machines,
+        "--machine_rank": machine,
+        "--mixed_precision": mixed_precision(recipe),
+        "--dynamo_backend": "no",
+        "--num_cpu_threads_per_process": plan.threads,
+        "--main_process_ip": plan.nodes[plan.placement[0].node] if machines > 1 else "127.0.0.1",
+        "--main_process_port": plan.ports.main_process,
+    }
+    launch = [sys.executable, "-m", "accelerate.commands.launch", *_flags(flags), str(home() / plan.entry)]
+    suffix = f"_node{placed.node}" if placed.node else ""
+    log = f"logs/liv_train_{names.run}_{names.timestamp}{suffix}.log"
+    after = ("server",) if plan.mode == "server" else ()
+    argv = [*launch, *_trainer_flags(recipe, plan, names)]
+    return Process("trainer", argv, variables, placed.gpus, log, placed.node, after)
 
 
 def _trainer_flags(recipe: Recipe, plan: Plan, names: Names) -> list[str]:
@@ -318,6 +323,5 @@ def accelerate_file(accelerator: str, environment: Mapping[str, str]) -> str:
             raise config_error("CONFIG_FILE", what, "unset it, or name an existing file")
         return str(Path(given).absolute())
     trl = importlib.util.find_spec("trl")
-    if trl is None or not trl.submodule_search_locations:
-        raise config_error("environment", "trl is not installed", "run make setup")
-    return str(Path(trl.submodule_search_locations[0]) / "accelerate_configs" / f"{ACCELERATE_FILES[accelerator]}.yaml")
+    assert trl is not None and trl.origin is not None  # ``environment_device`` refuses an environment without it
+    return str(Path(trl.origin).with_name("accelerate_configs") / f"{ACCELERATE_FILES[accelerator]}.yaml")

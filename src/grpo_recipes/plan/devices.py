@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import math
 import os
@@ -11,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grpo_recipes.errors import config_error
+from grpo_recipes.errors import config_error, translate
 from grpo_recipes.plan.types import Batch, Placement, some_trainers
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.keys import catalogue_trl
@@ -66,11 +67,9 @@ def find_resources(environment: Mapping[str, str]) -> Resources:
 
 def environment_device() -> str:
     """Return ``cpu`` or ``cuda``, the device that the installed torch is built for; refuse another TRL than ours."""
-    try:
-        torch = importlib.metadata.version("torch")
-        trl = importlib.metadata.version("trl")
-    except importlib.metadata.PackageNotFoundError as error:
-        raise config_error("environment", f"{error.name} is not installed", "run make setup") from None
+    missing = importlib.metadata.PackageNotFoundError
+    with translate(missing, lambda it: config_error("environment", f"{it.name} is not installed", "run make setup")):
+        torch, trl = importlib.metadata.version("torch"), importlib.metadata.version("trl")
     if trl != catalogue_trl():
         what = f"trl {trl} is installed, the recipe keys are those of trl {catalogue_trl()}"
         raise config_error("environment", what, "run make setup, or make keys after an upgrade")
@@ -79,14 +78,12 @@ def environment_device() -> str:
 
 def _nvidia_smi(*arguments: str) -> str | None:
     """Return what the driver's program prints, None where it is not here; refuse a machine where it hangs."""
-    command = ["nvidia-smi", *arguments]
-    try:
+    what = f"nvidia-smi did not answer within {_DRIVER_SECONDS} seconds"
+    error = config_error("devices", what, "leave this node out and report it to the admins")
+    with contextlib.suppress(OSError), translate(subprocess.TimeoutExpired, lambda _: error):
+        command = ["nvidia-smi", *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=_DRIVER_SECONDS, check=False).stdout
-    except OSError:
-        return None
-    except subprocess.TimeoutExpired:
-        what = f"nvidia-smi did not answer within {_DRIVER_SECONDS} seconds"
-        raise config_error("devices", what, "leave this node out and report it to the admins") from None
+    return None
 
 
 def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:

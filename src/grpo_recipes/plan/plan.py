@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from grpo_recipes.errors import config_error
 from grpo_recipes.paths import home
-from grpo_recipes.plan.commands import accelerate_file, server_process, trainer_processes
+from grpo_recipes.plan.commands import accelerate_file, with_processes
 from grpo_recipes.plan.devices import (
     Resources,
     derive_batch,
@@ -20,7 +20,7 @@ from grpo_recipes.plan.devices import (
     split_gpus,
     trainer_count,
     unused,
-)
+)  # fmt: skip
 from grpo_recipes.plan.ports import plan_ports
 from grpo_recipes.plan.types import Names, Plan, Weighting
 from grpo_recipes.recipe import Recipe
@@ -124,32 +124,12 @@ def with_sources(plan: Plan, sources: Assets) -> Plan:
     return replace(plan, model=model, notes=[*plan.notes, *sources.notes()])
 
 
-def with_processes(
-    plan: Plan,
-    recipe: Recipe,
-    resources: Resources,
-    environment: Mapping[str, str],
-    names: Names,
-    sources: Assets | None = None,
-) -> Plan:
-    """Return the plan with its processes, which stay off the hub once all ``sources`` are here."""
-    processes = trainer_processes(recipe, plan, resources, environment, names)
-    if plan.mode == "server":
-        processes = [server_process(recipe, plan, resources, environment, names), *processes]
-    offline = sources.offline_variables(environment) if sources else {}
-    return replace(plan, processes=[replace(one, environment={**one.environment, **offline}) for one in processes])
-
-
 def _weighting(recipe: Recipe) -> Weighting:
     """Return what a MaxEnt recipe optimises."""
-    name = recipe["maxent_objective"]
+    name, tau, beta = (recipe[key] for key in ("maxent_objective", "maxent_tau", "maxent_beta"))
     objective = OBJECTIVES[name]
-    return Weighting(
-        objective=name,
-        tau=objective.tau_or_default(recipe["maxent_tau"]),
-        beta=recipe["maxent_beta"] if objective.targets_q else None,
-        loss_type=objective.loss_type(recipe["maxent_length_normalize_policy"]),
-    )
+    loss_type = objective.loss_type(recipe["maxent_length_normalize_policy"])
+    return Weighting(name, objective.tau_or_default(tau), beta if objective.targets_q else None, loss_type)
 
 
 def _mode(recipe: Recipe, resources: Resources) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import http.client
 import json
@@ -37,16 +38,19 @@ class Ports:
     main_process: int  # the trainers' rendezvous
     vllm_internal: int | None  # the first of vLLM's own, None where it chooses
 
+    def by_key(self) -> dict[str, int]:
+        """Return those that have a key in the recipe."""
+        return dict(zip(DEFAULT_PORTS, (self.server, self.group, self.main_process), strict=True))
+
 
 def plan_ports(recipe: Recipe, job: SlurmJob | None) -> Ports:
     """Return the ports the recipe names, else the defaults: outside Slurm fixed ones, inside a block of the job."""
-    numbers = dict(DEFAULT_PORTS)
-    internal = None
+    numbers, internal = list(DEFAULT_PORTS.values()), None
     if job is not None:
         base = _BLOCK_BASE + job.id % _BLOCKS * _BLOCK_SIZE
-        numbers, internal = {key: base + offset for offset, key in enumerate(numbers)}, base + len(numbers)
-    named = {key: recipe[key] for key in numbers if recipe.given(key) and recipe[key] is not None}
-    server, group, main_process = (numbers | named).values()
+        numbers, internal = [base, base + 1, base + 2], base + 3
+    given = [recipe[key] if recipe.given(key) else None for key in DEFAULT_PORTS]
+    server, group, main_process = (mine or number for mine, number in zip(given, numbers, strict=True))
     return Ports(server, group, main_process, internal)
 
 
@@ -57,7 +61,7 @@ def free_ports(recipe: Recipe, ports: Ports, host: str) -> tuple[Ports, list[str
     """
     chosen: list[int] = []
     notes = []
-    for key, wanted in zip(DEFAULT_PORTS, (ports.server, ports.group, ports.main_process), strict=True):
+    for key, wanted in ports.by_key().items():
         port = wanted
         while port in chosen or not (is_free(host, port) and keep(port)):
             if recipe.given(key):
@@ -165,12 +169,11 @@ def generated_tokens(host: str, port: int, token: str) -> Activity | None:
 
     Requests are counted where they come in, so that one which a hung engine never began is seen too.
     """
-    try:
+    with contextlib.suppress(OSError, http.client.HTTPException):
         metrics, activity = (_ask(host, port, path, token) for path in ("/metrics", ACTIVITY_PATH))
-    except (OSError, http.client.HTTPException):
-        return None
-    counters = re.findall(rb"^vllm:generation_tokens_total\S* (\S+)$", metrics, re.MULTILINE)
-    return Activity(sum(map(float, counters)), json.loads(activity)["requests"])
+        counters = re.findall(rb"^vllm:generation_tokens_total\S* (\S+)$", metrics, re.MULTILINE)
+        return Activity(sum(map(float, counters)), json.loads(activity)["requests"])
+    return None
 
 
 def _ask(host: str, port: int, path: str, token: str) -> bytes:
