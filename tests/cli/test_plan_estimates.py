@@ -63,11 +63,11 @@ def test_what_does_not_fit_is_told_with_the_key_to_change(plan):
 def test_the_same_as_json(plan):
     told = json.loads(plan("--gpu-memory", "80", "--accelerator", "ddp", "--json")[1])
     memory = told["memory"]
-    assert memory["trainer"]["total"] == sum(memory["trainer"]["parts"].values())
+    assert sum(memory["trainer"]["parts"].values()) > memory["trainer"]["available"]
     assert memory["trainer"]["available"] == int(0.95 * 80 * 2**30)
     smaller = "per_device_train_batch_size: 1"
-    assert [(need["fits"], need["fix"]) for need in memory.values()] == [(False, smaller), (True, "")]
-    assert told["disk"]["total"] == sum(told["disk"]["parts"].values())
+    assert [need["fix"] for need in memory.values()] == [smaller, ""]
+    assert told["disk"]["parts"].keys() == {"checkpoints", "model"}
     assert told["disk"]["available"] == pytest.approx(os.statvfs(".").f_bavail * os.statvfs(".").f_frsize, rel=0.1)
     assert told["speed"]["seconds"] is None
     assert json.loads(plan("--json")[1])["memory"]["trainer"]["available"] is None
@@ -81,7 +81,7 @@ def test_steps_within_the_time_limit_by_an_earlier_run(plan, tmp_path, monkeypat
     (earlier / "plan.json").write_text(plan("--json")[1])
     rows = [{"step": step, "seconds/step": 36.0} for step in range(1, 5)]
     (earlier / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert blocks(plan()[1], "speed") == ["speed      36 s a step in 1 earlier run: 100 steps an hour"]
+    assert blocks(plan()[1], "speed") == ["speed      36 s a step in 1 earlier run: about 100 steps in 1:00:00"]
     told = blocks(plan("--time", "3-00:00:00")[1], "speed")[0]
     assert told.endswith("about 7,200 steps in 72:00:00")
     monkeypatch.setenv("SLURM_JOB_ID", "5")

@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from grpo_recipes.launch.resolve import names_of
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.commands import hub_environment
 from grpo_recipes.plan.devices import find_resources, gpu_memory
-from grpo_recipes.plan.estimates import estimate, job_walltime
+from grpo_recipes.plan.estimates import estimate
 from grpo_recipes.plan.plan import choose_recipe, describe, make_plan
 from grpo_recipes.process.reports import aligned
 from grpo_recipes.recipe.check import checked_recipe
@@ -38,7 +39,7 @@ from grpo_recipes.recipe.registry import BENCHMARKS
 from grpo_recipes.recipe.rules import notes
 from grpo_recipes.recipe.schema import schema_line, schema_note
 from grpo_recipes.recipe.tasks import entry_of
-from grpo_recipes.slurm.client import walltime_seconds
+from grpo_recipes.slurm.client import job_end_time, walltime_seconds
 
 if TYPE_CHECKING:
     from grpo_recipes.rewards.probe import ProbeResult, Try
@@ -282,9 +283,11 @@ def plan(options: argparse.Namespace) -> int:
     gib = options.gpu_memory
     if gib is None and options.gpus is None:
         gib = gpu_memory(os.environ)
-    seconds = walltime_seconds(options.time) if options.time is not None else job_walltime(os.environ)
+    end = job_end_time(os.environ)
+    left = None if end is None else max(0.0, end - time.time())
+    seconds = left if options.time is None else walltime_seconds(options.time)
     takes = estimate(made, recipe, names, gib, seconds)
-    plain = {**made.as_json(), **takes.as_json()}
+    plain = {**made.as_json(), **asdict(takes)}
     print(json.dumps(plain, indent=1) if options.json else describe(made, estimates=takes.lines()))
     return 0
 

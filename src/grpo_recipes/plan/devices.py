@@ -144,31 +144,25 @@ def trainer_count(recipe: Recipe, resources: Resources, left: Sequence[tuple[str
     if wanted is not None and wanted > available:
         what = f"num_processes {wanted} exceeds the {available} GPUs left to train on"
         raise config_error(recipe.source("num_processes"), what, f"write at most {available}, or remove num_processes")
-    if recipe["accelerator"] == "single" and (wanted or available) > 1:
-        if wanted is not None:
-            what = f"accelerator: single runs one process, num_processes is {wanted}"
-            raise config_error(recipe.source("accelerator"), what, "write accelerator: ddp, or remove num_processes")
-        return 1
-    return int(wanted or available)
+    if recipe["accelerator"] == "single" and (wanted or 1) > 1:
+        what = f"accelerator: single runs one process, num_processes is {wanted}"
+        raise config_error(recipe.source("accelerator"), what, "write accelerator: ddp, or remove num_processes")
+    return 1 if recipe["accelerator"] == "single" else int(wanted or available)
 
 
 def place_trainers(
     recipe: Recipe, resources: Resources, mode: str, left: Sequence[tuple[str, ...]], world_size: int
 ) -> tuple[Placement, ...]:
     """Spread the trainers evenly over the nodes; refuse a plan in which a node of the job would do nothing."""
-    own = recipe["vllm_node"] == "own"
     rooms = [len(gpus) for gpus in left] if resources.device == "cuda" else [world_size] * len(left)
-    if own:
+    if recipe["vllm_node"] == "own":
         rooms[0] = 0
     counts = spread(world_size, rooms)
-    serving = mode == "server"
-    idle = [node for node, count in enumerate(counts) if count == 0 and not (serving and node == 0)]
+    idle = [node for node, count in enumerate(counts) if count == 0 and not (mode == "server" and node == 0)]
     if idle:
-        trainers = some_trainers(world_size)
-        what = f"{len(left)} nodes are allocated, the plan has nothing to do for node {idle[0]}: {trainers}"
-        or_own = ", or write vllm_node: own" if serving and counts[0] and not own else ""
-        fix = f"submit with --nodes={len(left) - len(idle)}, or more prompts_per_step{or_own}"
-        raise config_error("sbatch --nodes", what, fix)
+        does = f"the plan has nothing to do for node {idle[0]}: {some_trainers(world_size)}"
+        fix = f"submit with --nodes={len(left) - len(idle)}, or more prompts_per_step"
+        raise config_error("sbatch --nodes", f"{len(left)} nodes are allocated, {does}", fix)
     return tuple(Placement(node, count, left[node][:count]) for node, count in enumerate(counts) if count)
 
 
@@ -187,13 +181,8 @@ def spread(processes: int, rooms: Sequence[int]) -> list[int]:
 def unused(resources: Resources, server_gpus: tuple[str, ...], trainers: Sequence[Placement]) -> tuple[str, ...]:
     """Return the GPUs that nothing uses; with the node where there are several."""
     used = {(one.node, gpu) for one in trainers for gpu in one.gpus} | {(0, gpu) for gpu in server_gpus}
-    nodes = resources.all_nodes()
-    return tuple(
-        gpu if len(nodes) == 1 else f"{gpu} of node {index}"
-        for index, node in enumerate(nodes)
-        for gpu in node.gpus
-        if (index, gpu) not in used
-    )
+    every = [(index, gpu) for index, node in enumerate(resources.all_nodes()) for gpu in node.gpus]
+    return tuple(f"{gpu} of node {node}" if resources.nodes else gpu for node, gpu in every if (node, gpu) not in used)
 
 
 def derive_batch(recipe: Recipe, trainers: int) -> Batch:
@@ -217,12 +206,9 @@ def derive_batch(recipe: Recipe, trainers: int) -> Batch:
         completions = per_pass * accumulation
         generated = recipe["generation_batch_size"] or per_pass * passes
         if generated % group or generated % per_pass:
-            raise config_error(
-                recipe.source("num_generations"),
-                f"{generated} completions a generation ({trainers} x {per_device} per device x accumulation) "
-                f"are not whole groups of {group}",
-                "set prompts_per_step and let the rest be derived",
-            )
+            product = f"{generated} completions a generation ({trainers} x {per_device} per device x accumulation)"
+            fix = "set prompts_per_step and let the rest be derived"
+            raise config_error(recipe.source("num_generations"), f"{product} are not whole groups of {group}", fix)
     prompt, completion = recipe["max_prompt_length"], recipe["max_completion_length"]
     tokens = completions * (prompt + completion) if prompt and completion else None
     return Batch(completions, group, trainers, per_device, accumulation, tokens)
@@ -242,8 +228,8 @@ def derive_eval_batch(recipe: Recipe, batch: Batch) -> int | None:
         return max(smallest, batch.per_device * batch.accumulation // smallest * smallest)
     most = recipe["per_device_eval_batch_size"]
     if most < smallest:
-        processes = some_trainers(batch.world_size)
-        what = f"{processes} x {most} completions are not a whole number of evaluation groups of {group}"
+        size = f"{some_trainers(batch.world_size)} x {most} completions"
+        what = f"{size} are not a whole number of evaluation groups of {group}"
         fix = f"write per_device_eval_batch_size: {smallest} (or a multiple), or set num_generations_eval"
         raise config_error(recipe.source("per_device_eval_batch_size"), what, fix)
     return int(most // smallest * smallest)

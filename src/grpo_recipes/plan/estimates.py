@@ -10,9 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.learning import mixed_precision
 from grpo_recipes.runs.health import number
 from grpo_recipes.runs.rundir import Run, clock, json_mapping
-from grpo_recipes.slurm.client import job_end_time
 
 GIB = 1 << 30
 Parts = dict[str, int]  # bytes
@@ -293,10 +291,6 @@ class Need:
     def __str__(self) -> str:
         return f"{self.size}: " + ", ".join(f"{name} {in_gib(size)}" for name, size in self.parts.items())
 
-    def as_json(self) -> Facts:
-        """Return the need as plain data."""
-        return {"total": self.total, "fits": self.fits, **asdict(self)}
-
 
 def estimate_memory(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> dict[str, Need]:
     """Estimate what trainer and server of a plan hold; ``gpu_gib`` is a GPU's memory, if known; UnknownShape."""
@@ -378,9 +372,9 @@ def estimate_disk(recipe: Recipe, plan: Plan, run_dir: Path) -> Need:
         disk = os.statvfs(there)
         written = [path for name in ("checkpoints", "model") for path in (run_dir / name).rglob("*") if path.is_file()]
         free = disk.f_bavail * disk.f_frsize + sum(path.stat().st_size for path in written)
-    room = ((free or 0) - model) // checkpoint - 1  # one more is written before one goes
+    need, room = Need(parts, free), ((free or 0) - model) // checkpoint - 1  # one more is written before one goes
     least = f"run_root: a folder with {in_gib(2 * checkpoint + model)} GiB free, and save_total_limit: 1"
-    return Need(parts, free, f"save_total_limit: {room}" if room >= 1 else least)
+    return need if need.fits else replace(need, fix=f"save_total_limit: {room}" if room >= 1 else least)
 
 
 def need_room(recipe: Recipe, plan: Plan, run_dir: Path) -> None:
@@ -394,32 +388,24 @@ def need_room(recipe: Recipe, plan: Plan, run_dir: Path) -> None:
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast earlier runs like this one were."""
+    """How fast earlier runs like this one were; start and saves are not counted."""
 
     seconds: float | None  # median of an optimizer step, None without an earlier run
     runs: int  # how many were counted
-    walltime: float | None  # seconds of the time limit, if known
-    root: str  # where earlier runs were looked for
-
-    @property
-    def steps(self) -> int | None:
-        """Optimizer steps within the time limit, start and saves not counted."""
-        return None if self.seconds is None or self.walltime is None else int(self.walltime / self.seconds)
+    walltime: float  # seconds of the time limit; an hour where it is not known
+    steps: int | None  # optimizer steps within it
 
     def __str__(self) -> str:
         if self.seconds is None:
-            return f"no earlier run in {shown(self.root)} with this name, model, batch and number of trainers"
+            return "no earlier run in run_root with this name, model, batch and number of trainers"
         pace = f"{self.seconds:.3g} s a step in {self.runs} earlier run{'s' if self.runs > 1 else ''}"
-        if self.walltime is None:
-            return f"{pace}: {3600 / self.seconds:,.0f} steps an hour"
         return f"{pace}: about {self.steps:,} steps in {clock(self.walltime)}"
 
 
 def find_speed(plan: Plan, names: Names, walltime: float | None = None) -> Speed:
     """Return the speed of the newest earlier runs of this name, beside the run directory, on as many devices."""
-    root, now = names.run_dir.parent, _kind(plan.as_json())
-    medians: list[float] = []
-    for folder in sorted(root.glob(f"{names.run}-*"), reverse=True):  # by their timestamps
+    now, medians = _kind(plan.as_json()), list[float]()
+    for folder in sorted(names.run_dir.parent.glob(f"{names.run}-*"), reverse=True):  # by their timestamps
         with contextlib.suppress(ConfigError, OSError, ValueError):  # files of a run are the user's to edit
             run = Run.at(folder)
             alike = run.identity.get("run_name") == names.run and _kind(run.plan) == now
@@ -429,7 +415,8 @@ def find_speed(plan: Plan, names: Names, walltime: float | None = None) -> Speed
                 medians.append(statistics.median(known))
         if len(medians) == _MOST_ALIKE:
             break
-    return Speed(statistics.median(medians) if medians else None, len(medians), walltime, str(root))
+    median, limit = statistics.median(medians) if medians else None, 3600.0 if walltime is None else walltime
+    return Speed(median, len(medians), limit, int(limit / median) if median else None)
 
 
 def _kind(plan: Mapping[str, Any]) -> list[Any]:
@@ -462,15 +449,6 @@ class Estimates:
             f"speed      {self.speed}",
         ]
 
-    def as_json(self) -> Facts:
-        """Return the estimates as plain data: bytes and seconds."""
-        return {
-            "memory": {role: need.as_json() for role, need in self.memory.items()},
-            "disk": self.disk and self.disk.as_json(),
-            "not_estimated": self.unknown,
-            "speed": {**asdict(self.speed), "steps": self.speed.steps},
-        }
-
 
 def estimate(plan: Plan, recipe: Recipe, names: Names, gpu_gib: float | None, walltime: float | None) -> Estimates:
     """Estimate what a plan will take, in about a tenth of a second.
@@ -483,9 +461,3 @@ def estimate(plan: Plan, recipe: Recipe, names: Names, gpu_gib: float | None, wa
     except UnknownShape as error:
         return Estimates({}, None, speed, str(error))
     return Estimates(memory, disk, speed)
-
-
-def job_walltime(environment: Mapping[str, str]) -> float | None:
-    """Return the seconds our Slurm job has left; None outside a job, and where it has no end."""
-    end = job_end_time(environment)
-    return None if end is None else max(0.0, end - time.time())
