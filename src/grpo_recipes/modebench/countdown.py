@@ -122,13 +122,10 @@ def _made(numbers: tuple[int, ...], wanted: Callable[[Value], bool]) -> Trees:
     for left, right in _splits(numbers):
         for one, (value, count) in _trees(left).items():
             for other, (value_of_other, count_of_other) in _trees(right).items():
-                pairs = count * count_of_other
-                for operator, swapped, result in _results(value, value_of_other):
+                for operator, result in _results(value, value_of_other):
                     if wanted(result):
-                        first, second = (other, one) if swapped else (one, other)
-                        form = combine(operator, first, second)
-                        ways_both = pairs * 2 if operator in "+*" else pairs  # either order is a way of writing it
-                        found[form] = (result, found.get(form, (result, 0))[1] + ways_both)
+                        form = combine(operator, one, other)
+                        found[form] = (result, found.get(form, (result, 0))[1] + count * count_of_other)
     return found
 
 
@@ -138,27 +135,17 @@ def _trees(numbers: tuple[int, ...]) -> Trees:
 
 
 def _splits(numbers: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield each way of parting the numbers in two, the first number on the left."""
-    first, rest = numbers[0], numbers[1:]
-    for size in range(len(rest)):
-        for beside in combinations(rest, size):
-            yield (first, *beside), tuple(one for one in rest if one not in beside)
+    """Yield each way of parting the numbers in a left and a right part."""
+    for size in range(1, len(numbers)):
+        for left in combinations(numbers, size):
+            yield left, tuple(one for one in numbers if one not in left)
 
 
-def _results(left: Value, right: Value) -> list[tuple[str, bool, Value]]:
-    """Return the results of two values: operator, whether they are swapped, value. A division by 0 is left out."""
+def _results(left: Value, right: Value) -> list[tuple[str, Value]]:
+    """Return each operator with the result of ``left operator right``. A division by 0 is left out."""
     (a, b), (c, d) = left, right
-    made = [
-        ("+", False, _lowest(a * d + c * b, b * d)),
-        ("-", False, _lowest(a * d - c * b, b * d)),
-        ("-", True, _lowest(c * b - a * d, b * d)),
-        ("*", False, _lowest(a * c, b * d)),
-    ]
-    if c:
-        made.append(("/", False, _lowest(a * d, b * c)))
-    if a:
-        made.append(("/", True, _lowest(c * b, d * a)))
-    return made
+    made = [("+", _lowest(a * d + c * b, b * d)), ("-", _lowest(a * d - c * b, b * d)), ("*", _lowest(a * c, b * d))]
+    return [*made, ("/", _lowest(a * d, b * c))] if c else made
 
 
 def _lowest(above: int, below: int) -> Value:
