@@ -254,10 +254,9 @@ class Workload(dict[str, Any]):
 
     def checkpoint(self) -> int:
         """Return the trained weights and the optimizer's part of a checkpoint, of all processes together."""
-        alone = Workload({**self, "world_size": 1})
         weights = 4 * self.trained if self["use_peft"] else self.element * self["parameters"]
-        # DeepSpeed adds the weights it trains
-        return weights + alone.states + (Workload({**alone, "accelerator": "zero2"}).weights if self.zero else 0)
+        model = self.trained_element * self["parameters"] if self.zero else 0  # DeepSpeed adds the weights it trains
+        return weights + self.states * self.shards + model
 
 
 def in_gib(size: int) -> str:

@@ -55,12 +55,11 @@ def make_plan(
     entry: str | None = None,
     sources: Assets | None = None,
 ) -> Plan:
-    """Plan a run of a checked recipe.
+    """Plan a run of a checked recipe; ConfigError where that contradicts the environment or the resources.
 
     Without ``names`` the plan has no processes yet: a launch looks at its ports, fetches its sources and makes its run
     directory first, then fills them in by ``with_sources`` and ``with_processes``. ``entry`` is the entry script of
-    the trainers, the task's own by default; CONFIG_FILE and the caches come from the user's ``environment``. A recipe
-    that contradicts the environment or the resources is a ConfigError.
+    the trainers, the task's own by default; CONFIG_FILE and the caches come from the user's ``environment``.
     """
     mode = _mode(recipe, resources)
     server_gpus, left = split_gpus(recipe, resources, mode)
