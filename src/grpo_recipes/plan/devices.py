@@ -161,7 +161,8 @@ def place_trainers(
     idle = [node for node, count in enumerate(counts) if count == 0 and not (mode == "server" and node == 0)]
     if idle:
         does = f"the plan has nothing to do for node {idle[0]}: {some_trainers(world_size)}"
-        fix = f"submit with --nodes={len(left) - len(idle)}, or more prompts_per_step"
+        own = ", or write vllm_node: own" if mode == "server" and counts[0] else ""
+        fix = f"submit with --nodes={len(left) - len(idle)}, or more prompts_per_step{own}"
         raise config_error("sbatch --nodes", f"{len(left)} nodes are allocated, {does}", fix)
     return tuple(Placement(node, count, left[node][:count]) for node, count in enumerate(counts) if count)
 
