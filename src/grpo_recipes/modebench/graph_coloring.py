@@ -6,7 +6,7 @@ An answer has a digit for each hidden vertex; every proper completion is a mode.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -14,7 +14,7 @@ COLORS = "123"
 HIDDEN = "?"
 _TRIES = 50  # graphs drawn for each that is wanted, before there seem to be no more
 
-Edges = tuple[tuple[int, int], ...]
+Edges = Sequence[Sequence[int]]  # pairs of vertices
 
 
 @dataclass(frozen=True)

@@ -37,29 +37,25 @@ def mode_of(text: str, answer: str) -> str | None:
         return None
     if problem["task"] == "countdown":
         return _countdown_mode(given, tuple(problem["numbers"]), problem["target"])
-    return graph_coloring.mode(edges_of(problem), problem["partial"], given)
+    return graph_coloring.mode(problem["edges"], problem["partial"], given)
 
 
 @lru_cache(maxsize=4096)
-def _problem(answer: str) -> dict[str, Any] | None:
+def problem_of(answer: str) -> dict[str, Any]:
+    """Return the problem in a row's answer; raise ValueError where there is none."""
     wanted = {"countdown": ("numbers", "target"), "graph_coloring": ("edges", "partial")}
     with contextlib.suppress(ValueError, TypeError, LookupError):
         problem = dict(json.loads(answer))
-        return problem if all(key in problem for key in (*wanted[problem["task"]], "modes")) else None
-    return None
-
-
-def problem_of(answer: str) -> dict[str, Any]:
-    """Return the problem in a row's answer; raise ValueError where there is none."""
-    problem = _problem(answer)
-    if problem is None:
-        raise ValueError("the reference solution is not a problem of ModeBench")
-    return problem
+        if all(key in problem for key in (*wanted[problem["task"]], "modes")):
+            return problem
+    raise ValueError("the reference solution is not a problem of ModeBench")
 
 
 def is_problem(answer: str) -> bool:
     """Return whether a reference solution is a problem of ModeBench."""
-    return _problem(answer) is not None
+    with contextlib.suppress(ValueError):
+        return bool(problem_of(answer))
+    return False
 
 
 def right_answers(answer: str) -> list[str]:
@@ -67,7 +63,7 @@ def right_answers(answer: str) -> list[str]:
     problem = problem_of(answer)
     if problem["task"] == "countdown":
         return list(countdown.ways(tuple(problem["numbers"]), problem["target"]))
-    return graph_coloring.completions(edges_of(problem), problem["partial"])
+    return graph_coloring.completions(problem["edges"], problem["partial"])
 
 
 def wrong_answers(answer: str) -> list[str]:
@@ -80,11 +76,6 @@ def wrong_answers(answer: str) -> list[str]:
     every = map("".join, product(graph_coloring.COLORS, repeat=hidden))
     taken = set(right)
     return [*islice((colors for colors in every if colors not in taken), 2), "4" * hidden, ""]
-
-
-def edges_of(problem: dict[str, Any]) -> graph_coloring.Edges:
-    """Return the edges of a graph as ``graph_coloring`` takes them."""
-    return tuple((one, other) for one, other in problem["edges"])
 
 
 def answer_in(text: str) -> str | None:
