@@ -73,7 +73,7 @@ def planned(read: Callable[..., Recipe], tmp_path: Path) -> Callable[..., Plan]:
     ) -> Plan:
         environment = {"CACHE_ROOT": str(tmp_path / "cache"), **(environment or {})}
         recipe = recipe or read(flags, environment, **changes)
-        if problems := check(recipe, environment):  # as checked_recipe does for every command
+        if problems := check(recipe, environment):  # as resolve_recipe does for every command
             raise ConfigError(*problems)
         resources = Resources(device, tuple(gpus) if device == "cuda" else (), 8, job, tuple(nodes))
         name = recipe["run_name"] or "unnamed"

@@ -21,9 +21,8 @@ from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.types import Names
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.check import checked_recipe
+from grpo_recipes.recipe.check import resolve_recipe
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
-from grpo_recipes.recipe.tasks import RequestedTask
 from grpo_recipes.runs.checkpoints import publish
 from grpo_recipes.runs.rundir import Run, find_run, read_json
 from grpo_recipes.slurm.client import slurm_job
@@ -43,13 +42,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def frozen(*flags: str, resources: Resources = CPU) -> Run:
-    recipe = checked_recipe(SMOKE, flags, os.environ, RequestedTask())
+    recipe = resolve_recipe(str(SMOKE), None, flags, os.environ, "cpu")
     return freeze_it(recipe, names_of(recipe), resources)
 
 
-def freeze_it(recipe: Recipe, names: Names, resources: Resources, entry: str = "src/grpo.py") -> Run:
+def freeze_it(recipe: Recipe, names: Names, resources: Resources) -> Run:
     sources = find_assets(recipe, os.environ)
-    plan = make_plan(recipe, resources, os.environ, names, entry, sources)
+    plan = make_plan(recipe, resources, os.environ, names, sources)
     return freeze(recipe, plan, sources, names, resources, os.environ)
 
 
@@ -61,7 +60,7 @@ def in_job(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_its_folder_is_the_one_that_was_named(folder) -> None:
-    recipe = checked_recipe(SMOKE, [], os.environ, RequestedTask())
+    recipe = resolve_recipe(str(SMOKE), None, [], os.environ, "cpu")
     names = dataclasses.replace(names_of(recipe), run_dir=folder / "sweep" / "cells" / "seed=1")
     assert freeze_it(recipe, names, CPU).folder == names.run_dir
     with pytest.raises(ConfigError, match="another run has just taken that name"):
@@ -92,8 +91,8 @@ def test_an_entry_script_of_the_user_is_copied(folder, monkeypatch) -> None:
         (repository / name).symlink_to(home() / name)
     (repository / "mine.py").write_text("# an entry\n")
     monkeypatch.setenv("GRPO_HOME", str(repository))
-    recipe = checked_recipe(SMOKE, [], os.environ, RequestedTask())
-    run = freeze_it(recipe, names_of(recipe), CPU, "mine.py")
+    monkeypatch.setenv("TRAIN_ENTRYPOINT", "mine.py")
+    run = frozen()
     assert (run.folder / "code/mine.py").read_text() == "# an entry\n"
 
 
@@ -101,9 +100,9 @@ def test_its_start_reads_the_frozen_recipe_whatever_the_environment_says(monkeyp
     monkeypatch.setenv("TRAIN_SEED", "5")
     run = frozen("--seed", "3")
     in_job(run, monkeypatch)
-    found, recipe, entry = resolve_run(Options(resume=str(run.folder)), CPU)
+    found, recipe = resolve_run(Options(resume=str(run.folder)), CPU)
     assert found is not None and found.folder == run.folder
-    assert recipe["seed"] == 3 and entry == "src/grpo.py"
+    assert recipe["seed"] == 3 and recipe.entry == "src/grpo.py"
     assert home() == run.folder / "code"
 
 

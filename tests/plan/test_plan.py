@@ -10,9 +10,10 @@ import pytest
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.plan.commands import base_environment
-from grpo_recipes.plan.plan import choose_recipe, describe
+from grpo_recipes.plan.plan import describe
 from grpo_recipes.plan.types import Process
 from grpo_recipes.recipe import read_recipe
+from grpo_recipes.recipe.check import choose_recipe
 from grpo_recipes.slurm.client import SlurmJob
 from grpo_recipes.smoke import smoke_folder
 

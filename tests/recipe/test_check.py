@@ -9,8 +9,7 @@ import yaml
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe import read_recipe
-from grpo_recipes.recipe.check import check, checked_recipe
-from grpo_recipes.recipe.tasks import requested_task
+from grpo_recipes.recipe.check import check, resolve_recipe
 
 ROOT = Path(__file__).parents[2] / "recipes"
 RECIPES = sorted(path for path in ROOT.rglob("*.yaml") if path.parent != ROOT / "base")
@@ -184,5 +183,5 @@ def test_a_value_of_the_wrong_type_hides_no_other_problem(tmp_path, keys, more):
     path = tmp_path / "wrong.yaml"
     path.write_text(yaml.safe_dump({"model_name_or_path": "a/b", "dataset_name": "c/d", **keys}))
     with pytest.raises(ConfigError) as refused:
-        checked_recipe(path, [], {}, requested_task({}))
+        resolve_recipe(str(path), None, [], {}, "cpu")
     assert len(refused.value.problems) > 1 and more in str(refused.value)

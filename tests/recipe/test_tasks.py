@@ -20,7 +20,7 @@ from grpo_recipes.recipe import Recipe, read_frozen, read_recipe
 from grpo_recipes.recipe.check import check
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
 from grpo_recipes.recipe.registry import OBJECTIVES
-from grpo_recipes.recipe.tasks import RequestedTask, entry_of, requested_task, same_task, task_of, with_task
+from grpo_recipes.recipe.tasks import RequestedTask, requested_task, same_task, task_of, with_task
 from grpo_recipes.runs.rundir import new_run, write_json
 
 GRPO, MAXENT = RequestedTask("grpo", "--task"), RequestedTask("maxent", "MAXENT")
@@ -110,7 +110,7 @@ def test_a_home_without_a_repository_is_told_as_such(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("asked", [RequestedTask(), MAXENT])
 def test_a_recipe_that_names_its_objective_is_maxents(read: Callable[..., Recipe], asked: RequestedTask) -> None:
     recipe, problems = with_task(read(maxent_objective="listwise"), asked)
-    assert (task_of(recipe), entry_of(recipe, asked), problems) == ("maxent", "src/maxent-grpo.py", [])
+    assert (task_of(recipe), recipe.entry, problems) == ("maxent", None, [])
     assert recipe["maxent_objective"] == "listwise" and recipe.source("maxent_objective").startswith("recipe.yaml:")
     recipe, problems = with_task(read(["--maxent_objective", "listwise"]), asked)
     assert (task_of(recipe), recipe.source("maxent_objective"), problems) == ("maxent", "--maxent_objective", [])
@@ -118,11 +118,11 @@ def test_a_recipe_that_names_its_objective_is_maxents(read: Callable[..., Recipe
 
 def test_a_recipe_without_an_objective_is_grpos_unless_maxent_is_asked_for(read: Callable[..., Recipe]) -> None:
     recipe, problems = with_task(read(), RequestedTask())
-    assert (task_of(recipe), entry_of(recipe, RequestedTask()), problems) == ("grpo", "src/grpo.py", [])
+    assert (task_of(recipe), recipe.entry, problems) == ("grpo", None, [])
     recipe, problems = with_task(read(maxent_tau=0.1), MAXENT)
     assert (task_of(recipe), recipe.source("maxent_objective"), problems) == ("maxent", "MAXENT", [])
     assert check(recipe, {}) == [], "its maxent_tau is read"
-    assert entry_of(recipe, RequestedTask("maxent", "MAXENT", "src/mine.py")) == "src/mine.py"
+    assert with_task(recipe, RequestedTask("maxent", "MAXENT", "src/mine.py"))[0].entry == "src/mine.py"
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,10 @@ from grpo_recipes.launch.attempt import freeze_inputs
 from grpo_recipes.launch.resolve import Options, names_of, resolve_run
 from grpo_recipes.launch.run import launch
 from grpo_recipes.launch.submission import freeze
-from grpo_recipes.paths import home
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
-from grpo_recipes.recipe.check import checked_recipe
+from grpo_recipes.recipe.check import resolve_recipe
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
-from grpo_recipes.recipe.tasks import RequestedTask
 from grpo_recipes.runs import checkpoints
 from grpo_recipes.runs.checkpoints import (
     MARKER,
@@ -339,7 +337,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "mine.yaml").write_text("distributed_type: 'NO'\n")
     flags = ["--reward_funcs", "mine.py:reward", "--callbacks", "mine.py:Quiet"]
-    recipe = checked_recipe(home() / "recipes/smoke/grpo.yaml", flags, os.environ, RequestedTask())
+    recipe = resolve_recipe("recipes/smoke/grpo.yaml", None, flags, os.environ, "cpu")
     names, sources = names_of(recipe), find_assets(recipe, os.environ)
     plan = make_plan(recipe, CPU, os.environ, names, sources=sources)
     return freeze(recipe, plan, sources, names, CPU, os.environ)
@@ -410,9 +408,9 @@ def test_an_edited_recipe_is_not_applied_without_a_word(run, capsys) -> None:
 
 
 def test_a_flag_of_a_resume_changes_the_recipe_and_its_record(run) -> None:
-    found, recipe, entry = resolve_run(Options(resume=str(run.folder), flags=("--learning_rate", "1e-6")), CPU)
+    found, recipe = resolve_run(Options(resume=str(run.folder), flags=("--learning_rate", "1e-6")), CPU)
     assert found is not None
-    freeze_inputs(found, recipe, make_plan(recipe, CPU, os.environ, names_of(recipe, found), entry))
+    freeze_inputs(found, recipe, make_plan(recipe, CPU, os.environ, names_of(recipe, found)))
     assert resolve_run(Options(resume=str(run.folder)), CPU)[1]["learning_rate"] == 1e-6
 
 

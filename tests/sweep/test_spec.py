@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -103,7 +101,7 @@ def test_any_text_is_read_or_refused(text):
 
 
 def trials(*words, flags=(), path=MATH, environment=None):
-    return make_trials(SweepSpec(Path(path), read_axes(words, flags), flags), environment or {})
+    return make_trials(SweepSpec(str(path), read_axes(words, flags), flags), environment or {}, "cpu")
 
 
 def problems(*words, **keys):

@@ -6,15 +6,13 @@ import argparse
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import config_error
 from grpo_recipes.plan.devices import environment_device
-from grpo_recipes.plan.plan import choose_recipe
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.check import checked_recipe
-from grpo_recipes.recipe.tasks import GRPO, MAXENT, RequestedTask, requested_task
+from grpo_recipes.recipe.check import resolve_recipe
+from grpo_recipes.recipe.tasks import GRPO, MAXENT
 
 USAGE = "[RECIPE] [options] [--KEY VALUE ...]"
 EPILOG = "Any recipe key is a flag too, e.g. --learning_rate 1e-6: flag > environment variable > YAML > default."
@@ -92,13 +90,7 @@ def recipe_name(options: argparse.Namespace) -> str | None:
     return options.recipe or options.config
 
 
-def recipe_path(options: argparse.Namespace, device: str) -> tuple[Path, RequestedTask]:
-    """Return the recipe's file, or the default one of a device, and the task that is asked for."""
-    asked = requested_task(os.environ, options.task)
-    return choose_recipe(recipe_name(options), os.environ, asked.task or GRPO, device), asked
-
-
-def chosen_recipe(options: argparse.Namespace) -> Recipe:
+def chosen_recipe(options: argparse.Namespace, device: str | None = None) -> Recipe:
     """Return the recipe of this command line and environment: merged, typed and checked."""
-    path, asked = recipe_path(options, environment_device())
-    return checked_recipe(path, options.flags, os.environ, asked)
+    name, device = recipe_name(options), device or environment_device()
+    return resolve_recipe(name, options.task, options.flags, os.environ, device)

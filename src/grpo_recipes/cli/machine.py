@@ -78,7 +78,7 @@ def _checks_of_machine(options: argparse.Namespace) -> list[tuple[Check, Any]]:
     machine = Machine(os.environ, found, _DEEP_PATIENCE if options.deep else _PATIENCE)
     checks += [(check, machine) for check in (*MACHINE, *(DEEP if options.deep else ()))]
     if found is not None:
-        case = Case(machine, found, options.task)
+        case = Case(machine, found)
         checks += [(check, case) for check in RECIPE]
     return checks
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_recipes.cli.command import chosen_recipe, command, option, recipe_path, switch
+from grpo_recipes.cli.command import chosen_recipe, command, option, switch
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, config_error
 from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.fetch.hub import gated_note
@@ -23,9 +23,9 @@ from grpo_recipes.paths import shown
 from grpo_recipes.plan.commands import hub_environment
 from grpo_recipes.plan.devices import find_resources, gpu_memory
 from grpo_recipes.plan.estimates import estimate
-from grpo_recipes.plan.plan import choose_recipe, describe, make_plan
+from grpo_recipes.plan.plan import describe, make_plan
 from grpo_recipes.process.reports import aligned
-from grpo_recipes.recipe.check import checked_recipe
+from grpo_recipes.recipe.check import choose_recipe
 from grpo_recipes.recipe.dialects import ALIASES, OBSOLETE_KEYS, nearest, slurm_guide
 from grpo_recipes.recipe.keys import (
     ENVIRONMENT_KEYS,
@@ -38,7 +38,6 @@ from grpo_recipes.recipe.keys import (
 from grpo_recipes.recipe.registry import BENCHMARKS
 from grpo_recipes.recipe.rules import notes
 from grpo_recipes.recipe.schema import schema_line, schema_note
-from grpo_recipes.recipe.tasks import entry_of
 from grpo_recipes.slurm.client import job_end_time, walltime_seconds
 
 if TYPE_CHECKING:
@@ -275,11 +274,10 @@ def plan(options: argparse.Namespace) -> int:
     if options.gpus is not None:
         resources = replace(resources, device="cuda", gpus=tuple(str(index) for index in range(options.gpus)))
         resources = resources.on_nodes(options.nodes)
-    path, asked = recipe_path(options, resources.device)
-    recipe = checked_recipe(path, options.flags, os.environ, asked)
+    recipe = chosen_recipe(options, resources.device)
     names = names_of(recipe)
     assets = find_assets(recipe, os.environ)
-    made = make_plan(recipe, resources, os.environ, names, entry_of(recipe, asked), assets)
+    made = make_plan(recipe, resources, os.environ, names, assets)
     gib = options.gpu_memory
     if gib is None and options.gpus is None:
         gib = gpu_memory(os.environ)

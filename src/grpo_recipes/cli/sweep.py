@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from grpo_recipes.cli.command import command, option, recipe_path, switch
+from grpo_recipes.cli.command import command, option, recipe_name, switch
 from grpo_recipes.cli.runs import chosen_profile, named_run, overrides, run_root, site_options
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.paths import shown
@@ -51,8 +51,8 @@ def sweep(options: argparse.Namespace) -> int:
         return start_again(find_sweep(run_root() / FOLDER, options.resume), backend, os.environ)
     if options.name is not None:
         flags = ["--run_name", options.name, *flags]
-    path, asked = recipe_path(options, backend.resources(os.environ).device)
-    return start(SweepSpec(path, read_axes(words, flags), flags, asked), backend, os.environ, options.new)
+    spec = SweepSpec(recipe_name(options), read_axes(words, flags), flags, options.task)
+    return start(spec, backend, os.environ, options.new)
 
 
 def _check(options: argparse.Namespace) -> None:

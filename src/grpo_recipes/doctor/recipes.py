@@ -23,7 +23,6 @@ from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.process.reports import gigabytes
 from grpo_recipes.process.scratch import SHARED_MEMORY
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.tasks import entry_of, requested_task
 from grpo_recipes.runs.finding import OK, PROBLEM, WARNING, Finding, ok, problem, warning
 
 
@@ -33,7 +32,6 @@ class Case:
 
     machine: Machine
     recipe: Recipe
-    task: str | None = None
 
     @functools.cached_property
     def sources(self) -> Assets:
@@ -48,8 +46,7 @@ class Case:
     def plan(self) -> Plan:
         """Plan what a launch would start, or raise its ConfigError."""
         variables = self.machine.environment
-        entry = entry_of(self.recipe, requested_task(variables, self.task))
-        return make_plan(self.recipe, find_resources(variables), variables, self._names, entry, sources=self.sources)
+        return make_plan(self.recipe, find_resources(variables), variables, self._names, self.sources)
 
     @functools.cached_property
     def estimates(self) -> Estimates:

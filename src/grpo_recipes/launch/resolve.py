@@ -6,19 +6,18 @@ import os
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.paths import CODE_VARIABLE
 from grpo_recipes.plan.devices import Resources
-from grpo_recipes.plan.plan import choose_recipe
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.process.network import address_reachable
 from grpo_recipes.process.reports import say
 from grpo_recipes.recipe import Recipe, merge_recipe, read_frozen
-from grpo_recipes.recipe.check import check, checked_recipe
-from grpo_recipes.recipe.tasks import GRPO, entry_of, requested_task, same_task
+from grpo_recipes.recipe.check import check, choose_recipe, resolve_recipe
+from grpo_recipes.recipe.tasks import GRPO, requested_task, same_task
 from grpo_recipes.runs import rundir
 from grpo_recipes.runs.checkpoints import need_same_files, newest_complete, world_size_of
 from grpo_recipes.runs.rundir import FROZEN_CODE, Run, changed_code, find_run
@@ -36,24 +35,23 @@ class Options:
     flags: tuple[str, ...] = ()
 
 
-def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Recipe, str]:
-    """Return the run that is meant (None: a new one), its recipe and its entry script."""
+def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Recipe]:
+    """Return the run that is meant (None: a new one), and its recipe."""
     # What the environment said when a run was submitted is in its frozen recipe.
     environment = {} if os.environ.get(CODE_VARIABLE) else os.environ
-    asked = requested_task(environment, options.task)
     if options.resume is not None and options.recipe:
         raise config_error("--resume", "a resumed run goes on with its own recipe", "leave the recipe out")
-    if options.resume in (None, "last"):
-        path = choose_recipe(options.recipe, environment, asked.task or GRPO, resources.device)
     if options.resume is None:
-        recipe = checked_recipe(path, options.flags, environment, asked)
+        recipe = resolve_recipe(options.recipe, options.task, options.flags, environment, resources.device)
         job = resources.job
         pointer = _job_pointers(recipe) / job.name if job is not None and job.restarts > 0 else None
         if pointer is None or not pointer.is_file():
-            return None, recipe, entry_of(recipe, asked)
+            return None, recipe
         run = find_run(_run_root(recipe), pointer.read_text().strip())
     elif options.resume == "last":
         # Flags are for the run's own recipe, with which they are checked: only run_root is read from this one.
+        task = requested_task(environment, options.task).task or GRPO
+        path = choose_recipe(None, environment, task, resources.device)
         recipe, problems = merge_recipe(path, options.flags, environment)
         if "run_root" in recipe.broken:
             raise ConfigError(*problems)
@@ -72,10 +70,10 @@ def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Rec
         raise ConfigError(*contradictions)
     for note in notes:
         say(f"note: {note}")
-    if not run.plan:
-        return run, recipe, entry_of(recipe, asked)
-    same_task(recipe, asked, run.plan["task"])
-    return run, recipe, run.plan["entry"]
+    asked = requested_task(environment, options.task)
+    if run.plan:
+        same_task(recipe, asked, run.plan["task"])
+    return run, replace(recipe, entry=run.plan.get("entry", asked.entry))
 
 
 def _run_root(recipe: Recipe) -> Path:

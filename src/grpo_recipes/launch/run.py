@@ -50,10 +50,10 @@ def launch(options: Options) -> int:
 
 def _prepare(options: Options, resources: Resources, stop: StopSignals, workers: NodeWorkers) -> Attempt:
     """Check and plan, then make the run directory and all that the processes need."""
-    run, recipe, entry = resolve.resolve_run(options, resources)
+    run, recipe = resolve.resolve_run(options, resources)
     names = names_of(recipe, run)
     resources = preflight_nodes(workers, resources, os.environ)
-    plan = make_plan(recipe, resources, os.environ, entry=entry)
+    plan = make_plan(recipe, resources, os.environ)
     ports, notes = free_ports(recipe, plan.ports, plan.server_host)
     resolve.need_wandb_route(recipe, os.environ)
     # Downloaded now if it must be; of a resumed run the commits it began with.
@@ -88,10 +88,10 @@ def _prepare(options: Options, resources: Resources, stop: StopSignals, workers:
 
 
 def _dry_run(options: Options, resources: Resources) -> int:
-    run, recipe, entry = resolve.resolve_run(options, resources)
+    run, recipe = resolve.resolve_run(options, resources)
     names = names_of(recipe, run)
     sources = find_assets(recipe, os.environ, run.identity.get("sources") if run else None)
-    plan = make_plan(recipe, resources, os.environ, names, entry, sources)
+    plan = make_plan(recipe, resources, os.environ, names, sources)
     nowhere = Path(tempfile.gettempdir()) / "grpo-dry-run"
     shared = run_environment(os.environ, Scratch(nowhere, nowhere), names.run_dir, names.served)
     differences = {}

@@ -18,12 +18,11 @@ from grpo_recipes.launch.resolve import OFFLINE_WANDB, names_of, need_wandb_rout
 from grpo_recipes.paths import CODE_VARIABLE, cache_root, home, shown
 from grpo_recipes.plan.devices import Resources, environment_device
 from grpo_recipes.plan.estimates import Estimates, estimate, need_room
-from grpo_recipes.plan.plan import choose_recipe, make_plan
+from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.publish.push import need_target
 from grpo_recipes.recipe import Recipe, Value
-from grpo_recipes.recipe.check import checked_recipe
-from grpo_recipes.recipe.tasks import GRPO, entry_of, requested_task
+from grpo_recipes.recipe.check import resolve_recipe
 from grpo_recipes.runs.rundir import FROZEN_CODE, Run, frozen_hash, new_run, write_json
 from grpo_recipes.slurm.client import MaybeSubmitted, cluster_name, submit, walltime_seconds
 from grpo_recipes.slurm.profile import Profile, Request, read_profile, render
@@ -91,11 +90,9 @@ def prepare(
     """
     environment = site_environment(profile, environment)
     resources = site_resources(profile)
-    asked = requested_task(environment, task)
-    path = choose_recipe(recipe_name, environment, asked.task or GRPO, resources.device)
-    recipe = on_scratch(checked_recipe(path, flags, environment, asked), profile)
+    recipe = on_scratch(resolve_recipe(recipe_name, task, flags, environment, resources.device), profile)
     names, sources = names_of(recipe), find_assets(recipe, environment)
-    plan = make_plan(recipe, resources, environment, names, entry_of(recipe, asked), sources)
+    plan = make_plan(recipe, resources, environment, names, sources)
     estimates = estimate(plan, recipe, names, profile.gpu_memory_gib, walltime_seconds(profile.time))
     for role, need in estimates.memory.items():
         if not need.fits:
@@ -103,7 +100,7 @@ def prepare(
             raise config_error(shown(plan.recipe), f"the run does not fit: the {role} needs {need.size}", fix)
     need_room(recipe, plan, names.run_dir)
     _need_routes(recipe, profile, names, environment)
-    _check_deep(path, task, flags, environment)
+    _check_deep(recipe.path, task, flags, environment)
     return Submission(profile, recipe, names, resources, sources, plan, estimates, environment)
 
 

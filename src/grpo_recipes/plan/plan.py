@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_recipes.errors import config_error
-from grpo_recipes.paths import home
 from grpo_recipes.plan.commands import accelerate_file, with_processes
 from grpo_recipes.plan.devices import (
     Resources,
@@ -31,20 +28,6 @@ from grpo_recipes.smoke import SMOKE_SCHEME, smoke_folder
 
 if TYPE_CHECKING:
     from grpo_recipes.fetch.assets import Assets
-_DEFAULT_RECIPES = {"cpu": "recipes/smoke/{task}.yaml", "cuda": "recipes/Qwen2.5-1.5B-Instruct/{task}/config_math.yaml"}
-
-
-def choose_recipe(given: str | None, environment: Mapping[str, str], task: str, device: str) -> Path:
-    """Return the recipe named on the command line or by CONFIG, else the default one of the device; it must exist."""
-    where, name = ("RECIPE", given) if given else ("CONFIG", environment.get("CONFIG"))
-    if not name:
-        where, name = "default recipe", str(home() / _DEFAULT_RECIPES[device].format(task=task))
-    path = Path(name)
-    if not os.path.isfile(path) and os.path.isfile(home() / path):  # of Path itself a name too long raises OSError
-        path = home() / path
-    if not os.path.isfile(path):
-        raise config_error(where, f"there is no recipe '{name}'", "name an existing .yaml file under recipes/")
-    return path
 
 
 def make_plan(
@@ -52,14 +35,13 @@ def make_plan(
     resources: Resources,
     environment: Mapping[str, str],
     names: Names | None = None,
-    entry: str | None = None,
     sources: Assets | None = None,
 ) -> Plan:
     """Plan a run of a checked recipe; ConfigError where that contradicts the environment or the resources.
 
     Without ``names`` the plan has no processes yet: a launch looks at its ports, fetches its sources and makes its run
-    directory first, then fills them in by ``with_sources`` and ``with_processes``. ``entry`` is the entry script of
-    the trainers, the task's own by default; CONFIG_FILE and the caches come from the user's ``environment``.
+    directory first, then fills them in by ``with_sources`` and ``with_processes``. CONFIG_FILE and the caches come
+    from the user's ``environment``.
     """
     mode = _mode(recipe, resources)
     server_gpus, left = split_gpus(recipe, resources, mode)
@@ -84,7 +66,7 @@ def make_plan(
     plan = Plan(
         recipe=str(recipe.path),
         task=task,
-        entry=entry or ENTRIES[task],
+        entry=recipe.entry or ENTRIES[task],
         maxent=_weighting(recipe) if task == MAXENT else None,
         device=resources.device,
         mode=mode,

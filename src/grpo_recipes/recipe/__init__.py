@@ -33,6 +33,7 @@ class Recipe:
     values: dict[str, Value]
     notes: list[str] = field(default_factory=list)  # what was accepted and is worth knowing
     broken: frozenset[str] = frozenset()  # keys whose given value is wrong; none after ``read_recipe``
+    entry: str | None = None  # the user's entry script of the trainers; None for the task's own
 
     def __getitem__(self, key: str) -> Any:
         if key in self.broken:

@@ -13,16 +13,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.errors import ConfigError, Problem
+from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.modebench.dataset import COLUMNS, SCHEME, SPLITS, TASKS, Settings, TooFew, rows
+from grpo_recipes.paths import home
 from grpo_recipes.recipe import BrokenKey, Recipe, in_order, learning, merge_recipe
 from grpo_recipes.recipe.datafiles import BUILDERS, RESERVED_COLUMNS, columns_of, has_splits, is_saved
 from grpo_recipes.recipe.registry import REWARDS, benchmark_columns, benchmark_problem, is_file
 from grpo_recipes.recipe.rules import RULES, broken_rules, evaluation_set, modebench_tasks
-from grpo_recipes.recipe.tasks import RequestedTask, with_task
+from grpo_recipes.recipe.tasks import GRPO, requested_task, with_task
 from grpo_recipes.recipe.user_code import copy_path, problem_with
 from grpo_recipes.smoke import SMOKE_SCHEME, SMOKE_TASKS
 
+_DEFAULT_RECIPES = {"cpu": "recipes/smoke/{task}.yaml", "cuda": "recipes/Qwen2.5-1.5B-Instruct/{task}/config_math.yaml"}
 _HUB_NAME = re.compile(r"[\w.-]{1,96}(?:/[\w.-]{1,96})?", re.ASCII)
 _LOCAL = ("/", "./", "../", "~")
 _COLUMNS = ("dataset_prompt_column", "dataset_solution_column")
@@ -37,8 +39,28 @@ def check(recipe: Recipe, environment: Mapping[str, str]) -> list[Problem]:
     return problems
 
 
-def checked_recipe(path: Path, flags: Iterable[str], environment: Mapping[str, str], asked: RequestedTask) -> Recipe:
-    """Read a recipe, resolve its task and check it; a ConfigError reports everything that is wrong at once."""
+def choose_recipe(given: str | None, environment: Mapping[str, str], task: str, device: str) -> Path:
+    """Return the recipe named on the command line or by CONFIG, else the default one of the device; it must exist."""
+    where, name = ("RECIPE", given) if given else ("CONFIG", environment.get("CONFIG"))
+    if not name:
+        where, name = "default recipe", str(home() / _DEFAULT_RECIPES[device].format(task=task))
+    path = Path(name)
+    if not os.path.isfile(path) and os.path.isfile(home() / path):  # of Path itself a name too long raises OSError
+        path = home() / path
+    if not os.path.isfile(path):
+        raise config_error(where, f"there is no recipe '{name}'", "name an existing .yaml file under recipes/")
+    return path
+
+
+def resolve_recipe(
+    name: str | None, task: str | None, flags: Iterable[str], environment: Mapping[str, str], device: str
+) -> Recipe:
+    """Read the recipe that ``choose_recipe`` finds, resolve its task and check it; ``task`` is what ``--task`` names.
+
+    A ConfigError reports everything that is wrong at once.
+    """
+    asked = requested_task(environment, task)
+    path = choose_recipe(name, environment, asked.task or GRPO, device)
     recipe, problems = merge_recipe(path, flags, environment)
     recipe, contradictions = with_task(recipe, asked)
     problems += contradictions + check(recipe, environment)

@@ -65,16 +65,12 @@ def task_of(recipe: Recipe) -> str:
     return MAXENT if recipe.given("maxent_objective") else GRPO
 
 
-def entry_of(recipe: Recipe, asked: RequestedTask) -> str:
-    """Return the entry script of such a recipe."""
-    return asked.entry or ENTRIES[task_of(recipe)]
-
-
 def with_task(recipe: Recipe, asked: RequestedTask) -> tuple[Recipe, list[Problem]]:
     """Return the recipe with its task, and what contradicts that.
 
     A recipe without an objective that MaxEnt is asked for gets the default one, with what asked for it as its source.
     """
+    recipe = replace(recipe, entry=asked.entry)
     key, objective = "maxent_objective", recipe.values["maxent_objective"]
     if asked.task == MAXENT and not recipe.given(key):
         return recipe.with_value(key, replace(objective, source=asked.source)), []

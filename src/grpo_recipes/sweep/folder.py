@@ -19,7 +19,6 @@ from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.types import Names
 from grpo_recipes.recipe import Recipe, Value
-from grpo_recipes.recipe.tasks import entry_of
 from grpo_recipes.runs.rundir import make_folder, read_json, timestamp, write_json
 from grpo_recipes.secrets import masked
 from grpo_recipes.sweep.spec import SweepSpec, Trial
@@ -85,7 +84,7 @@ def new_sweep(spec: SweepSpec, trials: Sequence[Trial], resources: Resources, en
         "name": name,
         "timestamp": stamp,
         **begun,
-        "recipe": str(spec.path.absolute()),
+        "recipe": str(recipe.path.absolute()),
         "flags": [masked(flag) for flag in spec.flags],
         "axes": {key: list(values) for key, values in spec.axes.items()},
         "fingerprint": fingerprint(trials),
@@ -113,7 +112,7 @@ def freeze_trial(
     name = f"{sweep.record['name']}-{trial.name}"
     names = Names(sweep.trial_dir(trial.index), name, name, sweep.record["timestamp"])
     assets = find_assets(recipe, environment)
-    plan = make_plan(recipe, resources, environment, names, entry_of(recipe, spec.asked), assets)
+    plan = make_plan(recipe, resources, environment, names, assets)
     freeze(recipe, plan, assets, names, resources, environment)
 
 

@@ -80,8 +80,8 @@ def start(spec: SweepSpec, backend: Backend, environment: Mapping[str, str], new
     written or started. With ``new`` another sweep begins though the same one is not completed.
     """
     environment = backend.environment(environment)
-    trials = make_trials(spec, environment)
     resources = backend.resources(environment)
+    trials = make_trials(spec, environment, resources.device)
     recipes = {trial.name: trial.recipe for trial in trials}
     for_each(recipes, lambda recipe: make_plan(recipe, resources, environment))
     if profile := backend.profile:
@@ -91,7 +91,7 @@ def start(spec: SweepSpec, backend: Backend, environment: Mapping[str, str], new
         for trial in trials:
             unlike.setdefault(tuple(text for key, text in trial.values.items() if not is_number(key)), trial)
         flags = {trial.name: spec.flags_of(trial.values) for trial in unlike.values()}
-        for_each(flags, lambda given: prepare(profile, str(spec.path), spec.asked.task, given, environment))
+        for_each(flags, lambda given: prepare(profile, spec.recipe, spec.task, given, environment))
         trials = [replace(trial, recipe=on_scratch(trial.recipe, profile)) for trial in trials]
     sweep = None if new else unfinished(sweep_root(trials[0].recipe), trials)
     if sweep is not None:

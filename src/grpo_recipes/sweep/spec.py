@@ -8,18 +8,16 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from grpo_recipes.errors import ConfigError, Problem, collect, config_error
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.check import checked_recipe
+from grpo_recipes.recipe.check import resolve_recipe
 from grpo_recipes.recipe.dialects import ALIASES, refusal
 from grpo_recipes.recipe.document import read_flags
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.recipe.rules import needed_by
-from grpo_recipes.recipe.tasks import RequestedTask
 from grpo_recipes.report.compare import NO_EXPERIMENT
 
 Item = TypeVar("Item")
@@ -39,10 +37,10 @@ _LONGEST_NAME = 100  # and of the name; logs are called after it too
 class SweepSpec:
     """The trials of a sweep, as the command line describes them."""
 
-    path: Path  # of the recipe
+    recipe: str | None  # as the user names it; None for CONFIG or the default one
     axes: Mapping[str, Sequence[str]]  # key -> its values, at least one, typed later as a flag's would be
     flags: Sequence[str] = ()  # recipe flags of all trials
-    asked: RequestedTask = field(default_factory=RequestedTask)
+    task: str | None = None  # that --task names
 
     def flags_of(self, values: Mapping[str, str]) -> list[str]:
         """Return the recipe flags of the trial with these values."""
@@ -136,7 +134,7 @@ def _range(key: str, part: str, word: str) -> list[str]:
     return [str(value) for value in range(first, last + 1)]
 
 
-def make_trials(spec: SweepSpec, environment: Mapping[str, str]) -> list[Trial]:
+def make_trials(spec: SweepSpec, environment: Mapping[str, str], device: str) -> list[Trial]:
     """Return every combination of the values, the last axis varying fastest.
 
     A ConfigError names every problem of every trial's recipe, and an axis that changes nothing.
@@ -147,7 +145,7 @@ def make_trials(spec: SweepSpec, environment: Mapping[str, str]) -> list[Trial]:
         names = [f"{number},{name}"[:_LONGEST_NAME] for number, name in enumerate(names)]
 
     def trial(index: int) -> Trial:
-        recipe = checked_recipe(spec.path, spec.flags_of(varied[index]), environment, spec.asked)
+        recipe = resolve_recipe(spec.recipe, spec.task, spec.flags_of(varied[index]), environment, device)
         return Trial(index, names[index], varied[index], recipe)
 
     trials = for_each({name: index for index, name in enumerate(names)}, trial)
