@@ -164,7 +164,7 @@ def test_keys_of_what_is_not_supported_are_refused_too(read, keys):
 
 def test_two_ports_are_two(read):
     (problem,) = check(read(vllm_server_port=8123, vllm_group_port=8123), {})
-    assert problem.what == "vllm_group_port is 8123, and so is vllm_server_port"
+    assert problem.what == "8123 is more than one of vllm_server_port, vllm_group_port, main_process_port"
     assert check(read(vllm_server_port=8123, vllm_group_port=8124, main_process_port=8125), {}) == []
 
 

@@ -75,22 +75,22 @@ VALUES = {"maxent_length_normalize_policy": False, "maxent_length_normalize_ref"
         (
             {**TEMPERED, "maxent_target_weight_entropy": 1.39},
             {**TEMPERED, "maxent_target_weight_entropy": 1.38},
-            "more than log(num_generations) (1.38629)",
+            "log(num_generations) (1.38629), that of equal weights",
         ),
         (
             {**TEMPERED, "maxent_target_eff_rollouts": 4.5},
             {**TEMPERED, "maxent_target_eff_rollouts": 4},
-            "more than num_generations (4)",
+            "num_generations (4), that of equal weights",
         ),
         (
             {**TEMPERED, "maxent_target_weight_entropy": 0},
             {**TEMPERED, "maxent_target_weight_entropy": 0.01},
-            "maxent_target_weight_entropy 0 is that of all weight on one completion",
+            "maxent_target_weight_entropy 0 is not between 0, that of all weight",
         ),
         (
             {**TEMPERED, "maxent_target_eff_rollouts": 1},
             {**TEMPERED, "maxent_target_eff_rollouts": 1.01},
-            "maxent_target_eff_rollouts 1 is that of all weight on one completion",
+            "maxent_target_eff_rollouts 1 is not between 1, that of all weight",
         ),
         ({"kl_target": 0.1}, {"kl_target": 0.1, "beta": 0.04}, "there is no KL to hold"),
         ({"kl_target": 0.1, **LISTWISE, "maxent_beta": 1}, {"kl_target": 0.1, **LISTWISE, "beta": 0.1}, "is no KL"),

@@ -28,17 +28,20 @@ LAUGHS = "model_init_kwargs:\n  a: &a [l, l, l, l, l, l, l, l, l, l]\n" + "".joi
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("benchmarks: &x [*x]", "recipe.yaml: its anchors and aliases stand for more than 100,000"),
-        ("seed: 1\nmodel_init_kwargs: &x {a: *x}", "anchors and aliases"),
-        ("&x\nmodel_init_kwargs: *x", "anchors and aliases"),
-        (LAUGHS, "anchors and aliases"),
+        ("benchmarks: &x [*x]", "nested too deeply, or in themselves"),
+        ("seed: 1\nmodel_init_kwargs: &x {a: *x}", "nested too deeply, or in themselves"),
+        ("&x\nmodel_init_kwargs: *x", "nested too deeply, or in themselves"),
+        (LAUGHS, "recipe.yaml: its anchors and aliases stand for more than 100,000"),
         ("model_init_kwargs: " + "[" * 3000 + "]" * 3000, "nested too deeply"),
-        ("seed: 1\nrun_name: !!bool maybe", "recipe.yaml:2: not valid YAML ('maybe' cannot be read as bool)"),
-        ("seed: !!int many", "recipe.yaml:1: not valid YAML ('many' cannot be read as int)"),
+        (
+            "seed: 1\nrun_name: !!bool maybe",
+            "recipe.yaml:2: 'maybe' cannot be read as bool",
+        ),
+        ("seed: !!int many", "recipe.yaml:1: 'many' cannot be read as int"),
         ("seed: !!timestamp now", "'now' cannot be read as timestamp"),
         ("seed: " + "9" * 5000, "cannot be read as int"),
         ("x: &x {seed: 1}\n<<: *x\n", "recipe.yaml:2: '<<' is not a key of a recipe. Fix: use base: FILE"),
-        ("seed: 1\n---\nseed: 2\n", "write one recipe a file"),
+        ("seed: 1\n---\nseed: 2\n", "not valid YAML (but found another document)"),
     ],
     ids=["list", "map", "whole", "laughs", "deep", "bool", "int", "timestamp", "long", "merge", "documents"],
 )
@@ -69,8 +72,9 @@ def test_a_base_with_a_name_too_long_for_a_file_is_not_there(tmp_path: Path, nam
 def test_a_long_chain_of_bases_is_not_called_a_circle(tmp_path: Path) -> None:
     for number in range(12):
         (tmp_path / f"b{number}.yaml").write_text(f"base: b{number + 1}.yaml\n")
-    said = refusal(tmp_path / "recipe.yaml", "base: b0.yaml\n")
-    assert "more than 8 recipes build on one another" in said and "again" not in said
+    (tmp_path / "b12.yaml").write_text("seed: 7\n")
+    (tmp_path / "recipe.yaml").write_text("base: b0.yaml\n")
+    assert read_recipe(tmp_path / "recipe.yaml")["seed"] == 7
 
 
 def test_a_base_may_use_another_name_of_a_key(tmp_path: Path) -> None:
@@ -100,7 +104,7 @@ HUGE = "9" * 400
     ("text", "flags", "said"),
     [
         (f"seed: {HUGE}", [], "'seed' is"),
-        (f"learning_rate: {HUGE}", [], "is not finite"),
+        (f"learning_rate: {HUGE}", [], "where a number belongs"),
         ("learning_rate: .inf", [], "is not finite"),
         ("", ["--learning_rate", "1e400"], "is not finite"),
         ("", ["--max_grad_norm=-inf"], "is not finite"),

@@ -222,7 +222,7 @@ def test_a_secret_in_a_value_is_refused_and_not_repeated(path, text, flags):
         (b"seed: 1\n  learning_rate: 2\n", "not valid YAML"),
         (b"- seed\n", "a recipe is a mapping"),
         (b"seed", "a recipe is a mapping"),
-        (b"seed: 1\n---\nseed: 2\n", "a second document begins"),
+        (b"seed: 1\n---\nseed: 2\n", "found another document"),
         (b"chat_template: {{ messages }}\n", "not valid YAML"),
         (b"seed: \x00\n", "not valid YAML"),
         (b"run_name: \xff\xfe\n", "cannot be read"),

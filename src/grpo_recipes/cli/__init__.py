@@ -1,4 +1,4 @@
-"""The command `grpo`: recipes from the first check to the report."""
+"""The command `grpo`: what a command is made of, what those that take a recipe share, and the way to each."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Iterable, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
-from grpo_recipes.cli.command import Command
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, config_error
+from grpo_recipes.plan.devices import environment_device
+from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.check import resolve_recipe
 from grpo_recipes.recipe.keys import nearest_of
+from grpo_recipes.recipe.tasks import GRPO, MAXENT
 
 # Each command with its module, in the order of `grpo --help`.
 COMMANDS = {
@@ -21,6 +25,81 @@ COMMANDS = {
     **dict.fromkeys(("launch", "submit", "status", "logs", "stop"), "runs"),
     **dict.fromkeys(("sweep", "report"), "sweep"),
 }
+_USAGE = "[RECIPE] [options] [--KEY VALUE ...]"
+_EPILOG = "Any recipe key is a flag too, e.g. --learning_rate 1e-6: flag > environment variable > YAML > default."
+
+
+Option = tuple[tuple[str, ...], dict[str, Any]]  # names and settings of an ``add_argument`` of argparse
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of `grpo`; ``run`` gets its options, with the recipe flags in ``options.flags``."""
+
+    help: str
+    run: Callable[[argparse.Namespace], int]
+    options: tuple[Option, ...]
+    exclusive: tuple[Option, ...]  # of which only one may be given
+    takes_recipe: bool
+    usage: str
+    epilog: str
+
+    def add_to(self, commands: Any) -> None:
+        """Add the command to argparse's subparsers, under the name of its function."""
+        name, about = self.run.__name__.replace("_", "-"), {"help": self.help, "description": self.help}
+        if self.takes_recipe:
+            about |= {"usage": f"grpo {name} {self.usage}", "epilog": self.epilog}
+        parser = commands.add_parser(name, allow_abbrev=False, **about)
+        for names, settings in (*(_RECIPE_OPTIONS if self.takes_recipe else ()), *self.options):
+            parser.add_argument(*names, **settings)
+        if self.exclusive:  # argparse refuses to print the usage of an empty group
+            group = parser.add_mutually_exclusive_group()
+            for names, settings in self.exclusive:
+                group.add_argument(*names, **settings)
+        parser.set_defaults(command=self)
+
+
+def option(*names: str, **settings: Any) -> Option:
+    """Return an option or argument of a command, in the words of argparse."""
+    return names, settings
+
+
+def switch(*names: str, help: str) -> Option:
+    """Return an option without a value."""
+    return option(*names, action="store_true", help=help)
+
+
+_RECIPE_OPTIONS = (
+    option("--config", metavar="RECIPE", help="the recipe; by default CONFIG, or the default of the device"),
+    option("--task", choices=[GRPO, MAXENT], help="the trainer (MAXENT=1 selects maxent, and so does a MaxEnt recipe)"),
+)
+
+
+def command(
+    help: str,
+    *options: Option,
+    exclusive: tuple[Option, ...] = (),
+    takes_recipe: bool = False,
+    usage: str = _USAGE,
+    epilog: str = _EPILOG,
+) -> Callable[[Callable[[argparse.Namespace], int]], Command]:
+    """Make a function a command of `grpo`; every ``ConfigError`` it raises ends in exit code 2."""
+    return lambda run: Command(help, run, options, exclusive, takes_recipe, usage, epilog)
+
+
+def recipe_name(options: argparse.Namespace) -> str | None:
+    """Return the recipe named on the command line, or None; two names or an empty one are a ``ConfigError``."""
+    if "" in (options.recipe, options.config):  # as of a variable that is not set
+        raise config_error("RECIPE", "an empty text names no recipe", "name a .yaml file, or leave it out")
+    if options.recipe and options.config:
+        raise config_error("--config", "two recipes are named", "name one")
+    return options.recipe or options.config
+
+
+def chosen_recipe(options: argparse.Namespace, device: str | None = None) -> Recipe:
+    """Return the recipe of this command line and environment: merged, typed and checked."""
+    name, device = recipe_name(options), device or environment_device()
+    return resolve_recipe(name, options.task, options.flags, os.environ, device)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -41,7 +120,7 @@ def _load(name: str) -> Command:
 
 def make_parser(names: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
     """Return the parser of some commands, by default all."""
-    parser = _Parser(prog="grpo", description=__doc__, allow_abbrev=False)
+    parser = _Parser(prog="grpo", description="Recipes from the first check to the report.", allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name in names:
         _load(name).add_to(commands)

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.cli.command import chosen_recipe, command, option, recipe_name, switch
+from grpo_recipes.cli import chosen_recipe, command, option, recipe_name, switch
 from grpo_recipes.doctor import DEEP, MACHINE, RECIPE, RUN
 from grpo_recipes.doctor.examine import Check, Machine, as_text, examine
 from grpo_recipes.doctor.recipes import Case, recipe

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
 import shlex
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_recipes.cli.command import chosen_recipe, command, option, switch
-from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, config_error
+from grpo_recipes.cli import chosen_recipe, command, option, switch
+from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, config_error, translate
 from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.fetch.hub import gated_note
 from grpo_recipes.launch.resolve import names_of
@@ -76,7 +77,6 @@ _VARIABLES = {
 _ROWS = 200  # of the dataset, shown to the rewards
 _WIDTH = 60  # characters of a prompt or completion in a line
 _MOST = 10_000  # GPUs of a node, nodes, and GiB of a GPU
-_LEAST_GIB = 1
 
 
 @command(
@@ -95,11 +95,11 @@ def new(options: argparse.Namespace) -> int:
     text = _START
     if options.source:
         text = _SCHEMA_LINE.sub("", choose_recipe(options.source, {}, "grpo", "cpu").read_text(encoding="utf-8"))
-    try:
-        path.write_text(f"{schema_line(path)}\n{text}", encoding="utf-8")
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        what = f"cannot be written ({getattr(error, 'strerror', None) or error})"
-        raise config_error(options.file, what, "name a file in a folder of yours") from None
+    fix = "name a file in a folder of yours"
+    with translate(
+        (OSError, ValueError), lambda error: config_error(options.file, f"cannot be written ({error})", fix)
+    ):
+        path.write_text(f"{schema_line(path)}\n{text}", encoding="utf-8")  # ValueError: a NUL in the name
     print(f"grpo: {shown(path)} is written; edit it, then: grpo check {shlex.quote(shown(path))}")
     return 0
 
@@ -128,10 +128,10 @@ def keys(options: argparse.Namespace) -> int:
         entries = {**catalogue(), **nested}
     found = {name: entry for name, entry in sorted(entries.items()) if word in f"{name} {entry['help']}".lower()}
     if not found:
-        where = f"nothing in grpo keys {table}" if table else "no key"
-        close = "" if table else nearest(options.word)
-        fix = "leave it out" if table else f"try {close}" if close else "see grpo keys"
-        raise config_error(f"'{options.word}'", f"{where} has that in its name or meaning", fix)
+        close = None if table else nearest(options.word)
+        fix = f"try {close}" if close else "leave the word out"
+        what = f"nothing in grpo keys {table}".rstrip() + " has that in its name or meaning"
+        raise config_error(f"'{options.word}'", what, fix)
     print(json.dumps(found, indent=1) if options.json else "\n".join(_key_lines(found)))
     return 0
 
@@ -155,8 +155,7 @@ def _key_lines(found: dict[str, dict[str, Any]]) -> Iterator[str]:
 )
 def check(options: argparse.Namespace) -> int:
     """Report that the recipe is right, with notes; with ``--json`` print all that was found, right or wrong."""
-
-    def look(found: dict[str, Any]) -> None:
+    with _answer(options, notes=[], deep=[]) as found:
         recipe = chosen_recipe(options)
         more = [gated_note(recipe["model_name_or_path"]), schema_note(recipe.path)]
         found |= {"recipe": str(recipe.path), "notes": [*notes(recipe), *(note for note in more if note)]}
@@ -169,25 +168,23 @@ def check(options: argparse.Namespace) -> int:
             from grpo_recipes.trainers.deep_check import look_deep
 
             found["deep"] = look_deep(recipe, os.environ)
-
-    found = _found(options, look, notes=[], deep=[])
     if not options.json:
         print(*found["deep"], f"grpo: {shown(found['recipe'])} is right", sep="\n")
     return 0 if found["ok"] else EXIT_CONFIG_ERROR
 
 
-def _found(options: argparse.Namespace, look: Callable[[dict[str, Any]], None], **found: Any) -> dict[str, Any]:
-    """Return what ``look`` adds to ``found``; with ``--json`` print it, and the problems that else end the command."""
-    found = {"ok": True, "recipe": options.recipe or options.config, "problems": [], **found}
+@contextlib.contextmanager
+def _answer(options: argparse.Namespace, **empty: Any) -> Iterator[dict[str, Any]]:
+    """Yield a dict for what a command finds; with ``--json`` print it, with the problems that else end the command."""
+    found = {"ok": True, "recipe": options.recipe or options.config, "problems": [], **empty}
     try:
-        look(found)
+        yield found
     except ConfigError as error:
         if not options.json:
             raise
         found |= {"ok": False, "problems": [asdict(problem) for problem in error.problems]}
     if options.json:
         print(json.dumps(found, indent=1))
-    return found
 
 
 @command(
@@ -203,8 +200,7 @@ def check_rewards(options: argparse.Namespace) -> int:
     """
     if options.rows < 1:
         raise config_error("--rows", f"{options.rows} rows try nothing", "write 1 or more")
-
-    def look(found: dict[str, Any]) -> None:
+    with _answer(options, rows=0, rewards=[]) as found:
         recipe = chosen_recipe(options)
         found["recipe"] = str(recipe.path)
         os.environ.update(hub_environment(os.environ))
@@ -220,8 +216,6 @@ def check_rewards(options: argparse.Namespace) -> int:
             _print_rewards(results)
         if problems := problems_of(recipe, rows, results):
             raise ConfigError(*problems)
-
-    found = _found(options, look, rows=0, rewards=[])
     if not options.json:
         print(f"grpo: the rewards of {shown(found['recipe'])} tell right from wrong on {found['rows']} rows")
     return 0 if found["ok"] else EXIT_CONFIG_ERROR
@@ -269,17 +263,24 @@ def _failure(name: str, failure: Try) -> str:
 )
 def plan(options: argparse.Namespace) -> int:
     """Print what a launch would start, on this machine or another one."""
-    resources = find_resources(os.environ)
-    _check_machine(options)
-    if options.gpus is not None:
-        resources = replace(resources, device="cuda", gpus=tuple(str(index) for index in range(options.gpus)))
+    resources, gpus, gib = find_resources(os.environ), options.gpus, options.gpu_memory
+    fewest = 1 if options.nodes > 1 else 0
+    if not 1 <= options.nodes <= _MOST or not fewest <= (gpus or 0) <= _MOST:
+        what = f"{gpus or 0} GPUs on {options.nodes} nodes is not a machine to plan for"
+        raise config_error("--gpus, --nodes", what, "write --gpus 8 --nodes 2")
+    if gib is not None and not 1 <= gib <= _MOST:
+        raise config_error("--gpu-memory", f"no GPU has {gib:g} GiB", "write --gpu-memory 80")
+    if options.time is not None and not walltime_seconds(options.time):
+        what = f"'{options.time}' is not a time limit as Slurm writes it"
+        raise config_error("--time", what, "write --time 72:00:00")
+    if gpus is not None:
+        resources = replace(resources, device="cuda", gpus=tuple(str(index) for index in range(gpus)))
         resources = resources.on_nodes(options.nodes)
     recipe = chosen_recipe(options, resources.device)
     names = names_of(recipe)
     assets = find_assets(recipe, os.environ)
     made = make_plan(recipe, resources, os.environ, names, assets)
-    gib = options.gpu_memory
-    if gib is None and options.gpus is None:
+    if gib is None and gpus is None:
         gib = gpu_memory(os.environ)
     end = job_end_time(os.environ)
     left = None if end is None else max(0.0, end - time.time())
@@ -288,19 +289,3 @@ def plan(options: argparse.Namespace) -> int:
     plain = {**made.as_json(), **asdict(takes)}
     print(json.dumps(plain, indent=1) if options.json else describe(made, estimates=takes.lines()))
     return 0
-
-
-def _check_machine(options: argparse.Namespace) -> None:
-    """Refuse numbers that do not describe a machine to plan for."""
-    gpus, nodes, gib = options.gpus, options.nodes, options.gpu_memory
-    least = 1 if nodes > 1 else 0
-    if not 1 <= nodes <= _MOST or (gpus is not None and not least <= gpus <= _MOST):
-        what = f"{gpus or 0} GPUs on {nodes} nodes is not a machine to plan for"
-        raise config_error("--gpus, --nodes", what, "write --gpus 8 --nodes 2")
-    if nodes > 1 and gpus is None:
-        raise config_error("--nodes", "says nothing about the GPUs of a node", "add --gpus 8")
-    if gib is not None and not _LEAST_GIB <= gib <= _MOST:
-        raise config_error("--gpu-memory", f"no GPU has {gib:g} GiB", "write --gpu-memory 80")
-    if options.time is not None and not walltime_seconds(options.time):
-        what = f"'{options.time}' is not a time limit as Slurm writes it"
-        raise config_error("--time", what, "write --time 72:00:00")

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from grpo_recipes.cli.command import Option, command, option, recipe_name, switch
+from grpo_recipes.cli import Option, command, option, recipe_name, switch
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.launch.attempt import SUBMITTED
@@ -143,26 +143,20 @@ def _job_of(run: Run) -> Job | None:
     return find_job(run.job_id) if run.job_id else None
 
 
-def _is_over(run: Run, job: Job | None) -> bool:
-    """Return whether the run has ended and nothing will start it again."""
-    if job is not None and job.active:
-        return False
-    return run.summary.get("status") in _OVER or not run.is_running()
-
-
-def _state(run: Run, job: Job | None) -> str:
-    """Return the run's state in a few words."""
+def _state(run: Run, job: Job | None) -> tuple[str, bool]:
+    """Return the run's state in a few words, and whether it has ended and nothing will start it again."""
     status = str(run.summary.get("status", "unknown"))
+    over = not (job is not None and job.active) and (status in _OVER or not run.is_running())
     if job is not None and job.waits:
-        return f"waiting in the queue{f' ({job.reason})' if job.reason else ''}"
+        return f"waiting in the queue{f' ({job.reason})' if job.reason else ''}", over
     if status in _OVER:
-        return status
+        return status, over
     if job is not None and job.state == NO_ANSWER:
-        return f"{status}, but Slurm does not answer"
-    if _is_over(run, job):
+        return f"{status}, but Slurm does not answer", over
+    if over:
         end = f", its job is {job.state}" if job is not None else ""
-        return f"never started{end}" if status == SUBMITTED else f"lost: its launcher is gone{end}"
-    return "starting" if status == SUBMITTED else status
+        return f"never started{end}" if status == SUBMITTED else f"lost: its launcher is gone{end}", over
+    return "starting" if status == SUBMITTED else status, over
 
 
 @command(
@@ -176,18 +170,19 @@ def status(options: argparse.Namespace) -> int:
         return 0
     run = named_run(options.which)
     job = _job_of(run)
-    step, reward, left = _progress(run, job)
+    state, over = _state(run, job)
+    step, reward, left = _progress(run, over)
     ends = f", at most until {job.ends}" if job and job.ends and not job.waits and job.active else ""
     facts = [
         ("run", shown(run.folder)),
-        ("state", _state(run, job)),
+        ("state", state),
         ("cause", run.cause),
         ("job", run.job_id and f"{run.job_id} {job or 'is no longer known to Slurm'}{ends}"),
         ("step", step),
         ("reward", reward and f"{reward} (mean of the last steps)"),
         ("left", left and f"about {left} of training"),
         ("restarts", str(run.summary.get("restarts") or "")),
-        *(("note", str(notice)) for notice in notices_of(run.rows, run.value, over=_is_over(run, job))),
+        *(("note", str(notice)) for notice in notices_of(run.rows, run.value, over=over)),
         *(("log", shown(path)) for path in run.logs.values()),
     ]
     print(*(f"{name:<8} {text}" for name, text in facts if text), sep="\n")
@@ -207,7 +202,8 @@ def _print_runs() -> None:
             run = Run.at(folder)
             unknown = Job(run.job_id, NO_ANSWER) if run.job_id else None
             job = unknown if jobs is None else jobs.get(run.job_id)
-            rows.append((folder.name, _state(run, job), run.job_id, *_progress(run, job)))
+            state, over = _state(run, job)
+            rows.append((folder.name, state, run.job_id, *_progress(run, over)))
         except ConfigError as error:
             rows.append((folder.name, f"damaged: {Path(error.problems[0].where).name}", "", "", "", ""))
     print(*aligned(rows), sep="\n")
@@ -218,16 +214,13 @@ def _changed(folder: Path) -> float:
     return os.path.getmtime(summary if summary.is_file() else folder)
 
 
-def _progress(run: Run, job: Job | None) -> tuple[str, str, str]:
-    """Return step, reward, and the time the remaining steps take at the pace of the last ones, each empty if unknown.
-
-    A run that is over has no time left.
-    """
+def _progress(run: Run, over: bool) -> tuple[str, str, str]:
+    """Return step, reward, and the time the remaining steps take at the pace of the last, each empty if unknown."""
     if not run.rows:
         return "", "", ""
     last, reward, seconds = run.rows[-1], run.recent("reward"), run.numbers("seconds/step", _PACE_ROWS)
     left = ""
-    if seconds and "max_steps" in last and not _is_over(run, job):
+    if seconds and "max_steps" in last and not over:
         left = clock(sum(seconds) / len(seconds) * (last["max_steps"] - last["step"]))
     return f"{last['step']}/{last.get('max_steps', '?')}", "" if reward is None else f"{reward:.3f}", left
 
@@ -272,43 +265,37 @@ class Follower:
         """Print what is new; return whether there is any log at all."""
         paths = [path for role, path in run.logs.items() if role in self._roles]
         for path in paths:
-            text = self._new_text(path)
-            if text:
-                if path != self._shown:
-                    print(f"==> {shown(path)} <==")
-                print(masked(text), end="", flush=True)
+            size, known = path.stat().st_size, self._offsets.get(path)
+            start = max(0, size - _MOST_BYTES) if known is None else min(known, size)
+            with path.open("rb") as file:
+                file.seek(start)
+                content = file.read(_MOST_BYTES)
+            # Whole lines alone: masking would miss a secret cut in two. One that is too long is shown all the same.
+            whole = content.rfind(b"\n") + 1
+            content = content[:whole] if whole or len(content) < _MOST_BYTES else content
+            self._offsets[path] = start + len(content)
+            lines = content.decode(errors="replace").splitlines(keepends=True)
+            if known is None:
+                lines = lines[max(0, len(lines) - self._lines) :]
+            if lines and path != self._shown:
+                print(f"==> {shown(path)} <==")
                 self._shown = path
+            print(masked("".join(lines)), end="", flush=True)
         return bool(paths)
-
-    def _new_text(self, path: Path) -> str:
-        size = path.stat().st_size
-        begun = path in self._offsets
-        start = min(self._offsets.get(path, max(0, size - _MOST_BYTES)), size)
-        with path.open("rb") as file:
-            file.seek(start)
-            content = file.read(_MOST_BYTES)
-        # Whole lines alone: masking would miss a secret that is cut in two. One that is too long is shown all the same.
-        whole = content.rfind(b"\n") + 1
-        content = content[:whole] if whole or len(content) < _MOST_BYTES else content
-        self._offsets[path] = start + len(content)
-        text = content.decode(errors="replace")
-        if begun:
-            return text
-        return "".join(text.splitlines(keepends=True)[-self._lines :] if self._lines else [])
 
 
 def _follow(folder: Path, follower: Follower) -> None:
     """Print what is new until the run is over, the last lines included."""
-    said, asked_at, job = "", -_SLURM_SECONDS, None
+    said, asked_at = "", -_SLURM_SECONDS
     while True:
         run = Run.at(folder)
         if time.monotonic() - asked_at >= _SLURM_SECONDS:
-            asked_at, job = time.monotonic(), _job_of(run)
-            state = _state(run, job)
+            asked_at = time.monotonic()
+            state, over = _state(run, _job_of(run))
             if state != said and "waiting" in state:
                 print(f"grpo: {state}", flush=True)
             said = state
-            if _is_over(run, job):
+            if over:
                 follower.look(Run.at(folder))
                 print(f"grpo: {shown(folder)} is over: {state}")
                 return
@@ -325,9 +312,9 @@ def stop(options: argparse.Namespace) -> int:
     """Ask a run to save and end; take a job that waits out of the queue."""
     found = named_run(options.which)
     job = _job_of(found)
-    if _is_over(found, job):
-        what = f"{shown(found.folder)} is over: {_state(found, job)}"
-        raise config_error(options.which, what, "there is nothing to stop")
+    state, over = _state(found, job)
+    if over:
+        raise config_error(options.which, f"{shown(found.folder)} is over: {state}", "there is nothing to stop")
     no_requeue_file(found.folder).touch()
     if job is not None and (job.waits or found.summary.get("status") != "running"):
         cancel(job.id)  # nothing of it runs: there is nothing to save, and nobody who would see a request

@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from grpo_recipes.cli.command import command, option, recipe_name, switch
+from grpo_recipes.cli import command, option, recipe_name, switch
 from grpo_recipes.cli.runs import chosen_profile, named_run, overrides, run_root, site_options
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.paths import shown

@@ -25,8 +25,7 @@ from datasets.exceptions import DatasetNotFoundError, DatasetsError
 
 from grpo_recipes import smoke
 from grpo_recipes.errors import config_error
-from grpo_recipes.modebench.dataset import SCHEME, Settings, TooFew, rows
-from grpo_recipes.recipe.check import too_few
+from grpo_recipes.modebench.dataset import SCHEME, Settings, rows
 from grpo_recipes.recipe.configs import DatasetConfig, ScriptArguments
 from grpo_recipes.recipe.datafiles import BUILDERS, csv_columns, data_files, has_splits, is_saved, split_name
 
@@ -113,10 +112,7 @@ def rows_of(source: DataSource, args: ScriptArguments, fetched: Fetched | None =
     if not source.id.startswith(SCHEME):
         return read_rows(source.id, source.config, source.split, args.dataset_streaming, fetched)
     settings = Settings.read(lambda key: getattr(args, key))
-    try:
-        return Dataset.from_list(rows(source.id, source.split, settings))
-    except TooFew as error:
-        raise config_error(*too_few(settings, error.found)) from error
+    return Dataset.from_list(rows(source.id, source.split, settings))
 
 
 def column_names(rows: Rows) -> list[str]:

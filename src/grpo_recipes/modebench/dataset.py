@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from grpo_recipes.errors import config_error
 from grpo_recipes.modebench import countdown, graph_coloring
 
 VERSION = "1"  # raise it whenever anything of this package changes a row
@@ -75,16 +76,8 @@ class Settings:
         return range(self.min_modes, self.max_modes + 1)
 
 
-class TooFew(ValueError):
-    """There are fewer problems, ``found``, than both splits need."""
-
-    def __init__(self, found: int):
-        super().__init__(f"there are {found} such problems")
-        self.found = found
-
-
 def rows(name: str, split: str, settings: Settings) -> list[dict[str, Any]]:
-    """Return the rows of ``train`` or ``test`` of one of ``TASKS``; raise TooFew where both splits need more problems.
+    """Return the rows of ``train`` or ``test`` of one of ``TASKS``; raise ConfigError where both splits need more.
 
     A row has ``problem`` (the prompt), ``answer`` (the problem as JSON, for ``verify``) and ``modes`` (how many right
     answers there are).
@@ -107,7 +100,8 @@ def _problems(name: str, settings: Settings) -> list[tuple[str, str, int]]:
         shape = (settings.vertices, settings.hidden, settings.modes)
         made = [_graph_row(puzzle) for puzzle in graph_coloring.puzzles(*shape, wanted, settings.seed)]
     if len(made) < wanted:
-        raise TooFew(len(made))
+        what = f"{wanted} problems are asked for (modebench_prompts and modebench_test_prompts), there are {len(made)}"
+        raise config_error("modebench_prompts", what, "lower one of them, or raise modebench_max_modes")
     return made[:wanted]
 
 

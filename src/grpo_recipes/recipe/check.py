@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import ConfigError, Problem, config_error
-from grpo_recipes.modebench.dataset import COLUMNS, SCHEME, SPLITS, TASKS, Settings, TooFew, rows
+from grpo_recipes.modebench.dataset import COLUMNS, SCHEME, SPLITS, TASKS, Settings, rows
 from grpo_recipes.paths import home
 from grpo_recipes.recipe import BrokenKey, Recipe, in_order, learning, merge_recipe
 from grpo_recipes.recipe.datafiles import BUILDERS, RESERVED_COLUMNS, columns_of, has_splits, is_saved
@@ -94,9 +94,8 @@ def _rounded_away(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Pr
     accelerator, mixed = recipe["accelerator"], learning.mixed_precision(recipe)
     if environment.get("CONFIG_FILE") or accelerator == "auto" or learning.updates_float32(accelerator, mixed):
         return
-    lost = learning.lost_updates(
-        recipe["dtype"] or "auto", recipe["learning_rate"], recipe["optim"], recipe["optim_args"]
-    )
+    dtype, rate = recipe["dtype"] or "auto", recipe["learning_rate"]
+    lost = learning.lost_updates(dtype, rate, recipe["optim"], recipe["optim_args"])
     if lost and learning.trains_weights_as_loaded(recipe):
         of_copies = "lora_modules_to_save: " if recipe["use_peft"] else ""
         what = f"{of_copies}{lost}, and accelerator: {accelerator} keeps no float32 copy"
@@ -191,30 +190,26 @@ def _dataset(where: str, name: str, config: str | None, split: str, columns: Map
     """Yield what is wrong with a dataset, as the heads of its files show; ``columns`` has the place that names each."""
     path = Path(os.path.expanduser(name))
     found: Iterable[str] | None = None
-    if name.startswith(SMOKE_SCHEME):
-        if name not in SMOKE_TASKS:
-            yield Problem(where, f"there is no built-in '{name}'", "write smoke:sums")
-    elif name.startswith(SCHEME):
-        if name not in TASKS:
-            yield Problem(where, f"there is no built-in '{name}'", f"write {' or '.join(TASKS)}")
-            return
-        if config:
-            what = f"'{name}' has no configuration '{config}', it is made on the spot"
-            yield Problem(where, what, "remove the configuration")
+    built_in = SMOKE_TASKS if name.startswith(SMOKE_SCHEME) else TASKS if name.startswith(SCHEME) else None
+    if built_in is not None and name not in built_in:
+        yield Problem(where, f"there is no built-in '{name}'", f"write {' or '.join(built_in)}")
+        return
+    if config and (built_in or path.is_file() or is_saved(path)):
+        yield Problem(where, f"'{name}' has no configuration '{config}'", "remove the configuration")
+    if built_in is TASKS:
         if split not in SPLITS:
             fix = f"write {' or '.join(SPLITS)}; modebench_prompts says how many there are"
             yield Problem(where, f"'{name}' has no split '{split}'", fix)
         path, found = Path(name), COLUMNS
+    elif built_in:
+        return
     elif not os.path.exists(path):
         if name.startswith(_LOCAL) or path.suffix in BUILDERS:
             yield Problem(where, f"no file '{name}'", "name an existing file or a hub id")
         elif not _HUB_NAME.fullmatch(name):
-            what = f"'{name}' is neither a file here nor a hub id"
-            yield Problem(where, what, "name an existing file or a hub id, e.g. openai/gsm8k")
+            fix = "name an existing file or a hub id, e.g. openai/gsm8k"
+            yield Problem(where, f"'{name}' is neither a file here nor a hub id", fix)
     else:
-        if config and (path.is_file() or is_saved(path)):
-            what = f"'{name}' has no configuration '{config}', it is a local file"
-            yield Problem(where, what, "remove the configuration")
         try:
             found = columns_of(path, split)
         except (OSError, ValueError) as error:
@@ -232,20 +227,8 @@ def _modebench_sizes(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
     for task in modebench_tasks(recipe):
         try:
             rows(task, "test", settings)
-        except TooFew as error:
-            key, what, fix = too_few(settings, error.found)
-            yield recipe.problem(key, f"{task}: {what}", fix)
-
-
-def too_few(settings: Settings, found: int) -> tuple[str, str, str]:
-    """Return key, what is wrong and the fix where there are only ``found`` problems."""
-    wanted = settings.prompts + settings.test_prompts
-    what = f"{wanted} problems are asked for (modebench_prompts and modebench_test_prompts), there are {found}"
-    left = found - settings.test_prompts
-    if left > 0:
-        return "modebench_prompts", what, f"write modebench_prompts: {left} or less, or ask for easier ones"
-    fix = f"write modebench_test_prompts: {found // 4} and modebench_prompts: {found - found // 4}"
-    return "modebench_test_prompts", what, fix if found > 1 else "widen modebench_min_modes to modebench_max_modes"
+        except ConfigError as error:
+            yield recipe.problem("modebench_prompts", f"{task}: {error.problems[0].what}", error.problems[0].fix)
 
 
 _RULES: tuple[Callable[[Recipe, Mapping[str, str]], Iterator[Problem]], ...] = (

@@ -7,6 +7,7 @@ import itertools
 import math
 import os
 import re
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,14 +15,13 @@ from typing import Any
 
 import yaml
 
-from grpo_recipes.errors import Problem, config_error
+from grpo_recipes.errors import ConfigError, Problem, config_error, translate
 from grpo_recipes.paths import home
 from grpo_recipes.recipe.keys import catalogue, nearest_of, nested_catalogue
 
 BASE_KEY = "base"
 Entry = Mapping[str, Any]  # a key of the catalogue
-Place = tuple[str | int, ...]  # of a part in a nested value: names and indices below the key
-_MOST_BASES = 8
+Place = tuple[str | int, ...]  # of a value in a file: names and indices
 _MOST_BYTES = 1 << 20
 _MOST_PARTS = 100_000
 _INT, _FLOAT, _STR, _BOOL, _MERGE, _DATE = (
@@ -45,7 +45,7 @@ class Value:
     source: str  # file:line, --flag, a variable's name, or "default"
     shadowed: str = ""  # file:line of the recipe's value that a flag or a variable overrides
     from_text: bool = False  # of the command line or the environment, which have no types
-    lines: Mapping[Place, str] = field(default_factory=dict)  # file:line of each part of a nested value
+    lines: Mapping[Place, str] = field(default_factory=dict)  # file:line of each key of the file, nested ones included
 
 
 class _Loader(yaml.SafeLoader):
@@ -55,13 +55,6 @@ class _Loader(yaml.SafeLoader):
         first: [resolver for resolver in resolvers if resolver[0] != _DATE]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
-
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        try:
-            return super().construct_object(node, deep)
-        except (ValueError, KeyError, AttributeError) as error:  # PyYAML's own constructors, on `!!bool maybe`
-            what = f"'{str(node.value)[:40]}' cannot be read as {node.tag.rpartition(':')[2]}"
-            raise yaml.constructor.ConstructorError(None, None, what, node.start_mark) from error
 
 
 def read_document(path: Path, problems: list[Problem]) -> list[dict[str, Value]]:
@@ -84,33 +77,37 @@ def _base_file(chain: list[Path], base: Value) -> Path:
         raise config_error(base.source, what, "name an existing recipe")
     if found.resolve() in [path.resolve() for path in chain]:
         raise config_error(base.source, f"'{base.value}' builds on this recipe again", f"remove one {BASE_KEY}")
-    if len(chain) > _MOST_BASES:
-        raise config_error(base.source, f"more than {_MOST_BASES} recipes build on one another", "join some of them")
     return found
 
 
 def _read_file(path: Path, problems: list[Problem]) -> dict[str, Value]:
-    try:
-        if (size := path.stat().st_size) > _MOST_BYTES:
-            raise config_error(str(path), f"has {size // 10**6} MB, more than any recipe has", "name a recipe")
-        return _parsed(path, path.read_text(encoding="utf-8"), problems)
-    except (OSError, UnicodeDecodeError) as error:
+    def unreadable(error: OSError | UnicodeDecodeError) -> ConfigError:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise config_error(str(path), f"cannot be read ({reason})", "name an existing recipe") from None
-    except RecursionError:
-        raise config_error(path.name, "values are nested too deeply", "write them flatter") from None
-    except yaml.YAMLError as error:
+        return config_error(str(path), f"cannot be read ({reason})", "name an existing recipe")
+
+    def not_yaml(error: yaml.YAMLError) -> ConfigError:
         mark, why = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error).splitlines()[0]
         where = f"{path.name}:{mark.line + 1}" if mark else path.name
-        if "another document" in why:
-            raise config_error(where, "a second document begins", "write one recipe a file") from None
-        fix = "correct the indentation, quote or bracket there"
-        raise config_error(where, f"not valid YAML ({why})", fix) from None
+        return config_error(where, f"not valid YAML ({why})", "correct the indentation, quote or bracket there")
+
+    with translate((OSError, UnicodeDecodeError), unreadable):
+        if (size := path.stat().st_size) > _MOST_BYTES:
+            raise config_error(str(path), f"has {size // 10**6} MB, more than any recipe has", "name a recipe")
+        text = path.read_text(encoding="utf-8")
+    deep = config_error(path.name, "values are nested too deeply, or in themselves", "write them flatter")
+    with translate(RecursionError, lambda _: deep), translate(yaml.YAMLError, not_yaml):
+        return _parsed(path, text, problems)
 
 
 def _parsed(path: Path, text: str, problems: list[Problem]) -> dict[str, Value]:
     def line(node: yaml.Node) -> str:
         return f"{path.name}:{node.start_mark.line + 1}"
+
+    def content(node: yaml.Node) -> Any:
+        """Return the value of a node; PyYAML itself raises all these, on ``!!bool maybe`` for example."""
+        what = f"'{str(node.value)[:40]}' cannot be read as {node.tag.rpartition(':')[2]}"
+        with translate((ValueError, KeyError, AttributeError), lambda _: config_error(line(node), what, "quote it")):
+            return loader.construct_object(node, deep=True)
 
     loader = _Loader(text)
     root = loader.get_single_node()
@@ -118,43 +115,26 @@ def _parsed(path: Path, text: str, problems: list[Problem]) -> dict[str, Value]:
         return {}
     if not isinstance(root, yaml.MappingNode):
         raise config_error(line(root), "a recipe is a mapping of key: value", "write one key: value a line")
-    if _parts(root, {}) > _MOST_PARTS:
-        what = f"its anchors and aliases stand for more than {_MOST_PARTS:,} values"
-        raise config_error(path.name, what, "write out what is meant")
     if merge := next((key for key, _ in root.value if key.tag == _MERGE), None):
         raise config_error(line(merge), "'<<' is not a key of a recipe", f"use {BASE_KEY}: FILE")
-    found: dict[str, Value] = {}
-    mappings = [root]
-    for key, value in root.value:
-        lines: dict[Place, str] = {}
-        for place, name, node in _walk((), value):
-            if name is not None:
-                lines[place] = line(name)
-            if isinstance(node, yaml.MappingNode):
-                mappings.append(node)
-            elif isinstance(node, yaml.ScalarNode) and node.style is None:
-                nested = any(isinstance(step, str) for step in place)
-                problems += [Problem(line(node), *trap) for trap in _traps(node.tag, node.value, nested)]
-        name = str(loader.construct_object(key, deep=True))
-        found[name] = Value(loader.construct_object(value, deep=True), line(key), lines=lines)
-    for mapping in mappings:
-        first: dict[str, yaml.Node] = {}
-        for key in (key for key, _ in mapping.value if isinstance(key, yaml.ScalarNode)):
-            if (earlier := first.setdefault(key.value, key)) is not key:
-                given = f"'{key.value}' is given twice (first on line {earlier.start_mark.line + 1})"
-                fix = "keep one of the two lines"
-                problems.append(Problem(line(key), f"{given}; YAML keeps the last silently", fix))
-    return found
-
-
-def _parts(node: yaml.Node, known: dict[int, int]) -> int:
-    """Return how many nodes this one stands for with its aliases written out; too many where it holds itself."""
-    if id(node) not in known:
-        known[id(node)] = _MOST_PARTS + 1
-        inner = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
-        below = 0 if isinstance(node, yaml.ScalarNode) else sum(_parts(part, known) for part in inner)
-        known[id(node)] = min(1 + below, _MOST_PARTS + 1)
-    return known[id(node)]
+    lines: dict[Place, str] = {}
+    for count, (place, name, node) in enumerate(_walk((), root)):
+        if count > _MOST_PARTS:
+            what = f"its anchors and aliases stand for more than {_MOST_PARTS:,} values"
+            raise config_error(path.name, what, "write out what is meant")
+        if name is not None:
+            lines[place] = line(name)
+        if isinstance(node, yaml.MappingNode):
+            first: dict[str, yaml.Node] = {}
+            for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+                if (earlier := first.setdefault(key.value, key)) is not key:
+                    given = f"'{key.value}' is given twice (first on line {earlier.start_mark.line + 1})"
+                    what, fix = f"{given}; YAML keeps the last silently", "keep one of the two lines"
+                    problems.append(Problem(line(key), what, fix))
+        elif isinstance(node, yaml.ScalarNode) and node.style is None:
+            nested = any(isinstance(step, str) for step in place[1:])
+            problems += [Problem(line(node), *trap) for trap in _traps(node.tag, node.value, nested)]
+    return {str(content(key)): Value(content(value), line(key), lines=lines) for key, value in root.value}
 
 
 def _walk(place: Place, node: yaml.Node, name: yaml.Node | None = None) -> Iterator[tuple[Place, Any, yaml.Node]]:
@@ -213,8 +193,8 @@ def read_flags(flags: Iterable[str], problems: list[Problem]) -> list[tuple[str,
 
 
 def typed(key: str, entry: Entry, given: Value, place: Place = ()) -> tuple[Any, list[Problem]]:
-    """Return what the user gave as the catalogue's type, and every problem with it; ``place`` is that of a part."""
-    value = given.value
+    """Return what the user gave as the catalogue's type, and every problem with it; ``place`` is the key by default."""
+    value, place = given.value, place or (key,)
     if value is None or (given.from_text and value == "null"):
         empty = Problem(given.source, f"'{key}' is empty", f"write {_example(entry)}, or remove it")
         return None, [] if entry["optional"] else [empty]
@@ -262,7 +242,7 @@ def _convert(kind: str, value: Any, from_text: bool) -> Any:
             with contextlib.suppress(yaml.YAMLError, KeyError, RecursionError):
                 value = yaml.safe_load(value)
         if not isinstance(value, dict):
-            raise ValueError(f"{_short(value)} where a mapping belongs")
+            raise ValueError(f"{reprlib.repr(value)} where a mapping belongs")
         return value
     if kind == "bool":
         value = as_bool(value) if from_text else value
@@ -289,26 +269,16 @@ def as_bool(value: Any) -> Any:
 
 
 def _number(kind: str, value: Any) -> int | float:
-    if not isinstance(value, int | float | str):
-        raise ValueError(f"{_short(value)} where {_WORDS[kind]} belongs")
-    try:
+    wrong = ValueError(f"{reprlib.repr(value)} where {_WORDS[kind]} belongs")
+    with translate((TypeError, ValueError, OverflowError), lambda _: wrong):
         number = float(value)  # also of a text: YAML 1.1 reads 1e-6 as one
-    except OverflowError:  # a whole number above 1e308
-        number = math.inf
-    except ValueError:
-        raise ValueError(f"{_short(value)} where {_WORDS[kind]} belongs") from None
     if math.isnan(number):
         raise ValueError("not a number (nan)")
     if kind == "float" and math.isinf(number):
-        raise ValueError(f"{_short(value)}, which is not finite")
+        raise ValueError(f"{reprlib.repr(value)}, which is not finite")
     if kind == "int" and not number.is_integer():
-        raise ValueError(f"{_short(value)} where a whole number belongs")
+        raise wrong
     return number if kind == "float" else value if isinstance(value, int) else int(number)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}…"
 
 
 def _limits(entry: Entry, value: Any) -> Iterator[tuple[str, str]]:

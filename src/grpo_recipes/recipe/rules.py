@@ -35,6 +35,8 @@ _PART = r"[A-Za-z0-9](?:[\w.-]{0,94}[A-Za-z0-9_])?"
 _REPOSITORY = re.compile(rf"(?!.*(?:--|\.\.|\.git$))(?:{_PART}/)?{_PART}")
 _BRANCH = re.compile(r"(?![0-9a-f]{40}$)[\w][\w./-]{0,200}")
 _REPORTERS = ("none", "tensorboard", "wandb")
+# Quantized weights, checkpoints that cannot be resumed, and another model than that of the last step.
+_UNSUPPORTED = "load_in_8bit load_in_4bit bnb_* use_bnb_* save_only_model load_best_model_at_end"
 _EMBEDDINGS = ("lm_head", "embed_tokens", "wte", "embed_in", "embed_out")
 _PORTS = ("vllm_server_port", "vllm_group_port", "main_process_port")
 # Truncated sampling: the server's log-probs are of another distribution than the trainer's.
@@ -112,7 +114,7 @@ def _is_modebench(recipe: Recipe) -> bool:
     return (recipe["dataset_name"] or "").startswith(SCHEME)
 
 
-def _twice(names: list[str]) -> list[str]:
+def _twice(names: list[Any]) -> list[Any]:
     return [name for name in dict.fromkeys(names) if names.count(name) > 1]
 
 
@@ -120,11 +122,6 @@ def _longest(recipe: Recipe) -> int:
     """Return the tokens of the longest prompt with its completion, 0 where a completion may have any length."""
     completion = recipe["max_completion_length"]
     return 0 if completion is None else (recipe["max_prompt_length"] or 1) + completion
-
-
-def _whole_groups(size: int, group: int) -> str:
-    below = size // group * group
-    return f"write {below or group} or {below + group}"
 
 
 def _targets_q(recipe: Recipe) -> bool:
@@ -144,19 +141,6 @@ def _target(recipe: Recipe, count: int = 1) -> list[str]:
 
 def _equal_weights(recipe: Recipe, target: str) -> float:
     return _TARGETS[target][2](recipe["num_generations"])
-
-
-def _passed_limit(recipe: Recipe) -> list[str]:
-    """Return the limit of the controller's tau outside of which it would start."""
-    low, high, tau = recipe["maxent_tau_min"], recipe["maxent_tau_max"], _tau(recipe)
-    if not _target(recipe) or tau in (0, math.inf) or low > high or low <= tau <= high:
-        return []
-    return ["maxent_tau_min" if tau < low else "maxent_tau_max"]
-
-
-def _earlier_ports(recipe: Recipe, key: str) -> dict[int, str]:
-    """Return the ports that the keys before this one give."""
-    return {recipe[other]: other for other in reversed(_PORTS[: _PORTS.index(key)]) if recipe.given(other)}
 
 
 def _unread(recipe: Recipe) -> list[str]:
@@ -184,9 +168,8 @@ RULES = (
         f"begin with a letter or digit, without '/' or line ends, at most {_LONGEST_NAME} bytes"),
     Rule("report_to", lambda r: [name for name in reports_to(r) if name not in _REPORTERS],
         "'{item}' is not supported", f"write one of {', '.join(_REPORTERS)}"),
-    Rule("{item}", lambda r: [key for key in given(r, " ".join(_PORTS)) if r[key] in _earlier_ports(r, key)],
-        lambda r, key: f"{key} is {r[key]}, and so is {_earlier_ports(r, key)[r[key]]}",
-        "give each its own, or remove them"),
+    Rule("vllm_server_port", lambda r: _twice([r[key] for key in given(r, " ".join(_PORTS))]),
+        f"{{item}} is more than one of {', '.join(_PORTS)}", "give each its own, or remove them"),
     # Rewards.
     Rule("reward_funcs", lambda r: not r["reward_funcs"], "no reward is named", "add reward_funcs"),
     Rule("reward_funcs", lambda r: _twice(r["reward_funcs"]),
@@ -241,7 +224,7 @@ RULES = (
     Rule("generation_batch_size",
         lambda r: r["steps_per_generation"] is None and (r["generation_batch_size"] or 0) % r["num_generations"],
         "generation_batch_size {generation_batch_size} is not whole groups of num_generations {num_generations}",
-        lambda r, _: _whole_groups(r["generation_batch_size"], r["num_generations"])),
+        "write a multiple of {num_generations}"),
     Rule("accelerator_config", lambda r: [name for name in _DEALING if (r["accelerator_config"] or {}).get(name)],
         lambda _, name: f"with {name}: true {_DEALING[name]}", "remove {item}"),
     Rule("max_steps", lambda r: r["max_steps"] == 0 or r["max_steps"] < -1,
@@ -253,10 +236,7 @@ RULES = (
         lambda r, _: f"write save_steps: {round(r['save_steps'])}"),
     Rule("epsilon_high", lambda r: r["epsilon_high"] is not None and r["epsilon_high"] < r["epsilon"],
         "epsilon_high {epsilon_high} is below epsilon {epsilon}", "write {epsilon} or more, e.g. 0.28"),
-    Rule("{item}", lambda r: given(r, "save_only_model", any_value=False),
-        "'{item}' is not supported", "remove it; a checkpoint without optimizer cannot be resumed"),
-    Rule("{item}", lambda r: given(r, "load_best_model_at_end", any_value=False),
-        "'{item}' is not supported", "remove it; the model of the last step is kept"),
+    Rule("{item}", lambda r: given(r, _UNSUPPORTED, any_value=False), "'{item}' is not supported", "remove it"),
     # Precision and learning rate.
     Rule("learning_rate", lambda r: r["learning_rate"] == 0,
         "learning_rate is 0: no weight is ever changed", "write e.g. learning_rate: 1e-6"),
@@ -270,10 +250,6 @@ RULES = (
     Rule("dtype", lambda r: r["fp16"] and not r["bf16"] and r["dtype"] == "float16",
         "fp16 scales the gradients of float32 weights, dtype is float16",
         "write dtype: float32, or bf16: true and dtype: bfloat16"),
-    Rule("{item}", lambda r: given(r, "load_in_8bit load_in_4bit", any_value=False),
-        "'{item}' is not supported", "remove it; quantized training is not supported"),
-    Rule("{item}", lambda r: given(r, "bnb_* use_bnb_*", any_value=False),
-        "'{item}' is not supported", "remove it; it does nothing without load_in_4bit"),
     # Datasets.
     Rule("dataset_name", lambda r: not r["dataset_name"] and r["dataset_mixture"] is None,
         "no dataset is named", "add dataset_name: a hub id or a .jsonl file"),
@@ -379,21 +355,18 @@ RULES = (
         "'{item}' changes nothing without a target: tau is fixed", f"{{removal}}, or add {_ENTROPY} or {_ROLLOUTS}"),
     Rule(_ROLLOUTS, lambda r: bool(_target(r, 2)),
         f"{_ENTROPY} and {_ROLLOUTS} are both given, one tau holds one of them", "keep one of the two"),
-    Rule("{item}", lambda r: [key for key in _target(r) if r[key] <= _TARGETS[key][1]],
-        lambda r, key: f"{key} {r[key]:g} is that of all weight on one completion, which no tau above 0 has",
-        lambda _, key: f"write more than {_TARGETS[key][1]}"),
-    Rule("{item}", lambda r: [key for key in _target(r) if r[key] > _equal_weights(r, key)],
-        lambda r, key: f"{key} {r[key]:g} is more than {_TARGETS[key][0]} ({_equal_weights(r, key):g}), that of equal "
-        "weights", lambda r, key: f"write less than {_equal_weights(r, key):g}"),
+    Rule("{item}", lambda r: [key for key in _target(r) if not _TARGETS[key][1] < r[key] <= _equal_weights(r, key)],
+        lambda r, key: f"{key} {r[key]:g} is not between {_TARGETS[key][1]}, that of all weight on one completion, and "
+        f"{_TARGETS[key][0]} ({_equal_weights(r, key):g}), that of equal weights", "write a value between the two"),
     Rule("maxent_tau_min", lambda r: _target(r) and r["maxent_tau_min"] > r["maxent_tau_max"],
         "maxent_tau_min {maxent_tau_min:g} is above maxent_tau_max {maxent_tau_max:g}", "swap the two"),
     Rule("maxent_tau", lambda r: _target(r) and _tau(r) in (0, math.inf),
         lambda r, _: f"the controller multiplies tau, which stays {_tau(r):g}",
         "write a maxent_tau above 0 and below .inf, e.g. 0.2"),
-    Rule("{item}", lambda r: [next((key for key in ("maxent_tau", limit) if r.given(key)), limit)
-        for limit in _passed_limit(r)],
+    Rule("maxent_tau", lambda r: _target(r) and 0 < _tau(r) < math.inf and r["maxent_tau_min"] <= r["maxent_tau_max"]
+        and not r["maxent_tau_min"] <= _tau(r) <= r["maxent_tau_max"],
         lambda r, _: f"tau starts at {_tau(r):g}, outside of maxent_tau_min {r['maxent_tau_min']:g} and maxent_tau_max "
-        f"{r['maxent_tau_max']:g}", lambda r, _: f"write a maxent_tau between them, or another {_passed_limit(r)[0]}"),
+        f"{r['maxent_tau_max']:g}", "write a maxent_tau between them, or another limit"),
     Rule("{item}", lambda r: r["kl_target"] is None and given(r, "kl_horizon kl_ctl_step_size"),
         "'{item}' changes nothing without kl_target: beta is fixed", "{removal}, or add kl_target"),
     Rule("kl_target", lambda r: r["kl_target"] is not None and r["beta"] == 0,

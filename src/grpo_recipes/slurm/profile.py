@@ -159,7 +159,7 @@ def _problems(key: str, value: Any, raw: Value) -> Iterator[Problem]:
 
 def _variable_problems(variables: Mapping[str, Any], raw: Value) -> Iterator[Problem]:
     for name, text in variables.items():
-        where = raw.lines.get((name,), raw.source)
+        where = raw.lines.get(("environment", name), raw.source)
         if not re.fullmatch(r"[A-Za-z_]\w*", str(name)):
             yield Problem(where, f"'{name}' is not the name of a variable", "write NAME: value")
         elif not isinstance(text, str | int | float) or isinstance(text, bool):
