@@ -12,7 +12,7 @@ from guide_rows import REPOSITORY, Row, exists, needs, rows
 from ran_tests import passed_tests, pytest_runtest_logreport
 
 from grpo_recipes.recipe import merge_recipe
-from grpo_recipes.recipe.dialects import ALIASES, slurm_guide
+from grpo_recipes.recipe.dialects import ALIASES
 from grpo_recipes.recipe.keys import (
     ENVIRONMENT_KEYS,
     READ_VARIABLES,
@@ -21,7 +21,7 @@ from grpo_recipes.recipe.keys import (
     nested_catalogue,
 )
 
-READ = {*ENVIRONMENT_KEYS, *READ_VARIABLES, *SHELL_VARIABLES, *slurm_guide.SHELL_VARIABLES}
+READ = {*ENVIRONMENT_KEYS, *READ_VARIABLES, *SHELL_VARIABLES}
 TEST = "tests/plan/test_plan.py::test_vllm_tp_size_moves_the_devices"
 
 

@@ -7,7 +7,6 @@ import json
 import pytest
 
 from grpo_recipes import cli
-from grpo_recipes.recipe.dialects import slurm_guide
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES, SHELL_VARIABLES, catalogue, nested_catalogue
 from grpo_recipes.recipe.registry import BENCHMARKS
 
@@ -48,7 +47,6 @@ def test_variables(capsys):
         *ENVIRONMENT_KEYS,
         *READ_VARIABLES,
         *SHELL_VARIABLES,
-        *slurm_guide.SHELL_VARIABLES,
     }
     assert told(capsys, "vllm_port", "--env").keys() == {"VLLM_PORT"}
     assert "nothing in grpo keys --env" in refused(capsys, "xyzzy", "--env")

@@ -17,7 +17,7 @@ from grpo_recipes.evaluate import baselines
 from grpo_recipes.plan import ports
 from grpo_recipes.plan.commands import ACCELERATE_FILES, base_environment
 from grpo_recipes.plan.devices import environment_device
-from grpo_recipes.plan.plan import _DEFAULT_RECIPES
+from grpo_recipes.recipe.check import _DEFAULT_RECIPES
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES, catalogue
 from grpo_recipes.recipe.registry import BENCHMARKS, BRIDGES, OBJECTIVES, REWARDS
 from grpo_recipes.runs.rundir import finish_summary

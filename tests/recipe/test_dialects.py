@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from grpo_recipes.errors import Problem
-from grpo_recipes.recipe.dialects import ALIASES, OBSOLETE_KEYS, nearest, older_trl, slurm_guide, translate
+from grpo_recipes.recipe.dialects import (
+    ALIASES,
+    HARMLESS,
+    OBSOLETE_KEYS,
+    OLDER_TRL,
+    SLURM_GUIDE,
+    UNREAD_VARIABLES,
+    nearest,
+    translate,
+)
 from grpo_recipes.recipe.document import Value
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, OWNED_KEYS, READ_VARIABLES, SHELL_VARIABLES, catalogue
 
@@ -34,7 +43,7 @@ def test_every_other_name_is_refused_at_its_place_and_gives_nothing(name: str) -
     assert f"'{name}'" in problem.what and problem.fix
 
 
-@pytest.mark.parametrize(("name", "value"), older_trl.HARMLESS.items())
+@pytest.mark.parametrize(("name", "value"), HARMLESS.items())
 def test_what_asks_for_what_happens_anyway_is_noted_and_its_opposite_refused(name: str, value: bool) -> None:
     keys, problems, (note,) = translated(**{name: value})
     assert (keys, problems) == ({}, []) and "has no effect" in note
@@ -42,11 +51,11 @@ def test_what_asks_for_what_happens_anyway_is_noted_and_its_opposite_refused(nam
 
 
 def test_a_name_has_one_meaning() -> None:
-    refused = [*older_trl.REFUSED, *slurm_guide.REFUSED, *OWNED_KEYS, *ALIASES]
+    refused = [*OLDER_TRL, *SLURM_GUIDE, *OWNED_KEYS, *ALIASES]
     assert len(refused) == len(set(refused)) and not set(refused) & set(catalogue())
     assert set(ALIASES.values()) <= set(catalogue())
-    variables = [*ENVIRONMENT_KEYS, *READ_VARIABLES, *SHELL_VARIABLES, *slurm_guide.SHELL_VARIABLES]
-    assert len({*variables, *older_trl.UNREAD_VARIABLES}) == len(variables) + len(older_trl.UNREAD_VARIABLES)
+    variables = [*ENVIRONMENT_KEYS, *READ_VARIABLES, *SHELL_VARIABLES]
+    assert len({*variables, *UNREAD_VARIABLES}) == len(variables) + len(UNREAD_VARIABLES)
 
 
 @pytest.mark.parametrize(

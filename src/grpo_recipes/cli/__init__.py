@@ -22,8 +22,7 @@ from grpo_recipes.recipe.tasks import GRPO, MAXENT
 COMMANDS = {
     **dict.fromkeys(("new", "keys", "check", "check-rewards", "plan"), "recipes"),
     **dict.fromkeys(("doctor", "fetch"), "machine"),
-    **dict.fromkeys(("launch", "submit", "status", "logs", "stop"), "runs"),
-    **dict.fromkeys(("sweep", "report"), "sweep"),
+    **dict.fromkeys(("launch", "submit", "sweep", "status", "logs", "stop", "report"), "runs"),
 }
 _USAGE = "[RECIPE] [options] [--KEY VALUE ...]"
 _EPILOG = "Any recipe key is a flag too, e.g. --learning_rate 1e-6: flag > environment variable > YAML > default."

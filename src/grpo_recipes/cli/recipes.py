@@ -27,7 +27,7 @@ from grpo_recipes.plan.estimates import estimate
 from grpo_recipes.plan.plan import describe, make_plan
 from grpo_recipes.process.reports import aligned
 from grpo_recipes.recipe.check import choose_recipe
-from grpo_recipes.recipe.dialects import ALIASES, OBSOLETE_KEYS, nearest, slurm_guide
+from grpo_recipes.recipe.dialects import ALIASES, OBSOLETE_KEYS, nearest
 from grpo_recipes.recipe.keys import (
     ENVIRONMENT_KEYS,
     OWNED_KEYS,
@@ -72,7 +72,6 @@ _VARIABLES = {
     **{name: f"gives the key {key} its value" for name, key in ENVIRONMENT_KEYS.items()},
     **READ_VARIABLES,
     **SHELL_VARIABLES,
-    **slurm_guide.SHELL_VARIABLES,
 }
 _ROWS = 200  # of the dataset, shown to the rewards
 _WIDTH = 60  # characters of a prompt or completion in a line
@@ -222,22 +221,17 @@ def check_rewards(options: argparse.Namespace) -> int:
 
 
 def _print_rewards(results: list[ProbeResult]) -> None:
-    head = ["reward", "right", "mean", "missed", "wrong", "mean", "taken", "unscored"]
-    print(*aligned([head, *map(_cells, results)], numbers=True), sep="\n")
+    table = [["reward", "right", "mean", "missed", "wrong", "mean", "taken", "unscored"]]
+    for one in results:
+        facts = (one.right, one.right_mean, one.missed, one.wrong, one.wrong_mean, one.taken, one.no_verdict)
+        cells = ("-" if fact is None else f"{fact:.3f}" if isinstance(fact, float) else str(fact) for fact in facts)
+        table.append([one.reward, *cells])
+    print(*aligned(table, numbers=True), sep="\n")
     for result in results:
         if result.failures:
             print(f"\n{result.reward} on", *(_failure(result.reward, one) for one in result.failures), sep="\n")
         if result.missed is None and result.right_mean is not None and not result.tells_apart:
             print(f"grpo: note: {result.reward} gives right and wrong answers the same")
-
-
-def _cells(finding: ProbeResult) -> list[str]:
-    def cell(value: float | None, form: str) -> str:
-        return "-" if value is None else f"{value:{form}}"
-
-    right = [str(finding.right), cell(finding.right_mean, ".3f"), cell(finding.missed, "d")]
-    wrong = [str(finding.wrong), cell(finding.wrong_mean, ".3f"), cell(finding.taken, "d")]
-    return [finding.reward, *right, *wrong, str(finding.no_verdict)]
 
 
 def _failure(name: str, failure: Try) -> str:

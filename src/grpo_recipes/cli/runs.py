@@ -1,4 +1,4 @@
-"""The commands for runs and their jobs: launch, submit, status, logs, stop."""
+"""The commands for runs and their jobs: launch, submit, sweep, status, logs, stop, report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from grpo_recipes.cli import Option, command, option, recipe_name, switch
-from grpo_recipes.errors import ConfigError, config_error
+from grpo_recipes.errors import ConfigError, Problem, config_error, translate
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.launch.attempt import SUBMITTED
 from grpo_recipes.launch.resolve import Options
@@ -22,11 +22,17 @@ from grpo_recipes.launch.submission import need_environment, prepare, send, site
 from grpo_recipes.paths import shown
 from grpo_recipes.process.reports import aligned
 from grpo_recipes.recipe.keys import catalogue
+from grpo_recipes.report.compare import write_comparison
+from grpo_recipes.report.single import write_report
 from grpo_recipes.runs.health import notices_of
 from grpo_recipes.runs.rundir import Run, clock, find_run, finish_summary, launcher_of, no_requeue_file, stop_file
 from grpo_recipes.secrets import masked
 from grpo_recipes.slurm.client import NO_ANSWER, Job, cancel, find_job, my_jobs
 from grpo_recipes.slurm.profile import KEYS, Profile
+from grpo_recipes.sweep.folder import FOLDER, find_sweep, is_sweep, read_sweep
+from grpo_recipes.sweep.results import text_table, write_sweep
+from grpo_recipes.sweep.run import Backend, run_task, start, start_again
+from grpo_recipes.sweep.spec import SweepSpec, is_axis, read_axes
 
 # Keys of a profile that the command line may give instead.
 OVERRIDES = ("account", "partition", "time", "nodes", "gpus", "mem", "cpus", "qos", "constraint", "exclude")
@@ -52,7 +58,7 @@ def launch(options: argparse.Namespace) -> int:
     return launch_run(Options(named, options.task, options.resume, options.allow_changed_code, options.dry_run, flags))
 
 
-def site_options(required: bool) -> list[Option]:
+def _site_options(required: bool) -> list[Option]:
     """Return --profile and the options that replace values of the profile."""
     about = "the site, e.g. slurm/profiles/cpu.yaml"
     texts = {key: str(KEYS[key]["help"]).replace("`", "") for key in OVERRIDES}
@@ -63,25 +69,25 @@ def site_options(required: bool) -> list[Option]:
     ]
 
 
-def overrides(options: argparse.Namespace) -> dict[str, str]:
+def _overrides(options: argparse.Namespace) -> dict[str, str]:
     """Return what the command line gives in place of the profile's values."""
     return {key: text for key in OVERRIDES if (text := getattr(options, key)) is not None}
 
 
-def chosen_profile(options: argparse.Namespace) -> Profile:
+def _chosen_profile(options: argparse.Namespace) -> Profile:
     """Return the site's profile with what the command line gives in place of its values."""
-    return site_profile(options.profile, os.environ).with_values(overrides(options))
+    return site_profile(options.profile, os.environ).with_values(_overrides(options))
 
 
 @command(
     "check a recipe, freeze it and give it to Slurm",
-    *site_options(required=True),
+    *_site_options(required=True),
     switch("--dry-run", help="print the batch script; write and submit nothing"),
     takes_recipe=True,
 )
 def submit(options: argparse.Namespace) -> int:
     """Submit a run, or with ``--dry-run`` print its batch script alone to stdout, so that a file can keep it."""
-    profile = chosen_profile(options)
+    profile = _chosen_profile(options)
     if not options.dry_run:
         need_environment(profile)
     submission = prepare(profile, recipe_name(options), options.task, options.flags, os.environ)
@@ -109,26 +115,91 @@ def submit(options: argparse.Namespace) -> int:
     return 0
 
 
-def run_root() -> Path:
+@command(
+    "run a recipe at several values of some keys, and compare",
+    option("--max-parallel", type=int, metavar="N", help="with --slurm: tasks that run at the same time"),
+    *_site_options(required=False),
+    option("--name", help="name of the sweep; the run name or the recipe's by default"),
+    option("--resume", metavar="DIR|last", help="run what is not completed in a sweep"),
+    switch("--new", help="begin anew though the same sweep is not completed"),
+    option("--cell", type=Path, help=argparse.SUPPRESS),  # a task of the array job
+    exclusive=(
+        switch("--local", help="run one after the other on this machine (the default)"),
+        switch("--slurm", help="submit one array job, a task for each run"),
+    ),
+    takes_recipe=True,
+    usage="[RECIPE] KEY=V1,V2 [KEY=1..3 ...] [options] [--KEY VALUE ...]",
+    epilog="KEY=V1,V2 varies a recipe key, KEY=1..3 over whole numbers; --KEY VALUE sets one for all runs.",
+)
+def sweep(options: argparse.Namespace) -> int:
+    """Run a sweep, or submit it, or continue one.
+
+    Return 0, or the exit code of the first run that did not complete; 75 where a signal left runs over.
+    """
+    if options.cell:
+        return run_task(options.cell, os.environ)
+    _check_sweep(options)
+    backend = Backend(_chosen_profile(options) if options.slurm else None, options.max_parallel)
+    words, flags = _split(options)
+    if options.resume is not None:
+        if words or flags or options.recipe or options.config or options.name or options.new:
+            raise config_error("--resume", "a sweep goes on as it began", "leave out recipe, keys, --name and --new")
+        return start_again(find_sweep(_run_root() / FOLDER, options.resume), backend, os.environ)
+    if options.name is not None:
+        flags = ["--run_name", options.name, *flags]
+    spec = SweepSpec(recipe_name(options), read_axes(words, flags), flags, options.task)
+    return start(spec, backend, os.environ, options.new)
+
+
+def _check_sweep(options: argparse.Namespace) -> None:
+    """Refuse options that need others which are missing."""
+    given = [*(["profile"] if options.profile is not None else []), *_overrides(options)]
+    given += ["max-parallel"] if options.max_parallel is not None else []
+    problems = []
+    if options.slurm and options.profile is None:
+        problems.append(Problem("--slurm", "no site is named", "add --profile slurm/profiles/SITE.yaml"))
+    if not options.slurm:
+        what, fix = "changes nothing without --slurm", "add --slurm, or remove it"
+        problems += [Problem(f"--{name}", what, fix) for name in given]
+    if options.max_parallel is not None and options.max_parallel < 1:
+        problems.append(Problem("--max-parallel", f"is {options.max_parallel}", "write 1 or more"))
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _split(options: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Return the words before the first flag, and the flags; the first word may be in the recipe's place."""
+    first = next((place for place, word in enumerate(options.flags) if word.startswith("-")), len(options.flags))
+    words, flags = options.flags[:first], options.flags[first:]
+    if options.recipe and is_axis(options.recipe) and not os.path.isfile(options.recipe):
+        words.insert(0, options.recipe)
+        options.recipe = None
+    late = next((word for word in flags if is_axis(word) and word.partition("=")[0] in catalogue()), None)
+    if late:
+        raise config_error(late, "follows a flag", f"write {late} before the flags")
+    return words, flags
+
+
+def _run_root() -> Path:
     """Return the folder of run directories: RUN_ROOT, or the default of the recipe key."""
     return Path(os.path.expanduser(os.environ.get("RUN_ROOT") or catalogue()["run_root"]["default"]))
 
 
-def named_run(which: str) -> Run:
+def _named_run(which: str) -> Run:
     """Return the run a person means by a folder, a name, a job id or ``last``."""
     is_job = re.fullmatch(r"\d+(_\d+)?", which)
     fix = "name a run directory, a run in RUN_ROOT, the id of its job, or last"
-    return find_run(run_root(), str(_folder_of_job(which)) if is_job else which, which, fix)
+    return find_run(_run_root(), str(_folder_of_job(which)) if is_job else which, which, fix)
 
 
 def _folder_of_job(job_id: str) -> Path:
     """Find a run by the pointer its launcher or its submission left, else by where its batch script is."""
-    pointers = [path for path in (run_root() / ".jobs").glob(f"*-{job_id}") if path.is_file()]
+    pointers = [path for path in (_run_root() / ".jobs").glob(f"*-{job_id}") if path.is_file()]
     for pointer in sorted(pointers, key=lambda path: path.stat().st_mtime, reverse=True):
         folder = Path(pointer.read_text().strip())
         if os.path.isfile(folder / "run.json"):
             return folder
-    tasks = sorted(path.name.rpartition("-")[2] for path in (run_root() / ".jobs").glob(f"*-{job_id}_*"))
+    tasks = sorted(path.name.rpartition("-")[2] for path in (_run_root() / ".jobs").glob(f"*-{job_id}_*"))
     if tasks:
         fix = f"name one of them, e.g. {tasks[0]}; scancel {job_id} ends them all"
         raise config_error(job_id, f"is an array job of {len(tasks)} runs", fix)
@@ -168,7 +239,7 @@ def status(options: argparse.Namespace) -> int:
     if options.which is None:
         _print_runs()
         return 0
-    run = named_run(options.which)
+    run = _named_run(options.which)
     job = _job_of(run)
     state, over = _state(run, job)
     step, reward, left = _progress(run, over)
@@ -191,9 +262,9 @@ def status(options: argparse.Namespace) -> int:
 
 def _print_runs() -> None:
     """Print a table of the runs in RUN_ROOT."""
-    folders = [path.parent for path in run_root().glob("*/run.json")]
+    folders = [path.parent for path in _run_root().glob("*/run.json")]
     if not folders:
-        print(f"grpo: there is no run in {shown(run_root())}")
+        print(f"grpo: there is no run in {shown(_run_root())}")
         return
     jobs = my_jobs()  # None where Slurm does not answer
     rows: list[tuple[str, ...]] = [("run", "state", "job", "step", "reward", "left")]
@@ -238,7 +309,7 @@ def logs(options: argparse.Namespace) -> int:
     """Print logs, and follow them with ``-f``; return 130 after Ctrl-C."""
     if options.lines < 0:
         raise config_error("--lines", f"is {options.lines}", "write 0 or more")
-    found = named_run(options.which)
+    found = _named_run(options.which)
     kinds = [kind for kind in _LOGS if getattr(options, kind)] or ["slurm" if found.job_id else "trainer"]
     follower = Follower(kinds, options.lines)
     try:
@@ -310,7 +381,7 @@ def _follow(folder: Path, follower: Follower) -> None:
 )
 def stop(options: argparse.Namespace) -> int:
     """Ask a run to save and end; take a job that waits out of the queue."""
-    found = named_run(options.which)
+    found = _named_run(options.which)
     job = _job_of(found)
     state, over = _state(found, job)
     if over:
@@ -333,4 +404,26 @@ def stop(options: argparse.Namespace) -> int:
     else:
         stop_file(found.folder).touch()
         print("grpo: asked: it saves after the step in flight and ends (at once: --now)")
+    return 0
+
+
+@command(
+    "write report.html of a run, or a page that compares several or a sweep",
+    option("runs", nargs="+", metavar="RUN", help="run or sweep directory, or last for RUN_ROOT's newest run"),
+    option("--out", type=Path, metavar="FILE", help="the page; by default report.html in the run, or here"),
+)
+def report(options: argparse.Namespace) -> int:
+    """Write the page of a run, of several compared, or of a sweep."""
+    folders = [_named_run(which).folder if which == "last" else Path(which) for which in options.runs]
+    fix = "name a file you may write"
+    with translate(OSError, lambda error: config_error("--out", f"cannot write the page ({error.strerror})", fix)):
+        if len(folders) == 1 and is_sweep(folders[0]):
+            found = read_sweep(folders[0])
+            page, results = write_sweep(found, options.out)
+            print(text_table(found, results))
+        elif len(folders) == 1:
+            page = write_report(folders[0], options.out)
+        else:
+            page = write_comparison(folders, options.out or Path("report.html"))
+    print(f"grpo: {shown(page)}")
     return 0

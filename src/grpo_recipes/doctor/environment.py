@@ -19,7 +19,7 @@ from grpo_recipes.doctor.examine import Machine, NoAnswer, installed, judge
 from grpo_recipes.errors import config_error
 from grpo_recipes.paths import home, shown
 from grpo_recipes.plan.commands import base_environment
-from grpo_recipes.recipe.dialects.older_trl import UNREAD_VARIABLES
+from grpo_recipes.recipe.dialects import UNREAD_VARIABLES
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES, catalogue_trl, nearest_of
 from grpo_recipes.runs.finding import PROBLEM, WARNING, Finding, ok, problem, together, warning
 from grpo_recipes.runs.rundir import code_state

@@ -60,22 +60,12 @@ RANGES: dict[str, dict[str, float]] = {
 _OWN_LIMITS: dict[dataclasses.Field, dict[str, Any]] = {}
 
 
-def _key(
-    default: Any,
-    help: str,
-    choices: list[str] | None = None,
-    *,
-    min: float | None = None,
-    max: float | None = None,
-    infinite: bool = False,
-) -> Any:
+def _key(default: Any, help: str, choices: list[str] | None = None, **limits: float) -> Any:
     """Return a field with its help line, choices and limits."""
-    limits = {"min": min, "max": max, "infinite": infinite or None}
     metadata = {"help": help, "choices": choices} if choices else {"help": help}
-    is_list = isinstance(default, list)
-    value: dict[str, Any] = {"default_factory": default.copy} if is_list else {"default": default}
+    value: dict[str, Any] = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
     made = field(**value, metadata=metadata)
-    _OWN_LIMITS[made] = {name: limit for name, limit in limits.items() if limit is not None}
+    _OWN_LIMITS[made] = limits
     return made
 
 
@@ -84,16 +74,14 @@ def _key(
 class ScriptArguments(trl.ScriptArguments):
     """Where prompts, solutions and rewards come from, and where the run goes."""
 
-    dataset_mixture: dict | None = _key(None,
-        "Several datasets instead of dataset_name; its keys are those of DatasetMixtureConfig.")
+    dataset_mixture: dict | None = _key(None, "Several datasets instead of dataset_name: DatasetMixtureConfig.")
     dataset_prompt_column: str = _key("problem", "Column holding the problem text or a list of chat messages.")
     dataset_solution_column: str = _key("answer", "Column holding the reference solution given to the rewards.")
     dataset_solution_marker: str | None = _key(None,
         "Keep only what follows the last occurrence of this text in the solution, e.g. '####' for GSM8K.")
     system_prompt: str | None = _key(None, "System message put before every prompt that has none.")
     chat_template: str | None = _key(None, "Jinja chat template that replaces the tokenizer's own.")
-    max_prompt_length: int | None = _key(None,
-        "Longest prompt in tokens after rendering; longer ones are dropped and counted.", min=1)
+    max_prompt_length: int | None = _key(None, "Longest rendered prompt in tokens; longer ones are dropped.", min=1)
     max_train_prompts: int | None = _key(None,
         "Prompts kept, the first of a seeded shuffle; with dataset_streaming the first rows read.", min=1)
     eval_dataset_name: str | None = _key(None,
@@ -107,8 +95,7 @@ class ScriptArguments(trl.ScriptArguments):
     modebench_prompts: int = _key(384, "Problems of a modebench dataset to train on.", min=1)
     modebench_test_prompts: int = _key(128, "Problems of its test split, none of them in training.", min=1)
     modebench_seed: int = _key(0, "Seed by which the problems of a modebench dataset are drawn.", min=0)
-    modebench_min_modes: int = _key(2,
-        "Fewest right answers of a modebench problem; 1 for those with a single one.", min=1)
+    modebench_min_modes: int = _key(2, "Fewest right answers of a modebench problem; 1 for those with one.", min=1)
     modebench_max_modes: int = _key(24, "Most right answers of a modebench problem.", min=1)
     modebench_numbers: int = _key(3, "Countdown: numbers of a problem, 3 or 4.", min=3, max=4)
     modebench_largest_number: int | None = _key(None,
@@ -120,11 +107,9 @@ class ScriptArguments(trl.ScriptArguments):
         "Benchmarks run on the final model: names listed by `grpo keys --benchmarks`, or .jsonl files with problem "
         "and answer columns.")
     benchmark_samples: int = _key(1, "Completions of each benchmark problem (k of pass@k).", min=1)
-    benchmark_max_problems: int | None = _key(None,
-        "Most problems of one benchmark, drawn by seed; all by default.", min=1)
+    benchmark_max_problems: int | None = _key(None, "Most problems of a benchmark, by seed; all by default.", min=1)
     benchmark_temperature: float = _key(0.6, "Sampling temperature of benchmarks; 0 is greedy.", min=0.0)
-    callbacks: list[str] = _key([],
-        "Trainer callbacks of your own: module:Class or file.py:Class, made without arguments.")
+    callbacks: list[str] = _key([], "Your trainer callbacks: module:Class or file.py:Class, made without arguments.")
     reward_funcs: list[str] = _key(["pure_accuracy_math"],
         "Rewards, summed by weight: names of ours, or your own as module:function or file.py:function.")
     answer_matching: str = _key("normalized",
@@ -134,11 +119,9 @@ class ScriptArguments(trl.ScriptArguments):
     cosine_max_value_wrong: float = _key(-0.5, "cosine_length: reward of a wrong completion of length cosine_max_len.")
     cosine_min_value_correct: float = _key(0.5, "cosine_length: reward of a right completion of length cosine_max_len.")
     cosine_max_value_correct: float = _key(1.0, "cosine_length: reward of a right completion of length 0.")
-    cosine_max_len: int | None = _key(None,
-        "cosine_length: longest length in tokens; max_completion_length by default.", min=1)
+    cosine_max_len: int | None = _key(None, "cosine_length: most tokens; max_completion_length by default.", min=1)
     repetition_n_grams: int = _key(3, "repetition_penalty: words of the n-grams counted.", min=1)
-    repetition_max_penalty: float = _key(-1.0,
-        "repetition_penalty: reward of a completion that only repeats itself.", max=0.0)
+    repetition_max_penalty: float = _key(-1.0, "repetition_penalty: reward of one that only repeats itself.", max=0.0)
     soft_punish_cache: int | None = _key(None,
         "soft_overlong: last tokens before max_completion_length in which the penalty grows from 0 to -1.", min=1)
     reward_isolation: str = _key("completion",
@@ -146,8 +129,7 @@ class ScriptArguments(trl.ScriptArguments):
         "the whole batch inside the trainer, without limits (none).", choices=["completion", "none"])
     reward_timeout: float = _key(5.0, "Seconds a reward in a child process may take for one completion.", min=0.01)
     reward_memory_gib: float = _key(4.0, "Memory in GiB that a reward's child process may take.", min=0.1)
-    reward_workers: int | None = _key(None,
-        "Child processes for rewards; by default one per two cores, at most 8.", min=1)
+    reward_workers: int | None = _key(None, "Child processes for rewards; by default 1 per 2 cores, at most 8.", min=1)
     reward_max_no_verdict: float = _key(0.5,
         "Share of a step's completions left unscored (time limit, crash, not a number) that ends the run.",
         min=0.0, max=1.0)
@@ -156,8 +138,7 @@ class ScriptArguments(trl.ScriptArguments):
         "How training processes share the model: TRL's packaged accelerate file of that name.",
         choices=["auto", "single", "ddp", "zero2", "zero3", "fsdp2"])
     num_processes: int | None = _key(None, "Training processes; by default one per training GPU, one on CPU.", min=1)
-    main_process_port: int | None = _key(None,
-        "Rendezvous port of the training processes; 29525 outside Slurm.", min=1024, max=65535)
+    main_process_port: int | None = _key(None, "Rendezvous port of trainers; 29525 outside Slurm.", min=1024, max=65535)
 
 
 @dataclass
@@ -169,8 +150,7 @@ class DatasetConfig:
     split: str = _key("train", "Split that is read.")
     columns: list[str] | None = _key(None,
         "Prompt and solution column, then others kept for rewards; by default the recipe's two and all scalar ones.")
-    weight: float | None = _key(None,
-        "Share of its rows that is used, drawn by seed; all by default.", min=0.0001, max=1.0)
+    weight: float | None = _key(None, "Share of its rows used, drawn by seed; all by default.", min=0.0001, max=1.0)
 
 
 @dataclass
@@ -192,7 +172,7 @@ class GRPOConfig(trl.GRPOConfig):
         "How new weights reach the server: nccl between GPUs, file (safetensors in shared memory) on CPU.",
         choices=["auto", "nccl", "file"])
     weight_guard: bool = _key(True,
-        "After every sync prove that the server holds and uses the trainer's weights, or stop the run.")
+        "After each sync prove that the server uses the trainer's weights, or stop the run.")
     weight_guard_tolerance: float | None = _key(None,
         "Largest mean |log-prob difference| between server and trainer; by default 1e-3 in float32, 5e-2 in bfloat16.",
         min=0.0)
@@ -207,8 +187,7 @@ class GRPOConfig(trl.GRPOConfig):
         "Seconds the vLLM server may make no token while it is waited for before it counts as hung.", min=1.0)
     stall_timeout: float = _key(3600.0,
         "Seconds a training process may stay in one phase before the run ends with the stacks of all of them.", min=1.0)
-    max_requeues: int = _key(100,
-        "Times Slurm may start the job again after the run was stopped to go on later.", min=0)
+    max_requeues: int = _key(100, "Times Slurm may restart the job after the run was stopped to go on later.", min=0)
     vllm_mode: str = _key("server",
         "server: vLLM on the first GPUs, training on the others; colocate: vLLM inside every training process.",
         choices=["server", "colocate"])
@@ -222,19 +201,16 @@ class GRPOConfig(trl.GRPOConfig):
     vllm_gpu_memory_utilization: float = _key(0.9,
         "Share of GPU memory vLLM may use: 0.90 on its own GPU, about 0.3 when colocated.", min=0.05, max=1.0)
     vllm_tensor_parallel_size: int = _key(1, "GPUs one vLLM model is split over.", min=1)
-    vllm_max_model_length: int | None = _key(None,
-        "Longest prompt plus completion in tokens the server accepts.", min=1)
+    vllm_max_model_length: int | None = _key(None, "Most tokens of prompt plus completion the server accepts.", min=1)
     logging_steps: float = _key(1, "Always 1: one row of metrics.jsonl per optimizer step.", min=1, max=1)
     save_steps: float = _key(100, "Optimizer steps between checkpoints.", min=1)
     push_to_hub: bool = _key(False, "Publish the model on the hub, as hub_strategy says; needs a login that may write.")
-    hub_model_id: str | None = _key(None,
-        "Repository that push_to_hub writes to: user/name; by default the run's name.")
+    hub_model_id: str | None = _key(None, "Repository push_to_hub writes to: user/name; by default the run's name.")
     hub_strategy: str = _key("every_save",
         "What push_to_hub publishes: the final model (end), also that of each checkpoint (every_save), also the "
         "newest checkpoint as last-checkpoint/ (checkpoint), or every one (all_checkpoints).",
         choices=["end", "every_save", "checkpoint", "all_checkpoints"])
-    hub_revision: str | None = _key(None,
-        "Branch that push_to_hub writes to, made if it is not there; main by default.")
+    hub_revision: str | None = _key(None, "Branch push_to_hub writes to, made if not there; main by default.")
     hub_always_push: bool = _key(False, "Publish a checkpoint too that comes while the one before is being published.")
     hub_private_repo: bool | None = _key(True, "Whether a repository that push_to_hub makes is private.")
     wandb_project: str | None = _key(None, "W&B project; WANDB_PROJECT.")
@@ -256,8 +232,7 @@ class GRPOConfig(trl.GRPOConfig):
         "by default.", min=0.0, infinite=True)
     maxent_beta: float = _key(0.0,
         "Pull of the MaxEnt target to the reference model; that of the loss is beta. 0 needs no reference.", min=0.0)
-    maxent_q_temperature: float = _key(1.0,
-        "Temperature of the softmax that makes the reward distribution q.", min=1e-06)
+    maxent_q_temperature: float = _key(1.0, "Temperature of the softmax that makes q of the rewards.", min=1e-06)
     maxent_q_epsilon: float = _key(1e-6, "Least mass of each completion in q; below 1 / num_generations.", min=0.0)
     maxent_length_normalize_ref: bool = _key(True,
         "Whether the reference's log-prob of a completion is divided by its length in the MaxEnt target.")
@@ -283,8 +258,7 @@ class GRPOConfig(trl.GRPOConfig):
 class ModelConfig(trl.ModelConfig):
     """TRL's model options, with LoRA's names of layers as a list always, and no dropout unless it is asked for."""
 
-    use_peft: bool = _key(False,
-        "Train a LoRA adapter instead of the weights; model/ is the merged model all the same.")
+    use_peft: bool = _key(False, "Train a LoRA adapter instead of the weights; model/ is still the merged model.")
     lora_dropout: float = _key(0.0,
         "Share of the adapter's inputs dropped in training. The tokens were sampled without: 0 keeps the two alike.",
         min=0.0, max=0.99)

@@ -9,6 +9,8 @@ import json
 import re
 from pathlib import Path
 
+from grpo_recipes.errors import translate
+
 # Suffix of a data file -> the builder of `datasets` that reads it.
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 # Column names that TRL's trainer fills itself or gives a meaning of its own, and `answer`, which is ours.
@@ -24,8 +26,7 @@ _MANY = 10_000  # files of a folder that are looked at
 
 def split_name(split: str) -> str:
     """Return the plain name in a split: ``train`` of ``train[:10%]``."""
-    match = re.match(r"\w+", split)
-    return match.group() if match else split
+    return re.split(r"\W", split)[0] or split
 
 
 def is_saved(path: Path) -> bool:
@@ -59,7 +60,7 @@ def columns_of(path: Path, split: str = "train", rows: int = _FEW) -> list[str] 
 
     A ValueError says why it is not a dataset.
     """
-    if path.is_dir() and is_saved(path):
+    if is_saved(path):
         if (path / "dataset_dict.json").is_file():
             splits = _saved_part(path / "dataset_dict.json", "splits")
             if split_name(split) not in splits:
@@ -72,19 +73,18 @@ def columns_of(path: Path, split: str = "train", rows: int = _FEW) -> list[str] 
         raise ValueError(f"'{path}' is not a {', '.join(BUILDERS)} file")
     if path.stat().st_size == 0:
         raise ValueError(f"'{path}' has no rows")
-    kind = BUILDERS[path.suffix]
-    if kind == "json":
+    if BUILDERS[path.suffix] == "json":
         return _json_columns(path, rows)
-    return csv_columns(path) if kind == "csv" else _parquet_columns(path)
+    return csv_columns(path) if path.suffix == ".csv" else _parquet_columns(path)
 
 
 def csv_columns(path: Path) -> list[str]:
     """Return the first line of a .csv file."""
-    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-        try:
-            return next(csv.reader(file), [])
-        except csv.Error as error:
-            raise ValueError(f"'{path}' is not a .csv file ({error})") from error
+    with (
+        translate(csv.Error, lambda error: ValueError(f"'{path}' is not a .csv file ({error})")),
+        path.open(encoding="utf-8-sig", errors="replace", newline="") as file,
+    ):
+        return next(csv.reader(file), [])
 
 
 def _json_columns(path: Path, most: int) -> list[str] | None:
@@ -110,14 +110,11 @@ def _json_columns(path: Path, most: int) -> list[str] | None:
 def _parquet_columns(path: Path) -> list[str]:
     import pyarrow.parquet  # a tenth of a second, for those who have such a file
 
-    try:
+    with translate(pyarrow.ArrowInvalid, lambda error: ValueError(f"'{path}' is not a parquet file ({error})")):
         return list(pyarrow.parquet.read_schema(path).names)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"'{path}' is not a parquet file ({error})") from error
 
 
 def _saved_part(path: Path, key: str) -> list[str]:
-    try:
+    damaged = ValueError(f"'{path}' is missing or damaged; save the dataset again")
+    with translate((OSError, ValueError, LookupError, TypeError), lambda _: damaged):
         return [str(name) for name in json.loads(path.read_text(encoding="utf-8"))[key]]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"'{path}' is missing or damaged; save the dataset again") from error

@@ -13,51 +13,45 @@ from grpo_recipes.paths import CODE_VARIABLE
 
 CATALOGUE_FILE = Path(__file__).with_name("keys.json")
 
+
+def each(*rows: tuple[str, str]) -> dict[str, str]:
+    """Return what is said of each name; a row has names, separated by spaces, and what is said of them."""
+    return {name: said for names, said in rows for name in names.split()}
+
+
 # Keys of TRL that the launcher sets, or that have no meaning here: not in the catalogue, refused with the reason.
-OWNED_KEYS: dict[str, str] = {
-    "output_dir": "remove it; the run directory is <run_root>/<run_name>-<timestamp>, set run_root and run_name",
-    "deepspeed": "use accelerator: zero2 or zero3",
-    "fsdp": "use accelerator: fsdp2",
-    "fsdp_config": "use accelerator: fsdp2",
-    "local_rank": "remove it; accelerate sets it",
-    "do_train": "remove it; the run always trains",
-    "do_eval": "use eval_strategy",
-    "do_predict": "remove it; there is nothing to predict",
-    "use_cpu": "remove it; the environment's device decides (DEVICE=cpu)",
-    "resume_from_checkpoint": "use grpo launch --resume last or --resume RUN_DIR",
-    "logging_strategy": "remove it; every optimizer step is logged",
-    "logging_first_step": "remove it; every optimizer step is logged",
-    "enable_jit_checkpoint": (
-        "remove it; SIGTERM saves here already, while with it ranks save different steps, in the middle of one, and "
-        "what it marks as unfinished is resumed from"
-    ),
-    "auto_find_batch_size": "remove it; it changes the experiment's batch, lower per_device_train_batch_size instead",
-    "hub_token": "remove it and export HF_TOKEN",
-    "vllm_server_base_url": "remove it; the launcher owns the server, set vllm_server_host and vllm_server_port",
-    "use_transformers_paged": "use use_transformers_continuous_batching",
-    "vllm_importance_sampling_cap": "use vllm_importance_sampling_clip_max",
-    "parallelism_config": "use accelerator",
-    "ignore_bias_buffers": "remove it; nothing reads it",
-    "log_completions_hub_repo": "remove it; sampled completions are in report.html",
-    "project": "write wandb_project",
-    "data_seed": "write seed",
-    "remove_unused_columns": "remove it; rewards read the other columns",
-    "include_num_input_tokens_seen": "remove it; the trainer counts tokens itself",
+OWNED_KEYS = each(
+    ("output_dir", "remove it; the run directory is <run_root>/<run_name>-<timestamp>, set run_root and run_name"),
+    ("deepspeed", "use accelerator: zero2 or zero3"),
+    ("fsdp fsdp_config", "use accelerator: fsdp2"),
+    ("parallelism_config", "use accelerator"),
+    ("local_rank", "remove it; accelerate sets it"),
+    ("do_train do_predict", "remove it; the run always trains, and there is nothing to predict"),
+    ("do_eval", "use eval_strategy"),
+    ("use_cpu", "remove it; the environment's device decides (DEVICE=cpu)"),
+    ("resume_from_checkpoint", "use grpo launch --resume last or --resume RUN_DIR"),
+    ("logging_strategy logging_first_step", "remove it; every optimizer step is logged"),
+    ("enable_jit_checkpoint", "remove it; SIGTERM saves here already, and all ranks save the same step"),
+    ("auto_find_batch_size", "remove it; it changes the batch, lower per_device_train_batch_size instead"),
+    ("hub_token", "remove it and export HF_TOKEN"),
+    ("vllm_server_base_url", "remove it; the launcher owns the server, set vllm_server_host and vllm_server_port"),
+    ("use_transformers_paged", "use use_transformers_continuous_batching"),
+    ("vllm_importance_sampling_cap", "use vllm_importance_sampling_clip_max"),
+    ("log_completions_hub_repo", "remove it; sampled completions are in report.html"),
+    ("project", "write wandb_project"),
+    ("data_seed", "write seed"),
+    ("remove_unused_columns", "remove it; rewards read the other columns"),
+    ("include_num_input_tokens_seen", "remove it; the trainer counts tokens itself"),
+    ("metric_for_best_model greater_is_better", "remove it; the model of the last step is kept"),
+    ("trackio_space_id trackio_static_space_id trackio_bucket_id", "remove it; use report_to: wandb or tensorboard"),
     # TRL's GRPO trainer has its own sampler, loss and evaluation, which read none of these.
-    **dict.fromkeys(
-        (
-            "label_smoothing_factor", "label_names", "train_sampling_strategy", "length_column_name",
-            "prediction_loss_only", "include_for_metrics", "batch_eval_metrics", "eval_do_concat_batches",
-            "eval_accumulation_steps", "eval_use_gather_object", "log_multimodal", "max_tool_calling_iterations",
-        ),
+    (
+        "label_smoothing_factor label_names train_sampling_strategy length_column_name prediction_loss_only "
+        "include_for_metrics batch_eval_metrics eval_do_concat_batches eval_accumulation_steps eval_use_gather_object "
+        "log_multimodal max_tool_calling_iterations ignore_bias_buffers",
         "remove it; GRPO does not read it",
     ),
-    **dict.fromkeys(("metric_for_best_model", "greater_is_better"), "remove it; the model of the last step is kept"),
-    **dict.fromkeys(
-        ("trackio_space_id", "trackio_static_space_id", "trackio_bucket_id"),
-        "remove it; use report_to: wandb or tensorboard",
-    ),
-}  # fmt: skip
+)
 
 # Environment variables that stand for a key; a flag of the same key wins over the variable, which wins over the recipe.
 ENVIRONMENT_KEYS: dict[str, str] = {
@@ -145,4 +139,10 @@ SHELL_VARIABLES: dict[str, str] = {
     "ENV_ACTIVATE": "a file to source: that environment is used as it is",
     "CONDA_ENV": "a conda environment to use as it is",
     "CONDA_SH": "conda's etc/profile.d/conda.sh",
+    "MODEL": "of slurm/train.slurm: --model, the folder under recipes/",
+    "TASK": "of slurm/train.slurm: --task, grpo or maxent",
+    "CONFIG_SUFFIX": "of slurm/train.slurm: --config, the recipe config_SUFFIX.yaml",
+    "TP": "of slurm/train.slurm: --tp, GPUs of the vLLM server",
+    "DP": "of slurm/train.slurm: --dp, 1",
+    "OPTIONAL_ARGS": "of slurm/train.slurm: --args, further options of grpo launch",
 }
