@@ -43,9 +43,15 @@ _WHERE_ONLINE = "run grpo fetch where the hub can be reached, e.g. on the login 
 )
 def doctor(options: argparse.Namespace) -> int:
     """Print what was found of the machine, a recipe on it, or a run; return 2 when there is a problem."""
-    deep = options.deep and options.run_dir is None
-    checks = _checks_of_machine(options) if options.run_dir is None else _checks_of_run(options)
-    results = examine(checks, _DEEP_SECONDS if deep else _SECONDS)
+    seconds = _SECONDS
+    if options.run_dir is None:
+        checks, seconds = _checks_of_machine(options), _DEEP_SECONDS if options.deep else _SECONDS
+    elif recipe_name(options) or options.flags:
+        raise config_error("--run", "a run has its own recipe", "leave out the recipe and its flags")
+    else:
+        run = find_run(Machine(os.environ).run_root, options.run_dir, "--run")
+        checks = [(check, run) for check in RUN]
+    results = examine(checks, seconds)
     statuses = [found.status for found in results.values()]
     problems = statuses.count(PROBLEM)
     if options.json:
@@ -56,13 +62,6 @@ def doctor(options: argparse.Namespace) -> int:
     return EXIT_CONFIG_ERROR if problems else 0
 
 
-def _checks_of_run(options: argparse.Namespace) -> list[tuple[Check, Any]]:
-    if recipe_name(options) or options.flags:
-        raise config_error("--run", "a run has its own recipe", "leave out the recipe and its flags")
-    run = find_run(Machine(os.environ).run_root, options.run_dir, "--run")
-    return [(check, run) for check in RUN]
-
-
 def _checks_of_machine(options: argparse.Namespace) -> list[tuple[Check, Any]]:
     named = recipe_name(options)
     if options.flags and named is None:
@@ -70,17 +69,14 @@ def _checks_of_machine(options: argparse.Namespace) -> list[tuple[Check, Any]]:
         raise config_error(options.flags[0], "is not an option of grpo doctor", fix)
     found: Recipe | None = None
     checks: list[tuple[Check, Any]] = []
-    if named is not None:
-        try:
-            found = chosen_recipe(options)
-        except ConfigError as error:  # the machine is looked at all the same
-            checks = [(recipe, error)]
+    try:
+        found = chosen_recipe(options) if named else None
+    except ConfigError as error:  # the machine is looked at all the same
+        checks = [(recipe, error)]
     machine = Machine(os.environ, found, _DEEP_PATIENCE if options.deep else _PATIENCE)
     checks += [(check, machine) for check in (*MACHINE, *(DEEP if options.deep else ()))]
-    if found is not None:
-        case = Case(machine, found)
-        checks += [(check, case) for check in RECIPE]
-    return checks
+    case = Case(machine, found) if found else None
+    return checks + [(check, case) for check in RECIPE if case]
 
 
 @command(
@@ -131,25 +127,20 @@ def _local_row(asset: Asset) -> tuple[str, ...]:
 
 def _hub_row(asset: Asset, record: Asset | None, online: bool, update: bool) -> tuple[str, ...]:
     """Bring an asset of the hub if it is missing, or older with ``update``, and return its row."""
-    if record is None and not online:
-        raise config_error(asset.where, f"{asset} is not here and the hub does not answer", _WHERE_ONLINE)
-    if record is not None and not online:
-        if update:
-            what = f"cannot look for newer commits of {asset}: the hub does not answer"
-            raise config_error("--update", what, _WHERE_ONLINE)
-        return _row(record, "here; the hub does not answer, so not compared")
-    from grpo_recipes.fetch import download
+    if not online and (record is None or update):
+        lacks = "is not here" if record is None else "is here, newer commits cannot be looked for"
+        raise config_error(asset.where, f"{asset} {lacks} and the hub does not answer", _WHERE_ONLINE)
+    state = "here; the hub does not answer, so not compared"
+    if online:
+        from grpo_recipes.fetch import download
 
-    bound_every_wait(_LONGEST_WAIT)
-    newest = download.commit_of(asset)
-    if record is not None and (not update or record.commit == newest):
-        newer = f"; the hub has {newest[:12]}: --update brings it" if record.commit != newest else ""
-        return _row(record, f"here{newer}")
-    print(f"grpo: fetching {asset} at {newest[:12]}", flush=True)
-    return _row(download.fetch(asset, os.environ), "fetched")
-
-
-def _row(record: Asset, state: str) -> tuple[str, ...]:
-    inside = " ".join(str(part) for part in (record.config, record.split, record.limit) if part)
-    name = f"{record.id} {inside}".strip()
+        bound_every_wait(_LONGEST_WAIT)
+        newest = download.commit_of(asset)
+        if record is None or (update and record.commit != newest):
+            print(f"grpo: fetching {asset} at {newest[:12]}", flush=True)
+            record, state = download.fetch(asset, os.environ), "fetched"
+        else:
+            state = "here" if record.commit == newest else f"here; the hub has {newest[:12]}: --update brings it"
+    assert record is not None
+    name = " ".join(str(part) for part in (record.id, record.config, record.split, record.limit) if part)
     return (record.kind, name, record.commit[:12], gigabytes(record.bytes), shown(record.path), state)

@@ -268,7 +268,9 @@ def _print_runs() -> None:
         return
     jobs = my_jobs()  # None where Slurm does not answer
     rows: list[tuple[str, ...]] = [("run", "state", "job", "step", "reward", "left")]
-    for folder in sorted(folders, key=_changed, reverse=True):
+    files = [*_run_root().glob("*/run.json"), *_run_root().glob("*/summary.json")]
+    changed = {path.parent: path.stat().st_mtime for path in files}  # the summary's, where there is one
+    for folder in sorted(folders, key=lambda folder: changed[folder], reverse=True):
         try:
             run = Run.at(folder)
             unknown = Job(run.job_id, NO_ANSWER) if run.job_id else None
@@ -278,11 +280,6 @@ def _print_runs() -> None:
         except ConfigError as error:
             rows.append((folder.name, f"damaged: {Path(error.problems[0].where).name}", "", "", "", ""))
     print(*aligned(rows), sep="\n")
-
-
-def _changed(folder: Path) -> float:
-    summary = folder / "summary.json"
-    return os.path.getmtime(summary if summary.is_file() else folder)
 
 
 def _progress(run: Run, over: bool) -> tuple[str, str, str]:

@@ -7,6 +7,7 @@ queue, and then fail on the typo of a column.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,12 +20,13 @@ from grpo_recipes.paths import home
 from grpo_recipes.recipe import BrokenKey, Recipe, in_order, learning, merge_recipe
 from grpo_recipes.recipe.datafiles import BUILDERS, RESERVED_COLUMNS, columns_of, has_splits, is_saved
 from grpo_recipes.recipe.registry import REWARDS, benchmark_columns, benchmark_problem, is_file
-from grpo_recipes.recipe.rules import RULES, broken_rules, evaluation_set, modebench_tasks
+from grpo_recipes.recipe.rules import RULES, Rule, evaluation_set, modebench_tasks, removal
 from grpo_recipes.recipe.tasks import GRPO, requested_task, with_task
 from grpo_recipes.recipe.user_code import copy_path, problem_with
 from grpo_recipes.smoke import SMOKE_SCHEME, SMOKE_TASKS
 
 _DEFAULT_RECIPES = {"cpu": "recipes/smoke/{task}.yaml", "cuda": "recipes/Qwen2.5-1.5B-Instruct/{task}/config_math.yaml"}
+_Check = Callable[[Recipe, Mapping[str, str]], Iterator[Problem]]
 _HUB_NAME = re.compile(r"[\w.-]{1,96}(?:/[\w.-]{1,96})?", re.ASCII)
 _LOCAL = ("/", "./", "../", "~")
 _COLUMNS = ("dataset_prompt_column", "dataset_solution_column")
@@ -32,11 +34,23 @@ _COLUMNS = ("dataset_prompt_column", "dataset_solution_column")
 
 def check(recipe: Recipe, environment: Mapping[str, str]) -> list[Problem]:
     """Return every contradiction between keys of a recipe with its task, and with the user's variables."""
-    problems = list(broken_rules(recipe))
-    for rule in _RULES:
+    problems: list[Problem] = []
+    rules: list[_Check] = [*(functools.partial(_refused, row) for row in RULES), *_CHECKS]
+    for rule in rules:
         with contextlib.suppress(BrokenKey):  # reported already; a rule that reads a broken key cannot be judged
             problems += rule(recipe, environment)
     return problems
+
+
+def _refused(rule: Rule, recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield what a row of the table refuses."""
+    broken = rule.broken(recipe)
+    for item in broken if isinstance(broken, list) else [""] if broken else []:
+        key = rule.key.format(item=item)
+        words = {name: value.value for name, value in recipe.values.items()}
+        words |= {"item": item, "removal": removal(recipe, key)}
+        what, fix = (text(recipe, item) if callable(text) else text.format(**words) for text in (rule.what, rule.fix))
+        yield recipe.problem(key, what, fix)
 
 
 def choose_recipe(given: str | None, environment: Mapping[str, str], task: str, device: str) -> Path:
@@ -231,6 +245,6 @@ def _modebench_sizes(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
             yield recipe.problem("modebench_prompts", f"{task}: {error.problems[0].what}", error.problems[0].fix)
 
 
-_RULES: tuple[Callable[[Recipe, Mapping[str, str]], Iterator[Problem]], ...] = (
+_CHECKS: tuple[_Check, ...] = (
     _model, _rounded_away, _user_code, _benchmarks, _training_data, _evaluation_data, _modebench_sizes,
 )  # fmt: skip

@@ -82,8 +82,7 @@ class ScriptArguments(trl.ScriptArguments):
     system_prompt: str | None = _key(None, "System message put before every prompt that has none.")
     chat_template: str | None = _key(None, "Jinja chat template that replaces the tokenizer's own.")
     max_prompt_length: int | None = _key(None, "Longest rendered prompt in tokens; longer ones are dropped.", min=1)
-    max_train_prompts: int | None = _key(None,
-        "Prompts kept, the first of a seeded shuffle; with dataset_streaming the first rows read.", min=1)
+    max_train_prompts: int | None = _key(None, "Prompts kept, the first of a seeded shuffle, or of a stream.", min=1)
     eval_dataset_name: str | None = _key(None,
         "Dataset evaluated on; by default dataset_test_split of dataset_name, or the mixture's test_split_size.")
     eval_dataset_config: str | None = _key(None, "Configuration of the evaluation dataset.")
@@ -102,7 +101,7 @@ class ScriptArguments(trl.ScriptArguments):
         "Countdown: the largest number, at most 14 with four of them; by default 24, or 12 with four.", min=5, max=30)
     modebench_vertices: int = _key(8, "Graph colouring: vertices of a graph.", min=3, max=12)
     modebench_hidden: int = _key(5,
-        "Graph colouring: vertices without a colour; with more of them guessing is worth less.", min=1, max=8)
+        "Graph colouring: uncoloured vertices; more make guessing worth less.", min=1, max=8)
     benchmarks: list[str] = _key([],
         "Benchmarks run on the final model: names listed by `grpo keys --benchmarks`, or .jsonl files with problem "
         "and answer columns.")
@@ -181,8 +180,7 @@ class GRPOConfig(trl.GRPOConfig):
     server_request_timeout: float = _key(1800.0,
         "Longest wait in seconds for one answer of the vLLM server, which then counts as lost.", min=1.0)
     vllm_server_timeout: float = _key(600.0, "Longest wait in seconds for the vLLM server to be ready.", min=1.0)
-    server_restarts: int = _key(2,
-        "Times a dead or hung vLLM server is started again in one attempt, a step between each; 0 never.", min=0)
+    server_restarts: int = _key(2, "Restarts of a dead or hung vLLM server in an attempt, a step between each.", min=0)
     server_stall_timeout: float = _key(300.0,
         "Seconds the vLLM server may make no token while it is waited for before it counts as hung.", min=1.0)
     stall_timeout: float = _key(3600.0,
@@ -191,8 +189,7 @@ class GRPOConfig(trl.GRPOConfig):
     vllm_mode: str = _key("server",
         "server: vLLM on the first GPUs, training on the others; colocate: vLLM inside every training process.",
         choices=["server", "colocate"])
-    vllm_server_host: str = _key("127.0.0.1",
-        "Address the vLLM server listens on: loopback; in a job on several nodes the first node's.")
+    vllm_server_host: str = _key("127.0.0.1", "Address of the vLLM server; in a job on several nodes the first node's.")
     vllm_node: str = _key("shared",
         "In a job on several nodes: shared: trainers have the first node's other GPUs; own: the server has that node.",
         choices=["shared", "own"])
@@ -219,10 +216,8 @@ class GRPOConfig(trl.GRPOConfig):
     kl_target: float | None = _key(None,
         "KL divergence from the reference (per token, the metric kl) that beta is moved to hold; fixed beta without.",
         min=1e-09)
-    kl_horizon: float = _key(2000.0,
-        "kl_target: completions over which beta can change by its factor; smaller is faster.", min=1.0)
-    kl_ctl_step_size: float = _key(0.2,
-        "kl_target: largest relative error (kl / kl_target - 1) that one step answers to.", min=1e-06, max=0.99)
+    kl_horizon: float = _key(2000.0, "kl_target: completions in which beta can change by its factor.", min=1.0)
+    kl_ctl_step_size: float = _key(0.2, "kl_target: largest relative error a step answers to.", min=1e-06, max=0.99)
     maxent_objective: str = _key(DEFAULT_OBJECTIVE,
         "What MaxEnt-GRPO optimises; naming it makes this a MaxEnt recipe. listwise: cross-entropy from a target over "
         "the group to the policy's own distribution over it. weighted_mle: likelihood weighted by that target. "
@@ -230,8 +225,7 @@ class GRPOConfig(trl.GRPOConfig):
     maxent_tau: float | None = _key(None,
         "Temperature of the MaxEnt weights: 0 puts all on the best of a group, .inf weighs alike; the objective's own "
         "by default.", min=0.0, infinite=True)
-    maxent_beta: float = _key(0.0,
-        "Pull of the MaxEnt target to the reference model; that of the loss is beta. 0 needs no reference.", min=0.0)
+    maxent_beta: float = _key(0.0, "Pull of the MaxEnt target to the reference; that of the loss is beta.", min=0.0)
     maxent_q_temperature: float = _key(1.0, "Temperature of the softmax that makes q of the rewards.", min=1e-06)
     maxent_q_epsilon: float = _key(1e-6, "Least mass of each completion in q; below 1 / num_generations.", min=0.0)
     maxent_length_normalize_ref: bool = _key(True,
@@ -264,8 +258,7 @@ class ModelConfig(trl.ModelConfig):
         min=0.0, max=0.99)
     lora_target_modules: list[str] | None = _key(None,
         "Linear layers that get an adapter, by the ends of their names, or all-linear; PEFT's choice by default.")
-    lora_modules_to_save: list[str] | None = _key(None,
-        "Layers that are trained as a whole beside the adapter, by the ends of their names.")
+    lora_modules_to_save: list[str] | None = _key(None, "Layers trained as a whole, by the ends of their names.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -300,32 +293,27 @@ NESTED = {
 
 def _entries(config: Any) -> dict[str, dict[str, Any]]:
     """Return the keys of a config class: name -> type, default, help, limits and the class."""
-    hints = typing.get_type_hints(config)
-    return {
-        spec.name: _entry(config.__name__, spec, hints[spec.name])
-        for spec in dataclasses.fields(config)
-        if spec.init and spec.name not in OWNED_KEYS and not spec.name.startswith("_")
-    }
-
-
-def _entry(owner: str, spec: dataclasses.Field, hint: Any) -> dict[str, Any]:
-    kind, optional = _kind(hint)
-    default = spec.default_factory() if spec.default_factory is not dataclasses.MISSING else spec.default
-    classes = [member for member in (hint, *typing.get_args(hint)) if isinstance(member, type)]
-    values = [str(value.value) for one in classes if issubclass(one, enum.Enum) for value in one]
-    choices = spec.metadata.get("choices") or TRL_CHOICES.get(spec.name) or sorted(values)
-    entry = {
-        "config": owner,
-        "type": kind,
-        "optional": optional or default is None,
-        "default": default.value if isinstance(default, enum.Enum) else default,
-        "help": " ".join(str(spec.metadata.get("help", "")).split()),
-        **_OWN_LIMITS.get(spec, {}),
-        **RANGES.get(spec.name, {}),
-    }
-    if choices:
-        entry["choices"] = sorted(choices) if not isinstance(choices, list) else choices
-    return entry
+    hints, found = typing.get_type_hints(config), {}
+    for spec in dataclasses.fields(config):
+        name, hint = spec.name, hints[spec.name]
+        if not spec.init or name in OWNED_KEYS or name.startswith("_"):
+            continue
+        kind, optional = _kind(hint)
+        default = spec.default_factory() if spec.default_factory is not dataclasses.MISSING else spec.default
+        classes = [member for member in (hint, *typing.get_args(hint)) if isinstance(member, type)]
+        values = {str(value.value) for one in classes if issubclass(one, enum.Enum) for value in one}
+        choices = spec.metadata.get("choices") or TRL_CHOICES.get(name) or values
+        found[name] = {
+            "config": config.__name__,
+            "type": kind,
+            "optional": optional or default is None,
+            "default": default.value if isinstance(default, enum.Enum) else default,
+            "help": " ".join(str(spec.metadata.get("help", "")).split()),
+            **_OWN_LIMITS.get(spec, {}),
+            **RANGES.get(name, {}),
+            **({"choices": choices if isinstance(choices, list) else sorted(choices)} if choices else {}),
+        }
+    return found
 
 
 def _kind(hint: Any) -> tuple[str, bool]:

@@ -75,7 +75,12 @@ def columns_of(path: Path, split: str = "train", rows: int = _FEW) -> list[str] 
         raise ValueError(f"'{path}' has no rows")
     if BUILDERS[path.suffix] == "json":
         return _json_columns(path, rows)
-    return csv_columns(path) if path.suffix == ".csv" else _parquet_columns(path)
+    if path.suffix == ".csv":
+        return csv_columns(path)
+    import pyarrow.parquet  # a tenth of a second, for those who have such a file
+
+    with translate(pyarrow.ArrowInvalid, lambda error: ValueError(f"'{path}' is not a parquet file ({error})")):
+        return list(pyarrow.parquet.read_schema(path).names)
 
 
 def csv_columns(path: Path) -> list[str]:
@@ -105,13 +110,6 @@ def _json_columns(path: Path, most: int) -> list[str] | None:
     if not rows and len(head) < _HEAD:
         raise ValueError(f"'{path}' does not begin with a JSON object")
     return list(names) if rows else None  # a first row may be longer than what is read here
-
-
-def _parquet_columns(path: Path) -> list[str]:
-    import pyarrow.parquet  # a tenth of a second, for those who have such a file
-
-    with translate(pyarrow.ArrowInvalid, lambda error: ValueError(f"'{path}' is not a parquet file ({error})")):
-        return list(pyarrow.parquet.read_schema(path).names)
 
 
 def _saved_part(path: Path, key: str) -> list[str]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from grpo_recipes.errors import Problem
 from grpo_recipes.modebench.dataset import SCHEME, TASK_KEYS, TASKS
-from grpo_recipes.recipe import BrokenKey, Recipe
+from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, catalogue
 from grpo_recipes.recipe.learning import BY_GRADIENT, LEAST_SHARE, reached_share
 from grpo_recipes.recipe.registry import (
@@ -393,21 +391,6 @@ _IDLE: tuple[tuple[str, Condition, str], ...] = (
     ("vllm_*", lambda r: not r["use_vllm"], "use_vllm: true"),
 )
 # fmt: on
-
-
-def broken_rules(recipe: Recipe) -> Iterator[Problem]:
-    """Yield what the table refuses; a rule that reads a key whose value is wrong is not judged."""
-    values = {key: value.value for key, value in recipe.values.items()}
-    for rule in RULES:
-        with contextlib.suppress(BrokenKey):
-            broken = rule.broken(recipe)
-            for item in broken if isinstance(broken, list) else [""] if broken else []:
-                key = rule.key.format(item=item)
-                words = {**values, "item": item, "removal": removal(recipe, key)}
-                what, fix = (
-                    text(recipe, item) if callable(text) else text.format(**words) for text in (rule.what, rule.fix)
-                )
-                yield recipe.problem(key, what, fix)
 
 
 def notes(recipe: Recipe) -> list[str]:
