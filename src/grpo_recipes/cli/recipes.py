@@ -28,14 +28,7 @@ from grpo_recipes.plan.plan import describe, make_plan
 from grpo_recipes.process.reports import aligned
 from grpo_recipes.recipe.check import choose_recipe
 from grpo_recipes.recipe.dialects import ALIASES, OBSOLETE_KEYS, nearest
-from grpo_recipes.recipe.keys import (
-    ENVIRONMENT_KEYS,
-    OWNED_KEYS,
-    READ_VARIABLES,
-    SHELL_VARIABLES,
-    catalogue,
-    nested_catalogue,
-)
+from grpo_recipes.recipe.keys import OWNED_KEYS, VARIABLES, catalogue, nested_catalogue
 from grpo_recipes.recipe.registry import BENCHMARKS
 from grpo_recipes.recipe.rules import notes
 from grpo_recipes.recipe.schema import schema_line, schema_note
@@ -68,11 +61,6 @@ use_vllm: true
 vllm_max_model_length: 2048
 """
 _NOT_KEYS = {**OBSOLETE_KEYS, **OWNED_KEYS, **{alias: f"write {key}" for alias, key in ALIASES.items()}}
-_VARIABLES = {
-    **{name: f"gives the key {key} its value" for name, key in ENVIRONMENT_KEYS.items()},
-    **READ_VARIABLES,
-    **SHELL_VARIABLES,
-}
 _ROWS = 200  # of the dataset, shown to the rewards
 _WIDTH = 60  # characters of a prompt or completion in a line
 _MOST = 10_000  # GPUs of a node, nodes, and GiB of a GPU
@@ -118,7 +106,7 @@ def keys(options: argparse.Namespace) -> int:
     table = "--env" if options.env else "--benchmarks" if options.benchmarks else ""
     entries: dict[str, dict[str, Any]]
     if table:
-        texts = _VARIABLES if options.env else {name: one.help for name, one in BENCHMARKS.items()}
+        texts = VARIABLES if options.env else {name: one.help for name, one in BENCHMARKS.items()}
         entries = {name: {"help": text} for name, text in texts.items()}
     else:
         if word in _NOT_KEYS:
@@ -128,7 +116,7 @@ def keys(options: argparse.Namespace) -> int:
     found = {name: entry for name, entry in sorted(entries.items()) if word in f"{name} {entry['help']}".lower()}
     if not found:
         close = None if table else nearest(options.word)
-        fix = f"try {close}" if close else "leave the word out"
+        fix = f"try {close}" if close else f"see grpo keys {table}".rstrip()
         what = f"nothing in grpo keys {table}".rstrip() + " has that in its name or meaning"
         raise config_error(f"'{options.word}'", what, fix)
     print(json.dumps(found, indent=1) if options.json else "\n".join(_key_lines(found)))

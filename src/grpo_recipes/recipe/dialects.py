@@ -43,7 +43,7 @@ SLURM_GUIDE = each(
     ("push_to_hub_revision", "write push_to_hub: true and hub_revision"),
     ("wandb_log_unique_prompts", "write log_unique_prompts"),
     ("max_completion_len", "write max_completion_length"),
-    ("vf_coef gae_lambda gamma horizon clip_range_vf", "remove it; it is of PPO's value function, which GRPO lacks"),
+    ("vf_coef gae_lambda gamma horizon clip_range_vf", "remove it; it belongs to PPO's value function, not to GRPO"),
     (
         "advantage_normalization reward_normalization reward_clip advantage_clip",
         "write scale_rewards: group, batch or none",

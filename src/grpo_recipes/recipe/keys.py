@@ -146,3 +146,6 @@ SHELL_VARIABLES: dict[str, str] = {
     "DP": "of slurm/train.slurm: --dp, 1",
     "OPTIONAL_ARGS": "of slurm/train.slurm: --args, further options of grpo launch",
 }
+# All of them, for `grpo keys --env`.
+VARIABLES = {name: f"gives the key {key} its value" for name, key in ENVIRONMENT_KEYS.items()}
+VARIABLES |= {**READ_VARIABLES, **SHELL_VARIABLES}
