@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, config_error
+from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, config_error, translate
 from grpo_recipes.plan.devices import environment_device
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import resolve_recipe
@@ -162,9 +162,6 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     if flags and not takes_recipe:
         raise config_error(flags[0], "is not an option of this command", f"see grpo {name} --help")
     options.recipe, options.flags = recipe, flags
-    try:
+    with translate(OSError, lambda _: config_error(".", "the working folder is gone", "cd to a folder that exists")):
         os.getcwd()
-    except OSError as error:
-        what = f"the working folder is gone ({error.strerror})"
-        raise config_error(".", what, "cd to a folder that exists") from None
     return options

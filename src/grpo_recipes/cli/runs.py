@@ -153,14 +153,13 @@ def sweep(options: argparse.Namespace) -> int:
 
 def _check_sweep(options: argparse.Namespace) -> None:
     """Refuse options that need others which are missing."""
-    given = [*(["profile"] if options.profile is not None else []), *_overrides(options)]
-    given += ["max-parallel"] if options.max_parallel is not None else []
+    given = [name for name in ("profile", *OVERRIDES, "max_parallel") if getattr(options, name) is not None]
     problems = []
     if options.slurm and options.profile is None:
         problems.append(Problem("--slurm", "no site is named", "add --profile slurm/profiles/SITE.yaml"))
     if not options.slurm:
         what, fix = "changes nothing without --slurm", "add --slurm, or remove it"
-        problems += [Problem(f"--{name}", what, fix) for name in given]
+        problems += [Problem(f"--{name.replace('_', '-')}", what, fix) for name in given]
     if options.max_parallel is not None and options.max_parallel < 1:
         problems.append(Problem("--max-parallel", f"is {options.max_parallel}", "write 1 or more"))
     if problems:

@@ -183,12 +183,11 @@ def read_flags(flags: Iterable[str], problems: list[Problem]) -> list[tuple[str,
         kind, negated = (catalogue().get(key, {}).get("type", "") for key in (name, name.removeprefix("no_")))
         if len(values) > 1 and not kind.startswith("list"):
             problems.append(Problem(f"--{name}", f"takes one value, got {values}", "quote it or drop the rest"))
-        if not values and name.startswith("no_") and negated == "bool":
-            pairs.append((name.removeprefix("no_"), False))
-        elif not values:
-            pairs.append((name, True))
-        else:
+        if values:
             pairs.append((name, values if len(values) > 1 and kind.startswith("list") else values[0]))
+        else:
+            off = name.startswith("no_") and negated == "bool"
+            pairs.append((name.removeprefix("no_"), False) if off else (name, True))
     return pairs
 
 

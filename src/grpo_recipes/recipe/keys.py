@@ -127,8 +127,6 @@ READ_VARIABLES: dict[str, str] = {
     "GLOO_SOCKET_IFNAME": "gloo's own: the nodes' interface where the two above are unset",
     SRUN_OPTIONS: "further options of the srun that reaches the nodes of a job; srun_options of a profile",
 }
-
-
 # What training.sh, scripts/setup.sh and slurm/train.slurm read before there is a Python to ask.
 SHELL_VARIABLES: dict[str, str] = {
     "DEVICE": "cuda, cpu or auto: the packages that are installed",

@@ -41,16 +41,11 @@ REWARDS: dict[str, tuple[str, ...]] = {
     "repetition_penalty": ("repetition_n_grams", "repetition_max_penalty"),
     "soft_overlong": ("max_completion_length", "soft_punish_cache"),
 }  # fmt: skip
-
 # Rewards whose score is 1 for a right answer and 0 for a wrong one.
 ACCURACY = ("pure_accuracy_math", "math_verify", "modebench")
-
 # Rewards that compare with one reference answer; a ModeBench problem has several.
 ONE_ANSWER = ("pure_accuracy_math", "math_verify", "cosine_length")
-
-# The reward of the problems of ModeBench, and of no others.
-MODEBENCH_REWARD = "modebench"
-
+MODEBENCH_REWARD = "modebench"  # of the problems of ModeBench, and of no others
 # Rewards whose work on one completion has no bound: called in child processes that can be killed.
 IN_CHILDREN = frozenset({"math_verify"})
 
@@ -92,9 +87,7 @@ class Benchmark:
 _MODEBENCH = "pass@k, mean@k, distinct@k, coverage@k; needs no network"
 BENCHMARKS: dict[str, Benchmark] = {
     "math_500": Benchmark("500 competition problems of MATH", "HuggingFaceH4/MATH-500", "test"),
-    "gsm8k": Benchmark(
-        "1,319 grade-school word problems", "openai/gsm8k", "test", "main", prompt="question", marker="####"
-    ),
+    "gsm8k": Benchmark("1,319 grade-school word problems", "openai/gsm8k", "test", "main", "question", marker="####"),
     "aime24": Benchmark("30 problems of AIME 2024, answers 0 to 999", "HuggingFaceH4/aime_2024", "train"),
     "aime25": Benchmark("30 problems of AIME 2025, answers 0 to 999", "math-ai/aime25", "test"),
     "gpqa": Benchmark(
@@ -103,14 +96,11 @@ BENCHMARKS: dict[str, Benchmark] = {
         wrong=("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"), gated=True,
     ),
     "modebench:countdown": Benchmark(
-        f"test split: make a target of three or four numbers: {_MODEBENCH}", "modebench:countdown", "test"
-    ),
+        f"test split: make a target of three or four numbers: {_MODEBENCH}", "modebench:countdown", "test"),
     "modebench:graph_coloring": Benchmark(
-        f"test split: complete a colouring of a graph: {_MODEBENCH}", "modebench:graph_coloring", "test"
-    ),
+        f"test split: complete a colouring of a graph: {_MODEBENCH}", "modebench:graph_coloring", "test"),
     SMOKE_BENCHMARK: Benchmark("20 held-out sums of the smoke task; needs no network", SMOKE_BENCHMARK, "test"),
 }  # fmt: skip
-
 # They run code that the model wrote, which needs a sandbox that we do not have.
 _RUNS_MODEL_CODE = {"lcb": "lcb:codegeneration", "lcb_v4": "lcb:codegeneration_v4"}
 
@@ -148,7 +138,6 @@ def benchmark_sources(names: Iterable[str]) -> list[tuple[str, str | None, str]]
 
 
 DEFAULT_OBJECTIVE = "tempered"
-
 _OF_TARGETS = frozenset(
     ("maxent_q_temperature", "maxent_q_epsilon", "maxent_beta",
      "maxent_length_normalize_ref", "maxent_length_normalize_policy")
@@ -173,9 +162,7 @@ class Objective:
         return "grpo" if self.targets_q and length_normalize_policy else "dr_grpo"
 
 
-# TRL's `scale_rewards` under every objective: weights come from rewards as they are.
-SCALE_REWARDS = "none"
-
+SCALE_REWARDS = "none"  # TRL's `scale_rewards` under every objective: weights come from rewards as they are
 # DEFAULT_OBJECTIVE and every tau are what `bench/multi_answer.py --tuning` picked, with rewards of 0 and 1: the most
 # distinct right answers at a mean reward at most 0.02 below GRPO's. listwise kept by far the most answers but met that
 # condition nowhere; its tau is the one with the highest mean reward.
