@@ -58,21 +58,16 @@ def choose_recipe(given: str | None, environment: Mapping[str, str], task: str, 
     where, name = ("RECIPE", given) if given else ("CONFIG", environment.get("CONFIG"))
     if not name:
         where, name = "default recipe", str(home() / _DEFAULT_RECIPES[device].format(task=task))
-    path = Path(name)
-    if not os.path.isfile(path) and os.path.isfile(home() / path):  # of Path itself a name too long raises OSError
-        path = home() / path
-    if not os.path.isfile(path):
-        raise config_error(where, f"there is no recipe '{name}'", "name an existing .yaml file under recipes/")
-    return path
+    for path in (Path(name), home() / name):
+        if os.path.isfile(path):  # of Path itself a name too long raises OSError
+            return path
+    raise config_error(where, f"there is no recipe '{name}'", "name an existing .yaml file under recipes/")
 
 
 def resolve_recipe(
     name: str | None, task: str | None, flags: Iterable[str], environment: Mapping[str, str], device: str
 ) -> Recipe:
-    """Read the recipe that ``choose_recipe`` finds, resolve its task and check it; ``task`` is what ``--task`` names.
-
-    A ConfigError reports everything that is wrong at once.
-    """
+    """Read the recipe of that name, resolve its task and check it; a ConfigError reports all that is wrong at once."""
     asked = requested_task(environment, task)
     path = choose_recipe(name, environment, asked.task or GRPO, device)
     recipe, problems = merge_recipe(path, flags, environment)
@@ -127,8 +122,6 @@ def _user_code(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
                     yield problem
             elif name not in REWARDS:
                 fix = f"write one of {', '.join(sorted(REWARDS))}, or your own as module:function or file.py:function"
-                if "." in name:
-                    fix = f"write {name}:function" if name.endswith(".py") else f"write {':'.join(name.rsplit('.', 1))}"
                 yield recipe.problem(key, f"no reward '{name}'", fix)
 
 

@@ -235,40 +235,25 @@ def _convert(kind: str, value: Any, from_text: bool) -> Any:
         if not isinstance(value, list):
             raise ValueError(f"{value!r}, a {type(value).__name__} where a list belongs")
         return [_convert(kind[5:-1], item, from_text) for item in value]
-    if kind == "dict":
-        if isinstance(value, str):
+    wrong = ValueError(f"{reprlib.repr(value)} where {_WORDS[kind]} belongs")
+    if kind in ("dict", "bool"):
+        if kind == "dict" and isinstance(value, str):
             # The last two are what PyYAML raises on `!!bool x`, and on a thousand brackets.
             with contextlib.suppress(yaml.YAMLError, KeyError, RecursionError):
                 value = yaml.safe_load(value)
-        if not isinstance(value, dict):
-            raise ValueError(f"{reprlib.repr(value)} where a mapping belongs")
-        return value
-    if kind == "bool":
-        value = as_bool(value) if from_text else value
-        if not isinstance(value, bool):
-            raise ValueError(f"{value!r} where true or false belongs")
+        value = as_bool(value) if kind == "bool" and from_text else value
+        if not isinstance(value, dict if kind == "dict" else bool):
+            raise wrong
         return value
     if isinstance(value, bool):
         hint = " (YAML reads no, yes, on and off as booleans: quote the word)" if kind == "str" else ""
         raise ValueError(f"the boolean {value} where {_WORDS[kind]} belongs{hint}")
-    if kind in ("int", "float"):
-        return _number(kind, value)
-    if not isinstance(value, str):
-        if not isinstance(value, int | float):
-            raise ValueError(f"{value!r} where a text belongs")
+    if kind == "str":
+        if not isinstance(value, str | int | float):
+            raise wrong
+        if found := _CONTROL.search(str(value)):
+            raise ValueError(f"a text with the control character {found[0]!r}")
         return str(value)
-    if found := _CONTROL.search(value):
-        raise ValueError(f"a text with the control character {found[0]!r}")
-    return value
-
-
-def as_bool(value: Any) -> Any:
-    """Return a text of the command line as the boolean it names, anything else as it is."""
-    return _TRUTH.get(value.lower(), value) if isinstance(value, str) else value
-
-
-def _number(kind: str, value: Any) -> int | float:
-    wrong = ValueError(f"{reprlib.repr(value)} where {_WORDS[kind]} belongs")
     with translate((TypeError, ValueError, OverflowError), lambda _: wrong):
         number = float(value)  # also of a text: YAML 1.1 reads 1e-6 as one
     if math.isnan(number):
@@ -278,6 +263,11 @@ def _number(kind: str, value: Any) -> int | float:
     if kind == "int" and not number.is_integer():
         raise wrong
     return number if kind == "float" else value if isinstance(value, int) else int(number)
+
+
+def as_bool(value: Any) -> Any:
+    """Return a text of the command line as the boolean it names, anything else as it is."""
+    return _TRUTH.get(value.lower(), value) if isinstance(value, str) else value
 
 
 def _limits(entry: Entry, value: Any) -> Iterator[tuple[str, str]]:
