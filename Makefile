@@ -56,7 +56,6 @@ format: setup  ## rewrite the code in the project's style
 
 keys: setup  ## write the catalogue of recipe keys, and the editors' schema, from the config classes
 	$(BIN)/python -m grpo_recipes.recipe.configs
-	$(BIN)/python -m grpo_recipes.recipe.schema
 
 lock:  ## resolve requirements/*.in into the locks (needs uv)
 	bash scripts/lock.sh

@@ -10,7 +10,7 @@ import yaml
 from grpo_recipes import cli
 from grpo_recipes.paths import home
 from grpo_recipes.recipe import read_recipe
-from grpo_recipes.recipe.schema import schema_file, schema_note
+from grpo_recipes.recipe.keys import schema_file, schema_note
 
 
 @pytest.fixture

@@ -68,7 +68,7 @@ STEPS = {"eval_strategy": "steps", "eval_steps": 5}
         (mixture(ROWS, test_split_size=1.5), mixture(ROWS, test_split_size=2), "test_split_size is 1.5"),
         (mixture(ROWS, test_split_size=0), mixture(ROWS, test_split_size=0.1), "test_split_size is 0"),
         ({"dataset_streaming": True}, {"dataset_streaming": True, "max_train_prompts": 9}, "would read the stream"),
-        (mixture(ROWS) | {"dataset_streaming": True, "max_train_prompts": 9}, mixture(ROWS), "weights are shares"),
+        (mixture(ROWS) | {"dataset_streaming": True, "max_train_prompts": 9}, mixture(ROWS), "can be streamed"),
         (STEPS | {"dataset_name": "rows.jsonl"}, STEPS | {"dataset_name": "rows.jsonl", "eval_dataset_name": "one"},
          "'rows.jsonl' has no split 'test' to evaluate on. Fix: add eval_dataset_name"),
         (STEPS | {"dataset_name": "one"}, STEPS | {"dataset_name": "both"}, "'one' has no split 'test'"),

@@ -60,10 +60,14 @@ VALUES = {"maxent_length_normalize_policy": False, "maxent_length_normalize_ref"
             {**LISTWISE, **ROLLOUTS, "maxent_tau_warmup_steps": 2},
             "without a target",
         ),
-        ({**TEMPERED, **ROLLOUTS, "maxent_tau": 0}, {**TEMPERED, "maxent_tau": 0}, "which stays 0"),
-        ({**TEMPERED, **ROLLOUTS, "maxent_tau": math.inf}, {**TEMPERED, "maxent_tau": math.inf}, "which stays inf"),
+        ({**TEMPERED, **ROLLOUTS, "maxent_tau": 0}, {**TEMPERED, "maxent_tau": 0}, "tau starts at 0, outside of"),
         (
-            {**TEMPERED, **ROLLOUTS, "maxent_tau_min": 3, "maxent_tau_max": 2},
+            {**TEMPERED, **ROLLOUTS, "maxent_tau": math.inf},
+            {**TEMPERED, "maxent_tau": math.inf},
+            "tau starts at inf",
+        ),
+        (
+            {**TEMPERED, **ROLLOUTS, "maxent_tau": 2.5, "maxent_tau_min": 3, "maxent_tau_max": 2},
             {**TEMPERED, **ROLLOUTS, "maxent_tau_min": 0.5, "maxent_tau_max": 2, "maxent_tau": 1},
             "is above maxent_tau_max 2",
         ),

@@ -37,7 +37,7 @@ Read = Callable[..., Recipe]
         (STEPS | {"dataset_name": "openai/gsm8k", "reward_funcs": ["math_verify"],
                   "eval_dataset_name": "modebench:countdown"},
          STEPS | {"dataset_name": "openai/gsm8k", "reward_funcs": ["math_verify"]}, "cannot judge 'modeb"),
-        ({"dataset_streaming": True, "max_train_prompts": 9}, {"max_train_prompts": 9}, "there is nothing to stream"),
+        ({"dataset_streaming": True, "max_train_prompts": 9}, {"max_train_prompts": 9}, "can be streamed"),
         ({"dataset_name": None, "reward_funcs": ["math_verify"],
           "dataset_mixture": {"datasets": [{"id": "modebench:countdown"}]}}, {}, "' cannot be mixed"),
         ({"modebench_prompts": 598}, {"modebench_prompts": 597}, "there are 725. Fix: lower one of them"),

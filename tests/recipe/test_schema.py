@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from grpo_recipes.paths import home
-from grpo_recipes.recipe.keys import catalogue
-from grpo_recipes.recipe.schema import schema, schema_file, schema_line, schema_note
+from grpo_recipes.recipe.configs import schema
+from grpo_recipes.recipe.keys import catalogue, schema_file, schema_line, schema_note
 
 RECIPES = sorted((home() / "recipes").rglob("*.yaml"))
 # Faults that an editor marks while they are typed.

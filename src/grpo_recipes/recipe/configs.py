@@ -1,7 +1,8 @@
 """Every recipe key: TRL's dataclasses plus ours, one documented line a field.
 
 Only the trainer imports this module, since importing TRL takes torch and seconds. ``check``, ``plan`` and ``launch``
-know keys from ``keys.json``, which ``make keys`` writes from here; a test fails when the two differ.
+know keys from ``keys.json``, and editors from ``recipes/schema.json``: ``make keys`` writes both from here, and a test
+fails when they differ.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ import enum
 import json
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import trl
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from grpo_recipes.recipe.keys import CATALOGUE_FILE, OWNED_KEYS
+from grpo_recipes.recipe.dialects import ALIASES
+from grpo_recipes.recipe.document import BASE_KEY
+from grpo_recipes.recipe.keys import CATALOGUE_FILE, OWNED_KEYS, catalogue, nested_catalogue, schema_file
 from grpo_recipes.recipe.registry import DEFAULT_OBJECTIVE, OBJECTIVES
 
 # Plain `str` in TRL's types, so that a typo would only fail inside the trainer.
@@ -338,5 +342,46 @@ def catalogue_content() -> dict[str, Any]:
     return {"trl": trl.__version__, "keys": keys, "nested": {path: _entries(config) for path, config in NESTED.items()}}
 
 
+_TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object"}
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON schema by which editors complete and check keys: every key of the catalogue, and nothing else."""
+    properties = {name: _property(name, entry) for name, entry in catalogue().items()}
+    properties[BASE_KEY] = {
+        "type": "string",
+        "description": "A recipe whose keys this one takes over: a file beside this one or in the repository.",
+    }
+    for alias, key in ALIASES.items():
+        properties[alias] = {**properties[key], "description": f"Another name of {key}."}
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "grpo-recipes recipe",
+        "type": "object",
+        "properties": dict(sorted(properties.items())),
+        "additionalProperties": False,
+    }
+
+
+def _property(path: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a key, or of ``path`` inside one, with the keys of a mapping where they are known."""
+    is_list = entry["type"].startswith("list[")
+    kind = entry["type"].removeprefix("list[").removesuffix("]")
+    part: dict[str, Any] = {"type": _TYPES[kind]}
+    if kind == "dict" and path in nested_catalogue():
+        properties = {name: _property(f"{path}.{name}", inner) for name, inner in nested_catalogue()[path].items()}
+        part |= {"properties": properties, "additionalProperties": False}
+    types = ["array"] if is_list else []
+    types += [] if is_list and kind == "dict" else [part["type"]]  # one item may stand alone, as on the command line
+    types += ["null"] if entry["optional"] else []
+    types_of = {"type": types if len(types) > 1 else types[0]}
+    found: dict[str, Any] = {**types_of, "items": part} if is_list else {**part, **types_of}
+    if entry.get("choices"):
+        found["enum"] = [*entry["choices"], *([None] if entry["optional"] else [])]
+    found |= {name: entry[limit] for name, limit in (("minimum", "min"), ("maximum", "max")) if limit in entry}
+    return {**found, "description": entry["help"], "default": entry["default"]}
+
+
 if __name__ == "__main__":
-    CATALOGUE_FILE.write_text(json.dumps(catalogue_content(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    for file, content in ((CATALOGUE_FILE, catalogue_content), (schema_file(), schema)):
+        file.write_text(json.dumps(content(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

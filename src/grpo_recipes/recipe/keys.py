@@ -5,13 +5,16 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.paths import CODE_VARIABLE
+from grpo_recipes.paths import CODE_VARIABLE, home
 
 CATALOGUE_FILE = Path(__file__).with_name("keys.json")
+_LINE = re.compile(r"^# yaml-language-server: \$schema=(\S+)", re.MULTILINE)
 
 
 def each(*rows: tuple[str, str]) -> dict[str, str]:
@@ -102,6 +105,27 @@ def nearest_of(name: str, names: Iterable[str]) -> str | None:
     """Return the one of ``names`` most like ``name``, or None when nothing is close."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
     return close[0] if close else None
+
+
+def schema_file() -> Path:
+    """Return where the schema of this installation is."""
+    return home() / "recipes" / "schema.json"
+
+
+def schema_line(recipe: Path) -> str:
+    """Return the comment by which an editor finds the schema: relative inside the repository, absolute elsewhere."""
+    inside = recipe.resolve().is_relative_to(home().resolve())
+    path = os.path.relpath(schema_file(), recipe.resolve().parent) if inside else str(schema_file())
+    return f"# yaml-language-server: $schema={path}"
+
+
+def schema_note(recipe: Path) -> str | None:
+    """Return what to write when a recipe names a schema that is not there, as a copied one does."""
+    match = _LINE.search(recipe.read_text(encoding="utf-8"))
+    if match is None or match[1].startswith(("http:", "https:")) or (recipe.parent / match[1]).is_file():
+        return None
+    line = schema_line(recipe)
+    return f"{recipe.name} names a schema that is not there; editors know the keys with this first line: {line}"
 
 
 SRUN_OPTIONS = "GRPO_SRUN_OPTIONS"

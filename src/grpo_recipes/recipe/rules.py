@@ -249,10 +249,8 @@ RULES = (
         "no dataset is named", "add dataset_name: a hub id or a .jsonl file"),
     Rule("dataset_mixture", lambda r: bool(r["dataset_name"] and r["dataset_mixture"]),
         "dataset_mixture and dataset_name are both given", "keep one of them"),
-    Rule("dataset_streaming", lambda r: r["dataset_streaming"] and _is_modebench(r),
-        "'{dataset_name}' is made on the spot, there is nothing to stream", "remove dataset_streaming"),
-    Rule("dataset_streaming", lambda r: r["dataset_streaming"] and bool(r["dataset_mixture"]),
-        "dataset_streaming has no meaning with dataset_mixture, whose weights are shares of all rows",
+    Rule("dataset_streaming", lambda r: r["dataset_streaming"] and (_is_modebench(r) or bool(r["dataset_mixture"])),
+        "neither data made on the spot nor a mixture, whose weights are shares of all rows, can be streamed",
         "remove dataset_streaming"),
     Rule("dataset_streaming", lambda r: r["dataset_streaming"] and r["max_train_prompts"] is None
         and not r["dataset_mixture"] and not _is_modebench(r),
@@ -354,11 +352,8 @@ RULES = (
         f"{_TARGETS[key][0]} ({_equal_weights(r, key):g}), that of equal weights", "write a value between the two"),
     Rule("maxent_tau_min", lambda r: _target(r) and r["maxent_tau_min"] > r["maxent_tau_max"],
         "maxent_tau_min {maxent_tau_min:g} is above maxent_tau_max {maxent_tau_max:g}", "swap the two"),
-    Rule("maxent_tau", lambda r: _target(r) and _tau(r) in (0, math.inf),
-        lambda r, _: f"the controller multiplies tau, which stays {_tau(r):g}",
-        "write a maxent_tau above 0 and below .inf, e.g. 0.2"),
-    Rule("maxent_tau", lambda r: _target(r) and 0 < _tau(r) < math.inf and r["maxent_tau_min"] <= r["maxent_tau_max"]
-        and not r["maxent_tau_min"] <= _tau(r) <= r["maxent_tau_max"],
+    Rule("maxent_tau",
+        lambda r: _target(r) and _tau(r) != sorted((r["maxent_tau_min"], _tau(r), r["maxent_tau_max"]))[1],
         lambda r, _: f"tau starts at {_tau(r):g}, outside of maxent_tau_min {r['maxent_tau_min']:g} and maxent_tau_max "
         f"{r['maxent_tau_max']:g}", "write a maxent_tau between them, or another limit"),
     Rule("{item}", lambda r: r["kl_target"] is None and given(r, "kl_horizon kl_ctl_step_size"),
