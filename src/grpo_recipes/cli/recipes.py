@@ -31,34 +31,14 @@ from grpo_recipes.recipe.dialects import ALIASES, OBSOLETE_KEYS, nearest
 from grpo_recipes.recipe.keys import OWNED_KEYS, VARIABLES, catalogue, nested_catalogue, schema_line, schema_note
 from grpo_recipes.recipe.registry import BENCHMARKS
 from grpo_recipes.recipe.rules import notes
+from grpo_recipes.recipe.tasks import GRPO
 from grpo_recipes.slurm.client import job_end_time, walltime_seconds
 
 if TYPE_CHECKING:
     from grpo_recipes.rewards.probe import ProbeResult, Try
 
 _SCHEMA_LINE = re.compile(r"\A# yaml-language-server: .*\n")
-_START = """\
-# Every key: grpo keys WORD. Before a job: grpo check --deep, grpo check-rewards, grpo fetch.
-model_name_or_path: Qwen/Qwen2.5-0.5B-Instruct
-dtype: bfloat16
-
-dataset_name: data.jsonl # a local file or a hub id
-dataset_prompt_column: problem
-dataset_solution_column: answer
-max_prompt_length: 512
-system_prompt: Think step by step, then give the final answer alone inside <answer> and </answer>.
-
-reward_funcs: [pure_accuracy_math]
-
-prompts_per_step: 105 # the same batch on 1, 3, 6, 7 or 15 trainers
-num_generations: 8
-max_completion_length: 1024
-learning_rate: 1.0e-6
-max_steps: 200
-
-use_vllm: true
-vllm_max_model_length: 2048
-"""
+_START = "recipes/base/start.yaml"
 _NOT_KEYS = {**OBSOLETE_KEYS, **OWNED_KEYS, **{alias: f"write {key}" for alias, key in ALIASES.items()}}
 _ROWS = 200  # of the dataset, shown to the rewards
 _WIDTH = 60  # characters of a prompt or completion in a line
@@ -78,13 +58,10 @@ def new(options: argparse.Namespace) -> int:
     path = Path(options.file)
     if os.path.lexists(path):
         raise config_error(options.file, "exists already", "name another file")
-    text = _START
-    if options.source:
-        text = _SCHEMA_LINE.sub("", choose_recipe(options.source, {}, "grpo", "cpu").read_text(encoding="utf-8"))
-    fix = "name a file in a folder of yours"
-    with translate(
-        (OSError, ValueError), lambda error: config_error(options.file, f"cannot be written ({error})", fix)
-    ):
+    source = choose_recipe(options.source or _START, {}, GRPO, "cpu")
+    text = _SCHEMA_LINE.sub("", source.read_text(encoding="utf-8"))
+    where, fix = options.file, "name a file in a folder of yours"
+    with translate((OSError, ValueError), lambda error: config_error(where, f"cannot be written ({error})", fix)):
         path.write_text(f"{schema_line(path)}\n{text}", encoding="utf-8")  # ValueError: a NUL in the name
     print(f"grpo: {shown(path)} is written; edit it, then: grpo check {shlex.quote(shown(path))}")
     return 0
