@@ -157,10 +157,7 @@ def _answer(options: argparse.Namespace, **empty: Any) -> Iterator[dict[str, Any
     takes_recipe=True,
 )
 def check_rewards(options: argparse.Namespace) -> int:
-    """Print a table of the rewards on right and wrong answers, and the calls that failed.
-
-    A reward that does not distinguish right from wrong is a ConfigError, with ``--json`` one of the problems.
-    """
+    """Print what the rewards give right and wrong answers; one that does not distinguish them is a ConfigError."""
     if options.rows < 1:
         raise config_error("--rows", f"{options.rows} rows try nothing", "write 1 or more")
     with _answer(options, rows=0, rewards=[]) as found:

@@ -40,10 +40,7 @@ def has_splits(path: Path) -> bool:
 
 
 def data_files(folder: Path) -> tuple[str, list[Path]]:
-    """Return the kind of a folder's data files, and the files, down to the folders of its folders.
-
-    Raise ValueError where there are none, or several kinds.
-    """
+    """Return the kind of a folder's data files, and the files, three levels deep; ValueError unless it is one kind."""
     found = itertools.islice(itertools.chain(*(folder.glob(depth) for depth in ("*", "*/*", "*/*/*"))), _MANY)
     wanted = (path for path in found if path.suffix in BUILDERS and path.name not in _NO_DATA)
     files = sorted(path for path in wanted if "/." not in f"/{path.relative_to(folder)}")
@@ -56,10 +53,7 @@ def data_files(folder: Path) -> tuple[str, list[Path]]:
 
 
 def columns_of(path: Path, split: str = "train", rows: int = _FEW) -> list[str] | None:
-    """Return a dataset's column names, of a .json file those of its first rows, None when its head shows no whole row.
-
-    A ValueError says why it is not a dataset.
-    """
+    """Return the columns of a dataset's head, None where that shows no whole row; ValueError for anything else."""
     if is_saved(path):
         if (path / "dataset_dict.json").is_file():
             splits = _saved_part(path / "dataset_dict.json", "splits")

@@ -36,10 +36,8 @@ def trains_weights_as_loaded(recipe: Recipe) -> bool:
 
 
 def lost_updates(dtype: str, learning_rate: float, optim: str, optim_args: str | None) -> str:
-    """Return why updates of weights of this dtype are lost at the run's highest learning rate, or an empty text.
-
-    Kahan summation, an argument of the optimizer, keeps what is rounded away.
-    """
+    """Return why updates of weights of this dtype are lost at the run's highest learning rate, or an empty text."""
+    # Kahan summation keeps what is rounded away.
     if optim == "adamw_anyprecision" and "use_kahan_summation=True" in (optim_args or "").replace(" ", ""):
         return ""
     if dtype == "float16":
