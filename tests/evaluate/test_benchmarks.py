@@ -15,7 +15,8 @@ from grpo_recipes import smoke
 from grpo_recipes.evaluate.benchmarks import BenchmarkFailed, StoppedInBenchmarks, run_benchmarks
 from grpo_recipes.evaluate.problems import load_problems, recipe_scorer
 from grpo_recipes.recipe.configs import ScriptArguments
-from grpo_recipes.recipe.registry import BENCHMARKS, make_reward
+from grpo_recipes.recipe.registry import BENCHMARKS
+from grpo_recipes.rewards.score import make_reward
 from grpo_recipes.rollouts import backends
 from grpo_recipes.rollouts.backends import Prompt, Sampling, problem_seed, rollouts_of
 from grpo_recipes.runs.rundir import finish_summary

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from grpo_recipes.recipe.keys import catalogue
-from grpo_recipes.recipe.registry import ACCURACY, IN_CHILDREN, REWARDS, make_reward
+from grpo_recipes.recipe.registry import ACCURACY, IN_CHILDREN, REWARDS
+from grpo_recipes.rewards.score import make_reward
 
 DEFAULTS = SimpleNamespace(**{key: entry["default"] for key, entry in catalogue().items()})
 PROBLEM = '{"task": "countdown", "numbers": [2, 3, 4], "target": 9, "modes": 1}'
@@ -74,7 +75,7 @@ def test_an_exact_match_does_not_import_sympy():
     code = """
 import sys
 from types import SimpleNamespace
-from grpo_recipes.recipe.registry import make_reward
+from grpo_recipes.rewards.score import make_reward
 reward = make_reward("pure_accuracy_math", SimpleNamespace(answer_matching="normalized"), None)
 assert reward(["<answer>7</answer>"], answer=["7"]) == [1.0]
 print([m for m in ("torch", "sympy", "trl") if m in sys.modules])

@@ -93,7 +93,7 @@ def load(tmp_path: Path) -> Iterator[Any]:
     yield load_them
     for reward in made:
         if isinstance(reward, IsolatedReward):
-            reward._pool.close()
+            reward.pool.close()
 
 
 def test_ours_are_called_as_they_are_and_the_unbounded_in_children(load: Any) -> None:
@@ -130,7 +130,7 @@ def test_isolation_none_calls_the_whole_batch_in_this_process(load: Any) -> None
 
 
 def test_the_number_of_children_their_time_and_memory_are_the_recipes(load: Any) -> None:
-    pool = load("own.py:score", reward_workers=3, reward_timeout=7.0, reward_memory_gib=0.5)[0]._pool
+    pool = load("own.py:score", reward_workers=3, reward_timeout=7.0, reward_memory_gib=0.5)[0].pool
     assert (pool.workers, pool.timeout, pool.memory_gib) == (3, 7.0, 0.5)
 
 
@@ -146,7 +146,7 @@ def test_what_is_not_there_is_refused(load: Any, name: str) -> None:
 @pytest.mark.parametrize(
     ("returned", "said"),
     [
-        ([1.0], "reward 'a.py:f': wrong length: returned 1 entries for 2 completions"),
+        ([1.0], "reward 'a.py:f': wrong length: returned 1 entries instead of 2"),
         (0.5, "reward 'a.py:f': wrong type: returned float instead of a list"),
         ([0.5, "x"], "reward 'a.py:f': wrong type: str instead of a number"),
         (ValueError("no"), "reward 'a.py:f' raised ValueError: no"),

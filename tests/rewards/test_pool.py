@@ -78,8 +78,8 @@ def test_each_row_gets_its_own_score_in_order(pool: RewardPool) -> None:
         ("text-alone", "wrong type: returned str instead of a list"),
         ("number-alone", "wrong type: returned float instead of a list"),
         ("none-alone", "wrong type: returned NoneType instead of a list"),
-        ("two", "wrong length: returned 2 entries for 1 completion"),
-        ("empty", "wrong length: returned 0 entries for 1 completion"),
+        ("two", "wrong length: returned 2 entries instead of 1"),
+        ("empty", "wrong length: returned 0 entries instead of 1"),
     ],
 )
 def test_an_unscored_completion_is_none_with_its_reason(pool: RewardPool, completion: str, reason: str) -> None:
@@ -144,7 +144,7 @@ def test_arguments_are_lists_of_one_entry() -> None:
         "answer": [f"a{row}" for row in rows],
     }
     with RewardPool(spec, workers=1) as pool:
-        assert pool.takes(spec) is None
+        assert pool.takes[spec] is None
         assert [score.value for score in pool.score(spec, [str(row) for row in rows], columns)] == [1.0] * 20
 
 
@@ -154,7 +154,7 @@ def test_several_rewards_ours_and_others_in_one_pool() -> None:
         equal = pool.score("math_verify", [r"\boxed{\frac{2}{4}}", r"\boxed{3}"], {"answer": ["0.5", "4"]})
         lengths = pool.score(few, ["a", "abc"], {"answer": ["0.5", "4"], "more": [1, 2]})
         awaited = pool.score(judged, ["a"])
-        assert pool.takes(few) == ["completions"]
+        assert pool.takes[few] == ["completions"]
     assert [score.value for score in (*equal, *lengths, *awaited)] == [1.0, 0.0, 1.0, 3.0, 0.25]
 
 

@@ -54,7 +54,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("run")
     rewards = own_rewards(folder)
     yield make_trainer(folder, [length, *rewards])
-    rewards[0]._pool.close()
+    rewards[0].pool.close()
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("alone")
     rewards = own_rewards(folder)
     yield make_trainer(folder, rewards)
-    rewards[0]._pool.close()
+    rewards[0].pool.close()
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
@@ -117,7 +117,7 @@ def test_the_slowest_are_written_down_too_and_texts_are_cut(tmp_path: Path) -> N
     trainer = make_trainer(tmp_path, rewards, num_generations=4)
     long = [[{"role": "assistant", "content": f"{n} hf_{'a' * 20} " + "x" * 1000}] for n in range(4)]
     trainer._calculate_rewards([{"prompt": "?"}] * 4, ["?"] * 4, long, [[1]] * 4)
-    rewards[0]._pool.close()
+    rewards[0].pool.close()
     rows = [json.loads(line) for line in (tmp_path / "slow_rewards.jsonl").read_text().splitlines()]
     assert len(rows) == 3 and all(row["reason"] is None and 0.7 <= row["seconds"] < 1 for row in rows)
     assert all(len(row["completion"]) == 500 and "hf_a" not in row["completion"] for row in rows)
@@ -212,7 +212,7 @@ def train(folder: Path) -> list[dict[str, Any]]:
     trainer.add_callback(SaveAt())
     checkpoint = newest_complete(folder / "checkpoints")
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    rewards[0]._pool.close()
+    rewards[0].pool.close()
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     timed = ("seconds", "tokens_per_second", "step_time")
     return [{key: value for key, value in row.items() if not any(word in key for word in timed)} for row in rows]
@@ -239,7 +239,7 @@ def test_a_step_without_any_verdict_changes_no_weight(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, rewards, max_steps=1)
     before = {name: one.detach().clone() for name, one in trainer.model.named_parameters()}
     trainer.train()
-    rewards[0]._pool.close()
+    rewards[0].pool.close()
     (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert (row["reward"], row["rewards/no_verdict"], row["grad_norm"]) == (None, 1.0, 0.0)
     assert all(torch.equal(one, before[name]) for name, one in trainer.model.named_parameters())

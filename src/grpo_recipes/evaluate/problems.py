@@ -20,9 +20,9 @@ from grpo_recipes.recipe.registry import (
     Benchmark,
     benchmark_columns,
     is_file,
-    make_reward,
 )
 from grpo_recipes.rewards.load import RewardWrapper
+from grpo_recipes.rewards.score import make_reward
 from grpo_recipes.smoke import smoke_folder
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from grpo_recipes.errors import Problem
 from grpo_recipes.recipe.keys import nearest_of
 
-Reward = Callable[..., list[float | None]]
 SMOKE_BENCHMARK = "smoke:sums"
 
 
@@ -48,25 +44,6 @@ ONE_ANSWER = ("pure_accuracy_math", "math_verify", "cosine_length")
 MODEBENCH_REWARD = "modebench"  # of the problems of ModeBench, and of no others
 # Rewards whose work on one completion has no bound: called in child processes that can be killed.
 IN_CHILDREN = frozenset({"math_verify"})
-
-
-def reward_keys(name: str, script_args: Any, args: Any) -> dict[str, Any]:
-    """Return the recipe keys that a reward of ours takes, with their values; none for the user's own."""
-    return {key: getattr(script_args if hasattr(script_args, key) else args, key) for key in REWARDS.get(name, ())}
-
-
-def make_reward(name: str, script_args: Any, args: Any) -> Reward:
-    """Return ``reward(completions, **columns)`` with the recipe's keys bound, which no column of that name replaces."""
-    module = "math_verify" if name == "math_verify" else "functions"  # importing math_verify takes a second
-    function = getattr(importlib.import_module(f"grpo_recipes.rewards.{module}"), name)
-    bound = reward_keys(name, script_args, args)
-
-    @functools.wraps(function)
-    def reward(completions: list[Any], **columns: Any) -> list[float | None]:
-        scores: list[float | None] = function(completions, **{**columns, **bound})
-        return scores
-
-    return reward
 
 
 @dataclass(frozen=True)

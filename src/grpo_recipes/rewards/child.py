@@ -3,9 +3,9 @@
     python -P -m grpo_recipes.rewards.child PID-OF-THE-PARENT
 
 The keeper ends everything the worker left, whatever session it is in, when the worker ends, when the parent dies, and
-when the parent asks for it by SIGTERM. Requests are pickles on what was stdin: first the setup, then the number of a
-reward with rows of columns. Replies are lines of JSON on what was stdout, since a child is not trusted; what rewards
-print goes to stderr.
+when the parent asks for it by SIGTERM. Requests are pickles on what was stdin: first the setup, then a reward's name
+and the columns of a row. Replies are lines of JSON on what was stdout, since a child is not trusted; what rewards print
+goes to stderr.
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from grpo_recipes.process.tree import OWN_CHILDREN, become_subreaper, die_with_parent, kill_descendants, reap
-from grpo_recipes.recipe.registry import make_reward
-from grpo_recipes.recipe.user_code import load_object
-from grpo_recipes.rewards.score import PoolReward, WrongShape, call_reward, described, parameters
+from grpo_recipes.rewards.score import Score, call_reward, described, is_own, load_own, make_reward, parameters
 
 MOST_PROCESSES = 64  # of one child process, itself included
 _tracebacks_left = 3  # to print in this worker; a reward that is wrong is wrong for every completion
@@ -78,17 +76,17 @@ def _work(requests: int, replies: int) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     faulthandler.enable()
     with os.fdopen(requests, "rb") as stream, contextlib.suppress(EOFError):
-        memory_bytes, copies, wanted = pickle.load(stream)
-        limit_this_process(memory_bytes)
-        rewards = _load(wanted, copies, replies)
+        memory_bytes, copies, specs = pickle.load(stream)
+        _limit_this_process(memory_bytes)
+        rewards = {spec: _load(spec, copies, replies) for spec in specs}
+        _reply(replies, {"ready": {spec: parameters(reward) for spec, reward in rewards.items()}})
         while True:
-            reward, rows = pickle.load(stream)
-            for columns in rows:
-                _answer(rewards[reward], columns, replies)
+            spec, columns = pickle.load(stream)
+            _answer(rewards[spec], columns, replies)
     os._exit(0)
 
 
-def limit_this_process(memory_bytes: int) -> None:
+def _limit_this_process(memory_bytes: int) -> None:
     """Bound the memory that this process and those it starts may write to, each by itself, and their number.
 
     RLIMIT_DATA counts private writable memory alone: RLIMIT_AS would count libraries and reservations never touched.
@@ -106,54 +104,32 @@ def limit_this_process(memory_bytes: int) -> None:
     score.write_text(str(max(800, int(score.read_text()))))
 
 
-def _load(wanted: Sequence[PoolReward], copies: Path | None, replies: int) -> list[Callable[..., Any]]:
-    """Load every reward of the setup, the user's from the copies of its files."""
-    rewards = []
-    for reward in wanted:
-        try:
-            rewards.append(_function(reward, copies))
-        except BaseException as error:
-            traceback.print_exc()
-            _reply(replies, {"failed": reward.spec, "reason": described(error)})
-            os._exit(1)
-    _reply(replies, {"ready": [parameters(reward) for reward in rewards]})
-    return rewards
-
-
-def _function(wanted: PoolReward, copies: Path | None) -> Callable[..., Any]:
-    if ":" not in wanted.spec:
-        return make_reward(wanted.spec, SimpleNamespace(**wanted.keys), None)
-    function: Callable[..., Any] = load_object(wanted.place or wanted.spec, copies)
-    if not callable(function):
-        raise TypeError(f"it is a {type(function).__name__}, not a function")
-    takes = parameters(function)
-    if takes is not None and "completions" not in takes:
-        raise TypeError(f"it takes no argument 'completions'; write def {function.__name__}(completions, **columns)")
-    return function
+def _load(spec: str, copies: Path | None, replies: int) -> Callable[..., Any]:
+    try:
+        return load_own(spec, copies) if is_own(spec) else make_reward(spec)
+    except BaseException as error:
+        traceback.print_exc()
+        _reply(replies, {"failed": spec, "reason": described(error)})
+        os._exit(1)
 
 
 def _answer(reward: Callable[..., Any], columns: dict[str, Any], replies: int) -> None:
     """Call the reward on one row, and reply."""
     global _tracebacks_left
-    own, began, out_of_memory = os.getpid(), time.monotonic(), False
-    value: float | None = None
+    own, began = os.getpid(), time.monotonic()
     try:
         (score,) = call_reward(reward, {name: [entry] for name, entry in columns.items()}, 1)
-        value, reason = score.value, score.reason
     except MemoryError:
-        reason, out_of_memory = "memory limit", True
-    except WrongShape as error:
-        reason = str(error)
+        score = Score(None, "memory limit", by_limit=True)
     except BaseException as error:  # SystemExit too: a reward may call anything
-        reason = described(error)
+        score = Score(None, described(error))
         if _tracebacks_left > 0:
             _tracebacks_left -= 1
             traceback.print_exc()
     if os.getpid() != own:
         os._exit(0)  # the reward forked, and its child came back here
-    seconds = time.monotonic() - began
-    _reply(replies, {"value": value, "reason": reason, "seconds": seconds, "out_of_memory": out_of_memory})
-    if out_of_memory:
+    _reply(replies, {"score": asdict(replace(score, seconds=time.monotonic() - began))})
+    if score.by_limit:
         os._exit(0)  # what is left of its memory may be full
 
 

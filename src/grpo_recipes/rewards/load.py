@@ -11,22 +11,25 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.errors import ConfigError
+from grpo_recipes.errors import translate
 from grpo_recipes.paths import shown
-from grpo_recipes.recipe.registry import IN_CHILDREN, Reward, make_reward, reward_keys
-from grpo_recipes.recipe.user_code import copy_path, copy_source, load_object, source_path, split_spec
+from grpo_recipes.recipe.registry import IN_CHILDREN
+from grpo_recipes.recipe.user_code import copy_path, copy_source, source_path, split_spec
 from grpo_recipes.rewards.pool import RewardPool
 from grpo_recipes.rewards.score import (
     GIVEN_UP,
-    PoolReward,
+    Reward,
     RewardFailed,
     Score,
-    WrongShape,
     call_reward,
     described,
+    is_own,
+    load_own,
+    make_reward,
     parameters,
     taken,
 )
@@ -35,11 +38,6 @@ from grpo_recipes.runs.stop_request import CutShort, StopRequest
 _COPIES = "rewards"  # folder of the run directory
 # What TRL hands a reward beside the columns: live objects of the trainer.
 _NOT_SENT = ("trainer_state", "log_extra", "log_metric", "environments")
-
-
-def is_own(name: str) -> bool:
-    """Return whether a recipe's reward is the user's own: ``module:function`` or ``file.py:function``."""
-    return ":" in name
 
 
 def keep_rewards(names: Sequence[str], run_dir: Path) -> list[str]:
@@ -65,27 +63,22 @@ def load_rewards(script_args: Any, args: Any, run_dir: Path) -> list[Reward]:
 
     The user's own, and those of ours whose work has no bound, are called in child processes; the pool they share is
     started here. With ``reward_isolation: none`` the user's own are called in this process. ``run_dir`` has, or gets,
-    copies of the user's files, and keeps the scores that limits decide. A file, module or function that does not exist
-    is a ConfigError; one that cannot be loaded is a RewardFailed.
+    copies of the user's files, and keeps the scores that limits decide. A file that does not exist is a ConfigError,
+    one that cannot be loaded a RewardFailed.
     """
     names, copies = script_args.reward_funcs, run_dir / _COPIES
     keep_rewards(names, run_dir)
-    short = [split_spec(name)[1] if is_own(name) else name for name in names]
     apart = script_args.reward_isolation == "completion"
     isolated = [name for name in dict.fromkeys(names) if name in IN_CHILDREN or (is_own(name) and apart)]
     pool = RewardPool(
-        # Ours first: a user's folder must not come before our rewards on the path.
-        *[PoolReward(name, reward_keys(name, script_args, args), _place(name, copies))
-          for name in sorted(isolated, key=is_own)],
+        *sorted(isolated, key=is_own),  # ours first: a user's folder must not come before our rewards on the path
         workers=script_args.reward_workers,
         timeout=script_args.reward_timeout,
         memory_gib=script_args.reward_memory_gib,
         copies=copies,
-    )  # fmt: skip
-    loaded = {name: _own(name, copies) for name in dict.fromkeys(names) if is_own(name) and not apart}
-    if isolated:
-        pool.start()
+    )
     records = LimitRecords(copies / f"limits_{os.environ.get('RANK', '0')}.jsonl")
+    short = [split_spec(name)[1] or name for name in names]
     rewards: list[Reward] = []
     for name, end in zip(names, short, strict=True):
         label = end if short.count(end) == 1 else name  # the name for metrics
@@ -93,27 +86,17 @@ def load_rewards(script_args: Any, args: Any, run_dir: Path) -> list[Reward]:
             code = hashlib.sha256(copy_path(name, copies).read_bytes()).hexdigest() if is_own(name) else ""
             rewards.append(IsolatedReward(pool, name, label, records, code))
         elif is_own(name):
-            rewards.append(BatchReward(loaded[name], name, label))
+            with translate(Exception, partial(_not_loaded, name)):
+                rewards.append(BatchReward(load_own(name, copies), name, label))
         else:
             rewards.append(make_reward(name, script_args, args))
+    if isolated:
+        pool.start()
     return rewards
 
 
-def _own(name: str, copies: Path) -> Callable[..., Any]:
-    """Load the user's reward in this process; a RewardFailed where its file or module raises."""
-    try:
-        return load_object(_place(name, copies), copies)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise RewardFailed(f"reward '{name}' cannot be loaded: {described(error)}") from error
-
-
-def _place(name: str, copies: Path) -> str:
-    """Return what is loaded for a name: the copy, where a user's module is gone; of a file the copy is taken anyway."""
-    if not is_own(name) or split_spec(name)[0].endswith(".py") or source_path(name) is not None:
-        return name
-    return f"{copy_path(name, copies)}:{split_spec(name)[1]}"
+def _not_loaded(name: str, error: Exception) -> RewardFailed:
+    return RewardFailed(f"reward '{name}' cannot be loaded: {described(error)}")
 
 
 class RewardWrapper:
@@ -134,9 +117,6 @@ class RewardWrapper:
         self.scores = self._score(len(completions), {**columns, "completions": completions})
         return [score.value for score in self.scores]
 
-    def close(self) -> None:
-        """End the processes it is called in, if any."""
-
     def _score(self, rows: int, columns: dict[str, Any]) -> list[Score]:
         raise NotImplementedError
 
@@ -149,13 +129,12 @@ class IsolatedReward(RewardWrapper):
 
     def __init__(self, pool: RewardPool, spec: str, name: str, records: LimitRecords, code: str = ""):
         super().__init__(spec, name)
-        self._pool, self._records, self.timeout = pool, records, pool.timeout
-        self.close = pool.close
+        self.pool, self.timeout, self._records = pool, pool.timeout, records
         self._identity = (spec, code, pool.timeout, pool.memory_gib)
 
     def _score(self, rows: int, columns: dict[str, Any]) -> list[Score]:
         sent = {name: values for name, values in columns.items() if name not in _NOT_SENT}
-        sent = taken(sent, self._pool.takes(self.spec))
+        sent = taken(sent, self.pool.takes[self.spec])
         keys = [key_of(self._identity, {name: values[row] for name, values in sent.items()}) for row in range(rows)]
         first: dict[str, int] = {}
         same_as = [row if key is None else first.setdefault(key, row) for row, key in enumerate(keys)]
@@ -163,7 +142,7 @@ class IsolatedReward(RewardWrapper):
         called = [row for row, known in found.items() if known is None]
         asked = {name: [values[row] for row in called] for name, values in sent.items()}
         stopped = self.stop.cuts if self.stop else lambda: False
-        scores = self._pool.score(self.spec, asked.pop("completions"), asked, self.give_up_after, stopped)
+        scores = self.pool.score(self.spec, asked.pop("completions"), asked, self.give_up_after, stopped)
         for row, score in zip(called, scores, strict=True):
             found[row] = score
             self._records.add(keys[row], self.generation, score)
@@ -186,8 +165,6 @@ class BatchReward(RewardWrapper):
                 scores = call_reward(self._function, taken(columns, self._takes), rows)
         except CutShort:
             return [Score(None, GIVEN_UP)] * rows
-        except WrongShape as error:
-            raise RewardFailed(f"reward '{self.spec}': {error}") from None
         except Exception as error:
             raise RewardFailed(f"reward '{self.spec}' raised {described(error)}") from error
         for score in scores:
@@ -231,8 +208,6 @@ def key_of(reward: Sequence[Any], arguments: dict[str, Any]) -> str | None:
 
     None where an argument is not plain data and so has no stable hash.
     """
-    try:
-        text = json.dumps([*reward, arguments], sort_keys=True)
-    except (TypeError, ValueError):
-        return None
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    with contextlib.suppress(TypeError, ValueError):
+        return hashlib.sha256(json.dumps([*reward, arguments], sort_keys=True).encode()).hexdigest()[:32]
+    return None

@@ -23,10 +23,10 @@ from typing import Any
 from grpo_recipes.errors import Problem, config_error
 from grpo_recipes.modebench.verify import is_problem, right_answers, wrong_answers
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.registry import ACCURACY, REWARDS, Reward
+from grpo_recipes.recipe.registry import ACCURACY, REWARDS
 from grpo_recipes.rewards.answers import same
-from grpo_recipes.rewards.load import RewardWrapper, load_rewards
-from grpo_recipes.rewards.score import RewardFailed, Score, call_reward
+from grpo_recipes.rewards.load import IsolatedReward, RewardWrapper, load_rewards
+from grpo_recipes.rewards.score import Reward, RewardFailed, Score, call_reward
 
 TAG, TAGGED_BOX, BOX = "<answer>%s</answer>", r"<answer>\boxed{%s}</answer>", r"\boxed{%s}"
 _LAST_NUMBER = re.compile(r"[0-9]+(?=[^0-9]*$)")
@@ -109,8 +109,8 @@ def probe_rewards(recipe: Recipe, rows: list[dict[str, Any]]) -> list[ProbeResul
             raise config_error(recipe.place("reward_funcs"), str(error), fix) from error
         finally:
             for reward in rewards:
-                if isinstance(reward, RewardWrapper):
-                    reward.close()
+                if isinstance(reward, IsolatedReward):
+                    reward.pool.close()
 
 
 def _scores(reward: Reward, completions: list[Any], columns: dict[str, list[Any]]) -> list[Score]:

@@ -1,13 +1,20 @@
-"""The score of a reward for one completion, or why there is none, and the one way in which a reward is called."""
+"""The functions of rewards: how one is found and called, and its score for a completion, or why there is none."""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from grpo_recipes.recipe.registry import REWARDS
+from grpo_recipes.recipe.user_code import copy_path, load_object, source_path, split_spec
+
+Reward = Callable[..., list[float | None]]
 GIVEN_UP = "not called: too many unscored before it, or the run was stopped"
 _LARGEST = 3.4e38  # rewards are float32 in the trainer; beyond this they are infinite there
 _LONGEST_REASON = 300  # characters; a reply of a child must fit a pipe's atomic write
@@ -15,10 +22,6 @@ _LONGEST_REASON = 300  # characters; a reply of a child must fit a pipe's atomic
 
 class RewardFailed(Exception):
     """A reward cannot be called at all: its code, not a completion, is at fault."""
-
-
-class WrongShape(Exception):
-    """A reward returned something other than a list with one entry per completion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +42,36 @@ class Score:
         return self.reason is not None
 
 
-@dataclass(frozen=True)
-class PoolReward:
-    """A reward as a child process finds it."""
+def is_own(name: str) -> bool:
+    """Return whether a recipe's reward is the user's own: ``module:function`` or ``file.py:function``."""
+    return ":" in name
 
-    spec: str  # name of ours, or the user's ``module:function`` or ``file.py:function``
-    keys: Mapping[str, Any] = field(default_factory=dict)  # recipe keys that one of ours takes
-    place: str | None = None  # loaded instead of ``spec``: the same function in a copy of the file
+
+def make_reward(name: str, script_args: Any = None, args: Any = None) -> Reward:
+    """Return a reward of ours with the recipe's keys bound, which no column of that name replaces."""
+    module = "math_verify" if name == "math_verify" else "functions"  # importing math_verify takes a second
+    function = getattr(importlib.import_module(f"grpo_recipes.rewards.{module}"), name)
+    bound = {key: getattr(script_args if hasattr(script_args, key) else args, key) for key in REWARDS[name]}
+
+    @functools.wraps(function)
+    def reward(completions: list[Any], **columns: Any) -> list[float | None]:
+        scores: list[float | None] = function(completions, **{**columns, **bound})
+        return scores
+
+    return reward
+
+
+def load_own(spec: str, copies: Path | None) -> Callable[..., Any]:
+    """Return a reward of the user's, from its copy in the run where there is one and its module is gone."""
+    place, name = split_spec(spec)
+    gone = copies is not None and not place.endswith(".py") and source_path(spec) is None
+    function: Callable[..., Any] = load_object(f"{copy_path(spec, copies)}:{name}" if gone else spec, copies)
+    if not callable(function):
+        raise TypeError(f"it is a {type(function).__name__}, not a function")
+    takes = parameters(function)
+    if takes is not None and "completions" not in takes:
+        raise TypeError(f"it takes no argument 'completions'; write def {function.__name__}(completions, **columns)")
+    return function
 
 
 def parameters(function: Callable[..., Any]) -> list[str] | None:
@@ -61,7 +87,7 @@ def taken(columns: Mapping[str, Sequence[Any]], takes: Sequence[str] | None) -> 
 
 
 def call_reward(function: Callable[..., Any], columns: Mapping[str, Sequence[Any]], rows: int) -> list[Score]:
-    """Call a reward, plain or async, on ``rows`` completions; WrongShape where it returns no list of that length."""
+    """Call a reward, plain or async, on ``rows`` completions; what is not a list of that length scores none of them."""
     result = function(**columns)
     if inspect.isawaitable(result):
         import asyncio
@@ -73,9 +99,9 @@ def call_reward(function: Callable[..., Any], columns: Mapping[str, Sequence[Any
     if hasattr(result, "tolist") and getattr(result, "ndim", 0) == 1:
         result = result.tolist()
     if not isinstance(result, list | tuple):
-        raise WrongShape(f"wrong type: returned {type(result).__name__} instead of a list")
+        return [Score(None, f"wrong type: returned {type(result).__name__} instead of a list")] * rows
     if len(result) != rows:
-        raise WrongShape(f"wrong length: returned {len(result)} entries for {rows} completion{'s' if rows > 1 else ''}")
+        return [Score(None, f"wrong length: returned {len(result)} entries instead of {rows}")] * rows
     return [_score(entry) for entry in result]
 
 
