@@ -14,13 +14,13 @@ import torch.distributed
 from accelerate import PartialState
 
 from grpo_recipes import smoke
-from grpo_recipes.data import Prompts, load_eval_prompts, load_prompts, rows
+from grpo_recipes.data import Prompts, load_eval_prompts, load_prompts, problems
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe.configs import ScriptArguments
 
 OPENED: list[str] = []
-read = rows.read_rows
-rows.read_rows = lambda source, *rest: (OPENED.append(Path(source).stem), read(source, *rest))[1]
+read = problems.read_rows
+problems.read_rows = lambda source, *rest, **keys: (OPENED.append(Path(source).stem), read(source, *rest, **keys))[1]
 
 
 def attempt(keys: dict) -> dict:
@@ -56,7 +56,7 @@ def main(folder: Path, attempts: list[dict]) -> None:
     assert torch.distributed.get_world_size() == 2
     outcomes = []
     for keys in attempts:
-        (folder / "run" / "prompts" / ".train-killed").mkdir(parents=True, exist_ok=True)
+        (folder / "run" / "prompts" / "train-killed").mkdir(parents=True, exist_ok=True)
         torch.distributed.barrier()
         outcomes.append(attempt(keys))
         torch.distributed.barrier()

@@ -24,7 +24,7 @@ def test_every_kind_of_file_gives_the_same_prompts(write, load, kind):
     assert set(prompts.dataset.column_names) == {"prompt", "answer"}
     assert prompts.dataset["prompt"][1] == [{"role": "user", "content": "1+1="}]
     assert prompts.dataset["answer"][1] == "because\n#### 2"
-    assert (len(prompts.dataset), prompts.read, prompts.dropped) == (3, 3, 0)
+    assert (len(prompts.dataset), prompts.counts.read, prompts.counts.too_long) == (3, 3, 0)
     assert prompts.example == "<|user|>0+1=<|im_end|><|assistant|>"
 
 
@@ -76,7 +76,7 @@ def test_prompts_longer_than_the_limit_are_dropped_and_counted(load, tokenizer, 
     assert rendered == 8
     prompts = load(rows, max_prompt_length=rendered)
     assert [len(text) for text in contents(prompts)] == [3, 4, 5]
-    assert (prompts.read, prompts.dropped) == (4, 1)
+    assert (prompts.counts.read, prompts.counts.too_long) == (4, 1)
     expected = "3 prompts (4 read, 1 dropped as longer than max_prompt_length); longest prompt 8 tokens"
     assert str(prompts) == expected
 
@@ -206,7 +206,7 @@ def test_a_stream_is_read_no_further_than_it_must(load, contents, tmp_path):
     name = broken_at_its_end(tmp_path / "rows.jsonl")
     prompts = load(dataset_name=name, dataset_streaming=True, max_train_prompts=5)
     assert contents(prompts) == ["p00001", "p00002", "p00003", "p00004", "p00005"]
-    assert prompts.read == 10 and "the first 5 of the stream" in str(prompts)
+    assert prompts.counts.read == 10 and "the first 5 of the stream" in str(prompts)
     with pytest.raises(ConfigError, match=r"rows.jsonl.*cannot be read: JSON parse error"):
         load(dataset_name=name, max_train_prompts=5)
 
@@ -254,7 +254,7 @@ def test_the_trainer_gets_data_keys_as_the_recipe_has_them(tmp_path, write, toke
     arguments = ["--config", str(frozen), "--output_dir", str(tmp_path / "out"), "--use_cpu", "--bf16", "false"]
     script_args, _, _ = parser.parse_args_and_config(arguments)
     prompts = load_prompts(script_args, tokenizer)
-    assert (prompts.read, len(prompts.dataset)) == (2, 2)
+    assert (prompts.counts.read, len(prompts.dataset)) == (2, 2)
 
 
 def test_columns_that_are_left_out_are_not_decoded(load, tmp_path):

@@ -8,7 +8,7 @@ import datasets
 import pytest
 
 from grpo_recipes.data import read_rows
-from grpo_recipes.data.rows import column_names, need_columns
+from grpo_recipes.data.problems import column_names, need_columns
 from grpo_recipes.errors import ConfigError
 
 TEN = [{"problem": str(n), "answer": str(n), "level": n} for n in range(10)]

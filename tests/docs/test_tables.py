@@ -329,7 +329,7 @@ WRITTEN_IN = {
     "was killed by signal": "src/grpo_recipes/launch/processes.py",
     "died or was killed": "src/grpo_recipes/launch/processes.py",
     "check CONFIG_FILE and the accelerator key": "src/grpo_recipes/trainers/rank.py",
-    "has no column": "src/grpo_recipes/data/rows.py",
+    "has no column": "src/grpo_recipes/data/problems.py",
     "prompts are left, one step needs": "src/grpo_recipes/data/prompts.py",
     "have no verdict, more than reward_max_no_verdict:": "src/grpo_recipes/trainers/checks.py",
     "the run was made at commit": "src/grpo_recipes/runs/rundir.py",

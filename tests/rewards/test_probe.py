@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,18 +10,10 @@ import pytest
 from grpo_recipes.rewards.answers import same
 from grpo_recipes.rewards.functions import pure_accuracy_math
 from grpo_recipes.rewards.probe import corruptions, probe
-from grpo_recipes.rewards.score import Score
 
 ROWS = [
     {"prompt": [{"role": "user", "content": f"{a}+{a}="}], "answer": str(2 * a), "difficulty": a} for a in range(1, 9)
 ]
-
-
-def scorer(function) -> Any:
-    return lambda completions, columns: [
-        Score(value) if value is None or isinstance(value, float) else Score(None, value)
-        for value in function(completions=completions, **columns)
-    ]
 
 
 @pytest.mark.parametrize(
@@ -42,7 +35,7 @@ def test_wrong_answers_near_a_right_one(answer, wrong):
 
 
 def test_a_reward_that_judges_well_has_no_fault():
-    finding = probe("pure_accuracy_math", scorer(pure_accuracy_math), ROWS)
+    finding = probe("pure_accuracy_math", pure_accuracy_math, ROWS)
 
     assert finding.faults == [] and finding.failures == []
     assert (finding.right, finding.wrong) == (16, 64)
@@ -54,12 +47,12 @@ def test_with_strict_matching_the_bare_solution_alone_is_right():
     def strict(completions, answer, **_):
         return pure_accuracy_math(completions, answer, answer_matching="strict")
 
-    assert probe("pure_accuracy_math", scorer(strict), ROWS, strict=True).faults == []
-    assert probe("pure_accuracy_math", scorer(strict), ROWS).missed == len(ROWS)
+    assert probe("pure_accuracy_math", strict, ROWS, strict=True).faults == []
+    assert probe("pure_accuracy_math", strict, ROWS).missed == len(ROWS)
 
 
 def test_right_answers_without_their_1_are_a_fault():
-    finding = probe("pure_accuracy_math", scorer(lambda completions, **_: [0.0] * len(completions)), ROWS)
+    finding = probe("pure_accuracy_math", lambda completions, **_: [0.0] * len(completions), ROWS)
 
     assert [what for what, _ in finding.faults] == ["does not give 1 to 16 of 16 right answers"]
     assert not finding.tells_apart
@@ -69,7 +62,7 @@ def test_right_answers_without_their_1_are_a_fault():
 
 
 def test_wrong_answers_with_a_1_are_a_fault():
-    finding = probe("math_verify", scorer(lambda completions, **_: [1.0] * len(completions)), ROWS)
+    finding = probe("math_verify", lambda completions, **_: [1.0] * len(completions), ROWS)
 
     assert [what for what, _ in finding.faults] == ["takes 96 of 96 wrong answers for right"]
     assert finding.missed == 0 and not finding.failures[0].right
@@ -79,8 +72,8 @@ def test_cosine_length_must_prefer_right_answers():
     def upside_down(completions, answer, **_):
         return [1.0 - (score or 0.0) for score in pure_accuracy_math(completions, answer)]
 
-    assert probe("cosine_length", scorer(pure_accuracy_math), ROWS).faults == []
-    assert probe("cosine_length", scorer(upside_down), ROWS).taken == 64
+    assert probe("cosine_length", pure_accuracy_math, ROWS).faults == []
+    assert probe("cosine_length", upside_down, ROWS).taken == 64
 
 
 def test_a_reward_gets_what_trl_gives_it():
@@ -90,7 +83,7 @@ def test_a_reward_gets_what_trl_gives_it():
         seen.update(columns)
         return [float(difficulty) for difficulty in columns["difficulty"]]
 
-    probe("my.py:note", scorer(note), ROWS)
+    probe("my.py:note", note, ROWS)
 
     assert set(seen) == {"prompts", "completions", "completion_ids", "answer", "difficulty"}
     assert len({len(values) for values in seen.values()}) == 1
@@ -103,7 +96,7 @@ def test_the_users_reward_is_shown_by_the_writing_it_reads():
         pairs = zip(completions, answer, strict=True)
         return [float(text[-1]["content"] == rf"\boxed{{{gold}}}") for text, gold in pairs]
 
-    finding = probe("my.py:boxed", scorer(boxed), ROWS)
+    finding = probe("my.py:boxed", boxed, ROWS)
 
     assert (finding.right_mean, finding.wrong_mean) == (1.0, 0.0)
     assert finding.tells_apart and finding.missed is None and finding.faults == []
@@ -113,16 +106,16 @@ def test_too_few_scores_are_a_fault():
     def half(completions, **_):
         return [None if index % 2 else 1.0 for index in range(len(completions))]
 
-    assert probe("my.py:half", scorer(half), ROWS, most_missing=0.5).faults == []
-    ((what, _),) = probe("my.py:half", scorer(half), ROWS, most_missing=0.4).faults
+    assert probe("my.py:half", half, ROWS, most_missing=0.5).faults == []
+    ((what, _),) = probe("my.py:half", half, ROWS, most_missing=0.4).faults
     assert what.startswith("leaves 60 of 120 completions unscored (it returned None")
 
 
 def test_one_value_that_is_no_number_is_a_fault():
     def nan_once(completions, **_):
-        return ["not a number: nan", *[1.0] * (len(completions) - 1)]
+        return [math.nan, *[1.0] * (len(completions) - 1)]
 
-    finding = probe("my.py:nan_once", scorer(nan_once), ROWS)
+    finding = probe("my.py:nan_once", nan_once, ROWS)
 
     assert finding.faults == [("leaves 1 of 120 completions unscored (not a number: nan)", "correct it")]
     assert finding.failures[0].reason == "not a number: nan"

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, IterableDataset
+import torch.distributed
+from accelerate.utils import broadcast_object_list
+from datasets import Dataset, IterableDataset, load_from_disk
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
@@ -15,17 +21,21 @@ from grpo_recipes.data.problems import (
     BATCH_ROWS,
     Batch,
     Counts,
+    DataSource,
+    Fetched,
     Message,
     Problems,
     chosen,
     collected,
     distinct,
+    eval_source,
     mixed,
     problems,
+    reading,
+    rows_of,
+    train_source,
 )
-from grpo_recipes.data.rows import DataSource, Fetched, eval_source, reading, rows_of, train_source
-from grpo_recipes.data.sharing import prepared_once
-from grpo_recipes.errors import config_error
+from grpo_recipes.errors import ConfigError, config_error, translate
 from grpo_recipes.recipe.configs import ScriptArguments
 
 
@@ -54,13 +64,12 @@ class Renderer:
         return [len(ids) for ids in rendered]
 
     def _render(self, prompts: Any, **how: Any) -> Any:
-        try:
+        fix = "write a chat_template that can, or leave out what it cannot (a system prompt, the roles of a chat)"
+        what = "the template cannot render a prompt"
+        with translate(TemplateError, lambda error: config_error("chat_template", f"{what}: {error}", fix)):
             return self.tokenizer.apply_chat_template(
                 prompts, add_generation_prompt=True, **how, **self.template_kwargs
             )
-        except TemplateError as error:
-            fix = "write a chat_template that can, or leave out what it cannot (a system prompt, the roles of a chat)"
-            raise config_error("chat_template", f"the template cannot render a prompt: {error}", fix) from error
 
 
 @dataclass(frozen=True)
@@ -74,19 +83,9 @@ class Prompts:
     example: str  # the first prompt as the model sees it
     title: str = ""  # what the prompts are for, when they are not to train on
 
-    @property
-    def read(self) -> int:
-        """Return the rows read from the source."""
-        return self.counts.read
-
-    @property
-    def dropped(self) -> int:
-        """Return the rows whose rendered prompt is longer than ``max_prompt_length``."""
-        return self.counts.too_long
-
     def __str__(self) -> str:
         title = self.title or f"{len(self.dataset)} prompts"
-        first = f"{title} ({self.read} read, {self.dropped} dropped as longer than max_prompt_length)"
+        first = f"{title} ({self.counts.read} read, {self.counts.too_long} dropped as longer than max_prompt_length)"
         return "; ".join([first, *self.counts.lines()])
 
 
@@ -105,7 +104,7 @@ def load_prompts(
     source cannot be read, which column is missing, that the template fails, or that too few prompts are left.
     """
 
-    def prepare() -> Prompts:
+    def prepare(renderer: Renderer) -> Prompts:
         counts, limit = Counts(), args.max_train_prompts
         dataset = _fitting(_training_problems(args, seed, counts, fetched), renderer, args, counts, limit)
         if len(dataset) == limit:
@@ -115,15 +114,13 @@ def load_prompts(
             key = "max_train_prompts" if len(dataset) == limit else "max_prompt_length" if counts.too_long else None
             what = f"{len(dataset)} of {counts.read} prompts are left, one step needs {least}"
             long = [f"{counts.too_long} longer than max_prompt_length"] if counts.too_long else []
-            fix = f"raise {key} or lower prompts_per_step"
-            fix = fix if key else "lower prompts_per_step, or name a larger dataset"
+            fix = (
+                f"raise {key} or lower prompts_per_step" if key else "lower prompts_per_step, or name a larger dataset"
+            )
             raise config_error(key or "prompts_per_step", "; ".join([what, *long, *counts.lines()]), fix)
         return Prompts(dataset, counts, renderer.text(dataset[0]["prompt"]))
 
-    use_template(args.chat_template, tokenizer)
-    renderer = Renderer(tokenizer, template_kwargs or {})
-    prompts: Prompts = prepared_once("train", prepare)
-    return prompts
+    return _prepared("train", args, tokenizer, template_kwargs, prepare)
 
 
 def load_eval_prompts(
@@ -139,7 +136,7 @@ def load_eval_prompts(
     of these the share ``eval_subsample``, at least one and at most ``eval_max_prompts``, drawn by ``seed``.
     """
 
-    def prepare() -> Prompts:
+    def prepare(renderer: Renderer) -> Prompts:
         counts = Counts()
         rows, source = _eval_rows(args, counts, fetched)
         wanted = min(args.eval_max_prompts, max(1, round(args.eval_subsample * len(rows))))
@@ -154,10 +151,55 @@ def load_eval_prompts(
         title = f"evaluating on {len(dataset)} of {len(rows)} rows (eval_subsample {args.eval_subsample:g})"
         return Prompts(dataset, counts, renderer.text(dataset[0]["prompt"]), title)
 
+    return _prepared("eval", args, tokenizer, template_kwargs, prepare)
+
+
+def _prepared(
+    name: str,
+    args: ScriptArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    template_kwargs: dict[str, Any] | None,
+    prepare: Callable[[Renderer], Prompts],
+) -> Prompts:
+    """Call ``prepare`` in rank 0 alone; every rank maps the dataset that it left under ``<run>/prompts``.
+
+    The run directory is on a file system that all nodes share. With one process nothing is written. A ConfigError of
+    ``prepare`` is raised on every rank; where it fails in another way, the other ranks raise a RuntimeError.
+    """
     use_template(args.chat_template, tokenizer)
     renderer = Renderer(tokenizer, template_kwargs or {})
-    prompts: Prompts = prepared_once("eval", prepare)
-    return prompts
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return prepare(renderer)
+    failure: Exception | None = None
+    outcome: dict[str, Any] = {}  # what rank 0 sends the others
+    if torch.distributed.get_rank() == 0:
+        try:
+            prompts = prepare(renderer)
+            outcome = {"folder": _save(name, prompts.dataset), "rest": replace(prompts, dataset=None)}
+        except Exception as error:  # the other ranks wait: they must hear of it, whatever it is
+            problems = error.problems if isinstance(error, ConfigError) else []
+            failure, outcome = error, {"problems": problems, "failure": f"{type(error).__name__}: {error}"}
+    outcomes = [outcome]
+    broadcast_object_list(outcomes, from_process=0)
+    (outcome,) = outcomes
+    if failure is not None:
+        raise failure
+    if outcome.get("problems"):
+        raise ConfigError(*outcome["problems"])
+    if "failure" in outcome:
+        raise RuntimeError(f"rank 0 could not prepare the prompts: {outcome['failure']}")
+    return replace(outcome["rest"], dataset=load_from_disk(outcome["folder"]))
+
+
+def _save(name: str, dataset: Dataset) -> str:
+    """Write the dataset under a name that no rank has looked for before, and return the folder."""
+    home = Path(os.environ["GRPO_RUN_DIR"]) / "prompts"
+    home.mkdir(exist_ok=True)
+    for old in home.glob(f"{name}-*"):  # of an earlier attempt
+        shutil.rmtree(old)
+    folder = str(home / f"{name}-{uuid.uuid4().hex[:8]}")
+    dataset.save_to_disk(folder)
+    return folder
 
 
 def first_problems(args: ScriptArguments, most: int, fetched: Fetched | None = None) -> list[dict[str, Any]]:

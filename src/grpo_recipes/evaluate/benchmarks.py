@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from grpo_recipes.data.rows import Fetched
+from grpo_recipes.data.problems import Fetched
 from grpo_recipes.errors import EXIT_STOPPED, ConfigError
 from grpo_recipes.evaluate.baselines import baselines
 from grpo_recipes.evaluate.problems import MODEBENCH, BenchmarkProblem, Scorer, load_problems, recipe_scorer

@@ -8,8 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_recipes.data.problems import Message, answer_of, chat_of
-from grpo_recipes.data.rows import DataSource, Fetched, column_names, read_rows, rows_of
+from grpo_recipes.data.problems import (
+    DataSource,
+    Fetched,
+    Message,
+    answer_of,
+    chat_of,
+    column_names,
+    read_rows,
+    rows_of,
+)
 from grpo_recipes.errors import config_error
 from grpo_recipes.modebench.dataset import TASKS
 from grpo_recipes.recipe.configs import ScriptArguments

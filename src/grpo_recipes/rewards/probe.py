@@ -11,10 +11,8 @@ import math
 import re
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
@@ -26,16 +24,16 @@ from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.registry import ACCURACY, REWARDS
 from grpo_recipes.rewards.answers import same
 from grpo_recipes.rewards.load import IsolatedReward, RewardWrapper, load_rewards
-from grpo_recipes.rewards.score import Reward, RewardFailed, Score, call_reward
+from grpo_recipes.rewards.score import Reward, RewardFailed, call_reward
 
 TAG, TAGGED_BOX, BOX = "<answer>%s</answer>", r"<answer>\boxed{%s}</answer>", r"\boxed{%s}"
+# Ways of writing an answer that a reward of ours reads; those of ``math_verify`` are also tried with the user's own.
+_WRITINGS = {"ours": [TAG, TAGGED_BOX], "strict": [TAG], "math_verify": [TAG, TAGGED_BOX, BOX], "modebench": [BOX]}
 _LAST_NUMBER = re.compile(r"[0-9]+(?=[^0-9]*$)")
 _UNFIT = ("not a number", "wrong type", "wrong length")  # reasons that no completion excuses
 _SHOWN = 5
 _MODES = 3  # right answers tried of a problem that has several
 _LONG = 200  # characters; an answer that completions can repeat is shorter
-
-ScoreFunction = Callable[[list[Any], dict[str, list[Any]]], list[Score]]
 
 
 @dataclass(frozen=True)
@@ -60,12 +58,12 @@ class ProbeResult:
     wrong: int  # wrong completions shown
     # Means of what right and wrong ones got, None without any score. For a reward of the user's, both are of the way
     # of writing that it tells apart best.
-    right_mean: float | None = None
-    wrong_mean: float | None = None
+    right_mean: float | None
+    wrong_mean: float | None
+    no_verdict: int  # unscored completions
     # Right ones that did not get 1, and wrong ones taken for right; None for a reward that need not go by the answer.
     missed: int | None = None
     taken: int | None = None
-    no_verdict: int = 0  # unscored completions
     faults: list[tuple[str, str]] = field(default_factory=list)  # what is wrong, a line each, with the fix
     failures: list[Try] = field(default_factory=list)  # the first completions it scored wrongly
 
@@ -100,8 +98,9 @@ def probe_rewards(recipe: Recipe, rows: list[dict[str, Any]]) -> list[ProbeResul
     with tempfile.TemporaryDirectory() as folder:
         try:
             rewards += load_rewards(settings, settings, Path(folder))
-            scorers = zip(names, (partial(_scores, reward) for reward in rewards), strict=True)
-            return [probe(name, score, rows, strict, most_missing) for name, score in scorers]
+            return [
+                probe(name, reward, rows, strict, most_missing) for name, reward in zip(names, rewards, strict=True)
+            ]
         except RewardFailed as error:
             if error.__cause__ is not None:  # raised by the user's own code: show where
                 traceback.print_exception(error.__cause__)
@@ -111,13 +110,6 @@ def probe_rewards(recipe: Recipe, rows: list[dict[str, Any]]) -> list[ProbeResul
             for reward in rewards:
                 if isinstance(reward, IsolatedReward):
                     reward.pool.close()
-
-
-def _scores(reward: Reward, completions: list[Any], columns: dict[str, list[Any]]) -> list[Score]:
-    if isinstance(reward, RewardWrapper):
-        reward(completions, **columns)
-        return reward.scores
-    return call_reward(reward, {"completions": completions, **columns}, len(completions))
 
 
 def problems_of(recipe: Recipe, rows: list[dict[str, Any]], findings: list[ProbeResult]) -> list[Problem]:
@@ -142,31 +134,38 @@ def problems_of(recipe: Recipe, rows: list[dict[str, Any]], findings: list[Probe
 
 
 def probe(
-    name: str, score: ScoreFunction, rows: Sequence[dict[str, Any]], strict: bool = False, most_missing: float = 0.5
+    name: str, reward: Reward, rows: Sequence[dict[str, Any]], strict: bool = False, most_missing: float = 0.5
 ) -> ProbeResult:
     """Show a reward of ours, or of the user's as the recipe names it, right and wrong completions.
 
     ``rows`` have ``prompt`` (chat messages), ``answer`` and what other columns there are; answers are compared as text
     where ``strict``. Accept the share ``most_missing`` of unscored completions (``reward_max_no_verdict``).
     """
-    writings = _writings(name, strict)
-    places, tries = _tries(rows, writings)
+    ours = name in REWARDS
+    writings = _WRITINGS.get(name, _WRITINGS["strict" if strict else "ours"]) if ours else _WRITINGS["math_verify"]
+    shown = _tries(rows, writings)
     # What TRL gives a reward. All completions count as one token long: what they say decides.
-    columns = {column: [rows[place][column] for place in places] for column in (rows[0] if rows else ())}
-    columns |= {"prompts": columns.pop("prompt", []), "completion_ids": [[0]] * len(tries)}
-    scores = score([[{"role": "assistant", "content": one.completion}] for one in tries], columns)
-    tries = [replace(one, value=given.value, reason=given.reason) for one, given in zip(tries, scores, strict=True)]
-    finding = ProbeResult(name, sum(one.right for one in tries), sum(not one.right for one in tries))
-    finding.right_mean, finding.wrong_mean = _means(name, tries, writings)
-    bad = _judge(finding, tries) if name in ACCURACY or name == "cosine_length" else []
+    columns = {column: [row[column] for row, _ in shown] for column in (rows[0] if rows else ())}
+    columns |= {"prompts": columns.pop("prompt", []), "completion_ids": [[0]] * len(shown)}
+    columns["completions"] = [[{"role": "assistant", "content": one.completion}] for _, one in shown]
+    if isinstance(reward, RewardWrapper):
+        reward(**columns)
+        scores = reward.scores
+    else:
+        scores = call_reward(reward, columns, len(shown))
+    pairs = zip(shown, scores, strict=True)
+    tries = [replace(one, value=score.value, reason=score.reason) for (_, one), score in pairs]
     missing = [one for one in tries if one.value is None]
-    finding.no_verdict = len(missing)
+    means = max((_means(tries, group) for group in ([writings] if ours else zip(writings, strict=True))), key=_apart)
+    finding = ProbeResult(
+        name, sum(one.right for one in tries), sum(not one.right for one in tries), *means, len(missing)
+    )
+    bad = _judge(finding, tries) if name in ACCURACY or name == "cosine_length" else []
     unfit = [one for one in missing if (one.reason or "").startswith(_UNFIT)]
     if unfit or len(missing) > most_missing * len(tries):
         what = f"leaves {len(missing)} of {len(tries)} completions unscored ({why(name, (unfit or missing)[0].reason)})"
-        finding.faults.append((what, "correct it" if name not in REWARDS else "look at the reference solutions"))
-    unsaid = [one for one in missing if one.reason or finding.faults]
-    finding.failures = [*bad, *unsaid][:_SHOWN]
+        finding.faults.append((what, "look at the reference solutions" if ours else "correct it"))
+    finding.failures = [*bad, *(one for one in missing if one.reason or finding.faults)][:_SHOWN]
     return finding
 
 
@@ -187,17 +186,9 @@ def corruptions(answer: str, others: Sequence[str]) -> list[str]:
     return [text for text in wrong if not same(text, answer)] + [""]
 
 
-def _writings(name: str, strict: bool) -> list[str]:
-    if name == "modebench":
-        return [BOX]
-    if name == "math_verify" or name not in REWARDS:
-        return [TAG, TAGGED_BOX, BOX]
-    return [TAG] if strict else [TAG, TAGGED_BOX]
-
-
-def _tries(rows: Sequence[dict[str, Any]], writings: list[str]) -> tuple[list[int], list[Try]]:
-    """Return the place of each completion's row, and the completions to show."""
-    answers, places, tries = [row["answer"] for row in rows], [], []
+def _tries(rows: Sequence[dict[str, Any]], writings: Sequence[str]) -> list[tuple[dict[str, Any], Try]]:
+    """Return the completions to show, each with its row."""
+    answers, shown = [row["answer"] for row in rows], []
     for place, (row, answer) in enumerate(zip(rows, answers, strict=True)):
         prompt = str(row["prompt"][-1]["content"]) if row.get("prompt") else ""
         if is_problem(answer):
@@ -205,37 +196,30 @@ def _tries(rows: Sequence[dict[str, Any]], writings: list[str]) -> tuple[list[in
         else:
             right, wrong = [answer], corruptions(answer, answers[place + 1 :] + answers[:place])
         for writing in writings:
-            tries += [Try(prompt, answer, writing, writing % text, True) for text in right]
-            tries += [Try(prompt, answer, writing, writing % text, False) for text in wrong]
-        places += [place] * (len(tries) - len(places))
-    return places, tries
+            shown += [(row, Try(prompt, answer, writing, writing % text, True)) for text in right]
+            shown += [(row, Try(prompt, answer, writing, writing % text, False)) for text in wrong]
+    return shown
 
 
-def _means(name: str, tries: list[Try], writings: list[str]) -> tuple[float | None, float | None]:
-    """Return the means of right and wrong ones in all writings; of the user's, in the one it tells apart best."""
-    found: list[tuple[float, float | None, float | None]] = []
-    for group in [writings] if name in REWARDS else [[writing] for writing in writings]:
-        known = [(one.right, one.value) for one in tries if one.writing in group and one.value is not None]
-        sides = [[value for right, value in known if right is side] for side in (True, False)]
-        right, wrong = (fmean(values) if values else None for values in sides)
-        apart = -1.0 if right is None or wrong is None else abs(right - wrong)
-        found.append((apart, right, wrong))
-    return max(found, key=itemgetter(0))[1:]
+def _means(tries: list[Try], writings: Sequence[str]) -> tuple[float | None, float | None]:
+    """Return the means of right and wrong ones in these writings."""
+    known = [(one.right, one.value) for one in tries if one.writing in writings and one.value is not None]
+    right, wrong = ([value for is_right, value in known if is_right is side] for side in (True, False))
+    return fmean(right) if right else None, fmean(wrong) if wrong else None
+
+
+def _apart(means: tuple[float | None, float | None]) -> float:
+    right, wrong = means
+    return -1.0 if right is None or wrong is None else abs(right - wrong)
 
 
 def _judge(finding: ProbeResult, tries: list[Try]) -> list[Try]:
     """Count wrong scores; a right answer must get 1, with ``cosine_length`` more than every wrong one."""
     exact = finding.reward in ACCURACY
-    missed, taken = [], []
-    due = 1.0
-    for one in tries:
-        value = one.value
-        if one.right:
-            due = 1.0 if exact or value is None else value
-            if exact and value not in (1.0, None):
-                missed.append(one)
-        elif value is not None and value >= due:
-            taken.append(one)
+    right = [(one, one.value) for one in tries if one.right and one.value is not None]
+    due = 1.0 if exact else min((value for _, value in right), default=1.0)
+    missed = [one for one, value in right if value != 1.0] if exact else []
+    taken = [one for one in tries if not one.right and one.value is not None and one.value >= due]
     finding.missed, finding.taken = len(missed), len(taken)
     rows = "(grpo check-rewards shows the rows)"
     if missed:
