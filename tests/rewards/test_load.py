@@ -17,9 +17,7 @@ import pytest
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe.check import check
 from grpo_recipes.recipe.keys import catalogue
-from grpo_recipes.rewards.child import MOST_PROCESSES
 from grpo_recipes.rewards.load import (
-    BatchReward,
     IsolatedReward,
     LimitRecords,
     RewardWrapper,
@@ -27,7 +25,7 @@ from grpo_recipes.rewards.load import (
     key_of,
     load_rewards,
 )
-from grpo_recipes.rewards.pool import START_SECONDS
+from grpo_recipes.rewards.pool import MOST_PROCESSES, START_SECONDS
 from grpo_recipes.rewards.score import RewardFailed, Score
 
 OWN = """
@@ -124,7 +122,7 @@ def test_names_that_end_alike_are_told_apart_in_metrics(load: Any, project: Path
 def test_isolation_none_calls_the_whole_batch_in_this_process(load: Any) -> None:
     (apart,) = load("own.py:wide")
     (here,) = load("own.py:wide", reward_isolation="none")
-    assert isinstance(here, BatchReward)
+    assert not isinstance(here, IsolatedReward)
     assert apart(completions=["a"] * 3) == [1.0] * 3
     assert here(completions=["a"] * 3) == [3.0] * 3
 
@@ -159,11 +157,11 @@ def test_a_batch_reward_that_breaks_its_word_is_named(returned: Any, said: str) 
         return returned
 
     with pytest.raises(RewardFailed, match=said):
-        BatchReward(function, "a.py:f", "f")(completions=["a", "b"], answer=["a", "b"])
+        RewardWrapper(function, "a.py:f", "f")(completions=["a", "b"], answer=["a", "b"])
 
 
 def test_a_batch_reward_may_know_no_number() -> None:
-    reward = BatchReward(lambda completions, **_: [1, None, float("nan")], "a.py:f", "f")
+    reward = RewardWrapper(lambda completions, **_: [1, None, float("nan")], "a.py:f", "f")
     assert reward(completions=["a", "b", "c"]) == [1.0, None, None]
     assert [score.reason for score in reward.scores] == [None, None, "not a number: nan"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from grpo_recipes.rewards.load import BatchReward
+from grpo_recipes.rewards.load import RewardWrapper
 from grpo_recipes.runs import stop_request as stop_module
 from grpo_recipes.runs.checkpoints import complete_checkpoints, step_of
 from grpo_recipes.runs.rundir import stop_file
@@ -129,7 +129,7 @@ def sleeps(completions: list[Any]) -> list[float]:
 
 @pytest.mark.parametrize("apart", [True, False], ids=["child process", "in process"])
 def test_a_reward_that_takes_long_is_cut_short(tmp_path: Path, apart: bool) -> None:
-    rewards = own_rewards(tmp_path, SLEEPS, reward_timeout=50.0) if apart else [BatchReward(sleeps, "own", "own")]
+    rewards = own_rewards(tmp_path, SLEEPS, reward_timeout=50.0) if apart else [RewardWrapper(sleeps, "own", "own")]
     stop = StopRequest(tmp_path)
     stop.listen()
     trainer = make_trainer(tmp_path, rewards, max_steps=2, stop=stop)

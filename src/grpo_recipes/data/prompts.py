@@ -106,7 +106,16 @@ def load_prompts(
 
     def prepare(renderer: Renderer) -> Prompts:
         counts, limit = Counts(), args.max_train_prompts
-        dataset = _fitting(_training_problems(args, seed, counts, fetched), renderer, args, counts, limit)
+        if args.dataset_mixture:
+            kept, _ = mixed(args, counts, fetched)
+            found = Problems(kept.features, kept.iter(BATCH_ROWS))
+        else:
+            source = train_source(args)
+            rows = rows_of(source, args, fetched)
+            if limit and not args.dataset_streaming:
+                rows = rows.shuffle(seed=seed, keep_in_memory=True)
+            found = distinct(problems(rows, source, args, counts, min(BATCH_ROWS, limit or BATCH_ROWS)), counts)
+        dataset = _fitting(found, renderer, args, counts, limit)
         if len(dataset) == limit:
             order = "stream" if args.dataset_streaming else "shuffle by the seed"
             counts.notes.append(f"the first {limit} of the {order} (max_train_prompts)")
@@ -114,9 +123,8 @@ def load_prompts(
             key = "max_train_prompts" if len(dataset) == limit else "max_prompt_length" if counts.too_long else None
             what = f"{len(dataset)} of {counts.read} prompts are left, one step needs {least}"
             long = [f"{counts.too_long} longer than max_prompt_length"] if counts.too_long else []
-            fix = (
-                f"raise {key} or lower prompts_per_step" if key else "lower prompts_per_step, or name a larger dataset"
-            )
+            fix = f"raise {key} or lower prompts_per_step"
+            fix = fix if key else "lower prompts_per_step, or name a larger dataset"
             raise config_error(key or "prompts_per_step", "; ".join([what, *long, *counts.lines()]), fix)
         return Prompts(dataset, counts, renderer.text(dataset[0]["prompt"]))
 
@@ -174,8 +182,13 @@ def _prepared(
     outcome: dict[str, Any] = {}  # what rank 0 sends the others
     if torch.distributed.get_rank() == 0:
         try:
-            prompts = prepare(renderer)
-            outcome = {"folder": _save(name, prompts.dataset), "rest": replace(prompts, dataset=None)}
+            prompts, home = prepare(renderer), Path(os.environ["GRPO_RUN_DIR"]) / "prompts"
+            home.mkdir(exist_ok=True)
+            for old in home.glob(f"{name}-*"):  # of an earlier attempt
+                shutil.rmtree(old)
+            folder = home / f"{name}-{uuid.uuid4().hex[:8]}"  # that no rank has looked for before
+            prompts.dataset.save_to_disk(folder)
+            outcome = {"folder": str(folder), "rest": replace(prompts, dataset=None)}
         except Exception as error:  # the other ranks wait: they must hear of it, whatever it is
             problems = error.problems if isinstance(error, ConfigError) else []
             failure, outcome = error, {"problems": problems, "failure": f"{type(error).__name__}: {error}"}
@@ -191,17 +204,6 @@ def _prepared(
     return replace(outcome["rest"], dataset=load_from_disk(outcome["folder"]))
 
 
-def _save(name: str, dataset: Dataset) -> str:
-    """Write the dataset under a name that no rank has looked for before, and return the folder."""
-    home = Path(os.environ["GRPO_RUN_DIR"]) / "prompts"
-    home.mkdir(exist_ok=True)
-    for old in home.glob(f"{name}-*"):  # of an earlier attempt
-        shutil.rmtree(old)
-    folder = str(home / f"{name}-{uuid.uuid4().hex[:8]}")
-    dataset.save_to_disk(folder)
-    return folder
-
-
 def first_problems(args: ScriptArguments, most: int, fetched: Fetched | None = None) -> list[dict[str, Any]]:
     """Return the first problems a recipe trains on, before any shuffle, as ``problems`` shapes them."""
     if args.dataset_mixture:
@@ -210,18 +212,6 @@ def first_problems(args: ScriptArguments, most: int, fetched: Fetched | None = N
     source = train_source(args)
     found = problems(rows_of(source, args, fetched), source, args, Counts(), batch_rows=most)
     return collected(found, most).to_list()
-
-
-def _training_problems(args: ScriptArguments, seed: int, counts: Counts, fetched: Fetched | None) -> Problems:
-    if args.dataset_mixture:
-        kept, _ = mixed(args, counts, fetched)
-        return Problems(kept.features, kept.iter(BATCH_ROWS))
-    source = train_source(args)
-    rows = rows_of(source, args, fetched)
-    if args.max_train_prompts and not args.dataset_streaming:
-        rows = rows.shuffle(seed=seed, keep_in_memory=True)
-    size = min(BATCH_ROWS, args.max_train_prompts or BATCH_ROWS)
-    return distinct(problems(rows, source, args, counts, size), counts)
 
 
 def _eval_rows(args: ScriptArguments, counts: Counts, fetched: Fetched | None) -> tuple[Dataset, DataSource | None]:

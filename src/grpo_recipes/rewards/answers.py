@@ -407,40 +407,18 @@ def _both_signs(text: str) -> list[str]:
 
 # --- units
 
-_UNITS = {
-    "dollar": "dollars usd buck bucks $ ¤",
-    "cent": "cents ¢",
-    "euro": "euros eur €",
-    "pound": "pounds lb lbs £ gbp",  # money or weight: the problem says which
-    "yen": "¥ jpy",
-    "percent": "% percentage pct",
-    "degree": "degrees deg",
-    "metre": "m meter meters metres",
-    "centimetre": "cm centimeter centimeters centimetres",
-    "millimetre": "mm millimeter millimeters millimetres",
-    "kilometre": "km kilometer kilometers kilometres",
-    "inch": "inches",
-    "foot": "feet ft",
-    "yard": "yards yd",
-    "mile": "miles mi",
-    "gram": "g grams gramme grammes",
-    "kilogram": "kg kilograms kilo kilos",
-    "ounce": "ounces oz",
-    "litre": "l liter liters litres",
-    "millilitre": "ml milliliter milliliters millilitres",
-    "second": "s sec secs seconds",
-    "minute": "min mins minutes",
-    "hour": "h hr hrs hours",
-    "day": "days",
-    "week": "weeks",
-    "month": "months",
-    "year": "years yr yrs",
-    "mph": "",
-    "square": "sq",
-    "cubic": "cu",
-    "per": "/",
-}
-_UNIT_OF_WORD = {name: unit for unit, names in _UNITS.items() for name in (unit, *names.split())}
+# The words for one unit, of which the first stands for all; a pound is money or weight, as the problem says.
+_UNITS = """
+    dollar dollars usd buck bucks $ ¤ | cent cents ¢ | euro euros eur € | pound pounds lb lbs £ gbp | yen ¥ jpy |
+    percent % percentage pct | degree degrees deg | metre m meter meters metres |
+    centimetre cm centimeter centimeters centimetres | millimetre mm millimeter millimeters millimetres |
+    kilometre km kilometer kilometers kilometres | inch inches | foot feet ft | yard yards yd | mile miles mi |
+    gram g grams gramme grammes | kilogram kg kilograms kilo kilos | ounce ounces oz | litre l liter liters litres |
+    millilitre ml milliliter milliliters millilitres | second s sec secs seconds | minute min mins minutes |
+    hour h hr hrs hours | day days | week weeks | month months | year years yr yrs | mph | square sq | cubic cu |
+    per /
+"""
+_UNIT_OF_WORD = {word: words.split()[0] for words in _UNITS.split("|") for word in words.split()}
 _SHORT_WORDS = frozenset({"of", "in"})
 # Words that change the number before them: with one of these it is not a number and a unit.
 _CHANGES_THE_NUMBER = """

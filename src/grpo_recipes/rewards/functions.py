@@ -25,10 +25,8 @@ def pure_accuracy_math(
     ``answer_matching: normalized`` compares numbers by value, however they are written (see ``answers``); ``strict``
     compares text, up to surrounding white space.
     """
-    return [
-        float(is_right(completion_text(completion), str(gold), answer_matching))
-        for completion, gold in zip(completions, answer, strict=True)
-    ]
+    rows = zip(completions, answer, strict=True)
+    return [float(is_right(completion_text(completion), str(gold), answer_matching)) for completion, gold in rows]
 
 
 def modebench(completions: list[Any], answer: list[Any], **_: Any) -> list[float | None]:
@@ -66,18 +64,17 @@ def cosine_length(
     ``R = end + (start - end) / 2 * (1 + cos(pi * min(n, L) / L))`` with n the tokens of the completion, its end token
     included, and L = ``cosine_max_len``, or ``max_completion_length``. A right answer goes from
     ``cosine_max_value_correct`` when empty to ``cosine_min_value_correct`` at L tokens, a wrong one from
-    ``cosine_min_value_wrong`` to ``cosine_max_value_wrong``. The paper's separate value for a completion that reaches
-    the limit is left out: ``soft_overlong`` is for that. Answers are compared as by ``pure_accuracy_math``.
+    ``cosine_min_value_wrong`` to ``cosine_max_value_wrong``. The limit has no value of its own, unlike in the paper:
+    ``soft_overlong`` is for that. Answers are compared as by ``pure_accuracy_math``.
     """
     longest = cosine_max_len or max_completion_length
-    when_right = (cosine_max_value_correct, cosine_min_value_correct)
-    when_wrong = (cosine_min_value_wrong, cosine_max_value_wrong)
     rewards: list[float | None] = []
-    for completion, gold, ids in zip(completions, answer, completion_ids, strict=True):
-        right = is_right(completion_text(completion), str(gold), answer_matching)
-        start, end = when_right if right else when_wrong
-        share = min(len(ids) / longest, 1.0)
-        rewards.append(end + (start - end) / 2 * (1 + math.cos(math.pi * share)))
+    right = pure_accuracy_math(completions, answer, answer_matching=answer_matching)
+    for is_one, ids in zip(right, completion_ids, strict=True):
+        start, end = cosine_min_value_wrong, cosine_max_value_wrong
+        if is_one:
+            start, end = cosine_max_value_correct, cosine_min_value_correct
+        rewards.append(end + (start - end) / 2 * (1 + math.cos(math.pi * min(len(ids) / longest, 1.0))))
     return rewards
 
 

@@ -11,11 +11,9 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.errors import translate
 from grpo_recipes.paths import shown
 from grpo_recipes.recipe.registry import IN_CHILDREN
 from grpo_recipes.recipe.user_code import copy_path, copy_source, source_path, split_spec
@@ -28,7 +26,7 @@ from grpo_recipes.rewards.score import (
     call_reward,
     described,
     is_own,
-    load_own,
+    load_reward,
     make_reward,
     parameters,
     taken,
@@ -86,8 +84,7 @@ def load_rewards(script_args: Any, args: Any, run_dir: Path) -> list[Reward]:
             code = hashlib.sha256(copy_path(name, copies).read_bytes()).hexdigest() if is_own(name) else ""
             rewards.append(IsolatedReward(pool, name, label, records, code))
         elif is_own(name):
-            with translate(Exception, partial(_not_loaded, name)):
-                rewards.append(BatchReward(load_own(name, copies), name, label))
+            rewards.append(RewardWrapper(load_reward(name, copies), name, label))
         else:
             rewards.append(make_reward(name, script_args, args))
     if isolated:
@@ -95,16 +92,17 @@ def load_rewards(script_args: Any, args: Any, run_dir: Path) -> list[Reward]:
     return rewards
 
 
-def _not_loaded(name: str, error: Exception) -> RewardFailed:
-    return RewardFailed(f"reward '{name}' cannot be loaded: {described(error)}")
-
-
 class RewardWrapper:
-    """A reward as TRL calls it, which remembers the scores of the last call."""
+    """The user's reward as TRL calls it: on the whole batch, in this process and without limits.
+
+    It remembers the scores of the last call. RewardFailed where it raises, or does not return a number or None for each
+    completion.
+    """
 
     timeout: float | None = None  # seconds it may take for one completion, None without a limit
 
-    def __init__(self, spec: str, name: str):
+    def __init__(self, function: Callable[..., Any], spec: str, name: str):
+        self._function = function
         self.spec = spec  # as the recipe names it
         self.__name__ = name  # TRL's name for its metrics
         self.scores: list[Score] = []  # (B,) of the last call
@@ -118,17 +116,27 @@ class RewardWrapper:
         return [score.value for score in self.scores]
 
     def _score(self, rows: int, columns: dict[str, Any]) -> list[Score]:
-        raise NotImplementedError
+        try:
+            with self.stop.interrupting() if self.stop else contextlib.nullcontext():
+                scores = call_reward(self._function, taken(columns, parameters(self._function)), rows)
+        except CutShort:
+            return [Score(None, GIVEN_UP)] * rows
+        except Exception as error:
+            raise RewardFailed(f"reward '{self.spec}' raised {described(error)}") from error
+        for score in scores:
+            if score.reason is not None and not score.reason.startswith("not a number"):
+                raise RewardFailed(f"reward '{self.spec}': {score.reason}")
+        return scores
 
 
 class IsolatedReward(RewardWrapper):
-    """Calls a reward of a pool, once for equal arguments, and not again where a limit decided before.
+    """A reward of a pool, called once for equal arguments, and not again where a limit decided before.
 
     ``code`` is a hash of the user's code, since other code may end otherwise.
     """
 
     def __init__(self, pool: RewardPool, spec: str, name: str, records: LimitRecords, code: str = ""):
-        super().__init__(spec, name)
+        super().__init__(pool.score, spec, name)
         self.pool, self.timeout, self._records = pool, pool.timeout, records
         self._identity = (spec, code, pool.timeout, pool.memory_gib)
 
@@ -147,30 +155,6 @@ class IsolatedReward(RewardWrapper):
             found[row] = score
             self._records.add(keys[row], self.generation, score)
         return [found[row] for row in same_as]
-
-
-class BatchReward(RewardWrapper):
-    """Calls the user's reward on the whole batch, in this process and without limits.
-
-    RewardFailed where the reward raises, or does not return a number or None for each completion.
-    """
-
-    def __init__(self, function: Callable[..., Any], spec: str, name: str):
-        super().__init__(spec, name)
-        self._function, self._takes = function, parameters(function)
-
-    def _score(self, rows: int, columns: dict[str, Any]) -> list[Score]:
-        try:
-            with self.stop.interrupting() if self.stop else contextlib.nullcontext():
-                scores = call_reward(self._function, taken(columns, self._takes), rows)
-        except CutShort:
-            return [Score(None, GIVEN_UP)] * rows
-        except Exception as error:
-            raise RewardFailed(f"reward '{self.spec}' raised {described(error)}") from error
-        for score in scores:
-            if score.reason is not None and not score.reason.startswith("not a number"):
-                raise RewardFailed(f"reward '{self.spec}': {score.reason}")
-        return scores
 
 
 class LimitRecords:

@@ -15,17 +15,7 @@ from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify
 
-from grpo_recipes.rewards.answers import (
-    Answer,
-    Items,
-    agree,
-    alike,
-    completion_text,
-    last_answer,
-    last_boxed,
-    normal,
-    same,
-)
+from grpo_recipes.rewards import answers
 
 for _part in ("parser", "grader", "utils"):
     logging.getLogger(f"math_verify.{_part}").setLevel(logging.ERROR)  # it warns that its alarm is off
@@ -45,45 +35,37 @@ def math_verify(completions: list[Any], answer: list[Any], **_: Any) -> list[flo
     solution itself cannot be read.
     """
     rows = zip(completions, answer, strict=True)
-    return [_score(completion_text(completion), str(gold)) for completion, gold in rows]
+    return [_score(answers.completion_text(completion), str(gold)) for completion, gold in rows]
 
 
 def _score(text: str, gold: str) -> float | None:
-    answer = last_answer(text)
-    answer = last_boxed(text) if answer is None else answer
-    reference = normal(gold)
+    answer, reference = answers.last_answer(text), answers.normal(gold)
+    answer = answers.last_boxed(text) if answer is None else answer
     if not _readable(reference):
         return None
-    if answer is None:
-        return 0.0
-    if same(answer, gold):
-        return 1.0
-    if _is_text(reference):
-        return 0.0
-    return float(agree(reference, normal(answer), _equal_items))
+    if answer is None or _is_text(reference):
+        return float(answer is not None and answers.same(answer, gold))
+    return float(answers.same(answer, gold) or answers.agree(reference, answers.normal(answer), _equal_items))
 
 
-def _readable(answer: Answer) -> bool:
-    if isinstance(answer.value, Items):
+def _readable(answer: answers.Answer) -> bool:
+    if isinstance(answer.value, answers.Items):
         return all(map(_readable, answer.value.answers))
     return not isinstance(answer.value, str) or _is_text(answer) or bool(_parsed(answer.value))
 
 
-def _is_text(answer: Answer) -> bool:
+def _is_text(answer: answers.Answer) -> bool:
     """Return whether the answer contains a word, which is not mathematics."""
     return _WORD.search(_COMMAND.sub(" ", _latex(answer))) is not None
 
 
-def _equal_items(gold: Answer, answer: Answer) -> bool:
+def _equal_items(gold: answers.Answer, answer: answers.Answer) -> bool:
     """Return whether two answers, of which at most one has items, are equal."""
-    if alike(gold, answer):
-        return True
-    if not isinstance(gold.value, str) and not isinstance(answer.value, str):
-        return False
-    return _equal(_sided(gold, answer), _sided(answer, gold))
+    text = isinstance(gold.value, str) or isinstance(answer.value, str)
+    return answers.alike(gold, answer) or (text and _equal(_sided(gold, answer), _sided(answer, gold)))
 
 
-def _sided(answer: Answer, other: Answer) -> str:
+def _sided(answer: answers.Answer, other: answers.Answer) -> str:
     """Return an answer as LaTeX, with its variable where the other has another: ``y=2x`` is ``x=y/2``, not ``x=2x``."""
     equation = other.variable or (isinstance(other.value, str) and "=" in other.value)
     named = answer.variable and equation and other.variable != answer.variable
@@ -108,10 +90,10 @@ def _parsed(latex: str) -> tuple[Any, ...]:
     return tuple(parse(rf"\boxed{{{latex}}}", _LATEX, fallback_mode="no_fallback", parsing_timeout=None))
 
 
-def _latex(answer: Answer) -> str:
+def _latex(answer: answers.Answer) -> str:
     """Return the answer without units, variables and dress, as LaTeX."""
     value = answer.value
-    if isinstance(value, Items):
+    if isinstance(value, answers.Items):
         first, last = ("\\" + bracket if bracket in "{}" else bracket for bracket in value.brackets or ("", ""))
         return first + ", ".join(map(_latex, value.answers)) + last
     if isinstance(value, Fraction) and value.denominator != 1:

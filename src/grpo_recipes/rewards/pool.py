@@ -4,38 +4,58 @@ from grpo_recipes.rewards.pool import RewardPool
 
 with RewardPool("math_verify", workers=2, timeout=5, memory_gib=4) as pool:
     scores = pool.score("math_verify", completions, {"answer": answers})
+
+A child is two processes: a keeper of our code alone, and the worker below it that calls rewards. The keeper ends
+everything the worker left, whatever session it is in, when the worker ends, when the parent dies, and when the parent
+asks for it by SIGTERM. Requests are pickles: first the setup, then a reward's name and the columns of a row. Replies
+are lines of JSON, since a child is not trusted; what rewards print goes to stderr.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import json
 import os
 import pickle
+import resource
 import selectors
+import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
 from grpo_recipes.errors import translate
-from grpo_recipes.process.tree import descendants, kill_descendants
-from grpo_recipes.rewards.child import MOST_PROCESSES
-from grpo_recipes.rewards.score import GIVEN_UP, RewardFailed, Score, taken
+from grpo_recipes.process import tree
+from grpo_recipes.rewards.score import (
+    GIVEN_UP,
+    RewardFailed,
+    Score,
+    call_reward,
+    described,
+    load_reward,
+    parameters,
+    taken,
+)
 from grpo_recipes.secrets import secret_name, secret_value
 
+MOST_PROCESSES = 64  # of one child process, itself included
 START_SECONDS = 300.0  # imports over a network disk, while every rank does the same
 _FAILED_STARTS = 3  # in a row
 _TICK_SECONDS = 0.25  # between looks at what a row that takes longer than this uses
 _END_SECONDS = 5.0  # a keeper that is asked to end needs milliseconds
 _FIRST_CALL_SECONDS = 10.0
 _TIME_LIMIT = "time limit"
+_FIX = "set reward_isolation: none"
+_tracebacks_left = 3  # to print in a worker; a reward that is wrong is wrong for every completion
 
 # Rank, port and token variables would let a reward into the training's process group, or the vLLM server.
 _KEPT = (
@@ -79,7 +99,7 @@ class RewardPool:
         self._memory = int(memory_gib * 2**30)
         self._setup = (self._memory, copies, rewards)
         self._names = ", ".join(rewards)
-        self._first_calls = {reward: _FirstCalls() for reward in rewards}
+        self._slowest_first = dict.fromkeys(rewards, 0.0)  # seconds of a first call that ended, by reward
         self._children: list[_Child] = []  # those that work, or load
         self._wanted = self.workers  # children; one more is kept ready after the first was replaced
         self._ending: list[_Child] = []
@@ -134,7 +154,7 @@ class RewardPool:
         kept = taken({**(columns or {}), "completions": completions}, self.takes[reward])
         for name, values in kept.items():
             what = f"reward '{reward}': column '{name}' cannot be sent to a child process"
-            with translate(Exception, lambda error: RewardFailed(f"{what} ({error}); set reward_isolation: none")):  # noqa: B023
+            with translate(Exception, lambda error, what=what: RewardFailed(f"{what} ({error}); {_FIX}")):
                 pickle.dumps(values)
         most = len(completions) if give_up_after is None else give_up_after
         rows, self._scores, self._unscored = iter(range(len(completions))), {}, 0
@@ -174,7 +194,7 @@ class RewardPool:
             child.ready = True
             self.takes, self._failed_starts = reply["ready"], 0
         elif "failed" in reply:
-            self._not_loaded(f"reward '{reply['failed']}' cannot be loaded: {reply['reason']}")
+            self._not_loaded(reply["failed"])
             self._replace(child)
         elif "score" in reply:
             self._enter(child, Score(**reply["score"]))
@@ -193,8 +213,9 @@ class RewardPool:
 
     def _deadline(self, child: _Child) -> float:
         """Return when a child must have answered the row it is at; ``time.monotonic()``."""
-        first = 0.0 if child.reward in child.called else self._first_calls[child.reward].more_seconds
-        return child.since + self.timeout + first
+        slowest = self._slowest_first[child.reward]
+        more = 0.0 if child.reward in child.called else min(_FIRST_CALL_SECONDS, 2 * slowest or _FIRST_CALL_SECONDS)
+        return child.since + self.timeout + more
 
     def _enforce(self) -> None:
         """Stop what is over a limit; of the slow children look at one, since to add up its memory takes a while."""
@@ -208,7 +229,7 @@ class RewardPool:
         if slow:
             child = min(slow, key=lambda child: child.looked_at)
             child.looked_at = time.monotonic()
-            family = descendants(child.pid)
+            family = tree.descendants(child.pid)
             if len(family) > MOST_PROCESSES:
                 self._stop(child, f"process limit ({MOST_PROCESSES})")
             elif sum(map(_memory, family)) > self._memory:
@@ -224,8 +245,8 @@ class RewardPool:
             self._scores[child.row] = score
         child.row = None
         self._unscored += score.unscored
-        if child.reward not in child.called:
-            self._first_calls[child.reward].learn(score)
+        if child.reward not in child.called and score.reason != _TIME_LIMIT:
+            self._slowest_first[child.reward] = max(self._slowest_first[child.reward], score.seconds)
         child.called.add(child.reward)
         if score.by_limit:
             self._replace(child)
@@ -249,28 +270,16 @@ class RewardPool:
         child.process.terminate()
 
 
-@dataclass
-class _FirstCalls:
-    """How long the first calls of a reward took so far, and so how much longer than others one may take."""
-
-    slowest: float = 0.0
-    more_seconds: float = _FIRST_CALL_SECONDS
-
-    def learn(self, score: Score) -> None:
-        if score.reason == _TIME_LIMIT:
-            self.more_seconds /= 2  # probably no import
-        else:
-            self.slowest = max(self.slowest, score.seconds)
-            self.more_seconds = min(_FIRST_CALL_SECONDS, 2 * self.slowest)
-
-
 class _Child:
     """The parent's end of one child process. Nothing here blocks."""
 
     def __init__(self, setup: object):
+        # The few variables that programs need, without any that has a secret.
+        kept = {name: text for name, text in os.environ.items() if name in _KEPT or name.startswith(_KEPT_PREFIXES)}
+        kept = {name: text for name, text in kept.items() if not (secret_name(name) or secret_value(text))}
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "grpo_recipes.rewards.child", str(os.getpid())],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=_child_environment(os.environ),
+            [sys.executable, "-P", "-m", "grpo_recipes.rewards.pool", str(os.getpid())],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=kept | _ADDED,
             start_new_session=True,
         )  # fmt: skip
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -279,7 +288,8 @@ class _Child:
         os.set_blocking(self.stdout.fileno(), False)
         self.pid = self.process.pid  # of the keeper, below which everything else of this child is
         self.ready = False  # its rewards are loaded
-        self.reward, self.row = "", None  # that it is called with
+        self.reward = ""
+        self.row: int | None = None  # that it calls the reward on
         self.called: set[str] = set()  # rewards that it has called at least once
         self.since = time.monotonic()  # when it began with its row, or to start
         self.ends = 0.0  # when its keeper, asked to end, is killed; as `since`
@@ -290,20 +300,16 @@ class _Child:
 
     def call(self, reward: str, row: int, columns: dict[str, Any]) -> None:
         """Let it call a reward on a row, whose score is a later reply."""
-        self.reward, self.row = reward, row
+        self.reward, self.row, self.since = reward, row, time.monotonic()
         self.unsent += pickle.dumps((reward, columns))
         self.push()
 
     def push(self) -> None:
         """Send what the pipe takes of ``unsent``; time counts from when all is sent."""
-        if not self.unsent:
-            return
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it died, as the end of its replies will say
             while self.unsent and (sent := self.stdin.write(self.unsent)):
                 del self.unsent[:sent]
-        except BrokenPipeError:
-            self.unsent.clear()  # it died, as the end of its replies will say
-        self.since = time.monotonic()
+                self.since = time.monotonic()
 
     def replies(self) -> list[dict[str, Any]]:
         """Return its replies since the last call; ``{"died": how}`` is the last of all."""
@@ -322,7 +328,7 @@ class _Child:
         if self.process.poll() is None:
             if time.monotonic() <= self.ends:
                 return False
-            kill_descendants(self.pid)
+            tree.kill_descendants(self.pid)
             self.process.kill()
             self.process.wait()
         self.stdin.close()
@@ -330,14 +336,114 @@ class _Child:
         return True
 
 
-def _child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the few variables a reward's process gets: those that programs need, without any that has a secret."""
-    kept = {name: value for name, value in environment.items() if name in _KEPT or name.startswith(_KEPT_PREFIXES)}
-    return {name: value for name, value in kept.items() if not (secret_name(name) or secret_value(value))} | _ADDED
-
-
 def _memory(process: psutil.Process) -> int:
     """Return the bytes a process holds, a page that several share counted once among them."""
     with contextlib.suppress(psutil.Error):  # ended meanwhile, or changed its user
         return int(process.memory_full_info().pss)
     return 0
+
+
+# --- the child
+
+
+def _keep() -> NoReturn:
+    """Fork the worker, wait for its end, and kill everything it left."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    tree.die_with_parent(int(sys.argv[1]))
+    tree.become_subreaper()
+    # The pipes get numbers of their own; 0 and 1 become what a reward may read and print to.
+    requests, replies = os.dup(0), os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    worker = os.fork()
+    if worker == 0:
+        _work(requests, replies)
+    os.close(requests)
+    tree.OWN_CHILDREN.add(worker)
+    ended = 0
+    while ended == 0:
+        if signal.sigwait({signal.SIGTERM, signal.SIGCHLD}) == signal.SIGTERM:
+            tree.kill_descendants()
+            os._exit(0)
+        ended, status = os.waitpid(worker, os.WNOHANG)
+        tree.reap()
+    tree.kill_descendants()
+    code = os.waitstatus_to_exitcode(status)
+    died = f"exit of its process (code {code})"
+    if code < 0:
+        name = signal.Signals(-code).name
+        died = f"death of its process ({name}{', perhaps out of memory' if name == 'SIGKILL' else ''})"
+    with contextlib.suppress(BrokenPipeError):  # the parent is gone: nobody is left to hear it
+        _reply(replies, {"died": died})
+    os._exit(0)
+
+
+def _reply(replies: int, message: dict[str, Any]) -> None:
+    os.write(replies, json.dumps(message).encode() + b"\n")
+
+
+def _work(requests: int, replies: int) -> NoReturn:
+    """Load the rewards within limits, and answer requests until the parent closes the pipe."""
+    tree.die_with_parent(os.getppid(), signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGCHLD})
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    faulthandler.enable()
+    with os.fdopen(requests, "rb") as stream, contextlib.suppress(EOFError):
+        memory_bytes, copies, specs = pickle.load(stream)
+        _limit_this_process(memory_bytes)
+        rewards = {}
+        for spec in specs:
+            try:
+                rewards[spec] = load_reward(spec, copies)
+            except BaseException as error:
+                traceback.print_exc()
+                _reply(replies, {"failed": str(error)})
+                os._exit(1)
+        _reply(replies, {"ready": {spec: parameters(reward) for spec, reward in rewards.items()}})
+        while True:
+            spec, columns = pickle.load(stream)
+            _answer(rewards[spec], columns, replies)
+    os._exit(0)
+
+
+def _limit_this_process(memory_bytes: int) -> None:
+    """Bound the memory that this process and those it starts may write to, each by itself, and their number.
+
+    RLIMIT_DATA counts private writable memory alone: RLIMIT_AS would count libraries and reservations never touched.
+    Root is not bound by RLIMIT_NPROC; the pool looks at the rest. The kernel's memory killer takes us first.
+    """
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # NPROC counts all the user's tasks on the machine: room for ours above all there are, whosever they are.
+    everyone = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[2])
+    _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    wanted = everyone + 4 * MOST_PROCESSES
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
+    score = Path("/proc/self/oom_score_adj")
+    score.write_text(str(max(800, int(score.read_text()))))
+
+
+def _answer(reward: Callable[..., Any], columns: dict[str, Any], replies: int) -> None:
+    """Call the reward on one row, and reply."""
+    global _tracebacks_left
+    own, began = os.getpid(), time.monotonic()
+    try:
+        (score,) = call_reward(reward, {name: [entry] for name, entry in columns.items()}, 1)
+    except MemoryError:
+        score = Score(None, "memory limit", by_limit=True)
+    except BaseException as error:  # SystemExit too: a reward may call anything
+        score = Score(None, described(error))
+        if _tracebacks_left > 0:
+            _tracebacks_left -= 1
+            traceback.print_exc()
+    if os.getpid() != own:
+        os._exit(0)  # the reward forked, and its child came back here
+    _reply(replies, {"score": asdict(replace(score, seconds=time.monotonic() - began))})
+    if score.by_limit:
+        os._exit(0)  # what is left of its memory may be full
+
+
+if __name__ == "__main__":
+    _keep()

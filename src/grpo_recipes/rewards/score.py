@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_recipes.errors import translate
 from grpo_recipes.recipe.registry import REWARDS
 from grpo_recipes.recipe.user_code import copy_path, load_object, source_path, split_spec
 
@@ -61,16 +62,25 @@ def make_reward(name: str, script_args: Any = None, args: Any = None) -> Reward:
     return reward
 
 
-def load_own(spec: str, copies: Path | None) -> Callable[..., Any]:
-    """Return a reward of the user's, from its copy in the run where there is one and its module is gone."""
+def load_reward(spec: str, copies: Path | None) -> Reward:
+    """Return a reward of ours that takes no recipe keys, or the user's, from the run's copy where its module is gone.
+
+    RewardFailed where that is not possible, whatever the user's code raises.
+    """
+    if not is_own(spec):
+        return make_reward(spec)
     place, name = split_spec(spec)
-    gone = copies is not None and not place.endswith(".py") and source_path(spec) is None
-    function: Callable[..., Any] = load_object(f"{copy_path(spec, copies)}:{name}" if gone else spec, copies)
-    if not callable(function):
-        raise TypeError(f"it is a {type(function).__name__}, not a function")
-    takes = parameters(function)
-    if takes is not None and "completions" not in takes:
-        raise TypeError(f"it takes no argument 'completions'; write def {function.__name__}(completions, **columns)")
+    gone = not place.endswith(".py") and source_path(spec) is None
+    failed = (Exception, SystemExit)
+    with translate(failed, lambda error: RewardFailed(f"reward '{spec}' cannot be loaded: {described(error)}")):
+        function: Reward = load_object(f"{copy_path(spec, copies)}:{name}" if copies and gone else spec, copies)
+        if not callable(function):
+            raise TypeError(f"it is a {type(function).__name__}, not a function")
+        takes = parameters(function)
+        if takes is not None and "completions" not in takes:
+            raise TypeError(
+                f"it takes no argument 'completions'; write def {function.__name__}(completions, **columns)"
+            )
     return function
 
 
