@@ -74,13 +74,6 @@ def train_source(args: ScriptArguments) -> DataSource:
     return DataSource(args.dataset_name, args.dataset_config, args.dataset_train_split, prompt, solution)
 
 
-def mixture_source(entry: DatasetConfig, args: ScriptArguments) -> DataSource:
-    """Return an entry of ``dataset_mixture``: two of its ``columns`` are prompt and solution, the rest are kept."""
-    prompt, solution, *others = entry.columns or [getattr(args, key) for key in _COLUMN_KEYS]
-    keys, kept = ("dataset_mixture", "dataset_mixture"), tuple(others) if entry.columns else None
-    return DataSource(entry.id, entry.config, entry.split, prompt, solution, keys, kept)
-
-
 def eval_source(args: ScriptArguments) -> DataSource:
     """Return ``eval_dataset_name``, else ``dataset_test_split`` of ``dataset_name``, unless it is one file."""
     first, second = (f"eval_{key}" if getattr(args, f"eval_{key}") else key for key in _COLUMN_KEYS)
@@ -214,28 +207,40 @@ def problems(
     names = column_names(rows)
     if not names:
         raise config_error(f"'{source.id}'", "the dataset has no rows", "name a dataset with rows")
-    need_columns(source.id, names, dict(zip((source.prompt, source.solution), source.keys, strict=True)))
-    need_columns(source.id, names, dict.fromkeys(source.others or (), source.keys[0]))
+    needed = {source.prompt: source.keys[0], source.solution: source.keys[1]}
+    need_columns(source.id, names, needed | dict.fromkeys(source.others or (), source.keys[0]))
     known = rows.features or Dataset.from_dict(next(rows.iter(BATCH_ROWS))).features
-    rest = [name for name in known if name not in (source.prompt, source.solution)]
+    others = list(source.others or ())
     if source.others is None:  # every scalar whose name has no meaning to TRL
-        others = [
-            name
-            for name in rest
-            if name not in RESERVED_COLUMNS
-            and isinstance(known[name], Value)
-            and known[name].dtype.startswith(_SCALARS)
-        ]
+        scalars = {name for name, kind in known.items() if isinstance(kind, Value) and kind.dtype.startswith(_SCALARS)}
+        rest = [name for name in known if name not in (source.prompt, source.solution)]
+        others = [name for name in rest if name in scalars and name not in RESERVED_COLUMNS]
         if left_out := [name for name in rest if name not in others]:
             counts.notes.append(f"columns of '{source.id}' left out, by name or as no scalars: {', '.join(left_out)}")
-    else:
-        others = list(source.others)
     text = Value("string")  # also in place of large_string, as which pandas reads texts
     kept = {name: text if known[name] == Value("large_string") else known[name] for name in others}
     # Other columns are not even decoded: images and long lists take most of the time where there are any.
     rows = rows.select_columns(list(dict.fromkeys([source.prompt, source.solution, *others])))
-    batches = _shaped(rows.iter(batch_rows), source, args, counts, others)
-    return Problems(Features({"prompt": MESSAGES, "answer": text, **kept}), batches)
+
+    def shaped() -> Iterator[Batch]:
+        unread, marker, system = rows.iter(batch_rows), args.dataset_solution_marker, args.system_prompt
+        while True:
+            with reading(source.id):
+                batch = next(unread, None)
+            if batch is None:
+                return
+            prompts = [chat_of(value, source, system) for value in batch[source.prompt]]
+            answers = [answer_of(value, marker, source) for value in batch[source.solution]]
+            usable = [index for index, prompt in enumerate(prompts) if prompt and answers[index][0]]
+            counts.read += len(prompts)
+            counts.empty += len(prompts) - len(usable)
+            counts.unmarked += sum(unmarked for _, unmarked in answers)
+            if system:
+                counts.own_system += sum(prompt[0]["content"] != system for prompt in prompts if prompt)
+            columns = {"prompt": prompts, "answer": [answer for answer, _ in answers]}
+            yield chosen(columns | {name: batch[name] for name in others}, usable)
+
+    return Problems(Features({"prompt": MESSAGES, "answer": text, **kept}), shaped())
 
 
 def distinct(found: Problems, counts: Counts) -> Problems:
@@ -285,42 +290,15 @@ def _digest(text: str) -> bytes:
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
-def _shaped(
-    batches: Iterator[Batch], source: DataSource, args: ScriptArguments, counts: Counts, others: list[str]
-) -> Iterator[Batch]:
-    while True:
-        with reading(source.id):
-            batch = next(batches, None)
-        if batch is None:
-            return
-        prompts = [_with_system(chat_of(value, source), args, counts) for value in batch[source.prompt]]
-        answers = [answer_of(value, args.dataset_solution_marker, source) for value in batch[source.solution]]
-        kept = [index for index, prompt in enumerate(prompts) if prompt and answers[index][0]]
-        counts.read += len(prompts)
-        counts.empty += len(prompts) - len(kept)
-        counts.unmarked += sum(unmarked for _, unmarked in answers)
-        others_of = {name: batch[name] for name in others}
-        yield chosen({"prompt": prompts, "answer": [answer for answer, _ in answers], **others_of}, kept)
-
-
-def _with_system(messages: list[Message], args: ScriptArguments, counts: Counts) -> list[Message]:
-    if not messages or not args.system_prompt:
-        return messages
-    if messages[0]["role"] in ("system", "developer"):
-        counts.own_system += 1
-        return messages
-    return [{"role": "system", "content": args.system_prompt}, *messages]
-
-
-def chat_of(value: Any, source: DataSource) -> list[Message]:
+def chat_of(value: Any, source: DataSource, system: str | None) -> list[Message]:
     """Return a prompt, a text or messages ``{role, content}``, as a chat; an empty prompt gives an empty list.
 
-    Refuse anything else, and a chat that ends with the assistant's turn.
+    ``system`` comes before a chat without a system message. Refuse anything else, and a chat that ends with the
+    assistant's turn.
     """
+    messages, chat = [], f"a chat in column '{source.prompt}' of '{source.id}'"
     if not isinstance(value, list):
-        text = _text(value, source.prompt, source.keys[0], source)
-        return [{"role": "user", "content": text}] if text.strip() else []
-    chat, messages = f"a chat in column '{source.prompt}' of '{source.id}'", []
+        value = [{"role": "user", "content": _text(value, source.prompt, source.keys[0], source)}]
     for message in value:
         pairs = message.items() if isinstance(message, dict) else ()
         given = {"content": "", **{name: part for name, part in pairs if part is not None}}
@@ -331,7 +309,10 @@ def chat_of(value: Any, source: DataSource) -> list[Message]:
     if messages and messages[-1]["role"] == "assistant":
         fix = "leave out the last message: a prompt ends with the user's"
         raise config_error(source.keys[0], f"{chat} ends with an assistant's turn", fix)
-    return messages if messages and messages[-1]["content"].strip() else []
+    if not messages or not messages[-1]["content"].strip():
+        return []
+    own = messages[0]["role"] in ("system", "developer")
+    return messages if own or not system else [{"role": "system", "content": system}, *messages]
 
 
 def answer_of(value: Any, marker: str | None, source: DataSource) -> tuple[str, bool]:
@@ -400,7 +381,10 @@ def _part(entry: DatasetConfig, seed: int, args: ScriptArguments, counts: Counts
     if entry.weight is not None:
         share = max(1, round(float(entry.weight) * len(rows)))
         rows = rows.shuffle(seed=seed, keep_in_memory=True).select(range(min(share, len(rows))))
-    found = problems(rows, mixture_source(entry, args), args, counts)
+    prompt, solution, *others = entry.columns or [getattr(args, key) for key in _COLUMN_KEYS]
+    keys, kept = ("dataset_mixture", "dataset_mixture"), tuple(others) if entry.columns else None
+    source = DataSource(entry.id, entry.config, entry.split, prompt, solution, keys, kept)
+    found = problems(rows, source, args, counts)
     if "source" in found.features:
         counts.notes.append(f"column 'source' of '{entry.id}' replaced by the dataset's id")
     features = Features({**found.features, "source": Value("string")})

@@ -89,7 +89,7 @@ def _file_benchmark(name: str, args: ScriptArguments) -> Benchmark:
 def _problem(
     index: int, row: dict[str, Any], benchmark: Benchmark, source: DataSource, system: str | None, seed: int
 ) -> BenchmarkProblem:
-    prompt = chat_of(row.get(benchmark.prompt), source)
+    prompt = chat_of(row.get(benchmark.prompt), source, system)
     gold, _ = answer_of(row.get(benchmark.solution), benchmark.marker, source)
     if not prompt or not gold:
         what = f"row {index} of '{source.id}' has no problem or no answer"
@@ -100,8 +100,6 @@ def _problem(
         lines = [f"{letter}) {options[place]}" for letter, place in zip(_LETTERS, order, strict=False)]
         question = [prompt[-1]["content"], "", *lines, "", "Answer with the letter of the right option."]
         prompt, gold = [*prompt[:-1], {**prompt[-1], "content": "\n".join(question)}], _LETTERS[order.index(0)]
-    if system and prompt[0]["role"] not in ("system", "developer"):
-        prompt = [{"role": "system", "content": system}, *prompt]
     return BenchmarkProblem(index, prompt, gold)
 
 

@@ -87,25 +87,17 @@ _COMMA = re.compile(r"\s*,\s*")
 # Brackets around items in one character each: braces for a set; {…} alone only groups.
 _BRACKETS = {r"\{": "{", r"\}": "}", r"\lbrace": "{", r"\rbrace": "}", r"\langle": "<", r"\rangle": ">"}
 _BRACKETS |= {bracket: bracket for bracket in "()[]"}
-_PAIRS = ("()", "[]", "(]", "[)", "{}", "<>")
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """An answer in its normal form."""
 
-    value: int | Fraction | str | Items  # the number, the items, or the cleaned text of anything else
-    unit: str = ""  # beside a number, ``"dollar"`` for ``$18``; empty without
-    variable: str = ""  # ``"x"`` for ``x=5``; empty without
-
-
-@dataclass(frozen=True, slots=True)
-class Items:
-    """Several answers that are one answer together."""
-
-    answers: tuple[Answer, ...]  # as they are written
-    brackets: str = ""  # ``{}`` of a set, ``()``, ``[)`` and the like of a tuple or an interval, empty for a list
-    word: str = ""  # ``and`` or ``or`` between inequalities, where it changes the meaning; else empty
+    value: int | Fraction | str | tuple[Answer, ...]  # the number, the items, or the cleaned text of anything else
+    unit: str = ""  # beside a number, ``"dollar"`` for ``$18``
+    variable: str = ""  # ``"x"`` for ``x=5``
+    brackets: str = ""  # of items: ``{}`` of a set, ``()``, ``[)`` and the like of a tuple or interval, "" of a list
+    word: str = ""  # ``and`` or ``or`` between inequalities, where it changes the meaning
 
 
 def completion_text(completion: str | list[dict[str, Any]]) -> str:
@@ -181,19 +173,18 @@ def agree(left: Answer, right: Answer, equal: Callable[[Answer, Answer], bool]) 
     list that is compared with a tuple, or ``x=1, y=2`` with ``1, 2``. ``equal`` compares two answers without items.
     """
     one, other = left.value, right.value
-    if not (isinstance(one, Items) and isinstance(other, Items)):
+    if not (isinstance(one, tuple) and isinstance(other, tuple)):
         return equal(left, right)
-    brackets = {one.brackets, other.brackets}  # a list without any may be a set, or a tuple in parentheses
-    if len(one.answers) != len(other.answers) or (len(brackets) > 1 and brackets not in ({"", "{}"}, {"", "()"})):
+    brackets = {left.brackets, right.brackets}  # a list without any may be a set, or a tuple in parentheses
+    if len(one) != len(other) or (len(brackets) > 1 and brackets not in ({"", "{}"}, {"", "()"})):
         return False
     variables_differ = left.variable and right.variable and left.variable != right.variable
-    if variables_differ or {one.word, other.word} == {"and", "or"}:
+    if variables_differ or {left.word, right.word} == {"and", "or"}:
         return False
-    ordered = any(items.brackets not in ("", "{}") for items in (one, other))
-    one_named, other_named = (len({item.variable for item in items.answers}) > 1 for items in (one, other))  # x=1, y=2
-    if ordered or one_named != other_named:
-        return all(agree(*pair, equal) for pair in zip(one.answers, other.answers, strict=True))
-    return Counter(one.answers) == Counter(other.answers) or _matched(one.answers, other.answers, equal)
+    one_named, other_named = (len({item.variable for item in items}) > 1 for items in (one, other))  # x=1, y=2
+    if brackets - {"", "{}"} or one_named != other_named:
+        return all(agree(*pair, equal) for pair in zip(one, other, strict=True))
+    return Counter(one) == Counter(other) or _matched(one, other, equal)
 
 
 def _matched(left: tuple[Answer, ...], right: tuple[Answer, ...], equal: Callable[[Answer, Answer], bool]) -> bool:
@@ -236,34 +227,21 @@ def _read(text: str, depth: int) -> Answer:
     if number is not None:
         return number
     text, variable = _one_kind_of_comma(text), variable.replace(" ", "")
-    items = _items(text, depth) if depth < _DEEPEST else None
-    if items is None:
-        return Answer(_PUNCTUATION.sub(r"\1", text).removeprefix("+"), variable=variable)
-    if items.brackets:
-        return Answer(items, variable=variable)
-    # x=1, 2 names both.
-    variable = variable or ("" if any(one.variable for one in items.answers[1:]) else items.answers[0].variable)
-    named = tuple(one if one.variable else replace(one, variable=variable) for one in items.answers)
-    return Answer(replace(items, answers=named))
-
-
-def _items(text: str, depth: int) -> Items | None:
-    """Return the items of a list, a set, a tuple or an interval, None for anything else."""
-    if r"\begin" in text:
-        return None
     inside, brackets = _brackets_around(text)
     texts, words = _items_of(inside)
     if brackets in ("", "{}"):
         texts = [signed for one in texts for signed in _both_signs(one)]
     elif len(signed := _both_signs(text)) > 1:
         texts, brackets = signed, ""
-    if len(texts) < 2:
-        return None
-    answers = tuple(_read(_without_braces(one), depth + 1) for one in texts)
-    if any(one.value == "" for one in answers):
-        return None
+    listed = len(texts) > 1 and depth < _DEEPEST and r"\begin" not in text
+    items = [_read(_without_braces(one), depth + 1) for one in texts] if listed else []
+    if not items or any(one.value == "" for one in items):
+        return Answer(_PUNCTUATION.sub(r"\1", text).removeprefix("+"), variable=variable)
+    if not brackets:  # x=1, 2 names both
+        variable = variable or ("" if any(one.variable for one in items[1:]) else items[0].variable)
+        items, variable = [one if one.variable else replace(one, variable=variable) for one in items], ""
     word = words.pop() if len(words) == 1 and _RELATION.search(text) else ""
-    return Items(answers, brackets, word)
+    return Answer(tuple(items), "", variable, brackets, word)
 
 
 def _number(text: str, variable: str) -> Answer | None:
@@ -378,7 +356,8 @@ def _brackets_around(text: str) -> tuple[str, str]:
     for part, opener in _walk(text) if text.endswith((")", "]", "}", "angle", "brace")) else ():
         if opener is not None and part["close"] and opener.start() == 0 and part.end() == len(text):
             pair = _BRACKETS.get(opener[0], "") + _BRACKETS.get(part[0], "")
-            return (text[opener.end() : part.start()].strip(), pair) if pair in _PAIRS else (text, "")
+            alike = len(pair) == 2 and ("{" in pair) == ("}" in pair)
+            return (text[opener.end() : part.start()].strip(), pair) if alike else (text, "")
     return text, ""
 
 
@@ -419,7 +398,6 @@ _UNITS = """
     per /
 """
 _UNIT_OF_WORD = {word: words.split()[0] for words in _UNITS.split("|") for word in words.split()}
-_SHORT_WORDS = frozenset({"of", "in"})
 # Words that change the number before them: with one of these it is not a number and a unit.
 _CHANGES_THE_NUMBER = """
     and or not plus minus over less more fewer than from between choose mod remainder divided multiplied squared cubed
@@ -449,9 +427,8 @@ def unit_of(text: str) -> str | None:
         word = match[1]
         known = _UNIT_OF_WORD.get(word if len(word) == 1 else word.lower())
         if known is None:
-            known = word = word.lower()
-            glued = match.start(1) == 0
-            if glued or word in _NO_UNIT or (len(word) < 3 and word not in _SHORT_WORDS):
+            word = word.lower()
+            if match.start(1) == 0 or word in _NO_UNIT or (len(word) < 3 and word not in ("of", "in")):
                 return None
             known = word.rstrip("s") if len(word) > 3 else word
         words.append(known + (match[2] or ""))

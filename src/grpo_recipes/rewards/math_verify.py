@@ -49,8 +49,8 @@ def _score(text: str, gold: str) -> float | None:
 
 
 def _readable(answer: answers.Answer) -> bool:
-    if isinstance(answer.value, answers.Items):
-        return all(map(_readable, answer.value.answers))
+    if isinstance(answer.value, tuple):
+        return all(map(_readable, answer.value))
     return not isinstance(answer.value, str) or _is_text(answer) or bool(_parsed(answer.value))
 
 
@@ -93,9 +93,9 @@ def _parsed(latex: str) -> tuple[Any, ...]:
 def _latex(answer: answers.Answer) -> str:
     """Return the answer without units, variables and dress, as LaTeX."""
     value = answer.value
-    if isinstance(value, answers.Items):
-        first, last = ("\\" + bracket if bracket in "{}" else bracket for bracket in value.brackets or ("", ""))
-        return first + ", ".join(map(_latex, value.answers)) + last
+    if isinstance(value, tuple):
+        first, last = ("\\" + bracket if bracket in "{}" else bracket for bracket in answer.brackets or ("", ""))
+        return first + ", ".join(map(_latex, value)) + last
     if isinstance(value, Fraction) and value.denominator != 1:
         return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
     return str(value)
