@@ -20,13 +20,12 @@ from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.rewards.load import (
     IsolatedReward,
     LimitRecords,
-    RewardWrapper,
     keep_rewards,
     key_of,
     load_rewards,
 )
 from grpo_recipes.rewards.pool import MOST_PROCESSES, START_SECONDS
-from grpo_recipes.rewards.score import RewardFailed, Score
+from grpo_recipes.rewards.score import RewardFailed, RewardWrapper, Score
 
 OWN = """
 import sys, time

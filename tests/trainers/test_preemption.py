@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from grpo_recipes.rewards.load import RewardWrapper
+from grpo_recipes.rewards.score import RewardWrapper
 from grpo_recipes.runs import stop_request as stop_module
 from grpo_recipes.runs.checkpoints import complete_checkpoints, step_of
 from grpo_recipes.runs.rundir import stop_file

@@ -29,8 +29,7 @@ from grpo_recipes.recipe.registry import (
     benchmark_columns,
     is_file,
 )
-from grpo_recipes.rewards.load import RewardWrapper
-from grpo_recipes.rewards.score import make_reward
+from grpo_recipes.rewards.score import RewardWrapper, make_reward
 from grpo_recipes.smoke import smoke_folder
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +18,7 @@ from grpo_recipes.paths import shown
 from grpo_recipes.recipe.registry import IN_CHILDREN
 from grpo_recipes.recipe.user_code import copy_path, copy_source, source_path, split_spec
 from grpo_recipes.rewards.pool import RewardPool
-from grpo_recipes.rewards.score import (
-    GIVEN_UP,
-    Reward,
-    RewardFailed,
-    Score,
-    call_reward,
-    described,
-    is_own,
-    load_reward,
-    make_reward,
-    parameters,
-    taken,
-)
-from grpo_recipes.runs.stop_request import CutShort, StopRequest
+from grpo_recipes.rewards.score import Reward, RewardWrapper, Score, is_own, load_reward, make_reward, taken
 
 _COPIES = "rewards"  # folder of the run directory
 # What TRL hands a reward beside the columns: live objects of the trainer.
@@ -90,43 +77,6 @@ def load_rewards(script_args: Any, args: Any, run_dir: Path) -> list[Reward]:
     if isolated:
         pool.start()
     return rewards
-
-
-class RewardWrapper:
-    """The user's reward as TRL calls it: on the whole batch, in this process and without limits.
-
-    It remembers the scores of the last call. RewardFailed where it raises, or does not return a number or None for each
-    completion.
-    """
-
-    timeout: float | None = None  # seconds it may take for one completion, None without a limit
-
-    def __init__(self, function: Callable[..., Any], spec: str, name: str):
-        self._function = function
-        self.spec = spec  # as the recipe names it
-        self.__name__ = name  # TRL's name for its metrics
-        self.scores: list[Score] = []  # (B,) of the last call
-        self.generation = 0  # number of the generation being scored
-        self.give_up_after: int | None = None  # unscored completions after which the rest is left out, None for all
-        self.stop: StopRequest | None = None  # leaves out the rest of a call; None outside a training
-
-    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        """Return the reward of each completion, (B,); None where it is unscored."""
-        self.scores = self._score(len(completions), {**columns, "completions": completions})
-        return [score.value for score in self.scores]
-
-    def _score(self, rows: int, columns: dict[str, Any]) -> list[Score]:
-        try:
-            with self.stop.interrupting() if self.stop else contextlib.nullcontext():
-                scores = call_reward(self._function, taken(columns, parameters(self._function)), rows)
-        except CutShort:
-            return [Score(None, GIVEN_UP)] * rows
-        except Exception as error:
-            raise RewardFailed(f"reward '{self.spec}' raised {described(error)}") from error
-        for score in scores:
-            if score.reason is not None and not score.reason.startswith("not a number"):
-                raise RewardFailed(f"reward '{self.spec}': {score.reason}")
-        return scores
 
 
 class IsolatedReward(RewardWrapper):

@@ -370,10 +370,7 @@ def _keep() -> NoReturn:
         tree.reap()
     tree.kill_descendants()
     code = os.waitstatus_to_exitcode(status)
-    died = f"exit of its process (code {code})"
-    if code < 0:
-        name = signal.Signals(-code).name
-        died = f"death of its process ({name}{', perhaps out of memory' if name == 'SIGKILL' else ''})"
+    died = f"exit of its process (code {code})" if code >= 0 else f"death of its process ({signal.Signals(-code).name})"
     with contextlib.suppress(BrokenPipeError):  # the parent is gone: nobody is left to hear it
         _reply(replies, {"died": died})
     os._exit(0)

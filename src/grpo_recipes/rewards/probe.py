@@ -23,8 +23,8 @@ from grpo_recipes.modebench.verify import is_problem, right_answers, wrong_answe
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.registry import ACCURACY, REWARDS
 from grpo_recipes.rewards.answers import same
-from grpo_recipes.rewards.load import IsolatedReward, RewardWrapper, load_rewards
-from grpo_recipes.rewards.score import Reward, RewardFailed, call_reward
+from grpo_recipes.rewards.load import IsolatedReward, load_rewards
+from grpo_recipes.rewards.score import Reward, RewardFailed, RewardWrapper, call_reward
 
 TAG, TAGGED_BOX, BOX = "<answer>%s</answer>", r"<answer>\boxed{%s}</answer>", r"\boxed{%s}"
 # Ways of writing an answer that a reward of ours reads; those of ``math_verify`` are also tried with the user's own.

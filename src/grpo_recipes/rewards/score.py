@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -14,6 +15,7 @@ from typing import Any
 from grpo_recipes.errors import translate
 from grpo_recipes.recipe.registry import REWARDS
 from grpo_recipes.recipe.user_code import copy_path, load_object, source_path, split_spec
+from grpo_recipes.runs.stop_request import CutShort, StopRequest
 
 Reward = Callable[..., list[float | None]]
 GIVEN_UP = "not called: too many unscored before it, or the run was stopped"
@@ -135,3 +137,40 @@ def described(error: BaseException) -> str:
     """Return an exception in one short line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}"[:_LONGEST_REASON] if lines else type(error).__name__
+
+
+class RewardWrapper:
+    """The user's reward as TRL calls it: on the whole batch, in this process and without limits.
+
+    It remembers the scores of the last call. RewardFailed where it raises, or does not return a number or None for each
+    completion.
+    """
+
+    timeout: float | None = None  # seconds it may take for one completion, None without a limit
+
+    def __init__(self, function: Callable[..., Any], spec: str, name: str):
+        self._function = function
+        self.spec = spec  # as the recipe names it
+        self.__name__ = name  # TRL's name for its metrics
+        self.scores: list[Score] = []  # (B,) of the last call
+        self.generation = 0  # number of the generation being scored
+        self.give_up_after: int | None = None  # unscored completions after which the rest is left out, None for all
+        self.stop: StopRequest | None = None  # leaves out the rest of a call; None outside a training
+
+    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        """Return the reward of each completion, (B,); None where it is unscored."""
+        self.scores = self._score(len(completions), {**columns, "completions": completions})
+        return [score.value for score in self.scores]
+
+    def _score(self, rows: int, columns: dict[str, Any]) -> list[Score]:
+        try:
+            with self.stop.interrupting() if self.stop else contextlib.nullcontext():
+                scores = call_reward(self._function, taken(columns, parameters(self._function)), rows)
+        except CutShort:
+            return [Score(None, GIVEN_UP)] * rows
+        except Exception as error:
+            raise RewardFailed(f"reward '{self.spec}' raised {described(error)}") from error
+        for score in scores:
+            if score.reason is not None and not score.reason.startswith("not a number"):
+                raise RewardFailed(f"reward '{self.spec}': {score.reason}")
+        return scores

@@ -11,8 +11,7 @@ import torch
 from accelerate.utils import gather_object
 
 from grpo_recipes.rewards.answers import completion_text
-from grpo_recipes.rewards.load import RewardWrapper
-from grpo_recipes.rewards.score import GIVEN_UP, Score
+from grpo_recipes.rewards.score import GIVEN_UP, RewardWrapper, Score
 from grpo_recipes.rollouts.backends import sampling_keys
 from grpo_recipes.runs.checkpoints import newest_complete
 from grpo_recipes.secrets import masked
