@@ -7,7 +7,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from grpo_recipes.data.problems import (
     BATCH_ROWS,
     Batch,
     Counts,
-    DataSource,
     Fetched,
     Message,
     Problems,
@@ -39,20 +38,12 @@ from grpo_recipes.errors import ConfigError, config_error, translate
 from grpo_recipes.recipe.configs import ScriptArguments
 
 
-def use_template(template: str | None, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give the tokenizer the recipe's chat template: TRL renders with it, and it is saved with the model."""
-    if template is not None:
-        tokenizer.chat_template = template
-    if tokenizer.chat_template is None:
-        raise config_error("chat_template", "the tokenizer has no chat template", "add chat_template to the recipe")
-
-
 @dataclass(frozen=True)
 class Renderer:
     """Render prompts as TRL's trainer does, which sends the server token ids and no messages."""
 
     tokenizer: PreTrainedTokenizerBase  # with its chat template
-    template_kwargs: dict[str, Any] = field(default_factory=dict)  # the recipe's ``chat_template_kwargs``
+    template_kwargs: dict[str, Any]  # the recipe's ``chat_template_kwargs``
 
     def text(self, prompt: list[Message]) -> str:
         """Return a prompt as text."""
@@ -70,6 +61,15 @@ class Renderer:
             return self.tokenizer.apply_chat_template(
                 prompts, add_generation_prompt=True, **how, **self.template_kwargs
             )
+
+
+def renderer_of(template: str | None, tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any] | None) -> Renderer:
+    """Give the tokenizer the recipe's chat template, which is saved with the model, and return what renders with it."""
+    if template is not None:
+        tokenizer.chat_template = template
+    if tokenizer.chat_template is None:
+        raise config_error("chat_template", "the tokenizer has no chat template", "add chat_template to the recipe")
+    return Renderer(tokenizer, kwargs or {})
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,9 @@ def load_prompts(
     needs, ``seed`` that of the shuffle of which ``max_train_prompts`` takes the first. A ConfigError says why the
     source cannot be read, which column is missing, that the template fails, or that too few prompts are left.
     """
+    renderer = renderer_of(args.chat_template, tokenizer, template_kwargs)
 
-    def prepare(renderer: Renderer) -> Prompts:
+    def prepare() -> Prompts:
         counts, limit = Counts(), args.max_train_prompts
         if args.dataset_mixture:
             kept, _ = mixed(args, counts, fetched)
@@ -128,7 +129,7 @@ def load_prompts(
             raise config_error(key or "prompts_per_step", "; ".join([what, *long, *counts.lines()]), fix)
         return Prompts(dataset, counts, renderer.text(dataset[0]["prompt"]))
 
-    return _prepared("train", args, tokenizer, template_kwargs, prepare)
+    return _prepared("train", prepare)
 
 
 def load_eval_prompts(
@@ -143,10 +144,18 @@ def load_eval_prompts(
     They are ``eval_dataset_name``, else what the mixture holds out, else ``dataset_test_split`` of ``dataset_name``:
     of these the share ``eval_subsample``, at least one and at most ``eval_max_prompts``, drawn by ``seed``.
     """
+    renderer = renderer_of(args.chat_template, tokenizer, template_kwargs)
 
-    def prepare(renderer: Renderer) -> Prompts:
+    def prepare() -> Prompts:
         counts = Counts()
-        rows, source = _eval_rows(args, counts, fetched)
+        source = eval_source(args) if args.eval_dataset_name or not args.dataset_mixture else None
+        rows = rows_of(source, args, fetched) if source else mixed(args, counts, fetched)[1]
+        if rows is None:
+            raise config_error("dataset_mixture", "nothing is held out to evaluate on", "add test_split_size to it")
+        if source and isinstance(rows, IterableDataset):  # no more of a stream than eval_max_prompts can need
+            most = math.ceil(args.eval_max_prompts / args.eval_subsample)
+            with reading(source.id):
+                rows = Dataset.from_list(list(rows.take(most)), features=rows.features)
         wanted = min(args.eval_max_prompts, max(1, round(args.eval_subsample * len(rows))))
         shuffled = rows.shuffle(seed=seed, keep_in_memory=True)
         found = Problems(rows.features, shuffled.iter(BATCH_ROWS))
@@ -159,30 +168,22 @@ def load_eval_prompts(
         title = f"evaluating on {len(dataset)} of {len(rows)} rows (eval_subsample {args.eval_subsample:g})"
         return Prompts(dataset, counts, renderer.text(dataset[0]["prompt"]), title)
 
-    return _prepared("eval", args, tokenizer, template_kwargs, prepare)
+    return _prepared("eval", prepare)
 
 
-def _prepared(
-    name: str,
-    args: ScriptArguments,
-    tokenizer: PreTrainedTokenizerBase,
-    template_kwargs: dict[str, Any] | None,
-    prepare: Callable[[Renderer], Prompts],
-) -> Prompts:
+def _prepared(name: str, prepare: Callable[[], Prompts]) -> Prompts:
     """Call ``prepare`` in rank 0 alone; every rank maps the dataset that it left under ``<run>/prompts``.
 
     The run directory is on a file system that all nodes share. With one process nothing is written. A ConfigError of
     ``prepare`` is raised on every rank; where it fails in another way, the other ranks raise a RuntimeError.
     """
-    use_template(args.chat_template, tokenizer)
-    renderer = Renderer(tokenizer, template_kwargs or {})
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-        return prepare(renderer)
+        return prepare()
     failure: Exception | None = None
     outcome: dict[str, Any] = {}  # what rank 0 sends the others
     if torch.distributed.get_rank() == 0:
         try:
-            prompts, home = prepare(renderer), Path(os.environ["GRPO_RUN_DIR"]) / "prompts"
+            prompts, home = prepare(), Path(os.environ["GRPO_RUN_DIR"]) / "prompts"
             home.mkdir(exist_ok=True)
             for old in home.glob(f"{name}-*"):  # of an earlier attempt
                 shutil.rmtree(old)
@@ -212,23 +213,6 @@ def first_problems(args: ScriptArguments, most: int, fetched: Fetched | None = N
     source = train_source(args)
     found = problems(rows_of(source, args, fetched), source, args, Counts(), batch_rows=most)
     return collected(found, most).to_list()
-
-
-def _eval_rows(args: ScriptArguments, counts: Counts, fetched: Fetched | None) -> tuple[Dataset, DataSource | None]:
-    """Return the rows to draw from, and what they are; None for the problems that a mixture held out."""
-    if args.dataset_mixture and not args.eval_dataset_name:
-        _, held = mixed(args, counts, fetched)
-        if held is None:
-            raise config_error("dataset_mixture", "nothing is held out to evaluate on", "add test_split_size to it")
-        return held, None
-    source = eval_source(args)
-    rows = rows_of(source, args, fetched)
-    if isinstance(rows, IterableDataset):
-        # No more of a stream than eval_max_prompts can need.
-        most = math.ceil(args.eval_max_prompts / args.eval_subsample)
-        with reading(source.id):
-            rows = Dataset.from_list(list(rows.take(most)), features=rows.features)
-    return rows, source
 
 
 def _fitting(found: Problems, renderer: Renderer, args: ScriptArguments, counts: Counts, limit: int | None) -> Dataset:

@@ -13,6 +13,7 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
@@ -156,10 +157,10 @@ def probe(
     pairs = zip(shown, scores, strict=True)
     tries = [replace(one, value=score.value, reason=score.reason) for (_, one), score in pairs]
     missing = [one for one in tries if one.value is None]
-    means = max((_means(tries, group) for group in ([writings] if ours else zip(writings, strict=True))), key=_apart)
-    finding = ProbeResult(
-        name, sum(one.right for one in tries), sum(not one.right for one in tries), *means, len(missing)
-    )
+    groups = [writings] if ours else [[writing] for writing in writings]
+    _, *means = max((_means(tries, group) for group in groups), key=itemgetter(0))
+    right = sum(one.right for one in tries)
+    finding = ProbeResult(name, right, len(tries) - right, *means, len(missing))
     bad = _judge(finding, tries) if name in ACCURACY or name == "cosine_length" else []
     unfit = [one for one in missing if (one.reason or "").startswith(_UNFIT)]
     if unfit or len(missing) > most_missing * len(tries):
@@ -201,16 +202,12 @@ def _tries(rows: Sequence[dict[str, Any]], writings: Sequence[str]) -> list[tupl
     return shown
 
 
-def _means(tries: list[Try], writings: Sequence[str]) -> tuple[float | None, float | None]:
-    """Return the means of right and wrong ones in these writings."""
+def _means(tries: list[Try], writings: Sequence[str]) -> tuple[float, float | None, float | None]:
+    """Return how far the means of right and wrong ones in these writings are apart, and both."""
     known = [(one.right, one.value) for one in tries if one.writing in writings and one.value is not None]
     right, wrong = ([value for is_right, value in known if is_right is side] for side in (True, False))
-    return fmean(right) if right else None, fmean(wrong) if wrong else None
-
-
-def _apart(means: tuple[float | None, float | None]) -> float:
-    right, wrong = means
-    return -1.0 if right is None or wrong is None else abs(right - wrong)
+    apart = abs(fmean(right) - fmean(wrong)) if right and wrong else -1.0
+    return apart, fmean(right) if right else None, fmean(wrong) if wrong else None
 
 
 def _judge(finding: ProbeResult, tries: list[Try]) -> list[Try]:

@@ -13,7 +13,7 @@ from typing import Any
 from trl import TrlParser, get_peft_config
 
 from grpo_recipes import smoke
-from grpo_recipes.data.prompts import Renderer, use_template
+from grpo_recipes.data.prompts import Renderer, renderer_of
 from grpo_recipes.errors import ConfigError, Problem, collect, config_error, translate
 from grpo_recipes.fetch.assets import Assets, find_assets
 from grpo_recipes.paths import shown
@@ -94,8 +94,7 @@ def _prompts(recipe: Recipe, rows: list[dict[str, Any]], args: GRPOConfig, model
     where, fix = recipe.place("model_name_or_path"), "name a model with its tokenizer files"
     with quoting((OSError, ValueError), where, "the tokenizer cannot be loaded", fix):
         tokenizer = smoke.build_tokenizer() if _is_smoke(recipe) else load_tokenizer(model_args, args)
-    use_template(recipe["chat_template"], tokenizer)
-    renderer = Renderer(tokenizer, recipe["chat_template_kwargs"] or {})
+    renderer = renderer_of(recipe["chat_template"], tokenizer, recipe["chat_template_kwargs"])
     prompts = [row["prompt"] for row in rows]
     lengths = renderer.lengths(prompts)
     limit = recipe["max_prompt_length"]
