@@ -356,23 +356,21 @@ def mixed(args: ScriptArguments, counts: Counts, fetched: Fetched | None = None)
     joined = concatenate_datasets([part.select_columns(common) for part in parts])
     shuffled = joined.shuffle(seed=seed, keep_in_memory=True)
     joined = collected(distinct(Problems(shuffled.features, shuffled.iter(BATCH_ROWS)), counts))
-    return (joined, None) if mixture.test_split_size is None else _split(joined, float(mixture.test_split_size))
-
-
-def _split(rows: Dataset, size: float) -> tuple[Dataset, Dataset]:
-    """Hold out the first ``size`` of shuffled rows, a share or a number; all rows of a prompt are on one side."""
-    wanted = max(1, round(size * len(rows))) if size < 1 else int(size)
+    if mixture.test_split_size is None:
+        return joined, None
+    size = float(mixture.test_split_size)  # a share, or a number of rows; all rows of a prompt are on one side
+    wanted = max(1, round(size * len(joined))) if size < 1 else int(size)
     groups: dict[bytes, list[int]] = {}
-    for index, prompt in enumerate(rows["prompt"]):
+    for index, prompt in enumerate(joined["prompt"]):
         groups.setdefault(prompt_key(prompt), []).append(index)
     held: list[int] = []
     kept: list[int] = []
     for group in groups.values():
         (held if len(held) < wanted else kept).extend(group)
     if not kept:
-        what = f"test_split_size {size:g} of {len(rows)} rows leaves none to train on"
+        what = f"test_split_size {size:g} of {len(joined)} rows leaves none to train on"
         raise config_error("dataset_mixture", what, "hold out fewer rows")
-    return rows.select(sorted(kept)), rows.select(held)
+    return joined.select(sorted(kept)), joined.select(held)
 
 
 def _part(entry: DatasetConfig, seed: int, args: ScriptArguments, counts: Counts, fetched: Fetched | None) -> Dataset:
