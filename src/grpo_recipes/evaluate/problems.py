@@ -8,27 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_recipes.data.problems import (
-    DataSource,
-    Fetched,
-    Message,
-    answer_of,
-    chat_of,
-    column_names,
-    read_rows,
-    rows_of,
-)
+from grpo_recipes.data.problems import DataSource, Fetched, Message, answer_of, chat_of, read_rows, rows_of
 from grpo_recipes.errors import config_error
 from grpo_recipes.modebench.dataset import TASKS
 from grpo_recipes.recipe.configs import ScriptArguments
-from grpo_recipes.recipe.registry import (
-    ACCURACY,
-    BENCHMARKS,
-    SMOKE_BENCHMARK,
-    Benchmark,
-    benchmark_columns,
-    is_file,
-)
+from grpo_recipes.recipe.registry import ACCURACY, BENCHMARKS, SMOKE_BENCHMARK, Benchmark, benchmark_columns, is_file
 from grpo_recipes.rewards.score import RewardWrapper, make_reward
 from grpo_recipes.smoke import smoke_folder
 
@@ -78,7 +62,7 @@ def _file_benchmark(name: str, args: ScriptArguments) -> Benchmark:
     path = os.path.expanduser(name)
     if not os.path.isfile(path):
         raise config_error("benchmarks", f"no file '{name}'", "put it back, or leave it out")
-    names = column_names(read_rows(path, None, "test"))
+    names = read_rows(path, None, "test").column_names or []
     columns = benchmark_columns(names, (args.dataset_prompt_column, args.dataset_solution_column))
     if columns is None:
         raise config_error("benchmarks", f"'{name}' has the columns {', '.join(names)}", "name two problem and answer")
