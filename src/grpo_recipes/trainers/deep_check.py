@@ -13,7 +13,7 @@ from typing import Any
 from trl import TrlParser, get_peft_config
 
 from grpo_recipes import smoke
-from grpo_recipes.data.prompts import Renderer, renderer_of
+from grpo_recipes.data.prompts import renderer_of
 from grpo_recipes.errors import ConfigError, Problem, collect, config_error, translate
 from grpo_recipes.fetch.assets import Assets, find_assets
 from grpo_recipes.paths import shown
