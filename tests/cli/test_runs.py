@@ -15,7 +15,7 @@ import pytest
 
 from grpo_recipes import cli
 from grpo_recipes.plan.devices import Resources
-from grpo_recipes.runs.rundir import Run, claim, new_run, no_requeue_file, read_json, stop_file, write_json
+from grpo_recipes.runs.rundir import NO_REQUEUE, Run, claim, new_run, read_json, stop_file, write_json
 from grpo_recipes.slurm import client
 
 CPU = Resources("cpu", (), 2)
@@ -161,7 +161,6 @@ def test_state_of_a_run_with_a_job(folder, fake_slurm, capsys, status, state, ex
 @pytest.mark.parametrize(
     ("file", "content"),
     [
-        ("run.json", "{"),
         ("summary.json", ""),
         ("summary.json", "[]"),
         ("job.json", ""),
@@ -176,6 +175,17 @@ def test_a_damaged_run_directory_is_told_and_hides_no_other(folder, capsys, file
     assert f"runs/wrong-stamp/{file}: is damaged (" in said(capsys, "status", "wrong-stamp", code=2)
     table = said(capsys, "status")
     assert f"wrong-stamp  damaged: {file}" in table and "right-stamp  completed" in table
+
+
+def test_a_run_whose_identity_is_damaged_is_shown_and_stopped_all_the_same(folder, capsys) -> None:
+    run = made(folder)
+    (run.folder / "run.json").write_text("{")
+    lock = claim(run)
+    assert "state    running\n" in said(capsys, "status", "last")
+    assert f"{run.folder.name}  running" in said(capsys, "status")
+    assert "it saves after the step in flight" in said(capsys, "stop", "last")
+    assert stop_file(run.folder).exists()
+    os.close(lock)
 
 
 def test_rows_without_an_end_have_no_time_left(folder, capsys) -> None:
@@ -291,11 +301,11 @@ def test_a_line_that_does_not_end_holds_nothing_up(folder, capsys, monkeypatch) 
     run = made(folder)
     log = written(folder, "trainer.log", "begun\n")
     follower = runs.Follower(["trainer"], 5)
-    follower.look(Run.at(run.folder))
+    follower.look(Run(run.folder))
     with log.open("a") as file:
         file.write("bar\r" * 100 + "\nafter\n")
     for _ in range(6):
-        follower.look(Run.at(run.folder))
+        follower.look(Run(run.folder))
     assert capsys.readouterr().out.endswith("\nafter\n")
 
 
@@ -303,7 +313,7 @@ def test_stop_asks_to_save_and_forbids_the_requeue(folder, capsys) -> None:
     run = made(folder)
     lock = claim(run)
     assert "saves after the step in flight" in said(capsys, "stop", "last")
-    assert stop_file(run.folder).exists() and no_requeue_file(run.folder).exists()
+    assert stop_file(run.folder).exists() and (run.folder / NO_REQUEUE).exists()
     os.close(lock)
 
 

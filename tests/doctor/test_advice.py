@@ -29,7 +29,7 @@ def test_a_cause_has_its_advice(make_run, cause, said):
 def test_a_known_cause_reads_no_file_of_the_run(make_run):
     run = make_run(cause="the vLLM server died before it was ready")
     (run.folder / "recipe.yaml").write_text("a: [")
-    assert "grpo check --deep RECIPE" in advice(Run.at(run.folder), run.cause)
+    assert "grpo check --deep RECIPE" in advice(Run(run.folder), run.cause)
 
 
 def test_the_cause_counts_before_what_stands_in_a_log(make_run):

@@ -38,7 +38,7 @@ def test_a_launcher_that_was_killed_and_one_that_lives(make_run):
     assert killed.status == "problem" and "killed" in killed.value
     with (run.folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert endings.ending(run).value == "running, 0 steps so far"
+        assert endings.ending(run).value == "running, 0 steps"
 
 
 def test_checkpoints(make_run, row):

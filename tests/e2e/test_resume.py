@@ -64,7 +64,7 @@ def test_a_run_whose_newest_checkpoint_lost_a_bit_goes_on_from_the_one_before(la
     second = launch("--resume", str(first.run_dir), "--max_steps", str(step_of(newest)))
 
     assert second.wait() == 0, second.output
-    what = "model.safetensors no longer has the bytes that were saved"
+    what = "model.safetensors was changed since the run wrote it"
     assert f"{newest.name} is damaged: {what}; it is now {newest.name}.damaged, resuming from {older.name}\n" in (
         second.output
     )

@@ -210,7 +210,7 @@ def test_a_resumed_run_uses_its_commits_whatever_was_fetched_later(
 ) -> None:
     recipe = read()
     fetch(recipe, environment, OLD)
-    run = Run(tmp_path, {"run_name": "a"})
+    run = Run(tmp_path)
     record_assets(run, find_assets(recipe, environment))
     fetch(recipe, environment, NEW)
     recorded = read_json(tmp_path / "run.json")["sources"]
@@ -229,7 +229,7 @@ def test_a_resumed_run_uses_its_commits_whatever_was_fetched_later(
 def test_identity_is_made_once_and_places_each_time(read: Read, environment: dict[str, str], tmp_path: Path) -> None:
     recipe = read()
     fetch(recipe, environment, OLD)
-    run = Run(tmp_path, {"run_name": "a"})
+    run = Run(tmp_path)
     record_assets(run, find_assets(recipe, environment))
     made = (tmp_path / "run.json").read_text()
     fetch(recipe, environment, NEW)
@@ -243,7 +243,7 @@ def test_only_fetched_datasets_are_looked_up(tmp_path: Path, read: Read, environ
     (tmp_path / "rows.jsonl").write_text('{"problem": 1, "answer": 2}\n')
     recipe = read(dataset_name=str(tmp_path / "rows.jsonl"))
     fetch(recipe, environment, OLD)
-    record_assets(Run(tmp_path, {}), find_assets(recipe, environment))
+    record_assets(Run(tmp_path), find_assets(recipe, environment))
     lookup = fetched_sets(tmp_path)
     assert lookup(str(tmp_path / "rows.jsonl"), None, "train") is None
     assert lookup("Qwen/Qwen2.5-1.5B-Instruct", None, "train") is None

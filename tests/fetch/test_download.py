@@ -27,7 +27,7 @@ from grpo_recipes.runs.rundir import Run
 from grpo_recipes.recipe import read_recipe
 import os
 sources = find_assets(read_recipe(Path("recipe.yaml")), os.environ)
-run = Path("run"); run.mkdir(); record_assets(Run(run, {}), sources)
+run = Path("run"); run.mkdir(); record_assets(Run(run), sources)
 model = AutoModelForCausalLM.from_pretrained(sources.model.path)
 tokenizer = AutoTokenizer.from_pretrained(sources.model.path)
 rows = read_rows("ada/rows", None, "train", fetched=fetched_sets(run))

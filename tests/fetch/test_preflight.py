@@ -94,7 +94,7 @@ def test_a_resumed_run_gets_its_own_commits_back(shell: Shell, hub: FakeHub, var
     began_with = need_assets(recipe, variables(), None, ["recipe.yaml"])
     run = shell.folder / "runs" / "offline-1"
     run.mkdir(parents=True)
-    record_assets(Run(run, {"run_name": "offline"}), began_with)
+    record_assets(Run(run), began_with)
     (run / "recipe.yaml").write_text(recipe.as_yaml())
     model = hub.repos["model", "ada/sums"]
     model.commit({**model.files(), "notes.txt": b"later"}, "later")

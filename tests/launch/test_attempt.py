@@ -13,7 +13,7 @@ from grpo_recipes.launch.processes import Ending
 from grpo_recipes.plan.types import Names
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.runs.checkpoints import publish
-from grpo_recipes.runs.rundir import Run, no_requeue_file, read_json, write_json
+from grpo_recipes.runs.rundir import NO_REQUEUE, Run, read_json, write_json
 from grpo_recipes.slurm.client import SlurmJob
 
 JOB = SlurmJob(7, "cluster", 1, None)
@@ -43,7 +43,7 @@ def attempt(read, planned, tmp_path):
         staged.mkdir()
         publish(staged, folder / "checkpoints", saved, 1)
         write_json(folder / "summary.json", {"status": "running", "restarts": 1, "idle_attempts": idle})
-        run = Run(folder, {"run_name": "mine"})
+        run = Run(folder)
         recipe = read(**keys)
         names = Names(folder, "mine", "mine-abcd", "stamp")
         scratch = Scratch(tmp_path / "disk", tmp_path / "memory")
@@ -84,7 +84,7 @@ def test_nothing_else_is(attempt, scontrol, ending, wanted, job):
 
 def test_grpo_stop_keeps_it_from_coming_back(attempt, scontrol, capsys):
     made = attempt()
-    no_requeue_file(made.run.folder).touch()
+    (made.run.folder / NO_REQUEUE).touch()
     finish(made, STOPPED, wants_requeue=True, job=JOB)
     assert summary_of(made)["status"] == "stopped" and not scontrol.exists()
     assert "grpo: not requeued: grpo stop asked for the end" in capsys.readouterr().out

@@ -25,7 +25,7 @@ from grpo_recipes.launch.supervisor import Restarts, Supervisor, supervise
 from grpo_recipes.plan.types import Names, OnLoss, Process
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.runs.checkpoints import complete_checkpoints
-from grpo_recipes.runs.rundir import Run, read_json, read_metrics, server_state_file, stop_file
+from grpo_recipes.runs.rundir import SERVER_STATE, Run, read_json, read_metrics, stop_file
 
 FAKE = str(Path(__file__).with_name("fake_processes.py"))
 
@@ -75,7 +75,7 @@ class FakeRun:
         os.kill(record["pid"], signum)
 
     def state(self) -> dict:
-        return read_json(server_state_file(self.folder))
+        return read_json(self.folder / SERVER_STATE)
 
     def summary(self) -> dict:
         return read_json(self.folder / "summary.json")
@@ -118,7 +118,7 @@ def fake_run(read, planned, tmp_path):
             *others,
         ]
         environment = {**os.environ, "GRPO_RUN_DIR": str(folder), "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
-        run = Run(folder, {"run_name": "fake"})
+        run = Run(folder)
         names = Names(folder, "fake", "name", "stamp")
         plan = replace(plan, processes=processes)
         return FakeRun(Attempt(run, recipe, plan, names, scratch, environment, resumed="", workers=NodeWorkers(1)))

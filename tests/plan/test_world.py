@@ -14,7 +14,7 @@ def test_a_checkpoint_of_another_number_of_processes_is_refused(planned, tmp_pat
     staged = tmp_path / "checkpoints" / "partial" / "checkpoint-5"
     staged.mkdir(parents=True)
     publish(staged, tmp_path / "checkpoints", 5, 2)
-    run = Run(tmp_path, {})
+    run = Run(tmp_path)
 
     need_same_world(run, planned(gpus=("0", "1", "2")))
     with pytest.raises(ConfigError, match=r"checkpoint-5 is of 2 processes, the plan has 3.*--num_processes 2"):

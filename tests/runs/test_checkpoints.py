@@ -27,7 +27,6 @@ from grpo_recipes.runs.checkpoints import (
     complete_checkpoints,
     damage,
     digest_of,
-    has_its_checksum,
     is_complete,
     need_same_files,
     newest_complete,
@@ -35,6 +34,7 @@ from grpo_recipes.runs.checkpoints import (
     publish,
     rewriting,
     verified_checkpoint,
+    with_checksum,
 )
 from grpo_recipes.runs.rundir import Run
 
@@ -214,7 +214,8 @@ def test_the_marker_holds_a_digest_of_each_file_and_of_itself(tmp_path):
     (checkpoint,) = published(tmp_path, 5)
     marker = json.loads((checkpoint / MARKER).read_text())
     assert marker["digests"] == {name: xxhash.xxh3_128(content).hexdigest() for name, content in FILES.items()}
-    assert has_its_checksum(marker) and not has_its_checksum(marker | {"world_size": 3})
+    other = marker | {"world_size": 3}
+    assert with_checksum(marker) == marker and with_checksum(other) != other
 
 
 def test_an_undamaged_checkpoint_is_verified_without_a_word(tmp_path):
@@ -236,7 +237,7 @@ def test_a_flipped_bit_is_named_and_the_checkpoint_before_is_resumed(tmp_path, n
         said = []
         assert verified_checkpoint(folder, said.append) == older == newest_complete(folder)
         assert said == [
-            f"checkpoint-6 is damaged: {name} no longer has the bytes that were saved; it is now checkpoint-6.damaged, "
+            f"checkpoint-6 is damaged: {name} was changed since the run wrote it; it is now checkpoint-6.damaged, "
             "resuming from checkpoint-3"
         ]
         assert (folder / "checkpoint-6.damaged" / name).exists()  # nothing is deleted
@@ -265,8 +266,7 @@ def test_every_damaged_one_is_named_and_a_second_time_too(tmp_path):
     assert verified_checkpoint(tmp_path, said.append) == oldest
     assert [line.split(",")[0] for line in said] == [
         "checkpoint-9 is damaged: trainer_state.json is missing; it is now checkpoint-9.damaged-2",
-        "checkpoint-6 is damaged: model.safetensors no longer has the bytes that were saved; it is now "
-        "checkpoint-6.damaged",
+        "checkpoint-6 is damaged: model.safetensors was changed since the run wrote it; it is now checkpoint-6.damaged",
     ]
 
 
@@ -365,7 +365,7 @@ def test_a_flipped_bit_is_refused_by_name_and_taken_on_purpose(run, name, place)
         need_same_files(run.folder, allow_changed=False)
     (problem,) = refused.value.problems
     assert problem.where.endswith(name) and problem.what == "was changed since the run wrote it"
-    assert "put it back" in problem.fix and "--allow-changed-code" in problem.fix
+    assert "restore what the run wrote" in problem.fix and "--allow-changed-code" in problem.fix
     with pytest.raises(ConfigError):
         resume(run)
 
@@ -401,7 +401,9 @@ def test_no_bit_of_the_record_itself_can_flip_unnoticed(run) -> None:
 def test_an_edited_recipe_is_not_applied_without_a_word(run, capsys) -> None:
     recipe = run.folder / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("max_steps: 60", "max_steps: 5"))
-    with pytest.raises(ConfigError, match=r"recipe\.yaml: was changed .*give the change as a flag \(--KEY VALUE\), or"):
+    with pytest.raises(
+        ConfigError, match=r"recipe\.yaml: was changed .*give a change of the recipe as a flag \(--KEY VALUE\), or"
+    ):
         resume(run)
     resume(run, allow=True)
     assert "recipe.yaml was changed since the run wrote it" in capsys.readouterr().out

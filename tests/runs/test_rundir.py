@@ -23,7 +23,6 @@ from grpo_recipes.runs.rundir import (
     claim,
     find_run,
     finish_summary,
-    is_claimed,
     move_rows_after,
     new_run,
     read_json,
@@ -179,7 +178,7 @@ def test_a_missing_file_reads_as_empty(tmp_path):
 
 
 def test_a_run_directory_is_claimed_once_and_free_again_afterwards(tmp_path: Path) -> None:
-    run = Run(tmp_path, {"run_name": "run"})
+    run = Run(tmp_path)
     held = claim(run)
 
     with pytest.raises(ConfigError, match="another launch is running"):
@@ -190,16 +189,16 @@ def test_a_run_directory_is_claimed_once_and_free_again_afterwards(tmp_path: Pat
 
 
 def test_looking_at_the_lock_keeps_no_launch_out(tmp_path: Path) -> None:
-    assert not is_claimed(tmp_path)
+    assert not Run(tmp_path).is_running()
     (tmp_path / "lock").touch()
     looking = (tmp_path / "lock").open()
-    fcntl.flock(looking, fcntl.LOCK_SH)  # as is_claimed does, for the blink of an eye
-    assert not is_claimed(tmp_path)  # two that look do not take one another for a launch
+    fcntl.flock(looking, fcntl.LOCK_SH)  # as is_running does, for the blink of an eye
+    assert not Run(tmp_path).is_running()  # two that look do not take one another for a launch
     threading.Timer(0.1, looking.close).start()
-    held = claim(Run(tmp_path, {}))
-    assert is_claimed(tmp_path)
+    held = claim(Run(tmp_path))
+    assert Run(tmp_path).is_running()
     os.close(held)
-    assert not is_claimed(tmp_path)
+    assert not Run(tmp_path).is_running()
 
 
 def test_without_file_locks_nothing_is_known_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +207,7 @@ def test_without_file_locks_nothing_is_known_to_run(tmp_path: Path, monkeypatch:
 
     (tmp_path / "lock").touch()
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    assert not is_claimed(tmp_path)
+    assert not Run(tmp_path).is_running()
 
 
 # --- rows past a checkpoint are moved aside, not lost --------------------------------------------------------------

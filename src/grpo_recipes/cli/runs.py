@@ -25,7 +25,7 @@ from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.report.compare import write_comparison
 from grpo_recipes.report.single import write_report
 from grpo_recipes.runs.health import notices_of
-from grpo_recipes.runs.rundir import Run, clock, find_run, finish_summary, launcher_of, no_requeue_file, stop_file
+from grpo_recipes.runs.rundir import NO_REQUEUE, Run, clock, find_run, finish_summary, launcher_of, runs_in, stop_file
 from grpo_recipes.secrets import masked
 from grpo_recipes.slurm.client import NO_ANSWER, Job, cancel, find_job, my_jobs
 from grpo_recipes.slurm.profile import KEYS, Profile
@@ -261,23 +261,20 @@ def status(options: argparse.Namespace) -> int:
 
 def _print_runs() -> None:
     """Print a table of the runs in RUN_ROOT."""
-    folders = [path.parent for path in _run_root().glob("*/run.json")]
-    if not folders:
+    runs = runs_in(_run_root())
+    if not runs:
         print(f"grpo: there is no run in {shown(_run_root())}")
         return
     jobs = my_jobs()  # None where Slurm does not answer
     rows: list[tuple[str, ...]] = [("run", "state", "job", "step", "reward", "left")]
-    files = [*_run_root().glob("*/run.json"), *_run_root().glob("*/summary.json")]
-    changed = {path.parent: path.stat().st_mtime for path in files}  # the summary's, where there is one
-    for folder in sorted(folders, key=lambda folder: changed[folder], reverse=True):
+    for run in runs:
         try:
-            run = Run.at(folder)
             unknown = Job(run.job_id, NO_ANSWER) if run.job_id else None
             job = unknown if jobs is None else jobs.get(run.job_id)
             state, over = _state(run, job)
-            rows.append((folder.name, state, run.job_id, *_progress(run, over)))
+            rows.append((run.folder.name, state, run.job_id, *_progress(run, over)))
         except ConfigError as error:
-            rows.append((folder.name, f"damaged: {Path(error.problems[0].where).name}", "", "", "", ""))
+            rows.append((run.folder.name, f"damaged: {Path(error.problems[0].where).name}", "", "", "", ""))
     print(*aligned(rows), sep="\n")
 
 
@@ -355,7 +352,7 @@ def _follow(folder: Path, follower: Follower) -> None:
     """Print what is new until the run is over, the last lines included."""
     said, asked_at = "", -_SLURM_SECONDS
     while True:
-        run = Run.at(folder)
+        run = Run(folder)
         if time.monotonic() - asked_at >= _SLURM_SECONDS:
             asked_at = time.monotonic()
             state, over = _state(run, _job_of(run))
@@ -363,7 +360,7 @@ def _follow(folder: Path, follower: Follower) -> None:
                 print(f"grpo: {state}", flush=True)
             said = state
             if over:
-                follower.look(Run.at(folder))
+                follower.look(Run(folder))
                 print(f"grpo: {shown(folder)} is over: {state}")
                 return
         follower.look(run)
@@ -382,7 +379,7 @@ def stop(options: argparse.Namespace) -> int:
     state, over = _state(found, job)
     if over:
         raise config_error(options.which, f"{shown(found.folder)} is over: {state}", "there is nothing to stop")
-    no_requeue_file(found.folder).touch()
+    (found.folder / NO_REQUEUE).touch()
     if job is not None and (job.waits or found.summary.get("status") != "running"):
         cancel(job.id)  # nothing of it runs: there is nothing to save, and nobody who would see a request
         finish_summary(found.folder, status="stopped", cause="taken out of the queue by grpo stop")

@@ -29,7 +29,7 @@ from grpo_recipes.runs import rundir
 from grpo_recipes.runs.checkpoints import newest_complete, rewriting, step_of
 from grpo_recipes.runs.endings import advice
 from grpo_recipes.runs.health import notices_of
-from grpo_recipes.runs.rundir import Run, no_requeue_file, read_json, write_json
+from grpo_recipes.runs.rundir import NO_REQUEUE, Run, read_json, write_json
 from grpo_recipes.slurm.client import SlurmJob, requeue, why_no_requeue
 from grpo_recipes.stats import result_line
 
@@ -61,7 +61,7 @@ def prepare(run: Run, recipe: Recipe, plan: Plan, names: Names, resources: Resou
     plan = replace(plan, processes=[replace(process, log=new_log(process.log)) for process in plan.processes])
     freeze_inputs(run, recipe, plan)
     records = (run.folder / "processes").glob("*.json")
-    for path in (*records, rundir.stop_file(run.folder), no_requeue_file(run.folder)):
+    for path in (*records, rundir.stop_file(run.folder), run.folder / NO_REQUEUE):
         path.unlink(missing_ok=True)
     if resources.job is not None:
         note_job(run.folder, recipe, resources.job.name)
@@ -151,7 +151,7 @@ def finish(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob 
     job = job if wants_requeue and ending.code == EXIT_STOPPED else None
     why_not = None
     if job:
-        why_not = why_no_requeue(no_requeue_file(folder).exists(), job.restarts, attempt.recipe["max_requeues"], idle)
+        why_not = why_no_requeue((folder / NO_REQUEUE).exists(), job.restarts, attempt.recipe["max_requeues"], idle)
     goes_on = job is not None and why_not is None
     status = "requeued" if goes_on else _status(ending)
     summary = rundir.finish_summary(
@@ -168,7 +168,7 @@ def finish(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob 
         attempt.publisher.abandon()
     say(f"{smoke}{status} with exit code {ending.code}: {ending.cause} ({rewards})")
     if status == "failed":
-        say(f"fix: {advice(Run.at(folder), ending.cause)}")
+        say(f"fix: {advice(Run(folder), ending.cause)}")
     if job and goes_on:
         why_not = requeue(job)
     if why_not:

@@ -20,7 +20,7 @@ from grpo_recipes.plan.ports import Activity, generated_tokens
 from grpo_recipes.process.reports import print_line, say
 from grpo_recipes.process.tree import descendants
 from grpo_recipes.runs.health import Health
-from grpo_recipes.runs.rundir import Progress, read_json, read_metrics
+from grpo_recipes.runs.rundir import Progress, json_mapping, read_metrics
 from grpo_recipes.slurm.client import Walltime, job_end_time
 
 _PHASE_SECONDS = 1.0  # between two looks at the ranks' phases
@@ -45,7 +45,7 @@ class Phase:
 
 def read_phases(run_dir: Path) -> list[Phase]:
     """Return the phase of every rank that has written one, by rank."""
-    records = {path: read_json(path) for path in (run_dir / "processes").glob("phase_*.json")}
+    records = {path: json_mapping(path) for path in (run_dir / "processes").glob("phase_*.json")}
     phases = [
         Phase(int(path.stem.removeprefix("phase_")), record["phase"], record["step"], record["since"])
         for path, record in records.items()

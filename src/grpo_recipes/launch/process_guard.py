@@ -21,7 +21,7 @@ from grpo_recipes.paths import shown
 from grpo_recipes.process import tree
 from grpo_recipes.process.scratch import Scratch, SegmentRecorder
 from grpo_recipes.report.single import report_line
-from grpo_recipes.runs.rundir import finish_summary, stop_file, sync_folder, write_json, write_last_json
+from grpo_recipes.runs.rundir import SYNC_FOLDER, finish_summary, stop_file, write_json, write_last_json
 
 _TICK_SECONDS = 0.05
 _SAVE_SECONDS = 25.0  # a little longer than the launcher waits after SIGTERM
@@ -112,7 +112,7 @@ def _report_dead_launcher(options: argparse.Namespace) -> None:
     print(f"grpo: {cause}; continue with: {resume}", file=sys.stderr, flush=True)
     finish_summary(run_dir, status="failed", exit_code=128 + signal.SIGKILL, failed_rank=None, cause=cause)
     scratch.remove()
-    shutil.rmtree(sync_folder(run_dir), ignore_errors=True)
+    shutil.rmtree(run_dir / SYNC_FOLDER, ignore_errors=True)
     report_line(run_dir)
 
 

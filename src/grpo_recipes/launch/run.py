@@ -70,7 +70,7 @@ def _prepare(options: Options, resources: Resources, stop: StopSignals, workers:
         raise config_error("working folder", what, "launch from a folder you may write to") from None
     if run is not None:
         claim(run)
-        run = Run.at(run.folder)  # the launch that had it until now may have written plan.json since we looked
+        run = Run(run.folder)  # the launch that had it until now may have written plan.json since we looked
         verified_checkpoint(run.folder / "checkpoints", say)  # seconds for a large one: signals still end the launch
         resolve.need_same_world(run, plan)
         if note := resolve.need_same_data(run, recipe, plan):

@@ -44,7 +44,7 @@ def supervise(attempt: Attempt, stop: StopSignals) -> Ending:
         stop.ignore()
         attempt.workers.close()  # before the rest, which would take srun for one of ours
         end_descendants()
-        shutil.rmtree(rundir.sync_folder(attempt.run.folder), ignore_errors=True)
+        shutil.rmtree(attempt.run.folder / rundir.SYNC_FOLDER, ignore_errors=True)
         attempt.scratch.remove()
     if stop.terminated and ending.code not in (0, EXIT_STOPPED):
         return Ending(128 + signal.SIGTERM, "stopped by SIGTERM")  # Slurm sends it to every process of the job
@@ -114,7 +114,7 @@ class Supervisor:
             self._restarts.stepped = self._restarts.stepped or monitor.stepped
             again, ending = self._restarts.after(ending, monitor.stopping())
             if not again or ending.lost is None:
-                rundir.write_last_json(rundir.server_state_file(self._folder), {"epoch": self._epoch, "state": "gone"})
+                rundir.write_last_json(self._folder / rundir.SERVER_STATE, {"epoch": self._epoch, "state": "gone"})
                 return ending
             self._end_lost(ending, ending.lost)
 
@@ -127,7 +127,9 @@ class Supervisor:
         what = f"{lost.role} and trainers are started again from the newest checkpoint"
         what = what if with_trainers else f"the {lost.role} alone is started again"
         say(f"{ending.cause}: {what} ({self._restarts.done} of {self._restarts.most})")
-        rundir.count_server_restart(self._folder)
+        path = self._folder / "summary.json"
+        summary = rundir.read_json(path)
+        rundir.write_json(path, {**summary, "server_restarts": summary.get("server_restarts", 0) + 1})
         for group in self._running():
             if with_trainers and group.process.trains:
                 self._groups.pop(group.process.role).end()
@@ -188,4 +190,4 @@ class Supervisor:
         return None
 
     def _write_server_state(self, state: str) -> None:
-        rundir.write_json(rundir.server_state_file(self._folder), {"epoch": self._epoch, "state": state})
+        rundir.write_json(self._folder / rundir.SERVER_STATE, {"epoch": self._epoch, "state": state})

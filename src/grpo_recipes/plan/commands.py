@@ -22,7 +22,7 @@ from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS
 from grpo_recipes.recipe.learning import mixed_precision
 from grpo_recipes.recipe.registry import RECONNECTING
-from grpo_recipes.runs.rundir import sync_folder
+from grpo_recipes.runs.rundir import SYNC_FOLDER
 
 if TYPE_CHECKING:
     from grpo_recipes.fetch.assets import Assets
@@ -130,7 +130,7 @@ def _network(
         if interface is not None and name not in environment:
             variables[name] = interface  # left alone, gloo takes that of the host's name, NCCL the first it finds
     if plan.bridge == "file" and plan.server_apart:
-        variables["GRPO_SYNC_DIR"] = str(sync_folder(names.run_dir))  # shared memory ends at the node
+        variables["GRPO_SYNC_DIR"] = str(names.run_dir / SYNC_FOLDER)  # shared memory ends at the node
     return variables
 
 

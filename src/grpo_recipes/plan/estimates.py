@@ -22,7 +22,7 @@ from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.learning import mixed_precision
 from grpo_recipes.runs.health import number
-from grpo_recipes.runs.rundir import Run, clock, json_mapping
+from grpo_recipes.runs.rundir import Progress, Run, clock, json_mapping
 
 GIB = 1 << 30
 Parts = dict[str, int]  # bytes
@@ -406,9 +406,9 @@ def find_speed(plan: Plan, names: Names, walltime: float | None = None) -> Speed
     now, medians = _kind(plan.as_json()), list[float]()
     for folder in sorted(names.run_dir.parent.glob(f"{names.run}-*"), reverse=True):  # by their timestamps
         with contextlib.suppress(ConfigError, OSError, ValueError):  # files of a run are the user's to edit
-            run = Run.at(folder)
+            run = Run(folder)
             alike = run.identity.get("run_name") == names.run and _kind(run.plan) == now
-            rows = run.last_rows(_TAIL_BYTES) if alike and folder != names.run_dir else []
+            rows = Progress(folder, _TAIL_BYTES).new_rows() if alike and folder != names.run_dir else []
             seconds = [number(row.get("seconds/step")) for row in rows if row["step"] > _WARM_UP_STEPS]
             if known := [one for one in seconds if one]:
                 medians.append(statistics.median(known))

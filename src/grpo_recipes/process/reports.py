@@ -47,23 +47,18 @@ class PhaseFile:
         folder.mkdir(exist_ok=True)
         self._path = str(folder / f"phase_{rank}.json")
         self.phase = "start"
-        temporary = folder / f".phase_{rank}.json"  # a reader never sees it empty
-        temporary.write_text(_phase_text("start", 0))
-        temporary.replace(self._path)
+        self.enter("start", 0)
 
     def enter(self, phase: str, step: int) -> str:
         """Note that a phase begins, or goes on with the next batch, after ``step`` steps; return the phase before."""
         before, self.phase = self.phase, phase
+        text = json.dumps({"phase": phase, "since": time.time(), "step": step}).ljust(_PHASE_LENGTH)
         # One write of one length over the last: on ext4 a rename over a file, or truncating it, flushes it to disk, a
         # millisecond several times a step. Closed each time, for readers on other nodes.
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
-        os.write(descriptor, _phase_text(phase, step).encode())
+        os.write(descriptor, text.encode())
         os.close(descriptor)
         return before
-
-
-def _phase_text(phase: str, step: int) -> str:
-    return json.dumps({"phase": phase, "since": time.time(), "step": step}).ljust(_PHASE_LENGTH)
 
 
 def dump_stacks_on_signal(run_dir: Path, name: str) -> None:

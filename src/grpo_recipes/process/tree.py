@@ -13,6 +13,7 @@ import psutil
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_KILL_SECONDS = 10.0
 # Children that a Popen object waits for: collecting one in ``reap`` would make its Popen report exit code 0.
 OWN_CHILDREN: set[int] = set()
 
@@ -52,48 +53,43 @@ def descendants(pid: int | None = None) -> list[psutil.Process]:
 def end_all(processes: Iterable[psutil.Process], grace: float = 5.0) -> None:
     """Send SIGTERM, and after ``grace`` seconds SIGKILL to those that are left."""
     targets = list(processes)
-    for process in targets:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.terminate()
+    _send(signal.SIGTERM, targets)
     deadline = time.monotonic() + grace
     while time.monotonic() < deadline and any(is_alive(process.pid) for process in targets):
         reap()
         time.sleep(0.05)
-    for process in targets:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+    _send(signal.SIGKILL, targets)
 
 
-def end_descendants(grace: float = 5.0) -> None:
-    """Send every descendant of this process SIGTERM, and after ``grace`` seconds kill those that are left.
-
-    What was born meanwhile gets no SIGTERM: it is killed at once.
-    """
-    end_all(descendants(), grace)
+def end_descendants() -> None:
+    """End every descendant of this process, by SIGTERM first; what was born meanwhile is killed at once."""
+    end_all(descendants())
     kill_descendants()
 
 
-def kill_descendants(pid: int | None = None, seconds: float = 10.0) -> None:
-    """Kill every descendant of ``pid`` (of this process by default), for ``seconds`` at most.
+def kill_descendants(pid: int | None = None) -> None:
+    """Kill every descendant of ``pid`` (of this process by default), for some seconds at most.
 
     All are stopped first, so that none escapes by starting others.
     """
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + _KILL_SECONDS
     while time.monotonic() < deadline:
         stopped: set[psutil.Process] = set()
         while (running := set(descendants(pid)) - stopped) and time.monotonic() < deadline:
-            for process in running:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.suspend()
+            _send(signal.SIGSTOP, running)
             stopped |= running
-        for process in stopped:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        _send(signal.SIGKILL, stopped)
         if pid is None:
             reap()
         if not descendants(pid):
             return
         time.sleep(0.01)
+
+
+def _send(signum: int, processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signum)
 
 
 def reap() -> None:

@@ -23,7 +23,7 @@ Facts = Mapping[str, Any]
 
 def card_of(run_dir: Path) -> str:
     """Return the card of a run, from the files of its directory."""
-    run = Run.at(run_dir)
+    run = Run(run_dir)
     return model_card(run.identity, run.summary, run.rows, run.plan, (run_dir / "recipe.yaml").read_text())
 
 

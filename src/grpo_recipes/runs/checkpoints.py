@@ -35,13 +35,9 @@ _RECORDED = (
     "run.json", "recipe.yaml", "plan.json", "sources.json", "accelerate.yaml", "rewards/*.py", "callbacks/*.py"
 )  # fmt: skip
 _MOST_THREADS = 4
-_ADDED, _CHANGED = "was not written by this run", "was changed since the run wrote it"
-_GO_ON = "or add --allow-changed-code to go on with it as it is"
-_FIXES = {
-    "recipe.yaml": f"put it back and give the change as a flag (--KEY VALUE), {_GO_ON}",
-    RECORD: "add --allow-changed-code to go on unverified",
-    _ADDED: f"remove it, {_GO_ON}",
-}
+_RESTORE = (
+    "restore what the run wrote, give a change of the recipe as a flag (--KEY VALUE), or add --allow-changed-code"
+)
 new_digest = xxhash.xxh3_128
 
 
@@ -56,33 +52,24 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(1, min(_MOST_THREADS, cores)), "digests")
 
 
-def _differences(
-    folder: Path, names: Iterable[str], digests: Mapping[str, str], changed: str
-) -> Iterator[tuple[str, str]]:
+def _differences(folder: Path, names: Iterable[str], digests: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Read files in several threads; yield each whose digest is another, and what is wrong with it."""
 
     def difference(name: str) -> tuple[str, str]:
         try:
-            return name, changed if digest_of(folder / name) != digests.get(name) else ""
+            same = digest_of(folder / name) == digests.get(name)
+            return name, "" if same else "was changed since the run wrote it"
         except OSError as error:
             return name, f"cannot be read ({error.strerror})"
 
-    pool = _threads()
-    try:
+    with _threads() as pool:
         yield from ((name, what) for name, what in pool.map(difference, names) if what)
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def with_checksum(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a JSON object with a digest of its other keys."""
+    """Return a JSON object with a digest of its other keys: the same object where it has the right one."""
     others = {key: value for key, value in content.items() if key != CHECKSUM}
     return {**others, CHECKSUM: new_digest(json.dumps(others, sort_keys=True).encode()).hexdigest()}
-
-
-def has_its_checksum(content: Mapping[str, Any]) -> bool:
-    """Return whether an object that ``with_checksum`` made is unchanged."""
-    return with_checksum(content) == content
 
 
 def publish(staged: Path, folder: Path, step: int, world_size: int, digests: Mapping[str, str] | None = None) -> None:
@@ -94,14 +81,11 @@ def publish(staged: Path, folder: Path, step: int, world_size: int, digests: Map
     files = {str(path.relative_to(staged)): path.stat().st_size for path in paths}
     known = {name: digest for name, digest in (digests or {}).items() if name in files}
     unknown = [name for name in files if name not in known]
-    pool = _threads()
-    try:
+    with _threads() as pool:
         read = pool.map(digest_of, [staged / name for name in unknown])  # from the page cache
         for path in paths:
             flush(path)
         known |= zip(unknown, read, strict=True)
-    finally:
-        pool.shutdown(cancel_futures=True)
     content = {"step": step, "world_size": world_size, "files": files, "digests": known}
     (staged / MARKER).write_text(json.dumps(with_checksum(content), indent=1))
     flush(staged / MARKER)
@@ -115,28 +99,23 @@ def publish(staged: Path, folder: Path, step: int, world_size: int, digests: Map
 def flush(path: Path) -> None:
     """Have the system write a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def _marker(checkpoint: Path) -> dict[str, Any] | None:
     """Return a checkpoint's marker; None unless it is one that ``publish`` wrote for this folder."""
-    content = None
-    with suppress(OSError):
-        content = json_mapping((checkpoint / MARKER).read_bytes())
+    content = json_mapping(checkpoint / MARKER)
     if content is None or not _NAME.fullmatch(checkpoint.name) or content.get("step") != step_of(checkpoint):
         return None
     files, world_size = content.get("files"), content.get("world_size")
     if not isinstance(files, dict) or not all(isinstance(size, int) for size in [world_size, *files.values()]):
         return None
-    return content if has_its_checksum(content) or not _is_verifiable(content) else None
+    return content if content == with_checksum(content) or not _is_verifiable(content) else None
 
 
 def _is_verifiable(marker: Mapping[str, Any]) -> bool:
-    """Return whether a marker has digests; those of earlier versions had sizes alone."""
-    return "digests" in marker or CHECKSUM in marker
+    return "digests" in marker or CHECKSUM in marker  # those of earlier versions had sizes alone
 
 
 def is_complete(checkpoint: Path) -> bool:
@@ -221,7 +200,7 @@ def damage(checkpoint: Path, say: Callable[[str], None]) -> str | None:
     if total > _LARGE_BYTES:
         say(f"verifying {checkpoint.name} ({total / 1e9:.0f} GB)")
     largest_first = sorted(files, key=files.__getitem__, reverse=True)
-    found = _differences(checkpoint, largest_first, marker["digests"], "no longer has the bytes that were saved")
+    found = _differences(checkpoint, largest_first, marker["digests"])
     return next((f"{name} {what}" for name, what in found), None)
 
 
@@ -265,27 +244,17 @@ def need_same_files(run_dir: Path, allow_changed: bool) -> list[str]:
 
     Return notes for the user: what changed (with ``allow_changed``), or that this cannot be known.
     """
-    try:
-        record = (run_dir / RECORD).read_bytes()
-    except FileNotFoundError:
-        record = b""
-    except OSError:
-        record = b"unreadable"  # counts as damaged
-    if not record:  # of an earlier version, or of a node that lost power in the moment of writing
+    path = run_dir / RECORD
+    if not path.exists() or path.stat().st_size == 0:  # of an earlier version, or the node lost power as it was written
         return [f"cannot verify that recipe and plan are unchanged: {shown(run_dir)} has no {RECORD}"]
-    problems = []
-    for name, what in _changes(run_dir, json_mapping(record)):
-        fix = _FIXES.get(what) or _FIXES.get(name) or f"put it back, {_GO_ON}"
-        problems.append(Problem(shown(run_dir / name), what, fix))
+    record = json_mapping(path)
+    if record is None or record != with_checksum(record):
+        found = [(RECORD, "is damaged: it cannot show that the files of the run are unchanged")]
+    else:
+        files = record["files"]
+        found = [(name, "was not written by this run") for name in _recorded_files(run_dir) if name not in files]
+        found += _differences(run_dir, files, files)
+    problems = [Problem(shown(run_dir / name), what, _RESTORE) for name, what in found]
     if problems and not allow_changed:
         raise ConfigError(*problems)
     return [f"{problem.where} {problem.what}; this attempt goes on with it as it is" for problem in problems]
-
-
-def _changes(run_dir: Path, record: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
-    """Yield each file that changed since the record was written, and what happened to it."""
-    if record is None or not has_its_checksum(record):
-        yield RECORD, "is damaged: it cannot show that the files of the run are unchanged"
-        return
-    yield from ((name, _ADDED) for name in _recorded_files(run_dir) if name not in record["files"])
-    yield from _differences(run_dir, record["files"], record["files"], _CHANGED)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from grpo_recipes.paths import shown
@@ -23,11 +22,10 @@ class Message:
 
 
 MESSAGES = (
-    # vLLM, v1/worker/utils.py
+    # vLLM: v1/worker/utils.py, v1/core/kv_cache_utils.py
     Message(r"Free memory on device .* is less than desired GPU memory utilization",
             "another process holds memory of the server's GPU",
             "end it or take another GPU (grpo doctor shows who), or lower vllm_gpu_memory_utilization"),
-    # vLLM, v1/core/kv_cache_utils.py
     Message(r"No available memory for the cache blocks|larger than the available KV cache",
             "the server has too little memory for one sequence",
             "raise vllm_gpu_memory_utilization, or lower vllm_max_model_length"),
@@ -85,17 +83,14 @@ _MEMORY_HOST = (
 
 def ending(run: Run) -> Finding:
     """Return status, exit code and cause, as the launcher noted them."""
-    status, code = run.summary.get("status", "unknown"), run.summary.get("exit_code")
+    status, resume = run.summary.get("status", "unknown"), f"grpo launch --resume {shown(run.folder)}"
     steps = f"{run.summary.get('steps', len(run.rows))} steps"
-    if status == "completed":
-        return ok(f"completed, {steps}")
-    resume = f"grpo launch --resume {shown(run.folder)}"
-    if status == "running" and run.is_running():
-        return ok(f"running, {len(run.rows)} steps so far")
+    if status == "completed" or (status == "running" and run.is_running()):
+        return ok(f"{status}, {steps}")
     if status == "running":
         what = f"the launcher was killed after {len(run.rows)} steps, before it could say why"
         return problem(what, f"continue with {resume}")
-    what = f"{status} with exit code {code} after {steps}: {run.cause or 'no cause noted'}"
+    what = f"{status} with exit code {run.summary.get('exit_code')} after {steps}: {run.cause or 'no cause noted'}"
     if status == "requeued":
         return ok(f"{what}; Slurm starts it again")
     if status == "stopped":
@@ -109,7 +104,7 @@ def checkpoints(run: Run) -> Finding:
     if found := complete_checkpoints(folder):
         return ok(", ".join(path.name for path in found))
     if run.summary.get("status") == "completed" or not run.rows:
-        return ok("none: no step was taken" if not run.rows else "none kept")
+        return ok("none")
     if damaged := checkpoint_folders(folder):
         what = f"{', '.join(path.name for path in damaged)}: none complete, so that a resume is refused"
         return problem(what, "launch the recipe as a new run, or move checkpoints/ away to start again from step 0")
@@ -141,7 +136,8 @@ def out_of_memory(run: Run) -> Finding:
     for role, text in run.texts.items():
         if re.search(_MEMORY_GPU, text):
             server = f"lower {_now(run, 'vllm_gpu_memory_utilization')} or {_now(run, 'vllm_max_model_length')}"
-            return problem(f"the {role} ran out of GPU memory {when}", server if role == "server" else suggestions(run))
+            fix = server if role == "server" else _trainer_memory_fix(run)
+            return problem(f"the {role} ran out of GPU memory {when}", fix)
     what = [f"the {role} ran out of host memory" for role, text in run.texts.items() if re.search(_MEMORY_HOST, text)]
     if f"signal {signal.SIGKILL.value}" in run.cause:
         what.append(f"{run.cause}: usually the kernel, for want of memory")
@@ -152,14 +148,12 @@ def out_of_memory(run: Run) -> Finding:
 
 
 def _now(run: Run, key: str) -> str:
-    value = run.value(key)
-    return f"{key} (now {str(value).lower() if isinstance(value, bool) else value})"
+    return f"{key} (now {run.value(key)})"
 
 
-def suggestions(run: Run) -> str:
-    """Return which keys to change when a trainer's GPU memory ran out, with the values of the run."""
-    per_device, checkpointing = run.value("per_device_train_batch_size"), run.value("gradient_checkpointing")
-    keys = [] if checkpointing else ["write gradient_checkpointing: true (now false)"]
+def _trainer_memory_fix(run: Run) -> str:
+    per_device = run.value("per_device_train_batch_size")
+    keys = [] if run.value("gradient_checkpointing") else ["write gradient_checkpointing: true (now false)"]
     if per_device > 1:
         same = ", the step stays the same" if run.value("prompts_per_step") else ""
         keys.append(f"write per_device_train_batch_size: {per_device // 2} (now {per_device}{same})")
@@ -205,17 +199,12 @@ def _messages_in(text: str) -> list[Message]:
 def advice(run: Run, cause: str) -> str:
     """Return what to do about a failed run: by its cause where that is known, else by what its logs say.
 
-    The ``cause`` is that of ``summary.json``, which a full disk may have kept from being written.
+    The ``cause`` is that of ``summary.json``, which a full disk may have kept from being written. A known cause reads
+    no file of the run, which may be damaged.
     """
-    return next(_fixes(run, cause))
-
-
-def _fixes(run: Run, cause: str) -> Iterator[str]:
-    """Yield what to do, the likeliest first; a known cause reads no file of the run, which may be damaged."""
-    yield from (message.fix for message in _messages_in(cause))
-    yield from (fix for pattern, fix in _CAUSES.items() if re.search(pattern, cause))
-    for look in (weights_guard, out_of_memory):
-        if (finding := look(run)).status == PROBLEM:
-            yield finding.fix
-    yield from (message.fix for message in _messages_in("\n".join(run.texts.values())))
-    yield f"its log says more; grpo doctor --run {shown(run.folder)} looks further"
+    fixes = [message.fix for message in _messages_in(cause)]
+    fixes += [fix for pattern, fix in _CAUSES.items() if re.search(pattern, cause)]
+    if not fixes:
+        fixes += [finding.fix for look in (weights_guard, out_of_memory) if (finding := look(run)).status == PROBLEM]
+        fixes += [message.fix for message in _messages_in("\n".join(run.texts.values()))]
+    return [*fixes, f"its log says more; grpo doctor --run {shown(run.folder)} looks further"][0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 _SEVERITY = (OK, WARNING, PROBLEM)
@@ -18,19 +19,9 @@ class Finding:
     fix: str = ""  # what to do, one line; empty when ok
 
 
-def ok(value: str) -> Finding:
-    """Return a finding that needs nothing."""
-    return Finding(OK, value)
-
-
-def warning(value: str, fix: str) -> Finding:
-    """Return a finding from which a run may suffer."""
-    return Finding(WARNING, value, fix)
-
-
-def problem(value: str, fix: str) -> Finding:
-    """Return a finding on which a run fails, or is not what it seems."""
-    return Finding(PROBLEM, value, fix)
+ok = partial(Finding, OK)
+warning = partial(Finding, WARNING)  # a run may suffer from it
+problem = partial(Finding, PROBLEM)  # a run fails on it, or is not what it seems
 
 
 def together(findings: Iterable[Finding]) -> Finding:

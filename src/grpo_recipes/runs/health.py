@@ -58,7 +58,7 @@ class Health:
         self.streaks = {name: _Streak() for name in _STREAKS}
         self.metrics = {key: _Metric() for key in _METRICS}
         self._since: dict[str, int] = {}  # rule -> step from which it held when it was last said
-        self._away: dict[str, int] = {}  # rule -> rows since it last held
+        self._away: dict[str, int] = {}  # rule -> rows since it held
 
     def add(self, row: Row) -> list[Notice]:
         """Look at the next row; return the notices that appear with it, or come back after ``MANY`` rows away."""
@@ -278,11 +278,8 @@ def _entropy(health: Health, enough: int) -> Facts | None:
 
 def _learning_rate(health: Health, enough: int) -> Facts | None:
     """Return facts where every step so far took next to nothing of the learning rate, or the last ones nothing."""
-    metric, zero, rate = (
-        health.metrics["learning_rate"],
-        health.streaks["learning rate 0"],
-        health.value("learning_rate"),
-    )
+    metric, zero = health.metrics["learning_rate"], health.streaks["learning rate 0"]
+    rate = health.value("learning_rate")
     # A long warm-up passes through small rates: it is judged after a tenth of the run.
     never = metric.count >= max(enough, health.max_steps / 10) and metric.most < LOW_RATE * rate
     if not never and zero.count < enough:
@@ -314,56 +311,33 @@ _SHORTER = (
     "the model was trained to"
 )
 _RULES = (
-    _Rule(
-        "zero reward", _in_a_row("zero reward"), "the reward is 0 {in_steps}",
-        "test the reward on gold answers: grpo check-rewards RECIPE; look at the first prompt in the log",
-    ),
+    _Rule("zero reward", _in_a_row("zero reward"), "the reward is 0 {in_steps}",
+          "test the reward on gold answers: grpo check-rewards RECIPE; look at the first prompt in the log"),
     _Rule("no signal", _no_signal, "{what} {in_steps}: nothing is learned", "{remedy}", said_by=("zero reward",)),
-    _Rule(
-        "few signals", _above("frac_reward_zero_std", FEW_SIGNALS),
-        "{share} of groups get one reward for all completions: they teach nothing", _MORE_SPREAD,
-        serious=False, said_by=("zero reward", "no signal"),
-    ),
-    _Rule(
-        "no gradient", _in_a_row("no gradient"),
-        "the gradient is exactly 0 {in_steps}, though rewards differ: no weight is changed",
-        "look for what masks every token: mask_truncated_completions with all of them cut off, or a clip range of 0",
-    ),
+    _Rule("few signals", _above("frac_reward_zero_std", FEW_SIGNALS),
+          "{share} of groups get one reward for all completions: they teach nothing", _MORE_SPREAD,
+          serious=False, said_by=("zero reward", "no signal")),
+    _Rule("no gradient", _in_a_row("no gradient"),
+          "the gradient is exactly 0 {in_steps}, though rewards differ: no weight is changed",
+          "look for what masks every token: mask_truncated_completions with all of them cut off, or a clip range of 0"),
     _Rule("learning rate", _learning_rate, "{what}", "look at {warmup_steps} and {lr_scheduler_type}"),
-    _Rule(
-        "not finite", _not_finite, "loss or grad_norm is not a number at step {first} ({count} of {rows} steps)",
-        "write bf16: true or dtype: float32 (not float16), lower {learning_rate}",
-    ),
-    _Rule(
-        "kl", _above("kl", HIGH_KL), "the KL divergence from the reference is {level:.2f} nats a token",
-        "lower {learning_rate} or raise {beta}, also called init_kl_coeff; check chat_template and system_prompt",
-    ),
-    _Rule(
-        "entropy", _entropy, "entropy fell from {before:.2g} to {now:.2g}: little is explored",
-        "lower {learning_rate}, raise epsilon_high or beta, or stop earlier",
-    ),
-    _Rule(
-        "all cut off", _in_a_row("all cut off"), "every completion was cut off at max_completion_length {in_steps}",
-        _SHORTER,
-    ),
-    _Rule(
-        "cut off", _above("completions/clipped_ratio", CUT_OFF), "{share} of completions reach max_completion_length",
-        _SHORTER, serious=False, said_by=("all cut off",),
-    ),
-    _Rule(
-        "unscored", _above("rewards/no_verdict", UNSCORED),
-        "{share} of completions have no score, and teach nothing",
-        "see slow_rewards.jsonl of the run; correct the reward, or raise {reward_timeout}", serious=False,
-    ),
-    _Rule(
-        # Single steep steps are cut, and are common: the median.
-        "steep", _above("grad_norm", STEEP, statistics.median), "the gradient norm is {level:.3g}",
-        "lower {learning_rate}; gradients are cut to {max_grad_norm}", serious=False,
-    ),
-    _Rule(
-        "wrong weights", _wrong_weights,
-        "more than half of the MaxEnt weight was on wrong answers in {share} of the steps, and {objective} moves the "
-        "policy towards the weights",
-        "lower maxent_q_temperature, maxent_tau or maxent_beta", serious=False,
-    ),
+    _Rule("not finite", _not_finite, "loss or grad_norm is not a number at step {first} ({count} of {rows} steps)",
+          "write bf16: true or dtype: float32 (not float16), lower {learning_rate}"),
+    _Rule("kl", _above("kl", HIGH_KL), "the KL divergence from the reference is {level:.2f} nats a token",
+          "lower {learning_rate} or raise {beta}, also called init_kl_coeff; check chat_template and system_prompt"),
+    _Rule("entropy", _entropy, "entropy fell from {before:.2g} to {now:.2g}: little is explored",
+          "lower {learning_rate}, raise epsilon_high or beta, or stop earlier"),
+    _Rule("all cut off", _in_a_row("all cut off"),
+          "every completion was cut off at max_completion_length {in_steps}", _SHORTER),
+    _Rule("cut off", _above("completions/clipped_ratio", CUT_OFF),
+          "{share} of completions reach max_completion_length", _SHORTER, serious=False, said_by=("all cut off",)),
+    _Rule("unscored", _above("rewards/no_verdict", UNSCORED), "{share} of completions have no score, and teach nothing",
+          "see slow_rewards.jsonl of the run; correct the reward, or raise {reward_timeout}", serious=False),
+    # Single steep steps are cut, and are common: the median.
+    _Rule("steep", _above("grad_norm", STEEP, statistics.median), "the gradient norm is {level:.3g}",
+          "lower {learning_rate}; gradients are cut to {max_grad_norm}", serious=False),
+    _Rule("wrong weights", _wrong_weights,
+          "more than half of the MaxEnt weight was on wrong answers in {share} of the steps, and {objective} moves the "
+          "policy towards the weights",
+          "lower maxent_q_temperature, maxent_tau or maxent_beta", serious=False),
 )  # fmt: skip

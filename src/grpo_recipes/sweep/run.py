@@ -36,7 +36,7 @@ from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.process.reports import print_line, say
 from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.recipe import read_frozen
-from grpo_recipes.runs.rundir import Run, claim, code_state, is_claimed, read_json, write_json
+from grpo_recipes.runs.rundir import Run, claim, code_state, read_json, write_json
 from grpo_recipes.slurm.client import MaybeSubmitted, cluster_name, tasks_in_queue
 from grpo_recipes.slurm.profile import Profile, Request, render
 from grpo_recipes.sweep.folder import (
@@ -139,10 +139,10 @@ def run_task(folder: Path, environment: Mapping[str, str]) -> int:
 
 def _run_gaps(sweep: Sweep, backend: Backend, environment: Mapping[str, str]) -> int:
     """Run or submit what has not completed and does not run already."""
-    lock = claim(Run(sweep.folder, {}))
+    lock = claim(Run(sweep.folder))
     try:
         gaps, waiting = sweep.gaps(), tasks_in_queue(sweep.record["jobs"])
-        left = [index for index in gaps if index not in waiting and not is_claimed(sweep.trial_dir(index))]
+        left = [index for index in gaps if index not in waiting and not Run(sweep.trial_dir(index)).is_running()]
         if len(left) < len(sweep.names):
             busy = f", {len(gaps) - len(left)} queued or running" if len(left) < len(gaps) else ""
             say(f"{len(sweep.names) - len(gaps)} of {len(sweep.names)} completed{busy}, {len(left)} to run")

@@ -25,7 +25,7 @@ from trl.generation.vllm_client import VLLMClient
 
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.recipe.registry import RECONNECTING
-from grpo_recipes.runs.rundir import read_json, server_state_file
+from grpo_recipes.runs.rundir import SERVER_STATE, read_json
 from grpo_recipes.runs.stop_request import LOOK_SECONDS, StopRequest
 from grpo_recipes.server.middleware import ACTIVITY_PATH
 from grpo_recipes.server.worker import fingerprint
@@ -54,7 +54,7 @@ class BridgeClient(VLLMClient):
 
     def __init__(self, *, args: GRPOConfig, run_dir: Path, seed: int | None, stop: StopRequest, **kwargs: Any):
         self._args, self._seed, self.stop = args, seed, stop
-        self._state_file = server_state_file(run_dir)
+        self._state_file = run_dir / SERVER_STATE
         self.checksum_error: str | None = None  # why the last sync failed the checksum
         self.generation = ""  # what the next sampling seeds are derived from, set by the trainer
         self._held: dict[str, Any] = {}  # the first report of what the server holds
