@@ -111,7 +111,7 @@ def test_a_trial_that_runs_elsewhere_is_left_alone(sweep, made, fake_launches, c
     fake_launches.codes = {"seed=1": 1, "seed=2": 1}
     assert sweep(*TWO) == 1
     fake_launches.started, fake_launches.codes = [], {}
-    held = claim(Run(made()[0].trial_dir(0), {}))
+    held = claim(Run(made()[0].trial_dir(0)))
     try:
         assert cli.main(["sweep", "--resume", "last"]) == 0
         assert cli.main(["sweep", "--resume", "last"]) == 0
