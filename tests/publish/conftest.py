@@ -53,7 +53,10 @@ def run_dir(tmp_path: Path) -> Path:
                 {**source, "kind": "dataset", "id": "ada/rows", "split": "train", "licence": None},
             ],
         },
-        "summary.json": {"status": "completed", "benchmarks": {"gsm8k": {"pass@1": 0.5}}},
+        "summary.json": {
+            "status": "completed",
+            "benchmarks": {"gsm8k": {"pass@1": 0.5, "pass@1_ci": [0.4, 0.6], "problems": 8}},
+        },
         "plan.json": {
             "flavour": "cuda",
             "smoke": False,

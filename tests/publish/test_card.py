@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from grpo_recipes.publish.card import card_of, model_card
+from grpo_recipes.publish.card import card_of
+from grpo_recipes.runs.rundir import write_json
+
+Card = Callable[..., str]
 
 SECRET = "hf_" + "planted" * 4
 
@@ -19,9 +23,18 @@ def front_matter(card: str) -> dict[str, Any]:
     return yaml.safe_load(facts)
 
 
-def card(**changes: Any) -> str:
-    facts: dict[str, Any] = {"identity": {}, "summary": {}, "rows": [], "plan": {}, "recipe": "seed: 1"}
-    return model_card(**{**facts, **changes})
+@pytest.fixture
+def card(tmp_path: Path) -> Callable[..., str]:
+    """``card(identity=..., summary=..., plan=..., rows=..., recipe=...)``: the card of a run of which that is known."""
+
+    def card_with(rows: Sequence[dict[str, Any]] = (), recipe: str = "seed: 1", **files: dict[str, Any]) -> str:
+        for name in ("identity", "summary", "plan"):
+            write_json(tmp_path / f"{'run' if name == 'identity' else name}.json", files.get(name, {}))
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (tmp_path / "recipe.yaml").write_text(recipe)
+        return card_of(tmp_path)
+
+    return card_with
 
 
 def source(kind: str, name: str, revision: str | None = "main", licence: str | None = None) -> dict[str, Any]:
@@ -44,7 +57,7 @@ def test_the_card_says_what_a_model_was_made_from_and_the_result(run_dir: Path) 
         "[ada/rows](https://huggingface.co/datasets/ada/rows): 5 optimizer steps.",
         "| reward, first 3 steps | 0.2 |",
         "| reward, last 5 steps | 0.3 |",
-        "| gsm8k pass@1 | 0.5 |",
+        "| gsm8k | pass@1 0.500 (0.400 to 0.600); 8 problems |",
         "| 5 | 0.5 |",
         "- grpo-recipes at commit 0123abc",
         "- command: `grpo launch recipe.yaml`",
@@ -56,7 +69,7 @@ def test_the_card_says_what_a_model_was_made_from_and_the_result(run_dir: Path) 
         assert f"{line}\n" in text, line
 
 
-def test_nothing_is_said_that_is_not_known() -> None:
+def test_nothing_is_said_that_is_not_known(card: Card) -> None:
     local = [source("model", "/home/ada/model", None), source("dataset", "/home/ada/rows.jsonl", None)]
     text = card(identity={"sources": local}, recipe="dataset_name: /home/ada/rows.jsonl")
     assert front_matter(text).keys() == {"library_name", "pipeline_tag", "tags"}
@@ -74,7 +87,7 @@ def test_nothing_is_said_that_is_not_known() -> None:
     ],
 )
 def test_what_it_was_only_measured_on_is_not_said_to_be_trained_on(
-    recipe: dict[str, Any], trained_on: list[str]
+    card: Card, recipe: dict[str, Any], trained_on: list[str]
 ) -> None:
     names = ["ada/rows", "eve/rows", "ada/held-out", "HuggingFaceH4/MATH-500"]
     sources = [source("dataset", name) for name in names if name != "eve/rows" or name in trained_on]
@@ -85,14 +98,14 @@ def test_what_it_was_only_measured_on_is_not_said_to_be_trained_on(
     assert f"- dataset HuggingFaceH4/MATH-500 at {'c' * 40}" in text
 
 
-def test_training_that_goes_on_and_smoke_tests_say_so() -> None:
+def test_training_that_goes_on_and_smoke_tests_say_so(card: Card) -> None:
     rows = [{"step": 1, "max_steps": 9, "reward": 0.5}]
     assert "so far 1 of 9 optimizer steps; training goes on" in card(summary={"status": "running"}, rows=rows)
     assert "This is a smoke test on CPU, not an experiment." in card(plan={"smoke": True})
     assert "with uncommitted changes" in card(identity={"code": {"commit": "a", "dirty": True}})
 
 
-def test_a_long_run_has_a_short_curve_of_means() -> None:
+def test_a_long_run_has_a_short_curve_of_means(card: Card) -> None:
     rows = [{"step": step, "max_steps": 100, "reward": float(step)} for step in range(1, 101)]
     rows[0]["reward"] = "nan"  # as metrics.jsonl writes it
     text = card(rows=rows)
@@ -100,19 +113,16 @@ def test_a_long_run_has_a_short_curve_of_means() -> None:
     assert len(curve) == 11 and curve[0] == "| 10 | 6 |" and curve[-1] == "| 100 | 96 |"
 
 
-def test_secrets_are_masked_and_a_fence_cannot_be_closed() -> None:
+def test_secrets_are_masked_and_a_fence_cannot_be_closed(card: Card) -> None:
     recipe = "system_prompt: |\n  ```\n  # not a heading\n  ````"
     text = card(identity={"command": f"grpo launch x.yaml --name {SECRET}"}, recipe=recipe)
     assert SECRET not in text and "********" in text
     assert text.endswith(f"`````yaml\n{recipe}\n`````\n")
 
 
-def test_numbers_of_any_depth_are_listed() -> None:
-    summary = {
-        "final_eval_reward": 0.25,
-        "benchmarks": {"aime24": {"pass": {"1": 0.1, "8": 0.4}, "problems": 30, "ok": True}},
-    }
+def test_evaluations_and_what_benchmarks_are_compared_with_are_listed(card: Card) -> None:
+    scores = {"pass@8": 0.4, "pass@8_ci": [0.25, 0.5], "problems": 30}
+    summary = {"final_eval_reward": 0.25, "benchmarks": {"aime24": {**scores, "baselines": {"random guesser": scores}}}}
     text = card(summary=summary, rows=[{"step": 1, "reward": 1.0}])
-    for line in ("| final eval reward | 0.25 |", "| aime24 pass 8 | 0.4 |", "| aime24 problems | 30 |"):
-        assert line in text
-    assert "ok" not in json.dumps(text.split("## How")[0])
+    assert "| final eval reward | 0.25 |" in text and "initial eval reward" not in text
+    assert "| aime24 | pass@8 0.400 (0.250 to 0.500); 30 problems; random guesser pass@8 0.400 |" in text

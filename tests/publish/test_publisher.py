@@ -16,10 +16,12 @@ import pytest
 from fake_hub import FakeHub
 
 from grpo_recipes.publish import publisher as module
-from grpo_recipes.publish.publisher import Publisher, hand_over, make_publisher, model_files, stage
+from grpo_recipes.publish.publisher import Publisher, hand_over, model_files, stage, whole_checkpoint
 from grpo_recipes.publish.push import Target
 from grpo_recipes.runs.checkpoints import prune
 from grpo_recipes.runs.rundir import read_json
+
+from .conftest import MODEL, write
 
 Checkpoint = Callable[..., Path]
 Start = Callable[..., Publisher]
@@ -38,14 +40,12 @@ def start(
     """``start(strategy)``: the publisher of the run, looking all the time."""
     made: list[Publisher] = []
     monkeypatch.setattr(module, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(module, "WAITS", (0.1, 0.1))
 
     def start_it(strategy: str, **changes: object) -> Publisher:
         target = replace(Target("ada/sums", True, "main", strategy, False), **changes)  # type: ignore[arg-type]
-        publisher = make_publisher(target, run_dir, logged_in, said.append)
-        assert publisher is not None
-        publisher._waits = (0.1, 0.1)
-        made.append(publisher)
-        return publisher
+        made.append(Publisher(target, run_dir, logged_in, said.append))
+        return made[-1]
 
     yield start_it
     for publisher in made:
@@ -91,9 +91,10 @@ def test_every_save_pushes_the_model_of_each_complete_checkpoint(
     assert repo.messages == ["initial commit", "Training in progress, step 3"]
     assert repo.files()["model.safetensors"] == b"weights 3"
     assert repo.files().keys() == {".gitattributes", "README.md", "config.json", "model.safetensors", "tokenizer.json"}
-    assert not (run_dir / "publish" / "checkpoint-3").exists()
+    assert not (run_dir / "publish" / "staged" / "checkpoint-3").exists()
     publisher.finish()
     assert repo.files()["model.safetensors"] == b"final weights"
+    assert not (run_dir / "publish" / "staged").exists()
 
 
 def test_checkpoint_keeps_the_newest_one_whole(
@@ -197,14 +198,13 @@ def test_a_run_that_ends_without_a_model_leaves_no_copies(
     publisher = start("checkpoint")
     checkpoint(1)
     publisher.tick()
-    assert (run_dir / "publish" / "checkpoint-1").exists()
+    assert (run_dir / "publish" / "staged" / "checkpoint-1").exists()
     publisher.abandon()
     assert said == ["checkpoint-1 may not be published: the run ended before"]
-    assert not (run_dir / "publish" / "checkpoint-1").exists()
+    assert not (run_dir / "publish" / "staged").exists()
 
 
 def test_a_run_without_push_to_hub_has_a_card_and_no_publisher(run_dir: Path) -> None:
-    assert make_publisher(None, run_dir, {}, print) is None
     assert hand_over(None, run_dir) == ""
     assert (run_dir / "model" / "README.md").read_text().startswith("---\nbase_model: ada/base\n")
     assert "published" not in read_json(run_dir / "summary.json")
@@ -237,6 +237,10 @@ def test_the_model_without_the_state_of_training(checkpoint: Checkpoint) -> None
     assert {path.name for path in model_files(checkpoint(3))} == {"config.json", "model.safetensors", "tokenizer.json"}
 
 
+def staged(checkpoint: Path, folder: Path, strategy: str) -> bool:
+    return stage(folder, checkpoint, whole_checkpoint(checkpoint, strategy))
+
+
 @pytest.mark.parametrize(
     ("strategy", "place"),
     [("every_save", None), ("checkpoint", "last-checkpoint"), ("all_checkpoints", "checkpoint-3")],
@@ -246,11 +250,26 @@ def test_it_is_kept_though_the_checkpoint_is_pruned(
 ) -> None:
     made, folder = checkpoint(3), tmp_path / "staged"
     every = names(made)
-    folders = stage(made, folder, strategy)
-    assert folders == {str(folder / "model"): "", **({str(folder / "checkpoint"): place} if place else {})}
+    assert staged(made, folder, strategy)
     shutil.rmtree(made)
-    assert (folder / "model" / "model.safetensors").read_bytes() == b"weights 3"
-    assert place is None or names(folder / "checkpoint") == every
+    assert (folder / "model.safetensors").read_bytes() == b"weights 3"
+    assert [path.name for path in folder.iterdir() if path.is_dir()] == ([place] if place else [])
+    assert place is None or names(folder / place) == every
+
+
+def test_the_files_of_a_checkpoint_stay_as_they_are(start: Start, checkpoint: Checkpoint, run_dir: Path) -> None:
+    publisher = start("every_save")
+    made = checkpoint(3, files={**MODEL, "README.md": b"as peft wrote it"})
+    publisher.tick()
+    assert (run_dir / "publish" / "staged" / "checkpoint-3" / "README.md").read_text().startswith("---\n")
+    assert (made / "README.md").read_bytes() == b"as peft wrote it"
+
+
+def test_templates_beside_the_main_one_belong_to_the_model(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    made = checkpoint(3)
+    write(made / "additional_chat_templates", {"tool_use.jinja": b"x"})
+    assert staged(made, tmp_path / "staged", "every_save")
+    assert (tmp_path / "staged" / "additional_chat_templates" / "tool_use.jinja").exists()
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK])
@@ -261,22 +280,23 @@ def test_it_is_copied_where_the_file_system_makes_no_links(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "link", refuse)
-    assert stage(checkpoint(3), tmp_path / "staged", "every_save")
-    assert (tmp_path / "staged" / "model" / "model.safetensors").read_bytes() == b"weights 3"
+    assert staged(checkpoint(3), tmp_path / "staged", "every_save")
+    assert (tmp_path / "staged" / "model.safetensors").read_bytes() == b"weights 3"
 
 
 def test_shards_of_fsdp_are_no_model(checkpoint: Checkpoint, tmp_path: Path) -> None:
     sharded = checkpoint(3, files={"config.json": b"{}", "pytorch_model_fsdp.bin": b"shard"})
-    assert stage(sharded, tmp_path / "staged", "every_save") == {}
+    assert not staged(sharded, tmp_path / "staged", "every_save")
     assert not (tmp_path / "staged").exists()
-    assert list(stage(sharded, tmp_path / "staged", "checkpoint").values()) == ["last-checkpoint"]
+    assert staged(sharded, tmp_path / "staged", "checkpoint")
+    assert names(tmp_path / "staged") == {"last-checkpoint"}
 
 
 def test_a_checkpoint_that_is_being_removed_is_not_pushed(checkpoint: Checkpoint, tmp_path: Path) -> None:
     made = checkpoint(3)
     (made / "COMPLETE").unlink()
-    assert stage(made, tmp_path / "staged", "checkpoint") == {}
+    assert not staged(made, tmp_path / "staged", "checkpoint")
     shutil.rmtree(made)
+    assert not staged(made, tmp_path / "staged", "checkpoint")
     made.mkdir()
-    assert stage(made, tmp_path / "staged", "checkpoint") == {}
-    assert not (tmp_path / "staged").exists()
+    assert not staged(made, tmp_path / "staged", "checkpoint")

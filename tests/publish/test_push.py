@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 from fake_hub import READER, WRITER, FakeHub
 
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.publish.push import Job, need_target, stale
+from grpo_recipes.publish.push import Target, need_target
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.runs.rundir import read_json, write_json
 
@@ -22,13 +22,18 @@ from .conftest import MODEL, write
 
 @pytest.fixture
 def push(tmp_path: Path, logged_in: dict[str, str]):
-    """``push(folders, ...)``: the exit code, what the process printed, and the result it left."""
+    """``push(message=..., waits=..., KEY=VALUE...)``: push ``staged`` to the target with other keys.
 
-    def push_it(folders: dict[str, str], **changes: Any) -> tuple[int, str, dict[str, Any]]:
+    Return the exit code, what the process printed, and the result it left.
+    """
+
+    def push_it(
+        message: str = "Final model", waits: tuple[float, ...] = (0.0, 0.0), **changes: Any
+    ) -> tuple[int, str, dict[str, Any]]:
+        target = replace(Target("ada/sums", True, "main", "end", False), **changes)
         result = tmp_path / "result.json"
-        facts = {"repo": "ada/sums", "private": True, "branch": "main", "message": "Final model", "waits": (0.0, 0.0)}
-        job = Job(**{**facts, "folders": folders, "result": str(result), **changes})
-        write_json(tmp_path / "job.json", asdict(job))
+        content = {"target": asdict(target), "folder": tmp_path / "staged", "result": result}
+        write_json(tmp_path / "job.json", {**content, "message": message, "waits": waits})
         command = [sys.executable, "-m", "grpo_recipes.publish.push", str(tmp_path / "job.json")]
         done = subprocess.run(command, env=logged_in, capture_output=True, text=True, timeout=60, check=False)
         return done.returncode, done.stdout + done.stderr, read_json(result)
@@ -37,37 +42,46 @@ def push(tmp_path: Path, logged_in: dict[str, str]):
 
 
 def test_a_private_repository_gets_everything_in_one_commit(push, hub: FakeHub, tmp_path: Path) -> None:
-    write(tmp_path / "model", MODEL)
-    write(tmp_path / "checkpoint-5", {"optimizer.pt": b"moments", "training_args.bin": b"!"})
-    code, _, result = push({str(tmp_path / "model"): "", str(tmp_path / "checkpoint-5"): "last-checkpoint"})
+    write(tmp_path / "staged", MODEL)
+    write(tmp_path / "staged" / "last-checkpoint", {"optimizer.pt": b"moments"})
+    code, _, result = push()
     repo = hub.repos["model", "ada/sums"]
     assert code == 0 and repo.private and repo.messages == ["initial commit", "Final model"]
     assert result == {
         "repo": "ada/sums", "revision": "main", "commit": repo.at("main"), "url": f"{hub.url}/ada/sums/tree/main"
     }  # fmt: skip
-    assert repo.files() == {
-        ".gitattributes": b"",
-        **{name: content for name, content in MODEL.items() if name != "training_args.bin"},
-        "last-checkpoint/optimizer.pt": b"moments",
-        "last-checkpoint/training_args.bin": b"!",
-    }
+    assert repo.files() == {".gitattributes": b"", **MODEL, "last-checkpoint/optimizer.pt": b"moments"}
 
 
-def test_what_would_be_read_together_with_the_new_files_goes(push, hub: FakeHub, tmp_path: Path) -> None:
-    before = {"model.safetensors": b"old", "notes.md": b"mine", "last-checkpoint/global_step1/a.pt": b"old"}
-    hub.add("model", "ada/sums", before)
-    shards = {"model-00001-of-00001.safetensors": b"new", "model.safetensors.index.json": b"{}"}
-    write(tmp_path / "model", shards)
-    write(tmp_path / "state", {"b.pt": b"new"})
-    assert push({str(tmp_path / "model"): "", str(tmp_path / "state"): "last-checkpoint"})[0] == 0
-    assert hub.repos["model", "ada/sums"].files() == {**shards, "notes.md": b"mine", "last-checkpoint/b.pt": b"new"}
+SHARDS = {"model-00001-of-00002.safetensors": b"new", "model.safetensors.index.json": b"{}"}
+
+
+@pytest.mark.parametrize(
+    ("there", "new", "gone"),
+    [
+        (["model.safetensors", "a.md"], SHARDS, ["model.safetensors"]),
+        (["model.safetensors"], {"model.safetensors": b"new"}, []),
+        (["sub/model.safetensors", "pytorch_model.bin"], SHARDS, ["pytorch_model.bin"]),
+        (["model.safetensors", "checkpoint-1/x"], {"checkpoint-2/x": b"new"}, []),
+        (["last-checkpoint/global_step1/x", "last-checkpoint2/x"], {"last-checkpoint/y": b"new"},
+         ["last-checkpoint/global_step1/x"]),
+    ],
+)  # fmt: skip
+def test_what_would_be_read_together_with_the_new_files_goes(
+    push, hub: FakeHub, tmp_path: Path, there: list[str], new: dict[str, bytes], gone: list[str]
+) -> None:
+    hub.add("model", "ada/sums", dict.fromkeys(there, b"old"))
+    for name, content in new.items():
+        write((tmp_path / "staged" / name).parent, {Path(name).name: content})
+    assert push()[0] == 0
+    left = {name: b"old" for name in there if name not in gone}
+    assert hub.repos["model", "ada/sums"].files() == {**left, **new}
 
 
 def test_a_branch_is_made_and_the_main_one_left_alone(push, hub: FakeHub, tmp_path: Path) -> None:
-    write(tmp_path / "model", MODEL)
     for message in ("first", "second"):
-        write(tmp_path / "model", {"config.json": message.encode()})
-        code, said, _ = push({str(tmp_path / "model"): ""}, branch="run-7", message=message)
+        write(tmp_path / "staged", {**MODEL, "config.json": message.encode()})
+        code, said, _ = push(message, branch="run-7")
         assert code == 0, said
     repo = hub.repos["model", "ada/sums"]
     assert repo.files("main") == {".gitattributes": b""} and repo.files("run-7")["config.json"] == b"second"
@@ -75,9 +89,9 @@ def test_a_branch_is_made_and_the_main_one_left_alone(push, hub: FakeHub, tmp_pa
 
 @pytest.mark.parametrize(("failures", "code"), [(2, 0), (3, 1)])
 def test_it_is_tried_three_times(push, hub: FakeHub, tmp_path: Path, failures: int, code: int) -> None:
-    write(tmp_path / "model", MODEL)
+    write(tmp_path / "staged", MODEL)
     hub.failing = {"/commit/": failures}
-    ended, said, result = push({str(tmp_path / "model"): ""})
+    ended, said, result = push()
     assert ended == code and hub.asked("/commit/") == 3
     assert said.count("grpo: push to ada/sums failed: HfHubHTTPError: Server error '500") == failures
     assert ("error" in result) is bool(code) and (not code or "(3 attempts)" in result["error"])
@@ -85,29 +99,10 @@ def test_it_is_tried_three_times(push, hub: FakeHub, tmp_path: Path, failures: i
 
 
 def test_a_login_that_has_gone_bad_is_reported(push, hub: FakeHub, tmp_path: Path) -> None:
-    write(tmp_path / "model", MODEL)
+    write(tmp_path / "staged", MODEL)
     del hub.users[WRITER]
-    code, said, result = push({str(tmp_path / "model"): ""}, waits=())
+    code, said, result = push(waits=())
     assert code == 1 and "401" in result["error"] and WRITER not in said
-
-
-@pytest.mark.parametrize(
-    ("there", "new", "roots", "gone"),
-    [
-        (["model.safetensors", "a.md"], ["model-00001-of-00002.safetensors"], [""], ["model.safetensors"]),
-        (["model.safetensors"], ["model.safetensors"], [""], []),
-        (["sub/model.safetensors", "pytorch_model.bin"], ["model.safetensors"], [""], ["pytorch_model.bin"]),
-        (["model.safetensors", "checkpoint-1/x"], ["checkpoint-2/x"], ["checkpoint-2"], []),
-        (
-            ["last-checkpoint/x", "last-checkpoint2/x"],
-            ["last-checkpoint/y"],
-            ["last-checkpoint"],
-            ["last-checkpoint/x"],
-        ),
-    ],
-)
-def test_stale_files(there: list[str], new: list[str], roots: list[str], gone: list[str]) -> None:
-    assert stale(there, new, roots) == gone
 
 
 # --- before a run starts -------------------------------------------------------------------------------------------
@@ -169,8 +164,8 @@ def test_a_fine_grained_token_is_believed(ask, hub: FakeHub) -> None:
 @pytest.mark.parametrize(
     ("token", "what"),
     [
-        (None, "needs a login"),
-        ("hf_" + "unknown" * 4, r"the hub refuses the login \(HTTP 401\)"),
+        (None, r"push_to_hub needs a login, which the hub did not confirm \(Token is required"),
+        ("hf_" + "unknown" * 4, r"push_to_hub needs a login, which the hub did not confirm \(Invalid user token"),
         (READER, "may only read"),
     ],
 )
@@ -197,7 +192,7 @@ def test_a_public_repository_is_reported(ask, hub: FakeHub) -> None:
 def test_a_hub_that_does_not_describe_the_repository_stops_nothing(ask, hub: FakeHub) -> None:
     hub.add("model", "ada/sums", {"README.md": b"mine"})
     hub.failing = {"/api/models/ada/sums": 100}
-    assert ask().note == "whether ada/sums exists and is public could not be asked (HTTP 500)"
+    assert ask().repo == "ada/sums"
 
 
 def test_the_trainer_does_not_push(planned, option) -> None:

@@ -24,10 +24,9 @@ from huggingface_hub import HfApi, constants, errors, snapshot_download
 
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.fetch.assets import MODEL, Asset, dataset_folder, write_record
-from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, INTERRUPTED, how_to_get_access
+from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, INTERRUPTED, error_line, how_to_get_access
 from grpo_recipes.paths import existing
 from grpo_recipes.process.reports import gigabytes
-from grpo_recipes.secrets import masked
 
 _STALE_SECONDS = 24 * 3600
 _LARGEST_SMALL_FILE = 64 << 20
@@ -80,7 +79,7 @@ def fetch(asset: Asset, environment: Mapping[str, str]) -> Asset:
             here = _fetch_model(asset) if asset.kind == MODEL else _fetch_dataset(asset, environment)
     except OSError as error:
         fix = "free space or set CACHE_ROOT to a larger file system, then run it again: what came is kept"
-        raise config_error(asset.where, f"cannot fetch {asset}: {_line(error)}", fix) from None
+        raise config_error(asset.where, f"cannot fetch {asset}: {error_line(error)}", fix) from None
     write_record(here, environment)
     return here
 
@@ -189,7 +188,7 @@ def _rows(asset: Asset, commit: str, cache: Path) -> Any:
             if isinstance(cause, _HUB_ERRORS):
                 raise _refusal(cause, asset) from None
             cause = cause.__cause__ or cause.__context__
-        what, fix = f"cannot read {asset}: {_line(error)}", "correct the name, the config or the split"
+        what, fix = f"cannot read {asset}: {error_line(error)}", "correct the name, the config or the split"
         if "gated" in str(error):
             what, fix = f"{asset} is gated", how_to_get_access(asset.id, asset.kind)
         raise config_error(asset.where, what, fix) from None
@@ -207,9 +206,5 @@ def _refusal(error: Exception, asset: Asset) -> ConfigError:
     """Return one line for what the hub answered, or that it did not answer."""
     what, fix = next((what, fix) for kind, what, fix in _REFUSALS if isinstance(error, kind))
     access = how_to_get_access(asset.id, asset.kind)
-    facts = {"asset": asset, "access": access, "hub": constants.ENDPOINT, "line": _line(error)}
+    facts = {"asset": asset, "access": access, "hub": constants.ENDPOINT, "line": error_line(error)}
     return config_error(asset.where, what.format(**facts), fix.format(**facts))
-
-
-def _line(error: Exception) -> str:
-    return masked(" ".join(str(error).split())[:300]).rstrip(".") or type(error).__name__

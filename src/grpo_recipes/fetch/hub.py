@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from grpo_recipes.process.network import address_reachable
+from grpo_recipes.secrets import masked
 
 HUB = "https://huggingface.co"
 EXIT_INTERRUPTED = 130
@@ -38,6 +39,11 @@ def hub_answers(environment: Mapping[str, str], timeout: float = 5.0) -> bool:
 def why_silent(environment: Mapping[str, str]) -> str:
     """Return why the hub does not answer, where it does not."""
     return "HF_HUB_OFFLINE is set" if is_offline(environment) else f"{endpoint(environment)} does not answer"
+
+
+def error_line(error: Exception) -> str:
+    """Return the message of an error, secrets masked, as one line."""
+    return masked(" ".join(str(error).split())[:300]).rstrip(".") or type(error).__name__
 
 
 def bound_every_wait(seconds: float) -> None:

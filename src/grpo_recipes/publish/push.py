@@ -7,26 +7,23 @@ The launcher starts that process: trainers and server run offline, and a push th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from grpo_recipes.errors import config_error
-from grpo_recipes.fetch.hub import bound_every_wait, endpoint, hub_answers, why_silent
+from grpo_recipes.errors import config_error, translate
+from grpo_recipes.fetch.hub import bound_every_wait, endpoint, error_line, hub_answers, why_silent
 from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.runs.rundir import write_json
-from grpo_recipes.secrets import masked
-
-if TYPE_CHECKING:
-    from huggingface_hub import HfApi
 
 WAITS = (5.0, 20.0)  # seconds between attempts
 _LONGEST_QUESTION, _LONGEST_WAIT = 30.0, 300.0  # seconds for one answer of the hub: before a run, and in a push
@@ -66,38 +63,21 @@ def need_target(recipe: Recipe, environment: Mapping[str, str], run_name: str) -
     if not hub_answers(environment):
         fix = f"remove it and publish afterwards where the hub answers: hf upload {name} <run>/model"
         raise config_error(where, f"push_to_hub cannot work here: {why_silent(environment)}", fix)
-    from huggingface_hub import HfApi, get_token  # 0.3 s, for those who publish
+    import httpx  # 0.3 s, for those who publish
+    from huggingface_hub import HfApi, errors
 
     bound_every_wait(_LONGEST_QUESTION)
-    api = HfApi(endpoint=endpoint(environment))
-    if get_token() is None:
-        raise config_error(where, "push_to_hub needs a login at the hub, there is none", _LOGIN)
-    account, why_not = _ask(api.whoami)
-    if account is None:
-        if why_not in ("HTTP 401", "HTTP 403"):
-            raise config_error(where, f"the hub refuses the login ({why_not})", _LOGIN)
-        raise config_error(where, f"the hub did not confirm the login ({why_not})", "try again")
+    api, private = HfApi(endpoint=endpoint(environment)), recipe["hub_private_repo"] is not False
+    unanswered = (errors.HfHubHTTPError, errors.LocalTokenNotFoundError, httpx.TransportError)
+    message = "push_to_hub needs a login, which the hub did not confirm"
+    with translate(unanswered, lambda error: config_error(where, f"{message} ({error_line(error)})", _LOGIN)):
+        account = api.whoami()
     repo, note = _writable(recipe, name, account)
-    private = recipe["hub_private_repo"] is not False
-    if not note and private:
-        note = _public_note(api, repo)
+    with contextlib.suppress(*unanswered):  # it does not exist yet, or this token may write it and not read it
+        if private and not api.repo_info(repo).private:
+            note = f"{repo} exists and is public: hub_private_repo is for repositories that are made"
     branch, strategy, always = recipe["hub_revision"] or "main", recipe["hub_strategy"], recipe["hub_always_push"]
     return Target(repo, private, branch, strategy, always, note)
-
-
-def _ask(question: Callable[[], Any]) -> tuple[Any, str]:
-    """Return the hub's answer, or None and why there is none; nothing where the repository does not exist."""
-    import httpx
-    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
-
-    try:
-        return question(), ""
-    except RepositoryNotFoundError:
-        return None, ""
-    except HfHubHTTPError as error:
-        return None, f"HTTP {error.response.status_code}"
-    except httpx.TransportError as error:
-        return None, type(error).__name__
 
 
 def _writable(recipe: Recipe, name: str, account: dict[str, Any]) -> tuple[str, str]:
@@ -116,83 +96,49 @@ def _writable(recipe: Recipe, name: str, account: dict[str, Any]) -> tuple[str, 
     raise config_error(where, f"'{account['name']}' may not write to '{repo}'", fix)
 
 
-def _public_note(api: HfApi, repo: str) -> str:
-    """Warn of a repository that exists and that everybody can read, where the recipe asks for a private one."""
-    found, why_not = _ask(lambda: api.repo_info(repo))
-    if why_not:  # some tokens may write and not read
-        return f"whether {repo} exists and is public could not be asked ({why_not})"
-    is_public = found is not None and not found.private
-    return f"{repo} exists and is public: hub_private_repo is for repositories that are made" if is_public else ""
-
-
-@dataclass(frozen=True)
-class Job:
-    """What to push."""
-
-    repo: str  # user/name
-    private: bool  # whether it is private when it is made
-    branch: str  # gets the commit
-    message: str  # of the commit
-    folders: dict[str, str]  # local folder -> folder in the repository, "" for its root
-    result: str  # file that gets how it ended
-    waits: tuple[float, ...] = WAITS  # seconds between attempts; one attempt more than waits
-
-
 def main(path: str) -> int:
-    """Do the job, a bounded number of times."""
-    job = Job(**json.loads(Path(path).read_text()))
+    """Push ``folder`` to ``target`` with a ``message``, as the job says, and write the ``result``: a file.
+
+    Try again after each of its ``waits``, which are seconds.
+    """
+    job = json.loads(Path(path).read_text())
+    target, folder, result = Target(**job["target"]), Path(job["folder"]), Path(job["result"])
     error = ""
-    for wait in (0.0, *job.waits):
+    for wait in (0.0, *job["waits"]):
         time.sleep(wait)
         try:
-            write_json(Path(job.result), push(job))
+            write_json(result, push(target, folder, job["message"]))
             return 0
         except Exception as failure:  # whatever it is, the run must hear of it and go on
-            error = masked(f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}")
-            print(f"grpo: push to {job.repo} failed: {error}", flush=True)
-    write_json(Path(job.result), {"repo": job.repo, "error": f"{error} ({len(job.waits) + 1} attempts)"})
+            error = f"{type(failure).__name__}: {error_line(failure)}"
+            print(f"grpo: push to {target.repo} failed: {error}", flush=True)
+    write_json(result, {"repo": target.repo, "error": f"{error} ({len(job['waits']) + 1} attempts)"})
     return 1
 
 
-def push(job: Job) -> dict[str, Any]:
-    """Make the repository and the branch if they are not there, and add one commit with all files.
+def push(target: Target, folder: Path, message: str) -> dict[str, Any]:
+    """Make the repository and the branch if they are not there, and add one commit with all files of a folder.
 
-    ``HfApi.upload_folder`` takes one folder a commit; half a model must never be the newest one. Return repo, revision,
+    The commit removes what earlier pushes left and would be read together with the new files: other weights in the root
+    (an old model.safetensors is preferred to new shards), and everything else in the folders that are pushed.
+    ``HfApi.upload_folder`` may make several commits; half a model must never be the newest one. Return repo, revision,
     commit and url.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
     api = HfApi()
-    api.create_repo(job.repo, private=job.private, exist_ok=True)
-    if job.branch != "main":
-        api.create_branch(job.repo, branch=job.branch, exist_ok=True)
-    files = {inside: path for folder, root in job.folders.items() for inside, path in _files(Path(folder), root)}
-    there = api.list_repo_files(job.repo, revision=job.branch)
-    old = [CommitOperationDelete(name) for name in stale(there, files, job.folders.values())]
-    new = [CommitOperationAdd(name, str(path)) for name, path in sorted(files.items())]
-    done = api.create_commit(job.repo, [*old, *new], commit_message=job.message, revision=job.branch)
-    url = f"{api.endpoint}/{job.repo}/tree/{job.branch}"
-    return {"repo": job.repo, "revision": job.branch, "commit": done.oid, "url": url}
-
-
-def stale(there: Iterable[str], new: Iterable[str], roots: Iterable[str]) -> list[str]:
-    """Return the files of earlier pushes that would be read together with the new ones.
-
-    These are weights in the root that are not new (an old model.safetensors is preferred to new shards), and everything
-    that is not new in the other folders. ``roots`` are the folders of the repository that are pushed, "" for its root.
-    """
-    kept = set(new)
-    folders = tuple(f"{root}/" for root in roots if root)
-    old = [name for name in there if name not in kept]
-    whole = [name for name in old if name.startswith(folders)]
-    return whole + [name for name in old if "" in roots and "/" not in name and name.endswith(_WEIGHTS)]
-
-
-def _files(folder: Path, root: str) -> Iterable[tuple[str, Path]]:
-    """Yield names in the repository and files; a pickle of our arguments does not belong beside the model."""
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and (root or path.name != "training_args.bin"):
-            yield str(Path(root) / path.relative_to(folder)), path
+    api.create_repo(target.repo, private=target.private, exist_ok=True)
+    if target.branch != "main":
+        api.create_branch(target.repo, branch=target.branch, exist_ok=True)
+    files = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    has_model, inside = any("/" not in name for name in files), tuple(f"{one.name}/" for one in folder.iterdir())
+    others = [name for name in api.list_repo_files(target.repo, revision=target.branch) if name not in files]
+    weights = [name for name in others if has_model and "/" not in name and name.endswith(_WEIGHTS)]
+    old = [CommitOperationDelete(name) for name in others if name in weights or name.startswith(inside)]
+    new = [CommitOperationAdd(name, str(path)) for name, path in files.items()]
+    done = api.create_commit(target.repo, [*old, *new], commit_message=message, revision=target.branch)
+    url = f"{api.endpoint}/{target.repo}/tree/{target.branch}"
+    return {"repo": target.repo, "revision": target.branch, "commit": done.oid, "url": url}
 
 
 if __name__ == "__main__":
