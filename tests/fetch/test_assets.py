@@ -12,12 +12,12 @@ from grpo_recipes.errors import ConfigError
 from grpo_recipes.fetch.assets import (
     Asset,
     assets_of,
-    changed_assets,
     dataset_folder,
     fetched_sets,
     find_assets,
     find_record,
     fingerprint,
+    need_assets,
     record_assets,
     record_file,
     write_record,
@@ -109,7 +109,7 @@ def test_a_folder_named_like_a_hub_id_is_the_folder(
 def fetched(folder: Path, environment: dict[str, str], asset: Asset = ROWS) -> None:
     folder.mkdir(exist_ok=True)
     (folder / "data.arrow").write_bytes(b"rows")
-    here = replace(asset, commit=COMMIT, path=str(folder), files={"data.arrow": 4}, bytes=4)
+    here = replace(asset, commit=COMMIT, path=str(folder), files={"data.arrow": 4})
     write_record(here, environment)
 
 
@@ -256,11 +256,11 @@ def test_a_local_model_that_changed_is_noticed(read: Read, environment: dict[str
     recipe = read(model_name_or_path=str(folder))
     fetch(recipe, environment, OLD)
     recorded = find_assets(recipe, environment).as_json()
-    assert changed_assets(find_assets(recipe, environment), recorded) is None
+    assert need_assets(recipe, environment, recorded, []).found
     write_json(folder / "config.json", {"hidden_size": 9})
-    told = changed_assets(find_assets(recipe, environment), recorded)
-    assert told == f"the model '{folder}' is not what the run began with"
-    assert changed_assets(find_assets(recipe, environment), None) is None
+    with pytest.raises(ConfigError, match=f"the model '{folder}' is not what the run began with"):
+        need_assets(recipe, environment, recorded, [])
+    assert need_assets(recipe, environment, None, []).found
 
 
 def test_a_local_file_that_is_not_there_is_refused(read: Read, environment: dict[str, str]) -> None:

@@ -36,13 +36,13 @@ def draw(chart: Chart) -> str:
 
 
 def test_points_are_measured_from_the_top_left() -> None:
-    assert FRAME.line_path([0, 5, 10], [0.0, 0.5, 1.0]) == "M0 1000L1000 500L2000 0"
-    assert FRAME.line_path([5], [1.0], "dots") == "M1000 0h0"
+    assert FRAME.path("line", [0, 5, 10], [0.0, 0.5, 1.0]) == "M0 1000L1000 500L2000 0"
+    assert FRAME.path("dots", [5, 5], [1.0, 0.0]) == "M1000 0h0M1000 1000h0"
 
 
 def test_a_missing_value_breaks_the_line_and_the_band() -> None:
-    assert FRAME.line_path([0, 1, 2, 3], [0.0, None, 1.0, 1.0]) == "M0 1000h0M400 0L600 0"
-    band = FRAME.band_path([0, 1, 2], [0.0, 0.0, None], [1.0, 1.0, 1.0])
+    assert FRAME.path("line", [0, 1, 2, 3], [0.0, None, 1.0, 1.0]) == "M0 1000h0M400 0L600 0"
+    band = FRAME.path("band", [0, 1, 2], [0.0, 0.0, None], [1.0, 1.0, 1.0])
     assert band == "M0 0L200 0L200 1000L0 1000z"
 
 
@@ -67,8 +67,8 @@ def test_a_single_spike_leaves_the_others_readable_and_is_told() -> None:
 @pytest.mark.parametrize(
     ("values", "labels"),
     [
-        ([0.4, 0.9], ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]),
-        ([0.8, 0.9], ["0.80", "0.82", "0.84", "0.86", "0.88", "0.90"]),
+        ([0.4, 0.9], ["0", "0.2", "0.4", "0.6", "0.8", "1"]),
+        ([0.8, 0.9], ["0.8", "0.82", "0.84", "0.86", "0.88", "0.9"]),
         ([-9.0, -3.0], ["-10", "-8", "-6", "-4", "-2", "0"]),
     ],
 )
@@ -127,10 +127,12 @@ def test_values_that_are_all_the_same_are_drawn() -> None:
 @pytest.mark.parametrize(
     ("low", "high", "ticks", "labels"),
     [
-        (0.0, 1.0, (0.0, 0.25, 0.5, 0.75, 1.0), ["0.00", "0.25", "0.50", "0.75", "1.00"]),
+        (0.0, 1.0, (0.0, 0.25, 0.5, 0.75, 1.0), ["0", "0.25", "0.5", "0.75", "1"]),
         (0.0, 3e-7, (0.0, 1e-7, 2e-7, 3e-7), ["0", "1e-7", "2e-7", "3e-7"]),
-        (2300.0, 9100.0, (2000.0, 4000.0, 6000.0, 8000.0, 10000.0), ["2k", "4k", "6k", "8k", "10k"]),
-        (-0.02, 0.01, (-0.02, -0.01, 0.0, 0.01), ["-0.02", "-0.01", "0.00", "0.01"]),
+        (2300.0, 9100.0, (2000.0, 4000.0, 6000.0, 8000.0, 10000.0), ["2,000", "4,000", "6,000", "8,000", "10,000"]),
+        (-0.02, 0.01, (-0.02, -0.01, 0.0, 0.01), ["-0.02", "-0.01", "0", "0.01"]),
+        (0.0, 8e6, (0.0, 2e6, 4e6, 6e6, 8e6), ["0", "2M", "4M", "6M", "8M"]),
+        (300.0, 301.0, (300.0, 300.25, 300.5, 300.75, 301.0), ["300", "300.25", "300.5", "300.75", "301"]),
     ],
 )
 def test_axes_have_round_marks_and_hold_the_data(low, high, ticks, labels) -> None:
@@ -197,6 +199,6 @@ def test_rare_extremes_do_not_set_the_range() -> None:
 
 def test_a_reward_on_the_edge_of_a_range_is_in_the_range_above_it():
     rewards = array("d", [tenth / 10 for tenth in range(11)])
-    made = histogram([Scored(step, rewards, 0) for step in (1, 2, 3)])
+    made = histogram([Scored(step, rewards) for step in (1, 2, 3)])
     assert made is not None
     assert made.ends[0][1] == pytest.approx([1 / 11] * 9 + [2 / 11])

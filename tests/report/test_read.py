@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.report.read import read_run, read_samples, read_scored, read_settings, read_table
+from grpo_recipes.report.pages import write_report
+from grpo_recipes.report.read import read_run, read_table, scored_rows
 
 from .synthetic_runs import make_run
 
@@ -35,15 +36,13 @@ def test_lines_that_are_no_rows_are_counted(tmp_path: Path) -> None:
     assert "loss" not in table.columns
 
 
-def test_samples_are_read_where_they_stand(tmp_path: Path) -> None:
+def test_a_torn_row_of_samples_is_left_out(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path, steps=7))
     with (run.folder / "samples.jsonl").open("a") as file:
         file.write('{"step": 8, "rewa')
     again = read_run(run.folder)
     assert [row.step for row in again.scored] == list(range(1, 8))
     assert len(again.scored[3].rewards) == 64  # the one without a verdict is none
-    (first, _) = read_samples(run.folder / "samples.jsonl", again.scored[3])
-    assert first["advantage"] == 0.9321
 
 
 def test_secrets_are_masked_wherever_they_stand(tmp_path: Path) -> None:
@@ -51,15 +50,16 @@ def test_secrets_are_masked_wherever_they_stand(tmp_path: Path) -> None:
     folder = make_run(
         tmp_path, steps=2, samples=[sample], summary={"cause": f"a {SECRET} b"}, recipe={"run_name": (SECRET, SECRET)}
     )
-    run = read_run(folder)
-    known = [run.summary, run.settings, *[read_samples(folder / "samples.jsonl", row) for row in run.scored]]
-    assert SECRET not in str(known)
-    assert run.summary["cause"] == "a ******** b"
+    page = write_report(folder).read_text()
+    assert SECRET not in page
+    assert "a ******** b" in page and "my token ********" in page
+    (folder / "samples.jsonl").write_text(json.dumps({"step": 1, "samples": [{"prompt": "x" * 2495 + " " + SECRET}]}))
+    assert SECRET[:4] not in write_report(folder).read_text()  # not a part of it either, where a text is cut
 
 
 def test_origins_stand_above_the_keys(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path, steps=1))
-    origins = {key: setting.origin for key, setting in run.settings.items()}
+    origins = run.origins
     assert origins["learning_rate"] == "--learning_rate"
     assert origins["run_root"] == "RUN_ROOT"
     assert origins["system_prompt"] == "config_math.yaml:9"
@@ -67,17 +67,10 @@ def test_origins_stand_above_the_keys(tmp_path: Path) -> None:
     assert run.value("not_given") is None
 
 
-def test_origins_of_older_runs_stand_behind_the_values(tmp_path: Path) -> None:
-    file = tmp_path / "recipe.yaml"
-    file.write_text("beta: 0.0  # grpo.yaml:20\n# grpo.yaml:13\nreward_funcs:\n- format_tags\n")
-    found = read_settings(file)
-    assert found == {"beta": (0.0, "grpo.yaml:20"), "reward_funcs": (["format_tags"], "grpo.yaml:13")}
-
-
 def test_a_run_that_has_only_begun_is_read(tmp_path: Path) -> None:
     left = ("metrics.jsonl", "eval.jsonl", "samples.jsonl", "summary.json", "plan.json", "recipe.yaml")
     run = read_run(make_run(tmp_path, steps=1, without=left))
-    assert (run.status, run.settings, run.metrics.steps, run.scored) == ("unknown", {}, [], [])
+    assert (run.status, run.recipe, run.metrics.steps, run.scored) == ("unknown", {}, [], [])
 
 
 def test_evaluations_are_also_read_from_the_metrics(tmp_path: Path) -> None:
@@ -92,7 +85,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, file: str) -> None:
     folder = make_run(tmp_path, steps=1)
     (folder / file).write_text("{ [")
     with pytest.raises(ConfigError, match=f"{file}: is damaged"):
-        read_run(folder)
+        write_report(folder)
 
 
 def test_a_folder_without_identity_is_no_run(tmp_path: Path) -> None:
@@ -116,7 +109,7 @@ def test_a_part_of_another_kind_is_told(tmp_path: Path, file: str, key: str, val
     content = json.loads((folder / file).read_text())
     (folder / file).write_text(json.dumps({**content, key: value}))
     with pytest.raises(ConfigError, match=f"{file}: is damaged \\({said}"):
-        read_run(folder)
+        write_report(folder)
 
 
 @pytest.mark.parametrize("file", ["run.json", "plan.json", "summary.json", "recipe.yaml"])
@@ -124,7 +117,7 @@ def test_a_file_nested_too_deeply_is_damaged(tmp_path: Path, file: str) -> None:
     folder = make_run(tmp_path, steps=2)
     (folder / file).write_text("[" * 5000)
     with pytest.raises(ConfigError, match=f"{file}: is damaged"):
-        read_run(folder)
+        write_report(folder)
 
 
 def test_numbers_that_no_chart_can_show_are_left_out(tmp_path: Path) -> None:
@@ -137,12 +130,9 @@ def test_numbers_that_no_chart_can_show_are_left_out(tmp_path: Path) -> None:
     table = read_table(metrics)
     assert (table.steps, table.columns, table.unreadable) == ([1], {"step": [1], "d": [1e30]}, 5)
     samples.write_text(
-        f'{{"step": 1, "rewards": [NaN, {big}, 0.5, true, null]}}\n{{"step": 2, "rewards": null}}\n'
-        '{"step": 3, "rewards": 4}\n{"step": 4, "samples": 5}\n'
+        f'{{"step": 1, "rewards": [NaN, {big}, 0.5, true, null]}}\n{{"step": 2, "rewards": null}}\n{{"step": 4}}\n'
     )
-    rows = list(read_scored(samples))
-    assert [list(row.rewards) for row in rows] == [[0.5], [], [], []]
-    assert read_samples(samples, rows[3]) == []
+    assert [list(scored.rewards) for scored, _ in scored_rows(samples)] == [[0.5], [], []]
 
 
 def test_a_folder_with_a_name_too_long_for_a_file_is_no_run() -> None:

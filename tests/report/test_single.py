@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.report.single import report_line, write_report
+from grpo_recipes.report.pages import report_line, write_report
 from grpo_recipes.runs.checkpoints import publish
 
 from .synthetic_runs import make_run

@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import quote
 
 from grpo_recipes.errors import ConfigError, Problem, config_error
-from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, hub_answers, why_silent
+from grpo_recipes.fetch.hub import hub_answers, why_silent
 from grpo_recipes.modebench.dataset import SCHEME as MODEBENCH_SCHEME
 from grpo_recipes.modebench.dataset import Settings
 from grpo_recipes.paths import cache_root
@@ -56,10 +56,7 @@ class Asset:
     commit: str = ""  # the commit in use; of local files a fingerprint of names, sizes and small files
     path: str = ""  # the current folder for rows that are made on the spot
     licence: str | None = None  # as the hub's page names it
-    # Known of a fetched one.
-    files: Mapping[str, int] = field(default_factory=dict)  # with their sizes in bytes
-    bytes: int = 0  # their sum
-    time: float = 0.0  # when it was fetched, seconds since the epoch
+    files: Mapping[str, int] = field(default_factory=dict)  # of a fetched one, with their sizes in bytes
 
     def __str__(self) -> str:
         rows = f"first {self.limit:,} rows" if self.limit else None
@@ -68,20 +65,24 @@ class Asset:
 
     @property
     def same(self) -> tuple[Any, ...]:
-        """Return what makes it the same asset at another revision."""
+        """What makes it the same asset at another revision."""
         return self.kind, self.id, self.config, self.split, self.limit
 
     @property
     def from_hub(self) -> bool:
-        """Return whether it came from the hub."""
+        """Whether it came from the hub."""
         return self.revision is not None
 
     @property
+    def bytes(self) -> int:
+        """Size of a fetched one."""
+        return sum(self.files.values())
+
+    @property
     def is_local(self) -> bool:
-        """Return whether the name is a file, a folder or built in, not a hub id."""
-        if self.id.startswith((SMOKE_SCHEME, MODEBENCH_SCHEME, "/", "./", "../", "~")) or os.path.exists(self.id):
-            return True
-        return self.kind == DATASET and self.id.endswith(tuple(BUILDERS))
+        """Whether the name is a file, a folder or built in, not a hub id."""
+        is_path = self.id.startswith((SMOKE_SCHEME, MODEBENCH_SCHEME, "/", "./", "../", "~"))
+        return is_path or os.path.exists(self.id) or (self.kind == DATASET and self.id.endswith(tuple(BUILDERS)))
 
 
 @dataclass(frozen=True)
@@ -93,12 +94,12 @@ class Assets:
 
     @property
     def model(self) -> Asset | None:
-        """Return the model trained and served."""
+        """The model trained and served."""
         return next((asset for asset in self.found if asset.kind == MODEL), None)
 
     @property
     def lookup(self) -> Lookup:
-        """Return ``lookup(id, config, split)``: the folder of a fetched dataset, None for one that is not fetched."""
+        """``lookup(id, config, split)`` returns the folder of a fetched dataset, None for one that is not fetched."""
         fetched = [asset for asset in self.found if asset.kind != MODEL and asset.from_hub]
         paths = {(asset.id, asset.config, asset.split): Path(asset.path) for asset in fetched}
         return lambda name, config, split: paths.get((name, config, split))
@@ -219,21 +220,17 @@ def find_assets(recipe: Recipe, environment: Mapping[str, str], recorded: list[d
     """
     found, missing = local_assets(recipe, environment), []
     for asset in wanted_assets(recipe, recorded):
-        record = find_record(asset, environment)
-        if record is None:
-            missing.append(asset)
+        if record := find_record(asset, environment):
+            found.append(record)
         else:
-            found.append(replace(record, revision=asset.revision))
+            missing.append(asset)
     return Assets(found, missing)
 
 
 def need_assets(
-    recipe: Recipe,
-    environment: Mapping[str, str],
-    recorded: list[dict[str, Any]] | None,
-    arguments: Sequence[str],
+    recipe: Recipe, environment: Mapping[str, str], recorded: list[dict[str, Any]] | None, arguments: Sequence[str],
     allow_changed: bool = False,
-) -> Assets:
+) -> Assets:  # fmt: skip
     """Return everything a run reads, on this machine, before a launch starts anything.
 
     What is missing is fetched first where the hub answers: by ``grpo fetch`` with these ``arguments`` in a process of
@@ -242,9 +239,11 @@ def need_assets(
     ``allow_changed``.
     """
     assets = find_assets(recipe, environment, recorded)
-    changed = changed_assets(assets, recorded)
-    if changed and not allow_changed:
-        raise config_error("--resume", changed, "put back what it began with, or add --allow-changed-code")
+    before = {asset.same: asset.commit for asset in _read(recorded) if not asset.from_hub}
+    for asset in assets.found:
+        if not (asset.from_hub or allow_changed) and before.get(asset.same, asset.commit) != asset.commit:
+            what = f"the {asset.kind} '{asset.id}' is not what the run began with"
+            raise config_error("--resume", what, "put back what it began with, or add --allow-changed-code")
     if not assets.missing:
         return assets
     command = f"grpo fetch {shlex.join(arguments)}"
@@ -255,27 +254,9 @@ def need_assets(
     print(f"grpo: not here yet: {', '.join(map(str, assets.missing))}; running {command}", flush=True)
     argv = [sys.executable, "-m", "grpo_recipes", "fetch", *arguments]
     end_with_us = functools.partial(die_with_parent, os.getpid())
-    try:
-        code = subprocess.run(argv, env=dict(environment), preexec_fn=end_with_us, check=False).returncode
-    except KeyboardInterrupt:
-        code = EXIT_INTERRUPTED
-    if code == EXIT_INTERRUPTED:
-        raise SystemExit(EXIT_INTERRUPTED) from None
-    if code:
+    if code := subprocess.run(argv, env=dict(environment), preexec_fn=end_with_us, check=False).returncode:
         raise config_error("grpo fetch", f"ended with code {code}", f"correct what it says above; then: {command}")
-    assets = find_assets(recipe, environment, recorded)
-    if assets.missing:
-        raise config_error("grpo fetch", f"left out {assets.missing[0]}", f"run {command} and look at what it says")
-    return assets
-
-
-def changed_assets(now: Assets, recorded: list[dict[str, Any]] | None) -> str | None:
-    """Return which local model or dataset differs from the one the run began with, or None."""
-    before = {asset.same: asset.commit for asset in _read(recorded) if not asset.from_hub}
-    for asset in now.found:
-        if not asset.from_hub and before.get(asset.same, asset.commit) != asset.commit:
-            return f"the {asset.kind} '{asset.id}' is not what the run began with"
-    return None
+    return find_assets(recipe, environment, recorded)
 
 
 # --- records: what was fetched, and what a run uses
@@ -311,12 +292,12 @@ def write_record(asset: Asset, environment: Mapping[str, str]) -> None:
 def find_record(asset: Asset, environment: Mapping[str, str]) -> Asset | None:
     """Return a fetched asset as it was recorded, None where it is not here or not whole."""
     path = record_file(asset, environment)
-    content = json_mapping(path.read_bytes()) if path.is_file() else None
-    if content is None or not {"kind", "id", "commit", "path", "files"} <= content.keys() <= asdict(asset).keys():
-        return None  # damaged, or of another version of this package
-    record = Asset(**content)
-    files = {Path(record.path) / name: size for name, size in record.files.items()}
-    return record if all(file.is_file() and file.stat().st_size == size for file, size in files.items()) else None
+    content = (json_mapping(path.read_bytes()) if path.is_file() else None) or {}
+    if not {"commit", "path", "files"} <= content.keys():
+        return None  # not fetched, or damaged
+    record = replace(asset, **{name: content.get(name) for name in ("commit", "path", "licence", "files")})
+    files = [(Path(record.path, name), size) for name, size in record.files.items()]
+    return record if all(file.is_file() and file.stat().st_size == size for file, size in files) else None
 
 
 def record_file(asset: Asset, environment: Mapping[str, str]) -> Path:

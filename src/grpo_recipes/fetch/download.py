@@ -10,10 +10,8 @@ import os
 import shutil
 import signal
 import sys
-import time
-import uuid
+import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,14 +19,14 @@ from typing import Any
 import datasets
 import httpx
 from huggingface_hub import HfApi, constants, errors, snapshot_download
+from huggingface_hub.utils import WeakFileLock
 
-from grpo_recipes.errors import ConfigError, config_error
-from grpo_recipes.fetch.assets import MODEL, Asset, dataset_folder, write_record
+from grpo_recipes.errors import ConfigError, config_error, translate
+from grpo_recipes.fetch.assets import MODEL, Asset, dataset_folder, find_record, record_file, write_record
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, INTERRUPTED, error_line, how_to_get_access
 from grpo_recipes.paths import existing
 from grpo_recipes.process.reports import gigabytes
 
-_STALE_SECONDS = 24 * 3600
 _LARGEST_SMALL_FILE = 64 << 20
 # The same weights in the formats of other libraries, archives, and pictures for the page.
 _NEVER = (
@@ -43,7 +41,7 @@ _HUB_ERRORS = (
 )  # fmt: skip
 _NAME_FIX = "correct the name"
 # The first row that fits an error is its message: its class, what is wrong, and the fix.
-_REFUSALS: tuple[tuple[type[Exception], str, str], ...] = (
+_REFUSALS: tuple[tuple[Any, str, str], ...] = (
     (errors.GatedRepoError, "{asset} is gated and this account may not read it", "{access}"),
     (
         errors.RepositoryNotFoundError, "the hub has no {asset.kind} '{asset.id}', or it is private",
@@ -55,15 +53,24 @@ _REFUSALS: tuple[tuple[type[Exception], str, str], ...] = (
         "name a branch, tag or commit that exists (model_revision)",
     ),
     (
-        Exception, "cannot fetch {asset} from {hub}: {line}",
+        _HUB_ERRORS, "cannot fetch {asset} from {hub}: {line}",
         "run it again where the hub is reachable: what came is kept",
     ),
+    (
+        (ValueError, RuntimeError, FileNotFoundError, datasets.exceptions.DatasetsError),
+        "cannot read {asset}: {line}", "correct the name, the config or the split",
+    ),
+    (
+        OSError, "cannot fetch {asset}: {line}",
+        "free space or set CACHE_ROOT to a larger file system, then run it again: what came is kept",
+    ),
 )  # fmt: skip
+_FAILURES = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError, *_HUB_ERRORS)
 
 
 def commit_of(asset: Asset) -> str:
     """Return the commit an asset's revision means at the hub now; a ConfigError where it may not be read."""
-    with _hub_errors(asset):
+    with translate(_FAILURES, lambda error: _refusal(error, asset)):
         return str(_info(asset).sha)
 
 
@@ -74,14 +81,21 @@ def fetch(asset: Asset, environment: Mapping[str, str]) -> Asset:
     under ``<CACHE_ROOT>/datasets``, and appears there complete or not at all. A ConfigError says that it does not
     exist, may not be read, does not fit on the disk, or that the hub does not answer.
     """
-    try:
-        with _hub_errors(asset):
-            here = _fetch_model(asset) if asset.kind == MODEL else _fetch_dataset(asset, environment)
-    except OSError as error:
-        fix = "free space or set CACHE_ROOT to a larger file system, then run it again: what came is kept"
-        raise config_error(asset.where, f"cannot fetch {asset}: {error_line(error)}", fix) from None
-    write_record(here, environment)
-    return here
+    with translate(_FAILURES, lambda error: _refusal(error, asset)):
+        return _fetch_model(asset, environment) if asset.kind == MODEL else _fetch_dataset(asset, environment)
+
+
+def _refusal(error: Exception, asset: Asset) -> ConfigError:
+    """Return one line for what the hub answered, that it did not answer, or that its data cannot be read."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, _HUB_ERRORS):
+        cause = cause.__cause__ or cause.__context__  # datasets wraps what the hub answered
+    is_gated = "gated dataset" in str(error)  # datasets says so without a cause
+    fitting = (row for row in _REFUSALS if isinstance(cause or error, row[0]))
+    _, what, fix = _REFUSALS[0] if is_gated else next(fitting)
+    access = how_to_get_access(asset.id, asset.kind)
+    facts = {"asset": asset, "access": access, "hub": constants.ENDPOINT, "line": error_line(error)}
+    return config_error(asset.where, what.format(**facts), fix.format(**facts))
 
 
 def _info(asset: Asset, files_metadata: bool = False) -> Any:
@@ -94,8 +108,7 @@ def _found(asset: Asset, info: Any, folder: Path, names: list[str]) -> Asset:
     licence = getattr(info.card_data, "license", None)
     licence = licence if isinstance(licence, str) else None
     files = {name: (folder / name).stat().st_size for name in names}
-    place = {"commit": info.sha, "path": str(folder), "licence": licence}
-    return replace(asset, **place, files=files, bytes=sum(files.values()), time=time.time())
+    return replace(asset, commit=info.sha, path=str(folder), licence=licence, files=files)
 
 
 def wanted_files(sizes: Mapping[str, int], code: bool = False) -> list[str]:
@@ -113,7 +126,7 @@ def wanted_files(sizes: Mapping[str, int], code: bool = False) -> list[str]:
     return sorted({*weights, *small})
 
 
-def _fetch_model(asset: Asset) -> Asset:
+def _fetch_model(asset: Asset, environment: Mapping[str, str]) -> Asset:
     info = _info(asset, files_metadata=True)
     names = wanted_files({file.rfilename: file.size or 0 for file in info.siblings or []}, asset.code)
     if not names:
@@ -126,12 +139,10 @@ def _fetch_model(asset: Asset) -> Asset:
     if needed > free:
         what = f"{asset} takes {gigabytes(needed)} more, {there} has {gigabytes(free)} free"
         raise config_error(asset.where, what, "free space, or set CACHE_ROOT or HF_HOME to a larger file system")
-    before = signal.signal(signal.SIGINT, _end_at_once)
-    try:
-        folder = Path(snapshot_download(asset.id, **arguments))
-    finally:
-        signal.signal(signal.SIGINT, before)
-    return _found(asset, info, folder, names)
+    signal.signal(signal.SIGINT, _end_at_once)
+    here = _found(asset, info, Path(snapshot_download(asset.id, **arguments)), names)
+    write_record(here, environment)
+    return here
 
 
 def _end_at_once(*_: Any) -> None:
@@ -141,70 +152,36 @@ def _end_at_once(*_: Any) -> None:
 
 
 def _fetch_dataset(asset: Asset, environment: Mapping[str, str]) -> Asset:
-    """Save the rows of a dataset aside, unless they are here, then put them in place at once."""
+    """Save the rows of a dataset aside, unless another process did meanwhile, then put them in place at once."""
     info = _info(asset)
     folder = dataset_folder(asset, info.sha, environment)
-    if not _is_whole(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        for left in folder.parent.glob(f".{glob.escape(folder.name)}.*"):  # of fetches that were killed
-            if time.time() - left.stat().st_mtime > _STALE_SECONDS:
+    partial, at_commit = f".{folder.name}.", replace(asset, revision=info.sha)
+    lock = record_file(at_commit, environment).with_suffix(".lock")
+    for parent in (folder.parent, lock.parent):
+        parent.mkdir(parents=True, exist_ok=True)
+    with WeakFileLock(lock):
+        here = find_record(at_commit, environment)
+        if here is None:
+            for left in (folder, *folder.parent.glob(f"{glob.escape(partial)}*")):  # damaged, or of a killed fetch
                 shutil.rmtree(left, ignore_errors=True)
-        partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
-        try:
-            _rows(asset, info.sha, partial / "cache").save_to_disk(partial / "rows")
-            if not _is_whole(folder):  # else another fetch came first, and its result stays
-                shutil.rmtree(folder, ignore_errors=True)
-                os.rename(partial / "rows", folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-    names = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
-    return _found(asset, info, folder, names)
+            with tempfile.TemporaryDirectory(prefix=partial, dir=folder.parent) as aside:
+                _rows(asset, info.sha, f"{aside}/cache").save_to_disk(f"{aside}/rows")
+                os.rename(f"{aside}/rows", folder)
+            names = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
+            here = _found(asset, info, folder, names)
+        here = replace(here, revision=asset.revision)
+        write_record(here, environment)
+    return here
 
 
-def _is_whole(folder: Path) -> bool:
-    """Return whether saved rows can be read: many clusters remove single files that are old."""
-    try:
-        datasets.load_from_disk(str(folder))
-    except (OSError, ValueError):  # a file is missing, or cut short
-        return False
-    return True
-
-
-def _rows(asset: Asset, commit: str, cache: Path) -> Any:
+def _rows(asset: Asset, commit: str, cache: str) -> Any:
     """Return the rows of a dataset at a commit; the intermediate files go to ``cache``."""
-    arguments: dict[str, Any] = {"split": asset.split, "revision": commit, "cache_dir": str(cache)}
-    try:
-        if asset.limit is None:
-            return datasets.load_dataset(asset.id, asset.config, **arguments)
-        stream = datasets.load_dataset(asset.id, asset.config, streaming=True, **arguments)
+    arguments: dict[str, Any] = {"split": asset.split, "revision": commit, "cache_dir": cache}
+    if asset.limit is None:
+        return datasets.load_dataset(asset.id, asset.config, **arguments)
+    stream = datasets.load_dataset(asset.id, asset.config, streaming=True, **arguments)
 
-        def first_rows() -> Iterator[dict[str, Any]]:
-            yield from stream.take(asset.limit)
+    def first_rows() -> Iterator[dict[str, Any]]:
+        yield from stream.take(asset.limit)
 
-        return datasets.Dataset.from_generator(first_rows, features=stream.features, cache_dir=str(cache))
-    except (ValueError, RuntimeError, datasets.exceptions.DatasetsError, FileNotFoundError) as error:
-        cause: BaseException | None = error
-        while cause is not None:  # datasets wraps what the hub answered
-            if isinstance(cause, _HUB_ERRORS):
-                raise _refusal(cause, asset) from None
-            cause = cause.__cause__ or cause.__context__
-        what, fix = f"cannot read {asset}: {error_line(error)}", "correct the name, the config or the split"
-        if "gated" in str(error):
-            what, fix = f"{asset} is gated", how_to_get_access(asset.id, asset.kind)
-        raise config_error(asset.where, what, fix) from None
-
-
-@contextmanager
-def _hub_errors(asset: Asset) -> Iterator[None]:
-    try:
-        yield
-    except _HUB_ERRORS as error:
-        raise _refusal(error, asset) from None
-
-
-def _refusal(error: Exception, asset: Asset) -> ConfigError:
-    """Return one line for what the hub answered, or that it did not answer."""
-    what, fix = next((what, fix) for kind, what, fix in _REFUSALS if isinstance(error, kind))
-    access = how_to_get_access(asset.id, asset.kind)
-    facts = {"asset": asset, "access": access, "hub": constants.ENDPOINT, "line": error_line(error)}
-    return config_error(asset.where, what.format(**facts), fix.format(**facts))
+    return datasets.Dataset.from_generator(first_rows, features=stream.features, cache_dir=cache)

@@ -23,7 +23,7 @@ from grpo_recipes.process.scratch import Scratch, make_scratch, remove_dead_scra
 from grpo_recipes.publish.publisher import Publisher, hand_over
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.user_code import copy_source
-from grpo_recipes.report.single import report_line
+from grpo_recipes.report.pages import report_line
 from grpo_recipes.rewards.load import keep_rewards
 from grpo_recipes.runs import rundir
 from grpo_recipes.runs.checkpoints import newest_complete, rewriting, step_of

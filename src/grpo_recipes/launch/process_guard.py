@@ -20,7 +20,7 @@ from pathlib import Path
 from grpo_recipes.paths import shown
 from grpo_recipes.process import tree
 from grpo_recipes.process.scratch import Scratch, SegmentRecorder
-from grpo_recipes.report.single import report_line
+from grpo_recipes.report.pages import report_line
 from grpo_recipes.runs.rundir import SYNC_FOLDER, finish_summary, stop_file, write_json, write_last_json
 
 _TICK_SECONDS = 0.05

@@ -1,5 +1,5 @@
 """``report.html``: a run, or several side by side, as one page that needs nothing else. No torch.
 
-``read`` reads a run directory, ``single`` and ``compare`` put the pages together from ``templates/``, ``run_charts``
-says which metrics are drawn, ``chart`` draws.
+``read`` reads a run directory, ``pages`` and ``page`` make the pages from ``templates/``, ``run_charts`` says which
+metrics are drawn, ``chart`` draws.
 """

@@ -6,20 +6,19 @@ charts are drawn here rather than by a library's script: they can be read withou
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 
-from grpo_recipes.report.page import compact, half_interval, minus, scale_of, scientific, short
+from grpo_recipes.report.page import compact, half_interval, minus, short
 from grpo_recipes.report.read import Column, Scored, Table
 from grpo_recipes.runs.health import known, mean
 
 WIDTH, HEIGHT = 2000, 1000
-MOST_POINTS = 240
 _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 _HISTOGRAM_COLUMNS = 60
 _FEW_VALUES = 8  # distinct rewards up to which each has a row of its own
@@ -39,18 +38,12 @@ class Axis:
         return min(max((value - self.low) / (self.high - self.low), 0.0), 1.0)
 
     def marks(self, text: Callable[[float], str] | None = None) -> Marks:
-        """Return place and label of each tick; the labels have the same digits unless ``text`` writes them."""
-        texts = [text(tick) for tick in self.ticks] if text else self._labels()
-        return [(self.share(tick), label) for tick, label in zip(self.ticks, texts, strict=True)]
+        """Return place and label of each tick."""
+        return [(self.share(tick), (text or _tick_text)(tick)) for tick in self.ticks]
 
-    def _labels(self) -> list[str]:
-        step = self.ticks[1] - self.ticks[0] if len(self.ticks) > 1 else 1.0
-        largest = max(abs(tick) for tick in self.ticks)
-        if largest and (largest < 1e-3 or largest >= 1e9):
-            return [scientific(tick) for tick in self.ticks]
-        scale, suffix = scale_of(largest) if step >= 10 else (1.0, "")
-        digits = max(0, -int(Decimal(f"{step / scale:.6g}").as_tuple().exponent))
-        return [minus(f"{tick / scale:,.{digits}f}{suffix if tick else ''}") for tick in self.ticks]
+
+def _tick_text(tick: float) -> str:
+    return minus(f"{tick:,g}") if 1e-3 <= abs(tick) < 1e5 else short(tick)
 
 
 def axis(low: float, high: float, wanted: int = 4, *, whole: bool = False) -> Axis:
@@ -85,7 +78,7 @@ def window_of(count: int) -> int:
     return 1 if count < 20 else max(3, count // 15 | 1)
 
 
-def buckets(count: int, most: int = MOST_POINTS) -> list[slice]:
+def buckets(count: int, most: int = 240) -> list[slice]:
     """Return ``count`` rows in at most ``most`` slices of nearly the same length."""
     parts = min(count, most)
     return [slice(index * count // parts, (index + 1) * count // parts) for index in range(parts)]
@@ -185,10 +178,6 @@ class Chart:
     @functools.cached_property
     def up(self) -> Axis:
         """The vertical axis: it holds the lines and nearly all of what is behind them, from 0 where that is not far."""
-        if self.curves[-1].kind == "layer" and self.curves[-1].band:
-            tops = sorted(known(self.curves[-1].band[1]))
-            # A rare slow step (a checkpoint) may exceed the frame: it would flatten all others.
-            return axis(0.0, max(tops[-1 - len(tops) // 50], 1e-9))
         lines = [value for curve in self.curves for value in known(curve.line)]
         low, high = usual_range(lines)
         if self.bounds:
@@ -210,45 +199,39 @@ class Chart:
         columns = [curve.faint or curve.line for curve in self.curves if curve.kind != "layer"]
         return sum(not self.up.low <= value <= self.up.high for column in columns for value in known(column))
 
-    def line_path(self, xs: Sequence[float], values: Column, kind: str = "line") -> str:
-        """Return a line through the points, broken where a value is missing; a lone point or each of ``dots`` is a dot.
+    def path(self, kind: str, xs: Sequence[float], *edges: Column) -> str:
+        """Return the line along one edge, or the area between two, broken where a value is missing.
 
-        A dot is a line of no length, which round line ends make visible.
+        A lone point, or each of ``dots``, is a line of no length, which round line ends make visible.
         """
-        pieces = _unbroken(list(zip(xs, values, strict=True)))
-        if kind == "dots":
-            pieces = [[point] for piece in pieces for point in piece]
-        lines = ["L".join(self._point(x, y) for x, y in piece) for piece in pieces]
-        return "".join(f"M{line}{'h0' if 'L' not in line else ''}" for line in lines)
-
-    def band_path(self, xs: Sequence[float], low: Column, high: Column) -> str:
-        """Return the area between two lines, in as many parts as missing values make."""
-        closed = []
-        for piece in _unbroken(list(zip(xs, low, high, strict=True))):
-            there = [self._point(x, top) for x, _, top in piece]
-            back = [self._point(x, bottom) for x, bottom, _ in reversed(piece)]
-            closed.append(f"M{'L'.join(there + back)}z")
-        return "".join(closed)
+        parts = []
+        rows = zip(xs, *edges, strict=True)
+        for is_whole, stretch in itertools.groupby(rows, key=lambda row: None not in row):
+            if is_whole:
+                places, *values = zip(*stretch, strict=True)
+                lines = [[self._point(x, y) for x, y in zip(places, column, strict=True)] for column in values]
+                if len(lines) == 2:
+                    parts.append(f"M{'L'.join(lines[1] + lines[0][::-1])}z")
+                elif kind == "dots" or len(places) == 1:
+                    parts += [f"M{point}h0" for point in lines[0]]
+                else:
+                    parts.append(f"M{'L'.join(lines[0])}")
+        return "".join(parts)
 
     def _point(self, x: float, y: float) -> str:
         return f"{round(WIDTH * self.across.share(x))} {round(HEIGHT * (1 - self.up.share(y)))}"
 
 
-def _unbroken(points: Sequence[tuple[float | None, ...]]) -> list[list[tuple[float, ...]]]:
-    """Return the stretches of points without a missing value."""
-    stretches = itertools.groupby(points, key=lambda point: None not in point)
-    return [list(points) for whole, points in stretches if whole]  # type: ignore[arg-type]
-
-
 def stack(title: str, xs: Sequence[float], layers: Sequence[tuple[str, int, Sequence[float]]]) -> Chart:
     """Return areas one on the other, in seconds, the first at the bottom: label, colour and thickness of each."""
-    curves: list[Curve] = []
-    below = [0.0] * len(xs)
-    for label, colour, values in layers:
-        above = [low + value for low, value in zip(below, values, strict=True)]
-        curves.append(Curve(label, xs, [*values], colour, "layer", band=([*below], [*above])))
-        below = above
-    return Chart(title, curves, unit="s")
+    edges = [[0.0] * len(xs)]
+    for _, _, values in layers:
+        edges.append([low + value for low, value in zip(edges[-1], values, strict=True)])
+    tops, bands = sorted(edges[-1]), itertools.pairwise(edges)
+    curves = [Curve(label, xs, [*values], colour, "layer", band=([*low], [*high]))
+              for (label, colour, values), (low, high) in zip(layers, bands, strict=True)]  # fmt: skip
+    # A rare slow step (a checkpoint) may exceed the frame: it would flatten all others.
+    return Chart(title, curves, bounds=(0.0, max(tops[-1 - len(tops) // 50], 1e-9)), unit="s")
 
 
 @dataclass(frozen=True)
@@ -274,24 +257,17 @@ def histogram(scored: Sequence[Scored]) -> Histogram | None:
     parts = buckets(len(scored), _HISTOGRAM_COLUMNS)
     if len(parts) <= 2:
         return None
-    counts = Counter(reward for row in scored for reward in row.rewards)
-    edged = len(counts) > _FEW_VALUES
-    scale = axis(min(counts), max(counts), 16)
-    bins = list(scale.ticks[:-1]) if edged else sorted(counts)
-
-    def place(reward: float) -> int:
-        # The ends of ranges are sums of steps, so a reward of 0.3 is not compared with them.
-        return min(len(bins) - 1, int(scale.share(reward) * len(bins) + 1e-9)) if edged else bins.index(reward)
+    values = sorted({reward for row in scored for reward in row.rewards})
+    edged = len(values) > _FEW_VALUES
+    bins = list(axis(values[0], values[-1], 16).ticks[:-1]) if edged else values
 
     def shares(rows: Sequence[Scored]) -> list[float]:
-        places = [place(reward) for row in rows for reward in row.rewards]
-        found = Counter(places)
-        return [found[index] / len(places) for index in range(len(bins))]
+        # The ends of ranges are sums of steps: one of 0.30000000000000004 begins at 0.3.
+        found = Counter(bisect.bisect(bins, reward + 1e-9) - 1 for row in rows for reward in row.rewards)
+        return [found[index] / found.total() for index in range(len(bins))]
 
-    tenth, ends = max(1, len(scored) // 10), []
-    for rows in (scored[:tenth], scored[-tenth:]):
-        first, last = rows[0].step, rows[-1].step
-        ends.append((f"step {first}" if first == last else f"steps {first} to {last}", shares(rows)))
+    tenth = max(1, len(scored) // 10)
+    ends = [(f"steps {rows[0].step} to {rows[-1].step}", shares(rows)) for rows in (scored[:tenth], scored[-tenth:])]
     across = step_axis([scored[part.stop - 1 if part.start else 0].step for part in parts])
     up = axis(0.0, max(max(heights) for _, heights in ends))
     return Histogram([*map(short, bins)], edged, across, up, [shares(scored[part]) for part in parts], ends)

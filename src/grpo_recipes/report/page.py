@@ -1,8 +1,8 @@
 """Numbers as people read them, and pages from jinja2 templates.
 
 Every text is escaped, nothing is loaded, and only our own style and script may run. Pass texts of a run to templates as
-expressions, never through ``xmlattr`` or ``join``: ``_finalize`` then names the characters that hide or reorder others,
-and jinja2 escapes what is left.
+expressions, never through ``xmlattr`` or ``join``: ``_finalize`` then masks secrets and names the characters that hide
+or reorder others, and jinja2 escapes what is left.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup, escape
 
-from grpo_recipes.runs.health import known, mean, number, percent
-from grpo_recipes.secrets import masked_environment
+from grpo_recipes.runs.health import mean, number, percent
+from grpo_recipes.secrets import masked, masked_environment
 from grpo_recipes.stats import score_names
 
 if TYPE_CHECKING:
@@ -52,10 +52,10 @@ def short(value: float | None) -> str:
         return NOTHING
     size = abs(value)
     if size and (size < 1e-3 or size >= 1e9):
-        return scientific(value)
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return minus(f"{float(mantissa):g}e{int(exponent)}")
     if size >= 10_000:
-        scale, suffix = scale_of(size)
-        return minus(f"{value / scale:.3g}{suffix}")
+        return minus(f"{value / 1e6:.3g}M" if size >= 1e6 else f"{value / 1e3:.3g}k")
     return minus(f"{value:,.0f}" if float(value).is_integer() or size >= 100 else f"{value:.3g}")
 
 
@@ -69,29 +69,14 @@ def minus(text: str) -> str:
     return text.replace("-", "\u2212")
 
 
-def scientific(value: float) -> str:
-    """Return 2.4e-7, or 0."""
-    mantissa, exponent = f"{value:.2e}".split("e")
-    return minus(f"{float(mantissa):g}e{int(exponent)}") if value else "0"
-
-
-def scale_of(size: float) -> tuple[float, str]:
-    """Return the divisor for numbers of this size, and the letter that stands for it."""
-    if size >= 1e6:
-        return 1e6, "M"
-    return (1e3, "k") if size >= 1e4 else (1.0, "")
-
-
 def duration(seconds: float) -> str:
     """Return seconds as 4.2 s, 1 min 08 s, 3 h 05 min, 2 d 03 h."""
     if seconds < 59.95:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    hours, minutes = divmod(round(seconds / 60), 60)
-    if hours < 24:
-        return f"{hours} h {minutes:02d} min"
+    for unit, size, below, part in (("min", 60, "s", 1), ("h", 3600, "min", 60)):
+        whole, rest = divmod(round(seconds / part), size // part)
+        if whole < (24 if unit == "h" else 60):
+            return f"{whole} {unit} {rest:02d} {below}"
     days, hours = divmod(round(seconds / 3600), 24)
     return f"{days} d {hours:02d} h"
 
@@ -124,13 +109,6 @@ def spread(values: Sequence[float], text: Callable[[float | None], str] = short)
     return text(mean(values)) + ("" if half is None else f" ± {text(half)}")
 
 
-def bounds_of(result: dict[str, Any], key: str) -> tuple[float, float] | None:
-    """Return the ends of a benchmark score's interval, or None."""
-    bounds = result.get(f"{key}_ci")
-    ends = known(number(bound) for bound in bounds) if isinstance(bounds, list) else []
-    return (ends[0], ends[1]) if len(ends) == 2 else None
-
-
 def model_text(text: str) -> Markup:
     """Return a prompt or completion with white space and control characters made visible; copying it gives the text."""
 
@@ -149,15 +127,15 @@ def _name(char: str) -> str:
 
 
 def _finalize(value: Any) -> Any:
-    """Return what an expression of a template writes, before jinja2 escapes it."""
+    """Return what an expression of a template writes, secrets masked, before jinja2 escapes it."""
     if value is None:
         return ""
-    return value if isinstance(value, Markup) else re.sub(_HIDDEN, lambda match: _name(match[0]), str(value))
+    return value if isinstance(value, Markup) else re.sub(_HIDDEN, lambda match: _name(match[0]), masked(str(value)))
 
 
 def value_text(value: Any) -> str:
-    """Return a recipe value as YAML shows it."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    """Return a recipe value as YAML shows it, secrets masked: it may be cut."""
+    return masked(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
 def command(process: dict[str, Any]) -> str:
@@ -165,10 +143,6 @@ def command(process: dict[str, Any]) -> str:
     variables = masked_environment(process.get("environment") or {})
     lines = [f"{name}={shlex.quote(text)}" for name, text in variables.items()]
     return " \\\n  ".join([*lines, shlex.join(process.get("argv") or [])])
-
-
-def _sha256(text: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 @functools.cache
@@ -181,13 +155,16 @@ def _templates() -> jinja2.Environment:
     )  # fmt: skip
     functions = (
         short, signed, percent, duration, plural, compact, number, mean, half_interval, spread, model_text, value_text,
-        command, score_names, bounds_of,
+        command, score_names, masked,
     )  # fmt: skip
     templates.filters |= {function.__name__: function for function in functions}
-    templates.filters |= {"sha256": _sha256, "quoted": shlex.quote}
-    # Files of ours need no escape. Their hashes allow them to run, and nothing else.
-    style, script = (Markup((_HERE / name).read_text(encoding="utf-8")) for name in ("page.css", "page.js"))
-    templates.globals |= {"style": style, "script": script, "short": short, "percent": percent, "NOTHING": NOTHING}
+    templates.filters["quoted"] = shlex.quote
+    templates.globals |= {"short": short, "percent": percent, "NOTHING": NOTHING}
+    for name, file in (("style", "page.css"), ("script", "page.js")):
+        text = (_HERE / file).read_text(encoding="utf-8")
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        # Files of ours need no escape. Their hashes allow them to run, and nothing else.
+        templates.globals |= {name: Markup(text), f"{name}_hash": Markup(f"sha256-{digest}")}
     return templates
 
 

@@ -1,13 +1,13 @@
-"""The charts of a run: which metrics are drawn, and how."""
+"""Which metrics of a run, or of several side by side, are drawn, and how."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from grpo_recipes.report.chart import Chart, Curve, around, buckets, curve_of, smooth, stack, window_of
-from grpo_recipes.report.page import short
-from grpo_recipes.report.read import RunRecord, Table
+from grpo_recipes.report.page import plural, short
+from grpo_recipes.report.read import Group, RunRecord, Table
 from grpo_recipes.runs.health import known
 
 # Phase of a step -> its meaning, in the order of their colours.
@@ -19,6 +19,7 @@ PHASES = {
     "save": "checkpoints",
     "evaluate": "evaluations",
 }
+_REWARDS = (0.0, 1.0)  # their axis holds these at least
 # Keys of metrics.jsonl that need no curve, and those that other charts already show.
 _NO_CURVES = frozenset({"step", "max_steps", "epoch", "num_tokens", "step_time", "reward", "reward_std"})
 
@@ -67,12 +68,34 @@ METRICS = {
 }  # fmt: skip
 
 
-def note_of(tables: Iterable[Table], name: str, *more: str) -> str:
-    """Return the note of a metric; steps in which it was infinite, which leave a gap in its line, are counted in it."""
-    steps = sum(table.odd[name]["inf"] for table in tables if name in table.odd)
-    meaning = METRICS[name].infinite
-    gaps = f"infinite in {steps:,} step{'s' * (steps > 1)}, not drawn: {meaning}" if steps and meaning else ""
-    return "; ".join(filter(None, (METRICS[name].note, *more, gaps)))
+def metric_chart(
+    groups: Sequence[Group], name: str, metric: Metric | None = None, *, evals: bool = False, large: bool = False
+) -> Chart | None:
+    """Return a metric of every group that has it, None where it is missing or 0 everywhere.
+
+    On the page of a single run, whose group has no label, every value is faintly behind the line, or a step's least and
+    greatest are. Steps in which the metric was infinite leave a gap in the line, and are counted in the note.
+    """
+    metric = metric or METRICS[name]
+    tables = [[run.evals if evals else run.metrics for run in group.runs] for group in groups]
+    alone, window = not groups[0].label, None if metric.smooth else 1
+    curves = [curve_of(found, name, group.label or metric.title, group.colour, group.kind, window=window, behind=alone)
+              for group, found in zip(groups, tables, strict=True)]  # fmt: skip
+    curves = [curve for curve in curves if known(curve.line)]
+    if not any(value for curve in curves for value in known(curve.line)):
+        return None
+    notes, metrics = [metric.note], tables[0][0]
+    if alone and metric.band and metrics.known(metric.band[0]):
+        low, high, label = metric.band
+        parts = buckets(len(metrics.steps))
+        band = (smooth(metrics.column(low), parts), smooth(metrics.column(high), parts))
+        curves = [replace(curves[0], faint=None, band=band, band_label=label)]
+        notes.append(f"shaded: {label} of a step")
+    steps = sum(table.odd[name]["inf"] for found in tables for table in found if name in table.odd)
+    if steps and metric.infinite:
+        notes.append(f"infinite in {plural(steps, 'step')}, not drawn: {metric.infinite}")
+    bounds = _REWARDS if name.endswith("reward") else None
+    return Chart(metric.title, curves, "; ".join(filter(None, notes)), bounds, metric.shares, large=large)
 
 
 def reward_chart(run: RunRecord) -> Chart | None:
@@ -87,22 +110,15 @@ def reward_chart(run: RunRecord) -> Chart | None:
         curves.append(curve)
     if run.evals.known("eval_reward"):
         curves.append(Curve("evaluation", run.evals.steps, run.evals.column("eval_reward"), 2, "dots"))
-    if not curves:
-        return None
     smoothing = f", averaged over {window} steps" if window > 1 else ""
     note = f"Mean over the completions of a step{smoothing}; shaded: ± one standard deviation"
-    return Chart("Reward", curves, note, reward_bounds(curves), large=True)
-
-
-def reward_bounds(curves: Iterable[Curve]) -> tuple[float, float] | None:
-    """Return 0 and 1 as bounds of the axis where all rewards are between them."""
-    return (0.0, 1.0) if all(0 <= value <= 1 for curve in curves for value in known(curve.line)) else None
+    return Chart("Reward", curves, note, _REWARDS, large=True) if curves else None
 
 
 def curve_charts(run: RunRecord) -> list[Chart]:
     """Return the charts of the field's usual metrics that have something to show."""
     metrics, rewards, unscored = run.metrics, reward_names(run.metrics), _unscored_names(run.metrics)
-    charts = [_single(metrics, name) for name in METRICS if any(metrics.known(name))]
+    charts = [chart for name in METRICS if (chart := metric_chart([Group("", [run])], name))]
     # A single reward is drawn only where it is not the total itself.
     if len(rewards) > 1 or (rewards and metrics.column(next(iter(rewards))) != metrics.column("reward")):
         charts.insert(0, _several("Rewards one by one", metrics, rewards, "means before weighting"))
@@ -111,17 +127,6 @@ def curve_charts(run: RunRecord) -> list[Chart]:
         shares = all(value <= 1 for name in unscored for value in metrics.known(name))
         charts.insert(place, _several("Unscored", metrics, unscored, "completions without a score", shares))
     return charts
-
-
-def _single(metrics: Table, name: str) -> Chart:
-    metric, more = METRICS[name], ""
-    curve = curve_of([metrics], name, metric.title, window=None if metric.smooth else 1)
-    if metric.band and metrics.known(metric.band[0]):
-        low, high, label = metric.band
-        parts = buckets(len(metrics.steps))
-        band = (smooth(metrics.column(low), parts), smooth(metrics.column(high), parts))
-        curve, more = replace(curve, faint=None, band=band, band_label=label), f"shaded: {label} of a step"
-    return Chart(metric.title, [curve], note_of([metrics], name, more), shares=metric.shares)
 
 
 def _several(title: str, metrics: Table, named: dict[str, str], note: str, shares: bool = False) -> Chart:

@@ -85,7 +85,7 @@ class Run:
     def value(self, key: str) -> Any:
         """Return a key's value in this run: as planned, as given, or its default."""
         planned = self.plan.get("batch", {}).get("per_device") if key == "per_device_train_batch_size" else None
-        return self.recipe.get(key, catalogue()[key]["default"]) if planned is None else planned
+        return self.recipe.get(key, catalogue().get(key, {}).get("default")) if planned is None else planned
 
     @property
     def job_id(self) -> str:

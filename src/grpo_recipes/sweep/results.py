@@ -12,8 +12,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 from grpo_recipes.process.reports import aligned
-from grpo_recipes.report.compare import Group, comparison, group_of
 from grpo_recipes.report.page import NOTHING, SMOKE_BADGE, render, short, spread
+from grpo_recipes.report.pages import Group, comparison, group_of
 from grpo_recipes.report.read import RunRecord, read_run
 from grpo_recipes.runs.rundir import write_whole
 from grpo_recipes.sweep.folder import COMPLETED, GONE, Sweep
