@@ -17,13 +17,13 @@ from grpo_recipes.report.chart import (
     curve_of,
     histogram,
     smooth,
-    stack,
     step_axis,
     usual_range,
     window_of,
 )
 from grpo_recipes.report.page import fragment, minus
 from grpo_recipes.report.read import Scored, Table
+from grpo_recipes.report.run_charts import phase_chart
 
 FRAME = Chart("from 0 to 10 and from 0 to 1", [Curve("", [0, 10], [0.0, 1.0])])
 AXES = (step_axis([1, 2, 3]), axis(0.0, 0.75))
@@ -88,7 +88,10 @@ def test_a_long_metric_is_thinned_to_a_line_and_its_range() -> None:
 
 
 def test_areas_stand_on_one_another() -> None:
-    made = draw(stack("Time", [1, 2], [("a", 1, [1.0, 1.0]), ("b", 2, [1.0, 3.0])]))
+    seconds = {"seconds/sample": [1.0, 1.0], "seconds/score": [1.0, 3.0]}
+    chart = phase_chart(Table(steps=[1, 2], columns={name: [*values] for name, values in seconds.items()}))
+    assert chart is not None
+    made = draw(chart)
     first, second = re.findall(r'class="layer c\d" d="([^"]*)"', made)
     assert first == "M0 750L2000 750L2000 1000L0 1000z"
     assert second == "M0 500L2000 0L2000 750L0 750z"

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from grpo_recipes.report.chart import Chart, Curve
-from grpo_recipes.report.page import duration, fragment, half_interval, minus, model_text, short, signed
+from grpo_recipes.report.page import duration, fragment, half_interval, minus, model_text, short
 from grpo_recipes.runs.health import percent
 
 
@@ -97,8 +97,7 @@ def test_three_digits_that_count(value: float | None, text: str) -> None:
     assert short(value) == minus(text)
 
 
-def test_signs_and_shares() -> None:
-    assert (signed(0.4), signed(-0.4), signed(0.0), signed(None)) == ("+0.4", minus("-0.4"), "0", "\u2013")
+def test_shares() -> None:
     assert (percent(0.0), percent(0.512), percent(1.0)) == ("0 %", "51.2 %", "100 %")
 
 

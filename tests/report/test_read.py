@@ -48,12 +48,18 @@ def test_a_torn_row_of_samples_is_left_out(tmp_path: Path) -> None:
 def test_secrets_are_masked_wherever_they_stand(tmp_path: Path) -> None:
     sample = {"prompt": SECRET, "completion": f"my token {SECRET}", "rewards": {SECRET: 1.0}}
     folder = make_run(
-        tmp_path, steps=2, samples=[sample], summary={"cause": f"a {SECRET} b"}, recipe={"run_name": (SECRET, SECRET)}
+        tmp_path,
+        steps=2,
+        samples=[sample],
+        summary={"status": "failed", "cause": f"a {SECRET} b"},
+        recipe={"run_name": (SECRET, SECRET)},
     )
     page = write_report(folder).read_text()
     assert SECRET not in page
     assert "a ******** b" in page and "my token ********" in page
-    (folder / "samples.jsonl").write_text(json.dumps({"step": 1, "samples": [{"prompt": "x" * 2495 + " " + SECRET}]}))
+    (folder / "samples.jsonl").write_text(
+        json.dumps({"step": 1, "samples": [{"prompt": "x" * 2495 + " " + SECRET}]}) + "\n"
+    )
     assert SECRET[:4] not in write_report(folder).read_text()  # not a part of it either, where a text is cut
 
 

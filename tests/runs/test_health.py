@@ -212,9 +212,9 @@ def test_a_row_costs_the_same_in_a_long_run() -> None:
 
 def test_the_limits_stand_in_one_place() -> None:
     from grpo_recipes.doctor import training
-    from grpo_recipes.report import single
+    from grpo_recipes.report import pages
 
-    for module in (training, single):
+    for module in (training, pages):
         text = Path(module.__file__).read_text()
         for metric in ("clipped_ratio", "frac_reward_zero_std", "entropy", "grad_norm", '"kl"'):
             for line in text.splitlines():

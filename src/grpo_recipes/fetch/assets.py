@@ -120,9 +120,6 @@ class Assets:
         return [{name: getattr(asset, name) for name in _OF_A_RUN} for asset in self.found]
 
 
-# --- what a recipe reads
-
-
 def assets_of(recipe: Recipe, local: bool = False) -> list[Asset]:
     """Return every asset of the hub that a run reads, or every ``local`` one, each once and with the most rows."""
     found: dict[tuple[Any, ...], Asset] = {}
@@ -209,9 +206,6 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-# --- what is here
-
-
 def find_assets(recipe: Recipe, environment: Mapping[str, str], recorded: list[dict[str, Any]] | None = None) -> Assets:
     """Look for everything a recipe reads on this machine, whose caches ``environment`` names; download nothing.
 
@@ -259,9 +253,6 @@ def need_assets(
     return find_assets(recipe, environment, recorded)
 
 
-# --- records: what was fetched, and what a run uses
-
-
 def record_assets(run: Run, assets: Assets) -> None:
     """Write into the run directory which commits it uses, made once, and where its trainers find them now."""
     with rewriting(run.folder):
@@ -295,7 +286,8 @@ def find_record(asset: Asset, environment: Mapping[str, str]) -> Asset | None:
     content = (json_mapping(path.read_bytes()) if path.is_file() else None) or {}
     if not {"commit", "path", "files"} <= content.keys():
         return None  # not fetched, or damaged
-    record = replace(asset, **{name: content.get(name) for name in ("commit", "path", "licence", "files")})
+    known: dict[str, Any] = {name: content.get(name) for name in ("commit", "path", "licence", "files")}
+    record = replace(asset, **known)
     files = [(Path(record.path, name), size) for name, size in record.files.items()]
     return record if all(file.is_file() and file.stat().st_size == size for file, size in files) else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from grpo_recipes.process.network import address_reachable
 from grpo_recipes.secrets import masked
@@ -48,13 +49,12 @@ def error_line(error: Exception) -> str:
 
 def bound_every_wait(seconds: float) -> None:
     """Let no connection, read or write of huggingface_hub wait longer; by default some wait without a limit."""
-    import httpx
     from huggingface_hub import set_client_factory
     from huggingface_hub.utils._http import default_client_factory
 
-    def client() -> httpx.Client:
+    def client() -> Any:
         made = default_client_factory()
-        made.timeout = httpx.Timeout(seconds)
+        made.timeout = seconds
         return made
 
     set_client_factory(client)

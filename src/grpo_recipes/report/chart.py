@@ -222,18 +222,6 @@ class Chart:
         return f"{round(WIDTH * self.across.share(x))} {round(HEIGHT * (1 - self.up.share(y)))}"
 
 
-def stack(title: str, xs: Sequence[float], layers: Sequence[tuple[str, int, Sequence[float]]]) -> Chart:
-    """Return areas one on the other, in seconds, the first at the bottom: label, colour and thickness of each."""
-    edges = [[0.0] * len(xs)]
-    for _, _, values in layers:
-        edges.append([low + value for low, value in zip(edges[-1], values, strict=True)])
-    tops, bands = sorted(edges[-1]), itertools.pairwise(edges)
-    curves = [Curve(label, xs, [*values], colour, "layer", band=([*low], [*high]))
-              for (label, colour, values), (low, high) in zip(layers, bands, strict=True)]  # fmt: skip
-    # A rare slow step (a checkpoint) may exceed the frame: it would flatten all others.
-    return Chart(title, curves, bounds=(0.0, max(tops[-1 - len(tops) // 50], 1e-9)), unit="s")
-
-
 @dataclass(frozen=True)
 class Histogram:
     """The rewards of single completions, over the steps and at both ends of a run."""

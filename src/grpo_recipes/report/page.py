@@ -59,11 +59,6 @@ def short(value: float | None) -> str:
     return minus(f"{value:,.0f}" if float(value).is_integer() or size >= 100 else f"{value:.3g}")
 
 
-def signed(value: float | None) -> str:
-    """Return ``short`` with a plus before a number above 0."""
-    return f"+{short(value)}" if value is not None and value > 0 else short(value)
-
-
 def minus(text: str) -> str:
     """Return a text with a real minus sign for each hyphen."""
     return text.replace("-", "\u2212")
@@ -154,7 +149,7 @@ def _templates() -> jinja2.Environment:
         undefined=jinja2.StrictUndefined, finalize=_finalize,
     )  # fmt: skip
     functions = (
-        short, signed, percent, duration, plural, compact, number, mean, half_interval, spread, model_text, value_text,
+        short, percent, duration, plural, compact, number, mean, half_interval, spread, model_text, value_text,
         command, score_names, masked,
     )  # fmt: skip
     templates.filters |= {function.__name__: function for function in functions}

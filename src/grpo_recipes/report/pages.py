@@ -84,8 +84,8 @@ def run_page(run: RunRecord, path: Path) -> str:
         started=re.sub(r"^(\d{4})(\d\d)(\d\d)-(\d\d)(\d\d)\d\d$", r"\1-\2-\3 \4:\5", stamp),
         notices=notices(run), reward=run_charts.reward_chart(run), curves=run_charts.curve_charts(run),
         rows=rows, points=len(buckets(rows)), window=window_of(rows),
-        others=charts, same=same, histogram=histogram(run.scored), results=_results(run), steps=_completions(run),
-        phase_chart=run_charts.phase_chart(run), phases=run_charts.PHASES, totals=totals,
+        others=charts, same=same, histogram=histogram(run.scored), baselines=_BASELINES, steps=_completions(run),
+        phase_chart=run_charts.phase_chart(run.metrics), phases=run_charts.PHASES, totals=totals,
         files=sorted(file.name for file in run.folder.iterdir() if not file.name.startswith((".", "report."))),
         linked=path.absolute().parent == run.folder,
     )  # fmt: skip
@@ -134,20 +134,6 @@ def notices(run: RunRecord) -> list[str]:
     if metrics.unreadable:
         found.append(f"{plural(metrics.unreadable, 'line')} of metrics.jsonl could not be read.")
     return found
-
-
-def _results(run: RunRecord) -> list[tuple[str, dict[str, Any], str]]:
-    """Return name, result and further facts of each benchmark; ModeBench's baselines follow their own."""
-    rows = []
-    for benchmark, result in run.benchmarks.items():
-        baselines = (result.get("baselines") or {}).items()
-        named = {f"{benchmark}, {_BASELINES.get(name, name)}": scores for name, scores in baselines}
-        for name, scores in {benchmark: result, **named}.items():
-            facts = ((key.replace("_", " "), value) for key, value in scores.items()
-                     if "@" not in key and not isinstance(value, dict | list))  # fmt: skip
-            texts = [f"{key} {short(value) if isinstance(value, int | float) else value}" for key, value in facts]
-            rows.append((name, scores, ", ".join(texts)))
-    return rows
 
 
 def _completions(run: RunRecord) -> list[Markup]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from grpo_recipes.report.chart import Chart, Curve, around, buckets, curve_of, smooth, stack, window_of
+from grpo_recipes.report.chart import Chart, Curve, around, buckets, curve_of, smooth, window_of
 from grpo_recipes.report.page import plural, short
 from grpo_recipes.report.read import Group, RunRecord, Table
 from grpo_recipes.runs.health import known
@@ -148,12 +148,20 @@ def _unscored_names(metrics: Table) -> dict[str, str]:
     return labels | ({"rewards/no_verdict": "any reward"} if "rewards/no_verdict" in labels else {})
 
 
-def phase_chart(run: RunRecord) -> Chart | None:
-    """Return seconds of each step, phase on phase."""
-    curves = {phase: (colour, curve_of([run.metrics], f"seconds/{phase}", phase, window=1))
-              for colour, phase in enumerate(PHASES, start=1) if run.metrics.known(f"seconds/{phase}")}  # fmt: skip
-    layers = [(phase, colour, [value or 0.0 for value in curve.line]) for phase, (colour, curve) in curves.items()]
-    return stack("Seconds of a step", next(iter(curves.values()))[1].x, layers) if curves else None
+def phase_chart(metrics: Table) -> Chart | None:
+    """Return seconds of each step: areas, phase on phase, the first at the bottom."""
+    curves: list[Curve] = []
+    above: list[float] = []
+    for colour, phase in enumerate(PHASES, start=1):
+        if metrics.known(f"seconds/{phase}"):
+            curve = curve_of([metrics], f"seconds/{phase}", phase, colour, "layer", window=1, behind=False)
+            seconds = [value or 0.0 for value in curve.line]
+            below = above or [0.0] * len(seconds)
+            above = [low + height for low, height in zip(below, seconds, strict=True)]
+            curves.append(replace(curve, line=[*seconds], band=([*below], [*above])))
+    # A rare slow step (a checkpoint) may exceed the frame: it would flatten all others.
+    top = max([*sorted(above)[: -(len(above) // 50) or None], 1e-9])
+    return Chart("Seconds of a step", curves, bounds=(0.0, top), unit="s") if curves else None
 
 
 def other_metrics(run: RunRecord) -> tuple[list[Chart], dict[str, str]]:
