@@ -79,13 +79,6 @@ def test_a_run_that_has_only_begun_is_read(tmp_path: Path) -> None:
     assert (run.status, run.recipe, run.metrics.steps, run.scored) == ("unknown", {}, [], [])
 
 
-def test_evaluations_are_also_read_from_the_metrics(tmp_path: Path) -> None:
-    folder = make_run(tmp_path, steps=3, without=("eval.jsonl",))
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "eval_reward": 0.5}\n')
-    assert read_run(folder).evals.columns == {"eval_reward": [None, None, None, 0.5]}
-
-
 @pytest.mark.parametrize("file", ["run.json", "plan.json", "summary.json", "recipe.yaml"])
 def test_a_damaged_file_is_named(tmp_path: Path, file: str) -> None:
     folder = make_run(tmp_path, steps=1)

@@ -57,9 +57,9 @@ def stage(folder: Path, model: Path, checkpoints: Mapping[str, Path]) -> bool:
             if path.is_dir():
                 continue
             target.parent.mkdir(parents=True, exist_ok=True)
-            try:
+            with suppress(OSError):
                 os.link(path, target)
-            except OSError:  # a file system without hard links, or with too few: each says so in another way
+            if not target.exists():  # on a file system without hard links, or with too few
                 shutil.copy2(path, target)
         return bool(links) and all(map(is_complete, checkpoints.values()))
     return False
@@ -69,7 +69,7 @@ class Publisher:
     """Pushes complete checkpoints in the background and the final model at the end, as ``hub_strategy`` says."""
 
     def __init__(self, target: Target, run_dir: Path, environment: Mapping[str, str], say: Callable[[str], None]):
-        self._target, self._run_dir, self._say = target, run_dir, say
+        self.target, self._run_dir, self._say = target, run_dir, say
         # The processes that push get the user's login.
         login, quiet = hub_environment(environment), {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         self._environment = {**base_environment(environment), **login, **quiet}
@@ -83,11 +83,11 @@ class Publisher:
         self._next_look = 0.0
 
     def __str__(self) -> str:
-        return str(self._target)
+        return str(self.target)
 
     def tick(self) -> None:
         """Look for a new complete checkpoint and start or collect its push. Never raises: the run goes on."""
-        if self._target.strategy == "end" or time.monotonic() < self._next_look:
+        if self.target.strategy == "end" or time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + _LOOK_SECONDS
         try:
@@ -107,11 +107,11 @@ class Publisher:
         Return repo, revision, commit and url; or repo and error.
         """
         self._end_background()
-        repo, pushed, complete = self._target.repo, self._pushed(), complete_checkpoints(self._checkpoints)
+        repo, pushed, complete = self.target.repo, self._pushed(), complete_checkpoints(self._checkpoints)
         whole: dict[str, Path] = {}
-        for checkpoint in complete if self._target.strategy == "all_checkpoints" else complete[-1:]:
+        for checkpoint in complete if self.target.strategy == "all_checkpoints" else complete[-1:]:
             if checkpoint.name not in pushed:
-                whole |= whole_checkpoint(checkpoint, self._target.strategy)
+                whole |= whole_checkpoint(checkpoint, self.target.strategy)
         self._say(f"publishing the model in {repo}")
         stage(self._staged / "model", self._run_dir / "model", whole)
         cut_off = _wait_for(self._start("model", "Final model"))
@@ -126,13 +126,6 @@ class Publisher:
         if pushed := self._pushed():
             finish_summary(self._run_dir, published=list(pushed.values())[-1])
 
-    def upload_command(self) -> str:
-        """Return the command by which a person publishes the model later."""
-        target = self._target
-        branch = [] if target.branch == "main" else ["--revision", target.branch]
-        private = ["--private"] if target.private else []
-        return shlex.join(["hf", "upload", target.repo, shown(self._run_dir / "model"), *branch, *private])
-
     def _end_background(self) -> None:
         """End a push, and remove all links: they keep the bytes of a checkpoint that is pruned."""
         if self._child is not None:
@@ -145,9 +138,9 @@ class Publisher:
         """Stage a checkpoint for its push, unless one is under way."""
         name, folder = checkpoint.name, self._staged / checkpoint.name
         self._seen.add(name)
-        if (self._child or self._waiting) and not self._target.always:
+        if (self._child or self._waiting) and not self.target.always:
             self._say(f"{name} is not published, the push before it is not finished (hub_always_push: true)")
-        elif not stage(folder, checkpoint, whole_checkpoint(checkpoint, self._target.strategy)):
+        elif not stage(folder, checkpoint, whole_checkpoint(checkpoint, self.target.strategy)):
             self._say(f"{name} is not published: it holds no whole model, only shards of it")
         else:
             if any(folder.glob("*.safetensors")):
@@ -158,7 +151,7 @@ class Publisher:
         """Start the process that pushes what is staged under this name."""
         job, result = self._folder / f"{name}.job", self._folder / f"{name}.json"
         result.unlink(missing_ok=True)
-        content = {"target": asdict(self._target), "folder": self._staged / name, "result": result}
+        content = {"target": asdict(self.target), "folder": self._staged / name, "result": result}
         write_json(job, {**content, "message": message, "waits": WAITS})
         argv = [sys.executable, "-m", "grpo_recipes.publish.push", str(job)]
         with (self._folder / "push.log").open("ab") as log:
@@ -224,6 +217,10 @@ def hand_over(publisher: Publisher | None, run_dir: Path) -> str:
     if publisher is None:
         return f"; no model card ({result['error']})" if result else ""
     finish_summary(run_dir, published=result)
-    if "error" in result:
-        return f"; NOT published ({result['error']}), do it with: {publisher.upload_command()}"
-    return f", published in {result['url']}"
+    if "error" not in result:
+        return f", published in {result['url']}"
+    target = publisher.target
+    options = ["--revision", target.branch] if target.branch != "main" else []
+    options += ["--private"] if target.private else []
+    command = shlex.join(["hf", "upload", target.repo, shown(run_dir / "model"), *options])
+    return f"; NOT published ({result['error']}), do it with: {command}"

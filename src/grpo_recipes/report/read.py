@@ -120,9 +120,6 @@ def read_run(folder: Path) -> RunRecord:
     """Read a run directory; raise ConfigError for another folder. A damaged JSON file is one when it is first read."""
     run = find_run(Path(), shown(folder), shown(folder))
     metrics, evals = read_table(run.folder / "metrics.jsonl"), read_table(run.folder / "eval.jsonl")
-    if not evals.steps:
-        found = {name: column for name, column in metrics.columns.items() if name.startswith("eval_")}
-        evals = Table(metrics.steps, found) if found else evals
     recipe = run.folder / "recipe.yaml"
     text = recipe.read_text(errors="replace") if recipe.exists() else ""
     origins = re.findall(r"^# (.*)\n([A-Za-z_]\w*):", text, re.MULTILINE)

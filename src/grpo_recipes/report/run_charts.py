@@ -170,7 +170,7 @@ def other_metrics(run: RunRecord) -> tuple[list[Chart], dict[str, str]]:
     drawn = [name for name in METRICS if any(metrics.known(name))]
     shown = {*_NO_CURVES, *drawn, *reward_names(metrics), *_unscored_names(metrics), *[f"seconds/{x}" for x in PHASES]}
     shown |= {end for name in drawn for end in METRICS[name].band or ()}
-    names = sorted(name for name in metrics.columns if name not in shown and not name.startswith("eval_"))
+    names = sorted(name for name in metrics.columns if name not in shown)
     same = {name: short(metrics.last(name)) for name in names
             if len(set(metrics.known(name))) == 1 and name not in metrics.odd}  # fmt: skip
     charts = [Chart(name, [curve_of([metrics], name, name)]) for name in names if name not in same]
