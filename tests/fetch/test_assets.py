@@ -119,7 +119,7 @@ def test_a_record_is_found_under_its_revision_and_its_commit(tmp_path: Path, env
     for revision in ("main", COMMIT):
         record = find_record(replace(ROWS, revision=revision), environment)
         assert record is not None
-        assert (record.commit, record.path, record.bytes) == (COMMIT, str(tmp_path / "rows"), 4)
+        assert (record.commit, record.path, record.files) == (COMMIT, str(tmp_path / "rows"), {"data.arrow": 4})
     for other in (replace(ROWS, revision="v2"), replace(ROWS, split="test"), replace(ROWS, config=None)):
         assert find_record(other, environment) is None
 

@@ -143,4 +143,5 @@ def _hub_row(asset: Asset, record: Asset | None, online: bool, update: bool) -> 
             state = "here" if record.commit == newest else f"here; the hub has {newest[:12]}: --update brings it"
     assert record is not None
     name = " ".join(str(part) for part in (record.id, record.config, record.split, record.limit) if part)
-    return (record.kind, name, record.commit[:12], gigabytes(record.bytes), shown(record.path), state)
+    size = gigabytes(sum(record.files.values()))
+    return (record.kind, name, record.commit[:12], size, shown(record.path), state)

@@ -74,11 +74,6 @@ class Asset:
         return self.revision is not None
 
     @property
-    def bytes(self) -> int:
-        """Size of a fetched one."""
-        return sum(self.files.values())
-
-    @property
     def is_local(self) -> bool:
         """Whether the name is a file, a folder or built in, not a hub id."""
         is_path = self.id.startswith((SMOKE_SCHEME, MODEBENCH_SCHEME, "/", "./", "../", "~"))
@@ -106,9 +101,8 @@ class Assets:
 
     def offline_variables(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Return variables that keep a run off the network once everything is here, unless the user set one."""
-        if self.missing or "HF_HUB_OFFLINE" in environment:
-            return {}
-        return {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+        is_free = self.missing or "HF_HUB_OFFLINE" in environment
+        return {} if is_free else {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
     def notes(self) -> list[str]:
         """Return a line for each fetched and each missing asset, for a plan."""
@@ -135,20 +129,18 @@ def _named(recipe: Recipe) -> Iterator[Asset]:
     """Yield the model, the training and evaluation sets and the benchmarks of a recipe, as often as it names them."""
 
     def dataset(key: str, name: str | None, config: str | None, split: str | None, limit: int | None = None) -> Asset:
-        where = recipe.source(key)
-        return Asset(kind=DATASET, id=name or "", config=config, split=split, limit=limit, where=where)
+        return Asset(kind=DATASET, id=name or "", config=config, split=split, limit=limit, where=recipe.source(key))
 
-    key, code = "model_name_or_path", bool(recipe["trust_remote_code"])
-    revision = recipe["model_revision"]
-    yield Asset(kind=MODEL, id=recipe[key] or "", revision=revision, where=recipe.source(key), code=code)
+    model, where = recipe["model_name_or_path"] or "", recipe.source("model_name_or_path")
+    code = bool(recipe["trust_remote_code"])
+    yield Asset(kind=MODEL, id=model, revision=recipe["model_revision"], where=where, code=code)
     streaming, mixture, config = recipe["dataset_streaming"], recipe["dataset_mixture"], recipe["dataset_config"]
     if mixture:
         for entry in mixture.get("datasets", []):
             yield dataset("dataset_mixture", entry.get("id"), entry.get("config"), entry.get("split") or "train")
     else:
-        most = recipe["max_train_prompts"]
-        limit = _SPARE * most if streaming and most else None
-        yield dataset("dataset_name", recipe["dataset_name"], config, recipe["dataset_train_split"], limit)
+        limit = _SPARE * (recipe["max_train_prompts"] or 0) if streaming else 0
+        yield dataset("dataset_name", recipe["dataset_name"], config, recipe["dataset_train_split"], limit or None)
     if recipe["eval_strategy"] != "no":
         # Of a stream, as many rows as a draw of eval_subsample needs to reach eval_max_prompts.
         limit = math.ceil(recipe["eval_max_prompts"] / recipe["eval_subsample"]) if streaming else None
