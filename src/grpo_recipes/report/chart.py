@@ -164,7 +164,7 @@ class Chart:
     title: str
     curves: Sequence[Curve]
     note: str = ""
-    bounds: tuple[float, float] | None = None  # the least that the vertical axis must hold instead of what is behind
+    bounds: tuple[float, float] | None = None  # of the vertical axis, where they hold the lines
     shares: bool = False  # values are shares, marked in per cent
     x_name: str = "step"
     unit: str = ""  # of the values
@@ -180,8 +180,8 @@ class Chart:
         """The vertical axis: it holds the lines and nearly all of what is behind them, from 0 where that is not far."""
         lines = [value for curve in self.curves for value in known(curve.line)]
         low, high = usual_range(lines)
-        if self.bounds:
-            low, high = min(low, self.bounds[0]), max(high, self.bounds[1])
+        if self.bounds and self.bounds[0] <= low <= high <= self.bounds[1]:
+            low, high = self.bounds
         else:
             columns = [column for curve in self.curves for column in (curve.faint, *(curve.band or ())) if column]
             behind = [value for column in columns for value in known(column)]

@@ -19,7 +19,7 @@ PHASES = {
     "save": "checkpoints",
     "evaluate": "evaluations",
 }
-_REWARDS = (0.0, 1.0)  # their axis holds these at least
+_REWARDS = (0.0, 1.0)  # ends of their axis where they are between them
 # Keys of metrics.jsonl that need no curve, and those that other charts already show.
 _NO_CURVES = frozenset({"step", "max_steps", "epoch", "num_tokens", "step_time", "reward", "reward_std"})
 
