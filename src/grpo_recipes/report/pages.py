@@ -74,12 +74,15 @@ def run_page(run: RunRecord, path: Path) -> str:
     stamp = str(run.identity.get("timestamp", ""))
     totals = {name: sum(found) for name in run_charts.PHASES if (found := run.metrics.known(f"seconds/{name}"))}
     charts, same = run_charts.other_metrics(run)
-    rows = len(run.metrics.steps)
+    rows, written = len(run.metrics.steps), run.folder / "metrics.jsonl"
+    silent = time.time() - (written if written.exists() else run.folder / "run.json").stat().st_mtime
+    usual = statistics.median_high(run.metrics.known("seconds/step") or [0.0])
+    was_killed = run.status == "running" and silent >= max(_SILENT_SECONDS, 10 * usual)  # most likely
     return render(
         "run.html.j2",
         run=run, title=f"{run.folder.name}: {run.status}", name=run.folder.name, headline=sentence(run), kind=kind,
         badges=[*badges, SMOKE_BADGE] if run.summary.get("smoke") else badges,
-        folder=shown(run.folder), silent=_silent_seconds(run) if run.status == "running" else 0.0,
+        folder=shown(run.folder), silent=silent if was_killed else 0.0,
         asked=run.summary.get("exit_code") == EXIT_STOPPED, checkpoint=newest_complete(run.folder / "checkpoints"),
         started=re.sub(r"^(\d{4})(\d\d)(\d\d)-(\d\d)(\d\d)\d\d$", r"\1-\2-\3 \4:\5", stamp),
         notices=notices(run), reward=run_charts.reward_chart(run), curves=run_charts.curve_charts(run),
@@ -109,14 +112,6 @@ def sentence(run: RunRecord) -> str:
         if abs(sum(after) - sum(before)) / size > 2 * error:
             return f"{ended}Reward {'rose' if count.last > count.first else 'fell'} {ends}."
     return f"{ended}Reward changed little, {ends}."
-
-
-def _silent_seconds(run: RunRecord) -> float:
-    """Return how long a run has written nothing, 0 where that is not long: it was most likely killed."""
-    file = run.folder / "metrics.jsonl"
-    silent = time.time() - (file if file.exists() else run.folder / "run.json").stat().st_mtime
-    usual = statistics.median_high(run.metrics.known("seconds/step") or [0.0])
-    return silent if silent >= max(_SILENT_SECONDS, 10 * usual) else 0.0
 
 
 def notices(run: RunRecord) -> list[str]:
@@ -159,11 +154,9 @@ NO_EXPERIMENT = frozenset(
 
 def _rewards(run: RunRecord) -> str:
     """Return names and weights of a run's rewards."""
-    names, weights = (
-        [*run_charts.reward_names(run.metrics).values()] or run.value("reward_funcs"),
-        run.value("reward_weights"),
-    )
-    return ", ".join(map(str, names or ())) + (f" weighted {weights}" if weights else "")
+    names = run_charts.reward_names(run.metrics).values() or run.value("reward_funcs") or ()
+    weights = run.value("reward_weights")
+    return ", ".join(map(str, names)) + (f" weighted {weights}" if weights else "")
 
 
 # Facts beside the recipe that may differ.
