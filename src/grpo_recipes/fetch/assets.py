@@ -139,7 +139,8 @@ def _named(recipe: Recipe) -> Iterator[Asset]:
         for entry in mixture.get("datasets", []):
             yield dataset("dataset_mixture", entry.get("id"), entry.get("config"), entry.get("split") or "train")
     else:
-        limit = _SPARE * (recipe["max_train_prompts"] or 0) or None if streaming else None
+        most = recipe["max_train_prompts"] if streaming else None
+        limit = _SPARE * most if most else None
         yield dataset("dataset_name", recipe["dataset_name"], config, recipe["dataset_train_split"], limit)
     if recipe["eval_strategy"] != "no":
         # Of a stream, as many rows as a draw of eval_subsample needs to reach eval_max_prompts.
