@@ -22,8 +22,7 @@ from grpo_recipes.launch.submission import need_environment, prepare, send, site
 from grpo_recipes.paths import shown
 from grpo_recipes.process.reports import aligned
 from grpo_recipes.recipe.keys import catalogue
-from grpo_recipes.report.pages import write_comparison
-from grpo_recipes.report.pages import write_report
+from grpo_recipes.report.pages import write_comparison, write_report
 from grpo_recipes.runs.health import notices_of
 from grpo_recipes.runs.rundir import NO_REQUEUE, Run, clock, find_run, finish_summary, launcher_of, runs_in, stop_file
 from grpo_recipes.secrets import masked
