@@ -73,7 +73,7 @@ def test_end_pushes_the_final_model_with_its_card_alone(
     repo = hub.repos[SUMS]
     assert line == f", published in {hub.url}/ada/sums/tree/main" and repo.private
     assert repo.files().keys() == {".gitattributes", "README.md", "config.json", "model.safetensors", "tokenizer.json"}
-    assert repo.files()["README.md"].startswith(b"---\nbase_model: ada/base\n")
+    assert repo.files()["README.md"].startswith(b'---\nbase_model: "ada/base"\n')
     summary = read_json(run_dir / "summary.json")
     assert summary["published"]["commit"] == repo.at("main") and summary["status"] == "completed"
 
@@ -206,7 +206,7 @@ def test_a_run_that_ends_without_a_model_leaves_no_copies(
 
 def test_a_run_without_push_to_hub_has_a_card_and_no_publisher(run_dir: Path) -> None:
     assert hand_over(None, run_dir) == ""
-    assert (run_dir / "model" / "README.md").read_text().startswith("---\nbase_model: ada/base\n")
+    assert (run_dir / "model" / "README.md").read_text().startswith('---\nbase_model: "ada/base"\n')
     assert "published" not in read_json(run_dir / "summary.json")
 
 
