@@ -124,7 +124,7 @@ def read_run(folder: Path) -> RunRecord:
     text = recipe.read_text(errors="replace") if recipe.exists() else ""
     origins = re.findall(r"^# (.*)\n([A-Za-z_]\w*):", text, re.MULTILINE)
     scored = [rewards for rewards, _ in scored_rows(run.folder / "samples.jsonl")]
-    return RunRecord(run.folder, run.identity, metrics, evals, scored, {key: origin for origin, key in origins})
+    return RunRecord(run.folder, metrics, evals, scored, {key: origin for origin, key in origins})
 
 
 def read_table(path: Path) -> Table:
