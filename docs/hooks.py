@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import html
+import inspect
 import json
 import re
 from typing import Any
@@ -125,7 +126,9 @@ def maxent_keys_table() -> str:
 def doctor_table(subject: str) -> str:
     """Return a row for each check of `grpo doctor` on a ``machine``, a ``recipe`` or a ``run``."""
     checks = {"machine": (*doctor.MACHINE, *doctor.DEEP), "recipe": doctor.RECIPE, "run": doctor.RUN}[subject]
-    return _table(("check", "looks at"), [(examine.name_of(check), _text(examine.about(check))) for check in checks])
+    first_lines = [(inspect.getdoc(check) or "").splitlines()[0] for check in checks]
+    names = map(examine.name_of, checks)
+    return _table(("check", "looks at"), [(name, _text(line)) for name, line in zip(names, first_lines, strict=True)])
 
 
 def profile_table() -> str:

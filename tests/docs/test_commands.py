@@ -53,7 +53,7 @@ RUN_HERE = {
     f"grpo check {MODEBENCH}/maxent/config_modebench_countdown.yaml",
     f"grpo check-rewards {MODEBENCH}/grpo/config_modebench_graph_coloring.yaml",
     f"grpo plan {MODEBENCH}/maxent/config_modebench_graph_coloring.yaml --gpus 8",
-    "python -m grpo_recipes.evaluate.baselines",
+    "python -m grpo_recipes.evaluate.benchmarks",
 }
 
 _SBATCH = "tests/e2e/test_slurm_run.py::test_sbatch_training_sh_starts_at_once_and_completes"

@@ -13,7 +13,7 @@ from doc_pages import PAGES, REPOSITORY, blocks, code_words, prose, table_rows
 from grpo_recipes import cli, errors
 from grpo_recipes.doctor import MACHINE, RECIPE, RUN
 from grpo_recipes.doctor.examine import name_of
-from grpo_recipes.evaluate import baselines
+from grpo_recipes.evaluate import benchmarks
 from grpo_recipes.plan import ports
 from grpo_recipes.plan.commands import ACCELERATE_FILES, base_environment
 from grpo_recipes.plan.devices import environment_device
@@ -134,7 +134,7 @@ def test_keys_and_baselines_of_modebench(capsys: pytest.CaptureFixture[str]) -> 
     assert {key for key, _ in keys} == {key for key in catalogue() if key.startswith("modebench_")}
     for key, told in keys:
         assert catalogue()[key]["default"] is None or str(catalogue()[key]["default"]) in told
-    baselines.main()
+    benchmarks.main()
     printed = []
     for line in capsys.readouterr().out.splitlines():
         task, kind, scores = line.split(maxsplit=2)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.doctor import access
+from grpo_recipes.doctor import environment
 
 pytestmark = pytest.mark.alone
 
@@ -73,88 +73,88 @@ def at(machine, home: Path):
 
 
 def test_the_token_of_the_hub_in_the_environment(at):
-    found = access.hub_token(at(HF_TOKEN=TOKEN))
+    found = environment.hub_token(at(HF_TOKEN=TOKEN))
     assert found.status == "ok" and found.value == "HF_TOKEN is set"
     for wrong in (f"{TOKEN}\n", f'"{TOKEN}"', "please"):
-        found = access.hub_token(at(HF_TOKEN=wrong))
+        found = environment.hub_token(at(HF_TOKEN=wrong))
         assert found.status == "warning" and "no tokens like it" in found.value
         assert TOKEN not in found.value + found.fix
 
 
 def test_the_token_of_hf_auth_login_and_who_may_read_it(at, home: Path):
-    assert access.hub_token(at()).value.startswith("none")
+    assert environment.hub_token(at()).value.startswith("none")
     path = home / ".cache/huggingface/token"
     path.parent.mkdir(parents=True)
     path.write_text(TOKEN)
     path.chmod(0o600)
-    assert access.hub_token(at()).status == "ok" and TOKEN not in access.hub_token(at()).value
+    assert environment.hub_token(at()).status == "ok" and TOKEN not in environment.hub_token(at()).value
     path.chmod(0o644)
-    found = access.hub_token(at())
+    found = environment.hub_token(at())
     assert found.status == "warning" and found.fix.startswith("chmod 600") and "others may read" in found.value
-    assert access.hub_token(at(HF_HOME="/elsewhere")).value.startswith("none")
-    assert access.hub_token(at(HF_TOKEN_PATH=str(path))).status == "warning"
+    assert environment.hub_token(at(HF_HOME="/elsewhere")).value.startswith("none")
+    assert environment.hub_token(at(HF_TOKEN_PATH=str(path))).status == "warning"
 
 
-def test_the_login_of_wandb(at, home: Path, read):
-    recipe = read(report_to="wandb")
-    assert access.wandb_login(at()).value == "none, none needed"
-    found = access.wandb_login(at(recipe))
+def test_the_login_of_wandb(at, home: Path, read, serve):
+    recipe, address = read(report_to="wandb"), serve(Answering)
+    assert environment.wandb(at()).value.startswith("not used")
+    found = environment.wandb(at(recipe, WANDB_BASE_URL=address))
     assert found.status == "problem" and "wandb login" in found.fix
-    assert access.wandb_login(at(recipe, WANDB_MODE="offline")).status == "ok"
-    assert access.wandb_login(at(recipe, WANDB_API_KEY="k" * 40)).value == "WANDB_API_KEY is set"
+    assert environment.wandb(at(recipe, WANDB_MODE="offline")).status == "ok"
+    assert environment.wandb(at(recipe, WANDB_API_KEY="k" * 40, WANDB_BASE_URL=address)).status == "ok"
     login = home / ".netrc"
-    login.write_text(f"machine api.wandb.ai\n  login user\n  password {'k' * 40}\n")
+    login.write_text(f"machine 127.0.0.1\n  login user\n  password {'k' * 40}\n")
     login.chmod(0o600)
-    found = access.wandb_login(at(recipe))
+    found = environment.wandb(at(recipe, WANDB_BASE_URL=address))
     assert found.status == "ok" and "kkkk" not in found.value
     login.chmod(0o640)
-    assert access.wandb_login(at(recipe)).status == "warning"
-    assert access.wandb_login(at(recipe, WANDB_BASE_URL="https://wandb.example.org")).status == "problem"
+    assert environment.wandb(at(recipe, WANDB_BASE_URL=address)).status == "warning"
+    login.write_text("machine wandb.example.org\n  login user\n  password x\n")
+    assert environment.wandb(at(recipe, WANDB_BASE_URL=address)).status == "problem"
 
 
 def test_proxies_are_shown_without_credentials(at):
-    assert access.proxies(at()).value == "none set"
-    found = access.proxies(at(https_proxy="http://alice:s3cret@proxy.example.org:3128"))
+    assert environment.proxies(at()).value == "none set"
+    found = environment.proxies(at(https_proxy="http://alice:s3cret@proxy.example.org:3128"))
     assert found.status == "ok"
-    assert found.value == "https_proxy=http://proxy.example.org:3128 (NO_PROXY lacks 127.0.0.1: a run adds it)"
-    assert "a run adds it" not in access.proxies(at(http_proxy="proxy:1", NO_PROXY="a,127.0.0.1")).value
-    assert access.proxies(at(http_proxy="http://a:1", HTTP_PROXY="http://b:1")).status == "warning"
+    assert found.value == "https_proxy=http://proxy.example.org:3128"
+    assert environment.proxies(at(http_proxy="http://a:1", HTTP_PROXY="http://b:1")).status == "warning"
 
 
 def test_the_hub_answers(at, serve, closed: str):
-    assert access.hub(at(HF_ENDPOINT=serve(Answering))).status == "ok"
-    found = access.hub(at(HF_ENDPOINT=closed))
+    assert environment.hub(at(HF_ENDPOINT=serve(Answering))).status == "ok"
+    found = environment.hub(at(HF_ENDPOINT=closed))
     assert found.status == "warning" and "refused" in found.value and "grpo fetch" in found.fix
-    assert access.hub(at(HF_ENDPOINT=closed, HF_HUB_OFFLINE="1")).value.startswith("not asked")
+    assert environment.hub(at(HF_ENDPOINT=closed, HF_HUB_OFFLINE="1")).value.startswith("not asked")
 
 
 def test_a_hub_that_is_silent_is_told_in_seconds(at, monkeypatch):
-    monkeypatch.setattr(access, "_SECONDS", 0.4)
+    monkeypatch.setattr(environment, "_SECONDS", 0.4)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         began = time.monotonic()
-        found = access.hub(at(HF_ENDPOINT=f"http://127.0.0.1:{silent.getsockname()[1]}"))
+        found = environment.hub(at(HF_ENDPOINT=f"http://127.0.0.1:{silent.getsockname()[1]}"))
     assert found.status == "warning" and "timed out" in found.value
     assert time.monotonic() - began < 3
 
 
 def test_proxies_are_used_and_told_when_they_refuse(at, serve, closed: str, monkeypatch):
     monkeypatch.setenv("http_proxy", serve(Answering))
-    assert access.hub(at(HF_ENDPOINT="http://hub.invalid")).status == "ok"
+    assert environment.hub(at(HF_ENDPOINT="http://hub.invalid")).status == "ok"
     monkeypatch.setenv("http_proxy", serve(Refusing))
-    assert "the proxy wants other credentials" in access.hub(at(HF_ENDPOINT="http://hub.invalid")).value
+    assert "the proxy wants other credentials" in environment.hub(at(HF_ENDPOINT="http://hub.invalid")).value
     monkeypatch.setenv("http_proxy", closed)
-    assert access.hub(at(HF_ENDPOINT="http://hub.invalid")).status == "warning"
+    assert environment.hub(at(HF_ENDPOINT="http://hub.invalid")).status == "warning"
 
 
 def test_wandb_is_asked_for_a_recipe_that_reports_to_it_alone(at, read, serve, closed: str):
-    recipe = read(report_to="wandb")
-    assert access.wandb_host(at(WANDB_BASE_URL=closed)).status == "ok"
-    found = access.wandb_host(at(recipe, WANDB_BASE_URL=closed))
+    recipe, key = read(report_to="wandb"), "k" * 40
+    assert environment.wandb(at(WANDB_BASE_URL=closed)).status == "ok"
+    found = environment.wandb(at(recipe, WANDB_BASE_URL=closed, WANDB_API_KEY=key))
     assert found.status == "problem" and "WANDB_MODE=offline" in found.fix
-    assert access.wandb_host(at(recipe, WANDB_BASE_URL=closed, WANDB_MODE="offline")).status == "ok"
-    assert access.wandb_host(at(recipe, WANDB_BASE_URL=serve(Answering))).status == "ok"
+    assert environment.wandb(at(recipe, WANDB_BASE_URL=closed, WANDB_MODE="offline")).status == "ok"
+    assert environment.wandb(at(recipe, WANDB_BASE_URL=serve(Answering), WANDB_API_KEY=key)).status == "ok"
 
 
 def test_a_port_the_user_named_and_another_process_holds(at, read):
@@ -162,22 +162,22 @@ def test_a_port_the_user_named_and_another_process_holds(at, read):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        found = access.ports(at(VLLM_PORT=str(port)))
-        by_recipe = access.ports(at(read(vllm_server_port=port)))
-        unnamed = access._port("vllm_server_port", port, given=False)
+        found = environment.ports(at(VLLM_PORT=str(port)))
+        by_recipe = environment.ports(at(read(vllm_server_port=port)))
+        unnamed = environment._port("vllm_server_port", port, given=False)
     assert found.status == "problem"
     assert f"{port} (vllm_server_port)" in found.value and f"pid {os.getpid()}" in found.value
     assert by_recipe == found
     assert unnamed.status == "warning"
-    assert access._port("vllm_server_port", port, given=True).value == f"{port} free"
+    assert environment._port("vllm_server_port", port, given=True).value == f"{port} free"
 
 
 def test_ports_are_those_of_the_launch(at, read):
-    assert "separate" in access.ports(at(SLURM_JOB_ID="12")).value
-    assert access.ports(at(read(), SLURM_JOB_ID="12")).value.startswith("20120 free")
+    assert "separate" in environment.ports(at(SLURM_JOB_ID="12")).value
+    assert environment.ports(at(read(), SLURM_JOB_ID="12")).value.startswith("20120 free")
 
 
 def test_this_machines_name(at, monkeypatch):
-    assert access.host_name(at()).value
+    assert environment.host_name(at()).value
     monkeypatch.setattr(socket, "gethostname", lambda: "fake-host-without-address.invalid")
-    assert access.host_name(at()).status == "warning"
+    assert environment.host_name(at()).status == "warning"

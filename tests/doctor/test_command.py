@@ -38,7 +38,7 @@ def test_every_check_is_a_line_and_what_to_do_stands_below(tmp_path: Path):
     lines = done.stdout.splitlines()
     marks = [line.split()[0] for line in lines if not line.startswith(" ")]
     assert len(marks) == len(MACHINE) + 1 and set(marks[:-1]) <= {"ok", "warn", "PROBLEM"}
-    place = next(number for number, line in enumerate(lines) if line.startswith("warn     old variables"))
+    place = next(number for number, line in enumerate(lines) if line.startswith("warn     unread variables"))
     assert lines[place + 1].strip().startswith("-> TRANSFORMERS_CACHE: set CACHE_ROOT")
     assert lines[-1].startswith(f"grpo: {len(MACHINE)} checks, ")
 
@@ -57,7 +57,7 @@ def test_a_problem_is_exit_code_2_and_none_is_0(doctor, tmp_path: Path):
 def test_a_recipe_adds_its_checks(doctor):
     _, found = doctor(SMOKE)
     assert set(found) == {name_of(check) for check in (*MACHINE, *RECIPE)}
-    assert found["gpu plan"]["status"] == "ok" and found["datasets"]["value"] == "smoke:sums"
+    assert found["gpu plan"]["status"] == "ok" and "smoke:sums" in found["assets"]["value"]
     _, found = doctor(SMOKE, "--vllm_mode", "colocate")
     assert found["gpu plan"]["status"] == "problem" and "vllm_mode: server" in found["gpu plan"]["fix"]
 
@@ -95,7 +95,7 @@ def test_programs_that_hang_do_not_hold_it_up(fake_program):
     found = {check["name"]: check for check in json.loads(said("--json").stdout)["checks"]}
     assert time.monotonic() - began < 20
     assert "sinfo did not answer within 3 s" in found["slurm"]["value"]
-    assert found["quota"]["status"] == "warning" and found["driver"]["status"] == "problem"
+    assert found["quota"]["status"] == "warning" and found["gpus"]["status"] == "problem"
 
 
 def test_nothing_secret_is_printed(tmp_path: Path):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
+from types import SimpleNamespace
 
 import pytest
 
-from grpo_recipes.doctor import devices
+from grpo_recipes.doctor import hardware
+from grpo_recipes.doctor.examine import Machine, NoAnswer
 from grpo_recipes.errors import ConfigError
 
 UUIDS = ["GPU-11111111-aaaa-bbbb-cccc-000000000001", "GPU-22222222-aaaa-bbbb-cccc-000000000002"]
@@ -34,16 +37,14 @@ def fake_nvidia_smi(fake_program):
 
 @pytest.fixture(autouse=True)
 def fake_cuda_torch(monkeypatch):
-    monkeypatch.setattr(devices, "torch_cuda", lambda: "13.0")
+    monkeypatch.setattr(hardware, "torch_cuda", lambda: "13.0")
 
 
 def test_a_new_driver_is_right(fake_nvidia_smi, cuda_machine):
     fake_nvidia_smi(row(0), row(1))
-    assert devices.driver(cuda_machine()).status == "ok"
-    found = devices.gpus(cuda_machine())
-    assert found.status == "ok" and found.value == f"2 visible of 2: {NAME}, 80 GiB"
-    assert devices.gpu_memory(cuda_machine()).value == "free"
-    assert devices.gpu_health(cuda_machine()).value == "no errors reported"
+    found = hardware.gpus(cuda_machine())
+    assert found.status == "ok"
+    assert found.value == f"2 visible of 2: {NAME}, 80 GiB; driver 580.95.05, torch for CUDA 13.0"
 
 
 @pytest.mark.parametrize(("cuda", "driver", "status"), [
@@ -53,98 +54,98 @@ def test_a_new_driver_is_right(fake_nvidia_smi, cuda_machine):
 def test_the_driver_must_be_of_the_branch_that_torchs_cuda_needs(
     fake_nvidia_smi, cuda_machine, monkeypatch, cuda, driver, status
 ):
-    monkeypatch.setattr(devices, "torch_cuda", lambda: cuda)
+    monkeypatch.setattr(hardware, "torch_cuda", lambda: cuda)
     fake_nvidia_smi(row(0, driver=driver))
-    assert devices.driver(cuda_machine()).status == status
+    found = hardware.gpus(cuda_machine())
+    assert found.status == status and ("cuda-compat" in found.fix) == (status == "problem")
 
 
-def test_a_driver_that_fails_is_a_problem_told_once(fake_program, cuda_machine):
+def test_a_driver_that_fails_is_a_problem(fake_program, cuda_machine):
     fake_program("nvidia-smi", "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
-    found = devices.driver(cuda_machine())
+    found = hardware.gpus(cuda_machine())
     assert found.status == "problem" and "version mismatch" in found.value
-    assert devices.gpu_health(cuda_machine()).status == "ok"
 
 
 def test_a_driver_that_hangs_is_a_problem(fake_program):
     fake_program("nvidia-smi", "exec sleep 30")
-    machine = devices.Machine({}, patience=0.3)
-    assert "did not answer within" in devices.driver(machine).value
+    assert "did not answer within" in hardware.gpus(Machine({}, patience=0.3)).value
 
 
 def test_no_driver(no_program, machine, cuda_machine):
-    assert devices.driver(machine()).status == "ok"
-    assert devices.driver(cuda_machine()).status == "problem"
-    assert "--gres" in devices.driver(cuda_machine()).fix
+    assert hardware.gpus(machine()).value == "none, none needed (CPU environment)"
+    assert hardware.gpus(cuda_machine()).status == "problem"
+    assert "--gres" in hardware.gpus(cuda_machine()).fix
 
 
 def test_no_driver_is_usual_on_a_login_node(no_program, fake_program, cuda_machine):
     fake_program("sinfo", "echo slurm 22.05.8")
-    assert devices.driver(cuda_machine()).status == "warning"
-    assert devices.driver(cuda_machine(SLURM_JOB_ID="7")).status == "problem"
+    assert hardware.gpus(cuda_machine()).status == "warning"
+    assert hardware.gpus(cuda_machine(SLURM_JOB_ID="7")).status == "problem"
 
 
 def test_cuda_visible_devices_cuts_the_gpus_down(fake_nvidia_smi, cuda_machine):
     fake_nvidia_smi(row(0), row(1))
-    one = devices.gpus(cuda_machine(CUDA_VISIBLE_DEVICES="1"))
+    one = hardware.gpus(cuda_machine(CUDA_VISIBLE_DEVICES="1"))
     assert one.status == "ok" and one.value.startswith("1 visible of 2 (CUDA_VISIBLE_DEVICES=1)")
-    assert devices.gpus(cuda_machine(CUDA_VISIBLE_DEVICES="")).status == "problem"
+    assert hardware.gpus(cuda_machine(CUDA_VISIBLE_DEVICES="")).status == "problem"
     with pytest.raises(ConfigError, match="this machine has no GPU '5'"):
-        devices.gpus(cuda_machine(CUDA_VISIBLE_DEVICES="5"))
+        hardware.gpus(cuda_machine(CUDA_VISIBLE_DEVICES="5"))
 
 
 def test_a_job_without_gpus_is_a_problem(no_program, cuda_machine):
-    found = devices.gpus(cuda_machine(SLURM_JOB_ID="7"))
+    found = hardware.gpus(cuda_machine(SLURM_JOB_ID="7"))
     assert found.status == "problem" and "sbatch --gres" in found.fix
 
 
 def test_slurm_and_the_driver_disagree(fake_nvidia_smi, cuda_machine):
     fake_nvidia_smi(row(0), row(1))
-    found = devices.gpus(cuda_machine(SLURM_JOB_ID="7", SLURM_GPUS_ON_NODE="4"))
+    found = hardware.gpus(cuda_machine(SLURM_JOB_ID="7", SLURM_GPUS_ON_NODE="4"))
     assert found.status == "warning" and "Slurm granted 4" in found.value
-    assert devices.gpus(cuda_machine(SLURM_JOB_ID="7", SLURM_GPUS_ON_NODE="2")).status == "ok"
-
-
-@pytest.mark.skipif(not importlib.metadata.version("torch").endswith("+cpu"), reason="needs the CPU environment")
-def test_gpus_beside_a_cpu_environment(fake_nvidia_smi, machine, no_program):
-    assert devices.gpus(machine()).value == "none (CPU environment)"
+    assert hardware.gpus(cuda_machine(SLURM_JOB_ID="7", SLURM_GPUS_ON_NODE="2")).status == "ok"
 
 
 def test_gpus_that_a_cpu_environment_leaves_idle(fake_nvidia_smi, cuda_machine, monkeypatch):
     fake_nvidia_smi(row(0))
     cpu = cuda_machine()
     monkeypatch.setattr(type(cpu), "device", "cpu")
-    found = devices.gpus(cpu)
+    found = hardware.gpus(cpu)
     assert found.status == "warning" and "DEVICE=cuda" in found.fix
 
 
 def test_memory_held_by_others_is_told_with_their_pids(fake_nvidia_smi, cuda_machine):
-    fake_nvidia_smi(row(0, used="40960"), row(1), processes=f"{UUIDS[0]}, 4242, 40000")
-    found = devices.gpu_memory(cuda_machine())
+    fake_nvidia_smi(row(0, used="40960"), row(1), processes=f"{UUIDS[0]}, 4242")
+    found = hardware.gpus(cuda_machine())
     assert found.status == "warning" and found.value == "GPU 0: 40.0 of 80 GiB held by pid 4242"
-    assert devices.gpu_memory(cuda_machine(CUDA_VISIBLE_DEVICES="1")).status == "ok"
+    assert hardware.gpus(cuda_machine(CUDA_VISIBLE_DEVICES="1")).status == "ok"
 
 
 def test_broken_sliced_and_exclusive_gpus(fake_nvidia_smi, cuda_machine):
     fake_nvidia_smi(row(0, ecc="3"), row(1))
-    assert devices.gpu_health(cuda_machine()).status == "problem"
+    assert hardware.gpus(cuda_machine()).status == "problem"
     fake_nvidia_smi(row(0, mig="Enabled"))
-    assert "MIG" in devices.gpu_health(cuda_machine()).value
+    assert "MIG" in hardware.gpus(cuda_machine()).value
     fake_nvidia_smi(row(0, mode="Exclusive_Process"))
-    assert "one process" in devices.gpu_health(cuda_machine()).value
+    assert "one process" in hardware.gpus(cuda_machine()).value
     fake_nvidia_smi(row(0, ecc="[N/A]", mig="[N/A]"))
-    assert devices.gpu_health(cuda_machine()).status == "ok"
+    assert hardware.gpus(cuda_machine()).status == "ok"
 
 
-def test_the_cuda_version_is_read_from_torchs_own_file(monkeypatch):
-    assert devices.cuda_in("debug = False\ncuda: Optional[str] = '13.0'\ngit_version = 'x'\n") == "13.0"
-    assert devices.cuda_in("cuda = '12.8'\n") == "12.8"
-    assert devices.cuda_in("cuda: Optional[str] = None\nhip: Optional[str] = '6.0'\n") is None
+@pytest.mark.parametrize(("text", "cuda"), [
+    ("debug = False\ncuda: Optional[str] = '13.0'\ngit_version = 'x'\n", "13.0"), ("cuda = '12.8'\n", "12.8"),
+    ("cuda: Optional[str] = None\nhip: Optional[str] = '6.0'\n", None),
+])  # fmt: skip
+def test_the_cuda_version_is_read_from_torchs_own_file(monkeypatch, tmp_path, text, cuda):
+    monkeypatch.undo()
+    (tmp_path / "version.py").write_text(text)
+    fake_spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: fake_spec)
+    assert hardware.torch_cuda() == cuda
 
 
 def test_the_installed_torch_has_such_a_file(monkeypatch):
     monkeypatch.undo()
     cpu = importlib.metadata.version("torch").endswith("+cpu")
-    assert (devices.torch_cuda() is None) == cpu
+    assert (hardware.torch_cuda() is None) == cpu
 
 
 IDLE = "main|infinite|2|gpu:a100:4|idle|n[1-2]"
@@ -162,61 +163,57 @@ def fake_slurm(fake_program):
 
 
 def test_no_slurm(no_program, machine):
-    assert devices.slurm(machine()).value == "no Slurm here"
-    assert devices.nodes(machine()).status == devices.time_limit(machine()).status == "ok"
+    assert hardware.slurm(machine()).value == "no Slurm here"
 
 
 def test_partitions_and_gpus(fake_slurm, cuda_machine):
     fake_slurm(IDLE, "cpu|1-00:00:00|8|(null)|mixed|c[1-8]")
-    found = devices.slurm(cuda_machine())
-    assert found.status == "ok" and found.value == "partitions cpu, main; gpu:a100:4"
-    assert devices.nodes(cuda_machine()).value == "2 up"
+    found = hardware.slurm(cuda_machine())
+    assert found.status == "ok" and found.value == "partitions cpu, main; gpu:a100:4; 2 nodes up"
 
 
 def test_a_cluster_without_gpus_and_a_cpu_environment_on_one_with(fake_slurm, cuda_machine, monkeypatch):
     fake_slurm("cpu|infinite|8|(null)|mixed|c[1-8]")
-    assert devices.slurm(cuda_machine()).status == "warning"
+    assert hardware.slurm(cuda_machine()).status == "warning"
     fake_slurm(IDLE)
     cpu = cuda_machine()
     monkeypatch.setattr(type(cpu), "device", "cpu")
-    assert "DEVICE=cuda" in devices.slurm(cpu).fix
+    assert "DEVICE=cuda" in hardware.slurm(cpu).fix
 
 
-def test_slurm_that_is_not_set_up_is_told_once(fake_program, machine):
+def test_slurm_that_is_not_set_up(fake_program, machine):
     fake_program("sinfo", "echo 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1")
-    found = devices.slurm(machine())
-    assert found.status == "warning" and "Unable to contact slurm controller" in found.value
-    assert devices.nodes(machine()).value == devices.time_limit(machine()).value == "not known: see slurm"
+    with pytest.raises(NoAnswer, match=r"sinfo fails: .*Unable to contact slurm controller"):
+        hardware.slurm(machine())
 
 
 def test_sinfo_without_sbatch(no_program, tmp_path, machine):
     program = tmp_path / "no_programs/sinfo"
     program.write_text(f"#!/bin/bash\necho '{IDLE}'\n")
     program.chmod(0o755)
-    assert devices.slurm(machine()).value == "sinfo is there, sbatch is not"
+    assert hardware.slurm(machine()).value == "sinfo is there, sbatch is not"
 
 
-def test_nodes_that_are_lost(fake_slurm, machine):
+def test_nodes_that_are_lost(fake_slurm, cuda_machine):
     fake_slurm("main|infinite|1|gpu:a100:4|drained|n1", "main|infinite|1|gpu:a100:4|idle|n2")
-    assert devices.nodes(machine()).value == "1 up, lost: n1 drained"
+    assert hardware.slurm(cuda_machine()).value == "partitions main; gpu:a100:4; 1 nodes up, lost: n1 drained"
     fake_slurm("main|infinite|2|gpu:a100:4|down*|n[1-2]", "cpu|infinite|4|(null)|idle|c[1-4]")
-    found = devices.nodes(machine())
-    assert found.status == "problem" and found.value == "none is up: n[1-2] down*"
+    found = hardware.slurm(cuda_machine())
+    assert found.status == "problem" and found.value == "0 nodes up, lost: n[1-2] down*"
 
 
-def test_time_limits_below_that_of_training_sh(fake_slurm, machine):
+def test_time_limits_below_that_of_training_sh(fake_slurm, cuda_machine):
     fake_slurm(IDLE)
-    assert devices.time_limit(machine()).status == "ok"
+    assert hardware.slurm(cuda_machine()).status == "ok"
     fake_slurm(IDLE, "short|12:00:00|2|gpu:a100:4|idle|n[1-2]", "long|7-00:00:00|2|gpu:a100:4|idle|n[1-2]")
-    found = devices.time_limit(machine())
+    found = hardware.slurm(cuda_machine())
     assert found.status == "warning" and "short ends at 12:00:00" in found.value and "long" not in found.value
     assert "sbatch --time=12:00:00" in found.fix
 
 
-def test_where_we_are(machine):
-    assert devices.job(machine()).value.startswith("none")
+def test_the_login_node_is_no_node_of_the_job(no_program, machine):
     inside = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURMD_NODENAME": "n1"}
-    assert devices.job(machine(**inside)).value == "job 7 on n1"
+    assert hardware.slurm(machine(**inside)).status == "ok"
     del inside["SLURMD_NODENAME"]
-    found = devices.job(machine(**inside))
-    assert found.status == "warning" and "srun --pty bash" in found.fix
+    found = hardware.slurm(machine(**inside))
+    assert found.status == "warning" and "job 7, but" in found.value and "srun --pty bash" in found.fix

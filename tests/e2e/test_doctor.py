@@ -38,29 +38,28 @@ def look(cluster: SlurmCluster, *before: str) -> dict[str, dict[str, str]]:
 def test_the_cluster_from_its_login_node(idle: SlurmCluster) -> None:
     found = look(idle)
     assert found["slurm"]["value"].startswith("partitions main; gpu:a100:4")
-    assert found["nodes"] == {"name": "nodes", "status": "ok", "value": "2 up", "fix": ""}
-    assert found["time limit"]["status"] == "ok"
-    assert found["job"]["value"].startswith("none")
+    assert "12:00:00" not in found["slurm"]["value"] and "salloc" not in found["slurm"]["fix"]
 
 
 @pytest.mark.rotating
 def test_drained_nodes_and_a_short_partition(idle: SlurmCluster) -> None:
-    idle.cli("scontrol", "update", "NodeName=n1", "State=DRAIN", "Reason=test")
-    assert look(idle)["nodes"]["value"] == "1 up, lost: n1 drained"
-    idle.cli("scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=test")
     idle.cli("scontrol", "update", "PartitionName=main", "MaxTime=12:00:00")
-    found = look(idle)
-    assert found["nodes"]["status"] == "problem" and "drained" in found["nodes"]["value"]
-    assert found["time limit"]["status"] == "warning" and "main ends at 12:00:00" in found["time limit"]["value"]
+    found = look(idle)["slurm"]
+    assert found["status"] == "warning" and "main ends at 12:00:00" in found["value"]
+    idle.cli("scontrol", "update", "NodeName=n1", "State=DRAIN", "Reason=test")
+    assert look(idle)["slurm"]["status"] == "warning"
+    idle.cli("scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=test")
+    found = look(idle)["slurm"]
+    assert found["status"] == "problem" and "0 nodes up" in found["value"] and "drained" in found["value"]
 
 
 @pytest.mark.rotating
 def test_inside_a_job_and_in_the_shell_that_salloc_leaves(idle: SlurmCluster) -> None:
     inside = look(idle, "srun", "--gres=gpu:a100:2")
-    assert inside["job"]["status"] == "ok" and " on n" in inside["job"]["value"]
+    assert "salloc" not in inside["slurm"]["fix"]
     assert "separate" in inside["ports"]["value"]
     outside = look(idle, "salloc", "--gres=gpu:a100:2")
-    assert outside["job"]["status"] == "warning" and "srun --pty bash" in outside["job"]["fix"]
+    assert outside["slurm"]["status"] == "warning" and "srun --pty bash" in outside["slurm"]["fix"]
 
 
 @pytest.mark.rotating
@@ -71,7 +70,6 @@ def test_a_controller_that_does_not_answer(idle: SlurmCluster, tmp_path: Path) -
     done = idle.cli(GRPO, "doctor", "--json", env={**OFFLINE, "SLURM_CONF": str(conf)})
     found = results(done)
     assert found["slurm"]["status"] == "warning" and "sinfo" in found["slurm"]["value"]
-    assert found["nodes"]["value"] == "not known: see slurm"
 
 
 @pytest.mark.rotating
@@ -80,6 +78,6 @@ def test_deep_imports_torch_trl_and_vllm() -> None:
         [GRPO, "doctor", "--deep", "--json"], capture_output=True, text=True, timeout=200, check=False
     )
     found = results(done)
-    for name in ("torch", "trl", "vllm"):
-        assert found[name]["status"] == "ok", found[name]
-    assert "threads" in found["torch"]["value"]
+    assert found["imports"]["status"] == "ok", found["imports"]
+    for name in ("torch", "trl", "vllm", "threads"):
+        assert f"{name} " in found["imports"]["value"]

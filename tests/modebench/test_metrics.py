@@ -9,8 +9,8 @@ from itertools import permutations, product
 
 import pytest
 
-from grpo_recipes.evaluate import baselines as module
-from grpo_recipes.evaluate.baselines import baselines, constant_answer, random_guesser
+from grpo_recipes.evaluate import benchmarks as module
+from grpo_recipes.evaluate.benchmarks import baselines, constant_answer, random_guesser
 from grpo_recipes.modebench.dataset import Settings, rows
 from grpo_recipes.modebench.verify import mode_of, mode_scores
 from grpo_recipes.recipe.keys import catalogue

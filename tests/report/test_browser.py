@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from grpo_recipes.report.pages import write_comparison, write_report
-from grpo_recipes.sweep.results import write_sweep
+from grpo_recipes.sweep.folder import write_sweep
 
 from .synthetic_runs import make_run, make_sweep, two_samples
 

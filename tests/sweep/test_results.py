@@ -11,7 +11,7 @@ from report.synthetic_runs import make_sweep
 from report.test_single import Page
 
 from grpo_recipes import cli
-from grpo_recipes.sweep.results import read_results, text_table, write_sweep
+from grpo_recipes.sweep.folder import read_results, text_table, write_sweep
 
 
 def finals(sweep, rate):

@@ -7,14 +7,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from grpo_recipes.cli import chosen_recipe, command, option, recipe_name, switch
 from grpo_recipes.doctor import DEEP, MACHINE, RECIPE, RUN
-from grpo_recipes.doctor.examine import Check, Machine, as_text, examine
-from grpo_recipes.doctor.recipes import Case, recipe
+from grpo_recipes.doctor.examine import Check, Machine, as_text, examine, finding_of
+from grpo_recipes.doctor.recipes import Case
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, collect, config_error
 from grpo_recipes.fetch.assets import Asset, find_record, local_assets, wanted_assets
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, INTERRUPTED, bound_every_wait, hub_answers
@@ -23,12 +23,12 @@ from grpo_recipes.paths import shown
 from grpo_recipes.plan.commands import hub_environment
 from grpo_recipes.process.reports import aligned, gigabytes
 from grpo_recipes.recipe import Recipe, read_frozen
-from grpo_recipes.runs.finding import PROBLEM, WARNING
-from grpo_recipes.runs.rundir import find_run
+from grpo_recipes.runs.finding import PROBLEM, WARNING, Finding
+from grpo_recipes.runs.rundir import Run, find_run
 from grpo_recipes.smoke import smoke_command
 
 # All checks together, and one program they ask; with --deep also imports.
-_SECONDS, _PATIENCE = 4.0, 3.0
+_SECONDS, _PATIENCE = 8.0, 3.0
 _DEEP_SECONDS, _DEEP_PATIENCE = 150.0, 120.0
 _LONGEST_WAIT = 60.0  # seconds for one read or write; a download as a whole may take hours
 _WHERE_ONLINE = "run grpo fetch where the hub can be reached, e.g. on the login node"
@@ -43,15 +43,26 @@ _WHERE_ONLINE = "run grpo fetch where the hub can be reached, e.g. on the login 
 )
 def doctor(options: argparse.Namespace) -> int:
     """Print what was found of the machine, a recipe on it, or a run; return 2 when there is a problem."""
-    seconds = _SECONDS
-    if options.run_dir is None:
-        checks, seconds = _checks_of_machine(options), _DEEP_SECONDS if options.deep else _SECONDS
-    elif recipe_name(options) or options.flags:
-        raise config_error("--run", "a run has its own recipe", "leave out the recipe and its flags")
+    deep = options.deep and options.run_dir is None
+    results: dict[str, Finding] = {}
+    if options.run_dir is not None:
+        if recipe_name(options) or options.flags:
+            raise config_error("--run", "a run has its own recipe", "leave out the recipe and its flags")
+        checks: Sequence[Check] = RUN
+        subject: Run | Machine = find_run(Machine(os.environ).run_root, options.run_dir, "--run")
+    elif recipe_name(options) is None and options.flags:
+        fix = "name the recipe it belongs to, right after doctor"
+        raise config_error(options.flags[0], "is not an option of grpo doctor", fix)
     else:
-        run = find_run(Machine(os.environ).run_root, options.run_dir, "--run")
-        checks = [(check, run) for check in RUN]
-    results = examine(checks, seconds)
+        recipe: Recipe | None = None
+        try:
+            recipe = chosen_recipe(options) if recipe_name(options) is not None else None
+        except ConfigError as error:  # the machine is looked at all the same
+            results["recipe"] = finding_of(error)
+        patience = _DEEP_PATIENCE if deep else _PATIENCE
+        subject = Case(os.environ, recipe, patience) if recipe else Machine(os.environ, None, patience)
+        checks = [*MACHINE, *(DEEP if deep else ()), *(RECIPE if recipe else ())]
+    results |= examine(checks, subject, _DEEP_SECONDS if deep else _SECONDS)
     statuses = [found.status for found in results.values()]
     problems = statuses.count(PROBLEM)
     if options.json:
@@ -60,23 +71,6 @@ def doctor(options: argparse.Namespace) -> int:
     else:
         print(as_text(results))
     return EXIT_CONFIG_ERROR if problems else 0
-
-
-def _checks_of_machine(options: argparse.Namespace) -> list[tuple[Check, Any]]:
-    named = recipe_name(options)
-    if options.flags and named is None:
-        fix = "name the recipe it belongs to, right after doctor"
-        raise config_error(options.flags[0], "is not an option of grpo doctor", fix)
-    found: Recipe | None = None
-    checks: list[tuple[Check, Any]] = []
-    try:
-        found = chosen_recipe(options) if named else None
-    except ConfigError as error:  # the machine is looked at all the same
-        checks = [(recipe, error)]
-    machine = Machine(os.environ, found, _DEEP_PATIENCE if options.deep else _PATIENCE)
-    checks += [(check, machine) for check in (*MACHINE, *(DEEP if options.deep else ()))]
-    case = Case(machine, found) if found else None
-    return checks + [(check, case) for check in RECIPE if case]
 
 
 @command(

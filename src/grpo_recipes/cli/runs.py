@@ -28,8 +28,7 @@ from grpo_recipes.runs.rundir import NO_REQUEUE, Run, clock, find_run, finish_su
 from grpo_recipes.secrets import masked
 from grpo_recipes.slurm.client import NO_ANSWER, Job, cancel, find_job, my_jobs
 from grpo_recipes.slurm.profile import KEYS, Profile
-from grpo_recipes.sweep.folder import FOLDER, find_sweep, is_sweep, read_sweep
-from grpo_recipes.sweep.results import text_table, write_sweep
+from grpo_recipes.sweep.folder import FOLDER, RECORD, find_sweep, read_sweep, text_table, write_sweep
 from grpo_recipes.sweep.run import Backend, run_task, start, start_again
 from grpo_recipes.sweep.spec import SweepSpec, is_axis, read_axes
 
@@ -409,7 +408,7 @@ def report(options: argparse.Namespace) -> int:
     folders = [_named_run(which).folder if which == "last" else Path(which) for which in options.runs]
     fix = "name a file you may write"
     with translate(OSError, lambda error: config_error("--out", f"cannot write the page ({error.strerror})", fix)):
-        if len(folders) == 1 and is_sweep(folders[0]):
+        if len(folders) == 1 and os.path.isfile(folders[0] / RECORD):
             found = read_sweep(folders[0])
             page, results = write_sweep(found, options.out)
             print(text_table(found, results))

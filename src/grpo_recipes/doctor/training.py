@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import statistics
-from collections import Counter
+from collections.abc import Callable
 
 from grpo_recipes.doctor.examine import judge
-from grpo_recipes.runs.finding import PROBLEM, WARNING, Finding, ok, problem, warning
-from grpo_recipes.runs.health import UNSCORED, ZERO_REWARD, notices_of
+from grpo_recipes.runs.finding import PROBLEM, WARNING, Finding, ok, problem
+from grpo_recipes.runs.health import UNSCORED, notices_of
 from grpo_recipes.runs.rundir import Run
 
 _NOTHING = ok("no step was taken")
@@ -23,83 +21,44 @@ _PHASE_FIXES = {
 }
 
 
-def _judge(run: Run, value: str, *names: str, worst: str = PROBLEM) -> Finding:
-    """Return a value with the first of these notices of the run, ok without one."""
-    found = {notice.name: notice for notice in notices_of(run.rows, run.value, over=not run.is_running())}
-    for name in names:
-        if notice := found.get(name):
-            return Finding(worst if notice.serious else WARNING, f"{value}; {notice.text}", notice.fix)
-    return ok(value)
+def _level(name: str, about: str, key: str, *notices: str) -> Callable[[Run], Finding]:
+    """Return the check of a metric: its first and latest level, with the first of these notices of the run."""
+
+    def look(run: Run) -> Finding:
+        values, recent = run.numbers(key), run.recent(key)
+        found = {notice.name: notice for notice in notices_of(run.rows, run.value, over=not run.is_running())}
+        what = "no value that is a number" if recent is None else f"{values[0]:.3g} -> {recent:.3g}"
+        if notice := next((found[name] for name in notices if name in found), None):
+            status = PROBLEM if notice.serious else WARNING
+            return Finding(status, f"{what}; {notice.text}", notice.fix)
+        if recent is None and key == "reward" and run.rows:
+            return problem(what, "see the check no verdict")
+        return ok(what) if run.rows else _NOTHING
+
+    look.__name__, look.__doc__ = name, about
+    return look
 
 
-def reward(run: Run) -> Finding:
-    """Whether any completion earned a reward, and whether rewards differ within a group."""
-    rewards, recent, clipped = (
-        run.numbers("reward"),
-        run.recent("reward"),
-        run.recent("completions/clipped_ratio") or 0.0,
-    )
-    if recent is None:
-        return problem("no reward is a number", "see the check no verdict") if run.rows else _NOTHING
-    what = f"{rewards[0]:.3f} -> {recent:.3f}"
-    what += f", {clipped:.0%} of the completions cut off" if clipped > 0.1 else ""
-    found = _judge(run, what, "zero reward", "no signal", "few signals")
-    zero = not run.is_running() and not any(abs(value) >= ZERO_REWARD for value in rewards)
-    if zero and found.status != PROBLEM:  # too short a run for a notice
-        return problem(f"{what} in all {len(run.rows)} steps", "look at it: grpo check-rewards RECIPE")
-    return found
-
-
-def truncated(run: Run) -> Finding:
-    """Share of completions cut off at max_completion_length."""
-    clipped = run.recent("completions/clipped_ratio")
-    if clipped is None:
-        return _NOTHING
-    return _judge(run, f"{clipped:.0%} of the last completions", "all cut off", "cut off", worst=WARNING)
+LEVELS = (
+    _level("reward", "Whether any completion earned a reward, and whether rewards differ within a group.", "reward",
+           "zero reward", "no signal", "few signals"),
+    _level("truncated", "Share of completions cut off at max_completion_length.", "completions/clipped_ratio",
+           "all cut off", "cut off"),
+    _level("kl", "Divergence from the reference, in nats a token; above 1 the policy has left it.", "kl", "kl"),
+    _level("entropy", "Entropy of the policy on its completions; near 0 every sample is the same.", "entropy",
+           "entropy"),
+    _level("gradients", "Loss, gradient norm and learning rate: numbers, not 0, and not too large.", "grad_norm",
+           "not finite", "no gradient", "learning rate", "steep"),
+)  # fmt: skip
 
 
 def no_verdict(run: Run) -> Finding:
     """Share of completions that a reward left unscored (time limit, crash, not a number)."""
-    limit = f"{run.value('reward_timeout'):g} s"
-    fix = f"see slow_rewards.jsonl of the run; correct the reward, or raise reward_timeout (now {limit})"
-    path = run.folder / "slow_rewards.jsonl"
-    slow = map(json.loads, path.read_text().splitlines()) if path.is_file() else ()
-    reasons = Counter(row["reason"] for row in slow if row.get("reason"))
-    usual = f"; most often: {reasons.most_common(1)[0][0]}" if reasons else ""
-    if "TooManyWithoutVerdict" in run.cause:
-        most = run.value("reward_max_no_verdict")
-        return problem(f"more than reward_max_no_verdict ({most:g}) in one step{usual}", fix)
-    if silent := run.keys(lambda name: name.startswith("rewards/") and run.rows[-1][name] in (None, "nan")):
-        return problem(f"{silent[0].split('/')[1]} scored nothing in the last step{usual}", fix)
-    shares = {key: run.recent(key) for key in run.keys(lambda name: name.endswith("/no_verdict"))}
-    high = ", ".join(f"{key} {share:.0%}" for key, share in shares.items() if share and share > UNSCORED)
-    if high:
-        return warning(high + usual, fix)
-    return ok("nearly all are scored") if run.rows else _NOTHING
-
-
-def kl(run: Run) -> Finding:
-    """Divergence from the reference, in nats a token; above 1 the policy has left it."""
-    recent = run.recent("kl")
-    if recent is None:
-        return ok("not measured: beta is 0") if run.rows else _NOTHING
-    return _judge(run, f"{recent:.3f}", "kl")
-
-
-def entropy(run: Run) -> Finding:
-    """Entropy of the policy on its completions; near 0 every sample is the same."""
-    values = run.numbers("entropy")
-    if not values:
-        return _NOTHING
-    return _judge(run, f"{values[0]:.3f} -> {run.recent('entropy') or 0.0:.3f}", "entropy", worst=WARNING)
-
-
-def gradients(run: Run) -> Finding:
-    """Loss, gradient norm and learning rate: numbers, not 0, and not too large."""
-    norms, what = run.numbers("grad_norm"), "no gradient norm is a number"
-    if norms:
-        what = f"grad_norm {statistics.median(norms):.2g} in the middle, {run.recent('grad_norm') or 0.0:.2g} last"
-    return _judge(run, what, "not finite", "no gradient", "learning rate", "steep") if run.rows else _NOTHING
+    shares = {key: run.recent(key) or 0.0 for key in run.keys(lambda name: name.endswith("/no_verdict"))}
+    many = ", ".join(f"{key} {share:.0%}" for key, share in shares.items() if share > UNSCORED)
+    limit = f"raise reward_timeout (now {run.value('reward_timeout'):g} s)"
+    fix = f"see slow_rewards.jsonl of the run; correct the reward, or {limit}"
+    return judge(many or "nearly all are scored", (1.0 in shares.values(), PROBLEM, fix), (many, WARNING, fix))
 
 
 def server_agreement(run: Run) -> Finding:

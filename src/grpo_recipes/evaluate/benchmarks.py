@@ -3,6 +3,7 @@
     run_benchmarks(trainer, script_args, run, lambda: stop_file(run).exists())
 
 Rank 0 reads, scores and writes; with a server it samples too, while the others wait a chunk at a time.
+``python -m grpo_recipes.evaluate.benchmarks`` prints what a random guesser and the best constant answer score.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import json
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,17 +24,18 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from grpo_recipes.data.problems import Fetched
 from grpo_recipes.errors import EXIT_STOPPED, ConfigError
-from grpo_recipes.evaluate.baselines import baselines
 from grpo_recipes.evaluate.problems import MODEBENCH, BenchmarkProblem, Scorer, load_problems, recipe_scorer
 from grpo_recipes.fetch.assets import fingerprint
+from grpo_recipes.modebench import countdown, dataset, graph_coloring
 from grpo_recipes.modebench.dataset import TASKS, Settings
-from grpo_recipes.modebench.verify import mode_of, mode_scores, problem_of
+from grpo_recipes.modebench.verify import Scores, mode_of, mode_scores, problem_of, right_answers, summed_up
 from grpo_recipes.recipe.configs import ScriptArguments
+from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.recipe.registry import is_file
 from grpo_recipes.rollouts.backends import Prompt, Sampling, Tokens, problem_seed, sampling_keys
 from grpo_recipes.runs.rundir import read_json, write_json
 from grpo_recipes.secrets import masked
-from grpo_recipes.stats import pass_table
+from grpo_recipes.stats import pass_table, reported_ks, score_names
 
 _CHUNK = 256  # completions between two looks at the stop request; bounds the other ranks' wait too
 _Result = TypeVar("_Result")
@@ -52,24 +56,10 @@ class StoppedInBenchmarks(SystemExit):
         return f"stopped on request in benchmark {self.name}; {self.what_is_left}"
 
 
-@dataclass
-class _Tally:
-    """Everything sampled so far; ``scores`` and ``modes`` have a row for each problem."""
-
-    scores: list[list[float | None]] = field(default_factory=list)
-    modes: list[list[str | None]] = field(default_factory=list)  # of ModeBench alone
-    golds: list[str] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)  # tokens of each completion
-    truncated: int = 0
-
-
 def run_benchmarks(
-    trainer: Any,
-    script_args: ScriptArguments,
-    run: Path,
-    stop_requested: Callable[[], bool],
+    trainer: Any, script_args: ScriptArguments, run: Path, stop_requested: Callable[[], bool],
     fetched: Fetched | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Run the recipe's benchmarks that have no result for this model yet. Called by every rank, after training.
 
     ``trainer`` is a ``GRPOTrainer`` that has trained, ``run`` the run directory, ``fetched`` as in ``data.read_rows``.
@@ -122,7 +112,7 @@ class Runner:
 
     def run(self, name: str) -> None:
         """Sample, score and write one benchmark."""
-        began, tally = time.perf_counter(), _Tally()
+        began, rows, rollouts = time.perf_counter(), list[dict[str, Any]](), self.trainer.rollouts
         samples, longest = self.args.benchmark_samples, int(self.trainer.args.max_completion_length)
         how = Sampling(samples, self.args.benchmark_temperature, longest)
         problems = self.on_main(lambda: load_problems(name, self.args, self.trainer.args.seed, self.fetched))
@@ -131,19 +121,10 @@ class Runner:
         for start in range(0, len(problems), step):
             if self.on_main(self.stop_requested):
                 raise StoppedInBenchmarks(name, self.stage.left)
-            chunk = slice(start, start + step)
-            self._run_chunk(name, problems[chunk], prompts[chunk], how, tally)
-        self.on_main(lambda: self._write_result(name, tally, time.perf_counter() - began))
-
-    def _run_chunk(
-        self, name: str, problems: list[BenchmarkProblem], prompts: list[Prompt], how: Sampling, tally: _Tally
-    ) -> None:
-        rollouts = self.trainer.rollouts
-        if rollouts.main_rank_alone:
-            self.on_main(lambda: self._score(name, problems, rollouts.sample(prompts, how), tally))
-        else:
-            completions = rollouts.sample(prompts, how)
-            self.on_main(lambda: self._score(name, problems, completions, tally))
+            chunk, asked = problems[start : start + step], prompts[start : start + step]
+            drawn = None if rollouts.main_rank_alone else rollouts.sample(asked, how)
+            self.on_main(partial(self._score, name, chunk, asked, how, drawn, rows))
+        self.on_main(lambda: self._write_result(name, rows, time.perf_counter() - began))
 
     def on_main(self, work: Callable[[], _Result]) -> _Result:
         """Do something in rank 0, and give its result, or its failure, to every rank."""
@@ -172,55 +153,52 @@ class Runner:
         return [Prompt(tokens, seed) for tokens, seed in zip(ids, seeds, strict=True)]
 
     def _score(
-        self, name: str, problems: list[BenchmarkProblem], completions: list[list[Tokens]], tally: _Tally
-    ) -> None:
-        """Score a chunk and add its rows to the benchmark's file."""
+        self, name: str, problems: list[BenchmarkProblem], prompts: list[Prompt], how: Sampling,
+        drawn: list[list[Tokens]] | None, rows: list[dict[str, Any]],
+    ) -> None:  # fmt: skip
+        """Score a chunk, sampled here where ``drawn`` is None, and add its rows to ``rows`` and to a file."""
+        completions = self.trainer.rollouts.sample(prompts, how) if drawn is None else drawn
         decode, ends = self.trainer.processing_class.batch_decode, set(self.trainer.eos_token_ids)
         texts = [decode(row, skip_special_tokens=True) for row in completions]
         scores = self._scorer(name).scores(problems, texts)
         plain = re.sub(r"[^\w.-]+", "_", name.removesuffix(".jsonl"))
         path = self.folder / "benchmarks" / f"{self.stage.prefix}{plain}.jsonl"
         path.parent.mkdir(exist_ok=True)
-        with path.open("a" if tally.scores else "w") as file:
+        with path.open("a" if rows else "w") as file:
             for problem, ids, answers, given in zip(problems, completions, texts, scores, strict=True):
-                row: dict[str, Any] = {
+                row = {
                     "problem": problem.text,
                     "gold": problem.gold,
-                    "completions": [masked(answer) for answer in answers],
                     "scores": given,
                     "lengths": [len(tokens) for tokens in ids],
                     "truncated": [not tokens or tokens[-1] not in ends for tokens in ids],
+                    **({"modes": [mode_of(text, problem.gold) for text in answers]} if name in TASKS else {}),
                 }
-                if name in TASKS:
-                    row["modes"] = [mode_of(text, problem.gold) for text in answers]
-                    tally.modes.append(row["modes"])
-                file.write(json.dumps(row) + "\n")
-                tally.lengths += row["lengths"]
-                tally.truncated += sum(row["truncated"])
-        tally.scores += scores
-        tally.golds += [problem.gold for problem in problems]
-        print(f"grpo: {self.stage.prefix}benchmark {name}: {len(tally.scores)} problems sampled", flush=True)
+                file.write(json.dumps({**row, "completions": [masked(answer) for answer in answers]}) + "\n")
+                rows.append(row)
+        print(f"grpo: {self.stage.prefix}benchmark {name}: {len(rows)} problems sampled", flush=True)
 
-    def _write_result(self, name: str, tally: _Tally, seconds: float) -> None:
+    def _write_result(self, name: str, rows: list[dict[str, Any]], seconds: float) -> None:
         """Write a benchmark's result; for ModeBench also the baselines, one of which is the untrained model."""
-        modes = [problem_of(gold)["modes"] for gold in tally.golds] if name in TASKS else []
-        result: dict[str, Any] = {
-            **pass_table(tally.scores),
-            **(mode_scores(tally.modes, modes) if name in TASKS else {}),
-            "problems": len(tally.scores),
+        scores, golds = [row["scores"] for row in rows], [row["gold"] for row in rows]
+        lengths, cut = ([one for row in rows for one in row[key]] for key in ("lengths", "truncated"))
+        result: dict[str, Any] = pass_table(scores)
+        if name in TASKS:
+            result |= mode_scores([row["modes"] for row in rows], [problem_of(gold)["modes"] for gold in golds])
+        result |= {
+            "problems": len(rows),
             "samples": self.args.benchmark_samples,
-            "no_verdict": sum(score is None for row in tally.scores for score in row),
-            "mean_length": round(sum(tally.lengths) / len(tally.lengths), 1),
-            "truncated": round(tally.truncated / len(tally.lengths), 4),
+            "no_verdict": sum(score is None for row in scores for score in row),
+            "mean_length": round(sum(lengths) / len(lengths), 1),
+            "truncated": round(sum(cut) / len(cut), 4),
             "reward": self._scorer(name).name,
             "temperature": self.args.benchmark_temperature,
             "seconds": round(seconds, 1),
         }
         if name in TASKS and self.stage is TRAINED:
-            before = read_json(self.folder / UNTRAINED.results).get(name, {})
-            untrained = {key: value for key, value in before.items() if "@" in key}
-            known = baselines(tally.golds, self.args.benchmark_samples)
-            result |= {"baselines": {**known, **({"untrained": untrained} if before else {})}}
+            before = read_json(self.folder / UNTRAINED.results).get(name)
+            untrained = {"untrained": {key: value for key, value in before.items() if "@" in key}} if before else {}
+            result |= {"baselines": baselines(golds, self.args.benchmark_samples) | untrained}
         settings, results = read_json(self._settings_file), self.folder / self.stage.results
         settings.pop(name, None)
         write_json(self._settings_file, settings)  # never a new result beside old settings
@@ -278,3 +256,65 @@ class UntrainedBenchmarks(TrainerCallback):
         if self._names and state.global_step == 0:
             with self._trainer.evaluation.undisturbed(), self._trainer.rollouts.sent_again():
                 self._runner.run_missing(self._names)
+
+
+# --- scores without knowledge, exact without sampling --------------------------------------------------------------
+
+
+def baselines(answers: Sequence[str], samples: int) -> dict[str, Scores]:
+    """Return the scores of ``random`` and ``constant`` on some problems.
+
+    ``answers`` are the problems as JSON, of ``dataset.rows``; ``samples``, the completions of each, is the largest k.
+    """
+    return {"random": random_guesser(answers, samples), "constant": constant_answer(answers, samples)}
+
+
+def random_guesser(answers: Sequence[str], samples: int) -> Scores:
+    """Return the mean scores over all guesses.
+
+    Countdown: every order of the numbers, every way of putting brackets and every operator is as likely. Graph: every
+    colour of every hidden vertex is.
+    """
+    chances = [_chances(answer) for answer in answers]
+    estimates = {f"pass@{k}": [1 - (1 - sum(one)) ** k for one in chances] for k in reported_ks(samples)}
+    distinct = [sum(1 - (1 - chance) ** samples for chance in one) for one in chances]
+    estimates |= {f"mean@{samples}": [sum(one) for one in chances], f"distinct@{samples}": distinct}
+    estimates[f"coverage@{samples}"] = [count / len(one) for count, one in zip(distinct, chances, strict=True)]
+    return summed_up(estimates)
+
+
+def constant_answer(answers: Sequence[str], samples: int) -> Scores:
+    """Return the scores of the best single answer to all problems, and that answer under ``answer``."""
+    right = [right_answers(answer) for answer in answers]
+    counts = Counter(text for texts in right for text in texts)
+    best = min(counts, key=lambda text: (-counts[text], text))
+    hits = [float(best in texts) for texts in right]
+    estimates = {f"pass@{k}": hits for k in reported_ks(samples)}
+    estimates |= {f"mean@{samples}": hits, f"distinct@{samples}": hits}
+    estimates[f"coverage@{samples}"] = [hit / len(texts) for hit, texts in zip(hits, right, strict=True)]
+    return {**summed_up(estimates), "answer": best}
+
+
+def _chances(answer: str) -> list[float]:
+    """Return the chance of each mode."""
+    problem = problem_of(answer)
+    if problem["task"] == "countdown":
+        numbers = tuple(problem["numbers"])
+        every = countdown.written(len(numbers))
+        return [count / every for count in countdown.ways(numbers, problem["target"]).values()]
+    hidden = problem["partial"].count(graph_coloring.HIDDEN)
+    return [float(len(graph_coloring.COLORS)) ** -hidden] * problem["modes"]
+
+
+def main(samples: int = 8) -> None:
+    """Print what both score on the test splits of the default keys, up to pass@``samples``."""
+    settings = Settings.read(lambda key: catalogue()[key]["default"])
+    for task in TASKS:
+        answers = [row["answer"] for row in dataset.rows(task, "test", settings)]
+        for name, scores in baselines(answers, samples).items():
+            line = ", ".join(f"{key} {scores[key]:.3f}" for key in score_names(scores))
+            print(f"{task:<25} {name:<9} {line}")
+
+
+if __name__ == "__main__":
+    main()

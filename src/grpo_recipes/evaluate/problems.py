@@ -51,10 +51,8 @@ def load_problems(
         rows = read_rows(place, benchmark.config, benchmark.split, fetched=fetched)
     if len(rows) == 0:
         raise config_error("benchmarks", f"'{place}' has no rows", "name a dataset with rows")
-    indices: Sequence[int] = range(len(rows))
-    most = args.benchmark_max_problems
-    if most is not None and most < len(rows):
-        indices = sorted(random.Random(seed).sample(indices, most))
+    count = min(len(rows), args.benchmark_max_problems or len(rows))
+    indices = sorted(random.Random(seed).sample(range(len(rows)), count))
     return [_problem(index, rows[index], benchmark, source, args.system_prompt, seed) for index in indices]
 
 

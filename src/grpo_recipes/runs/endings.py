@@ -51,13 +51,13 @@ MESSAGES = (
             "the training processes lost each other",
             "look for the process that died first in the log; NCCL_DEBUG=INFO shows more"),
     Message(r"CUDA driver version is insufficient|NVIDIA driver on your system is too old",
-            "the driver is too old for this torch", "see driver in grpo doctor"),
+            "the driver is too old for this torch", "see gpus in grpo doctor"),
     Message(r"no kernel image is available for execution on the device",
             "torch or vLLM was not built for this GPU", "take a newer GPU, or build for it"),
     Message(r"uncorrectable ECC error|CUDA error: unspecified launch failure", "the GPU failed",
             "leave the node out (sbatch --exclude) and report it to the admins"),
     Message(r"ModuleNotFoundError: No module named", "a package is missing",
-            "run make setup; see modules in grpo doctor"),
+            "run make setup; see versions in grpo doctor"),
     # Slurm
     Message(r"DUE TO TIME LIMIT", "the job's time was over", "grpo launch --resume continues it; ask for more time"),
 )  # fmt: skip

@@ -1,7 +1,9 @@
-"""The directory of a sweep: ``sweep.json``, a run directory for each trial, and how far they have come."""
+"""The directory of a sweep: ``sweep.json``, a run directory for each trial, and the page that compares them."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -10,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from grpo_recipes.errors import config_error
 from grpo_recipes.fetch.assets import find_assets
@@ -18,8 +21,12 @@ from grpo_recipes.paths import shown
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.types import Names
+from grpo_recipes.process.reports import aligned
 from grpo_recipes.recipe import Recipe, Value
-from grpo_recipes.runs.rundir import make_folder, read_json, timestamp, write_json
+from grpo_recipes.report.page import NOTHING, SMOKE_BADGE, render, short, spread
+from grpo_recipes.report.pages import Group, comparison, group_of
+from grpo_recipes.report.read import RunRecord, read_run
+from grpo_recipes.runs.rundir import make_folder, read_json, timestamp, write_json, write_whole
 from grpo_recipes.secrets import masked
 from grpo_recipes.sweep.spec import SweepSpec, Trial
 
@@ -27,6 +34,8 @@ RECORD = "sweep.json"
 FOLDER = "sweeps"  # under run_root
 GONE = "gone"  # status of a trial whose run directory is not there
 COMPLETED = "completed"
+PAGE = "sweep.html"
+SEED = "seed"
 
 
 @dataclass(frozen=True)
@@ -134,19 +143,96 @@ def find_sweep(root: Path, which: str) -> Sweep:
     raise config_error("last", f"there is no sweep in {shown(root)}", "name the sweep directory, or set RUN_ROOT")
 
 
-def is_sweep(folder: Path) -> bool:
-    """Return whether this is the directory of a sweep."""
-    return os.path.isfile(folder / RECORD)  # False too for a name that is too long
-
-
-def unfinished(root: Path, trials: Sequence[Trial]) -> Sweep | None:
+def unfinished(trials: Sequence[Trial]) -> Sweep | None:
     """Return the newest sweep of the same trials that has gaps, or None."""
-    mark = fingerprint(trials)
-    same = [sweep for sweep in _sweeps_in(root) if sweep.record["fingerprint"] == mark and sweep.gaps()]
-    return same[-1] if same else None
+    mark, found = fingerprint(trials), reversed(_sweeps_in(sweep_root(trials[0].recipe)))
+    return next((sweep for sweep in found if sweep.record["fingerprint"] == mark and sweep.gaps()), None)
 
 
 def _sweeps_in(root: Path) -> list[Sweep]:
     """Return the sweeps of a folder, the newest last."""
     records = sorted(root.glob(f"*/{RECORD}"), key=lambda path: path.stat().st_mtime)
     return [read_sweep(path.parent) for path in records]
+
+
+# --- what its trials came to
+
+
+@dataclass(frozen=True)
+class Result:
+    """A trial and its run."""
+
+    name: str
+    values: dict[str, str]  # what it varies, as it was written
+    status: str  # as in ``summary.json``, or ``GONE``
+    run: RunRecord | None  # None where its directory is gone
+    cause: str  # why it did not complete, or empty
+
+
+def read_results(sweep: Sweep) -> list[Result]:
+    """Read every trial with its run."""
+    results = []
+    for index, trial in enumerate(sweep.record["cells"]):
+        status = sweep.status(index)
+        run = None if status == GONE else read_run(sweep.trial_dir(index))
+        cause = "" if run is None or status == COMPLETED else str(run.summary.get("cause") or "")
+        results.append(Result(trial["name"], trial["values"], status, run, cause))
+    return results
+
+
+def settings(sweep: Sweep, results: Sequence[Result]) -> list[Group]:
+    """Return a group for each setting: its completed trials, which differ in their seed alone."""
+    alike: dict[str, list[RunRecord]] = {}
+    for result in results:
+        if result.run is not None and result.status == COMPLETED:
+            label = ", ".join(f"{key}={value}" for key, value in result.values.items() if key != SEED)
+            alike.setdefault(label or str(sweep.record["name"]), []).append(result.run)
+    return [group_of(label, runs, number) for number, (label, runs) in enumerate(alike.items())]
+
+
+def text_table(sweep: Sweep, results: Sequence[Result]) -> str:
+    """Return a line for each trial and, where the seed is varied, each setting's mean with its 95 % interval."""
+    keys = list(sweep.record["axes"])
+    rows = [(*keys, "status", "steps", "reward", "evaluation")]
+    for result in results:
+        steps = rewards = evaluation = NOTHING
+        if result.run is not None:
+            outcome, evaluation = result.run.outcome, short(result.run.evals.last("eval_reward"))
+            rewards = NOTHING if outcome.last is None else f"{short(outcome.first)} -> {short(outcome.last)}"
+            steps = f"{outcome.steps:,.0f}"
+        rows.append((*(result.values[key] for key in keys), result.status, steps, rewards, evaluation))
+    lines = aligned(rows)
+    if SEED in keys:
+        groups = settings(sweep, results)
+        means = [(group.label, spread(group.finals), spread(group.evaluations)) for group in groups]
+        lines += ["", *aligned([("mean of", "reward", "evaluation"), *means])]
+    return "\n".join(lines)
+
+
+def write_sweep(sweep: Sweep, path: Path | None = None) -> tuple[Path, list[Result]]:
+    """Write the page of a sweep, ended or not, by default in its directory; return its path and the results it shows.
+
+    A damaged file of a trial is a ConfigError, a page that cannot be written an OSError.
+    """
+    path = path or sweep.folder / PAGE
+    # Trials of an array job end at the same time: the page of the last must not be replaced by an older one.
+    with (sweep.folder / "page.lock").open("w") as lock:
+        with contextlib.suppress(OSError):  # some file systems have no locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        results = read_results(sweep)
+        write_whole(path, sweep_page(sweep, results, path))
+    return path, results
+
+
+def sweep_page(sweep: Sweep, results: Sequence[Result], path: Path) -> str:
+    """Return the page as text; its links start from ``path``, where it will be."""
+    groups, name = settings(sweep, results), sweep.folder.name
+    done = sum(result.status == COMPLETED for result in results)
+    badges = [(f"{done} of {len(results)} completed", "completed" if done == len(results) else "running")]
+    badges += [SMOKE_BADGE] if any(one.run is not None and one.run.summary.get("smoke") for one in results) else []
+    reports = {one.name: one.run.folder / "report.html" for one in results if one.run is not None}
+    here = path.absolute().parent
+    links = {name: quote(os.path.relpath(file, here)) for name, file in reports.items() if file.is_file()}
+    values = {**comparison(groups), "axes": list(sweep.record["axes"]), "results": results, "links": links}
+    values |= {} if groups else {"headline": "No trial has completed yet."}
+    return render("sweep.html.j2", title=f"Sweep {name}", name=name, badges=badges, **values)

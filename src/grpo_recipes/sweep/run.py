@@ -19,17 +19,9 @@ from itertools import groupby
 from pathlib import Path
 
 from grpo_recipes.errors import EXIT_STOPPED, ConfigError, config_error
+from grpo_recipes.launch import submission
 from grpo_recipes.launch.attempt import SUBMITTED
 from grpo_recipes.launch.resolve import note_job
-from grpo_recipes.launch.submission import (
-    frozen_environment,
-    need_environment,
-    on_scratch,
-    prepare,
-    site_environment,
-    site_resources,
-    submit_script,
-)
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.devices import Resources, find_resources
 from grpo_recipes.plan.plan import make_plan
@@ -47,10 +39,10 @@ from grpo_recipes.sweep.folder import (
     freeze_trial,
     new_sweep,
     read_sweep,
-    sweep_root,
+    text_table,
     unfinished,
+    write_sweep,
 )
-from grpo_recipes.sweep.results import text_table, write_sweep
 from grpo_recipes.sweep.spec import SweepSpec, Trial, for_each, is_number, make_trials
 
 INDEX = "SLURM_ARRAY_TASK_ID"
@@ -66,11 +58,13 @@ class Backend:
 
     def environment(self, environment: Mapping[str, str]) -> Mapping[str, str]:
         """Return the user's variables, with what the site adds."""
-        return site_environment(self.profile, environment) if self.profile else environment
+        return submission.site_environment(self.profile, environment) if self.profile else environment
 
     def resources(self, environment: Mapping[str, str]) -> Resources:
         """Return what a run will have; it is not part of the job in which the sweep itself may run."""
-        return site_resources(self.profile) if self.profile else replace(find_resources(environment), job=None)
+        return (
+            submission.site_resources(self.profile) if self.profile else replace(find_resources(environment), job=None)
+        )
 
 
 def start(spec: SweepSpec, backend: Backend, environment: Mapping[str, str], new: bool) -> int:
@@ -85,15 +79,15 @@ def start(spec: SweepSpec, backend: Backend, environment: Mapping[str, str], new
     recipes = {trial.name: trial.recipe for trial in trials}
     for_each(recipes, lambda recipe: make_plan(recipe, resources, environment))
     if profile := backend.profile:
-        need_environment(profile)
+        submission.need_environment(profile)
         # As `grpo submit` does: models, data and rewards are loaded once for all trials that differ in numbers alone.
         unlike: dict[tuple[str, ...], Trial] = {}
         for trial in trials:
             unlike.setdefault(tuple(text for key, text in trial.values.items() if not is_number(key)), trial)
         flags = {trial.name: spec.flags_of(trial.values) for trial in unlike.values()}
-        for_each(flags, lambda given: prepare(profile, spec.recipe, spec.task, given, environment))
-        trials = [replace(trial, recipe=on_scratch(trial.recipe, profile)) for trial in trials]
-    sweep = None if new else unfinished(sweep_root(trials[0].recipe), trials)
+        for_each(flags, lambda given: submission.prepare(profile, spec.recipe, spec.task, given, environment))
+        trials = [replace(trial, recipe=submission.on_scratch(trial.recipe, profile)) for trial in trials]
+    sweep = None if new else unfinished(trials)
     if sweep is not None:
         say(f"going on with {shown(sweep.folder)}, the same sweep (--new begins another)")
         gone = [trial for trial in trials if sweep.status(trial.index) == GONE]
@@ -139,8 +133,7 @@ def run_task(folder: Path, environment: Mapping[str, str]) -> int:
 
 def _run_gaps(sweep: Sweep, backend: Backend, environment: Mapping[str, str]) -> int:
     """Run or submit what has not completed and does not run already."""
-    lock = claim(Run(sweep.folder))
-    try:
+    with os.fdopen(claim(Run(sweep.folder))):
         gaps, waiting = sweep.gaps(), tasks_in_queue(sweep.record["jobs"])
         left = [index for index in gaps if index not in waiting and not Run(sweep.trial_dir(index)).is_running()]
         if len(left) < len(sweep.names):
@@ -148,13 +141,10 @@ def _run_gaps(sweep: Sweep, backend: Backend, environment: Mapping[str, str]) ->
             say(f"{len(sweep.names) - len(gaps)} of {len(sweep.names)} completed{busy}, {len(left)} to run")
         if backend.profile and left:
             job = submit_array(sweep, left, backend.profile, backend.most, environment)
-            say(f"job {job} is submitted, a task for each of {len(left)} runs; "
-                f"one's output is in logs/slurm_{job}_TASK.out")  # fmt: skip
+            say(f"job {job} is submitted, a task for each of {len(left)} runs: logs/slurm_{job}_TASK.out")
             say(f"the comparison, at any time: grpo report {shlex.quote(shown(sweep.folder))}")
             return 0
         code = run_sequentially(sweep, left, environment)
-    finally:
-        os.close(lock)
     for line in _comparison(sweep):
         print_line(line)
     return code
@@ -175,23 +165,15 @@ def _comparison(sweep: Sweep) -> list[str]:
     return [*lines, f"grpo: comparison in {shown(page)}"]
 
 
-# --- as tasks of an array job
-
-
 def submit_array(
     sweep: Sweep, indices: Sequence[int], profile: Profile, most: int | None, environment: Mapping[str, str]
 ) -> int:
     """Submit trials as one array job, of which at most ``most`` tasks run at a time; record and return its id."""
-    request = Request(
-        job_name=profile.job_name or str(sweep.record["name"]),
-        array=array_text(indices, most),
-        output="logs/slurm_%A_%a.out",
-        error="logs/slurm_%A_%a.err",
-        chdir=Path.cwd(),
-    )
-    variables = frozen_environment(sweep.trial_dir(indices[0]), environment)
+    name, logs = profile.job_name or str(sweep.record["name"]), "logs/slurm_%A_%a"
+    request = Request(name, array_text(indices, most), f"{logs}.out", f"{logs}.err", Path.cwd())
+    variables = submission.frozen_environment(sweep.trial_dir(indices[0]), environment)
     script = render(profile, request, ["grpo", "sweep", "--cell", str(sweep.folder)], variables)
-    job = submit_script(sweep.folder, script)
+    job = submission.submit_script(sweep.folder, script)
     sweep.record["jobs"].append(job)
     write_json(sweep.folder / RECORD, sweep.record)
     cluster = cluster_name()
@@ -208,9 +190,6 @@ def array_text(indices: Sequence[int], most: int | None = None) -> str:
         run = [index for _, index in members]
         ranges.append(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]))
     return ",".join(ranges) + (f"%{most}" if most else "")
-
-
-# --- one after the other
 
 
 class SignalForwarder:
@@ -258,7 +237,7 @@ def run_trial(
     """Run or continue a trial by the code that was frozen with it; return the exit code of its launch."""
     folder = sweep.trial_dir(index)
     argv = [sys.executable, "-m", "grpo_recipes", "launch", "--resume", str(folder)]
-    code = forwarder.run(argv, {**environment, **frozen_environment(folder, environment)}, log)
+    code = forwarder.run(argv, {**environment, **submission.frozen_environment(folder, environment)}, log)
     summary = read_json(folder / "summary.json")
     if code and summary.get("status") == SUBMITTED:  # it ended before its attempt began, and recorded nothing
         cause = _last_line(folder / LOG) or "refused before it began; the job's output says why"
@@ -271,23 +250,21 @@ def run_sequentially(sweep: Sweep, indices: Sequence[int], environment: Mapping[
 
     Return 0, or the code of the first trial that did not complete; 75 where a signal left trials over.
     """
-    forwarder = SignalForwarder()
-    first = 0
+    forwarder, first = SignalForwarder(), 0
     for place, index in enumerate(indices, 1):
         if forwarder.seen is not None:
             break
-        folder = sweep.trial_dir(index)
-        trial = f"trial {place} of {len(indices)}: {sweep.names[index]}"
+        folder, trial = sweep.trial_dir(index), f"trial {place} of {len(indices)}: {sweep.names[index]}"
         say(f"{trial}; output in {shown(folder / LOG)}")
         code = run_trial(sweep, index, forwarder, environment, folder / LOG)
         first = first or code
         summary = read_json(folder / "summary.json")
-        end = (
-            f"failed with exit code {code}" if code != EXIT_STOPPED else f"stopped after step {summary.get('steps', 0)}"
-        )
+        if code == 0:
+            say(f"{trial} completed: reward {summary.get('initial_reward')} -> {summary.get('final_reward')}")
+            continue
         cause = summary.get("cause") if summary.get("exit_code") == code else _last_line(folder / LOG)
-        rewards = f"reward {summary.get('initial_reward')} -> {summary.get('final_reward')}"
-        say(f"{trial} " + (f"{end}: {cause or 'its log says why'}" if code else f"completed: {rewards}"))
+        end = "stopped" if code == EXIT_STOPPED else f"failed with exit code {code}"
+        say(f"{trial} {end}: {cause or 'its log says why'}")
     if forwarder.seen is not None:
         say(f"{signal.Signals(forwarder.seen).name}: the sweep ends here")
         return first or EXIT_STOPPED

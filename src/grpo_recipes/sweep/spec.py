@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from grpo_recipes.errors import ConfigError, Problem, collect, config_error
+from grpo_recipes.errors import ConfigError, Problem, collect, config_error, translate
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import resolve_recipe
 from grpo_recipes.recipe.dialects import ALIASES, refusal
@@ -99,8 +99,7 @@ def _canonical(name: str) -> str:
 
 
 def _read_axis(word: str) -> tuple[str, list[str]]:
-    match = _AXIS.fullmatch(word)
-    if match is None:
+    if (match := _AXIS.fullmatch(word)) is None:
         fix = "write the recipe first, then e.g. seed=1..3, then --flags"
         raise config_error(f"'{word}'", "is not key=value,value", fix)
     key, text = _canonical(match[1]), match[2]
@@ -110,12 +109,10 @@ def _read_axis(word: str) -> tuple[str, list[str]]:
         raise config_error(word, f"'{key}' changes nothing in what is learned", f"write --{key} VALUE for all runs")
     if problem := refusal(key, word):
         raise ConfigError(problem)
-    try:
+    fix = f"quote a whole value, e.g. '{key}=\"a,b\",c'"
+    with translate(csv.Error, lambda error: config_error(word, f"its quotes or line ends are wrong ({error})", fix)):
         # A value with a comma is quoted as in a CSV file.
         parts = [part.strip() for row in csv.reader([text], strict=True, skipinitialspace=True) for part in row]
-    except csv.Error as error:
-        fix = f"quote a whole value, e.g. '{key}=\"a,b\",c'"
-        raise config_error(word, f"its quotes or line ends cannot be read ({error})", fix) from None
     if not parts or "" in parts:
         raise config_error(word, "has an empty value", f"write values between commas, e.g. {key}=A,B; null for none")
     values = collect(parts, lambda part: _range(key, part, word) if is_number(key) and ".." in part else [part])
@@ -123,14 +120,12 @@ def _read_axis(word: str) -> tuple[str, list[str]]:
 
 
 def _range(key: str, part: str, word: str) -> list[str]:
-    match = _RANGE.fullmatch(part)
-    if match is None:
+    if (match := _RANGE.fullmatch(part)) is None:
         raise config_error(word, f"'{part}' is not a range of whole numbers", f"write {key}=1..3 for 1, 2 and 3")
     first, last = int(match[1]), int(match[2])
-    if last < first:
-        raise config_error(word, f"the range {part} runs backwards", f"write {key}={last}..{first}")
-    if last - first >= MOST_TRIALS:
-        raise config_error(word, f"the range {part} has more than {MOST_TRIALS:,} values", "take fewer")
+    if not 0 <= last - first < MOST_TRIALS:
+        what = f"the range {part} runs backwards, or has more than {MOST_TRIALS:,} values"
+        raise config_error(word, what, f"write the smaller number first, e.g. {key}=1..3, and fewer values")
     return [str(value) for value in range(first, last + 1)]
 
 
@@ -184,14 +179,10 @@ def _idle(key: str, values: Sequence[str], trials: Sequence[Trial]) -> Problem |
     if len(values) == 1:
         what = f"'{key}' has one value, so nothing is varied"
         return Problem(where, what, f"write --{key} {values[0]}, or more values")
-    if len(set(values)) < len(values):
-        return Problem(where, "a value is given twice: nothing changes between these runs", "keep one of the two")
-    typed: dict[str, str] = {}
-    for trial in trials:
-        text, value = trial.values[key], json.dumps(trial.recipe[key], sort_keys=True)
-        if typed.setdefault(value, text) != text:
-            what = f"'{typed[value]}' and '{text}' are the same {key}: nothing changes between these runs"
-            return Problem(where, what, "keep one of the two")
+    if len({json.dumps(trial.recipe[key], sort_keys=True) for trial in trials}) < len(values):
+        return Problem(
+            where, f"two of these are the same {key}: nothing changes between their runs", "keep one of them"
+        )
     needed = [needed_by(trial.recipe, key) for trial in trials]
     if all(needed):
         what = f"'{key}' changes nothing in any run: it does nothing without {needed[0]}"

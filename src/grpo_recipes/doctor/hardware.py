@@ -1,0 +1,316 @@
+"""Checks of what this machine offers: GPUs, what Slurm grants, disks, quotas, limits, cores and memory.
+
+GPUs are read from ``nvidia-smi``, Slurm's partitions and nodes from ``sinfo``.
+"""
+
+from __future__ import annotations
+
+import getpass
+import importlib.util
+import math
+import os
+import re
+import resource
+import shlex
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from grpo_recipes.doctor.examine import Machine, NoAnswer, judge
+from grpo_recipes.paths import cache_root, existing, home, shown
+from grpo_recipes.plan.devices import select_gpus
+from grpo_recipes.process.reports import gigabytes
+from grpo_recipes.process.scratch import SHARED_MEMORY, is_held, names_in_use, size_of
+from grpo_recipes.runs.finding import PROBLEM, WARNING, Finding, ok, problem, together, warning
+from grpo_recipes.slurm.client import walltime_seconds
+
+# Oldest driver branch for a CUDA major version (NVIDIA, CUDA minor version compatibility, table 1).
+_OLDEST_DRIVER = {"11": 450, "12": 525, "13": 580}
+_GPU_FIELDS = (
+    "index", "uuid", "name", "driver_version", "memory.total", "memory.used", "ecc.errors.uncorrected.volatile.total",
+    "mig.mode.current", "compute_mode",
+)  # fmt: skip
+# Field of nvidia-smi, the values that are wrong, what they mean, the status, the fix.
+_GPU_FAULTS = (
+    ("ecc.errors.uncorrected.volatile.total", r"[1-9]\d*", "had uncorrected memory errors", PROBLEM,
+     "leave it out (CUDA_VISIBLE_DEVICES) and report it to the admins"),
+    ("mig.mode.current", "Enabled", "is cut into MIG slices, which have no direct way to each other", WARNING,
+     "ask for whole GPUs, or train on one slice with vllm_mode: colocate"),
+    ("compute_mode", "Exclusive_Process", "takes one process at a time", WARNING,
+     "keep server and trainers on separate GPUs (vllm_mode: server), or ask for mode Default"),
+)  # fmt: skip
+_NODE_FIELDS = ("partition", "time limit", "nodes", "gres", "state", "names")
+_UNUSABLE = ("down", "drain", "fail", "maint", "inval", "unk")
+_ASK_FOR_GPUS = "submit with sbatch --gres=gpu:8 training.sh; look from inside a job: srun --gres=gpu:1 grpo doctor"
+_TRAIN_ON_THEM = "to train on them: DEVICE=cuda make setup"
+
+_LITTLE_SPACE = 20e9  # a 7B checkpoint is larger; a 1.5B one with its optimizer is about 9 GB
+_FULL = 1e9
+_LITTLE_SHARED = 2**30
+_LITTLE_MEMORY = 4e9
+_FEW_FILES = 10_000  # that a file system still takes
+_SKEW_SECONDS = 2.0
+_NEW_SECONDS = 60.0  # a folder this new may be that of a launch that begins
+_SOCKET_BYTES = 107  # sizeof(sockaddr_un.sun_path) - 1
+# A run's folder below TMPDIR, and the name vLLM gives a socket there (a uuid).
+_SOCKET_NAME = "/grpo-xxxxxxxx/" + 36 * "x"
+_CGROUPS = Path("/sys/fs/cgroup")
+_ELSEWHERE = "remove files there, or set run_root and CACHE_ROOT to another file system"
+
+
+def gpus(machine: Machine) -> Finding:
+    """The NVIDIA driver, whether it is new enough for torch, and the GPUs: visible, free and without errors."""
+    plain = "--format=csv,noheader,nounits"
+    try:
+        found = machine.table(",", _GPU_FIELDS, "nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", plain)
+    except NoAnswer as error:
+        return problem(str(error), "leave this node out and report it to the admins: its driver must be loaded again")
+    if not found and machine.device != "cuda":
+        return ok("none, none needed (CPU environment)")
+    if not found:
+        what = "nvidia-smi is not there or lists no GPU, and this is a CUDA environment"
+        if shutil.which("sinfo") and not machine.in_job:
+            return warning(f"{what}: usual on a login node", _ASK_FOR_GPUS)
+        return problem(what, f"{_ASK_FOR_GPUS}; without Slurm install the driver, or DEVICE=cpu make setup")
+    chosen, granted = (machine.environment.get(name) for name in ("CUDA_VISIBLE_DEVICES", "SLURM_GPUS_ON_NODE"))
+    # Without the driver's persistence mode each call takes seconds.
+    ids = (
+        [gpu["index"] for gpu in found]
+        if chosen is None
+        else select_gpus(machine.ask("nvidia-smi", "-L").stdout, chosen)
+    )
+    names = sorted({f"{gpu['name']}, {_gib(gpu, 'total'):.0f} GiB" for gpu in found})
+    what = f"{len(ids)} visible of {len(found)}" + ("" if chosen is None else f" (CUDA_VISIBLE_DEVICES={chosen})")
+    what += f": {'; '.join(names)}"
+    if machine.device == "cpu":
+        return warning(f"{what}, but this is a CPU environment", _TRAIN_ON_THEM)
+    none_left = judge(what, (not ids, PROBLEM, "unset CUDA_VISIBLE_DEVICES, or name GPUs in it"))
+    cuda, version = torch_cuda() or "?", found[0]["driver_version"]
+    oldest = _OLDEST_DRIVER.get(cuda.split(".")[0], max(_OLDEST_DRIVER.values()))
+    fix = f"ask for a driver of branch {oldest} or newer, or load the site's cuda-compat module"
+    too_old = int(version.split(".")[0]) < oldest
+    findings = [none_left, judge(f"driver {version}, torch for CUDA {cuda}", (too_old, PROBLEM, fix))]
+    if granted and granted.isdigit() and int(granted) != len(ids):
+        fix = "the driver's count is used; check --gres and the site's gres.conf"
+        findings.append(warning(f"{what}, Slurm granted {granted}", fix))
+    visible = [gpu for gpu in found if any(id == gpu["index"] or gpu["uuid"].startswith(id) for id in ids)]
+    for gpu in (gpu for gpu in visible if _gib(gpu, "used") > 1):
+        running = machine.table(",", ("uuid", "pid"), "nvidia-smi", "--query-compute-apps=gpu_uuid,pid", plain)
+        pids = ", ".join(one["pid"] for one in running if one["uuid"] == gpu["uuid"]) or "unknown"
+        held = f"GPU {gpu['index']}: {_gib(gpu, 'used'):.1f} of {_gib(gpu, 'total'):.0f} GiB held by pid {pids}"
+        findings.append(warning(held, "wait for it, or set CUDA_VISIBLE_DEVICES to others"))
+    for field, wrong, means, status, fix in _GPU_FAULTS:
+        if faulty := [gpu["index"] for gpu in found if re.fullmatch(wrong, gpu[field])]:
+            findings.append(Finding(status, f"GPU {', '.join(faulty)} {means}", fix))
+    return together(findings)
+
+
+def _gib(gpu: dict[str, str], kind: str) -> float:
+    """Return GiB of a GPU's memory, 0 where it does not report them (``[N/A]``)."""
+    return int(gpu[f"memory.{kind}"]) / 1024 if gpu[f"memory.{kind}"].isdigit() else 0.0
+
+
+def torch_cuda() -> str | None:
+    """Return the CUDA version torch was built for, read from its files; None for a CPU build or without torch."""
+    spec = importlib.util.find_spec("torch")
+    text = (Path(spec.origin).parent / "version.py").read_text() if spec and spec.origin else ""
+    found = re.search(r"^cuda\b[^=\n]*= *'([\d.]+)'", text, re.MULTILINE)
+    return found and found[1]
+
+
+def slurm(machine: Machine) -> Finding:
+    """What Slurm offers: partitions, GPUs, nodes, and time limits below that of training.sh; and the job we are in."""
+    if machine.in_job and "SLURMD_NODENAME" not in machine.environment:
+        what = f"job {machine.environment['SLURM_JOB_ID']}, but this is {socket.gethostname()}, outside it"
+        return warning(what, "salloc leaves its shell on the login node: go on with srun --pty bash")
+    if not shutil.which("sinfo"):
+        return ok("no Slurm here")
+    # a row for the nodes of one partition in one state
+    rows = machine.table("|", _NODE_FIELDS, "sinfo", "-h", "-o", "%R|%l|%D|%G|%T|%N")
+    if not shutil.which("sbatch"):
+        return warning("sinfo is there, sbatch is not", "load the site's Slurm module, or work on the login node")
+    partitions = sorted({row["partition"] for row in rows})
+    granted = sorted({part for row in rows for part in row["gres"].split(",") if part.startswith("gpu")})
+    what = f"partitions {', '.join(partitions) or 'none'}; {', '.join(granted) or 'no GPUs'}"
+    ungranted = machine.device == "cuda" and not granted
+    findings = [judge(what, (ungranted, WARNING, "Slurm grants no GPUs here: ask the admins how to ask for them"))]
+    if machine.device == "cpu" and granted:
+        findings = [warning(f"{what}, but this is a CPU environment", _TRAIN_ON_THEM)]
+    wanted = [row for row in rows if re.search(r"(^|,)gpu\b", row["gres"])] or rows
+    lost = [row for row in wanted if any(word in row["state"].lower() for word in _UNUSABLE)]
+    # a node of two partitions is in two lines, under one name
+    names = {row["names"]: f"{row['names']} {row['state']}" for row in lost}
+    usable = {row["names"]: int(row["nodes"]) for row in wanted if row not in lost}
+    up = f"{sum(usable.values())} nodes up" + (f", lost: {', '.join(names.values())}" if lost else "")
+    findings.append(judge(up, (not usable, PROBLEM, "sinfo -R gives the reason; ask the admins")))
+    header = re.search(r"^#SBATCH --time=(\S+)", (home() / "training.sh").read_text(), re.MULTILINE)
+    longest = (walltime_seconds(header[1]) if header else None) or 0.0
+    for name, limit in {row["partition"]: row["time limit"] for row in wanted}.items():
+        if (walltime_seconds(limit) or math.inf) < longest:  # a job that asks for more stays pending
+            fix = f"submit there with sbatch --time={limit} training.sh; a run that ends then goes on with --resume"
+            findings.append(warning(f"partition {name} ends at {limit}, before the time in training.sh", fix))
+    return together(findings)
+
+
+def disk(machine: Machine) -> Finding:
+    """Free space where runs, downloads and temporary files go, 20 GB at least, and in the home folder."""
+    places = {"run_root": machine.run_root, "CACHE_ROOT": cache_root(machine.environment), "TMPDIR": machine.temporary}
+    hub = {name: machine.environment.get(name) for name in ("HF_HOME", "HF_HUB_CACHE")}
+    findings = []
+    for name, path in ((name, Path(path)) for name, path in {**places, **hub}.items() if path):
+        folder, fix = existing(path), f"make room there, or set {name} to a larger file system"
+        if not os.access(folder, os.W_OK):
+            what = f"{name}: you may not write to {shown(folder)}"
+            findings.append(problem(what, f"set {name} to a folder you may write to"))
+            continue
+        free, stat = shutil.disk_usage(folder).free, os.statvfs(folder)
+        few = stat.f_files > 0 and stat.f_favail < _FEW_FILES
+        what = f"{name} {shown(path)}: {gigabytes(free)} free" + (f", {stat.f_favail} more files" if few else "")
+        findings.append(judge(what, (free < _FULL, PROBLEM, fix), (free < _LITTLE_SPACE or few, WARNING, fix)))
+    wanted = machine.environment.get("TMPDIR")
+    if wanted and not os.access(wanted, os.W_OK):
+        what = f"TMPDIR={wanted} cannot be written, {machine.temporary} is used"
+        findings.append(warning(what, "set TMPDIR to a folder that exists"))
+    if not os.access(machine.home, os.W_OK) or shutil.disk_usage(machine.home).free < _FULL:
+        what = f"HOME {machine.home} cannot be written, or is full: tools write there whatever we set"
+        findings.append(warning(what, "set HOME to a folder of yours; or make room, often in ~/.cache"))
+    return together(findings)
+
+
+def quota(machine: Machine) -> Finding:
+    """Your quotas, by the programs quota and lfs where they are installed; warns from 90 %."""
+    mounts = {existing(machine.run_root), existing(cache_root(machine.environment)), machine.home}
+    commands = [("lfs", "quota", "-q", "-u", getpass.getuser(), str(path)) for path in sorted(mounts)]
+    printed = "\n".join(machine.ask(*argv).stdout for argv in [("quota", "-w"), *commands])
+    findings = []
+    # File system, kilobytes used (a star marks what is exceeded), two limits (0 means none); a long name puts its
+    # numbers on the next line.
+    pattern = re.compile(r"^\s*(\S*[/:]\S*)\s+(\d+)\*?\s+(\d+)\s+(\d+)", re.MULTILINE)
+    for name, *numbers in sorted(set(pattern.findall(printed))):
+        used, *limits = (1024 * int(number) for number in numbers)
+        if limit := min(filter(None, limits), default=0):
+            what = f"{name}: {gigabytes(used)} of {gigabytes(limit)} used"
+            full, nearly = used >= limit, used > 0.9 * limit
+            findings.append(judge(what, (full, PROBLEM, _ELSEWHERE), (nearly, WARNING, _ELSEWHERE)))
+    return together(findings or [ok("none found by quota and lfs")])
+
+
+def shared_memory(machine: Machine) -> Finding:
+    """Size and free space of /dev/shm, where weights pass to the server; 1 GiB at least."""
+    if not os.access(SHARED_MEMORY, os.W_OK):
+        return warning(f"{SHARED_MEMORY} cannot be written", "weights pass through TMPDIR instead, which is slower")
+    size, _, free = shutil.disk_usage(SHARED_MEMORY)
+    larger = "start the container with more: docker run --shm-size=16g, or apptainer --bind /dev/shm"
+    empty = "remove what is left there (see leftovers), or end what uses it"
+    what = f"{gigabytes(free)} free of {gigabytes(size)}"
+    return judge(what, (size < _LITTLE_SHARED, WARNING, larger), (free < _LITTLE_SHARED, WARNING, empty))
+
+
+def leftovers(machine: Machine) -> Finding:
+    """Folders of runs that died without removing them, in /dev/shm and TMPDIR."""
+    there = [path for root in {SHARED_MEMORY, machine.temporary} for path in sorted(root.glob("grpo-*"))]
+    old = [path for path in there if path.is_dir() and time.time() - path.lstat().st_mtime > _NEW_SECONDS]
+    ours = [path for path in old if path.lstat().st_uid == os.getuid()]
+    alive = names_in_use(path.name for path in ours)
+    dead = [path for path in ours if path.name not in alive and not is_held(path)]
+    what = f"{len(dead)} of dead runs, {gigabytes(sum(size_of(path) for path in dead))}" if dead else "none"
+    return judge(what, (dead, WARNING, f"remove them: rm -r {shlex.join(map(str, dead))}"))
+
+
+def clock(machine: Machine) -> Finding:
+    """Clock of the file system of run_root against this machine's: file times decide which run is the newest."""
+    folder = existing(machine.run_root)
+    if not os.access(folder, os.W_OK):
+        return ok("run_root cannot be written: nothing to compare")
+    before = time.time()
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".grpo-clock-") as file:
+        written = os.stat(file.name).st_mtime
+    off = max(before - written, written - time.time(), 0.0)
+    fix = "report it to the admins (NTP of the file server or of this node)"
+    return judge(f"{shown(folder)} is {off:.0f} s off", (off > _SKEW_SECONDS, WARNING, fix))
+
+
+# The letter of `ulimit`, what it limits, the least a run needs, and the status below it.
+_ULIMITS = (
+    ("n", "open files", resource.RLIMIT_NOFILE, 4096, WARNING),  # torch, vLLM: one a shared tensor, one a request
+    ("u", "processes", resource.RLIMIT_NPROC, 4096, WARNING),
+    ("l", "locked memory", resource.RLIMIT_MEMLOCK, math.inf, WARNING),  # of InfiniBand alone
+    ("v", "address space", resource.RLIMIT_AS, math.inf, PROBLEM),
+    ("f", "file size", resource.RLIMIT_FSIZE, math.inf, PROBLEM),
+    ("t", "CPU seconds", resource.RLIMIT_CPU, math.inf, PROBLEM),
+)
+
+
+def limits(machine: Machine) -> Finding:
+    """Limits of open files, processes, memory, file size and CPU time (ulimit); whether a crash writes a core file."""
+    infiniband = Path("/sys/class/infiniband").is_dir()
+    findings = []
+    for letter, name, which, least, status in _ULIMITS:
+        soft, hard = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(which))
+        fix = f"ulimit -{letter} {hard} before sbatch, which hands your soft limits on".replace("inf", "unlimited")
+        if hard < least:
+            fix = "ask the admins for more (the limits of slurmd or of the container)"
+        low = soft < least and (letter != "l" or infiniband)
+        findings.append(judge(f"{name} {soft}".replace("inf", "unlimited"), (low, status, fix)))
+    collected = Path("/proc/sys/kernel/core_pattern").read_text().startswith("|")
+    if resource.getrlimit(resource.RLIMIT_CORE)[0] != 0 and not collected:
+        what = "a crash writes a core file, as large as the process was"
+        findings.append(warning(what, "ulimit -c 0 before sbatch, unless you want them"))
+    return together(findings)
+
+
+def socket_paths(machine: Machine) -> Finding:
+    """Length of socket names below TMPDIR; a unix socket's path ends at 107 bytes."""
+    length = len(os.fsencode(str(machine.temporary) + _SOCKET_NAME))
+    what = f"{length} of {_SOCKET_BYTES} bytes below {machine.temporary}"
+    return judge(what, (length > _SOCKET_BYTES, PROBLEM, "set TMPDIR to a short path on the node, e.g. /tmp"))
+
+
+def cores_and_memory(machine: Machine) -> Finding:
+    """CPU cores and memory that this process may use, by the machine, its affinity and its cgroup."""
+    usable, free, (limit, _) = min(len(os.sched_getaffinity(0)), cgroup_cores()), free_memory(), cgroup_memory()
+    total = f"{gigabytes(free)} of memory free of {gigabytes(psutil.virtual_memory().total)}"
+    total += f", limited to {gigabytes(limit)} here" if limit < math.inf else ""
+    share = "ask for more (sbatch --cpus-per-task=8): server and trainer share one core"
+    more = "ask for more (sbatch --mem=64G), or end what uses it"
+    cores = judge(f"{usable:g} of {os.cpu_count() or 1} cores", (usable < 2, WARNING, share))
+    return together([cores, judge(total, (free < _LITTLE_MEMORY, WARNING, more))])
+
+
+def free_memory() -> float:
+    """Return the bytes that this process may still allocate, by the machine and by its cgroup."""
+    limit, used = cgroup_memory()
+    return min(psutil.virtual_memory().available, limit - used)
+
+
+def cgroup_memory(own: str | None = None, root: Path = _CGROUPS) -> tuple[float, float]:
+    """Return the tightest memory limit over this process, infinite without one, and how much is used, in bytes."""
+    files = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    limits = [(limit, used) for limit, used in _cgroup_numbers(files, own, root) if limit < 2**60]  # v1: 2^63 for none
+    return min(limits, default=(math.inf, 0))
+
+
+def cgroup_cores(own: str | None = None, root: Path = _CGROUPS) -> float:
+    """Return the tightest CPU quota over this process in cores, infinite without one."""
+    files = ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+    return min((quota / period for quota, period in _cgroup_numbers(files, own, root)), default=math.inf)
+
+
+def _cgroup_numbers(files: tuple[tuple[str, ...], ...], own: str | None, root: Path) -> Iterator[tuple[int, int]]:
+    """Yield the two numbers that files of v2, or of v1, hold in each cgroup over this process that has a limit.
+
+    ``own`` is the content of /proc/self/cgroup, ``root`` is where cgroups are mounted. Inside a container the path is
+    that of the host: only the mount itself is there.
+    """
+    text = Path("/proc/self/cgroup").read_text() if own is None else own
+    for controllers, path in re.findall(r"^\d+:(.*?):(.*)$", text, re.MULTILINE):
+        folder = root / controllers / path.lstrip("/")
+        for each, names in ((each, names) for each in (folder, *folder.parents) for names in files):
+            words = " ".join((each / name).read_text() for name in names if (each / name).is_file()).split()
+            if len(words) == 2 and all(word.isdigit() for word in words):
+                yield int(words[0]), int(words[1])
