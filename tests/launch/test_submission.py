@@ -138,7 +138,7 @@ def test_an_sbatch_that_tells_no_job_is_told_with_its_words(folder, fake_sbatch,
 
 def test_without_sbatch_there_is_no_run_directory(monkeypatch, capsys) -> None:
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
-    assert "sbatch: is not on this machine" in refusal(capsys)
+    assert "sbatch: does not run on this machine (No such file or directory)" in refusal(capsys)
 
 
 @pytest.mark.parametrize(

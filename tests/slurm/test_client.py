@@ -41,17 +41,6 @@ def test_without_an_end_nothing_is_due():
     assert Walltime(lambda: None).due(1e12) is None
 
 
-def test_phases_too_long_for_slurms_signal_are_noted_once():
-    walltime = Walltime(lambda: END)
-    assert walltime.note() is None
-    walltime.observe({"seconds/sample": 400.0, "seconds/save": 20.0})
-    assert walltime.note() == (
-        "note: with phases of 400 s the signal 300 s before the time limit may come too late; the launcher stops 850 s "
-        "before the limit"
-    )
-    assert walltime.note() is None
-
-
 @pytest.mark.parametrize(
     ("printed", "variables", "expected"),
     [
@@ -129,8 +118,8 @@ def test_what_scontrol_says_against_it_is_told(fake_scontrol):
 
 def test_a_missing_scontrol_is_told(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert requeue(JOB) == "scontrol requeue 7 failed (it is not on this machine)"
+    assert requeue(JOB) == "scontrol requeue 7 failed (does not run on this machine (No such file or directory))"
     (tmp_path / "scontrol").write_text("not a program")
     (tmp_path / "scontrol").chmod(0o755)
-    assert requeue(JOB) == "scontrol requeue 7 failed (it cannot be started: Exec format error)"
+    assert requeue(JOB) == "scontrol requeue 7 failed (does not run on this machine (Exec format error))"
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

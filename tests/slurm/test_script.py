@@ -9,11 +9,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from grpo_recipes.paths import home
-from grpo_recipes.slurm.profile import KEYS, Profile, Request, read_profile, render
+from grpo_recipes.slurm.profile import KEYS, Profile, read_profile, render
 
 # The header of the training guide, as it stands there.
 GUIDE = """\
@@ -60,8 +61,8 @@ SHOWN = {
 ELSEWHERE = {"job_name", "gpu_memory_gib", "run_root", "cache_root", "internet"}
 
 
-def rendered(profile: Profile = SITE, request: Request | None = None) -> str:
-    return render(profile, request or Request("job"), ["grpo", "launch", "--resume", "/r un"], {"GRPO_CODE": "/c"})
+def rendered(profile: Profile = SITE, **more: Any) -> str:
+    return render(profile, "job", ["grpo", "launch", "--resume", "/r un"], {"GRPO_CODE": "/c"}, **more)
 
 
 def accepted(script: str, tmp_path: Path) -> None:
@@ -74,7 +75,7 @@ def accepted(script: str, tmp_path: Path) -> None:
 
 def test_mltheory_gives_the_header_of_the_guide_line_by_line() -> None:
     profile = read_profile(home() / "slurm/profiles/mltheory.yaml")
-    script = render(profile, Request(str(profile.job_name)), ["true"], {})
+    script = render(profile, str(profile.job_name), ["true"], {})
     assert script.removeprefix("#!/bin/bash\n").startswith(GUIDE)
     ours = [line for line in script.splitlines() if line.startswith("#SBATCH")][len(GUIDE.splitlines()) :]
     assert ours == [
@@ -107,14 +108,14 @@ def test_every_key_changes_the_script(key: str, tmp_path: Path) -> None:
     ("name", "value", "expected"),
     [
         ("array", "0-5%2", "--array=0-5%2\n"),
-        ("output", "o_%A_%a", "--output=o_%A_%a\n"),
-        ("error", "e", "--error=e\n"),
+        ("log", "%A_%a", "--output=logs/slurm_%A_%a.out\n"),
+        ("log", "%A_%a", "--error=logs/slurm_%A_%a.err\n"),
         ("chdir", Path("/a b"), '--chdir="/a b"\n'),
     ],
 )
 def test_every_part_of_a_request_changes_the_script(name: str, value: object, expected: str) -> None:
     assert expected not in rendered()
-    assert expected in rendered(request=replace(Request("job"), **{name: value}))
+    assert expected in rendered(**{name: value})
 
 
 @pytest.mark.parametrize(
@@ -141,7 +142,7 @@ def test_nodes_without_internet_do_not_ask_the_hub() -> None:
     ],
 )
 def test_a_folder_of_any_name_stands_as_sbatch_reads_it(folder: str, line: str, tmp_path: Path) -> None:
-    script = rendered(request=Request("job", chdir=Path(folder)))
+    script = rendered(chdir=Path(folder))
     assert f"{line}\n" in script
     accepted(script, tmp_path)
 
@@ -150,7 +151,7 @@ def test_sbatch_reads_a_folder_of_any_name_as_it_is(tmp_path: Path) -> None:
     if shutil.which("sbatch") is None:
         pytest.skip("there is no sbatch here")
     folder = "/a \"b\" 'c' #d \\e"
-    (tmp_path / "job.sh").write_text(rendered(request=Request("job", chdir=Path(folder))))
+    (tmp_path / "job.sh").write_text(rendered(chdir=Path(folder)))
     nobody = "ClusterName=x\nSlurmctldHost=localhost(127.0.0.1)\nSlurmctldPort=1\nMessageTimeout=2\nNodeName=n1\n"
     (tmp_path / "slurm.conf").write_text(f"{nobody}PartitionName=main Nodes=n1 Default=YES\n")
     environment = {**os.environ, "SLURM_CONF": str(tmp_path / "slurm.conf")}

@@ -193,7 +193,7 @@ def fake_sbatch(monkeypatch):
     """Scripts that were submitted; the jobs are 41, 42, ..."""
     scripts = []
 
-    def fake_submit(script, cwd):
+    def fake_submit(script):
         scripts.append(script.read_text())
         return 40 + len(scripts)
 
@@ -238,7 +238,7 @@ def test_again_it_submits_what_is_missing(sweep, made, fake_sbatch, fake_launche
 
 
 def test_when_sbatch_refuses_nothing_is_left(sweep, made, monkeypatch, folder, capsys):
-    def fake_refusal(script, cwd):
+    def fake_refusal(script):
         raise config_error("sbatch", "invalid partition", "name another")
 
     monkeypatch.setattr(submission, "submit", fake_refusal)

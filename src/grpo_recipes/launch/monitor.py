@@ -111,7 +111,7 @@ class Monitor:
         self._attempt = attempt
         self._stop = stop
         self._folder = attempt.run.folder
-        self._walltime = Walltime(job_end_time)
+        self._walltime = Walltime(lambda: job_end_time(os.environ))
         for row in read_metrics(self._folder):
             self._walltime.observe(row)
         self._began = time.time()
@@ -144,8 +144,6 @@ class Monitor:
         if now >= self._next_phases:
             self._next_phases = now + _PHASE_SECONDS
             phases = self._phases()
-            if note := self._walltime.note():
-                say(note)
             if not self._stop.requested and (why := self._walltime.due()):
                 self._stop.out_of_time(why)
             if trainers := self._trainers():

@@ -25,7 +25,7 @@ from grpo_recipes.recipe import Recipe, Value
 from grpo_recipes.recipe.check import resolve_recipe
 from grpo_recipes.runs.rundir import FROZEN_CODE, Run, frozen_hash, new_run, write_json
 from grpo_recipes.slurm.client import MaybeSubmitted, cluster_name, submit, walltime_seconds
-from grpo_recipes.slurm.profile import Profile, Request, read_profile, render
+from grpo_recipes.slurm.profile import Profile, read_profile, render
 
 PROFILES = Path("slurm/profiles")
 _COPIED = ("src", "requirements", "training.sh")
@@ -48,9 +48,8 @@ class Submission:
 
     def script(self) -> str:
         """Return the batch script of the run."""
-        request = Request(self.profile.job_name or self.names.run, chdir=Path.cwd())
-        command = ["grpo", "launch", "--resume", str(self.names.run_dir)]
-        return render(self.profile, request, command, frozen_environment(self.names.run_dir, self.environment))
+        name, command = self.profile.job_name or self.names.run, ["grpo", "launch", "--resume", str(self.names.run_dir)]
+        return render(self.profile, name, command, frozen_environment(self.names.run_dir, self.environment), Path.cwd())
 
 
 def site_profile(given: str, environment: Mapping[str, str]) -> Profile:
@@ -142,7 +141,7 @@ def submit_script(folder: Path, text: str) -> int:
     except OSError as error:
         what = f"cannot write {error.filename} ({error.strerror})"
         raise config_error("working folder", what, "submit from a folder you may write to") from None
-    return submit(script, Path.cwd())
+    return submit(script)
 
 
 def freeze(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import os
 import re
 import signal
 import subprocess
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.errors import ConfigError, Problem, config_error
+from grpo_recipes.errors import ConfigError, Problem, config_error, translate
 from grpo_recipes.process.reports import say
 
 NO_ANSWER = "UNKNOWN"  # state of a job while Slurm is here and does not answer
@@ -24,7 +23,6 @@ _ACTIVE = (
     "PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "SIGNALING",
     NO_ANSWER,
 )  # fmt: skip
-SIGNAL_LEAD_SECONDS = 300.0  # how early Slurm sends USR1, by the header of training.sh (`--signal=B:USR1@300`)
 _MARGIN_SECONDS = 30.0
 _PHASES = tuple(f"seconds/{phase}" for phase in ("sample", "score", "sync", "update", "evaluate"))
 # minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds
@@ -43,19 +41,25 @@ class _NotHere(NoAnswer):
     """This machine has no such command."""
 
 
+class _Refused(NoAnswer):
+    """The command says no; the message has its own words."""
+
+
 class MaybeSubmitted(ConfigError):
     """The job may be in the queue or not: what it would run must stay."""
 
 
-def _run(*argv: str, seconds: float = _SECONDS, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(argv, cwd=cwd, capture_output=True, text=True, timeout=seconds, check=False)
-    except FileNotFoundError:
-        raise _NotHere("is not on this machine") from None
-    except OSError as error:
-        raise _NotHere(f"cannot be started: {error.strerror}") from None
-    except subprocess.TimeoutExpired:
-        raise NoAnswer(f"did not answer within {seconds:.0f} seconds") from None
+def _run(*argv: str, seconds: float = _SECONDS) -> str:
+    """Return what one of Slurm's commands prints; raise the kind of NoAnswer that says how it failed."""
+    with (
+        translate(subprocess.TimeoutExpired, lambda _: NoAnswer(f"did not answer within {seconds:.0f} seconds")),
+        translate(OSError, lambda error: _NotHere(f"does not run on this machine ({error.strerror})")),
+    ):
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=seconds, check=False)
+    if done.returncode:
+        lines = [line.removeprefix(f"{argv[0]}: ").removeprefix("error: ").strip() for line in done.stderr.splitlines()]
+        raise _Refused("; ".join(filter(None, lines)).rstrip(".") or f"exit code {done.returncode}")
+    return done.stdout.strip()
 
 
 def ask(*argv: str, seconds: float = _SECONDS) -> str | None:
@@ -64,12 +68,11 @@ def ask(*argv: str, seconds: float = _SECONDS) -> str | None:
     Where it fails or takes too long, raise NoAnswer.
     """
     try:
-        done = _run(*argv, seconds=seconds)
-    except _NotHere:
-        return None
-    if done.returncode and "Invalid job id" not in done.stderr:
-        raise NoAnswer(done.stderr.strip() or f"exit code {done.returncode}")
-    return done.stdout.strip() or None
+        return _run(*argv, seconds=seconds) or None
+    except NoAnswer as error:
+        if isinstance(error, _NotHere) or "Invalid job id" in str(error):
+            return None
+        raise
 
 
 def _printed(*argv: str, seconds: float = _SECONDS) -> str:
@@ -144,11 +147,9 @@ def requeue(job: SlurmJob) -> str | None:
     signal.signal(signal.SIGTERM, lambda *_: ended.set())  # whichever thread the kernel gives it to
     name = job.array or str(job.id)  # one task, not the whole array
     try:
-        done = _run("scontrol", "requeue", name, seconds=60)
+        _run("scontrol", "requeue", name, seconds=60)
     except NoAnswer as error:
-        return f"scontrol requeue {name} failed (it {error})"
-    if done.returncode:
-        return f"scontrol requeue {name} failed ({done.stderr.strip() or done.returncode})"
+        return f"scontrol requeue {name} failed ({error})"
     say(f"job {name} is requeued and goes on in the same run directory")
     ended.wait(_SIGTERM_SECONDS)
     return None
@@ -181,39 +182,33 @@ class Job:
 
 def find_job(job_id: str) -> Job | None:
     """Return the job of that id; None where Slurm does not know it, or is not here."""
-    try:
-        shown = ask("scontrol", "show", "job", job_id, "-o")
-    except NoAnswer:
-        return Job(job_id, NO_ANSWER)
-    if shown:
-        # A value may hold spaces; it ends where the next `Key=` begins.
-        fields = dict(re.findall(r"(?:^|\s)([A-Z][\w/:]*)=(.*?)(?=\s+[A-Z][\w/:]*=|\s*$)", shown.splitlines()[0]))
-        known = {key: text for key, text in fields.items() if text not in ("None", "Unknown", "(null)")}
-        script = Path(known["Command"]) if known.get("Command") else None
-        return Job(job_id, known.get("JobState", ""), known.get("Reason", ""), known.get("EndTime", ""), script)
-    recorded = _printed("sacct", "-X", "-n", "-P", "-j", job_id, "-o", "State")  # many sites keep no records
-    return Job(job_id, recorded.split()[0]) if recorded else None
+    with contextlib.suppress(NoAnswer):
+        if shown := ask("scontrol", "show", "job", job_id, "-o"):
+            # A value may hold spaces; it ends where the next `Key=` begins.
+            fields = dict(re.findall(r"(?:^|\s)([A-Z][\w/:]*)=(.*?)(?=\s+[A-Z][\w/:]*=|\s*$)", shown.splitlines()[0]))
+            known = {key: text for key, text in fields.items() if text not in ("None", "Unknown", "(null)")}
+            script = Path(known["Command"]) if known.get("Command") else None
+            return Job(job_id, known.get("JobState", ""), known.get("Reason", ""), known.get("EndTime", ""), script)
+        recorded = _printed("sacct", "-X", "-n", "-P", "-j", job_id, "-o", "State")  # many sites keep no records
+        return Job(job_id, recorded.split()[0]) if recorded else None
+    return Job(job_id, NO_ANSWER)
 
 
 def my_jobs() -> dict[str, Job] | None:
     """Return the user's jobs that wait or run, by their ids; empty without Slurm, None where it does not answer."""
-    try:
-        listed = ask("squeue", "--me", "-r", "-h", "-o", "%i|%T|%r")
-    except NoAnswer:
-        return None
-    rows = [line.split("|") for line in (listed or "").splitlines()]
-    return {row[0]: Job(row[0], row[1], "" if row[2] == "None" else row[2]) for row in rows if len(row) == 3}
+    with contextlib.suppress(NoAnswer):
+        listed = ask("squeue", "--me", "-r", "-h", "-o", "%i|%T|%r") or ""
+        rows = [line.split("|") for line in listed.splitlines()]
+        return {row[0]: Job(row[0], row[1], "" if row[2] == "None" else row[2]) for row in rows if len(row) == 3}
+    return None
 
 
 def tasks_in_queue(jobs: Iterable[int]) -> set[int]:
     """Return the indices of the tasks of array jobs that wait or run; none on a machine without Slurm."""
     ids = ",".join(map(str, jobs))
-    if not ids:
-        return set()
-    try:
-        listed = ask("squeue", "--noheader", "--array", f"--jobs={ids}", "--format=%K", seconds=60)
-    except NoAnswer as error:
-        raise config_error("squeue", str(error), "try again later") from None
+    with translate(NoAnswer, lambda error: config_error("squeue", str(error), "try again later")):
+        command = ("squeue", "--noheader", "--array", f"--jobs={ids}", "--format=%K")
+        listed = ask(*command, seconds=60) if ids else None
     return {int(line) for line in (listed or "").split() if line.isdigit()}
 
 
@@ -231,45 +226,32 @@ def cluster_name() -> str:
 
 def cancel(job_id: str) -> None:
     """Take a job out of the queue, or end it; where Slurm refuses, raise a ConfigError in its own words."""
-    try:
-        done = _run("scancel", job_id)
-    except NoAnswer as error:
-        raise config_error("scancel", str(error), "try on the login node") from None
-    if done.returncode:
-        words = _words("scancel", done.stderr) or f"ends with code {done.returncode}"
-        raise config_error("scancel", words, "look at the job with squeue")
+    fix = "look at the job with squeue, on the login node"
+    with translate(NoAnswer, lambda error: config_error("scancel", str(error), fix)):
+        _run("scancel", job_id)
 
 
-def submit(script: Path, cwd: Path) -> int:
-    """Submit a batch script that starts in ``cwd``, unless it says another folder, and return the job id.
+def submit(script: Path) -> int:
+    """Submit a batch script from the working folder, and return the job id.
 
     Where sbatch refuses or is not here, raise a ConfigError; where it does not answer or prints no id, MaybeSubmitted.
     """
-    try:
-        done = _run("sbatch", "--parsable", str(script), seconds=_SBATCH_SECONDS, cwd=cwd)
-    except _NotHere as error:
-        raise config_error("sbatch", str(error), "submit on the cluster's login node") from None
-    except NoAnswer as error:
-        raise _maybe_submitted(str(error)) from None
-    if done.returncode:
-        what = _words("sbatch", done.stderr) or "refuses the script and does not say why"
-        fix = "correct the profile, or give another value on the command line"
-        raise config_error("sbatch", what.rstrip("."), fix)
-    job = re.search(r"^(\d+)(;\S+)?$", done.stdout, re.MULTILINE)  # some sites print more than that
-    if job is None:
-        raise _maybe_submitted(f"prints no job id ('{' '.join(done.stdout.split())}')")
-    return int(job[1])
 
+    def failed(error: NoAnswer) -> ConfigError:
+        if isinstance(error, _NotHere):
+            return config_error("sbatch", str(error), "submit on the cluster's login node")
+        if isinstance(error, _Refused):
+            fix = "correct the profile, or give another value on the command line"
+            return config_error("sbatch", str(error), fix)
+        fix = "look with squeue whether the job was submitted; the files it runs from were kept"
+        return MaybeSubmitted(Problem("sbatch", str(error), fix))
 
-def _maybe_submitted(what: str) -> MaybeSubmitted:
-    fix = "look with squeue whether the job was submitted; the files it runs from were kept"
-    return MaybeSubmitted(Problem("sbatch", what, fix))
-
-
-def _words(program: str, printed: str) -> str:
-    """Return what a command printed in one line, without its name."""
-    lines = [line.removeprefix(f"{program}: ").removeprefix("error: ").strip() for line in printed.splitlines()]
-    return "; ".join(line for line in lines if line)
+    with translate(NoAnswer, failed):
+        printed = _run("sbatch", "--parsable", str(script), seconds=_SBATCH_SECONDS)
+        job = re.search(r"^(\d+)(;\S+)?$", printed, re.MULTILINE)  # some sites print more than that
+        if job is None:
+            raise NoAnswer(f"prints no job id ('{' '.join(printed.split())}')")
+        return int(job[1])
 
 
 class Walltime:
@@ -284,7 +266,6 @@ class Walltime:
         self._end = end_time()
         self._longest = 0.0
         self._save = 0.0
-        self._noted = False
 
     @property
     def lead(self) -> float:
@@ -296,33 +277,21 @@ class Walltime:
         self._longest = max(self._longest, *(float(row.get(phase) or 0.0) for phase in _PHASES))
         self._save = max(self._save, float(row.get("seconds/save") or 0.0))
 
-    def note(self) -> str | None:
-        """Return, once, what the user should know when phases are longer than the signal's lead allows."""
-        if self._noted or self._end is None or self.lead <= SIGNAL_LEAD_SECONDS:
-            return None
-        self._noted = True
-        return (
-            f"note: with phases of {self._longest:.0f} s the signal {SIGNAL_LEAD_SECONDS:.0f} s before the time limit "
-            f"may come too late; the launcher stops {self.lead:.0f} s before the limit"
-        )
-
     def due(self, now: float | None = None) -> str | None:
         """Return why it is time to stop at ``now``, in seconds since the epoch, or None."""
         now = time.time() if now is None else now
-        if self._end is None or now < self._end - self.lead:
-            return None
-        self._end = self._end_time()  # the limit may have been raised meanwhile
+        if self._end is not None and now >= self._end - self.lead:
+            self._end = self._end_time()  # the limit may have been raised meanwhile
         if self._end is None or now < self._end - self.lead:
             return None
         return f"the job's time limit comes in {max(0.0, self._end - now):.0f} s"
 
 
-def job_end_time(environment: Mapping[str, str] | None = None) -> float | None:
+def job_end_time(environment: Mapping[str, str]) -> float | None:
     """Return the end of our Slurm job in seconds since the epoch, as the controller knows it now.
 
     Slurm's own variable stands in where the controller does not answer; it does not follow a changed limit.
     """
-    environment = os.environ if environment is None else environment
     job = environment.get("SLURM_JOB_ID")
     if not job:
         return None

@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,9 +58,7 @@ class Profile:
     exclude: str | None = _option("str", None, "`--exclude`: nodes to avoid")
     signal_lead: int = _option("int", 300, "seconds before the time limit at which a run has to save", min=30)
     sbatch_options: list[str] = _option("list[str]", [], "further `#SBATCH` lines, e.g. `--container-image=...`")
-    srun_options: list[str] = _option(
-        "list[str]", [], "options of the `srun` that reaches the nodes of a job of several"
-    )
+    srun_options: list[str] = _option("list[str]", [], "options of the `srun` that reaches the other nodes of a job")
     network_interface: str | None = _option("str", None, "interface by which nodes reach one another, e.g. `ib0`")
     internet: bool = _option("bool", False, "whether the nodes reach the internet")
     run_root: str | None = _option("str", None, "where run directories are made, unless recipe or command line say so")
@@ -117,75 +115,65 @@ def _checked(raws: Iterable[tuple[str, Value]], problems: list[Problem]) -> dict
     return values
 
 
-_SECRET = "'{key}' holds what looks like a secret", "export it as a variable instead"
-# Each rule: the keys it holds for (an empty tuple: every key), a test that is true for a wrong text, what is wrong, and
-# the fix.
-_RULES: tuple[tuple[tuple[str, ...], Callable[[str], bool], str, str], ...] = (
-    ((), secret_value, *_SECRET),
-    # --export=NAME=text
-    (
-        ("sbatch_options", "srun_options", "modules"),
-        lambda text: any(map(secret_name, re.findall(r"(\w+)=", text))),
-        *_SECRET,
-    ),
-    ((), lambda text: "\n" in text, "'{key}' has more than one line", "write it in one line"),
-    (_PATHS, lambda text: "$" in text, "variables in '{key}' are not read", "write the whole path; ~ is your home"),
-    (
-        ("time",),
-        lambda text: not walltime_seconds(text),
-        "'{text}' is not a time limit as Slurm writes it",
-        "write hours:minutes:seconds, e.g. 72:00:00, or days-hours, e.g. 3-0",
-    ),
-    (
-        ("sbatch_options", "srun_options"),
-        lambda text: text[:1] != "-",
-        "'{text}' is not an option",
-        "write --name=value",
-    ),
-)
-
-
 def _problems(key: str, value: Any, raw: Value) -> Iterator[Problem]:
-    """Yield what is wrong with a value of the right type: of each text in it the first rule that refuses it."""
+    """Yield what is wrong with a value of the right type: of each text in it the first fault."""
     if isinstance(value, dict):
-        yield from _variable_problems(value, raw)
+        for name, text in value.items():
+            where = raw.lines.get(("environment", name), raw.source)
+            if not re.fullmatch(r"[A-Za-z_]\w*", str(name)):
+                yield Problem(where, f"'{name}' is not the name of a variable", "write NAME: value")
+            elif not isinstance(text, str | int | float) or isinstance(text, bool):
+                yield Problem(where, f"'{name}' is {text!r} where a text belongs", "write it in quotes")
+            elif secret_name(name) or secret_value(text):
+                yield Problem(where, f"'{name}' holds a secret", "export it in your shell instead: jobs inherit it")
         return
     for text in map(str, value if isinstance(value, list) else [value]):
-        for keys, is_wrong, what, fix in _RULES:
-            if (key in keys or not keys) and value is not None and is_wrong(text):
-                yield Problem(raw.source, what.format(key=key, text=text), fix)
-                break
+        assigned = re.findall(r"(\w+)=", text) if isinstance(value, list) else []  # as in --export=NAME=text
+        if secret_value(text) or any(map(secret_name, assigned)):
+            yield Problem(raw.source, f"'{key}' holds what looks like a secret", "export it as a variable instead")
+        elif "\n" in text:
+            yield Problem(raw.source, f"'{key}' has more than one line", "write it in one line")
+        elif key in _PATHS and "$" in text:
+            yield Problem(raw.source, f"variables in '{key}' are not read", "write the whole path; ~ is your home")
+        elif key == "time" and not walltime_seconds(text):
+            fix = "write hours:minutes:seconds, e.g. 72:00:00, or days-hours, e.g. 3-0"
+            yield Problem(raw.source, f"'{text}' is not a time limit as Slurm writes it", fix)
+        elif key in ("sbatch_options", "srun_options") and text[:1] != "-":
+            yield Problem(raw.source, f"'{text}' is not an option", "write --name=value")
 
 
-def _variable_problems(variables: Mapping[str, Any], raw: Value) -> Iterator[Problem]:
-    for name, text in variables.items():
-        where = raw.lines.get(("environment", name), raw.source)
-        if not re.fullmatch(r"[A-Za-z_]\w*", str(name)):
-            yield Problem(where, f"'{name}' is not the name of a variable", "write NAME: value")
-        elif not isinstance(text, str | int | float) or isinstance(text, bool):
-            yield Problem(where, f"'{name}' is {text!r} where a text belongs", "write it in quotes")
-        elif secret_name(name) or secret_value(text):
-            yield Problem(where, f"'{name}' holds a secret", "export it in your shell instead: jobs inherit it")
-
-
-@dataclass(frozen=True)
-class Request:
-    """What one job asks for beside its site's profile."""
-
-    job_name: str
-    array: str | None = None  # indices of an array job, e.g. 0-5%2; None for a single job
-    output: str = "logs/slurm_%j.out"  # %j is the job, %A_%a a job of an array
-    error: str = "logs/slurm_%j.err"
-    chdir: Path | None = None  # absolute; None for the folder the job is submitted from
-
-
-def render(profile: Profile, request: Request, command: list[str], environment: Mapping[str, str]) -> str:
+def render(
+    profile: Profile,
+    job_name: str,
+    command: list[str],
+    environment: Mapping[str, str],
+    chdir: Path | None = None,
+    array: str | None = None,
+    log: str = "%j",
+) -> str:
     """Return the batch script, which ``bash -n`` and shellcheck accept.
 
     In the end it runs ``command`` in place of the shell, e.g. ``["grpo", "launch", "--resume", DIR]``, which finds the
-    programs of the environment by their names. The job gets the variables of ``environment`` beside the profile's.
+    programs of the environment by their names. The job gets the variables of ``environment`` beside the profile's. It
+    runs in the absolute folder ``chdir``, by default where it is submitted. ``array`` are the indices of an array job,
+    e.g. 0-5%2; ``log`` is what follows slurm_ in the names of its logs: %j is the job, %A_%a a job of an array.
     """
-    header = [f"#SBATCH {line}" for line in _header(profile, request)]
+    kind = f"{profile.gpu_kind}:" if profile.gpu_kind else ""
+    gpus = f"{kind}{profile.gpus}" if profile.gpus else ""
+    options = {
+        "--job-name": job_name, "--account": profile.account, "--partition": profile.partition, "--qos": profile.qos,
+        "--constraint": profile.constraint, "--exclude": profile.exclude, "--nodes": profile.nodes,
+        "--ntasks": profile.nodes,  # Slurm gives one node to a job of one task, however many nodes it names
+        "--ntasks-per-node": 1 if profile.nodes > 1 else None,
+        "--gpus-per-node": gpus if profile.gpu_flag_style == "gpus" else None,
+        "--gres": f"gpu:{gpus}" if gpus and profile.gpu_flag_style == "gres" else None,
+        "--cpus-per-task": profile.cpus, "--mem": profile.mem, "--time": profile.time,
+        "--output": f"logs/slurm_{log}.out", "--exclusive": profile.exclusive, "--error": f"logs/slurm_{log}.err",
+        "--open-mode": "append", "--signal": f"B:USR1@{profile.signal_lead}", "--requeue": True,
+        "--chdir": chdir, "--array": array,
+    }  # fmt: skip
+    header = [_word(name if value is True else f"{name}={value}") for name, value in options.items() if value]
+    header += [line if {*line} & {*"'\""} else _word(line) for line in profile.sbatch_options]
     variables = {
         **profile.environment,
         **({"NETWORK_INTERFACE": profile.network_interface} if profile.network_interface else {}),
@@ -193,10 +181,9 @@ def render(profile: Profile, request: Request, command: list[str], environment: 
         **({} if profile.internet else {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}),
         **environment,
     }
-    exports = [f"export {name}={shlex.quote(text)}" for name, text in variables.items()]
     lines = [
         "#!/bin/bash",
-        *header,
+        *(f"#SBATCH {line}" for line in header),
         "",
         "# Slurm announces the end of the time limit with USR1; the launcher takes it over.",
         "trap '' USR1",
@@ -206,41 +193,10 @@ def render(profile: Profile, request: Request, command: list[str], environment: 
         "# Packages of the login shell must not reach into the environment.",
         "unset PYTHONPATH PYTHONHOME",
         "export PYTHONNOUSERSITE=1",
-        *exports,
+        *(f"export {name}={shlex.quote(text)}" for name, text in variables.items()),
         f"exec {shlex.join(command)}",
     ]
     return "\n".join(lines) + "\n"
-
-
-def _header(profile: Profile, request: Request) -> list[str]:
-    kind = f"{profile.gpu_kind}:" if profile.gpu_kind else ""
-    gpus = f"{kind}{profile.gpus}" if profile.gpus else ""
-    options = {
-        "--job-name": request.job_name,
-        "--account": profile.account,
-        "--partition": profile.partition,
-        "--qos": profile.qos,
-        "--constraint": profile.constraint,
-        "--exclude": profile.exclude,
-        "--nodes": profile.nodes,
-        "--ntasks": profile.nodes,  # Slurm gives one node to a job of one task, however many nodes it names
-        "--ntasks-per-node": 1 if profile.nodes > 1 else None,
-        "--gpus-per-node": gpus if profile.gpu_flag_style == "gpus" else None,
-        "--gres": f"gpu:{gpus}" if gpus and profile.gpu_flag_style == "gres" else None,
-        "--cpus-per-task": profile.cpus,
-        "--mem": profile.mem,
-        "--time": profile.time,
-        "--output": request.output,
-        "--exclusive": profile.exclusive,
-        "--error": request.error,
-        "--open-mode": "append",
-        "--signal": f"B:USR1@{profile.signal_lead}",
-        "--requeue": True,
-        "--chdir": request.chdir,
-        "--array": request.array,
-    }
-    lines = [_word(name if value is True else f"{name}={value}") for name, value in options.items() if value]
-    return lines + [line if {*line} & {*"'\""} else _word(line) for line in profile.sbatch_options]
 
 
 def _word(line: str) -> str:

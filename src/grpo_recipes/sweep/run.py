@@ -30,7 +30,7 @@ from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.recipe import read_frozen
 from grpo_recipes.runs.rundir import Run, claim, code_state, read_json, write_json
 from grpo_recipes.slurm.client import MaybeSubmitted, cluster_name, tasks_in_queue
-from grpo_recipes.slurm.profile import Profile, Request, render
+from grpo_recipes.slurm.profile import Profile, render
 from grpo_recipes.sweep.folder import (
     COMPLETED,
     GONE,
@@ -169,10 +169,10 @@ def submit_array(
     sweep: Sweep, indices: Sequence[int], profile: Profile, most: int | None, environment: Mapping[str, str]
 ) -> int:
     """Submit trials as one array job, of which at most ``most`` tasks run at a time; record and return its id."""
-    name, logs = profile.job_name or str(sweep.record["name"]), "logs/slurm_%A_%a"
-    request = Request(name, array_text(indices, most), f"{logs}.out", f"{logs}.err", Path.cwd())
+    name, array = profile.job_name or str(sweep.record["name"]), array_text(indices, most)
+    command = ["grpo", "sweep", "--cell", str(sweep.folder)]
     variables = submission.frozen_environment(sweep.trial_dir(indices[0]), environment)
-    script = render(profile, request, ["grpo", "sweep", "--cell", str(sweep.folder)], variables)
+    script = render(profile, name, command, variables, Path.cwd(), array, log="%A_%a")
     job = submission.submit_script(sweep.folder, script)
     sweep.record["jobs"].append(job)
     write_json(sweep.folder / RECORD, sweep.record)
