@@ -90,17 +90,20 @@ def test_grpo_stop_keeps_it_from_coming_back(attempt, scontrol, capsys):
     assert "grpo: not requeued: grpo stop asked for the end" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("most", "status"), [(3, "requeued"), (2, "stopped")])
-def test_max_requeues_bounds_it(attempt, scontrol, most, status):
+@pytest.mark.parametrize(("most", "done", "status"), [(3, 2, "requeued"), (2, 2, "stopped"), (0, 0, "stopped")])
+def test_max_requeues_bounds_it(attempt, scontrol, capsys, most, done, status):
     made = attempt(max_requeues=most)
-    finish(made, STOPPED, wants_requeue=True, job=SlurmJob(7, "cluster", 1, None, restarts=2))
+    finish(made, STOPPED, wants_requeue=True, job=SlurmJob(7, "cluster", 1, None, restarts=done))
     assert summary_of(made)["status"] == status
+    told = f"not requeued: the job was requeued {done} times (max_requeues {most})"
+    assert (told in capsys.readouterr().out) == (status == "stopped")
 
 
 @pytest.mark.parametrize(("idle", "status"), [(0, "requeued"), (1, "stopped")])
-def test_two_attempts_in_a_row_without_a_new_checkpoint_are_enough(attempt, scontrol, idle, status):
+def test_two_attempts_in_a_row_without_a_new_checkpoint_are_enough(attempt, scontrol, capsys, idle, status):
     made = attempt(idle=idle, saved=4)
     finish(made, STOPPED, wants_requeue=True, job=JOB)
+    assert ("2 attempts in a row made no new step" in capsys.readouterr().out) == (status == "stopped")
     assert summary_of(made)["status"] == status and summary_of(made)["idle_attempts"] == idle + 1
 
 

@@ -7,12 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
 from waiting import wait_for
 
+from grpo_recipes.plan.types import Process
 from grpo_recipes.process.tree import is_alive
 
 pytestmark = pytest.mark.alone
@@ -28,7 +29,7 @@ sys.exit(int(sys.argv[3]))
 """
 LAUNCHER = """
 import os, subprocess, sys, time
-argv = [sys.executable, "-m", "grpo_recipes.launch.process_guard", *sys.argv[1:]]
+argv = [sys.executable, "-m", "grpo_recipes.launch.processes", *sys.argv[1:]]
 argv = [str(os.getpid()) if text == "LAUNCHER" else text for text in argv]
 subprocess.Popen(argv, start_new_session=True)
 time.sleep(300)
@@ -44,17 +45,14 @@ class Place:
     pid_file: Path
 
     def options(self, launcher: str, *command: str) -> list[str]:
-        return [
-            "--name", "trainer", "--saves", "--run-dir", str(self.run_dir),
-            "--scratch", str(self.disk), str(self.memory), "--launcher", launcher,
-            "--log", str(self.log), "--", *command,
-        ]  # fmt: skip
+        planned = json.dumps(asdict(Process("trainer", list(command), {}, (), str(self.log))))
+        return [str(self.run_dir), str(self.disk), str(self.memory), launcher, planned]
 
     def guard(self, *command: str, launcher: int | None = None) -> subprocess.Popen[bytes]:
         argv = [
             sys.executable,
             "-m",
-            "grpo_recipes.launch.process_guard",
+            "grpo_recipes.launch.processes",
             *self.options(str(launcher or os.getpid()), *command),
         ]
         return subprocess.Popen(argv, stderr=subprocess.PIPE, start_new_session=True)

@@ -57,7 +57,7 @@ def ending_of(start, trainer: Child, server: Child | None = None) -> Ending:
         assert time.monotonic() < deadline, "no ending within 30 s"
 
     groups = [Group([child]) for child in (server, trainer) if child]
-    return wait_for_ending(groups, tick, interval=0.02)
+    return wait_for_ending(groups, tick)
 
 
 def test_trainers_that_are_done_end_the_run_with_0(start):

@@ -14,7 +14,7 @@ from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.launch.attempt import prepare
 from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.resolve import Options, names_of, need_same_data, need_same_world, resolve_run
-from grpo_recipes.launch.submission import freeze, frozen_environment
+from grpo_recipes.launch.submission import Submission, freeze, frozen_environment
 from grpo_recipes.paths import home
 from grpo_recipes.plan.commands import base_environment
 from grpo_recipes.plan.devices import Resources
@@ -49,7 +49,7 @@ def frozen(*flags: str, resources: Resources = CPU) -> Run:
 def freeze_it(recipe: Recipe, names: Names, resources: Resources) -> Run:
     sources = find_assets(recipe, os.environ)
     plan = make_plan(recipe, resources, os.environ, names, sources)
-    return freeze(recipe, plan, sources, names, resources, os.environ)
+    return freeze(Submission(recipe, names, resources, sources, plan, os.environ))
 
 
 def in_job(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +173,7 @@ def test_a_job_of_another_size_than_planned_is_refused() -> None:
     run = frozen("--prompts_per_step", "16", resources=THREE)
     recipe = resolve_run(Options(resume=str(run.folder)), CPU)[1]
     plan = make_plan(recipe, Resources("cuda", ("0", "1"), 8), os.environ, names_of(recipe, run))
-    with pytest.raises(ConfigError, match="submitted for 2 training processes, this job has room for 1"):
+    with pytest.raises(ConfigError, match="the submitted run is of 2 processes, the plan has 1"):
         need_same_world(run, plan)
     need_same_world(run, make_plan(recipe, THREE, os.environ, names_of(recipe, run)))
 

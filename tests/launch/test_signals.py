@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from grpo_recipes.launch.signals import StoppedAtOnce, StopSignals
+from grpo_recipes.launch.monitor import StoppedAtOnce, StopSignals
 
 
 @pytest.fixture(autouse=True)

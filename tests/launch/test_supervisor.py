@@ -16,12 +16,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from grpo_recipes.launch import supervisor
+from grpo_recipes.launch import run as launch_run
 from grpo_recipes.launch.attempt import Attempt
+from grpo_recipes.launch.monitor import StoppedAtOnce, StopSignals
 from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.processes import Child, Ending
-from grpo_recipes.launch.signals import StoppedAtOnce, StopSignals
-from grpo_recipes.launch.supervisor import Restarts, Supervisor, supervise
+from grpo_recipes.launch.run import Restarts, Supervisor, supervise
 from grpo_recipes.plan.types import Names, OnLoss, Process
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.runs.checkpoints import complete_checkpoints
@@ -292,7 +292,7 @@ def test_a_role_of_its_own_starts_in_the_order_of_the_plan_and_its_loss_can_fail
             started.append(process.role)
             super().__init__(process, *arguments)
 
-    monkeypatch.setattr(supervisor, "Child", RecordedChild)
+    monkeypatch.setattr(launch_run, "Child", RecordedChild)
     run = fake_run(steps=200, others=[toy(tmp_path, "fail")])
     ending = run.then(lambda: kill_toy(run)).end()
     assert [process.role for process in run.attempt.plan.processes] == ["server", "trainer", "toy"]
@@ -385,41 +385,41 @@ LOST = Ending(137, "the vLLM API server (pid 5) was killed by signal 9", lost=SE
 
 
 def test_what_is_lost_is_started_again_where_the_plan_says_so():
-    assert Restarts(2).after(LOST, stopping=False) == (True, LOST)
+    assert Restarts(2).after(LOST, stopping=False) == LOST
 
 
 def test_a_process_whose_loss_fails_the_run_is_not():
     lost = replace(LOST, lost=replace(SERVER, on_loss="fail"))
-    assert Restarts(2).after(lost, stopping=False) == (False, lost)
+    assert Restarts(2).after(lost, stopping=False) == replace(lost, lost=None)
 
 
 def test_a_lost_trainer_ends_the_run():
     failed = Ending(1, "rank 0: ValueError", 0)
-    assert Restarts(2).after(failed, stopping=False) == (False, failed)
+    assert Restarts(2).after(failed, stopping=False) == failed
 
 
 def test_nothing_is_started_for_a_run_that_was_asked_to_stop():
-    assert Restarts(2).after(LOST, stopping=True) == (False, LOST)
+    assert Restarts(2).after(LOST, stopping=True) == replace(LOST, lost=None)
 
 
 def test_server_restarts_0_is_never():
-    assert Restarts(0).after(LOST, stopping=False) == (False, LOST)
+    assert Restarts(0).after(LOST, stopping=False) == replace(LOST, lost=None)
 
 
 def test_restarts_are_counted_and_bounded():
     restarts = Restarts(1)
-    assert restarts.after(LOST, stopping=False)[0] and restarts.done == 1
+    assert restarts.after(LOST, stopping=False).lost and restarts.done == 1
     restarts.stepped = True
-    again, ending = restarts.after(LOST, stopping=False)
-    assert not again and ending.code == 137
+    ending = restarts.after(LOST, stopping=False)
+    assert ending.lost is None and ending.code == 137
     assert ending.cause == f"{LOST.cause}; the server was started again 1 times already (server_restarts)"
 
 
 def test_a_server_is_not_started_twice_without_a_step_between():
     restarts = Restarts(5)
     restarts.after(LOST, stopping=False)
-    again, ending = restarts.after(LOST, stopping=False)
-    assert not again
+    ending = restarts.after(LOST, stopping=False)
+    assert ending.lost is None
     assert ending.cause == f"{LOST.cause}; no step was completed since the server was started again"
     restarts.stepped = True
-    assert restarts.after(LOST, stopping=False)[0] and restarts.done == 2
+    assert restarts.after(LOST, stopping=False).lost and restarts.done == 2

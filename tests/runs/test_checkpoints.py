@@ -15,7 +15,7 @@ from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.launch.attempt import freeze_inputs
 from grpo_recipes.launch.resolve import Options, names_of, resolve_run
 from grpo_recipes.launch.run import launch
-from grpo_recipes.launch.submission import freeze
+from grpo_recipes.launch.submission import Submission, freeze
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.recipe.check import resolve_recipe
@@ -340,7 +340,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     recipe = resolve_recipe("recipes/smoke/grpo.yaml", None, flags, os.environ, "cpu")
     names, sources = names_of(recipe), find_assets(recipe, os.environ)
     plan = make_plan(recipe, CPU, os.environ, names, sources=sources)
-    return freeze(recipe, plan, sources, names, CPU, os.environ)
+    return freeze(Submission(recipe, names, CPU, sources, plan, os.environ))
 
 
 def resume(run: Run, allow: bool = False) -> None:

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from grpo_recipes.slurm.client import SlurmJob, Walltime, job_end_time, requeue, why_no_requeue
+from grpo_recipes.slurm.client import SlurmJob, Walltime, job_end_time, requeue
 
 END = 10_000.0
 ROW = {"seconds/sample": 40.0, "seconds/score": 1.0, "seconds/update": 20.0, "seconds/step": 70.0, "seconds/save": 5.0}
@@ -70,21 +70,6 @@ def test_outside_slurm_there_is_no_end():
 
 
 JOB = SlurmJob(7, "cluster", 1, None)
-
-
-@pytest.mark.parametrize(
-    ("facts", "why"),
-    [
-        ((False, 0, 100, 0), None),
-        ((False, 99, 100, 1), None),
-        ((True, 0, 100, 0), "grpo stop asked for the end"),
-        ((False, 100, 100, 0), "the job was requeued 100 times (max_requeues 100)"),
-        ((False, 0, 0, 0), "the job was requeued 0 times (max_requeues 0)"),
-        ((False, 3, 100, 2), "2 attempts in a row made no new step"),
-    ],
-)
-def test_a_run_is_requeued_unless_there_is_a_reason(facts, why):
-    assert why_no_requeue(*facts) == why
 
 
 @pytest.fixture

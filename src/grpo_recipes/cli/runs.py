@@ -88,7 +88,7 @@ def submit(options: argparse.Namespace) -> int:
     profile = _chosen_profile(options)
     if not options.dry_run:
         need_environment(profile)
-    submission = prepare(profile, recipe_name(options), options.task, options.flags, os.environ)
+    submission, estimates = prepare(profile, recipe_name(options), options.task, options.flags, os.environ)
     plan, kind = submission.plan, f" {profile.gpu_kind}" if profile.gpu_kind else ""
     devices = f"{profile.gpus}{kind} GPUs" if profile.gpus else f"{profile.cpus or 1} CPU cores"
     nodes = f"{profile.nodes} nodes" if profile.nodes > 1 else "1 node"
@@ -96,7 +96,7 @@ def submit(options: argparse.Namespace) -> int:
         f"{shown(plan.recipe)} for {profile.name}: {nodes} with {devices} each, at most {profile.time}",
         f"batch {plan.batch}",
         f"vllm {plan.mode}, weights by {plan.bridge or 'none'} ({plan.why_bridge})",
-        *submission.estimates.lines(),
+        *estimates.lines(),
         *(f"note: {note}" for note in plan.notes),
     ]
     print(*(f"grpo: {line}" for line in lines), sep="\n", file=sys.stderr if options.dry_run else sys.stdout)
@@ -105,9 +105,9 @@ def submit(options: argparse.Namespace) -> int:
             need_environment(profile)
         except ConfigError as error:
             print(f"grpo: note: submitting would end here: {error}", file=sys.stderr)
-        print(submission.script(), end="")
+        print(submission.script(profile), end="")
         return 0
-    made, job = send(submission)
+    made, job = send(submission, profile)
     print(f"grpo: job {job} is submitted, run directory {shown(made.folder)}")
     print(f"grpo: follow it with grpo status {job}, or grpo logs -f {job}; end it with grpo stop {job}")
     return 0

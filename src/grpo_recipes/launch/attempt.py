@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from grpo_recipes.errors import EXIT_STOPPED, ConfigError
+from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.processes import Ending, tail
 from grpo_recipes.launch.resolve import note_job
@@ -30,10 +30,11 @@ from grpo_recipes.runs.checkpoints import newest_complete, rewriting, step_of
 from grpo_recipes.runs.endings import advice
 from grpo_recipes.runs.health import notices_of
 from grpo_recipes.runs.rundir import NO_REQUEUE, Run, read_json, write_json
-from grpo_recipes.slurm.client import SlurmJob, requeue, why_no_requeue
+from grpo_recipes.slurm.client import SlurmJob, requeue
 from grpo_recipes.stats import result_line
 
 SUBMITTED = "submitted"  # status of a run that no launch has started yet
+_IDLE_ATTEMPTS = 2  # so many in a row without a newer checkpoint, and a requeue would only burn the queue's time
 
 
 @dataclass
@@ -68,20 +69,19 @@ def prepare(run: Run, recipe: Recipe, plan: Plan, names: Names, resources: Resou
     before = read_json(run.folder / "summary.json")
     if before.get("status") == SUBMITTED:
         before = {}  # nothing has run yet
-    kept = {key: before[key] for key in ("idle_attempts", "server_restarts") if key in before}
-    restarts = before["restarts"] + 1 if before else 0
     if removed := remove_dead_scratch(os.environ):
         say(removed)
-    scratch = make_scratch(os.environ)
     tracking = {**wandb_environment(recipe), "WANDB_RUN_ID": run.identity["wandb_id"], "WANDB_RESUME": "allow"}
-    own = run_environment(os.environ, scratch, run.folder, names.served)
-    try:
+    with contextlib.ExitStack() as undo:
+        scratch = make_scratch(os.environ)
+        undo.callback(scratch.remove)
         workers.begin(run.folder, names.served, scratch.token.read_text(), tracking)
-    except ConfigError:
-        scratch.remove()
-        raise
+        undo.pop_all()
+    kept = {key: before[key] for key in ("idle_attempts", "server_restarts") if key in before}
+    restarts = before["restarts"] + 1 if before else 0
     write_json(run.folder / "summary.json", {"status": "running", "smoke": plan.smoke, "restarts": restarts, **kept})
     resumed = go_back(run) if before else ""
+    own = run_environment(os.environ, scratch, run.folder, names.served)
     environment = {**base_environment(os.environ), **own, **tracking}
     return Attempt(run, recipe, plan, names, scratch, environment, resumed, workers, newest_step(run))
 
@@ -127,9 +127,9 @@ def go_back(run: Run) -> str:
 def say_start(attempt: Attempt) -> None:
     """Print what begins: the recipe and its run directory, the batch, notes, where it goes on, and the logs."""
     plan = attempt.plan
+    smoke = "smoke test on CPU, not an experiment: " if plan.smoke else ""
     lines = [
-        f"{'smoke test on CPU, not an experiment: ' if plan.smoke else ''}{shown(plan.recipe)} -> "
-        f"{shown(attempt.run.folder)}",
+        f"{smoke}{shown(plan.recipe)} -> {shown(attempt.run.folder)}",
         f"objective {plan.maxent}" if plan.maxent else "",
         f"batch {plan.batch}",
         f"vllm {plan.mode}, weights by {plan.bridge or 'none'} ({plan.why_bridge})",
@@ -144,48 +144,30 @@ def say_start(attempt: Attempt) -> None:
 
 def finish(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob | None) -> int:
     """Write the summary, print how the run ended, requeue its job where that is wanted, and return the exit code."""
-    folder = attempt.run.folder
+    folder, cause = attempt.run.folder, ending.cause
     # Attempts in a row that left no newer checkpoint, this one included.
     idle = int(read_json(folder / "summary.json").get("idle_attempts", 0)) + 1
     idle = idle if newest_step(attempt.run) <= attempt.first_step else 0
     job = job if wants_requeue and ending.code == EXIT_STOPPED else None
-    why_not = None
-    if job:
-        why_not = why_no_requeue((folder / NO_REQUEUE).exists(), job.restarts, attempt.recipe["max_requeues"], idle)
+    most, why_not = attempt.recipe["max_requeues"], None
+    if job and (folder / NO_REQUEUE).exists():
+        why_not = "grpo stop asked for the end"
+    elif job and job.restarts >= most:
+        why_not = f"the job was requeued {job.restarts} times (max_requeues {most})"
+    elif job and idle >= _IDLE_ATTEMPTS:
+        why_not = f"{idle} attempts in a row made no new step"
     goes_on = job is not None and why_not is None
-    status = "requeued" if goes_on else _status(ending)
+    stopped = ending.code == EXIT_STOPPED or cause.startswith("stopped by")
+    over = "stopped" if stopped else "failed" if ending.code else "completed"
+    status = "requeued" if goes_on else over
     summary = rundir.finish_summary(
-        folder, status=status, exit_code=ending.code, failed_rank=ending.failed_rank, cause=ending.cause or None,
+        folder, status=status, exit_code=ending.code, failed_rank=ending.failed_rank, cause=cause or None,
         idle_attempts=idle,
     )  # fmt: skip
-    rewards = _say_results(attempt, ending, summary, over=not goes_on)
-    smoke = "smoke test on CPU, " if attempt.plan.smoke else ""
-    if ending.code == 0:
-        published = hand_over(attempt.publisher, folder)
-        say(f"{smoke}done: {rewards}; model in {shown(folder / 'model')}{published}")
-        return 0
-    if attempt.publisher:
-        attempt.publisher.abandon()
-    say(f"{smoke}{status} with exit code {ending.code}: {ending.cause} ({rewards})")
-    if status == "failed":
-        say(f"fix: {advice(Run(folder), ending.cause)}")
-    if job and goes_on:
-        why_not = requeue(job)
-    if why_not:
-        rundir.finish_summary(folder, status=_status(ending))
-        say(f"not requeued: {why_not}")
-    again = "NotFinite" not in ending.cause  # the same steps would end it again
-    if again and (not goes_on or why_not) and newest_complete(folder / "checkpoints"):
-        say(f"continue with: grpo launch --resume {shlex.quote(shown(folder))}")
-    return ending.code
-
-
-def _say_results(attempt: Attempt, ending: Ending, summary: dict, over: bool) -> str:
-    """Print report, the log's end after a failure, notices and benchmarks; return the rewards in words."""
-    say(report_line(attempt.run.folder))
+    say(report_line(folder))
     if ending.log is not None and ending.code != EXIT_STOPPED:
         print(f"--- last lines of {shown(ending.log)}\n{tail(ending.log)}\n---", file=sys.stderr)
-    for notice in notices_of(rundir.read_metrics(attempt.run.folder), attempt.recipe.__getitem__, over=over):
+    for notice in notices_of(rundir.read_metrics(folder), attempt.recipe.__getitem__, over=not goes_on):
         if notice.serious:
             say(f"note: {notice}")
     for name, result in summary["benchmarks"].items():
@@ -193,7 +175,24 @@ def _say_results(attempt: Attempt, ending: Ending, summary: dict, over: bool) ->
     rewards = f"reward {summary['initial_reward']} -> {summary['final_reward']} over {summary['steps']} steps"
     if "initial_eval_reward" in summary:
         rewards += f", evaluated {summary['initial_eval_reward']} -> {summary['final_eval_reward']}"
-    return rewards
+    smoke = "smoke test on CPU, " if attempt.plan.smoke else ""
+    if ending.code == 0:
+        say(f"{smoke}done: {rewards}; model in {shown(folder / 'model')}{hand_over(attempt.publisher, folder)}")
+        return 0
+    if attempt.publisher:
+        attempt.publisher.abandon()
+    say(f"{smoke}{status} with exit code {ending.code}: {cause} ({rewards})")
+    if status == "failed":
+        say(f"fix: {advice(Run(folder), cause)}")
+    if job and goes_on:
+        why_not = requeue(job)
+    if why_not:
+        rundir.finish_summary(folder, status=over)
+        say(f"not requeued: {why_not}")
+    # After numbers that broke, the same steps would end it again.
+    if "NotFinite" not in cause and (not goes_on or why_not) and newest_complete(folder / "checkpoints"):
+        say(f"continue with: grpo launch --resume {shlex.quote(shown(folder))}")
+    return ending.code
 
 
 def end_without_run(ending: Ending, wants_requeue: bool, job: SlurmJob | None) -> int:
@@ -202,9 +201,3 @@ def end_without_run(ending: Ending, wants_requeue: bool, job: SlurmJob | None) -
     if wants_requeue and job is not None and (error := requeue(job)):
         say(f"not requeued: {error}")
     return ending.code
-
-
-def _status(ending: Ending) -> str:
-    if ending.code == EXIT_STOPPED or ending.cause.startswith("stopped by"):
-        return "stopped"
-    return "failed" if ending.code else "completed"

@@ -1,4 +1,4 @@
-"""What the launcher looks at while an attempt runs: progress, requests to stop, the time limit, stalled processes."""
+"""What the launcher heeds while an attempt runs: signals, requests to stop, the time limit, progress, stalls."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.launch.attempt import Attempt
 from grpo_recipes.launch.processes import Ending, Group, rank_pids
-from grpo_recipes.launch.signals import StopSignals
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.ports import Activity, generated_tokens
 from grpo_recipes.process.reports import print_line, say
@@ -30,7 +31,109 @@ _DUMP_SECONDS = 1.0
 _MULTIPLES = {"save": 2, "evaluate": 6, "end": 24}
 
 
-@dataclass(frozen=True)
+class StoppedAtOnce(BaseException):
+    """A request that ends the attempt where it stands; without ``signum`` it came as the file in the run directory."""
+
+    def __init__(self, signum: int | None = None):
+        self.signum = signum
+
+    def ending(self) -> Ending:
+        """Return code 75 for a request to save that came while there was nothing new to save, else 128+n."""
+        if self.signum is None or self.signum == signal.SIGUSR1:
+            return Ending(EXIT_STOPPED, "stopped on request before this attempt had anything to save")
+        return Ending(128 + self.signum, f"stopped by {signal.Signals(self.signum).name}")
+
+
+class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
+    """USR1 asks to save and run on in a new attempt; SIGTERM, SIGHUP and SIGINT (Ctrl-C) to save and end.
+
+    While trainers have something to save they are asked by the file ``request``; before that a signal ends the attempt
+    at once, and so does the same signal a second time, except USR1: Slurm sends that too where we have asked already.
+    SIGTERM leaves the trainers only as long as Slurm usually leaves us before SIGKILL.
+    """
+
+    _signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    _term_grace_seconds = 20.0
+
+    def __init__(self) -> None:
+        self.request: Path | None = None  # the file that asks the trainers, once there is a run directory
+        # Asked in the signal handler, since a step may have begun a moment ago.
+        self.can_save: Callable[[], bool] = lambda: False
+        self._before: dict[signal.Signals, Any] = {}
+        self.seen: list[int] = []  # what came; USR1 also stands for the end of the job's time
+        self._held = False
+        self._deadline = float("inf")
+        self._unsaid: list[str] = []  # a handler must not print: it may have interrupted a print
+
+    def __enter__(self) -> StopSignals:
+        for signum in self._signals:
+            # nohup, or a shell's background job, has a signal ignored on purpose; training.sh has USR1 for us.
+            if signum == signal.SIGUSR1 or signal.getsignal(signum) != signal.SIG_IGN:
+                self._before[signum] = signal.signal(signum, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+    @property
+    def requested(self) -> bool:
+        """Whether the trainers are asked to save and end, by whomever."""
+        return self.request is not None and self.request.exists()
+
+    @property
+    def wants_requeue(self) -> bool:
+        """Whether the run is to go on in a new attempt: USR1 or the time limit came, and no signal to end it."""
+        return set(self.seen) == {signal.SIGUSR1}
+
+    def _handle(self, signum: int, _: object) -> None:
+        again = signum in self.seen and signum != signal.SIGUSR1
+        self.seen.append(signum)
+        if self._held:
+            return
+        if self.request is None or again or not self.can_save():
+            raise StoppedAtOnce(signum)
+        if signum in (signal.SIGTERM, signal.SIGHUP):  # Slurm ends us soon
+            self._deadline = min(self._deadline, time.monotonic() + self._term_grace_seconds)
+        self._ask(signal.Signals(signum).name)
+
+    def _ask(self, why: str) -> None:
+        if not self.requested and self.request is not None:
+            self.request.touch()
+            self._unsaid.append(f"{why}: saving, then ending")
+
+    def out_of_time(self, why: str) -> None:
+        """Ask the trainers to save since the job's time is nearly over, as USR1 does."""
+        self.seen.append(signal.SIGUSR1)
+        self._ask(why)
+
+    def look(self) -> None:
+        """Print what was asked for; raise StoppedAtOnce when trainers take too long, or have nothing to save."""
+        while self._unsaid:
+            say(self._unsaid.pop(0))
+        if time.monotonic() > self._deadline:
+            raise StoppedAtOnce(signal.SIGTERM)
+        if self.requested and not self.can_save():
+            raise StoppedAtOnce()
+
+    def hold(self) -> None:
+        """From now on a signal only waits: a run directory is made whole, or not at all."""
+        self._held = True
+
+    def release(self, request: Path) -> None:
+        """Act on signals again, and on one held back: the run directory is there, and ``request`` will be in it."""
+        self.request = request
+        self._held = False
+        if self.seen:
+            raise StoppedAtOnce(self.seen[-1])
+
+    def ignore(self) -> None:
+        """Ignore signals from now on: only the clean-up counts."""
+        for signum in self._signals:
+            signal.signal(signum, signal.SIG_IGN)
+
+
+@dataclass(frozen=True, order=True)
 class Phase:
     """What a rank does, by ``processes/phase_<rank>.json``."""
 
@@ -39,19 +142,15 @@ class Phase:
     step: int  # optimizer steps done
     since: float  # by the rank's clock; only compared with itself, since clocks jump and differ
 
-    def __str__(self) -> str:
-        return f"phase {self.name} after step {self.step}"
-
 
 def read_phases(run_dir: Path) -> list[Phase]:
     """Return the phase of every rank that has written one, by rank."""
-    records = {path: json_mapping(path) for path in (run_dir / "processes").glob("phase_*.json")}
-    phases = [
-        Phase(int(path.stem.removeprefix("phase_")), record["phase"], record["step"], record["since"])
-        for path, record in records.items()
-        if record
-    ]
-    return sorted(phases, key=lambda phase: phase.rank)
+    phases = []
+    for path in (run_dir / "processes").glob("phase_*.json"):
+        if record := json_mapping(path):
+            rank = int(path.stem.removeprefix("phase_"))
+            phases.append(Phase(rank, record["phase"], record["step"], record["since"]))
+    return sorted(phases)
 
 
 class RankStallDetector:
@@ -78,10 +177,7 @@ class RankStallDetector:
 
 
 class ServerStallDetector:
-    """Finds a server that does not answer, or makes no token while a request is out, for ``limit`` seconds.
-
-    A rank that begins a phase counts as movement: a load of weights makes no token, and is followed by sampling.
-    """
+    """Finds a server that does not answer, or makes no token while a request is out, for ``limit`` seconds."""
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
@@ -89,13 +185,11 @@ class ServerStallDetector:
         self._moved: float | None = None
 
     def look(self, activity: Activity | None, phases: list[Phase], now: float) -> float | None:
-        """Return the seconds since it last moved, once they exceed the limit.
-
-        ``activity`` is None where the server did not answer; ``phases`` are those of all ranks at ``now`` (monotonic).
-        """
+        """Return the seconds since it last moved, once that is too long; without ``activity`` it did not answer."""
         if self._moved is None:
             self._moved = now
         if activity is not None:
+            # A rank that begins a phase counts as movement: a load of weights makes no token, and sampling follows it.
             seen = (activity.tokens, phases) if activity.requests else None
             if seen is None or seen != self._seen:
                 self._moved = now
@@ -112,8 +206,6 @@ class Monitor:
         self._stop = stop
         self._folder = attempt.run.folder
         self._walltime = Walltime(lambda: job_end_time(os.environ))
-        for row in read_metrics(self._folder):
-            self._walltime.observe(row)
         self._began = time.time()
         self._next_phases = self._next_server = 0.0
         self._stop_passed_on = False
@@ -127,12 +219,9 @@ class Monitor:
         self._health = Health(self._attempt.recipe.__getitem__)
         for row in read_metrics(self._folder):
             self._health.add(row)
+            self._walltime.observe(row)
         self._rank_stalls = RankStallDetector(self._attempt.recipe["stall_timeout"])
         self._server_stalls = ServerStallDetector(self._attempt.recipe["server_stall_timeout"])
-
-    def stopping(self) -> bool:
-        """Return whether the trainers were asked to save and end."""
-        return self._stop.requested
 
     def tick(self) -> Ending | None:
         """Look at everything that is due; return the ending that a stalled process causes, or raise StoppedAtOnce."""
@@ -181,7 +270,7 @@ class Monitor:
         seconds = self._server_stalls.look(activity, phases, time.monotonic())
         if seconds is None:
             return None
-        stacks = self._dump_stacks([])
+        stacks = dump_stacks(self._folder, (), server)
         cause = f"the vLLM server has made no token for {seconds:.0f} s (server_stall_timeout {limit:g}){stacks}"
         return Ending(1, cause, log=server.log, lost=server.process)
 
@@ -191,20 +280,13 @@ class Monitor:
         if late is None:
             return None
         phase, seconds = late
-        limit = f"stall_timeout {self._attempt.recipe['stall_timeout']:g}"
-        cause = f"rank {phase.rank} has been in {phase} for {seconds:.0f} s ({limit})"
+        cause = f"rank {phase.rank} has been in phase {phase.name} after step {phase.step} for {seconds:.0f} s"
+        cause += f" (stall_timeout {self._attempt.recipe['stall_timeout']:g})"
         extensions = Path(self._attempt.environment.get("TORCH_EXTENSIONS_DIR", ""))
         lock = stale_compile_lock(extensions, self._began) if phase.name == "start" else None
         self._attempt.workers.send("stacks")
-        cause += self._dump_stacks(ranks.values())
+        cause += dump_stacks(self._folder, ranks.values(), self._server())
         return Ending(1, cause + (f"; {lock}" if lock else ""), phase.rank, trainers.log)
-
-    def _dump_stacks(self, pids: Iterable[int]) -> str:
-        """Dump the stacks of processes, and those of the server, its engine and workers before its command."""
-        server = self._server()
-        command = server.state().pid if server else None
-        of_server = [*(process.pid for process in descendants(command)), command] if command else []
-        return dump_stacks(self._folder, [*pids, *of_server])
 
 
 def is_stopped(pid: int) -> bool:
@@ -214,13 +296,12 @@ def is_stopped(pid: int) -> bool:
     return False
 
 
-def dump_stacks(run_dir: Path, pids: Iterable[int]) -> str:
-    """Have processes add the stacks of their threads to ``stacks/``; return where, and which of them are stopped.
-
-    A process that has not registered for the signal is ended by it: this is for processes that are about to be ended.
-    """
-    began = time.time()
-    pids = list(pids)
+def dump_stacks(run_dir: Path, ranks: Iterable[int], server: Group | None = None) -> str:
+    """Have processes add the stacks of their threads to ``stacks/``; return where, and which of them are stopped."""
+    # A process that has not registered for the signal is ended by it: all of them are about to be ended.
+    began, pids = time.time(), list(ranks)
+    if server and (command := server.state().pid):
+        pids += [*(process.pid for process in descendants(command)), command]  # engine and workers before the command
     stopped = [str(pid) for pid in pids if is_stopped(pid)]
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -233,10 +314,7 @@ def dump_stacks(run_dir: Path, pids: Iterable[int]) -> str:
 
 
 def stale_compile_lock(folder: Path, before: float) -> str | None:
-    """Return what a rank that stays in its start most likely waits for: the lock of a compilation that was killed.
-
-    ``folder`` is TORCH_EXTENSIONS_DIR; nobody holds a lock from ``before`` this attempt began (``time.time()``).
-    """
+    """Return which lock in TORCH_EXTENSIONS_DIR, older than this attempt (``time.time()``), a rank may wait for."""
     for lock in [*folder.glob("*/lock"), *folder.glob("*/*/lock")]:
         with contextlib.suppress(OSError):
             if lock.stat().st_mtime < before:

@@ -1,20 +1,19 @@
 """A run on several nodes: one srun with a worker a node, which does there what the launcher orders.
 
 The launcher itself runs what the plan has for the first node, where it is; the node workers run the rest. Orders and
-reports go through srun's own input and output, so that they need no network of ours and no file system that is up to
-date: orders as lines of JSON, the same for all; reports in pieces, since Slurm keeps no long line in one piece. When a
+reports go through srun's own input and output, which need no network of ours and no file system that is up to date:
+orders as lines of JSON, the same for all; reports in pieces, since Slurm keeps no long line in one piece. When a
 worker's input ends, the launcher closed it, or it or srun is gone: then the worker ends everything of the run on its
-node. The launcher's side comes first, then its look at the network, then the worker (``main``).
+node. The launcher's side comes first, then the worker (``main``).
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
-import queue
 import re
+import select
 import shlex
 import shutil
 import signal
@@ -31,8 +30,8 @@ from typing import Any
 
 import psutil
 
-from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, config_error
-from grpo_recipes.launch.processes import Child, Lost, State, rank_pids, rank_records
+from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, config_error, translate
+from grpo_recipes.launch.processes import Child, Ending, Started, State, rank_pids, rank_records
 from grpo_recipes.plan.commands import base_environment, run_environment
 from grpo_recipes.plan.devices import Node, Resources, environment_device, visible_gpus
 from grpo_recipes.plan.types import Process
@@ -52,24 +51,18 @@ _END_SECONDS = 30.0
 _TICK_SECONDS = 0.2
 _MARK = "grpo-node"  # first word of a report; other lines on standard output are not ours
 _PIECE = 800  # characters of a report in a line
-_FIREWALL = ", or have the firewall between them opened"
 
 Report = dict[str, Any]
 
 
-class NodeWorkers(contextlib.AbstractContextManager["NodeWorkers"]):
+class NodeWorkers:
     """One srun over the ``count`` nodes of the job, and what its workers reported; on one node nothing is started."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.reports: dict[tuple[str, int, str], Report] = {}  # by kind, node, and name of a process
-        self.starts = itertools.count(1)  # numbers of the starts of processes
-        self._news = threading.Condition()
         self._writing = threading.Lock()
         self._srun: subprocess.Popen[str] | None = None
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def start(self, environment: Mapping[str, str]) -> None:
         """Start a worker on every node; refuse a launch that is not on the first node, or has no srun."""
@@ -78,14 +71,11 @@ class NodeWorkers(contextlib.AbstractContextManager["NodeWorkers"]):
             raise config_error("SLURM_NODEID", what, "submit training.sh with sbatch")
         if shutil.which("srun") is None:
             raise config_error("srun", "there is none here", "load the module that has it, e.g. MODULES=slurm")
+        # A prologue of the site may write anything; what a terminal sends to us would end the step.
         self._srun = subprocess.Popen(
-            srun_command(self.count, environment),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            errors="replace",  # a prologue of the site may write anything
-            start_new_session=True,  # what a terminal sends to us is not for srun, which would end the step
-        )
+            srun_command(self.count, environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            errors="replace", start_new_session=True,
+        )  # fmt: skip
         OWN_CHILDREN.add(self._srun.pid)
         threading.Thread(target=self._read, args=(self._srun,), daemon=True).start()
 
@@ -105,31 +95,25 @@ class NodeWorkers(contextlib.AbstractContextManager["NodeWorkers"]):
                 self._srun.stdin.write(line + "\n")
                 self._srun.stdin.flush()
 
-    def ask(
-        self, order: str, to: Sequence[int], seconds: float = _ANSWER_SECONDS, **facts: Any
-    ) -> list[dict[str, Any]]:
+    def ask(self, order: str, to: Sequence[int], seconds: float = _ANSWER_SECONDS, **facts: Any) -> list[Report]:
         """Send an order to nodes and return the report of its name by each; refuse the job where one stays silent."""
         for node in to:
             self.reports.pop((order, node, ""), None)
         self.send(order, to, **facts)
         deadline = time.monotonic() + seconds
-        where = "nodes of the job"
-        with self._news:
-            while silent := [node for node in to if (order, node, "") not in self.reports]:
-                if not self.alive():
-                    raise config_error(where, self.ending(), "see what srun wrote above, in the job's error log")
-                if time.monotonic() > deadline:
-                    what = f"node {silent[0]} did not answer within {seconds:.0f} s"
-                    raise config_error(where, what, "look at that node, or leave it out with sbatch --exclude")
-                self._news.wait(0.2)
-            return [self.reports[(order, node, "")] for node in to]
+        while silent := [node for node in to if (order, node, "") not in self.reports]:
+            if not self.alive():
+                fix = "see what srun wrote above, in the job's error log"
+                raise config_error("nodes of the job", self.ending(), fix)
+            if time.monotonic() > deadline:
+                what = f"node {silent[0]} did not answer within {seconds:.0f} s"
+                raise config_error("nodes of the job", what, "look at that node, or exclude it with sbatch --exclude")
+            time.sleep(0.05)
+        return [self.reports[(order, node, "")] for node in to]
 
     def begin(self, run_dir: Path, mark: str, token: str, variables: Mapping[str, str]) -> None:
-        """Have every other node make its scratch folders; refuse the job where one does not answer.
-
-        ``mark`` is the value of GRPO_RUN, ``variables`` go to every process. The run's token goes through srun's
-        input, so it is in no argv and no log.
-        """
+        """Have every other node make its scratch folders; ``mark`` is GRPO_RUN, ``variables`` go to every process."""
+        # The run's token goes through srun's input, so it is in no argv and no log.
         facts: Report = {"run_dir": str(run_dir), "mark": mark, "token": token, "variables": dict(variables)}
         for node, report in enumerate(self.ask("begin", range(1, self.count), **facts), 1):
             if report["removed"]:
@@ -142,8 +126,7 @@ class NodeWorkers(contextlib.AbstractContextManager["NodeWorkers"]):
         assert self._srun.stdin is not None
         with self._writing, contextlib.suppress(OSError):
             self._srun.stdin.close()
-        # SIGTERM, and srun kills the step on every node.
-        for harder in (self._srun.terminate, self._srun.kill, lambda: None):
+        for harder in (self._srun.terminate, self._srun.kill, lambda: None):  # at SIGTERM srun kills the step
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._srun.wait(_END_SECONDS)
                 return
@@ -161,44 +144,36 @@ class NodeWorkers(contextlib.AbstractContextManager["NodeWorkers"]):
             pieces[node] = pieces.get(node, "") + piece
             if more == "0":
                 report = json.loads(pieces.pop(node))
-                with self._news:
-                    self.reports[(report["kind"], int(node), report.get("name", ""))] = report
-                    self._news.notify_all()
+                self.reports[(report["kind"], int(node), report.get("name", ""))] = report
 
 
-class RemoteChild:
-    """A process of the plan on another node; see ``processes.Started``."""
+class RemoteChild(Started):
+    """A process of the plan on another node."""
 
     def __init__(self, workers: NodeWorkers, process: Process) -> None:
-        self.process = process
-        self.log = Path(process.log).absolute()
+        super().__init__(process)
         self._workers = workers
         self._key = "process", process.node, process.name
-        self._start = next(workers.starts)
-        workers.send("start", [process.node], process=asdict(process), start=self._start)
+        workers.reports.pop(self._key, None)  # of the process that ran in its place before, and was ended
+        workers.send("start", [process.node], process=asdict(process))
 
     def state(self) -> State:
-        """Return what its node reported last; without srun it is lost."""
+        # What its node reported last; without srun it is lost.
         report, workers = self._workers.reports.get(self._key), self._workers
-        # A report of an earlier start is of the process that ran in its place before.
-        state = State.of_json(report["state"]) if report and report["start"] == self._start else State()
+        state = State.of_json(report["state"]) if report else State()
         if workers.alive():
             return state
-        return replace(state, alive=False, lost=state.lost or Lost(None, workers.ending(), 1))
+        return replace(state, alive=False, lost=state.lost or Ending(1, workers.ending()))
 
     def end(self, grace: float = 3.0) -> None:
-        """End the command and all it started, and wait for that; a silent worker is found by ``NodeWorkers.alive``."""
-        with contextlib.suppress(ConfigError):
+        with contextlib.suppress(ConfigError):  # a silent worker is found by ``NodeWorkers.alive``
             self._workers.ask("end", [self.process.node], process=self.process.name, grace=grace)
 
 
 def srun_command(count: int, environment: Mapping[str, str]) -> list[str]:
     """Return the one srun of a job on ``count`` nodes; a second one would wait for the first."""
-    try:
+    with translate(ValueError, lambda error: config_error(SRUN_OPTIONS, str(error), "close the quotes, or unset it")):
         further = shlex.split(environment.get(SRUN_OPTIONS, ""))
-    except ValueError as error:
-        what = f"'{environment[SRUN_OPTIONS]}' cannot be split into words ({error})"
-        raise config_error(SRUN_OPTIONS, what, "close the quotes, or unset it") from None
     cores = re.findall(r"(\d+)(?:\(x\d+\))?", environment.get("SLURM_JOB_CPUS_PER_NODE", ""))
     return [
         "srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--overlap",
@@ -221,116 +196,112 @@ def preflight_nodes(workers: NodeWorkers, resources: Resources, environment: Map
     workers.start(environment)
     all_nodes = range(workers.count)
     reports = workers.ask("describe", all_nodes, _START_SECONDS)
-    listening = workers.ask("listen", all_nodes, wanted=_wanted_addresses(reports, environment))
-    for report, listener in zip(reports, listening, strict=True):
-        if listener["error"]:
-            further = _FIREWALL if listener["address"] else ""
-            raise _no_way(f"node {report['host']} {listener['error']}", further)
     nodes = [
         Node(
             # This node's processes are ours to start: what we see counts, not what a step of the job may use.
             gpus=tuple(report["gpus"]) if index else resources.gpus,
             cores=report["cores"] if index else resources.cores,
-            address=listener["address"],
-            interface=next((name for name, own in report["interfaces"].items() if listener["address"] in own), None),
+            address=address,
+            interface=next((name for name, own in report["interfaces"].items() if address in own), None),
             name=report["host"],
         )
-        for index, (report, listener) in enumerate(zip(reports, listening, strict=True))
+        for index, (report, address) in enumerate(zip(reports, _addresses(reports, environment), strict=True))
     ]
-    peers = [[listener["address"], listener["port"]] for listener in listening]
+    peers = [[node.address, report["port"]] for node, report in zip(nodes, reports, strict=True)]
     tried = workers.ask("connect", all_nodes, peers=peers, limit=_CONNECT_SECONDS)
     for node, report in zip(nodes, tried, strict=True):
         for to, error in zip(nodes, report["errors"], strict=True):
             if error:
                 pair = f"node {node.name} ({node.address}) does not reach node {to.name} ({to.address})"
-                raise _no_way(f"{pair}: {error}", _FIREWALL)
+                raise _no_way(f"{pair}: {error}")
     return replace(resources, nodes=tuple(nodes))
 
 
-def _wanted_addresses(reports: list[Report], environment: Mapping[str, str]) -> dict[int, list[str | None]]:
-    """Return for each node the address of the interface that is named, else the one by which Slurm knows the node.
-
-    Where Slurm knows names only, it is None, with a peer towards which the node finds its own address.
-    """
-    variable = next((name for name in INTERFACE_VARIABLES if environment.get(name)), None)
-    if variable is not None:
-        wanted = environment[variable].split(",")[0].removeprefix("=")  # NCCL and gloo take a list, NCCL also "=name"
-        lacking = [report for report in reports if not report["interfaces"].get(wanted)]
-        if not lacking:
-            return {node: [report["interfaces"][wanted][0], None] for node, report in enumerate(reports)}
-        if variable == INTERFACE_VARIABLES[0]:
-            known = ", ".join(name for name, own in lacking[0]["interfaces"].items() if own)
-            what = f"node {lacking[0]['host']} has no address on '{wanted}' (it has {known})"
-            raise config_error(variable, what, "name the interface that joins the nodes, or unset it")
-    named = [node_address(report["host"]) for report in reports]
-    if all(re.fullmatch(r"\d+(\.\d+){3}", address) for address in named):
-        return {node: [address, None] for node, address in enumerate(named)}
-    # A name may mean the loopback on its own node.
-    return {node: [None, named[1 if node == 0 else 0]] for node in range(len(named))}
+def _addresses(reports: list[Report], environment: Mapping[str, str]) -> list[str]:
+    """Return each node's address on the interface that is named, else the one by which Slurm knows the node."""
+    variable = next((name for name in INTERFACE_VARIABLES if environment.get(name)), "")
+    wanted = environment.get(variable, "").split(",")[0].removeprefix("=")  # NCCL and gloo take a list, NCCL also "="
+    lacking = [report for report in reports if not report["interfaces"].get(wanted)]
+    if not lacking:
+        return [report["interfaces"][wanted][0] for report in reports]
+    if variable == INTERFACE_VARIABLES[0]:
+        known = ", ".join(name for name, own in lacking[0]["interfaces"].items() if own)
+        what = f"node {lacking[0]['host']} has no address on '{wanted}' (it has {known})"
+        raise config_error(variable, what, "name the interface that joins the nodes, or unset it")
+    addresses = [node_address(report["host"]) for report in reports]
+    if addresses[0].startswith("127."):  # on its own node a name may mean the loopback
+        no_way = translate(OSError, lambda error: _no_way(f"the first node finds no way to {addresses[1]}: {error}"))
+        with no_way, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((addresses[1], 9))  # nothing is sent
+            addresses[0] = probe.getsockname()[0]
+    return addresses
 
 
 def node_address(name: str) -> str:
-    """Return the address or name of a node as Slurm has it, or refuse the job."""
-    if address := address_of_node(name):
-        return address
-    raise _no_way(f"scontrol shows no address of node {name}")
+    """Return the address of a node as Slurm has it, or refuse the job."""
+    known = address_of_node(name)  # an address, or a name
+    if known is None:
+        raise _no_way(f"scontrol shows no address of node {name}")
+    with translate((OSError, UnicodeError), lambda error: _no_way(f"{known}, by which Slurm knows {name}: {error}")):
+        return socket.gethostbyname(known)
 
 
-def _no_way(what: str, further: str = "") -> ConfigError:
-    fix = f"name the interface that joins them with NETWORK_INTERFACE{further}"
+def _no_way(what: str) -> ConfigError:
+    fix = "name the interface that joins them with NETWORK_INTERFACE, or have the firewall between them opened"
     return config_error("network of the nodes", what, fix)
 
 
 class NodeWorker:
-    """The worker of one node; ``obey`` runs an order by the method of its name."""
+    """The worker of one node, which runs an order by the method of its name."""
 
     def __init__(self, node: int) -> None:
         self._node = node
+        self._listener = socket.create_server(("", 0), backlog=1024)
         self._run_dir = Path()
         self._scratch: Scratch | None = None
         self._environment: dict[str, str] = {}
-        self._listener: socket.socket | None = None
         self._children: dict[str, Child] = {}
-        self._starts: dict[str, int] = {}  # number of the last start of each process
         self._reported: dict[str, dict[str, Any]] = {}  # the newest report of each process
 
-    def obey(self, line: str) -> None:
-        """Carry out one order, if it is for this node."""
-        order = json.loads(line)
-        if self._node in order.pop("to"):
-            getattr(self, f"order_{order.pop('order')}")(**order)
+    def run(self) -> None:
+        """Obey until standard input ends; then end everything of the run on this node, and remove its scratch."""
+        rest = b""
+        try:
+            while True:
+                if not select.select([sys.stdin], [], [], _TICK_SECONDS)[0]:
+                    self._look()
+                    continue
+                orders = os.read(sys.stdin.fileno(), 1 << 16)
+                if not orders:
+                    return
+                *lines, rest = (rest + orders).split(b"\n")
+                for order in map(json.loads, lines):
+                    if self._node in order.pop("to"):
+                        getattr(self, f"order_{order.pop('order')}")(**order)
+        finally:
+            end_descendants()
+            if self._scratch is not None:
+                self._scratch.remove()
 
     def order_describe(self) -> None:
-        """Report what this node offers."""
+        """Report what this node offers, and where it listens for the other nodes."""
+        threading.Thread(target=self._answer, daemon=True).start()
         interfaces = {
             name: [one.address for one in addresses if one.family == socket.AF_INET]
             for name, addresses in psutil.net_if_addrs().items()
         }
         gpus = visible_gpus(os.environ) if environment_device() == "cuda" else ()
-        host = os.environ.get("SLURMD_NODENAME", socket.gethostname())
-        self._report("describe", gpus=gpus, cores=len(os.sched_getaffinity(0)), host=host, interfaces=interfaces)
+        self._report(
+            "describe", gpus=gpus, cores=len(os.sched_getaffinity(0)), interfaces=interfaces,
+            host=os.environ.get("SLURMD_NODENAME", socket.gethostname()), port=self._listener.getsockname()[1],
+        )  # fmt: skip
 
-    def order_listen(self, wanted: dict[str, tuple[str | None, str | None]]) -> None:
-        """Listen for the connections that the other nodes try.
-
-        Where no address is wanted, it is the one that the kernel uses towards a peer.
-        """
-        address, peer = wanted[str(self._node)]
-        error, port = f"finds no way to {peer}", None
-        try:
-            if address is None:
-                with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                    probe.connect((peer, 9))  # nothing is sent
-                    address = probe.getsockname()[0]
-            error = f"cannot listen on {address}"
-            self._listener = socket.socket()
-            self._listener.bind((address, 0))
-            self._listener.listen(1024)
-            threading.Thread(target=_answer, args=(self._listener, self._node), daemon=True).start()
-            error, port = "", self._listener.getsockname()[1]
-        except (OSError, UnicodeError) as problem:
-            error += f" ({getattr(problem, 'strerror', None) or problem})"
-        self._report("listen", address=address, port=port, error=error)
+    def _answer(self) -> None:
+        """Send the number of this node to all who connect."""
+        while True:
+            connection, _ = self._listener.accept()
+            with connection, contextlib.suppress(OSError):  # the other side may have gone
+                connection.sendall(f"{self._node}\n".encode())
 
     def order_connect(self, peers: list[tuple[str, int]], limit: float) -> None:
         """Try to reach every node by its address and port; report what went wrong with each, or empty texts."""
@@ -357,15 +328,14 @@ class NodeWorker:
         self._environment = {**base_environment(os.environ), **own, **variables}
         self._report("begin", removed=removed)
 
-    def order_start(self, process: dict[str, Any], start: int) -> None:
-        """Start a process of the plan under its guard; its reports carry ``start``, the number of this start."""
+    def order_start(self, process: dict[str, Any]) -> None:
+        """Start a process of the plan under its guard."""
         assert self._scratch is not None
         planned = Process.of_json(process)
         for record in rank_records(self._run_dir, self._node):  # of the process that ran in its place before
             (self._run_dir / "processes" / f"rank_{record['rank']}.json").unlink(missing_ok=True)
         environment = {**self._environment, **planned.environment}
         self._children[planned.name] = Child(planned, environment, self._run_dir, self._scratch)
-        self._starts[planned.name] = start
 
     def order_end(self, process: str, grace: float) -> None:
         """End a process with all it started, and report nothing more of it."""
@@ -384,20 +354,14 @@ class NodeWorker:
             with contextlib.suppress(ProcessLookupError):  # it has ended since
                 os.kill(pid, signal.SIGUSR2)
 
-    def look(self) -> None:
+    def _look(self) -> None:
         """Report what changed of the processes of this node and of their ranks."""
         reap()
         for name, child in self._children.items():
-            facts = {"start": self._starts[name], "state": asdict(child.state())}
-            if self._reported.get(name) != facts:
-                self._reported[name] = facts
-                self._report("process", name=name, **facts)
-
-    def end(self) -> None:
-        """End everything of the run on this node and remove its scratch folders."""
-        end_descendants()
-        if self._scratch is not None:
-            self._scratch.remove()
+            state = asdict(child.state())
+            if self._reported.get(name) != state:
+                self._reported[name] = state
+                self._report("process", name=name, state=state)
 
     def _report(self, kind: str, **facts: Any) -> None:
         text = json.dumps({"kind": kind, **facts})
@@ -406,45 +370,20 @@ class NodeWorker:
             print(_MARK, self._node, more, text[start : start + _PIECE], flush=True)
 
 
-def _answer(listener: socket.socket, node: int) -> None:
-    """Send the number of this node to all who connect."""
-    while True:
-        connection, _ = listener.accept()
-        with connection, contextlib.suppress(OSError):  # the other side may have gone
-            connection.sendall(f"{node}\n".encode())
-
-
-def _read_orders(orders: queue.Queue[str]) -> None:
-    for line in sys.stdin:
-        orders.put(line)
-    orders.put("")
-
-
 def main() -> int:
-    """Obey until standard input ends."""
+    """Run the worker of this node."""
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         # Slurm's signals reach every process of the job; what they mean is for the launcher to say. Not SIG_IGN, which
         # the processes started here would inherit.
         signal.signal(signum, lambda *_: None)
     become_subreaper()
-    worker = NodeWorker(int(os.environ["SLURM_NODEID"]))
-    orders: queue.Queue[str] = queue.Queue()
-    threading.Thread(target=_read_orders, args=(orders,), daemon=True).start()
+    node = os.environ["SLURM_NODEID"]
     try:
-        while True:
-            try:
-                line = orders.get(timeout=_TICK_SECONDS)
-            except queue.Empty:
-                worker.look()
-                continue
-            if not line:
-                return 0
-            worker.obey(line)
+        NodeWorker(int(node)).run()
     except ConfigError as error:
-        print(f"grpo: node {os.environ['SLURM_NODEID']}: {error}", file=sys.stderr, flush=True)
+        print(f"grpo: node {node}: {error}", file=sys.stderr, flush=True)
         return EXIT_CONFIG_ERROR
-    finally:
-        worker.end()
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,34 +1,46 @@
-"""The plan's processes as they run, and which of them ended the run."""
+"""The plan's processes as they run, which of them ended the run, and the process guard over each of them.
+
+The guard (``main``) is between the launcher and a process: nothing of a run outlives it, or the launcher. Its arguments
+are the run directory, the two scratch folders, the pid of the launcher (on another node that of the node worker), and
+the process as JSON. It runs the command in a session of its own, adopts orphans, and when the command ends, or the
+launcher dies, ends all that is left.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
 from grpo_recipes.errors import EXIT_STOPPED
+from grpo_recipes.paths import shown
 from grpo_recipes.plan.types import Process
-from grpo_recipes.process.scratch import Scratch
-from grpo_recipes.process.tree import OWN_CHILDREN, descendants, end_all, is_alive, reap
-from grpo_recipes.runs.rundir import read_json
+from grpo_recipes.process import tree
+from grpo_recipes.process.scratch import Scratch, SegmentRecorder
+from grpo_recipes.report.single import report_line
+from grpo_recipes.runs.rundir import SYNC_FOLDER, finish_summary, read_json, stop_file, write_json, write_last_json
 from grpo_recipes.secrets import masked
 
 _LAST_LINES = 50
+_LOOK_SECONDS = 0.2  # between two looks at all processes
 _PRINTED_SECONDS = 5.0  # within which a parent has printed how its ranks died
-_NEWS_SECONDS = (
-    8.0  # longer than one look of a node at what is gone: 2 s, 0.3 s and _PRINTED_SECONDS in ``Child.state``
-)
+_NEWS_SECONDS = 8.0  # longer than a node needs to see what is gone: 2 s, 0.3 s and _PRINTED_SECONDS in ``Child.state``
+_TICK_SECONDS = 0.05  # between two looks of a guard at its command
+_SAVE_SECONDS = 25.0  # a little longer than the launcher waits after SIGTERM
+_LAUNCHER_SECONDS = 1.0  # until it has asked the ranks to save
 _GUARD_SECONDS = 15.0  # a process guard whose command is gone ends the rest within its own grace
 
 
@@ -41,18 +53,6 @@ class Ending:
     failed_rank: int | None = None  # the rank that failed first
     log: Path | None = None  # its last lines explain the ending
     lost: Process | None = None  # the process that was lost, where it is not a trainer
-
-
-@dataclass(frozen=True)
-class Lost:
-    """A process that is gone, what it was, and its exit code where one is known."""
-
-    pid: int | None
-    name: str
-    code: int | None
-
-    def __str__(self) -> str:
-        return f"{self.name} (pid {self.pid}) {_how(self.code)}"
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class State:
     alive: bool = True  # whether its process guard, and so the process, runs
     pid: int | None = None  # of the command under the guard, once it has started
     exit: int | None = None  # the command's exit code, negative for a signal, once it has ended
-    lost: Lost | None = None  # what of it is gone: the process to blame, not those it took along
+    lost: Ending | None = None  # what of it is gone: the process to blame, not those it took along
     ranks: Sequence[Rank] = ()
 
     def has_failed_rank(self) -> bool:
@@ -83,42 +83,43 @@ class State:
     @classmethod
     def of_json(cls, plain: Mapping[str, Any]) -> State:
         """Return the state that ``dataclasses.asdict`` made plain."""
-        lost = Lost(**plain["lost"]) if plain["lost"] else None
+        lost = Ending(**plain["lost"]) if plain["lost"] else None
         return cls(**{**plain, "lost": lost, "ranks": [Rank(**rank) for rank in plain["ranks"]]})
 
 
-class Started(Protocol):
+class Started:
     """A process of the plan that was started: a ``Child`` here, or a ``RemoteChild`` on another node."""
 
-    process: Process
-    log: Path
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.log = Path(process.log).absolute()
 
     def state(self) -> State:
-        """Return what is seen of it now."""
+        """Return what is seen of it now; where something is gone, wait for seconds until its exit code is known."""
+        raise NotImplementedError
 
     def end(self, grace: float = 3.0) -> None:
         """End the command and all it started; after ``grace`` seconds by SIGKILL."""
+        raise NotImplementedError
 
 
-class Child:
-    """A process of the plan on this node, under its process guard; see ``Started``."""
+class Child(Started):
+    """A process of the plan on this node, under its process guard."""
 
-    def __init__(self, process: Process, environment: dict[str, str], run_dir: Path, scratch: Scratch):
-        self.process = process
-        self.log = Path(process.log).absolute()
+    def __init__(self, process: Process, environment: dict[str, str], run_dir: Path, scratch: Scratch) -> None:
+        super().__init__(process)
         self._run_dir = run_dir
         self._record = run_dir / "processes" / f"{process.name}.json"
         self._record.unlink(missing_ok=True)
+        planned = json.dumps(asdict(replace(process, environment={}, log=str(self.log))))  # nothing secret in an argv
         guard = [
-            sys.executable, "-m", "grpo_recipes.launch.process_guard", "--name", process.name,
-            *(["--saves"] if process.trains else []),
-            "--run-dir", str(run_dir), "--scratch", str(scratch.disk), str(scratch.memory),
-            "--launcher", str(os.getpid()), "--log", str(self.log), "--node", str(process.node), "--", *process.argv,
+            sys.executable, "-m", "grpo_recipes.launch.processes", str(run_dir), str(scratch.disk),
+            str(scratch.memory), str(os.getpid()), planned,
         ]  # fmt: skip
         self._popen = subprocess.Popen(
             guard, env=environment, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=scratch.locks
         )
-        OWN_CHILDREN.add(self._popen.pid)
+        tree.OWN_CHILDREN.add(self._popen.pid)
         self.guard_pid = self._popen.pid
         self._where = f" on node {process.node}" if process.node else ""
         self._seen: dict[int, str] = {}  # names of the processes whose loss is this one's loss, by pid
@@ -129,51 +130,49 @@ class Child:
         return self._popen.poll() is None
 
     def state(self) -> State:
-        """Return what is seen of it now; where something is gone, wait for seconds until its exit code is known."""
         alive, lost = self.alive(), self._lost()
         ranks = self._ranks() if self.process.trains else ()  # after the loss: a rank records its end before that
-        record = self._read()
+        record = read_json(self._record)
         return State(alive, record.get("pid"), record.get("exit"), lost, ranks)
 
     def end(self, grace: float = 3.0) -> None:
-        """End the command and all it started; after ``grace`` seconds by SIGKILL."""
-        end_all(descendants(self.guard_pid), grace)
+        tree.end_all(tree.descendants(self.guard_pid), grace)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(_GUARD_SECONDS)
         self._popen.kill()
 
-    def _read(self) -> dict[str, Any]:
-        return read_json(self._record)
-
     def _exit_code_within(self, seconds: float) -> int | None:
         """Return the command's exit code, which its guard writes within a tick of its death."""
         deadline = time.monotonic() + seconds
-        while (code := self._read().get("exit")) is None and time.monotonic() < deadline:
+        while (code := read_json(self._record).get("exit")) is None and time.monotonic() < deadline:
             time.sleep(0.02)
         return code
 
-    def _lost(self) -> Lost | None:
+    def _lost(self) -> Ending | None:
         """Return the process to blame where one is gone; else remember the command and the engines of vLLM."""
-        command, label = self._read().get("pid"), self.process.label + self._where
-        gone = [pid for pid in self._seen if not is_alive(pid)]
+        command, label = read_json(self._record).get("pid"), self.process.label + self._where
+        gone = [pid for pid in self._seen if not tree.is_alive(pid)]
         if gone:
             code = self._exit_code_within(2) if command in gone else None
             others = [pid for pid in gone if pid != command]
             if others and (code is None or code >= 0):
-                return Lost(others[0], self._seen[others[0]], None)
-            return Lost(command, label, code)
-        if command is not None and is_alive(command):
+                return ending_of(f"{self._seen[others[0]]} (pid {others[0]})", None)
+            return ending_of(f"{label} (pid {command})", code)
+        if command is not None and tree.is_alive(command):
             self._seen.setdefault(command, label)
-            for child in descendants(command) if self.process.ready == "serving" else []:
+            for child in tree.descendants(command) if self.process.ready == "serving" else []:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     if child.name().startswith("VLLM::"):
                         engine = child.name().removeprefix("VLLM::")
                         self._seen.setdefault(child.pid, f"the vLLM engine process {engine}")
-        return None if self.alive() else Lost(self._read().get("pid"), label, self._read().get("exit"))
+        if self.alive():
+            return None
+        record = read_json(self._record)
+        return ending_of(f"{label} (pid {record.get('pid')})", record.get("exit"))
 
     def _ranks(self) -> list[Rank]:
         records = rank_records(self._run_dir, self.process.node)
-        gone = {record["pid"] for record in records if "exit" not in record and not is_alive(record["pid"])}
+        gone = {record["pid"] for record in records if "exit" not in record and not tree.is_alive(record["pid"])}
         ended = gone or any(record.get("exit") == EXIT_STOPPED for record in records)
         orphaned = bool(ended) and (self._exit_code_within(0.3) or 0) < 0
         deadline = time.monotonic() + _PRINTED_SECONDS  # for all of them together
@@ -206,7 +205,7 @@ def rank_records(run_dir: Path, node: int = 0) -> list[dict[str, Any]]:
 def rank_pids(run_dir: Path, node: int = 0) -> dict[int, int]:
     """Return the pids of the ranks that live on a node, by rank; only that node's own processes can ask."""
     running = (record for record in rank_records(run_dir, node) if "exit" not in record)
-    return {record["rank"]: record["pid"] for record in running if is_alive(record["pid"])}
+    return {record["rank"]: record["pid"] for record in running if tree.is_alive(record["pid"])}
 
 
 class Group:
@@ -226,7 +225,7 @@ class Group:
             time.sleep(0.1)
             states = [member.state() for member in self.members]
         codes, lost = [state.exit for state in states], [state.lost for state in states]
-        failed = next((one for one in lost if one is not None and one.code != 0), None)
+        failed = next((one for one in lost if one and one.code), None)
         return State(
             alive=any(state.alive for state in states),
             pid=states[0].pid,
@@ -236,30 +235,21 @@ class Group:
         )
 
     def end(self) -> None:
-        """End them on every node at once."""
-        threads = [threading.Thread(target=member.end) for member in self.members]
-        for thread in threads:
-            thread.start()
-        for thread in threads:  # not an executor: a signal must be able to interrupt the wait
-            thread.join()
+        """End them on every node."""
+        for member in self.members:
+            member.end()
 
 
 def wait_for_ending(
-    groups: Sequence[Group],
-    on_tick: Callable[[], Ending | None],
-    stopping: Callable[[], bool] = lambda: False,
-    interval: float = 0.2,
+    groups: Sequence[Group], on_tick: Callable[[], Ending | None], stopping: Callable[[], bool] = lambda: False
 ) -> Ending:
-    """Wait until the trainers are done, something dies, or ``on_tick`` returns an ending.
-
-    ``stopping`` returns whether the trainers were asked to save and end.
-    """
+    """Wait until the trainers are done, something dies, or ``on_tick`` returns an ending; see ``find_ending``."""
     while True:
         ending = on_tick()
-        reap()
+        tree.reap()
         if ending := ending or find_ending(groups, stopping()):
             return ending
-        time.sleep(interval)
+        time.sleep(_LOOK_SECONDS)
 
 
 def find_ending(groups: Sequence[Group], stopping: bool) -> Ending | None:
@@ -273,16 +263,14 @@ def find_ending(groups: Sequence[Group], stopping: bool) -> Ending | None:
     if not stopping and (trainers is None or trainers.alive or trainers.exit != 0):
         for group in groups:
             if not group.process.trains and (lost := group.state().lost):
-                return Ending(shell_code(lost.code) or 1, str(lost), log=group.log, lost=group.process)
+                return replace(lost, code=lost.code or 1, log=group.log, lost=group.process)
     if trainers is None:
         return None
     ending = _rank_ending(trainers, stopping)
     if ending is not None or trainers.lost is None or (stopping and trainers.alive):
         return ending
-    if trainers.lost.code == 0:
-        return Ending(0)
     log = next(group.log for group in groups if group.process.trains)
-    return Ending(shell_code(trainers.lost.code) or 1, str(trainers.lost), log=log)
+    return replace(trainers.lost, log=log) if trainers.lost.code else Ending(0)
 
 
 def _rank_ending(trainers: State, stopping: bool) -> Ending | None:
@@ -302,22 +290,19 @@ def _rank_ending(trainers: State, stopping: bool) -> Ending | None:
             failures.append((1, record["time"], ending))
         elif rank.gone:
             where = f" on node {record['node']}" if record.get("node") else ""
-            cause = f"rank {number} (pid {record['pid']}{where}) {_how(rank.code)}"
+            ending = ending_of(f"rank {number} (pid {record['pid']}{where})", rank.code)
+            ending = replace(ending, code=ending.code or 1, failed_rank=number, log=log)
             ended_with_others = rank.code in (None, -signal.SIGTERM)
-            ending = Ending(shell_code(rank.code) or 1, cause, number, log)
             failures.append((2 if ended_with_others else 0, time.time(), ending))
     return min(failures, key=lambda failure: failure[:2])[2] if failures else None
 
 
-def _how(code: int | None) -> str:
+def ending_of(who: str, code: int | None) -> Ending:
+    """Return how a process ended by its exit code, negative for a signal, None where it is not known."""
     if code is None:
-        return "died or was killed"
-    return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-
-
-def shell_code(code: int | None) -> int | None:
-    """Return an exit code as a shell reports it: 128+n for signal n."""
-    return 128 - code if code is not None and code < 0 else code
+        return Ending(1, f"{who} died or was killed")
+    how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+    return Ending(128 - code if code < 0 else code, f"{who} {how}")
 
 
 def tail(log: Path, lines: int = _LAST_LINES) -> str:
@@ -326,3 +311,79 @@ def tail(log: Path, lines: int = _LAST_LINES) -> str:
         file.seek(max(0, log.stat().st_size - lines * 400))
         return masked("\n".join(file.read().decode(errors="replace").splitlines()[-lines:]))
     return ""
+
+
+class _Stopped(BaseException):
+    """SIGTERM came: from the launcher, or from the kernel because the launcher died."""
+
+
+def _stop(*_: object) -> None:
+    raise _Stopped
+
+
+def main() -> int:
+    """Run the command, and end everything with it."""
+    run_dir, scratch, launcher = Path(sys.argv[1]), Scratch(Path(sys.argv[2]), Path(sys.argv[3])), int(sys.argv[4])
+    process = Process.of_json(json.loads(sys.argv[5]))
+    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        tree.die_with_parent(launcher)
+        tree.become_subreaper()
+        code = _run(process, run_dir, scratch)
+    except _Stopped:
+        code = 128 + signal.SIGTERM
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    began = time.monotonic()
+    # Ranks save where SIGTERM came to every process of the job and the launcher has asked them to.
+    while process.trains and os.getppid() == launcher and tree.descendants():
+        if time.monotonic() - began > (_SAVE_SECONDS if stop_file(run_dir).exists() else _LAUNCHER_SECONDS):
+            break
+        tree.reap()
+        time.sleep(_TICK_SECONDS)
+    tree.end_descendants()
+    if os.getppid() != launcher:
+        if process.node:  # here the node worker died, and the launcher ends the run
+            scratch.remove()
+        else:
+            _report_dead_launcher(run_dir, scratch, launcher)
+    return code
+
+
+def _run(process: Process, run_dir: Path, scratch: Scratch) -> int:
+    """Run the command to its end and return its exit code as a shell does, 128+n for signal n."""
+
+    def set_signals() -> None:
+        # The command inherits what we ignore. accelerate must outlive the SIGTERM that comes to every process of a
+        # cancelled job: with it the kernel would end the rank that saves. Where it starts several ranks it has a
+        # handler of its own. Ranks set the default again.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if process.trains else signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    segments = SegmentRecorder(scratch.memory)
+    with Path(process.log).open("ab") as log:
+        child = subprocess.Popen(process.argv, stdout=log, stderr=log, preexec_fn=set_signals, start_new_session=True)
+    tree.OWN_CHILDREN.add(child.pid)
+    path, record = run_dir / "processes" / f"{process.name}.json", {"pid": child.pid, "guard": os.getpid()}
+    write_json(path, record)
+    while child.poll() is None:
+        tree.reap()
+        segments.look()
+        time.sleep(_TICK_SECONDS)
+    write_last_json(path, {**record, "exit": child.returncode})
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+
+def _report_dead_launcher(run_dir: Path, scratch: Scratch, launcher: int) -> None:
+    """Do what the dead launcher cannot: write how the run ended, and remove the scratch folders."""
+    cause = f"the launcher (pid {launcher}) died without ending the run; its process guard ended every process"
+    resume = shlex.join(["grpo", "launch", "--resume", shown(run_dir)])
+    print(f"grpo: {cause}; continue with: {resume}", file=sys.stderr, flush=True)
+    finish_summary(run_dir, status="failed", exit_code=128 + signal.SIGKILL, failed_rank=None, cause=cause)
+    scratch.remove()
+    shutil.rmtree(run_dir / SYNC_FOLDER, ignore_errors=True)
+    report_line(run_dir)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

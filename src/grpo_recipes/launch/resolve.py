@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from grpo_recipes.errors import ConfigError, config_error
+from grpo_recipes.errors import ConfigError, config_error, translate
 from grpo_recipes.paths import CODE_VARIABLE
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.types import Names, Plan
@@ -21,6 +21,8 @@ from grpo_recipes.recipe.tasks import GRPO, requested_task, same_task
 from grpo_recipes.runs import rundir
 from grpo_recipes.runs.checkpoints import need_same_files, newest_complete, world_size_of
 from grpo_recipes.runs.rundir import FROZEN_CODE, Run, changed_code, find_run
+
+_POINTERS = ".jobs"  # under run_root: a file for each job, ``<cluster>-<job>[_<task>]``, that names its run directory
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,7 @@ def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Rec
     if options.resume is None:
         recipe = resolve_recipe(options.recipe, options.task, options.flags, environment, resources.device)
         job = resources.job
-        pointer = _job_pointers(recipe) / job.name if job is not None and job.restarts > 0 else None
-        if pointer is None or not pointer.is_file():
+        if job is None or job.restarts == 0 or not (pointer := _run_root(recipe) / _POINTERS / job.name).is_file():
             return None, recipe
         run = find_run(_run_root(recipe), pointer.read_text().strip())
     elif options.resume == "last":
@@ -80,14 +81,16 @@ def _run_root(recipe: Recipe) -> Path:
     return Path(os.path.expanduser(recipe["run_root"]))
 
 
-def _job_pointers(recipe: Recipe) -> Path:
-    """Return the folder with a file for each job, ``<cluster>-<job>[_<task>]``, that names its run directory."""
-    return _run_root(recipe) / ".jobs"
+def make_logs() -> None:
+    """Make the folder of the logs where the command is run."""
+    what, fix = "cannot make the folder logs here", "launch or submit from a folder you may write to"
+    with translate(OSError, lambda error: config_error("working folder", f"{what} ({error.strerror})", fix)):
+        Path("logs").mkdir(exist_ok=True)
 
 
 def note_job(folder: Path, recipe: Recipe, job: str) -> None:
     """Let the job ``<cluster>-<job>[_<task>]`` and its run directory be found from one another."""
-    pointers = _job_pointers(recipe)
+    pointers = _run_root(recipe) / _POINTERS
     pointers.mkdir(parents=True, exist_ok=True)
     (pointers / job).write_text(str(folder))
     rundir.write_json(folder / rundir.JOB_FILE, {"job": job, "working_folder": os.getcwd()})
@@ -112,19 +115,17 @@ def make_run(recipe: Recipe, resources: Resources, names: Names) -> tuple[Run, N
 
 
 def need_same_world(run: Run, plan: Plan) -> None:
-    """Refuse another number of training processes: a checkpoint holds a part of the generation window for each.
-
-    A submitted run without a checkpoint needs the number with which it was checked.
-    """
+    """Refuse another number of training processes than that of the checkpoint, or with which the run was submitted."""
     checkpoint, now = newest_complete(run.folder / "checkpoints"), plan.batch.world_size
-    if checkpoint is not None and (before := world_size_of(checkpoint)) != now:
-        what = f"{checkpoint.name} is of {before} processes, the plan has {now}"
-        raise config_error("--resume", what, f"give it as many devices as before, or --num_processes {before}")
-    if checkpoint is None and (run.folder / FROZEN_CODE).is_dir():
-        frozen = int(run.plan["batch"]["world_size"])
-        if frozen != now:
-            what = f"the run was submitted for {frozen} training processes, this job has room for {now}"
-            raise config_error("devices", what, "look at what the job was given, and submit again")
+    if checkpoint is not None:
+        before, what = world_size_of(checkpoint), checkpoint.name  # a part of the generation window for each
+    elif (run.folder / FROZEN_CODE).is_dir():
+        before, what = int(run.plan["batch"]["world_size"]), "the submitted run"
+    else:
+        return
+    if before != now:
+        fix = f"give it as many devices as before, or --num_processes {before}"
+        raise config_error("--resume", f"{what} is of {before} processes, the plan has {now}", fix)
 
 
 # Keys by which a run takes its prompts in another order, or others. The trainer compares what comes of all keys; these
@@ -136,11 +137,7 @@ _ORDER = (
 
 
 def need_same_data(run: Run, recipe: Recipe, plan: Plan) -> str:
-    """Refuse flags and variables that would move a run's place in its data, which is a number of steps.
-
-    With ``ignore_data_skip`` the epoch begins again, so any data and batch will do: then a note says so. Otherwise the
-    returned text is empty.
-    """
+    """Refuse what would move a run's place in its data, a number of steps; return a note of ``ignore_data_skip``."""
     checkpoint = newest_complete(run.folder / "checkpoints")
     if checkpoint is None or not run.plan:
         return ""
@@ -178,10 +175,7 @@ def needs_wandb(recipe: Recipe, environment: Mapping[str, str]) -> bool:
 
 
 def need_wandb_route(recipe: Recipe, environment: Mapping[str, str]) -> None:
-    """Refuse a run that reports to W&B from a machine that does not reach it.
-
-    W&B itself waits for minutes, and ends the trainer when the model is long loaded.
-    """
+    """Refuse a run that reports to W&B where that is out of reach: W&B waits for minutes, and then ends the trainer."""
     address = environment.get("WANDB_BASE_URL") or "https://api.wandb.ai"
     if needs_wandb(recipe, environment) and not address_reachable(address, environment):
         what = f"W&B does not answer at {address} from this machine"

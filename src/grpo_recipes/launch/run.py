@@ -1,45 +1,54 @@
-"""`grpo launch`: preflight, processes, and their end. Reads top to bottom in ``launch``."""
+"""`grpo launch`: preflight, processes, and their end. Reads top to bottom in ``launch``.
+
+Processes are started in the plan's order, restarted where they may be, and ended, all of them.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
+import signal
+import subprocess
 import tempfile
-from dataclasses import replace
+import traceback
+from contextlib import closing
+from dataclasses import dataclass, replace
+from graphlib import TopologicalSorter
 from pathlib import Path
 
-from grpo_recipes.errors import config_error
+from grpo_recipes.errors import EXIT_STOPPED, ConfigError
 from grpo_recipes.fetch.assets import find_assets, need_assets, record_assets
 from grpo_recipes.launch import resolve
-from grpo_recipes.launch.attempt import Attempt, end_without_run, finish, prepare
-from grpo_recipes.launch.nodes import NodeWorkers, preflight_nodes
-from grpo_recipes.launch.resolve import Options, names_of
-from grpo_recipes.launch.signals import StoppedAtOnce, StopSignals
-from grpo_recipes.launch.supervisor import supervise
+from grpo_recipes.launch.attempt import Attempt, end_without_run, finish, go_back, prepare, say_start
+from grpo_recipes.launch.monitor import Monitor, StoppedAtOnce, StopSignals
+from grpo_recipes.launch.nodes import NodeWorkers, RemoteChild, preflight_nodes
+from grpo_recipes.launch.processes import Child, Ending, Group, Started, ending_of, find_ending, wait_for_ending
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.commands import base_environment, run_environment, wandb_environment, with_processes
 from grpo_recipes.plan.devices import Resources, find_resources
 from grpo_recipes.plan.estimates import need_room
 from grpo_recipes.plan.plan import describe, make_plan, with_sources
-from grpo_recipes.plan.ports import free_ports
+from grpo_recipes.plan.ports import NotReady, free_ports, wait_until_ready
 from grpo_recipes.process.reports import say
 from grpo_recipes.process.scratch import Scratch
+from grpo_recipes.process.tree import become_subreaper, end_descendants, reap
 from grpo_recipes.publish.publisher import Publisher
 from grpo_recipes.publish.push import need_target
+from grpo_recipes.runs import rundir
 from grpo_recipes.runs.checkpoints import verified_checkpoint
-from grpo_recipes.runs.rundir import Run, claim
-from grpo_recipes.secrets import masked_environment
+from grpo_recipes.secrets import masked, masked_environment
+from grpo_recipes.smoke import SMOKE_SCHEME, smoke_command
 
 
-def launch(options: Options) -> int:
-    """Run a recipe to its end and return the exit code.
+def launch(options: resolve.Options) -> int:
+    """Run a recipe to its end and return the exit code: 0, 75 (stopped and saved), the first failed rank's, or 128+n.
 
-    That is 0, 75 when it was stopped with its state saved, the first failed rank's, or 128+n for a signal. Where the
-    recipe, a flag or the environment is wrong, a ConfigError is raised and nothing was started.
+    Where the recipe, a flag or the environment is wrong, a ConfigError is raised and nothing was started.
     """
     resources = find_resources(os.environ)
     if options.dry_run:
         return _dry_run(options, resources)
-    with StopSignals() as stop, NodeWorkers(len(resources.nodes)) as workers:
+    with StopSignals() as stop, closing(NodeWorkers(len(resources.nodes))) as workers:
         try:
             attempt = _prepare(options, resources, stop, workers)
         except StoppedAtOnce as stopped:
@@ -48,10 +57,10 @@ def launch(options: Options) -> int:
         return finish(attempt, ending, stop.wants_requeue, resources.job)
 
 
-def _prepare(options: Options, resources: Resources, stop: StopSignals, workers: NodeWorkers) -> Attempt:
+def _prepare(options: resolve.Options, resources: Resources, stop: StopSignals, workers: NodeWorkers) -> Attempt:
     """Check and plan, then make the run directory and all that the processes need."""
     run, recipe = resolve.resolve_run(options, resources)
-    names = names_of(recipe, run)
+    names = resolve.names_of(recipe, run)
     resources = preflight_nodes(workers, resources, os.environ)
     plan = make_plan(recipe, resources, os.environ)
     ports, notes = free_ports(recipe, plan.ports, plan.server_host)
@@ -63,14 +72,10 @@ def _prepare(options: Options, resources: Resources, stop: StopSignals, workers:
     plan = with_sources(replace(plan, ports=ports), sources)
     need_room(recipe, plan, names.run_dir)
     target = need_target(recipe, os.environ, names.run)
-    try:
-        Path("logs").mkdir(exist_ok=True)
-    except OSError as error:
-        what = f"cannot make the folder logs here ({error.strerror})"
-        raise config_error("working folder", what, "launch from a folder you may write to") from None
+    resolve.make_logs()
     if run is not None:
-        claim(run)
-        run = Run(run.folder)  # the launch that had it until now may have written plan.json since we looked
+        rundir.claim(run)
+        run = rundir.Run(run.folder)  # the launch that had it until now may have written plan.json since we looked
         verified_checkpoint(run.folder / "checkpoints", say)  # seconds for a large one: signals still end the launch
         resolve.need_same_world(run, plan)
         if note := resolve.need_same_data(run, recipe, plan):
@@ -78,7 +83,7 @@ def _prepare(options: Options, resources: Resources, stop: StopSignals, workers:
     stop.hold()
     if run is None:
         run, names = resolve.make_run(recipe, resources, names)
-        claim(run)
+        rundir.claim(run)
     plan = with_processes(plan, recipe, resources, os.environ, names, sources)
     plan.notes.extend(notes)
     record_assets(run, sources)
@@ -87,9 +92,9 @@ def _prepare(options: Options, resources: Resources, stop: StopSignals, workers:
     return attempt
 
 
-def _dry_run(options: Options, resources: Resources) -> int:
+def _dry_run(options: resolve.Options, resources: Resources) -> int:
     run, recipe = resolve.resolve_run(options, resources)
-    names = names_of(recipe, run)
+    names = resolve.names_of(recipe, run)
     sources = find_assets(recipe, os.environ, run.identity.get("sources") if run else None)
     plan = make_plan(recipe, resources, os.environ, names, sources)
     nowhere = Path(tempfile.gettempdir()) / "grpo-dry-run"
@@ -102,3 +107,160 @@ def _dry_run(options: Options, resources: Resources) -> int:
         differences[process.name] = masked_environment({**changed, **removed})
     print(describe(plan, differences))
     return 0
+
+
+def supervise(attempt: Attempt, stop: StopSignals) -> Ending:
+    """Run the processes; however that ends, nothing of the run is left afterwards."""
+    try:
+        stop.release(rundir.stop_file(attempt.run.folder))
+        say_start(attempt)
+        ending = make_smoke_task(attempt) or Supervisor(attempt, stop).run()
+    except StoppedAtOnce as stopped:
+        ending = stopped.ending()
+    except ConfigError as error:
+        ending = Ending(1, str(error.problems[0]))  # not 2, which says that nothing was started
+    except Exception as error:
+        traceback.print_exc()
+        ending = Ending(1, f"the launcher failed: {type(error).__name__}: {masked(str(error))}")
+    finally:
+        stop.ignore()
+        attempt.workers.close()  # before the rest, which would take srun for one of ours
+        end_descendants()
+        shutil.rmtree(attempt.run.folder / rundir.SYNC_FOLDER, ignore_errors=True)
+        attempt.scratch.remove()
+    if signal.SIGTERM in stop.seen and ending.code not in (0, EXIT_STOPPED):
+        return Ending(128 + signal.SIGTERM, "stopped by SIGTERM")  # Slurm sends it to every process of the job
+    return ending
+
+
+def make_smoke_task(attempt: Attempt) -> Ending | None:
+    """Make the built-in model and data of a smoke recipe, once."""
+    name = attempt.recipe["model_name_or_path"]
+    if not name.startswith(SMOKE_SCHEME):
+        return None
+    folder, command = smoke_command(name, os.environ)
+    if (folder / "COMPLETE").exists():
+        return None
+    say(f"making the smoke model and data in {shown(folder)} (once, about a minute)")
+    code = subprocess.Popen(command, env=attempt.environment).wait()
+    return Ending(code, f"python -m grpo_recipes.smoke exited with code {code}") if code else None
+
+
+@dataclass
+class Restarts:
+    """Restarts of lost processes in one attempt, and their bounds."""
+
+    most: int  # the recipe's server_restarts; 0 never restarts
+    done: int = 0
+    stepped: bool = True  # whether a step was completed since the last of them
+
+    def after(self, ending: Ending, stopping: bool) -> Ending:
+        """Return the ending; where nothing is started again it has no ``lost``, and names the bound that forbids it."""
+        lost = ending.lost
+        if lost is None or lost.on_loss == "fail" or stopping or self.most == 0:
+            return replace(ending, lost=None)
+        if self.done >= self.most:
+            why = f"the {lost.role} was started again {self.done} times already (server_restarts)"
+        elif not self.stepped:
+            why = f"no step was completed since the {lost.role} was started again"
+        else:
+            self.done, self.stepped = self.done + 1, False
+            return ending
+        return replace(ending, lost=None, cause=f"{ending.cause}; {why}")
+
+
+class Supervisor:
+    """The processes of an attempt, by their roles; what differs between roles is in the plan."""
+
+    def __init__(self, attempt: Attempt, stop: StopSignals) -> None:
+        self._attempt = attempt
+        self._folder = attempt.run.folder
+        self._monitor = Monitor(attempt, stop)
+        self._groups = self._monitor.groups
+        self._stopping = lambda: stop.requested
+        self._restarts = Restarts(attempt.recipe["server_restarts"])
+        self._epoch = 1  # of the server: every one that is started gets the next
+        processes = attempt.plan.processes
+        order = TopologicalSorter({process.role: process.after for process in processes}).static_order()
+        planned = {role: [process for process in processes if process.role == role] for role in order}
+        self._planned = {role: members for role, members in planned.items() if members}
+
+    def run(self) -> Ending:
+        """Start the plan's processes and those that are lost again, until one of them ends the run."""
+        become_subreaper()
+        monitor = self._monitor
+        while True:
+            ending = self._start_missing()
+            ending = ending or wait_for_ending(list(self._groups.values()), monitor.tick, self._stopping)
+            monitor.show_progress()
+            self._restarts.stepped = self._restarts.stepped or monitor.stepped
+            ending = self._restarts.after(ending, self._stopping())
+            if ending.lost is None:
+                rundir.write_last_json(self._folder / rundir.SERVER_STATE, {"epoch": self._epoch, "state": "gone"})
+                return ending
+            lost = ending.lost  # its rest is ended, and the trainers where they cannot go on without it
+            with_trainers = lost.on_loss == "restart with trainers"
+            what = f"{lost.role} and trainers are started again from the newest checkpoint"
+            what = what if with_trainers else f"the {lost.role} alone is started again"
+            say(f"{ending.cause}: {what} ({self._restarts.done} of {self._restarts.most})")
+            path = self._folder / "summary.json"
+            summary = rundir.read_json(path)
+            rundir.write_json(path, {**summary, "server_restarts": summary.get("server_restarts", 0) + 1})
+            for group in list(self._groups.values()):
+                if with_trainers and group.process.trains:
+                    self._groups.pop(group.process.role).end()
+                    verified_checkpoint(self._folder / "checkpoints", say)
+                    say(go_back(self._attempt.run))
+            if lost.ready == "serving":
+                self._epoch += 1
+                self._write_server_state("starting")  # before its end: trainers that go on wait for the next one
+            self._groups.pop(lost.role).end()
+
+    def _start_missing(self) -> Ending | None:
+        """Start what does not run, in the plan's order; return why the run ends, or what is lost, meanwhile."""
+        attempt = self._attempt
+        for role, members in self._planned.items():
+            if role in self._groups:
+                continue
+            serving = members[0].ready == "serving"
+            if serving:
+                self._write_server_state("starting")
+            started = [
+                RemoteChild(attempt.workers, process) if process.node
+                else Child(process, {**attempt.environment, **process.environment}, self._folder, attempt.scratch)
+                for process in members
+            ]  # fmt: skip
+            if serving and (ending := self._wait_until_serving(started[0])):
+                return ending
+            self._groups[role] = Group(started)
+        self._monitor.start_again()
+        return None
+
+    def _wait_until_serving(self, server: Started) -> Ending | None:
+        """Wait for the server; return why the run ends if it did not become ready, or another process ended first."""
+        assert isinstance(server, Child)
+        attempt, monitor = self._attempt, self._monitor
+        host, port, token = attempt.server_address()
+        endings: list[Ending] = []
+
+        def alive() -> bool:
+            reap()
+            if ending := monitor.tick() or find_ending(list(self._groups.values()), self._stopping()):
+                endings.append(ending)
+            return not endings and server.alive()
+
+        timeout = attempt.recipe["vllm_server_timeout"]
+        try:
+            waited = wait_until_ready(alive, server.guard_pid, host, port, attempt.names.served, token, timeout)
+        except NotReady as error:
+            if not endings:
+                return Ending(ending_of("", server.state().exit).code or 1, str(error), log=server.log)
+            if endings[0].lost:
+                server.end()  # it is started anew after the one that was lost
+            return endings[0]
+        self._write_server_state("ready")
+        say(f"server ready after {waited:.0f} s on {host}:{port}")
+        return None
+
+    def _write_server_state(self, state: str) -> None:
+        rundir.write_json(self._folder / rundir.SERVER_STATE, {"epoch": self._epoch, "state": state})

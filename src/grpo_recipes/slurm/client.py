@@ -29,7 +29,6 @@ _PHASES = tuple(f"seconds/{phase}" for phase in ("sample", "score", "sync", "upd
 _TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
 _SECONDS = 30.0
 _SBATCH_SECONDS = 120.0  # a busy controller answers late
-_IDLE_ATTEMPTS = 2  # so many in a row without a new checkpoint, and a requeue would only burn the queue's time
 _SIGTERM_SECONDS = 60.0
 
 
@@ -63,10 +62,7 @@ def _run(*argv: str, seconds: float = _SECONDS) -> str:
 
 
 def ask(*argv: str, seconds: float = _SECONDS) -> str | None:
-    """Return what one of Slurm's commands prints; None where it is silent or not here, or there is no such job.
-
-    Where it fails or takes too long, raise NoAnswer.
-    """
+    """Return what one of Slurm's commands prints; None where it is silent or not here, or there is no such job."""
     try:
         return _run(*argv, seconds=seconds) or None
     except NoAnswer as error:
@@ -123,26 +119,8 @@ def slurm_job(environment: Mapping[str, str]) -> SlurmJob | None:
     )
 
 
-def why_no_requeue(forbidden: bool, requeues: int, most: int, idle_attempts: int) -> str | None:
-    """Return why a run that was stopped to go on later is not started again, or None.
-
-    It is ``forbidden`` by ``grpo stop``; ``most`` is the recipe's ``max_requeues``, and ``idle_attempts`` are those in
-    a row, the last one included, that left no newer checkpoint.
-    """
-    if forbidden:
-        return "grpo stop asked for the end"
-    if requeues >= most:
-        return f"the job was requeued {requeues} times (max_requeues {most})"
-    if idle_attempts >= _IDLE_ATTEMPTS:
-        return f"{idle_attempts} attempts in a row made no new step"
-    return None
-
-
 def requeue(job: SlurmJob) -> str | None:
-    """Have Slurm start our job again, and return why that failed, or None once it has sent us SIGTERM.
-
-    Slurm ends the job with that signal: everything must be written by now.
-    """
+    """Have Slurm start our job again, which ends it by SIGTERM; return why that failed, or None when it came."""
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())  # whichever thread the kernel gives it to
     name = job.array or str(job.id)  # one task, not the whole array
@@ -288,10 +266,7 @@ class Walltime:
 
 
 def job_end_time(environment: Mapping[str, str]) -> float | None:
-    """Return the end of our Slurm job in seconds since the epoch, as the controller knows it now.
-
-    Slurm's own variable stands in where the controller does not answer; it does not follow a changed limit.
-    """
+    """Return the end of our Slurm job in seconds since the epoch, as the controller knows it now, or at its start."""
     job = environment.get("SLURM_JOB_ID")
     if not job:
         return None

@@ -153,10 +153,9 @@ def render(
 ) -> str:
     """Return the batch script, which ``bash -n`` and shellcheck accept.
 
-    In the end it runs ``command`` in place of the shell, e.g. ``["grpo", "launch", "--resume", DIR]``, which finds the
-    programs of the environment by their names. The job gets the variables of ``environment`` beside the profile's. It
-    runs in the absolute folder ``chdir``, by default where it is submitted. ``array`` are the indices of an array job,
-    e.g. 0-5%2; ``log`` is what follows slurm_ in the names of its logs: %j is the job, %A_%a a job of an array.
+    In the end it runs ``command`` in place of the shell, with the variables of ``environment`` beside the profile's, in
+    the absolute folder ``chdir``, by default where it is submitted. ``array`` are the indices of an array job, e.g.
+    0-5%2; ``log`` is what follows slurm_ in the names of its logs: %j is the job, %A_%a a job of an array.
     """
     kind = f"{profile.gpu_kind}:" if profile.gpu_kind else ""
     gpus = f"{kind}{profile.gpus}" if profile.gpus else ""

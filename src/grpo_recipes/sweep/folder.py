@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from grpo_recipes.errors import config_error
 from grpo_recipes.fetch.assets import find_assets
-from grpo_recipes.launch.submission import freeze
+from grpo_recipes.launch.submission import Submission, freeze
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
@@ -122,7 +122,7 @@ def freeze_trial(
     names = Names(sweep.trial_dir(trial.index), name, name, sweep.record["timestamp"])
     assets = find_assets(recipe, environment)
     plan = make_plan(recipe, resources, environment, names, assets)
-    freeze(recipe, plan, assets, names, resources, environment)
+    freeze(Submission(recipe, names, resources, assets, plan, environment))
 
 
 def read_sweep(folder: Path) -> Sweep:
