@@ -30,7 +30,7 @@ from grpo_recipes.paths import shown
 from grpo_recipes.plan.types import Process
 from grpo_recipes.process import tree
 from grpo_recipes.process.scratch import Scratch, SegmentRecorder
-from grpo_recipes.report.single import report_line
+from grpo_recipes.report.pages import report_line
 from grpo_recipes.runs.rundir import SYNC_FOLDER, finish_summary, read_json, stop_file, write_json, write_last_json
 from grpo_recipes.secrets import masked
 
