@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
+
+from grpo_recipes.attributes import replaced
 
 Tokens = list[int]
 
@@ -110,7 +111,7 @@ class Rollouts:
             config.top_p = config.top_k = config.min_p = None
         step = max(1, trainer.args.per_device_train_batch_size // how.samples)
         drawn: list[Tokens] = []
-        with patch.object(trainer, "generation_config", config):
+        with replaced(trainer, generation_config=config):
             for start in range(0, len(prompts), step):
                 batch = prompts[start : start + step]
                 torch.manual_seed(batch[0].seed)
@@ -142,7 +143,7 @@ class VllmRollouts(Rollouts):
 
     @contextmanager
     def sent_again(self) -> Iterator[None]:
-        with patch.object(self._trainer, "_last_loaded_step", self._trainer._last_loaded_step):
+        with replaced(self._trainer, _last_loaded_step=self._trainer._last_loaded_step):
             yield
         if self._sleeps:
             self._trainer.vllm_generation.llm.sleep(level=2)  # as TRL leaves it after every generation

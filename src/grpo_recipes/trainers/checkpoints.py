@@ -14,7 +14,6 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO
-from unittest.mock import patch
 
 import numpy
 import torch
@@ -23,6 +22,7 @@ from accelerate.utils import gather_object
 from transformers import StoppingCriteriaList
 from trl.trainer.utils import RepeatSampler
 
+from grpo_recipes.attributes import replaced
 from grpo_recipes.runs.checkpoints import flush, is_complete, new_digest, newest_complete, prune, publish
 from grpo_recipes.runs.rundir import read_json
 from grpo_recipes.runs.stop_request import Stopped, StoppedOnRequest, StopRequest
@@ -67,7 +67,7 @@ class Checkpoints:
         if accelerator.is_main_process:
             shutil.rmtree(staged.parent, ignore_errors=True)  # of a save that was killed
         accelerator.wait_for_everyone()
-        aside, unlimited = patch.object(self, "staging", staged.parent), patch.object(args, "save_total_limit", None)
+        aside, unlimited = replaced(self, staging=staged.parent), replaced(args, save_total_limit=None)
         with aside, unlimited, digested_saves(staged) as digests:
             write()
         if not accelerator.is_main_process:
@@ -267,7 +267,7 @@ class Preemption:
             return torch.full((len(ids),), self.stop.cuts(), device=ids.device)
 
         generate = partial(model.generate, stopping_criteria=StoppingCriteriaList([stopped]))
-        with patch.object(model, "generate", generate), self.cutting_short():
+        with replaced(model, generate=generate), self.cutting_short():
             yield
 
 
@@ -328,7 +328,7 @@ def digested_saves(folder: Path) -> Iterator[dict[str, str]]:
 
     torch.serialization.set_crc32_options(False)
     try:
-        with patch.object(torch, "save", save):
+        with replaced(torch, save=save):
             yield digests
     finally:
         torch.serialization.set_crc32_options(crc32)

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import datasets
 import torch
@@ -21,6 +20,7 @@ from accelerate.utils import is_peft_model
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 
 from grpo_recipes.algorithms.controllers import KLController, TauController
+from grpo_recipes.attributes import replaced
 from grpo_recipes.plan.commands import seeds_sampling
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.rollouts.backends import rollouts_of
@@ -303,7 +303,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Build TRL's loader; never keep that of a passed set, which persistent workers would take for the next one."""
         passed = eval_dataset is not None and not isinstance(eval_dataset, str)
-        with patch.object(self, "_eval_dataloaders", {}, create=True) if passed else nullcontext():
+        with replaced(self, _eval_dataloaders={}) if passed else nullcontext():
             return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:

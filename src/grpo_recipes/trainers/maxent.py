@@ -11,12 +11,12 @@ import math
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from grpo_recipes.algorithms import maxent
 from grpo_recipes.algorithms.controllers import TauController
+from grpo_recipes.attributes import replaced
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.recipe.registry import ACCURACY, OBJECTIVES, SCALE_REWARDS, Objective
 from grpo_recipes.trainers.checks import trainer_logps
@@ -50,7 +50,7 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         self._target_beta = args.maxent_beta if self._objective.targets_q else 0.0
         fix_loss(args, self._objective)
         lent = args.beta == 0.0 and args.kl_target is None  # at 0 TRL builds no reference model, which the target needs
-        with patch.object(args, "beta", self._target_beta if lent else args.beta):
+        with replaced(args, beta=self._target_beta if lent else args.beta):
             super().__init__(args=args, **kwargs)
         self.beta = args.beta
         if args.maxent_target_weight_entropy is not None or args.maxent_target_eff_rollouts is not None:
@@ -80,7 +80,7 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         """Lend TRL the target's ``beta``: it computes the reference's log-probs where ``beta`` is not 0."""
         if not self.model.training or self.beta != 0.0:
             return super().sample_and_score(inputs)
-        with patch.object(self, "beta", self._target_beta):
+        with replaced(self, beta=self._target_beta):
             return super().sample_and_score(inputs)
 
     def weigh(self, output: dict[str, Any]) -> torch.Tensor | None:

@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from accelerate.data_loader import IterableDatasetShard
 from accelerate.utils import broadcast_object_list, set_seed
 from transformers.trainer_utils import EvalLoopOutput
 
+from grpo_recipes.attributes import replaced
 from grpo_recipes.process.reports import PhaseFile
 from grpo_recipes.runs.rundir import read_rows
 from grpo_recipes.runs.stop_request import Stopped
@@ -248,9 +248,9 @@ class Evaluation:
         logs, training, inside = contents(trainer._logs), trainer.model.training, self._inside
         due = trainer.control.should_log, trainer.control.should_evaluate
         put_back_random_states = keep_random_states()
-        own_table = patch.object(trainer, "log_completions", False)  # the parquet file of this step is the training's
+        own_table = replaced(trainer, log_completions=False)  # the parquet file of this step is the training's
         try:
-            with own_table, patch.multiple(self, _set=name, _inside=True), trainer.rows.evaluating():
+            with own_table, replaced(self, _set=name, _inside=True), trainer.rows.evaluating():
                 # A seed for each step, rank and set: an evaluation made up for later draws what it would have drawn.
                 place = f"{trainer.args.seed}/eval/{trainer.state.global_step}/{trainer.args.process_index}"
                 text = place if name is None else f"{place}/{name}"

@@ -16,13 +16,13 @@ from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-from unittest.mock import patch
 
 import torch
 from safetensors.torch import save_file
 from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
 
+from grpo_recipes.attributes import replaced
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.recipe.registry import RECONNECTING
 from grpo_recipes.runs.rundir import SERVER_STATE, read_json
@@ -333,7 +333,7 @@ CLIENTS: dict[str, type[BridgeClient]] = {client.bridge: client for client in (F
 
 def bridge_in_place(name: str, **settings: Any) -> contextlib.AbstractContextManager[Any]:
     """Let TRL's ``VLLMGeneration`` build the bridge ``name`` as its client inside."""
-    return patch.object(vllm_generation, "VLLMClient", partial(CLIENTS[name], **settings))
+    return replaced(vllm_generation, VLLMClient=partial(CLIENTS[name], **settings))
 
 
 def _in_thread(work: Callable[[], Answer]) -> Future[Answer]:

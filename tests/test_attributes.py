@@ -1,0 +1,56 @@
+"""Attributes come back as they were, also those that an object has from its class or did not have."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from grpo_recipes.attributes import replaced
+
+
+class Owner:
+    of_class = "class"
+
+    def __init__(self) -> None:
+        self.own = "own"
+
+    def method(self) -> str:
+        return "method"
+
+
+def test_attributes_are_others_inside_and_back_afterwards() -> None:
+    owner = Owner()
+    with replaced(owner, own=1, of_class=2, method=lambda: 3, new=4):
+        assert (owner.own, owner.of_class, owner.method(), owner.new) == (1, 2, 3, 4)  # type: ignore[attr-defined]
+    assert vars(owner) == {"own": "own"} and (owner.of_class, owner.method()) == ("class", "method")
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_they_are_back_after_an_exception(error: type[BaseException]) -> None:
+    owner = Owner()
+    with pytest.raises(error), replaced(owner, own=1, new=2):
+        del owner.new  # type: ignore[attr-defined]
+        raise error
+    assert vars(owner) == {"own": "own"}
+
+
+def test_one_that_cannot_be_set_leaves_the_others_as_they_were() -> None:
+    class Fixed(Owner):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if value == "refused":
+                raise TypeError
+            super().__setattr__(name, value)
+
+    owner = Fixed()
+    with pytest.raises(TypeError), replaced(owner, own=1, new="refused"):
+        pass
+    assert vars(owner) == {"own": "own"}
+
+
+def test_a_modules_function_is_replaced_too() -> None:
+    plain = math.sqrt
+    with replaced(math, sqrt=abs):
+        assert math.sqrt(-4) == 4
+    assert math.sqrt is plain
