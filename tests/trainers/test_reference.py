@@ -16,6 +16,7 @@ from grpo_recipes import smoke
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
+from grpo_recipes.trainers.model import loaded_by_every_rank
 
 from .fixed_completions import make_trainer
 from .test_controllers import train
@@ -100,3 +101,17 @@ def test_a_model_that_cannot_be_built_leaves_the_settings_as_they_were(
             run_dir=tmp_path,
         )
     assert os.environ[name] == "true" and args.beta == 0.0
+
+
+@pytest.mark.parametrize("loading", ["true", None])
+def test_variables_that_trl_sets_meanwhile_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loading: str | None
+) -> None:
+    name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+    monkeypatch.delenv(name, raising=False)
+    if loading:
+        monkeypatch.setenv(name, loading)
+    monkeypatch.setenv("MASTER_PORT", "1")  # put back after the test
+    with loaded_by_every_rank(GRPOConfig(output_dir=str(tmp_path), **ON_CPU, beta=0.1)):
+        os.environ["MASTER_PORT"] = "2"
+    assert (os.environ["MASTER_PORT"], os.environ.get(name)) == ("2", loading)

@@ -6,10 +6,9 @@ import copy
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import transformers
@@ -64,11 +63,19 @@ def save_model(trainer: Any, folder: Path) -> None:
         save_aside(folder, lambda partial: save_merged(model, partial) if main else None)
 
 
-def loaded_by_every_rank(args: GRPOConfig) -> AbstractContextManager[Any]:
+@contextmanager
+def loaded_by_every_rank(args: GRPOConfig) -> Iterator[None]:
     """Let every rank read the weights while TRL builds a reference under FSDP."""
     # With efficient loading rank 0 alone does, and under FSDP2 nobody sends the reference's to the others.
     name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
-    return patch.dict(os.environ, {name: "false"} if name in os.environ and args.beta != 0.0 else {})
+    before = os.environ.get(name)
+    if before is not None and args.beta != 0.0:
+        os.environ[name] = "false"
+    try:
+        yield
+    finally:  # of this variable alone: TRL and accelerate set others, which stay
+        if before is not None:
+            os.environ[name] = before
 
 
 def save_reference(trainer: Any, folder: Path) -> None:
