@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import math
 import os
@@ -10,15 +11,18 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import TrainerCallback
 
+from grpo_recipes.rewards.score import RewardWrapper, Score
 from grpo_recipes.runs.checkpoints import newest_complete
 from grpo_recipes.runs.rundir import move_rows_after
-from grpo_recipes.trainers.checks import TooManyWithoutVerdict
+from grpo_recipes.trainers import checks
+from grpo_recipes.trainers.checks import Scoring, TooManyWithoutVerdict
 
 from .scored_trainer import REWARD, length, make_trainer, own_rewards, own_value, scored
 
@@ -121,6 +125,37 @@ def test_the_slowest_are_written_down_too_and_texts_are_cut(tmp_path: Path) -> N
     rows = [json.loads(line) for line in (tmp_path / "slow_rewards.jsonl").read_text().splitlines()]
     assert len(rows) == 3 and all(row["reason"] is None and 0.7 <= row["seconds"] < 1 for row in rows)
     assert all(len(row["completion"]) == 500 and "hf_a" not in row["completion"] for row in rows)
+
+
+def test_the_three_slowest_of_all_ranks_and_rewards_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reward(spec: str, *seconds: float) -> RewardWrapper:
+        made = RewardWrapper(len, spec, spec)
+        made.timeout, made.scores = 1.0, [Score(1.0, None, each) for each in seconds]
+        return made
+
+    rewards = [reward("a", 0.6, 0.9, 0.7, 0.1), reward("b", 0.8, 0.6, 0.7, 0.95)]
+    rewards[1].scores[1] = Score(None, "time limit", 1.0)
+
+    def both_ranks(mine: list[Any]) -> list[Any]:  # the other one was a little slower
+        return [
+            *mine,
+            [(scores, [{**row, "seconds": row["seconds"] + 0.02} for row in rows]) for scores, rows in mine[0]],
+        ]
+
+    monkeypatch.setattr(checks, "gather_object", both_ranks)
+    trainer = SimpleNamespace(
+        reward_funcs=rewards,
+        model=SimpleNamespace(training=False),
+        _metrics={"eval": collections.defaultdict(list)},
+        state=SimpleNamespace(global_step=3),
+        accelerator=SimpleNamespace(is_main_process=True),
+    )
+    texts = [f"text {n}" for n in range(4)]
+    Scoring(trainer, tmp_path, 1.0).mark_unscored(torch.ones(8, 2), texts, texts)
+    rows = [json.loads(line) for line in (tmp_path / "slow_rewards.jsonl").read_text().splitlines()]
+    slow = [("b", 0.97, None), ("b", 0.95, None), ("a", 0.92, None)]
+    unscored = [("b", 1.0, "time limit"), ("b", 1.02, "time limit")]
+    assert [(row["reward"], row["seconds"], row["reason"]) for row in rows] == slow + unscored
 
 
 def test_too_many_without_a_verdict_end_training_and_not_an_evaluation(trainer: Any) -> None:

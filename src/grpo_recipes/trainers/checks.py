@@ -22,7 +22,7 @@ from grpo_recipes.weights.guard import TOLERANCES, WeightsDiffer, logprob_error
 # fp16 begins with gradients times 65536 and halves that factor with each step it has to skip: after 17 it is below 1.
 MOST_SKIPPED = 20
 _SLOW_SHARE = 0.5  # of a reward's time limit
-_SLOWEST, _MOST_ROWS = 3, 20  # rows of one rank and reward, and of one generation
+_SLOWEST, _MOST_ROWS = 3, 20  # rows of a generation: slow ones, all
 _LONGEST_TEXT = 500  # characters
 
 
@@ -45,7 +45,7 @@ def not_finite(trainer: Any, what: str) -> NotFinite:
 
 
 class Checks:
-    """End the run in a step whose numbers are not finite, which transformers takes, or with other weights' samples."""
+    """End the run when a number is not finite (transformers would take the step), or samples are of other weights."""
 
     def __init__(self, trainer: Any):
         self._trainer = trainer
@@ -188,8 +188,9 @@ class Scoring:
         rows = [row for ranks in by_reward for _, rows in ranks for row in rows]
         if rows and trainer.accelerator.is_main_process:
             when = {"step": trainer.state.global_step + int(training), "training": training}
-            unscored_first = sorted(rows, key=lambda row: row["reason"] is None)
-            append_json(self._file, *({**when, **row} for row in unscored_first[:_MOST_ROWS]))
+            slow = sorted((row for row in rows if row["reason"] is None), key=lambda row: -row["seconds"])[:_SLOWEST]
+            chosen = [*slow, *(row for row in rows if row["reason"] is not None)][:_MOST_ROWS]
+            append_json(self._file, *({**when, **row} for row in chosen))
         if training and int(unscored.sum()) > self._most(len(unscored)):
             raise self._too_many(own, scores, float(unscored.float().mean()))
 
