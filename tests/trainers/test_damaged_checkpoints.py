@@ -70,6 +70,10 @@ def test_digests_are_those_of_the_files_that_torch_wrote(tmp_path: Path) -> None
         torch.save(tensors, outside)
         with (inside / "open.pt").open("wb") as file:
             torch.save(tensors, file)
+        torch.save(tensors, inside / "changed.pt")
+        torch.save(tensors, inside / "removed.pt")
+        flip(inside / "changed.pt", 4000)
+        (inside / "removed.pt").unlink()
     assert torch.save is plain and torch.serialization.get_crc32_options()
     assert found == {name: digest_of(inside / name) for name in ("shards/rank_1.pt", "old.pt")}
     for path in (inside / "shards" / "rank_1.pt", inside / "old.pt", inside / "open.pt", outside):

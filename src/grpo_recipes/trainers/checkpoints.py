@@ -97,7 +97,10 @@ class Checkpoints:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what ``state`` returned; the batch may be split otherwise between two generations alone."""
+        """Continue from what ``state`` returned.
+
+        Only between two generations may the batch be split otherwise than before.
+        """
         trainer, before = self._trainer, state.get("split", self._split)  # earlier versions did not save it
         if state["buffered"] is not None and before != self._split:
             fix = "resume with these keys as they were, and change them where a generation has been used up"
@@ -199,15 +202,19 @@ class Checkpoints:
         }
 
     def _require_same_order(self, folder: Path) -> None:
-        now = {**self._order_of_data(), "restarted": False}
-        before = read_json(folder / _ORDER) or now  # earlier versions did not save it
+        now = self._order_of_data()
+        before = read_json(folder / _ORDER) or {**now, "restarted": False}  # earlier versions did not save it
         self._restarted = before["restarted"] or self._trainer.args.ignore_data_skip
-        changed = [key for key in now if now[key] != before.get(key)]
-        if changed and not self._trainer.args.ignore_data_skip:
+        if self._trainer.args.ignore_data_skip:
+            return
+        fix = "add --ignore_data_skip true: the epoch then begins again"
+        if self._restarted:
+            what = "is of a run that began an epoch again on a resume: its place in the data is unknown"
+            raise ValueError(f"{folder.name} {what}. Fix: {fix}")
+        if changed := [key for key in now if now[key] != before.get(key)]:
             was, is_now = (_listed({key: one.get(key) for key in changed}) for one in (before, now))
-            fix = "resume with keys and data as they were, or add --ignore_data_skip true: the epoch then begins again"
             what = f"saved with {was}, this run has {is_now}: it would continue at another place in the data"
-            raise ValueError(f"{folder.name} was {what}. Fix: {fix}")
+            raise ValueError(f"{folder.name} was {what}. Fix: resume with keys and data as they were, or {fix}")
 
 
 class Preemption:
@@ -260,7 +267,10 @@ class Preemption:
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Cut sampling short; transformers' continues under ZeRO-3 and FSDP until all ranks are done."""
+        """Cut sampling short: criteria to stop by are given to ``generate``, because TRL passes none.
+
+        transformers continues under ZeRO-3 and FSDP until all ranks are done.
+        """
         model = self._trainer.accelerator.unwrap_model(self._trainer.model_wrapped)
 
         def stopped(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
@@ -309,11 +319,13 @@ def _listed(facts: dict[str, Any]) -> str:
 
 @contextmanager
 def digested_saves(folder: Path) -> Iterator[dict[str, str]]:
-    """Yield digests, by name, of what ``torch.save`` writes below a folder: reading it back costs several times more.
+    """Yield digests, by name, of what ``torch.save`` writes below a folder; at the end without files changed since.
 
-    torch's CRC-32 is left out: ``torch.load`` never checks it and it takes longer than the digest.
+    Reading files back costs several times as much. torch's CRC-32 is left out: ``torch.load`` never checks it and it
+    takes longer than the digest.
     """
     digests: dict[str, str] = {}
+    written: dict[str, os.stat_result] = {}
     plain, crc32 = torch.save, torch.serialization.get_crc32_options()
 
     def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
@@ -324,7 +336,8 @@ def digested_saves(folder: Path) -> Iterator[dict[str, str]]:
         with path.open("wb") as file:
             digested = _DigestedFile(file)
             plain(obj, digested, *args, **kwargs)
-        digests[str(path.relative_to(folder))] = digested.digest.hexdigest()
+        name = str(path.relative_to(folder))
+        digests[name], written[name] = digested.digest.hexdigest(), path.stat()
 
     torch.serialization.set_crc32_options(False)
     try:
@@ -332,6 +345,10 @@ def digested_saves(folder: Path) -> Iterator[dict[str, str]]:
             yield digests
     finally:
         torch.serialization.set_crc32_options(crc32)
+    for name, then in written.items():
+        now = (folder / name).stat() if (folder / name).exists() else None
+        if now is None or (now.st_size, now.st_mtime_ns) != (then.st_size, then.st_mtime_ns):
+            del digests[name]
 
 
 class _DigestedFile:
