@@ -28,6 +28,7 @@ class FakeServer:
         sampling_seconds: seconds that completions take besides.
         held: its weights.
         loads: what it holds after a weight load, if that changes anything.
+        serves: names of its models.
         refuses: paths that are answered with status 500.
         loses: how often a request to a path is met by a closed connection, by path.
     """
@@ -40,6 +41,7 @@ class FakeServer:
         self.loads: torch.Tensor | None = None
         self.delay = 0.0
         self.sampling_seconds = 0.0
+        self.serves = ["this-run"]
         self.refuses: set[str] = set()
         self.loses: dict[str, int] = {}
         self.under_way = 0
@@ -58,7 +60,9 @@ class FakeServer:
             def do_GET(self) -> None:
                 fake.tokens.add(self.headers.get("Authorization"))
                 completions = {"completions": fake.under_way}
-                self._answer(completions if self.path == ACTIVITY_PATH else {"data": [{"id": "this-run"}]})
+                self._answer(
+                    completions if self.path == ACTIVITY_PATH else {"data": [{"id": name} for name in fake.serves]}
+                )
 
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))

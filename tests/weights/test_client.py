@@ -24,6 +24,12 @@ def test_every_request_carries_the_token_and_a_foreign_server_is_refused(connect
         connect()
 
 
+def test_a_server_without_a_model_has_answered(connect, server) -> None:
+    server.serves = []
+    with pytest.raises(ServerError, match=r"serves \[\], not this run's this-run"):
+        connect()
+
+
 def test_an_answer_that_does_not_come_ends_the_call(connect, server) -> None:
     client = connect(server_request_timeout=0.3)
     server.delay = 2.0

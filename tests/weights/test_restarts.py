@@ -168,3 +168,14 @@ def test_without_a_file_of_its_state_a_lost_server_is_an_error_at_once(connect, 
 def test_the_launcher_knows_which_bridges_can_go_on() -> None:
     able = {name for name, bridge in CLIENTS.items() if "_resend" in vars(bridge)}
     assert able == RECONNECTING
+
+
+def test_a_file_of_its_state_that_vanishes_ends_the_wait(connect, state, server, tmp_path) -> None:
+    client = connect()
+    server.close()
+    gone = later((tmp_path / "processes" / "server_state.json").unlink)
+    start = time.monotonic()
+    with pytest.raises(ServerLost):
+        client.generate(PROMPTS, n=2)
+    gone.join()
+    assert time.monotonic() - start < 5

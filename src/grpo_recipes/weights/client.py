@@ -75,10 +75,13 @@ class BridgeClient(VLLMClient):
         if (own := os.environ["GRPO_RUN"]) not in served:
             raise ServerError(f"the server at {self.base_url} serves {served}, not this run's {own}")
 
-    def _wait_for(self, look: Callable[[], Answer], seconds: float, error: ServerError, pause: float) -> Answer:
-        """Return the first true answer; raise ``error`` after so many seconds, GenerationAborted when the run stops."""
+    def _wait_for(self, look: Callable[[], Answer | None], seconds: float, error: ServerError, pause: float) -> Answer:
+        """Return the first answer that is not None or False.
+
+        Raise ``error`` after so many seconds, GenerationAborted when the run stops.
+        """
         deadline = time.monotonic() + seconds
-        while not (found := look()):
+        while (found := look()) is None or found is False:
             if self.stops():
                 raise GenerationAborted
             if time.monotonic() > deadline:
@@ -109,9 +112,7 @@ class BridgeClient(VLLMClient):
                     self._prepare_next_server()
                 answer = ask()
             except ServerLost as lost:
-                if not self._state_file.exists():  # nobody restarts servers
-                    raise
-                self._wait_for(self._server_changed, _NOTICE_SECONDS, lost, _STATE_SECONDS)
+                self._wait_for(partial(self._noticed, lost), _NOTICE_SECONDS, lost, _STATE_SECONDS)
             else:
                 if not self._server_changed():  # else it may come from a server without the weights
                     return answer
@@ -124,6 +125,12 @@ class BridgeClient(VLLMClient):
     def _server_changed(self) -> bool:
         """Return whether another server than the one last waited for is there, or soon will be."""
         return self._server_state() != (self._epoch, "ready")
+
+    def _noticed(self, lost: ServerLost) -> bool:
+        """Return whether the launcher has seen the loss of its server; raise it where nobody restarts servers."""
+        if not self._state_file.exists():
+            raise lost
+        return self._server_changed()
 
     def _server_ready(self) -> bool:
         """Return whether the next server is up, and remember which that is; ServerError when there will be none."""
