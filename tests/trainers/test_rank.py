@@ -117,6 +117,7 @@ def test_a_world_other_than_the_planned_one_is_refused(tmp_path, became, fits):
         ("fsdp2", ("MULTI_CPU", "float32"), "planned accelerator: fsdp2"),
         ("fsdp2", ("FSDP", "float32"), None),
         ("custom", ("MULTI_CPU", "bfloat16"), None),
+        ("unknown", ("MULTI_CPU", "float32"), "planned accelerator: unknown"),
     ],
 )
 def test_sharing_that_accelerate_dropped_is_told(tmp_path, accelerator, became, refused):

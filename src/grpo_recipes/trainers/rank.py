@@ -65,7 +65,10 @@ def rank_record(folder: Path) -> Iterator[None]:
 
 
 def first_barrier(run_dir: Path, device: torch.device, seconds: float = 300.0) -> None:
-    """Sum one element over all ranks: does the network carry collectives? Over gloo the error names missing ranks."""
+    """Sum one element over all ranks, to find a network that does not carry their collectives.
+
+    Over gloo the error names missing ranks.
+    """
     if not torch.distributed.is_initialized():
         return
     limit, backend = datetime.timedelta(seconds=seconds), torch.distributed.get_backend()
@@ -104,8 +107,10 @@ def check_world(folder: Path, world_size: int, device_type: str) -> None:
 def check_sharing(folder: Path, distributed_type: str, dtype: str) -> None:
     """Compare with the plan how the model is shared: accelerate drops DeepSpeed or FSDP without a word."""
     plan = json.loads((folder / "plan.json").read_text())
-    planned = plan["accelerator"]  # "custom" where the user gave a CONFIG_FILE
-    if distributed_type not in _SHARING.get(planned, distributed_type).split():
+    planned = plan["accelerator"]
+    if planned == "custom":
+        return  # CONFIG_FILE: its content is the user's
+    if distributed_type not in _SHARING.get(planned, "").split():
         raise RuntimeError(f"planned accelerator: {planned}, accelerate made it {distributed_type}")
     # ZeRO and FSDP keep a dtype of their own.
     if planned in ("single", "ddp") and plan["dtype"] not in (None, "auto", dtype):
