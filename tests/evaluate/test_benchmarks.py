@@ -279,3 +279,14 @@ def test_vllm_in_the_trainer_gets_a_seed_a_problem() -> None:
     drawn = rollouts_of(fake_trainer(engine)).sample([Prompt([5], 11), Prompt([6], 12)], Sampling(2, 0.7, 8))
     assert drawn == [[[5, 0], [5, 1]], [[6, 0], [6, 1]]]
     assert engine.seeds == [11, 12]
+
+
+def test_an_engine_sleeps_again_also_where_a_benchmark_fails() -> None:
+    engine, slept = FakeEngine(), []
+    trainer = fake_trainer(engine)
+    trainer.vllm_generation.enable_sleep_mode, trainer._last_loaded_step = True, -1
+    engine.sleep = lambda level: slept.append(level)
+    with pytest.raises(RuntimeError, match="stopped"), rollouts_of(trainer).sent_again():
+        trainer._last_loaded_step = 0
+        raise RuntimeError("stopped")
+    assert slept == [2] and trainer._last_loaded_step == -1

@@ -143,10 +143,12 @@ class VllmRollouts(Rollouts):
 
     @contextmanager
     def sent_again(self) -> Iterator[None]:
-        with replaced(self._trainer, _last_loaded_step=self._trainer._last_loaded_step):
-            yield
-        if self._sleeps:
-            self._trainer.vllm_generation.llm.sleep(level=2)  # as TRL leaves it after every generation
+        try:
+            with replaced(self._trainer, _last_loaded_step=self._trainer._last_loaded_step):
+                yield
+        finally:
+            if self._sleeps:
+                self._trainer.vllm_generation.llm.sleep(level=2)  # as TRL leaves it after every generation
 
 
 class ColocatedRollouts(VllmRollouts):
