@@ -36,6 +36,8 @@ def test_totals_are_weighted_and_unscored_completions_have_none() -> None:
         # A completion without a verdict is the worst.
         ([0, None, 2, -3], 2, [2, 1]),
         ([None] * 8, 2, [0, 4]),
+        # A group without any differs less than one of equal rewards.
+        ([0, 1, 0, 0] + [None] * 4 + [1] * 4, 4, [1, 3, 8, 11]),
     ],
 )
 def test_rows_worth_reading(totals: list[float | None], count: int, rows: list[int]) -> None:

@@ -152,8 +152,8 @@ def chosen_rows(totals: list[float | None], group: int, own: int, count: int) ->
     """
 
     def spread(start: int) -> float:
-        known = [total for total in totals[start : start + group] if total is not None] or [0.0]
-        return max(known) - min(known)
+        known = [total for total in totals[start : start + group] if total is not None]
+        return max(known) - min(known) if known else -1.0
 
     def extremes(start: int, share: int) -> list[int]:
         rows = range(start, min(start + group, len(totals)))
@@ -241,8 +241,8 @@ class Evaluation:
     def undisturbed(self, name: str | None = None) -> Iterator[None]:
         """Put back what training continues from: random states, TRL's table of completions, the clock of the row.
 
-        By the model's mode TRL knows whether the next log is of the training; where a callback evaluates, transformers
-        takes that for the evaluation that is due.
+        By the model's mode TRL knows whether the next log is of the training; transformers takes any evaluation that a
+        callback makes for the one that is due.
         """
         trainer = self._trainer
         logs, training, inside = contents(trainer._logs), trainer.model.training, self._inside
@@ -299,7 +299,10 @@ class Evaluation:
 
 
 class CountedStream(torch.utils.data.IterableDataset[Any]):
-    """A stream that counts its rows: accelerate fills up the last batch, and would deal out several files by file."""
+    """A stream that counts its rows, since accelerate fills up the last batch.
+
+    accelerate would deal out a plain stream of several files by file: processes wait for each other's batches.
+    """
 
     def __init__(self, stream: Any):
         self.stream, self.rows = stream, 0
