@@ -36,7 +36,8 @@ from grpo_recipes.weights.guard import WeightsDiffer
 class GRPOTrainer(trl.GRPOTrainer):
     """TRL's ``GRPOTrainer`` with our weight bridges, the guard, complete checkpoints, and metrics in ``run_dir``.
 
-    ``reward_max_no_verdict`` is the share of unscored completions of a training generation that ends the run.
+    ``stop`` is the request to stop, that of ``run_dir`` by default; ``reward_max_no_verdict`` the share of unscored
+    completions of a training generation that ends the run.
     """
 
     args: GRPOConfig
@@ -54,6 +55,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         stop = stop or StopRequest(run_dir)
         self.controllers: dict[str, KLController | TauController] = {}
         if args.kl_target is not None:
+            if args.beta == 0.0:
+                raise ValueError("kl_target needs beta above 0: a multiple of 0 stays 0")
             self.controllers["kl"] = KLController(args.beta, args.kl_target, args.kl_horizon, args.kl_ctl_step_size)
         self.checkpoints = Checkpoints(self)
         self.checks = Checks(self)
