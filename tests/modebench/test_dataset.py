@@ -111,6 +111,27 @@ def test_too_many_are_refused_with_how_many_there_are() -> None:
     assert len(rows("modebench:countdown", "train", replace(DEFAULTS, prompts=597))) == 597
 
 
+@pytest.mark.parametrize(
+    ("changes", "key", "fix"),
+    [
+        ({"prompts": 598}, "modebench_prompts", "write modebench_prompts: 597 or less"),
+        (
+            {"test_prompts": 725},
+            "modebench_test_prompts",
+            "write modebench_test_prompts: 181 and modebench_prompts: 544",
+        ),
+        ({"min_modes": 999, "max_modes": 999}, "modebench_test_prompts", "widen modebench_min_modes to modebench_max"),
+    ],
+)
+def test_the_key_that_is_too_large_is_named_with_a_number_that_is_not(
+    changes: dict[str, int], key: str, fix: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        rows("modebench:countdown", "train", replace(DEFAULTS, **changes))
+    (problem,) = error.value.problems
+    assert problem.where == key and problem.fix.startswith(fix)
+
+
 def arguments(**keys: Any) -> Any:
     from grpo_recipes.recipe.configs import ScriptArguments
 
@@ -130,7 +151,7 @@ def test_a_recipe_trains_and_is_evaluated_on_them(tokenizer: Any) -> None:
 
 
 def test_too_many_are_refused_where_they_are_loaded(tokenizer: Any) -> None:
-    with pytest.raises(ConfigError, match=r"there are 725\. Fix: lower one of them"):
+    with pytest.raises(ConfigError, match=r"there are 725\. Fix: write modebench_prompts: 597 or less"):
         load_prompts(arguments(modebench_prompts=9999), tokenizer)
 
 

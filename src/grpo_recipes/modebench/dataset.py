@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from grpo_recipes.errors import config_error
+from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.modebench import countdown, graph_coloring
 
 VERSION = "1"  # raise it whenever anything of this package changes a row
@@ -100,9 +100,20 @@ def _problems(name: str, settings: Settings) -> list[tuple[str, str, int]]:
         shape = (settings.vertices, settings.hidden, settings.modes)
         made = [_graph_row(puzzle) for puzzle in graph_coloring.puzzles(*shape, wanted, settings.seed)]
     if len(made) < wanted:
-        what = f"{wanted} problems are asked for (modebench_prompts and modebench_test_prompts), there are {len(made)}"
-        raise config_error("modebench_prompts", what, "lower one of them, or raise modebench_max_modes")
+        raise _too_few(settings, len(made))
     return made[:wanted]
+
+
+def _too_few(settings: Settings, found: int) -> ConfigError:
+    """Return the error of keys that ask for more problems than are ``found``, at the key that is too large."""
+    wanted, left = settings.prompts + settings.test_prompts, found - settings.test_prompts
+    what = f"{wanted} problems are asked for (modebench_prompts and modebench_test_prompts), there are {found}"
+    if left > 0:
+        fix = f"write modebench_prompts: {left} or less, or ask for easier ones"
+        return config_error("modebench_prompts", what, fix)
+    fix = f"write modebench_test_prompts: {found // 4} and modebench_prompts: {found - found // 4}"
+    fix = fix if found > 1 else "widen modebench_min_modes to modebench_max_modes"
+    return config_error("modebench_test_prompts", what, fix)
 
 
 def _countdown_row(puzzle: countdown.CountdownPuzzle) -> tuple[str, str, int]:

@@ -235,7 +235,8 @@ def _modebench_sizes(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
         try:
             rows(task, "test", settings)
         except ConfigError as error:
-            yield recipe.problem("modebench_prompts", f"{task}: {error.problems[0].what}", error.problems[0].fix)
+            (problem,) = error.problems
+            yield recipe.problem(problem.where, f"{task}: {problem.what}", problem.fix)
 
 
 _CHECKS: tuple[_Check, ...] = (
