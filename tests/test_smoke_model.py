@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import shutil
+import sys
 import unicodedata
 from pathlib import Path
 
@@ -62,7 +63,8 @@ def test_rows(quick):
         assert row["answer"] == str(int(a) + int(b))
 
 
-def test_made_once(quick):
+def test_made_once(quick, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)  # which takes seconds to import, and is not needed for nothing
     before = (quick / "model" / "model.safetensors").stat().st_mtime_ns
     smoke.make(quick, phases=FEW_STEPS)
     assert (quick / "model" / "model.safetensors").stat().st_mtime_ns == before

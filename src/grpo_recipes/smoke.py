@@ -79,11 +79,11 @@ def make(out_dir: Path, seed: int = 0, *, tied: bool = False, dtype: str = "floa
 
     Raises OSError where it was made with other settings, or not here.
     """
-    import torch
-
     key = fingerprint(seed, tied, dtype, phases)
     if _is_made(out_dir, key):
         return
+    import torch
+
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     partial = out_dir.with_name(f".{out_dir.name}.{uuid.uuid4().hex}")
     partial.mkdir()
@@ -177,8 +177,8 @@ def _pretrain(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, train
         optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.98), weight_decay=weight_decay)
         for step in range(steps):
             warmup, cosine = min(1.0, (step + 1) / 20), (1 + math.cos(math.pi * step / steps)) / 2
-            optimizer.param_groups[0]["lr"] = lr * warmup * cosine
-            wrong = (right + torch.randint(1, MAX_SUM + 1, right.shape)) % (MAX_SUM + 1)  # uniform but the right one
+            optimizer.param_groups[0]["lr"] = lr * (warmup * cosine)
+            wrong = (right + torch.randint(1, MAX_SUM + 1, right.shape)) % (MAX_SUM + 1)  # uniform over the wrong sums
             labels = completions[torch.where(torch.rand(right.shape) < wrong_share, wrong, right)]
             # Right padding may be any token under causal attention; cross_entropy skips its label of -100.
             logits = model(torch.cat([seen, labels.clamp(min=0)], dim=1)).logits[:, seen.shape[1] - 1 : -1]
