@@ -11,8 +11,10 @@ import pytest
 import yaml
 
 from grpo_recipes import cli
+from grpo_recipes.cli import recipes
 from grpo_recipes.errors import EXIT_CONFIG_ERROR
 from grpo_recipes.launch import submission
+from grpo_recipes.plan.estimates import model_facts
 
 MODEL = {
     "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
@@ -67,9 +69,11 @@ def test_the_same_as_json(plan):
     assert memory["trainer"]["available"] == int(0.95 * 80 * 2**30)
     smaller = "per_device_train_batch_size: 1"
     assert [need["fix"] for need in memory.values()] == [smaller, ""]
-    assert told["disk"]["parts"].keys() == {"checkpoints", "model"}
+    elements = model_facts(MODEL)["parameters"]
+    assert told["disk"]["checkpoints"] == 3  # each of the weights and two states, all in bfloat16
+    assert told["disk"]["parts"] == {"checkpoints": 3 * 6 * elements, "model": 2 * elements}
     assert told["disk"]["available"] == pytest.approx(os.statvfs(".").f_bavail * os.statvfs(".").f_frsize, rel=0.1)
-    assert told["speed"]["seconds"] is None
+    assert told["speed"] == {"seconds": None, "runs": 0, "walltime": None, "steps": None}
     assert json.loads(plan("--json")[1])["memory"]["trainer"]["available"] is None
 
 
@@ -81,12 +85,19 @@ def test_steps_within_the_time_limit_by_an_earlier_run(plan, tmp_path, monkeypat
     (earlier / "plan.json").write_text(plan("--json")[1])
     rows = [{"step": step, "seconds/step": 36.0} for step in range(1, 5)]
     (earlier / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert blocks(plan()[1], "speed") == ["speed      36 s a step in 1 earlier run: about 100 steps in 1:00:00"]
+    assert blocks(plan()[1], "speed") == ["speed      36 s a step in 1 earlier run: 100 steps an hour"]
     told = blocks(plan("--time", "3-00:00:00")[1], "speed")[0]
     assert told.endswith("about 7,200 steps in 72:00:00")
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1")
     assert blocks(plan()[1], "speed")[0].endswith("about 0 steps in 0:00:00")
+
+
+def test_with_a_time_limit_of_its_own_slurm_is_not_asked(plan, monkeypatch):
+    asked: list[object] = []
+    monkeypatch.setattr(recipes, "job_end_time", asked.append)
+    for flags, times in ((("--time", "1-0"), 0), ((), 1)):
+        assert plan(*flags)[0] == 0 and len(asked) == times
 
 
 @pytest.mark.parametrize(

@@ -88,12 +88,13 @@ def test_a_run_is_explained(doctor, make_run, row, monkeypatch):
     assert code == 2 and found["ending"]["value"] == "completed, 6 steps"
 
 
+@pytest.mark.alone  # it measures that they are waited for side by side
 def test_programs_that_hang_do_not_hold_it_up(fake_program):
     for name in ("sinfo", "nvidia-smi", "quota"):
         fake_program(name, "exec sleep 60")
     began = time.monotonic()
     found = {check["name"]: check for check in json.loads(said("--json").stdout)["checks"]}
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 8
     assert "sinfo did not answer within 3 s" in found["slurm"]["value"]
     assert found["quota"]["status"] == "warning" and found["gpus"]["status"] == "problem"
 

@@ -82,9 +82,13 @@ def test_a_gated_model_wants_a_token(case):
 def test_space_for_the_checkpoints_is_that_of_the_plan(case, local):
     small = case(model_name_or_path=local(1), save_total_limit=2)
     found, total = recipes.space(small), gigabytes(small.estimates.disk.total)
-    assert found.status == "ok" and found.value.startswith(f"about {total} for checkpoints and the model, ")
+    assert found.status == "ok" and found.value.startswith(f"about {total} for 3 checkpoints and the model, ")
     unlimited = recipes.space(case(model_name_or_path=local(1), save_total_limit=None))
     assert unlimited.status == "warning" and "save_total_limit: 2" in unlimited.fix
+    assert "for 2 of an unlimited number of checkpoints and the model" in unlimited.value
+    for few in ({"save_strategy": "no"}, {"max_steps": 5, "save_steps": 5}):
+        found = recipes.space(case(model_name_or_path=local(1), save_total_limit=None, **few))
+        assert found.status == "ok" and " for 1 checkpoint and the model" in found.value
     # a model of 10 TB: no disk holds its checkpoints
     found = recipes.space(case(model_name_or_path=local(10**7)))
     assert found.status == "problem" and "run_root" in found.fix

@@ -204,6 +204,7 @@ def test_a_model_too_large_for_the_sites_gpu_is_refused_with_the_key_to_change(f
     flags = ["--model_name_or_path", model_folder(folder / "model", SMALL)]
     error = refusal(capsys, *flags, profile=profile_of(folder, "gpus: 2\ngpu_memory_gib: 1\nenv_dir: /x\n"))
     assert "the run does not fit: " in error and "leave gpu_memory_gib out of site.yaml" in error
+    assert [error.count(f"the {role} needs ") for role in ("trainer", "server")] == [1, 1]
     assert submit("--dry-run", *flags, profile=profile_of(folder, "gpus: 2\nenv_dir: /x\n")) == 0
 
 

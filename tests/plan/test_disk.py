@@ -59,13 +59,26 @@ def test_an_adapter_is_small_and_its_model_is_merged(disk):
         ({"save_total_limit": 5}, 6),
         ({"save_total_limit": 5, "max_steps": 250, "save_steps": 100}, 3),
         ({"save_total_limit": None, "max_steps": 250, "save_steps": 100}, 3),
-        ({"save_total_limit": None}, 2),
-        ({"save_total_limit": None, "save_strategy": "epoch"}, 2),
+        ({"save_total_limit": None}, None),
+        ({"save_total_limit": None, "save_strategy": "epoch"}, None),
         ({"save_strategy": "no"}, 1),
     ],
 )
 def test_how_many_checkpoints_there_are_at_a_time(keys, checkpoints, disk):
-    assert disk(**keys).parts["checkpoints"] == checkpoints * 6 * P
+    found = disk(**keys)
+    assert found.checkpoints == checkpoints
+    assert found.parts["checkpoints"] == (checkpoints or 2) * 6 * P
+
+
+def test_the_number_of_checkpoints_is_named(disk):
+    assert ": 3 checkpoints 0.0" in str(disk(save_total_limit=2))
+    assert ": 1 checkpoint 0.0" in str(disk(save_strategy="no"))
+    assert ": 2 of an unlimited number of checkpoints 0.0" in str(disk(save_total_limit=None))
+
+
+def test_a_model_without_a_single_weight_has_a_disk_estimate(disk, tmp_path):
+    nothing = model_folder(tmp_path / "model", {**dict.fromkeys(SMALL, 0), "model_type": "qwen2", "head_dim": 8})
+    assert disk(model_name_or_path=nothing).total == 0
 
 
 def test_free_bytes_are_those_the_user_may_write(disk, tmp_path):

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import re
 import stat
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import yaml
 
+from grpo_recipes.plan import estimates
 from grpo_recipes.plan.devices import gpu_memory
 from grpo_recipes.plan.estimates import (
     GIB,
     Estimates,
     Need,
     Speed,
-    UnknownShape,
     Workload,
     estimate_memory,
     needs,
     read_model,
     suggest,
 )  # fmt: skip
+from grpo_recipes.plan.types import Names
 from grpo_recipes.recipe import read_recipe
 
 from .model_folders import model_folder
@@ -43,17 +46,17 @@ def estimate(read, planned, tmp_path):
     def estimate_it(gib, gpus=GPUS, **keys):
         recipe = read(**{**KEYS, "model_name_or_path": model, **keys})
         plan = planned(recipe=recipe, gpus=gpus)
-        return Estimates(estimate_memory(recipe, plan, gib), None, Speed(None, 0, 3600.0, None))
+        return Estimates(estimate_memory(recipe, plan, gib), None, Speed(None, 0, None, None))
 
     return estimate_it
 
 
-def fits(estimates: Estimates) -> bool:
-    return all(need.fits for need in estimates.memory.values())
+def fits(found: Estimates) -> bool:
+    return all(need.fits for need in found.memory.values())
 
 
-def fix(estimates: Estimates) -> str:
-    return next(need.fix for need in estimates.memory.values() if not need.fits)
+def fix(found: Estimates) -> str:
+    return next(need.fix for need in found.memory.values() if not need.fits)
 
 
 def test_a_shipped_size_fits_and_shows_its_parts(estimate):
@@ -121,8 +124,14 @@ def workload(read, planned, model, **keys):
 
 def test_larger_gpus_are_named_where_no_key_is_enough(read, planned, tmp_path):
     recipe, work = workload(read, planned, model_folder(tmp_path / "model"))
-    for role in ("trainer", "server"):
-        assert suggest(role, recipe, work, GIB).startswith("no key alone makes it fit; take larger GPUs, or more")
+    larger = "no key alone makes it fit; take larger GPUs"
+    assert suggest("server", recipe, work, GIB) == f"{larger} for the server"
+    for changes, more in (
+        ({}, ", or more of them with accelerator: zero3"),
+        ({"accelerator": "zero3"}, ", or more of them"),
+        ({"use_peft": True}, ""),
+    ):
+        assert suggest("trainer", recipe, Workload({**work, **changes}), GIB) == larger + more
 
 
 def test_a_server_is_split_where_one_gpu_is_too_small(read, planned, tmp_path):
@@ -146,11 +155,14 @@ def test_on_cpu_the_parts_are_told_and_nothing_is_judged(read, planned, tmp_path
     assert "weights in transit" in memory["server"].parts
 
 
-def test_a_model_that_is_not_here_is_not_guessed(estimate):
-    with pytest.raises(UnknownShape, match="grpo fetch"):
-        estimate(80, model_name_or_path="some/model")
-    unknown = Estimates({}, None, Speed(None, 0, 3600.0, None), "no config.json")
-    assert unknown.lines()[:2] == [f"{topic} not estimated: no config.json" for topic in ("memory    ", "disk      ")]
+def test_a_model_that_is_not_here_is_not_guessed(read, planned, tmp_path):
+    recipe = read(**{**KEYS, "model_name_or_path": "some/model"})
+    names = Names(tmp_path / "runs/fine-now", "fine", "fine", "now")
+    found = estimates.estimate(planned(recipe=recipe), recipe, names, 80, None)
+    plain = json.loads(json.dumps(asdict(found)))
+    assert (plain["memory"], plain["disk"]) == ({}, None) and "grpo fetch" in plain["unknown"]
+    assert plain["speed"] == {"seconds": None, "runs": 0, "walltime": None, "steps": None}
+    assert found.lines()[:2] == [f"{topic:<10} not estimated: {found.unknown}" for topic in ("memory", "disk")]
 
 
 @pytest.mark.parametrize("folder", sorted(SHIPPED))

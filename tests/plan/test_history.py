@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from grpo_recipes.plan import estimates
 from grpo_recipes.plan.estimates import find_speed
 from grpo_recipes.plan.types import Names
 
@@ -27,8 +28,8 @@ def past(planned, tmp_path):
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told))
         return folder
 
-    def speed(walltime=None, plan=plan):
-        return find_speed(plan, Names(tmp_path / "runs/fine-now", "fine", "fine", "now"), walltime)
+    def speed(walltime=None, plan=plan, name="fine"):
+        return find_speed(plan, Names(tmp_path / f"runs/{name}-now", name, name, "now"), walltime)
 
     make.speed, make.plan = speed, plan
     return make
@@ -40,7 +41,8 @@ def test_the_median_of_earlier_runs_without_their_first_step(past):
     speed = past.speed(3600)
     assert (speed.seconds, speed.runs, speed.steps) == (4.0, 3, 900)
     assert str(speed) == "4 s a step in 3 earlier runs: about 900 steps in 1:00:00"
-    assert str(past.speed()) == "4 s a step in 3 earlier runs: about 900 steps in 1:00:00"
+    assert str(past.speed()) == "4 s a step in 3 earlier runs: 900 steps an hour"
+    assert (past.speed().walltime, past.speed().steps) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +67,21 @@ def test_only_the_newest_runs_count(past):
     for seconds in (100.0, 100.0, 100.0, 1.0, 1.0, 1.0, 1.0, 1.0):
         past(seconds)
     assert (past.speed().seconds, past.speed().runs) == (1.0, 5)
+
+
+def test_of_a_longer_name_no_run_counts_or_takes_the_place_of_one(past, monkeypatch):
+    monkeypatch.setattr(estimates, "_MOST_RUNS", 2)
+    for name in ("fine", "fine-b", "fine-b", "fine-b"):
+        past(2.0 if name == "fine" else 9.0, name=name)
+    assert (past.speed().seconds, past.speed().runs) == (2.0, 1)
+    for seconds in (4.0, 4.0):
+        past(seconds)
+    assert (past.speed().seconds, past.speed().runs) == (4.0, 2)
+
+
+def test_a_name_is_no_pattern(past):
+    past(2.0, name="fine[1]")
+    assert past.speed(name="fine[1]").runs == 1
 
 
 def test_a_run_with_another_number_of_trainers_does_not_count(past):

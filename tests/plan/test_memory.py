@@ -11,6 +11,7 @@ import pytest
 from grpo_recipes.plan.estimates import GIB, UnknownShape, Workload, model_facts
 
 from .model_folders import QWEN_7B, model_folder
+from .shipped_models import SHIPPED
 
 RECORDED = Path(__file__).parents[2] / "bench/results/memory_estimate.json"
 WORK = {
@@ -85,7 +86,17 @@ def test_fsdp_shards_float32_weights():
 
 
 @pytest.mark.parametrize(
-    ("optim", "per_element"), [("sgd", 0), ("adamw_bnb_8bit", 2), ("paged_adamw_32bit", 8), ("lion_8bit", 1), ("x", 4)]
+    ("optim", "per_element"),
+    [
+        ("sgd", 0),
+        ("adamw_bnb_8bit", 2),
+        ("paged_adamw_32bit", 8),
+        ("lion_8bit", 1),
+        ("x", 4),
+        ("adamw_torch_4bit", 1),
+        ("paged_ademamix_8bit", 3),
+        ("ademamix", 6),
+    ],
 )
 def test_the_optimizer_decides_its_states(optim, per_element):
     assert parts(optim=optim).get("optimizer", 0) == per_element * P
@@ -118,7 +129,20 @@ def test_a_reference_is_a_second_model():
     ],
 )
 def test_activations_follow_batch_length_and_checkpointing(changes, direction):
-    assert (parts(**changes)["activations"] > parts()["activations"]) == (direction > 0)
+    assert (work(**changes).activations > work().activations) == (direction > 0)
+
+
+def test_queries_and_keys_that_are_normalised_head_by_head_count():
+    config, _ = SHIPPED["Qwen3-4B"]
+    with_norms, plain = (model_facts({**config, "model_type": kind}) for kind in ("qwen3", "llama"))
+    more = work(**with_norms).activations - work(**plain).activations
+    assert more == 4 * 1536 * (32 + 8) * 128 * 8  # tokens, width of queries and keys, bytes of a norm
+
+
+def test_zeros_of_a_config_are_estimated_all_the_same():
+    nothing = model_facts({**dict.fromkeys(QWEN_7B, 0), "model_type": "qwen2", "head_dim": 128})
+    assert work(**nothing).sequence_cache(100) == 0
+    assert work(**nothing).checkpoint() == 0
 
 
 def test_logits_are_a_tile_never_batch_by_sequence_by_vocabulary():
@@ -134,6 +158,13 @@ def test_the_worst_moment_of_a_step_counts():
     tiny = {"per_device_train_batch_size": 1, "sequence": 16, "completion": 8, "accelerator": "zero2", "world_size": 1}
     assert parts(**tiny)["gradients"] == 2 * (P + 500_000_000) + 4 * P
     assert "activations" not in parts(**tiny)
+
+
+def test_one_pass_a_step_has_no_gradients_beside_its_activations():
+    wide = {"per_device_train_batch_size": 64, "gradient_checkpointing": False}
+    once = parts(**wide, completions=64)
+    assert "gradients" not in once and "activations" in once
+    assert {"gradients", "activations"} <= parts(**wide, completions=128).keys()
 
 
 def test_the_file_bridge_sends_a_copy():
@@ -153,6 +184,8 @@ def test_a_server_is_split_over_its_gpus():
     assert one.server()["weights"] == 2 * P == 2 * two.server()["weights"]
     assert one.sequence_cache(100) == 2 * two.sequence_cache(100)
     assert one.sequence_cache(1) == 2 * 28 * 4 * 128 * 2
+    split = work(vllm_tensor_parallel_size=28)  # by which one GPU's part of the MLP is narrower than the model
+    assert split.server()["activations"] == 8192 * 4 * 3584 * 2
 
 
 def test_a_checkpoint_holds_the_states_of_all_processes():

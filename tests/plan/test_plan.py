@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.errors import ConfigError
+from grpo_recipes.plan import commands
 from grpo_recipes.plan.commands import base_environment
 from grpo_recipes.plan.plan import describe
 from grpo_recipes.plan.types import Process
@@ -51,6 +52,12 @@ def test_the_first_gpus_serve_and_the_rest_train(planned, option, gpus, parallel
     assert option(plan.process("trainer").argv, "--num_processes") == str(len(trainers))
     assert ("--tensor-parallel-size" in plan.process("server").argv) == (parallel > 1)
     assert plan.unused_gpus == ()
+
+
+def test_an_environment_without_trl_is_refused(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"trl is not installed\. Fix: run make setup"):
+        commands.accelerate_file("zero2", {})
 
 
 def test_one_gpu_means_colocate_without_a_server(planned, option):

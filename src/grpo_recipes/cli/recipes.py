@@ -219,6 +219,8 @@ def _failure(name: str, failure: Try) -> str:
 def plan(options: argparse.Namespace) -> int:
     """Print what a launch would start, on this machine or another one."""
     resources, gpus, gib = find_resources(os.environ), options.gpus, options.gpu_memory
+    if options.nodes > 1 and gpus is None:
+        raise config_error("--nodes", "says nothing about the GPUs of a node", "add --gpus 8")
     fewest = 1 if options.nodes > 1 else 0
     if not 1 <= options.nodes <= _MOST or not fewest <= (gpus or 0) <= _MOST:
         what = f"{gpus or 0} GPUs on {options.nodes} nodes is not a machine to plan for"
@@ -237,7 +239,7 @@ def plan(options: argparse.Namespace) -> int:
     made = make_plan(recipe, resources, os.environ, names, assets)
     if gib is None and gpus is None:
         gib = gpu_memory(os.environ)
-    end = job_end_time(os.environ)
+    end = None if options.time else job_end_time(os.environ)
     left = None if end is None else max(0.0, end - time.time())
     seconds = left if options.time is None else walltime_seconds(options.time)
     takes = estimate(made, recipe, names, gib, seconds)

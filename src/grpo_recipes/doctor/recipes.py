@@ -86,11 +86,10 @@ def space(case: Case) -> Finding:
     disk = case.estimates.disk
     if disk is None:
         return ok(f"not estimated: {case.estimates.unknown}")
-    what = f"about {gigabytes(disk.total)} for checkpoints and the model, {gigabytes(disk.available or 0)} free"
+    what = f"about {gigabytes(disk.total)} for {disk.many} and the model, {gigabytes(disk.available or 0)} free"
     full = f"make room, or write {disk.fix}"
     endless = "write save_total_limit: 2: without it the disk fills with every save_steps"
-    unlimited = case.recipe["save_total_limit"] is None
-    findings = [judge(what, (not disk.fits, PROBLEM, full), (unlimited, WARNING, endless))]
+    findings = [judge(what, (not disk.fits, PROBLEM, full), (disk.checkpoints is None, WARNING, endless))]
     if case.plan.bridge == "file":
         folder = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else case.temporary
         free = shutil.disk_usage(folder).free

@@ -86,10 +86,13 @@ def prepare(
     names, sources = names_of(recipe), find_assets(recipe, environment)
     plan = make_plan(recipe, resources, environment, names, sources)
     estimates = estimate(plan, recipe, names, profile.gpu_memory_gib, walltime_seconds(profile.time))
-    for role, need in estimates.memory.items():
-        if not need.fits:
-            fix = f"{need.fix}; or leave gpu_memory_gib out of {profile.name}.yaml to submit it all the same"
-            raise config_error(shown(plan.recipe), f"the run does not fit: the {role} needs {need.size}", fix)
+    anyway = f"or leave gpu_memory_gib out of {profile.name}.yaml to submit it all the same"
+    if larger := [
+        Problem(shown(plan.recipe), f"the run does not fit: the {role} needs {need.size}", f"{need.fix}; {anyway}")
+        for role, need in estimates.memory.items()
+        if not need.fits
+    ]:
+        raise ConfigError(*larger)
     need_room(recipe, plan, names.run_dir)
     if profile.internet:
         need_wandb_route(recipe, environment)

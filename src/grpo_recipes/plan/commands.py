@@ -323,5 +323,6 @@ def accelerate_file(accelerator: str, environment: Mapping[str, str]) -> str:
             raise config_error("CONFIG_FILE", what, "unset it, or name an existing file")
         return str(Path(given).absolute())
     trl = importlib.util.find_spec("trl")
-    assert trl is not None and trl.origin is not None  # ``environment_device`` refuses an environment without it
+    if trl is None or trl.origin is None:
+        raise config_error("environment", "trl is not installed", "run make setup")
     return str(Path(trl.origin).with_name("accelerate_configs") / f"{ACCELERATE_FILES[accelerator]}.yaml")

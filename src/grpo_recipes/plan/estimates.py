@@ -8,6 +8,7 @@ measured the constants of a GPU run, so an estimate for GPUs is a guide and no p
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import statistics
 from collections.abc import Iterator, Mapping
@@ -57,7 +58,8 @@ _LENGTH_STEP, _SHARES = 128, 20  # tokens, and parts of a GPU, in which a sugges
 _SHARING_MORE = {"ddp": ("zero2", "zero3"), "zero2": ("zero3",)}
 
 _TAIL_BYTES = 1 << 18  # of metrics.jsonl: some hundred steps are enough for a median
-_MOST_ALIKE = 5  # newest of the earlier runs that are like this one
+_MOST_RUNS = 200  # newest earlier runs of a name that are looked at
+_MOST_ALIKE = 5  # newest of those that are like this one
 _WARM_UP_STEPS = 1  # the first step of a run compiles and fills caches
 _ALIKE = ("task", "model", "flavour", "mode", "completions", "world_size", "tokens")  # of a plan and its batch
 
@@ -83,6 +85,7 @@ def model_facts(config: Mapping[str, Any]) -> Facts:
     return {
         "hidden": hidden, "intermediate": intermediate, "layers": layers, "heads": heads, "kv_heads": kv_heads,
         "queries": queries, "keys": keys,  # widths of all heads, of queries and of keys
+        "head_norms": queries + keys if kind == "qwen3" else 0,  # width of what is normalised head by head
         "layer": layer, "embedding": embedding, "parameters": layers * layer + ends + hidden,  # elements
         "vocabulary": words, "positions": positions, "saved": config.get("dtype") or config.get("torch_dtype"),
     }  # fmt: skip
@@ -180,10 +183,11 @@ class Workload(dict[str, Any]):
         """The optimizer's states, with DeepSpeed also the float32 weights that it updates."""
         name = self["optim"].removeprefix("paged_")
         states = 0 if name in ("adafactor", "sgd") else 1 if name.startswith(("lion", "adagrad", "rmsprop")) else 2
+        states += name.startswith("ademamix")  # which has three
         plain = 4 if self.zero else self.trained_element
-        size = 1 if "8bit" in name or "4bit" in name else 4 if "32bit" in name else plain
+        size = 0.5 if "4bit" in name else 1 if "8bit" in name else 4 if "32bit" in name else plain
         master = 4 if self.zero and self["low"] else 0
-        return (states * size + master) * self.trained // self.shards
+        return int((states * size + master) * self.trained) // self.shards
 
     @property
     def activations(self) -> int:
@@ -191,7 +195,7 @@ class Workload(dict[str, Any]):
         computed, element = self.computed, self.element
         tokens = self["per_device_train_batch_size"] * self["sequence"]
         # A norm saves its input in float32, the normalised input and its output.
-        norms = 2 * self["hidden"] * (4 + 2 * element)
+        norms = (2 * self["hidden"] + self["head_norms"]) * (4 + 2 * element)
         attention = 4 * self["queries"] * computed  # query, key and value repeated for each head, and the output
         scores = 2 * self["heads"] * self["sequence"] * computed if self["attn_implementation"] == "eager" else 0
         layer = tokens * (norms + attention + scores + 4 * self["intermediate"] * computed)
@@ -224,7 +228,10 @@ class Workload(dict[str, Any]):
         # DeepSpeed's step makes its own float32 copy of the gradients.
         flat = 4 * self.trained // self["world_size"] if self.zero and self["low"] else 0
         passing = {"activations": self.activations, "output layer": self.output_layer}
-        moments = [passing | {"gradients": gradients}, {"gradients": gradients + flat}]
+        # Gradients of the passes before are still there; on CPU the C library's heap keeps most of what a pass freed.
+        more_passes = self["completions"] > self["per_device_train_batch_size"]
+        beside = {"gradients": gradients} if on_cpu or more_passes else {}
+        moments = [passing | beside, {"gradients": gradients + flat}]
         if self["mode"] == "transformers":
             moments.append({"KV cache": self["completions"] * self.sequence_cache(self["sequence"])})
         if on_cpu and self["bridge"] == "file":
@@ -242,14 +249,15 @@ class Workload(dict[str, Any]):
         parts = {"libraries": _SERVER_IMPORTS if on_cpu else _CUDA_CONTEXT + _CUDA_GRAPHS, "weights": weights,
                  "output layer": 3 * _SEQUENCES[self["device"]] * self["vocabulary"] * 4}  # fmt: skip
         if not on_cpu:
-            widest = 2 * self["intermediate"] // self["vllm_tensor_parallel_size"] + 3 * self["hidden"]
+            mlp = 2 * self["intermediate"] // self["vllm_tensor_parallel_size"]
+            widest = max(mlp, self["hidden"]) + 3 * self["hidden"]
             return parts | {"activations": _BATCHED_TOKENS * widest * self.element}
         transit = {"weights in transit": weights} if self["bridge"] == "file" else {}
         return parts | {"KV cache": CPU_KV_CACHE_GIB * GIB} | transit
 
     def sequence_cache(self, length: int) -> int:
         """Return the KV cache that one sequence of ``length`` tokens takes on one of the server's GPUs."""
-        keys = max(self["keys"] // self["kv_heads"], self["keys"] // self["vllm_tensor_parallel_size"])
+        keys = max(self["keys"] // max(1, self["kv_heads"]), self["keys"] // self["vllm_tensor_parallel_size"])
         return length * 2 * self["layers"] * keys * self.element
 
     def checkpoint(self) -> int:
@@ -266,7 +274,7 @@ def in_gib(size: int) -> str:
 
 @dataclass(frozen=True)
 class Need:
-    """What must find room, in bytes: at its peak on one GPU, on CPU in the machine's memory, or in all on the disk."""
+    """The bytes of one role's peak on a GPU or in the machine's memory, or of all that a run writes to disk."""
 
     parts: Parts
     available: int | None  # None where that is not known
@@ -289,6 +297,21 @@ class Need:
 
     def __str__(self) -> str:
         return f"{self.size}: " + ", ".join(f"{name} {in_gib(size)}" for name, size in self.parts.items())
+
+
+@dataclass(frozen=True)
+class Disk(Need):
+    """What a run writes to disk."""
+
+    checkpoints: int | None = None  # most at a time, None where nothing limits them
+
+    @property
+    def many(self) -> str:
+        """The number of checkpoints that are counted, in words."""
+        return f"{self.checkpoints or '2 of an unlimited number of'} checkpoint{'' if self.checkpoints == 1 else 's'}"
+
+    def __str__(self) -> str:
+        return super().__str__().replace("checkpoints", self.many)
 
 
 def estimate_memory(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> dict[str, Need]:
@@ -322,7 +345,12 @@ def suggest(role: str, recipe: Recipe, work: Workload, gpu: int | None) -> str:
         roles = needs(Workload({**work, **change}), gpu)
         if roles[role].fits and (work["mode"] != "colocate" or roles["server"].fits):
             return " and ".join(f"{key}: {str(value).lower()}" for key, value in change.items())
-    return "no key alone makes it fit; take larger GPUs, or more of them with accelerator: zero3"
+    larger = "no key alone makes it fit; take larger GPUs"
+    if role == "server":
+        return f"{larger} for the server"
+    if work["use_peft"]:
+        return larger
+    return f"{larger}, or more of them{'' if work['accelerator'] == 'zero3' else ' with accelerator: zero3'}"
 
 
 def _changes(role: str, recipe: Recipe, work: Workload) -> Iterator[Facts]:
@@ -350,7 +378,7 @@ def _changes(role: str, recipe: Recipe, work: Workload) -> Iterator[Facts]:
     yield {"use_peft": True, **({"accelerator": "zero2"} if work["accelerator"] in ("zero3", "fsdp2") else {})}
 
 
-def estimate_disk(recipe: Recipe, plan: Plan, run_dir: Path) -> Need:
+def estimate_disk(recipe: Recipe, plan: Plan, run_dir: Path) -> Disk:
     """Estimate what a run of this plan writes at most, without a limit two checkpoints of it, and the room for it.
 
     ``run_dir`` need not exist; what a resumed run has written there counts as room. UnknownShape as for the memory.
@@ -365,13 +393,14 @@ def estimate_disk(recipe: Recipe, plan: Plan, run_dir: Path) -> Need:
         counts = [1]  # a stopped run saves all the same
     elif steps > 0 and recipe["save_strategy"] == "steps" and every >= 1:
         counts.append(max(1, -(-steps // int(every))))
-    parts, free = {"checkpoints": checkpoint * min(counts, default=2), "model": model}, None
+    most, free = min(counts, default=None), None
     there = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.is_dir())
     with contextlib.suppress(OSError):
         disk = os.statvfs(there)
         written = [path for name in ("checkpoints", "model") for path in (run_dir / name).rglob("*") if path.is_file()]
         free = disk.f_bavail * disk.f_frsize + sum(path.stat().st_size for path in written)
-    need, room = Need(parts, free), ((free or 0) - model) // checkpoint - 1  # one more is written before one goes
+    need = Disk({"checkpoints": checkpoint * (most or 2), "model": model}, free, checkpoints=most)
+    room = ((free or 0) - model) // max(1, checkpoint) - 1  # one more is written before one goes
     least = f"run_root: a folder with {in_gib(2 * checkpoint + model)} GiB free, and save_total_limit: 1"
     return need if need.fits else replace(need, fix=f"save_total_limit: {room}" if room >= 1 else least)
 
@@ -391,20 +420,23 @@ class Speed:
 
     seconds: float | None  # median of an optimizer step, None without an earlier run
     runs: int  # how many were counted
-    walltime: float  # seconds of the time limit; an hour where it is not known
+    walltime: float | None  # seconds of the time limit, None where there is none
     steps: int | None  # optimizer steps within it
 
     def __str__(self) -> str:
         if self.seconds is None:
             return "no earlier run in run_root with this name, model, batch and number of trainers"
         pace = f"{self.seconds:.3g} s a step in {self.runs} earlier run{'s' if self.runs > 1 else ''}"
+        if self.walltime is None:
+            return f"{pace}: {3600 / self.seconds:,.0f} steps an hour"
         return f"{pace}: about {self.steps:,} steps in {clock(self.walltime)}"
 
 
 def find_speed(plan: Plan, names: Names, walltime: float | None = None) -> Speed:
     """Return the speed of the newest earlier runs of this name, beside the run directory, on as many devices."""
     now, medians = _kind(plan.as_json()), list[float]()
-    for folder in sorted(names.run_dir.parent.glob(f"{names.run}-*"), reverse=True):  # by their timestamps
+    folders = names.run_dir.parent.glob(f"{glob.escape(names.run)}-[0-9]*")  # "fine", not "fine-more"
+    for folder in sorted(folders, reverse=True)[:_MOST_RUNS]:  # by their timestamps
         with contextlib.suppress(ConfigError, OSError, ValueError):  # files of a run are the user's to edit
             run = Run(folder)
             alike = run.identity.get("run_name") == names.run and _kind(run.plan) == now
@@ -414,8 +446,9 @@ def find_speed(plan: Plan, names: Names, walltime: float | None = None) -> Speed
                 medians.append(statistics.median(known))
         if len(medians) == _MOST_ALIKE:
             break
-    median, limit = statistics.median(medians) if medians else None, 3600.0 if walltime is None else walltime
-    return Speed(median, len(medians), limit, int(limit / median) if median else None)
+    median = statistics.median(medians) if medians else None
+    steps = None if median is None or walltime is None else int(walltime / median)
+    return Speed(median, len(medians), walltime, steps)
 
 
 def _kind(plan: Mapping[str, Any]) -> list[Any]:
@@ -429,7 +462,7 @@ class Estimates:
     """What the processes of a plan hold at their peak, what the run writes, and how fast earlier runs were."""
 
     memory: Mapping[str, Need]  # trainer: one process; server: one of its GPUs, on CPU all its processes
-    disk: Need | None
+    disk: Disk | None
     speed: Speed
     unknown: str = ""  # why memory and disk are not estimated
 
