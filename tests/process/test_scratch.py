@@ -308,6 +308,30 @@ def test_what_cannot_be_removed_is_named_and_tried_again(node, dead, monkeypatch
     assert left.disk.name in remove_dead_scratch(node) and not left.disk.exists()
 
 
+@pytest.mark.parametrize("step", ["size_of", "remove_segments"])
+def test_a_folder_that_fails_keeps_no_other_from_its_removal(node, dead, monkeypatch, step):
+    first, second = sorted((dead(), dead()), key=lambda left: left.disk.name)
+    real = getattr(scratch, step)
+
+    def fake_failing(folder: Path) -> int | None:
+        if folder == first.disk:
+            raise FileNotFoundError(folder)
+        return real(folder)
+
+    monkeypatch.setattr(scratch, step, fake_failing)
+    said = remove_dead_scratch(node)
+    assert second.disk.name in said and said.endswith(f"; could not remove {first.disk}")
+    assert first.disk.is_dir() and not second.disk.exists()
+    assert not first.memory.exists() and not second.memory.exists()
+
+
+def test_whether_a_folder_is_in_use_is_asked_while_its_lock_is_held(node, dead, monkeypatch):
+    left, held = dead(), []
+    monkeypatch.setattr(scratch, "names_in_use", lambda names: held.append(is_held(left.disk)) or set(names))
+    assert remove_dead_scratch(node) == "" and left.token.exists() and left.memory.is_dir()
+    assert held[0], "its disk folder comes first"
+
+
 def test_the_removal_takes_a_bounded_time_and_never_fails_the_launch(node, dead, monkeypatch):
     left = dead()
     monkeypatch.setattr(scratch, "_MOST_SECONDS", -1.0)
@@ -316,6 +340,7 @@ def test_the_removal_takes_a_bounded_time_and_never_fails_the_launch(node, dead,
     def fake_no_descriptors(*_: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
+    monkeypatch.setattr(scratch, "_MOST_SECONDS", 20.0)
     monkeypatch.setattr(scratch, "names_in_use", fake_no_descriptors)
     assert "could not look for scratch that dead runs left" in remove_dead_scratch(node) and left.token.exists()
 
@@ -384,7 +409,6 @@ def test_what_a_killed_run_left_is_removed_with_its_scratch(tmp_path, made, chil
     assert len(left) == 2 and all(path.exists() for path in left), "a SIGKILL left nothing: is the record of use?"
     remove_segments(made.memory)
     assert not any(path.exists() for path in left) and foreign.exists()
-    remove_segments(made.memory)
 
 
 def test_the_end_of_a_run_removes_what_its_killed_server_left(tmp_path, made, child):
@@ -473,6 +497,26 @@ def test_without_shared_memory_nothing_is_recorded(tmp_path, monkeypatch):
     recorder.look()
     remove_segments(tmp_path / "memory")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_look_that_fails_is_made_up_for_by_the_next(made, monkeypatch):
+    def fake_no_descriptors(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(scratch, "_LOOK_SECONDS", 0)
+    recorder = scratch.SegmentRecorder(made.memory)
+    maker = subprocess.Popen([sys.executable, "-c", MAKER, str(made.disk / "names")])
+    try:
+        names_in(made.disk / "names")
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "scandir", fake_no_descriptors)
+            recorder.look()
+        assert not (made.memory / ".segments").exists()
+        recorder.look()
+        wait_for_record(made, 2)
+    finally:
+        maker.terminate()
+        maker.wait()
 
 
 def test_segments_and_a_record_that_cannot_be_touched_fail_nothing(made, tmp_path, monkeypatch):

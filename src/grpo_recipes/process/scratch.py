@@ -93,16 +93,19 @@ def remove_dead_scratch(environment: Mapping[str, str]) -> str:
     failed = []
     try:
         found = [folder for root in roots for folder in sorted(root.glob("grpo-*"))]
-        used = names_in_use(folder.name for folder in found)
-        for folder in (folder for folder in found if folder.name not in used):
+        for folder in found:
+            size = 0
             with contextlib.ExitStack() as held:
                 if not _lock_dead(folder, held):
                     continue
                 if time.monotonic() > deadline:
                     failed.append("more is left for the next launch")
                     break
-                size = size_of(folder)
-                _remove(folder)
+                if names_in_use([folder.name]):  # asked under the lock: its launcher may have died a moment ago
+                    continue
+                with contextlib.suppress(OSError):
+                    size = size_of(folder)
+                    _remove(folder)
             if folder.exists():
                 failed.append(f"could not remove {folder}")
             else:
@@ -195,7 +198,7 @@ def _boot() -> str:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder and the segments it records, its marker last and only where nothing else could not be removed.
+    """Remove a folder and the segments it records, its marker last, and only when everything else is gone.
 
     The next launch then knows what is left.
     """
