@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -311,6 +313,28 @@ def test_publishing_reads_back_only_what_it_has_no_digest_of(tmp_path, monkeypat
     assert sorted(read) == ["empty", "model.safetensors", "trainer_state.json"]
     monkeypatch.undo()
     assert verified_checkpoint(tmp_path, refuse_to_speak) == tmp_path / "checkpoint-5"
+
+
+def test_a_disk_that_fails_ends_a_save_at_once_and_leaves_nothing_open(tmp_path, monkeypatch):
+    staged, read = stage(tmp_path, 5), []
+    for number in range(60):
+        (staged / f"more-{number}").touch()
+
+    def fake_slow_digest(path: Path) -> str:
+        read.append(path)
+        time.sleep(0.05)
+        return ""
+
+    def fake_failing_disk(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(checkpoints, "digest_of", fake_slow_digest)
+    monkeypatch.setattr(os, "fsync", fake_failing_disk)
+    opened = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="Input/output error"):
+        publish(staged, tmp_path, 5, 2)
+    assert len(read) < 20 and len(os.listdir("/proc/self/fd")) == opened
+    assert not (tmp_path / "checkpoint-5").exists()
 
 
 # --- what a resume reads of a run directory ------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ def _differences(folder: Path, names: Iterable[str], digests: Mapping[str, str])
 
 
 def with_checksum(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a JSON object with a digest of its other keys: the same object where it has the right one."""
+    """Return a JSON object with a digest of its other keys; it equals ``content`` where that has the right one."""
     others = {key: value for key, value in content.items() if key != CHECKSUM}
     return {**others, CHECKSUM: new_digest(json.dumps(others, sort_keys=True).encode()).hexdigest()}
 
@@ -81,7 +81,8 @@ def publish(staged: Path, folder: Path, step: int, world_size: int, digests: Map
     files = {str(path.relative_to(staged)): path.stat().st_size for path in paths}
     known = {name: digest for name, digest in (digests or {}).items() if name in files}
     unknown = [name for name in files if name not in known]
-    with _threads() as pool:
+    with _threads() as pool, ExitStack() as ended:
+        ended.callback(pool.shutdown, cancel_futures=True)  # a disk that fails ends the save at once
         read = pool.map(digest_of, [staged / name for name in unknown])  # from the page cache
         for path in paths:
             flush(path)
@@ -99,8 +100,9 @@ def publish(staged: Path, folder: Path, step: int, world_size: int, digests: Map
 def flush(path: Path) -> None:
     """Have the system write a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    with ExitStack() as opened:
+        opened.callback(os.close, descriptor)
+        os.fsync(descriptor)
 
 
 def _marker(checkpoint: Path) -> dict[str, Any] | None:
