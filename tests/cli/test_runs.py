@@ -177,6 +177,21 @@ def test_a_damaged_run_directory_is_told_and_hides_no_other(folder, capsys, file
     assert f"wrong-stamp  damaged: {file}" in table and "right-stamp  completed" in table
 
 
+def test_a_recipe_that_is_not_a_mapping_is_told(folder, capsys) -> None:
+    run = made(folder, status="completed", steps=12)
+    (run.folder / "recipe.yaml").write_text("- a\n")
+    assert "recipe.yaml: is damaged (not a YAML mapping)" in said(capsys, "status", "last", code=2)
+
+
+def test_a_row_that_is_not_text_and_a_process_without_a_role_end_in_no_traceback(folder, capsys) -> None:
+    run = made(folder)
+    write_json(run.folder / "plan.json", {"processes": [{}]})
+    assert "state    lost" in said(capsys, "status", "last")
+    (run.folder / "metrics.jsonl").write_bytes(b"\xff\xfe\n")
+    assert "metrics.jsonl: is damaged (no row" in said(capsys, "status", "last", code=2)
+    assert "damaged: metrics.jsonl" in said(capsys, "status")
+
+
 def test_a_run_whose_identity_is_damaged_is_shown_and_stopped_all_the_same(folder, capsys) -> None:
     run = made(folder)
     (run.folder / "run.json").write_text("{")
@@ -238,6 +253,17 @@ def test_the_table_has_a_line_a_run_the_newest_first(folder, capsys) -> None:
     assert head.split() == ["run", "state", "job", "step", "reward", "left"]
     assert first.split() == ["new-stamp", "failed"]
     assert second.split() == ["old-stamp", "completed", "3/10", "0.500"]
+
+
+def test_a_resumed_run_is_on_top_of_the_table(folder, capsys) -> None:
+    for age, name in enumerate(("old", "new", "resumed")):
+        run = made(folder, name, "completed")
+        os.utime(run.folder / "run.json", (1000 - age, 1000 - age))
+        os.utime(run.folder / "summary.json", (2000 + age, 2000 + age))
+    (folder / "runs/old-stamp/summary.json").unlink()
+    names = [line.split()[0] for line in said(capsys, "status").splitlines()]
+    assert names == ["run", "resumed-stamp", "new-stamp", "old-stamp"]
+    assert said(capsys, "status", "last").startswith("run      runs/old-stamp\n"), "last is what was launched last"
 
 
 def test_logs_shows_the_last_lines_and_masks_secrets(folder, capsys) -> None:

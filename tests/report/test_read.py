@@ -87,6 +87,27 @@ def test_a_damaged_file_is_named(tmp_path: Path, file: str) -> None:
         write_report(folder)
 
 
+@pytest.mark.parametrize("text", ["- a\n", "a text\n", "7\n"])
+def test_a_recipe_that_is_not_a_mapping_is_damaged(tmp_path: Path, text: str) -> None:
+    folder = make_run(tmp_path, steps=1)
+    (folder / "recipe.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"recipe.yaml: is damaged \(not a YAML mapping\)"):
+        write_report(folder)
+
+
+@pytest.mark.parametrize("benchmarks", [["a"], {"a": None}, {"a": 0.5}])
+def test_parts_of_another_kind_are_left_out(tmp_path: Path, benchmarks: object) -> None:
+    folder = make_run(tmp_path, steps=2, summary={"benchmarks": benchmarks})
+    rows = [
+        {"step": 1, "rewards": 5, "samples": [7, {"completion": "without a prompt"}, None]},
+        {"step": 2, "rewards": [0.5], "samples": 7},
+    ]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = read_run(folder)
+    assert [list(row.rewards) for row in run.scored] == [[], [0.5]] and run.benchmarks == {}
+    assert "without a prompt" in write_report(folder).read_text()
+
+
 def test_a_folder_without_identity_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a run directory"):
         read_run(tmp_path)

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import re
+import socket
 import stat
 import threading
 from pathlib import Path
@@ -23,6 +24,7 @@ from grpo_recipes.runs.rundir import (
     claim,
     find_run,
     finish_summary,
+    launcher_of,
     move_rows_after,
     new_run,
     read_json,
@@ -186,6 +188,16 @@ def test_a_run_directory_is_claimed_once_and_free_again_afterwards(tmp_path: Pat
 
     os.close(held)
     os.close(claim(run))
+
+
+def test_a_launch_that_has_not_named_itself_is_said(tmp_path: Path) -> None:
+    for make in (Path.exists, Path.touch):  # no lock file, and one without a word
+        make(tmp_path / "lock")
+        with pytest.raises(ConfigError, match=r"has not named itself yet\. Fix: try again"):
+            launcher_of(tmp_path)
+    held = claim(Run(tmp_path))
+    assert launcher_of(tmp_path) == (socket.gethostname(), os.getpid())
+    os.close(held)
 
 
 def test_looking_at_the_lock_keeps_no_launch_out(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import signal
@@ -232,7 +233,7 @@ def _state(run: Run, job: Job | None) -> tuple[str, bool]:
     option("which", nargs="?", metavar="RUN", help=f"{_RUN_HELP}; without it a table of all in RUN_ROOT"),
 )
 def status(options: argparse.Namespace) -> int:
-    """Print the state of a run, or a table of the runs in RUN_ROOT, the newest first."""
+    """Print the state of a run, or a table of the runs in RUN_ROOT, first the one whose summary was written last."""
     if options.which is None:
         _print_runs()
         return 0
@@ -258,8 +259,8 @@ def status(options: argparse.Namespace) -> int:
 
 
 def _print_runs() -> None:
-    """Print a table of the runs in RUN_ROOT."""
-    runs = runs_in(_run_root())
+    """Print a table of the runs in RUN_ROOT, first the one whose summary was written last: a resume moves it up."""
+    runs = sorted(runs_in(_run_root()), key=_written, reverse=True)
     if not runs:
         print(f"grpo: there is no run in {shown(_run_root())}")
         return
@@ -274,6 +275,14 @@ def _print_runs() -> None:
         except ConfigError as error:
             rows.append((run.folder.name, f"damaged: {Path(error.problems[0].where).name}", "", "", "", ""))
     print(*aligned(rows), sep="\n")
+
+
+def _written(run: Run) -> float:
+    """Return when a run's summary was written last; where it has none yet, when the run was made."""
+    for name in ("summary.json", "run.json"):
+        with contextlib.suppress(OSError):
+            return (run.folder / name).stat().st_mtime
+    return 0.0  # removed meanwhile
 
 
 def _progress(run: Run, over: bool) -> tuple[str, str, str]:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -135,9 +134,9 @@ def _completions(run: RunRecord) -> list[Markup]:
     """Return sampled completions of steps spread over the run, the first and the last among them."""
     last, steps = len(run.scored) - 1, []
     chosen = {round(index * last / (_MOST_STEPS - 1)) for index in range(_MOST_STEPS)}
-    for place, (scored, row) in enumerate(scored_rows(run.folder / "samples.jsonl")):
-        if place in chosen and row.get("samples"):
-            groups = [(prompt, list(members)) for prompt, members in groupby(row["samples"], itemgetter("prompt"))]
+    for place, (scored, samples) in enumerate(scored_rows(run.folder / "samples.jsonl")):
+        if place in chosen and samples:
+            groups = [(prompt, list(members)) for prompt, members in groupby(samples, lambda one: one.get("prompt"))]
             steps.append(fragment("completions.html.j2", "step", scored, groups, place == last))
     return steps
 

@@ -76,7 +76,9 @@ class RunRecord(Run):
     @property
     def benchmarks(self) -> dict[str, dict[str, Any]]:
         """Name -> scores, in the summary."""
-        return self.summary.get("benchmarks") or {}
+        given = self.summary.get("benchmarks")
+        pairs = given.items() if isinstance(given, dict) else ()
+        return {name: scores for name, scores in pairs if isinstance(scores, dict)}
 
     @functools.cached_property
     def outcome(self) -> Outcome:
@@ -148,8 +150,10 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
             yield from (json_mapping(line) or {} for line in file if line.endswith(b"\n") and line.strip())
 
 
-def scored_rows(path: Path) -> Iterator[tuple[Scored, dict[str, Any]]]:
-    """Yield the rewards of each row of ``samples.jsonl``, and the row."""
+def scored_rows(path: Path) -> Iterator[tuple[Scored, list[dict[str, Any]]]]:
+    """Yield the rewards of each row of ``samples.jsonl``, and its samples."""
     for row in read_rows(path):
         if isinstance(row.get("step"), int):
-            yield Scored(row["step"], array("d", known(map(number, row.get("rewards") or ())))), row
+            rewards, samples = (row[key] if isinstance(row.get(key), list) else [] for key in ("rewards", "samples"))
+            scored = Scored(row["step"], array("d", known(map(number, rewards))))
+            yield scored, [sample for sample in samples if isinstance(sample, dict)]

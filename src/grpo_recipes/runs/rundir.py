@@ -78,12 +78,15 @@ class Run:
     def recipe(self) -> dict[str, Any]:
         """The keys given in ``recipe.yaml``."""
         path = self.folder / "recipe.yaml"
-        damaged = config_error(shown(path), "is damaged (not YAML)", _REPAIR)
+        damaged = config_error(shown(path), "is damaged (not a YAML mapping)", _REPAIR)
         with translate((yaml.YAMLError, RecursionError), lambda _: damaged):
-            return (yaml.safe_load(path.read_text(errors="replace")) if path.is_file() else None) or {}
+            given = (yaml.safe_load(path.read_text(errors="replace")) if path.is_file() else None) or {}
+        if not isinstance(given, dict):
+            raise damaged
+        return given
 
     def value(self, key: str) -> Any:
-        """Return a key's value in this run: as planned, as given, or its default."""
+        """Return a key's value in this run: as planned, as given, or its default; None for a key without one."""
         planned = self.plan.get("batch", {}).get("per_device") if key == "per_device_train_batch_size" else None
         return self.recipe.get(key, catalogue().get(key, {}).get("default")) if planned is None else planned
 
@@ -103,7 +106,7 @@ class Run:
     @functools.cached_property
     def logs(self) -> dict[str, Path]:
         """The logs of the last attempt that are still there: ``server``, ``trainer``, ``slurm.out``, ``slurm.err``."""
-        named = {process["role"]: process["log"] for process in self.plan.get("processes", [])}
+        named = {process.get("role"): process.get("log", "") for process in self.plan.get("processes", [])}
         if job := self.job_id:
             named |= {f"slurm.{end}": f"logs/slurm_{job}.{end}" for end in ("out", "err")}
         # A name is relative to where the launch was started, which only a Slurm job notes.
@@ -247,9 +250,16 @@ def claim(run: Run) -> int:
 
 
 def launcher_of(folder: Path) -> tuple[str, int]:
-    """Return host and pid of the launch that claimed the run directory last; it lives while the lock is held."""
-    host, pid = (folder / "lock").read_text().split()
-    return host, int(pid)
+    """Return host and pid of the launch that claimed the run directory last; it lives while the lock is held.
+
+    Raise ConfigError where the launch has not written them yet.
+    """
+    path = folder / "lock"
+    words = path.read_text().split() if path.is_file() else []
+    if len(words) != 2:
+        what = "its launcher has just begun and has not named itself yet"
+        raise config_error(shown(folder), what, "try again")
+    return words[0], int(words[1])
 
 
 def stop_file(folder: Path) -> Path:
@@ -368,7 +378,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def _lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
     """Return each whole line with its newline, and the row that it is."""
     found = []
-    for line in path.read_text().split("\n")[:-1] if path.exists() else ():
+    for line in path.read_text(errors="replace").split("\n")[:-1] if path.exists() else ():
         row = json_mapping(line)
         if line and (row is None or not isinstance(row.get("step"), int)):
             raise config_error(shown(path), f"is damaged (no row: '{line[:40]}')", _REPAIR)
