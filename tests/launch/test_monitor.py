@@ -122,6 +122,7 @@ def test_phases_are_read_by_rank(tmp_path):
     (tmp_path / "processes").mkdir()
     for rank in (10, 2):
         write_json(tmp_path / f"processes/phase_{rank}.json", {"phase": "score", "since": 1.5, "step": rank})
+    (tmp_path / "processes/phase_3.json").touch()  # as a full disk leaves it
     assert read_phases(tmp_path) == [Phase(2, "score", 2, 1.5), Phase(10, "score", 10, 1.5)]
 
 
