@@ -75,6 +75,7 @@ def at(machine, home: Path):
 def test_the_token_of_the_hub_in_the_environment(at):
     found = environment.hub_token(at(HF_TOKEN=TOKEN))
     assert found.status == "ok" and found.value == "HF_TOKEN is set"
+    assert environment.hub_token(at(HUGGING_FACE_HUB_TOKEN=TOKEN)).value == "HUGGING_FACE_HUB_TOKEN is set"
     for wrong in (f"{TOKEN}\n", f'"{TOKEN}"', "please"):
         found = environment.hub_token(at(HF_TOKEN=wrong))
         assert found.status == "warning" and "no tokens like it" in found.value
@@ -154,6 +155,7 @@ def test_wandb_is_asked_for_a_recipe_that_reports_to_it_alone(at, read, serve, c
     found = environment.wandb(at(recipe, WANDB_BASE_URL=closed, WANDB_API_KEY=key))
     assert found.status == "problem" and "WANDB_MODE=offline" in found.fix
     assert environment.wandb(at(recipe, WANDB_BASE_URL=closed, WANDB_MODE="offline")).status == "ok"
+    assert environment.wandb(at(recipe, WANDB_BASE_URL=closed, WANDB_MODE="online")).status == "problem"
     assert environment.wandb(at(recipe, WANDB_BASE_URL=serve(Answering), WANDB_API_KEY=key)).status == "ok"
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from grpo_recipes.doctor import hardware
 from grpo_recipes.doctor.examine import Machine, NoAnswer
-from grpo_recipes.errors import ConfigError
 
 UUIDS = ["GPU-11111111-aaaa-bbbb-cccc-000000000001", "GPU-22222222-aaaa-bbbb-cccc-000000000002"]
 NAME = "NVIDIA A100-SXM4-80GB"
@@ -88,8 +87,10 @@ def test_cuda_visible_devices_cuts_the_gpus_down(fake_nvidia_smi, cuda_machine):
     one = hardware.gpus(cuda_machine(CUDA_VISIBLE_DEVICES="1"))
     assert one.status == "ok" and one.value.startswith("1 visible of 2 (CUDA_VISIBLE_DEVICES=1)")
     assert hardware.gpus(cuda_machine(CUDA_VISIBLE_DEVICES="")).status == "problem"
-    with pytest.raises(ConfigError, match="this machine has no GPU '5'"):
-        hardware.gpus(cuda_machine(CUDA_VISIBLE_DEVICES="5"))
+    fake_nvidia_smi(row(0, ecc="3", driver="450.1"), row(1))
+    found = hardware.gpus(cuda_machine(CUDA_VISIBLE_DEVICES="5"))
+    assert found.status == "problem" and "this machine has no GPU '5'" in found.value
+    assert "driver 450.1" in found.value and "memory errors" in found.value, "an error hides no other"
 
 
 def test_a_job_without_gpus_is_a_problem(no_program, cuda_machine):
@@ -117,6 +118,23 @@ def test_memory_held_by_others_is_told_with_their_pids(fake_nvidia_smi, cuda_mac
     found = hardware.gpus(cuda_machine())
     assert found.status == "warning" and found.value == "GPU 0: 40.0 of 80 GiB held by pid 4242"
     assert hardware.gpus(cuda_machine(CUDA_VISIBLE_DEVICES="1")).status == "ok"
+
+
+def test_processes_are_asked_for_once_and_their_failure_hides_no_error(fake_program, cuda_machine, tmp_path):
+    table = "\n".join((row(0, used="40960", ecc="3"), row(1, used="40960")))
+    answer = f"--query-gpu=*) echo '{table}';;\n*) echo x >> {tmp_path}/asked; echo NVML fails; exit 1;;"
+    fake_program("nvidia-smi", f"case $1 in\n{answer}\nesac")
+    found = hardware.gpus(cuda_machine())
+    assert found.status == "problem" and "memory errors" in found.value and "NVML fails" in found.value
+    assert "GPU 1: 40.0 of 80 GiB held by pid unknown" in found.value
+    assert (tmp_path / "asked").read_text() == "x\n"
+
+
+def test_gpus_without_torch_or_without_a_figure_of_memory(fake_nvidia_smi, cuda_machine, monkeypatch):
+    fake_nvidia_smi(row(0, driver="450.1").replace("81920", "[N/A]"))
+    without = cuda_machine()
+    monkeypatch.setattr(type(without), "device", None)
+    assert hardware.gpus(without).value == f"1 visible of 1: {NAME}"
 
 
 def test_broken_sliced_and_exclusive_gpus(fake_nvidia_smi, cuda_machine):
@@ -183,8 +201,9 @@ def test_a_cluster_without_gpus_and_a_cpu_environment_on_one_with(fake_slurm, cu
 
 def test_slurm_that_is_not_set_up(fake_program, machine):
     fake_program("sinfo", "echo 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1")
-    with pytest.raises(NoAnswer, match=r"sinfo fails: .*Unable to contact slurm controller"):
+    with pytest.raises(NoAnswer, match=r"sinfo fails: .*Unable to contact slurm controller") as error:
         hardware.slurm(machine())
+    assert "sbatch will not work either" in error.value.fix
 
 
 def test_sinfo_without_sbatch(no_program, tmp_path, machine):
@@ -196,7 +215,10 @@ def test_sinfo_without_sbatch(no_program, tmp_path, machine):
 
 def test_nodes_that_are_lost(fake_slurm, cuda_machine):
     fake_slurm("main|infinite|1|gpu:a100:4|drained|n1", "main|infinite|1|gpu:a100:4|idle|n2")
-    assert hardware.slurm(cuda_machine()).value == "partitions main; gpu:a100:4; 1 nodes up, lost: n1 drained"
+    assert hardware.slurm(cuda_machine()).value == "partitions main; gpu:a100:4; 1 node up, lost: n1 drained"
+    fake_slurm("main|12:00:00|1|gpu:a100:4|drained|n1", "main|12:00:00|1|gpu:a100:4|idle|n2")
+    found = hardware.slurm(cuda_machine())
+    assert found.status == "warning" and found.value.endswith("; 1 node up, lost: n1 drained")
     fake_slurm("main|infinite|2|gpu:a100:4|down*|n[1-2]", "cpu|infinite|4|(null)|idle|c[1-4]")
     found = hardware.slurm(cuda_machine())
     assert found.status == "problem" and found.value == "0 nodes up, lost: n[1-2] down*"
@@ -209,6 +231,12 @@ def test_time_limits_below_that_of_training_sh(fake_slurm, cuda_machine):
     found = hardware.slurm(cuda_machine())
     assert found.status == "warning" and "short ends at 12:00:00" in found.value and "long" not in found.value
     assert "sbatch --time=12:00:00" in found.fix
+
+
+def test_sinfo_that_shows_nothing_is_not_a_problem(fake_program, cuda_machine):
+    fake_program("sinfo", "true")
+    fake_program("sbatch", "true")
+    assert hardware.slurm(cuda_machine()).status == "warning"
 
 
 def test_the_login_node_is_no_node_of_the_job(no_program, machine):

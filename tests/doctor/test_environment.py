@@ -34,6 +34,10 @@ def test_the_record_of_the_set_up(machine, recorded):
     recorded(lock="0" * 64)
     changed = environment.environment(machine())
     assert changed.status == "problem" and "changed since" in changed.value and "make setup" in changed.fix
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRPO_HOME", sys.prefix)
+        lost = environment.environment(machine())
+    assert "git checkout -- requirements" in lost.fix and "changed since" not in lost.value
     recorded(python="3.10.1")
     assert "made for Python 3.10.1" in environment.environment(machine()).value
     other = {"cpu": "cuda", "cuda": "cpu"}[machine().device]
@@ -71,6 +75,7 @@ def test_another_trl_is_a_problem_and_another_peft_a_warning(machine, tmp_path: 
     fake_package(tmp_path, "trl", "0.18.0")
     found = environment.versions(machine())
     assert found.status == "problem" and "trl 0.18.0" in found.value
+    assert "peft 0.1.0 (locked: 0." in found.value, "a problem hides no warning"
 
 
 @pytest.mark.parametrize(("locked", "same"), [("2.13.0", True), ("2.13.0+cu130", True), ("2.13.0+cpu", False)])
@@ -91,10 +96,22 @@ def test_what_a_run_imports_must_be_there(machine, tmp_path: Path, monkeypatch):
         fake_package(tmp_path, "torchvision", "0.28.0")
         found = environment.versions(machine())
         assert found.status == "problem" and found.fix == "pip uninstall torchvision"
+        fake_package(tmp_path, "peft", "0.1.0")
+        assert "torchvision for CUDA" in environment.versions(machine()).value
     real = environment.installed
     monkeypatch.setattr(environment, "installed", lambda name: None if name == "peft" else real(name))
     found = environment.versions(machine())
-    assert found.status == "problem" and found.value.startswith("peft missing (locked: 0.")
+    assert found.status == "problem" and found.value.startswith("missing: peft")
+
+
+def test_a_missing_module_is_a_problem_without_a_lock_too(machine, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("GRPO_HOME", str(tmp_path))
+    found = {"trl": "0.18.0"}
+    monkeypatch.setattr(environment, "installed", found.get)
+    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None if name in ("torch", "vllm") else 1)
+    missing = environment.versions(machine())
+    assert missing.status == "problem" and missing.value.startswith("missing: torch, vllm; trl 0.18.0")
+    assert missing.fix.startswith("run make setup")
 
 
 def test_packages_of_pythonpath_and_of_the_user(machine, tmp_path: Path):
@@ -102,6 +119,12 @@ def test_packages_of_pythonpath_and_of_the_user(machine, tmp_path: Path):
     fake_package(tmp_path, "transformers", "4.0.0")
     found = environment.user_packages(machine(PYTHONPATH=str(tmp_path)))
     assert found.status == "warning" and "transformers in" in found.value and "PYTHONNOUSERSITE" in found.fix
+    fake_package(tmp_path, "yaml", "1.0")
+    fake_package(tmp_path, "math_verify", "1.0")
+    (tmp_path / "peft-0.1.0.dist-info").mkdir()
+    (tmp_path / "peft-0.1.0.dist-info/METADATA").write_text("Name: peft\nVersion: 0.1.0\n")
+    found = environment.user_packages(machine(PYTHONPATH=str(tmp_path)))
+    assert "math_verify, peft, transformers, yaml in" in found.value
 
 
 def test_packages_of_the_documentation(machine, monkeypatch):
@@ -207,13 +230,14 @@ def broken_torch(tmp_path, monkeypatch):
 
 def test_a_torch_that_does_not_import_is_a_problem(machine, broken_torch):
     found = environment.imports(machine())
-    assert found.status == "problem" and "import of torch halted" in found.value and "--rebuild" in found.fix
+    assert found.status == "problem" and found.value.startswith("import torch: ") and "--rebuild" in found.fix
+    assert "import of torch halted" in found.value
 
 
 def test_an_import_that_hangs_is_told(machine, monkeypatch):
-    monkeypatch.setattr(environment, "_IMPORTS", "import time; time.sleep(60)")
-    with pytest.raises(NoAnswer, match="did not answer within"):
-        environment.imports(Machine(machine().environment, patience=0.5))
+    monkeypatch.setattr(environment, "_IMPORTS", "print('import vllm', flush=True); import time; time.sleep(60)")
+    with pytest.raises(NoAnswer, match=r"^import vllm did not end within 3 s"):
+        environment.imports(Machine(machine().environment, patience=3))
 
 
 def test_a_child_that_a_signal_ends_is_a_problem(machine, monkeypatch):

@@ -99,14 +99,14 @@ def test_the_report_has_a_line_a_check_and_one_below_with_what_to_do():
         "                    -> mend it",
         "warn     c          so",
         "                    -> x",
-        "grpo: 3 checks, 1 warnings, 1 problems",
+        "grpo: 3 checks, 1 warning, 1 problem",
     ]
 
 
-def test_several_findings_of_a_check_show_the_worst():
+def test_several_findings_of_a_check_show_all_that_is_not_ok_with_the_worst_status():
     assert together([ok("a"), ok("b")]) == Finding(OK, "a; b")
     found = together([ok("a"), problem("b", "fix"), warning("c", "other"), problem("d", "fix")])
-    assert found == Finding(PROBLEM, "b; d", "fix")
+    assert found == Finding(PROBLEM, "b; d; c", "fix; other")
 
 
 def test_every_check_has_a_name_of_its_own_and_one_line_that_describes_it():

@@ -33,8 +33,8 @@ def limited(doctor, *limits: tuple[int, tuple[int, int]]):
 def test_low_limits_are_found(doctor):
     code, found = limited(doctor, (resource.RLIMIT_FSIZE, (2**30, 2**30)), (resource.RLIMIT_CPU, (3600, 3600)))
     assert found["limits"]["status"] == "problem" and code == 2
-    assert found["limits"]["value"] == f"file size {2**30}; CPU seconds 3600"
-    assert "unlimited" in found["limits"]["fix"] or "admins" in found["limits"]["fix"]
+    assert found["limits"]["value"] == f"file size (ulimit -f) {2**30}; CPU seconds (ulimit -t) 3600"
+    assert found["limits"]["fix"].startswith("set it to unlimited before sbatch; login nodes")
 
 
 def test_limits_that_are_a_warning(doctor):
@@ -45,8 +45,8 @@ def test_limits_that_are_a_warning(doctor):
         (resource.RLIMIT_CORE, (2**30, 2**30)),
     )
     few = found["limits"]
-    assert few["status"] == "warning" and "open files 1024" in few["value"]
-    assert "ulimit -n 8192" in few["fix"] and "processes 3000" in few["value"]
+    assert few["status"] == "warning" and "open files (ulimit -n) 1024" in few["value"]
+    assert "ulimit -n 8192" in few["fix"] and "processes (ulimit -u) 3000" in few["value"]
     piped = Path("/proc/sys/kernel/core_pattern").read_text().startswith("|")
     assert ("core file" in few["value"]) == (not piped)
 
@@ -73,7 +73,7 @@ def test_locked_memory_matters_with_infiniband_alone(machine, monkeypatch, infin
     monkeypatch.setattr(hardware, "_ULIMITS", hardware._ULIMITS[:3])
     monkeypatch.setattr(Path, "read_text", lambda path: "|collector")
     found = hardware.limits(machine())
-    assert found.status == ("warning" if infiniband else "ok") and "locked memory 65536" in found.value
+    assert found.status == ("warning" if infiniband else "ok") and "locked memory (ulimit -l) 65536" in found.value
 
 
 def test_one_core_is_little(doctor):
@@ -178,7 +178,8 @@ def test_little_space_is_a_warning(machine, tmp_path: Path, monkeypatch):
     fake_nearly_full.f_frsize = 30
     assert hardware.disk(machine()).status == "ok"
     fake_nearly_full.f_favail = 5
-    assert "5 more files" in hardware.disk(machine()).value
+    few = hardware.disk(machine())
+    assert "5 more files" in few.value and "the file system counts them" in few.fix and "larger" not in few.fix
 
 
 @pytest.fixture
@@ -208,6 +209,9 @@ def test_space_at_home(machine, small_disk: Path):
     for home in (small_disk, "/no/such/home"):
         found = hardware.disk(machine(HOME=str(home)))
         assert found.status == "warning" and f"HOME {home}" in found.value
+    assert "cannot be written" in hardware.disk(machine(HOME=__file__)).value
+    full = hardware.disk(machine(HOME=str(small_disk), TMPDIR="/no/such/folder"))
+    assert "kB free" in full.value and "~/.cache" in full.fix and "TMPDIR=/no/such" in full.value
 
 
 def test_quotas_are_read_from_quota_and_lfs(machine, fake_program):

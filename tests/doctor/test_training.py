@@ -36,6 +36,7 @@ def test_a_reward_that_stays_zero(make_run, row):
     found = LEVEL["reward"](run)
     assert found.status == "problem" and "grpo check-rewards" in found.fix
     assert LEVEL["reward"](make_run(rows=[row(1, reward=0.0), row(2, reward=0.1)])).status == "ok"
+    assert LEVEL["reward"](make_run(rows=rows_of(row, 2, reward=0.0))).status == "problem", "too short for a notice"
 
 
 def test_groups_that_teach_nothing(make_run, row):
@@ -56,6 +57,7 @@ def test_completions_that_are_cut_off(make_run, row):
     found = LEVEL["truncated"](make_run(rows=rows_of(row, completions__clipped_ratio=0.8), max_completion_length=700))
     assert found.status == "warning" and "max_completion_length (now 700)" in found.fix
     assert LEVEL["truncated"](make_run(rows=rows_of(row, completions__clipped_ratio=0.2))).status == "ok"
+    assert LEVEL["truncated"](make_run(rows=rows_of(row, completions__clipped_ratio=1.0))).status == "warning"
 
 
 def test_a_very_high_kl(make_run, row):
@@ -66,12 +68,12 @@ def test_a_very_high_kl(make_run, row):
         assert part in found.fix, part
     assert LEVEL["kl"](make_run(rows=rows_of(row, kl=0.3))).status == "ok"
     without = [{key: value for key, value in one.items() if key != "kl"} for one in rows_of(row)]
-    assert LEVEL["kl"](make_run(rows=without)).value == "no value that is a number"
+    assert LEVEL["kl"](make_run(rows=without)).value == "not measured: beta is 0"
 
 
 def test_an_entropy_that_collapses(make_run, row):
     run = make_run(rows=[row(1, entropy=0.6), *[row(step, entropy=0.001) for step in range(2, 9)]])
-    assert LEVEL["entropy"](run).status == "problem"
+    assert LEVEL["entropy"](run).status == "warning"
     assert LEVEL["entropy"](make_run(rows=rows_of(row, entropy=0.004))).status == "ok", "it began there"
 
 
@@ -97,8 +99,15 @@ def test_completions_without_a_verdict(make_run, row):
 
 @pytest.mark.parametrize("nothing", [None, "nan"])  # TRL logs None
 def test_a_reward_that_judges_nothing(make_run, row, nothing):
-    found = LEVEL["reward"](make_run(rows=rows_of(row, reward=nothing)))
+    run = make_run(rows=rows_of(row, rewards__mine__mean=nothing, reward=nothing))
+    found = training.no_verdict(run)
+    assert found.status == "problem" and found.value.startswith("mine scored nothing")
+    found = LEVEL["reward"](run)
     assert found.status == "problem" and found.fix == "see the check no verdict"
+    stopped = make_run(cause="rank 0: TooManyWithoutVerdict: 80% of the completions", reward_max_no_verdict=0.4)
+    assert training.no_verdict(stopped).status == "problem"
+    assert "reward_max_no_verdict (0.4)" in training.no_verdict(stopped).value
+    assert training.no_verdict(make_run()).value == "no step was taken"
 
 
 def test_a_reward_that_is_lost_halfway(make_run, row):

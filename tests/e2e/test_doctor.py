@@ -38,6 +38,7 @@ def look(cluster: SlurmCluster, *before: str) -> dict[str, dict[str, str]]:
 def test_the_cluster_from_its_login_node(idle: SlurmCluster) -> None:
     found = look(idle)
     assert found["slurm"]["value"].startswith("partitions main; gpu:a100:4")
+    assert "2 nodes up" in found["slurm"]["value"]
     assert "12:00:00" not in found["slurm"]["value"] and "salloc" not in found["slurm"]["fix"]
 
 
@@ -47,7 +48,8 @@ def test_drained_nodes_and_a_short_partition(idle: SlurmCluster) -> None:
     found = look(idle)["slurm"]
     assert found["status"] == "warning" and "main ends at 12:00:00" in found["value"]
     idle.cli("scontrol", "update", "NodeName=n1", "State=DRAIN", "Reason=test")
-    assert look(idle)["slurm"]["status"] == "warning"
+    found = look(idle)["slurm"]
+    assert found["status"] == "warning" and "1 node up, lost: n1 drained" in found["value"]
     idle.cli("scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=test")
     found = look(idle)["slurm"]
     assert found["status"] == "problem" and "0 nodes up" in found["value"] and "drained" in found["value"]

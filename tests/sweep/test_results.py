@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import math
 import re
 import shutil
@@ -11,6 +13,7 @@ from report.synthetic_runs import make_sweep
 from report.test_single import Page
 
 from grpo_recipes import cli
+from grpo_recipes.sweep import folder
 from grpo_recipes.sweep.folder import read_results, text_table, write_sweep
 
 
@@ -84,6 +87,20 @@ def test_a_sweep_of_which_nothing_has_run_has_a_page(tmp_path):
     statuses = {f"learning_rate={rate},seed={seed}": "submitted" for rate in ("1e-6", "3e-6") for seed in (1, 2, 3)}
     page = Page(write_sweep(make_sweep(tmp_path, statuses=statuses))[0].read_text())
     assert page.problems == [] and "No trial has completed yet." in page.text
+
+
+def test_a_lock_that_is_held_is_waited_for_a_minute_and_none_is_no_obstacle(tmp_path, monkeypatch):
+    sweep, waits = make_sweep(tmp_path), []
+    monkeypatch.setattr(folder.time, "sleep", waits.append)
+    with (sweep.folder / "page.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert write_sweep(sweep)[0].is_file() and waits == 60 * [1]
+
+    def fake_no_locks(*_):
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(folder.fcntl, "flock", fake_no_locks)
+    assert write_sweep(sweep, tmp_path / "other.html")[0].is_file() and len(waits) == 60
 
 
 def test_grpo_report_shows_the_same(tmp_path, capsys):

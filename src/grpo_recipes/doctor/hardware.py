@@ -17,11 +17,13 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
-from grpo_recipes.doctor.examine import Machine, NoAnswer, judge
+from grpo_recipes.doctor.examine import Machine, NoAnswer, judge, noted
+from grpo_recipes.errors import translate
 from grpo_recipes.paths import cache_root, existing, home, shown
 from grpo_recipes.plan.devices import select_gpus
 from grpo_recipes.process.reports import gigabytes
@@ -78,29 +80,32 @@ def gpus(machine: Machine) -> Finding:
             return warning(f"{what}: usual on a login node", _ASK_FOR_GPUS)
         return problem(what, f"{_ASK_FOR_GPUS}; without Slurm install the driver, or DEVICE=cpu make setup")
     chosen, granted = (machine.environment.get(name) for name in ("CUDA_VISIBLE_DEVICES", "SLURM_GPUS_ON_NODE"))
-    # Without the driver's persistence mode each call takes seconds.
-    ids = (
-        [gpu["index"] for gpu in found]
-        if chosen is None
-        else select_gpus(machine.ask("nvidia-smi", "-L").stdout, chosen)
-    )
-    names = sorted({f"{gpu['name']}, {_gib(gpu, 'total'):.0f} GiB" for gpu in found})
+    ids, findings = tuple(gpu["index"] for gpu in found), list[Finding]()
+    if chosen is not None:  # without the driver's persistence mode each call takes seconds
+        with noted(findings):
+            ids = select_gpus(machine.ask("nvidia-smi", "-L").stdout, chosen)
+    names = sorted({gpu["name"] + (f", {gib:.0f} GiB" if (gib := _gib(gpu, "total")) else "") for gpu in found})
     what = f"{len(ids)} visible of {len(found)}" + ("" if chosen is None else f" (CUDA_VISIBLE_DEVICES={chosen})")
     what += f": {'; '.join(names)}"
     if machine.device == "cpu":
-        return warning(f"{what}, but this is a CPU environment", _TRAIN_ON_THEM)
-    none_left = judge(what, (not ids, PROBLEM, "unset CUDA_VISIBLE_DEVICES, or name GPUs in it"))
-    cuda, version = torch_cuda() or "?", found[0]["driver_version"]
-    oldest = _OLDEST_DRIVER.get(cuda.split(".")[0], max(_OLDEST_DRIVER.values()))
-    fix = f"ask for a driver of branch {oldest} or newer, or load the site's cuda-compat module"
-    too_old = int(version.split(".")[0]) < oldest
-    findings = [none_left, judge(f"driver {version}, torch for CUDA {cuda}", (too_old, PROBLEM, fix))]
+        findings.append(warning(f"{what}, but this is a CPU environment", _TRAIN_ON_THEM))
+    else:
+        findings.append(judge(what, (not ids, PROBLEM, "unset CUDA_VISIBLE_DEVICES, or name GPUs in it")))
+    if cuda := torch_cuda() if machine.device == "cuda" else None:
+        oldest = _OLDEST_DRIVER.get(cuda.split(".")[0], max(_OLDEST_DRIVER.values()))
+        fix = f"ask for a driver of branch {oldest} or newer, or load the site's cuda-compat module"
+        version = found[0]["driver_version"]
+        too_old = int(version.split(".")[0]) < oldest
+        findings.append(judge(f"driver {version}, torch for CUDA {cuda}", (too_old, PROBLEM, fix)))
     if granted and granted.isdigit() and int(granted) != len(ids):
         fix = "the driver's count is used; check --gres and the site's gres.conf"
         findings.append(warning(f"{what}, Slurm granted {granted}", fix))
     visible = [gpu for gpu in found if any(id == gpu["index"] or gpu["uuid"].startswith(id) for id in ids)]
-    for gpu in (gpu for gpu in visible if _gib(gpu, "used") > 1):
-        running = machine.table(",", ("uuid", "pid"), "nvidia-smi", "--query-compute-apps=gpu_uuid,pid", plain)
+    busy, running = [gpu for gpu in visible if _gib(gpu, "used") > 1], list[dict[str, str]]()
+    if busy:
+        with noted(findings):
+            running = machine.table(",", ("uuid", "pid"), "nvidia-smi", "--query-compute-apps=gpu_uuid,pid", plain)
+    for gpu in busy:
         pids = ", ".join(one["pid"] for one in running if one["uuid"] == gpu["uuid"]) or "unknown"
         held = f"GPU {gpu['index']}: {_gib(gpu, 'used'):.1f} of {_gib(gpu, 'total'):.0f} GiB held by pid {pids}"
         findings.append(warning(held, "wait for it, or set CUDA_VISIBLE_DEVICES to others"))
@@ -131,7 +136,9 @@ def slurm(machine: Machine) -> Finding:
     if not shutil.which("sinfo"):
         return ok("no Slurm here")
     # a row for the nodes of one partition in one state
-    rows = machine.table("|", _NODE_FIELDS, "sinfo", "-h", "-o", "%R|%l|%D|%G|%T|%N")
+    dead = "load the site's Slurm module, or ask the admins: sbatch will not work either"
+    with translate(NoAnswer, lambda error: NoAnswer(str(error), dead)):
+        rows = machine.table("|", _NODE_FIELDS, "sinfo", "-h", "-o", "%R|%l|%D|%G|%T|%N")
     if not shutil.which("sbatch"):
         return warning("sinfo is there, sbatch is not", "load the site's Slurm module, or work on the login node")
     partitions = sorted({row["partition"] for row in rows})
@@ -146,40 +153,50 @@ def slurm(machine: Machine) -> Finding:
     # a node of two partitions is in two lines, under one name
     names = {row["names"]: f"{row['names']} {row['state']}" for row in lost}
     usable = {row["names"]: int(row["nodes"]) for row in wanted if row not in lost}
-    up = f"{sum(usable.values())} nodes up" + (f", lost: {', '.join(names.values())}" if lost else "")
-    findings.append(judge(up, (not usable, PROBLEM, "sinfo -R gives the reason; ask the admins")))
+    number = sum(usable.values())
+    up = f"{number} node{'s' * (number != 1)} up" + (f", lost: {', '.join(names.values())}" if lost else "")
+    findings.append(judge(up, (lost and not usable, PROBLEM, "sinfo -R gives the reason; ask the admins")))
     header = re.search(r"^#SBATCH --time=(\S+)", (home() / "training.sh").read_text(), re.MULTILINE)
     longest = (walltime_seconds(header[1]) if header else None) or 0.0
-    for name, limit in {row["partition"]: row["time limit"] for row in wanted}.items():
+    for name, limit in {row["partition"]: row["time limit"] for row in (wanted if granted else rows)}.items():
         if (walltime_seconds(limit) or math.inf) < longest:  # a job that asks for more stays pending
             fix = f"submit there with sbatch --time={limit} training.sh; a run that ends then goes on with --resume"
             findings.append(warning(f"partition {name} ends at {limit}, before the time in training.sh", fix))
-    return together(findings)
+    found = together(findings)  # beside a warning, too, the nodes are shown
+    return found if up in found.value else replace(found, value=f"{found.value}; {up}")
 
 
 def disk(machine: Machine) -> Finding:
     """Free space where runs, downloads and temporary files go, 20 GB at least, and in the home folder."""
     places = {"run_root": machine.run_root, "CACHE_ROOT": cache_root(machine.environment), "TMPDIR": machine.temporary}
     hub = {name: machine.environment.get(name) for name in ("HF_HOME", "HF_HUB_CACHE")}
-    findings = []
-    for name, path in ((name, Path(path)) for name, path in {**places, **hub}.items() if path):
-        folder, fix = existing(path), f"make room there, or set {name} to a larger file system"
-        if not os.access(folder, os.W_OK):
-            what = f"{name}: you may not write to {shown(folder)}"
-            findings.append(problem(what, f"set {name} to a folder you may write to"))
-            continue
-        free, stat = shutil.disk_usage(folder).free, os.statvfs(folder)
-        few = stat.f_files > 0 and stat.f_favail < _FEW_FILES
-        what = f"{name} {shown(path)}: {gigabytes(free)} free" + (f", {stat.f_favail} more files" if few else "")
-        findings.append(judge(what, (free < _FULL, PROBLEM, fix), (free < _LITTLE_SPACE or few, WARNING, fix)))
+    findings: list[Finding] = []
+    for name, path in {**places, **hub}.items():
+        with noted(findings):
+            findings += [_space(name, Path(path))] if path else []
     wanted = machine.environment.get("TMPDIR")
     if wanted and not os.access(wanted, os.W_OK):
         what = f"TMPDIR={wanted} cannot be written, {machine.temporary} is used"
         findings.append(warning(what, "set TMPDIR to a folder that exists"))
-    if not os.access(machine.home, os.W_OK) or shutil.disk_usage(machine.home).free < _FULL:
-        what = f"HOME {machine.home} cannot be written, or is full: tools write there whatever we set"
-        findings.append(warning(what, "set HOME to a folder of yours; or make room, often in ~/.cache"))
+    if not machine.home.is_dir() or not os.access(machine.home, os.W_OK):
+        fix = "set HOME to a folder of yours: some tools always write there"
+        return together([*findings, warning(f"HOME {machine.home} cannot be written", fix)])
+    with noted(findings):
+        free, fix = shutil.disk_usage(machine.home).free, "make room; ~/.cache is often the largest (du -sh ~/.cache/*)"
+        findings.append(judge(f"HOME {machine.home}: {gigabytes(free)} free", (free < _FULL, WARNING, fix)))
     return together(findings)
+
+
+def _space(name: str, path: Path) -> Finding:
+    folder = existing(path)
+    if not os.access(folder, os.W_OK):
+        return problem(f"{name}: you may not write to {shown(folder)}", f"set {name} to a folder you may write to")
+    free, stat = shutil.disk_usage(folder).free, os.statvfs(folder)
+    few = stat.f_files > 0 and stat.f_favail < _FEW_FILES
+    what = f"{name} {shown(path)}: {gigabytes(free)} free" + (f", {stat.f_favail} more files" if few else "")
+    larger = f"make room there, or set {name} to a larger file system"
+    fewer = "remove files there: the file system counts them"
+    return judge(what, (free < _FULL, PROBLEM, larger), (free < _LITTLE_SPACE, WARNING, larger), (few, WARNING, fewer))
 
 
 def quota(machine: Machine) -> Finding:
@@ -235,30 +252,30 @@ def clock(machine: Machine) -> Finding:
     return judge(f"{shown(folder)} is {off:.0f} s off", (off > _SKEW_SECONDS, WARNING, fix))
 
 
-# The letter of `ulimit`, what it limits, the least a run needs, and the status below it.
+# The letter of `ulimit`, what it limits, the least a run needs, the status below it, the fix where the hard one is low.
+_ADMINS = "ask the admins for more (the limits of slurmd or of the container)"
+_JOBS = "set it to unlimited before sbatch; login nodes have such limits, jobs seldom"
 _ULIMITS = (
-    ("n", "open files", resource.RLIMIT_NOFILE, 4096, WARNING),  # torch, vLLM: one a shared tensor, one a request
-    ("u", "processes", resource.RLIMIT_NPROC, 4096, WARNING),
-    ("l", "locked memory", resource.RLIMIT_MEMLOCK, math.inf, WARNING),  # of InfiniBand alone
-    ("v", "address space", resource.RLIMIT_AS, math.inf, PROBLEM),
-    ("f", "file size", resource.RLIMIT_FSIZE, math.inf, PROBLEM),
-    ("t", "CPU seconds", resource.RLIMIT_CPU, math.inf, PROBLEM),
+    ("n", "open files", resource.RLIMIT_NOFILE, 4096, WARNING, _ADMINS),  # torch, vLLM: one a shared tensor or request
+    ("u", "processes", resource.RLIMIT_NPROC, 4096, WARNING, _ADMINS),
+    ("l", "locked memory", resource.RLIMIT_MEMLOCK, math.inf, WARNING, "ask the admins (LimitMEMLOCK of slurmd)"),
+    ("v", "address space", resource.RLIMIT_AS, math.inf, PROBLEM, _JOBS),
+    ("f", "file size", resource.RLIMIT_FSIZE, math.inf, PROBLEM, _JOBS),
+    ("t", "CPU seconds", resource.RLIMIT_CPU, math.inf, PROBLEM, _JOBS),
 )
 
 
 def limits(machine: Machine) -> Finding:
     """Limits of open files, processes, memory, file size and CPU time (ulimit); whether a crash writes a core file."""
-    infiniband = Path("/sys/class/infiniband").is_dir()
+    infiniband = Path("/sys/class/infiniband").is_dir()  # it alone needs locked memory
     findings = []
-    for letter, name, which, least, status in _ULIMITS:
+    for letter, name, which, least, status, beyond in _ULIMITS:
         soft, hard = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(which))
         fix = f"ulimit -{letter} {hard} before sbatch, which hands your soft limits on".replace("inf", "unlimited")
-        if hard < least:
-            fix = "ask the admins for more (the limits of slurmd or of the container)"
-        low = soft < least and (letter != "l" or infiniband)
-        findings.append(judge(f"{name} {soft}".replace("inf", "unlimited"), (low, status, fix)))
-    collected = Path("/proc/sys/kernel/core_pattern").read_text().startswith("|")
-    if resource.getrlimit(resource.RLIMIT_CORE)[0] != 0 and not collected:
+        low, what = soft < least and (letter != "l" or infiniband), f"{name} (ulimit -{letter}) {soft}"
+        findings.append(judge(what.replace("inf", "unlimited"), (low, status, beyond if hard < least else fix)))
+    pattern = Path("/proc/sys/kernel/core_pattern")
+    if resource.getrlimit(resource.RLIMIT_CORE)[0] != 0 and not pattern.read_text().startswith("|"):
         what = "a crash writes a core file, as large as the process was"
         findings.append(warning(what, "ulimit -c 0 before sbatch, unless you want them"))
     return together(findings)

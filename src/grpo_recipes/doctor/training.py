@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from grpo_recipes.doctor.examine import judge
-from grpo_recipes.runs.finding import PROBLEM, WARNING, Finding, ok, problem
-from grpo_recipes.runs.health import UNSCORED, notices_of
+from grpo_recipes.doctor.examine import each, judge
+from grpo_recipes.runs.finding import PROBLEM, WARNING, Finding, ok
+from grpo_recipes.runs.health import UNSCORED, ZERO_REWARD, notices_of
 from grpo_recipes.runs.rundir import Run
 
 _NOTHING = ok("no step was taken")
@@ -21,7 +21,7 @@ _PHASE_FIXES = {
 }
 
 
-def _level(name: str, about: str, key: str, *notices: str) -> Callable[[Run], Finding]:
+def _level(name: str, about: str, key: str, *notices: str, worst: str = PROBLEM) -> Callable[[Run], Finding]:
     """Return the check of a metric: its first and latest level, with the first of these notices of the run."""
 
     def look(run: Run) -> Finding:
@@ -29,11 +29,18 @@ def _level(name: str, about: str, key: str, *notices: str) -> Callable[[Run], Fi
         found = {notice.name: notice for notice in notices_of(run.rows, run.value, over=not run.is_running())}
         what = "no value that is a number" if recent is None else f"{values[0]:.3g} -> {recent:.3g}"
         if notice := next((found[name] for name in notices if name in found), None):
-            status = PROBLEM if notice.serious else WARNING
-            return Finding(status, f"{what}; {notice.text}", notice.fix)
-        if recent is None and key == "reward" and run.rows:
-            return problem(what, "see the check no verdict")
-        return ok(what) if run.rows else _NOTHING
+            return Finding(worst if notice.serious else WARNING, f"{what}; {notice.text}", notice.fix)
+        if not run.rows:
+            return _NOTHING
+        if recent is None and key == "kl":
+            return ok("not measured: beta is 0")
+        # too short a run for a notice
+        zero = not run.is_running() and not any(abs(value) >= ZERO_REWARD for value in values)
+        return judge(
+            what,
+            (key == "reward" and recent is None, PROBLEM, "see the check no verdict"),
+            (key == "reward" and zero, PROBLEM, "look at it: grpo check-rewards RECIPE"),
+        )
 
     look.__name__, look.__doc__ = name, about
     return look
@@ -43,10 +50,10 @@ LEVELS = (
     _level("reward", "Whether any completion earned a reward, and whether rewards differ within a group.", "reward",
            "zero reward", "no signal", "few signals"),
     _level("truncated", "Share of completions cut off at max_completion_length.", "completions/clipped_ratio",
-           "all cut off", "cut off"),
+           "all cut off", "cut off", worst=WARNING),
     _level("kl", "Divergence from the reference, in nats a token; above 1 the policy has left it.", "kl", "kl"),
     _level("entropy", "Entropy of the policy on its completions; near 0 every sample is the same.", "entropy",
-           "entropy"),
+           "entropy", worst=WARNING),
     _level("gradients", "Loss, gradient norm and learning rate: numbers, not 0, and not too large.", "grad_norm",
            "not finite", "no gradient", "learning rate", "steep"),
 )  # fmt: skip
@@ -58,7 +65,14 @@ def no_verdict(run: Run) -> Finding:
     many = ", ".join(f"{key} {share:.0%}" for key, share in shares.items() if share > UNSCORED)
     limit = f"raise reward_timeout (now {run.value('reward_timeout'):g} s)"
     fix = f"see slow_rewards.jsonl of the run; correct the reward, or {limit}"
-    return judge(many or "nearly all are scored", (1.0 in shares.values(), PROBLEM, fix), (many, WARNING, fix))
+    most, silent = run.value("reward_max_no_verdict"), run.keys(lambda name: name.startswith("rewards/"))
+    silent = [name.split("/")[1] for name in silent if run.rows[-1][name] in (None, "nan")]
+    return each(
+        "nearly all are scored" if run.rows else _NOTHING.value,
+        ("TooManyWithoutVerdict" in run.cause, PROBLEM, f"more than reward_max_no_verdict ({most}) in one step", fix),
+        (silent, PROBLEM, f"{', '.join(silent)} scored nothing in the last step", fix),
+        (many, PROBLEM if 1.0 in shares.values() else WARNING, many, fix),
+    )
 
 
 def server_agreement(run: Run) -> Finding:

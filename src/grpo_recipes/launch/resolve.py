@@ -170,8 +170,9 @@ OFFLINE_WANDB = "export WANDB_MODE=offline and run wandb sync later, or report_t
 
 def needs_wandb(recipe: Recipe, environment: Mapping[str, str]) -> bool:
     """Return whether a run would talk to W&B while it runs."""
+    offline = environment.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
     disabled = environment.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes")
-    return "wandb" in (recipe["report_to"] or []) and not disabled and not environment.get("WANDB_MODE")
+    return "wandb" in (recipe["report_to"] or []) and not disabled and not offline
 
 
 def need_wandb_route(recipe: Recipe, environment: Mapping[str, str]) -> None:

@@ -25,9 +25,8 @@ problem = partial(Finding, PROBLEM)  # a run fails on it, or is not what it seem
 
 
 def together(findings: Iterable[Finding]) -> Finding:
-    """Return findings of one check as one: the worst status with its values and fixes."""
-    found = list(findings)
-    status = max((finding.status for finding in found), key=_SEVERITY.index)
-    worst = [finding for finding in found if finding.status == status]
-    fixes = dict.fromkeys(finding.fix for finding in worst if finding.fix)
-    return Finding(status, "; ".join(finding.value for finding in worst), "; ".join(fixes))
+    """Return findings of one check as one: the worst status with all that is not ok, the worst first."""
+    found = sorted(findings, key=lambda finding: -_SEVERITY.index(finding.status))
+    shown = [finding for finding in found if finding.status != OK] or found
+    fixes = dict.fromkeys(finding.fix for finding in shown if finding.fix)
+    return Finding(found[0].status, "; ".join(finding.value for finding in shown), "; ".join(fixes))

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ GONE = "gone"  # status of a trial whose run directory is not there
 COMPLETED = "completed"
 PAGE = "sweep.html"
 SEED = "seed"
+_LOCK_SECONDS = 60
 
 
 @dataclass(frozen=True)
@@ -218,10 +220,18 @@ def write_sweep(sweep: Sweep, path: Path | None = None) -> tuple[Path, list[Resu
     # Trials of an array job end at the same time: the page of the last must not be replaced by an older one.
     with (sweep.folder / "page.lock").open("w") as lock:
         with contextlib.suppress(OSError):  # some file systems have no locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            _wait_for(lock.fileno())
         results = read_results(sweep)
         write_whole(path, sweep_page(sweep, results, path))
     return path, results
+
+
+def _wait_for(descriptor: int) -> None:
+    """Take the lock, or wait a minute for it: an old page is better than none."""
+    for _ in range(_LOCK_SECONDS):
+        with contextlib.suppress(BlockingIOError):
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(1)
 
 
 def sweep_page(sweep: Sweep, results: Sequence[Result], path: Path) -> str:

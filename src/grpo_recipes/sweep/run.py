@@ -263,7 +263,9 @@ def run_sequentially(sweep: Sweep, indices: Sequence[int], environment: Mapping[
             say(f"{trial} completed: reward {summary.get('initial_reward')} -> {summary.get('final_reward')}")
             continue
         cause = summary.get("cause") if summary.get("exit_code") == code else _last_line(folder / LOG)
-        end = "stopped" if code == EXIT_STOPPED else f"failed with exit code {code}"
+        end = (
+            f"stopped after step {summary.get('steps', 0)}" if code == EXIT_STOPPED else f"failed with exit code {code}"
+        )
         say(f"{trial} {end}: {cause or 'its log says why'}")
     if forwarder.seen is not None:
         say(f"{signal.Signals(forwarder.seen).name}: the sweep ends here")

@@ -123,9 +123,10 @@ def _range(key: str, part: str, word: str) -> list[str]:
     if (match := _RANGE.fullmatch(part)) is None:
         raise config_error(word, f"'{part}' is not a range of whole numbers", f"write {key}=1..3 for 1, 2 and 3")
     first, last = int(match[1]), int(match[2])
-    if not 0 <= last - first < MOST_TRIALS:
-        what = f"the range {part} runs backwards, or has more than {MOST_TRIALS:,} values"
-        raise config_error(word, what, f"write the smaller number first, e.g. {key}=1..3, and fewer values")
+    if last < first:
+        raise config_error(word, f"the range {part} runs backwards", f"write {key}={last}..{first}")
+    if last - first >= MOST_TRIALS:
+        raise config_error(word, f"the range {part} has more than {MOST_TRIALS:,} values", "take fewer")
     return [str(value) for value in range(first, last + 1)]
 
 
@@ -179,10 +180,11 @@ def _idle(key: str, values: Sequence[str], trials: Sequence[Trial]) -> Problem |
     if len(values) == 1:
         what = f"'{key}' has one value, so nothing is varied"
         return Problem(where, what, f"write --{key} {values[0]}, or more values")
-    if len({json.dumps(trial.recipe[key], sort_keys=True) for trial in trials}) < len(values):
-        return Problem(
-            where, f"two of these are the same {key}: nothing changes between their runs", "keep one of them"
-        )
+    typed = {text: json.dumps(trial.recipe[key], sort_keys=True) for trial in trials for text in [trial.values[key]]}
+    for one, other in itertools.combinations(values, 2):
+        if typed[one] == typed[other]:
+            what = f"'{one}' and '{other}' are the same {key}: nothing changes between their runs"
+            return Problem(where, what, "keep one of the two")
     needed = [needed_by(trial.recipe, key) for trial in trials]
     if all(needed):
         what = f"'{key}' changes nothing in any run: it does nothing without {needed[0]}"
