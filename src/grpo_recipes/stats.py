@@ -88,10 +88,10 @@ def result_line(result: Mapping[str, Any]) -> str:
     """
     parts = []
     for key in score_names(result):
-        low, high = result[f"{key}_ci"] or (math.nan, math.nan)
+        low, high = result.get(f"{key}_ci") or (math.nan, math.nan)
         value = result[key]
         parts.append(f"{key} none" if value is None else f"{key} {value:.3f} ({low:.3f} to {high:.3f})")
-    lines = [", ".join(parts), f"{result['problems']} problems"]
+    lines = [", ".join(parts), f"{result.get('problems', 'unknown')} problems"]
     for name, scores in result.get("baselines", {}).items():
         lines.append(f"{name} " + ", ".join(f"{key} {scores[key]:.3f}" for key in score_names(scores)))
     return "; ".join(lines)

@@ -70,7 +70,7 @@ def test_the_card_says_what_a_model_was_made_from_and_the_result(run_dir: Path) 
 
 
 def test_nothing_is_said_that_is_not_known(card: Card) -> None:
-    local = [source("model", "/home/ada/model", None), source("dataset", "/home/ada/rows.jsonl", None)]
+    local = [source("model", "/home/ada/model/", None), source("dataset", "/home/ada/rows.jsonl", None)]
     text = card(identity={"sources": local}, recipe="dataset_name: /home/ada/rows.jsonl")
     assert front_matter(text).keys() == {"library_name", "pipeline_tag", "tags"}
     assert "`model` trained with GRPO on `rows.jsonl`: 0 optimizer steps." in text
@@ -126,3 +126,8 @@ def test_evaluations_and_what_benchmarks_are_compared_with_are_listed(card: Card
     text = card(summary=summary, rows=[{"step": 1, "reward": 1.0}])
     assert "| final eval reward | 0.25 |" in text and "initial eval reward" not in text
     assert "| aime24 | pass@8 0.400 (0.250 to 0.500); 30 problems; random guesser pass@8 0.400 |" in text
+
+
+def test_a_benchmark_of_which_little_is_known_does_not_cost_the_card(card: Card) -> None:
+    text = card(summary={"benchmarks": {"gsm8k": {"pass@1": 0.5}}}, rows=[{"step": 1, "reward": 1.0}])
+    assert "| gsm8k | pass@1 0.500" in text

@@ -234,7 +234,9 @@ def names(folder: Path) -> set[str]:
 
 
 def test_the_model_without_the_state_of_training(checkpoint: Checkpoint) -> None:
-    assert {path.name for path in model_files(checkpoint(3))} == {"config.json", "model.safetensors", "tokenizer.json"}
+    made = checkpoint(3)
+    write(made, dict.fromkeys(["order_of_data.json", "controllers.json", "zero_to_fp32.py"], b""))
+    assert {path.name for path in model_files(made)} == {"config.json", "model.safetensors", "tokenizer.json"}
 
 
 def staged(checkpoint: Path, folder: Path, strategy: str) -> bool:
@@ -292,11 +294,58 @@ def test_shards_of_fsdp_are_no_model(checkpoint: Checkpoint, tmp_path: Path) -> 
     assert names(tmp_path / "staged") == {"last-checkpoint"}
 
 
-def test_a_checkpoint_that_is_being_removed_is_not_pushed(checkpoint: Checkpoint, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["every_save", "checkpoint"])
+def test_a_checkpoint_that_is_being_removed_is_not_pushed(
+    checkpoint: Checkpoint, tmp_path: Path, strategy: str
+) -> None:
     made = checkpoint(3)
     (made / "COMPLETE").unlink()
-    assert not staged(made, tmp_path / "staged", "checkpoint")
+    assert not staged(made, tmp_path / "staged", strategy)
     shutil.rmtree(made)
-    assert not staged(made, tmp_path / "staged", "checkpoint")
+    assert not staged(made, tmp_path / "staged", strategy)
     made.mkdir()
-    assert not staged(made, tmp_path / "staged", "checkpoint")
+    assert not staged(made, tmp_path / "staged", strategy)
+    assert not (tmp_path / "staged").exists()
+
+
+@pytest.mark.parametrize("strategy", ["every_save", "checkpoint", "all_checkpoints"])
+def test_no_half_model_is_pushed_of_a_checkpoint_pruned_at_that_moment(
+    start: Start, checkpoint: Checkpoint, run_dir: Path, said: list[str], monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    def prune_first(folder: Path) -> list[Path]:
+        (folder / "config.json").unlink()
+        return model_files(folder)
+
+    publisher = start(strategy)
+    checkpoint(1)
+    monkeypatch.setattr(module, "model_files", prune_first)
+    publisher.tick()
+    assert said == ["checkpoint-1 is not published: it holds no whole model, only shards of it"]
+    assert publisher._child is None and not (run_dir / "publish" / "staged" / "checkpoint-1").exists()
+
+
+def test_a_damaged_result_of_a_push_does_not_end_the_run(start: Start, run_dir: Path, hub: FakeHub) -> None:
+    publisher = start("all_checkpoints")
+    (run_dir / "publish").mkdir()
+    (run_dir / "publish" / "checkpoint-1.json").touch()
+    publisher.abandon()
+    assert publisher.finish()["commit"] == hub.repos[SUMS].at("main")
+
+
+def test_a_folder_without_a_whole_model_is_not_pushed(start: Start, run_dir: Path, hub: FakeHub) -> None:
+    (run_dir / "model" / "model.safetensors").unlink()
+    assert start("end").finish() == {"repo": "ada/sums", "error": "model/ holds no whole model"}
+    assert hub.requests == [] and not (run_dir / "publish" / "staged").exists()
+
+
+def test_the_final_model_is_never_copied(start: Start, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "no such links, and no time")
+
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(shutil, "copy2", refuse)
+    assert "commit" in start("end").finish()
+    monkeypatch.setattr(module.Publisher, "_start", refuse)
+    with pytest.raises(OSError, match="no time"):
+        start("end").finish()
+    assert not (run_dir / "publish" / "staged").exists()

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,18 +21,24 @@ from grpo_recipes.process.tree import OWN_CHILDREN
 from grpo_recipes.publish.card import card_of
 from grpo_recipes.publish.push import WAITS, Target
 from grpo_recipes.runs.checkpoints import checkpoint_folders, complete_checkpoints, is_complete, step_of
-from grpo_recipes.runs.rundir import finish_summary, read_json, write_json, write_whole
+from grpo_recipes.runs.rundir import finish_summary, json_mapping, write_json, write_whole
 from grpo_recipes.secrets import masked
 
 _LOOK_SECONDS = 1.0
 _LONGEST_PUSH = 2 * 3600.0
 _MODEL_SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja", ".tiktoken", ".py", ".md")
+_STATE = (
+    "trainer_state.json",
+    "order_of_data.json",
+    "controllers.json",
+    "zero_to_fp32.py",
+)  # of training, not the model
 
 
 def model_files(folder: Path) -> list[Path]:
     """Return the files that make the model: weights, configuration, tokenizer. Empty without whole weights."""
     paths = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]
-    files = [path for path in paths if path.name.endswith(_MODEL_SUFFIXES) and path.name != "trainer_state.json"]
+    files = [path for path in paths if path.name.endswith(_MODEL_SUFFIXES) and path.name not in _STATE]
     return sorted(files) if any(path.name.endswith(".safetensors") for path in files) else []
 
 
@@ -42,14 +48,17 @@ def whole_checkpoint(checkpoint: Path, strategy: str) -> dict[str, Path]:
     return {place: checkpoint} if place else {}
 
 
-def stage(folder: Path, model: Path, checkpoints: Mapping[str, Path]) -> bool:
+def stage(folder: Path, model: Path, checkpoints: Mapping[str, Path], final: bool = False) -> bool:
     """Link what is pushed into ``folder``, laid out as the repository, where no pruning reaches it.
 
-    The model's files go to its root, each of the ``checkpoints`` to a folder of that name. Return False where there is
-    nothing to push, or a checkpoint was pruned meanwhile.
+    The model's files go to its root, each of the ``checkpoints`` to a folder of that name; ``model`` is a checkpoint
+    too, unless it is the ``final`` one, which nothing prunes. Return False, and leave nothing, where there is nothing
+    to push, or a checkpoint was pruned meanwhile.
     """
+    link, marked = (os.symlink, checkpoints.values()) if final else (os.link, [model, *checkpoints.values()])
     shutil.rmtree(folder, ignore_errors=True)
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError), ExitStack() as given_up:
+        given_up.callback(shutil.rmtree, folder, ignore_errors=True)
         links = [(path, folder / path.relative_to(model)) for path in model_files(model)]
         for name, checkpoint in checkpoints.items():
             links += [(path, folder / name / path.relative_to(checkpoint)) for path in checkpoint.rglob("*")]
@@ -58,10 +67,12 @@ def stage(folder: Path, model: Path, checkpoints: Mapping[str, Path]) -> bool:
                 continue
             target.parent.mkdir(parents=True, exist_ok=True)
             with suppress(OSError):
-                os.link(path, target)
-            if not target.exists():  # on a file system without hard links, or with too few
+                link(path.absolute(), target)
+            if not target.exists():  # on a file system without such links, or with too few
                 shutil.copy2(path, target)
-        return bool(links) and all(map(is_complete, checkpoints.values()))
+        if links and all(map(is_complete, marked)):
+            given_up.pop_all()
+            return True
     return False
 
 
@@ -113,9 +124,12 @@ class Publisher:
             if checkpoint.name not in pushed:
                 whole |= whole_checkpoint(checkpoint, self.target.strategy)
         self._say(f"publishing the model in {repo}")
-        stage(self._staged / "model", self._run_dir / "model", whole)
-        cut_off = _wait_for(self._start("model", "Final model"))
-        self._end_background()
+        with ExitStack() as after:
+            after.callback(self._end_background)
+            model = self._run_dir / "model"
+            if not (model_files(model) and stage(self._staged / "model", model, whole, final=True)):
+                return {"repo": repo, "error": "model/ holds no whole model"}
+            cut_off = _wait_for(self._start("model", "Final model"))
         return self._result("model") or {"repo": repo, "error": cut_off or "the pushing process died"}
 
     def abandon(self) -> None:
@@ -175,7 +189,7 @@ class Publisher:
             self._say(f"published {name} in {result['url']} (commit {result['commit'][:12]})")
 
     def _result(self, name: str) -> dict[str, Any]:
-        return read_json(self._folder / f"{name}.json")
+        return json_mapping(self._folder / f"{name}.json") or {}
 
     def _pushed(self) -> dict[str, dict[str, Any]]:
         """Return the result of each push that went well, the newest last."""

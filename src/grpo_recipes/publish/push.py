@@ -7,7 +7,6 @@ The launcher starts that process: trainers and server run offline, and a push th
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -27,8 +26,8 @@ from grpo_recipes.runs.rundir import write_json
 
 WAITS = (5.0, 20.0)  # seconds between attempts
 _LONGEST_QUESTION, _LONGEST_WAIT = 30.0, 300.0  # seconds for one answer of the hub: before a run, and in a push
-_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
-_LOGIN = "export HF_TOKEN, or run hf auth login, with a token that may write"
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", "adapter_config.json")
+_LOGIN = "export HF_TOKEN, or run hf auth login, with a token that may write; or try again"
 
 
 @dataclass(frozen=True)
@@ -73,9 +72,13 @@ def need_target(recipe: Recipe, environment: Mapping[str, str], run_name: str) -
     with translate(unanswered, lambda error: config_error(where, f"{message} ({error_line(error)})", _LOGIN)):
         account = api.whoami()
     repo, note = _writable(recipe, name, account)
-    with contextlib.suppress(*unanswered):  # it does not exist yet, or this token may write it and not read it
-        if private and not api.repo_info(repo).private:
+    try:
+        if private and not note and not api.repo_info(repo).private:
             note = f"{repo} exists and is public: hub_private_repo is for repositories that are made"
+    except errors.RepositoryNotFoundError:  # it will be made
+        pass
+    except unanswered as error:  # some tokens may write and not read
+        note = f"whether {repo} exists and is public could not be asked ({error_line(error)})"
     branch, strategy, always = recipe["hub_revision"] or "main", recipe["hub_strategy"], recipe["hub_always_push"]
     return Target(repo, private, branch, strategy, always, note)
 
