@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
+import pytest
 from fake_hub import READER, FakeHub
 from no_network import without_network
 
@@ -32,6 +36,24 @@ model = AutoModelForCausalLM.from_pretrained(sources.model.path)
 tokenizer = AutoTokenizer.from_pretrained(sources.model.path)
 rows = read_rows("ada/rows", None, "train", fetched=fetched_sets(run))
 print(model.num_parameters(), len(tokenizer("1+1=").input_ids), rows[29], len(rows))
+"""
+FETCH = """
+import os
+from pathlib import Path
+from grpo_recipes.fetch.assets import DATASET, MODEL, assets_of
+from grpo_recipes.fetch.download import fetch
+from grpo_recipes.recipe import read_recipe
+(asset,) = [one for one in assets_of(read_recipe(Path("recipe.yaml"))) if one.kind == DATASET]
+fetch(asset, os.environ)
+"""
+WITHOUT_LOCKS = """
+import errno, fcntl
+ours = fcntl.flock
+def flock(file, how):
+    if "fetched" in str(getattr(file, "name", "")):
+        raise OSError(errno.ENOLCK, "No locks available")
+    return ours(file, how)
+fcntl.flock = flock
 """
 
 
@@ -82,6 +104,38 @@ def test_what_a_purge_of_old_files_damaged_is_brought_again(shell: Shell) -> Non
         assert again.returncode == 0 and "grpo: fetching dataset ada/rows" in again.stdout, again.stderr
         assert len(load_from_disk(str(folder))) == len(ROWS)
     assert list((shell.cache / "datasets").iterdir()) == [folder]
+
+
+def test_rows_whose_record_is_gone_are_not_brought_again(shell: Shell, hub: FakeHub) -> None:
+    shell.recipe()
+    shell.grpo("fetch", "recipe.yaml")
+    shutil.rmtree(shell.cache / "fetched")
+    downloads = hub.asked("/ada/rows/resolve/")
+    again = shell.grpo("fetch", "recipe.yaml")
+    assert again.returncode == 0 and len(shell.records()) == 2, again.stderr
+    assert hub.asked("/ada/rows/resolve/") == downloads
+
+
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_what_killed_fetches_left_is_removed_though_the_file_system_has_no_locks(shell: Shell, has_locks: bool) -> None:
+    shell.recipe()
+    shell.grpo("fetch", "recipe.yaml")
+    (folder,) = (shell.cache / "datasets").iterdir()
+    shutil.rmtree(folder)
+    old, young = (folder.with_name(f".{folder.name}.{age}") for age in ("old", "young"))
+    for left in (old, young):
+        (left / "rows").mkdir(parents=True)
+    os.utime(old, (0, 0))
+    fetched = shell.run(sys.executable, "-c", FETCH if has_locks else WITHOUT_LOCKS + FETCH)
+    assert fetched.returncode == 0, fetched.stderr
+    assert {*folder.parent.iterdir()} == ({folder} if has_locks else {folder, young})
+
+
+def test_a_model_leaves_ctrl_c_as_it_was(shell: Shell) -> None:
+    shell.recipe()
+    code = f"import signal; before = signal.getsignal(signal.SIGINT)\n{FETCH.replace('DATASET', 'MODEL')}"
+    fetched = shell.run(sys.executable, "-c", f"{code}assert signal.getsignal(signal.SIGINT) is before\n")
+    assert fetched.returncode == 0, fetched.stderr
 
 
 def test_without_the_hub_it_says_what_is_here_and_what_is_not(shell: Shell) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import socket
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -74,6 +75,23 @@ def test_a_fetch_that_fails_refuses_the_launch(shell: Shell, hub: FakeHub, varia
         ConfigError, match=r"grpo fetch: ended with code 2\. Fix: correct what it says above; then: grpo fetch"
     ):
         need_assets(read_recipe(Path(shell.recipe())), variables(), None, ["recipe.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "what"),
+    [
+        (130, SystemExit, "130"),
+        (0, ConfigError, r"grpo fetch: left out model ada/sums\. Fix: .*grpo fetch recipe.yaml"),
+    ],
+)
+def test_a_fetch_that_ends_early_ends_the_launch(
+    shell: Shell, variables: Variables, monkeypatch, code: int, error: type[BaseException], what: str
+) -> None:
+    monkeypatch.chdir(shell.folder)
+    recipe = read_recipe(Path(shell.recipe()))
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], code))
+    with pytest.raises(error, match=what):
+        need_assets(recipe, variables(), None, ["recipe.yaml"])
 
 
 def test_local_data_that_changed_stops_a_resume(shell: Shell, variables: Variables, tiny_model, monkeypatch) -> None:

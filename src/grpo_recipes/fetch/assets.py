@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import quote
 
 from grpo_recipes.errors import ConfigError, Problem, config_error
-from grpo_recipes.fetch.hub import hub_answers, why_silent
+from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, hub_answers, why_silent
 from grpo_recipes.modebench.dataset import SCHEME as MODEBENCH_SCHEME
 from grpo_recipes.modebench.dataset import Settings
 from grpo_recipes.paths import cache_root
@@ -241,9 +241,14 @@ def need_assets(
     print(f"grpo: not here yet: {', '.join(map(str, assets.missing))}; running {command}", flush=True)
     argv = [sys.executable, "-m", "grpo_recipes", "fetch", *arguments]
     end_with_us = functools.partial(die_with_parent, os.getpid())
-    if code := subprocess.run(argv, env=dict(environment), preexec_fn=end_with_us, check=False).returncode:
-        raise config_error("grpo fetch", f"ended with code {code}", f"correct what it says above; then: {command}")
-    return find_assets(recipe, environment, recorded)
+    code = subprocess.run(argv, env=dict(environment), preexec_fn=end_with_us, check=False).returncode
+    if code == EXIT_INTERRUPTED:
+        raise SystemExit(code)
+    assets = find_assets(recipe, environment, recorded)
+    if code or assets.missing:
+        what = f"ended with code {code}" if code else f"left out {assets.missing[0]}"
+        raise config_error("grpo fetch", what, f"correct what it says above; then: {command}")
+    return assets
 
 
 def record_assets(run: Run, assets: Assets) -> None:

@@ -5,13 +5,17 @@ Both read HF_HOME, HF_ENDPOINT and the like when they are imported: import this 
 
 from __future__ import annotations
 
+import fcntl
 import glob
+import math
 import os
 import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +23,14 @@ from typing import Any
 import datasets
 import httpx
 from huggingface_hub import HfApi, constants, errors, snapshot_download
-from huggingface_hub.utils import WeakFileLock
 
 from grpo_recipes.errors import ConfigError, config_error, translate
-from grpo_recipes.fetch.assets import MODEL, Asset, dataset_folder, find_record, record_file, write_record
+from grpo_recipes.fetch.assets import MODEL, Asset, dataset_folder, record_file, write_record
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, INTERRUPTED, error_line, how_to_get_access
 from grpo_recipes.paths import existing
 from grpo_recipes.process.reports import gigabytes
 
+_STALE_SECONDS = 24 * 3600
 _LARGEST_SMALL_FILE = 64 << 20
 # The same weights in the formats of other libraries, archives, and pictures for the page.
 _NEVER = (
@@ -82,7 +86,9 @@ def fetch(asset: Asset, environment: Mapping[str, str]) -> Asset:
     exist, may not be read, does not fit on the disk, or that the hub does not answer.
     """
     with translate(_FAILURES, lambda error: _refusal(error, asset)):
-        return _fetch_model(asset, environment) if asset.kind == MODEL else _fetch_dataset(asset, environment)
+        here = _fetch_model(asset) if asset.kind == MODEL else _fetch_dataset(asset, environment)
+        write_record(here, environment)
+        return here
 
 
 def _refusal(error: Exception, asset: Asset) -> ConfigError:
@@ -126,7 +132,7 @@ def wanted_files(sizes: Mapping[str, int], code: bool = False) -> list[str]:
     return sorted({*weights, *small})
 
 
-def _fetch_model(asset: Asset, environment: Mapping[str, str]) -> Asset:
+def _fetch_model(asset: Asset) -> Asset:
     info = _info(asset, files_metadata=True)
     names = wanted_files({file.rfilename: file.size or 0 for file in info.siblings or []}, asset.code)
     if not names:
@@ -139,10 +145,9 @@ def _fetch_model(asset: Asset, environment: Mapping[str, str]) -> Asset:
     if needed > free:
         what = f"{asset} takes {gigabytes(needed)} more, {there} has {gigabytes(free)} free"
         raise config_error(asset.where, what, "free space, or set CACHE_ROOT or HF_HOME to a larger file system")
-    signal.signal(signal.SIGINT, _end_at_once)
-    here = _found(asset, info, Path(snapshot_download(asset.id, **arguments)), names)
-    write_record(here, environment)
-    return here
+    with ExitStack() as after:
+        after.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, _end_at_once))
+        return _found(asset, info, Path(snapshot_download(asset.id, **arguments)), names)
 
 
 def _end_at_once(*_: Any) -> None:
@@ -152,26 +157,35 @@ def _end_at_once(*_: Any) -> None:
 
 
 def _fetch_dataset(asset: Asset, environment: Mapping[str, str]) -> Asset:
-    """Save the rows of a dataset aside, unless another process did meanwhile, then put them in place at once."""
+    """Save the rows of a dataset aside, unless they are here, then put them in place at once."""
     info = _info(asset)
     folder = dataset_folder(asset, info.sha, environment)
-    partial, at_commit = f".{folder.name}.", replace(asset, revision=info.sha)
-    lock = record_file(at_commit, environment).with_suffix(".lock")
+    lock = record_file(replace(asset, revision=info.sha), environment).with_suffix(".lock")
     for parent in (folder.parent, lock.parent):
         parent.mkdir(parents=True, exist_ok=True)
-    with WeakFileLock(lock):
-        here = find_record(at_commit, environment)
-        if here is None:
-            for left in (folder, *folder.parent.glob(f"{glob.escape(partial)}*")):  # damaged, or of a killed fetch
-                shutil.rmtree(left, ignore_errors=True)
-            with tempfile.TemporaryDirectory(prefix=partial, dir=folder.parent) as aside:
+    partial, before = f".{folder.name}.", time.time() - _STALE_SECONDS  # what another fetch is writing is younger
+    with ExitStack() as held:
+        with suppress(OSError):  # a file system without locks, or a lock of another user
+            fcntl.flock(held.enter_context(lock.open("w")), fcntl.LOCK_EX)
+            before = math.inf
+        if not _is_whole(folder):
+            for left in folder.parent.glob(f"{glob.escape(partial)}*"):  # of a fetch that was killed
+                if left.stat().st_mtime < before:
+                    shutil.rmtree(left, ignore_errors=True)
+            with tempfile.TemporaryDirectory("", partial, folder.parent, ignore_cleanup_errors=True) as aside:
                 _rows(asset, info.sha, f"{aside}/cache").save_to_disk(f"{aside}/rows")
-                os.rename(f"{aside}/rows", folder)
-            names = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
-            here = _found(asset, info, folder, names)
-        here = replace(here, revision=asset.revision)
-        write_record(here, environment)
-    return here
+                if not _is_whole(folder):  # else another fetch came first, and its result stays
+                    shutil.rmtree(folder, ignore_errors=True)
+                    os.rename(f"{aside}/rows", folder)
+    names = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
+    return _found(asset, info, folder, names)
+
+
+def _is_whole(folder: Path) -> bool:
+    """Return whether saved rows can be read: many clusters remove single files that are old."""
+    with suppress(OSError, ValueError):  # a file is missing, or cut short
+        return datasets.load_from_disk(str(folder)) is not None
+    return False
 
 
 def _rows(asset: Asset, commit: str, cache: str) -> Any:
