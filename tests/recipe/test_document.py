@@ -33,17 +33,15 @@ LAUGHS = "model_init_kwargs:\n  a: &a [l, l, l, l, l, l, l, l, l, l]\n" + "".joi
         ("&x\nmodel_init_kwargs: *x", "nested too deeply, or in themselves"),
         (LAUGHS, "recipe.yaml: its anchors and aliases stand for more than 100,000"),
         ("model_init_kwargs: " + "[" * 3000 + "]" * 3000, "nested too deeply"),
-        (
-            "seed: 1\nrun_name: !!bool maybe",
-            "recipe.yaml:2: 'maybe' cannot be read as bool",
-        ),
-        ("seed: !!int many", "recipe.yaml:1: 'many' cannot be read as int"),
+        ("seed: 1\nrun_name: !!bool maybe", "recipe.yaml:2: not valid YAML ('maybe' cannot be read as bool)"),
+        ("seed: 1\nmodel_init_kwargs:\n  a:\n    - !!bool maybe", "recipe.yaml:4: not valid YAML ('maybe' cannot be"),
+        ("seed: !!int many", "recipe.yaml:1: not valid YAML ('many' cannot be read as int)"),
         ("seed: !!timestamp now", "'now' cannot be read as timestamp"),
         ("seed: " + "9" * 5000, "cannot be read as int"),
         ("x: &x {seed: 1}\n<<: *x\n", "recipe.yaml:2: '<<' is not a key of a recipe. Fix: use base: FILE"),
         ("seed: 1\n---\nseed: 2\n", "not valid YAML (but found another document)"),
     ],
-    ids=["list", "map", "whole", "laughs", "deep", "bool", "int", "timestamp", "long", "merge", "documents"],
+    ids=["list", "map", "whole", "laughs", "deep", "bool", "nested", "int", "timestamp", "long", "merge", "documents"],
 )
 def test_what_yaml_allows_and_no_recipe_needs_is_refused(tmp_path: Path, text: str, said: str) -> None:
     assert said in refusal(tmp_path / "recipe.yaml", text)
@@ -104,7 +102,11 @@ HUGE = "9" * 400
     ("text", "flags", "said"),
     [
         (f"seed: {HUGE}", [], "'seed' is"),
-        (f"learning_rate: {HUGE}", [], "where a number belongs"),
+        (f"learning_rate: {HUGE}", [], "is not finite"),
+        ("learning_rate: !!binary MQ==", [], "'learning_rate' is b'1' where a number belongs"),
+        ("seed: !!binary MQ==", [], "'seed' is b'1' where a whole number belongs"),
+        (f"seed: {'a' * 90}", [], f"'seed' is '{'a' * 90}' where a whole number belongs"),
+        (f"seed: {'a' * 900}", [], f"'seed' is '{'a' * 99} where a whole number belongs"),
         ("learning_rate: .inf", [], "is not finite"),
         ("", ["--learning_rate", "1e400"], "is not finite"),
         ("", ["--max_grad_norm=-inf"], "is not finite"),
@@ -115,6 +117,7 @@ HUGE = "9" * 400
         ('run_name: "\\ud800"', [], "control character"),
         ("", ["--model_init_kwargs", "[" * 2000], "where a mapping belongs"),
         ("", ["--model_init_kwargs", "{a: !!bool x}"], "where a mapping belongs"),
+        ("", ["--accelerator_config", "!!timestamp x"], "where a mapping belongs"),
     ],
 )
 def test_a_value_that_no_type_holds_is_refused_in_one_short_line(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import os
 import re
-import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ Entry = Mapping[str, Any]  # a key of the catalogue
 Place = tuple[str | int, ...]  # of a value in a file: names and indices
 _MOST_BYTES = 1 << 20
 _MOST_PARTS = 100_000
+_LONGEST = 100  # characters of a value in a message
 _INT, _FLOAT, _STR, _BOOL, _MERGE, _DATE = (
     f"tag:yaml.org,2002:{name}" for name in ("int", "float", "str", "bool", "merge", "timestamp")
 )
@@ -55,6 +56,14 @@ class _Loader(yaml.SafeLoader):
         first: [resolver for resolver in resolvers if resolver[0] != _DATE]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        def unreadable(_: Exception) -> yaml.YAMLError:
+            what = f"'{str(node.value)[:40]}' cannot be read as {node.tag.rpartition(':')[2]}"
+            return yaml.constructor.ConstructorError(None, None, what, node.start_mark)
+
+        with translate((ValueError, KeyError, AttributeError), unreadable):  # PyYAML's own, on `!!bool maybe`
+            return super().construct_object(node, deep)
 
 
 def read_document(path: Path, problems: list[Problem]) -> list[dict[str, Value]]:
@@ -103,12 +112,6 @@ def _parsed(path: Path, text: str, problems: list[Problem]) -> dict[str, Value]:
     def line(node: yaml.Node) -> str:
         return f"{path.name}:{node.start_mark.line + 1}"
 
-    def content(node: yaml.Node) -> Any:
-        """Return the value of a node; PyYAML itself raises all these, on ``!!bool maybe`` for example."""
-        what = f"'{str(node.value)[:40]}' cannot be read as {node.tag.rpartition(':')[2]}"
-        with translate((ValueError, KeyError, AttributeError), lambda _: config_error(line(node), what, "quote it")):
-            return loader.construct_object(node, deep=True)
-
     loader = _Loader(text)
     root = loader.get_single_node()
     if root is None:
@@ -134,7 +137,8 @@ def _parsed(path: Path, text: str, problems: list[Problem]) -> dict[str, Value]:
         elif isinstance(node, yaml.ScalarNode) and node.style is None:
             nested = any(isinstance(step, str) for step in place[1:])
             problems += [Problem(line(node), *trap) for trap in _traps(node.tag, node.value, nested)]
-    return {str(content(key)): Value(content(value), line(key), lines=lines) for key, value in root.value}
+    read = functools.partial(loader.construct_object, deep=True)
+    return {str(read(key)): Value(read(value), line(key), lines=lines) for key, value in root.value}
 
 
 def _walk(place: Place, node: yaml.Node, name: yaml.Node | None = None) -> Iterator[tuple[Place, Any, yaml.Node]]:
@@ -233,14 +237,13 @@ def _convert(kind: str, value: Any, from_text: bool) -> Any:
         if isinstance(value, str):
             value = [] if value == "none" else [part.strip() for part in value.split(",")] if from_text else [value]
         if not isinstance(value, list):
-            raise ValueError(f"{value!r}, a {type(value).__name__} where a list belongs")
+            raise ValueError(f"{value!r:.{_LONGEST}}, a {type(value).__name__} where a list belongs")
         return [_convert(kind[5:-1], item, from_text) for item in value]
-    wrong = ValueError(f"{reprlib.repr(value)} where {_WORDS[kind]} belongs")
+    wrong = ValueError(f"{value!r:.{_LONGEST}} where {_WORDS[kind]} belongs")
     if kind in ("dict", "bool"):
         if kind == "dict" and isinstance(value, str):
-            # The last two are what PyYAML raises on `!!bool x`, and on a thousand brackets.
-            with contextlib.suppress(yaml.YAMLError, KeyError, RecursionError):
-                value = yaml.safe_load(value)
+            with contextlib.suppress(yaml.YAMLError, RecursionError):  # the latter on a thousand brackets
+                value = yaml.load(value, _Loader)
         value = as_bool(value) if kind == "bool" and from_text else value
         if not isinstance(value, dict if kind == "dict" else bool):
             raise wrong
@@ -248,18 +251,19 @@ def _convert(kind: str, value: Any, from_text: bool) -> Any:
     if isinstance(value, bool):
         hint = " (YAML reads no, yes, on and off as booleans: quote the word)" if kind == "str" else ""
         raise ValueError(f"the boolean {value} where {_WORDS[kind]} belongs{hint}")
+    if not isinstance(value, str | int | float):
+        raise wrong
     if kind == "str":
-        if not isinstance(value, str | int | float):
-            raise wrong
         if found := _CONTROL.search(str(value)):
             raise ValueError(f"a text with the control character {found[0]!r}")
         return str(value)
-    with translate((TypeError, ValueError, OverflowError), lambda _: wrong):
+    number = math.inf  # a whole number above 1e308
+    with contextlib.suppress(OverflowError), translate(ValueError, lambda _: wrong):
         number = float(value)  # also of a text: YAML 1.1 reads 1e-6 as one
     if math.isnan(number):
         raise ValueError("not a number (nan)")
     if kind == "float" and math.isinf(number):
-        raise ValueError(f"{reprlib.repr(value)}, which is not finite")
+        raise ValueError(f"{value!r:.{_LONGEST}}, which is not finite")
     if kind == "int" and not number.is_integer():
         raise wrong
     return number if kind == "float" else value if isinstance(value, int) else int(number)
