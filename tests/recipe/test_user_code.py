@@ -135,15 +135,22 @@ def test_nothing_heavy_is_imported() -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("x = " + "-" * 100_000 + "1\n", "'mine.py' is not valid Python ("),
+        ("x = " + "-" * 100_000 + "1\n", "'mine.py' is not valid Python (too deeply nested)"),
+        ("x = (1\n", "'mine.py:1' is not valid Python ('(' was never closed)"),
         ("x = 1\0\n", "'mine.py' is not valid Python (source code string cannot contain null bytes)"),
     ],
-    ids=["deep", "null"],
+    ids=["deep", "open", "null"],
 )
 def test_a_file_that_python_cannot_parse_is_told(folder: Path, content: str, said: str) -> None:
     (folder / "mine.py").write_text(content)
     problem = problem_with("mine.py:f", "recipe.yaml:3")
     assert problem is not None and said in problem.what
+
+
+def test_a_file_that_cannot_be_read_is_not_called_wrong_python(folder: Path) -> None:
+    (folder / "mine.py").symlink_to("/proc/self/mem")  # root may not read its start either
+    problem = problem_with("mine.py:f", "recipe.yaml:3")
+    assert problem is not None and problem.what.endswith("mine.py' cannot be read (Input/output error)")
 
 
 def test_a_name_too_long_for_a_file_is_no_file(folder: Path) -> None:

@@ -41,10 +41,12 @@ def problem_with(spec: str, where: str) -> Problem | None:
         source = path.read_bytes()
         tree = ast.parse(source)
         symbols = symtable.symtable(source, str(path), "exec").get_symbols()  # type: ignore[arg-type]  # takes bytes too
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:  # two of what is nested too deeply
+    except OSError as error:
+        return Problem(where, f"'{path}' cannot be read ({error.strerror})", "make it readable")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two of what is nested too deeply
+        reason = error.args[0] if isinstance(error, SyntaxError | ValueError) else "too deeply nested"
         line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        what = f"'{path.name}{line}' is not valid Python ({str(error) or 'too deeply nested'})"
-        return Problem(where, what, "correct it there")
+        return Problem(where, f"'{path.name}{line}' is not valid Python ({reason})", "correct it there")
     names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     if name in names or any(node.names[0].name == "*" for node in imports):
