@@ -63,7 +63,7 @@ def test_there_are_shipped_recipes():
         ({"load_in_4bit": True}, {}, "'load_in_4bit'"),
         ({"push_to_hub": True, "hub_model_id": "my model"}, {"push_to_hub": True}, "not the name of a repository"),
         ({"dataset_streaming": True}, {"dataset_streaming": True, "max_train_prompts": 9}, "would read the stream"),
-        ({"save_only_model": True}, {}, "'save_only_model'"),
+        ({"save_only_model": True}, {}, "'save_only_model' is not supported. Fix: remove it; a checkpoint without opt"),
         ({"load_best_model_at_end": True}, {}, "'load_best_model_at_end'"),
         ({"eval_strategy": "steps"}, {"eval_strategy": "steps", "eval_steps": 5}, "without eval_steps"),
         ({"benchmarks": ["math"]}, {"benchmarks": ["math_500"]}, "no benchmark 'math'"),
@@ -98,6 +98,31 @@ def test_all_contradictions_are_told_at_once(read):
 def test_a_problem_of_a_default_names_the_recipe_and_one_of_a_flag_the_flag(read):
     assert check(read(without="model_name_or_path"), {})[0].where == "recipe.yaml"
     assert check(read(["--top_p", "0.5"]), {})[0].where == "--top_p"
+
+
+@pytest.mark.parametrize(
+    "keys", [{"dataset_config": "main"}, {"eval_strategy": "steps", "eval_steps": 5}, {"eval_dataset_name": "b" * 300}]
+)
+def test_a_name_too_long_for_a_file_is_not_the_name_of_a_dataset(read, keys):
+    (problem,) = check(read(dataset_name="a" * 300, **keys), {})
+    assert "is neither a file here nor a hub id" in problem.what
+
+
+def test_smoke_data_may_have_the_configuration_of_a_base(read):
+    assert check(read(dataset_name="smoke:sums", dataset_config="main"), {}) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("my_rewards.py", "write my_rewards.py:function"),
+        ("my.rewards.f", "write my.rewards:f"),
+        ("mine", "write one of"),
+    ],
+)
+def test_a_reward_of_the_users_without_a_colon_is_corrected(read, name, fix):
+    (problem,) = check(read(reward_funcs=[name]), {})
+    assert problem.what == f"no reward '{name}'" and problem.fix.startswith(fix)
 
 
 def test_a_dataset_in_a_file_passes_when_the_file_is_there(read, tmp_path):
@@ -159,12 +184,16 @@ def test_most_names_are_run_names(read, name):
 )
 def test_keys_of_what_is_not_supported_are_refused_too(read, keys):
     (problem,) = check(read(**keys), {})
-    assert f"'{next(iter(keys))}' is not supported" in str(problem)
+    assert f"'{next(iter(keys))}' is not supported. Fix: remove it; it does nothing without load_in_4bit" in str(
+        problem
+    )
 
 
 def test_two_ports_are_two(read):
     (problem,) = check(read(vllm_server_port=8123, vllm_group_port=8123), {})
-    assert problem.what == "8123 is more than one of vllm_server_port, vllm_group_port, main_process_port"
+    assert problem.what == "vllm_group_port is 8123, and so is vllm_server_port"
+    (problem,) = check(read(["--main_process_port", "8123"], vllm_server_port=8123), {})
+    assert str(problem).startswith("--main_process_port: main_process_port is 8123, and so is vllm_server_port. Fix:")
     assert check(read(vllm_server_port=8123, vllm_group_port=8124, main_process_port=8125), {}) == []
 
 

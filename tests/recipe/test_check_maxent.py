@@ -67,7 +67,7 @@ VALUES = {"maxent_length_normalize_policy": False, "maxent_length_normalize_ref"
             "tau starts at inf",
         ),
         (
-            {**TEMPERED, **ROLLOUTS, "maxent_tau": 2.5, "maxent_tau_min": 3, "maxent_tau_max": 2},
+            {**TEMPERED, **ROLLOUTS, "maxent_tau_min": 3, "maxent_tau_max": 2},
             {**TEMPERED, **ROLLOUTS, "maxent_tau_min": 0.5, "maxent_tau_max": 2, "maxent_tau": 1},
             "is above maxent_tau_max 2",
         ),

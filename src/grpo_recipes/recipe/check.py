@@ -25,6 +25,7 @@ from grpo_recipes.recipe.tasks import GRPO, requested_task, with_task
 from grpo_recipes.recipe.user_code import copy_path, problem_with
 from grpo_recipes.smoke import SMOKE_SCHEME, SMOKE_TASKS
 
+START_FILE = Path(__file__).with_name("start.yaml")  # what grpo new writes
 _DEFAULT_RECIPES = {"cpu": "recipes/smoke/{task}.yaml", "cuda": "recipes/Qwen2.5-1.5B-Instruct/{task}/config_math.yaml"}
 _Check = Callable[[Recipe, Mapping[str, str]], Iterator[Problem]]
 _HUB_NAME = re.compile(r"[\w.-]{1,96}(?:/[\w.-]{1,96})?", re.ASCII)
@@ -122,6 +123,8 @@ def _user_code(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
                     yield problem
             elif name not in REWARDS:
                 fix = f"write one of {', '.join(sorted(REWARDS))}, or your own as module:function or file.py:function"
+                if "." in name:
+                    fix = f"write {name}:function" if name.endswith(".py") else f"write {':'.join(name.rsplit('.', 1))}"
                 yield recipe.problem(key, f"no reward '{name}'", fix)
 
 
@@ -189,7 +192,7 @@ def _evaluation_data(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
         if smoke or (os.path.exists(path) and not has_splits(path)):
             fix = f"add eval_dataset_name: {name if smoke else 'the file to evaluate on'}"
             yield recipe.problem("eval_strategy", f"'{name}' has no split '{split}' to evaluate on", fix)
-        elif name in TASKS or (path.is_dir() and is_saved(path)):  # the columns are those of the training split
+        elif name in TASKS or (os.path.isdir(path) and is_saved(path)):  # the columns are those of the training split
             yield from _dataset(recipe.place("dataset_test_split"), name, None, split, {})
 
 
@@ -201,7 +204,7 @@ def _dataset(where: str, name: str, config: str | None, split: str, columns: Map
     if built_in is not None and name not in built_in:
         yield Problem(where, f"there is no built-in '{name}'", f"write {' or '.join(built_in)}")
         return
-    if config and (built_in or path.is_file() or is_saved(path)):
+    if config and (built_in is TASKS or os.path.isfile(path) or is_saved(path)):  # a base may give smoke data one
         yield Problem(where, f"'{name}' has no configuration '{config}'", "remove the configuration")
     if built_in is TASKS:
         if split not in SPLITS:

@@ -6,6 +6,7 @@ import contextlib
 import csv
 import itertools
 import json
+import os
 import re
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def split_name(split: str) -> str:
 
 def is_saved(path: Path) -> bool:
     """Return whether ``Dataset.save_to_disk`` or ``DatasetDict.save_to_disk`` wrote the folder."""
-    return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
+    return any(os.path.isfile(path / name) for name in ("state.json", "dataset_dict.json"))
 
 
 def has_splits(path: Path) -> bool:

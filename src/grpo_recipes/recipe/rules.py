@@ -25,8 +25,12 @@ _PART = r"[A-Za-z0-9](?:[\w.-]{0,94}[A-Za-z0-9_])?"
 _REPOSITORY = re.compile(rf"(?!.*(?:--|\.\.|\.git$))(?:{_PART}/)?{_PART}")
 _BRANCH = re.compile(r"(?![0-9a-f]{40}$)[\w][\w./-]{0,200}")
 _REPORTERS = ("none", "tensorboard", "wandb")
-# Quantized weights, checkpoints that cannot be resumed, and another model than that of the last step.
-_UNSUPPORTED = "load_in_8bit load_in_4bit bnb_* use_bnb_* save_only_model load_best_model_at_end"
+_UNSUPPORTED = {
+    "save_only_model": "a checkpoint without optimizer cannot be resumed",
+    "load_best_model_at_end": "the model of the last step is kept",
+    "load_in_8bit load_in_4bit": "quantized training is not supported",
+    "bnb_* use_bnb_*": "it does nothing without load_in_4bit",
+}
 _EMBEDDINGS = ("lm_head", "embed_tokens", "wte", "embed_in", "embed_out")
 _PORTS = ("vllm_server_port", "vllm_group_port", "main_process_port")
 # Truncated sampling: the server's log-probs are of another distribution than the trainer's.
@@ -133,6 +137,22 @@ def _equal_weights(recipe: Recipe, target: str) -> float:
     return _TARGETS[target][2](recipe["num_generations"])
 
 
+def _repeated_ports(recipe: Recipe) -> dict[str, str]:
+    """Return each key whose port an earlier one gives, with the earlier one."""
+    first: dict[int, str] = {}
+    ports = (key for key in _PORTS if given(recipe, key, any_value=False))
+    return {key: earlier for key in ports if (earlier := first.setdefault(recipe[key], key)) != key}
+
+
+def _outside(recipe: Recipe) -> list[str]:
+    """Return the key by which the controller's tau starts outside of its limits; swapped limits have a rule."""
+    low, high, tau = recipe["maxent_tau_min"], recipe["maxent_tau_max"], _tau(recipe)
+    if not _target(recipe) or low <= tau <= high or (low > high and 0 < tau < math.inf):
+        return []
+    limit = "maxent_tau_min" if tau < low else "maxent_tau_max"
+    return [limit if recipe.given(limit) and not recipe.given("maxent_tau") else "maxent_tau"]
+
+
 def _unread(recipe: Recipe) -> list[str]:
     """Return the maxent keys that a MaxEnt recipe gives and its objective does not read."""
     objective = objective_of(recipe)
@@ -162,8 +182,8 @@ RULES = (
         f"begin with a letter or digit, without '/' or line ends, at most {_LONGEST_NAME} bytes"),
     Rule("report_to", lambda r: [name for name in reports_to(r) if name not in _REPORTERS],
         "'{item}' is not supported", f"write one of {', '.join(_REPORTERS)}"),
-    Rule("vllm_server_port", lambda r: _twice([r[key] for key in given(r, " ".join(_PORTS))]),
-        f"{{item}} is more than one of {', '.join(_PORTS)}", "give each its own, or remove them"),
+    Rule("{item}", lambda r: list(_repeated_ports(r)),
+        lambda r, key: f"{key} is {r[key]}, and so is {_repeated_ports(r)[key]}", "give each its own, or remove them"),
     # Rewards.
     Rule("reward_funcs", lambda r: not r["reward_funcs"], "no reward is named", "add reward_funcs"),
     Rule("reward_funcs", lambda r: _twice(r["reward_funcs"]),
@@ -230,7 +250,8 @@ RULES = (
         lambda r, _: f"write save_steps: {round(r['save_steps'])}"),
     Rule("epsilon_high", lambda r: r["epsilon_high"] is not None and r["epsilon_high"] < r["epsilon"],
         "epsilon_high {epsilon_high} is below epsilon {epsilon}", "write {epsilon} or more, e.g. 0.28"),
-    Rule("{item}", lambda r: given(r, _UNSUPPORTED, any_value=False), "'{item}' is not supported", "remove it"),
+    Rule("{item}", lambda r: given(r, " ".join(_UNSUPPORTED), any_value=False), "'{item}' is not supported",
+        lambda _, key: next(f"remove it; {why}" for names, why in _UNSUPPORTED.items() if key in matching(names))),
     # Precision and learning rate.
     Rule("learning_rate", lambda r: r["learning_rate"] == 0,
         "learning_rate is 0: no weight is ever changed", "write e.g. learning_rate: 1e-6"),
@@ -352,8 +373,7 @@ RULES = (
         f"{_TARGETS[key][0]} ({_equal_weights(r, key):g}), that of equal weights", "write a value between the two"),
     Rule("maxent_tau_min", lambda r: _target(r) and r["maxent_tau_min"] > r["maxent_tau_max"],
         "maxent_tau_min {maxent_tau_min:g} is above maxent_tau_max {maxent_tau_max:g}", "swap the two"),
-    Rule("maxent_tau",
-        lambda r: _target(r) and _tau(r) != sorted((r["maxent_tau_min"], _tau(r), r["maxent_tau_max"]))[1],
+    Rule("{item}", _outside,
         lambda r, _: f"tau starts at {_tau(r):g}, outside of maxent_tau_min {r['maxent_tau_min']:g} and maxent_tau_max "
         f"{r['maxent_tau_max']:g}", "write a maxent_tau between them, or another limit"),
     Rule("{item}", lambda r: r["kl_target"] is None and given(r, "kl_horizon kl_ctl_step_size"),
