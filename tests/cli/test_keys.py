@@ -64,7 +64,7 @@ def test_benchmarks(capsys):
         ("torch_dtype", "write dtype: bfloat16"),
         ("output_dir", "set run_root and run_name"),
         ("gen_temperature", "write temperature"),
-        ("xyzzyx", "see grpo keys"),
+        ("xyzzyx", "no key has that in its name or meaning. Fix: see grpo keys"),
     ],
 )
 def test_a_word_that_no_key_has(capsys, word, fix):

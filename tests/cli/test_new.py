@@ -29,6 +29,15 @@ def test_it_needs_one_edit_to_be_right(folder, capsys):
     assert cli.main(["check", "my.yaml"]) == 0
 
 
+def test_its_recipe_is_the_packages_and_not_one_of_the_folder(folder, monkeypatch):
+    (folder / "recipes" / "base").mkdir(parents=True)
+    for name in ("recipes/base/start.yaml", "start.yaml"):
+        (folder / name).write_text("seed: 666\n")
+    monkeypatch.setenv("GRPO_HOME", str(folder))  # as where the package is installed without the repository
+    assert cli.main(["new", "my.yaml"]) == 0
+    assert "data.jsonl" in (folder / "my.yaml").read_text() and "666" not in (folder / "my.yaml").read_text()
+
+
 @pytest.mark.parametrize("name", ["grpo/config_math.yaml", "maxent/config_math_listwise.yaml"])
 def test_it_copies_a_recipe_with_a_schema_that_is_found(folder, name):
     source = home() / "recipes/Qwen3-4B" / name
@@ -45,6 +54,7 @@ def test_nothing_is_overwritten(folder, capsys):
     assert "exists already" in capsys.readouterr().err
     assert (folder / "my.yaml").read_text() == "seed: 1\n"
     assert cli.main(["new", "no/such/folder/my.yaml"]) == 2
+    assert "my.yaml: cannot be written (No such file or directory)" in capsys.readouterr().err
     assert cli.main(["new", "other.yaml", "--from", "no_such.yaml"]) == 2
     assert not (folder / "other.yaml").exists()
 

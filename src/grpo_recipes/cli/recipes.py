@@ -26,7 +26,7 @@ from grpo_recipes.plan.devices import find_resources, gpu_memory
 from grpo_recipes.plan.estimates import estimate
 from grpo_recipes.plan.plan import describe, make_plan
 from grpo_recipes.process.reports import aligned
-from grpo_recipes.recipe.check import choose_recipe
+from grpo_recipes.recipe.check import START_FILE, choose_recipe
 from grpo_recipes.recipe.dialects import ALIASES, OBSOLETE_KEYS, nearest
 from grpo_recipes.recipe.keys import OWNED_KEYS, VARIABLES, catalogue, nested_catalogue, schema_line, schema_note
 from grpo_recipes.recipe.registry import BENCHMARKS
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from grpo_recipes.rewards.probe import ProbeResult, Try
 
 _SCHEMA_LINE = re.compile(r"\A# yaml-language-server: .*\n")
-_START = "recipes/base/start.yaml"
 _NOT_KEYS = {**OBSOLETE_KEYS, **OWNED_KEYS, **{alias: f"write {key}" for alias, key in ALIASES.items()}}
 _ROWS = 200  # of the dataset, shown to the rewards
 _WIDTH = 60  # characters of a prompt or completion in a line
@@ -58,10 +57,14 @@ def new(options: argparse.Namespace) -> int:
     path = Path(options.file)
     if os.path.lexists(path):
         raise config_error(options.file, "exists already", "name another file")
-    source = choose_recipe(options.source or _START, {}, GRPO, "cpu")
+    source = choose_recipe(options.source, {}, GRPO, "cpu") if options.source else START_FILE
     text = _SCHEMA_LINE.sub("", source.read_text(encoding="utf-8"))
-    where, fix = options.file, "name a file in a folder of yours"
-    with translate((OSError, ValueError), lambda error: config_error(where, f"cannot be written ({error})", fix)):
+
+    def unwritable(error: OSError | ValueError) -> ConfigError:
+        what = f"cannot be written ({getattr(error, 'strerror', None) or error})"
+        return config_error(options.file, what, "name a file in a folder of yours")
+
+    with translate((OSError, ValueError), unwritable):
         path.write_text(f"{schema_line(path)}\n{text}", encoding="utf-8")  # ValueError: a NUL in the name
     print(f"grpo: {shown(path)} is written; edit it, then: grpo check {shlex.quote(shown(path))}")
     return 0
@@ -93,8 +96,8 @@ def keys(options: argparse.Namespace) -> int:
     if not found:
         close = None if table else nearest(options.word)
         fix = f"try {close}" if close else f"see grpo keys {table}".rstrip()
-        what = f"nothing in grpo keys {table}".rstrip() + " has that in its name or meaning"
-        raise config_error(f"'{options.word}'", what, fix)
+        where = f"nothing in grpo keys {table}" if table else "no key"
+        raise config_error(f"'{options.word}'", f"{where} has that in its name or meaning", fix)
     print(json.dumps(found, indent=1) if options.json else "\n".join(_key_lines(found)))
     return 0
 
