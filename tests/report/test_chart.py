@@ -204,4 +204,5 @@ def test_a_reward_on_the_edge_of_a_range_is_in_the_range_above_it():
     rewards = array("d", [tenth / 10 for tenth in range(11)])
     made = histogram([Scored(step, rewards) for step in (1, 2, 3)])
     assert made is not None
+    assert [name for name, _ in made.ends] == ["step 1", "step 3"]
     assert made.ends[0][1] == pytest.approx([1 / 11] * 9 + [2 / 11])

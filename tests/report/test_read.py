@@ -34,6 +34,8 @@ def test_lines_that_are_no_rows_are_counted(tmp_path: Path) -> None:
     table = read_table(file)
     assert (table.steps, table.unreadable) == ([1, 2], 3)
     assert "loss" not in table.columns
+    file.write_bytes(b'{"step": 1, "loss": 2, "text": "\xff"}\n')
+    assert (read_table(file).steps, read_table(file).unreadable) == ([1], 0)
 
 
 def test_a_torn_row_of_samples_is_left_out(tmp_path: Path) -> None:

@@ -236,8 +236,9 @@ def test_a_run_that_runs_and_was_silent_for_long_is_told(tmp_path: Path) -> None
 def test_a_run_that_runs_says_the_time_that_is_left(tmp_path: Path) -> None:
     folder = make_run(tmp_path, steps=100, summary={"status": "running"})
     lines = (folder / "metrics.jsonl").read_text().splitlines()[:50]
+    lines[0] = json.dumps({**json.loads(lines[0]), "seconds/step": 1e5})  # compiles kernels, and says nothing later
     (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    assert re.search(r"50 of 100.*9\.\d s a step, 7 min \d\d s left", page_of(folder).text)
+    assert re.search(r"50 of 100.*33 min \d\d s a step, 7 min \d\d s left", page_of(folder).text)
 
 
 def test_a_run_without_a_step_has_a_page(tmp_path: Path) -> None:
@@ -298,6 +299,14 @@ def test_long_texts_are_cut(tmp_path: Path) -> None:
     page = page_of(folder)
     assert "p" * 2500 + "… 97,500 more" in page.text and "p" * 2501 not in page.text
     assert (folder / "report.html").stat().st_size < 1_200_000
+
+
+def test_texts_full_of_marks_do_not_make_a_large_page(tmp_path: Path) -> None:
+    marks = {"prompt": "<", "completion": "<\x1b" * 2000, "rewards": {"r": 1}}
+    folder = make_run(tmp_path, steps=40, samples=[marks] * 16)
+    page = page_of(folder)
+    assert "Step 40" in page.text and "Step 20" not in page.text
+    assert (folder / "report.html").stat().st_size < 2_000_000
 
 
 def test_five_thousand_steps_make_a_small_page_in_seconds(tmp_path: Path) -> None:

@@ -255,7 +255,8 @@ def histogram(scored: Sequence[Scored]) -> Histogram | None:
         return [found[index] / found.total() for index in range(len(bins))]
 
     tenth = max(1, len(scored) // 10)
-    ends = [(f"steps {rows[0].step} to {rows[-1].step}", shares(rows)) for rows in (scored[:tenth], scored[-tenth:])]
+    ends = [(f"steps {rows[0].step} to {rows[-1].step}" if len(rows) > 1 else f"step {rows[0].step}", shares(rows))
+            for rows in (scored[:tenth], scored[-tenth:])]  # fmt: skip
     across = step_axis([scored[part.stop - 1 if part.start else 0].step for part in parts])
     up = axis(0.0, max(max(heights) for _, heights in ends))
     return Histogram([*map(short, bins)], edged, across, up, [shares(scored[part]) for part in parts], ends)

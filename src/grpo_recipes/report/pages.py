@@ -38,7 +38,7 @@ _STATUSES = {
     "requeued": ("↻", "Waiting to go on. "),
     "failed": ("✕", "Failed. "),
 }
-_MOST_STEPS = 24  # whose completions are in the page
+_MOST_STEPS, _MOST_MARKUP = 24, 700_000  # whose completions are in the page, and characters of these
 _SILENT_SECONDS = 900.0  # and ten usual steps, without a row: a running run may be dead
 # Baseline of a ModeBench result -> its name on the page.
 _BASELINES = {"untrained": "before training", "random": "random guesser", "constant": "best constant answer"}
@@ -131,13 +131,15 @@ def notices(run: RunRecord) -> list[str]:
 
 
 def _completions(run: RunRecord) -> list[Markup]:
-    """Return sampled completions of steps spread over the run, the first and the last among them."""
+    """Return sampled completions of steps spread over the run, the first and the last among them if they fit."""
     last, steps = len(run.scored) - 1, []
     chosen = {round(index * last / (_MOST_STEPS - 1)) for index in range(_MOST_STEPS)}
     for place, (scored, samples) in enumerate(scored_rows(run.folder / "samples.jsonl")):
         if place in chosen and samples:
             groups = [(prompt, list(members)) for prompt, members in groupby(samples, lambda one: one.get("prompt"))]
             steps.append(fragment("completions.html.j2", "step", scored, groups, place == last))
+    while len(steps) > 1 and sum(map(len, steps)) > _MOST_MARKUP:
+        steps = [*steps[:-2:2], steps[-1]]
     return steps
 
 

@@ -1,4 +1,4 @@
-"""A run as the report sees it: tolerant of runs that go on, were killed, or were made by older code."""
+"""A run as the report sees it: tolerant of runs that go on or were killed."""
 
 from __future__ import annotations
 
@@ -56,6 +56,7 @@ class Outcome(NamedTuple):
     steps: float  # taken
     of: float | None  # steps wanted
     seconds: float  # of all steps together
+    recent: float | None  # seconds of a step, mean of the last 20
     tokens_per_second: float | None  # mean over the steps
 
 
@@ -88,9 +89,10 @@ class RunRecord(Run):
         size = min(LAST_STEPS, len(rewards)) or 1
         levels = ((sum(rewards[end - size : end]) / size, steps[end - 1]) for end in range(size, len(rewards) + 1))
         first, last = first_and_last(rewards)
+        seconds = metrics.known("seconds/step")
         return Outcome(
             first, last, max(levels, default=None), metrics.steps[-1] if metrics.steps else 0,
-            metrics.last("max_steps"), sum(metrics.known("seconds/step")), mean(metrics.known("tokens_per_second")),
+            metrics.last("max_steps"), sum(seconds), mean(seconds[-20:]), mean(metrics.known("tokens_per_second")),
         )  # fmt: skip
 
 
@@ -146,8 +148,8 @@ def read_table(path: Path) -> Table:
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield each whole line as a mapping, which is empty where the line is something else."""
     if path.exists():
-        with path.open("rb") as file:
-            yield from (json_mapping(line) or {} for line in file if line.endswith(b"\n") and line.strip())
+        with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+            yield from (json_mapping(line) or {} for line in file if line.endswith("\n") and line.strip())
 
 
 def scored_rows(path: Path) -> Iterator[tuple[Scored, list[dict[str, Any]]]]:
