@@ -67,6 +67,7 @@ def test_there_are_shipped_recipes():
         ({"load_best_model_at_end": True}, {}, "'load_best_model_at_end'"),
         ({"eval_strategy": "steps"}, {"eval_strategy": "steps", "eval_steps": 5}, "without eval_steps"),
         ({"benchmarks": ["math"]}, {"benchmarks": ["math_500"]}, "no benchmark 'math'"),
+        ({"benchmarks": ["a" * 300 + ".jsonl"]}, {"benchmarks": ["math_500"]}, "no file 'aaa"),
         ({"callbacks": ["missing.py:Mine"]}, {"callbacks": []}, "no file 'missing.py'"),
         ({"vllm_mode": "colocate", "weight_sync": "nccl"}, {"vllm_mode": "colocate"}, "weight_sync has no meaning"),
         ({"report_to": ["mlflow"]}, {"report_to": ["wandb", "tensorboard"]}, "'mlflow' is not supported"),

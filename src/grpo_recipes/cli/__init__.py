@@ -26,8 +26,6 @@ COMMANDS = {
 }
 _USAGE = "[RECIPE] [options] [--KEY VALUE ...]"
 _EPILOG = "Any recipe key is a flag too, e.g. --learning_rate 1e-6: flag > environment variable > YAML > default."
-
-
 Option = tuple[tuple[str, ...], dict[str, Any]]  # names and settings of an ``add_argument`` of argparse
 
 

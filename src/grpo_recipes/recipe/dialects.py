@@ -43,10 +43,7 @@ SLURM_GUIDE = each(
     ("push_to_hub_revision", "write push_to_hub: true and hub_revision"),
     ("wandb_log_unique_prompts", "write log_unique_prompts"),
     ("max_completion_len", "write max_completion_length"),
-    (
-        "vf_coef gae_lambda gamma horizon clip_range_vf",
-        "remove it; it belongs to PPO's value function, which GRPO does not have",
-    ),
+    ("vf_coef gae_lambda gamma horizon clip_range_vf", "remove it; it belongs to PPO's value function"),
     (
         "advantage_normalization reward_normalization reward_clip advantage_clip",
         "write scale_rewards: group, batch or none",
@@ -58,10 +55,7 @@ SLURM_GUIDE = each(
     ("maxent_logprob_chunk_size", "write per_device_train_batch_size: log-probs are computed in batches of that size"),
     ("vllm_return_logprobs", "remove it; vLLM always returns them, for vllm_importance_sampling_correction"),
     ("init_kl_coef", "write init_kl_coeff, or beta"),
-    (
-        "log_kl_per_token log_grad_norm_after_clip return_reward",
-        "remove it; kl and grad_norm are in every row of metrics.jsonl",
-    ),
+    ("log_kl_per_token log_grad_norm_after_clip return_reward", "remove it; kl and grad_norm are in metrics.jsonl"),
     ("env", "export variables in the shell; a recipe does not change the environment"),
 )
 OBSOLETE_KEYS = {**OLDER_TRL, **SLURM_GUIDE}

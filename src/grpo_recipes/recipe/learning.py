@@ -15,8 +15,7 @@ BY_GRADIENT = ("sgd", "schedule_free_sgd", "lomo", "adalomo", "adagrad")
 # DeepSpeed updates float32 copies and rounds them into the model; accelerate's FSDP2 casts the model up first, but only
 # under mixed precision.
 _KEEPS_COPIES = ("zero2", "zero3")
-_WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
-_WARMUP_FROM_ABOVE_ZERO = ("cosine_warmup_with_min_lr",)
+_NOT_FROM_ZERO = ("constant", "reduce_lr_on_plateau", "greedy", "cosine_warmup_with_min_lr")
 LEAST_SHARE = 0.01  # of learning_rate; a run that never gets so far learns nothing
 
 
@@ -58,7 +57,7 @@ def float32_fix(mixed: str) -> str:
 def reached_share(recipe: Recipe) -> float:
     """Return the largest share of ``learning_rate`` that a step takes, 1 where the number of steps is not known."""
     steps, warm = recipe["max_steps"], recipe["warmup_steps"]
-    if steps < 1 or recipe["lr_scheduler_type"] in (*_WITHOUT_WARMUP, *_WARMUP_FROM_ABOVE_ZERO):
+    if steps < 1 or recipe["lr_scheduler_type"] in _NOT_FROM_ZERO:
         return 1.0
     warm = int(warm) if warm >= 1 else math.ceil(warm * steps)
     return 1.0 if warm < steps else (steps - 1) / warm  # the first step is step 0 of the schedule

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from grpo_recipes.errors import Problem
 from grpo_recipes.recipe.keys import nearest_of
@@ -99,7 +98,7 @@ def benchmark_problem(name: str, where: str) -> Problem | None:
         what = f"benchmark '{name}' runs code that the model wrote, which this package does not do"
         command = f'lighteval vllm "model_name=<run>/model" "{_RUNS_MODEL_CODE[name]}|0"'
         return Problem(where, what, f"remove it and run, in an environment of lighteval: {command}")
-    if is_file(name) and not Path(os.path.expanduser(name)).is_file():
+    if is_file(name) and not os.path.isfile(os.path.expanduser(name)):
         return Problem(where, f"no file '{name}'", "name an existing .jsonl file")
     if is_file(name) or name in BENCHMARKS:
         return None
