@@ -96,6 +96,17 @@ def test_a_request_to_stop_is_passed_on_to_the_other_nodes_once(read, tmp_path):
     assert sent == ["stop"]
 
 
+def test_phases_too_long_for_slurms_signal_are_noted_once(read, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(monitor, "job_end_time", lambda environment: time.time() + 1e6)
+    monkeypatch.setattr(monitor, "_PHASE_SECONDS", 0)
+    append(tmp_path, 1, 1, **{"seconds/evaluate": 400.0})
+    attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=read(), publisher=None)
+    watched = Monitor(attempt, SimpleNamespace(can_save=None, requested=False, look=lambda: None))
+    watched.tick()
+    watched.tick()
+    assert capsys.readouterr().out.count("grpo: note: with phases of 400 s the signal 300 s before the time limit") == 1
+
+
 def test_the_other_nodes_dump_stacks_when_a_rank_stalls(read, tmp_path, monkeypatch):
     sent = []
     monkeypatch.setattr(monitor, "_DUMP_SECONDS", 0)

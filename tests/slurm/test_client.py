@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from grpo_recipes.slurm.client import SlurmJob, Walltime, job_end_time, requeue
+from grpo_recipes.slurm.client import SlurmJob, Walltime, ask, job_end_time, requeue
 
 END = 10_000.0
 ROW = {"seconds/sample": 40.0, "seconds/score": 1.0, "seconds/update": 20.0, "seconds/step": 70.0, "seconds/save": 5.0}
@@ -35,6 +35,17 @@ def test_a_limit_that_was_raised_meanwhile_counts():
     walltime = Walltime(lambda: next(ends))
     assert walltime.due(END - 1) is None
     assert walltime.due(END + 3000) is None
+
+
+def test_phases_too_long_for_slurms_signal_are_noted_once():
+    walltime = Walltime(lambda: END)
+    assert walltime.note() is None
+    walltime.observe({"seconds/sample": 400.0, "seconds/save": 20.0})
+    assert walltime.note() == (
+        "note: with phases of 400 s the signal 300 s before the time limit may come too late; the launcher stops 850 s "
+        "before the limit"
+    )
+    assert walltime.note() is None
 
 
 def test_without_an_end_nothing_is_due():
@@ -94,6 +105,11 @@ def test_scontrol_is_asked_for_our_own_job_and_its_sigterm_awaited(fake_scontrol
     asked = fake_scontrol("kill -TERM $PPID")
     assert requeue(job) is None
     assert asked.read_text() == f"requeue {name}\n"
+
+
+def test_what_is_printed_of_other_jobs_counts_where_one_has_left_the_queue(fake_scontrol):
+    fake_scontrol("echo JobId=7; echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    assert ask("scontrol", "show", "job", "7,8") == "JobId=7"
 
 
 def test_what_scontrol_says_against_it_is_told(fake_scontrol):

@@ -233,6 +233,8 @@ class Monitor:
         if now >= self._next_phases:
             self._next_phases = now + _PHASE_SECONDS
             phases = self._phases()
+            if note := self._walltime.note():
+                say(note)
             if not self._stop.requested and (why := self._walltime.due()):
                 self._stop.out_of_time(why)
             if trainers := self._trainers():

@@ -23,6 +23,7 @@ _ACTIVE = (
     "PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "SIGNALING",
     NO_ANSWER,
 )  # fmt: skip
+SIGNAL_LEAD_SECONDS = 300.0  # how early Slurm sends USR1, by the header of training.sh (`--signal=B:USR1@300`)
 _MARGIN_SECONDS = 30.0
 _PHASES = tuple(f"seconds/{phase}" for phase in ("sample", "score", "sync", "update", "evaluate"))
 # minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds
@@ -48,14 +49,17 @@ class MaybeSubmitted(ConfigError):
     """The job may be in the queue or not: what it would run must stay."""
 
 
-def _run(*argv: str, seconds: float = _SECONDS) -> str:
-    """Return what one of Slurm's commands prints; raise the kind of NoAnswer that says how it failed."""
+def _run(*argv: str, seconds: float = _SECONDS, unless: str | None = None) -> str:
+    """Return what one of Slurm's commands prints; raise the kind of NoAnswer that says how it failed.
+
+    With ``unless`` in its complaint it has not failed: what it printed of other jobs counts.
+    """
     with (
         translate(subprocess.TimeoutExpired, lambda _: NoAnswer(f"did not answer within {seconds:.0f} seconds")),
         translate(OSError, lambda error: _NotHere(f"does not run on this machine ({error.strerror})")),
     ):
         done = subprocess.run(argv, capture_output=True, text=True, timeout=seconds, check=False)
-    if done.returncode:
+    if done.returncode and (unless is None or unless not in done.stderr):
         lines = [line.removeprefix(f"{argv[0]}: ").removeprefix("error: ").strip() for line in done.stderr.splitlines()]
         raise _Refused("; ".join(filter(None, lines)).rstrip(".") or f"exit code {done.returncode}")
     return done.stdout.strip()
@@ -63,12 +67,9 @@ def _run(*argv: str, seconds: float = _SECONDS) -> str:
 
 def ask(*argv: str, seconds: float = _SECONDS) -> str | None:
     """Return what one of Slurm's commands prints; None where it is silent or not here, or there is no such job."""
-    try:
-        return _run(*argv, seconds=seconds) or None
-    except NoAnswer as error:
-        if isinstance(error, _NotHere) or "Invalid job id" in str(error):
-            return None
-        raise
+    with contextlib.suppress(_NotHere):
+        return _run(*argv, seconds=seconds, unless="Invalid job id") or None
+    return None
 
 
 def _printed(*argv: str, seconds: float = _SECONDS) -> str:
@@ -244,6 +245,7 @@ class Walltime:
         self._end = end_time()
         self._longest = 0.0
         self._save = 0.0
+        self._noted = False
 
     @property
     def lead(self) -> float:
@@ -254,6 +256,16 @@ class Walltime:
         """Learn from a row of ``metrics.jsonl`` how long phases take."""
         self._longest = max(self._longest, *(float(row.get(phase) or 0.0) for phase in _PHASES))
         self._save = max(self._save, float(row.get("seconds/save") or 0.0))
+
+    def note(self) -> str | None:
+        """Return, once, what the user should know when phases are longer than the signal's lead allows."""
+        if self._noted or self._end is None or self.lead <= SIGNAL_LEAD_SECONDS:
+            return None
+        self._noted = True
+        return (
+            f"note: with phases of {self._longest:.0f} s the signal {SIGNAL_LEAD_SECONDS:.0f} s before the time limit "
+            f"may come too late; the launcher stops {self.lead:.0f} s before the limit"
+        )
 
     def due(self, now: float | None = None) -> str | None:
         """Return why it is time to stop at ``now``, in seconds since the epoch, or None."""
