@@ -141,6 +141,19 @@ def test_without_sbatch_there_is_no_run_directory(monkeypatch, capsys) -> None:
     assert "sbatch: does not run on this machine (No such file or directory)" in refusal(capsys)
 
 
+def test_a_script_that_cannot_be_written_leaves_no_run_directory(fake_sbatch, monkeypatch, capsys) -> None:
+    fake_sbatch("echo 1")
+    write_text = Path.write_text
+
+    def full(path: Path, *arguments, **named) -> int:
+        if path.name == "job.sh":
+            raise OSError(28, "No space left on device")
+        return write_text(path, *arguments, **named)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert "job.sh: cannot be written (No space left on device). Fix: name a folder with room" in refusal(capsys)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -216,6 +229,15 @@ def test_an_accelerate_file_is_frozen(folder, fake_sbatch, monkeypatch) -> None:
     run_dir = only_run(folder)
     assert f"export CONFIG_FILE={run_dir}/accelerate.yaml\n" in (run_dir / "job.sh").read_text()
     assert (run_dir / "accelerate.yaml").read_text() == "distributed_type: 'NO'\n"
+
+
+def test_how_a_check_that_gives_no_answer_ended_is_said(folder, monkeypatch, capsys) -> None:
+    monkeypatch.undo()  # the real check --deep
+    (folder / "killed").write_text("#!/bin/sh\nkill -9 $$\n")
+    (folder / "killed").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(folder / "killed"))
+    assert submit("--dry-run") == 2
+    assert "grpo check --deep ended with code -9 and no answer" in capsys.readouterr().err
 
 
 def test_what_is_not_here_is_refused_with_the_command_that_brings_it(monkeypatch, capsys) -> None:

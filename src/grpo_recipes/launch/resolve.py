@@ -119,12 +119,13 @@ def need_same_world(run: Run, plan: Plan) -> None:
     checkpoint, now = newest_complete(run.folder / "checkpoints"), plan.batch.world_size
     if checkpoint is not None:
         before, what = world_size_of(checkpoint), checkpoint.name  # a part of the generation window for each
+        fix = f"give it as many devices as before, or --num_processes {before}"
     elif (run.folder / FROZEN_CODE).is_dir():
         before, what = int(run.plan["batch"]["world_size"]), "the submitted run"
+        fix = "look at what the job was given, and submit again"
     else:
         return
     if before != now:
-        fix = f"give it as many devices as before, or --num_processes {before}"
         raise config_error("--resume", f"{what} is of {before} processes, the plan has {now}", fix)
 
 

@@ -138,7 +138,9 @@ def submit_script(folder: Path, text: str) -> int:
     """Keep a batch script in a folder, submit it from the working folder, and return the id of its job."""
     make_logs()  # Slurm opens its logs before the script runs
     script = folder / "job.sh"
-    script.write_text(text)
+    fix = "name a folder with room that you may write to"
+    with translate(OSError, lambda error: config_error(shown(script), f"cannot be written ({error.strerror})", fix)):
+        script.write_text(text)
     return submit(script)
 
 
@@ -202,12 +204,13 @@ def _check_deep(path: Path, task: str | None, flags: Sequence[str], environment:
     """Refuse what `grpo check --deep` finds, in a process of its own: it imports torch, and stays off the network."""
     options = ["--deep", "--json", *(["--task", task] if task else [])]
     argv = [sys.executable, "-m", "grpo_recipes", "check", str(path), *options, *flags]
-    what = f"grpo check --deep did not end within {_DEEP_SECONDS} seconds, or gave no answer"
-    fix = "run it by itself, and see where it stays or what it prints"
-    with translate((subprocess.TimeoutExpired, ValueError), lambda _: config_error(shown(path), what, fix)):
+    fix, how = "run it by itself, and see where it stays or what it prints", f"took more than {_DEEP_SECONDS} seconds"
+    failed = (subprocess.TimeoutExpired, ValueError)
+    with translate(failed, lambda _: config_error(shown(path), f"grpo check --deep {how}", fix)):
         done = subprocess.run(
             argv, env=dict(environment), stdout=subprocess.PIPE, text=True, timeout=_DEEP_SECONDS, check=False
         )
+        how = f"ended with code {done.returncode} and no answer"
         found = json.loads(done.stdout)
     if found["problems"]:
         raise ConfigError(*[Problem(**problem) for problem in found["problems"]])
