@@ -146,8 +146,9 @@ def test_an_interface_that_is_named_gives_the_addresses(job, workers, variable):
     assert [node.address for node in found.nodes] == ["127.0.0.1", "127.0.0.1"]
 
 
-def test_names_instead_of_addresses_are_asked_for_the_way(job, workers):
-    found = preflight_nodes(workers, two_nodes(), job("localhost", "localhost"))
+def test_a_name_that_means_the_loopback_on_the_first_node_is_not_its_address(job, workers, monkeypatch):
+    monkeypatch.setattr(nodes, "node_address", {"n1": "127.0.1.1", "n2": "127.0.0.1"}.__getitem__)
+    found = preflight_nodes(workers, two_nodes(), job())
     assert [node.address for node in found.nodes] == ["127.0.0.1", "127.0.0.1"]
 
 
@@ -156,6 +157,7 @@ def test_names_instead_of_addresses_are_asked_for_the_way(job, workers):
     [
         ((), {"NETWORK_INTERFACE": "=ib9,lo"}, r"NETWORK_INTERFACE: node n1 has no address on 'ib9' \(it has lo"),
         ((), {"NETWORK_INTERFACE": "ib9"}, r"NETWORK_INTERFACE: node n1 has no address on 'ib9' \(it has lo"),
+        (("127.0.0.1", "192.0.2.7"), {}, "node n2 cannot listen on 192.0.2.7"),
         (("name.invalid", "name.invalid"), {}, "name.invalid, by which Slurm knows n1: "),
         ((), {"SLURM_NODEID": "1"}, "launched once, on its first node"),
         ((), {"PATH": "/nowhere"}, "srun: there is none here"),
@@ -317,6 +319,7 @@ def test_a_process_can_be_ended_and_started_again(job, workers, tmp_path):
     second = remote(workers, tmp_path, STARTER)
     (rank,) = ranks_of(second)
     assert rank.record["pid"] != pid and not rank.gone and second.state().lost is None
+    assert first.state() == State(), "what is reported of its successor is not its own"
 
 
 def test_requests_reach_the_other_nodes(job, workers, tmp_path):
@@ -425,3 +428,16 @@ def test_trainers_of_two_nodes_end_as_one():
     assert Group([done, failed]).state().exit == 3
     Group([done, running]).end()
     assert done.ended and running.ended
+
+
+def test_trainers_of_two_nodes_are_ended_side_by_side():
+    both = threading.Barrier(2)
+
+    class Slow(FakeChild):
+        def end(self, grace: float = 3.0) -> None:
+            both.wait(5)
+            super().end(grace)
+
+    pair = [Slow(None), Slow(None)]
+    Group(pair).end()
+    assert all(child.ended for child in pair)

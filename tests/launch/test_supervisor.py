@@ -20,7 +20,7 @@ from grpo_recipes.launch import run as launch_run
 from grpo_recipes.launch.attempt import Attempt
 from grpo_recipes.launch.monitor import StoppedAtOnce, StopSignals
 from grpo_recipes.launch.nodes import NodeWorkers
-from grpo_recipes.launch.processes import Child, Ending
+from grpo_recipes.launch.processes import Child, Ending, Group, wait_for_ending
 from grpo_recipes.launch.run import Restarts, Supervisor, supervise
 from grpo_recipes.plan.types import Names, OnLoss, Process
 from grpo_recipes.process.scratch import Scratch
@@ -304,9 +304,16 @@ def test_a_role_of_its_own_starts_in_the_order_of_the_plan_and_its_loss_can_fail
     assert "server_restarts" not in run.summary()
 
 
-def test_a_role_of_its_own_can_be_restarted_alone(fake_run, tmp_path, capsys):
+def test_a_role_of_its_own_can_be_restarted_alone(fake_run, tmp_path, capsys, monkeypatch):
     run = fake_run(steps=20, others=[toy(tmp_path, "restart")])
     before: list = []
+    orders: list[list[str]] = []
+
+    def recorded(groups: Sequence[Group], *more) -> Ending:
+        orders.append([group.process.role for group in groups])
+        return wait_for_ending(groups, *more)
+
+    monkeypatch.setattr(launch_run, "wait_for_ending", recorded)
 
     def kill() -> None:
         run.wait_for_step(1)
@@ -317,6 +324,7 @@ def test_a_role_of_its_own_can_be_restarted_alone(fake_run, tmp_path, capsys):
 
     assert run.then(kill).end() == Ending(0)
     assert "was killed by signal 9: the toy alone is started again (1 of 2)" in capsys.readouterr().out
+    assert orders == [["server", "toy", "trainer"]] * 2, "the order of the plan, also after a restart"
     assert run.state() == {"epoch": 1, "state": "gone"}
 
 

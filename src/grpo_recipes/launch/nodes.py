@@ -10,6 +10,7 @@ node. The launcher's side comes first, then the worker (``main``).
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -61,6 +62,7 @@ class NodeWorkers:
     def __init__(self, count: int) -> None:
         self.count = count
         self.reports: dict[tuple[str, int, str], Report] = {}  # by kind, node, and name of a process
+        self.starts = itertools.count(1)  # numbers of the starts of processes
         self._writing = threading.Lock()
         self._srun: subprocess.Popen[str] | None = None
 
@@ -153,9 +155,9 @@ class RemoteChild(Started):
     def __init__(self, workers: NodeWorkers, process: Process) -> None:
         super().__init__(process)
         self._workers = workers
-        self._key = "process", process.node, process.name
-        workers.reports.pop(self._key, None)  # of the process that ran in its place before, and was ended
-        workers.send("start", [process.node], process=asdict(process))
+        name = f"{process.name} {next(workers.starts)}"  # so no late report is of its successor
+        self._key = "process", process.node, name
+        workers.send("start", [process.node], name=name, process=asdict(process))
 
     def state(self) -> State:
         # What its node reported last; without srun it is lost.
@@ -167,7 +169,8 @@ class RemoteChild(Started):
 
     def end(self, grace: float = 3.0) -> None:
         with contextlib.suppress(ConfigError):  # a silent worker is found by ``NodeWorkers.alive``
-            self._workers.ask("end", [self.process.node], process=self.process.name, grace=grace)
+            self._workers.ask("end", [self.process.node], name=self._key[2], grace=grace)
+        self._workers.reports.pop(self._key, None)
 
 
 def srun_command(count: int, environment: Mapping[str, str]) -> list[str]:
@@ -196,6 +199,11 @@ def preflight_nodes(workers: NodeWorkers, resources: Resources, environment: Map
     workers.start(environment)
     all_nodes = range(workers.count)
     reports = workers.ask("describe", all_nodes, _START_SECONDS)
+    addresses = _addresses(reports, environment)
+    listening = workers.ask("listen", all_nodes, addresses=addresses)
+    for report, address, listener in zip(reports, addresses, listening, strict=True):
+        if listener["error"]:
+            raise _no_way(f"node {report['host']} cannot listen on {address} ({listener['error']})")
     nodes = [
         Node(
             # This node's processes are ours to start: what we see counts, not what a step of the job may use.
@@ -205,9 +213,9 @@ def preflight_nodes(workers: NodeWorkers, resources: Resources, environment: Map
             interface=next((name for name, own in report["interfaces"].items() if address in own), None),
             name=report["host"],
         )
-        for index, (report, address) in enumerate(zip(reports, _addresses(reports, environment), strict=True))
+        for index, (report, address) in enumerate(zip(reports, addresses, strict=True))
     ]
-    peers = [[node.address, report["port"]] for node, report in zip(nodes, reports, strict=True)]
+    peers = [[address, listener["port"]] for address, listener in zip(addresses, listening, strict=True)]
     tried = workers.ask("connect", all_nodes, peers=peers, limit=_CONNECT_SECONDS)
     for node, report in zip(nodes, tried, strict=True):
         for to, error in zip(nodes, report["errors"], strict=True):
@@ -256,7 +264,6 @@ class NodeWorker:
 
     def __init__(self, node: int) -> None:
         self._node = node
-        self._listener = socket.create_server(("", 0), backlog=1024)
         self._run_dir = Path()
         self._scratch: Scratch | None = None
         self._environment: dict[str, str] = {}
@@ -284,22 +291,29 @@ class NodeWorker:
                 self._scratch.remove()
 
     def order_describe(self) -> None:
-        """Report what this node offers, and where it listens for the other nodes."""
-        threading.Thread(target=self._answer, daemon=True).start()
+        """Report what this node offers."""
         interfaces = {
             name: [one.address for one in addresses if one.family == socket.AF_INET]
             for name, addresses in psutil.net_if_addrs().items()
         }
         gpus = visible_gpus(os.environ) if environment_device() == "cuda" else ()
-        self._report(
-            "describe", gpus=gpus, cores=len(os.sched_getaffinity(0)), interfaces=interfaces,
-            host=os.environ.get("SLURMD_NODENAME", socket.gethostname()), port=self._listener.getsockname()[1],
-        )  # fmt: skip
+        host = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+        self._report("describe", gpus=gpus, cores=len(os.sched_getaffinity(0)), host=host, interfaces=interfaces)
 
-    def _answer(self) -> None:
+    def order_listen(self, addresses: list[str]) -> None:
+        """Listen at the address of this node, which are all in the order of the nodes, for what the others try."""
+        try:
+            listener = socket.create_server((addresses[self._node], 0), backlog=1024)
+        except OSError as error:
+            self._report("listen", error=os.strerror(error.errno or 0))
+            return
+        threading.Thread(target=self._answer, args=(listener,), daemon=True).start()
+        self._report("listen", port=listener.getsockname()[1], error="")
+
+    def _answer(self, listener: socket.socket) -> None:
         """Send the number of this node to all who connect."""
         while True:
-            connection, _ = self._listener.accept()
+            connection, _ = listener.accept()
             with connection, contextlib.suppress(OSError):  # the other side may have gone
                 connection.sendall(f"{self._node}\n".encode())
 
@@ -328,19 +342,19 @@ class NodeWorker:
         self._environment = {**base_environment(os.environ), **own, **variables}
         self._report("begin", removed=removed)
 
-    def order_start(self, process: dict[str, Any]) -> None:
-        """Start a process of the plan under its guard."""
+    def order_start(self, name: str, process: dict[str, Any]) -> None:
+        """Start a process of the plan under its guard; ``name`` is of this start alone."""
         assert self._scratch is not None
         planned = Process.of_json(process)
         for record in rank_records(self._run_dir, self._node):  # of the process that ran in its place before
             (self._run_dir / "processes" / f"rank_{record['rank']}.json").unlink(missing_ok=True)
         environment = {**self._environment, **planned.environment}
-        self._children[planned.name] = Child(planned, environment, self._run_dir, self._scratch)
+        self._children[name] = Child(planned, environment, self._run_dir, self._scratch)
 
-    def order_end(self, process: str, grace: float) -> None:
+    def order_end(self, name: str, grace: float) -> None:
         """End a process with all it started, and report nothing more of it."""
-        self._reported.pop(process, None)
-        if child := self._children.pop(process, None):
+        self._reported.pop(name, None)
+        if child := self._children.pop(name, None):
             child.end(grace)
         self._report("end")
 

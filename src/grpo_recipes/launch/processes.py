@@ -17,6 +17,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -235,9 +236,12 @@ class Group:
         )
 
     def end(self) -> None:
-        """End them on every node."""
-        for member in self.members:
-            member.end()
+        """End them on every node at once."""
+        threads = [threading.Thread(target=member.end) for member in self.members]
+        for thread in threads:
+            thread.start()
+        for thread in threads:  # not an executor: a signal must be able to interrupt the wait
+            thread.join()
 
 
 def wait_for_ending(

@@ -191,7 +191,7 @@ class Supervisor:
         monitor = self._monitor
         while True:
             ending = self._start_missing()
-            ending = ending or wait_for_ending(list(self._groups.values()), monitor.tick, self._stopping)
+            ending = ending or wait_for_ending(self._running(), monitor.tick, self._stopping)
             monitor.show_progress()
             self._restarts.stepped = self._restarts.stepped or monitor.stepped
             ending = self._restarts.after(ending, self._stopping())
@@ -206,7 +206,7 @@ class Supervisor:
             path = self._folder / "summary.json"
             summary = rundir.read_json(path)
             rundir.write_json(path, {**summary, "server_restarts": summary.get("server_restarts", 0) + 1})
-            for group in list(self._groups.values()):
+            for group in self._running():
                 if with_trainers and group.process.trains:
                     self._groups.pop(group.process.role).end()
                     verified_checkpoint(self._folder / "checkpoints", say)
@@ -215,6 +215,10 @@ class Supervisor:
                 self._epoch += 1
                 self._write_server_state("starting")  # before its end: trainers that go on wait for the next one
             self._groups.pop(lost.role).end()
+
+    def _running(self) -> list[Group]:
+        """Return what runs, in the plan's order: of two that are lost, the first is blamed."""
+        return [self._groups[role] for role in self._planned if role in self._groups]
 
     def _start_missing(self) -> Ending | None:
         """Start what does not run, in the plan's order; return why the run ends, or what is lost, meanwhile."""
@@ -245,7 +249,7 @@ class Supervisor:
 
         def alive() -> bool:
             reap()
-            if ending := monitor.tick() or find_ending(list(self._groups.values()), self._stopping()):
+            if ending := monitor.tick() or find_ending(self._running(), self._stopping()):
                 endings.append(ending)
             return not endings and server.alive()
 
