@@ -50,10 +50,7 @@ class MaybeSubmitted(ConfigError):
 
 
 def _run(*argv: str, seconds: float = _SECONDS, unless: str | None = None) -> str:
-    """Return what one of Slurm's commands prints; raise the kind of NoAnswer that says how it failed.
-
-    With ``unless`` in its complaint it has not failed: what it printed of other jobs counts.
-    """
+    """Return what one of Slurm's commands prints; where it fails, raise NoAnswer, unless it complains of ``unless``."""
     with (
         translate(subprocess.TimeoutExpired, lambda _: NoAnswer(f"did not answer within {seconds:.0f} seconds")),
         translate(OSError, lambda error: _NotHere(f"does not run on this machine ({error.strerror})")),
