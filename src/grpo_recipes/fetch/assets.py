@@ -181,8 +181,7 @@ def local_assets(recipe: Recipe, environment: Mapping[str, str]) -> list[Asset]:
 def fingerprint(path: Path) -> str:
     """Return a short hash of a file or folder that is cheap for weights of any size.
 
-    Of a folder and those in it, but for hidden ones: names and sizes, and the content of small JSON files
-    (``config.json``, the index of the shards). Of a file: its size, and the first and last MiB.
+    Of a folder: names, sizes, and small JSON files, but for hidden ones. Of a file: its size, first and last MiB.
     """
     digest = hashlib.sha256()
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
@@ -200,18 +199,14 @@ def fingerprint(path: Path) -> str:
 
 
 def find_assets(recipe: Recipe, environment: Mapping[str, str], recorded: list[dict[str, Any]] | None = None) -> Assets:
-    """Look for everything a recipe reads on this machine, whose caches ``environment`` names; download nothing.
+    """Look for everything a recipe reads on this machine, of a resumed run at the ``recorded`` commits.
 
-    Of a run that is resumed the ``recorded`` commits are looked for, whatever came later. A local file or folder that
-    does not exist is a ConfigError.
+    A local file or folder that does not exist is a ConfigError.
     """
-    found, missing = local_assets(recipe, environment), []
-    for asset in wanted_assets(recipe, recorded):
-        if record := find_record(asset, environment):
-            found.append(record)
-        else:
-            missing.append(asset)
-    return Assets(found, missing)
+    local, wanted = local_assets(recipe, environment), wanted_assets(recipe, recorded)
+    records = [find_record(asset, environment) for asset in wanted]
+    missing = [asset for asset, record in zip(wanted, records, strict=True) if record is None]
+    return Assets([*local, *filter(None, records)], missing)
 
 
 def need_assets(
@@ -220,10 +215,9 @@ def need_assets(
 ) -> Assets:  # fmt: skip
     """Return everything a run reads, on this machine, before a launch starts anything.
 
-    What is missing is fetched first where the hub answers: by ``grpo fetch`` with these ``arguments`` in a process of
-    its own, since the hub's clients stay as large as they get and a launcher lives for days. ``recorded`` are the
-    assets of the run that is resumed: its commits are used, and local files that changed since are refused unless
-    ``allow_changed``.
+    What is missing is fetched by ``grpo fetch`` with these ``arguments`` in its own process: the hub's clients stay
+    as large as they get, and a launcher lives for days. Of a resumed run the ``recorded`` commits are used, and local
+    files that changed since are refused unless ``allow_changed``.
     """
     assets = find_assets(recipe, environment, recorded)
     before = {asset.same: asset.commit for asset in _read(recorded) if not asset.from_hub}

@@ -81,9 +81,8 @@ def commit_of(asset: Asset) -> str:
 def fetch(asset: Asset, environment: Mapping[str, str]) -> Asset:
     """Bring an asset at the commit its revision means now, and record it.
 
-    A model's files go to the hub client's own cache; what is there already is not downloaded again. A dataset is saved
-    under ``<CACHE_ROOT>/datasets``, and appears there complete or not at all. A ConfigError says that it does not
-    exist, may not be read, does not fit on the disk, or that the hub does not answer.
+    A model's files go to the hub client's own cache, a dataset complete or not at all to ``<CACHE_ROOT>/datasets``.
+    A ConfigError says that it does not exist, may not be read, does not fit, or that the hub does not answer.
     """
     with translate(_FAILURES, lambda error: _refusal(error, asset)):
         here = _fetch_model(asset) if asset.kind == MODEL else _fetch_dataset(asset, environment)

@@ -51,9 +51,8 @@ def whole_checkpoint(checkpoint: Path, strategy: str) -> dict[str, Path]:
 def stage(folder: Path, model: Path, checkpoints: Mapping[str, Path], final: bool = False) -> bool:
     """Link what is pushed into ``folder``, laid out as the repository, where no pruning reaches it.
 
-    The model's files go to its root, each of the ``checkpoints`` to a folder of that name; ``model`` is a checkpoint
-    too, unless it is the ``final`` one, which nothing prunes. Return False, and leave nothing, where there is nothing
-    to push, or a checkpoint was pruned meanwhile.
+    The files of ``model``, a checkpoint or the ``final`` one, go to its root, each of the ``checkpoints`` to a folder
+    of that name. Return False, and leave nothing, where nothing is to be pushed, or a checkpoint was pruned meanwhile.
     """
     link, marked = (os.symlink, checkpoints.values()) if final else (os.link, [model, *checkpoints.values()])
     shutil.rmtree(folder, ignore_errors=True)
@@ -62,9 +61,7 @@ def stage(folder: Path, model: Path, checkpoints: Mapping[str, Path], final: boo
         links = [(path, folder / path.relative_to(model)) for path in model_files(model)]
         for name, checkpoint in checkpoints.items():
             links += [(path, folder / name / path.relative_to(checkpoint)) for path in checkpoint.rglob("*")]
-        for path, target in links:
-            if path.is_dir():
-                continue
+        for path, target in ((path, target) for path, target in links if not path.is_dir()):
             target.parent.mkdir(parents=True, exist_ok=True)
             with suppress(OSError):
                 link(path.absolute(), target)
@@ -217,10 +214,7 @@ def _wait_for(child: subprocess.Popen[bytes]) -> str:
 
 
 def hand_over(publisher: Publisher | None, run_dir: Path) -> str:
-    """Leave the model card beside the trained model, and push both if the run publishes.
-
-    ``published`` in summary.json gets the result. Return the part of the run's last line about it.
-    """
+    """Leave the card beside the trained model, push both if the run publishes; return what the last line says of it."""
     result = {}
     try:
         (run_dir / "model" / "README.md").write_text(card_of(run_dir))

@@ -100,10 +100,7 @@ def _writable(recipe: Recipe, name: str, account: dict[str, Any]) -> tuple[str, 
 
 
 def main(path: str) -> int:
-    """Push ``folder`` to ``target`` with a ``message``, as the job says, and write the ``result``: a file.
-
-    Try again after each of its ``waits``, which are seconds.
-    """
+    """Push as a job says, again after each of its ``waits`` (seconds), and write its ``result``: a file."""
     job = json.loads(Path(path).read_text())
     target, folder, result = Target(**job["target"]), Path(job["folder"]), Path(job["result"])
     error = ""
@@ -122,10 +119,9 @@ def main(path: str) -> int:
 def push(target: Target, folder: Path, message: str) -> dict[str, Any]:
     """Make the repository and the branch if they are not there, and add one commit with all files of a folder.
 
-    The commit removes what earlier pushes left and would be read together with the new files: other weights in the root
-    (an old model.safetensors is preferred to new shards), and everything else in the folders that are pushed.
-    ``HfApi.upload_folder`` may make several commits; half a model must never be the newest one. Return repo, revision,
-    commit and url.
+    The commit removes what earlier pushes left in the folders that are pushed, and other weights in the root: an old
+    model.safetensors is preferred to new shards. It is one (``HfApi.upload_folder`` may make several), as half a model
+    must never be the newest. Return repo, revision, commit and url.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
