@@ -98,8 +98,8 @@ def test_what_a_run_imports_must_be_there(machine, tmp_path: Path, monkeypatch):
         assert found.status == "problem" and found.fix == "pip uninstall torchvision"
         fake_package(tmp_path, "peft", "0.1.0")
         assert "torchvision for CUDA" in environment.versions(machine()).value
-    real = environment.installed
-    monkeypatch.setattr(environment, "installed", lambda name: None if name == "peft" else real(name))
+    real = environment.importlib.util.find_spec
+    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None if name == "peft" else real(name))
     found = environment.versions(machine())
     assert found.status == "problem" and found.value.startswith("missing: peft")
 
@@ -230,13 +230,14 @@ def broken_torch(tmp_path, monkeypatch):
 
 def test_a_torch_that_does_not_import_is_a_problem(machine, broken_torch):
     found = environment.imports(machine())
-    assert found.status == "problem" and found.value.startswith("import torch: ") and "--rebuild" in found.fix
+    assert found.status == "problem" and found.value.startswith("the import of torch: ") and "--rebuild" in found.fix
     assert "import of torch halted" in found.value
 
 
 def test_an_import_that_hangs_is_told(machine, monkeypatch):
-    monkeypatch.setattr(environment, "_IMPORTS", "print('import vllm', flush=True); import time; time.sleep(60)")
-    with pytest.raises(NoAnswer, match=r"^import vllm did not end within 3 s"):
+    fake_hang = "print('the import of trl\\nthe import of vllm', flush=True); import time; time.sleep(60)"
+    monkeypatch.setattr(environment, "_IMPORTS", fake_hang)
+    with pytest.raises(NoAnswer, match=r"^the import of vllm did not end within 3 s"):
         environment.imports(Machine(machine().environment, patience=3))
 
 

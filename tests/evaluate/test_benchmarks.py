@@ -185,7 +185,7 @@ def test_problems_drawn_by_seed_are_the_same_problems(run: Path) -> None:
     assert len(one) == 6 and one == same and one != other
     assert [problem.index for problem in one] == sorted(problem.index for problem in one)
     assert [message["role"] for message in one[0].prompt] == ["system", "user"]
-    assert one[0].text == ROWS[one[0].index]["problem"]
+    assert one[0].prompt[-1]["content"] == ROWS[one[0].index]["problem"]
     seeds = {problem_seed(run_seed, name, index) for run_seed in (0, 1) for name in "ab" for index in range(50)}
     assert len(seeds) == 200 and max(seeds) < 2**31
 
@@ -193,7 +193,7 @@ def test_problems_drawn_by_seed_are_the_same_problems(run: Path) -> None:
 def test_answers_after_a_marker_and_columns_of_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fetched = saved(tmp_path, {"question": ["1+1?"], "answer": ["one and one\n#### 2"]})
     (problem,) = load_problems("gsm8k", ScriptArguments(dataset_name="x"), 0, fetched)
-    assert (problem.text, problem.gold) == ("1+1?", "2")
+    assert (problem.prompt[-1]["content"], problem.gold) == ("1+1?", "2")
 
 
 def test_multiple_choice_hides_the_right_answer_among_shuffled_options(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_multiple_choice_hides_the_right_answer_among_shuffled_options(tmp_path:
 
     assert {problem.gold for problem in problems} == set("ABCD")
     for problem in problems:
-        lines = problem.text.split("\n")
+        lines = problem.prompt[-1]["content"].split("\n")
         assert f"{problem.gold}) right" in lines and sum("wrong" in line for line in lines) == 3
     assert problems == load_problems("gpqa", args, 0, fetched) != load_problems("gpqa", args, 1, fetched)
 

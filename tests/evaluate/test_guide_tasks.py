@@ -31,5 +31,5 @@ def test_a_task_of_the_guide_is_read_from_its_dataset(name: str, tmp_path: Path)
     assert benchmark_problem(name, "benchmarks") is None
     assert benchmark_sources([name]) == [source]
     (read,) = load_problems(name, ScriptArguments(dataset_name="x"), 0, fetched)
-    assert read.text.startswith("How many?")
-    assert read.gold == "204" or f"{read.gold}) 204" in read.text
+    assert read.prompt[-1]["content"].startswith("How many?")
+    assert read.gold == "204" or f"{read.gold}) 204" in read.prompt[-1]["content"]

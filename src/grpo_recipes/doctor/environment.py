@@ -1,7 +1,4 @@
-"""Checks of the software and of what it reaches: packages, variables, code, tokens, proxies, hosts and ports.
-
-Only the first characters of a token are ever looked at. ``--deep`` imports torch, in a child process.
-"""
+"""Checks of the software and of what it reaches. Only the first characters of a token are ever looked at."""
 
 from __future__ import annotations
 
@@ -53,12 +50,12 @@ _LIBRARIES = ("libcudart.so", "libcudnn.so", "libnccl.so", "libcublas.so")
 _IMPORTS = """
 import importlib, json
 def begin(name):
-    print("import", name, flush=True)
+    print("the import of", name, flush=True)
     return importlib.import_module(name)
 torch, trl, vllm = map(begin, ("torch", "trl", "vllm"))
 begin("trl.trainer.grpo_trainer")
 begin("vllm.entrypoints.openai.api_server")
-print("import done, torch on the GPUs", flush=True)
+print("the import of all, then torch on the GPUs", flush=True)
 gpus = torch.cuda.is_available() and torch.cuda.device_count() or 0
 if gpus:
     (torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")).sum().item()
@@ -99,7 +96,6 @@ def versions(machine: Machine) -> Finding:
     locked = dict(re.findall(r"^([A-Za-z0-9_.-]+)==([^\s,;]+)", text, re.MULTILINE))
     found = {name: version for name in _NEEDED if (version := installed(name))}
     missing = [name for name in _MODULES if importlib.util.find_spec(name) is None]
-    missing += [name for name in _NEEDED if name in locked and name not in found and name not in missing]
     # A local part (+cu130) that the lock does not name may be any.
     others = ", ".join(
         f"{name} {version} (locked: {locked[name]})"
@@ -184,22 +180,18 @@ def code(machine: Machine) -> Finding:
 def imports(machine: Machine) -> Finding:
     """torch, TRL's trainer and vLLM's server import, and torch computes on the GPUs it sees (--deep)."""
     variables = {**base_environment(machine.environment), "PYTHONNOUSERSITE": "1"}
-    late = f"did not end within {machine.patience:.0f} s"
-    with translate(NoAnswer, lambda error: NoAnswer(f"{_begun((error.__cause__.stdout or b'').decode())} {late}")):
+    begun, late = re.compile(r"the import of [\w. ,]+").findall, f"did not end within {machine.patience:.0f} s"
+    with translate(NoAnswer, lambda it: NoAnswer(f"{['its start', *begun(str(it.__cause__.stdout))][-1]} {late}")):
         done = machine.ask(sys.executable, "-c", _IMPORTS, variables=variables)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"ended by signal {-done.returncode}"]
-        return problem(f"{_begun(done.stdout)}: {lines[-1]}", _REBUILD)
+        return problem(": ".join([*begun(done.stdout)[-1:], lines[-1]]), _REBUILD)
     found = json.loads(done.stdout.strip().splitlines()[-1])
     return judge(
         ", ".join(f"{name} {value}" for name, value in found.items()),
         (machine.device == "cuda" and not found["GPUs"], PROBLEM, "see gpus above"),
         (not found["bfloat16"], WARNING, "write bf16: false and dtype: float32"),
     )
-
-
-def _begun(printed: str) -> str:
-    return (re.findall(r"^import .*", printed, re.MULTILINE) or ["its start"])[-1]
 
 
 def hub_token(machine: Machine) -> Finding:
@@ -211,13 +203,11 @@ def hub_token(machine: Machine) -> Finding:
         return judge(what, (odd, WARNING, f"export {name}=hf_… without quotes or blanks around"))
     folder = Path(variables.get("HF_HOME") or machine.home / ".cache/huggingface")
     path = Path(variables.get("HF_TOKEN_PATH") or folder / "token")
-    return (
-        _private(path) if path.is_file() else ok("none: public models and datasets only (hf auth login, or HF_TOKEN)")
-    )
+    none = ok("none: public models and datasets only (hf auth login, or HF_TOKEN)")
+    return _private(path) if path.is_file() else none
 
 
 def _private(path: Path) -> Finding:
-    """Return where a secret is, with a warning if others may read it."""
     mode = path.stat().st_mode & 0o777
     shared = mode & 0o077
     what = f"in {shown(path)}" + (f", which others may read (mode {mode:03o})" if shared else "")

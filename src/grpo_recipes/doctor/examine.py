@@ -80,10 +80,7 @@ class Machine:
             )  # fmt: skip
 
     def table(self, separator: str, fields: Sequence[str], *argv: str) -> list[dict[str, str]]:
-        """Return the rows that a program prints, each cell under the name of its field; none where it is missing.
-
-        Raise ``NoAnswer`` where it hangs or fails.
-        """
+        """Return a program's rows, each cell under its field; none where it is missing, ``NoAnswer`` if it fails."""
         done = self.ask(*argv)
         if done.returncode not in (0, 127):
             said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
@@ -123,10 +120,7 @@ def name_of(check: Check) -> str:
 
 
 def examine(checks: Sequence[Check], subject: Any, seconds: float) -> dict[str, Finding]:
-    """Run checks of a machine or a run side by side, for at most ``seconds`` together.
-
-    Return for the name of each what it found, in one line and without secrets.
-    """
+    """Run checks side by side for at most ``seconds``; return what each found by its name, without secrets."""
     late = warning(f"no answer within {seconds:.0f} s", "what it looks at hangs: a file system, driver or daemon")
     found = dict.fromkeys(map(name_of, checks), late)
 

@@ -1,7 +1,4 @@
-"""Checks of what this machine offers: GPUs, what Slurm grants, disks, quotas, limits, cores and memory.
-
-GPUs are read from ``nvidia-smi``, Slurm's partitions and nodes from ``sinfo``.
-"""
+"""Checks of what this machine offers: GPUs, what Slurm grants, disks, quotas, limits, cores and memory."""
 
 from __future__ import annotations
 

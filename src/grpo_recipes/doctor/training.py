@@ -34,8 +34,7 @@ def _level(name: str, about: str, key: str, *notices: str, worst: str = PROBLEM)
             return _NOTHING
         if recent is None and key == "kl":
             return ok("not measured: beta is 0")
-        # too short a run for a notice
-        zero = not run.is_running() and not any(abs(value) >= ZERO_REWARD for value in values)
+        zero = not run.is_running() and not any(abs(value) >= ZERO_REWARD for value in values)  # too short for a notice
         return judge(
             what,
             (key == "reward" and recent is None, PROBLEM, "see the check no verdict"),

@@ -167,7 +167,7 @@ class Runner:
         with path.open("a" if rows else "w") as file:
             for problem, ids, answers, given in zip(problems, completions, texts, scores, strict=True):
                 row = {
-                    "problem": problem.text,
+                    "problem": problem.prompt[-1]["content"],
                     "gold": problem.gold,
                     "scores": given,
                     "lengths": [len(tokens) for tokens in ids],

@@ -25,13 +25,8 @@ class BenchmarkProblem:
     """One problem."""
 
     index: int  # its place in the benchmark, from which sampling seeds come
-    prompt: list[Message]  # the recipe's system prompt first
+    prompt: list[Message]  # the recipe's system prompt first, the question last
     gold: str  # the right answer
-
-    @property
-    def text(self) -> str:
-        """Return the user's question."""
-        return self.prompt[-1]["content"]
 
 
 def load_problems(

@@ -222,7 +222,15 @@ def write_sweep(sweep: Sweep, path: Path | None = None) -> tuple[Path, list[Resu
         with contextlib.suppress(OSError):  # some file systems have no locks
             _wait_for(lock.fileno())
         results = read_results(sweep)
-        write_whole(path, sweep_page(sweep, results, path))
+        groups, name, here = settings(sweep, results), sweep.folder.name, path.absolute().parent
+        done = sum(result.status == COMPLETED for result in results)
+        badges = [(f"{done} of {len(results)} completed", "completed" if done == len(results) else "running")]
+        badges += [SMOKE_BADGE] if any(one.run and one.run.summary.get("smoke") for one in results) else []
+        reports = {one.name: one.run.folder / "report.html" for one in results if one.run is not None}
+        links = {name: quote(os.path.relpath(file, here)) for name, file in reports.items() if file.is_file()}
+        values = {**comparison(groups), "axes": list(sweep.record["axes"]), "results": results, "links": links}
+        values |= {} if groups else {"headline": "No trial has completed yet."}
+        write_whole(path, render("sweep.html.j2", title=f"Sweep {name}", name=name, badges=badges, **values))
     return path, results
 
 
@@ -232,17 +240,3 @@ def _wait_for(descriptor: int) -> None:
         with contextlib.suppress(BlockingIOError):
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         time.sleep(1)
-
-
-def sweep_page(sweep: Sweep, results: Sequence[Result], path: Path) -> str:
-    """Return the page as text; its links start from ``path``, where it will be."""
-    groups, name = settings(sweep, results), sweep.folder.name
-    done = sum(result.status == COMPLETED for result in results)
-    badges = [(f"{done} of {len(results)} completed", "completed" if done == len(results) else "running")]
-    badges += [SMOKE_BADGE] if any(one.run is not None and one.run.summary.get("smoke") for one in results) else []
-    reports = {one.name: one.run.folder / "report.html" for one in results if one.run is not None}
-    here = path.absolute().parent
-    links = {name: quote(os.path.relpath(file, here)) for name, file in reports.items() if file.is_file()}
-    values = {**comparison(groups), "axes": list(sweep.record["axes"]), "results": results, "links": links}
-    values |= {} if groups else {"headline": "No trial has completed yet."}
-    return render("sweep.html.j2", title=f"Sweep {name}", name=name, badges=badges, **values)

@@ -1,7 +1,4 @@
-"""`grpo sweep` from the command line to the comparison. Reads top to bottom in ``start``.
-
-The trials run as tasks of one array job, or one after the other as child processes of this one.
-"""
+"""`grpo sweep` from the command line to the comparison: tasks of one array job, or one child after the other."""
 
 from __future__ import annotations
 
@@ -31,18 +28,7 @@ from grpo_recipes.recipe import read_frozen
 from grpo_recipes.runs.rundir import Run, claim, code_state, read_json, write_json
 from grpo_recipes.slurm.client import MaybeSubmitted, cluster_name, tasks_in_queue
 from grpo_recipes.slurm.profile import Profile, render
-from grpo_recipes.sweep.folder import (
-    COMPLETED,
-    GONE,
-    RECORD,
-    Sweep,
-    freeze_trial,
-    new_sweep,
-    read_sweep,
-    text_table,
-    unfinished,
-    write_sweep,
-)
+from grpo_recipes.sweep import folder as sweeps
 from grpo_recipes.sweep.spec import SweepSpec, Trial, for_each, is_number, make_trials
 
 INDEX = "SLURM_ARRAY_TASK_ID"
@@ -62,9 +48,8 @@ class Backend:
 
     def resources(self, environment: Mapping[str, str]) -> Resources:
         """Return what a run will have; it is not part of the job in which the sweep itself may run."""
-        return (
-            submission.site_resources(self.profile) if self.profile else replace(find_resources(environment), job=None)
-        )
+        profile = self.profile
+        return submission.site_resources(profile) if profile else replace(find_resources(environment), job=None)
 
 
 def start(spec: SweepSpec, backend: Backend, environment: Mapping[str, str], new: bool) -> int:
@@ -87,18 +72,18 @@ def start(spec: SweepSpec, backend: Backend, environment: Mapping[str, str], new
         flags = {trial.name: spec.flags_of(trial.values) for trial in unlike.values()}
         for_each(flags, lambda given: submission.prepare(profile, spec.recipe, spec.task, given, environment))
         trials = [replace(trial, recipe=submission.on_scratch(trial.recipe, profile)) for trial in trials]
-    sweep = None if new else unfinished(trials)
+    sweep = None if new else sweeps.unfinished(trials)
     if sweep is not None:
         say(f"going on with {shown(sweep.folder)}, the same sweep (--new begins another)")
-        gone = [trial for trial in trials if sweep.status(trial.index) == GONE]
+        gone = [trial for trial in trials if sweep.status(trial.index) == sweeps.GONE]
         code = {key: value for key, value in code_state().items() if key != "patch"}
         if gone and code != sweep.record["code"]:
             what = f"the run directory of {gone[0].name} is gone, and the code is no longer the sweep's"
             raise config_error(shown(sweep.folder), what, "go back to that code, or begin another sweep with --new")
         for trial in gone:
-            freeze_trial(sweep, trial, spec, resources, environment)
+            sweeps.freeze_trial(sweep, trial, spec, resources, environment)
         return _run_gaps(sweep, backend, environment)
-    sweep = new_sweep(spec, trials, resources, environment)
+    sweep = sweeps.new_sweep(spec, trials, resources, environment)
     say(f"{len(sweep.names)} runs in {shown(sweep.folder)}")
     try:
         return _run_gaps(sweep, backend, environment)
@@ -109,9 +94,9 @@ def start(spec: SweepSpec, backend: Backend, environment: Mapping[str, str], new
         raise
 
 
-def start_again(sweep: Sweep, backend: Backend, environment: Mapping[str, str]) -> int:
+def start_again(sweep: sweeps.Sweep, backend: Backend, environment: Mapping[str, str]) -> int:
     """Run what is not completed in a sweep; a run directory that is gone is a ``ConfigError``."""
-    gone = [sweep.names[index] for index in sweep.gaps() if sweep.status(index) == GONE]
+    gone = [sweep.names[index] for index in sweep.gaps() if sweep.status(index) == sweeps.GONE]
     if gone:
         what = f"the run directory of {', '.join(gone)} is gone"
         raise config_error("--resume", what, f"make it again: {sweep.record['command']}")
@@ -120,7 +105,7 @@ def start_again(sweep: Sweep, backend: Backend, environment: Mapping[str, str]) 
 
 def run_task(folder: Path, environment: Mapping[str, str]) -> int:
     """Run the trial of the array task that this process is; every task that ends writes the comparison anew."""
-    sweep = read_sweep(folder)
+    sweep = sweeps.read_sweep(folder)
     task = environment.get(INDEX, "")  # set by Slurm
     if not task.isdecimal() or int(task) >= len(sweep.names):
         raise config_error(INDEX, f"'{task}' is not a trial of {folder.name}", "submit with grpo sweep --slurm")
@@ -131,7 +116,7 @@ def run_task(folder: Path, environment: Mapping[str, str]) -> int:
     return code
 
 
-def _run_gaps(sweep: Sweep, backend: Backend, environment: Mapping[str, str]) -> int:
+def _run_gaps(sweep: sweeps.Sweep, backend: Backend, environment: Mapping[str, str]) -> int:
     """Run or submit what has not completed and does not run already."""
     with os.fdopen(claim(Run(sweep.folder))):
         gaps, waiting = sweep.gaps(), tasks_in_queue(sweep.record["jobs"])
@@ -150,15 +135,15 @@ def _run_gaps(sweep: Sweep, backend: Backend, environment: Mapping[str, str]) ->
     return code
 
 
-def _comparison(sweep: Sweep) -> list[str]:
+def _comparison(sweep: sweeps.Sweep) -> list[str]:
     """Write the page and return what to print; a page that cannot be written fails no sweep, since the runs count."""
     folder = shlex.quote(shown(sweep.folder))
     try:
-        page, results = write_sweep(sweep)
+        page, results = sweeps.write_sweep(sweep)
     except Exception as error:
         return [f"comparison not written ({type(error).__name__}: {error}); try again: grpo report {folder}"]
-    lines = [text_table(sweep, results)]
-    left = [f"{result.name} ({result.status})" for result in results if result.status != COMPLETED]
+    lines = [sweeps.text_table(sweep, results)]
+    left = [f"{result.name} ({result.status})" for result in results if result.status != sweeps.COMPLETED]
     if left:
         lines.append(f"grpo: not completed: {', '.join(left)}")
         lines.append(f"grpo: run them with: grpo sweep --resume {folder}")
@@ -166,7 +151,7 @@ def _comparison(sweep: Sweep) -> list[str]:
 
 
 def submit_array(
-    sweep: Sweep, indices: Sequence[int], profile: Profile, most: int | None, environment: Mapping[str, str]
+    sweep: sweeps.Sweep, indices: Sequence[int], profile: Profile, most: int | None, environment: Mapping[str, str]
 ) -> int:
     """Submit trials as one array job, of which at most ``most`` tasks run at a time; record and return its id."""
     name, array = profile.job_name or str(sweep.record["name"]), array_text(indices, most)
@@ -175,7 +160,7 @@ def submit_array(
     script = render(profile, name, command, variables, Path.cwd(), array, log="%A_%a")
     job = submission.submit_script(sweep.folder, script)
     sweep.record["jobs"].append(job)
-    write_json(sweep.folder / RECORD, sweep.record)
+    write_json(sweep.folder / sweeps.RECORD, sweep.record)
     cluster = cluster_name()
     for index in indices:
         recipe = read_frozen(sweep.trial_dir(index) / "recipe.yaml")
@@ -232,7 +217,7 @@ class SignalForwarder:
 
 
 def run_trial(
-    sweep: Sweep, index: int, forwarder: SignalForwarder, environment: Mapping[str, str], log: Path | None
+    sweep: sweeps.Sweep, index: int, forwarder: SignalForwarder, environment: Mapping[str, str], log: Path | None
 ) -> int:
     """Run or continue a trial by the code that was frozen with it; return the exit code of its launch."""
     folder = sweep.trial_dir(index)
@@ -245,7 +230,7 @@ def run_trial(
     return code
 
 
-def run_sequentially(sweep: Sweep, indices: Sequence[int], environment: Mapping[str, str]) -> int:
+def run_sequentially(sweep: sweeps.Sweep, indices: Sequence[int], environment: Mapping[str, str]) -> int:
     """Run trials one after the other; one that fails is named and the others go on.
 
     Return 0, or the code of the first trial that did not complete; 75 where a signal left trials over.

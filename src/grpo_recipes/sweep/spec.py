@@ -25,6 +25,7 @@ Made = TypeVar("Made")
 MOST_TRIALS = 1000  # the usual MaxArraySize of Slurm is 1001
 _AXIS = re.compile(r"([A-Za-z_][\w-]*)=(.*)", re.DOTALL)
 _RANGE = re.compile(r"([+-]?\d{1,18})\.\.([+-]?\d{1,18})")
+_ODD = re.compile(r"[^\w.+-]+", re.ASCII)  # in a folder's name
 _SET_BY_SWEEP = {
     "run_name": "name the sweep with --name; each run is called after its values",
     "run_root": "write --run_root DIR; the runs of a sweep share one folder",
@@ -68,10 +69,7 @@ def is_number(key: str) -> bool:
 
 
 def read_axes(words: Sequence[str], flags: Iterable[str]) -> dict[str, list[str]]:
-    """Read the ``key=values`` of a command line as key -> values; ``flags`` are the recipe flags of all runs.
-
-    One ConfigError names everything that is wrong with them: also that there are none, or that they make too many runs.
-    """
+    """Read words ``key=values`` as key -> values, or refuse all that is wrong; ``flags`` are those of all runs."""
     fixed = {_canonical(name) for name, _ in read_flags(flags, [])}
     axes: dict[str, list[str]] = {}
 
@@ -136,7 +134,10 @@ def make_trials(spec: SweepSpec, environment: Mapping[str, str], device: str) ->
     A ConfigError names every problem of every trial's recipe, and an axis that changes nothing.
     """
     varied = [dict(zip(spec.axes, values, strict=True)) for values in itertools.product(*spec.axes.values())]
-    names = [",".join(f"{key}={_plain(value)}" for key, value in values.items()) for values in varied]
+    names = [
+        ",".join(f"{key}={_ODD.sub('-', value)[-_LONGEST_VALUE:]}" for key, value in values.items())
+        for values in varied
+    ]
     if len(set(names)) < len(names) or max(map(len, names)) > _LONGEST_NAME:
         names = [f"{number},{name}"[:_LONGEST_NAME] for number, name in enumerate(names)]
 
@@ -190,7 +191,3 @@ def _idle(key: str, values: Sequence[str], trials: Sequence[Trial]) -> Problem |
         what = f"'{key}' changes nothing in any run: it does nothing without {needed[0]}"
         return Problem(where, what, f"remove it, or set {needed[0]}")
     return None
-
-
-def _plain(value: str) -> str:
-    return re.sub(r"[^\w.+-]+", "-", value, flags=re.ASCII)[-_LONGEST_VALUE:]
