@@ -15,7 +15,7 @@ from grpo_recipes.doctor.examine import NoAnswer, as_text, examine, name_of
 from grpo_recipes.errors import ConfigError, Problem
 from grpo_recipes.paths import existing, home
 from grpo_recipes.process.reports import gigabytes
-from grpo_recipes.runs.finding import OK, PROBLEM, WARNING, Finding, ok, problem, together, warning
+from grpo_recipes.runs.endings import OK, PROBLEM, WARNING, Finding, ok, problem, together, warning
 
 SECRET = "hf_" + "a" * 30
 

@@ -12,8 +12,13 @@ from typing import Any
 import pytest
 
 from grpo_recipes import smoke
-from grpo_recipes.evaluate.benchmarks import BenchmarkFailed, StoppedInBenchmarks, run_benchmarks
-from grpo_recipes.evaluate.problems import load_problems, recipe_scorer
+from grpo_recipes.evaluate.benchmarks import (
+    BenchmarkFailed,
+    StoppedInBenchmarks,
+    load_problems,
+    recipe_scorer,
+    run_benchmarks,
+)
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.recipe.registry import BENCHMARKS
 from grpo_recipes.rewards.score import make_reward

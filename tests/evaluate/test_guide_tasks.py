@@ -7,7 +7,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from grpo_recipes.evaluate.problems import load_problems
+from grpo_recipes.evaluate.benchmarks import load_problems
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.recipe.registry import benchmark_problem, benchmark_sources
 

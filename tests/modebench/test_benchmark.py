@@ -12,8 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_recipes.evaluate.benchmarks import StoppedInBenchmarks, UntrainedBenchmarks, run_benchmarks
-from grpo_recipes.evaluate.problems import load_problems, recipe_scorer
+from grpo_recipes.evaluate.benchmarks import (
+    StoppedInBenchmarks,
+    UntrainedBenchmarks,
+    load_problems,
+    recipe_scorer,
+    run_benchmarks,
+)
 from grpo_recipes.modebench.verify import mode_of, mode_scores, right_answers
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.rollouts.backends import problem_seed

@@ -15,7 +15,7 @@ import pytest
 
 from grpo_recipes.data.prompts import load_eval_prompts, load_prompts
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.evaluate.problems import load_problems
+from grpo_recipes.evaluate.benchmarks import load_problems
 from grpo_recipes.modebench.dataset import TASK_KEYS, TASKS, Settings, rows
 from grpo_recipes.paths import home
 from grpo_recipes.recipe.keys import catalogue

@@ -15,7 +15,7 @@ import pytest
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.launch.resolve import need_wandb_route
 from grpo_recipes.plan.commands import wandb_environment
-from grpo_recipes.process.network import address_reachable, reachable, route_to
+from grpo_recipes.process.reports import address_reachable, reachable, route_to
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
 
 pytestmark = pytest.mark.alone

@@ -23,7 +23,7 @@ from grpo_recipes.paths import shown
 from grpo_recipes.plan.commands import hub_environment
 from grpo_recipes.process.reports import aligned, gigabytes
 from grpo_recipes.recipe import Recipe, read_frozen
-from grpo_recipes.runs.finding import PROBLEM, WARNING, Finding
+from grpo_recipes.runs.endings import PROBLEM, WARNING, Finding
 from grpo_recipes.runs.rundir import Run, find_run
 from grpo_recipes.smoke import smoke_command
 

@@ -31,7 +31,7 @@ from grpo_recipes.plan.commands import base_environment
 from grpo_recipes.plan.ports import DEFAULT_PORTS, is_free, listener, plan_ports
 from grpo_recipes.recipe.dialects import UNREAD_VARIABLES
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES, catalogue_trl, nearest_of
-from grpo_recipes.runs.finding import PROBLEM, WARNING, Finding, ok, problem, together, warning
+from grpo_recipes.runs.endings import PROBLEM, WARNING, Finding, ok, problem, together, warning
 from grpo_recipes.runs.rundir import code_state
 from grpo_recipes.slurm.client import slurm_job
 

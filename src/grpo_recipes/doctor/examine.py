@@ -17,7 +17,7 @@ from typing import Any
 
 from grpo_recipes.errors import ConfigError, translate
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.runs.finding import OK, PROBLEM, WARNING, Finding, ok, problem, together, warning
+from grpo_recipes.runs.endings import OK, PROBLEM, WARNING, Finding, ok, problem, together, warning
 from grpo_recipes.secrets import masked
 
 Check = Callable[[Any], Finding]

@@ -25,7 +25,7 @@ from grpo_recipes.paths import cache_root, existing, home, shown
 from grpo_recipes.plan.devices import select_gpus
 from grpo_recipes.process.reports import gigabytes
 from grpo_recipes.process.scratch import SHARED_MEMORY, is_held, names_in_use, size_of
-from grpo_recipes.runs.finding import PROBLEM, WARNING, Finding, ok, problem, together, warning
+from grpo_recipes.runs.endings import PROBLEM, WARNING, Finding, ok, problem, together, warning
 from grpo_recipes.slurm.client import walltime_seconds
 
 # Oldest driver branch for a CUDA major version (NVIDIA, CUDA minor version compatibility, table 1).

@@ -23,7 +23,7 @@ from grpo_recipes.plan.types import Plan
 from grpo_recipes.process.reports import gigabytes
 from grpo_recipes.process.scratch import SHARED_MEMORY
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.runs.finding import PROBLEM, WARNING, Finding, ok, problem, together, warning
+from grpo_recipes.runs.endings import PROBLEM, WARNING, Finding, ok, problem, together, warning
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from grpo_recipes.doctor.examine import each, judge
-from grpo_recipes.runs.finding import PROBLEM, WARNING, Finding, ok
+from grpo_recipes.runs.endings import PROBLEM, WARNING, Finding, ok
 from grpo_recipes.runs.health import UNSCORED, ZERO_REWARD, notices_of
 from grpo_recipes.runs.rundir import Run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_recipes.process.network import address_reachable
+from grpo_recipes.process.reports import address_reachable
 from grpo_recipes.secrets import masked
 
 HUB = "https://huggingface.co"

@@ -13,8 +13,7 @@ from grpo_recipes.errors import ConfigError, config_error, translate
 from grpo_recipes.paths import CODE_VARIABLE
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.types import Names, Plan
-from grpo_recipes.process.network import address_reachable
-from grpo_recipes.process.reports import say
+from grpo_recipes.process.reports import address_reachable, say
 from grpo_recipes.recipe import Recipe, merge_recipe, read_frozen
 from grpo_recipes.recipe.check import check, choose_recipe, resolve_recipe
 from grpo_recipes.recipe.tasks import GRPO, requested_task, same_task
