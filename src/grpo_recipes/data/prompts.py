@@ -76,9 +76,7 @@ def renderer_of(template: str | None, tokenizer: PreTrainedTokenizerBase, kwargs
 class Prompts:
     """A prepared dataset."""
 
-    # Columns ``prompt`` (chat messages), ``answer`` (the reference solution, a text), and the other scalar columns of
-    # the source under their names.
-    dataset: Dataset
+    dataset: Dataset  # ``prompt`` (chat messages), ``answer`` (a text), and the source's other scalar columns
     counts: Counts
     example: str  # the first prompt as the model sees it
     title: str = ""  # what the prompts are for, when they are not to train on
@@ -90,13 +88,9 @@ class Prompts:
 
 
 def load_prompts(
-    args: ScriptArguments,
-    tokenizer: PreTrainedTokenizerBase,
-    least: int = 1,
-    seed: int = 0,
-    template_kwargs: dict[str, Any] | None = None,
-    fetched: Fetched | None = None,
-) -> Prompts:
+    args: ScriptArguments, tokenizer: PreTrainedTokenizerBase, least: int = 1, seed: int = 0,
+    template_kwargs: dict[str, Any] | None = None, fetched: Fetched | None = None,
+) -> Prompts:  # fmt: skip
     """Read, render and filter the training prompts; with several ranks, one does and the others wait.
 
     The tokenizer gets ``args.chat_template`` where the recipe has one. ``least`` is the number of prompts that a step
@@ -124,8 +118,9 @@ def load_prompts(
             key = "max_train_prompts" if len(dataset) == limit else "max_prompt_length" if counts.too_long else None
             what = f"{len(dataset)} of {counts.read} prompts are left, one step needs {least}"
             long = [f"{counts.too_long} longer than max_prompt_length"] if counts.too_long else []
-            fix = f"raise {key} or lower prompts_per_step"
-            fix = fix if key else "lower prompts_per_step, or name a larger dataset"
+            fix = (
+                f"raise {key} or lower prompts_per_step" if key else "lower prompts_per_step, or name a larger dataset"
+            )
             raise config_error(key or "prompts_per_step", "; ".join([what, *long, *counts.lines()]), fix)
         return Prompts(dataset, counts, renderer.text(dataset[0]["prompt"]))
 
@@ -133,12 +128,9 @@ def load_prompts(
 
 
 def load_eval_prompts(
-    args: ScriptArguments,
-    tokenizer: PreTrainedTokenizerBase,
-    seed: int,
-    template_kwargs: dict[str, Any] | None = None,
-    fetched: Fetched | None = None,
-) -> Prompts:
+    args: ScriptArguments, tokenizer: PreTrainedTokenizerBase, seed: int,
+    template_kwargs: dict[str, Any] | None = None, fetched: Fetched | None = None,
+) -> Prompts:  # fmt: skip
     """Read, draw, render and filter the prompts that training is evaluated on, as ``load_prompts`` does.
 
     They are ``eval_dataset_name``, else what the mixture holds out, else ``dataset_test_split`` of ``dataset_name``:

@@ -111,8 +111,9 @@ def _problem(
     prompt = chat_of(row.get(benchmark.prompt), source, system)
     gold, _ = answer_of(row.get(benchmark.solution), benchmark.marker, source)
     if not prompt or not gold:
-        what = f"row {index} of '{source.id}' has no problem or no answer"
-        raise config_error("benchmarks", what, "correct the dataset")
+        raise config_error(
+            "benchmarks", f"row {index} of '{source.id}' has no problem or no answer", "correct the dataset"
+        )
     if benchmark.wrong:  # multiple choice: the options in a drawn order, answered by the right one's letter
         options = [gold, *(str(row[column]).strip() for column in benchmark.wrong)]
         order = random.Random(f"{seed}/{index}").sample(range(len(options)), len(options))
@@ -269,13 +270,11 @@ class Runner:
         with path.open("a" if rows else "w") as file:
             for problem, ids, answers, given in zip(problems, completions, texts, scores, strict=True):
                 row = {
-                    "problem": problem.prompt[-1]["content"],
-                    "gold": problem.gold,
-                    "scores": given,
+                    "problem": problem.prompt[-1]["content"], "gold": problem.gold, "scores": given,
                     "lengths": [len(tokens) for tokens in ids],
                     "truncated": [not tokens or tokens[-1] not in ends for tokens in ids],
                     **({"modes": [mode_of(text, problem.gold) for text in answers]} if name in TASKS else {}),
-                }
+                }  # fmt: skip
                 file.write(json.dumps({**row, "completions": [masked(answer) for answer in answers]}) + "\n")
                 rows.append(row)
         print(f"grpo: {self.stage.prefix}benchmark {name}: {len(rows)} problems sampled", flush=True)
@@ -288,15 +287,12 @@ class Runner:
         if name in TASKS:
             result |= mode_scores([row["modes"] for row in rows], [problem_of(gold)["modes"] for gold in golds])
         result |= {
-            "problems": len(rows),
-            "samples": self.args.benchmark_samples,
+            "problems": len(rows), "samples": self.args.benchmark_samples,
             "no_verdict": sum(score is None for row in scores for score in row),
-            "mean_length": round(sum(lengths) / len(lengths), 1),
-            "truncated": round(sum(cut) / len(cut), 4),
-            "reward": self._scorer(name).name,
-            "temperature": self.args.benchmark_temperature,
+            "mean_length": round(sum(lengths) / len(lengths), 1), "truncated": round(sum(cut) / len(cut), 4),
+            "reward": self._scorer(name).name, "temperature": self.args.benchmark_temperature,
             "seconds": round(seconds, 1),
-        }
+        }  # fmt: skip
         if name in TASKS and self.stage is TRAINED:
             before = read_json(self.folder / UNTRAINED.results).get(name)
             untrained = {"untrained": {key: value for key, value in before.items() if "@" in key}} if before else {}
@@ -319,20 +315,15 @@ class Runner:
         modebench = Settings.read(lambda key: getattr(args, key)) if name in TASKS else None
         return {
             "problems": fingerprint(file) if is_file(name) and file.is_file() else None,
-            "step": self.trainer.state.global_step,
-            "seed": self.trainer.args.seed,
-            "samples": args.benchmark_samples,
-            "temperature": args.benchmark_temperature,
+            "step": self.trainer.state.global_step, "seed": self.trainer.args.seed,
+            "samples": args.benchmark_samples, "temperature": args.benchmark_temperature,
             "max_completion_length": self.trainer.args.max_completion_length,
-            "max_problems": args.benchmark_max_problems,
-            "reward": self._scorer(name).name,
+            "max_problems": args.benchmark_max_problems, "reward": self._scorer(name).name,
             **({"modebench": modebench.fingerprint(name)} if modebench else {}),
-            "answer_matching": args.answer_matching,
-            "system_prompt": args.system_prompt,
-            "chat_template": args.chat_template,
-            "chat_template_kwargs": self.trainer.args.chat_template_kwargs,
+            "answer_matching": args.answer_matching, "system_prompt": args.system_prompt,
+            "chat_template": args.chat_template, "chat_template_kwargs": self.trainer.args.chat_template_kwargs,
             **sampling_keys(self.trainer),
-        }
+        }  # fmt: skip
 
     @property
     def _settings_file(self) -> Path:
@@ -341,8 +332,6 @@ class Runner:
 
 class UntrainedBenchmarks(TrainerCallback):
     """Run the recipe's ModeBench benchmarks before the first step, and leave no trace in the training.
-
-        trainer.add_callback(UntrainedBenchmarks(trainer, script_args, run, stop_requested))
 
     The model is wrapped by then, and the server there. ``benchmarks/untrained.json`` is written once in the life of a
     run: a resumed run, or one that has these results, does nothing. The results after training quote it.
@@ -364,19 +353,12 @@ class UntrainedBenchmarks(TrainerCallback):
 
 
 def baselines(answers: Sequence[str], samples: int) -> dict[str, Scores]:
-    """Return the scores of ``random`` and ``constant`` on some problems.
-
-    ``answers`` are the problems as JSON, of ``dataset.rows``; ``samples``, the completions of each, is the largest k.
-    """
+    """Return the scores of ``random`` and ``constant`` on JSON problems of ``dataset.rows``, up to k = ``samples``."""
     return {"random": random_guesser(answers, samples), "constant": constant_answer(answers, samples)}
 
 
 def random_guesser(answers: Sequence[str], samples: int) -> Scores:
-    """Return the mean scores over all guesses.
-
-    Countdown: every order of the numbers, every way of putting brackets and every operator is as likely. Graph: every
-    colour of every hidden vertex is.
-    """
+    """Return the mean scores over all guesses, each as likely: of orders, brackets and operators, or of colours."""
     chances = [_chances(answer) for answer in answers]
     estimates = {f"pass@{k}": [1 - (1 - sum(one)) ** k for one in chances] for k in reported_ks(samples)}
     distinct = [sum(1 - (1 - chance) ** samples for chance in one) for one in chances]

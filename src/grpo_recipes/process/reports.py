@@ -40,10 +40,9 @@ def gigabytes(number: float) -> str:
 
 
 class PhaseFile:
-    """``processes/phase_<rank>.json``: ``phase``, ``since`` (``time.time()``) and ``step``, rewritten at each change.
+    """``processes/phase_<rank>.json``, by which the launcher distinguishes a hung run from a slow one.
 
-    The launcher reads it to distinguish a hung run from a slow one. A phase is start, sample, score, sync, update,
-    save, evaluate or end.
+    A phase is start, sample, score, sync, update, save, evaluate or end; ``since`` is ``time.time()``.
     """
 
     def __init__(self, run_dir: Path, rank: int):

@@ -147,10 +147,7 @@ def node_folder(environment: Mapping[str, str]) -> Path:
 
 
 def _mark(folder: Path) -> int | None:
-    """Put the marker into a folder, locked before it is seen, and return the lock's descriptor.
-
-    Without locks on the file system nobody may remove the folder: then return None.
-    """
+    """Put the marker into a folder, locked before it is seen; return the lock's descriptor, None without file locks."""
     new = folder / f"{_MARKER}.new"
     descriptor = os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
@@ -198,10 +195,7 @@ def _boot() -> str:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder and the segments it records, its marker last, and only when everything else is gone.
-
-    The next launch then knows what is left.
-    """
+    """Remove a folder and the segments it records, its marker last: by it the next launch knows what is left."""
     remove_segments(folder)
     for path in (path for path in folder.iterdir() if path.name != _MARKER):
         with contextlib.suppress(OSError):  # a folder

@@ -32,8 +32,14 @@ RECORD = "digests.json"  # in a run directory
 # What a resume reads of a run directory beside its checkpoints. `code/` has a hash of its own in run.json; what the
 # trainers share under `prompts/` is made anew by every attempt.
 _RECORDED = (
-    "run.json", "recipe.yaml", "plan.json", "sources.json", "accelerate.yaml", "rewards/*.py", "callbacks/*.py"
-)  # fmt: skip
+    "run.json",
+    "recipe.yaml",
+    "plan.json",
+    "sources.json",
+    "accelerate.yaml",
+    "rewards/*.py",
+    "callbacks/*.py",
+)
 _MOST_THREADS = 4
 _RESTORE = (
     "restore what the run wrote, give a change of the recipe as a flag (--KEY VALUE), or add --allow-changed-code"
@@ -177,7 +183,9 @@ def verified_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | None
         what = damage(checkpoint, say)
         if what is None:
             for other, why in damaged.items():
-                aside = _rename_damaged(other).name
+                endings = itertools.chain([".damaged"], (f".damaged-{number}" for number in itertools.count(2)))
+                names = (other.with_name(other.name + ending) for ending in endings)
+                aside = other.rename(next(path for path in names if not path.exists())).name
                 say(f"{other.name} is damaged: {why}; it is now {aside}, resuming from {checkpoint.name}")
             return checkpoint
         damaged[checkpoint] = what
@@ -206,13 +214,6 @@ def damage(checkpoint: Path, say: Callable[[str], None]) -> str | None:
     return next((f"{name} {what}" for name, what in found), None)
 
 
-def _rename_damaged(checkpoint: Path) -> Path:
-    """Rename a damaged checkpoint, so that it is not listed any more."""
-    endings = itertools.chain([".damaged"], (f".damaged-{number}" for number in itertools.count(2)))
-    names = (checkpoint.with_name(checkpoint.name + ending) for ending in endings)
-    return checkpoint.rename(next(path for path in names if not path.exists()))
-
-
 def prune(folder: Path, limit: int | None) -> None:
     """Remove complete checkpoints beyond the ``limit`` newest, and what interrupted saves left."""
     shutil.rmtree(folder / "partial", ignore_errors=True)
@@ -227,8 +228,7 @@ def prune(folder: Path, limit: int | None) -> None:
 def rewriting(run_dir: Path) -> Iterator[None]:
     """Let our code write files of a run directory, then record the digests of all of them.
 
-    There is no record meanwhile: after a kill in between the run resumes unverified, and is not refused for a file that
-    we had just written.
+    There is no record meanwhile: a run that is killed in between resumes unverified, and is not refused.
     """
     (run_dir / RECORD).unlink(missing_ok=True)
     yield

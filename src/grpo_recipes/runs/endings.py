@@ -200,8 +200,9 @@ def weights_guard(run: Run) -> Finding:
         fix = f"the Weights page of the docs says what each message means{other}"
         return problem(f"the server had other weights than the trainer (bridge {bridge})", fix)
     if run.value("weight_guard") is False:
-        what = "weight_guard: false: nothing proves which weights were sampled from"
-        return warning(what, "remove weight_guard: false")
+        return warning(
+            "weight_guard: false: nothing proves which weights were sampled from", "remove weight_guard: false"
+        )
     return ok("found nothing wrong" if run.rows else "no step was sampled")
 
 
@@ -223,10 +224,9 @@ def _messages_in(text: str) -> list[Message]:
 
 
 def advice(run: Run, cause: str) -> str:
-    """Return what to do about a failed run: by its cause where that is known, else by what its logs say.
+    """Return what to do about a failed run: by its ``cause`` where that is known, else by what its logs say.
 
-    The ``cause`` is that of ``summary.json``, which a full disk may have kept from being written. A known cause reads
-    no file of the run, which may be damaged.
+    A known cause reads no file of the run, which may be damaged, or unwritten on a full disk.
     """
     fixes = [message.fix for message in _messages_in(cause)]
     fixes += [fix for pattern, fix in _CAUSES.items() if re.search(pattern, cause)]

@@ -111,9 +111,8 @@ def notices_of(rows: Iterable[Row], value: Value, over: bool = True) -> list[Not
 
 def number(value: Any) -> float | None:
     """Return a number of a row that can be added up, or None: ``inf`` and ``nan`` are texts there."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
-        return None
-    return float(value)
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+    return float(value) if usable else None
 
 
 def known(values: Iterable[float | None]) -> list[float]:

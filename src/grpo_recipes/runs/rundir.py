@@ -155,10 +155,9 @@ def timestamp() -> str:
 
 
 def make_folder(folder: Path, failure: str, *inside: str) -> dict[str, Any] | None:
-    """Make the directory of a run or a sweep, with folders ``inside`` and the patch of the code.
+    """Make the directory of a run or a sweep, with folders ``inside`` and the patch of the code; None when it exists.
 
-    Return ``command`` and ``code`` for its record, or None when the folder exists. Raise ConfigError with ``failure``
-    where it cannot be made.
+    Return ``command`` and ``code`` for its record. Raise ConfigError with ``failure`` where it cannot be made.
     """
     fix, made = "name a folder you may write to with run_root or RUN_ROOT", False
     with (
@@ -242,8 +241,9 @@ def claim(run: Run) -> int:
             break
     else:
         os.close(descriptor)
-        what = f"another launch is running in {shown(run.folder)}"
-        raise config_error("--resume", what, "wait for it, or stop it first")
+        raise config_error(
+            "--resume", f"another launch is running in {shown(run.folder)}", "wait for it, or stop it first"
+        )
     os.truncate(descriptor, 0)
     os.write(descriptor, f"{socket.gethostname()} {os.getpid()}\n".encode())
     return descriptor
@@ -257,8 +257,7 @@ def launcher_of(folder: Path) -> tuple[str, int]:
     path = folder / "lock"
     words = path.read_text().split() if path.is_file() else []
     if len(words) != 2:
-        what = "its launcher has just begun and has not named itself yet"
-        raise config_error(shown(folder), what, "try again")
+        raise config_error(shown(folder), "its launcher has just begun and has not named itself yet", "try again")
     return words[0], int(words[1])
 
 
@@ -300,10 +299,8 @@ def code_state() -> dict[str, Any]:
     patch = _git("diff", "HEAD", "--", "src", "training.sh") if commit else ""
     locks = b"".join(path.read_bytes() for path in sorted((home() / "requirements").glob("*.txt")))
     hashes = {"patch_sha256": patch.encode(), "lock_sha256": locks}
-    return {
-        "commit": commit, "dirty": bool(patch), "patch": patch,
-        **{key: hashlib.sha256(content).hexdigest() for key, content in hashes.items()},
-    }  # fmt: skip
+    digests = {key: hashlib.sha256(content).hexdigest() for key, content in hashes.items()}
+    return {"commit": commit, "dirty": bool(patch), "patch": patch, **digests}
 
 
 def _git(*arguments: str) -> str:
@@ -351,18 +348,13 @@ def read_json(path: Path) -> dict[str, Any]:
     with contextlib.suppress(FileNotFoundError):
         text = path.read_bytes()
     content = json_mapping(text)
-    wrong = "not a JSON mapping" if content is None else _wrong_part(content)
-    if content is None or wrong:
-        raise config_error(shown(path), f"is damaged ({wrong})", _REPAIR)
-    return content
-
-
-def _wrong_part(content: dict[str, Any]) -> str:
+    if content is None:
+        raise config_error(shown(path), "is damaged (not a JSON mapping)", _REPAIR)
     for key, (kind, name) in _PARTS.items():
         part = content.get(key, kind())
         if not isinstance(part, kind) or (key == "processes" and not all(isinstance(one, dict) for one in part)):
-            return f"'{key}' is not a {name}"
-    return ""
+            raise config_error(shown(path), f"is damaged ('{key}' is not a {name})", _REPAIR)
+    return content
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -403,9 +395,8 @@ def move_rows_after(run_dir: Path, step: int) -> int:
 def finish_summary(folder: Path, **facts: Any) -> dict[str, Any]:
     """Write ``summary.json``: the given facts, and those that ``metrics.jsonl`` and ``eval.jsonl`` hold.
 
-    ``initial_reward`` is the mean of the first 3 rows, ``final_reward`` of the last 5; ``initial_eval_reward`` and
-    ``final_eval_reward`` are the first and the last ``eval_reward`` of ``eval.jsonl``, which rows of another set than
-    the trainer's own do not have; ``benchmarks`` is ``benchmarks.json``.
+    ``initial_reward`` and ``final_reward`` are those of ``first_and_last``, ``initial_eval_reward`` and
+    ``final_eval_reward`` the first and the last ``eval_reward``, which rows of another set than the trainer's lack.
     """
     rows = read_metrics(folder)
     first, last = first_and_last(known(number(row.get("reward")) for row in rows))

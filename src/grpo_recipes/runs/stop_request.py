@@ -36,10 +36,7 @@ class StoppedOnRequest(SystemExit):
 
 
 class StopRequest:
-    """Whether the run is asked to stop, as far as this process knows.
-
-    Work whose result would be thrown away ends early: inside ``cutting_short`` it polls ``cuts``.
-    """
+    """Whether the run is asked to stop; work that would be thrown away polls ``cuts`` inside ``cutting_short``."""
 
     def __init__(self, run_dir: Path):
         self._file = stop_file(run_dir)
