@@ -10,7 +10,7 @@ import pytest
 from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.launch.attempt import Attempt, end_without_run, finish, new_log
 from grpo_recipes.launch.processes import Ending
-from grpo_recipes.plan.types import Names
+from grpo_recipes.plan.commands import Names
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.runs.checkpoints import publish
 from grpo_recipes.runs.rundir import NO_REQUEUE, Run, read_json, write_json

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from waiting import wait_for
 
-from grpo_recipes.plan.types import Process
+from grpo_recipes.plan.commands import Process
 from grpo_recipes.process.tree import is_alive
 
 pytestmark = pytest.mark.alone

@@ -22,7 +22,7 @@ from grpo_recipes.launch.monitor import StoppedAtOnce, StopSignals
 from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.processes import Child, Ending, Group, wait_for_ending
 from grpo_recipes.launch.run import Restarts, Supervisor, supervise
-from grpo_recipes.plan.types import Names, OnLoss, Process
+from grpo_recipes.plan.commands import Names, OnLoss, Process
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.runs.checkpoints import complete_checkpoints
 from grpo_recipes.runs.rundir import SERVER_STATE, Run, read_json, read_metrics, stop_file

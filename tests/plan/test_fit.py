@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from grpo_recipes.plan import estimates
+from grpo_recipes.plan.commands import Names
 from grpo_recipes.plan.devices import gpu_memory
 from grpo_recipes.plan.estimates import (
     GIB,
@@ -24,7 +25,6 @@ from grpo_recipes.plan.estimates import (
     read_model,
     suggest,
 )  # fmt: skip
-from grpo_recipes.plan.types import Names
 from grpo_recipes.recipe import read_recipe
 
 from .model_folders import model_folder

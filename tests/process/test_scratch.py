@@ -26,7 +26,7 @@ from dead_scratch import dead_scratch, kill, start_owner
 from waiting import wait_for
 
 from grpo_recipes.launch.processes import Child
-from grpo_recipes.plan.types import Process
+from grpo_recipes.plan.commands import Process
 from grpo_recipes.process import scratch
 from grpo_recipes.process.scratch import Scratch, is_held, make_scratch, remove_dead_scratch, remove_segments
 from grpo_recipes.process.tree import descendants, is_alive

@@ -15,9 +15,8 @@ from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.processes import Ending, tail
 from grpo_recipes.launch.resolve import note_job
 from grpo_recipes.paths import shown
-from grpo_recipes.plan.commands import base_environment, run_environment, wandb_environment
+from grpo_recipes.plan.commands import Names, Plan, base_environment, run_environment, wandb_environment
 from grpo_recipes.plan.devices import Resources
-from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.process.reports import say
 from grpo_recipes.process.scratch import Scratch, make_scratch, remove_dead_scratch
 from grpo_recipes.publish.publisher import Publisher, hand_over

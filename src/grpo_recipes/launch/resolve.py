@@ -11,8 +11,8 @@ from pathlib import Path
 
 from grpo_recipes.errors import ConfigError, config_error, translate
 from grpo_recipes.paths import CODE_VARIABLE
+from grpo_recipes.plan.commands import Names, Plan
 from grpo_recipes.plan.devices import Resources
-from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.process.reports import address_reachable, say
 from grpo_recipes.recipe import Recipe, merge_recipe, read_frozen
 from grpo_recipes.recipe.check import check, choose_recipe, resolve_recipe

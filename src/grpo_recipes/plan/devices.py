@@ -13,12 +13,45 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_recipes.errors import config_error, translate
-from grpo_recipes.plan.types import Batch, Placement, some_trainers
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.keys import catalogue_trl
 from grpo_recipes.slurm.client import SlurmJob, slurm_job
 
 _DRIVER_SECONDS = 60  # a driver that takes longer hangs
+
+
+def some_trainers(count: int) -> str:
+    """Return ``1 trainer``, or ``3 trainers``."""
+    return f"{count} trainer{'s' if count > 1 else ''}"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One optimizer step."""
+
+    completions: int  # of a step over all trainers: prompts x num_generations
+    num_generations: int  # completions of one prompt
+    world_size: int  # training processes
+    per_device: int  # completions of one forward pass on one process
+    accumulation: int  # forward passes of one process a step
+    tokens: int | None = None  # most tokens of a step, prompts included; None when a length has no limit
+
+    def __str__(self) -> str:
+        prompts = self.completions // self.num_generations
+        tokens = f", at most {self.tokens:,} tokens" if self.tokens else ""
+        return (
+            f"{prompts} prompts x {self.num_generations} completions = {self.completions} a step = "
+            f"{some_trainers(self.world_size)} x {self.per_device} per device x {self.accumulation} accumulated{tokens}"
+        )
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The training processes of one node."""
+
+    node: int  # its index
+    count: int  # at least one
+    gpus: tuple[str, ...]  # none on CPU
 
 
 @dataclass(frozen=True)

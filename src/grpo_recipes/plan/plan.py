@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from grpo_recipes.errors import config_error
-from grpo_recipes.plan.commands import accelerate_file, with_processes
+from grpo_recipes.plan.commands import Names, Plan, Weighting, accelerate_file, with_processes
 from grpo_recipes.plan.devices import (
     Resources,
     derive_batch,
@@ -19,7 +19,6 @@ from grpo_recipes.plan.devices import (
     unused,
 )  # fmt: skip
 from grpo_recipes.plan.ports import plan_ports
-from grpo_recipes.plan.types import Names, Plan, Weighting
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.learning import trains_weights_as_loaded
 from grpo_recipes.recipe.registry import BRIDGES, OBJECTIVES
