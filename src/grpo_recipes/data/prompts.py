@@ -118,9 +118,8 @@ def load_prompts(
             key = "max_train_prompts" if len(dataset) == limit else "max_prompt_length" if counts.too_long else None
             what = f"{len(dataset)} of {counts.read} prompts are left, one step needs {least}"
             long = [f"{counts.too_long} longer than max_prompt_length"] if counts.too_long else []
-            fix = (
-                f"raise {key} or lower prompts_per_step" if key else "lower prompts_per_step, or name a larger dataset"
-            )
+            fix = f"raise {key} or lower prompts_per_step"
+            fix = fix if key else "lower prompts_per_step, or name a larger dataset"
             raise config_error(key or "prompts_per_step", "; ".join([what, *long, *counts.lines()]), fix)
         return Prompts(dataset, counts, renderer.text(dataset[0]["prompt"]))
 

@@ -111,9 +111,8 @@ def _problem(
     prompt = chat_of(row.get(benchmark.prompt), source, system)
     gold, _ = answer_of(row.get(benchmark.solution), benchmark.marker, source)
     if not prompt or not gold:
-        raise config_error(
-            "benchmarks", f"row {index} of '{source.id}' has no problem or no answer", "correct the dataset"
-        )
+        what = f"row {index} of '{source.id}' has no problem or no answer"
+        raise config_error("benchmarks", what, "correct the dataset")
     if benchmark.wrong:  # multiple choice: the options in a drawn order, answered by the right one's letter
         options = [gold, *(str(row[column]).strip() for column in benchmark.wrong)]
         order = random.Random(f"{seed}/{index}").sample(range(len(options)), len(options))

@@ -32,14 +32,8 @@ RECORD = "digests.json"  # in a run directory
 # What a resume reads of a run directory beside its checkpoints. `code/` has a hash of its own in run.json; what the
 # trainers share under `prompts/` is made anew by every attempt.
 _RECORDED = (
-    "run.json",
-    "recipe.yaml",
-    "plan.json",
-    "sources.json",
-    "accelerate.yaml",
-    "rewards/*.py",
-    "callbacks/*.py",
-)
+    "run.json", "recipe.yaml", "plan.json", "sources.json", "accelerate.yaml", "rewards/*.py", "callbacks/*.py"
+)  # fmt: skip
 _MOST_THREADS = 4
 _RESTORE = (
     "restore what the run wrote, give a change of the recipe as a flag (--KEY VALUE), or add --allow-changed-code"

@@ -200,9 +200,8 @@ def weights_guard(run: Run) -> Finding:
         fix = f"the Weights page of the docs says what each message means{other}"
         return problem(f"the server had other weights than the trainer (bridge {bridge})", fix)
     if run.value("weight_guard") is False:
-        return warning(
-            "weight_guard: false: nothing proves which weights were sampled from", "remove weight_guard: false"
-        )
+        what = "weight_guard: false: nothing proves which weights were sampled from"
+        return warning(what, "remove weight_guard: false")
     return ok("found nothing wrong" if run.rows else "no step was sampled")
 
 

@@ -241,9 +241,8 @@ def claim(run: Run) -> int:
             break
     else:
         os.close(descriptor)
-        raise config_error(
-            "--resume", f"another launch is running in {shown(run.folder)}", "wait for it, or stop it first"
-        )
+        what = f"another launch is running in {shown(run.folder)}"
+        raise config_error("--resume", what, "wait for it, or stop it first")
     os.truncate(descriptor, 0)
     os.write(descriptor, f"{socket.gethostname()} {os.getpid()}\n".encode())
     return descriptor
