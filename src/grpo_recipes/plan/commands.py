@@ -397,13 +397,7 @@ def _trainer(recipe: Recipe, plan: Plan, names: Names, machine: int) -> Process:
     suffix = f"_node{placed.node}" if placed.node else ""
     log = f"logs/liv_train_{names.run}_{names.timestamp}{suffix}.log"
     after = ("server",) if plan.mode == "server" else ()
-    argv = [*launch, *_trainer_flags(recipe, plan, names)]
-    return Process("trainer", argv, variables, placed.gpus, log, placed.node, after)
-
-
-def _trainer_flags(recipe: Recipe, plan: Plan, names: Names) -> list[str]:
-    """Return what the launcher decides: flags of the entry script beside the frozen recipe."""
-    flags = {
+    decided: dict[str, object] = {  # by the launcher: flags of the entry script beside the frozen recipe
         "--config": names.run_dir / "recipe.yaml",
         "--output_dir": names.run_dir / "checkpoints",
         "--model_name_or_path": plan.model,
@@ -418,7 +412,7 @@ def _trainer_flags(recipe: Recipe, plan: Plan, names: Names) -> list[str]:
         "--eval_dataset_name": plan.eval_dataset,
     }
     if plan.mode == "server":
-        flags |= {
+        decided |= {
             "--vllm_mode": "server",
             "--vllm_server_host": plan.server_host,
             "--vllm_server_port": plan.ports.server,
@@ -426,8 +420,8 @@ def _trainer_flags(recipe: Recipe, plan: Plan, names: Names) -> list[str]:
             "--weight_sync": plan.bridge,
         }
     elif plan.mode == "colocate":
-        flags |= {"--vllm_mode": "colocate", "--vllm_gpu_memory_utilization": gpu_share(recipe, plan.mode)}
-    return _flags(flags)
+        decided |= {"--vllm_mode": "colocate", "--vllm_gpu_memory_utilization": gpu_share(recipe, plan.mode)}
+    return Process("trainer", [*launch, *_flags(decided)], variables, placed.gpus, log, placed.node, after)
 
 
 def accelerate_file(accelerator: str, environment: Mapping[str, str]) -> str:
