@@ -80,10 +80,7 @@ class Health:
         return new
 
     def notices(self, over: bool = False) -> list[Notice]:
-        """Return what is true of the run now.
-
-        If it is ``over``, no row will follow: a run of fewer than ``MANY`` steps is then judged by those it has.
-        """
+        """Return what is true of the run now; one that is ``over`` before ``MANY`` steps is judged by those it has."""
         holding = self._holding(min(MANY, max(FEW, self.rows)) if over else MANY)
         return [self._notice(rule, holding[rule.name]) for rule in _RULES if rule.name in holding]
 

@@ -249,10 +249,7 @@ def claim(run: Run) -> int:
 
 
 def launcher_of(folder: Path) -> tuple[str, int]:
-    """Return host and pid of the launch that claimed the run directory last; it lives while the lock is held.
-
-    Raise ConfigError where the launch has not written them yet.
-    """
+    """Return host and pid of the last launch, which lives while the lock is held; ConfigError until they are there."""
     path = folder / "lock"
     words = path.read_text().split() if path.is_file() else []
     if len(words) != 2:
