@@ -68,6 +68,7 @@ def test_each_row_gets_its_own_score_in_order(pool: RewardPool) -> None:
         ("8GB", "memory limit"),
         ("many", "process limit (64)"),
         ("segfault", "death of its process (SIGSEGV)"),
+        ("killed", "death of its process (SIGKILL, perhaps out of memory)"),
         ("exit", "exit of its process (code 0)"),
         ("sys-exit", "SystemExit: 3"),
         ("raise", "ValueError: first line"),
@@ -167,6 +168,25 @@ def test_a_first_call_may_take_longer() -> None:
     with RewardPool(WILD, workers=1, timeout=0.2) as pool:
         slow_first, slow_later = judge(pool, "sleep 0.5", "sleep 2")
     assert (slow_first.value, slow_later.reason) == (1.0, "time limit")
+
+
+def test_first_calls_that_hang_get_less_and_less_extra_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_recipes.rewards.pool._FIRST_CALL_SECONDS", 1.6)
+    with RewardPool(WILD, workers=1, timeout=0.2) as pool:
+        scores = judge(pool, *["spin"] * 4)
+    assert [score.reason for score in scores] == ["time limit"] * 4
+    for score, extra in zip(scores, (1.6, 0.8, 0.4, 0.2), strict=True):
+        assert 0.2 + extra <= score.seconds < 0.2 + 1.5 * extra + 0.1
+
+
+def test_rows_handed_out_together_are_limited_singly(pool: RewardPool) -> None:
+    judge(pool, *["yes"] * 200)  # fast calls: many rows go out at once
+    completions = [*["yes"] * 70, "spin", *["no"] * 70, "segfault", *["yes"] * 70]
+    scores = judge(pool, *completions)
+    values = {"yes": 1.0, "no": 0.0, "spin": None, "segfault": None}
+    assert [score.value for score in scores] == [values[completion] for completion in completions]
+    assert (scores[70].reason, scores[141].reason) == ("time limit", "death of its process (SIGSEGV)")
+    assert TIMEOUT <= scores[70].seconds < 2 * TIMEOUT
 
 
 def test_giving_up_leaves_the_rest_uncalled(pool: RewardPool) -> None:

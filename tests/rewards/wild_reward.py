@@ -131,6 +131,7 @@ ACTIONS = {
     "8GB": lambda _: [float(len(bytearray(8 << 30)))],
     "shared-memory": _shared_memory,
     "segfault": lambda _: ctypes.string_at(0),
+    "killed": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     "exit": lambda _: os._exit(0),
     "sys-exit": _exit,
     "raise": _raise,

@@ -7,8 +7,8 @@ with RewardPool("math_verify", workers=2, timeout=5, memory_gib=4) as pool:
 
 A child is two processes: a keeper of our code alone, and the worker below it that calls rewards. The keeper ends
 everything the worker left, whatever session it is in, when the worker ends, when the parent dies, and when the parent
-asks for it by SIGTERM. Requests are pickles: first the setup, then a reward's name and the columns of a row. Replies
-are lines of JSON, since a child is not trusted; what rewards print goes to stderr.
+asks for it by SIGTERM. Requests are pickles: first the setup, then a reward's name and rows of columns. Replies are
+lines of JSON, one a row, since a child is not trusted; what rewards print goes to stderr.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ import subprocess
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -53,6 +54,7 @@ _FAILED_STARTS = 3  # in a row
 _TICK_SECONDS = 0.25  # between looks at what a row that takes longer than this uses
 _END_SECONDS = 5.0  # a keeper that is asked to end needs milliseconds
 _FIRST_CALL_SECONDS = 10.0
+_CHUNK_SECONDS, _CHUNK_ROWS = 0.05, 64  # work handed out at once
 _TIME_LIMIT = "time limit"
 _FIX = "set reward_isolation: none"
 _tracebacks_left = 3  # to print in a worker; a reward that is wrong is wrong for every completion
@@ -83,7 +85,7 @@ class RewardPool:
     A child that is over a limit is killed with everything it started, and another takes its place while the rest go
     on. After the first death one more child than ``workers`` is kept ready. Use it from the thread that started it: the
     children end with that thread. The first call of a child, which may import, has longer than ``timeout`` by twice
-    what first calls were seen to take, 10 s until one is known.
+    what first calls were seen to take, 10 s until one is known, and half of that after each that hung.
     """
 
     def __init__(
@@ -99,12 +101,13 @@ class RewardPool:
         self._memory = int(memory_gib * 2**30)
         self._setup = (self._memory, copies, rewards)
         self._names = ", ".join(rewards)
-        self._slowest_first = dict.fromkeys(rewards, 0.0)  # seconds of a first call that ended, by reward
+        self._paces = {reward: _Pace(_FIRST_CALL_SECONDS) for reward in rewards}
         self._children: list[_Child] = []  # those that work, or load
         self._wanted = self.workers  # children; one more is kept ready after the first was replaced
         self._ending: list[_Child] = []
         self._failed_starts = 0
-        # Of the call of ``score`` under way: the scores so far by row, and how many of them have no value.
+        # Of the call of ``score`` under way: rows to hand out, the scores by row, and how many of them have no value.
+        self._todo: deque[int] = deque()
         self._scores: dict[int, Score] = {}
         self._unscored = 0
 
@@ -157,13 +160,17 @@ class RewardPool:
             with translate(Exception, lambda error, what=what: RewardFailed(f"{what} ({error}); {_FIX}")):
                 pickle.dumps(values)
         most = len(completions) if give_up_after is None else give_up_after
-        rows, self._scores, self._unscored = iter(range(len(completions))), {}, 0
+        self._todo, self._scores, self._unscored = deque(range(len(completions))), {}, 0
         self._listen(0.0)  # to what happened since the last call
         try:
             while len(self._scores) < len(completions) and self._unscored <= most and not stopped():
-                idle = [child for child in self._children if child.ready and child.row is None]
-                for child, row in zip(idle[: self.workers - len(self._busy())], rows, strict=False):
-                    child.call(reward, row, {name: values[row] for name, values in kept.items()})
+                idle = [child for child in self._children if child.ready and not child.rows]
+                for child in idle[: self.workers - len(self._busy())]:
+                    at_once = self._paces[reward].rows if reward in child.called else 1
+                    share = -(-len(self._todo) // self.workers)  # fewer towards the end, so that all end together
+                    rows = [self._todo.popleft() for _ in range(min(share, at_once))]
+                    if rows:
+                        child.call(reward, rows, [{name: values[row] for name, values in kept.items()} for row in rows])
                 self._listen(_TICK_SECONDS)
                 self._enforce()
         finally:
@@ -172,7 +179,7 @@ class RewardPool:
         return [self._scores.get(row, Score(None, GIVEN_UP)) for row in range(len(completions))]
 
     def _busy(self) -> list[_Child]:
-        return [child for child in self._children if child.row is not None]
+        return [child for child in self._children if child.rows]
 
     def _listen(self, at_most: float) -> None:
         """Act on the next replies; wait for them no longer than until a limit is to be looked at."""
@@ -198,7 +205,7 @@ class RewardPool:
             self._replace(child)
         elif "score" in reply:
             self._enter(child, Score(**reply["score"]))
-        elif child.row is not None:
+        elif child.rows:
             self._stop(child, reply["died"])
         else:
             if not child.ready:
@@ -213,15 +220,14 @@ class RewardPool:
 
     def _deadline(self, child: _Child) -> float:
         """Return when a child must have answered the row it is at; ``time.monotonic()``."""
-        slowest = self._slowest_first[child.reward]
-        more = 0.0 if child.reward in child.called else min(_FIRST_CALL_SECONDS, 2 * slowest or _FIRST_CALL_SECONDS)
+        more = 0.0 if child.reward in child.called else self._paces[child.reward].more_for_first
         return child.since + self.timeout + more
 
     def _enforce(self) -> None:
         """Stop what is over a limit; of the slow children look at one, since to add up its memory takes a while."""
         now = time.monotonic()
         for child in list(self._children):
-            if child.row is not None and now > self._deadline(child):
+            if child.rows and now > self._deadline(child):
                 self._stop(child, _TIME_LIMIT)
             elif not child.ready and now - child.since > START_SECONDS:
                 raise RewardFailed(f"the rewards {self._names} were not loaded within {START_SECONDS:.0f} s")
@@ -241,18 +247,19 @@ class RewardPool:
 
     def _enter(self, child: _Child, score: Score) -> None:
         """Enter the score of the row that a child was at; a child at a limit is replaced."""
-        if child.row is not None:
-            self._scores[child.row] = score
-        child.row = None
+        if child.rows:
+            self._scores[child.rows.pop(0)] = score
         self._unscored += score.unscored
-        if child.reward not in child.called and score.reason != _TIME_LIMIT:
-            self._slowest_first[child.reward] = max(self._slowest_first[child.reward], score.seconds)
+        self._paces[child.reward].add(score, child.reward not in child.called)
         child.called.add(child.reward)
+        child.since = time.monotonic()
         if score.by_limit:
             self._replace(child)
 
     def _replace(self, child: _Child) -> None:
-        """End a child, and start another."""
+        """End a child, take back the rows it did not come to, and start another."""
+        self._todo.extendleft(reversed(child.rows))
+        child.rows = []
         self._dismiss(child)
         self._wanted = self.workers + 1
         self._fill()
@@ -268,6 +275,27 @@ class RewardPool:
         self._ending.append(child)
         child.ends = time.monotonic() + _END_SECONDS
         child.process.terminate()
+
+
+@dataclass
+class _Pace:
+    """How long calls of a reward took, and so how long a first one may take, and how many rows go out at once."""
+
+    more_for_first: float  # seconds beyond the time limit
+    slowest_first: float = 0.0
+    seconds: float | None = None  # of one call, a moving average
+    rows: int = 1
+
+    def add(self, score: Score, first: bool) -> None:
+        """Learn from a call; the first one of a process may import what the reward needs."""
+        if not first:
+            self.seconds = score.seconds if self.seconds is None else 0.8 * self.seconds + 0.2 * score.seconds
+            self.rows = max(1, min(_CHUNK_ROWS, int(_CHUNK_SECONDS / max(self.seconds, 1e-6))))
+        elif score.reason == _TIME_LIMIT:
+            self.more_for_first /= 2  # probably not an import
+        else:
+            self.slowest_first = max(self.slowest_first, score.seconds)
+            self.more_for_first = min(_FIRST_CALL_SECONDS, 2 * self.slowest_first)
 
 
 class _Child:
@@ -289,7 +317,7 @@ class _Child:
         self.pid = self.process.pid  # of the keeper, below which everything else of this child is
         self.ready = False  # its rewards are loaded
         self.reward = ""
-        self.row: int | None = None  # that it calls the reward on
+        self.rows: list[int] = []  # that it has not answered; it is at the first
         self.called: set[str] = set()  # rewards that it has called at least once
         self.since = time.monotonic()  # when it began with its row, or to start
         self.ends = 0.0  # when its keeper, asked to end, is killed; as `since`
@@ -298,18 +326,20 @@ class _Child:
         self._unread = b""
         self.push()
 
-    def call(self, reward: str, row: int, columns: dict[str, Any]) -> None:
-        """Let it call a reward on a row, whose score is a later reply."""
-        self.reward, self.row, self.since = reward, row, time.monotonic()
+    def call(self, reward: str, rows: list[int], columns: list[dict[str, Any]]) -> None:
+        """Let it call a reward on each of some rows; every score is a later reply."""
+        self.reward, self.rows, self.since = reward, rows, time.monotonic()
         self.unsent += pickle.dumps((reward, columns))
         self.push()
 
     def push(self) -> None:
         """Send what the pipe takes of ``unsent``; time counts from when all is sent."""
-        with contextlib.suppress(BrokenPipeError):  # it died, as the end of its replies will say
+        try:
             while self.unsent and (sent := self.stdin.write(self.unsent)):
                 del self.unsent[:sent]
                 self.since = time.monotonic()
+        except BrokenPipeError:
+            self.unsent.clear()  # it died, as the end of its replies will say
 
     def replies(self) -> list[dict[str, Any]]:
         """Return its replies since the last call; ``{"died": how}`` is the last of all."""
@@ -370,7 +400,10 @@ def _keep() -> NoReturn:
         tree.reap()
     tree.kill_descendants()
     code = os.waitstatus_to_exitcode(status)
-    died = f"exit of its process (code {code})" if code >= 0 else f"death of its process ({signal.Signals(-code).name})"
+    died = f"exit of its process (code {code})"
+    if code < 0:
+        hint = ", perhaps out of memory" if code == -signal.SIGKILL else ""
+        died = f"death of its process ({signal.Signals(-code).name}{hint})"
     with contextlib.suppress(BrokenPipeError):  # the parent is gone: nobody is left to hear it
         _reply(replies, {"died": died})
     os._exit(0)
@@ -399,8 +432,9 @@ def _work(requests: int, replies: int) -> NoReturn:
                 os._exit(1)
         _reply(replies, {"ready": {spec: parameters(reward) for spec, reward in rewards.items()}})
         while True:
-            spec, columns = pickle.load(stream)
-            _answer(rewards[spec], columns, replies)
+            spec, rows = pickle.load(stream)
+            for columns in rows:
+                _answer(rewards[spec], columns, replies)
     os._exit(0)
 
 
