@@ -140,6 +140,11 @@ def test_what_is_not_there_is_refused(load: Any, name: str) -> None:
 # --- the whole batch in the trainer ----------------------------------------------------------------------------------
 
 
+def test_a_function_that_is_not_there_is_refused_in_this_process_too(load: Any) -> None:
+    with pytest.raises(ConfigError, match=r"'own.py' has no 'absent'. Fix: name a function"):
+        load("own.py:absent", reward_isolation="none")
+
+
 @pytest.mark.parametrize(
     ("returned", "said"),
     [

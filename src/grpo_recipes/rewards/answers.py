@@ -251,10 +251,10 @@ def _number(text: str, variable: str) -> Answer | None:
     if match is None or unit is None or (match["sign"] and match["inner"]):
         return None
     above, below = match["above"] or match["number"], match["below"] or match["divisor"] or "1"
-    dividend, divisor = Fraction(above.replace(",", "")), Fraction(below.replace(",", ""))
+    dividend, divisor = _exact(above), _exact(below)
     if divisor == 0:
         return None
-    value = dividend / divisor
+    value = dividend if divisor == 1 else Fraction(dividend, divisor)
     if whole := match["whole"] or match["mixed"]:
         if not (0 <= value < 1 and dividend.denominator == divisor.denominator == 1):
             return None  # 1 3/2 is not a mixed number
@@ -263,6 +263,12 @@ def _number(text: str, variable: str) -> Answer | None:
         currency = unit_of(match["currency"]) or ""
         unit = unit if unit.split(" ")[0] == currency else f"{currency} {unit}".strip()
     return Answer(-value if "-" in (match["sign"], match["inner"]) else value, unit, variable)
+
+
+def _exact(digits: str) -> int | Fraction:
+    """Return a number written with digits, a point and commas; a whole one as int, which is far faster."""
+    digits = digits.replace(",", "")
+    return Fraction(digits) if "." in digits else int(digits)
 
 
 # --- the text of an answer
@@ -419,6 +425,8 @@ def unit_of(text: str) -> str | None:
     letters or more is one (``5 eggs``), unless it changes the number (``5 million``). ``""`` for blank text, None when
     the text is something else.
     """
+    if not text or text.isspace():
+        return ""
     matches = list(_UNIT_WORD.finditer(text))
     if "".join(match[0] for match in matches) != text.rstrip() or len(matches) > _MOST_WORDS:
         return None

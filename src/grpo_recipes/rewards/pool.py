@@ -28,7 +28,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -204,7 +204,7 @@ class RewardPool:
             self._not_loaded(reply["failed"])
             self._replace(child)
         elif "score" in reply:
-            self._enter(child, Score(**reply["score"]))
+            self._enter(child, Score(*reply["score"]))
         elif child.rows:
             self._stop(child, reply["died"])
         else:
@@ -471,7 +471,7 @@ def _answer(reward: Callable[..., Any], columns: dict[str, Any], replies: int) -
             traceback.print_exc()
     if os.getpid() != own:
         os._exit(0)  # the reward forked, and its child came back here
-    _reply(replies, {"score": asdict(replace(score, seconds=time.monotonic() - began))})
+    _reply(replies, {"score": (score.value, score.reason, time.monotonic() - began, score.by_limit)})
     if score.by_limit:
         os._exit(0)  # what is left of its memory may be full
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.errors import translate
+from grpo_recipes.errors import ConfigError, translate
 from grpo_recipes.recipe.registry import REWARDS
 from grpo_recipes.recipe.user_code import copy_path, load_object, source_path, split_spec
 from grpo_recipes.runs.stop_request import CutShort, StopRequest
@@ -67,14 +67,19 @@ def make_reward(name: str, script_args: Any = None, args: Any = None) -> Reward:
 def load_reward(spec: str, copies: Path | None) -> Reward:
     """Return a reward of ours that takes no recipe keys, or the user's, from the run's copy where its module is gone.
 
-    RewardFailed where that is not possible, whatever the user's code raises.
+    A file or function that is not there is a ConfigError; RewardFailed where the user's code raises or does not fit.
     """
     if not is_own(spec):
         return make_reward(spec)
     place, name = split_spec(spec)
     gone = not place.endswith(".py") and source_path(spec) is None
     failed = (Exception, SystemExit)
-    with translate(failed, lambda error: RewardFailed(f"reward '{spec}' cannot be loaded: {described(error)}")):
+
+    def cannot(error: Exception) -> Exception:
+        what = f"reward '{spec}' cannot be loaded: {described(error)}"
+        return ConfigError(*error.problems) if isinstance(error, ConfigError) else RewardFailed(what)
+
+    with translate(failed, cannot):
         function: Reward = load_object(f"{copy_path(spec, copies)}:{name}" if copies and gone else spec, copies)
         if not callable(function):
             raise TypeError(f"it is a {type(function).__name__}, not a function")
