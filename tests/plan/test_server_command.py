@@ -50,13 +50,13 @@ def test_every_server_is_named_bound_guarded_and_reports_its_weights(read, optio
         "grpo_recipes.server.middleware.ReportActivity",
         "grpo_recipes.server.middleware.RequireToken",
     ]
-    assert option(argv, "--worker-extension-cls") == "grpo_recipes.server.worker.WeightReport"
+    assert option(argv, "--worker-extension-cls") == "grpo_recipes.server.plugin.WeightReport"
     assert not [text for text in argv if "token" in text.lower() and "RequireToken" not in text]
     assert "--api-key" not in argv
 
 
 def test_the_named_classes_exist():
-    for name in ("grpo_recipes.server.middleware", "grpo_recipes.server.worker"):
+    for name in ("grpo_recipes.server.middleware", "grpo_recipes.server.plugin"):
         assert importlib.util.find_spec(name) is not None
 
 

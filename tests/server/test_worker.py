@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_recipes.server.worker import WeightReport, fingerprint
+from grpo_recipes.server.plugin import WeightReport, fingerprint
 from grpo_recipes.weights.guard import differing
 
 HEAD_SIZE, HEADS, KV_HEADS, WIDTH = 4, 8, 2, 16

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from grpo_recipes.server.middleware import ACTIVITY_PATH
-from grpo_recipes.server.worker import fingerprint
+from grpo_recipes.server.plugin import fingerprint
 
 WEIGHT = torch.arange(6.0).view(2, 3)
 

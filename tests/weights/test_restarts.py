@@ -14,9 +14,8 @@ import torch
 
 from grpo_recipes.recipe.registry import RECONNECTING
 from grpo_recipes.weights import client as client_module
-from grpo_recipes.weights.client import CLIENTS, FileClient, ServerError
+from grpo_recipes.weights.client import CLIENTS, FileClient, ServerError, ServerLost
 from grpo_recipes.weights.guard import WeightsDiffer
-from grpo_recipes.weights.transport import ServerLost
 from weights.fake_server import WEIGHT, FakeServer
 
 pytestmark = pytest.mark.alone

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grpo_recipes.weights import client as client_module
-from grpo_recipes.weights.transport import ServerLost
+from grpo_recipes.weights.client import ServerLost
 
 pytestmark = pytest.mark.alone
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import requests
 
-from grpo_recipes.weights.transport import ServerAdapter, ServerLost
+from grpo_recipes.weights.client import ServerAdapter, ServerLost
 
 pytestmark = pytest.mark.alone
 

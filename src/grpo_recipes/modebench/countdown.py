@@ -62,10 +62,7 @@ def _parts(one: Signed, kind: int) -> list[tuple[Form, int]]:
 
 
 def text(one: Signed) -> str:
-    """Return a form as an expression that can be read and evaluated; the key of a mode.
-
-    A sign before everything is written as such where no part can take it.
-    """
+    """Return a form as an expression, the key of a mode; it begins with a minus only where no part can take that."""
     sign, (kind, parts) = one
     if kind == _NUMBER:
         return f"{'-' if sign < 0 else ''}{parts}"
@@ -88,10 +85,7 @@ Trees = dict[Signed, tuple[Value, int]]  # form -> its value, and how many ways 
 
 
 def ways(numbers: tuple[int, ...], target: int) -> dict[str, int]:
-    """Return every mode of a puzzle of different numbers, and how many ways there are of writing it.
-
-    A way is an order of the numbers with brackets and operators; ``written`` counts all of them, right or wrong.
-    """
+    """Return every mode of a puzzle of different numbers, and how many ways (``written``) there are of writing it."""
     found = _made(tuple(sorted(numbers)), lambda value: value == (target, 1))
     return {text(form): count for form, (_, count) in sorted(found.items())}
 

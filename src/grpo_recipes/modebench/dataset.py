@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from grpo_recipes.errors import ConfigError, config_error
+from grpo_recipes.errors import config_error
 from grpo_recipes.modebench import countdown, graph_coloring
 
 VERSION = "1"  # raise it whenever anything of this package changes a row
@@ -99,21 +99,16 @@ def _problems(name: str, settings: Settings) -> list[tuple[str, str, int]]:
     else:  # drawn one by one, since nobody can list them all
         shape = (settings.vertices, settings.hidden, settings.modes)
         made = [_graph_row(puzzle) for puzzle in graph_coloring.puzzles(*shape, wanted, settings.seed)]
-    if len(made) < wanted:
-        raise _too_few(settings, len(made))
-    return made[:wanted]
-
-
-def _too_few(settings: Settings, found: int) -> ConfigError:
-    """Return the error of keys that ask for more problems than are ``found``, at the key that is too large."""
-    wanted, left = settings.prompts + settings.test_prompts, found - settings.test_prompts
+    found = len(made)
+    if found >= wanted:
+        return made[:wanted]
     what = f"{wanted} problems are asked for (modebench_prompts and modebench_test_prompts), there are {found}"
-    if left > 0:
+    if (left := found - settings.test_prompts) > 0:
         fix = f"write modebench_prompts: {left} or less, or ask for easier ones"
-        return config_error("modebench_prompts", what, fix)
+        raise config_error("modebench_prompts", what, fix)
     fix = f"write modebench_test_prompts: {found // 4} and modebench_prompts: {found - found // 4}"
     fix = fix if found > 1 else "widen modebench_min_modes to modebench_max_modes"
-    return config_error("modebench_test_prompts", what, fix)
+    raise config_error("modebench_test_prompts", what, fix)
 
 
 def _countdown_row(puzzle: countdown.CountdownPuzzle) -> tuple[str, str, int]:
@@ -125,5 +120,6 @@ def _countdown_row(puzzle: countdown.CountdownPuzzle) -> tuple[str, str, int]:
 def _graph_row(puzzle: graph_coloring.ColoringPuzzle) -> tuple[str, str, int]:
     answer = {"task": "graph_coloring", "edges": puzzle.edges, "partial": puzzle.partial, "modes": puzzle.modes}
     edges = ", ".join(f"({one},{other})" for one, other in puzzle.edges)
-    prompt = _GRAPH.format(vertices=puzzle.vertices, edges=edges, partial=puzzle.partial, hidden=puzzle.hidden)
+    hidden = puzzle.partial.count(graph_coloring.HIDDEN)
+    prompt = _GRAPH.format(vertices=puzzle.vertices, edges=edges, partial=puzzle.partial, hidden=hidden)
     return prompt, json.dumps(answer), puzzle.modes

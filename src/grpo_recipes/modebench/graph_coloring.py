@@ -26,11 +26,6 @@ class ColoringPuzzle:
     partial: str  # a colour or ``?`` for each vertex
     modes: int  # how many completions are proper
 
-    @property
-    def hidden(self) -> int:
-        """Return the number of vertices without a colour."""
-        return self.partial.count(HIDDEN)
-
 
 def completions(edges: Edges, partial: str) -> list[str]:
     """Return the colours of the hidden vertices, from left to right, in every proper completion, in ascending order."""

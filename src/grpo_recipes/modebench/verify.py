@@ -35,9 +35,19 @@ def mode_of(text: str, answer: str) -> str | None:
     problem, given = problem_of(answer), answer_in(text)
     if given is None:
         return None
-    if problem["task"] == "countdown":
-        return _countdown_mode(given, tuple(problem["numbers"]), problem["target"])
-    return graph_coloring.mode(problem["edges"], problem["partial"], given)
+    if problem["task"] == "graph_coloring":
+        return graph_coloring.mode(problem["edges"], problem["partial"], given)
+    for written, plain in _WRITTEN_OTHERWISE.items():
+        given = given.replace(written, plain)
+    # The answer may be an equation, either way round; several attempts in one do not count.
+    sides = [part.strip() for part in given.split("=")]
+    if len(sides) == 2 and str(problem["target"]) in sides:
+        sides.remove(str(problem["target"]))
+    with contextlib.suppress(countdown.NotAnExpression):
+        found = countdown.parsed("=".join(sides))
+        right = found.numbers == tuple(sorted(problem["numbers"])) and found.value == problem["target"]
+        return found.key if right else None
+    return None
 
 
 @lru_cache(maxsize=4096)
@@ -102,19 +112,6 @@ def _last_box(text: str) -> str | None:
     return text[begin:end] if begin >= 0 else None
 
 
-def _countdown_mode(given: str, numbers: tuple[int, ...], target: int) -> str | None:
-    for written, plain in _WRITTEN_OTHERWISE.items():
-        given = given.replace(written, plain)
-    # The answer may be an equation, either way round; several attempts in one do not count.
-    sides = [part.strip() for part in given.split("=")]
-    if len(sides) == 2 and str(target) in sides:
-        sides.remove(str(target))
-    with contextlib.suppress(countdown.NotAnExpression):
-        found = countdown.parsed("=".join(sides))
-        return found.key if found.numbers == tuple(sorted(numbers)) and found.value == target else None
-    return None
-
-
 def mode_scores(modes: Sequence[Sequence[str | None]], totals: Sequence[int]) -> Scores:
     """Return the scores beside ``pass@k``, each with ``_ci``, the 95 % interval over problems.
 
@@ -123,10 +120,10 @@ def mode_scores(modes: Sequence[Sequence[str | None]], totals: Sequence[int]) ->
     completion, None where it is wrong, and ``totals`` (problems,) how many modes each problem has.
     """
     samples = max(len(row) for row in modes)
-    distinct = [len({mode for mode in row if mode is not None}) for row in modes]
+    distinct = [float(len({mode for mode in row if mode is not None})) for row in modes]
     return summed_up({
         f"mean@{samples}": [sum(mode is not None for mode in row) / len(row) for row in modes],
-        f"distinct@{samples}": [float(count) for count in distinct],
+        f"distinct@{samples}": distinct,
         f"coverage@{samples}": [min(1.0, count / total) for count, total in zip(distinct, totals, strict=True)],
     })  # fmt: skip
 

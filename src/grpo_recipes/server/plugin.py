@@ -1,12 +1,19 @@
-"""vLLM plug-in (entry point ``vllm.general_plugins``), loaded in every process of the server."""
+"""What vLLM loads: our plug-in, in every process (``vllm.general_plugins``), and ``--worker-extension-cls``."""
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from grpo_recipes.process.reports import dump_stacks_on_signal
+
+_INTEGER_VIEWS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 1 << 22  # elements at a time: 8 bytes each while they are summed, on a GPU that vLLM has filled
+_LOGGER = logging.getLogger("vllm.grpo_recipes")  # a child of vLLM's own: only those reach the server's log
 
 
 def register() -> None:
@@ -39,6 +46,58 @@ def _keep_linear_weights() -> None:
 
 
 def _multiply_unpacked(layer: Any, remove_weight: bool) -> None:
-    import torch
-
     layer.cpu_linear = torch.nn.functional.linear
+
+
+def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the elements' bit patterns, each mixed by a multiplicative hash, as an int64 scalar.
+
+    It does not depend on the order of the elements, so that the parts of a fused tensor (q, k and v in ``qkv_proj``),
+    or its shards, add up to the whole; zero padding adds nothing. Sums wrap around at 64 bits.
+    """
+    bits = tensor.detach().contiguous().view(-1).view(_INTEGER_VIEWS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for chunk in bits.split(_CHUNK):
+        # Without mixing, one step of the last bit up in one element and down in another would cancel.
+        mixed = chunk.to(torch.int64) * 0x9E3779B97F4A7C1
+        mixed ^= mixed >> 29
+        total += (mixed * 0x3C79AC492BA7B653).sum()
+    return total
+
+
+class WeightReport:
+    """Mixed into vLLM's worker, and called through ``/collective_rpc``: report and load the weights of its model."""
+
+    _grpo_loads = 0
+
+    def grpo_load(self, folder: str) -> int:
+        """Load the safetensors of ``folder`` into the model in place; return the count of loads so far."""
+        self.reload_weights(weights_path=folder)  # type: ignore[attr-defined]
+        self._grpo_loads += 1
+        _LOGGER.info("grpo: weights loaded, load %d", self._grpo_loads)
+        return self._grpo_loads
+
+    def grpo_weights(self) -> dict[str, Any]:
+        """Return ``parameters``: name -> [fingerprint, dtype], tied ones once; ``packed``: fused name -> its parts."""
+        model = self.get_model()  # type: ignore[attr-defined]
+        parameters = {
+            name: [int(fingerprint(parameter.data)), str(parameter.dtype).removeprefix("torch.")]
+            for name, parameter in model.named_parameters()
+        }
+        for prefix, module in model.named_modules():
+            replicas = getattr(module, "num_kv_head_replicas", 1)
+            if replicas > 1 and module.tp_rank % replicas:  # key and value heads that another worker holds, and counts
+                for name, parameter in module.named_parameters(recurse=False):
+                    if name in ("weight", "bias"):
+                        owned = parameter.data[: module.num_heads * module.head_size]  # q's rows
+                        parameters[f"{prefix}.{name}"][0] = int(fingerprint(owned))
+        return {"parameters": parameters, "packed": dict(getattr(model, "packed_modules_mapping", {}))}
+
+    def grpo_config(self) -> dict[str, Any]:
+        """Return what TRL asks vLLM's ``/server_info`` for, which runs pip too: seconds, and an error without it."""
+        config = self.vllm_config  # type: ignore[attr-defined]
+        transfer = config.weight_transfer_config
+        return {
+            "model_config": {"logprobs_mode": str(config.model_config.logprobs_mode)},
+            "weight_transfer_config": None if transfer is None else {"backend": transfer.backend},
+        }

@@ -31,8 +31,7 @@ from grpo_recipes.trainers.model import load_reference, save_reference
 # Under DDP on CPU optimizer.pt is loaded with map_location "cpu:0", which torch cannot restore.
 torch.serialization.register_package(5, lambda obj: None, lambda obj, where: obj if where.startswith("cpu:") else None)
 
-# What a step changes in place and transformers does not save: its name in a checkpoint, which stays, and the attribute
-# of the trainer.
+# What a step changes in place and transformers does not save: its name in a checkpoint, which stays, and the attribute.
 _UNSAVED = {
     "step": "_step", "metrics": "_metrics", "logs": "_logs", "step_time": "_current_train_step_time",
     "tr_loss": "_tr_loss", "total_loss": "_total_loss_scalar", "last_logged": "_globalstep_last_logged",
@@ -97,10 +96,7 @@ class Checkpoints:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what ``state`` returned.
-
-        Only between two generations may the batch be split otherwise than before.
-        """
+        """Continue from what ``state`` returned; only between generations may the batch be split otherwise."""
         trainer, before = self._trainer, state.get("split", self._split)  # earlier versions did not save it
         if state["buffered"] is not None and before != self._split:
             fix = "resume with these keys as they were, and change them where a generation has been used up"
@@ -166,8 +162,7 @@ class Checkpoints:
         load()
         # Our own file in our own run directory; it holds plain containers and tensors.
         state: dict[str, Any] = torch.load(path, map_location=args.device, weights_only=False)
-        missing = [name for name in (*self.unsaved, "buffered") if name not in state]
-        if missing:
+        if missing := [name for name in (*self.unsaved, "buffered") if name not in state]:
             raise ValueError(f"{path} has no {', '.join(missing)}: it was saved with other keys, or by other code")
         self.restore(state)
         self._print_restored(

@@ -78,8 +78,7 @@ class Checks:
         held = trainer.rollouts.checksum_error()
         difference = self.logprob_difference(output)
         self._unproven = difference is None
-        found = held or logprob_error(trainer.args.weight_sync, difference or 0.0, logprob_tolerance(trainer))
-        if found:
+        if found := held or logprob_error(trainer.args.weight_sync, difference or 0.0, logprob_tolerance(trainer)):
             raise WeightsDiffer(f"{found}; step {trainer.state.global_step} was not taken")
 
     def logprob_difference(self, output: dict[str, Any]) -> float | None:

@@ -273,7 +273,10 @@ class Evaluation:
         output = run()
         rewards = torch.cat(self.rewards or [torch.empty(0, len(trainer.reward_func_names))])
         repeats = trainer.num_generations_eval
-        prompts = min(_prompts_in(dataloader, repeats), len(rewards) // repeats)
+        dataset = dataloader.dataset
+        dataset = dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
+        in_set = dataset.rows // repeats if isinstance(dataset, CountedStream) else len(dataset)
+        prompts = min(in_set, len(rewards) // repeats)
         known = {name: [one for one in ones if not math.isnan(one)] for name, ones in trainer._metrics["eval"].items()}
         means = {name: fmean(values) if values else None for name, values in known.items()}  # of batches, as TRL's
         # What fills up the last batch comes after all completions that count.
@@ -316,13 +319,6 @@ class CountedStream(torch.utils.data.IterableDataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Give a shuffled stream the order of this epoch."""
         self.stream.set_epoch(epoch)
-
-
-def _prompts_in(dataloader: Any, repeats: int) -> int:
-    """Return how many prompts the set has, after the loader of it was read to the end."""
-    dataset = dataloader.dataset
-    dataset = dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
-    return dataset.rows // repeats if isinstance(dataset, CountedStream) else len(dataset)
 
 
 def _nanstd(values: torch.Tensor) -> torch.Tensor:
