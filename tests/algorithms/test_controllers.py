@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grpo_recipes.algorithms import maxent
-from grpo_recipes.algorithms.controllers import KLController, TauController
+from grpo_recipes.algorithms.maxent import KLController, TauController
 
 STEPS = 200
 COMPLETIONS = 256

@@ -123,7 +123,7 @@ def test_benchmarks_keys_and_results_of_evaluation() -> None:
     assert keys <= catalogue().keys() and "benchmark_samples" in keys
     source = (REPOSITORY / "src/grpo_recipes/evaluate/benchmarks.py").read_text()
     results = {word for row in table_rows(page, "in `benchmarks.json`") for word in code_words(row[0])}
-    of_modebench = (REPOSITORY / "src/grpo_recipes/modebench/verify.py").read_text()
+    of_modebench = (REPOSITORY / "src/grpo_recipes/modebench/dataset.py").read_text()
     for word in results - {"pass@k", "pass@k_ci"}:
         assert f'"{word}":' in source or f'f"{word.removesuffix("k")}{{samples}}":' in of_modebench, word
 

@@ -8,8 +8,16 @@ import time
 
 import pytest
 
-from grpo_recipes.modebench.dataset import TASKS, Settings, rows
-from grpo_recipes.modebench.verify import answer_in, mode_of, problem_of, right_answers, wrong_answers
+from grpo_recipes.modebench.dataset import (
+    TASKS,
+    Settings,
+    answer_in,
+    mode_of,
+    problem_of,
+    right_answers,
+    rows,
+    wrong_answers,
+)
 from grpo_recipes.rewards.score import make_reward
 
 SETTINGS = Settings(30, 30, 0, 2, 24, 3, None, 8, 5)

@@ -27,8 +27,7 @@ from grpo_recipes.data.problems import DataSource, Fetched, Message, answer_of, 
 from grpo_recipes.errors import EXIT_STOPPED, ConfigError, config_error
 from grpo_recipes.fetch.assets import fingerprint
 from grpo_recipes.modebench import countdown, dataset, graph_coloring
-from grpo_recipes.modebench.dataset import TASKS, Settings
-from grpo_recipes.modebench.verify import Scores, mode_of, mode_scores, problem_of, right_answers, summed_up
+from grpo_recipes.modebench.dataset import TASKS, Settings, mode_of, mode_scores, problem_of, right_answers, summed_up
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.recipe.registry import ACCURACY, BENCHMARKS, SMOKE_BENCHMARK, Benchmark, benchmark_columns, is_file
@@ -351,12 +350,12 @@ class UntrainedBenchmarks(TrainerCallback):
 # --- scores without knowledge, exact without sampling --------------------------------------------------------------
 
 
-def baselines(answers: Sequence[str], samples: int) -> dict[str, Scores]:
+def baselines(answers: Sequence[str], samples: int) -> dict[str, dict[str, Any]]:
     """Return the scores of ``random`` and ``constant`` on JSON problems of ``dataset.rows``, up to k = ``samples``."""
     return {"random": random_guesser(answers, samples), "constant": constant_answer(answers, samples)}
 
 
-def random_guesser(answers: Sequence[str], samples: int) -> Scores:
+def random_guesser(answers: Sequence[str], samples: int) -> dict[str, Any]:
     """Return the mean scores over all guesses, each as likely: of orders, brackets and operators, or of colours."""
     chances = [_chances(answer) for answer in answers]
     estimates = {f"pass@{k}": [1 - (1 - sum(one)) ** k for one in chances] for k in reported_ks(samples)}
@@ -366,7 +365,7 @@ def random_guesser(answers: Sequence[str], samples: int) -> Scores:
     return summed_up(estimates)
 
 
-def constant_answer(answers: Sequence[str], samples: int) -> Scores:
+def constant_answer(answers: Sequence[str], samples: int) -> dict[str, Any]:
     """Return the scores of the best single answer to all problems, and that answer under ``answer``."""
     right = [right_answers(answer) for answer in answers]
     counts = Counter(text for texts in right for text in texts)

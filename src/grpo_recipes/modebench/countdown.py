@@ -11,7 +11,7 @@ import ast
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
@@ -113,7 +113,8 @@ def puzzles(count: int, largest: int) -> tuple[CountdownPuzzle, ...]:
 def _made(numbers: tuple[int, ...], wanted: Callable[[Value], bool]) -> Trees:
     """Return all forms of the numbers, each of them used once, whose value is wanted."""
     found: Trees = {}
-    for left, right in _splits(numbers):
+    for left in [part for size in range(1, len(numbers)) for part in combinations(numbers, size)]:
+        right = tuple(one for one in numbers if one not in left)
         for one, (value, count) in _trees(left).items():
             for other, (value_of_other, count_of_other) in _trees(right).items():
                 for operator, result in _results(value, value_of_other):
@@ -126,13 +127,6 @@ def _made(numbers: tuple[int, ...], wanted: Callable[[Value], bool]) -> Trees:
 @cache
 def _trees(numbers: tuple[int, ...]) -> Trees:
     return {(1, (_NUMBER, numbers[0])): ((numbers[0], 1), 1)} if len(numbers) == 1 else _made(numbers, lambda _: True)
-
-
-def _splits(numbers: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield each way of parting the numbers in a left and a right part."""
-    for size in range(1, len(numbers)):
-        for left in combinations(numbers, size):
-            yield left, tuple(one for one in numbers if one not in left)
 
 
 def _results(left: Value, right: Value) -> list[tuple[str, Value]]:

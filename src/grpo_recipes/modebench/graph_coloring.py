@@ -34,10 +34,9 @@ def completions(edges: Edges, partial: str) -> list[str]:
         neighbours[one - 1].append(other - 1)
         neighbours[other - 1].append(one - 1)
     hidden = [vertex for vertex, color in enumerate(partial) if color == HIDDEN]
-    colors = list(partial)
-    if any(colors[one - 1] == colors[other - 1] != HIDDEN for one, other in edges):
+    if any(partial[one - 1] == partial[other - 1] != HIDDEN for one, other in edges):
         return []
-    return list(_filled(colors, hidden, neighbours))
+    return list(_filled(list(partial), hidden, neighbours))
 
 
 def _filled(colors: list[str], hidden: list[int], neighbours: list[list[int]]) -> Iterator[str]:

@@ -11,7 +11,7 @@ import math
 import re
 from typing import Any
 
-from grpo_recipes.modebench.verify import is_problem, mode_of
+from grpo_recipes.modebench.dataset import is_problem, mode_of
 from grpo_recipes.rewards.answers import completion_text, is_right
 
 _ONE_ANSWER = re.compile(r"(?:(?!</?answer>).)*<answer>(?:(?!</?answer>).)+</answer>\s*", re.DOTALL)

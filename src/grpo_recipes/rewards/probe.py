@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from grpo_recipes.errors import Problem, config_error
-from grpo_recipes.modebench.verify import is_problem, right_answers, wrong_answers
+from grpo_recipes.modebench.dataset import is_problem, right_answers, wrong_answers
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.registry import ACCURACY, REWARDS
 from grpo_recipes.rewards.answers import same

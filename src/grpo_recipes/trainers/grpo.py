@@ -19,7 +19,7 @@ import trl
 from accelerate.utils import is_peft_model
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 
-from grpo_recipes.algorithms.controllers import KLController, TauController
+from grpo_recipes.algorithms.maxent import KLController, TauController
 from grpo_recipes.attributes import replaced
 from grpo_recipes.plan.commands import seeds_sampling
 from grpo_recipes.recipe.configs import GRPOConfig

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from grpo_recipes.algorithms import maxent
-from grpo_recipes.algorithms.controllers import TauController
+from grpo_recipes.algorithms.maxent import TauController
 from grpo_recipes.attributes import replaced
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.recipe.registry import ACCURACY, OBJECTIVES, SCALE_REWARDS, Objective
@@ -78,9 +78,8 @@ class MaxEntGRPOTrainer(GRPOTrainer):
 
     def sample_and_score(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Lend TRL the target's ``beta``: it computes the reference's log-probs where ``beta`` is not 0."""
-        if not self.model.training or self.beta != 0.0:
-            return super().sample_and_score(inputs)
-        with replaced(self, beta=self._target_beta):
+        lent = self.model.training and self.beta == 0.0
+        with replaced(self, beta=self._target_beta if lent else self.beta):
             return super().sample_and_score(inputs)
 
     def weigh(self, output: dict[str, Any]) -> torch.Tensor | None:
@@ -106,8 +105,7 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         gathered = self.accelerator.gather(torch.stack(list(columns.values()), dim=1))
         of = {name: column.view(-1, self.num_generations) for name, column in zip(columns, gathered.T, strict=True)}
 
-        rewards_B = weighted_rewards(self.rewards_BR, self.reward_weights)
-        rewards_PG = rewards_B.double().view(-1, self.num_generations)
+        rewards_PG = weighted_rewards(self.rewards_BR, self.reward_weights).double().view(-1, self.num_generations)
         learns_PG = ~rewards_PG.isnan() & (of["lengths"] > 0)
         judged_PG, right_PG = self._judged(rewards_PG)
         right_PG, wrong_PG = learns_PG & right_PG, learns_PG & judged_PG & ~right_PG

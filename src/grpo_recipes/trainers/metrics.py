@@ -131,14 +131,13 @@ def write_samples(file: Path, trainer: Any, answers: list[Any]) -> None:
     samples = []
     for row in chosen_rows(totals, group, len(answers), trainer.args.report_samples):
         answer = answers[row - row % group]
-        rewards = map(_rounded, rewards_BR[row].tolist())
         samples.append(
             {
                 "prompt": _text(prompts[row], roles=True),
                 "completion": _text(completions[row], roles=len(completions[row]) > 1),
                 "answer": None if answer is None else _text(str(answer)),
                 "reward": totals[row],
-                "rewards": dict(zip(names, rewards, strict=True)),
+                "rewards": dict(zip(names, map(_rounded, rewards_BR[row].tolist()), strict=True)),
                 "advantage": _rounded(advantages[row]),
             }
         )

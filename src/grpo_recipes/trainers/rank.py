@@ -65,10 +65,7 @@ def rank_record(folder: Path) -> Iterator[None]:
 
 
 def first_barrier(run_dir: Path, device: torch.device, seconds: float = 300.0) -> None:
-    """Sum one element over all ranks, to find a network that does not carry their collectives.
-
-    Over gloo the error names missing ranks.
-    """
+    """Sum an element over all ranks to find a network that carries nothing; over gloo the error names missing ranks."""
     if not torch.distributed.is_initialized():
         return
     limit, backend = datetime.timedelta(seconds=seconds), torch.distributed.get_backend()
