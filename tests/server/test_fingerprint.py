@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from grpo_recipes.server import worker as module  # noqa: E402
+from grpo_recipes.server import plugin as module  # noqa: E402
 from grpo_recipes.server.plugin import fingerprint  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
