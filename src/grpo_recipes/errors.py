@@ -1,7 +1,5 @@
 """What is wrong, where, and the edit that fixes it: the one shape of every config error."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Where the repository, its caches and its entry scripts are."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 from collections.abc import Mapping

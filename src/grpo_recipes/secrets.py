@@ -1,7 +1,5 @@
 """What must never be written or printed: which names and values are secret, and how they are masked."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

@@ -5,8 +5,6 @@ sample: completions of one problem are no independent draws, so the standard err
 (Miller 2024, arXiv 2411.00640, section 2.2).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -158,4 +158,6 @@ def test_too_many_are_refused_where_they_are_loaded(tokenizer: Any) -> None:
 def test_a_benchmark_has_the_test_split() -> None:
     problems = load_problems("modebench:countdown", arguments(dataset_name="x"), 0)
     expected = rows("modebench:countdown", "test", replace(DEFAULTS, prompts=20))
-    assert [(one.text, one.gold) for one in problems] == [(row["problem"], row["answer"]) for row in expected]
+    assert [(one.prompt[-1]["content"], one.gold) for one in problems] == [
+        (row["problem"], row["answer"]) for row in expected
+    ]

@@ -8,8 +8,6 @@ w ~ q^(1 / (tau + beta)) * pi_ref^(beta / (tau + beta)). docs/maxent.md says wha
 that hold a measure of the training at a target: the KL by beta, the spread of weights by tau.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """The command `grpo`: what a command is made of, what those that take a recipe share, and the way to each."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import io

@@ -1,7 +1,5 @@
 """The commands that prepare a machine: doctor reports what is wrong on it, fetch brings what a recipe reads."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

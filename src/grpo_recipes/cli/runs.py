@@ -1,7 +1,5 @@
 """The commands for runs and their jobs: launch, submit, sweep, status, logs, stop, report."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

@@ -3,8 +3,6 @@
 A problem has ``prompt`` (a chat), ``answer`` (a text), and other columns for rewards.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

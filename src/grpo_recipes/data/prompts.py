@@ -1,7 +1,5 @@
 """The prompts a run trains on and those it evaluates on: read, shaped, rendered, filtered, counted."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

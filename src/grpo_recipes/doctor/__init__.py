@@ -5,8 +5,6 @@ Its name is the function's with spaces, its description the first line of the do
 side within a time limit. None imports torch: ``--deep`` does so in a child process.
 """
 
-from __future__ import annotations
-
 from grpo_recipes.doctor import environment, hardware, recipes, training
 from grpo_recipes.runs import endings
 

@@ -1,7 +1,5 @@
 """Checks of the software and of what it reaches. Only the first characters of a token are ever looked at."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib.util

@@ -1,7 +1,5 @@
 """The machine that the checks look at, and the loop that runs them side by side within a time limit."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import os

@@ -1,7 +1,5 @@
 """Checks of what this machine offers: GPUs, what Slurm grants, disks, quotas, limits, cores and memory."""
 
-from __future__ import annotations
-
 import getpass
 import importlib.util
 import math

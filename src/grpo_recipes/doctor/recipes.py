@@ -1,7 +1,5 @@
 """Checks that a recipe adds: is everything it needs here, and does it fit on this machine?"""
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Checks of what a run's metrics say: did it learn, and where did its time go?"""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from grpo_recipes.doctor.examine import each, judge

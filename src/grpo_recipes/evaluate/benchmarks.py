@@ -6,8 +6,6 @@ Rank 0 reads, scores and writes; with a server it samples too, while the others 
 ``python -m grpo_recipes.evaluate.benchmarks`` prints what a random guesser and the best constant answer score.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

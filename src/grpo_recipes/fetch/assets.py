@@ -4,8 +4,6 @@ A fetched asset has a record, one small JSON file under ``<CACHE_ROOT>/fetched``
 lists is there in its full size: the hub client's own offline lookup does not notice a file that a purge removed.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

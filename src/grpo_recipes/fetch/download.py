@@ -3,8 +3,6 @@
 Both read HF_HOME, HF_ENDPOINT and the like when they are imported: import this module after those are set.
 """
 
-from __future__ import annotations
-
 import fcntl
 import glob
 import math

@@ -1,7 +1,5 @@
 """Reaching the hub: whether it answers from here, which models need an accepted licence, and a limit on every wait."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

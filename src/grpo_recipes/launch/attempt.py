@@ -1,7 +1,5 @@
 """One attempt at a run: what is made before any process starts, and the summary, report and requeue after the last."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

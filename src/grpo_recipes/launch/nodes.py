@@ -7,8 +7,6 @@ worker's input ends, the launcher closed it, or it or srun is gone: then the wor
 node. The launcher's side comes first, then the worker (``main``).
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

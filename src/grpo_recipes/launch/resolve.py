@@ -1,7 +1,5 @@
 """Which run a launch means, its recipe and its names, and whether it can go on from its newest checkpoint."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import time

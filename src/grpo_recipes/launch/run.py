@@ -3,8 +3,6 @@
 Processes are started in the plan's order, restarted where they may be, and ended, all of them.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

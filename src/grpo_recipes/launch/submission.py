@@ -1,7 +1,5 @@
 """A run on its way to Slurm: checked and planned on the login node, frozen in its run directory, and handed over."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

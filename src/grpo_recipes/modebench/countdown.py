@@ -5,8 +5,6 @@ Two expressions are one mode when they are equal whatever the numbers are: ``a-b
 used once, that is the normal form below: sums and products flattened and sorted, signs pulled out.
 """
 
-from __future__ import annotations
-
 import ast
 import math
 import re

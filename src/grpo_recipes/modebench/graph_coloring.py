@@ -3,8 +3,6 @@
 An answer has a digit for each hidden vertex; every proper completion is a mode.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

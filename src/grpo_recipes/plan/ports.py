@@ -1,7 +1,5 @@
 """The ports of a run: their numbers, whether they are free, who listens on them, and when the server there is ready."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import http.client

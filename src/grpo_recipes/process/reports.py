@@ -1,7 +1,5 @@
 """What a process reports (lines at the terminal, a rank's phase, stacks of its threads), and what hosts it reaches."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import json

@@ -12,8 +12,6 @@ job too. So each process guard looks once a second which new segments the proces
 the run's folder in ``/dev/shm``. A segment that was made in the last second before a kill stays.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """The tree of a run's processes: who descends from us, who lives, and how all of them end."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """Write the page of a trained model: what it was made from, how, and the result. Its text is ``card.md.j2``."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Push checkpoints and the final model to the hub, from the launcher; nothing here ends or delays a training step."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

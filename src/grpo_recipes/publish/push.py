@@ -5,8 +5,6 @@
 The launcher starts that process: trainers and server run offline, and a push that fails or hangs must not touch them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@ Pure: no torch, no datasets, no socket; only the head of a data file is read. Ot
 queue, and then fail on the typo of a column.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -5,8 +5,6 @@ know keys from ``keys.json``, and editors from ``recipes/schema.json``: ``make k
 fails when they differ.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import json

@@ -1,7 +1,5 @@
 """Datasets in files: which kinds there are, and the columns of one, read from its head. No torch, no datasets."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import itertools

@@ -4,8 +4,6 @@ A dialect is a table below. ``translate`` reads one layer of a recipe (a file, t
 are only keys of the catalogue.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from grpo_recipes.errors import Problem

@@ -1,7 +1,5 @@
 """What the user wrote: recipe files with lines and bases, flags, and their values typed by the catalogue."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """The catalogue of recipe keys without torch, the keys that are not a recipe's, and the variables that are read."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import json

@@ -1,7 +1,5 @@
 """How low precision and warm-up can keep a run from learning anything. Pure: no torch, no socket."""
 
-from __future__ import annotations
-
 import math
 
 from grpo_recipes.recipe import Recipe

@@ -1,7 +1,5 @@
 """What a recipe can name: rewards, benchmarks, MaxEnt's objectives, weight bridges; none of them is imported here."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """All rules of recipes that need no file, as one table, and the notes on right recipes. No torch, no socket."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re

@@ -5,8 +5,6 @@ MaxEnt recipe. ``with_task`` decides once: from then on a recipe is MaxEnt's exa
 frozen recipe says by itself what it is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 

@@ -4,8 +4,6 @@ Paths are relative to the folder of the launch, whose modules are found too. Onl
 what ``grpo check`` needs is read from the source. No torch.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib

@@ -4,8 +4,6 @@ A drawing has ``WIDTH`` by ``HEIGHT`` units and stretches to any width; its lett
 charts are drawn here rather than by a library's script: they can be read without a script, and no file is vendored.
 """
 
-from __future__ import annotations
-
 import bisect
 import functools
 import itertools

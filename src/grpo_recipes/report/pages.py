@@ -3,8 +3,6 @@
 On the latter, runs that differ in their seed alone are one group, with an interval over the seeds.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """Which metrics of a run, or of several side by side, are drawn, and how."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -5,8 +5,6 @@ Every one takes ``completions``, one a row as text or chat messages, and the col
 repetition and overlong rewards are not wrapped: they would import torch into ``grpo check-rewards``.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

@@ -5,8 +5,6 @@ this is called in a child process, which is killed at the time limit (``reward_t
 turned off: it is an alarm signal, which outside the main thread makes every score wrong without a word.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import re

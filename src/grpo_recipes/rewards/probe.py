@@ -5,8 +5,6 @@ again with a digit changed, with a digit more, with another row's answer in its 
 has several right answers, of which a few are written, and wrong ones of its own.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import tempfile

@@ -1,7 +1,5 @@
 """The functions of rewards: how one is found and called, and its score for a completion, or why there is none."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

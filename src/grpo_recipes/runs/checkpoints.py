@@ -4,8 +4,6 @@ XXH3 with 128 bits runs at the speed of memory, about ten times that of SHA-256,
 or reading the file. It finds what disks, copies and people change; nobody has to be kept from forging it. No torch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """How a run ended: its summary, its logs, known messages in them, and one line of advice; findings of any check."""
 
-from __future__ import annotations
-
 import re
 import signal
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """The run directory: made, found, claimed by one launch at a time, and each of its files written and read."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import fcntl

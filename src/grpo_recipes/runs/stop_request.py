@@ -1,7 +1,5 @@
 """Requests to stop: a file in the run directory, since signals of a group do not reach ranks, or SIGTERM."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

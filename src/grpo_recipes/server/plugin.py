@@ -1,7 +1,5 @@
 """What vLLM loads: our plug-in, in every process (``vllm.general_plugins``), and ``--worker-extension-cls``."""
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Slurm's commands, each with a time limit: the job we run in and its end, the queue, submit, requeue, cancel."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import re

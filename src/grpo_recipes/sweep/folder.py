@@ -1,7 +1,5 @@
 """The directory of a sweep: ``sweep.json``, a run directory for each trial, and the page that compares them."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

@@ -1,7 +1,5 @@
 """`grpo sweep` from the command line to the comparison: tasks of one array job, or one child after the other."""
 
-from __future__ import annotations
-
 import functools
 import os
 import shlex

@@ -1,7 +1,5 @@
 """What a sweep varies, as people write it (``key=v1,v2``, ``key=1..3``), and the trials that makes. Pure: no torch."""
 
-from __future__ import annotations
-
 import csv
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Checkpoints that are complete or absent, and stops on request: resuming equals not having stopped."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

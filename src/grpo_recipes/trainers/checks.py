@@ -1,7 +1,5 @@
 """Checks that end a run before an update from numbers that are not finite, other weights, or too few rewards."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from pathlib import Path

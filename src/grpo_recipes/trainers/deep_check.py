@@ -1,7 +1,5 @@
 """Whether configs, tokenizer, data and rewards work together (`grpo check --deep`). Seconds; nothing is downloaded."""
 
-from __future__ import annotations
-
 import shlex
 import tempfile
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The steps of a training process, from top to bottom; the entry scripts name the trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

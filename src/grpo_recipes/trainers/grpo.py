@@ -6,8 +6,6 @@ Every method of TRL's and transformers' that changes is overridden once, in this
 is done by helpers that know the trainer and not each other. The loss and the optimizer's step stay TRL's.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path

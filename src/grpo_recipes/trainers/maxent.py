@@ -5,8 +5,6 @@
 Every objective is a transform of the advantages: TRL's loss of a fixed ``loss_type`` on them has its gradient.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Rows that a training writes: ``metrics.jsonl`` per optimizer step, ``samples.jsonl`` to read, and ``eval.jsonl``."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """The model: loaded as the recipe says, its LoRA adapter, its reference, and saved one ``from_pretrained`` away."""
 
-from __future__ import annotations
-
 import copy
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A training process: its record for the launcher, its first barrier, and whether the world is the planned one."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

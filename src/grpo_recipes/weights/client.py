@@ -4,8 +4,6 @@ Where the launcher can restart the server alone, every request survives that: th
 and asked again. When the run is asked to stop, no request is waited for.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -5,8 +5,6 @@ a step, so log-probs cannot see weights one step old in bf16; the checksum can. 
 holds the right weights and computes with others; the log-probs can.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
