@@ -17,6 +17,8 @@ from itertools import combinations
 from operator import add, mul, sub, truediv
 from typing import Any
 
+from grpo_recipes.errors import translate
+
 # A form is a tuple that sorts before or after every other: (0, number), (1, terms) or (2, factors); a term is
 # (form, its sign), a factor (form, its exponent 1 or -1), both sorted. A signed form is (sign, form), where the first
 # term of every sum is positive.
@@ -159,12 +161,11 @@ def parsed(expression: str) -> Parsed:
     anything else, ``2.0``, ``02``, ``2**3``, ``2//3`` and ``2(3)`` included.
     """
     numbers: list[int] = []
-    try:
-        if len(expression) > _LONGEST or not _CHARACTERS.fullmatch(expression):
-            raise NotAnExpression(f"another character than 0-9 + - * / ( ) and blanks, or more than {_LONGEST}")
+    if len(expression) > _LONGEST or not _CHARACTERS.fullmatch(expression):
+        raise NotAnExpression(f"another character than 0-9 + - * / ( ) and blanks, or more than {_LONGEST}")
+    unreadable = (SyntaxError, ZeroDivisionError, MemoryError, RecursionError)  # the last two: nested too deeply
+    with translate(unreadable, lambda error: NotAnExpression(str(error))):
         value, form = _read(ast.parse(expression.strip(" \t"), mode="eval").body, numbers)
-    except (SyntaxError, ZeroDivisionError, MemoryError, RecursionError) as error:  # the last two: nested too deeply
-        raise NotAnExpression(str(error)) from None
     return Parsed(tuple(sorted(numbers)), value, text(form))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,12 +143,10 @@ class VllmRollouts(Rollouts):
 
     @contextmanager
     def sent_again(self) -> Iterator[None]:
-        try:
-            with replaced(self._trainer, _last_loaded_step=self._trainer._last_loaded_step):
-                yield
-        finally:
+        with ExitStack() as afterwards, replaced(self._trainer, _last_loaded_step=self._trainer._last_loaded_step):
             if self._sleeps:
-                self._trainer.vllm_generation.llm.sleep(level=2)  # as TRL leaves it after every generation
+                afterwards.callback(self._trainer.vllm_generation.llm.sleep, level=2)  # as TRL leaves it
+            yield
 
 
 class ColocatedRollouts(VllmRollouts):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from grpo_recipes.attributes import replaced
 from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.runs.rundir import stop_file
 
@@ -68,11 +69,8 @@ class StopRequest:
     @contextmanager
     def cutting_short(self) -> Iterator[None]:
         """Mark work whose result is worthless once a request comes."""
-        self._cutting = True
-        try:
+        with replaced(self, _cutting=True):
             yield
-        finally:
-            self._cutting = False
 
     @property
     def may_cut(self) -> bool:

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -108,18 +109,16 @@ class Checks:
 def trainer_logps(trainer: Any, output: dict[str, Any]) -> torch.Tensor:
     """Return log-probs of the completions, (B, T), without dropout, as the server's are; TRL's are of training."""
     prompt, completion, training = output["prompt_ids"], output["completion_ids"], trainer.model.training
-    trainer.model.eval()
-    try:
-        with torch.no_grad():
-            logps, _, _ = trainer._get_per_token_logps_and_entropies(
-                trainer.model,
-                torch.cat([prompt, completion], dim=1),
-                torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1),
-                completion.size(1),
-                batch_size=trainer.args.per_device_train_batch_size,
-            )
-    finally:
-        trainer.model.train(training)
+    with ExitStack() as afterwards, torch.no_grad():
+        afterwards.callback(trainer.model.train, training)
+        trainer.model.eval()
+        logps, _, _ = trainer._get_per_token_logps_and_entropies(
+            trainer.model,
+            torch.cat([prompt, completion], dim=1),
+            torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1),
+            completion.size(1),
+            batch_size=trainer.args.per_device_train_batch_size,
+        )
     return logps
 
 

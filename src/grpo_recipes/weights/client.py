@@ -311,11 +311,10 @@ class BridgeClient(VLLMClient):
         futures: list[Future[dict[str, Any]]] = []
         self._wait_for_queue(0, futures)  # until the engine has finished or dropped everything else
         self.pause("keep")
-        try:
+        with contextlib.ExitStack() as afterwards:
+            afterwards.callback(self.resume)
             yield futures
             self._wait_for_queue(completions, futures)
-        finally:
-            self.resume()
 
     def _wait_for_queue(self, completions: int, futures: Sequence[Future[Any]]) -> None:
         """Wait until the engine has been given and has not finished so many completions; it counts while paused too."""
