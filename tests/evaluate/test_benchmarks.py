@@ -21,6 +21,7 @@ from grpo_recipes.evaluate.benchmarks import (
 )
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.recipe.registry import BENCHMARKS
+from grpo_recipes.rewards.functions import pure_accuracy_math
 from grpo_recipes.rewards.score import make_reward
 from grpo_recipes.rollouts import backends
 from grpo_recipes.rollouts.backends import Prompt, Sampling, problem_seed, rollouts_of
@@ -79,8 +80,8 @@ def test_a_benchmark_is_sampled_scored_and_written(trainer: Any, run: Path) -> N
     rows = rows_of(run)
     assert [(row["problem"], row["gold"]) for row in rows] == [(row["problem"], row["answer"]) for row in ROWS]
     for row in rows:
-        right = [f"<answer>{row['gold']}</answer>" in text for text in row["completions"]]
-        assert row["scores"] == [float(one) for one in right], row
+        texts = [[{"role": "assistant", "content": text}] for text in row["completions"]]
+        assert row["scores"] == pure_accuracy_math(completions=texts, answer=[row["gold"]] * 4), row
         assert len(row["completions"]) == len(row["lengths"]) == len(row["truncated"]) == 4
     assert result.items() >= pass_table([row["scores"] for row in rows]).items()
     assert 0 < result["pass@1"] < result["pass@2"] < result["pass@4"] < 1

@@ -12,9 +12,9 @@ import pytest
 
 # A fake launch: says when it is ready, and what reaches it; like a launch it ends with 75.
 FAKE_LAUNCH = """
-import signal, sys
+import os, signal, sys
 def told(signum, frame):
-    print(signal.Signals(signum).name, flush=True)
+    os.write(1, f"{signal.Signals(signum).name}\\n".encode())  # the signal may come inside the print below
     sys.exit(75)
 for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
     signal.signal(signum, told)
