@@ -20,7 +20,7 @@ ROOMS: dict[str, str] = {
     "paths": "where the repository and its caches are",
     "errors": "what a wrong input is answered with",
     "stats": "pass@k",
-    "attributes": "attributes that are others for a while",
+    "attributes": "attributes that are replaced for a while",
     "smoke": "the built-in model and its sums",
     "algorithms": "the mathematics of MaxEnt-GRPO and its controllers",
     "modebench": "puzzles with many right answers",

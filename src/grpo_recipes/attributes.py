@@ -1,4 +1,4 @@
-"""Attributes that are others for a while."""
+"""Replace attributes while a block runs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What is wrong, where, and the edit that fixes it: the one shape of every config error."""
+"""What is wrong, where, and the edit that fixes it: the one shape of every config error, and the ways to raise one."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator

@@ -1,4 +1,4 @@
-"""Where the repository, its caches and its entry scripts are."""
+"""Where the code and its caches are, how a path is shown, and whether a file is locked."""
 
 import fcntl
 import os

@@ -373,7 +373,7 @@ class FakeChild:
         lost = None if self.code is None else Ending(self.code, "accelerate launch")
         return State(self.code is None, 1, self.code, lost)
 
-    def end(self, grace: float = 3.0) -> None:
+    def end(self) -> None:
         self.ended = True
 
 
@@ -434,9 +434,9 @@ def test_trainers_of_two_nodes_are_ended_side_by_side():
     both = threading.Barrier(2)
 
     class Slow(FakeChild):
-        def end(self, grace: float = 3.0) -> None:
+        def end(self) -> None:
             both.wait(5)
-            super().end(grace)
+            super().end()
 
     pair = [Slow(None), Slow(None)]
     Group(pair).end()

@@ -13,7 +13,7 @@ from grpo_recipes.recipe.dialects import (
     SLURM_GUIDE,
     UNREAD_VARIABLES,
     nearest,
-    translate,
+    recipe_keys,
 )
 from grpo_recipes.recipe.document import Value
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, OWNED_KEYS, READ_VARIABLES, SHELL_VARIABLES, catalogue
@@ -24,7 +24,7 @@ def translated(**keys: object) -> tuple[dict[str, object], list[Problem], list[s
     problems: list[Problem] = []
     notes: list[str] = []
     layer = [(key, Value(value, f"recipe.yaml:{line}")) for line, (key, value) in enumerate(keys.items(), 1)]
-    return {key: raw.value for key, raw in translate(layer, problems, notes).items()}, problems, notes
+    return {key: raw.value for key, raw in recipe_keys(layer, problems, notes).items()}, problems, notes
 
 
 def test_keys_of_the_catalogue_pass_as_they_are() -> None:

@@ -45,7 +45,7 @@ def test_there_is_one_for_each_model_and_objective() -> None:
         differing = {key for key in catalogue() if recipe[key] != grpo[key]}
         assert differing <= {"maxent_objective", "run_name"}, "the experiment is GRPO's but for the objective"
         written = yaml.safe_load(path.read_text()).keys()
-        assert written == {"base", "maxent_objective", "run_name"}, "values that are defaults stand in objectives.py"
+        assert written == {"base", "maxent_objective", "run_name"}, "values that are defaults stand in registry.py"
     names = [read_recipe(path)["run_name"] for path in (*MATH, *MAXENT)]
     assert len(set(names)) == len(names)
 

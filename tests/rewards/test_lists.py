@@ -1,6 +1,6 @@
 r"""Lists, sets and tuples as answers: both accuracy rewards keep their items apart, in any notation.
 
-``JOINED`` and the other tables hold what was once judged wrongly, and its neighbours.
+The tables hold what was once judged wrongly, and its neighbours.
 """
 
 from __future__ import annotations

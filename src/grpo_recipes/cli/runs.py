@@ -15,7 +15,7 @@ from grpo_recipes.cli import Option, command, option, recipe_name, switch
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.launch.attempt import SUBMITTED
-from grpo_recipes.launch.resolve import Options
+from grpo_recipes.launch.resolve import POINTERS, Options
 from grpo_recipes.launch.run import launch as launch_run
 from grpo_recipes.launch.submission import need_environment, prepare, send, site_profile
 from grpo_recipes.paths import shown
@@ -190,12 +190,12 @@ def _named_run(which: str) -> Run:
 
 def _folder_of_job(job_id: str) -> Path:
     """Find a run by the pointer its launcher or its submission left, else by where its batch script is."""
-    pointers = [path for path in (_run_root() / ".jobs").glob(f"*-{job_id}") if path.is_file()]
+    pointers = [path for path in (_run_root() / POINTERS).glob(f"*-{job_id}") if path.is_file()]
     for pointer in sorted(pointers, key=lambda path: path.stat().st_mtime, reverse=True):
         folder = Path(pointer.read_text().strip())
         if os.path.isfile(folder / "run.json"):
             return folder
-    tasks = sorted(path.name.rpartition("-")[2] for path in (_run_root() / ".jobs").glob(f"*-{job_id}_*"))
+    tasks = sorted(path.name.rpartition("-")[2] for path in (_run_root() / POINTERS).glob(f"*-{job_id}_*"))
     if tasks:
         fix = f"name one of them, e.g. {tasks[0]}; scancel {job_id} ends them all"
         raise config_error(job_id, f"is an array job of {len(tasks)} runs", fix)

@@ -221,6 +221,7 @@ def problems(
     rows = rows.select_columns(list(dict.fromkeys([source.prompt, source.solution, *others])))
 
     def shaped() -> Iterator[Batch]:
+        """Yield chats and answers of a batch of rows at a time."""
         unread, marker, system = rows.iter(batch_rows), args.dataset_solution_marker, args.system_prompt
         while True:
             with reading(source.id):

@@ -1,4 +1,4 @@
-"""Checks of the software and of what it reaches. Only the first characters of a token are ever looked at."""
+"""Checks of the software and of what it reaches. No token is ever shown."""
 
 import contextlib
 import hashlib

@@ -138,7 +138,7 @@ class Scorer:
 
 
 # Scores ModeBench, whatever rewards the recipe has.
-MODEBENCH = Scorer("modebench", make_reward("modebench", None, None))
+MODEBENCH = Scorer("modebench", make_reward("modebench"))
 
 
 def recipe_scorer(names: Sequence[str], rewards: Sequence[Any], script_args: Any, args: Any) -> Scorer:

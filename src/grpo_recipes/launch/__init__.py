@@ -1,1 +1,1 @@
-"""From a checked recipe to processes and back: resources, plan, supervision. No torch."""
+"""Run a recipe, here or as a job: which run, its processes on every node, supervision, and its end. No torch."""

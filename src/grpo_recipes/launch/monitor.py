@@ -44,7 +44,7 @@ class StoppedAtOnce(BaseException):
         return Ending(128 + self.signum, f"stopped by {signal.Signals(self.signum).name}")
 
 
-class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
+class StopSignals:
     """USR1 asks to save and run on in a new attempt; SIGTERM, SIGHUP and SIGINT (Ctrl-C) to save and end.
 
     While trainers have something to save they are asked by the file ``request``; before that a signal ends the attempt

@@ -164,9 +164,9 @@ class RemoteChild(Started):
             return state
         return replace(state, alive=False, lost=state.lost or Ending(1, workers.ending()))
 
-    def end(self, grace: float = 3.0) -> None:
+    def end(self) -> None:
         with contextlib.suppress(ConfigError):  # a silent worker is found by ``NodeWorkers.alive``
-            self._workers.ask("end", [self.process.node], name=self._key[2], grace=grace)
+            self._workers.ask("end", [self.process.node], name=self._key[2])
         self._workers.reports.pop(self._key, None)
 
 
@@ -348,11 +348,11 @@ class NodeWorker:
         environment = {**self._environment, **planned.environment}
         self._children[name] = Child(planned, environment, self._run_dir, self._scratch)
 
-    def order_end(self, name: str, grace: float) -> None:
+    def order_end(self, name: str) -> None:
         """End a process with all it started, and report nothing more of it."""
         self._reported.pop(name, None)
         if child := self._children.pop(name, None):
-            child.end(grace)
+            child.end()
         self._report("end")
 
     def order_stop(self) -> None:

@@ -42,6 +42,7 @@ _NEWS_SECONDS = 8.0  # longer than a node needs to see what is gone: 2 s, 0.3 s 
 _TICK_SECONDS = 0.05  # between two looks of a guard at its command
 _SAVE_SECONDS = 25.0  # a little longer than the launcher waits after SIGTERM
 _LAUNCHER_SECONDS = 1.0  # until it has asked the ranks to save
+_END_SECONDS = 3.0  # between SIGTERM and SIGKILL
 _GUARD_SECONDS = 15.0  # a process guard whose command is gone ends the rest within its own grace
 
 
@@ -99,8 +100,8 @@ class Started:
         """Return what is seen of it now; where something is gone, wait for seconds until its exit code is known."""
         raise NotImplementedError
 
-    def end(self, grace: float = 3.0) -> None:
-        """End the command and all it started; after ``grace`` seconds by SIGKILL."""
+    def end(self) -> None:
+        """End the command and all it started; after three seconds by SIGKILL."""
         raise NotImplementedError
 
 
@@ -136,8 +137,8 @@ class Child(Started):
         record = read_json(self._record)
         return State(alive, record.get("pid"), record.get("exit"), lost, ranks)
 
-    def end(self, grace: float = 3.0) -> None:
-        tree.end_all(tree.descendants(self.guard_pid), grace)
+    def end(self) -> None:
+        tree.end_all(tree.descendants(self.guard_pid), _END_SECONDS)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(_GUARD_SECONDS)
         self._popen.kill()

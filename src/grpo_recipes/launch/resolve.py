@@ -19,7 +19,7 @@ from grpo_recipes.runs import rundir
 from grpo_recipes.runs.checkpoints import need_same_files, newest_complete, world_size_of
 from grpo_recipes.runs.rundir import FROZEN_CODE, Run, changed_code, find_run
 
-_POINTERS = ".jobs"  # under run_root: a file for each job, ``<cluster>-<job>[_<task>]``, that names its run directory
+POINTERS = ".jobs"  # under run_root: a file for each job, ``<cluster>-<job>[_<task>]``, that names its run directory
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Rec
     if options.resume is None:
         recipe = resolve_recipe(options.recipe, options.task, options.flags, environment, resources.device)
         job = resources.job
-        if job is None or job.restarts == 0 or not (pointer := _run_root(recipe) / _POINTERS / job.name).is_file():
+        if job is None or job.restarts == 0 or not (pointer := _run_root(recipe) / POINTERS / job.name).is_file():
             return None, recipe
         run = find_run(_run_root(recipe), pointer.read_text().strip())
     elif options.resume == "last":
@@ -87,7 +87,7 @@ def make_logs() -> None:
 
 def note_job(folder: Path, recipe: Recipe, job: str) -> None:
     """Let the job ``<cluster>-<job>[_<task>]`` and its run directory be found from one another."""
-    pointers = _run_root(recipe) / _POINTERS
+    pointers = _run_root(recipe) / POINTERS
     pointers.mkdir(parents=True, exist_ok=True)
     (pointers / job).write_text(str(folder))
     rundir.write_json(folder / rundir.JOB_FILE, {"job": job, "working_folder": os.getcwd()})

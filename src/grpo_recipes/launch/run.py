@@ -140,7 +140,7 @@ def make_smoke_task(attempt: Attempt) -> Ending | None:
     if (folder / "COMPLETE").exists():
         return None
     say(f"making the smoke model and data in {shown(folder)} (once, about a minute)")
-    code = subprocess.Popen(command, env=attempt.environment).wait()
+    code = subprocess.call(command, env=attempt.environment)
     return Ending(code, f"python -m grpo_recipes.smoke exited with code {code}") if code else None
 
 

@@ -3,9 +3,9 @@ r"""The rows of ``modebench:countdown`` and ``modebench:graph_coloring``: made f
 Problems are sorted, then drawn by ``random.Random(seed)``, so that no row depends on the version of Python.
 The test split comes first: it stays the same whatever ``modebench_prompts`` is, and shares no problem with training.
 
-And whether a completion answers a problem, with which right answer (its mode), and the scores of many. The answer is
-the last ``\boxed{...}`` whose braces match; without one, a completion that is a single short line. Nothing of a
-completion is executed, and judging one takes time bounded by its length.
+It also judges whether a completion answers a problem and with which right answer (its mode), and scores many. The
+answer is the last ``\boxed{...}`` whose braces match; without one, a completion that is a single short line. Nothing of
+a completion is executed, and judging one takes time bounded by its length.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Settings:
 def rows(name: str, split: str, settings: Settings) -> list[dict[str, Any]]:
     """Return the rows of ``train`` or ``test`` of one of ``TASKS``; raise ConfigError where both splits need more.
 
-    A row has ``problem`` (the prompt), ``answer`` (the problem as JSON, for ``verify``) and ``modes`` (how many right
+    A row has ``problem`` (the prompt), ``answer`` (the problem as JSON, for ``mode_of``) and ``modes`` (how many right
     answers there are).
     """
     made = _problems(name, settings)

@@ -39,10 +39,9 @@ _REMOVED_PREFIXES = ("CONDA_", "PMI_", "PMIX_", "OMPI_")
 _REMOVED = (
     "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV",
     # Ours; vLLM reads VLLM_PORT as the base of its internal ports and warns of names it does not know.
-    "VLLM_MODEL", "VLLM_PORT", "VLLM_TP_SIZE", "VLLM_MAX_LEN", "VLLM_MEM_UTIL", "VLLM_MODE", "VLLM_GROUP_PORT",
+    *(name for name in ENVIRONMENT_KEYS if name != "RUN_ROOT" and not name.startswith("WANDB_")),
+    "VLLM_MODEL", "CONFIG", "CONFIG_FILE", "TRAIN_ENTRYPOINT", "MAXENT",
     "VLLM_API_KEY",  # vLLM would want it of every request, beside the run's own token
-    "MASTER_PORT", "RUN_NAME", "CONFIG", "CONFIG_FILE", "TRAIN_ENTRYPOINT", "MAXENT", "TRAIN_SEED", "ACCELERATOR",
-    "MAXENT_OBJECTIVE", "MAXENT_TAU", "MAXENT_BETA", "MAXENT_Q_TEMPERATURE", "MAXENT_Q_EPS", "MAXENT_LENGTH_NORM_REF",
 )  # fmt: skip
 
 
@@ -103,7 +102,7 @@ class Names:
 class Weighting:
     """What a MaxEnt run optimises."""
 
-    objective: str  # a key of objectives.OBJECTIVES
+    objective: str  # a key of ``registry.OBJECTIVES``
     tau: float  # temperature of its weights, the first one where a controller moves it; may be infinite
     beta: float | None  # maxent_beta, the pull of its target to the reference; None for an objective without it
     loss_type: str  # TRL's loss, which the objective fixes

@@ -314,7 +314,10 @@ class Disk(Need):
 
 
 def estimate_memory(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> dict[str, Need]:
-    """Estimate what trainer and server of a plan hold; ``gpu_gib`` is a GPU's memory, if known; UnknownShape."""
+    """Estimate what trainer and server of a plan hold; ``gpu_gib`` is a GPU's memory, if known.
+
+    Raise UnknownShape where the model's sizes are not known.
+    """
     work = Workload.of(recipe, plan)
     gpu = int(gpu_gib * GIB) if gpu_gib is not None and plan.device == "cuda" else None
     found = needs(work, gpu).items()

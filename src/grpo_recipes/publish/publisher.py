@@ -25,12 +25,8 @@ from grpo_recipes.secrets import masked
 _LOOK_SECONDS = 1.0
 _LONGEST_PUSH = 2 * 3600.0
 _MODEL_SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja", ".tiktoken", ".py", ".md")
-_STATE = (
-    "trainer_state.json",
-    "order_of_data.json",
-    "controllers.json",
-    "zero_to_fp32.py",
-)  # of training, not the model
+# Of training, not of the model.
+_STATE = ("trainer_state.json", "order_of_data.json", "controllers.json", "zero_to_fp32.py")
 
 
 def model_files(folder: Path) -> list[Path]:

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from grpo_recipes.errors import ConfigError, Problem
-from grpo_recipes.recipe.dialects import translate
+from grpo_recipes.recipe.dialects import recipe_keys
 from grpo_recipes.recipe.document import Value, read_document, read_flags, typed
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, catalogue
 from grpo_recipes.secrets import secret_value
@@ -96,13 +96,13 @@ def merge_recipe(
     notes: list[str] = []
     given: dict[str, Value] = {}
     for file in read_document(path, problems):
-        given |= translate(file.items(), problems, notes)
+        given |= recipe_keys(file.items(), problems, notes)
     places = {key: value.source for key, value in given.items()}
     variables = ((key, name, (environment or {}).get(name)) for name, key in ENVIRONMENT_KEYS.items())
     texts = [(key, Value(text, name, from_text=True)) for key, name, text in variables if text]
     options = [(key, Value(text, f"--{key}", from_text=True)) for key, text in read_flags(flags, problems)]
     for layer in (texts, options):
-        found = translate(layer, problems, notes)
+        found = recipe_keys(layer, problems, notes)
         given |= {key: replace(value, shadowed=places.get(key, "")) for key, value in found.items()}
     values = {key: Value(entry["default"], DEFAULT_SOURCE) for key, entry in catalogue().items()}
     broken = set()

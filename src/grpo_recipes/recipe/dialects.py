@@ -1,7 +1,7 @@
 """Where foreign names become recipe keys: each is translated, or refused with what to write instead.
 
-A dialect is a table below. ``translate`` reads one layer of a recipe (a file, the variables, the flags); after it there
-are only keys of the catalogue.
+A dialect is a table below. ``recipe_keys`` reads one layer of a recipe (a file, the variables, the flags); after
+it there are only keys of the catalogue.
 """
 
 from collections.abc import Iterable
@@ -59,7 +59,7 @@ SLURM_GUIDE = each(
 OBSOLETE_KEYS = {**OLDER_TRL, **SLURM_GUIDE}
 
 
-def translate(layer: Iterable[tuple[str, Value]], problems: list[Problem], notes: list[str]) -> dict[str, Value]:
+def recipe_keys(layer: Iterable[tuple[str, Value]], problems: list[Problem], notes: list[str]) -> dict[str, Value]:
     """Return what a layer gives for each recipe key; every name that cannot be one becomes a problem."""
     found: dict[str, Value] = {}
     names: dict[str, str] = {}

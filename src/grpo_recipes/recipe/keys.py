@@ -127,7 +127,7 @@ def schema_note(recipe: Path) -> str | None:
 
 
 SRUN_OPTIONS = "GRPO_SRUN_OPTIONS"
-# Every variable the launcher reads beside those in keys.ENVIRONMENT_KEYS.
+# Every variable the launcher reads beside those of ENVIRONMENT_KEYS.
 READ_VARIABLES: dict[str, str] = {
     "CONFIG": "the recipe, when none is named on the command line",
     "CONFIG_FILE": "an accelerate file instead of TRL's packaged one",

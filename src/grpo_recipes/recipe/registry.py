@@ -128,15 +128,19 @@ class Objective:
     targets_q: bool  # weights come from listwise_q and the reference, so that tau + beta must be positive
 
     def tau_or_default(self, given: float | None) -> float:
-        """Return the temperature of a recipe with this ``maxent_tau``, None where it has none."""
+        """Return the temperature of a recipe with this ``maxent_tau``, the objective's own by default."""
         return self.tau if given is None else given
 
     def loss_type(self, length_normalize_policy: bool) -> str:
         """Return TRL's ``loss_type``, which the objective fixes: ``grpo`` is a mean over tokens, ``dr_grpo`` a sum."""
         return "grpo" if self.targets_q and length_normalize_policy else "dr_grpo"
 
+    def fixed_keys(self, length_normalize_policy: bool) -> dict[str, str]:
+        """Return the keys of TRL that the objective fixes: weights come from the sum of rewards as they are."""
+        loss = self.loss_type(length_normalize_policy)
+        return {"loss_type": loss, "scale_rewards": "none", "multi_objective_aggregation": "sum_then_normalize"}
 
-SCALE_REWARDS = "none"  # TRL's `scale_rewards` under every objective: weights come from rewards as they are
+
 # DEFAULT_OBJECTIVE and every tau are what `bench/multi_answer.py --tuning` picked, with rewards of 0 and 1: the most
 # distinct right answers at a mean reward at most 0.02 below GRPO's. listwise kept by far the most answers but met that
 # condition nowhere; its tau is the one with the highest mean reward.

@@ -8,10 +8,10 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from grpo_recipes.modebench.dataset import SCHEME, TASK_KEYS, TASKS
-from grpo_recipes.recipe import Recipe, registry
+from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, catalogue
 from grpo_recipes.recipe.learning import BY_GRADIENT, LEAST_SHARE, reached_share
-from grpo_recipes.recipe.registry import MODEBENCH_REWARD, OBJECTIVES, ONE_ANSWER, REWARDS, SCALE_REWARDS, Objective
+from grpo_recipes.recipe.registry import IN_CHILDREN, MODEBENCH_REWARD, OBJECTIVES, ONE_ANSWER, REWARDS, Objective
 from grpo_recipes.recipe.tasks import MAXENT, task_of
 
 Condition = Callable[[Recipe], Any]
@@ -162,12 +162,7 @@ def _fixed(recipe: Recipe) -> dict[str, str]:
     objective = objective_of(recipe)
     if objective is None:
         return {}
-    loss = objective.loss_type(recipe["maxent_length_normalize_policy"])
-    return {
-        "loss_type": loss,
-        "scale_rewards": SCALE_REWARDS,
-        "multi_objective_aggregation": "sum_then_normalize",
-    }
+    return objective.fixed_keys(recipe["maxent_length_normalize_policy"])
 
 
 # fmt: off
@@ -390,7 +385,7 @@ RULES = (
 # Keys that do nothing without another, worth a note: people set them for many recipes at once.
 _IDLE: tuple[tuple[str, Condition, str], ...] = (
     ("reward_timeout reward_memory_gib reward_workers",
-        lambda r: not registry.IN_CHILDREN & set(r["reward_funcs"])
+        lambda r: not IN_CHILDREN & set(r["reward_funcs"])
         and not (r["reward_isolation"] == "completion" and any(":" in name for name in r["reward_funcs"])),
         "a reward in a child process (math_verify, or your own)"),
     ("benchmark_*", lambda r: not r["benchmarks"], "benchmarks"),

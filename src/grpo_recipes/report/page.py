@@ -5,8 +5,6 @@ expressions, never through ``xmlattr`` or ``join``: ``_finalize`` then masks sec
 or reorder others, and jinja2 escapes what is left.
 """
 
-from __future__ import annotations
-
 import base64
 import datetime
 import functools
@@ -18,16 +16,14 @@ import shlex
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jinja2
 from markupsafe import Markup, escape
 
 from grpo_recipes.runs.health import mean, number, percent
 from grpo_recipes.secrets import masked, masked_environment
 from grpo_recipes.stats import score_names
-
-if TYPE_CHECKING:
-    import jinja2
 
 NOTHING = "\u2013"  # an en dash
 SMOKE_BADGE = ("smoke test, not an experiment", "smoke")
@@ -142,8 +138,6 @@ def command(process: dict[str, Any]) -> str:
 
 @functools.cache
 def _templates() -> jinja2.Environment:
-    import jinja2  # every command imports this module, few write a page
-
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE / "templates"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined, finalize=_finalize,

@@ -31,9 +31,9 @@ problem = partial(Finding, PROBLEM)  # a run fails on it, or is not what it seem
 def together(findings: Iterable[Finding]) -> Finding:
     """Return findings of one check as one: the worst status with all that is not ok, the worst first."""
     found = sorted(findings, key=lambda finding: -_SEVERITY.index(finding.status))
-    shown = [finding for finding in found if finding.status != OK] or found
-    fixes = dict.fromkeys(finding.fix for finding in shown if finding.fix)
-    return Finding(found[0].status, "; ".join(finding.value for finding in shown), "; ".join(fixes))
+    named = [finding for finding in found if finding.status != OK] or found
+    fixes = dict.fromkeys(finding.fix for finding in named if finding.fix)
+    return Finding(found[0].status, "; ".join(finding.value for finding in named), "; ".join(fixes))
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ _MEMORY_HOST = (
 
 
 def ending(run: Run) -> Finding:
-    """Return status, exit code and cause, as the launcher noted them."""
+    """Status, exit code and cause, as the launcher noted them."""
     status, resume = run.summary.get("status", "unknown"), f"grpo launch --resume {shown(run.folder)}"
     steps = f"{run.summary.get('steps', len(run.rows))} steps"
     if status == "completed" or (status == "running" and run.is_running()):
@@ -123,7 +123,7 @@ def ending(run: Run) -> Finding:
 
 
 def checkpoints(run: Run) -> Finding:
-    """Return the complete checkpoints, from which the run can go on."""
+    """Complete checkpoints, from which the run can go on."""
     folder = run.folder / "checkpoints"
     if found := complete_checkpoints(folder):
         return ok(", ".join(path.name for path in found))
@@ -137,7 +137,7 @@ def checkpoints(run: Run) -> Finding:
 
 
 def server_log(run: Run) -> Finding:
-    """Return whether the server wrote anything: an empty log means that it did not start, as without its GPUs."""
+    """Whether the server wrote anything: an empty log means that it did not start, as without its GPUs."""
     if not any(process["role"] == "server" for process in run.plan.get("processes", [])):
         return ok("no server in this run")
     if "server" not in run.logs:
@@ -155,7 +155,7 @@ def server_log(run: Run) -> Finding:
 
 
 def out_of_memory(run: Run) -> Finding:
-    """Return in which process GPU or host memory ran out, and which keys to change, with their values."""
+    """In which process GPU or host memory ran out, and which keys to change, with their values."""
     when = f"after {len(run.rows)} steps" if run.rows else "before the first step"
     for role, text in run.texts.items():
         if re.search(_MEMORY_GPU, text):
@@ -190,7 +190,7 @@ def _trainer_memory_fix(run: Run) -> str:
 
 
 def weights_guard(run: Run) -> Finding:
-    """Return whether the guard found other weights in the server than in the trainer."""
+    """Whether the guard found other weights in the server than in the trainer."""
     said = [role for role, text in run.texts.items() if "WeightsDiffer:" in text]
     if "WeightsDiffer" in run.cause or said:
         bridge = run.plan.get("bridge")
@@ -204,7 +204,7 @@ def weights_guard(run: Run) -> Finding:
 
 
 def known_messages(run: Run) -> Finding:
-    """Return messages in the logs that are known to come from outside the recipe."""
+    """Messages in the logs that are known to come from outside the recipe."""
     if run.summary.get("status") == "completed":
         return ok("the run completed")
     texts = {**run.texts, "summary": run.cause}

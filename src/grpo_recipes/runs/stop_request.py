@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from grpo_recipes.attributes import replaced
@@ -66,11 +66,9 @@ class StopRequest:
         self._looks_next = time.monotonic() + LOOK_SECONDS
         return self._found
 
-    @contextmanager
-    def cutting_short(self) -> Iterator[None]:
+    def cutting_short(self) -> AbstractContextManager[None]:
         """Mark work whose result is worthless once a request comes."""
-        with replaced(self, _cutting=True):
-            yield
+        return replaced(self, _cutting=True)
 
     @property
     def may_cut(self) -> bool:

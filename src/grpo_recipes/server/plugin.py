@@ -1,4 +1,7 @@
-"""What vLLM loads: our plug-in, in every process (``vllm.general_plugins``), and ``--worker-extension-cls``."""
+"""What vLLM loads: our plug-in, in every process (``vllm.general_plugins``), and ``--worker-extension-cls``.
+
+The extension loads weights in the server's workers and fingerprints them, as the trainer does what it sends.
+"""
 
 import logging
 import os

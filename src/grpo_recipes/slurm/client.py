@@ -61,7 +61,10 @@ def _run(*argv: str, seconds: float = _SECONDS, unless: str | None = None) -> st
 
 
 def ask(*argv: str, seconds: float = _SECONDS) -> str | None:
-    """Return what one of Slurm's commands prints; None where it is silent or not here, or there is no such job."""
+    """Return what one of Slurm's commands prints; None where it is silent or not here, or there is no such job.
+
+    Raise NoAnswer where it fails or takes too long.
+    """
     with contextlib.suppress(_NotHere):
         return _run(*argv, seconds=seconds, unless="Invalid job id") or None
     return None

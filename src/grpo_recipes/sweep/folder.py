@@ -23,8 +23,8 @@ from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.process.reports import aligned
 from grpo_recipes.recipe import Recipe, Value
 from grpo_recipes.report.page import NOTHING, SMOKE_BADGE, render, short, spread
-from grpo_recipes.report.pages import Group, comparison, group_of
-from grpo_recipes.report.read import RunRecord, read_run
+from grpo_recipes.report.pages import comparison, group_of
+from grpo_recipes.report.read import Group, RunRecord, read_run
 from grpo_recipes.runs.rundir import make_folder, read_json, timestamp, write_json, write_whole
 from grpo_recipes.secrets import masked
 from grpo_recipes.sweep.spec import SweepSpec, Trial
@@ -103,7 +103,7 @@ def new_sweep(spec: SweepSpec, trials: Sequence[Trial], resources: Resources, en
     sweep = Sweep(folder, record)
     try:
         for trial in trials:
-            freeze_trial(sweep, trial, spec, resources, environment)
+            freeze_trial(sweep, trial, resources, environment)
         write_json(folder / RECORD, record)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -111,9 +111,7 @@ def new_sweep(spec: SweepSpec, trials: Sequence[Trial], resources: Resources, en
     return sweep
 
 
-def freeze_trial(
-    sweep: Sweep, trial: Trial, spec: SweepSpec, resources: Resources, environment: Mapping[str, str]
-) -> None:
+def freeze_trial(sweep: Sweep, trial: Trial, resources: Resources, environment: Mapping[str, str]) -> None:
     """Make a trial's run directory; its W&B run belongs to the sweep's group unless the user names another."""
     recipe = trial.recipe
     if not recipe.given("wandb_run_group"):

@@ -79,7 +79,7 @@ def start(spec: SweepSpec, backend: Backend, environment: Mapping[str, str], new
             what = f"the run directory of {gone[0].name} is gone, and the code is no longer the sweep's"
             raise config_error(shown(sweep.folder), what, "go back to that code, or begin another sweep with --new")
         for trial in gone:
-            sweeps.freeze_trial(sweep, trial, spec, resources, environment)
+            sweeps.freeze_trial(sweep, trial, resources, environment)
         return _run_gaps(sweep, backend, environment)
     sweep = sweeps.new_sweep(spec, trials, resources, environment)
     say(f"{len(sweep.names)} runs in {shown(sweep.folder)}")

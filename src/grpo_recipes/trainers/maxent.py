@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from grpo_recipes.algorithms import maxent
-from grpo_recipes.algorithms.maxent import TauController
 from grpo_recipes.attributes import replaced
 from grpo_recipes.recipe.configs import GRPOConfig
-from grpo_recipes.recipe.registry import ACCURACY, OBJECTIVES, SCALE_REWARDS, Objective
+from grpo_recipes.recipe.registry import ACCURACY, OBJECTIVES, Objective
 from grpo_recipes.trainers.checks import trainer_logps
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.metrics import weighted_rewards
@@ -52,7 +51,7 @@ class MaxEntGRPOTrainer(GRPOTrainer):
             super().__init__(args=args, **kwargs)
         self.beta = args.beta
         if args.maxent_target_weight_entropy is not None or args.maxent_target_eff_rollouts is not None:
-            self.controllers["tau"] = TauController(
+            self.controllers["tau"] = maxent.TauController(
                 self._fixed_tau, args.maxent_tau_lr, args.maxent_tau_min, args.maxent_tau_max,
                 args.maxent_tau_warmup_steps, args.maxent_target_weight_entropy, args.maxent_target_eff_rollouts,
             )  # fmt: skip
@@ -188,9 +187,7 @@ class MaxEntGRPOTrainer(GRPOTrainer):
 
 def fix_loss(args: GRPOConfig, objective: Objective) -> None:
     """Set the keys of TRL's loss that the objective fixes; refuse values that are neither TRL's default nor its."""
-    loss = objective.loss_type(args.maxent_length_normalize_policy)
-    fixed = {"loss_type": loss, "scale_rewards": SCALE_REWARDS, "multi_objective_aggregation": "sum_then_normalize"}
-    for key, value in fixed.items():
+    for key, value in objective.fixed_keys(args.maxent_length_normalize_policy).items():
         if getattr(args, key) not in (value, GRPOConfig.__dataclass_fields__[key].default):
             raise ValueError(f"{key}: {getattr(args, key)} is not what maxent_objective fixes it to ({value})")
         setattr(args, key, value)

@@ -301,7 +301,7 @@ class Evaluation:
 class CountedStream(torch.utils.data.IterableDataset[Any]):
     """A stream that counts its rows, since accelerate fills up the last batch.
 
-    accelerate would deal out a plain stream of several files by file: processes wait for each other's batches.
+    A plain stream of several files accelerate would deal out file by file, and processes would wait for each other.
     """
 
     def __init__(self, stream: Any):

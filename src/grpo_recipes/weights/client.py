@@ -143,7 +143,10 @@ class BridgeClient(VLLMClient):
             raise ServerError(f"the server at {self.base_url} serves {served}, not this run's {own}")
 
     def _wait_for(self, look: Callable[[], Answer | None], seconds: float, error: ServerError, pause: float) -> Answer:
-        """Return the first answer but None or False; raise ``error`` after so long, GenerationAborted on a stop."""
+        """Return the first answer that is neither None nor False; raise ``error`` after ``seconds``.
+
+        Raise GenerationAborted when the run stops.
+        """
         deadline = time.monotonic() + seconds
         while (found := look()) is None or found is False:
             if self.stops():
