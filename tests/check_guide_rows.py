@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import fault_rows
@@ -23,7 +23,8 @@ def main() -> int:
     if not Path(file).is_file():
         print("coverage: GRPO_RAN_TESTS names no file; run .ci/run, or export it before make test, e2e and coverage")
         return 2
-    wrong, excused = judge(rows(), passed_tests(Path(file)), _runs_here)
+    tests = [test for row in rows() for test in row.tests]
+    wrong, excused = judge(rows(), counted(tests, Path(file)), _runs_here)
     for test, program in sorted(excused.items()):
         print(f"coverage: {test} was skipped, {program} is not on this machine or not for this user to start")
     wrong += without_a_test(fault_rows.rows(), Path(file))
@@ -39,20 +40,27 @@ def _runs_here(program: str) -> bool:
     return shutil.which(program) is not None and os.geteuid() == 0  # a Slurm of one's own needs root
 
 
+def counted(tests: Iterable[str], file: Path) -> set[str]:
+    """Of these tests, those that passed, and the rotating ones that did not run: another day's run shows them."""
+    ran = {line.partition(" ")[2] for line in file.read_text().splitlines()}
+    passed = passed_tests(file)
+    return {test for test in tests if test in passed or (test not in ran and exists(test) and is_rotating(test))}
+
+
 def judge(
-    all_rows: tuple[Row, ...], passed: set[str], present: Callable[[str], bool]
+    all_rows: tuple[Row, ...], shown: set[str], present: Callable[[str], bool]
 ) -> tuple[list[str], dict[str, str]]:
     """Faults, and tests that could not run here -> the program they need.
 
     Args:
         all_rows: the rows.
-        passed: ids of the tests that passed.
+        shown: ids of the tests that count as passed.
         present: whether a program is on this machine.
     """
     wrong, excused = [], {}
     for row in all_rows:
         for test in row.tests:
-            if test in passed or not exists(test):  # `faults` tells of those that do not exist
+            if test in shown or not exists(test):  # `faults` tells of those that do not exist
                 continue
             program = next((program for start, program in needs().items() if test.startswith(start)), None)
             if program and not present(program):
@@ -64,12 +72,10 @@ def judge(
 
 def without_a_test(injected: tuple[Fault, ...], file: Path) -> list[str]:
     """Faults that no test of this run injected, nor any that ran on another day would."""
-    passed, ran = passed_tests(file), file.read_text()
-    wrong = []
+    ran, wrong = file.read_text(), []
     for row in injected:
         failed = [test for test in row.tests if f"failed {test}\n" in ran]
-        resting = any(is_rotating(test) for test in row.tests)
-        if failed or not (resting or passed.intersection(row.tests)):
+        if failed or not counted(row.tests, file):
             wrong.append(f"'{row.fault}' rests on {', '.join(failed or row.tests)}, which did not pass in this run")
     return wrong
 

@@ -23,6 +23,7 @@ from grpo_recipes.recipe.keys import (
 
 READ = {*ENVIRONMENT_KEYS, *READ_VARIABLES, *SHELL_VARIABLES}
 TEST = "tests/plan/test_plan.py::test_vllm_tp_size_moves_the_devices"
+ROTATES = "tests/e2e/test_distributed.py::test_two_processes_train_through_the_server"
 
 
 def named(field: str) -> list:
@@ -124,7 +125,17 @@ def test_a_test_without_its_program_is_excused_and_one_with_it_is_not() -> None:
     assert len(check_guide_rows.judge((row,), set(), lambda name: name == program)[0]) == 1
 
 
-@pytest.mark.parametrize(("missing", "code"), [(None, 0), (TEST, 1)])
+def test_a_test_that_rests_today_counts_and_one_that_ran_and_did_not_pass_does_not(tmp_path: Path) -> None:
+    file, always, rotates = tmp_path / "ran", TEST, ROTATES
+    file.write_text("")
+    assert check_guide_rows.counted([always, rotates], file) == {rotates}
+    file.write_text(f"passed {always}\nfailed {rotates}\n")
+    assert check_guide_rows.counted([always, rotates], file) == {always}
+    file.write_text(f"skipped {rotates}\n")
+    assert check_guide_rows.counted([always, rotates], file) == set()
+
+
+@pytest.mark.parametrize(("missing", "code"), [(None, 0), (TEST, 1), (ROTATES, 0)])
 def test_the_check_ends_with_what_it_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], missing: str | None, code: int
 ) -> None:
@@ -163,7 +174,7 @@ def test_a_test_exists_where_its_function_is_defined() -> None:
 
 def test_a_fault_rests_on_a_test_that_passed_or_that_another_day_runs(tmp_path: Path) -> None:
     file = tmp_path / "ran"
-    always, rotates = TEST, "tests/e2e/test_faults.py::test_memory_that_runs_out_is_told_with_what_to_ask_for"
+    always, rotates = TEST, ROTATES
 
     def wrong(ran: str, *tests: str) -> list[str]:
         file.write_text(ran)
