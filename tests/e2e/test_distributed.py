@@ -41,6 +41,7 @@ def test_two_processes_train_through_the_server(launch: Callable[..., Launch], a
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_config_file_replaces_the_packaged_accelerate_file(launch: Callable[..., Launch], tmp_path: Path) -> None:
     # Found, not imported: TRL lowers vLLM's log level in the environment of whoever imports it.
     spec = importlib.util.find_spec("trl")

@@ -127,6 +127,7 @@ def test_prompts_that_exceed_one_batch_of_the_server(launch: Callable[..., Launc
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_without_a_server_the_model_itself_generates(launch: Callable[..., Launch]) -> None:
     run = launch(
         *("--use_vllm", "false", "--max_steps", "2", "--prompts_per_step", "2", "--num_generations", "4"),

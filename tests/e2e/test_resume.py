@@ -48,6 +48,7 @@ def checkpoints(run: Launch) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_a_run_whose_newest_checkpoint_lost_a_bit_goes_on_from_the_one_before(launch: Callable[..., Launch]) -> None:
     first = launch(*SHORT, "--max_steps", "100000", "--save_steps", "2", "--use_vllm", "false")
     first.wait_for(lambda: first.has_run_dir() and len(checkpoints(first)) > 1, "two checkpoints")

@@ -1,6 +1,6 @@
 """One rank of ``test_exact_resume.py``: trains three epochs, then goes on from chosen checkpoints of that run.
 
-python resumed_ranks.py FOLDER    # with RANK, WORLD_SIZE and so on, as a launcher of ranks sets them
+python resumed_ranks.py FOLDER SHAPE...    # with RANK, WORLD_SIZE and so on, as a launcher of ranks sets them
 """
 
 from __future__ import annotations
@@ -46,11 +46,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "uneven": {"windows": 3, "epoch": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 4},
 }
 ROWS = 4  # of a micro-batch, for each rank
-
-
-def shapes(ranks: int) -> list[str]:
-    """The shapes that so many ranks train in: all with two, fewer with one and three."""
-    return {1: ["one-iteration", "two-iterations"], 2: list(SHAPES), 3: ["two-iterations"]}[ranks]
 
 
 def points(shape: str) -> list[int]:
@@ -181,13 +176,13 @@ def _together() -> None:
         torch.distributed.barrier()
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *shapes: str) -> None:
     """Write what this rank found, by shape and case, to ``rank_<n>.json``."""
     torch.set_num_threads(1)
     PartialState(cpu=True)
     gc.collect()
     gc.freeze()  # accelerate collects garbage before each training, half a second with all that is imported
-    found = {shape: dict(cases(_made(folder / shape), shape)) for shape in shapes(WORLD)}
+    found = {shape: dict(cases(_made(folder / shape), shape)) for shape in shapes}
     (folder / f"rank_{RANK}.json").write_text(json.dumps(found))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -199,4 +194,4 @@ def _made(folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -28,21 +28,25 @@ WINDOW = {
 Found = list[dict[str, dict[str, Any]]]  # by rank, shape and case: what `resumed_ranks.train` returns
 
 
-THREE = pytest.param(3, marks=(pytest.mark.slow, pytest.mark.rotating))  # minutes on two cores
+OFTEN = {1: ["uneven"], 2: ["two-iterations"]}  # shapes by number of ranks
+SELDOM = {1: ["one-iteration", "two-iterations"], 2: ["one-iteration", "uneven"], 3: ["two-iterations"]}  # for minutes
 
 
-@pytest.fixture(scope="module", params=[1, 2, THREE], ids=lambda count: f"{count}-ranks")
+@pytest.fixture(scope="module", params=OFTEN, ids=lambda count: f"{count}-ranks")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What so many ranks found, each in a process of its own."""
-    folder = tmp_path_factory.mktemp("ranks")
+    return trained(tmp_path_factory.mktemp("ranks"), request.param, OFTEN[request.param])
+
+
+def trained(folder: Path, count: int, shapes: list[str]) -> Found:
+    """What so many ranks found in runs of some shapes, each rank in a process of its own."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": str(request.param), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    logs = [(folder / f"rank_{rank}.txt").open("w") for rank in range(request.param)]
+    shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    logs = [(folder / f"rank_{rank}.txt").open("w") for rank in range(count)]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.resumed_ranks", folder],
+            [sys.executable, "-m", f"{__package__}.resumed_ranks", folder, *shapes],
             cwd=Path(__file__).parents[1],
             env={**os.environ, **shared, "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=log,
@@ -52,7 +56,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     ]
     codes = [process.wait(500) for process in processes]
     assert not any(codes), (folder / "rank_0.txt").read_text()[-3000:]
-    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(request.param)]
+    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(count)]
 
 
 def test_every_epoch_has_an_order_of_its_own_and_every_rank_its_share(ranks: Found) -> None:
@@ -97,6 +101,17 @@ def test_with_ignore_data_skip_the_epoch_begins_again(ranks: Found) -> None:
                 assert taken and taken == from_start[: len(taken)], case
             assert len({rank[shape][case]["weights"] for rank in ranks}) == 1
             record("transformers", "ddp", len(ranks), shape, step, True, *_weights(ranks, shape, case))
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+@pytest.mark.parametrize("count", SELDOM)
+def test_runs_of_the_other_shapes(tmp_path: Path, count: int) -> None:
+    ranks = trained(tmp_path, count, SELDOM[count])
+    test_every_epoch_has_an_order_of_its_own_and_every_rank_its_share(ranks)
+    test_a_run_continued_from_any_checkpoint_equals_the_one_left_alone(ranks)
+    test_a_run_stopped_again_and_again_equals_the_one_left_alone(ranks)
+    test_with_ignore_data_skip_the_epoch_begins_again(ranks)
 
 
 def _assert_equal_from(ranks: Found, shape: str, case: str, step: int) -> None:
