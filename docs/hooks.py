@@ -20,7 +20,7 @@ from grpo_recipes import doctor
 from grpo_recipes.doctor import examine
 from grpo_recipes.paths import home
 from grpo_recipes.recipe import dialects, keys, read_recipe
-from grpo_recipes.recipe.registry import DEFAULT_OBJECTIVE, OBJECTIVES, SCALE_REWARDS
+from grpo_recipes.recipe.registry import DEFAULT_OBJECTIVE, OBJECTIVES
 from grpo_recipes.slurm import profile
 
 RECIPES = home() / "recipes"
@@ -104,7 +104,7 @@ def objectives_table() -> str:
             f"`{name}`{', the default' * (name == DEFAULT_OBJECTIVE)}",
             f"`{objective.tau:g}`",
             " or ".join(f"`{loss}`" for loss in dict.fromkeys(map(objective.loss_type, (True, False)))),
-            f"`{SCALE_REWARDS}`",
+            f"`{objective.fixed_keys(True)['scale_rewards']}`",
         )
         for name, objective in OBJECTIVES.items()
     ]
