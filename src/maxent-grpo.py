@@ -8,9 +8,11 @@ The launcher starts this file under accelerate, beside a vLLM server, with the f
 import os
 import signal
 
+from grpo_recipes.process.reports import run_folder
 from grpo_recipes.process.tree import die_with_parent
 
 # Before the imports, which take seconds. SIGTERM will be a request to save, which an orphan must not do.
+run_folder()
 die_with_parent(os.getppid(), signal.SIGKILL)
 signal.signal(signal.SIGTERM, signal.SIG_DFL)  # accelerate ignores it
 

@@ -30,7 +30,10 @@ RIGHT = {
     "vllm_max_model_length": 2048,
 }
 
-LONGEST = ("trainers/test_exact_resume.py", "trainers", "bench", "data", "fetch", "launch", "setup")
+LONGEST = (
+    "trainers/test_exact_resume.py", "test_smoke_model.py", "docs", "trainers", "bench", "data", "fetch", "launch",
+    "setup", "evaluate", "test_wrong_recipes.py",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -128,9 +128,10 @@ def test_trl_reads_awkward_values_from_a_frozen_recipe(tmp_path):
         assert found[key] == recipe[key], key
 
 
-def test_the_entry_script_refuses_to_run_without_the_launcher():
-    script = Path(__file__).parents[2] / "src" / "grpo.py"
-    environment = {"PATH": "/usr/bin:/bin", "HOME": "/tmp"}
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=120)
-    assert done.returncode != 0
-    assert "grpo launch RECIPE" in done.stderr
+@pytest.mark.parametrize("name", ["grpo.py", "maxent-grpo.py"])
+def test_an_entry_script_refuses_to_run_without_the_launcher_and_before_it_imports_torch(name):
+    script = Path(__file__).parents[2] / "src" / name
+    argv = [sys.executable, "-X", "importtime", script]
+    done = subprocess.run(argv, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"}, timeout=120)
+    assert done.returncode == 1 and "use: grpo launch RECIPE" in done.stderr
+    assert "grpo_recipes.process" in done.stderr and "torch" not in done.stderr

@@ -18,7 +18,8 @@ SCRIPT = """
 import json, os, sys
 from pathlib import Path
 from grpo_recipes.errors import Problem, ConfigError
-from grpo_recipes.trainers.rank import rank_record, run_folder
+from grpo_recipes.process.reports import run_folder
+from grpo_recipes.trainers.rank import rank_record
 run = run_folder()
 with rank_record(run):
     path = run / "processes" / f"rank_{os.environ.get('RANK', '0')}.json"
@@ -83,13 +84,6 @@ def test_the_stacks_of_all_threads_are_shown_on_sigusr2(rank, tmp_path):
     assert rank(code, "2")[0] == 0
     shown = (tmp_path / "stacks/rank_2.txt").read_text()
     assert shown.count("most recent call first") == 2 and "in rank_record" not in shown
-
-
-def test_a_script_without_its_launcher_says_how_to_start_it():
-    code = "from grpo_recipes.trainers.rank import run_folder; run_folder()"
-    environment = {name: value for name, value in os.environ.items() if name != "GRPO_RUN_DIR"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and "grpo launch RECIPE" in done.stderr
 
 
 def write_plan(folder, **changes):

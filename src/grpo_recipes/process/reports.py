@@ -16,6 +16,14 @@ from urllib.parse import urlsplit
 _PHASE_LENGTH = 120  # characters; longer than any content
 
 
+def run_folder() -> Path:
+    """Return the run directory that the launcher made; exit without one."""
+    folder = os.environ.get("GRPO_RUN_DIR")
+    if not folder:
+        raise SystemExit("grpo: this script is started by the launcher; use: grpo launch RECIPE")
+    return Path(folder)
+
+
 def say(text: str) -> None:
     """Print a line of the launcher's own."""
     print_line(f"grpo: {text}")

@@ -11,6 +11,7 @@ from grpo_recipes.data import load_eval_prompts, load_prompts
 from grpo_recipes.errors import config_error, translate
 from grpo_recipes.evaluate.benchmarks import UntrainedBenchmarks, run_benchmarks
 from grpo_recipes.fetch.assets import fetched_sets
+from grpo_recipes.process.reports import run_folder
 from grpo_recipes.recipe.configs import CONFIGS
 from grpo_recipes.recipe.user_code import load_object
 from grpo_recipes.rewards.load import load_rewards
@@ -24,7 +25,7 @@ from grpo_recipes.trainers.model import load_lora_config, load_tokenizer, model_
 
 def train(trainer_class: type[GRPOTrainer]) -> None:
     """Train the recipe of the command line, and leave the model in ``<run>/model``."""
-    run = rank.run_folder()
+    run = run_folder()
     stop = StopRequest(run)
     with rank.rank_record(run):
         stop.listen()

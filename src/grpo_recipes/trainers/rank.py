@@ -22,14 +22,6 @@ from grpo_recipes.runs.rundir import read_json, write_json, write_last_json
 from grpo_recipes.secrets import masked
 
 
-def run_folder() -> Path:
-    """Return the run directory that the launcher made; exit without one."""
-    folder = os.environ.get("GRPO_RUN_DIR")
-    if not folder:
-        raise SystemExit("grpo: this script is started by the launcher; use: grpo launch RECIPE")
-    return Path(folder)
-
-
 @contextmanager
 def rank_record(folder: Path) -> Iterator[None]:
     """Write ``processes/rank_<n>.json``: pid now, exit code and cause at the end; SIGUSR2 writes stacks from now on."""
