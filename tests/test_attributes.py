@@ -54,3 +54,26 @@ def test_a_modules_function_is_replaced_too() -> None:
     with replaced(math, sqrt=abs):
         assert math.sqrt(-4) == 4
     assert math.sqrt is plain
+
+
+class Forwarding:
+    """As the module that torch.compile returns: it hands all attributes to what it wraps."""
+
+    def __init__(self, wrapped: Any) -> None:
+        object.__setattr__(self, "wrapped", wrapped)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.wrapped, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.wrapped, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.wrapped, name)
+
+
+def test_an_owner_that_forwards_attributes_keeps_none_and_loses_none() -> None:
+    inner = Owner()
+    with replaced(Forwarding(inner), own=1, method=lambda: 3, new=4):
+        assert (inner.own, inner.method(), inner.new) == (1, 3, 4)  # type: ignore[attr-defined]
+    assert vars(inner) == {"own": "own"} and inner.method() == "method"

@@ -1,8 +1,9 @@
 """Where the code and its caches are, how a path is shown, and whether a file is locked."""
 
+import contextlib
 import fcntl
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 CODE_VARIABLE = "GRPO_CODE"
@@ -28,6 +29,15 @@ def shown(path: Path | str) -> str:
 def existing(path: Path) -> Path:
     """Return ``path``, or its nearest parent that exists."""
     return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def newest_first(paths: Iterable[Path]) -> list[Path]:
+    """Return those of the paths that are still there, the one written last first."""
+    written = {}
+    for path in paths:
+        with contextlib.suppress(OSError):  # removed meanwhile
+            written[path] = path.stat().st_mtime
+    return sorted(written, key=written.__getitem__, reverse=True)
 
 
 def is_locked(path: Path) -> bool:

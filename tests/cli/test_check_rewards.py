@@ -139,6 +139,16 @@ def test_a_file_that_cannot_be_imported_is_refused(check, isolation):
     assert "reward 'mine.py:exact'" in problem and "No module named 'no_such_module'" in problem
 
 
+@pytest.mark.parametrize("isolation", ["completion", "none"])
+def test_a_function_that_the_import_leaves_out_is_refused(check, isolation):
+    Path("mine.py").write_text("def exact(completions):\n    return []\n\n\ndel exact\n")
+    code, said, (problem,) = check(["mine.py:exact"], reward_isolation=isolation)
+
+    what = "reward 'mine.py:exact' cannot be loaded: 'mine.py' has no 'exact'"
+    assert (code, said) == (2, "")
+    assert problem == f"grpo: recipe.yaml:5: {what}. Fix: correct it, or name another in reward_funcs"
+
+
 def test_ones_own_reward_may_be_async_and_in_the_trainer(check):
     assert check(["mine.py:later"], reward_isolation="none")[0] == 0
 

@@ -6,6 +6,7 @@ import math
 import os
 import resource
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -301,3 +302,13 @@ def test_the_clock_of_the_file_system(machine, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(hardware, "time", fake_late_clock)
     found = hardware.clock(asked)
     assert found.status == "warning" and "90 s off" in found.value
+
+
+def test_a_folder_that_is_removed_while_it_is_looked_at_is_no_leftover(
+    machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    gone, there = old_folder(tmp_path / "scratch/grpo-gone"), old_folder(tmp_path / "scratch/grpo-there")
+    look = Path.is_dir
+    monkeypatch.setattr(Path, "is_dir", lambda path: look(path) and (path != gone or not shutil.rmtree(path)))
+    found = hardware.leftovers(machine(SLURM_TMPDIR=str(tmp_path / "scratch")))
+    assert found.fix.endswith(f" {there}") and "1 of dead runs" in found.value

@@ -59,6 +59,8 @@ def test_a_model_folder_complete_and_not(case, local, tmp_path: Path):
     data = {"dataset_name": str(tmp_path / "train.jsonl")}
     (tmp_path / "train.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
     assert recipes.assets(case(model_name_or_path=local(5), **data)).status == "ok"
+    (tmp_path / "model/model.safetensors").rename(tmp_path / "model/pytorch_model-00001-of-00001.bin")
+    assert recipes.assets(case(model_name_or_path=str(tmp_path / "model"), **data)).status == "ok"
     (tmp_path / "model/config.json").unlink()
     found = recipes.assets(case(model_name_or_path=str(tmp_path / "model"), **data))
     assert found.status == "problem" and "lacks config.json" in found.value

@@ -67,6 +67,7 @@ def test_a_very_high_kl(make_run, row):
     for part in ("learning_rate (now 5e-05)", "beta (now 0.02", "init_kl_coeff", "chat_template", "system_prompt"):
         assert part in found.fix, part
     assert LEVEL["kl"](make_run(rows=rows_of(row, kl=0.3))).status == "ok"
+    assert LEVEL["kl"](make_run(rows=rows_of(row, kl="nan"))).value == "no value that is a number"
     without = [{key: value for key, value in one.items() if key != "kl"} for one in rows_of(row)]
     assert LEVEL["kl"](make_run(rows=without)).value == "not measured: beta is 0"
 
@@ -99,9 +100,11 @@ def test_completions_without_a_verdict(make_run, row):
 
 @pytest.mark.parametrize("nothing", [None, "nan"])  # TRL logs None
 def test_a_reward_that_judges_nothing(make_run, row, nothing):
-    run = make_run(rows=rows_of(row, rewards__mine__mean=nothing, reward=nothing))
+    run = make_run(rows=rows_of(row, rewards__mine__mean=nothing, rewards__mine__std=nothing, reward=nothing))
     found = training.no_verdict(run)
     assert found.status == "problem" and found.value.startswith("mine scored nothing")
+    one = training.no_verdict(make_run(rows=rows_of(row, rewards__mine__std=nothing)))
+    assert one.status == "ok", "of a single completion there is no deviation"
     found = LEVEL["reward"](run)
     assert found.status == "problem" and found.fix == "see the check no verdict"
     stopped = make_run(cause="rank 0: TooManyWithoutVerdict: 80% of the completions", reward_max_no_verdict=0.4)
@@ -121,7 +124,7 @@ def test_a_server_that_computes_otherwise(make_run, row):
 
 
 @pytest.mark.parametrize(("phase", "advice"), [
-    ("score", "check-rewards"), ("sync", "prompts_per_step"), ("evaluate", "eval_steps"), ("save", "save_steps"),
+    ("score", "seconds_max"), ("sync", "prompts_per_step"), ("evaluate", "eval_steps"), ("save", "save_steps"),
 ])  # fmt: skip
 def test_a_phase_that_takes_most_of_the_time(make_run, row, phase, advice):
     found = training.phases(make_run(rows=rows_of(row, **{f"seconds__{phase}": 40.0})))

@@ -145,14 +145,16 @@ def test_without_the_hub_it_says_what_is_here_and_what_is_not(shell: Shell) -> N
     assert missing.returncode == 2
     first, second = missing.stderr.splitlines()
     assert first == (
-        "grpo: recipe.yaml:6: model ada/sums is not here and the hub does not answer. "
+        "grpo: recipe.yaml:6: model ada/sums is not here and http://127.0.0.1:1 does not answer. "
         "Fix: run grpo fetch where the hub can be reached, e.g. on the login node"
     )
     assert second.startswith("grpo: recipe.yaml:2: dataset ada/rows (train) is not here")
 
+    assert "is not here and HF_HUB_OFFLINE is set. " in shell.grpo("fetch", "recipe.yaml", HF_HUB_OFFLINE="1").stderr
+
     shell.grpo("fetch", "recipe.yaml")
     here = shell.grpo("fetch", "recipe.yaml", **nowhere)
-    assert here.returncode == 0 and here.stdout.count("here; the hub does not answer, so not compared") == 2
+    assert here.returncode == 0 and here.stdout.count("here; http://127.0.0.1:1 does not answer, so not compared") == 2
     update = shell.grpo("fetch", "recipe.yaml", "--update", **nowhere)
     assert update.returncode == 2 and "model ada/sums is here, newer commits cannot be looked for" in update.stderr
 

@@ -28,7 +28,7 @@ from waiting import wait_for
 from grpo_recipes.launch.processes import Child
 from grpo_recipes.plan.commands import Process
 from grpo_recipes.process import scratch
-from grpo_recipes.process.scratch import Scratch, is_held, make_scratch, remove_dead_scratch, remove_segments
+from grpo_recipes.process.scratch import Scratch, is_held, make_scratch, remove_dead_scratch, remove_segments, size_of
 from grpo_recipes.process.tree import descendants, is_alive
 
 
@@ -536,3 +536,11 @@ def test_segments_and_a_record_that_cannot_be_touched_fail_nothing(made, tmp_pat
         assert not made.memory.exists()
     finally:
         kept.unlink(missing_ok=True)
+
+
+def test_a_file_that_is_removed_while_its_folder_is_added_up_counts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there").write_bytes(bytes(10))
+    monkeypatch.setattr(os, "walk", lambda folder: [(str(folder), [], ["gone", "there"])])
+    assert size_of(tmp_path) == 10

@@ -204,6 +204,24 @@ def test_a_run_that_ends_without_a_model_leaves_no_copies(
     assert not (run_dir / "publish" / "staged").exists()
 
 
+def test_a_run_that_ends_names_only_what_is_not_pushed(
+    start: Start, checkpoint: Checkpoint, run_dir: Path, said: list[str]
+) -> None:
+    publisher = start("every_save", always=True)
+    checkpoint(1)
+    wait_for(publisher, said, "published checkpoint-1 in")
+    publisher._stage(checkpoint(2))
+    publisher.abandon()
+    assert said[1:] == ["checkpoint-2 may not be published: the run ended before"]
+    publisher = start("every_save")
+    checkpoint(3)
+    publisher.tick()
+    assert publisher._child is not None
+    publisher._child.wait()  # it has pushed, and nobody has collected that
+    publisher.abandon()
+    assert len(said) == 2 and read_json(run_dir / "summary.json")["published"]["commit"]
+
+
 def test_a_run_without_push_to_hub_has_a_card_and_no_publisher(run_dir: Path) -> None:
     assert hand_over(None, run_dir) == ""
     assert (run_dir / "model" / "README.md").read_text().startswith('---\nbase_model: "ada/base"\n')

@@ -181,13 +181,18 @@ def test_most_names_are_run_names(read, name):
 
 
 @pytest.mark.parametrize(
-    "keys", [{"bnb_4bit_quant_type": "nf4"}, {"use_bnb_nested_quant": True}, {"bnb_4bit_quant_storage": "uint8"}]
+    "keys",
+    [
+        {"load_in_8bit": True},
+        {"bnb_4bit_quant_type": "nf4"},
+        {"use_bnb_nested_quant": True},
+        {"bnb_4bit_quant_storage": "uint8"},
+    ],
 )
 def test_keys_of_what_is_not_supported_are_refused_too(read, keys):
     (problem,) = check(read(**keys), {})
-    assert f"'{next(iter(keys))}' is not supported. Fix: remove it; it does nothing without load_in_4bit" in str(
-        problem
-    )
+    fix = "remove it; no model is loaded quantized, and use_peft: true saves memory"
+    assert str(problem).endswith(f"'{next(iter(keys))}' is not supported. Fix: {fix}")
 
 
 def test_two_ports_are_two(read):

@@ -141,7 +141,7 @@ def test_what_is_not_there_is_refused(load: Any, name: str) -> None:
 
 
 def test_a_function_that_is_not_there_is_refused_in_this_process_too(load: Any) -> None:
-    with pytest.raises(ConfigError, match=r"'own.py' has no 'absent'. Fix: name a function"):
+    with pytest.raises(RewardFailed, match=r"^reward 'own.py:absent' cannot be loaded: 'own.py' has no 'absent'$"):
         load("own.py:absent", reward_isolation="none")
 
 

@@ -7,6 +7,7 @@ import fcntl
 import math
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 from report.synthetic_runs import make_sweep
@@ -110,3 +111,10 @@ def test_grpo_report_shows_the_same(tmp_path, capsys):
     assert said == f"{text_table(sweep, read_results(sweep))}\ngrpo: {tmp_path}/sweep.html\n"
     assert cli.main(["report", str(tmp_path), "--out", str(tmp_path / "x.html")]) == 0
     assert (tmp_path / "x.html").is_file()
+
+
+def test_a_sweep_that_is_removed_while_the_newest_is_looked_for_is_passed_over(tmp_path, monkeypatch):
+    make_sweep(tmp_path / "there", seeds=(1,))
+    records = [tmp_path / name / folder.RECORD for name in ("gone", "there")]
+    monkeypatch.setattr(Path, "glob", lambda *_: records)
+    assert folder.find_sweep(tmp_path, "last").folder == tmp_path / "there"

@@ -15,7 +15,7 @@ from grpo_recipes.doctor.examine import Check, Machine, as_text, examine, findin
 from grpo_recipes.doctor.recipes import Case
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, collect, config_error
 from grpo_recipes.fetch.assets import Asset, find_record, local_assets, wanted_assets
-from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, INTERRUPTED, bound_every_wait, hub_answers
+from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, INTERRUPTED, bound_every_wait, hub_answers, why_silent
 from grpo_recipes.modebench.dataset import SCHEME as MODEBENCH_SCHEME
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.commands import hub_environment
@@ -121,8 +121,8 @@ def _hub_row(asset: Asset, record: Asset | None, online: bool, update: bool) -> 
     """Bring an asset of the hub if it is missing, or older with ``update``, and return its row."""
     if not online and (record is None or update):
         lacks = "is not here" if record is None else "is here, newer commits cannot be looked for"
-        raise config_error(asset.where, f"{asset} {lacks} and the hub does not answer", _WHERE_ONLINE)
-    state = "here; the hub does not answer, so not compared"
+        raise config_error(asset.where, f"{asset} {lacks} and {why_silent(os.environ)}", _WHERE_ONLINE)
+    state = f"here; {why_silent(os.environ)}, so not compared"
     if online:
         from grpo_recipes.fetch import download
 

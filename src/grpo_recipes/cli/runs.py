@@ -18,9 +18,9 @@ from grpo_recipes.launch.attempt import SUBMITTED
 from grpo_recipes.launch.resolve import POINTERS, Options
 from grpo_recipes.launch.run import launch as launch_run
 from grpo_recipes.launch.submission import need_environment, prepare, send, site_profile
-from grpo_recipes.paths import shown
+from grpo_recipes.paths import newest_first, shown
 from grpo_recipes.process.reports import aligned
-from grpo_recipes.recipe.keys import catalogue
+from grpo_recipes.recipe.keys import catalogue, run_root
 from grpo_recipes.report.pages import write_comparison, write_report
 from grpo_recipes.runs.health import notices_of
 from grpo_recipes.runs.rundir import NO_REQUEUE, Run, clock, find_run, finish_summary, launcher_of, runs_in, stop_file
@@ -141,7 +141,7 @@ def sweep(options: argparse.Namespace) -> int:
     if options.resume is not None:
         if words or flags or options.recipe or options.config or options.name or options.new:
             raise config_error("--resume", "a sweep goes on as it began", "leave out recipe, keys, --name and --new")
-        return start_again(find_sweep(_run_root() / FOLDER, options.resume), backend, os.environ)
+        return start_again(find_sweep(run_root(os.environ) / FOLDER, options.resume), backend, os.environ)
     if options.name is not None:
         flags = ["--run_name", options.name, *flags]
     spec = SweepSpec(recipe_name(options), read_axes(words, flags), flags, options.task)
@@ -176,26 +176,21 @@ def _split(options: argparse.Namespace) -> tuple[list[str], list[str]]:
     return words, flags
 
 
-def _run_root() -> Path:
-    """Return the folder of run directories: RUN_ROOT, or the default of the recipe key."""
-    return Path(os.path.expanduser(os.environ.get("RUN_ROOT") or catalogue()["run_root"]["default"]))
-
-
 def _named_run(which: str) -> Run:
     """Return the run a person means by a folder, a name, a job id or ``last``."""
     is_job = re.fullmatch(r"\d+(_\d+)?", which)
     fix = "name a run directory, a run in RUN_ROOT, the id of its job, or last"
-    return find_run(_run_root(), str(_folder_of_job(which)) if is_job else which, which, fix)
+    return find_run(run_root(os.environ), str(_folder_of_job(which)) if is_job else which, which, fix)
 
 
 def _folder_of_job(job_id: str) -> Path:
     """Find a run by the pointer its launcher or its submission left, else by where its batch script is."""
-    pointers = [path for path in (_run_root() / POINTERS).glob(f"*-{job_id}") if path.is_file()]
-    for pointer in sorted(pointers, key=lambda path: path.stat().st_mtime, reverse=True):
+    pointers = [path for path in (run_root(os.environ) / POINTERS).glob(f"*-{job_id}") if path.is_file()]
+    for pointer in newest_first(pointers):
         folder = Path(pointer.read_text().strip())
         if os.path.isfile(folder / "run.json"):
             return folder
-    tasks = sorted(path.name.rpartition("-")[2] for path in (_run_root() / POINTERS).glob(f"*-{job_id}_*"))
+    tasks = sorted(path.name.rpartition("-")[2] for path in (run_root(os.environ) / POINTERS).glob(f"*-{job_id}_*"))
     if tasks:
         fix = f"name one of them, e.g. {tasks[0]}; scancel {job_id} ends them all"
         raise config_error(job_id, f"is an array job of {len(tasks)} runs", fix)
@@ -228,7 +223,7 @@ def _state(run: Run, job: Job | None) -> tuple[str, bool]:
 
 @command(
     "show the state of a run, or list all of them",
-    option("which", nargs="?", metavar="RUN", help=f"{_RUN_HELP}; without it a table of all in RUN_ROOT"),
+    option("which", nargs="?", metavar="RUN", help=f"{_RUN_HELP}; without it a table, the last written summary first"),
 )
 def status(options: argparse.Namespace) -> int:
     """Print the state of a run, or a table of the runs in RUN_ROOT, first the one whose summary was written last."""
@@ -258,9 +253,9 @@ def status(options: argparse.Namespace) -> int:
 
 def _print_runs() -> None:
     """Print a table of the runs in RUN_ROOT, first the one whose summary was written last: a resume moves it up."""
-    runs = sorted(runs_in(_run_root()), key=_written, reverse=True)
+    runs = sorted(runs_in(run_root(os.environ)), key=_written, reverse=True)
     if not runs:
-        print(f"grpo: there is no run in {shown(_run_root())}")
+        print(f"grpo: there is no run in {shown(run_root(os.environ))}")
         return
     jobs = my_jobs()  # None where Slurm does not answer
     rows: list[tuple[str, ...]] = [("run", "state", "job", "step", "reward", "left")]

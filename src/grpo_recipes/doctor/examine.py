@@ -15,6 +15,7 @@ from typing import Any
 
 from grpo_recipes.errors import ConfigError, translate
 from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.keys import run_root
 from grpo_recipes.runs.endings import OK, PROBLEM, WARNING, Finding, ok, problem, together, warning
 from grpo_recipes.secrets import masked
 
@@ -47,8 +48,8 @@ class Machine:
     @property
     def run_root(self) -> Path:
         """Return the folder of run directories."""
-        name = self.recipe["run_root"] if self.recipe else self.environment.get("RUN_ROOT") or "runs"
-        return Path(os.path.expanduser(name)).absolute()
+        named = self.recipe["run_root"] if self.recipe else run_root(self.environment)
+        return Path(os.path.expanduser(named)).absolute()
 
     @property
     def temporary(self) -> Path:

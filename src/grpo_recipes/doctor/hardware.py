@@ -12,6 +12,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -226,8 +227,11 @@ def shared_memory(machine: Machine) -> Finding:
 def leftovers(machine: Machine) -> Finding:
     """Folders of runs that died without removing them, in /dev/shm and TMPDIR."""
     there = [path for root in {SHARED_MEMORY, machine.temporary} for path in sorted(root.glob("grpo-*"))]
-    old = [path for path in there if path.is_dir() and time.time() - path.lstat().st_mtime > _NEW_SECONDS]
-    ours = [path for path in old if path.lstat().st_uid == os.getuid()]
+    ours = []
+    for path in filter(Path.is_dir, there):
+        with suppress(OSError):  # removed meanwhile
+            state = path.lstat()
+            ours += [path] if state.st_uid == os.getuid() and time.time() - state.st_mtime > _NEW_SECONDS else []
     alive = names_in_use(path.name for path in ours)
     dead = [path for path in ours if path.name not in alive and not is_held(path)]
     what = f"{len(dead)} of dead runs, {gigabytes(sum(size_of(path) for path in dead))}" if dead else "none"

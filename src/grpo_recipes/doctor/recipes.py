@@ -73,8 +73,9 @@ def assets(case: Case) -> Finding:
         findings.append(problem(f"{name} is gated and there is no token", how_to_get_access(name)))
     if (source := case.sources.model) and not source.id.startswith("smoke:"):
         folder = Path(source.path)
-        if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
-            what = f"{shown(folder)} lacks config.json or *.safetensors"
+        weights = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
+        if not (weights and (folder / "config.json").is_file()):
+            what = f"{shown(folder)} lacks config.json, or *.safetensors and pytorch_model*.bin"
             findings.append(problem(what, "name a complete model folder, or a hub id"))
     return together(findings)
 

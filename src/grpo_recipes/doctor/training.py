@@ -12,7 +12,7 @@ _DOMINATES = 0.5
 _SLOW_START = 300.0
 _PHASES = ("sample", "score", "sync", "save", "evaluate", "update")
 _PHASE_FIXES = {
-    "score": "see the rewards that are slow: grpo check-rewards RECIPE times them; raise reward_workers",
+    "score": "see rewards/NAME/seconds_max in metrics.jsonl, and slow_rewards.jsonl; raise reward_workers",
     "sync": "a step is too short for its weight transfer: raise prompts_per_step",
     "evaluate": "raise eval_steps, or lower eval_max_prompts",
     "save": "raise save_steps, or set run_root to a faster file system",
@@ -30,7 +30,7 @@ def _level(name: str, about: str, key: str, *notices: str, worst: str = PROBLEM)
             return Finding(worst if notice.serious else WARNING, f"{what}; {notice.text}", notice.fix)
         if not run.rows:
             return _NOTHING
-        if recent is None and key == "kl":
+        if key == "kl" and all(row.get(key) is None for row in run.rows):
             return ok("not measured: beta is 0")
         zero = not run.is_running() and not any(abs(value) >= ZERO_REWARD for value in values)  # too short for a notice
         return judge(
@@ -62,8 +62,9 @@ def no_verdict(run: Run) -> Finding:
     many = ", ".join(f"{key} {share:.0%}" for key, share in shares.items() if share > UNSCORED)
     limit = f"raise reward_timeout (now {run.value('reward_timeout'):g} s)"
     fix = f"see slow_rewards.jsonl of the run; correct the reward, or {limit}"
-    most, silent = run.value("reward_max_no_verdict"), run.keys(lambda name: name.startswith("rewards/"))
-    silent = [name.split("/")[1] for name in silent if run.rows[-1][name] in (None, "nan")]
+    most = run.value("reward_max_no_verdict")
+    means = run.keys(lambda name: name.startswith("rewards/") and name.endswith("/mean"))
+    silent = [key.removeprefix("rewards/").removesuffix("/mean") for key in means if run.rows[-1][key] in (None, "nan")]
     return each(
         "nearly all are scored" if run.rows else _NOTHING.value,
         ("TooManyWithoutVerdict" in run.cause, PROBLEM, f"more than reward_max_no_verdict ({most}) in one step", fix),

@@ -135,7 +135,11 @@ def is_held(folder: Path) -> bool:
 
 def size_of(folder: Path) -> int:
     """Return the bytes of the files in a folder."""
-    return sum(os.lstat(os.path.join(parent, name)).st_size for parent, _, names in os.walk(folder) for name in names)
+    size = 0
+    for path in (os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names):
+        with contextlib.suppress(OSError):  # removed meanwhile
+            size += os.lstat(path).st_size
+    return size
 
 
 def node_folder(environment: Mapping[str, str]) -> Path:

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.paths import shown
+from grpo_recipes.paths import newest_first, shown
 from grpo_recipes.plan.commands import base_environment, hub_environment
 from grpo_recipes.process.tree import OWN_CHILDREN
 from grpo_recipes.publish.card import card_of
@@ -125,11 +125,13 @@ class Publisher:
 
     def abandon(self) -> None:
         """Give up what is not pushed yet: the run ended without a final model."""
-        if self._child is not None or self._waiting:
-            self._say(f"{', '.join([self._pushing, *self._waiting])} may not be published: the run ended before")
+        names = [*([self._pushing] if self._child else []), *self._waiting]
         self._end_background()
-        if pushed := self._pushed():
-            finish_summary(self._run_dir, published=list(pushed.values())[-1])
+        pushed = self._pushed()
+        if left := [name for name in names if name not in pushed]:
+            self._say(f"{', '.join(left)} may not be published: the run ended before")
+        if pushed:
+            finish_summary(self._run_dir, published=next(iter(pushed.values())))
 
     def _end_background(self) -> None:
         """End a push, and remove all links: they keep the bytes of a checkpoint that is pruned."""
@@ -183,9 +185,8 @@ class Publisher:
         return json_mapping(self._folder / f"{name}.json") or {}
 
     def _pushed(self) -> dict[str, dict[str, Any]]:
-        """Return the result of each push that went well, the newest last."""
-        newest_last = sorted(self._folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
-        results = {path.stem: self._result(path.stem) for path in newest_last}
+        """Return the result of each push that went well, the newest first."""
+        results = {path.stem: self._result(path.stem) for path in newest_first(self._folder.glob("*.json"))}
         return {name: result for name, result in results.items() if "commit" in result}
 
 

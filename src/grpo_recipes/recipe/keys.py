@@ -5,7 +5,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,11 @@ def nested_catalogue() -> dict[str, dict[str, dict[str, Any]]]:
 def catalogue_trl() -> str:
     """Return the TRL version whose options the catalogue lists."""
     return _generated()["trl"]
+
+
+def run_root(environment: Mapping[str, str]) -> Path:
+    """Return the folder of run directories where no recipe is named: RUN_ROOT, or the default of the key."""
+    return Path(os.path.expanduser(environment.get("RUN_ROOT") or catalogue()["run_root"]["default"]))
 
 
 def nearest_of(name: str, names: Iterable[str]) -> str | None:

@@ -26,8 +26,7 @@ _REPORTERS = ("none", "tensorboard", "wandb")
 _UNSUPPORTED = {
     "save_only_model": "a checkpoint without optimizer cannot be resumed",
     "load_best_model_at_end": "the model of the last step is kept",
-    "load_in_8bit load_in_4bit": "quantized training is not supported",
-    "bnb_* use_bnb_*": "it does nothing without load_in_4bit",
+    "load_in_8bit load_in_4bit bnb_* use_bnb_*": "no model is loaded quantized, and use_peft: true saves memory",
 }
 _EMBEDDINGS = ("lm_head", "embed_tokens", "wte", "embed_in", "embed_out")
 _PORTS = ("vllm_server_port", "vllm_group_port", "main_process_port")

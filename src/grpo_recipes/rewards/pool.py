@@ -34,7 +34,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from grpo_recipes.errors import translate
+from grpo_recipes.errors import ConfigError, translate
 from grpo_recipes.process import tree
 from grpo_recipes.rewards.score import (
     GIVEN_UP,
@@ -427,7 +427,8 @@ def _work(requests: int, replies: int) -> NoReturn:
             try:
                 rewards[spec] = load_reward(spec, copies)
             except BaseException as error:
-                traceback.print_exc()
+                if not isinstance(error.__cause__, ConfigError):  # where it comes from in the user's own code
+                    traceback.print_exc()
                 _reply(replies, {"failed": str(error)})
                 os._exit(1)
         _reply(replies, {"ready": {spec: parameters(reward) for spec, reward in rewards.items()}})

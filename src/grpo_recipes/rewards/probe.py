@@ -17,7 +17,7 @@ from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
-from grpo_recipes.errors import Problem, config_error
+from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.modebench.dataset import is_problem, right_answers, wrong_answers
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.registry import ACCURACY, REWARDS
@@ -101,7 +101,7 @@ def probe_rewards(recipe: Recipe, rows: list[dict[str, Any]]) -> list[ProbeResul
                 probe(name, reward, rows, strict, most_missing) for name, reward in zip(names, rewards, strict=True)
             ]
         except RewardFailed as error:
-            if error.__cause__ is not None:  # raised by the user's own code: show where
+            if not isinstance(error.__cause__, ConfigError | None):  # raised by the user's own code: show where
                 traceback.print_exception(error.__cause__)
             fix = "correct it, or name another in reward_funcs"
             raise config_error(recipe.place("reward_funcs"), str(error), fix) from error

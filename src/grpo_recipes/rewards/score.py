@@ -65,19 +65,14 @@ def make_reward(name: str, script_args: Any = None, args: Any = None) -> Reward:
 def load_reward(spec: str, copies: Path | None) -> Reward:
     """Return a reward of ours that takes no recipe keys, or the user's, from the run's copy where its module is gone.
 
-    A file or function that is not there is a ConfigError; RewardFailed where the user's code raises or does not fit.
+    RewardFailed where it is not there, raises or does not fit.
     """
     if not is_own(spec):
         return make_reward(spec)
     place, name = split_spec(spec)
     gone = not place.endswith(".py") and source_path(spec) is None
     failed = (Exception, SystemExit)
-
-    def cannot(error: Exception) -> Exception:
-        what = f"reward '{spec}' cannot be loaded: {described(error)}"
-        return ConfigError(*error.problems) if isinstance(error, ConfigError) else RewardFailed(what)
-
-    with translate(failed, cannot):
+    with translate(failed, lambda error: RewardFailed(f"reward '{spec}' cannot be loaded: {described(error)}")):
         function: Reward = load_object(f"{copy_path(spec, copies)}:{name}" if copies and gone else spec, copies)
         if not callable(function):
             raise TypeError(f"it is a {type(function).__name__}, not a function")
@@ -138,6 +133,8 @@ def _score(entry: Any) -> Score:
 
 def described(error: BaseException) -> str:
     """Return an exception in one short line."""
+    if isinstance(error, ConfigError):
+        return error.problems[0].what  # its fix would be a second one
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}"[:_LONGEST_REASON] if lines else type(error).__name__
 

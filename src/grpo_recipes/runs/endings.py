@@ -93,6 +93,7 @@ _CAUSES = {
     r"died before it was ready": "its last lines are above; grpo check --deep RECIPE loads what it loads",
     r"was not ready after": "raise vllm_server_timeout, or see in its log what it waits for",
     r"port \d+ was taken": "launch again: another port is chosen; a port named in the recipe must be free",
+    r"RewardFailed": "correct the reward it names: grpo check-rewards RECIPE",
     r"TooManyWithoutVerdict": "correct the reward it names, or raise reward_timeout: grpo check-rewards RECIPE",
     r"vLLM (API server|engine process)|vLLM server":
         "its log has the reason; server_restarts: N restarts it N times",

@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from grpo_recipes.errors import ConfigError, config_error, translate
-from grpo_recipes.paths import home, is_locked, shown
+from grpo_recipes.paths import home, is_locked, newest_first, shown
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.runs.health import LAST_STEPS, first_and_last, known, mean, number
 from grpo_recipes.secrets import masked
@@ -198,11 +198,7 @@ def new_run(folder: Path, name: str, stamp: str, facts: Mapping[str, Any]) -> Ru
 
 def runs_in(root: Path) -> list[Run]:
     """Return the runs in a folder, those that were launched last first."""
-    launched = {}
-    for path in root.glob("*/run.json"):
-        with contextlib.suppress(OSError):  # removed meanwhile
-            launched[path.parent.absolute()] = path.stat().st_mtime
-    return [Run(folder) for folder in sorted(launched, key=launched.__getitem__, reverse=True)]
+    return [Run(path.parent.absolute()) for path in newest_first(root.glob("*/run.json"))]
 
 
 def find_run(root: Path, which: str, where: str = "--resume", fix: str = "name a folder under run_root") -> Run:

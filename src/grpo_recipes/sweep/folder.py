@@ -16,7 +16,7 @@ from urllib.parse import quote
 from grpo_recipes.errors import config_error
 from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.launch.submission import Submission, freeze
-from grpo_recipes.paths import shown
+from grpo_recipes.paths import newest_first, shown
 from grpo_recipes.plan.commands import Names
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
@@ -137,20 +137,20 @@ def find_sweep(root: Path, which: str) -> Sweep:
     if which != "last":
         return read_sweep(Path(which))
     if sweeps := _sweeps_in(root):
-        return sweeps[-1]
+        return sweeps[0]
     raise config_error("last", f"there is no sweep in {shown(root)}", "name the sweep directory, or set RUN_ROOT")
 
 
 def unfinished(trials: Sequence[Trial]) -> Sweep | None:
     """Return the newest sweep of the same trials that has gaps, or None."""
-    mark, found = fingerprint(trials), reversed(_sweeps_in(sweep_root(trials[0].recipe)))
+    mark, found = fingerprint(trials), _sweeps_in(sweep_root(trials[0].recipe))
     return next((sweep for sweep in found if sweep.record["fingerprint"] == mark and sweep.gaps()), None)
 
 
 def _sweeps_in(root: Path) -> list[Sweep]:
-    """Return the sweeps of a folder, the newest last."""
-    records = sorted(root.glob(f"*/{RECORD}"), key=lambda path: path.stat().st_mtime)
-    return [read_sweep(path.parent) for path in records]
+    """Return the sweeps of a folder, the newest first."""
+    found = [(path, read_json(path)) for path in newest_first(root.glob(f"*/{RECORD}"))]
+    return [Sweep(path.parent.absolute(), record) for path, record in found if record]
 
 
 # --- what its trials came to
