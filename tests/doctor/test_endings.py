@@ -13,6 +13,7 @@ import pytest
 
 from grpo_recipes.runs import endings
 from grpo_recipes.runs.checkpoints import publish
+from grpo_recipes.runs.rundir import Run, write_json
 from grpo_recipes.slurm.client import SlurmJob
 
 CUDA_OOM = (
@@ -71,6 +72,12 @@ def test_a_server_that_died_shows_its_error(make_run):
 def test_no_server_and_no_log(make_run):
     assert endings.server_log(make_run(vllm_mode="colocate")).value == "no server in this run"
     assert endings.server_log(make_run()).status == "warning"
+
+
+def test_a_process_without_a_role_in_a_damaged_plan_is_passed_over(make_run):
+    made = make_run()
+    write_json(made.folder / "plan.json", {"processes": [{}, {"role": "trainer"}]})
+    assert endings.server_log(Run(made.folder)).value == "no server in this run"
 
 
 def test_gpu_memory_of_the_trainer_names_the_knobs_with_their_values(make_run):

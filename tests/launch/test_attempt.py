@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import signal
+from types import SimpleNamespace
 
 import pytest
 
-from grpo_recipes.errors import EXIT_STOPPED
-from grpo_recipes.launch.attempt import Attempt, end_without_run, finish, new_log
+from grpo_recipes.errors import EXIT_STOPPED, ConfigError
+from grpo_recipes.launch import attempt as attempts
+from grpo_recipes.launch.attempt import Attempt, end_without_run, finish, new_log, prepare
 from grpo_recipes.launch.processes import Ending
 from grpo_recipes.plan.commands import Names
+from grpo_recipes.plan.devices import Resources
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.runs.checkpoints import publish
 from grpo_recipes.runs.rundir import NO_REQUEUE, Run, read_json, write_json
@@ -107,13 +110,16 @@ def test_two_attempts_in_a_row_without_a_new_checkpoint_are_enough(attempt, scon
     assert summary_of(made)["status"] == status and summary_of(made)["idle_attempts"] == idle + 1
 
 
-def test_when_scontrol_fails_the_run_is_stopped_and_says_how_to_go_on(attempt, scontrol, tmp_path, capsys):
+def test_when_scontrol_fails_the_run_is_stopped_and_says_how_to_go_on(attempt, scontrol, tmp_path, monkeypatch, capsys):
+    reported: list[str] = []
+    monkeypatch.setattr(attempts, "report_line", lambda folder: reported.append(Run(folder).summary["status"]) or "")
     (tmp_path / "bin/scontrol").write_text("#!/bin/bash\necho no such job >&2; exit 1\n")
     made = attempt()
     assert finish(made, STOPPED, wants_requeue=True, job=JOB) == 75
     assert summary_of(made)["status"] == "stopped"
+    assert reported[-1] == "stopped", "the report says it too"
     out = capsys.readouterr().out
-    assert "grpo: not requeued: scontrol requeue 7 failed (no such job)" in out and "grpo launch --resume" in out
+    assert "grpo: not requeued: scontrol requeue 7: no such job" in out and "grpo launch --resume" in out
 
 
 @pytest.mark.parametrize(("wanted", "asked"), [(True, True), (False, False)])
@@ -156,3 +162,68 @@ def test_a_run_whose_numbers_broke_is_started_anew_and_not_resumed(attempt, caps
     assert "failed with exit code 1: rank 0: NotFinite: loss nan in step 6. Fix: lower it" in out
     assert "grpo: fix: start anew with that change" in out and "continue with" not in out
     assert summary_of(made)["cause"].startswith("rank 0: NotFinite")
+
+
+def test_a_damaged_row_hides_neither_how_the_run_ended_nor_its_exit_code(attempt, capsys):
+    made = attempt()
+    (made.run.folder / "metrics.jsonl").write_text('{"step": 1, "reward": 1.0}\nno row\n{"step": 3, "reward": 3.0}\n')
+    assert finish(made, Ending(7, "rank 0: ValueError", 0), wants_requeue=False, job=None) == 7
+    summary = summary_of(made)
+    assert (summary["status"], summary["exit_code"], summary["steps"]) == ("failed", 7, 3)
+    out = capsys.readouterr().out
+    assert (
+        "failed with exit code 7: rank 0: ValueError (reward 2.0 -> 2.0 over 3 steps)" in out and "grpo: fix: " in out
+    )
+
+
+@pytest.fixture
+def resumed(planned, read, tmp_path, monkeypatch):
+    """``resumed()``: prepare an attempt at a run that was stopped at step 2, on a node of its own."""
+    (tmp_path / "node").mkdir()
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "run/processes").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SLURM_TMPDIR", str(tmp_path / "node"))
+    run, recipe = Run(tmp_path / "run"), read(run_root=str(tmp_path))
+    write_json(run.folder / "run.json", {"run_name": "mine", "wandb_id": "abcd"})
+    write_json(run.folder / "summary.json", {"status": "stopped", "restarts": 1})
+    for name in ("metrics.jsonl", "eval.jsonl"):
+        (run.folder / name).write_text('{"step": 1}\n{"step": 2}\n')
+    names, plan = Names(run.folder, "mine", "mine-abcd", "stamp"), planned(recipe=recipe)
+    workers = SimpleNamespace(begin=lambda *_: None)
+    return lambda: prepare(run, recipe, plan, names, Resources("cpu", (), 2), workers)
+
+
+def files_in(folder) -> dict:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "eval.jsonl", "summary.json"])
+def test_a_resume_that_is_refused_changes_nothing(resumed, tmp_path, name):
+    with (tmp_path / "run" / name).open("a") as file:
+        file.write("no row\n")
+    before = files_in(tmp_path)
+    with pytest.raises(ConfigError, match=f"{name}: is damaged"):
+        resumed()
+    assert files_in(tmp_path) == before
+
+
+def test_an_attempt_that_cannot_begin_leaves_no_scratch(resumed, tmp_path, monkeypatch):
+    def full(path, content) -> None:
+        if path.name == "summary.json":
+            raise OSError(28, "No space left on device")
+        write_json(path, content)
+
+    monkeypatch.setattr(attempts, "write_json", full)
+    with pytest.raises(OSError, match="No space left"):
+        resumed()
+    assert list((tmp_path / "node").iterdir()) == []
+
+
+def test_a_resumed_attempt_goes_on_from_the_rows_that_are_left(resumed, tmp_path):
+    made = resumed()
+    made.scratch.remove()
+    assert made.resumed.endswith(
+        "starting again from step 0; 2 later rows of metrics.jsonl moved to metrics.redone.jsonl"
+    )
+    assert summary_of(made)["status"] == "running" and summary_of(made)["restarts"] == 2

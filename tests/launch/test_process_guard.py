@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -165,3 +166,33 @@ def test_of_a_cancelled_job_the_ranks_may_save_if_the_launcher_asked_for_it(plac
     guard.wait(20)
     assert place.pid_file.with_name("saved").exists()
     assert not is_alive(rank)
+
+
+@pytest.fixture
+def orphaned(place):
+    """``orphaned()``: kill the launcher of a guard, and wait until the guard has ended."""
+
+    def orphan() -> None:
+        launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, *place.options("LAUNCHER", *place.parent(300, 0))])
+        place.sleeper()
+        guard = place.record()["guard"]
+        launcher.kill()
+        launcher.wait()
+        wait_for(lambda: not is_alive(guard), "the guard's end")
+
+    return orphan
+
+
+def test_a_summary_that_cannot_be_written_leaves_no_scratch(place, orphaned):
+    (place.run_dir / "summary.json").write_text("damaged")
+    orphaned()
+    assert not place.disk.exists() and not place.memory.exists() and not (place.run_dir / "sync").exists()
+
+
+def test_a_run_that_another_launch_has_taken_over_is_left_to_it(place, orphaned):
+    (place.run_dir / "summary.json").write_text('{"status": "running"}')
+    with (place.run_dir / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        orphaned()
+    assert json.loads((place.run_dir / "summary.json").read_text()) == {"status": "running"}
+    assert (place.run_dir / "sync").exists() and not place.disk.exists() and not place.memory.exists()

@@ -65,6 +65,13 @@ def test_the_second_time_a_signal_ends_the_attempt(stop, signum):
         send(signum)
 
 
+def test_a_signal_that_follows_at_once_does_not_disturb_the_clean_up(stop):
+    with pytest.raises(StoppedAtOnce) as stopped:
+        send(signal.SIGTERM)
+    send(signal.SIGHUP, signal.SIGTERM)
+    assert stopped.value.ending().code == 143 and not stop.wants_requeue
+
+
 def test_usr1_again_ends_nothing_since_slurm_may_send_it_where_we_have_asked_already(stop):
     stop.can_save = lambda: True
     stop.out_of_time("the job's time limit comes in 60 s")

@@ -24,6 +24,7 @@ from grpo_recipes.launch.processes import Child, Ending, Group, wait_for_ending
 from grpo_recipes.launch.run import Restarts, Supervisor, supervise
 from grpo_recipes.plan.commands import Names, OnLoss, Process
 from grpo_recipes.process.scratch import Scratch
+from grpo_recipes.process.tree import is_alive
 from grpo_recipes.runs.checkpoints import complete_checkpoints
 from grpo_recipes.runs.rundir import SERVER_STATE, Run, read_json, read_metrics, stop_file
 
@@ -198,6 +199,32 @@ def test_a_restart_without_a_usable_checkpoint_ends_the_run_with_one_line(fake_r
         ending = supervise(run.attempt, stop)
     assert ending.code == 1 and "holds no checkpoint that can be resumed: checkpoint-" in ending.cause
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_server_whose_guard_was_killed_is_ended_before_the_next_one_starts(fake_run):
+    run = fake_run()
+    first: dict = {}
+
+    def kill() -> None:
+        run.wait_for_step(2)
+        first.update(read_json(run.folder / "processes/server.json"))
+        os.kill(first["guard"], signal.SIGKILL)
+        run.wait_until(lambda: run.state() == {"epoch": 2, "state": "ready"})
+
+    assert run.then(kill).end() == Ending(0)
+    assert not is_alive(first["pid"]) and run.summary()["server_restarts"] == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "how"), [("exit 3", 3, "exited with code 3"), ("kill -9 $$", 137, "was killed by signal 9")]
+)
+def test_a_smoke_model_that_could_not_be_made_ends_the_run_with_its_code(
+    fake_run, monkeypatch, tmp_path, script, code, how
+):
+    monkeypatch.setattr(launch_run, "smoke_command", lambda *_: (tmp_path / "smoke", ["sh", "-c", script]))
+    run = fake_run()
+    attempt = replace(run.attempt, recipe={"model_name_or_path": "smoke://model"})
+    assert launch_run.make_smoke_task(attempt) == Ending(code, f"python -m grpo_recipes.smoke {how}")
 
 
 def test_server_restarts_0_ends_the_run_with_the_server(fake_run):

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from grpo_recipes.slurm.client import SlurmJob, Walltime, ask, job_end_time, requeue
+from grpo_recipes.slurm.client import SlurmJob, Walltime, ask, job_end_time, requeue, signal_lead
 
 END = 10_000.0
 ROW = {"seconds/sample": 40.0, "seconds/score": 1.0, "seconds/update": 20.0, "seconds/step": 70.0, "seconds/save": 5.0}
@@ -46,6 +46,15 @@ def test_phases_too_long_for_slurms_signal_are_noted_once():
         "before the limit"
     )
     assert walltime.note() is None
+
+
+def test_the_note_is_of_the_lead_that_the_jobs_script_has():
+    early, late = (Walltime(lambda: END, signal_lead({"GRPO_SIGNAL_LEAD": lead})) for lead in ("900", "77"))
+    for walltime in (early, late):
+        walltime.observe({"seconds/sample": 40.0, "seconds/save": 20.0})
+    assert early.note() is None
+    assert "the signal 77 s before the time limit" in str(late.note())
+    assert signal_lead({}) == signal_lead({"GRPO_SIGNAL_LEAD": "soon"}) == 300
 
 
 def test_without_an_end_nothing_is_due():
@@ -114,13 +123,13 @@ def test_what_is_printed_of_other_jobs_counts_where_one_has_left_the_queue(fake_
 
 def test_what_scontrol_says_against_it_is_told(fake_scontrol):
     fake_scontrol('echo "Requested operation is presently disabled" >&2; exit 1')
-    assert requeue(JOB) == "scontrol requeue 7 failed (Requested operation is presently disabled)"
+    assert requeue(JOB) == "scontrol requeue 7: Requested operation is presently disabled"
 
 
 def test_a_missing_scontrol_is_told(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert requeue(JOB) == "scontrol requeue 7 failed (does not run on this machine (No such file or directory))"
+    assert requeue(JOB) == "scontrol requeue 7: does not run on this machine (No such file or directory)"
     (tmp_path / "scontrol").write_text("not a program")
     (tmp_path / "scontrol").chmod(0o755)
-    assert requeue(JOB) == "scontrol requeue 7 failed (does not run on this machine (Exec format error))"
+    assert requeue(JOB) == "scontrol requeue 7: does not run on this machine (Exec format error)"
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -104,6 +104,11 @@ def test_every_key_changes_the_script(key: str, tmp_path: Path) -> None:
     accepted(script, tmp_path)
 
 
+def test_a_job_knows_how_early_its_signal_comes() -> None:
+    assert "\nexport GRPO_SIGNAL_LEAD=300\n" in rendered()
+    assert "\nexport GRPO_SIGNAL_LEAD=77\n" in rendered(replace(SITE, signal_lead=77))
+
+
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [

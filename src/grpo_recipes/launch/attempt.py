@@ -56,6 +56,10 @@ class Attempt:
 
 def prepare(run: Run, recipe: Recipe, plan: Plan, names: Names, resources: Resources, workers: NodeWorkers) -> Attempt:
     """Freeze recipe and plan in the run directory; make each node's scratch folders and the token."""
+    before = read_json(run.folder / "summary.json")
+    if before.get("status") == SUBMITTED:
+        before.clear()  # nothing has run yet
+    resumed = go_back(run) if before else ""  # it may refuse the resume: before anything is made
     plan = replace(plan, processes=[replace(process, log=new_log(process.log)) for process in plan.processes])
     freeze_inputs(run, recipe, plan)
     records = (run.folder / "processes").glob("*.json")
@@ -63,24 +67,23 @@ def prepare(run: Run, recipe: Recipe, plan: Plan, names: Names, resources: Resou
         path.unlink(missing_ok=True)
     if resources.job is not None:
         note_job(run.folder, recipe, resources.job.name)
-    before = read_json(run.folder / "summary.json")
-    if before.get("status") == SUBMITTED:
-        before = {}  # nothing has run yet
     if removed := remove_dead_scratch(os.environ):
         say(removed)
     tracking = {**wandb_environment(recipe), "WANDB_RUN_ID": run.identity["wandb_id"], "WANDB_RESUME": "allow"}
+    kept = {key: before[key] for key in ("idle_attempts", "server_restarts") if key in before}
+    restarts = before.get("restarts", 0) + 1 if before else 0
+    first_step = newest_step(run)
     with contextlib.ExitStack() as undo:
         scratch = make_scratch(os.environ)
         undo.callback(scratch.remove)
         workers.begin(run.folder, names.served, scratch.token.read_text(), tracking)
+        own = run_environment(os.environ, scratch, run.folder, names.served)
+        environment = {**base_environment(os.environ), **own, **tracking}
+        # Last: what fails before leaves the status as it was.
+        path, began = run.folder / "summary.json", {"status": "running", "smoke": plan.smoke, "restarts": restarts}
+        write_json(path, {**began, **kept})
         undo.pop_all()
-    kept = {key: before[key] for key in ("idle_attempts", "server_restarts") if key in before}
-    restarts = before["restarts"] + 1 if before else 0
-    write_json(run.folder / "summary.json", {"status": "running", "smoke": plan.smoke, "restarts": restarts, **kept})
-    resumed = go_back(run) if before else ""
-    own = run_environment(os.environ, scratch, run.folder, names.served)
-    environment = {**base_environment(os.environ), **own, **tracking}
-    return Attempt(run, recipe, plan, names, scratch, environment, resumed, workers, newest_step(run))
+    return Attempt(run, recipe, plan, names, scratch, environment, resumed, workers, first_step)
 
 
 def freeze_inputs(run: Run, recipe: Recipe, plan: Plan) -> None:
@@ -164,7 +167,7 @@ def finish(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob 
     say(report_line(folder))
     if ending.log is not None and ending.code != EXIT_STOPPED:
         print(f"--- last lines of {shown(ending.log)}\n{tail(ending.log)}\n---", file=sys.stderr)
-    for notice in notices_of(rundir.read_metrics(folder), attempt.recipe.__getitem__, over=not goes_on):
+    for notice in notices_of(rundir.read_metrics(folder, lenient=True), attempt.recipe.__getitem__, over=not goes_on):
         if notice.serious:
             say(f"note: {notice}")
     for name, result in summary["benchmarks"].items():
@@ -181,10 +184,10 @@ def finish(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob 
     say(f"{smoke}{status} with exit code {ending.code}: {cause} ({rewards})")
     if status == "failed":
         say(f"fix: {advice(Run(folder), cause)}")
-    if job and goes_on:
-        why_not = requeue(job)
-    if why_not:
+    if job and goes_on and (why_not := requeue(job)):
         rundir.finish_summary(folder, status=over)
+        report_line(folder)  # the first one says requeued
+    if why_not:
         say(f"not requeued: {why_not}")
     # After numbers that broke, the same steps would end it again.
     if "NotFinite" not in cause and (not goes_on or why_not) and newest_complete(folder / "checkpoints"):

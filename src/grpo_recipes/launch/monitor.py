@@ -22,7 +22,7 @@ from grpo_recipes.process.reports import print_line, say
 from grpo_recipes.process.tree import descendants
 from grpo_recipes.runs.health import Health
 from grpo_recipes.runs.rundir import Progress, json_mapping, read_metrics
-from grpo_recipes.slurm.client import Walltime, job_end_time
+from grpo_recipes.slurm.client import Walltime, job_end_time, signal_lead
 
 _PHASE_SECONDS = 1.0  # between two looks at the ranks' phases
 _SERVER_SECONDS = 5.0  # between two requests to the server, at most
@@ -92,6 +92,7 @@ class StopSignals:
         if self._held:
             return
         if self.request is None or again or not self.can_save():
+            self._held = True  # another signal must not interrupt the clean-up that follows
             raise StoppedAtOnce(signum)
         if signum in (signal.SIGTERM, signal.SIGHUP):  # Slurm ends us soon
             self._deadline = min(self._deadline, time.monotonic() + self._term_grace_seconds)
@@ -205,7 +206,7 @@ class Monitor:
         self._attempt = attempt
         self._stop = stop
         self._folder = attempt.run.folder
-        self._walltime = Walltime(lambda: job_end_time(os.environ))
+        self._walltime = Walltime(lambda: job_end_time(os.environ), signal_lead(os.environ))
         self._began = time.time()
         self._next_phases = self._next_server = 0.0
         self._stop_passed_on = False

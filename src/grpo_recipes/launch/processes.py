@@ -27,7 +27,7 @@ from typing import Any
 import psutil
 
 from grpo_recipes.errors import EXIT_STOPPED
-from grpo_recipes.paths import shown
+from grpo_recipes.paths import is_locked, shown
 from grpo_recipes.plan.commands import Process
 from grpo_recipes.process import tree
 from grpo_recipes.process.scratch import Scratch, SegmentRecorder
@@ -138,7 +138,9 @@ class Child(Started):
         return State(alive, record.get("pid"), record.get("exit"), lost, ranks)
 
     def end(self) -> None:
-        tree.end_all(tree.descendants(self.guard_pid), _END_SECONDS)
+        orphans = [child for child in tree.descendants() if child.pid in self._seen]  # ours where the guard was killed
+        below = [child for pid in (self.guard_pid, *(one.pid for one in orphans)) for child in tree.descendants(pid)]
+        tree.end_all({*orphans, *below}, _END_SECONDS)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(_GUARD_SECONDS)
         self._popen.kill()
@@ -380,13 +382,15 @@ def _run(process: Process, run_dir: Path, scratch: Scratch) -> int:
 
 
 def _report_dead_launcher(run_dir: Path, scratch: Scratch, launcher: int) -> None:
-    """Do what the dead launcher cannot: write how the run ended, and remove the scratch folders."""
+    """Do what the dead launcher cannot: remove the scratch folders, and write how the run ended."""
+    scratch.remove()
+    if is_locked(run_dir / "lock"):
+        return  # the next launch has begun, and the run directory is its own
     cause = f"the launcher (pid {launcher}) died without ending the run; its process guard ended every process"
     resume = shlex.join(["grpo", "launch", "--resume", shown(run_dir)])
     print(f"grpo: {cause}; continue with: {resume}", file=sys.stderr, flush=True)
-    finish_summary(run_dir, status="failed", exit_code=128 + signal.SIGKILL, failed_rank=None, cause=cause)
-    scratch.remove()
     shutil.rmtree(run_dir / SYNC_FOLDER, ignore_errors=True)
+    finish_summary(run_dir, status="failed", exit_code=128 + signal.SIGKILL, failed_rank=None, cause=cause)
     report_line(run_dir)
 
 

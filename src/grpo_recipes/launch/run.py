@@ -85,9 +85,8 @@ def _prepare(options: resolve.Options, resources: Resources, stop: StopSignals, 
     plan = with_processes(plan, recipe, resources, os.environ, names, sources)
     plan.notes.extend(notes)
     record_assets(run, sources)
-    attempt = prepare(run, recipe, plan, names, resources, workers)
-    attempt.publisher = Publisher(target, run.folder, os.environ, say) if target else None
-    return attempt
+    publisher = Publisher(target, run.folder, os.environ, say) if target else None
+    return replace(prepare(run, recipe, plan, names, resources, workers), publisher=publisher)
 
 
 def _dry_run(options: resolve.Options, resources: Resources) -> int:
@@ -141,7 +140,7 @@ def make_smoke_task(attempt: Attempt) -> Ending | None:
         return None
     say(f"making the smoke model and data in {shown(folder)} (once, about a minute)")
     code = subprocess.call(command, env=attempt.environment)
-    return Ending(code, f"python -m grpo_recipes.smoke exited with code {code}") if code else None
+    return ending_of("python -m grpo_recipes.smoke", code) if code else None
 
 
 @dataclass

@@ -202,13 +202,16 @@ def _check_deep(path: Path, task: str | None, flags: Sequence[str], environment:
     """Refuse what `grpo check --deep` finds, in a process of its own: it imports torch, and stays off the network."""
     options = ["--deep", "--json", *(["--task", task] if task else [])]
     argv = [sys.executable, "-m", "grpo_recipes", "check", str(path), *options, *flags]
-    fix, how = "run it by itself, and see where it stays or what it prints", f"took more than {_DEEP_SECONDS} seconds"
-    failed = (subprocess.TimeoutExpired, ValueError)
-    with translate(failed, lambda _: config_error(shown(path), f"grpo check --deep {how}", fix)):
+
+    def refused(how: str) -> ConfigError:
+        fix = "run it by itself, and see where it stays or what it prints"
+        return config_error(shown(path), f"grpo check --deep {how}", fix)
+
+    with translate(subprocess.TimeoutExpired, lambda _: refused(f"took more than {_DEEP_SECONDS} seconds")):
         done = subprocess.run(
             argv, env=dict(environment), stdout=subprocess.PIPE, text=True, timeout=_DEEP_SECONDS, check=False
         )
-        how = f"ended with code {done.returncode} and no answer"
+    with translate(ValueError, lambda _: refused(f"ended with code {done.returncode} and no answer")):
         found = json.loads(done.stdout)
     if found["problems"]:
         raise ConfigError(*[Problem(**problem) for problem in found["problems"]])

@@ -131,7 +131,7 @@ def schema_note(recipe: Path) -> str | None:
     return f"{recipe.name} names a schema that is not there; editors know the keys with this first line: {line}"
 
 
-SRUN_OPTIONS = "GRPO_SRUN_OPTIONS"
+SIGNAL_LEAD, SRUN_OPTIONS = "GRPO_SIGNAL_LEAD", "GRPO_SRUN_OPTIONS"
 # Every variable the launcher reads beside those of ENVIRONMENT_KEYS.
 READ_VARIABLES: dict[str, str] = {
     "CONFIG": "the recipe, when none is named on the command line",
@@ -152,6 +152,7 @@ READ_VARIABLES: dict[str, str] = {
     "NETWORK_INTERFACE": "the network interface by which the nodes of a job reach each other, e.g. ib0",
     "NCCL_SOCKET_IFNAME": "NCCL's own: the nodes' interface where NETWORK_INTERFACE is unset",
     "GLOO_SOCKET_IFNAME": "gloo's own: the nodes' interface where the two above are unset",
+    SIGNAL_LEAD: "seconds before the time limit at which Slurm sends USR1; signal_lead of a profile, else 300",
     SRUN_OPTIONS: "further options of the srun that reaches the nodes of a job; srun_options of a profile",
 }
 # What training.sh, scripts/setup.sh and slurm/train.slurm read before there is a Python to ask.

@@ -3,9 +3,11 @@
 import re
 import signal
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.paths import shown
 from grpo_recipes.runs.checkpoints import checkpoint_folders, complete_checkpoints
 from grpo_recipes.runs.rundir import Run
@@ -139,7 +141,7 @@ def checkpoints(run: Run) -> Finding:
 
 def server_log(run: Run) -> Finding:
     """Whether the server wrote anything: an empty log means that it did not start, as without its GPUs."""
-    if not any(process["role"] == "server" for process in run.plan.get("processes", [])):
+    if not any(process.get("role") == "server" for process in run.plan.get("processes", [])):
         return ok("no server in this run")
     if "server" not in run.logs:
         what = "its log is not here (looked in logs/ of this folder and of the repository)"
@@ -228,7 +230,9 @@ def advice(run: Run, cause: str) -> str:
     """
     fixes = [message.fix for message in _messages_in(cause)]
     fixes += [fix for pattern, fix in _CAUSES.items() if re.search(pattern, cause)]
-    if not fixes:
+    if fixes:
+        return fixes[0]
+    with suppress(ConfigError):  # a file is damaged
         fixes += [finding.fix for look in (weights_guard, out_of_memory) if (finding := look(run)).status == PROBLEM]
         fixes += [message.fix for message in _messages_in("\n".join(run.texts.values()))]
     return [*fixes, f"its log says more; grpo doctor --run {shown(run.folder)} looks further"][0]

@@ -157,7 +157,7 @@ def make_folder(folder: Path, failure: str, *inside: str) -> dict[str, Any] | No
 
     Return ``command`` and ``code`` for its record. Raise ConfigError with ``failure`` where it cannot be made.
     """
-    fix, made = "name a folder you may write to with run_root or RUN_ROOT", False
+    fix = "name a folder you may write to with run_root or RUN_ROOT"
     with (
         translate(OSError, lambda error: config_error("run_root", f"{failure} ({error.strerror})", fix)),
         contextlib.suppress(FileExistsError),
@@ -165,12 +165,10 @@ def make_folder(folder: Path, failure: str, *inside: str) -> dict[str, Any] | No
         folder.mkdir(parents=True, mode=0o700)
         for name in inside:
             (folder / name).mkdir(mode=0o700)
-        made = True
-    if not made:
-        return None
-    code = code_state()
-    (folder / "code.patch").write_text(masked(code.pop("patch")))
-    return {"command": masked(shlex.join(["grpo", *sys.argv[1:]])), "code": code}
+        code = code_state()
+        (folder / "code.patch").write_text(masked(code.pop("patch")))
+        return {"command": masked(shlex.join(["grpo", *sys.argv[1:]])), "code": code}
+    return None
 
 
 def new_run(folder: Path, name: str, stamp: str, facts: Mapping[str, Any]) -> Run | None:
@@ -347,22 +345,23 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
+def read_metrics(folder: Path, lenient: bool = False) -> list[dict[str, Any]]:
     """Return the rows of ``metrics.jsonl``; a last line that a kill cut short is left out."""
-    return read_rows(folder / "metrics.jsonl")
+    return read_rows(folder / "metrics.jsonl", lenient)
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file of ``ROW_FILES``, none when there is no file; ConfigError where it is damaged."""
-    return [row for _, row in _lines(path)]
+def read_rows(path: Path, lenient: bool = False) -> list[dict[str, Any]]:
+    """Return the rows of a file of ``ROW_FILES``, ``lenient`` without damaged ones, which are else a ConfigError."""
+    return [row for _, row in _lines(path, lenient)]
 
 
-def _lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
+def _lines(path: Path, lenient: bool = False) -> list[tuple[str, dict[str, Any]]]:
     """Return each whole line with its newline, and the row that it is."""
     found = []
     for line in path.read_text(errors="replace").split("\n")[:-1] if path.exists() else ():
         row = json_mapping(line)
-        if line and (row is None or not isinstance(row.get("step"), int)):
+        row = row if row and isinstance(row.get("step"), int) else None
+        if line and row is None and not lenient:
             raise config_error(shown(path), f"is damaged (no row: '{line[:40]}')", _REPAIR)
         found += [(f"{line}\n", row)] if row else []
     return found
@@ -371,8 +370,8 @@ def _lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
 def move_rows_after(run_dir: Path, step: int) -> int:
     """Move rows past a checkpoint's step into ``metrics.redone.jsonl`` and the like; return how many metrics moved."""
     moved = dict.fromkeys(ROW_FILES, 0)
-    for path in (run_dir / name for name in ROW_FILES if (run_dir / name).exists()):
-        lines = _lines(path)
+    found = {run_dir / name: _lines(run_dir / name) for name in ROW_FILES if (run_dir / name).exists()}
+    for path, lines in found.items():  # none is written where one is damaged
         later = [line for line, row in lines if row["step"] > step]
         if later:
             with path.with_suffix(".redone.jsonl").open("a") as aside:
@@ -387,10 +386,11 @@ def finish_summary(folder: Path, **facts: Any) -> dict[str, Any]:
 
     ``initial_reward`` and ``final_reward`` are those of ``first_and_last``, ``initial_eval_reward`` and
     ``final_eval_reward`` the first and the last ``eval_reward``, which rows of another set than the trainer's lack.
+    A damaged row is passed over: it must not hide how the run ended.
     """
-    rows = read_metrics(folder)
+    rows = read_metrics(folder, lenient=True)
     first, last = first_and_last(known(number(row.get("reward")) for row in rows))
-    evaluated = known(number(row.get("eval_reward")) for row in read_rows(folder / "eval.jsonl"))
+    evaluated = known(number(row.get("eval_reward")) for row in read_rows(folder / "eval.jsonl", lenient=True))
     rewards = {"initial_reward": first, "final_reward": last}
     if evaluated:
         rewards |= {"initial_eval_reward": evaluated[0], "final_eval_reward": evaluated[-1]}

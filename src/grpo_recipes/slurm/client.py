@@ -14,6 +14,7 @@ from typing import Any
 
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate
 from grpo_recipes.process.reports import say
+from grpo_recipes.recipe.keys import SIGNAL_LEAD
 
 NO_ANSWER = "UNKNOWN"  # state of a job while Slurm is here and does not answer
 # States of a job that has not come to its end, as far as is known.
@@ -21,7 +22,7 @@ _ACTIVE = (
     "PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "SIGNALING",
     NO_ANSWER,
 )  # fmt: skip
-SIGNAL_LEAD_SECONDS = 300.0  # how early Slurm sends USR1, by the header of training.sh (`--signal=B:USR1@300`)
+_SIGNAL_LEAD_SECONDS = 300.0  # how early Slurm sends USR1, by the header of training.sh (`--signal=B:USR1@300`)
 _MARGIN_SECONDS = 30.0
 _PHASES = tuple(f"seconds/{phase}" for phase in ("sample", "score", "sync", "update", "evaluate"))
 # minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds
@@ -126,7 +127,7 @@ def requeue(job: SlurmJob) -> str | None:
     try:
         _run("scontrol", "requeue", name, seconds=60)
     except NoAnswer as error:
-        return f"scontrol requeue {name} failed ({error})"
+        return f"scontrol requeue {name}: {error}"
     say(f"job {name} is requeued and goes on in the same run directory")
     ended.wait(_SIGTERM_SECONDS)
     return None
@@ -235,10 +236,11 @@ class Walltime:
     """Ask for the stop where the lead of Slurm's signal is short, or the signal does not come at all.
 
     The lead is twice the longest phase seen plus the longest save, and half a minute. ``end_time`` returns when the
-    job ends in seconds since the epoch, or None for a job without an end.
+    job ends in seconds since the epoch, or None for a job without an end; ``signal_lead`` is that of the signal.
     """
 
-    def __init__(self, end_time: Callable[[], float | None]) -> None:
+    def __init__(self, end_time: Callable[[], float | None], signal_lead: float = _SIGNAL_LEAD_SECONDS) -> None:
+        self._signal_lead = signal_lead
         self._end_time = end_time
         self._end = end_time()
         self._longest = 0.0
@@ -257,11 +259,11 @@ class Walltime:
 
     def note(self) -> str | None:
         """Return, once, what the user should know when phases are longer than the signal's lead allows."""
-        if self._noted or self._end is None or self.lead <= SIGNAL_LEAD_SECONDS:
+        if self._noted or self._end is None or self.lead <= self._signal_lead:
             return None
         self._noted = True
         return (
-            f"note: with phases of {self._longest:.0f} s the signal {SIGNAL_LEAD_SECONDS:.0f} s before the time limit "
+            f"note: with phases of {self._longest:.0f} s the signal {self._signal_lead:.0f} s before the time limit "
             f"may come too late; the launcher stops {self.lead:.0f} s before the limit"
         )
 
@@ -273,6 +275,12 @@ class Walltime:
         if self._end is None or now < self._end - self.lead:
             return None
         return f"the job's time limit comes in {max(0.0, self._end - now):.0f} s"
+
+
+def signal_lead(environment: Mapping[str, str]) -> float:
+    """Return how many seconds before the time limit Slurm sends our job's signal, as its batch script says."""
+    given = environment.get(SIGNAL_LEAD, "")
+    return float(given) if given.isdecimal() else _SIGNAL_LEAD_SECONDS
 
 
 def job_end_time(environment: Mapping[str, str]) -> float | None:

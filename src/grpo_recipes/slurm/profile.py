@@ -14,7 +14,7 @@ from typing import Any
 
 from grpo_recipes.errors import ConfigError, Problem
 from grpo_recipes.recipe.document import Value, read_document, typed
-from grpo_recipes.recipe.keys import SRUN_OPTIONS, nearest_of
+from grpo_recipes.recipe.keys import SIGNAL_LEAD, SRUN_OPTIONS, nearest_of
 from grpo_recipes.secrets import secret_name, secret_value
 from grpo_recipes.slurm.client import walltime_seconds
 
@@ -174,6 +174,7 @@ def render(
     header = [_word(name if value is True else f"{name}={value}") for name, value in options.items() if value]
     header += [line if {*line} & {*"'\""} else _word(line) for line in profile.sbatch_options]
     variables = {
+        SIGNAL_LEAD: str(profile.signal_lead),
         **profile.environment,
         **({"NETWORK_INTERFACE": profile.network_interface} if profile.network_interface else {}),
         **({SRUN_OPTIONS: shlex.join(profile.srun_options)} if profile.srun_options else {}),
