@@ -98,7 +98,7 @@ COVERED = {
         "tests/fetch/test_download.py::test_again_it_downloads_nothing_and_tells_of_newer_commits"
     ),
     "grpo fetch --resume runs/qwen2.5-1.5b-math-20260101-120000": (
-        "tests/fetch/test_preflight.py::test_a_resumed_run_gets_its_own_commits_back"
+        "tests/fetch/test_assets_at_launch.py::test_a_resumed_run_gets_its_own_commits_back"
     ),
     "grpo doctor": "tests/doctor/test_command.py::test_every_check_is_a_line_and_what_to_do_stands_below",
     "grpo doctor recipes/smoke/grpo.yaml": "tests/doctor/test_command.py::test_a_recipe_adds_its_checks",

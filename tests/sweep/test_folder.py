@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from report.synthetic_runs import make_sweep
-from report.test_single import Page
+from report.test_pages_run import Page
 
 from grpo_recipes import cli
 from grpo_recipes.sweep import folder

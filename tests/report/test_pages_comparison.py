@@ -21,7 +21,7 @@ from grpo_recipes.report.pages import (
 from grpo_recipes.report.read import Group, read_run
 
 from .synthetic_runs import make_run
-from .test_single import Page
+from .test_pages_run import Page
 
 
 def group_curve(group: Group, name: str) -> Curve:
