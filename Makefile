@@ -4,7 +4,7 @@ SHELL := /bin/bash
 ENV_DIR ?= .venv
 BIN := $(abspath $(ENV_DIR))/bin
 PYTEST_ARGS ?=
-WORKERS ?= 2
+WORKERS ?= 3
 QUICK = -m "not slow and not soak
 NONE_CHOSEN = 5
 EXACT = $(abspath bench/results/exact_resume.jsonl)
@@ -23,7 +23,7 @@ setup:  ## make the environment (nothing to do when it is complete)
 smoke:  ## set up and run the smoke recipe
 	@ENV_DIR="$(ENV_DIR)" bash training.sh
 
-test: setup  ## quick tests: in two processes, then alone those that other load would fail
+test: setup  ## quick tests: in three processes, then alone those that other load would fail
 	$(BIN)/python -m pytest $(QUICK) and not alone" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS) || [ $$? = $(NONE_CHOSEN) ]
 	$(BIN)/python -m pytest $(QUICK) and alone" $(PYTEST_ARGS) || [ $$? = $(NONE_CHOSEN) ]
 

@@ -31,13 +31,13 @@ RIGHT = {
 }
 
 LONGEST = (
-    "trainers/test_exact_resume.py", "test_smoke_model.py", "docs", "trainers", "bench", "data", "fetch", "launch",
+    "trainers/test_exact_resume.py", "docs", "trainers", "bench", "data", "fetch", "launch",
     "setup", "evaluate", "test_wrong_recipes.py",
 )  # fmt: skip
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Choose the day's tests, and begin with those that take longest: two processes then end about together."""
+    """Choose the day's tests, and begin with those that take longest: the processes then end about together."""
     leave_out_other_days(config, items)
     first = [Path(__file__).parent / name for name in LONGEST]
     items.sort(

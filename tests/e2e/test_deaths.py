@@ -75,6 +75,7 @@ def test_of_two_ranks_the_killed_one_is_named(launch: Callable[..., Launch]) -> 
     assert run.summary()["cause"] == f"rank 1 (pid {pid}) was killed by signal 9"
 
 
+@pytest.mark.rotating
 @pytest.mark.slow
 def test_sigterm_ends_everything_with_143(launch: Callable[..., Launch]) -> None:
     run = launch(*ENDLESS)

@@ -98,6 +98,8 @@ def test_a_foreign_server_on_a_port_of_ours_is_refused_before_anything_starts(
     assert not (run.folder / "runs").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_server_that_is_not_this_runs_is_not_taken_for_it(launch: Callable[..., Launch], tmp_path: Path) -> None:
     """The port is taken after it was looked at: while our server starts."""
     port = dead_port()

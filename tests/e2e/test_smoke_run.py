@@ -9,9 +9,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from real_runs import REPOSITORY, SECRET, Launch
 
 
+@pytest.mark.slow
 def test_training_sh_trains_the_smoke_recipe(launch: Callable[..., Launch]) -> None:
     run = launch(command=["bash", str(REPOSITORY / "training.sh")], ENV_DIR=sys.prefix)
 
