@@ -1,4 +1,4 @@
-"""Attributes come back as they were, also those that an object has from its class or did not have."""
+"""Attributes that were replaced come back, also those that an object has from its class or did not have."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Owner:
         return "method"
 
 
-def test_attributes_are_others_inside_and_back_afterwards() -> None:
+def test_attributes_are_replaced_inside_and_back_afterwards() -> None:
     owner = Owner()
     with replaced(owner, own=1, of_class=2, method=lambda: 3, new=4):
         assert (owner.own, owner.of_class, owner.method(), owner.new) == (1, 2, 3, 4)  # type: ignore[attr-defined]

@@ -125,9 +125,14 @@ def test_a_test_without_its_program_is_excused_and_one_with_it_is_not() -> None:
     assert len(check_guide_rows.judge((row,), set(), lambda name: name == program)[0]) == 1
 
 
-def test_a_test_that_rests_today_counts_and_one_that_ran_and_did_not_pass_does_not(tmp_path: Path) -> None:
+def test_a_test_that_rests_today_counts_and_one_that_ran_and_did_not_pass_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file, always, rotates = tmp_path / "ran", TEST, ROTATES
     file.write_text("")
+    monkeypatch.delenv("GRPO_DAY", raising=False)
+    assert check_guide_rows.counted([always, rotates], file) == set()
+    monkeypatch.setenv("GRPO_DAY", "7")
     assert check_guide_rows.counted([always, rotates], file) == {rotates}
     file.write_text(f"passed {always}\nfailed {rotates}\n")
     assert check_guide_rows.counted([always, rotates], file) == {always}
@@ -142,6 +147,7 @@ def test_the_check_ends_with_what_it_found(
     file, all_rows = tmp_path / "ran", [*rows(), *fault_rows.rows()]
     file.write_text("".join(f"passed {test}\n" for row in all_rows for test in row.tests if test != missing))
     monkeypatch.setenv("GRPO_RAN_TESTS", str(file))
+    monkeypatch.setenv("GRPO_DAY", "7")
     assert check_guide_rows.main() == code
     assert (TEST in capsys.readouterr().err) == bool(code)
     monkeypatch.setenv("GRPO_RAN_TESTS", str(tmp_path / "none"))
@@ -172,7 +178,10 @@ def test_a_test_exists_where_its_function_is_defined() -> None:
     assert not exists("tests/plan/test_plan.py::accelerate_file")
 
 
-def test_a_fault_rests_on_a_test_that_passed_or_that_another_day_runs(tmp_path: Path) -> None:
+def test_a_fault_rests_on_a_test_that_passed_or_that_another_day_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRPO_DAY", "7")
     file = tmp_path / "ran"
     always, rotates = TEST, ROTATES
 

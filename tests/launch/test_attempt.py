@@ -189,6 +189,7 @@ def resumed(planned, read, tmp_path, monkeypatch):
     write_json(run.folder / "summary.json", {"status": "stopped", "restarts": 1})
     for name in ("metrics.jsonl", "eval.jsonl"):
         (run.folder / name).write_text('{"step": 1}\n{"step": 2}\n')
+    write_json(run.folder / "processes/rank_0.json", {"rank": 0})
     names, plan = Names(run.folder, "mine", "mine-abcd", "stamp"), planned(recipe=recipe)
     workers = SimpleNamespace(begin=lambda *_: None)
     return lambda: prepare(run, recipe, plan, names, Resources("cpu", (), 2), workers)

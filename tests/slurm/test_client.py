@@ -14,7 +14,7 @@ ROW = {"seconds/sample": 40.0, "seconds/score": 1.0, "seconds/update": 20.0, "se
 
 
 def test_the_lead_is_twice_the_longest_phase_plus_the_save():
-    walltime = Walltime(lambda: END)
+    walltime = Walltime(lambda: END, 300.0)
     assert walltime.lead == 30
     walltime.observe({**ROW, "seconds/save": None})
     assert walltime.lead == 3 * 40 + 30  # no save was seen yet
@@ -24,7 +24,7 @@ def test_the_lead_is_twice_the_longest_phase_plus_the_save():
 
 
 def test_the_stop_is_due_when_the_lead_begins():
-    walltime = Walltime(lambda: END)
+    walltime = Walltime(lambda: END, 300.0)
     walltime.observe(ROW)
     assert walltime.due(END - 116) is None
     assert walltime.due(END - 115) == "the job's time limit comes in 115 s"
@@ -32,13 +32,13 @@ def test_the_stop_is_due_when_the_lead_begins():
 
 def test_a_limit_that_was_raised_meanwhile_counts():
     ends = iter([END, END + 3600])
-    walltime = Walltime(lambda: next(ends))
+    walltime = Walltime(lambda: next(ends), 300.0)
     assert walltime.due(END - 1) is None
     assert walltime.due(END + 3000) is None
 
 
 def test_phases_too_long_for_slurms_signal_are_noted_once():
-    walltime = Walltime(lambda: END)
+    walltime = Walltime(lambda: END, 300.0)
     assert walltime.note() is None
     walltime.observe({"seconds/sample": 400.0, "seconds/save": 20.0})
     assert walltime.note() == (
@@ -58,7 +58,7 @@ def test_the_note_is_of_the_lead_that_the_jobs_script_has():
 
 
 def test_without_an_end_nothing_is_due():
-    assert Walltime(lambda: None).due(1e12) is None
+    assert Walltime(lambda: None, 300.0).due(1e12) is None
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,7 @@ def _state(run: Run, job: Job | None) -> tuple[str, bool]:
 
 @command(
     "show the state of a run, or list all of them",
-    option("which", nargs="?", metavar="RUN", help=f"{_RUN_HELP}; without it a table, the last written summary first"),
+    option("which", nargs="?", metavar="RUN", help=f"{_RUN_HELP}; without it a table of all in RUN_ROOT"),
 )
 def status(options: argparse.Namespace) -> int:
     """Print the state of a run, or a table of the runs in RUN_ROOT, first the one whose summary was written last."""

@@ -98,7 +98,7 @@ def load_prompts(
     renderer = renderer_of(args.chat_template, tokenizer, template_kwargs)
 
     def prepare() -> Prompts:
-        """Do it in this rank."""
+        """Read, render and filter the rows."""
         counts, limit = Counts(), args.max_train_prompts
         if args.dataset_mixture:
             kept, _ = mixed(args, counts, fetched)
@@ -137,7 +137,7 @@ def load_eval_prompts(
     renderer = renderer_of(args.chat_template, tokenizer, template_kwargs)
 
     def prepare() -> Prompts:
-        """Do it in this rank."""
+        """Read, render and filter the rows."""
         counts = Counts()
         source = eval_source(args) if args.eval_dataset_name or not args.dataset_mixture else None
         rows = rows_of(source, args, fetched) if source else mixed(args, counts, fetched)[1]

@@ -231,7 +231,8 @@ def leftovers(machine: Machine) -> Finding:
     for path in filter(Path.is_dir, there):
         with suppress(OSError):  # removed meanwhile
             state = path.lstat()
-            ours += [path] if state.st_uid == os.getuid() and time.time() - state.st_mtime > _NEW_SECONDS else []
+            if state.st_uid == os.getuid() and time.time() - state.st_mtime > _NEW_SECONDS:
+                ours.append(path)
     alive = names_in_use(path.name for path in ours)
     dead = [path for path in ours if path.name not in alive and not is_held(path)]
     what = f"{len(dead)} of dead runs, {gigabytes(sum(size_of(path) for path in dead))}" if dead else "none"

@@ -115,11 +115,11 @@ def newest_step(run: Run) -> int:
 
 def go_back(run: Run) -> str:
     """Forget the ranks that were, and move aside the rows after the newest checkpoint; return where the run goes on."""
+    checkpoint = newest_complete(run.folder / "checkpoints")
+    moved = rundir.move_rows_after(run.folder, newest_step(run))
     for name in ("rank_*.json", "phase_*.json"):
         for record in (run.folder / "processes").glob(name):
             record.unlink()
-    checkpoint = newest_complete(run.folder / "checkpoints")
-    moved = rundir.move_rows_after(run.folder, newest_step(run))
     where = f"resuming from {checkpoint.name}" if checkpoint else "no complete checkpoint: starting again from step 0"
     return f"{where}; {moved} later rows of metrics.jsonl moved to metrics.redone.jsonl"
 

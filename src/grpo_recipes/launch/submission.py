@@ -208,9 +208,7 @@ def _check_deep(path: Path, task: str | None, flags: Sequence[str], environment:
         return config_error(shown(path), f"grpo check --deep {how}", fix)
 
     with translate(subprocess.TimeoutExpired, lambda _: refused(f"took more than {_DEEP_SECONDS} seconds")):
-        done = subprocess.run(
-            argv, env=dict(environment), stdout=subprocess.PIPE, text=True, timeout=_DEEP_SECONDS, check=False
-        )
+        done = subprocess.run(argv, env=dict(environment), stdout=subprocess.PIPE, timeout=_DEEP_SECONDS, check=False)
     with translate(ValueError, lambda _: refused(f"ended with code {done.returncode} and no answer")):
         found = json.loads(done.stdout)
     if found["problems"]:

@@ -12,6 +12,7 @@ import psutil
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _KILL_SECONDS = 10.0
+_EXIT_SECONDS = 5.0  # in which a killed process frees its memory
 # Children that a Popen object waits for: collecting one in ``reap`` would make its Popen report exit code 0.
 OWN_CHILDREN: set[int] = set()
 
@@ -49,14 +50,14 @@ def descendants(pid: int | None = None) -> list[psutil.Process]:
 
 
 def end_all(processes: Iterable[psutil.Process], grace: float = 5.0) -> None:
-    """Send SIGTERM, and after ``grace`` seconds SIGKILL to those that are left."""
+    """Send SIGTERM, and after ``grace`` seconds SIGKILL to those that are left; wait until they hold no port."""
     targets = list(processes)
-    _send(signal.SIGTERM, targets)
-    deadline = time.monotonic() + grace
-    while time.monotonic() < deadline and any(is_alive(process.pid) for process in targets):
-        reap()
-        time.sleep(0.05)
-    _send(signal.SIGKILL, targets)
+    for signum, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, _EXIT_SECONDS)):
+        _send(signum, targets)
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and any(is_alive(process.pid) for process in targets):
+            reap()
+            time.sleep(0.05)
 
 
 def end_descendants() -> None:

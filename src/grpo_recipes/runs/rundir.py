@@ -157,7 +157,7 @@ def make_folder(folder: Path, failure: str, *inside: str) -> dict[str, Any] | No
 
     Return ``command`` and ``code`` for its record. Raise ConfigError with ``failure`` where it cannot be made.
     """
-    fix = "name a folder you may write to with run_root or RUN_ROOT"
+    fix, code = "name a folder you may write to with run_root or RUN_ROOT", code_state()
     with (
         translate(OSError, lambda error: config_error("run_root", f"{failure} ({error.strerror})", fix)),
         contextlib.suppress(FileExistsError),
@@ -165,7 +165,6 @@ def make_folder(folder: Path, failure: str, *inside: str) -> dict[str, Any] | No
         folder.mkdir(parents=True, mode=0o700)
         for name in inside:
             (folder / name).mkdir(mode=0o700)
-        code = code_state()
         (folder / "code.patch").write_text(masked(code.pop("patch")))
         return {"command": masked(shlex.join(["grpo", *sys.argv[1:]])), "code": code}
     return None

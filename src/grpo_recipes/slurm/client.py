@@ -239,7 +239,7 @@ class Walltime:
     job ends in seconds since the epoch, or None for a job without an end; ``signal_lead`` is that of the signal.
     """
 
-    def __init__(self, end_time: Callable[[], float | None], signal_lead: float = _SIGNAL_LEAD_SECONDS) -> None:
+    def __init__(self, end_time: Callable[[], float | None], signal_lead: float) -> None:
         self._signal_lead = signal_lead
         self._end_time = end_time
         self._end = end_time()
