@@ -115,8 +115,9 @@ def test_a_run_publishes_its_checkpoints_and_its_model(
     assert repo.messages[-1] == "Final model"
     published = run.summary()["published"]
     assert published["commit"] == repo.at("main") and f"published in {published['url']}" in run.output
-    card = repo.files()["README.md"].decode()
-    assert "base_model: ada/sums" in card and "license: apache-2.0" in card and "4 optimizer steps" in card
+    _, head, card = repo.files()["README.md"].decode().split("---\n", 2)
+    named = yaml.safe_load(head)
+    assert (named["base_model"], named["license"]) == ("ada/sums", "apache-2.0") and "4 optimizer steps" in card
     for name, content in repo.files().items():
         assert WRITER.encode() not in content and SECRET.encode() not in content, name
     assert all(WRITER.encode() not in file.read_bytes() for file in run.folder.rglob("*") if file.is_file())
