@@ -1,18 +1,16 @@
 """Choose the rotating tests of a day, where GRPO_DAY gives one (a whole number): `.ci/run` counts the days.
 
-Whole runs take minutes. `make e2e` runs all that are marked `rotating`. CI runs an eighth a day of those that have four
-or more parameters or inject a `fault`, and a sixteenth of the others.
+Whole runs take minutes. `make e2e` runs all that are marked `rotating`. CI runs an eighth a day of those that inject a
+`fault`, and a sixteenth of the others.
 """
 
 from __future__ import annotations
 
 import os
-from collections import Counter
 
 import pytest
 
-MANY_PARAMETERS = 4
-DAYS_OF_MANY, DAYS_OF_FEW = 8, 16
+DAYS_OF_FAULTS, DAYS_OF_OTHERS = 8, 16
 
 
 def leave_out_other_days(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -33,11 +31,6 @@ def rotating(items: list[pytest.Item]) -> list[pytest.Item]:
 def share(items: list[pytest.Item], day: int) -> set[pytest.Item]:
     """Return the rotating items that run on a day."""
     resting = rotating(items)
-    parameters = Counter(item.nodeid.partition("[")[0] for item in resting)
-    many = [
-        item
-        for item in resting
-        if parameters[item.nodeid.partition("[")[0]] >= MANY_PARAMETERS or item.get_closest_marker("fault")
-    ]
-    few = [item for item in resting if item not in many]
-    return {*many[day % DAYS_OF_MANY :: DAYS_OF_MANY], *few[day % DAYS_OF_FEW :: DAYS_OF_FEW]}
+    faults = [item for item in resting if item.get_closest_marker("fault")]
+    others = [item for item in resting if item not in faults]
+    return {*faults[day % DAYS_OF_FAULTS :: DAYS_OF_FAULTS], *others[day % DAYS_OF_OTHERS :: DAYS_OF_OTHERS]}

@@ -47,11 +47,11 @@ def test_sixteen_days_are_the_whole_and_each_test_has_its_day(days) -> None:
     assert all(len(share) < len(whole) / 4 for share in shares)
 
 
-def test_faults_and_tests_with_many_parameters_all_run_within_eight_days(days) -> None:
+def test_faults_all_run_within_eight_days(days) -> None:
     whole, shares = days
     first, second = set.union(*shares[:8]), set.union(*shares[8:])
-    many = {name for name in whole if "test_kill_9" in name or "test_faults.py" in name}
-    assert len(many) > 5 and many <= first and many <= second
+    faults = {name for name in whole if "test_kill_9" in name or "test_faults.py" in name}
+    assert len(faults) > 5 and faults <= first and faults <= second
 
 
 def test_a_day_leaves_out_those_of_the_other_days(days) -> None:

@@ -33,6 +33,7 @@ class Note(TrainerCallback):
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_evaluation_and_benchmarks(launch: Callable[..., Launch]) -> None:
     folder = launch("--resume", "last").folder  # makes the folder; refused, since there is no run
     (folder / "mine.py").write_text(CALLBACK)
