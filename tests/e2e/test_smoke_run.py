@@ -27,8 +27,8 @@ def test_training_sh_trains_the_smoke_recipe(launch: Callable[..., Launch]) -> N
     assert_report_shows_the_run(run)
     assert_nothing_secret_was_written(run)
     assert run.processes() == []
-    first, *_, last = [line for line in run.output.splitlines() if line.startswith("grpo: ")]
-    assert "smoke test on CPU" in first and "smoke test on CPU" in last
+    said = [line for line in run.output.splitlines() if line.startswith("grpo: smoke test on CPU")]
+    assert len(said) == 2 and "not an experiment" in said[0] and run.output.splitlines()[-1] == said[1]
 
 
 def assert_reward_went_up(run: Launch) -> None:
