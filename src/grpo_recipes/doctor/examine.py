@@ -48,8 +48,8 @@ class Machine:
     @property
     def run_root(self) -> Path:
         """Return the folder of run directories."""
-        named = self.recipe["run_root"] if self.recipe else run_root(self.environment)
-        return Path(os.path.expanduser(named)).absolute()
+        named = os.path.expanduser(self.recipe["run_root"]) if self.recipe else run_root(self.environment)
+        return Path(named).absolute()
 
     @property
     def temporary(self) -> Path:

@@ -23,6 +23,7 @@ def _level(name: str, about: str, key: str, *notices: str, worst: str = PROBLEM)
     """Return the check of a metric: its first and latest level, with the first of these notices of the run."""
 
     def look(run: Run) -> Finding:
+        """Judge the metric by the notices of the run, else by its level."""
         values, recent = run.numbers(key), run.recent(key)
         found = {notice.name: notice for notice in notices_of(run.rows, run.value, over=not run.is_running())}
         what = "no value that is a number" if recent is None else f"{values[0]:.3g} -> {recent:.3g}"

@@ -49,7 +49,7 @@ def load_rewards(script_args: Any, args: Any, run_dir: Path) -> list[Reward]:
     The user's own, and those of ours whose work has no bound, are called in child processes; the pool they share is
     started here. With ``reward_isolation: none`` the user's own are called in this process. ``run_dir`` has, or gets,
     copies of the user's files, and keeps the scores that limits decide. A file that does not exist is a ConfigError,
-    what else cannot be loaded a RewardFailed.
+    one that cannot be loaded otherwise a RewardFailed.
     """
     names, copies = script_args.reward_funcs, run_dir / _COPIES
     keep_rewards(names, run_dir)

@@ -322,6 +322,7 @@ def digested_saves(folder: Path) -> Iterator[dict[str, str]]:
     plain, crc32 = torch.save, torch.serialization.get_crc32_options()
 
     def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        """Save as torch does, with the digest of what goes into ``folder``."""
         path = Path(f) if isinstance(f, str | os.PathLike) else None
         if path is None or not path.is_relative_to(folder):
             plain(obj, f, *args, **kwargs)

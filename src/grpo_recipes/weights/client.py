@@ -291,6 +291,7 @@ class BridgeClient(VLLMClient):
             return dict(VLLMClient.generate(self, [prompts[index]], n=n, generation_kwargs=own, **kwargs))
 
         def sample_all() -> dict[str, Any]:
+            """Request each prompt, some at a time, and join the answers in the order of the prompts."""
             answers: list[dict[str, Any]] = []
             for start in range(0, len(prompts), REQUESTS):
                 share = range(start, min(start + REQUESTS, len(prompts)))
