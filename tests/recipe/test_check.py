@@ -16,8 +16,10 @@ RECIPES = sorted(path for path in ROOT.rglob("*.yaml") if path.parent != ROOT / 
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_shipped_recipes_are_right(path):
-    assert check(read_recipe(path), {}) == []
+def test_shipped_recipes_are_right(path, monkeypatch):
+    monkeypatch.chdir(ROOT.parent)  # as their own files are named
+    recipe = read_recipe(path)
+    assert check(recipe, dict.fromkeys(recipe["reward_environment"], "set")) == []
 
 
 def test_there_are_shipped_recipes():
@@ -70,7 +72,11 @@ def test_there_are_shipped_recipes():
         ({"benchmarks": ["a" * 300 + ".jsonl"]}, {"benchmarks": ["math_500"]}, "no file 'aaa"),
         ({"callbacks": ["missing.py:Mine"]}, {"callbacks": []}, "no file 'missing.py'"),
         ({"vllm_mode": "colocate", "weight_sync": "nccl"}, {"vllm_mode": "colocate"}, "weight_sync has no meaning"),
-        ({"report_to": ["mlflow"]}, {"report_to": ["wandb", "tensorboard"]}, "'mlflow' is not supported"),
+        (
+            {"report_to": ["mlflow"]},
+            {"report_to": ["wandb", "tensorboard"]},
+            "e.g. transformers.integrations:MLflowCallback",
+        ),
         ({"report_to": "all"}, {"report_to": "none"}, "'all' is not supported"),
     ],
 )
@@ -220,3 +226,7 @@ def test_a_value_of_the_wrong_type_hides_no_other_problem(tmp_path, keys, more):
     with pytest.raises(ConfigError) as refused:
         resolve_recipe(str(path), None, [], {}, "cpu")
     assert len(refused.value.problems) > 1 and more in str(refused.value)
+
+
+def test_the_callback_of_another_tracker_is_accepted(read):
+    assert check(read(callbacks=["transformers.integrations:MLflowCallback"]), {}) == []

@@ -14,7 +14,7 @@ import pytest
 trl = pytest.importorskip("trl")
 
 from grpo_recipes.recipe import configs, read_recipe  # noqa: E402
-from grpo_recipes.recipe.dialects import OBSOLETE_KEYS  # noqa: E402
+from grpo_recipes.recipe.dialects import names  # noqa: E402
 from grpo_recipes.recipe.keys import CATALOGUE_FILE, OWNED_KEYS, catalogue  # noqa: E402
 
 ROOT = Path(__file__).parents[2] / "recipes"
@@ -36,7 +36,7 @@ def test_the_catalogue_file_is_what_the_dataclasses_say():
 
 def test_owned_keys_are_fields_and_obsolete_ones_are_not():
     assert set(OWNED_KEYS) <= fields()
-    assert not set(OBSOLETE_KEYS) & fields()
+    assert not set(names()) & fields()
 
 
 def test_every_field_is_in_the_catalogue_or_owned():
@@ -60,6 +60,7 @@ def test_our_own_keys_are_told_apart_from_trls():
     assert ours == {
         "prompts_per_step", "weight_sync", "weight_guard", "weight_guard_tolerance", "seed_server",
         "server_request_timeout", "vllm_node", "wandb_project", "wandb_entity", "wandb_run_group", "report_samples",
+        "show_completion_steps", "weight_sync_timeout",
         "server_restarts", "server_stall_timeout", "stall_timeout", "max_requeues",
         "kl_target", "kl_horizon", "kl_ctl_step_size", "maxent_objective", "maxent_utility",
         "maxent_tau", "maxent_tau_lr", "maxent_tau_min", "maxent_tau_max", "maxent_tau_warmup_steps", "maxent_beta",

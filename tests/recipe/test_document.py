@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.recipe import read_recipe
+from grpo_recipes.recipe import merge_recipe, read_recipe
 
 
 def refusal(path: Path, text: str, *flags: str) -> str:
@@ -166,3 +166,17 @@ def test_numbers_that_the_trainer_would_die_of_are_out_of_range(tmp_path: Path, 
     (tmp_path / "recipe.yaml").write_text("")
     with pytest.raises(ConfigError, match=r"(below|above) "):
         read_recipe(tmp_path / "recipe.yaml", [flag])
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("seed: 042", "YAML reads 042 as an octal number"),
+        ("run_name: 12:30", "YAML reads 12:30 as a number in base 60"),
+        ("lr_scheduler_kwargs: {min_lr: 1e-7}", "YAML reads 1e-7 as a text"),
+        ("chat_template_kwargs: {enable_thinking: no}", "YAML reads no as false"),
+    ],
+)
+def test_a_word_that_yaml_reads_otherwise_than_it_looks_is_told(line, said, tmp_path):
+    (tmp_path / "recipe.yaml").write_text(f"{line}\n")
+    assert any(problem.what.startswith(said) for problem in merge_recipe(tmp_path / "recipe.yaml")[1])

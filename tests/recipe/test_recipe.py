@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.recipe import DEFAULT_SOURCE, read_recipe
-from grpo_recipes.recipe.dialects import OBSOLETE_KEYS
+from grpo_recipes.recipe import DEFAULT_SOURCE, merge_recipe, read_recipe
+from grpo_recipes.recipe.dialects import names
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, OWNED_KEYS, catalogue
 
 TOKEN = "hf_" + "plantedsecret" * 2
@@ -103,9 +103,9 @@ def test_ways_to_write_a_flag(path, flags, key, value):
 
 def test_the_guides_overwrite_flag_is_accepted_with_a_note(path):
     path.write_text("")
-    recipe = read_recipe(path, ["--overwrite_output_dir", "false"])
-    assert len(recipe.notes) == 1 and "overwrite_output_dir" in recipe.notes[0]
-    assert "--overwrite_output_dir: " in problems_of(path, "", "--overwrite_output_dir", "true")[0]
+    for given in ("false", "true"):
+        (note,) = read_recipe(path, ["--overwrite_output_dir", given]).notes
+        assert note.startswith(f"--overwrite_output_dir: overwrite_output_dir: {given} changes nothing: every launch")
 
 
 @pytest.mark.parametrize(
@@ -130,6 +130,11 @@ def test_the_guides_overwrite_flag_is_accepted_with_a_note(path):
         ("learning_rate: [1]", [], "recipe.yaml:1", "a number"),
         ("learning_rate:", [], "recipe.yaml:1", "is empty"),
         ("reward_funcs: 7", [], "recipe.yaml:1", "where a list belongs"),
+        *(
+            ("seed: 1", [f"--{key}", "--beta", "0"], f"--{key}", f"is given without a value. Fix: write --{key} VALUE")
+            for key in ("max_steps", "run_name", "reward_funcs", "learning_rate", "lr_scheduler_kwargs")
+        ),
+        ("seed: 1", ["--max_steps="], "--max_steps", "is given without a value. Fix: write --max_steps VALUE"),
         ("reward_weights: [1, x]", [], "recipe.yaml:1", "a number"),
         ("model_init_kwargs: [1]", [], "recipe.yaml:1", "where a mapping belongs"),
         ("", ["--model_init_kwargs", "{a: "], "--model_init_kwargs", "mapping"),
@@ -138,7 +143,8 @@ def test_the_guides_overwrite_flag_is_accepted_with_a_note(path):
         ("bf16: 1", [], "recipe.yaml:1", "true or false"),
         ("num_generations: 1", [], "recipe.yaml:1", "below 2"),
         ("vllm_gpu_memory_utilization: 1.5", [], "recipe.yaml:1", "above 1.0"),
-        ("logging_steps: 10", [], "recipe.yaml:1", "above 1"),
+        ("logging_steps: often", [], "recipe.yaml:1", "a number"),
+        ("num_generations: null", [], "recipe.yaml:1", "is empty"),
         ("vllm_server_port: 80", [], "recipe.yaml:1", "below 1024"),
         ("vllm_mode: servr", [], "recipe.yaml:1", "server, colocate"),
         ("loss_type: gspo", [], "recipe.yaml:1", "write one of grpo"),
@@ -151,10 +157,11 @@ def test_a_fault_is_told_with_its_place_and_what_to_write(path, text, flags, whe
     assert ". Fix: " in problem and "\n" not in problem
 
 
-@pytest.mark.parametrize("table", [OBSOLETE_KEYS, OWNED_KEYS], ids=["obsolete", "owned"])
-def test_obsolete_and_owned_keys_are_refused_with_their_replacement(path, table):
-    for key, fix in table.items():
+def test_names_of_others_are_refused_with_what_to_write(path):
+    for key, fix in [*((name, one.fix("x")) for name, one in names().items()), *OWNED_KEYS.items()]:
         assert key not in catalogue()
+        if key in ("output_dir", "logging_first_step", "overwrite_output_dir"):
+            continue  # noted, whatever the value
         (problem,) = problems_of(path, f"{key}: x")
         assert problem.startswith("recipe.yaml:1: ") and problem.endswith(f"Fix: {fix}")
 
@@ -182,7 +189,7 @@ def test_values_are_typed_by_the_catalogue(path, text, key, value):
 
 def test_everything_wrong_is_told_at_once(path):
     text = "seed: x\nlearning_rte: 1\ntorch_dtype: y\nnum_generations: 1\nnum_generations: 0\n"
-    told = problems_of(path, text, "--output_dir", "z", VLLM_PORT="http")
+    told = problems_of(path, text, "--hub_token", "z", VLLM_PORT="http")
     wheres = [problem.split(": ")[0] for problem in told]
     assert sorted(wheres) == sorted(
         [
@@ -191,7 +198,7 @@ def test_everything_wrong_is_told_at_once(path):
             "recipe.yaml:3",
             "recipe.yaml:5",
             "recipe.yaml:5",
-            "--output_dir",
+            "--hub_token",
             "VLLM_PORT",
         ]
     )
@@ -329,3 +336,16 @@ def test_parts_of_a_mapping_are_typed(path):
     assert mixture == {"seed": 3, "datasets": [{"id": "a/b", "weight": 0.5, "columns": ["question"]}]}
     flag = ["--dataset_mixture", "{seed: '3', datasets: [{id: a/b}]}"]
     assert value_of(path, "", "dataset_mixture", *flag) == {"seed": 3, "datasets": [{"id": "a/b"}]}
+
+
+def test_a_message_names_the_recipe_as_it_is_typed_from_here(tmp_path: Path, monkeypatch) -> None:
+    inside, outside = tmp_path / "own" / "a.yaml", tmp_path / "elsewhere" / "base.yaml"
+    for path, text in ((outside, "learning_rte: 1\n"), (inside, f"base: {outside}\nseeed: 1\nbf16: true\n")):
+        path.parent.mkdir()
+        path.write_text(text)
+    monkeypatch.chdir(tmp_path / "own")
+    recipe, problems = merge_recipe(inside)
+    assert {problem.where for problem in problems} == {"a.yaml:2", f"{outside}:1"}
+    monkeypatch.chdir(tmp_path)
+    assert {problem.where for problem in merge_recipe(inside)[1]} == {"own/a.yaml:2", "elsewhere/base.yaml:1"}
+    assert merge_recipe(inside)[0].source("bf16") == "own/a.yaml:3" and recipe.place("seed") == "own/a.yaml"

@@ -99,7 +99,7 @@ def test_a_copied_recipe_still_finds_its_base(tmp_path: Path) -> None:
     copied = tmp_path / "mine.yaml"
     shutil.copy(MATH[0], copied)
     assert read_recipe(copied)["prompts_per_step"] == 105
-    assert read_recipe(copied).source("prompts_per_step").startswith("math.yaml:")
+    assert read_recipe(copied).source("prompts_per_step").startswith(f"{home()}/recipes/base/math.yaml:")
 
 
 def test_batches_on_several_nodes_need_the_gpus_of_a_node(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from transformers import Trainer, TrainingArguments
 
 from grpo_recipes.recipe.keys import catalogue
-from grpo_recipes.recipe.registry import ACCURACY, IN_CHILDREN, REWARDS
+from grpo_recipes.recipe.registry import ACCURACY, IN_CHILDREN, REWARDS, missing_package
 from grpo_recipes.rewards.score import make_reward
 
 DEFAULTS = SimpleNamespace(**{key: entry["default"] for key, entry in catalogue().items()})
@@ -83,3 +85,26 @@ print([m for m in ("torch", "sympy", "trl") if m in sys.modules])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", catalogue()["optim"]["choices"])
+def test_an_optimizer_of_a_package_that_is_missing_is_known(name, tmp_path):
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), optim=name, optim_target_modules=["all-linear"], use_cpu=True
+    )
+    try:
+        Trainer.get_optimizer_cls_and_kwargs(arguments)
+    except (ImportError, ValueError) as error:
+        refused = str(error)
+    else:
+        refused = ""
+
+    package = missing_package("optim", name)
+    assert bool(package) == bool(refused), refused
+
+
+def test_a_package_that_is_installed_is_not_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert missing_package("use_liger_kernel", True) == "liger-kernel"
+    (tmp_path / "liger_kernel.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert missing_package("use_liger_kernel", True) is None and missing_package("use_liger_kernel", False) is None

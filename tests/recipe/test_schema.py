@@ -17,7 +17,7 @@ RECIPES = sorted((home() / "recipes").rglob("*.yaml"))
 # Faults that an editor marks while they are typed.
 SEEN_BY_EDITORS = [
     "unknown_key", "unknown_nested_key", "unknown_key_of_mixture", "unknown_checkpointing_key", "obsolete_torch_dtype",
-    "owned_output_dir", "type_float_for_int", "type_text_for_number", "type_list_for_text", "type_text_for_bool",
+    "owned_resume", "type_float_for_int", "type_text_for_number", "type_list_for_text", "type_text_for_bool",
     "type_text_for_mapping", "range_group_of_one", "range_memory", "choice_loss", "choice_scheduler", "trap_no",
 ]  # fmt: skip
 
@@ -49,6 +49,11 @@ def test_shipped_recipes_are_valid_and_name_it(path: Path) -> None:
 @pytest.mark.parametrize("name", SEEN_BY_EDITORS)
 def test_editors_mark_a_wrong_recipe(name: str) -> None:
     assert problems((Path(__file__).parents[1] / "wrong_recipes" / f"{name}.yaml").read_text())
+
+
+def test_editors_allow_what_grpo_check_takes_beside_trls_types() -> None:
+    assert problems("save_steps: 0.1\n") == problems("save_steps: 50\n") == problems("scale_rewards: false\n") == []
+    assert problems("save_steps: -1\n") and problems("scale_rewards: often\n")
 
 
 def test_editors_allow_an_infinite_tau_and_no_negative_one() -> None:

@@ -32,6 +32,7 @@ on_cpu = pytest.mark.skipif(environment_device() != "cpu", reason="needs a CPU e
 def nothing_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in {*ENVIRONMENT_KEYS, *READ_VARIABLES} - {"CACHE_ROOT", "GRPO_HOME"}:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GRPO_DEFAULT_RECIPE", "1")
     monkeypatch.chdir(tmp_path)
 
 
@@ -258,7 +259,7 @@ def test_every_command_refuses_a_maxent_recipe_with_maxent_off(
     monkeypatch.setenv("MAXENT", "0")
     assert cli.main([command, str(SMOKE / "maxent.yaml")]) == 2
     told = capsys.readouterr()
-    assert "MAXENT: asks for GRPO, maxent.yaml:5 for MaxEnt-GRPO" in told.out + told.err
+    assert f"MAXENT: asks for GRPO, {SMOKE}/maxent.yaml:5 for MaxEnt-GRPO" in told.out + told.err
 
 
 @pytest.mark.parametrize("task", ["grpo", "maxent"])

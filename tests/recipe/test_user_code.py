@@ -50,7 +50,7 @@ def test_names_of_a_file_are_found_without_running_it(folder: Path, name: str) -
 @pytest.mark.parametrize(
     ("spec", "said", "fix"),
     [
-        ("mine.py:inner", "'mine.py' has no 'inner'", "write one of Class, HELP, Path, conditional"),
+        ("mine.py:inner", "'mine.py' has no 'inner'", "write one of Class, function"),
         ("mine.py:method", "has no 'method'", "write one of"),
         ("mine.py", "names nothing in a module", "write module:name or file.py:name"),
         ("mine.py:", "names nothing", "write module:name"),

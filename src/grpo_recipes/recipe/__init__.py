@@ -13,7 +13,8 @@ from typing import Any
 import yaml
 
 from grpo_recipes.errors import ConfigError, Problem
-from grpo_recipes.recipe.dialects import recipe_keys
+from grpo_recipes.paths import shown
+from grpo_recipes.recipe.dialects import is_foreign, migration, recipe_keys
 from grpo_recipes.recipe.document import Value, read_document, read_flags, typed
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, catalogue
 from grpo_recipes.secrets import secret_value
@@ -50,7 +51,7 @@ class Recipe:
 
     def place(self, key: str) -> str:
         """Return where a person looks for ``key``: its source, or the file where nobody gave it."""
-        return self.source(key) if self.given(key) else self.path.name
+        return self.source(key) if self.given(key) else shown(self.path)
 
     def problem(self, key: str, what: str, fix: str) -> Problem:
         """Return a problem with ``key`` at the place where a person looks for it."""
@@ -75,7 +76,7 @@ def read_frozen(path: Path, flags: Iterable[str] = (), environment: Mapping[str,
     lines = path.read_text(encoding="utf-8").splitlines()
     for key, value in recipe.values.items():
         name, _, line = value.source.rpartition(":")
-        if name == path.name:
+        if name == shown(path):
             recipe = recipe.with_value(key, Value(value.value, lines[int(line) - 2].removeprefix("# ")))
     return recipe
 
@@ -97,6 +98,7 @@ def merge_recipe(
     given: dict[str, Value] = {}
     for file in read_document(path, problems):
         given |= recipe_keys(file.items(), problems, notes)
+        problems += [migration(path)] if is_foreign(file) else []
     places = {key: value.source for key, value in given.items()}
     variables = ((key, name, (environment or {}).get(name)) for name, key in ENVIRONMENT_KEYS.items())
     texts = [(key, Value(text, name, from_text=True)) for key, name, text in variables if text]

@@ -14,13 +14,23 @@ from typing import Any
 
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.modebench.dataset import COLUMNS, SCHEME, SPLITS, TASKS, Settings, rows
-from grpo_recipes.paths import home
+from grpo_recipes.paths import home, shown
 from grpo_recipes.recipe import BrokenKey, Recipe, in_order, learning, merge_recipe
-from grpo_recipes.recipe.datafiles import BUILDERS, RESERVED_COLUMNS, columns_of, has_splits, is_saved
+from grpo_recipes.recipe.datafiles import (
+    BUILDERS,
+    RESERVED_COLUMNS,
+    columns_of,
+    has_splits,
+    is_saved,
+    solution_names,
+)
+from grpo_recipes.recipe.dialects import other_rewards, reward_names
+from grpo_recipes.recipe.document import read_flags
+from grpo_recipes.recipe.keys import DEFAULT_RECIPE, nearest_of
 from grpo_recipes.recipe.registry import REWARDS, benchmark_columns, benchmark_problem, is_file
 from grpo_recipes.recipe.rules import RULES, Rule, evaluation_set, modebench_tasks, removal
 from grpo_recipes.recipe.tasks import GRPO, requested_task, with_task
-from grpo_recipes.recipe.user_code import copy_path, problem_with
+from grpo_recipes.recipe.user_code import compared, copy_path, function_source, problem_with, required_parameters
 from grpo_recipes.smoke import SMOKE_SCHEME, SMOKE_TASKS
 
 START_FILE = Path(__file__).with_name("start.yaml")  # what grpo new writes
@@ -29,6 +39,8 @@ _Check = Callable[[Recipe, Mapping[str, str]], Iterator[Problem]]
 _HUB_NAME = re.compile(r"[\w.-]{1,96}(?:/[\w.-]{1,96})?", re.ASCII)
 _LOCAL = ("/", "./", "../", "~")
 _COLUMNS = ("dataset_prompt_column", "dataset_solution_column")
+_LIVE = ("completions", "prompts", "completion_ids", "answer")  # what the trainer hands every reward
+_LIVE_HERE = ("trainer_state", "log_extra", "log_metric", "environments")  # and one in its own process
 
 
 def check(recipe: Recipe, environment: Mapping[str, str]) -> list[Problem]:
@@ -53,21 +65,37 @@ def _refused(rule: Rule, recipe: Recipe, _: Mapping[str, str]) -> Iterator[Probl
 
 
 def choose_recipe(given: str | None, environment: Mapping[str, str], task: str, device: str) -> Path:
-    """Return the recipe named on the command line or by CONFIG, else the default one of the device; it must exist."""
+    """Return the recipe named on the command line or by CONFIG; it must exist.
+
+    Where training.sh started us, none is the default one of the device. Elsewhere a forgotten name is asked for: the
+    default would train another model on somebody's allocation.
+    """
     where, name = ("RECIPE", given) if given else ("CONFIG", environment.get("CONFIG"))
-    if not name:
-        where, name = "default recipe", str(home() / _DEFAULT_RECIPES[device].format(task=task))
+    default = _DEFAULT_RECIPES[device].format(task=task)
+    if not name and not environment.get(DEFAULT_RECIPE):
+        here = sorted(path.name for path in Path().glob("[!.]*.yaml"))
+        known = ", ".join([*here[:5], default]) if len(here) <= 5 else default
+        raise config_error("RECIPE", "none is named", f"name one, e.g. {known}, or export CONFIG=FILE")
+    where, name = (where, name) if name else ("default recipe", str(home() / default))
     for path in (Path(name), home() / name):
         if os.path.isfile(path):  # of Path itself a name too long raises OSError
             return path
-    raise config_error(where, f"there is no recipe '{name}'", "name an existing .yaml file under recipes/")
+    beside = Path(name).parent.glob("*.yaml") if os.path.isdir(os.path.dirname(name) or ".") else ()
+    ours = (path.relative_to(home()) for path in (home() / "recipes").rglob("*.yaml"))
+    close = nearest_of(name, map(str, [*beside, *ours]))
+    fix = f"write {close}" if close else "name a .yaml file, from the folder where you are or under recipes/"
+    raise config_error(where, f"there is no recipe '{name}'", fix)
 
 
 def resolve_recipe(
     name: str | None, task: str | None, flags: Iterable[str], environment: Mapping[str, str], device: str
 ) -> Recipe:
     """Read the recipe of that name, resolve its task and check it; a ConfigError reports all that is wrong at once."""
-    asked = requested_task(environment, task)
+    asked, stray = requested_task(environment, task), list[Problem]()
+    if not (name or environment.get("CONFIG") or environment.get(DEFAULT_RECIPE)):
+        read_flags(flags := list(flags), stray)  # a recipe behind the flags was named, at the wrong place
+        if stray:
+            raise ConfigError(*stray)
     path = choose_recipe(name, environment, asked.task or GRPO, device)
     recipe, problems = merge_recipe(path, flags, environment)
     recipe, contradictions = with_task(recipe, asked)
@@ -121,9 +149,67 @@ def _user_code(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
                     yield problem
             elif name not in REWARDS:
                 fix = f"write one of {', '.join(sorted(REWARDS))}, or your own as module:function or file.py:function"
-                if "." in name:
+                if close := reward_names().get(name) or nearest_of(name, REWARDS):
+                    fix = f"write {close}"
+                elif why := {**other_rewards(True), **other_rewards(False)}.get(name):
+                    fix = f"remove it ({why}), or write your own as file.py:function"
+                elif "." in name:
                     fix = f"write {name}:function" if name.endswith(".py") else f"write {':'.join(name.rsplit('.', 1))}"
                 yield recipe.problem(key, f"no reward '{name}'", fix)
+
+
+def _reward_arguments(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
+    """Refuse a reward of the user's that needs an argument which neither the trainer nor the dataset has."""
+    sets = list(_columns_at_hand(recipe))
+    names = [recipe[_COLUMNS[1]], recipe[f"eval_{_COLUMNS[1]}"]]
+    trainers = {*_LIVE, *(_LIVE_HERE if recipe["reward_isolation"] == "none" else ())}
+    trainers |= {*solution_names(names, recipe["dataset_mixture"]), *(["source"] if recipe["dataset_mixture"] else [])}
+    for name in filter(lambda name: ":" in name, recipe["reward_funcs"]):
+        copy = copy_path(name, recipe.path.parent / "rewards")
+        function = function_source(name, copy if copy.exists() else None)
+        wanted = [one for one in required_parameters(function) if one not in trainers] if function else []
+        for parameter, columns in ((one, columns) for one in wanted for columns in sets):
+            known = set(columns or ()) - {*RESERVED_COLUMNS, recipe[_COLUMNS[0]]}
+            if columns is not None and parameter not in known:
+                here = [*_LIVE, "solution", *sorted(known)]
+                fix = f"take one of {', '.join(dict.fromkeys(here))}, or give it a default"
+                if parameter in _LIVE_HERE:
+                    fix = "write reward_isolation: none, under which the trainer's own objects are handed on"
+                elif parameter == recipe[_COLUMNS[0]]:
+                    fix = "take prompts: the prompt column comes under this name, as chat messages"
+                yield recipe.problem("reward_funcs", f"'{name}' needs '{parameter}', which nobody hands it", fix)
+                break
+
+
+def _columns_at_hand(recipe: Recipe) -> Iterator[list[str] | None]:
+    """Yield the columns of each dataset that rewards see, None where they are not known before it is downloaded."""
+
+    def columns(name: str, split: str) -> list[str] | None:
+        if name.startswith((SMOKE_SCHEME, SCHEME)):
+            return list(COLUMNS) if name.startswith(SCHEME) else [*COLUMNS[:2]]
+        path = Path(os.path.expanduser(name))
+        with contextlib.suppress(OSError, ValueError):  # reported of the dataset's key
+            return columns_of(path, split) if path.exists() else None
+        return None
+
+    if mixture := recipe["dataset_mixture"]:
+        entries = [entry for entry in mixture.get("datasets") or [] if entry.get("id")]
+        all_of = [entry.get("columns") or columns(entry["id"], entry.get("split") or "train") for entry in entries]
+        known = [set(found) for found in all_of if found is not None]
+        yield sorted(set.intersection(*known)) if len(known) == len(all_of) and known else None
+    elif recipe["dataset_name"]:
+        yield columns(recipe["dataset_name"], recipe["dataset_train_split"])
+    if name := evaluation_set(recipe):
+        yield columns(name, recipe["eval_dataset_split"])
+
+
+def reward_notes(recipe: Recipe) -> Iterator[str]:
+    """Yield a note for each reward of the user's that compares completions, and is called with one at a time."""
+    for name in filter(lambda name: ":" in name, recipe["reward_funcs"]):
+        function = function_source(name) if recipe["reward_isolation"] == "completion" else None
+        if function is not None and (found := compared(function)):
+            what = f"'{name}' compares completions ({found[0]}, line {found[1]}), and gets one at a time"
+            yield f"{recipe.place('reward_funcs')}: {what}: write reward_isolation: none where it is to see all"
 
 
 def _benchmarks(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
@@ -140,6 +226,13 @@ def _benchmarks(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
                 what = f"'{name}' has the columns {', '.join(names) or 'none'}, not problem and answer"
                 fix = "rename them, or name them as dataset_prompt_column and dataset_solution_column"
                 yield recipe.problem("benchmarks", what, fix)
+
+
+def _handed_variables(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
+    for name in recipe["reward_environment"]:
+        if name not in environment:
+            fix = f"export {name} first, or remove it from reward_environment"
+            yield recipe.problem("reward_environment", f"there is no variable '{name}' to hand to rewards", fix)
 
 
 def _training_data(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
@@ -213,7 +306,8 @@ def _dataset(where: str, name: str, config: str | None, split: str, columns: Map
         return
     elif not os.path.exists(path):
         if name.startswith(_LOCAL) or path.suffix in BUILDERS:
-            yield Problem(where, f"no file '{name}'", "name an existing file or a hub id")
+            whole = f"write {os.path.expanduser(name)}, or another file" if name.startswith("~") else "name a file"
+            yield Problem(where, f"no file '{name}'", f"{whole}, from the folder of the launch, or a hub id")
         elif not _HUB_NAME.fullmatch(name):
             fix = "name an existing file or a hub id, e.g. openai/gsm8k"
             yield Problem(where, f"'{name}' is neither a file here nor a hub id", fix)
@@ -224,7 +318,7 @@ def _dataset(where: str, name: str, config: str | None, split: str, columns: Map
             yield Problem(where, str(error), "name a data file, or a folder of data files of one kind")
     for column, named in columns.items():
         if found is not None and column not in found:
-            yield Problem(named, f"'{path.name}' has no column '{column}'", f"write one of {', '.join(found)}")
+            yield Problem(named, f"'{shown(path)}' has no column '{column}'", f"write one of {', '.join(found)}")
 
 
 def _modebench_sizes(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
@@ -241,5 +335,6 @@ def _modebench_sizes(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
 
 
 _CHECKS: tuple[_Check, ...] = (
-    _model, _rounded_away, _user_code, _benchmarks, _training_data, _evaluation_data, _modebench_sizes,
+    _model, _rounded_away, _user_code, _reward_arguments, _handed_variables, _benchmarks, _training_data,
+    _evaluation_data, _modebench_sizes,
 )  # fmt: skip

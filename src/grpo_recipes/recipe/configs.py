@@ -17,7 +17,7 @@ from typing import Any
 import trl
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from grpo_recipes.recipe.dialects import ALIASES
+from grpo_recipes.recipe.dialects import ALIASES, SAME_VALUES
 from grpo_recipes.recipe.document import BASE_KEY
 from grpo_recipes.recipe.keys import CATALOGUE_FILE, OWNED_KEYS, catalogue, nested_catalogue, schema_file
 from grpo_recipes.recipe.registry import DEFAULT_OBJECTIVE, OBJECTIVES
@@ -130,7 +130,11 @@ class ScriptArguments(trl.ScriptArguments):
         "the whole batch inside the trainer, without limits (none).", choices=["completion", "none"])
     reward_timeout: float = _key(5.0, "Seconds a reward in a child process may take for one completion.", min=0.01)
     reward_memory_gib: float = _key(4.0, "Memory in GiB that a reward's child process may take.", min=0.1)
-    reward_workers: int | None = _key(None, "Child processes for rewards; by default 1 per 2 cores, at most 8.", min=1)
+    reward_workers: int | None = _key(None,
+        "Child processes for rewards; by default 1 per 2 cores, at most 8.", min=1, max=1024)
+    reward_concurrency: int = _key(32, "Calls of an async reward of yours at a time in one child.", min=1, max=1024)
+    reward_environment: list[str] = _key([],
+        "Names of environment variables that rewards in child processes get, such as a judge's key; they get no other.")
     reward_max_no_verdict: float = _key(0.5,
         "Share of a step's completions left unscored (time limit, crash, not a number) that ends the run.",
         min=0.0, max=1.0)
@@ -138,7 +142,8 @@ class ScriptArguments(trl.ScriptArguments):
     accelerator: str = _key("auto",
         "How training processes share the model: TRL's packaged accelerate file of that name.",
         choices=["auto", "single", "ddp", "zero2", "zero3", "fsdp2"])
-    num_processes: int | None = _key(None, "Training processes; by default one per training GPU, one on CPU.", min=1)
+    num_processes: int | None = _key(None,
+        "Training processes; by default one per training GPU, one on CPU.", min=1, max=1024)
     main_process_port: int | None = _key(None, "Rendezvous port of trainers; 29525 outside Slurm.", min=1024, max=65535)
 
 
@@ -167,6 +172,7 @@ class DatasetMixtureConfig:
 class GRPOConfig(trl.GRPOConfig):
     """TRL's GRPO options plus the batch of the experiment, the weight bridge and its guard."""
 
+    num_generations: int = _key(8, "Completions of each prompt: the group within which advantages are computed.", min=2)
     prompts_per_step: int | None = _key(None,
         "Prompts of one optimizer step over all devices; per-device size and accumulation follow from it.", min=1)
     weight_sync: str = _key("auto",
@@ -185,6 +191,9 @@ class GRPOConfig(trl.GRPOConfig):
     server_restarts: int = _key(2, "Restarts of a dead or hung vLLM server in an attempt, a step between each.", min=0)
     server_stall_timeout: float = _key(300.0,
         "Seconds the vLLM server may make no token while it is waited for before it counts as hung.", min=1.0)
+    weight_sync_timeout: float = _key(600.0,
+        "Seconds a transfer of weights to the vLLM server, or the rendezvous for it, may take: through NCCL it takes "
+        "seconds, through files on a network file system minutes.", min=1.0)
     stall_timeout: float = _key(3600.0,
         "Seconds a training process may stay in one phase before the run ends with the stacks of all of them.", min=1.0)
     max_requeues: int = _key(100, "Times Slurm may restart the job after the run was stopped to go on later.", min=0)
@@ -202,7 +211,7 @@ class GRPOConfig(trl.GRPOConfig):
     vllm_tensor_parallel_size: int = _key(1, "GPUs one vLLM model is split over.", min=1)
     vllm_max_model_length: int | None = _key(None, "Most tokens of prompt plus completion the server accepts.", min=1)
     logging_steps: float = _key(1, "Always 1: one row of metrics.jsonl per optimizer step.", min=1, max=1)
-    save_steps: float = _key(100, "Optimizer steps between checkpoints.", min=1)
+    save_steps: float = _key(100, "Optimizer steps between checkpoints, or a share of all steps below 1.", min=0.0001)
     push_to_hub: bool = _key(False, "Publish the model on the hub, as hub_strategy says; needs a login that may write.")
     hub_model_id: str | None = _key(None, "Repository push_to_hub writes to: user/name; by default the run's name.")
     hub_strategy: str = _key("every_save",
@@ -247,6 +256,8 @@ class GRPOConfig(trl.GRPOConfig):
     maxent_tau_max: float = _key(1000.0, "Largest tau of the controller.", min=1e-09)
     maxent_tau_warmup_steps: int = _key(0, "Optimizer steps before the controller moves tau.", min=0)
     report_samples: int = _key(4, "Sampled completions of each step kept for report.html; 0 keeps none.", min=0)
+    show_completion_steps: int = _key(20,
+        "Steps between two sampled completions that the launcher prints; 0 prints none.", min=0)
     save_total_limit: int | None = _key(2, "Complete checkpoints kept; older ones are removed after a new one.", min=1)
 
 
@@ -352,6 +363,9 @@ def schema() -> dict[str, Any]:
     }
     for alias, key in ALIASES.items():
         properties[alias] = {**properties[key], "description": f"Another name of {key}."}
+    for key, values in SAME_VALUES.items():
+        properties[key]["type"] = [properties[key]["type"], "boolean"]
+        properties[key]["enum"] = [*properties[key]["enum"], *values]
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "grpo-recipes recipe",

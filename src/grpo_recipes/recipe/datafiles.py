@@ -6,7 +6,9 @@ import itertools
 import json
 import os
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from grpo_recipes.errors import translate
 
@@ -21,6 +23,13 @@ _NO_DATA = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "sta
 _HEAD = 1 << 20  # characters
 _FEW = 100  # rows whose keys are looked at
 _MANY = 10_000  # files of a folder that are looked at
+
+
+def solution_names(columns: Iterable[str | None], mixture: Mapping[str, Any] | None) -> list[str]:
+    """Return the names under which rewards of the user's get ``answer``: those of its columns, and ``solution``."""
+    entries = (mixture or {}).get("datasets") or []
+    listed = [name for entry in entries for name in (entry.get("columns") or [])[1:2]]
+    return [name for name in dict.fromkeys(["solution", *columns, *listed]) if name and name not in RESERVED_COLUMNS]
 
 
 def split_name(split: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate
-from grpo_recipes.paths import home
+from grpo_recipes.paths import home, shown
 from grpo_recipes.recipe.keys import catalogue, nearest_of, nested_catalogue
 
 BASE_KEY = "base"
@@ -66,10 +66,10 @@ class _Loader(yaml.SafeLoader):
 
 def read_document(path: Path, problems: list[Problem]) -> list[dict[str, Value]]:
     """Return the keys of a recipe file and of its bases, the file's own last; add what is wrong to ``problems``."""
-    chain, layers = [path], [_read_file(path, problems)]
+    chain, layers = [path], [read_file(path, problems)]
     while base := layers[0].pop(BASE_KEY, None):
         chain.append(_base_file(chain, base))
-        layers.insert(0, _read_file(chain[-1], problems))
+        layers.insert(0, read_file(chain[-1], problems))
     return layers
 
 
@@ -87,28 +87,32 @@ def _base_file(chain: list[Path], base: Value) -> Path:
     return found
 
 
-def _read_file(path: Path, problems: list[Problem]) -> dict[str, Value]:
+def read_file(path: Path, problems: list[Problem]) -> dict[str, Value]:
+    """Return the keys of one recipe file as they are written; add what is wrong to ``problems``."""
+
     def unreadable(error: OSError | UnicodeDecodeError) -> ConfigError:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         return config_error(str(path), f"cannot be read ({reason})", "name an existing recipe")
 
     def not_yaml(error: yaml.YAMLError) -> ConfigError:
         mark, why = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error).splitlines()[0]
-        where = f"{path.name}:{mark.line + 1}" if mark else path.name
+        where = f"{shown(path)}:{mark.line + 1}" if mark else shown(path)
         return config_error(where, f"not valid YAML ({why})", "correct the indentation, quote or bracket there")
 
     with translate((OSError, UnicodeDecodeError), unreadable):
         if (size := path.stat().st_size) > _MOST_BYTES:
             raise config_error(str(path), f"has {size // 10**6} MB, more than any recipe has", "name a recipe")
         text = path.read_text(encoding="utf-8")
-    deep = config_error(path.name, "values are nested too deeply, or in themselves", "write them flatter")
+    deep = config_error(shown(path), "values are nested too deeply, or in themselves", "write them flatter")
     with translate(RecursionError, lambda _: deep), translate(yaml.YAMLError, not_yaml):
         return _parsed(path, text, problems)
 
 
 def _parsed(path: Path, text: str, problems: list[Problem]) -> dict[str, Value]:
+    file = shown(path)
+
     def line(node: yaml.Node) -> str:
-        return f"{path.name}:{node.start_mark.line + 1}"
+        return f"{file}:{node.start_mark.line + 1}"
 
     loader = _Loader(text)
     root = loader.get_single_node()
@@ -122,7 +126,7 @@ def _parsed(path: Path, text: str, problems: list[Problem]) -> dict[str, Value]:
     for count, (place, name, node) in enumerate(_walk((), root)):
         if count > _MOST_PARTS:
             what = f"its anchors and aliases stand for more than {_MOST_PARTS:,} values"
-            raise config_error(path.name, what, "write out what is meant")
+            raise config_error(file, what, "write out what is meant")
         if name is not None:
             lines[place] = line(name)
         if isinstance(node, yaml.MappingNode):
@@ -199,6 +203,9 @@ def typed(key: str, entry: Entry, given: Value, place: Place = ()) -> tuple[Any,
     if value is None or (given.from_text and value == "null"):
         empty = Problem(given.source, f"'{key}' is empty", f"write {_example(entry)}, or remove it")
         return None, [] if entry["optional"] else [empty]
+    forgotten = value is True or (value == "" and entry["type"] in ("int", "float"))
+    if forgotten and entry["type"] != "bool" and given.source.startswith("--"):
+        return None, [Problem(given.source, "is given without a value", f"write {given.source} VALUE")]
     if entry.get("infinite") and str(value).lower().removeprefix("+") in (".inf", "inf", "infinity"):
         return math.inf, []  # as YAML, Python and JSON write it
     try:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.paths import CODE_VARIABLE, home
+from grpo_recipes.paths import CODE_VARIABLE, home, shown
 
 CATALOGUE_FILE = Path(__file__).with_name("keys.json")
 _LINE = re.compile(r"^# yaml-language-server: \$schema=(\S+)", re.MULTILINE)
@@ -28,7 +28,7 @@ OWNED_KEYS = each(
     ("parallelism_config", "use accelerator"),
     ("local_rank", "remove it; accelerate sets it"),
     ("do_train do_predict", "remove it; the run always trains, and there is nothing to predict"),
-    ("do_eval", "use eval_strategy"),
+    ("do_eval", "remove it; eval_strategy says whether the run evaluates"),
     ("use_cpu", "remove it; the environment's device decides (DEVICE=cpu)"),
     ("resume_from_checkpoint", "use grpo launch --resume last or --resume RUN_DIR"),
     ("logging_strategy logging_first_step", "remove it; every optimizer step is logged"),
@@ -105,9 +105,18 @@ def run_root(environment: Mapping[str, str]) -> Path:
 
 
 def nearest_of(name: str, names: Iterable[str]) -> str | None:
-    """Return the one of ``names`` most like ``name``, or None when nothing is close."""
-    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
-    return close[0] if close else None
+    """Return the one of ``names`` that ``name`` is a misspelling of, or None: another word does not help."""
+
+    def same(one: str, other: str, share: float) -> bool:
+        return difflib.SequenceMatcher(None, one, other).ratio() >= share
+
+    def misspells(close: str) -> bool:
+        words, others = name.lower().split("_"), close.lower().split("_")
+        by_word = len(words) == len(others) and all(same(*pair, 0.81) for pair in zip(words, others, strict=True))
+        swapped = sorted(name.lower()) == sorted(close.lower())  # letters or words in another order
+        return by_word or swapped or same("".join(words), "".join(others), 0.92)
+
+    return next(filter(misspells, difflib.get_close_matches(name, list(names), n=3, cutoff=0.6)), None)
 
 
 def schema_file() -> Path:
@@ -116,10 +125,10 @@ def schema_file() -> Path:
 
 
 def schema_line(recipe: Path) -> str:
-    """Return the comment by which an editor finds the schema: relative inside the repository, absolute elsewhere."""
-    inside = recipe.resolve().is_relative_to(home().resolve())
-    path = os.path.relpath(schema_file(), recipe.resolve().parent) if inside else str(schema_file())
-    return f"# yaml-language-server: $schema={path}"
+    """Return the comment by which an editor finds the schema: relative, so that both folders can move together."""
+    folder, schema = recipe.resolve().parent, schema_file().resolve()
+    apart = os.path.commonpath([folder, schema]) == "/"  # nothing is shared: no folder holds both
+    return f"# yaml-language-server: $schema={schema if apart else os.path.relpath(schema, folder)}"
 
 
 def schema_note(recipe: Path) -> str | None:
@@ -128,16 +137,19 @@ def schema_note(recipe: Path) -> str | None:
     if match is None or match[1].startswith(("http:", "https:")) or (recipe.parent / match[1]).is_file():
         return None
     line = schema_line(recipe)
-    return f"{recipe.name} names a schema that is not there; editors know the keys with this first line: {line}"
+    return f"{shown(recipe)} names a schema that is not there; editors know the keys with this first line: {line}"
 
 
-SIGNAL_LEAD, SRUN_OPTIONS = "GRPO_SIGNAL_LEAD", "GRPO_SRUN_OPTIONS"
+SIGNAL_LEAD, SRUN_OPTIONS, DEFAULT_RECIPE = "GRPO_SIGNAL_LEAD", "GRPO_SRUN_OPTIONS", "GRPO_DEFAULT_RECIPE"
 # Every variable the launcher reads beside those of ENVIRONMENT_KEYS.
 READ_VARIABLES: dict[str, str] = {
     "CONFIG": "the recipe, when none is named on the command line",
     "CONFIG_FILE": "an accelerate file instead of TRL's packaged one",
     "TRAIN_ENTRYPOINT": "entry script of the trainers, by default src/grpo.py, or src/maxent-grpo.py of a MaxEnt run",
     "MAXENT": "1 selects src/maxent-grpo.py and a MaxEnt recipe, 0 refuses one",
+    "SERVER_LOG": "file of the server's log; a number follows where it exists",
+    "TRAINING_LOG": "file of the trainers' log; a number follows where it exists",
+    "ACC_TEE": "1, 2 or 3: each line of the trainers' output, errors or both begins with its rank (accelerate --tee)",
     "VLLM_MODEL": "must equal the recipe's model_name_or_path",
     "CACHE_ROOT": "where downloads go unless HF_HOME says otherwise; .cache in the repository by default",
     "HF_HOME": "where the hub's clients keep downloads and the login",
@@ -148,11 +160,13 @@ READ_VARIABLES: dict[str, str] = {
     CODE_VARIABLE: "the frozen code of a submitted run, which its batch script names",
     "CUDA_VISIBLE_DEVICES": "the GPUs to use",
     "SLURM_GPU_FLAG_STYLE": "none, gpus or gres: how grpo submit asks for GPUs, whatever the profile says",
+    "NO_COLOR": "any text: no colours on a terminal",
     "SLURM_TMPDIR": "node-local folder for temporary files",
     "NETWORK_INTERFACE": "the network interface by which the nodes of a job reach each other, e.g. ib0",
     "NCCL_SOCKET_IFNAME": "NCCL's own: the nodes' interface where NETWORK_INTERFACE is unset",
     "GLOO_SOCKET_IFNAME": "gloo's own: the nodes' interface where the two above are unset",
     SIGNAL_LEAD: "seconds before the time limit at which Slurm sends USR1; signal_lead of a profile, else 300",
+    DEFAULT_RECIPE: "1, as training.sh sets it: where no recipe is named the device's default one is taken",
     SRUN_OPTIONS: "further options of the srun that reaches the nodes of a job; srun_options of a profile",
 }
 # What training.sh, scripts/setup.sh and slurm/train.slurm read before there is a Python to ask.

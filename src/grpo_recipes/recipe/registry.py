@@ -1,8 +1,11 @@
 """What a recipe can name: rewards, benchmarks, MaxEnt's objectives, weight bridges; none of them is imported here."""
 
+import importlib.util
 import os
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
 
 from grpo_recipes.errors import Problem
 from grpo_recipes.recipe.keys import nearest_of
@@ -20,6 +23,28 @@ class Bridge:
 
 BRIDGES = {"file": Bridge(needs_gpus=False, reconnects=True), "nccl": Bridge(needs_gpus=True, reconnects=False)}
 RECONNECTING = frozenset(name for name, bridge in BRIDGES.items() if bridge.reconnects)
+
+# Key, its values -> the package they need and the module it installs; the first that fits counts. None is in the lock.
+_PACKAGES = {
+    ("use_liger_kernel", "True"): ("liger-kernel", "liger_kernel"),
+    ("attn_implementation", "flash_attention_2"): ("flash-attn", "flash_attn"),
+    ("attn_implementation", "flash_attention_3"): ("flash-attn-3", "flash_attn_interface"),
+    ("attn_implementation", "*/*"): ("kernels", "kernels"),
+    ("optim", "adamw_torch_[48]bit"): ("torchao", "torchao"),
+    ("optim", "galore_*"): ("galore-torch", "galore_torch"),
+    ("optim", "apollo_*"): ("apollo-torch", "apollo_torch"),
+    ("optim", "*lomo"): ("lomo-optim", "lomo_optim"),
+    ("optim", "grokadamw"): ("grokadamw", "grokadamw"),
+    ("optim", "schedule_free_*"): ("schedulefree", "schedulefree"),
+    ("optim", "stable_adamw"): ("torch-optimi", "optimi"),
+    ("optim", "adamw_anyprecision"): ("torchdistx", "torchdistx"),
+    ("optim", "adamw_torch_xla"): ("torch_xla", "torch_xla"),
+    ("optim", "adamw_torch_npu_fused"): ("torch_npu", "torch_npu"),
+    ("optim", "*[28]bit"): ("bitsandbytes", "bitsandbytes"),
+    ("optim", "ademamix"): ("bitsandbytes", "bitsandbytes"),
+    ("optim", "rmsprop_bnb"): ("bitsandbytes", "bitsandbytes"),
+}
+PACKAGE_KEYS = tuple(dict.fromkeys(key for key, _ in _PACKAGES))
 
 # Name of the reward and of its function -> recipe keys that the function takes by these names.
 REWARDS: dict[str, tuple[str, ...]] = {
@@ -149,3 +174,10 @@ OBJECTIVES: dict[str, Objective] = {
     "weighted_mle": Objective(tau=0.05, unread=_OF_UTILITIES, targets_q=True),
     "tempered": Objective(tau=0.05, unread=_OF_TARGETS, targets_q=False),
 }
+
+
+def missing_package(key: str, value: Any) -> str | None:
+    """Return the package that a key's value needs and this environment lacks, without importing it."""
+    needs = (one for (name, values), one in _PACKAGES.items() if name == key and fnmatchcase(str(value), values))
+    package, module = next(needs, (None, None))
+    return package if module and importlib.util.find_spec(module) is None else None

@@ -8,10 +8,20 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from grpo_recipes.modebench.dataset import SCHEME, TASK_KEYS, TASKS
+from grpo_recipes.paths import shown
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, catalogue
 from grpo_recipes.recipe.learning import BY_GRADIENT, LEAST_SHARE, reached_share
-from grpo_recipes.recipe.registry import IN_CHILDREN, MODEBENCH_REWARD, OBJECTIVES, ONE_ANSWER, REWARDS, Objective
+from grpo_recipes.recipe.registry import (
+    IN_CHILDREN,
+    MODEBENCH_REWARD,
+    OBJECTIVES,
+    ONE_ANSWER,
+    PACKAGE_KEYS,
+    REWARDS,
+    Objective,
+    missing_package,
+)  # fmt: skip
 from grpo_recipes.recipe.tasks import MAXENT, task_of
 
 Condition = Callable[[Recipe], Any]
@@ -22,16 +32,21 @@ _LONGEST_NAME = 100  # a folder's may have 255 bytes, and a time and more come b
 _PART = r"[A-Za-z0-9](?:[\w.-]{0,94}[A-Za-z0-9_])?"
 _REPOSITORY = re.compile(rf"(?!.*(?:--|\.\.|\.git$))(?:{_PART}/)?{_PART}")
 _BRANCH = re.compile(r"(?![0-9a-f]{40}$)[\w][\w./-]{0,200}")
-_REPORTERS = ("none", "tensorboard", "wandb")
+REPORTERS = ("none", "tensorboard", "wandb")
 _UNSUPPORTED = {
     "save_only_model": "a checkpoint without optimizer cannot be resumed",
     "load_best_model_at_end": "the model of the last step is kept",
     "load_in_8bit load_in_4bit bnb_* use_bnb_*": "no model is loaded quantized, and use_peft: true saves memory",
 }
-_EMBEDDINGS = ("lm_head", "embed_tokens", "wte", "embed_in", "embed_out")
+# Arguments of from_pretrained that a key of their own gives to all that read the model.
+_OWN_KWARGS = {
+    "trust_remote_code": "trust_remote_code", "revision": "model_revision", "dtype": "dtype", "torch_dtype": "dtype",
+    "attn_implementation": "attn_implementation",
+}  # fmt: skip
+EMBEDDINGS = ("lm_head", "embed_tokens", "wte", "embed_in", "embed_out")
 _PORTS = ("vllm_server_port", "vllm_group_port", "main_process_port")
 # Truncated sampling: the server's log-probs are of another distribution than the trainer's.
-_NEUTRAL_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+NEUTRAL_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 # How accelerate could deal out batches otherwise than TRL's sampler, whose rows are whole groups in the ranks' order.
 _DEALING = {
     "split_batches": "each rank would get a part of its own rows, and would sample the same prompts again",
@@ -99,6 +114,10 @@ def matching(names: str) -> tuple[str, ...]:
 
 def _evaluates(recipe: Recipe) -> bool:
     return bool(recipe["eval_strategy"] != "no")
+
+
+def _isolates(recipe: Recipe) -> bool:
+    return recipe["reward_isolation"] == "completion" and any(":" in name for name in recipe["reward_funcs"])
 
 
 def _is_modebench(recipe: Recipe) -> bool:
@@ -172,8 +191,13 @@ RULES = (
         and not (_RUN_NAME.fullmatch(r["run_name"]) and len(r["run_name"].encode()) <= _LONGEST_NAME),
         f"run_name '{{run_name:.{_LONGEST_NAME}}}' cannot be the name of a folder",
         f"begin with a letter or digit, without '/' or line ends, at most {_LONGEST_NAME} bytes"),
-    Rule("report_to", lambda r: [name for name in reports_to(r) if name not in _REPORTERS],
-        "'{item}' is not supported", f"write one of {', '.join(_REPORTERS)}"),
+    Rule("report_to", lambda r: [name for name in reports_to(r) if name not in REPORTERS],
+        "'{item}' is not supported",
+        f"write one of {', '.join(REPORTERS)}; another tracker's callback goes into callbacks, e.g. "
+        "transformers.integrations:MLflowCallback"),
+    Rule("{item}", lambda r: [key for key in PACKAGE_KEYS if missing_package(key, r[key])],
+        lambda r, key: f"{key} {r[key]} needs the package {missing_package(key, r[key])}, which is not installed",
+        lambda r, key: f"{removal(r, key)}, or pip install {missing_package(key, r[key])} into this environment"),
     Rule("{item}", lambda r: list(_repeated_ports(r)),
         lambda r, key: f"{key} is {r[key]}, and so is {_repeated_ports(r)[key]}", "give each its own, or remove them"),
     # Rewards.
@@ -207,18 +231,18 @@ RULES = (
         lambda r, _: f"prompt {r['max_prompt_length'] or 1} + completion {r['max_completion_length']} tokens exceed "
         f"the server's {r['vllm_max_model_length']}",
         lambda r, _: f"write vllm_max_model_length: {_longest(r)} or shorten max_prompt_length"),
-    Rule("{item}", lambda r: [key for key, neutral in _NEUTRAL_SAMPLING.items() if key not in r.broken
+    Rule("{item}", lambda r: [key for key, neutral in NEUTRAL_SAMPLING.items() if key not in r.broken
         and (r[key] or 0) != neutral and r["use_vllm"] and r["vllm_importance_sampling_correction"]],
         lambda r, key: f"{key} {r[key]} biases the importance-sampling correction (the trainer scores the full "
         "distribution)",
-        lambda _, key: f"write {key}: {_NEUTRAL_SAMPLING[key]}, or vllm_importance_sampling_correction: false"),
+        lambda _, key: f"write {key}: {NEUTRAL_SAMPLING[key]}, or vllm_importance_sampling_correction: false"),
     Rule("vllm_importance_sampling_clip_max", lambda r: r["use_vllm"] and r["vllm_importance_sampling_correction"]
         and r["vllm_importance_sampling_clip_max"] is not None and r["vllm_importance_sampling_clip_max"] <= 0,
         "vllm_importance_sampling_clip_max {vllm_importance_sampling_clip_max:g} multiplies every gradient by 0",
         "write 3.0, or remove it"),
     Rule("chat_template", lambda r: r["chat_template"] is not None and "messages" not in r["chat_template"],
         "chat_template does not mention messages", "write the template itself: chat_template: |"),
-    Rule("{item}", lambda r: r["vllm_mode"] == "colocate" and given(r, "weight_sync"),
+    Rule("{item}", lambda r: r["vllm_mode"] == "colocate" and given(r, "weight_sync weight_sync_timeout"),
         "{item} has no meaning with vllm_mode: colocate (vLLM shares the trainer's process)", "remove {item}"),
     # The batch, and how long the run is.
     Rule("{item}", lambda r: r["prompts_per_step"] is not None
@@ -237,8 +261,8 @@ RULES = (
         "'max_steps' is {max_steps}", "write 1 or more, or -1 for num_train_epochs"),
     Rule("num_train_epochs", lambda r: r["max_steps"] == -1 and r["num_train_epochs"] <= 0,
         "nothing is trained", "write num_train_epochs: 1"),
-    Rule("save_steps", lambda r: r["save_strategy"] == "steps" and r["save_steps"] % 1,
-        "save_steps {save_steps:g} is not a whole number of steps",
+    Rule("save_steps", lambda r: r["save_strategy"] == "steps" and r["save_steps"] > 1 and r["save_steps"] % 1,
+        "save_steps {save_steps:g} is neither a whole number of steps nor a share below 1",
         lambda r, _: f"write save_steps: {round(r['save_steps'])}"),
     Rule("epsilon_high", lambda r: r["epsilon_high"] is not None and r["epsilon_high"] < r["epsilon"],
         "epsilon_high {epsilon_high} is below epsilon {epsilon}", "write {epsilon} or more, e.g. 0.28"),
@@ -254,6 +278,9 @@ RULES = (
         lambda r, _: f"warmup_steps {r['warmup_steps']:g} with max_steps {r['max_steps']}: no step takes more than "
         f"{reached_share(r):.1%} of learning_rate", "write warmup_steps: 0, or more max_steps"),
     Rule("fp16", lambda r: r["bf16"] and r["fp16"], "'bf16' and 'fp16' are both true", "keep one"),
+    Rule("model_init_kwargs", lambda r: [key for key in _OWN_KWARGS if key in (r["model_init_kwargs"] or {})],
+        "model_init_kwargs holds {item}, which would reach the trained model and neither tokenizer nor server",
+        lambda r, key: f"take it out, and write {_OWN_KWARGS[key]}: {r['model_init_kwargs'][key]}"),
     Rule("dtype", lambda r: r["fp16"] and not r["bf16"] and r["dtype"] == "float16",
         "fp16 scales the gradients of float32 weights, dtype is float16",
         "write dtype: float32, or bf16: true and dtype: bfloat16"),
@@ -334,7 +361,7 @@ RULES = (
         and len(r["lora_target_modules"]) > 1, "lora_target_modules names all-linear and others",
         "write lora_target_modules: [all-linear], or the names of layers"),
     Rule("lora_target_modules", lambda r: r["use_peft"]  # whether the model has the others shows when it is loaded
-        and [name for name in r["lora_target_modules"] or () if name.rpartition(".")[2] in _EMBEDDINGS],
+        and [name for name in r["lora_target_modules"] or () if name.rpartition(".")[2] in EMBEDDINGS],
         "an adapter on '{item}' is not supported: log-probs are computed from the layer's own weights",
         "name linear layers between the embeddings, e.g. [q_proj, v_proj], or [all-linear]"),
     # MaxEnt-GRPO, its controllers and the reference.
@@ -384,9 +411,9 @@ RULES = (
 # Keys that do nothing without another, worth a note: people set them for many recipes at once.
 _IDLE: tuple[tuple[str, Condition, str], ...] = (
     ("reward_timeout reward_memory_gib reward_workers",
-        lambda r: not IN_CHILDREN & set(r["reward_funcs"])
-        and not (r["reward_isolation"] == "completion" and any(":" in name for name in r["reward_funcs"])),
+        lambda r: not IN_CHILDREN & set(r["reward_funcs"]) and not _isolates(r),
         "a reward in a child process (math_verify, or your own)"),
+    ("reward_environment reward_concurrency", lambda r: not _isolates(r), "a reward of your own in a child process"),
     ("benchmark_*", lambda r: not r["benchmarks"], "benchmarks"),
     ("hub_*", lambda r: not r["push_to_hub"], "push_to_hub"),
     ("eval_*", lambda r: not _evaluates(r), "eval_strategy"),
@@ -417,7 +444,7 @@ def notes(recipe: Recipe) -> list[str]:
     for key in recipe.values:
         source = recipe.source(key)
         # A base sets keys for recipes that differ, and the shell's variables are there for every run.
-        if source.startswith((f"{recipe.path.name}:", "--")) and (needed := needed_by(recipe, key)):
+        if source.startswith((f"{shown(recipe.path)}:", "--")) and (needed := needed_by(recipe, key)):
             found.append(f"{source}: {key} does nothing without {needed}")
     return found
 

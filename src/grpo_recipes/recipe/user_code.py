@@ -5,6 +5,7 @@ what ``grpo check`` needs is read from the source. No torch.
 """
 
 import ast
+import contextlib
 import hashlib
 import importlib
 import importlib.util
@@ -13,12 +14,22 @@ import os
 import shutil
 import symtable
 import sys
+from collections.abc import Iterable
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from grpo_recipes.errors import ConfigError, Problem, config_error
+from grpo_recipes.paths import shown
+
+REWARD_COPIES = "rewards"  # folder of the run directory with copies of the user's rewards
+# Functions of a whole list.
+_OVER_ALL = (
+    "min", "max", "sum", "sorted", "set", "Counter", "mean", "fmean", "median", "std", "stdev", "pstdev", "var",
+    "argsort", "rankdata", "softmax",
+)  # fmt: skip
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp)
 
 
 def split_spec(spec: str) -> tuple[str, str]:
@@ -44,14 +55,59 @@ def problem_with(spec: str, where: str) -> Problem | None:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two of what is nested too deeply
         reason = error.args[0] if isinstance(error, SyntaxError | ValueError) else "too deeply nested"
         line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        return Problem(where, f"'{path.name}{line}' is not valid Python ({reason})", "correct it there")
+        return Problem(where, f"'{shown(path)}{line}' is not valid Python ({reason})", "correct it there")
     names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     if name in names or any(node.names[0].name == "*" for node in imports):
         return None
-    own = sorted(found for found in names if not found.startswith("_"))
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    own = sorted(node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_"))
     fix = f"write one of {', '.join(own[:8])}" if own else f"define {name} there"
-    return Problem(where, f"'{path.name}' has no '{name}'", fix)
+    return Problem(where, f"'{shown(path)}' has no '{name}'", fix)
+
+
+def function_source(spec: str, path: Path | None = None) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """Return the function that ``spec`` names as its file (or the one at ``path``) defines it, plainly and once."""
+    path, name = path or source_path(spec), split_spec(spec)[1]
+    with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        body = ast.parse(path.read_bytes()).body if path else []
+        (found,) = (node for node in body if name in _names_given(node))
+        return found if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef) and not found.decorator_list else None
+    return None
+
+
+def _names_given(node: ast.AST) -> set[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {node.name}
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
+
+
+def required_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    """Return the names of a function's parameters without a default."""
+    given = function.args
+    places = [*given.posonlyargs, *given.args]
+    names = [one.arg for one in places[: len(places) - len(given.defaults)]]
+    return names + [one.arg for one, usual in zip(given.kwonlyargs, given.kw_defaults, strict=True) if usual is None]
+
+
+def compared(function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, int] | None:
+    """Return the call, with its line, in which a reward looks at what it has of all completions at once, or None."""
+    lists = {"completions"}  # and what is made of all of them
+
+    def of_all(node: ast.AST) -> bool:
+        picked = {id(one.value) for one in ast.walk(node) if isinstance(one, ast.Subscript)}
+        return any(isinstance(one, ast.Name) and one.id in lists and id(one) not in picked for one in ast.walk(node))
+
+    for node in sorted(ast.walk(function), key=lambda node: getattr(node, "lineno", 0)):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and of_all(node.value):
+            lists.add(node.targets[0].id)
+        called = node.func if isinstance(node, ast.Call) else None
+        name = called.id if isinstance(called, ast.Name) else getattr(called, "attr", "")
+        if isinstance(node, ast.Call) and name in _OVER_ALL:
+            sources = [one.generators[0].iter if isinstance(one, _COMPREHENSIONS) else one for one in node.args]
+            if any(isinstance(one, ast.Name) and one.id in lists for one in sources):
+                return name, node.lineno
+    return None
 
 
 def source_path(spec: str) -> Path | None:
@@ -95,6 +151,13 @@ def copy_source(spec: str, folder: Path) -> Path:
     return copy
 
 
+def changed_copies(specs: Iterable[str], folder: Path) -> list[str]:
+    """Return those of ``file.py:name`` whose file differs from its copy in ``folder``; a missing file does not."""
+    pairs = [(spec, source_path(spec), copy_path(spec, folder)) for spec in specs if ".py:" in spec]
+    present = [(spec, path, copy) for spec, path, copy in pairs if path is not None and copy.is_file()]
+    return [spec for spec, path, copy in present if path.read_bytes() != copy.read_bytes()]
+
+
 def load_object(spec: str, copies: Path | None = None) -> Any:
     """Import what ``spec`` names; a ConfigError where it is not there, while what the code itself raises passes.
 
@@ -129,10 +192,10 @@ def _load_file(place: str, path: Path) -> ModuleType:
     if original.is_file():
         module.__file__ = str(original)  # by which code finds the data beside it
     # Tracebacks name the user's own file while it is the one that runs.
-    shown = original if original.is_file() and original.read_bytes() == source else path
+    named = original if original.is_file() and original.read_bytes() == source else path
     sys.modules[alias] = module
     try:
-        exec(compile(source, str(shown), "exec", dont_inherit=True), module.__dict__)
+        exec(compile(source, str(named), "exec", dont_inherit=True), module.__dict__)
     except BaseException:
         del sys.modules[alias]
         raise

@@ -1,0 +1,211 @@
+"""Where foreign names become recipe keys: each is translated, or refused with what to write instead.
+
+``recipe_keys`` reads one layer of a recipe (a file, the variables, the flags); after it there are only keys of the
+catalogue. ``names.yaml`` has the names of other projects and of older versions, which are read when one is met.
+"""
+
+import functools
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from grpo_recipes.errors import Problem
+from grpo_recipes.paths import shown
+from grpo_recipes.recipe.document import Value, as_bool
+from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, OWNED_KEYS, catalogue, each, nearest_of
+from grpo_recipes.secrets import secret_value
+
+NAMES_FILE = Path(__file__).with_name("names.yaml")
+# Other names that a recipe may use, those of the Slurm training guide; both in one place contradict each other.
+ALIASES = {"gen_temperature": "temperature", "gen_top_p": "top_p", "init_kl_coeff": "beta"}
+# Values of TRL that mean one of ours.
+SAME_VALUES: dict[str, dict[Any, str]] = {"scale_rewards": {True: "group", False: "none"}}
+# Names that are refused -> patterns of the values that ask for what happens anyway: accepted with a note.
+HARMLESS = each(
+    ("output_dir logging_first_step overwrite_output_dir", "*"),
+    ("logging_steps", "[0-9]*"),
+    ("logging_strategy", "steps"),
+    (
+        "do_eval do_predict no_cuda use_cpu use_mps_device auto_find_batch_size remove_unused_columns packing "
+        "eval_packing padding_free prediction_loss_only group_by_length use_transformers_paged batch_eval_metrics",
+        "false",
+    ),
+    ("do_train save_safetensors", "true"),
+    ("include_num_input_tokens_seen", "false no"),
+    ("label_smoothing_factor", "0 0.0"),
+    ("local_rank", "-1"),
+    ("vllm_device", "auto"),
+)
+# Variables of older TRL and transformers, and of the guide -> what to set instead.
+UNREAD_VARIABLES = each(
+    ("TRANSFORMERS_CACHE", "set CACHE_ROOT or HF_HOME"),
+    ("HF_HUB_ENABLE_HF_TRANSFER", "set HF_XET_HIGH_PERFORMANCE=1"),
+    ("HF_HUB_REQUEST_TIMEOUT", "set HF_HUB_DOWNLOAD_TIMEOUT"),
+    ("TORCH_LOAD_WEIGHTS_ONLY TORCH_FORCE_FULL_STATE_DICT", "unset it"),
+    ("GPUS_PER_NODE", "unset it; the launcher counts the GPUs"),
+    ("MAX_PROMPT_CHARS", "write max_prompt_length: tokens, above which a prompt is dropped"),
+    ("FLASH_ATTENTION_FORCE_DISABLED TRANSFORMERS_NO_FLASH_ATTN", "write attn_implementation: sdpa"),
+)
+# Parts of nested settings whose names mean something else than the same names elsewhere.
+_OTHER_PARTS = frozenset(
+    ("critic", "reward_model", "ref", "reference", "val_kwargs", "eval", "evaluation", "validation", "test",
+     "tokenizer", "teacher", "judge")
+)  # fmt: skip
+_WORD = re.compile(r"[\d.eE+-]+|true|false")  # of the command line, where all values are texts
+_FEWEST_FOREIGN = 3  # names by which a file is one of another project, rather than a recipe with a slip
+
+
+def short(value: Any) -> str:
+    """Return ``: value`` as a recipe has it, an empty text where it is too long for a message."""
+    if isinstance(value, str) and _WORD.fullmatch(value):
+        return f": {value}"
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
+    text = text.removesuffix("\n...\n").strip()
+    return f": {text}" if value is not None and len(text) <= 60 and not secret_value(value) else ""
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What a foreign name is here."""
+
+    writes: Mapping[str, Any]  # keys of the catalogue with their values; "{value}" is the one that was given
+    instead: str = ""  # what to do where no key has this meaning
+
+    def values(self, value: Any) -> dict[str, Any]:
+        """Return keys with the values that the foreign name's ``value`` gives them."""
+        if isinstance(value, list) and len(value) == 1 and [catalogue()[key]["type"] for key in self.writes] == ["str"]:
+            value = value[0]
+        return {key: value if given == "{value}" else given for key, given in self.writes.items()}
+
+    def fix(self, value: Any) -> str:
+        """Return what to write instead of the name, with its own ``value``."""
+        return self.instead or "write " + " and ".join(f"{key}{short(one)}" for key, one in self.values(value).items())
+
+
+@functools.cache
+def _tables() -> dict[str, Any]:
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # PyYAML's own takes longer than all of grpo check
+    tables: dict[str, Any] = yaml.load(NAMES_FILE.read_text(encoding="utf-8"), loader)
+    return tables
+
+
+@functools.cache
+def names() -> dict[str, Meaning]:
+    """Return what each name of other projects means here."""
+    tables = _tables()
+    found = {name: Meaning({key: "{value}"}) for key, of_key in tables["same"].items() for name in of_key.split()}
+    found |= {name: Meaning(writes) for of_row, writes in tables["other"].items() for name in of_row.split()}
+    return found | {name: Meaning({}, why) for why, of_row in tables["gone"].items() for name in of_row.split()}
+
+
+def by_value(name: str, value: Any) -> dict[str, Any]:
+    """Return what replaces a setting whose value decides which, nothing where it is no such setting."""
+    for of_row, writes in _tables()["by_value"].items():
+        if name in of_row.split():
+            return next((writes[one] for one in writes if fnmatchcase(str(value).lower(), one)), {})
+    return {}
+
+
+@functools.cache
+def reward_names() -> dict[str, str]:
+    """Return the reward here for each name of one elsewhere."""
+    return {name: ours for ours, of_ours in _tables()["rewards"].items() for name in of_ours.split()}
+
+
+@functools.cache
+def other_rewards(judging: bool) -> dict[str, str]:
+    """Return why there is no reward here for a name of one elsewhere, which judges answers or only their form."""
+    rows = _tables()["judging_rewards" if judging else "other_rewards"]
+    return {name: why for why, of_row in rows.items() for name in of_row.split()}
+
+
+def meaning_of(name: str) -> Meaning | None:
+    """Return what a name is here, a key of the catalogue itself included; None where nobody knows.
+
+    Of a nested name, ``actor.optim.lr``, the longest known end decides.
+    """
+    parts = name.split(".")
+    if _OTHER_PARTS & set(parts[:-1]):
+        return None
+    for end in (".".join(parts[start:]) for start in range(len(parts))):
+        key = ALIASES.get(end, end)
+        if key in catalogue():
+            return Meaning({key: "{value}"})
+        if key in names() or key in OWNED_KEYS:
+            return names().get(key) or Meaning({}, OWNED_KEYS[key])
+    return None
+
+
+def harmless(name: str, value: Any) -> str:
+    """Return why a setting changes nothing though it is not ours, empty where it would."""
+    if name == "logging_steps" and str(value) == "1":
+        return ""
+    patterns = HARMLESS.get(name, "").split()
+    patterns += ["none"] if name in OWNED_KEYS or name in names() else []
+    known = meaning_of("logging_strategy" if name == "logging_steps" else name)
+    if known is None or not any(fnmatchcase(str(as_bool(value)).lower(), pattern) for pattern in patterns):
+        return ""
+    return known.fix(None).removeprefix("remove it; ")
+
+
+def recipe_keys(layer: Iterable[tuple[str, Value]], problems: list[Problem], notes: list[str]) -> dict[str, Value]:
+    """Return what a layer gives for each recipe key; every name that cannot be one becomes a problem."""
+    found: dict[str, Value] = {}
+    given: dict[str, str] = {}
+    for name, raw in layer:
+        key = ALIASES.get(name, name)
+        known = key in catalogue() and key != "logging_steps"
+        if not known and (why := harmless(name, raw.value)):
+            notes.append(f"{raw.source}: {name}{short(raw.value)} changes nothing: {why}")
+        elif problem := refusal(key, raw.source, raw.value):
+            problems.append(problem)
+        else:
+            if given.get(key, name) != name:
+                what = f"'{name}' and '{given[key]}' are two names of one key"
+                problems.append(Problem(raw.source, what, f"keep {key}"))
+            elif key != name:
+                notes.append(f"{raw.source}: '{name}' is read as {key}")
+            value = as_bool(raw.value)
+            if isinstance(value, bool) and key in SAME_VALUES:
+                raw = replace(raw, value=SAME_VALUES[key][value])
+            found[key], given[key] = raw, name
+    return found
+
+
+def refusal(key: str, source: str, value: Any = None) -> Problem | None:
+    """Return why a name is not a key of the catalogue, and what to write instead; None where it is one."""
+    if key in catalogue():
+        return None
+    if key in OWNED_KEYS:
+        return Problem(source, f"'{key}' is not a recipe's to set", OWNED_KEYS[key])
+    if known := names().get(key):
+        return Problem(source, f"'{key}' is not a key here", known.fix(value))
+    close = nearest(key)
+    flag = " (flags are not abbreviated)" if source.startswith("--") and close and close.startswith(key) else ""
+    fix = names()[close].fix(value) if close in names() else f"write '{close}'" if close else "remove it"
+    return Problem(source, f"unknown key '{key}'{flag}", fix)
+
+
+def nearest(name: str) -> str | None:
+    """Return the key of which ``name`` is a misspelling, or that a variable stands for; None when there is none."""
+    if name.upper() in ENVIRONMENT_KEYS:
+        return ENVIRONMENT_KEYS[name.upper()]
+    begun = [key for key in catalogue() if key.startswith(name) and 2 * len(name) > len(key)]
+    return begun[0] if len(begun) == 1 else nearest_of(name, [*catalogue(), *names()])
+
+
+def is_foreign(layer: Mapping[str, Value]) -> bool:
+    """Return whether a file is a recipe of another project, by the names in it."""
+    return sum(key not in catalogue() and (key in OWNED_KEYS or key in names()) for key in layer) >= _FEWEST_FOREIGN
+
+
+def migration(path: Path) -> Problem:
+    """Return the answer to a recipe of another project as a whole."""
+    command = f"grpo new {shlex.quote(f'my-{path.stem}.yaml')} --from {shlex.quote(shown(path))}"
+    return Problem(shown(path), "this looks like a recipe of another project", f"{command} translates it")
