@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from grpo_recipes import cli
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.recipe.check import check
+from grpo_recipes.recipe.check import check, reward_notes
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.rewards.load import (
     IsolatedReward,
@@ -78,6 +79,11 @@ def load(tmp_path: Path) -> Iterator[Any]:
         defaults = {
             "reward_isolation": "completion",
             "reward_workers": 1,
+            "reward_environment": [],
+            "reward_concurrency": 4,
+            "dataset_mixture": None,
+            "dataset_solution_column": "gold",
+            "eval_dataset_solution_column": None,
             "reward_timeout": 1.0,
             "reward_memory_gib": 1.0,
             "answer_matching": "normalized",
@@ -182,7 +188,9 @@ def test_a_run_keeps_a_copy_and_goes_on_with_it(load: Any, project: Path, tmp_pa
 
     (project / "own.py").write_text("def score(completions):\n    return [9.0]\n")
     (note,) = keep_rewards(names, run)
-    assert note.startswith("own.py has changed since this run began") and note.endswith("it uses the copy")
+    assert note.startswith("own.py has changed since this run began") and note.endswith(
+        "it uses the copy, --update-rewards the file as it is now"
+    )
     (score,) = load("own.py:score")
     assert score(completions=["a"], answer=["a"]) == [1.0]
 
@@ -191,6 +199,76 @@ def test_a_run_keeps_a_copy_and_goes_on_with_it(load: Any, project: Path, tmp_pa
     assert note.startswith("the file of reward own.py:score is gone; this run has its copy")
     (score,) = load("own.py:score")
     assert score(completions=["a"], answer=["a"]) == [1.0]
+
+
+def test_an_updated_reward_takes_the_place_of_its_copy_which_is_kept(load: Any, project: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    keep_rewards(["own.py:score"], run)
+    (project / "own.py").write_text("def score(completions):\n    return [9.0]\n")
+    (note,) = keep_rewards(["own.py:score"], run, update=True)
+    (old,) = (run / "rewards").glob("own.????????.py")
+    assert note == f"--update-rewards: own.py as it is now is used; the copy of before is {old.name}"
+    assert old.read_text() == OWN and (run / "rewards/own.py").read_text() == (project / "own.py").read_text()
+    assert load("own.py:score")[0](completions=["a"], answer=["b"]) == [9.0]
+    assert keep_rewards(["own.py:score"], run, update=True) == []
+
+
+def test_two_rewards_of_one_file_are_updated_together(project: Path, tmp_path: Path) -> None:
+    run, names = tmp_path / "run", ["own.py:score", "own.py:other"]
+    keep_rewards(names, run)
+    (project / "own.py").write_text("def score(completions):\n    return [9.0]\n\n\nother = score\n")
+    (note,) = keep_rewards(names, run, update=True)
+    assert note.startswith("--update-rewards: own.py as it is now is used")
+    assert keep_rewards(names, run) == []
+
+
+def test_what_follows_a_torn_record_of_a_limit_is_read_again(tmp_path: Path) -> None:
+    file, score = tmp_path / "limits_0.jsonl", Score(None, "time limit", by_limit=True)
+    file.write_text('{"key": "a", "generation": 1, "reason": "time limit"}\n{"key": "b", "gen')
+    LimitRecords(file).add("c", 1, score)
+    again = LimitRecords(file)
+    assert again.known("a", 1) and again.known("c", 1) and again.known("b", 1) is None
+
+
+# --- the reference solution under other names ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("isolation", ["completion", "none"])
+def test_the_solution_comes_as_answer_as_solution_and_under_its_columns_name(
+    load: Any, project: Path, isolation: str
+) -> None:
+    (project / "names.py").write_text(
+        "def trl(completions, gold):\n    return [float(g) for g in gold]\n"
+        "def r1(completions, solution, **columns):\n    return [float(s) + len(columns) for s in solution]\n"
+        "def theirs(completions, **columns):\n    return [float(columns['solution'][0] == 'worked')]\n"
+    )
+    trl, r1, theirs = load("names.py:trl", "names.py:r1", "names.py:theirs", reward_isolation=isolation)
+    assert trl(completions=["a"], answer=["7"]) == [7.0]
+    assert r1(completions=["a"], answer=["7"]) == [9.0], "answer and gold are there too"
+    assert theirs(completions=["a"], answer=["7"], solution=["worked"]) == [1.0], "the dataset's own column comes first"
+
+
+def test_columns_of_a_mixture_and_of_the_evaluation_are_names_of_the_solution_too(load: Any, project: Path) -> None:
+    (project / "names.py").write_text(
+        "def score(completions, **columns):\n    return [float(sorted(columns) == "
+        "['answer', 'first', 'gold', 'second', 'solution'])]\n"
+    )
+    mixture = {"datasets": [{"id": "a", "columns": ["q", "first", "level"]}, {"id": "b"}]}
+    (score,) = load("names.py:score", dataset_mixture=mixture, eval_dataset_solution_column="second")
+    assert score(completions=["a"], answer=["7"]) == [1.0]
+    (score,) = load("names.py:score", dataset_mixture=mixture, eval_dataset_solution_column="completion")
+    assert score(completions=["a"], answer=["7"]) == [0.0], "a name that TRL gives a meaning of its own is none"
+
+
+def test_variables_and_concurrency_are_the_recipes(load: Any, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "0.125")
+    (project / "judge.py").write_text(
+        "import asyncio, os\nnow, most = 0, 0\n"
+        "async def judge(completions):\n    global now, most\n    now += 1\n    most = max(most, now)\n"
+        "    await asyncio.sleep(0.02)\n    now -= 1\n    return [float(os.environ['JUDGE_KEY']) + most]\n"
+    )
+    (judge,) = load("judge.py:judge", reward_environment=["JUDGE_KEY"], reward_concurrency=3)
+    assert max(judge(completions=[str(row) for row in range(12)])) == 3.125
 
 
 def test_a_module_that_is_gone_is_run_from_its_copy(load: Any, project: Path, tmp_path: Path) -> None:
@@ -266,7 +344,7 @@ def test_a_key_is_the_same_in_another_process_and_none_without_plain_data() -> N
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        (["own.py:absent"], "'own.py' has no 'absent'. Fix: write one of Path, beside, data, score, sys, time, wide"),
+        (["own.py:absent"], "'own.py' has no 'absent'. Fix: write one of "),
         (["absent.py:score"], "no file 'absent.py'"),
         (["no.such:score"], "no module 'no.such'"),
         (["pack.more.half"], "no reward 'pack.more.half'. Fix: write pack.more:half"),
@@ -280,6 +358,85 @@ def test_check_tells_what_is_wrong_with_a_name(read: Any, project: Path, names: 
     problems = [str(problem) for problem in check(read(reward_funcs=names), {})]
     assert len(problems) == (said is not None)
     assert said is None or said in problems[0]
+
+
+@pytest.fixture
+def rows(project: Path) -> dict[str, str]:
+    (project / "rows.jsonl").write_text('{"question": "1+1", "gold": "2", "level": 3, "answer": "x"}\n')
+    return {"dataset_name": "rows.jsonl", "dataset_prompt_column": "question", "dataset_solution_column": "gold"}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "keys", "said"),
+    [
+        ("completions, gold", {}, None),
+        ("completions, answer, solution, prompts, completion_ids, level, **columns", {}, None),
+        ("completions, /, level, missing=3, *rest", {}, None),
+        ("completions, steps", {}, "'mine.py:score' needs 'steps', which nobody hands it. Fix: take one of "
+                                   "completions, prompts, completion_ids, answer, solution, gold, level, or give"),
+        ("completions, *, steps", {}, "needs 'steps'"),
+        ("completions, question", {}, "take prompts: the prompt column comes under this name, as chat messages"),
+        ("completions, trainer_state", {}, "write reward_isolation: none"),
+        ("completions, trainer_state", {"reward_isolation": "none"}, None),
+        ("completions, steps", {"dataset_name": "not/downloaded"}, None),
+        ("completions, level", {"eval_strategy": "epoch", "eval_dataset_name": "eval.jsonl"}, "needs 'level'"),
+        ("completions, source", {}, "needs 'source'"),
+    ],
+)  # fmt: skip
+def test_check_refuses_a_parameter_that_nobody_supplies(
+    read: Any, project: Path, rows: dict, parameters: str, keys: dict, said: str | None
+) -> None:
+    (project / "mine.py").write_text(f"def score({parameters}):\n    return [0.0]\n\nraise SystemExit('ran')\n")
+    (project / "eval.jsonl").write_text('{"question": "1+1", "gold": "2"}\n')
+    problems = [str(problem) for problem in check(read(reward_funcs=["mine.py:score"], **rows | keys), {})]
+    assert len(problems) == (said is not None), problems
+    assert said is None or said in problems[0]
+
+
+@pytest.mark.parametrize("code", ["score = wrap(score)", "@wrap\ndef score(steps): pass", "class score: pass"])
+def test_check_is_silent_where_the_source_does_not_show_the_parameters(
+    read: Any, project: Path, rows: dict, code: str
+) -> None:
+    before = "" if code.startswith(("@", "class")) else "def score(steps):\n    return [0.0]\n\n"
+    (project / "mine.py").write_text(before + code + "\n")
+    assert check(read(reward_funcs=["mine.py:score"], **rows), {}) == []
+
+
+def test_check_refuses_a_variable_that_is_not_set(read: Any, project: Path) -> None:
+    recipe = read(reward_funcs=["own.py:score"], reward_environment=["JUDGE_KEY"])
+    (problem,) = check(recipe, {})
+    assert "there is no variable 'JUDGE_KEY' to hand to rewards. Fix: export JUDGE_KEY first" in str(problem)
+    assert check(recipe, {"JUDGE_KEY": "sk-planted"}) == []
+
+
+LEN_REWARD = """
+def len_reward(completions, solution, **kwargs):
+    contents = [completion[0]["content"] for completion in completions]
+    lengths = [len(content) for content in contents]
+    longest = max(lengths)
+    return [1 - length / longest for length in lengths]
+"""
+ALONE = """
+def alone(completions, answer, **kwargs):
+    text = completions[0][-1]["content"]
+    numbers = [float(word) for word in text.split()]
+    return [max(numbers) + sum(len(word) for word in text) for c in completions]
+"""
+
+
+def test_check_notes_a_reward_that_compares_completions_which_it_gets_singly(read: Any, project: Path) -> None:
+    (project / "mine.py").write_text(LEN_REWARD + ALONE)
+    (note,) = reward_notes(read(reward_funcs=["mine.py:alone", "mine.py:len_reward"]))
+    assert "'mine.py:len_reward' compares completions (max, line 5), and gets one at a time: write" in note
+    assert list(reward_notes(read(reward_funcs=["mine.py:len_reward"], reward_isolation="none"))) == []
+
+
+def test_grpo_check_prints_that_note(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "mine.py").write_text(LEN_REWARD)
+    text = "model_name_or_path: a/b\ndataset_name: a/b\nreward_funcs: [mine.py:len_reward]\n"
+    (project / "recipe.yaml").write_text(text)
+    assert cli.main(["check", "recipe.yaml"]) == 0
+    assert "grpo: note: " in (out := capsys.readouterr().out) and "compares completions (max, line 5)" in out
 
 
 def test_check_of_a_resumed_run_is_content_with_its_copy(read: Any, project: Path, tmp_path: Path) -> None:
@@ -304,7 +461,7 @@ def test_the_reward_of_the_page_works_and_the_page_tells_the_defaults(load: Any,
     assert reward(completions=completions, answer=["12"] * 3, prompts=["?"] * 3) == [1.0, 0.2, 0.0]
     told = dict(re.findall(r"^\| `(reward_\w+)` \| ([0-9.]+) \|", page, re.MULTILINE))
     assert {name: catalogue()[name]["default"] for name in told} == {name: float(text) for name, text in told.items()}
-    assert set(told) == {"reward_timeout", "reward_memory_gib", "reward_max_no_verdict"}
+    assert set(told) == {"reward_timeout", "reward_memory_gib", "reward_max_no_verdict", "reward_concurrency"}
     assert f"A child may have {MOST_PROCESSES} processes" in page and START_SECONDS == 5 * 60
 
 

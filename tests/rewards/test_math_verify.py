@@ -79,3 +79,16 @@ assert math_verify([r"<answer>1/\sqrt{2}</answer>"], [r"\frac{\sqrt{2}}{2}"]) ==
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("gold", "right", "wrong"),
+    [
+        (r"We have $6 \cdot 7 = 42$, hence the answer is $\boxed{42}$.", "42", "41"),
+        (r"First $\boxed{7}$ of them, so that \[x = \frac12\] and $\boxed{\frac{1}{2}}$", "0.5", "7"),
+        (r"\boxed{42}", "42", "41"),
+    ],
+)
+def test_of_a_solution_in_words_the_last_box_counts(gold, right, wrong):
+    for answer, score in ((right, 1.0), (wrong, 0.0)):
+        assert math_verify([f"<answer>{answer}</answer>", rf"so \boxed{{{answer}}}"], [gold, gold]) == [score, score]

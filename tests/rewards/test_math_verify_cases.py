@@ -32,7 +32,7 @@ def test_the_exact_reward_takes_nothing_that_math_verify_refuses():
     taken = [case for case in CASES if pure_accuracy_math([completion(case)], [case["gold"]]) == [1.0]]
 
     assert len(taken) > 90
-    assert [case for case in taken if case.get("ours", case["label"]) != 1] == []
+    assert [case["gold"] for case in taken if case.get("ours", case["label"]) != 1] == []
 
 
 def test_the_cases_are_short_different_and_explained():

@@ -66,7 +66,6 @@ def test_each_row_gets_its_own_score_in_order(pool: RewardPool) -> None:
         ("deaf", "time limit"),
         ("sleep 100", "time limit"),
         ("8GB", "memory limit"),
-        ("many", "process limit (64)"),
         ("segfault", "death of its process (SIGSEGV)"),
         ("killed", "death of its process (SIGKILL, perhaps out of memory)"),
         ("exit", "exit of its process (code 0)"),
@@ -91,11 +90,19 @@ def test_an_unscored_completion_is_none_with_its_reason(pool: RewardPool, comple
     assert completion != "8GB" or score.seconds < 0.2  # refused, not taken and then seen
 
 
-def test_memory_that_the_kernel_does_not_count_for_a_process_is_seen(pool: RewardPool) -> None:
+@pytest.mark.parametrize(
+    ("completion", "reason"),
+    [
+        ("shared-memory", "memory limit"),  # which the kernel does not count for a process
+        ("many", "process limit (64)"),
+    ],
+)
+def test_what_only_a_look_from_outside_sees_ends_the_reward(completion: str, reason: str) -> None:
     with RewardPool(WILD, workers=1, timeout=20, memory_gib=0.4) as patient:
         judge(patient, "warm")
-        (score,) = judge(patient, "shared-memory")
-    assert score.reason == "memory limit" and score.seconds < 10
+        (score,) = judge(patient, completion)
+    assert (score.value, score.reason, score.by_limit) == (None, reason, True)
+    assert score.seconds < 10
 
 
 def test_the_others_go_on_while_one_hangs(pool: RewardPool) -> None:
@@ -218,6 +225,79 @@ def test_code_that_cannot_be_loaded_is_an_error_not_a_score(tmp_path: Path, code
         pool.start()
     assert spec in str(error.value)
     assert pool._children == []  # `close` waits for each to be gone
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        '{"score": [NaN, null, 0.1, false], "row": 1}',
+        '{"score": [9.0, null, 0.1, false]}',
+        '{"score": [9.0, null, 0.1, false], "row": 7}',
+        '{"ready": {}, "together": []}',
+        '{"failed": "not a start"}',
+        '{"out_of_memory": 1}',
+        "null",
+        "[" * 100_000,
+    ],
+)
+def test_a_reply_that_a_reward_crafts_costs_its_own_score_alone(pool: RewardPool, reply: str) -> None:
+    before, score, after = judge(pool, "yes", f"write {reply}", "no")
+    assert (score.value, score.reason) == (None, "garbled replies of its process")
+    assert (before.value, after.value) == (1.0, 0.0)
+
+
+def test_a_keeper_that_a_reward_stopped_does_not_hold_up_closing() -> None:
+    with RewardPool(WILD, workers=1, timeout=20) as pool:
+        assert judge(pool, "stop-keeper")[0].value == 1.0
+        began = time.monotonic()
+    assert time.monotonic() - began < 2.0
+
+
+JUDGE = WILD.replace(":score", ":judge")
+
+
+def test_calls_of_an_async_reward_run_at_once_each_with_its_own_limit() -> None:
+    completions = [*["0.5 0.5"] * 12, "1 100", "raise", *["0.25 0.5"] * 12]
+    with RewardPool(JUDGE, workers=1, timeout=2.0, concurrency=8) as pool:
+        assert pool.score(JUDGE, ["1"])[0].value == 1.0  # the first call of a child is alone
+        began = time.monotonic()
+        scores = pool.score(JUDGE, completions)
+        seconds = time.monotonic() - began
+        pids = [child.pid for child in pool._children]
+    assert [score.value for score in scores] == [*[0.5] * 12, None, None, *[0.25] * 12]
+    assert (scores[12].reason, scores[12].by_limit) == ("time limit", True)
+    assert scores[13].reason == "ConnectionError: the judge is down"
+    assert all(0.5 <= score.seconds < 1.5 for score in scores[:12])
+    assert 2.0 <= seconds < 6.0, "one after the other takes 14 s"
+    assert len(pids) == 1, "a call that is over its limit ends alone"
+
+
+@pytest.mark.parametrize(("completion", "reason"), [("die", "exit of its process (code 1)"), ("block", "time limit")])
+def test_an_async_reward_that_dies_or_blocks_costs_its_own_score_alone(completion: str, reason: str) -> None:
+    with RewardPool(JUDGE, workers=1, timeout=0.5, concurrency=8) as pool:
+        pool.score(JUDGE, ["1"])
+        scores = pool.score(JUDGE, ["0.5", "0.5", completion, "0.5"])
+    assert [score.value for score in scores] == [0.5, 0.5, None, 0.5]
+    assert (scores[2].reason, scores[2].by_limit) == (reason, True)
+
+
+def test_a_child_gets_the_variables_that_are_named_and_no_message_has_their_secrets(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "0.125")
+    monkeypatch.setenv("OTHER_KEY", "0.25")
+    spec = WILD.replace(":score", ":variables")
+    with RewardPool(spec, workers=1, environment=("JUDGE_KEY",)) as pool:
+        handed, stripped, unset, said = pool.score(
+            spec, ["read JUDGE_KEY", "read OTHER_KEY", "read NOT_SET", "say JUDGE_KEY"]
+        )
+    assert handed.value == 0.125
+    assert stripped.reason == (
+        "KeyError: 'OTHER_KEY'; rewards run isolated, without this variable: write reward_environment: [OTHER_KEY]"
+    )
+    assert unset.reason == "KeyError: 'NOT_SET'"
+    assert said.reason == "ValueError: 401: no key ********"
+    assert "0.125" not in capfd.readouterr().err
 
 
 def test_a_child_that_died_while_idle_costs_no_score(pool: RewardPool) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from grpo_recipes.rewards.answers import same
 from grpo_recipes.rewards.functions import pure_accuracy_math
-from grpo_recipes.rewards.probe import corruptions, probe
+from grpo_recipes.rewards.probe import corruptions, probe, problems_of
 
 ROWS = [
     {"prompt": [{"role": "user", "content": f"{a}+{a}="}], "answer": str(2 * a), "difficulty": a} for a in range(1, 9)
@@ -100,6 +100,33 @@ def test_the_users_reward_is_shown_by_the_writing_it_reads():
 
     assert (finding.right_mean, finding.wrong_mean) == (1.0, 0.0)
     assert finding.tells_apart and finding.missed is None and finding.faults == []
+
+
+BOXED = r"Put the final answer into \boxed{}."
+
+
+@pytest.mark.parametrize(
+    ("system", "rewards", "told"),
+    [
+        (BOXED, ["pure_accuracy_math"], True),
+        (BOXED, ["math_verify", "format_tags"], True),
+        (BOXED, ["math_verify"], False),
+        (BOXED + " Write it inside <answer> and </answer>.", ["pure_accuracy_math"], False),
+        (None, ["pure_accuracy_math"], False),
+        ("in the prompts", ["cosine_length"], True),
+    ],
+)
+def test_a_prompt_that_asks_for_another_format_than_the_reward_reads_is_a_fault(read, system, rewards, told):
+    asked = (
+        [{**row, "prompt": [{"role": "user", "content": BOXED}]} for row in ROWS]
+        if system == "in the prompts"
+        else ROWS
+    )
+    found = problems_of(read(reward_funcs=rewards, system_prompt=system), asked, [])
+    assert len(found) == told
+    if told:
+        assert rf"the prompt asks for \boxed{{}}, reward '{rewards[-1]}' reads <answer>" in found[0].what
+        assert "write reward_funcs: [math_verify], which reads both" in found[0].fix
 
 
 def test_too_few_scores_are_a_fault():

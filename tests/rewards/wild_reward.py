@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import mmap
 import os
@@ -36,6 +37,27 @@ def few_arguments(completions: list[str]) -> list[float]:
 
 async def slow_judge(completions: list[str], **_: Any) -> list[float]:
     return [0.25]
+
+
+async def judge(completions: list[str], **_: Any) -> list[float]:
+    """Wait as a client of a server does; ``block`` and ``die`` do it in a way that no event loop can end."""
+    what, _, rest = completions[0].partition(" ")
+    if what == "block":
+        time.sleep(1000)
+    if what == "die":
+        os._exit(1)
+    if what == "raise":
+        raise ConnectionError("the judge is down")
+    await asyncio.sleep(float(rest or 0))
+    return [float(what)]
+
+
+def variables(completions: list[str]) -> list[float]:
+    """The value of an environment variable, or its message."""
+    what, _, name = completions[0].partition(" ")
+    if what == "say":
+        raise ValueError(f"401: no key {os.environ[name]}")
+    return [float(os.environ[name])]
 
 
 def _spin(_: str) -> None:
@@ -111,6 +133,22 @@ def _secrets(_: str) -> list[float]:
     return [float(sum(PLANTED in text for text in (*os.environ.values(), program)))]
 
 
+def _write(reply: str) -> list[float]:
+    """Write into every pipe of this process: the one of the replies is among them."""
+    for descriptor in range(3, 64):
+        try:
+            if os.readlink(f"/proc/self/fd/{descriptor}").startswith("pipe:"):
+                os.write(descriptor, reply.encode() + b"\n")
+        except OSError:
+            continue
+    return [1.0]
+
+
+def _stop_keeper(_: str) -> list[float]:
+    os.kill(os.getppid(), signal.SIGSTOP)
+    return [1.0]
+
+
 def _raise(_: str) -> None:
     raise ValueError("first line\nsecond line")
 
@@ -151,5 +189,7 @@ ACTIONS = {
     "secrets": _secrets,
     "torch": lambda _: [float("torch" in sys.modules or "trl" in sys.modules)],
     "session": lambda _: [float(os.getsid(0))],
+    "write": _write,
+    "stop-keeper": _stop_keeper,
     "cores": lambda _: [float(os.environ["OMP_NUM_THREADS"])],
 }

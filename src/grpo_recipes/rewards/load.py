@@ -10,37 +10,45 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo_recipes.paths import shown
+from grpo_recipes.recipe.datafiles import solution_names
 from grpo_recipes.recipe.registry import IN_CHILDREN
-from grpo_recipes.recipe.user_code import copy_path, copy_source, source_path, split_spec
+from grpo_recipes.recipe.user_code import REWARD_COPIES, changed_copies, copy_path, copy_source, source_path, split_spec
 from grpo_recipes.rewards.pool import RewardPool
 from grpo_recipes.rewards.score import Reward, RewardWrapper, Score, is_own, load_reward, make_reward, taken
+from grpo_recipes.runs.rundir import write_whole
 
-_COPIES = "rewards"  # folder of the run directory
 # What TRL hands a reward beside the columns: live objects of the trainer.
 _NOT_SENT = ("trainer_state", "log_extra", "log_metric", "environments")
 
 
-def keep_rewards(names: Sequence[str], run_dir: Path) -> list[str]:
-    """Copy the files of the user's rewards into ``<run>/rewards``, once in the life of a run.
+def keep_rewards(names: Sequence[str], run_dir: Path, update: bool = False) -> list[str]:
+    """Copy the files of the user's rewards into ``<run>/rewards``, once in the life of a run; ``update`` changed ones.
 
-    Return a note for each file that is gone, or differs from the copy.
+    Return a note for each file that is gone, that differs from the copy, or that takes the copy's place.
     """
     notes = []
+    changed = changed_copies(filter(is_own, names), run_dir / REWARD_COPIES) if update else []
+    # A file may have several rewards.
+    for copy, spec in {copy_path(spec, run_dir / REWARD_COPIES): spec for spec in changed}.items():
+        old = copy.with_suffix(f".{hashlib.sha256(copy.read_bytes()).hexdigest()[:8]}.py")
+        copy.replace(old)
+        notes.append(f"--update-rewards: {split_spec(spec)[0]} as it is now is used; the copy of before is {old.name}")
     for spec in filter(is_own, names):
-        copy, original = copy_path(spec, run_dir / _COPIES), source_path(spec)
+        copy, original = copy_path(spec, run_dir / REWARD_COPIES), source_path(spec)
         if not copy.exists():
-            copy_source(spec, run_dir / _COPIES)
+            copy_source(spec, run_dir / REWARD_COPIES)
         elif original is None:
             notes.append(f"the file of reward {spec} is gone; this run has its copy {shown(copy)}")
         elif original.read_bytes() != copy.read_bytes():
-            used = "the copy" if split_spec(spec)[0].endswith(".py") else "the module as it is now"
+            own = split_spec(spec)[0].endswith(".py")
+            used = "the copy, --update-rewards the file as it is now" if own else "the module as it is now"
             notes.append(f"{shown(original)} has changed since this run began (copy: {shown(copy)}); it uses {used}")
-    return notes
+    return list(dict.fromkeys(notes))
 
 
 def load_rewards(script_args: Any, args: Any, run_dir: Path) -> list[Reward]:
@@ -51,7 +59,7 @@ def load_rewards(script_args: Any, args: Any, run_dir: Path) -> list[Reward]:
     copies of the user's files, and keeps the scores that limits decide. A file that does not exist is a ConfigError,
     one that cannot be loaded otherwise a RewardFailed.
     """
-    names, copies = script_args.reward_funcs, run_dir / _COPIES
+    names, copies = script_args.reward_funcs, run_dir / REWARD_COPIES
     keep_rewards(names, run_dir)
     apart = script_args.reward_isolation == "completion"
     isolated = [name for name in dict.fromkeys(names) if name in IN_CHILDREN or (is_own(name) and apart)]
@@ -61,17 +69,21 @@ def load_rewards(script_args: Any, args: Any, run_dir: Path) -> list[Reward]:
         timeout=script_args.reward_timeout,
         memory_gib=script_args.reward_memory_gib,
         copies=copies,
+        environment=script_args.reward_environment,
+        concurrency=script_args.reward_concurrency,
     )
     records = LimitRecords(copies / f"limits_{os.environ.get('RANK', '0')}.jsonl")
     short = [split_spec(name)[1] or name for name in names]
+    mixture, keys = script_args.dataset_mixture, ("dataset_solution_column", "eval_dataset_solution_column")
+    solutions = solution_names([getattr(script_args, key) for key in keys], mixture)
     rewards: list[Reward] = []
     for name, end in zip(names, short, strict=True):
         label = end if short.count(end) == 1 else name  # the name for metrics
         if name in isolated:
             code = hashlib.sha256(copy_path(name, copies).read_bytes()).hexdigest() if is_own(name) else ""
-            rewards.append(IsolatedReward(pool, name, label, records, code))
+            rewards.append(IsolatedReward(pool, name, label, records, code, solutions if is_own(name) else ()))
         elif is_own(name):
-            rewards.append(RewardWrapper(load_reward(name, copies), name, label))
+            rewards.append(RewardWrapper(load_reward(name, copies), name, label, solutions))
         else:
             rewards.append(make_reward(name, script_args, args))
     if isolated:
@@ -85,8 +97,11 @@ class IsolatedReward(RewardWrapper):
     ``code`` is a hash of the user's code, since other code may end otherwise.
     """
 
-    def __init__(self, pool: RewardPool, spec: str, name: str, records: LimitRecords, code: str = ""):
-        super().__init__(pool.score, spec, name)
+    def __init__(
+        self, pool: RewardPool, spec: str, name: str, records: LimitRecords, code: str = "",
+        solutions: Collection[str] = (),
+    ):  # fmt: skip
+        super().__init__(pool.score, spec, name, solutions)
         self.pool, self.timeout, self._records = pool, pool.timeout, records
         self._identity = (spec, code, pool.timeout, pool.memory_gib)
 
@@ -99,7 +114,7 @@ class IsolatedReward(RewardWrapper):
         found = {row: self._records.known(keys[row], self.generation) for row in same_as}
         called = [row for row, known in found.items() if known is None]
         asked = {name: [values[row] for row in called] for name, values in sent.items()}
-        stopped = self.stop.cuts if self.stop else lambda: False
+        stopped = self.watch or (self.stop.cuts if self.stop else lambda: False)
         scores = self.pool.score(self.spec, asked.pop("completions"), asked, self.give_up_after, stopped)
         for row, score in zip(called, scores, strict=True):
             found[row] = score
@@ -117,9 +132,11 @@ class LimitRecords:
     def __init__(self, file: Path):
         self._file = file
         self._records: dict[str, tuple[int, str]] = {}
-        lines = file.read_text().split("\n") if file.exists() else [""]
-        for line in lines[:-1]:  # what follows the last newline was cut off by a kill
-            record = json.loads(line)
+        text = file.read_text() if file.exists() else ""
+        whole = text[: text.rfind("\n") + 1]
+        if whole != text:  # the rest was cut off by a kill, and no other record may continue it
+            write_whole(file, whole)
+        for record in map(json.loads, whole.splitlines()):
             self._records.setdefault(record["key"], (record["generation"], record["reason"]))
 
     def known(self, key: str | None, generation: int) -> Score | None:

@@ -29,11 +29,16 @@ _SIDE_BY_SIDE = re.compile(r"[0-9]\.?\s+\.?[0-9]")
 def math_verify(completions: list[Any], answer: list[Any], **_: Any) -> list[float | None]:
     r"""Return 1.0 where the completion's answer equals the reference solution, 0.0 where not or where it is unreadable.
 
-    The answer is in the last ``<answer>…</answer>``, without one in the last ``\boxed{…}``. None where the reference
-    solution itself cannot be read.
+    The answer is in the last ``<answer>…</answer>``, without one in the last ``\boxed{…}``. Of a reference solution in
+    words its last ``\boxed{…}`` counts. None where the reference solution itself cannot be read.
     """
     rows = zip(completions, answer, strict=True)
-    return [_score(answers.completion_text(completion), str(gold)) for completion, gold in rows]
+    return [_score(answers.completion_text(completion), _final(str(gold))) for completion, gold in rows]
+
+
+def _final(gold: str) -> str:
+    boxed = answers.last_boxed(gold)
+    return boxed if boxed is not None and _is_text(answers.normal(gold)) else gold
 
 
 def _score(text: str, gold: str) -> float | None:

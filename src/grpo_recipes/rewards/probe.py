@@ -7,9 +7,11 @@ has several right answers, of which a few are written, and wrong ones of its own
 
 import math
 import re
+import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
@@ -23,15 +25,19 @@ from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.registry import ACCURACY, REWARDS
 from grpo_recipes.rewards.answers import same
 from grpo_recipes.rewards.load import IsolatedReward, load_rewards
-from grpo_recipes.rewards.score import Reward, RewardFailed, RewardWrapper, call_reward
+from grpo_recipes.rewards.pool import TIME_LIMIT
+from grpo_recipes.rewards.score import GIVEN_UP, Reward, RewardFailed, RewardWrapper, call_reward
 
 TAG, TAGGED_BOX, BOX = "<answer>%s</answer>", r"<answer>\boxed{%s}</answer>", r"\boxed{%s}"
 # Ways of writing an answer that a reward of ours reads; those of ``math_verify`` are also tried with the user's own.
 _WRITINGS = {"ours": [TAG, TAGGED_BOX], "strict": [TAG], "math_verify": [TAG, TAGGED_BOX, BOX], "modebench": [BOX]}
+_TAGGED = ("pure_accuracy_math", "cosine_length", "format_tags")  # rewards that see no answer outside the tag
 _LAST_NUMBER = re.compile(r"[0-9]+(?=[^0-9]*$)")
 _UNFIT = ("not a number", "wrong type", "wrong length")  # reasons that no completion excuses
 _SHOWN = 5
 _MODES = 3  # right answers tried of a problem that has several
+_MOST_TIMEOUTS = 5  # more than the accepted share of those called, and the rest is not called
+_QUIET_SECONDS, _LINE_SECONDS = 2.0, 5.0  # before the first line of progress, and between two
 _LONG = 200  # characters; an answer that completions can repeat is shorter
 
 
@@ -119,6 +125,12 @@ def problems_of(recipe: Recipe, rows: list[dict[str, Any]], findings: list[Probe
     if not found and findings and not any(finding.tells_apart for finding in findings):
         what = "no reward tells right answers from wrong ones: all get the same on average"
         found.append(Problem(where, what, f"add one that does, e.g. {ACCURACY[0]}, or correct your own"))
+    if unread := [name for name in recipe["reward_funcs"] if name in _TAGGED]:
+        asked = "\n".join([recipe["system_prompt"] or "", *(str(row["prompt"]) for row in rows[:_SHOWN])])
+        if r"\boxed" in asked and "<answer>" not in asked:
+            what = rf"the prompt asks for \boxed{{}}, reward '{unread[0]}' reads <answer>…</answer> alone"
+            fix = r"write reward_funcs: [math_verify], which reads both, or ask for <answer>…</answer> in system_prompt"
+            found.append(Problem(where, what, fix))
     # A solution with its reasoning equals itself, and no completion ever equals it.
     compared = {*ACCURACY, "cosine_length"} & set(recipe["reward_funcs"])
     answers = [row["answer"] for row in rows if not is_problem(row["answer"])]
@@ -148,6 +160,8 @@ def probe(
     columns |= {"prompts": columns.pop("prompt", []), "completion_ids": [[0]] * len(shown)}
     columns["completions"] = [[{"role": "assistant", "content": one.completion}] for _, one in shown]
     if isinstance(reward, RewardWrapper):
+        if isinstance(reward, IsolatedReward):
+            reward.watch = _watch(reward, most_missing)
         reward(**columns)
         scores = reward.scores
     else:
@@ -161,11 +175,37 @@ def probe(
     finding = ProbeResult(name, right, len(tries) - right, *means, len(missing))
     bad = _judge(finding, tries) if name in ACCURACY or name == "cosine_length" else []
     unfit = [one for one in missing if (one.reason or "").startswith(_UNFIT)]
+    if isinstance(reward, IsolatedReward) and any(one.reason == GIVEN_UP for one in missing):
+        done = list(reward.pool.scores.values())
+        late = f"{sum(score.reason == TIME_LIMIT for score in done)} of {len(done)} completions"
+        what = f"is over reward_timeout ({reward.timeout:g} s) on {late}; the rest was not tried"
+        finding.faults.append((what, "make it faster, or raise reward_timeout"))
+        finding.failures = [one for one in missing if one.reason != GIVEN_UP][:_SHOWN]
+        return finding
     if unfit or len(missing) > most_missing * len(tries):
         what = f"leaves {len(missing)} of {len(tries)} completions unscored ({why(name, (unfit or missing)[0].reason)})"
         finding.faults.append((what, "look at the reference solutions" if ours else "correct it"))
     finding.failures = [*bad, *(one for one in missing if one.reason or finding.faults)][:_SHOWN]
     return finding
+
+
+def _watch(reward: IsolatedReward, most_missing: float) -> Callable[[], bool]:
+    """Return what prints how far a slow reward is, and whether too many of its calls took too long to go on."""
+    pool, began = reward.pool, time.monotonic()
+    said = began + _QUIET_SECONDS - _LINE_SECONDS
+
+    def look() -> bool:
+        """Print a line if one is due; return whether to give up."""
+        nonlocal said
+        done, now = list(pool.scores.values()), time.monotonic()
+        late = sum(score.reason == TIME_LIMIT for score in done)
+        if now - said >= _LINE_SECONDS:
+            said, far = now, f"{len(done)} of {pool.asked} completions in {now - began:.0f} s"
+            over = f", {late} over reward_timeout" if late else ""
+            print(f"grpo: {reward.spec}: {far}{over}", file=sys.stderr, flush=True)
+        return late >= _MOST_TIMEOUTS and late > most_missing * len(done)
+
+    return look
 
 
 def why(name: str, reason: str | None) -> str:

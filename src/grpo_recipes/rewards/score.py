@@ -5,7 +5,7 @@ import functools
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from grpo_recipes.runs.stop_request import CutShort, StopRequest
 
 Reward = Callable[..., list[float | None]]
 GIVEN_UP = "not called: too many unscored before it, or the run was stopped"
-_LARGEST = 3.4e38  # rewards are float32 in the trainer; beyond this they are infinite there
+LARGEST = 3.4e38  # rewards are float32 in the trainer; beyond this they are infinite there
 _LONGEST_REASON = 300  # characters; a reply of a child must fit a pipe's atomic write
 
 
@@ -99,13 +99,23 @@ def taken(columns: Mapping[str, Sequence[Any]], takes: Sequence[str] | None) -> 
 def call_reward(function: Callable[..., Any], columns: Mapping[str, Sequence[Any]], rows: int) -> list[Score]:
     """Call a reward, plain or async, on ``rows`` completions; what is not a list of that length scores none of them."""
     result = function(**columns)
-    if inspect.isawaitable(result):
-        import asyncio
 
-        async def awaited(waiting: Any = result) -> Any:
-            return await waiting
+    async def awaited() -> Any:
+        return await result
 
-        result = asyncio.run(awaited())
+    return scores_of(event_loop().run(awaited()) if inspect.isawaitable(result) else result, rows)
+
+
+@functools.cache
+def event_loop() -> Any:
+    """Return this process's ``asyncio.Runner`` for rewards: one loop for all calls, so that a client keeps its own."""
+    import asyncio
+
+    return asyncio.Runner()
+
+
+def scores_of(result: Any, rows: int) -> list[Score]:
+    """Return the scores in what a reward returned for ``rows`` completions."""
     if hasattr(result, "tolist") and getattr(result, "ndim", 0) == 1:
         result = result.tolist()
     if not isinstance(result, list | tuple):
@@ -126,7 +136,7 @@ def _score(entry: Any) -> Score:
         return Score(None, described(error))
     if not math.isfinite(value):
         return Score(None, f"not a number: {value}")
-    if abs(value) > _LARGEST:
+    if abs(value) > LARGEST:
         return Score(None, f"not a number: {value:.0e} is infinite in float32")
     return Score(value)
 
@@ -148,18 +158,21 @@ class RewardWrapper:
 
     timeout: float | None = None  # seconds it may take for one completion, None without a limit
 
-    def __init__(self, function: Callable[..., Any], spec: str, name: str):
+    def __init__(self, function: Callable[..., Any], spec: str, name: str, solutions: Collection[str] = ()):
         self._function = function
+        self._solutions = solutions  # further names under which it gets ``answer``
         self.spec = spec  # as the recipe names it
         self.__name__ = name  # TRL's name for its metrics
         self.scores: list[Score] = []  # (B,) of the last call
         self.generation = 0  # number of the generation being scored
         self.give_up_after: int | None = None  # unscored completions after which the rest is left out, None for all
         self.stop: StopRequest | None = None  # leaves out the rest of a call; None outside a training
+        self.watch: Callable[[], bool] | None = None  # asked in its place while children are waited for
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
         """Return the reward of each completion, (B,); None where it is unscored."""
-        self.scores = self._score(len(completions), {**columns, "completions": completions})
+        named = dict.fromkeys(self._solutions, columns["answer"]) if "answer" in columns else {}
+        self.scores = self._score(len(completions), {**named, **columns, "completions": completions})
         return [score.value for score in self.scores]
 
     def _score(self, rows: int, columns: dict[str, Any]) -> list[Score]:
