@@ -1,4 +1,4 @@
-"""The plug-in in processes like the server's: stacks of all threads on request."""
+"""The plug-in in processes like the server's: stacks of all threads on request, and the end of all with the first."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 # Waits in a second thread and in one of a forked child, as the engine's processes may be.
@@ -48,3 +49,22 @@ def test_every_process_of_the_server_adds_its_stacks_to_a_file_of_its_own(tmp_pa
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         process.wait(10)
+
+
+@pytest.mark.parametrize("role", ["1", None])
+def test_the_engine_ends_with_a_server_that_is_killed(tmp_path: Path, role: str | None) -> None:
+    """Else it holds its GPU for as long as nobody looks: vLLM's engine does not notice."""
+    variables = {**os.environ, "GRPO_RUN_DIR": str(tmp_path), "GRPO_SERVER": role or ""}
+    process = subprocess.Popen([sys.executable, "-c", WAITING], env=variables, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    (forked,) = {int(process.stdout.readline()) for _ in range(2)} - {process.pid}
+    child = psutil.Process(forked)
+
+    process.kill()
+    process.wait(10)
+
+    if role:
+        child.wait(10)
+        return
+    assert child.is_running()  # a rank that has vLLM inside ends with accelerate
+    child.kill()

@@ -58,3 +58,15 @@ def test_reports_of_sharded_and_copied_heads_add_up(workers: int) -> None:
         stale = fleet[0].get_model().layer.qkv_proj.weight
         stale[-1, -1] = torch.nextafter(stale[-1, -1], torch.tensor(9.0))  # one key or value element, by one ulp
     assert differing(streamed, [worker.grpo_weights() for worker in fleet]) == ["layer.qkv_proj.weight"]
+
+
+def test_a_load_gives_the_folder_to_vllm_and_counts() -> None:
+    class FakeLoader(WeightReport):
+        loaded: list[str] = []
+
+        def reload_weights(self, weights_path: str) -> None:
+            self.loaded.append(weights_path)
+
+    worker = FakeLoader()
+    assert [worker.grpo_load("/one"), worker.grpo_load("/two")] == [1, 2]
+    assert worker.loaded == ["/one", "/two"]

@@ -10,7 +10,7 @@ import pytest
 
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.runs.stop_request import StopRequest
-from grpo_recipes.weights.client import FileClient
+from grpo_recipes.weights.client import BridgeClient, FileClient
 from weights.fake_server import FakeServer
 
 
@@ -22,18 +22,20 @@ def server() -> Iterator[FakeServer]:
 
 
 @pytest.fixture
-def connect(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., FileClient]:
-    """``connect(seed=7, stop=STOP, KEY=VALUE, ...)``: a client of the fake server, without a file of its state."""
+def connect(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """``connect(seed=7, stop=STOP, client=CLASS, KEY=VALUE, ...)``: a client of the fake server, else FileClient."""
     (tmp_path / "token").write_text("the-token")
     monkeypatch.setenv("GRPO_TOKEN_FILE", str(tmp_path / "token"))
     monkeypatch.setenv("GRPO_RUN", "this-run")
     monkeypatch.setenv("GRPO_SYNC_DIR", str(tmp_path / "sync"))
     (tmp_path / "processes").mkdir()
 
-    def connected(seed: int | None = None, stop: StopRequest | None = None, **keys: Any) -> FileClient:
+    def connected(
+        seed: int | None = None, stop: StopRequest | None = None, client: type[BridgeClient] = FileClient, **keys: Any
+    ) -> BridgeClient:
         given = {"server_request_timeout": 5.0, "vllm_server_timeout": 5.0, **keys}
         args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **given)
         stop = stop or StopRequest(tmp_path)
-        return FileClient(args=args, run_dir=tmp_path, seed=seed, stop=stop, base_url=server.url)
+        return client(args=args, run_dir=tmp_path, seed=seed, stop=stop, base_url=server.url)
 
     return connected

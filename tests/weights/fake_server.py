@@ -30,6 +30,8 @@ class FakeServer:
         loads: what it holds after a weight load, if that changes anything.
         serves: names of its models.
         refuses: paths that are answered with status 500.
+        wrong: answers that stand in the place of its own, by path: status, content (None closes the connection), and
+            how often.
         loses: how often a request to a path is met by a closed connection, by path.
     """
 
@@ -43,6 +45,7 @@ class FakeServer:
         self.sampling_seconds = 0.0
         self.serves = ["this-run"]
         self.refuses: set[str] = set()
+        self.wrong: dict[str, tuple[int, bytes | None, int]] = {}
         self.loses: dict[str, int] = {}
         self.under_way = 0
         self.queues: list[int] = []  # completions there were at each resume
@@ -59,6 +62,8 @@ class FakeServer:
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 fake.tokens.add(self.headers.get("Authorization"))
+                if self._answered_wrongly():
+                    return
                 completions = {"completions": fake.under_way}
                 self._answer(
                     completions if self.path == ACTIVITY_PATH else {"data": [{"id": name} for name in fake.serves]}
@@ -67,15 +72,29 @@ class FakeServer:
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 fake.tokens.add(self.headers.get("Authorization"))
+                if self._answered_wrongly():
+                    return
                 answer = fake.post(self.path, json.loads(body or b"{}"))
                 if answer is not None:
                     self._answer(answer)
                 else:
                     self.connection.shutdown(socket.SHUT_RDWR)
 
+            def _answered_wrongly(self) -> bool:
+                with fake._lock:
+                    status, body, left = fake.wrong.get(self.path, (200, None, 0))
+                    fake.wrong[self.path] = (status, body, left - 1)
+                if left > 0 and body is None:
+                    self.connection.shutdown(socket.SHUT_RDWR)
+                elif left > 0:
+                    self._send(status, body)
+                return left > 0
+
             def _answer(self, content: dict[str, Any]) -> None:
-                body = json.dumps(content).encode()
-                self.send_response(500 if self.path in fake.refuses else 200)
+                self._send(500 if self.path in fake.refuses else 200, json.dumps(content).encode())
+
+            def _send(self, status: int, body: bytes) -> None:
+                self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
@@ -114,8 +133,10 @@ class FakeServer:
         self._running.wait(10)
         with self._lock:
             self.under_way -= number
-        choice = {"prompt_token_ids": asked["prompt"][0], "token_ids": [asked.get("seed", 1) % 97], "logprobs": None}
-        return {"choices": [choice] * number}
+        token = asked.get("seed", 1) % 97
+        logprobs = {"tokens": [f"token_id:{token}"], "token_logprobs": [-0.5], "top_logprobs": [None]}
+        choice = {"prompt_token_ids": asked["prompt"][0], "token_ids": [token]}
+        return {"choices": [choice | {"logprobs": None if asked.get("logprobs") is None else logprobs}] * number}
 
     def _report(self) -> dict[str, Any]:
         return {"parameters": {"w": [int(fingerprint(self.held)), "float32"]}, "packed": {}}

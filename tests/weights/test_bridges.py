@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 
 import pytest
 
@@ -14,7 +15,7 @@ from trl.generation.vllm_client import VLLMClient
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.recipe.registry import BRIDGES
-from grpo_recipes.weights.client import CLIENTS, BridgeClient, bridge_in_place
+from grpo_recipes.weights.client import CLIENTS, BridgeClient, NcclClient, bridge_in_place
 
 SIGNATURES = {
     "__init__": ["self", "base_url", "host", "server_port", "group_port", "connection_timeout"],
@@ -86,3 +87,19 @@ def test_every_bridge_is_a_choice_of_the_key_and_says_its_name():
 def test_the_keys_the_trainer_hands_on_are_trls():
     for name in ("vllm_server_host", "vllm_server_port", "vllm_group_port", "vllm_server_timeout", "vllm_mode"):
         assert hasattr(GRPOConfig, name), name
+
+
+def test_the_rendezvous_of_nccl_is_a_phase_of_its_own(tmp_path, monkeypatch):
+    """A fake TRL client, which looks at what the launcher would see while NCCL waits."""
+    seen = []
+
+    def phase() -> str:
+        return json.loads((tmp_path / "processes/phase_0.json").read_text())["phase"]
+
+    monkeypatch.setattr(VLLMClient, "init_communicator", lambda client, device: seen.append(phase()))
+    monkeypatch.setenv("RANK", "0")
+    (tmp_path / "processes").mkdir()
+    client = object.__new__(NcclClient)
+    client._state_file = tmp_path / "server.json"
+    client.init_communicator(0)
+    assert seen == ["connect"] and phase() == "start"

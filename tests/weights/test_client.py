@@ -8,7 +8,8 @@ from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.trainers.grpo import weight_bridge
 from grpo_recipes.weights import client as client_module
-from grpo_recipes.weights.client import FileClient, ServerError
+from grpo_recipes.weights.client import FileClient
+from grpo_recipes.weights.transport import ServerError
 from weights.fake_server import WEIGHT
 
 

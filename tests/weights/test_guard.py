@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_recipes.weights.guard import TOLERANCES, checksum_error, differing, held_name, logprob_error
+from grpo_recipes.weights.guard import TOLERANCES, calibrated, checksum_error, differing, held_name, logprob_error
 
 WRAP = 1 << 64
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -140,3 +140,10 @@ def test_log_probs_beyond_the_tolerance_fail(difference, fails):
 def test_every_trained_dtype_has_a_tolerance():
     assert set(TOLERANCES) == {"float32", "float16", "bfloat16"}
     assert TOLERANCES["float32"] < TOLERANCES["bfloat16"]
+
+
+def test_the_first_healthy_syncs_lower_a_tolerance_and_never_raise_it():
+    assert calibrated(5e-2, [2e-3, 1e-3]) == 5e-2  # too few
+    assert calibrated(5e-2, [2e-3, 1e-3, 1e-3]) == pytest.approx(2e-2)
+    assert calibrated(5e-2, [1e-5, 1e-5, 1e-5]) == pytest.approx(5e-3)
+    assert calibrated(5e-2, [4e-2, 1e-5, 1e-5]) == 5e-2

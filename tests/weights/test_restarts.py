@@ -14,8 +14,9 @@ import torch
 
 from grpo_recipes.recipe.registry import RECONNECTING
 from grpo_recipes.weights import client as client_module
-from grpo_recipes.weights.client import CLIENTS, FileClient, ServerError, ServerLost
+from grpo_recipes.weights.client import CLIENTS, FileClient
 from grpo_recipes.weights.guard import WeightsDiffer
+from grpo_recipes.weights.transport import ServerError, ServerLost
 from weights.fake_server import WEIGHT, FakeServer
 
 pytestmark = pytest.mark.alone
@@ -81,6 +82,7 @@ def test_a_generation_that_a_death_cuts_is_repeated_with_the_same_seeds(connect,
     client = connect(seed=7)
     sync(client)
     server.loses["/v1/completions"] = 99
+    server.refuses.add("/health")
     others: list[FakeServer] = []
     death = later(lambda: others.append(restart(after=0.3)))
     client.generate(PROMPTS, n=2)
@@ -95,6 +97,7 @@ def test_a_weight_load_that_a_death_cuts_is_repeated(connect, state, server, res
     client = connect()
     client._held = {"parameters": {"w": [0, "float32"]}, "packed": {}}
     server.loses["/collective_rpc"] = 2
+    server.refuses.add("/health")
     others: list[FakeServer] = []
     death = later(lambda: others.append(restart()))
     sync(client)

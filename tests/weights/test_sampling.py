@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grpo_recipes.weights import client as client_module
-from grpo_recipes.weights.client import ServerLost
+from grpo_recipes.weights.transport import ServerLost
 
 pytestmark = pytest.mark.alone
 
@@ -37,7 +37,7 @@ def test_prompts_with_given_seeds_come_back_in_their_order(connect, server) -> N
     answer = connect(seed=7).generate_seeded(PROMPTS, [5, 6, 7], n=2)
     assert answer["prompt_ids"] == PROMPTS
     assert answer["completion_ids"] == [[5], [5], [6], [6], [7], [7]]
-    assert answer["logprobs"] is None
+    assert answer["logprobs"] == [[[-0.5]]] * 6
 
 
 def test_more_prompts_than_connections_are_held_in_turn(connect, server, monkeypatch) -> None:
@@ -51,6 +51,7 @@ def test_more_prompts_than_connections_are_held_in_turn(connect, server, monkeyp
 
 def test_a_request_that_fails_does_not_leave_the_engine_paused(connect, server) -> None:
     server.loses["/v1/completions"] = 2  # the second is the repetition
+    server.refuses.add("/health")
     with pytest.raises(ServerLost):
         connect(seed=7).generate([[1]], n=2)
     assert server.calls[-1] == "/resume"
@@ -61,3 +62,16 @@ def test_an_engine_that_does_not_take_up_requests_is_not_waited_for_without_end(
     server.under_way = 1  # of somebody else, for ever
     with pytest.raises(ServerLost, match=r"did not take up 0 completions within 0\.3 s"):
         client.generate(PROMPTS, n=2)
+
+
+def test_each_prompt_of_each_generation_has_a_seed_of_its_own_and_gets_it_again(connect, server) -> None:
+    seeds = {}
+    for run_seed in (7, 8, 7):
+        client = connect(seed=run_seed)
+        for generation in ("train/1", "train/2"):
+            server.asked.clear()
+            client.generation = generation
+            client.generate(PROMPTS, n=2)
+            found = [asked["seed"] for asked in server.sampled()]
+            assert seeds.setdefault((run_seed, generation), found) == found
+    assert len({seed for found in seeds.values() for seed in found}) == 4 * len(PROMPTS)

@@ -17,7 +17,8 @@ from grpo_recipes.runs.rundir import stop_file
 from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.trainers.checkpoints import Preemption
 from grpo_recipes.weights import client as client_module
-from grpo_recipes.weights.client import FileClient, ServerLost
+from grpo_recipes.weights.client import FileClient
+from grpo_recipes.weights.transport import ServerLost
 from weights.fake_server import WEIGHT
 
 PROMPTS = [[1], [2], [3]]
@@ -36,7 +37,7 @@ def stopping(connect, run_dir: Path, monkeypatch) -> Iterator[Callable[..., File
     """``stopping(KEY=VALUE)``: a client whose work a request in ``run_dir`` cuts short."""
     monkeypatch.setattr(client_module, "_SIGNAL_SECONDS", 0.3)
     monkeypatch.setattr(client_module, "_ABORT_SECONDS", 0.3)
-    monkeypatch.setattr(client_module, "_QUICK_SECONDS", 0.3)
+    monkeypatch.setattr(client_module, "QUICK_SECONDS", 0.3)
     stop = StopRequest(run_dir)
     with stop.cutting_short():
         yield lambda **keys: connect(stop=stop, **keys)

@@ -176,11 +176,13 @@ class ServerRollouts(VllmRollouts):
     def __init__(self, trainer: Any):
         super().__init__(trainer)
         self.guarded = bool(trainer.args.weight_guard)
+        self._client = getattr(trainer.vllm_generation, "vllm_client", None)  # rank 0's
+        if self._client is not None:
+            self._client.vocabulary = trainer.model.get_input_embeddings().num_embeddings
 
     def name_generation(self, name: str) -> None:
-        client = getattr(self._trainer.vllm_generation, "vllm_client", None)  # rank 0's
-        if client is not None:
-            client.generation = name
+        if self._client is not None:
+            self._client.generation = name
 
     def checksum_error(self) -> str | None:
         main = self._trainer.accelerator.is_main_process

@@ -5,12 +5,14 @@ The extension loads weights in the server's workers and fingerprints them, as th
 
 import logging
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from grpo_recipes.process.reports import dump_stacks_on_signal
+from grpo_recipes.process.tree import die_with_parent
 
 _INTEGER_VIEWS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 22  # elements at a time: 8 bytes each while they are summed, on a GPU that vLLM has filled
@@ -18,15 +20,19 @@ _LOGGER = logging.getLogger("vllm.grpo_recipes")  # a child of vLLM's own: only 
 
 
 def register() -> None:
-    """Let every process of the server write its stacks on request and, on CPU, renew its weights."""
-    if os.environ.get("GRPO_SERVER") == "1":  # a rank that has vLLM inside writes its stacks to a file of its own
-        _dump_stacks()
-        os.register_at_fork(after_in_child=_dump_stacks)
+    """Let every process of the server write its stacks on request, end with its parent and, on CPU, renew its weights.
+
+    vLLM's engine does not notice that its API server was killed, and would hold the GPU.
+    """
+    if os.environ.get("GRPO_SERVER") == "1":  # ranks, too, may have vLLM inside
+        _follow_server()
+        os.register_at_fork(after_in_child=_follow_server)
     _keep_linear_weights()
 
 
-def _dump_stacks() -> None:
+def _follow_server() -> None:
     dump_stacks_on_signal(Path(os.environ["GRPO_RUN_DIR"]), f"server_{os.getpid()}")
+    die_with_parent(os.getppid(), signal.SIGKILL)
 
 
 def _keep_linear_weights() -> None:

@@ -6,109 +6,56 @@ and asked again. When the run is asked to stop, no request is waited for.
 
 import contextlib
 import hashlib
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from http.client import RemoteDisconnected
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urljoin
 
 import requests
 import torch
-from requests.adapters import HTTPAdapter
 from safetensors.torch import save_file
 from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
-from urllib3.exceptions import ProtocolError
 
 from grpo_recipes.attributes import replaced
 from grpo_recipes.errors import translate
+from grpo_recipes.process.reports import PhaseFile
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.recipe.registry import RECONNECTING
-from grpo_recipes.runs.rundir import SERVER_STATE, read_json
+from grpo_recipes.runs.rundir import SERVER_STATE, Run, json_mapping, read_json
 from grpo_recipes.runs.stop_request import LOOK_SECONDS, StopRequest
 from grpo_recipes.server.middleware import ACTIVITY_PATH
 from grpo_recipes.server.plugin import fingerprint
 from grpo_recipes.weights.guard import WeightsDiffer, checksum_error, differing, held_name
+from grpo_recipes.weights.transport import (
+    QUICK_SECONDS,
+    BadAnswer,
+    ServerAdapter,
+    ServerError,
+    ServerLost,
+    need_completions,
+)  # fmt: skip
 
-# Steps of a weight transfer meet the trainer in a collective: a second one would find nobody there.
-_NOT_REPEATED = {"/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"}
-_CONNECT_SECONDS = 10.0
-_QUICK_SECONDS = 5.0  # for an answer that a healthy server gives at once
 _ABORT_SECONDS = 10.0  # for the server to give back the generations in flight
 _SIGNAL_SECONDS = 3.0  # a signal to every process of a job may reach the server first
 _QUEUE_SECONDS, _STATE_SECONDS = 0.005, 0.2  # between two looks at the engine's queue, at the server's state
 _NOTICE_SECONDS = 90.0  # for the launcher to see that its server is gone, and us to see that through an NFS cache
 _MARGIN_SECONDS = 60.0  # beyond the server's own start: the launcher ends the old one and writes its state first
+_TRIES, _AGAIN_SECONDS = 3, 0.5  # of a request that is answered wrongly; the pause grows by as much each time
+_MOST_TEXT = 200  # characters of an answer in a message
 REQUESTS = 256  # at a time: each holds a thread and a connection until it is answered
 Metadata = list[tuple[str, str, list[int]]]  # name, dtype and shape of each tensor, in order
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 Answer = TypeVar("Answer")
 
 
-class ServerError(RuntimeError):
-    """The vLLM server did not answer, or answered with an error."""
-
-
-class ServerLost(ServerError):
-    """The server died, hangs or lost its engine; the request may be repeated to the next one."""
-
-
 class GenerationAborted(Exception):
     """A generation was given up because the run stops."""
-
-
-class ServerAdapter(HTTPAdapter):
-    """Limit the wait for every answer, which TRL's calls do not, and do not retry for a minute on a dead server."""
-
-    def __init__(self, timeout: float, connections: int = 1):
-        self._timeout = timeout
-        super().__init__(pool_maxsize=connections, max_retries=0)
-
-    def send(self, request: requests.PreparedRequest, *args: Any, **kwargs: Any) -> requests.Response:
-        """Send the request and read the whole answer; ServerLost without one, or from a server whose engine is dead."""
-        limit = min(self._timeout, kwargs.get("timeout") or self._timeout)
-        kwargs["timeout"] = (min(limit, _CONNECT_SECONDS), limit)
-        path = request.path_url
-
-        def lost(error: BaseException) -> ServerLost:
-            if isinstance(error, requests.ReadTimeout):
-                return ServerLost(f"the vLLM server did not answer {path} within {limit:g} s")
-            while cause := error.__cause__ or error.__context__:  # the operating system's own error comes last
-                error = cause
-            return ServerLost(f"lost the connection to the vLLM server in {path} ({error})")
-
-        broken = (requests.ReadTimeout, requests.ConnectionError, requests.exceptions.ChunkedEncodingError)
-        with translate(broken, lost):
-            response = self._send(request, kwargs)
-            response.content  # noqa: B018  read here, where a broken connection can be distinguished from a bad answer
-        if response.status_code >= 500 and not self._healthy(request):
-            raise ServerLost(f"the engine of the vLLM server is dead: {response.status_code} in {path}")
-        return response
-
-    def _send(self, request: requests.PreparedRequest, kwargs: dict[str, Any]) -> requests.Response:
-        try:
-            return super().send(request, **kwargs)
-        except requests.ConnectionError as error:
-            cause = error.args[0] if error.args else None
-            closed = (RemoteDisconnected, ConnectionResetError, BrokenPipeError)
-            unanswered = isinstance(cause, ProtocolError) and isinstance(cause.args[-1], closed)
-            if request.path_url in _NOT_REPEATED or not unanswered:
-                raise
-        # The server may close a kept connection at the very moment it is used again. A new adapter: others in the pool
-        # may be as old.
-        return HTTPAdapter(max_retries=0).send(request, **kwargs)
-
-    def _healthy(self, request: requests.PreparedRequest) -> bool:
-        headers = {name: value for name, value in request.headers.items() if name == "Authorization"}
-        question = requests.Request("GET", urljoin(str(request.url), "/health"), headers=headers)
-        with contextlib.suppress(requests.RequestException):
-            return HTTPAdapter(max_retries=0).send(question.prepare(), timeout=_QUICK_SECONDS).ok
-        return False
 
 
 class BridgeClient(VLLMClient):
@@ -121,7 +68,8 @@ class BridgeClient(VLLMClient):
 
     def __init__(self, *, args: GRPOConfig, run_dir: Path, seed: int | None, stop: StopRequest, **kwargs: Any):
         self._args, self._seed, self.stop = args, seed, stop
-        self._state_file = run_dir / SERVER_STATE
+        self._run_dir, self._state_file = run_dir, run_dir / SERVER_STATE
+        self.vocabulary: int | None = None  # token ids of the trained model, set by the trainer
         self.checksum_error: str | None = None  # why the last sync failed the checksum
         self.generation = ""  # what the next sampling seeds are derived from, set by the trainer
         self._held: dict[str, Any] = {}  # the first report of what the server holds
@@ -157,8 +105,8 @@ class BridgeClient(VLLMClient):
         return found
 
     def _served_names(self) -> list[str] | None:
-        with contextlib.suppress(ServerLost):
-            answer = self.session.get(f"{self.base_url}/v1/models", timeout=_QUICK_SECONDS)
+        with contextlib.suppress(ServerError, LookupError, TypeError, ValueError):  # or another program answers
+            answer = self.session.get(f"{self.base_url}/v1/models", timeout=QUICK_SECONDS)
             if answer.status_code == 401:
                 return ["(a server that refuses this run's token)"]
             if answer.ok:
@@ -166,23 +114,62 @@ class BridgeClient(VLLMClient):
         return None
 
     def get_server_info(self) -> dict[str, Any]:
-        """Return the configuration that TRL asks for, from the worker itself."""
-        return dict(self._through_restarts(partial(self.call_workers, "grpo_config"))[0])
+        """Return the configuration that TRL asks for, from the worker itself; another vLLM has none."""
+        foreign = "is it one that grpo launch started? Another vLLM of this name cannot take the trainer's weights"
+        with translate(BadAnswer, lambda error: ServerError(f"{error}; {foreign}")), self._reading("/collective_rpc"):
+            return dict(self._through_restarts(partial(self.call_workers, "grpo_config"))[0])
+
+    def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
+        return self._content(url, self.session.post(url, **kwargs))
+
+    def _get(self, url: str, **kwargs: Any) -> dict[str, Any]:
+        return self._content(url, self.session.get(url, **kwargs))
+
+    def _content(self, url: str, answer: requests.Response) -> dict[str, Any]:
+        """Return the JSON object of an answer; BadAnswer for anything else."""
+        content = json_mapping(answer.content)
+        if answer.status_code != 200 or content is None:
+            text = " ".join(answer.text[:_MOST_TEXT].split()) or "nothing"
+            raise self._bad(url.removeprefix(self.base_url), f"answered {answer.status_code}: {text}")
+        return content
+
+    def _bad(self, path: str, what: str) -> BadAnswer:
+        processes = Run(self._run_dir).plan.get("processes", [])
+        log = next((one["log"] for one in processes if one.get("role") == "server" and "log" in one), "its own")
+        return BadAnswer(f"the vLLM server at {self.base_url} {what} (in {path}; log: {log})")
+
+    def _reading(self, path: str) -> contextlib.AbstractContextManager[None]:
+        """Take an error inside, where an answer is read, for an answer that is not what was asked for."""
+        kinds = (LookupError, TypeError, ValueError, AttributeError)
+
+        def bad(error: Exception) -> BadAnswer:
+            what = str(error) if type(error) is ValueError else repr(error)
+            return self._bad(path, f"gave no usable answer: {what[:_MOST_TEXT]}")
+
+        return translate(kinds, bad)
 
     def _through_restarts(self, ask: Callable[[], Answer]) -> Answer:
         """Ask the server; where the launcher starts another meanwhile, give that one the weights, then ask it."""
         if self.bridge not in RECONNECTING:
-            return ask()
+            return self._repeated(ask)
         while True:
             try:
                 if self._server_changed():
-                    self._prepare_next_server()
-                answer = ask()
+                    self._repeated(self._prepare_next_server)
+                answer = self._repeated(ask)
             except ServerLost as lost:
                 self._wait_for(partial(self._noticed, lost), _NOTICE_SECONDS, lost, _STATE_SECONDS)
             else:
                 if not self._server_changed():  # else it may come from a server without the weights
                     return answer
+
+    def _repeated(self, ask: Callable[[], Answer]) -> Answer:
+        """Ask the server, and again, a few times, where it answers wrongly."""
+        for number in range(1, _TRIES):
+            with contextlib.suppress(BadAnswer):
+                return ask()
+            time.sleep(_AGAIN_SECONDS * number)
+        return ask()
 
     def _server_state(self) -> tuple[int, str]:
         """Return which of the run's servers is up, by its number, and its state, as the launcher wrote them."""
@@ -211,7 +198,7 @@ class BridgeClient(VLLMClient):
         limit = self._args.vllm_server_timeout + _MARGIN_SECONDS
         late = ServerError(f"the vLLM server was not ready again after {limit:g} s")
         self._wait_for(self._server_ready, limit, late, _STATE_SECONDS)
-        self.check_server(total_timeout=_QUICK_SECONDS)
+        self.check_server(total_timeout=QUICK_SECONDS)
         if self._sent:
             self._resend()
             self._verify()
@@ -241,7 +228,7 @@ class BridgeClient(VLLMClient):
         """Send every tensor, materialized one at a time, then compare what the server holds with what was sent."""
         with self._excused_when_stopping():
             if self._args.weight_guard and not self._held:
-                self._held = self._through_restarts(partial(self.call_workers, "grpo_weights"))[0]
+                self._held = self._through_restarts(self._reports)[0]
             self._send(metadata, self._fingerprinted(named_params) if self._args.weight_guard else named_params)
             self._through_restarts(self._verify)
         for _ in named_params:  # nothing is left unless the run stops: the other ranks gather all of them
@@ -251,7 +238,19 @@ class BridgeClient(VLLMClient):
         """With the guard, compare what the server holds with what was sent."""
         if self._args.weight_guard:
             sent = {name: int(value) for name, value in self._streamed.items()}
-            self.checksum_error = checksum_error(self.bridge, differing(sent, self.call_workers("grpo_weights")))
+            self.checksum_error = checksum_error(self.bridge, differing(sent, self._reports()))
+
+    def _reports(self) -> list[dict[str, Any]]:
+        """Return what each worker holds, as ``grpo_weights`` reports it."""
+        reports = self.call_workers("grpo_weights")
+        with self._reading("/collective_rpc"):
+            for report in reports:
+                held, _ = report["parameters"], dict(report["packed"])
+                if not all(type(value) is int and hasattr(torch, kind) for value, kind in held.values()):
+                    raise ValueError("a parameter without fingerprint and dtype")
+                if held.keys() != reports[0]["parameters"].keys():
+                    raise ValueError("workers that hold different parameters")
+        return reports
 
     def _fingerprinted(self, named_params: NamedTensors) -> NamedTensors:
         self._streamed = {}
@@ -264,7 +263,9 @@ class BridgeClient(VLLMClient):
     def call_workers(self, method: str, **kwargs: Any) -> list[Any]:
         """Call a method of every worker of the server; return a result per worker."""
         answer = self._post(f"{self.base_url}/collective_rpc", json={"method": method, "kwargs": kwargs})
-        return list(answer["results"])
+        if not (isinstance(results := answer.get("results"), list) and results):
+            raise self._bad("/collective_rpc", f"gave no results of {method}")
+        return results
 
     def reset_prefix_cache(self) -> None:
         """Reset it as TRL does, also through a restart of the server."""
@@ -274,7 +275,7 @@ class BridgeClient(VLLMClient):
     def generate(self, prompts: list[Any], features: Any = None, n: int = 1, **kwargs: Any) -> dict[str, list[Any]]:
         """Generate as TRL does; with a run seed, one request and one seed per prompt."""
         if self._seed is None or features is not None:
-            sample = partial(super().generate, prompts, features=features, n=n, **kwargs)
+            sample = partial(self._completions, prompts, n, features=features, **kwargs)
             return self._unless_stopping(sample, prompts, n)
         seeds = [self._sampling_seed(index) for index in range(len(prompts))]
         return self.generate_seeded(prompts, seeds, n=n, **kwargs)
@@ -288,7 +289,7 @@ class BridgeClient(VLLMClient):
         def sample(index: int) -> dict[str, Any]:
             order = {"priority": index} if seeded else {}
             own = {"seed": seeds[index], **order, **extra}
-            return dict(VLLMClient.generate(self, [prompts[index]], n=n, generation_kwargs=own, **kwargs))
+            return self._completions([prompts[index]], n, generation_kwargs=own, **kwargs)
 
         def sample_all() -> dict[str, Any]:
             """Request each prompt, some at a time, and join the answers in the order of the prompts."""
@@ -305,6 +306,14 @@ class BridgeClient(VLLMClient):
 
         return self._unless_stopping(sample_all, prompts, n)
 
+    def _completions(self, prompts: Sequence[Any], n: int, **kwargs: Any) -> dict[str, Any]:
+        """Request completions as TRL does; BadAnswer unless each is there, of known tokens with finite log-probs."""
+        limits = {"max_tokens": math.inf, **kwargs, **(kwargs.get("generation_kwargs") or {})}
+        with self._reading("/v1/completions"):
+            answer = dict(VLLMClient.generate(self, prompts, n=n, **kwargs))
+            need_completions(answer, len(prompts) * n, limits["max_tokens"], self.vocabulary, limits.get("logprobs", 0))
+        return answer
+
     @contextlib.contextmanager
     def _engine_paused(self, completions: int) -> Iterator[list[Future[dict[str, Any]]]]:
         """Pause the engine until it has all ``completions`` that are requested inside, or a request has failed.
@@ -316,7 +325,7 @@ class BridgeClient(VLLMClient):
         self._wait_for_queue(0, futures)  # until the engine has finished or dropped everything else
         self.pause("keep")
         with contextlib.ExitStack() as afterwards:
-            afterwards.callback(self.resume)
+            afterwards.callback(self._repeated, self.resume)
             yield futures
             self._wait_for_queue(completions, futures)
 
@@ -324,7 +333,8 @@ class BridgeClient(VLLMClient):
         """Wait until the engine has been given and has not finished so many completions; it counts while paused too."""
 
         def taken_up() -> bool:
-            under_way = int(self._get(f"{self.base_url}{ACTIVITY_PATH}")["completions"])
+            with self._reading(ACTIVITY_PATH):
+                under_way = int(self._get(f"{self.base_url}{ACTIVITY_PATH}")["completions"])
             return under_way == completions or any(future.done() for future in futures)
 
         limit = self._args.server_request_timeout
@@ -351,8 +361,8 @@ class BridgeClient(VLLMClient):
         deadline = time.monotonic() + _ABORT_SECONDS
         while True:  # again and again: a request that was on its way is not among those the engine ends
             with contextlib.suppress(Exception):  # one that is dead has nothing in flight; TRL raises that of a 500
-                self.pause("abort", timeout=_QUICK_SECONDS)
-                self.resume(timeout=_QUICK_SECONDS)
+                self.pause("abort", timeout=QUICK_SECONDS)
+                self.resume(timeout=QUICK_SECONDS)
             if wait([generation], 0.05).done or time.monotonic() > deadline:
                 return
 
@@ -397,6 +407,13 @@ class NcclClient(BridgeClient):
     """TRL's native transfer, with the trainer's and the server's GPUs in one NCCL group."""
 
     bridge = "nccl"
+
+    def init_communicator(self, device: torch.device | str | int = 0) -> None:
+        """Form the group as TRL does, in a phase of its own: NCCL waits without a limit for a side that never comes."""
+        phase = PhaseFile(self._state_file.parent, int(os.environ.get("RANK", "0")))
+        phase.enter("connect", 0)
+        super().init_communicator(device)
+        phase.enter("start", 0)
 
     def _send(self, metadata: Metadata, named_params: NamedTensors) -> None:
         super(BridgeClient, self).update_named_params(metadata, named_params)

@@ -12,8 +12,10 @@ _WRAP = 1 << 64
 
 # Largest mean |log p_trainer - log p_server| over the tokens of a batch. Healthy runs of a small model on CPU
 # (bench/results/guard_tolerance.json) give 3e-7 in float32 and 2e-3 in bfloat16; another model's weights give 0.1 and
-# more. float16 has not been measured.
+# more. Nobody has measured larger models, GPUs, or float16: there the first healthy syncs of a run say what is usual.
 TOLERANCES = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 5e-2}
+CALIBRATING_SYNCS = 3  # of a run, by which the tolerance of its dtype is lowered
+_MARGIN, _LOWEST = 10.0, 0.1  # times the largest difference of those; share of the dtype's tolerance
 
 
 class WeightsDiffer(RuntimeError):
@@ -59,6 +61,16 @@ def checksum_error(bridge: str, wrong: Sequence[str]) -> str | None:
     some = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
     lost = f"weights did not reach the server through the '{bridge}' bridge"
     return f"{lost}: after the sync it holds other values than the trainer in {some}" if wrong else None
+
+
+def calibrated(tolerance: float, healthy: Sequence[float]) -> float:
+    """Return the tolerance of a dtype, lowered to ten times the largest difference of a run's first healthy syncs.
+
+    Never below a tenth of it, and never above it: a first sync that is wrong must not allow the rest.
+    """
+    if len(healthy) < CALIBRATING_SYNCS:
+        return tolerance
+    return min(tolerance, max(_MARGIN * max(healthy), _LOWEST * tolerance))
 
 
 def logprob_error(bridge: str, difference: float, tolerance: float) -> str | None:

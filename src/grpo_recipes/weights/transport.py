@@ -1,0 +1,106 @@
+"""One request to the server: its limits, what is repeated, what counts as lost, which answers are whole."""
+
+import contextlib
+import math
+from http.client import RemoteDisconnected
+from itertools import chain
+from typing import Any
+from urllib.parse import urljoin
+
+import requests
+from requests.adapters import HTTPAdapter
+from urllib3.exceptions import ProtocolError
+
+from grpo_recipes.errors import translate
+
+# Steps of a weight transfer meet the trainer in a collective: a second one would find nobody there.
+_NOT_REPEATED = {"/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"}
+_CONNECT_SECONDS = 10.0
+QUICK_SECONDS = 5.0  # for an answer that a healthy server gives at once
+
+
+class ServerError(RuntimeError):
+    """The vLLM server did not answer, or answered with an error."""
+
+
+class ServerLost(ServerError):
+    """The server died, hangs or lost its engine; the request may be repeated to the next one."""
+
+
+class BadAnswer(ServerError):
+    """A living server answered with an error, with nonsense, or not at all; asked again it may do better."""
+
+
+class ServerAdapter(HTTPAdapter):
+    """Limit the wait for every answer, which TRL's calls do not, and do not retry for a minute on a dead server."""
+
+    def __init__(self, timeout: float, connections: int = 1):
+        self._timeout = timeout
+        super().__init__(pool_maxsize=connections, max_retries=0)
+
+    def send(self, request: requests.PreparedRequest, *args: Any, **kwargs: Any) -> requests.Response:
+        """Send the request and read the whole answer.
+
+        Without one, or from a server whose engine is dead, that is a ServerLost; where a living server closed the
+        connection a BadAnswer.
+        """
+        limit = min(self._timeout, kwargs.get("timeout") or self._timeout)
+        kwargs["timeout"] = (min(limit, _CONNECT_SECONDS), limit)
+        path = request.path_url
+
+        def lost(error: BaseException) -> ServerError:
+            if isinstance(error, requests.ReadTimeout):
+                return ServerLost(f"the vLLM server did not answer {path} within {limit:g} s")
+            while cause := error.__cause__ or error.__context__:  # the operating system's own error comes last
+                error = cause
+            kind = BadAnswer if self._healthy(request) else ServerLost
+            return kind(f"lost the connection to the vLLM server in {path} ({error})")
+
+        broken = (requests.ReadTimeout, requests.ConnectionError, requests.exceptions.ChunkedEncodingError)
+        with translate(broken, lost):
+            response = self._send(request, kwargs)
+            response.content  # noqa: B018  read here, where a broken connection can be distinguished from a bad answer
+        if response.status_code >= 500 and not self._healthy(request):
+            raise ServerLost(f"the engine of the vLLM server is dead: {response.status_code} in {path}")
+        return response
+
+    def _send(self, request: requests.PreparedRequest, kwargs: dict[str, Any]) -> requests.Response:
+        try:
+            return super().send(request, **kwargs)
+        except requests.ConnectionError as error:
+            cause = error.args[0] if error.args else None
+            closed = (RemoteDisconnected, ConnectionResetError, BrokenPipeError)
+            unanswered = isinstance(cause, ProtocolError) and isinstance(cause.args[-1], closed)
+            if request.path_url in _NOT_REPEATED or not unanswered:
+                raise
+        # The server may close a kept connection at the very moment it is used again. A new adapter: others in the pool
+        # may be as old.
+        return HTTPAdapter(max_retries=0).send(request, **kwargs)
+
+    def _healthy(self, request: requests.PreparedRequest) -> bool:
+        headers = {name: value for name, value in request.headers.items() if name == "Authorization"}
+        question = requests.Request("GET", urljoin(str(request.url), "/health"), headers=headers)
+        with contextlib.suppress(requests.RequestException):
+            return HTTPAdapter(max_retries=0).send(question.prepare(), timeout=QUICK_SECONDS).ok
+        return False
+
+
+def need_completions(answer: dict[str, Any], count: int, longest: float, vocabulary: int | None, scored: Any) -> None:
+    """Raise ValueError unless an answer has ``count`` completions of known tokens.
+
+    With ``scored``, the ``logprobs`` that were asked for or None, each token must have finite log-probs.
+    """
+    ids, known = answer["completion_ids"], math.inf if vocabulary is None else vocabulary
+    if len(ids) != count:
+        raise ValueError(f"{len(ids)} completions where {count} were asked for")
+    if wrong := [length for length in map(len, ids) if not 0 < length <= longest]:
+        raise ValueError(f"a completion of {wrong[0]} tokens where at most {longest} were asked for")
+    if strange := [one for one in set(chain(*ids)) if type(one) is not int or not 0 <= one < known]:
+        raise ValueError(f"token {strange[0]!r}, and the model has {known}")
+    if scored is None:
+        return
+    logps = answer["logprobs"] or []
+    if [len(row) for row in logps] != [len(row) for row in ids] or not all(chain(*logps)):
+        raise ValueError("not one log-prob for each token")
+    if broken := sum(one is None or not math.isfinite(one) for one in chain(*chain(*logps))):  # None: TRL's for NaN
+        raise ValueError(f"{broken} log-probs that are not finite")
