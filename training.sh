@@ -7,7 +7,7 @@
 #SBATCH --requeue
 #SBATCH --time=72:00:00
 #
-# What differs between clusters is given when submitting: sbatch --gres=gpu:8 training.sh
+# What differs between clusters is given when submitting: sbatch --gres=gpu:8 --cpus-per-task=64 --mem=256G training.sh
 # To fix it here, write #SBATCH in front of:
 #   --gres=gpu:8   --cpus-per-task=64   --mem=256G   --account=NAME   --partition=NAME   --exclusive
 
@@ -16,7 +16,8 @@ trap '' USR1
 
 usage() {
     cat <<'TEXT'
-usage: sbatch [SLURM OPTIONS] training.sh [OPTIONS]    train on a cluster (example: sbatch --gres=gpu:8 training.sh)
+usage: sbatch [SLURM OPTIONS] training.sh [OPTIONS]    train on a cluster, e.g.
+           sbatch --gres=gpu:8 --cpus-per-task=64 --mem=256G training.sh
        bash training.sh [OPTIONS]                      the same on this machine
 
 OPTIONS go to "grpo launch"; "grpo launch --help" lists them once the environment exists (bash scripts/setup.sh).
@@ -34,8 +35,10 @@ holds_ours() { [[ -n $1 && -f $1/training.sh && -d $1/src/grpo_recipes ]]; }
 
 # Under sbatch this file runs from Slurm's spool directory, so its own path says nothing.
 find_repository() {
-    if [[ -z $SLURM_JOB_ID ]]; then
-        dirname -- "$(realpath -- "${BASH_SOURCE[0]}")"
+    local here
+    here=$(dirname -- "$(realpath -- "${BASH_SOURCE[0]}")")
+    if [[ -z $SLURM_JOB_ID ]] || holds_ours "$here"; then # inside salloc it is no copy
+        echo "$here"
     elif holds_ours "$SLURM_SUBMIT_DIR"; then
         echo "$SLURM_SUBMIT_DIR"
     elif holds_ours "$GRPO_HOME"; then
@@ -89,4 +92,5 @@ fi
 # Packages of the login shell must not reach into the environment.
 unset PYTHONPATH PYTHONHOME
 export PYTHONNOUSERSITE=1
+export GRPO_DEFAULT_RECIPE=1 # this script alone takes the default recipe where none is named
 exec "$grpo" launch "$@"

@@ -25,13 +25,13 @@ class Problem:
 
     def __post_init__(self) -> None:
         for name in ("where", "what", "fix"):
-            object.__setattr__(self, name, _line(getattr(self, name)))
+            object.__setattr__(self, name, printable(getattr(self, name)))
 
     def __str__(self) -> str:
         return f"{self.where}: {self.what}. Fix: {self.fix}"
 
 
-def _line(text: str) -> str:
+def printable(text: str) -> str:
     """Return one line without secrets: a message may hold whatever the user wrote."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in masked(text))
 

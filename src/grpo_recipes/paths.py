@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -24,6 +25,11 @@ def shown(path: Path | str) -> str:
     """Return ``path`` as a person would type it: relative to the working folder where that is shorter."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
+
+
+def python_module(name: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module in this Python; a ``yaml.py`` in the working folder is not imported."""
+    return [sys.executable, "-P", "-m", name, *arguments]
 
 
 def existing(path: Path) -> Path:

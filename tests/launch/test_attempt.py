@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import stat
 from types import SimpleNamespace
 
 import pytest
@@ -39,13 +41,16 @@ def scontrol(tmp_path, monkeypatch):
 def attempt(read, planned, tmp_path):
     """``attempt(idle=..., saved=..., KEY=VALUE)``: one that began at step 4 and saved ``saved``."""
 
-    def make(idle: int = 0, saved: int = 5, **keys) -> Attempt:
+    def make(idle: int = 0, saved: int = 5, phase: str = "sample", trained: int | None = None, **keys) -> Attempt:
         folder = tmp_path / "run"
         (folder / "checkpoints").mkdir(parents=True)
         staged = tmp_path / f"checkpoint-{saved}"
         staged.mkdir()
         publish(staged, folder / "checkpoints", saved, 1)
-        write_json(folder / "summary.json", {"status": "running", "restarts": 1, "idle_attempts": idle})
+        write_json(folder / "summary.json", {"status": "running", "restarts": 1, "idle_attempts": idle,
+            "idle_trained": idle if trained is None else trained})  # fmt: skip
+        (folder / "processes").mkdir()
+        write_json(folder / "processes/phase_0.json", {"phase": phase, "since": 1.0, "step": 4})
         run = Run(folder)
         recipe = read(**keys)
         names = Names(folder, "mine", "mine-abcd", "stamp")
@@ -110,6 +115,22 @@ def test_two_attempts_in_a_row_without_a_new_checkpoint_are_enough(attempt, scon
     assert summary_of(made)["status"] == status and summary_of(made)["idle_attempts"] == idle + 1
 
 
+@pytest.mark.parametrize(("idle", "status"), [(1, "requeued"), (8, "requeued"), (9, "stopped")])
+def test_attempts_that_were_stopped_while_they_started_end_a_job_late(attempt, scontrol, capsys, idle, status):
+    made = attempt(idle=idle, saved=4, phase="start", trained=0)
+    finish(made, STOPPED, wants_requeue=True, job=JOB)
+    assert summary_of(made)["status"] == status and summary_of(made)["idle_trained"] == 0
+    assert ("10 attempts in a row made no new step" in capsys.readouterr().out) == (status == "stopped")
+
+
+def test_logs_are_the_users_alone(tmp_path):
+    umask = os.umask(0o022)
+    try:
+        assert stat.S_IMODE(os.stat(new_log(str(tmp_path / "server.log"))).st_mode) == 0o600
+    finally:
+        os.umask(umask)
+
+
 def test_when_scontrol_fails_the_run_is_stopped_and_says_how_to_go_on(attempt, scontrol, tmp_path, monkeypatch, capsys):
     reported: list[str] = []
     monkeypatch.setattr(attempts, "report_line", lambda folder: reported.append(Run(folder).summary["status"]) or "")
@@ -164,6 +185,14 @@ def test_a_run_whose_numbers_broke_is_started_anew_and_not_resumed(attempt, caps
     assert summary_of(made)["cause"].startswith("rank 0: NotFinite")
 
 
+def test_a_run_whose_reward_failed_is_resumed_with_the_edited_file_alone(attempt, capsys):
+    made = attempt(saved=4)
+    cause = "rank 0: RewardFailed: reward 'own.py:score' raised ValueError: no"
+    finish(made, Ending(1, cause, 0), wants_requeue=False, job=None)
+    out = capsys.readouterr().out
+    assert "grpo: fix: edit own.py" in out and "--update-rewards" in out and "continue with" not in out
+
+
 def test_a_damaged_row_hides_neither_how_the_run_ended_nor_its_exit_code(attempt, capsys):
     made = attempt()
     (made.run.folder / "metrics.jsonl").write_text('{"step": 1, "reward": 1.0}\nno row\n{"step": 3, "reward": 3.0}\n')
@@ -171,9 +200,32 @@ def test_a_damaged_row_hides_neither_how_the_run_ended_nor_its_exit_code(attempt
     summary = summary_of(made)
     assert (summary["status"], summary["exit_code"], summary["steps"]) == ("failed", 7, 3)
     out = capsys.readouterr().out
-    assert (
-        "failed with exit code 7: rank 0: ValueError (reward 2.0 -> 2.0 over 3 steps)" in out and "grpo: fix: " in out
-    )
+    window = "means of the first 3 and the last 3, which overlap"
+    assert f"failed with exit code 7: rank 0: ValueError (reward 2.0 -> 2.0 over 3 steps, {window})" in out
+    assert "grpo: fix: " in out
+
+
+@pytest.mark.parametrize(
+    ("summary", "text"),
+    [
+        ({"steps": 0}, "no step was completed"),
+        ({"steps": 2}, "2 steps, none with a reward"),
+        ({"steps": 1, "first": 0.5, "last": 0.5},
+         "reward 0.5 -> 0.5 over 1 step, means of the first 1 and the last 1, which overlap"),
+        ({"steps": 60, "first": 0.5, "last": 0.9, "initial_eval_reward": 0.4, "final_eval_reward": 0.8},
+         "reward 0.5 -> 0.9 over 60 steps, means of the first 3 and the last 5; evaluated 0.4 -> 0.8"),
+    ],
+)  # fmt: skip
+def test_the_end_of_a_run_is_said_with_the_window_of_its_means(summary, text):
+    rewards = {"initial_reward": summary.pop("first", None), "final_reward": summary.pop("last", None)}
+    assert attempts.outcome({**summary, **rewards}) == text
+
+
+def test_shares_that_are_not_trivial_are_said_in_the_end(attempt, capsys):
+    made = attempt()
+    write_rows(made, **{"completions/clipped_ratio": 0.62, "rewards/no_verdict": 0.04})
+    finish(made, Ending(0), wants_requeue=False, job=None)
+    assert "grpo: over all steps: unscored 4 %, cut off 62 %\n" in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -228,3 +280,20 @@ def test_a_resumed_attempt_goes_on_from_the_rows_that_are_left(resumed, tmp_path
         "starting again from step 0; 2 later rows of metrics.jsonl moved to metrics.redone.jsonl"
     )
     assert summary_of(made)["status"] == "running" and summary_of(made)["restarts"] == 2
+    assert summary_of(made)["resumed_at"] == [0]  # no checkpoint
+
+
+def test_each_attempt_notes_the_step_it_went_on_after(resumed, tmp_path):
+    (tmp_path / "run/checkpoints").mkdir()
+    for step in (1, 2):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        publish(tmp_path / f"checkpoint-{step}", tmp_path / "run/checkpoints", step, 1)
+        resumed().scratch.remove()
+    assert read_json(tmp_path / "run/summary.json")["resumed_at"] == [1, 2]
+
+
+def test_the_report_is_written_after_the_requeue(attempt, scontrol, monkeypatch):
+    asked = []
+    monkeypatch.setattr(attempts, "report_line", lambda folder: asked.append(scontrol.exists()) or "")
+    finish(attempt(), STOPPED, wants_requeue=True, job=JOB)
+    assert asked == [True]

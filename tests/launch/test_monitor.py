@@ -7,24 +7,25 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
 import pytest
+from waiting import wait_for
 
 from grpo_recipes.launch import monitor
 from grpo_recipes.launch.monitor import (
     Monitor,
-    Phase,
     RankStallDetector,
     ServerStallDetector,
     dump_stacks,
-    read_phases,
     stale_compile_lock,
 )
 from grpo_recipes.launch.processes import rank_pids
 from grpo_recipes.plan.ports import Activity
 from grpo_recipes.runs.health import MANY
+from grpo_recipes.runs.progress import Phase, read_phases
 from grpo_recipes.runs.rundir import write_json
 
 pytestmark = pytest.mark.alone
@@ -74,6 +75,28 @@ def test_a_resumed_run_goes_on_from_all_rows(watch, tmp_path, capsys):
     assert not any("note" in line for line in said(again, capsys)), "it was said before"
 
 
+def test_the_page_of_a_running_run_takes_a_fiftieth_of_the_time_and_lines_fit_the_terminal(
+    watch, tmp_path, monkeypatch, capsys
+):
+    clock, pages = [1000.0], []
+
+    def slow_page(folder) -> str:
+        pages.append(clock[0])
+        clock[0] += 2.0
+        return ""
+
+    monkeypatch.setattr(monitor, "report_line", slow_page)
+    monkeypatch.setattr(monitor.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(monitor, "columns", lambda: 50)
+    watched = watch()
+    append(tmp_path, 1, 3, kl=0.1, **{"completions/mean_length": 100.0})
+    assert max(map(len, said(watched, capsys))) <= 50
+    for moment in range(1000, 1310):
+        clock[0] = max(clock[0], float(moment))
+        watched._write_page(clock[0])
+    assert pages == [1000.0, 1100.0, 1200.0, 1300.0]
+
+
 def test_rows_that_were_moved_aside_do_not_count(watch, tmp_path, capsys):
     append(tmp_path, 1, MANY - 1)
     watched = watch()
@@ -81,6 +104,74 @@ def test_rows_that_were_moved_aside_do_not_count(watch, tmp_path, capsys):
     watched.start_again()
     append(tmp_path, 1, MANY - 1)
     assert not any("note" in line for line in said(watched, capsys))
+
+
+def test_evaluations_have_a_line_and_completions_one_every_so_many_steps(read, tmp_path, capsys):
+    def shown(**keys: int) -> list[str]:
+        attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=read(**keys), publisher=None)
+        watched = Monitor(attempt, SimpleNamespace(can_save=None))
+        with (tmp_path / "eval.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 20, "eval_reward": 0.5, "prompts": 8, "seconds": 1}) + "\n")
+        with (tmp_path / "samples.jsonl").open("a") as file:
+            for step in range(1, 13):
+                samples = [{"prompt": "7+7=", "completion": one, "reward": 1.0} for one in ("14", "15")]
+                file.write(json.dumps({"step": step, "samples": samples}) + "\n")
+        return said(watched, capsys)
+
+    lines = shown(show_completion_steps=5)
+    assert lines[0] == "eval at step 20  reward 0.500  8 prompts  1.00 s"
+    heads = [f"completion of step {step}, reward 1.000:" for step in (1, 6, 11)]
+    assert [line for line in lines if line.startswith("completion")] == heads
+    assert lines[1:4] == [heads[0], "  > 7+7=", "  | 14"] and lines[6] == "  | 15", "another one each time"
+    assert len(shown(show_completion_steps=0)) == 1
+
+
+def test_what_became_of_the_prompts_is_said(watch, tmp_path, capsys):
+    watched = watch()
+    row = {"step": 0, "said": ["138 prompts (200 read, 62 dropped)", "evaluating on 5"], "read": 200, "too_long": 62}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(row) + "\n")
+    assert said(watched, capsys) == ["grpo: 138 prompts (200 read, 62 dropped)", "grpo: evaluating on 5"]
+
+
+def test_the_start_is_said_phase_by_phase_and_the_page_is_written_while_the_run_goes_on(
+    read, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(monitor, "_PHASE_SECONDS", 0)
+    pages, live = [], []
+    done = threading.Event()
+    monkeypatch.setattr(monitor, "report_line", lambda folder: pages.append(folder) or str(done.wait(30)))
+    monkeypatch.setattr(monitor.OUTPUT, "live", live.append)
+    attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=read(), publisher=None)
+    watched = Monitor(attempt, SimpleNamespace(can_save=None, requested=False, look=lambda: None))
+    (tmp_path / "processes").mkdir()
+    write_json(tmp_path / "processes/server_state.json", {"epoch": 1, "state": "starting"})
+    watched.tick()
+    watched.tick()
+    write_json(tmp_path / "processes/server_state.json", {"epoch": 1, "state": "ready"})
+    watched.tick()
+    for since, name in enumerate(("start", "sample", "update", "sample")):
+        write_json(tmp_path / "processes/phase_0.json", {"phase": name, "since": since, "step": 0})
+        watched.tick()
+    assert capsys.readouterr().out.splitlines() == [
+        "grpo: now starting the server",
+        "grpo: now importing packages (starting the server took 0 s)",
+        "grpo: now loading model and data (importing packages took 0 s)",
+        "grpo: now sampling (loading model and data took 0 s)",
+        "grpo: now updating (sampling took 0 s)",
+        "grpo: now sampling (updating took 0 s)",
+    ]
+    assert pages == [] and live[-1] == "sampling 0 s"
+    append(tmp_path, 1, 2)
+    write_json(tmp_path / "processes/phase_0.json", {"phase": "update", "since": 9, "step": 2})
+    watched.tick()
+    watched.tick()
+    assert "now" not in capsys.readouterr().out, "steps are said instead"
+    wait_for(lambda: pages == [tmp_path], "the page, which is not written at every look")
+    assert live[-1] == "updating 0 s, step 2/40 done"
+    monkeypatch.setattr(monitor, "_PAGE_SECONDS", 0)
+    watched.tick()
+    assert pages == [tmp_path], "one at a time, and the launcher looks on meanwhile"
+    done.set()
 
 
 def test_a_request_to_stop_is_passed_on_to_the_other_nodes_once(read, tmp_path):
@@ -112,7 +203,12 @@ def test_the_other_nodes_dump_stacks_when_a_rank_stalls(read, tmp_path, monkeypa
     monkeypatch.setattr(monitor, "_DUMP_SECONDS", 0)
     workers = SimpleNamespace(send=lambda order: sent.append(order))
     attempt = SimpleNamespace(
-        run=SimpleNamespace(folder=tmp_path), recipe=read(), publisher=None, workers=workers, environment={}
+        run=SimpleNamespace(folder=tmp_path),
+        recipe=read(),
+        publisher=None,
+        workers=workers,
+        environment={},
+        plan=SimpleNamespace(mode="server"),
     )
     watched = Monitor(attempt, SimpleNamespace(can_save=None, requested=False, look=lambda: None))
     watched.groups["trainer"] = SimpleNamespace(process=SimpleNamespace(trains=True, ready=""), log=tmp_path / "log")
@@ -135,6 +231,44 @@ def test_phases_are_read_by_rank(tmp_path):
         write_json(tmp_path / f"processes/phase_{rank}.json", {"phase": "score", "since": 1.5, "step": rank})
     (tmp_path / "processes/phase_3.json").touch()  # as a full disk leaves it
     assert read_phases(tmp_path) == [Phase(2, "score", 2, 1.5), Phase(10, "score", 10, 1.5)]
+
+
+@pytest.mark.parametrize("name", ["sync", "connect"])
+def test_a_transfer_of_weights_and_its_rendezvous_have_a_limit_of_their_own(name):
+    ranks = RankStallDetector(3600, 600)
+    assert ranks.look([phase(name), phase("sample", 1)], now=0) is None
+    assert ranks.look([phase(name), phase("sample", 1)], now=600) is None
+    assert ranks.look([phase(name), phase("sample", 1)], now=601) == (phase(name), 601)
+
+
+def test_a_transfer_is_no_longer_than_any_other_phase():
+    ranks = RankStallDetector(10, 600)
+    assert ranks.look([phase("sync")], now=0) is None
+    assert ranks.look([phase("sync")], now=11) == (phase("sync"), 11)
+
+
+@pytest.mark.parametrize(("server", "ends"), [(True, True), (False, False)])
+def test_a_transfer_that_waits_for_the_next_server_is_not_late(read, tmp_path, monkeypatch, server, ends):
+    monkeypatch.setattr(monitor, "_DUMP_SECONDS", 0)
+    attempt = SimpleNamespace(
+        run=SimpleNamespace(folder=tmp_path), recipe=read(weight_sync_timeout=20), publisher=None, environment={},
+        workers=SimpleNamespace(send=lambda order: None), plan=SimpleNamespace(mode="server"),
+        server_address=lambda: ("127.0.0.1", 1, "token"),
+    )  # fmt: skip
+    watched = Monitor(attempt, SimpleNamespace(can_save=None, requested=False, look=lambda: None))
+    watched.groups["trainer"] = SimpleNamespace(process=SimpleNamespace(trains=True, ready=""), log=tmp_path / "log")
+    if server:
+        process, state = SimpleNamespace(trains=False, ready="serving"), SimpleNamespace(pid=None)
+        watched.groups["server"] = SimpleNamespace(process=process, log=tmp_path / "log", state=lambda: state)
+    (tmp_path / "processes").mkdir()
+    write_json(tmp_path / "processes/phase_0.json", {"phase": "sync", "since": 1.5, "step": 2})
+    assert watched.tick() is None
+    later = time.monotonic() + 30
+    monkeypatch.setattr(monitor.time, "monotonic", lambda: later)
+    ending = watched.tick()
+    assert (ending is not None) == ends
+    if ends:
+        assert "phase sync after step 2 for 30 s (weight_sync_timeout 20)" in ending.cause
 
 
 def test_a_rank_in_one_phase_for_longer_than_the_limit_stands():

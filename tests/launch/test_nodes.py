@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -115,13 +117,13 @@ def test_one_srun_covers_the_job(tmp_path, monkeypatch):
     assert srun_command(4, {"SLURM_JOB_CPUS_PER_NODE": "64,32(x3)"}) == [
         "srun", "--nodes=4", "--ntasks=4", "--ntasks-per-node=1", "--overlap", "--cpus-per-task=32",
         "--kill-on-bad-exit=1", "--mpi=none", "--input=all", "--export=ALL", f"--chdir={tmp_path}",
-        sys.executable, "-m", "grpo_recipes.launch.nodes",
+        sys.executable, "-P", "-m", "grpo_recipes.launch.nodes",
     ]  # fmt: skip
 
 
 def test_options_of_the_profile_reach_srun():
     options = {"GRPO_SRUN_OPTIONS": "--container-image=a.sqsh '--container-mounts=/a b'"}
-    assert srun_command(2, options)[-5:-3] == ["--container-image=a.sqsh", "--container-mounts=/a b"]
+    assert srun_command(2, options)[-6:-4] == ["--container-image=a.sqsh", "--container-mounts=/a b"]
 
 
 def test_on_one_node_nothing_is_started(job, workers):
@@ -138,6 +140,16 @@ def test_the_nodes_are_as_they_say_and_reach_each_other(job, workers, tmp_path):
     ]
     assert all(node.cores == len(os.sched_getaffinity(0)) for node in found.nodes[1:])
     assert "--nodes=2" in json.loads((tmp_path / "argv.json").read_text())
+
+
+def test_the_first_node_opens_as_many_files_as_the_others(job, workers):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard // 2, hard))
+    try:
+        preflight_nodes(workers, two_nodes(), job())
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > hard // 2, "its processes are the launcher's own"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("variable", ["NETWORK_INTERFACE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"])
@@ -284,13 +296,33 @@ def test_a_process_of_another_node_has_that_nodes_own_scratch(job, workers, tmp_
 
 
 def test_each_node_removes_what_dead_runs_left_there(job, workers, tmp_path, capsys):
-    for name in ("node", "shm"):
-        (tmp_path / name).mkdir()
-    left = dead_scratch(tmp_path / "node", tmp_path / "shm")
-    begun(workers, job(SLURM_TMPDIR=str(tmp_path / "node")), tmp_path / "run")
+    (tmp_path / "shm").mkdir()
+    with tempfile.TemporaryDirectory() as node:  # a short path: a run's sockets are below it
+        left = dead_scratch(Path(node), tmp_path / "shm")
+        begun(workers, job(SLURM_TMPDIR=node), tmp_path / "run")
     (line,) = [line for line in capsys.readouterr().out.splitlines() if left.disk.name in line]
     assert line.startswith("grpo: node 1: removed scratch of ") and not left.disk.exists()
     assert left.memory.exists(), "no folder that a launch of that node uses"
+
+
+def test_what_a_node_lacks_is_told_with_its_name_before_anything_starts(job, workers, tmp_path):
+    job(SLURM_TMPDIR=str(tmp_path))
+    (tmp_path / ("long" * 30)).mkdir()
+    environment = job(SLURM_TMPDIR=str(tmp_path / ("long" * 30)))
+    with pytest.raises(ConfigError) as told:
+        preflight_nodes(workers, two_nodes(), environment)
+    assert [problem.where for problem in told.value.problems] == ["node n1, TMPDIR", "node n2, TMPDIR"]
+
+
+def test_a_port_of_another_node_is_asked_there(job, workers):
+    preflight_nodes(workers, two_nodes(), job())
+    free = workers.port_of(1)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert not free(taken.getsockname()[1])
+        number = taken.getsockname()[1]
+    assert free(number) and workers.port_of(0) is None
 
 
 def test_a_killed_rank_of_another_node_is_named(job, workers, tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
@@ -14,8 +13,13 @@ from pathlib import Path
 import pytest
 from waiting import wait_for
 
+from grpo_recipes.errors import ConfigError
+from grpo_recipes.launch.processes import Child
+from grpo_recipes.paths import python_module
 from grpo_recipes.plan.commands import Process
+from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.process.tree import is_alive
+from grpo_recipes.runs.rundir import Run, claim
 
 pytestmark = pytest.mark.alone
 
@@ -191,8 +195,59 @@ def test_a_summary_that_cannot_be_written_leaves_no_scratch(place, orphaned):
 
 def test_a_run_that_another_launch_has_taken_over_is_left_to_it(place, orphaned):
     (place.run_dir / "summary.json").write_text('{"status": "running"}')
-    with (place.run_dir / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        orphaned()
+    (place.run_dir / "lock").write_text("host 1\n")
+    orphaned()
     assert json.loads((place.run_dir / "summary.json").read_text()) == {"status": "running"}
     assert (place.run_dir / "sync").exists() and not place.disk.exists() and not place.memory.exists()
+
+
+def test_when_the_guard_is_killed_its_command_ends(place):
+    guard = place.guard(*place.parent(300, 0))
+    place.sleeper()
+    command = place.record()["pid"]
+    guard.kill()
+    guard.wait()
+    wait_for(lambda: not is_alive(command), "the command's end")
+
+
+def test_a_guard_holds_the_run_after_its_launcher_and_lets_it_go_at_its_end(place, monkeypatch):
+    """Another launch must not begin while processes of the one before live."""
+    run = Run(place.run_dir)
+    lock = claim(run)
+    scratch = Scratch(place.disk, place.memory, [lock])
+    (process,) = [Process("trainer", place.parent(300, 0), {}, (), str(place.log))]
+    child = Child(process, dict(os.environ), place.run_dir, scratch)
+    place.sleeper()
+    os.close(lock)  # as at the launcher's end
+    assert run.is_running()
+    with pytest.raises(ConfigError, match="another launch is running"):
+        claim(run)
+    child.end()
+    assert not run.is_running()
+
+
+@pytest.fixture
+def shadows(tmp_path, monkeypatch):
+    """Make the working folder one whose files have the names of packages that every process of a run imports."""
+    folder = tmp_path / "own"
+    folder.mkdir()
+    for name in ("json", "yaml", "psutil", "torch", "accelerate"):
+        (folder / f"{name}.py").write_text("raise SystemExit('imported from the working folder')\n")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_a_guard_imports_nothing_from_the_working_folder(place, shadows):
+    planned = Process("trainer", ["sh", "-c", "exit 7"], {}, (), str(place.log))
+    child = Child(planned, dict(os.environ), place.run_dir, Scratch(place.disk, place.memory))
+    assert child._popen.wait(20) == 7 and place.record()["exit"] == 7
+
+
+def test_accelerate_imports_nothing_from_the_working_folder_and_a_script_what_is_beside_it(tmp_path, shadows):
+    (tmp_path / "beside.py").write_text("found = 'beside the script'\n")
+    script = tmp_path / "entry.py"
+    script.write_text("import beside, json\nprint(beside.found, json.__name__)\n")
+    flags = ["--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    argv = python_module("grpo_recipes.launch.accelerate", *flags, str(script))
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.splitlines()[-1:] == ["beside the script json"], done.stderr

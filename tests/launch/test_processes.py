@@ -160,6 +160,16 @@ def test_the_tail_of_a_log_is_short_and_masked(tmp_path):
     assert lines[4].endswith(f"token {MASK}") and len(lines) == 5
 
 
+def test_the_tail_of_a_log_has_the_users_own_lines_and_no_frames_of_libraries(tmp_path):
+    frames = "".join(
+        f'  File "/env/lib/python3.11/site-packages/trl/x.py", line {row}, in f\n    g()\n' for row in range(40)
+    )
+    own = '  File "/home/me/rewards.py", line 3, in score\n    return gold[0]\n'
+    (tmp_path / "log").write_text(f"Traceback (most recent call last):\n{own}{frames}KeyError: 0\n")
+    lines = tail(tmp_path / "log").splitlines()
+    assert len(lines) == 5 and "40 frames of libraries" in lines[3] and "/home/me/rewards.py" in lines[1]
+
+
 def test_the_tail_of_a_missing_or_empty_log_is_empty(tmp_path):
     (tmp_path / "empty").touch()
     assert tail(tmp_path / "none") == tail(Path(tmp_path / "empty")) == ""

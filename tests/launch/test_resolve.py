@@ -113,6 +113,34 @@ def test_processes_import_the_frozen_code(monkeypatch) -> None:
     assert "PYTHONPATH" not in base_environment(os.environ)
 
 
+def test_a_resume_takes_a_changed_reward_and_run_json_says_from_which_step(folder, monkeypatch, capsys) -> None:
+    (folder / "own.py").write_text("def score(completions): return [0.0]\n")
+    flags = ("--reward_funcs", "own.py:score")
+    run, update = frozen(*flags), {"update_rewards": True}
+    in_job(run, monkeypatch)
+    with pytest.raises(ConfigError, match=r"no reward of the run has changed since its copy \(own.py\). Fix: edit"):
+        resolve_run(Options(resume=str(run.folder), **update), CPU)
+    with pytest.raises(ConfigError, match="a new run takes the files as they are"):
+        resolve_run(Options(recipe=str(SMOKE), **update), CPU)
+    (folder / "own.py").write_text("def score(completions return")
+    with pytest.raises(ConfigError, match=r"--update-rewards: 'own\.py:1' is not valid Python"):
+        resolve_run(Options(resume=str(run.folder), **update), CPU)
+    (folder / "own.py").write_text("def score(completions): return [1.0]\n")
+    monkeypatch.setenv("SLURM_TMPDIR", str(folder))
+    (folder / "logs").mkdir(exist_ok=True)
+    found, recipe = resolve_run(Options(resume=str(run.folder), **update), CPU)
+    names = names_of(recipe, found)
+    plan = make_plan(recipe, CPU, os.environ, names, find_assets(recipe, os.environ))
+    prepare(found, recipe, plan, names, CPU, NodeWorkers(0), update_rewards=True).scratch.remove()
+    assert (run.folder / "rewards/own.py").read_text() == (folder / "own.py").read_text()
+    (updated,) = Run(run.folder).identity["updated_rewards"]
+    assert updated["after_step"] == 0 and updated["notes"][0].startswith(
+        "--update-rewards: own.py as it is now is used"
+    )
+    assert updated["notes"][0] in Run(run.folder).plan["notes"]
+    assert resolve_run(Options(resume=str(run.folder)), CPU)[0] is not None, "its record of files is of the new copy"
+
+
 def test_code_that_changed_after_it_was_frozen_is_refused(monkeypatch) -> None:
     run = frozen()
     in_job(run, monkeypatch)

@@ -12,8 +12,9 @@ from grpo_recipes.launch.monitor import StoppedAtOnce, StopSignals
 
 @pytest.fixture(autouse=True)
 def asked_signals():
-    """The signals as a terminal leaves them: whoever runs the tests in the background ignores SIGINT or SIGHUP."""
-    plain = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+    """The signals as a terminal leaves them: whoever runs the tests in the background ignores some of them."""
+    plain = dict.fromkeys((signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT), signal.SIG_DFL)
+    plain |= {signal.SIGINT: signal.default_int_handler}
     before = {signum: signal.signal(signum, handler) for signum, handler in plain.items()}
     yield
     for signum, handler in before.items():
@@ -32,7 +33,7 @@ def send(*signums: int) -> None:
         os.kill(os.getpid(), signum)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
 def test_trainers_with_something_to_save_are_asked_by_the_file(stop, capsys, signum):
     stop.can_save = lambda: True
     send(signum)
@@ -57,10 +58,14 @@ def test_with_nothing_to_save_a_signal_ends_the_attempt_at_once(stop, signum, co
     assert stop.wants_requeue == (signum == signal.SIGUSR1)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_the_second_time_a_signal_ends_the_attempt(stop, signum):
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
+def test_the_second_time_a_signal_ends_the_attempt_but_within_a_second_two_are_one(stop, signum, monkeypatch):
     stop.can_save = lambda: True
     send(signum)
+    send(signum)  # as timeout does: its child, then its group
+    stop.look()
+    assert stop.requested
+    monkeypatch.setattr(StopSignals, "_one_signal_seconds", 0.0)
     with pytest.raises(StoppedAtOnce):
         send(signum)
 

@@ -183,13 +183,47 @@ def test_nodes_with_internet_may_report_to_wandb(folder, monkeypatch, capsys) ->
 
 
 def test_every_override_reaches_the_script(capsys) -> None:
-    values = {"time": "0:05:00", "nodes": "2", "gpus": "8", "cpus": "3"}
+    values = {"time": "0:05:00", "nodes": "2", "gpus": "8", "cpus": "16"}
     given = {key: values.get(key, f"my-{key}") for key in OVERRIDES}
     assert submit("--dry-run", *[f"--{key}={text}" for key, text in given.items()], profile="mltheory") == 0
     header = capsys.readouterr().out
-    named = {"cpus": "cpus-per-task=3", "gpus": "gres=gpu:a100:8"}
+    named = {"cpus": "cpus-per-task=16", "gpus": "gres=gpu:a100:8"}
     for key, text in given.items():
         assert f"#SBATCH --{named.get(key, f'{key}={text}')}\n" in header
+
+
+@pytest.mark.parametrize(
+    ("site", "said"),
+    [
+        ("gpus: 8\ncpus: 8\nmem: 256G\n", "8 cores for 8 GPUs, at least 16 are needed. Fix: write cpus: 64"),
+        ("gpus: 4\ncpus: 16\nmem: 4G\n", "at least 32.0 GB are needed. Fix: write mem: 128G"),
+    ],
+)
+def test_a_profile_that_asks_for_too_little_is_refused(folder, capsys, site, said) -> None:
+    assert said in refusal(capsys, "--dry-run", profile=profile_of(folder, site), recipe=MATH)
+
+
+def test_a_profile_that_leaves_cores_and_memory_to_the_site_is_noted(folder, capsys) -> None:
+    assert submit("--dry-run", profile=profile_of(folder, "gpus: 8\n"), recipe=MATH) == 0
+    assert "note: site.yaml asks for no cpus and no mem" in capsys.readouterr().err
+    assert submit("--dry-run", profile=profile_of(folder, "gpus: 8\nexclusive: true\n"), recipe=MATH) == 0
+    assert "asks for no" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["a%j", "two\nlines", "back\\slash"])
+def test_a_working_folder_that_slurm_reads_otherwise_is_refused(folder, monkeypatch, capsys, name) -> None:
+    (folder / name).mkdir()
+    monkeypatch.chdir(folder / name)
+    line = refusal(capsys, "--dry-run")
+    assert line.startswith("grpo: working folder: ") and len(line.splitlines()) == 1
+
+
+@pytest.mark.parametrize("key", ["sbatch_options: ['--x=1\\n#SBATCH --y']", 'partition: "a\\n#SBATCH --y"'])
+def test_no_value_of_a_profile_adds_a_line_to_the_header(folder, capsys, key) -> None:
+    key = key.replace("['", '["').replace("']", '"]')
+    assert "has more than one line. Fix: write it in one line" in refusal(
+        capsys, profile=profile_of(folder, key + "\n")
+    )
 
 
 def test_a_variable_says_how_gpus_are_asked_for(monkeypatch, capsys) -> None:

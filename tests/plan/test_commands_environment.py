@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from grpo_recipes.plan.commands import base_environment, run_environment
+from grpo_recipes.plan.commands import Names, base_environment, run_environment, with_processes
+from grpo_recipes.plan.devices import Resources
+from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
 from grpo_recipes.secrets import masked_environment
@@ -84,3 +87,29 @@ def test_a_login_to_the_hub_outlives_our_choice_of_cache(tmp_path):
 def test_the_environments_own_tools_come_first_on_the_path():
     folders = base_environment({"PATH": "/usr/bin:/bin"})["PATH"].split(":")
     assert folders == [str(Path(sys.executable).parent), "/usr/bin", "/bin"]
+
+
+LOGIN = {"HF_TOKEN": "a", "WANDB_API_KEY": "b", "JUDGE_KEY": "c", "AWS_SECRET_ACCESS_KEY": "d", "HOME": "/home/ada"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "offline", "trainer"),
+    [
+        ({"report_to": ["none"]}, True, set()),
+        ({"report_to": ["none"]}, False, {"HF_TOKEN"}),
+        ({"report_to": ["wandb"]}, True, {"WANDB_API_KEY"}),
+        ({"reward_environment": ["JUDGE_KEY"], "report_to": ["none"]}, True, {"JUDGE_KEY"}),
+        ({"callbacks": ["mine.py:Mine"], "report_to": ["none"]}, True, {*LOGIN} - {"HOME"}),
+    ],
+)
+def test_each_process_gets_the_secrets_of_its_role_alone(read, tmp_path, keys, offline, trainer):
+    recipe, resources = read(**keys), Resources("cuda", ("0", "1"), 8)
+    here = SimpleNamespace(offline_variables=lambda _: {"HF_HUB_OFFLINE": "1"}) if offline else None
+    plan = make_plan(recipe, resources, LOGIN)
+    got = {
+        process.role: {name for name in process.full_environment(LOGIN) if name in LOGIN}
+        for process in with_processes(
+            plan, recipe, resources, LOGIN, Names(tmp_path, "a", "a-1", "now"), here
+        ).processes
+    }
+    assert got == {"server": {"HOME", *(() if offline else ("HF_TOKEN",))}, "trainer": {"HOME", *trainer}}

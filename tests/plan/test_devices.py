@@ -30,7 +30,8 @@ GPU 1: NVIDIA A100-SXM4-80GB (UUID: {UUIDS[1]})
         (" 0 , 1 ", ("0", "1")),
         ("", ()),
         (UUIDS[1], (UUIDS[1],)),
-        ("GPU-2222", ("GPU-2222",)),
+        ("GPU-2222", (UUIDS[1],)),  # NVML takes whole UUIDs alone
+        (MIG[:12], (MIG,)),
         (MIG, (MIG,)),
         (f"0,{UUIDS[1]}", ("0", UUIDS[1])),
     ],

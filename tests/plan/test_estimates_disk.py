@@ -138,7 +138,8 @@ def test_launch_refuses_before_it_makes_anything(tmp_path, monkeypatch, capsys):
     (tmp_path / "rows.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=1))
+    full, statvfs = SimpleNamespace(f_bavail=0, f_frsize=1), os.statvfs
+    monkeypatch.setattr(os, "statvfs", lambda path: statvfs(path) if str(path).startswith("/dev/") else full)
     assert cli.main(["launch", "recipe.yaml"]) == EXIT_CONFIG_ERROR
     said = capsys.readouterr().err
     assert said.startswith("grpo: run_root: the run writes ")

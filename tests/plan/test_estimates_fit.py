@@ -180,7 +180,7 @@ def test_shipped_recipes_fit_eight_gpus_of_80_gb(folder, planned, tmp_path):
 
 def test_every_shipped_model_is_counted():
     folders = {path.name for path in (REPOSITORY / "recipes").iterdir() if path.is_dir()}
-    assert folders - {"base", "smoke"} == SHIPPED.keys()
+    assert folders - {"base", "smoke", "examples"} == SHIPPED.keys()
 
 
 def test_a_need_in_numbers():

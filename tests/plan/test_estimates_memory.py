@@ -211,10 +211,12 @@ def test_the_workload_of_a_plan(planned, read, tmp_path):
     ("keys", "environment", "said"),
     [
         ({"vllm_max_model_length": None}, {}, "max_prompt_length"),
-        ({}, {"CONFIG_FILE": __file__}, "CONFIG_FILE"),
+        ({}, {"CONFIG_FILE": "custom.yaml"}, "CONFIG_FILE"),
     ],
 )
-def test_what_cannot_be_estimated_is_said(keys, environment, said, planned, read, tmp_path):
+def test_what_cannot_be_estimated_is_said(keys, environment, said, planned, read, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("custom.yaml").write_text("distributed_type: MULTI_GPU\n")
     recipe = read(model_name_or_path=model_folder(tmp_path / "model"), **keys)
     with pytest.raises(UnknownShape, match=said):
         Workload.of(recipe, planned(recipe=recipe, environment=environment))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from grpo_recipes.errors import ConfigError
+from grpo_recipes.fetch.assets import Assets
 from grpo_recipes.plan import commands
 from grpo_recipes.plan.commands import Process, base_environment
-from grpo_recipes.plan.plan import describe
+from grpo_recipes.plan.plan import describe, with_sources
 from grpo_recipes.recipe import read_recipe
 from grpo_recipes.recipe.check import choose_recipe
 from grpo_recipes.slurm.client import SlurmJob
@@ -104,6 +106,29 @@ def test_what_the_machine_cannot_do_is_refused_with_the_way_out(planned, resourc
 
 
 @pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "parallelism_config:\n  parallelism_config_cp_size: 2\n",
+            "parallelism_config_cp_size 2 in .* splits sequences",
+        ),
+        (
+            "parallelism_config:\n  parallelism_config_sp_size: 4\n",
+            "parallelism_config_sp_size 4 in .* splits sequences",
+        ),
+        ("a: [", "is not YAML"),
+        ("parallelism_config:\n  parallelism_config_cp_size: 1\n  parallelism_config_dp_shard_size: 2\n", None),
+    ],
+)
+def test_an_accelerate_file_that_splits_sequences_is_refused(planned, tmp_path, text, said):
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(text)
+    refused = pytest.raises(ConfigError, match=said) if said else nullcontext()
+    with refused:
+        planned(environment={"CONFIG_FILE": str(file)})
+
+
+@pytest.mark.parametrize(
     ("accelerator", "trainers", "name"),
     [
         ("auto", 1, "single_gpu"),
@@ -165,7 +190,11 @@ def test_gpus_that_nothing_uses_are_named(planned):
     plan = planned(gpus=tuple("01234567"), prompts_per_step=8, num_generations=2)
     assert plan.unused_gpus == ("5", "6", "7")
     assert "nothing uses GPU 5, 6, 7" in plan.notes
-    assert any("4 of 7 trainers are used" in note for note in plan.notes)
+    used = "4 of 7 trainers are used: the batch divides by no larger number; prompts_per_step: 7 (now 8) uses all"
+    assert used in plan.notes
+    assert planned(gpus=tuple("01234567"), prompts_per_step=7, num_generations=2).unused_gpus == ()
+    least = planned(gpus=tuple("01234567"), prompts_per_step=2, num_generations=4).notes
+    assert any(note.endswith("; prompts_per_step: 7 (now 2) uses all") for note in least)
 
 
 def test_slurms_other_count_of_gpus_is_told_and_the_drivers_used(planned):
@@ -191,6 +220,7 @@ def test_slurms_other_count_of_gpus_is_told_and_the_drivers_used(planned):
         ("RUN_ROOT", "/elsewhere", "trainer --output_dir", "/elsewhere/unnamed-stamp/checkpoints"),
         ("ACCELERATOR", "zero3", "trainer --config_file", accelerate_file("zero3")),
         ("CONFIG_FILE", str(SMOKE), "trainer --config_file", str(SMOKE)),
+        ("ACC_TEE", "3", "trainer --tee", "3"),
     ],
 )
 def test_a_variable_of_the_guide_reaches_the_command(planned, option, variable, value, where, seen):
@@ -198,6 +228,26 @@ def test_a_variable_of_the_guide_reaches_the_command(planned, option, variable, 
     assert option(planned(environment={variable: value}).process(role).argv, flag) == seen
     plain = planned().process(role).argv
     assert flag not in plain or option(plain, flag) != seen
+
+
+def test_the_guides_variables_name_the_logs(planned):
+    plan = planned(environment={"SERVER_LOG": "/x/serve.log", "TRAINING_LOG": "out/train.log"})
+    assert {process.role: process.log for process in plan.processes} == {
+        "server": "/x/serve.log",
+        "trainer": "out/train.log",
+    }
+    assert all(process.log.startswith("logs/liv_") for process in planned().processes)
+
+
+def test_an_output_that_accelerate_does_not_know_is_refused(planned):
+    with pytest.raises(ConfigError, match=r"ACC_TEE: '4' names no output"):
+        planned(environment={"ACC_TEE": "4"})
+
+
+def test_variables_of_the_guide_that_nothing_reads_are_told(planned):
+    notes = planned(environment={"GPUS_PER_NODE": "4", "MAX_PROMPT_CHARS": "2048"}).notes
+    assert [note.split(" is not read: ")[0] for note in notes] == ["GPUS_PER_NODE", "MAX_PROMPT_CHARS"]
+    assert "max_prompt_length" in notes[1] and planned().notes == []
 
 
 def test_the_seed_variable_reaches_the_frozen_recipe(read):
@@ -305,6 +355,9 @@ def test_a_plan_is_plain_data_and_readable(planned):
     text = describe(plan)
     for fact in ("recipe.yaml", "48 a step", "8000", "51216", "29525", "nccl", "--served-model-name"):
         assert fact in text
+    short = describe(plan, argv=False)
+    assert "--served-model-name" not in short and "PYTHON" not in short
+    assert f"server     log {plan.process('server').log}" in short.splitlines()
 
 
 def test_a_recipe_is_found_by_argument_then_config_then_device(tmp_path, monkeypatch):
@@ -313,10 +366,10 @@ def test_a_recipe_is_found_by_argument_then_config_then_device(tmp_path, monkeyp
     mine.write_text("")
     assert choose_recipe(str(mine), {"CONFIG": str(SMOKE)}, "grpo", "cpu") == mine
     assert choose_recipe(None, {"CONFIG": str(mine)}, "grpo", "cpu") == mine
-    assert choose_recipe(None, {}, "grpo", "cpu") == SMOKE
-    assert choose_recipe(None, {}, "grpo", "cuda") == MATH
-    assert choose_recipe(None, {}, "maxent", "cpu") == SMOKE.with_name("maxent.yaml")
-    assert choose_recipe(None, {}, "maxent", "cuda") == MATH.parents[1] / "maxent" / MATH.name
+    assert choose_recipe(None, {"GRPO_DEFAULT_RECIPE": "1"}, "grpo", "cpu") == SMOKE
+    assert choose_recipe(None, {"GRPO_DEFAULT_RECIPE": "1"}, "grpo", "cuda") == MATH
+    assert choose_recipe(None, {"GRPO_DEFAULT_RECIPE": "1"}, "maxent", "cpu") == SMOKE.with_name("maxent.yaml")
+    assert choose_recipe(None, {"GRPO_DEFAULT_RECIPE": "1"}, "maxent", "cuda") == MATH.parents[1] / "maxent" / MATH.name
     assert choose_recipe("recipes/smoke/grpo.yaml", {}, "grpo", "cpu") == SMOKE
 
 
@@ -336,3 +389,41 @@ def test_the_users_vllm_plugins_are_kept_and_ours_is_added(planned):
 def test_a_recipe_name_that_no_file_can_have(tmp_path):
     with pytest.raises(ConfigError, match="there is no recipe"):
         choose_recipe("x" * 5000, {}, "grpo", "cpu")
+
+
+def test_trainers_are_started_by_our_launcher_whose_rendezvous_stays_at_its_own_address(planned):
+    argv = planned().process("trainer").argv
+    assert argv[1:4] == [
+        "-P",
+        "-m",
+        "grpo_recipes.launch.accelerate",
+    ]  # -P: nothing is imported from the working folder
+    assert argv[argv.index("--main_process_ip") + 1] == "127.0.0.1"
+
+
+def test_limits_of_a_start_grow_with_the_weights_unless_the_recipe_says_one(planned, tmp_path, option):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    with (model / "model.safetensors").open("wb") as file:
+        file.truncate(20 * 10**9)  # sparse
+    plan = planned(model_name_or_path=str(model))
+    assert (plan.weight_bytes, plan.server_timeout, plan.meeting_timeout) == (20 * 10**9, 1200, 900)
+    assert option(plan.process("trainer").argv, "--vllm_server_timeout") == "1200.0"
+    assert planned(model_name_or_path=str(model), vllm_server_timeout=50).server_timeout == 50
+    away = planned()
+    assert (away.weight_bytes, away.server_timeout, away.meeting_timeout) == (0, 600, 300)
+
+
+@pytest.mark.parametrize("name", ["a[1]", "what?", "star*"])
+def test_a_model_folder_that_vllm_takes_for_a_pattern_is_refused(planned, tmp_path, name):
+    folder = tmp_path / name
+    folder.mkdir()
+    with pytest.raises(ConfigError, match=r"for a pattern and finds nothing\. Fix: move it"):
+        with_sources(planned(model_name_or_path=str(folder)), Assets([], []))
+    assert with_sources(planned(model_name_or_path=str(folder), use_vllm=False), Assets([], []))
+
+
+def test_slices_of_a_gpu_are_planned_with_a_note(planned):
+    assert any("nobody has seen NCCL join MIG slices" in note for note in planned(gpus=MIGS).notes)
+    assert not any("MIG" in note for note in planned(gpus=MIGS[:1]).notes)

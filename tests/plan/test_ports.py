@@ -83,6 +83,13 @@ def test_a_busy_port_of_our_choosing_is_replaced_with_a_note(read):
     assert notes == [f"port {busy} (vllm_server_port) is in use by another process; using {ports.server}"]
 
 
+def test_ports_that_rank_0_opens_on_another_node_are_asked_for_there(read):
+    wanted, asked = Ports(unused(), 51216, 29525, None), []
+    ports, notes = free_ports(read(), wanted, LOOPBACK, lambda port: asked.append(port) or port != 29525)
+    assert ports.server == wanted.server and ports.group == 51216 and ports.main_process == 29535
+    assert asked == [51216, 29525, 29535] and len(notes) == 1
+
+
 def test_free_ports_are_kept_without_a_note(read):
     ports = Ports(unused(), unused(), unused(), 777)
     assert free_ports(read(), ports, LOOPBACK) == (ports, [])
@@ -97,7 +104,7 @@ def test_a_busy_port_the_user_gave_is_refused(read, key, name):
     with listening() as busy, pytest.raises(ConfigError) as refused:
         free_ports(read(**{key: busy}), Ports(**{**free, name: busy}, vllm_internal=None), LOOPBACK)
     (problem,) = refused.value.problems
-    assert problem.where.startswith("recipe.yaml:") and str(busy) in problem.what and key in problem.fix
+    assert "recipe.yaml:" in problem.where and str(busy) in problem.what and key in problem.fix
 
 
 def test_two_ports_of_ours_are_never_the_same(read):

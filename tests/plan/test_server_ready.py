@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from grpo_recipes.plan import ports
 from grpo_recipes.plan.ports import NotReady, wait_until_ready
 from grpo_recipes.recipe.keys import catalogue
 
@@ -73,6 +74,12 @@ def test_a_dead_server_is_not_waited_for_at_all(port: int) -> None:
 def test_another_process_on_the_port_is_told_at_once(port: int) -> None:
     with pytest.raises(NotReady, match=f"was taken by another process \\(pid {os.getpid()}\\)"):
         wait(port, root=2**22 + 1, timeout=600)
+
+
+def test_a_server_that_began_to_listen_while_its_owner_was_looked_for_is_ours(port: int, monkeypatch) -> None:
+    found = iter([0, os.getpid()])
+    monkeypatch.setattr(ports, "listener", lambda _: next(found))
+    assert wait(port, timeout=10) < 10
 
 
 def test_a_server_that_refuses_the_runs_token_is_told_at_once(port: int) -> None:

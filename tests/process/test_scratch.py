@@ -25,6 +25,7 @@ import pytest
 from dead_scratch import dead_scratch, kill, start_owner
 from waiting import wait_for
 
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.launch.processes import Child
 from grpo_recipes.plan.commands import Process
 from grpo_recipes.process import scratch
@@ -86,6 +87,19 @@ def test_every_attempt_has_its_own_token_in_the_jobs_own_folder(tmp_path):
         first.remove()
         second.remove()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("step", ["write_token", "_mark"])
+def test_a_full_disk_refuses_the_launch_and_leaves_no_folder(node, tmp_path, monkeypatch, step):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Scratch if step == "write_token" else scratch, step, full)
+    with pytest.raises(
+        ConfigError, match=r"TMPDIR: cannot make the run's folder in .*/node \(No space left on device\)"
+    ):
+        make_scratch(node)
+    assert list((tmp_path / "node").iterdir()) == list((tmp_path / "shm").iterdir()) == []
 
 
 def test_scratch_is_made_from_a_given_environment_alone(monkeypatch, tmp_path):

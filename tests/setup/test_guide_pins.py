@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import tomllib
 
 import pytest
+import yaml
+from packaging.specifiers import SpecifierSet
 from setup_checkout import REPOSITORY
 
 SHELL_FILES = ["training.sh", "scripts/setup.sh", "scripts/lock.sh", ".ci/run"]
@@ -36,5 +39,9 @@ def test_vllm_is_one_that_trl_takes(lock: str, name: str) -> None:
     assert ">=0.22" in wanted and "<=0.31" in wanted
 
 
-def test_the_conda_file_installs_the_lock() -> None:
-    assert "-r requirements/gpu.txt" in (REPOSITORY / "environment.yml").read_text()
+def test_the_conda_file_installs_the_lock_into_the_python_that_setup_makes() -> None:
+    wanted = yaml.safe_load((REPOSITORY / "environment.yml").read_text())["dependencies"]
+    (made,) = re.findall(r"--prefix .* (python=3\.\d+) pip", (REPOSITORY / "scripts/setup.sh").read_text())
+    assert wanted == [made, "pip", {"pip": ["-r requirements/gpu.txt"]}]
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert SpecifierSet(project["requires-python"]).contains(made.removeprefix("python="))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from documented import documented
 from setup_checkout import REPOSITORY, Checkout
 
 USR1_BIT = 1 << 9  # signal 10 in the SigIgn mask of /proc/PID/status
@@ -36,6 +37,18 @@ def test_second_run_changes_nothing(checkout: Checkout, snapshot: Callable[[Path
     assert time.monotonic() - start < 5
     assert "is complete" in one_line(result.stdout)
     assert snapshot(checkout.root) == before
+
+
+@pytest.mark.parametrize("name", [".venv", ".venv.cpu"])
+def test_make_setup_finds_the_environment_that_it_is_told(checkout: Checkout, name: str) -> None:
+    checkout.make_environment(name=name)
+    shutil.copy(REPOSITORY / "Makefile", checkout.root)
+    words = documented("make setup")
+    if name != ".venv":
+        words = documented("DEVICE=cpu ENV_DIR=.venv.cpu make setup")
+    done = subprocess.run(words, cwd=checkout.root, env=checkout.env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert f"cpu environment in {checkout.root / name} " in done.stdout and "is complete" in done.stdout
 
 
 def test_environment_of_these_tests_is_complete() -> None:
@@ -320,13 +333,21 @@ def test_first_command_ignores_usr1() -> None:
 def test_help_without_an_environment(checkout: Checkout) -> None:
     result = checkout.run("training.sh", "--help")
     assert result.returncode == 0
-    assert "sbatch --gres=gpu:8 training.sh" in result.stdout
+    assert "sbatch --gres=gpu:8 --cpus-per-task=64 --mem=256G training.sh" in result.stdout
     assert not (checkout.root / ".venv").exists()
     assert not (checkout.root / "logs").exists()
 
 
-def test_job_submitted_elsewhere(checkout: Checkout, tmp_path: Path) -> None:
+def test_inside_salloc_the_repository_is_where_the_script_is(checkout: Checkout, tmp_path: Path) -> None:
+    checkout.make_environment()
     result = checkout.run("training.sh", SLURM_JOB_ID="1", SLURM_SUBMIT_DIR=str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert "grpo launch" in result.stdout and (checkout.root / "logs").is_dir()
+
+
+def test_job_submitted_elsewhere(checkout: Checkout, tmp_path: Path) -> None:
+    spooled = shutil.copy(checkout.root / "training.sh", tmp_path / "slurm_script")
+    result = checkout.run(str(spooled), SLURM_JOB_ID="1", SLURM_SUBMIT_DIR=str(tmp_path))
     assert result.returncode == 2
     assert "GRPO_HOME" in one_line(result.stderr)
 

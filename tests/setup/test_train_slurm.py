@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from documented import documented
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MATH = "recipes/Qwen2.5-1.5B-Instruct/grpo/config_math.yaml"
@@ -59,6 +60,17 @@ def handed_on(done: subprocess.CompletedProcess[str], tmp_path: Path) -> list[st
 )
 def test_every_flag_reaches_training_sh(train, tmp_path: Path, flags: list[str], expected: list[str]) -> None:
     assert handed_on(train(*flags), tmp_path) == expected
+
+
+def test_the_line_of_the_docs_reaches_training_sh(train, tmp_path: Path) -> None:
+    shown = (
+        "sbatch --gres=gpu:8 --cpus-per-task=64 --mem=256G slurm/train.slurm --model Qwen2.5-7B-Instruct "
+        "--task maxent --config math"
+    )
+    words = documented(shown, fake="sbatch and training.sh")
+    assert words[0] == "sbatch" and words[4] == "slurm/train.slurm"
+    recipe = "recipes/Qwen2.5-7B-Instruct/maxent/config_math.yaml"
+    assert handed_on(train(*words[5:]), tmp_path) == [recipe, "--task", "maxent"]
 
 
 def test_variables_stand_for_flags_and_flags_win(train, tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ import signal
 
 import pytest
 
-from grpo_recipes.slurm.client import SlurmJob, Walltime, ask, job_end_time, requeue, signal_lead
+from grpo_recipes.errors import ConfigError
+from grpo_recipes.slurm.client import SlurmJob, Walltime, ask, job_end_time, requeue, signal_lead, submit
 
 END = 10_000.0
 ROW = {"seconds/sample": 40.0, "seconds/score": 1.0, "seconds/update": 20.0, "seconds/step": 70.0, "seconds/save": 5.0}
@@ -124,6 +125,25 @@ def test_what_is_printed_of_other_jobs_counts_where_one_has_left_the_queue(fake_
 def test_what_scontrol_says_against_it_is_told(fake_scontrol):
     fake_scontrol('echo "Requested operation is presently disabled" >&2; exit 1')
     assert requeue(JOB) == "scontrol requeue 7: Requested operation is presently disabled"
+
+
+@pytest.mark.parametrize(
+    ("said", "fix"),
+    [
+        (
+            "sbatch: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host",
+            "Slurm does not answer here: load",
+        ),
+        ("sbatch: error: Invalid account or partition", "correct the profile, or give another value"),
+    ],
+)
+def test_a_refused_submission_has_the_fix_of_its_cause(tmp_path, monkeypatch, said, fix):
+    fake_sbatch = tmp_path / "sbatch"
+    fake_sbatch.write_text(f"#!/bin/bash\necho '{said}' >&2; exit 1\n")
+    fake_sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with pytest.raises(ConfigError, match=fix):
+        submit(tmp_path / "job.sh")
 
 
 def test_a_missing_scontrol_is_told(tmp_path, monkeypatch):

@@ -108,3 +108,10 @@ def test_the_profile_to_copy_names_every_key_that_asks_slurm_or_prepares_a_node(
 
 def test_a_path_may_hold_the_word_key(tmp_path: Path) -> None:
     assert read_profile(written(tmp_path, "cache_root: /data/key=3/x\n")).cache_root == "/data/key=3/x"
+
+
+def test_no_shipped_profile_loads_a_cuda_of_its_own():
+    """torch brings its CUDA, that of the lock; a module's libraries would come before it."""
+    for path in (home() / "slurm/profiles").glob("*.yaml"):
+        assert not [name for name in read_profile(path).modules if name.startswith("cuda")], path.name
+        assert "cuda/" not in path.read_text(), path.name

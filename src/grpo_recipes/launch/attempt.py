@@ -3,35 +3,41 @@
 import contextlib
 import itertools
 import os
+import secrets
 import shlex
-import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from grpo_recipes.errors import EXIT_STOPPED
+from grpo_recipes.errors import EXIT_STOPPED, config_error, translate
 from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.processes import Ending, tail
 from grpo_recipes.launch.resolve import note_job
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.commands import Names, Plan, base_environment, run_environment, wandb_environment
 from grpo_recipes.plan.devices import Resources
-from grpo_recipes.process.reports import say
+from grpo_recipes.process.reports import print_line, say
 from grpo_recipes.process.scratch import Scratch, make_scratch, remove_dead_scratch
 from grpo_recipes.publish.publisher import Publisher, hand_over
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.user_code import copy_source
+from grpo_recipes.report.page import plural
 from grpo_recipes.report.pages import report_line
 from grpo_recipes.rewards.load import keep_rewards
 from grpo_recipes.runs import rundir
 from grpo_recipes.runs.checkpoints import newest_complete, rewriting, step_of
 from grpo_recipes.runs.endings import advice
-from grpo_recipes.runs.health import notices_of
-from grpo_recipes.runs.rundir import NO_REQUEUE, Run, read_json, write_json
+from grpo_recipes.runs.health import notices_of, windows
+from grpo_recipes.runs.progress import closing_shares
+from grpo_recipes.runs.rundir import NO_REQUEUE, Run, json_mapping, read_json, write_json
 from grpo_recipes.slurm.client import SlurmJob, requeue
 from grpo_recipes.stats import result_line
 
 SUBMITTED = "submitted"  # status of a run that no launch has started yet
-_IDLE_ATTEMPTS = 2  # so many in a row without a newer checkpoint, and a requeue would only burn the queue's time
+# So many attempts in a row without a newer checkpoint, and a requeue would only burn the queue's time. One that was
+# stopped while server and ranks still started says little: on a busy cluster jobs are preempted within minutes.
+_IDLE_ATTEMPTS, _IDLE_STARTS = 2, 10
 
 
 @dataclass
@@ -53,24 +59,30 @@ class Attempt:
         """Return host, port and token of the server."""
         return self.plan.server_host, self.plan.ports.server, self.scratch.token.read_text()
 
+    def renew_token(self) -> None:
+        """Give the next server a token of its own, on every node."""
+        self.scratch.write_token(token := secrets.token_hex(16))
+        self.workers.send("token", token=token)
 
-def prepare(run: Run, recipe: Recipe, plan: Plan, names: Names, resources: Resources, workers: NodeWorkers) -> Attempt:
+
+def prepare(
+    run: Run, recipe: Recipe, plan: Plan, names: Names, resources: Resources, workers: NodeWorkers,
+    update_rewards: bool = False,
+) -> Attempt:  # fmt: skip
     """Freeze recipe and plan in the run directory; make each node's scratch folders and the token."""
     before = read_json(run.folder / "summary.json")
     if before.get("status") == SUBMITTED:
         before.clear()  # nothing has run yet
     resumed = go_back(run) if before else ""  # it may refuse the resume: before anything is made
     plan = replace(plan, processes=[replace(process, log=new_log(process.log)) for process in plan.processes])
-    freeze_inputs(run, recipe, plan)
-    records = (run.folder / "processes").glob("*.json")
-    for path in (*records, rundir.stop_file(run.folder), run.folder / NO_REQUEUE):
-        path.unlink(missing_ok=True)
+    freeze_inputs(run, recipe, plan, update_rewards)
+    rundir.forget(*(run.folder / "processes").glob("*.json"))
     if resources.job is not None:
         note_job(run.folder, recipe, resources.job.name)
     if removed := remove_dead_scratch(os.environ):
         say(removed)
     tracking = {**wandb_environment(recipe), "WANDB_RUN_ID": run.identity["wandb_id"], "WANDB_RESUME": "allow"}
-    kept = {key: before[key] for key in ("idle_attempts", "server_restarts") if key in before}
+    kept = {key: before[key] for key in ("idle_attempts", "idle_trained", "server_restarts") if key in before}
     restarts = before.get("restarts", 0) + 1 if before else 0
     first_step = newest_step(run)
     with contextlib.ExitStack() as undo:
@@ -81,27 +93,38 @@ def prepare(run: Run, recipe: Recipe, plan: Plan, names: Names, resources: Resou
         environment = {**base_environment(os.environ), **own, **tracking}
         # Last: what fails before leaves the status as it was.
         path, began = run.folder / "summary.json", {"status": "running", "smoke": plan.smoke, "restarts": restarts}
-        write_json(path, {**began, **kept})
+        resumed_at = {"resumed_at": [*before.get("resumed_at", []), first_step]} if before else {}
+        write_json(path, {**began, **resumed_at, **kept})
         undo.pop_all()
     return Attempt(run, recipe, plan, names, scratch, environment, resumed, workers, first_step)
 
 
-def freeze_inputs(run: Run, recipe: Recipe, plan: Plan) -> None:
-    """Leave recipe, plan and the user's own code in the run directory; notes on that code go into the plan."""
+def freeze_inputs(run: Run, recipe: Recipe, plan: Plan, update_rewards: bool = False) -> None:
+    """Leave recipe, plan and the user's own code in the run directory; notes on that code go into the plan.
+
+    Where rewards are updated, ``run.json`` gets the step from which on they are others.
+    """
     with rewriting(run.folder):
         rundir.write_whole(run.folder / "recipe.yaml", recipe.as_yaml())
         for spec in recipe["callbacks"]:
             copy_source(spec, run.folder / "callbacks")
-        plan.notes.extend(keep_rewards(recipe["reward_funcs"], run.folder))
-        write_json(run.folder / "plan.json", plan.as_json())
+        plan.notes.extend(notes := keep_rewards(recipe["reward_funcs"], run.folder, update_rewards))
+        if update_rewards:
+            run.identity.setdefault("updated_rewards", []).append({"after_step": newest_step(run), "notes": notes})
+            write_json(run.folder / "run.json", run.identity)
+        write_json(run.folder / "plan.json", {**plan.as_json(), rundir.RECIPE_HASH: rundir.recipe_hash(run.folder)})
 
 
 def new_log(name: str) -> str:
     """Make an empty log of that name, or with a number behind it: two attempts can begin in one second."""
     path = Path(name)
+    with translate(
+        OSError, lambda error: config_error(name, f"cannot be a log ({error.strerror})", "name another file")
+    ):
+        path.parent.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(2):
         with contextlib.suppress(FileExistsError):
-            path.touch(exist_ok=False)
+            path.touch(mode=0o600, exist_ok=False)  # completions and prompts are in it
             break
         path = Path(name).with_stem(f"{Path(name).stem}-{number}")
     return str(path)
@@ -118,8 +141,7 @@ def go_back(run: Run) -> str:
     checkpoint = newest_complete(run.folder / "checkpoints")
     moved = rundir.move_rows_after(run.folder, newest_step(run))
     for name in ("rank_*.json", "phase_*.json"):
-        for record in (run.folder / "processes").glob(name):
-            record.unlink()
+        rundir.forget(*(run.folder / "processes").glob(name))
     where = f"resuming from {checkpoint.name}" if checkpoint else "no complete checkpoint: starting again from step 0"
     return f"{where}; {moved} later rows of metrics.jsonl moved to metrics.redone.jsonl"
 
@@ -148,13 +170,16 @@ def finish(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob 
     # Attempts in a row that left no newer checkpoint, this one included.
     idle = int(read_json(folder / "summary.json").get("idle_attempts", 0)) + 1
     idle = idle if newest_step(attempt.run) <= attempt.first_step else 0
+    phases = [(json_mapping(path) or {}).get("phase") for path in (folder / "processes").glob("phase_*.json")]
+    trained = not {None, "start", "connect"}.issuperset(phases)
+    idle_trained = (read_json(folder / "summary.json").get("idle_trained", 0) + trained) if idle else 0
     job = job if wants_requeue and ending.code == EXIT_STOPPED else None
     most, why_not = attempt.recipe["max_requeues"], None
     if job and (folder / NO_REQUEUE).exists():
         why_not = "grpo stop asked for the end"
     elif job and job.restarts >= most:
         why_not = f"the job was requeued {job.restarts} times (max_requeues {most})"
-    elif job and idle >= _IDLE_ATTEMPTS:
+    elif job and (idle_trained >= _IDLE_ATTEMPTS or idle >= _IDLE_STARTS):
         why_not = f"{idle} attempts in a row made no new step"
     goes_on = job is not None and why_not is None
     stopped = ending.code == EXIT_STOPPED or cause.startswith("stopped by")
@@ -162,20 +187,22 @@ def finish(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob 
     status = "requeued" if goes_on else over
     summary = rundir.finish_summary(
         folder, status=status, exit_code=ending.code, failed_rank=ending.failed_rank, cause=cause or None,
-        idle_attempts=idle,
+        idle_attempts=idle, idle_trained=idle_trained,
     )  # fmt: skip
-    say(report_line(folder))
+    if not goes_on:  # else after the requeue: no report may cost the job its place in the queue
+        say(report_line(folder))
     if ending.log is not None and ending.code != EXIT_STOPPED:
-        print(f"--- last lines of {shown(ending.log)}\n{tail(ending.log)}\n---", file=sys.stderr)
-    for notice in notices_of(rundir.read_metrics(folder, lenient=True), attempt.recipe.__getitem__, over=not goes_on):
+        print_line(f"--- last lines of {shown(ending.log)}\n{tail(ending.log)}\n---", error=True)
+    rows = rundir.read_metrics(folder, lenient=True)
+    for notice in notices_of(rows, attempt.recipe.__getitem__, over=not goes_on):
         if notice.serious:
             say(f"note: {notice}")
     for name, result in summary["benchmarks"].items():
         say(f"benchmark {name}: {result_line(result)}")
-    rewards = f"reward {summary['initial_reward']} -> {summary['final_reward']} over {summary['steps']} steps"
-    if "initial_eval_reward" in summary:
-        rewards += f", evaluated {summary['initial_eval_reward']} -> {summary['final_eval_reward']}"
-    smoke = "smoke test on CPU, " if attempt.plan.smoke else ""
+    if shares := closing_shares(rows):
+        say(f"over all steps: {shares}")
+    rewards = outcome(summary)
+    smoke, fix = "smoke test on CPU, " if attempt.plan.smoke else "", ""
     if ending.code == 0:
         say(f"{smoke}done: {rewards}; model in {shown(folder / 'model')}{hand_over(attempt.publisher, folder)}")
         return 0
@@ -183,16 +210,33 @@ def finish(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob 
         attempt.publisher.abandon()
     say(f"{smoke}{status} with exit code {ending.code}: {cause} ({rewards})")
     if status == "failed":
-        say(f"fix: {advice(Run(folder), cause)}")
+        fix = advice(Run(folder), cause)
+        say(f"fix: {fix}")
     if job and goes_on and (why_not := requeue(job)):
         rundir.finish_summary(folder, status=over)
-        report_line(folder)  # the first one says requeued
+    if goes_on:
+        say(report_line(folder))
     if why_not:
         say(f"not requeued: {why_not}")
-    # After numbers that broke, the same steps would end it again.
-    if "NotFinite" not in cause and (not goes_on or why_not) and newest_complete(folder / "checkpoints"):
-        say(f"continue with: grpo launch --resume {shlex.quote(shown(folder))}")
+    if (
+        "NotFinite" not in cause
+        and "--resume" not in fix
+        and (not goes_on or why_not)
+        and newest_complete(folder / "checkpoints")
+    ):
+        say(f"continue with: grpo launch --resume {shlex.quote(shown(folder))}{rundir.damaged_rows(folder)}")
     return ending.code
+
+
+def outcome(summary: Mapping[str, Any]) -> str:
+    """Return what a run came to, in a few words: its rewards with the steps that each is the mean of."""
+    steps, first, last = summary["steps"], summary["initial_reward"], summary["final_reward"]
+    text = f"{plural(steps, 'step')}, none with a reward" if steps else "no step was completed"
+    if first is not None:
+        text = f"reward {first} -> {last} over {plural(steps, 'step')}, {windows(steps)}"
+    if "initial_eval_reward" in summary:
+        text += f"; evaluated {summary['initial_eval_reward']} -> {summary['final_eval_reward']}"
+    return text
 
 
 def end_without_run(ending: Ending, wants_requeue: bool, job: SlurmJob | None) -> int:

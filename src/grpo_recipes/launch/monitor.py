@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,19 @@ from grpo_recipes.launch.processes import Ending, Group, rank_pids
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.ports import Activity, generated_tokens
 from grpo_recipes.process.reports import print_line, say
+from grpo_recipes.process.terminal import OUTPUT, WIDTH, columns
 from grpo_recipes.process.tree import descendants
+from grpo_recipes.report.pages import report_line
 from grpo_recipes.runs.health import Health
-from grpo_recipes.runs.rundir import Progress, json_mapping, read_metrics
+from grpo_recipes.runs.progress import Phase, Progress, Rows, activity, evaluation_line, read_phases, sample_lines
+from grpo_recipes.runs.rundir import read_metrics
 from grpo_recipes.slurm.client import Walltime, job_end_time, signal_lead
 
 _PHASE_SECONDS = 1.0  # between two looks at the ranks' phases
 _SERVER_SECONDS = 5.0  # between two requests to the server, at most
 _DUMP_SECONDS = 1.0
+_PAGE_SECONDS, _PAGE_SHARE = 30.0, 0.02  # between two pages of a running run, and the most time they may take
+SYNC_PHASES = ("connect", "sync")  # `weight_sync_timeout`: the rendezvous for the weights, and each transfer
 # Phases that may last longer than `stall_timeout`: a whole evaluation, a save to a slow disk, benchmarks at the end.
 _MULTIPLES = {"save": 2, "evaluate": 6, "end": 24}
 
@@ -45,15 +51,17 @@ class StoppedAtOnce(BaseException):
 
 
 class StopSignals:
-    """USR1 asks to save and run on in a new attempt; SIGTERM, SIGHUP and SIGINT (Ctrl-C) to save and end.
+    """USR1 asks to save and run on in a new attempt; SIGTERM, SIGHUP, SIGINT (Ctrl-C) and SIGQUIT to save and end.
 
     While trainers have something to save they are asked by the file ``request``; before that a signal ends the attempt
     at once, and so does the same signal a second time, except USR1: Slurm sends that too where we have asked already.
+    Within a second it counts as one: `timeout` sends SIGTERM to its child and then to its group.
     SIGTERM leaves the trainers only as long as Slurm usually leaves us before SIGKILL.
     """
 
-    _signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    _signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
     _term_grace_seconds = 20.0
+    _one_signal_seconds = 1.0
 
     def __init__(self) -> None:
         self.request: Path | None = None  # the file that asks the trainers, once there is a run directory
@@ -62,6 +70,7 @@ class StopSignals:
         self._before: dict[signal.Signals, Any] = {}
         self.seen: list[int] = []  # what came; USR1 also stands for the end of the job's time
         self._held = False
+        self._came: dict[int, float] = {}  # when each signal came last
         self._deadline = float("inf")
         self._unsaid: list[str] = []  # a handler must not print: it may have interrupted a print
 
@@ -87,9 +96,11 @@ class StopSignals:
         return set(self.seen) == {signal.SIGUSR1}
 
     def _handle(self, signum: int, _: object) -> None:
-        again = signum in self.seen and signum != signal.SIGUSR1
+        now, again = time.monotonic(), signum in self.seen and signum != signal.SIGUSR1
+        recent = now - self._came.get(signum, -math.inf) < self._one_signal_seconds
+        self._came[signum] = now
         self.seen.append(signum)
-        if self._held:
+        if self._held or (again and recent):
             return
         if self.request is None or again or not self.can_save():
             self._held = True  # another signal must not interrupt the clean-up that follows
@@ -134,30 +145,12 @@ class StopSignals:
             signal.signal(signum, signal.SIG_IGN)
 
 
-@dataclass(frozen=True, order=True)
-class Phase:
-    """What a rank does, by ``processes/phase_<rank>.json``."""
-
-    rank: int
-    name: str  # start, sample, score, sync, update, save, evaluate or end
-    step: int  # optimizer steps done
-    since: float  # by the rank's clock; only compared with itself, since clocks jump and differ
-
-
-def read_phases(run_dir: Path) -> list[Phase]:
-    """Return the phase of every rank that has written one, by rank."""
-    phases = []
-    for path in (run_dir / "processes").glob("phase_*.json"):
-        if record := json_mapping(path):
-            rank = int(path.stem.removeprefix("phase_"))
-            phases.append(Phase(rank, record["phase"], record["step"], record["since"]))
-    return sorted(phases)
-
-
 class RankStallDetector:
-    """Finds a rank that stays in one phase for longer than ``limit`` seconds, or the phase's multiple of it."""
+    """Finds a rank that stays in one phase for longer than ``limit`` seconds, or the phase's own limit."""
 
-    def __init__(self, limit: float) -> None:
+    def __init__(self, limit: float, sync_limit: float = math.inf) -> None:
+        self._limits = {name: limit * many for name, many in _MULTIPLES.items()}
+        self._limits |= dict.fromkeys(SYNC_PHASES, min(limit, sync_limit))
         self._limit = limit
         self._entered: dict[Phase, float] = {}
 
@@ -169,7 +162,7 @@ class RankStallDetector:
         """
         phases = phases or [Phase(0, "start", 0, 0.0)]
         self._entered = {phase: self._entered.get(phase, now) for phase in phases}
-        late = [phase for phase in phases if now - self._entered[phase] > self._limit * _MULTIPLES.get(phase.name, 1)]
+        late = [phase for phase in phases if now - self._entered[phase] > self._limits.get(phase.name, self._limit)]
         if not late:
             return None
         # The others have come as far as they could without it, and entered the phase they wait in later.
@@ -208,20 +201,28 @@ class Monitor:
         self._folder = attempt.run.folder
         self._walltime = Walltime(lambda: job_end_time(os.environ), signal_lead(os.environ))
         self._began = time.time()
-        self._next_phases = self._next_server = 0.0
+        self._next_phases = self._next_server = self._next_page = 0.0
+        self._page = threading.Thread()  # that writes the report
+        self._activity, self._active_since = ("", 0.0), time.monotonic()
+        self._shown = -1  # the step of the sampled completion that was shown last, and how many there were
+        self._samples = 0
         self._stop_passed_on = False
-        stop.can_save = lambda: any(phase.name != "start" for phase in self._phases())
+        stop.can_save = lambda: any(phase.name not in ("start", "connect") for phase in self._phases())
         self.start_again()
 
     def start_again(self) -> None:
         """Forget what was seen of processes that are gone, and of rows that were moved aside."""
         self.stepped = False  # whether a step was completed since then
+        self._last = ""
         self._progress = Progress(self._folder)
+        files = (self._folder / f"{name}.jsonl" for name in ("prompts", "eval", "samples"))
+        self._prompts, self._evaluations, self._sampled = map(Rows, files)
         self._health = Health(self._attempt.recipe.__getitem__)
         for row in read_metrics(self._folder):
             self._health.add(row)
             self._walltime.observe(row)
-        self._rank_stalls = RankStallDetector(self._attempt.recipe["stall_timeout"])
+        recipe = self._attempt.recipe
+        self._rank_stalls = RankStallDetector(recipe["stall_timeout"], recipe["weight_sync_timeout"])
         self._server_stalls = ServerStallDetector(self._attempt.recipe["server_stall_timeout"])
 
     def tick(self) -> Ending | None:
@@ -234,6 +235,8 @@ class Monitor:
         if now >= self._next_phases:
             self._next_phases = now + _PHASE_SECONDS
             phases = self._phases()
+            self._show_activity(now)
+            self._write_page(now)
             if note := self._walltime.note():
                 say(note)
             if not self._stop.requested and (why := self._walltime.due()):
@@ -247,13 +250,47 @@ class Monitor:
         return ending
 
     def show_progress(self) -> None:
-        """Print a line for each step that was completed, and a note where its metrics give reason to."""
+        """Print a line for each step and evaluation, notes where they give reason to, and a completion at times."""
+        width = min(WIDTH, columns())
+        for row in self._prompts.new():
+            for text in row.get("said") or ():
+                say(str(text))
         for row in self._progress.new_rows():
             self.stepped = True
-            print_line(self._progress.line(row))
+            self._last = f"step {row['step']}/{row.get('max_steps', '?')} done"
+            print_line(self._progress.line(row, width))
             self._walltime.observe(row)
             for notice in self._health.add(row):
                 say(f"note: {notice}")
+        for row in self._evaluations.new():
+            print_line(evaluation_line(row))
+        every = self._attempt.recipe["show_completion_steps"]
+        for row in self._sampled.new():
+            if every and (self._shown < 0 or row["step"] >= self._shown + every):
+                for line in sample_lines(row, self._samples):
+                    print_line(line)
+                self._shown, self._samples = row["step"], self._samples + 1
+
+    def _show_activity(self, now: float) -> None:
+        """Print where the start of the run has come to; on a terminal show what goes on, and for how long."""
+        (before, entered), seconds = self._activity, now - self._active_since
+        what, since = self._activity = activity(self._folder)
+        if what != before and not self.stepped:
+            say(f"now {what}" + (f" ({before} took {seconds:.0f} s)" if before else ""))
+        if what != before or (self.stepped and since != entered):
+            self._active_since, seconds = now, 0.0
+        OUTPUT.live(f"{what} {seconds:.0f} s" + (f", {self._last}" if self.stepped else ""))
+
+    def _write_page(self, now: float) -> None:
+        """Have the report of the running run written from time to time: in a thread, since it can take seconds."""
+
+        def write() -> None:
+            report_line(self._folder)
+            self._next_page = now + max(_PAGE_SECONDS, (time.monotonic() - now) / _PAGE_SHARE)
+
+        if self.stepped and now >= self._next_page and not self._page.is_alive():
+            self._page = threading.Thread(target=write, daemon=True)
+            self._page.start()
 
     def _trainers(self) -> Group | None:
         return next((group for group in self.groups.values() if group.process.trains), None)
@@ -279,12 +316,15 @@ class Monitor:
 
     def _rank_stall(self, trainers: Group, phases: list[Phase], now: float) -> Ending | None:
         ranks = rank_pids(self._folder)
+        if self._attempt.plan.mode == "server" and self._server() is None:  # a sync waits for the next server
+            phases = [phase for phase in phases if phase.name not in SYNC_PHASES]
         late = self._rank_stalls.look(phases, now, [rank for rank, pid in ranks.items() if is_stopped(pid)])
         if late is None:
             return None
         phase, seconds = late
         cause = f"rank {phase.rank} has been in phase {phase.name} after step {phase.step} for {seconds:.0f} s"
-        cause += f" (stall_timeout {self._attempt.recipe['stall_timeout']:g})"
+        key = "weight_sync_timeout" if phase.name in SYNC_PHASES else "stall_timeout"
+        cause += f" ({key} {self._attempt.recipe[key]:g})"
         extensions = Path(self._attempt.environment.get("TORCH_EXTENSIONS_DIR", ""))
         lock = stale_compile_lock(extensions, self._began) if phase.name == "start" else None
         self._attempt.workers.send("stacks")

@@ -21,18 +21,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, config_error, translate
+from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, Problem, config_error, translate
 from grpo_recipes.launch.processes import Child, Ending, Started, State, rank_pids, rank_records
+from grpo_recipes.paths import python_module
 from grpo_recipes.plan.commands import Process, base_environment, run_environment
 from grpo_recipes.plan.devices import Node, Resources, environment_device, visible_gpus
+from grpo_recipes.plan.ports import is_free, keep
+from grpo_recipes.plan.preflight import node_problems, raise_file_limit
 from grpo_recipes.process.reports import say
 from grpo_recipes.process.scratch import Scratch, make_scratch, remove_dead_scratch
 from grpo_recipes.process.tree import OWN_CHILDREN, become_subreaper, end_descendants, reap
@@ -110,6 +113,10 @@ class NodeWorkers:
             time.sleep(0.05)
         return [self.reports[(order, node, "")] for node in to]
 
+    def port_of(self, node: int) -> Callable[[int], bool] | None:
+        """Return what says whether a port of another node is free, None for the launcher's own."""
+        return (lambda port: bool(self.ask("port", [node], port=port)[0]["free"])) if node else None
+
     def begin(self, run_dir: Path, mark: str, token: str, variables: Mapping[str, str]) -> None:
         """Have every other node make its scratch folders; ``mark`` is GRPO_RUN, ``variables`` go to every process."""
         # The run's token goes through srun's input, so it is in no argv and no log.
@@ -182,20 +189,30 @@ def srun_command(count: int, environment: Mapping[str, str]) -> list[str]:
         "--export=ALL",  # a job submitted with --export=NONE would start the workers without an environment
         f"--chdir={os.getcwd()}",
         *further,
-        sys.executable, "-m", "grpo_recipes.launch.nodes",
+        *python_module("grpo_recipes.launch.nodes"),
     ]  # fmt: skip
 
 
 def preflight_nodes(workers: NodeWorkers, resources: Resources, environment: Mapping[str, str]) -> Resources:
     """Start the node workers, and return the resources with the nodes as they report them; unchanged on one node.
 
-    A job whose nodes do not all reach each other ends before anything heavy starts.
+    A job with a node that lacks what a run needs, or whose nodes do not all reach each other, ends before anything
+    heavy starts.
     """
+    raise_file_limit()  # of the processes that the launcher starts, those of the first node
     if not resources.nodes:
+        if problems := node_problems(len(resources.gpus), environment):
+            raise ConfigError(*problems)
         return resources
     workers.start(environment)
     all_nodes = range(workers.count)
     reports = workers.ask("describe", all_nodes, _START_SECONDS)
+    if problems := [
+        Problem(f"node {report['host']}, {where}", what, fix)
+        for report in reports
+        for where, what, fix in report["problems"]
+    ]:
+        raise ConfigError(*problems)
     addresses = _addresses(reports, environment)
     listening = workers.ask("listen", all_nodes, addresses=addresses)
     for report, address, listener in zip(reports, addresses, listening, strict=True):
@@ -289,13 +306,20 @@ class NodeWorker:
 
     def order_describe(self) -> None:
         """Report what this node offers."""
+        raise_file_limit()
         interfaces = {
             name: [one.address for one in addresses if one.family == socket.AF_INET]
             for name, addresses in psutil.net_if_addrs().items()
         }
         gpus = visible_gpus(os.environ) if environment_device() == "cuda" else ()
         host = os.environ.get("SLURMD_NODENAME", socket.gethostname())
-        self._report("describe", gpus=gpus, cores=len(os.sched_getaffinity(0)), host=host, interfaces=interfaces)
+        cores = len(os.sched_getaffinity(0))
+        problems = [astuple(problem) for problem in node_problems(len(gpus), os.environ)]
+        self._report("describe", gpus=gpus, cores=cores, host=host, interfaces=interfaces, problems=problems)
+
+    def order_port(self, port: int) -> None:
+        """Report whether a port is free on this node, and keep other launches off it."""
+        self._report("port", free=is_free("0.0.0.0", port) and keep(port))
 
     def order_listen(self, addresses: list[str]) -> None:
         """Listen at the address of this node, which are all in the order of the nodes, for what the others try."""
@@ -334,10 +358,15 @@ class NodeWorker:
         self._run_dir = Path(run_dir)
         removed = remove_dead_scratch(os.environ)
         self._scratch = make_scratch(os.environ)
-        self._scratch.token.write_text(token)
+        self._scratch.write_token(token)
         own = run_environment(os.environ, self._scratch, self._run_dir, mark)
         self._environment = {**base_environment(os.environ), **own, **variables}
         self._report("begin", removed=removed)
+
+    def order_token(self, token: str) -> None:
+        """Keep the token of the next server."""
+        assert self._scratch is not None
+        self._scratch.write_token(token)
 
     def order_start(self, name: str, process: dict[str, Any]) -> None:
         """Start a process of the plan under its guard; ``name`` is of this start alone."""
@@ -345,8 +374,7 @@ class NodeWorker:
         planned = Process.of_json(process)
         for record in rank_records(self._run_dir, self._node):  # of the process that ran in its place before
             (self._run_dir / "processes" / f"rank_{record['rank']}.json").unlink(missing_ok=True)
-        environment = {**self._environment, **planned.environment}
-        self._children[name] = Child(planned, environment, self._run_dir, self._scratch)
+        self._children[name] = Child(planned, self._environment, self._run_dir, self._scratch)
 
     def order_end(self, name: str) -> None:
         """End a process with all it started, and report nothing more of it."""

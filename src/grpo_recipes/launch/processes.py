@@ -26,16 +26,26 @@ from typing import Any
 
 import psutil
 
-from grpo_recipes.errors import EXIT_STOPPED
-from grpo_recipes.paths import is_locked, shown
+from grpo_recipes.errors import EXIT_STOPPED, ConfigError
+from grpo_recipes.paths import python_module, shown
 from grpo_recipes.plan.commands import Process
 from grpo_recipes.process import tree
 from grpo_recipes.process.scratch import Scratch, SegmentRecorder
+from grpo_recipes.process.terminal import readable, without_library_frames
 from grpo_recipes.report.pages import report_line
-from grpo_recipes.runs.rundir import SYNC_FOLDER, finish_summary, read_json, stop_file, write_json, write_last_json
+from grpo_recipes.runs.rundir import (
+    SYNC_FOLDER,
+    finish_summary,
+    json_mapping,
+    launcher_of,
+    read_json,
+    stop_file,
+    write_json,
+    write_last_json,
+)
 from grpo_recipes.secrets import masked
 
-_LAST_LINES = 50
+_LAST_LINES = 30
 _LOOK_SECONDS = 0.2  # between two looks at all processes
 _PRINTED_SECONDS = 5.0  # within which a parent has printed how its ranks died
 _NEWS_SECONDS = 8.0  # longer than a node needs to see what is gone: 2 s, 0.3 s and _PRINTED_SECONDS in ``Child.state``
@@ -106,7 +116,7 @@ class Started:
 
 
 class Child(Started):
-    """A process of the plan on this node, under its process guard."""
+    """A process of the plan on this node, under its process guard; ``environment`` is what all processes share."""
 
     def __init__(self, process: Process, environment: dict[str, str], run_dir: Path, scratch: Scratch) -> None:
         super().__init__(process)
@@ -114,12 +124,14 @@ class Child(Started):
         self._record = run_dir / "processes" / f"{process.name}.json"
         self._record.unlink(missing_ok=True)
         planned = json.dumps(asdict(replace(process, environment={}, log=str(self.log))))  # nothing secret in an argv
-        guard = [
-            sys.executable, "-m", "grpo_recipes.launch.processes", str(run_dir), str(scratch.disk),
-            str(scratch.memory), str(os.getpid()), planned,
-        ]  # fmt: skip
+        folders = map(str, (run_dir, scratch.disk, scratch.memory))
+        guard = python_module("grpo_recipes.launch.processes", *folders, str(os.getpid()), planned)
         self._popen = subprocess.Popen(
-            guard, env=environment, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=scratch.locks
+            guard,
+            env=process.full_environment(environment),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=scratch.locks,
         )
         tree.OWN_CHILDREN.add(self._popen.pid)
         self.guard_pid = self._popen.pid
@@ -202,8 +214,9 @@ class Child(Started):
 
 def rank_records(run_dir: Path, node: int = 0) -> list[dict[str, Any]]:
     """Return the records that the ranks of a node have written, ``processes/rank_<n>.json``."""
-    records = (read_json(path) for path in sorted((run_dir / "processes").glob("rank_*.json")))
-    return [record for record in records if record and record.get("node", 0) == node]
+    records = (json_mapping(path) or {} for path in sorted((run_dir / "processes").glob("rank_*.json")))
+    whole = [one for one in records if isinstance(one.get("rank"), int) and isinstance(one.get("pid"), int)]
+    return [record for record in whole if record.get("node", 0) == node]
 
 
 def rank_pids(run_dir: Path, node: int = 0) -> dict[int, int]:
@@ -313,10 +326,11 @@ def ending_of(who: str, code: int | None) -> Ending:
 
 
 def tail(log: Path, lines: int = _LAST_LINES) -> str:
-    """Return the last lines of a log, secrets masked; nothing where it cannot be read."""
+    """Return the last lines of a log without frames of libraries, secrets masked; nothing where it cannot be read."""
     with contextlib.suppress(OSError), log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - lines * 400))
-        return masked("\n".join(file.read().decode(errors="replace").splitlines()[-lines:]))
+        file.seek(max(0, log.stat().st_size - max(400 * lines, 60_000)))
+        text = without_library_frames(readable(file.read().decode(errors="replace")))
+        return masked("\n".join(text.rstrip("\n").split("\n")[-lines:]))
     return ""
 
 
@@ -367,6 +381,9 @@ def _run(process: Process, run_dir: Path, scratch: Scratch) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN if process.trains else signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+        tree.die_with_parent(guard, signal.SIGKILL)  # nobody else would end it
+
+    guard = os.getpid()
     segments = SegmentRecorder(scratch.memory)
     with Path(process.log).open("ab") as log:
         child = subprocess.Popen(process.argv, stdout=log, stderr=log, preexec_fn=set_signals, start_new_session=True)
@@ -384,8 +401,9 @@ def _run(process: Process, run_dir: Path, scratch: Scratch) -> int:
 def _report_dead_launcher(run_dir: Path, scratch: Scratch, launcher: int) -> None:
     """Do what the dead launcher cannot: remove the scratch folders, and write how the run ended."""
     scratch.remove()
-    if is_locked(run_dir / "lock"):
-        return  # the next launch has begun, and the run directory is its own
+    with contextlib.suppress(ConfigError):  # the lock does not say
+        if launcher_of(run_dir)[1] != launcher:
+            return  # the next launch has begun, and the run directory is its own
     cause = f"the launcher (pid {launcher}) died without ending the run; its process guard ended every process"
     resume = shlex.join(["grpo", "launch", "--resume", shown(run_dir)])
     print(f"grpo: {cause}; continue with: {resume}", file=sys.stderr, flush=True)

@@ -8,15 +8,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from grpo_recipes.errors import ConfigError, config_error, translate
-from grpo_recipes.paths import CODE_VARIABLE
+from grpo_recipes.paths import CODE_VARIABLE, shown
 from grpo_recipes.plan.commands import Names, Plan
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.process.reports import address_reachable, say
 from grpo_recipes.recipe import Recipe, merge_recipe, read_frozen
 from grpo_recipes.recipe.check import check, choose_recipe, resolve_recipe
+from grpo_recipes.recipe.keys import DEFAULT_RECIPE
 from grpo_recipes.recipe.tasks import GRPO, requested_task, same_task
+from grpo_recipes.recipe.user_code import REWARD_COPIES, changed_copies, problem_with, split_spec
 from grpo_recipes.runs import rundir
-from grpo_recipes.runs.checkpoints import need_same_files, newest_complete, world_size_of
+from grpo_recipes.runs.checkpoints import need_same_files, newest_complete, step_of, world_size_of
 from grpo_recipes.runs.rundir import FROZEN_CODE, Run, changed_code, find_run
 
 POINTERS = ".jobs"  # under run_root: a file for each job, ``<cluster>-<job>[_<task>]``, that names its run directory
@@ -30,6 +32,7 @@ class Options:
     task: str | None = None
     resume: str | None = None
     allow_changed_code: bool = False
+    update_rewards: bool = False
     dry_run: bool = False
     flags: tuple[str, ...] = ()
 
@@ -40,6 +43,8 @@ def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Rec
     environment = {} if os.environ.get(CODE_VARIABLE) else os.environ
     if options.resume is not None and options.recipe:
         raise config_error("--resume", "a resumed run goes on with its own recipe", "leave the recipe out")
+    if options.resume is None and options.update_rewards:
+        raise config_error("--update-rewards", "a new run takes the files as they are", "leave it out, or add --resume")
     if options.resume is None:
         recipe = resolve_recipe(options.recipe, options.task, options.flags, environment, resources.device)
         job = resources.job
@@ -49,13 +54,14 @@ def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Rec
     elif options.resume == "last":
         # Flags are for the run's own recipe, with which they are checked: only run_root is read from this one.
         task = requested_task(environment, options.task).task or GRPO
-        path = choose_recipe(None, environment, task, resources.device)
+        path = choose_recipe(None, {DEFAULT_RECIPE: "1", **environment}, task, resources.device)
         recipe, problems = merge_recipe(path, options.flags, environment)
         if "run_root" in recipe.broken:
             raise ConfigError(*problems)
         run = find_run(_run_root(recipe), "last")
     else:
         run = find_run(Path(), options.resume)
+    rundir.wait_for_end(run)
     # Where another launch holds the run nothing is compared: it may be writing the files, and ``claim`` refuses us.
     notes = [] if run.is_running() else need_same_files(run.folder, options.allow_changed_code)
     changed = changed_code(run)
@@ -66,12 +72,44 @@ def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Rec
         raise config_error("--model_revision", "a resumed run goes on with the commit it began with", "leave it out")
     if contradictions := check(recipe, os.environ):
         raise ConfigError(*contradictions)
+    if options.update_rewards:
+        _need_better_rewards(run, recipe)
+    if run.plan.get(rundir.RECIPE_HASH, own := rundir.recipe_hash(run.folder)) != own:
+        notes.append(
+            f"{shown(run.folder / 'recipe.yaml')} was edited since the last attempt: its keys are used as they are now"
+        )
     for note in notes:
         say(f"note: {note}")
     asked = requested_task(environment, options.task)
     if run.plan:
         same_task(recipe, asked, run.plan["task"])
     return run, replace(recipe, entry=run.plan.get("entry", asked.entry))
+
+
+def nothing_is_left(run: Run, options: Options) -> bool:
+    """Say so where a run is completed and nothing new is asked for: a start could only lose what is there.
+
+    Of a chain of jobs that each resume, those after the end then end at once, without an error.
+    """
+    summary, newest = run.summary, newest_complete(run.folder / "checkpoints")
+    asks = options.flags or options.update_rewards or "error" in (summary.get("published") or {})
+    cut = newest is not None and step_of(newest) < summary.get("steps", 0)  # later ones were removed, to go back
+    if asks or cut or summary.get("status") != "completed" or not (run.folder / "model").is_dir() or run.is_running():
+        return False
+    say(f"{shown(run.folder)} is completed, {summary.get('steps')} steps: nothing is left to do; --max_steps adds more")
+    return True
+
+
+def _need_better_rewards(run: Run, recipe: Recipe) -> None:
+    """Refuse ``--update-rewards`` where no file of a reward has changed, or one has become no valid Python."""
+    where, files = "--update-rewards", [spec for spec in recipe["reward_funcs"] if ".py:" in spec]
+    changed = changed_copies(files, run.folder / REWARD_COPIES)
+    if not changed:
+        named = ", ".join(split_spec(spec)[0] for spec in files) or "a file of yours"
+        what = f"no reward of the run has changed since its copy ({named})"
+        raise config_error(where, what, "edit the file first, in the folder of the first launch, or leave it out")
+    if problems := [problem for spec in changed if (problem := problem_with(spec, where))]:
+        raise ConfigError(*problems)
 
 
 def _run_root(recipe: Recipe) -> Path:

@@ -27,11 +27,13 @@ from grpo_recipes.plan.devices import Resources, find_resources
 from grpo_recipes.plan.estimates import need_room
 from grpo_recipes.plan.plan import describe, make_plan, with_sources
 from grpo_recipes.plan.ports import NotReady, free_ports, wait_until_ready
-from grpo_recipes.process.reports import say
+from grpo_recipes.process.reports import gigabytes, print_line, say
 from grpo_recipes.process.scratch import Scratch
+from grpo_recipes.process.terminal import OUTPUT
 from grpo_recipes.process.tree import become_subreaper, end_descendants, reap
 from grpo_recipes.publish.publisher import Publisher
 from grpo_recipes.publish.push import need_target
+from grpo_recipes.recipe import Recipe
 from grpo_recipes.runs import rundir
 from grpo_recipes.runs.checkpoints import verified_checkpoint
 from grpo_recipes.secrets import masked, masked_environment
@@ -46,22 +48,27 @@ def launch(options: resolve.Options) -> int:
     resources = find_resources(os.environ)
     if options.dry_run:
         return _dry_run(options, resources)
-    with StopSignals() as stop, closing(NodeWorkers(len(resources.nodes))) as workers:
+    with OUTPUT.launch(), StopSignals() as stop, closing(NodeWorkers(len(resources.nodes))) as workers:
         try:
-            attempt = _prepare(options, resources, stop, workers)
+            run, recipe = resolve.resolve_run(options, resources)
+            if run and resolve.nothing_is_left(run, options):
+                return 0
+            attempt = _prepare(run, recipe, options, resources, stop, workers)
         except StoppedAtOnce as stopped:
             return end_without_run(stopped.ending(), stop.wants_requeue, resources.job)
         ending = supervise(attempt, stop)
         return finish(attempt, ending, stop.wants_requeue, resources.job)
 
 
-def _prepare(options: resolve.Options, resources: Resources, stop: StopSignals, workers: NodeWorkers) -> Attempt:
+def _prepare(
+    run: rundir.Run | None, recipe: Recipe, options: resolve.Options, resources: Resources, stop: StopSignals,
+    workers: NodeWorkers,
+) -> Attempt:  # fmt: skip
     """Check and plan, then make the run directory and all that the processes need."""
-    run, recipe = resolve.resolve_run(options, resources)
     names = resolve.names_of(recipe, run)
     resources = preflight_nodes(workers, resources, os.environ)
     plan = make_plan(recipe, resources, os.environ)
-    ports, notes = free_ports(recipe, plan.ports, plan.server_host)
+    ports, notes = free_ports(recipe, plan.ports, plan.server_host, workers.port_of(plan.placement[0].node))
     resolve.need_wandb_route(recipe, os.environ)
     # Downloaded now if it must be; of a resumed run the commits it began with.
     again = [*(["--resume", str(run.folder)] if run else [shown(recipe.path)]), *options.flags]
@@ -72,7 +79,10 @@ def _prepare(options: resolve.Options, resources: Resources, stop: StopSignals, 
     target = need_target(recipe, os.environ, names.run)
     resolve.make_logs()
     if run is not None:
-        rundir.claim(run)
+        claimed = rundir.claim(run)
+        # Requests to the attempt before; what comes from now on is to this one.
+        rundir.forget(rundir.stop_file(run.folder), run.folder / rundir.NO_REQUEUE)
+        OUTPUT.keep(run.folder)
         run = rundir.Run(run.folder)  # the launch that had it until now may have written plan.json since we looked
         verified_checkpoint(run.folder / "checkpoints", say)  # seconds for a large one: signals still end the launch
         resolve.need_same_world(run, plan)
@@ -81,12 +91,15 @@ def _prepare(options: resolve.Options, resources: Resources, stop: StopSignals, 
     stop.hold()
     if run is None:
         run, names = resolve.make_run(recipe, resources, names)
-        rundir.claim(run)
+        claimed = rundir.claim(run)
+        OUTPUT.keep(run.folder)
     plan = with_processes(plan, recipe, resources, os.environ, names, sources)
     plan.notes.extend(notes)
     record_assets(run, sources)
     publisher = Publisher(target, run.folder, os.environ, say) if target else None
-    return replace(prepare(run, recipe, plan, names, resources, workers), publisher=publisher)
+    attempt = prepare(run, recipe, plan, names, resources, workers, options.update_rewards)
+    attempt.scratch.locks.append(os.dup(claimed))  # process guards hold the run while anything of it lives
+    return replace(attempt, publisher=publisher)
 
 
 def _dry_run(options: resolve.Options, resources: Resources) -> int:
@@ -98,7 +111,8 @@ def _dry_run(options: resolve.Options, resources: Resources) -> int:
     shared = run_environment(os.environ, Scratch(nowhere, nowhere), names.run_dir, names.served)
     differences = {}
     for process in plan.processes:
-        wanted = {**base_environment(os.environ), **shared, **wandb_environment(recipe), **process.environment}
+        everyones = {**base_environment(os.environ), **shared, **wandb_environment(recipe)}
+        wanted = process.full_environment(everyones)
         changed = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
         removed = {name: "(removed)" for name in os.environ if name not in wanted}
         differences[process.name] = masked_environment({**changed, **removed})
@@ -117,10 +131,11 @@ def supervise(attempt: Attempt, stop: StopSignals) -> Ending:
     except ConfigError as error:
         ending = Ending(1, str(error.problems[0]))  # not 2, which says that nothing was started
     except Exception as error:
-        traceback.print_exc()
+        print_line(traceback.format_exc(), error=True)
         ending = Ending(1, f"the launcher failed: {type(error).__name__}: {masked(str(error))}")
     finally:
         stop.ignore()
+        OUTPUT.live("")
         attempt.workers.close()  # before the rest, which would take srun for one of ours
         end_descendants()
         shutil.rmtree(attempt.run.folder / rundir.SYNC_FOLDER, ignore_errors=True)
@@ -225,10 +240,11 @@ class Supervisor:
                 continue
             serving = members[0].ready == "serving"
             if serving:
+                attempt.renew_token()  # whoever took the port of a server that died has its token
                 self._write_server_state("starting")
             started = [
                 RemoteChild(attempt.workers, process) if process.node
-                else Child(process, {**attempt.environment, **process.environment}, self._folder, attempt.scratch)
+                else Child(process, attempt.environment, self._folder, attempt.scratch)
                 for process in members
             ]  # fmt: skip
             if serving and (ending := self._wait_until_serving(started[0])):
@@ -250,7 +266,9 @@ class Supervisor:
                 endings.append(ending)
             return not endings and server.alive()
 
-        timeout = attempt.recipe["vllm_server_timeout"]
+        timeout, size = attempt.plan.server_timeout, attempt.plan.weight_bytes
+        reads = f"reads {gigabytes(size)} of weights, " if size else ""
+        say(f"waiting for the vLLM server, at most {timeout:.0f} s: it {reads}loads the model, compiles and warms up")
         try:
             waited = wait_until_ready(alive, server.guard_pid, host, port, attempt.names.served, token, timeout)
         except NotReady as error:

@@ -2,10 +2,11 @@
 
 import contextlib
 import json
+import math
 import os
+import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,12 @@ from grpo_recipes.errors import ConfigError, Problem, config_error, translate
 from grpo_recipes.fetch.assets import Assets, find_assets, record_assets
 from grpo_recipes.launch.attempt import SUBMITTED, freeze_inputs
 from grpo_recipes.launch.resolve import OFFLINE_WANDB, make_logs, names_of, need_wandb_route, needs_wandb, note_job
-from grpo_recipes.paths import CODE_VARIABLE, cache_root, home, shown
+from grpo_recipes.paths import CODE_VARIABLE, cache_root, home, python_module, shown
 from grpo_recipes.plan.commands import Names, Plan
 from grpo_recipes.plan.devices import Resources, environment_device
 from grpo_recipes.plan.estimates import Estimates, estimate, need_room
 from grpo_recipes.plan.plan import make_plan
+from grpo_recipes.plan.preflight import GOOD_CORES, GOOD_GIB, slurm_bytes, too_little
 from grpo_recipes.publish.push import need_target
 from grpo_recipes.recipe import Recipe, Value
 from grpo_recipes.recipe.check import resolve_recipe
@@ -79,10 +81,11 @@ def prepare(
 ) -> tuple[Submission, Estimates]:
     """Check a recipe (None: CONFIG or the default one), refuse it with all that would end its job, and plan it."""
     environment = site_environment(profile, environment)
-    resources = site_resources(profile)
+    resources, asked = site_resources(profile), judge_profile(profile)
     recipe = on_scratch(resolve_recipe(recipe_name, task, flags, environment, resources.device), profile)
     names, sources = names_of(recipe), find_assets(recipe, environment)
     plan = make_plan(recipe, resources, environment, names, sources)
+    plan.notes.extend(asked)
     estimates = estimate(plan, recipe, names, profile.gpu_memory_gib, walltime_seconds(profile.time))
     anyway = f"or leave gpu_memory_gib out of {profile.name}.yaml to submit it all the same"
     if larger := [
@@ -106,6 +109,28 @@ def prepare(
             raise ConfigError(*problems)
     _check_deep(recipe.path, task, flags, environment)
     return Submission(recipe, names, resources, sources, plan, environment), estimates
+
+
+def judge_profile(profile: Profile) -> list[str]:
+    """Refuse a profile that asks for too few cores or too little memory for its GPUs; return notes of what it leaves.
+
+    The working folder is where Slurm opens the job's logs: it replaces %j and the like in the whole path.
+    """
+    file, problems = f"{profile.name}.yaml", []
+    for what, option in too_little(profile.gpus, profile.cpus or math.inf, slurm_bytes(profile.mem)):
+        fix = option.replace("--cpus-per-task=", "write cpus: ").replace("--mem=", "write mem: ")
+        problems.append(Problem(file, what, fix))
+    if re.search(r"[%\\\n]", here := os.getcwd()):
+        what = f"'{here}' holds a character that Slurm replaces in the names of its logs, which then cannot be opened"
+        problems.append(Problem("working folder", what, "submit from a folder without % and \\"))
+    if problems:
+        raise ConfigError(*problems)
+    left = [key for key in ("cpus", "mem") if profile.gpus and not profile.exclusive and getattr(profile, key) is None]
+    if not left:
+        return []
+    what = f"{file} asks for no {' and no '.join(left)}: where a site gives one core and a few GB by default"
+    enough = f"cpus: {GOOD_CORES * profile.gpus} and mem: {GOOD_GIB * profile.gpus}G"
+    return [f"{what}, the job ends at its start; write e.g. {enough}"]
 
 
 def need_environment(profile: Profile) -> None:
@@ -201,7 +226,7 @@ def on_scratch(recipe: Recipe, profile: Profile) -> Recipe:
 def _check_deep(path: Path, task: str | None, flags: Sequence[str], environment: Mapping[str, str]) -> None:
     """Refuse what `grpo check --deep` finds, in a process of its own: it imports torch, and stays off the network."""
     options = ["--deep", "--json", *(["--task", task] if task else [])]
-    argv = [sys.executable, "-m", "grpo_recipes", "check", str(path), *options, *flags]
+    argv = python_module("grpo_recipes", "check", str(path), *options, *flags)
 
     def refused(how: str) -> ConfigError:
         fix = "run it by itself, and see where it stays or what it prints"

@@ -9,13 +9,15 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from grpo_recipes.errors import config_error
-from grpo_recipes.paths import CODE_VARIABLE, cache_root, home
+import yaml
+
+from grpo_recipes.errors import config_error, translate
+from grpo_recipes.paths import CODE_VARIABLE, cache_root, home, python_module
 from grpo_recipes.plan.devices import Batch, Placement, Resources
 from grpo_recipes.plan.ports import Ports
 from grpo_recipes.process.scratch import Scratch
@@ -24,6 +26,7 @@ from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS
 from grpo_recipes.recipe.learning import mixed_precision
 from grpo_recipes.recipe.registry import RECONNECTING
 from grpo_recipes.runs.rundir import SYNC_FOLDER
+from grpo_recipes.secrets import secret_name
 
 if TYPE_CHECKING:
     from grpo_recipes.fetch.assets import Assets
@@ -32,6 +35,9 @@ ACCELERATE_FILES = {
     "single": "single_gpu", "ddp": "multi_gpu", "zero2": "zero2", "zero3": "zero3", "fsdp2": "fsdp2"
 }  # fmt: skip
 CPU_KV_CACHE_GIB = 1
+MEETING_SECONDS = 300.0  # for ranks to meet: imports from a cold shared file system take minutes
+_SECONDS_A_GB = 30.0  # more for each GB of weights: read at 50 MB/s, with time to compile and capture what is larger
+_HUB_LOGIN = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH")
 _KEEP_ALIVE_SECONDS = 30 * 24 * 3600
 _COLOCATED_SHARE = 0.3  # of a GPU's memory for a vLLM that shares it with a trainer, unless the recipe says another
 # A login shell's Python and MPI settings reach into ours: PMI_SIZE alone changes the world size of a CPU process.
@@ -66,11 +72,19 @@ class Process:
     # What its loss means: the end of the run, a restart of it alone, or one of it and the trainers from the newest
     # checkpoint. Restarts are limited by the recipe's server_restarts.
     on_loss: OnLoss = "fail"
+    keeps: tuple[str, ...] = ()  # variables with secrets of the user's that its role needs; "*" for all
 
     @classmethod
     def of_json(cls, plain: Mapping[str, Any]) -> Process:
         """Return the process that ``Plan.as_json`` wrote."""
-        return cls(**{**plain, "gpus": tuple(plain["gpus"]), "after": tuple(plain["after"])})
+        return cls(
+            **{**plain, "gpus": tuple(plain["gpus"]), "after": tuple(plain["after"]), "keeps": tuple(plain["keeps"])}
+        )
+
+    def full_environment(self, shared: Mapping[str, str]) -> dict[str, str]:
+        """Return its whole environment: its own and the ``shared`` one, without secrets that its role does not need."""
+        kept = {name: value for name, value in shared.items() if {name, "*"} & {*self.keeps} or not secret_name(name)}
+        return {**kept, **self.environment}
 
     @property
     def name(self) -> str:
@@ -143,6 +157,9 @@ class Plan:
     threads: int  # CPU threads of one training process; on CPU results depend on it in the last bits
     notes: list[str]  # what the user should know
     processes: list[Process] = field(default_factory=list)  # in the order they start; filled in by with_processes
+    weight_bytes: int = 0  # of the model's files, where they are here; filled in by with_processes, as the next two
+    server_timeout: float = 0.0  # seconds the server may take to be ready
+    meeting_timeout: float = MEETING_SECONDS  # seconds the ranks may take to meet
 
     def process(self, role: str) -> Process | None:
         """Return the first process of that role, or None."""
@@ -259,14 +276,23 @@ def with_processes(
     sources: Assets | None = None,
 ) -> Plan:  # fmt: skip
     """Return the plan with its processes, which stay off the hub once all ``sources`` are here."""
-    processes = [_trainer(recipe, plan, names, machine) for machine in range(len(plan.placement))]
+    size = weight_bytes(plan.model)
+    more = round(_SECONDS_A_GB * size / 1e9)
+    ready = recipe["vllm_server_timeout"] + (0 if recipe.given("vllm_server_timeout") else more)
+    plan = replace(plan, weight_bytes=size, server_timeout=ready, meeting_timeout=MEETING_SECONDS + more)
+    processes = [_trainer(recipe, plan, environment, names, machine) for machine in range(len(plan.placement))]
     if plan.mode == "server":
         processes = [_server(recipe, plan, environment, names), *processes]
     offline = sources.offline_variables(environment) if sources else {}
 
     def complete(one: Process) -> Process:
         network = _network(plan, resources, environment, names, one.node)
-        return replace(one, environment={**one.environment, **network, **offline})
+        keeps = () if offline else _HUB_LOGIN
+        if one.trains:
+            wandb = ("WANDB_API_KEY",) if "wandb" in (recipe["report_to"] or []) else ()
+            # Callbacks are the user's code in the trainer's own process: nobody knows what they need.
+            keeps = ("*",) if recipe["callbacks"] else (*keeps, *wandb, *recipe["reward_environment"])
+        return replace(one, environment={**one.environment, **network, **offline}, keeps=keeps)
 
     return replace(plan, processes=[complete(one) for one in processes])
 
@@ -278,9 +304,16 @@ def _server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: N
         variables["VLLM_PLUGINS"] = f"{environment['VLLM_PLUGINS']},grpo_recipes"
     variables["CUDA_VISIBLE_DEVICES"] = ",".join(plan.server_gpus)
     argv = server_command(recipe, plan.model, names.served, plan.server_host, plan.ports.server, plan.device)
-    log = f"logs/liv_vllm_{names.run}_{names.timestamp}.log"
+    log = environment.get("SERVER_LOG") or f"logs/liv_vllm_{names.run}_{names.timestamp}.log"
     on_loss: OnLoss = "restart" if plan.bridge in RECONNECTING else "restart with trainers"
     return Process("server", argv, variables, plan.server_gpus, log, ready="serving", on_loss=on_loss)
+
+
+def weight_bytes(model: str) -> int:
+    """Return the bytes of the weights in a model's folder, 0 where it is not here."""
+    kinds = ("*.safetensors", "pytorch_model*.bin")
+    found = ([path.stat().st_size for path in Path(model).glob(kind)] for kind in kinds)
+    return sum(next(filter(None, found), []))
 
 
 def server_environment(device: str, internal_port: int | None) -> dict[str, str]:
@@ -291,6 +324,7 @@ def server_environment(device: str, internal_port: int | None) -> dict[str, str]
         "GRPO_SERVER": "1",  # to our plug-in, which vLLM loads inside colocated ranks too
         # By default the server closes a connection after 5 s without a request; the next may come at that moment.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(_KEEP_ALIVE_SECONDS),
+        "PYTHONSAFEPATH": "1",  # its engine processes, too, import nothing from the working folder
         "SPT_NOENV": "1",  # vLLM renames its processes; without this the new name overwrites their environ
     }
     if device == "cpu":
@@ -306,7 +340,7 @@ def server_command(recipe: Recipe, model: str, name: str, host: str, port: int, 
     `trl vllm-serve`, which runs it) does not find its version. The module behind both takes the same flags.
     """
     on_cpu, implementation = device == "cpu", recipe["vllm_model_impl"]
-    program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    program = python_module("vllm.entrypoints.openai.api_server", "--model", model)
     needed = {  # by TRL's trainer; `trl vllm-serve` adds these itself
         "--model-impl": implementation,
         "--logprobs-mode": "processed_logprobs",
@@ -372,7 +406,17 @@ def gpu_share(recipe: Recipe, mode: str) -> float:
     return float(recipe["vllm_gpu_memory_utilization"])
 
 
-def _trainer(recipe: Recipe, plan: Plan, names: Names, machine: int) -> Process:
+def tee(environment: Mapping[str, str]) -> str | None:
+    """Return ACC_TEE, by which accelerate puts a rank's name before each of its lines; None where it is unset."""
+    given = environment.get("ACC_TEE") or None
+    if given not in (None, "0", "1", "2", "3"):
+        raise config_error(
+            "ACC_TEE", f"'{given}' names no output", "write 1 (output), 2 (errors), 3 (both), or unset it"
+        )
+    return given
+
+
+def _trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: Names, machine: int) -> Process:
     """Return the trainers of one node, the ``machine``-th of those that train: one ``accelerate launch``."""
     placed, machines = plan.placement[machine], len(plan.placement)
     variables = {"CUDA_VISIBLE_DEVICES": ",".join(placed.gpus), "GRPO_NODE": str(placed.node)}
@@ -389,12 +433,14 @@ def _trainer(recipe: Recipe, plan: Plan, names: Names, machine: int) -> Process:
         "--mixed_precision": mixed_precision(recipe),
         "--dynamo_backend": "no",
         "--num_cpu_threads_per_process": plan.threads,
+        "--tee": tee(environment),
         "--main_process_ip": plan.nodes[plan.placement[0].node] if machines > 1 else "127.0.0.1",
         "--main_process_port": plan.ports.main_process,
     }
-    launch = [sys.executable, "-m", "accelerate.commands.launch", *_flags(flags), str(home() / plan.entry)]
+    launch = python_module("grpo_recipes.launch.accelerate", *_flags(flags), str(home() / plan.entry))
     suffix = f"_node{placed.node}" if placed.node else ""
-    log = f"logs/liv_train_{names.run}_{names.timestamp}{suffix}.log"
+    named = Path(environment.get("TRAINING_LOG") or f"logs/liv_train_{names.run}_{names.timestamp}.log")
+    log = str(named.with_stem(named.stem + suffix))
     after = ("server",) if plan.mode == "server" else ()
     decided: dict[str, object] = {  # by the launcher: flags of the entry script beside the frozen recipe
         "--config": names.run_dir / "recipe.yaml",
@@ -417,10 +463,19 @@ def _trainer(recipe: Recipe, plan: Plan, names: Names, machine: int) -> Process:
             "--vllm_server_port": plan.ports.server,
             "--vllm_group_port": plan.ports.group,
             "--weight_sync": plan.bridge,
+            "--vllm_server_timeout": plan.server_timeout,
         }
     elif plan.mode == "colocate":
         decided |= {"--vllm_mode": "colocate", "--vllm_gpu_memory_utilization": gpu_share(recipe, plan.mode)}
     return Process("trainer", [*launch, *_flags(decided)], variables, placed.gpus, log, placed.node, after)
+
+
+def _sizes_in(content: Any) -> Iterator[tuple[str, int]]:
+    """Yield the whole numbers in an accelerate file, with their keys."""
+    for name, value in content.items() if isinstance(content, dict) else ():
+        if isinstance(value, int):
+            yield str(name), value
+        yield from _sizes_in(value)
 
 
 def accelerate_file(accelerator: str, environment: Mapping[str, str]) -> str:
@@ -429,6 +484,13 @@ def accelerate_file(accelerator: str, environment: Mapping[str, str]) -> str:
         if not Path(given).is_file():
             what = f"there is no accelerate file '{given}'"
             raise config_error("CONFIG_FILE", what, "unset it, or name an existing file")
+        fix = "name a file that accelerate config wrote"
+        with translate(yaml.YAMLError, lambda _: config_error("CONFIG_FILE", f"'{given}' is not YAML", fix)):
+            content = yaml.safe_load(Path(given).read_text(errors="replace"))
+        for name, size in _sizes_in(content):
+            if name.endswith(("cp_size", "sp_size", "context_parallel_size", "sequence_parallel_size")) and size > 1:
+                what = f"{name} {size} in '{given}' splits sequences, while GRPO's loss needs whole completions"
+                raise config_error("CONFIG_FILE", what, f"remove {name}; accelerator: zero3 saves memory too")
         return str(Path(given).absolute())
     trl = importlib.util.find_spec("trl")
     if trl is None or trl.origin is None:

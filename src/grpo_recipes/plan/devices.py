@@ -109,7 +109,7 @@ def environment_device() -> str:
     return "cpu" if torch.endswith("+cpu") else "cuda"
 
 
-def _nvidia_smi(*arguments: str) -> str | None:
+def nvidia_smi(*arguments: str) -> str | None:
     """Return what the driver's program prints, None where it is not here; refuse a machine where it hangs."""
     what = f"nvidia-smi did not answer within {_DRIVER_SECONDS} seconds"
     error = config_error("devices", what, "leave this node out and report it to the admins")
@@ -121,12 +121,15 @@ def _nvidia_smi(*arguments: str) -> str | None:
 
 def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
     """Return the GPUs the driver lists, limited to CUDA_VISIBLE_DEVICES (indices, UUIDs or MIG ids)."""
-    listing = _nvidia_smi("-L")
+    listing = nvidia_smi("-L")
     return () if listing is None else select_gpus(listing, environment.get("CUDA_VISIBLE_DEVICES"))
 
 
 def select_gpus(listing: str, visible: str | None) -> tuple[str, ...]:
-    """Return the ids to use, given the output of ``nvidia-smi -L`` and the value of CUDA_VISIBLE_DEVICES."""
+    """Return the ids to use, given the output of ``nvidia-smi -L`` and the value of CUDA_VISIBLE_DEVICES.
+
+    A shortened UUID becomes the whole one: CUDA takes both, NVML, which vLLM asks, the whole one alone.
+    """
     indices, uuids = re.findall(r"^GPU (\d+):", listing, re.MULTILINE), re.findall(r"\(UUID: (.*)\)", listing)
     if visible is None:
         return tuple(indices)
@@ -135,12 +138,14 @@ def select_gpus(listing: str, visible: str | None) -> tuple[str, ...]:
         if item not in indices and not any(uuid.startswith(item) for uuid in uuids):
             what = f"this machine has no GPU '{item}' (nvidia-smi -L lists {len(indices)})"
             raise config_error("CUDA_VISIBLE_DEVICES", what, "unset it, or name GPUs that nvidia-smi -L lists")
-    return tuple(wanted)
+    return tuple(
+        next((uuid for uuid in uuids if item not in indices and uuid.startswith(item)), item) for item in wanted
+    )
 
 
 def gpu_memory(environment: Mapping[str, str]) -> float | None:
     """Return the GiB of the smallest GPU that CUDA_VISIBLE_DEVICES leaves; None without a driver that answers."""
-    listing = _nvidia_smi("--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
+    listing = nvidia_smi("--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
     gpus = re.findall(r"^(\d+), *(\S+), *(\d+)$", listing or "", re.MULTILINE)
     wanted = [item.strip() for item in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if item.strip()]
     visible = [gib for index, uuid, gib in gpus if any(item == index or uuid.startswith(item) for item in wanted)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import math
 import os
 import statistics
 from collections.abc import Iterator, Mapping
@@ -22,7 +23,8 @@ from grpo_recipes.plan.commands import CPU_KV_CACHE_GIB, Names, Plan, gpu_share,
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.learning import mixed_precision
 from grpo_recipes.runs.health import number
-from grpo_recipes.runs.rundir import Progress, Run, clock, json_mapping
+from grpo_recipes.runs.progress import Rows
+from grpo_recipes.runs.rundir import Run, clock, json_mapping
 
 GIB = 1 << 30
 Parts = dict[str, int]  # bytes
@@ -393,8 +395,8 @@ def estimate_disk(recipe: Recipe, plan: Plan, run_dir: Path) -> Disk:
     counts = [] if limit is None else [limit + 1]  # an older one is removed after a new one is complete
     if recipe["save_strategy"] == "no":
         counts = [1]  # a stopped run saves all the same
-    elif steps > 0 and recipe["save_strategy"] == "steps" and every >= 1:
-        counts.append(max(1, -(-steps // int(every))))
+    elif steps > 0 and recipe["save_strategy"] == "steps":
+        counts.append(max(1, -(-steps // math.ceil(every if every >= 1 else steps * every))))
     most, free = min(counts, default=None), None
     there = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.is_dir())
     with contextlib.suppress(OSError):
@@ -442,7 +444,7 @@ def find_speed(plan: Plan, names: Names, walltime: float | None = None) -> Speed
         with contextlib.suppress(ConfigError, OSError, ValueError):  # files of a run are the user's to edit
             run = Run(folder)
             alike = run.identity.get("run_name") == names.run and _kind(run.plan) == now
-            rows = Progress(folder, _TAIL_BYTES).new_rows() if alike and folder != names.run_dir else []
+            rows = Rows(folder / "metrics.jsonl", _TAIL_BYTES).new() if alike and folder != names.run_dir else []
             seconds = [number(row.get("seconds/step")) for row in rows if row["step"] > _WARM_UP_STEPS]
             if known := [one for one in seconds if one]:
                 medians.append(statistics.median(known))

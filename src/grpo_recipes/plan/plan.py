@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -20,6 +23,7 @@ from grpo_recipes.plan.devices import (
 )  # fmt: skip
 from grpo_recipes.plan.ports import plan_ports
 from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.dialects import UNREAD_VARIABLES
 from grpo_recipes.recipe.learning import trains_weights_as_loaded
 from grpo_recipes.recipe.registry import BRIDGES, OBJECTIVES
 from grpo_recipes.recipe.tasks import ENTRIES, MAXENT, task_of
@@ -27,6 +31,8 @@ from grpo_recipes.smoke import SMOKE_SCHEME, smoke_folder
 
 if TYPE_CHECKING:
     from grpo_recipes.fetch.assets import Assets
+
+_OF_GUIDE = ("GPUS_PER_NODE", "MAX_PROMPT_CHARS")  # variables that change nothing here
 
 
 def make_plan(
@@ -52,9 +58,14 @@ def make_plan(
     accelerator = "custom" if environment.get("CONFIG_FILE") else _accelerator(recipe, batch.world_size)
     nodes, task, model = resources.all_nodes(), task_of(recipe), recipe["model_name_or_path"]
     idle, job = unused(resources, server_gpus, trainers), resources.job
+    used = [*server_gpus, *(gpu for one in trainers for gpu in one.gpus)]
     notes = list(recipe.notes)
+    if len(used) > 1 and any(gpu.startswith("MIG-") for gpu in used):
+        notes.append("nobody has seen NCCL join MIG slices: name one, with vllm_mode: colocate, or take whole GPUs")
+    notes += [f"{name} is not read: {UNREAD_VARIABLES[name]}" for name in _OF_GUIDE if environment.get(name)]
     if batch.world_size < most:
-        notes.append(f"{batch.world_size} of {most} trainers are used: the batch divides by no larger number")
+        note = f"{batch.world_size} of {most} trainers are used: the batch divides by no larger number"
+        notes.append(note + _prompts_for_all(recipe, most))
     if resources.device == "cuda" and job and job.gpus_on_node not in (None, len(resources.gpus)):
         notes.append(f"Slurm says {job.gpus_on_node} GPUs, the driver shows {len(resources.gpus)}; the driver counts")
     if idle:
@@ -94,6 +105,15 @@ def make_plan(
     return with_processes(plan, recipe, resources, environment, names, sources) if names else plan
 
 
+def _prompts_for_all(recipe: Recipe, trainers: int) -> str:
+    """Return the ``prompts_per_step`` nearest to the recipe's by which the batch divides among all trainers."""
+    now = recipe["prompts_per_step"]
+    if now is None:
+        return ""
+    least = trainers // math.gcd(trainers, recipe["num_generations"])
+    return f"; prompts_per_step: {max(1, round(now / least)) * least} (now {now}) uses all"
+
+
 def with_sources(plan: Plan, sources: Assets) -> Plan:
     """Return the plan with what was found of its sources: the folder of a fetched model, and notes.
 
@@ -101,6 +121,9 @@ def with_sources(plan: Plan, sources: Assets) -> Plan:
     """
     found = sources.model
     model = found.path if found is not None and found.from_hub else plan.model
+    if plan.mode != "transformers" and os.path.isdir(model) and re.search(r"[][*?]", model):
+        fix = "move it, or set CACHE_ROOT, to a folder without [ ] * ?"
+        raise config_error("model_name_or_path", f"vLLM takes '{model}' for a pattern and finds nothing", fix)
     return replace(plan, model=model, notes=[*plan.notes, *sources.notes()])
 
 
@@ -165,9 +188,15 @@ def _accelerator(recipe: Recipe, world_size: int) -> str:
 
 
 def describe(
-    plan: Plan, environment_differences: Mapping[str, Mapping[str, str]] | None = None, estimates: Sequence[str] = ()
+    plan: Plan,
+    environment_differences: Mapping[str, Mapping[str, str]] | None = None,
+    estimates: Sequence[str] = (),
+    argv: bool = True,
 ) -> str:
-    """Return the plan for a person: a line for each fact and those of ``estimates``, and a block for each process."""
+    """Return the plan for a person: a line for each fact and those of ``estimates``, and a block for each process.
+
+    Without ``argv`` a process has one line, of its place and its log.
+    """
     several = len(plan.nodes) > 1
     lines = [
         f"recipe     {plan.recipe} ({plan.task}, {plan.entry})",
@@ -184,9 +213,12 @@ def describe(
         *(f"note       {note}" for note in plan.notes),
     ]
     for process in plan.processes:
-        lines.append(f"{process.name:<10} {json.dumps(process.argv)}")
-        shown = (environment_differences or {}).get(process.name, process.environment)
-        lines += [f"           {name}={value}" for name, value in sorted(shown.items())]
+        name = f"{process.name:<10} "
+        if argv:
+            lines.append(f"{name}{json.dumps(process.argv)}")
+            shown = (environment_differences or {}).get(process.name, process.environment)
+            lines += [f"           {variable}={value}" for variable, value in sorted(shown.items())]
+            name = " " * len(name)
         where = f"node {process.node}{', GPU ' if process.gpus else ''}{', '.join(process.gpus)}; " if several else ""
-        lines.append(f"           {where}log {process.log}")
+        lines.append(f"{name}{where}log {process.log}")
     return "\n".join(lines)

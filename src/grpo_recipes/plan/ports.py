@@ -52,16 +52,20 @@ def plan_ports(recipe: Recipe, job: SlurmJob | None) -> Ports:
     return Ports(server, group, main_process, internal)
 
 
-def free_ports(recipe: Recipe, ports: Ports, host: str) -> tuple[Ports, list[str]]:
+def free_ports(
+    recipe: Recipe, ports: Ports, host: str, free_there: Callable[[int], bool] | None = None
+) -> tuple[Ports, list[str]]:
     """Return the ports, each that is busy replaced by the next free one, with a note about it; keep them all.
 
-    A busy port that the user gave is a ConfigError.
+    A busy port that the user gave is a ConfigError. The server listens on ``host``; the other two are opened by rank 0,
+    on a node that ``free_there`` asks where it is not this one.
     """
     chosen: list[int] = []
     notes = []
     for key, wanted in ports.by_key().items():
         port = wanted
-        while port in chosen or not (is_free(host, port) and keep(port)):
+        there = None if key == "vllm_server_port" else free_there
+        while port in chosen or not (there(port) if there else is_free(host, port) and keep(port)):
             if recipe.given(key):
                 what = f"port {wanted} is in use by another process"
                 raise config_error(recipe.source(key), what, f"free it, or remove {key} and let the launcher choose")
@@ -137,6 +141,7 @@ def wait_until_ready(
         if not alive():
             raise NotReady("the vLLM server died before it was ready")
         owner = listener(port)
+        owner = listener(port) if owner == 0 else owner  # 0 too where the socket was made between psutil's two looks
         if owner is not None and owner not in {child.pid for child in descendants(root_pid)}:
             raise NotReady(f"port {port} was taken by another process (pid {owner}) while the server started")
         if owner is not None and name in _served_models(host, port, token):
@@ -148,7 +153,7 @@ def wait_until_ready(
 def _served_models(host: str, port: int, token: str) -> list[str]:
     try:
         return [model["id"] for model in json.loads(_ask(host, port, "/v1/models", token))["data"]]
-    except (OSError, ValueError, http.client.HTTPException) as error:
+    except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException) as error:
         if isinstance(error, urllib.error.HTTPError) and error.code == 401:
             raise NotReady("the vLLM server refuses the run's own token") from None
         return []
@@ -167,7 +172,7 @@ def generated_tokens(host: str, port: int, token: str) -> Activity | None:
 
     Requests are counted where they come in, so that one which a hung engine never began is seen too.
     """
-    with contextlib.suppress(OSError, http.client.HTTPException):
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, http.client.HTTPException):
         metrics, activity = (_ask(host, port, path, token) for path in ("/metrics", ACTIVITY_PATH))
         counters = re.findall(rb"^vllm:generation_tokens_total\S* (\S+)$", metrics, re.MULTILINE)
         return Activity(sum(map(float, counters)), json.loads(activity)["requests"])

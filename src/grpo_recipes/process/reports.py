@@ -6,12 +6,13 @@ import json
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from grpo_recipes.process.terminal import OUTPUT
 
 _PHASE_LENGTH = 120  # characters; longer than any content
 
@@ -29,12 +30,7 @@ def say(text: str) -> None:
     print_line(f"grpo: {text}")
 
 
-def print_line(text: str) -> None:
-    """Print a line; a terminal or pipe that is gone must not end the run."""
-    try:
-        print(text, flush=True)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+print_line = OUTPUT.line
 
 
 def gigabytes(number: float) -> str:
@@ -48,7 +44,8 @@ def gigabytes(number: float) -> str:
 class PhaseFile:
     """``processes/phase_<rank>.json``, by which the launcher distinguishes a hung run from a slow one.
 
-    A phase is start, sample, score, sync, update, save, evaluate or end; ``since`` is ``time.time()``.
+    A phase is start, connect (server and trainer form their group for the weights), sample, score, sync, update, save,
+    evaluate or end; ``since`` is ``time.time()``.
     """
 
     def __init__(self, run_dir: Path, rank: int):

@@ -30,6 +30,7 @@ from typing import Any
 
 import psutil
 
+from grpo_recipes.errors import ConfigError, config_error, translate
 from grpo_recipes.paths import is_locked
 from grpo_recipes.process.reports import gigabytes
 from grpo_recipes.process.tree import descendants
@@ -57,6 +58,13 @@ class Scratch:
         """The file that holds the run's token."""
         return self.disk / "token"
 
+    def write_token(self, token: str) -> None:
+        """Write the token, readable by the user alone; a reader sees the old one or the new one."""
+        new = self.disk / ".token"
+        new.touch(mode=0o600)
+        new.write_text(token)
+        new.replace(self.token)
+
     def remove(self) -> None:
         """Remove both folders, and the shared-memory segments that a killed process of the run left."""
         for folder in (self.memory, self.disk):
@@ -67,16 +75,26 @@ class Scratch:
 
 
 def make_scratch(environment: Mapping[str, str]) -> Scratch:
-    """Make the folders and a new token, readable by the user alone."""
-    disk = Path(tempfile.mkdtemp(prefix="grpo-", dir=node_folder(environment)))
-    memory = SHARED_MEMORY / disk.name
-    folders = [disk, memory]
-    if memory == disk or not os.access(SHARED_MEMORY, os.W_OK):
-        memory, folders = disk / "weights", [disk]
-    memory.mkdir(mode=0o700)
-    scratch = Scratch(disk, memory, [lock for folder in folders if (lock := _mark(folder)) is not None])
-    scratch.token.touch(mode=0o600)
-    scratch.token.write_text(secrets.token_hex(16))
+    """Make the folders and a new token, readable by the user alone; a full disk is a ConfigError."""
+    node, fix = node_folder(environment), "make room there, or set TMPDIR to another disk of the node"
+
+    def failed(error: OSError) -> ConfigError:
+        return config_error("TMPDIR", f"cannot make the run's folder in {node} ({error.strerror})", fix)
+
+    with translate(OSError, failed), contextlib.ExitStack() as undo:
+        disk = Path(tempfile.mkdtemp(prefix="grpo-", dir=node))
+        undo.callback(shutil.rmtree, disk, ignore_errors=True)
+        memory = SHARED_MEMORY / disk.name
+        folders = [disk, memory]
+        if memory == disk or not os.access(SHARED_MEMORY, os.W_OK):
+            memory, folders = disk / "weights", [disk]
+        memory.mkdir(mode=0o700)
+        undo.callback(shutil.rmtree, memory, ignore_errors=True)
+        scratch = Scratch(disk, memory)
+        undo.callback(scratch.remove)
+        scratch.locks.extend(lock for folder in folders if (lock := _mark(folder)) is not None)
+        scratch.write_token(secrets.token_hex(16))
+        undo.pop_all()
     return scratch
 
 

@@ -27,6 +27,7 @@ _MARGIN_SECONDS = 30.0
 _PHASES = tuple(f"seconds/{phase}" for phase in ("sample", "score", "sync", "update", "evaluate"))
 # minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds
 _TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
+_NO_CONTROLLER = re.compile("resolve_ctls|contact slurm controller", re.IGNORECASE)
 _SECONDS = 30.0
 _SBATCH_SECONDS = 120.0  # a busy controller answers late
 _SIGTERM_SECONDS = 60.0
@@ -216,10 +217,13 @@ def submit(script: Path) -> int:
     """
 
     def failed(error: NoAnswer) -> ConfigError:
+        """Return the error with the fix of its cause."""
         if isinstance(error, _NotHere):
             return config_error("sbatch", str(error), "submit on the cluster's login node")
         if isinstance(error, _Refused):
             fix = "correct the profile, or give another value on the command line"
+            if _NO_CONTROLLER.search(str(error)):
+                fix = "Slurm does not answer here: load the site's Slurm module, or submit on the cluster's login node"
             return config_error("sbatch", str(error), fix)
         fix = "look with squeue whether the job was submitted; the files it runs from were kept"
         return MaybeSubmitted(Problem("sbatch", str(error), fix))

@@ -1,0 +1,134 @@
+"""What `grpo launch` does from the command line to the start of its processes, which are faked here, and at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from grpo_recipes.cli import main
+from grpo_recipes.errors import EXIT_CONFIG_ERROR, EXIT_STOPPED
+from grpo_recipes.launch import run as launch_run
+from grpo_recipes.launch.attempt import Attempt
+from grpo_recipes.launch.nodes import NodeWorkers
+from grpo_recipes.launch.processes import Ending
+from grpo_recipes.paths import shown
+from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
+from grpo_recipes.runs.rundir import finish_summary, read_json
+from grpo_recipes.slurm import client
+
+STOPPED = Ending(EXIT_STOPPED, "rank 0: stopped on request before a step")
+DIED = "the vLLM server died before it was ready"
+
+
+@pytest.fixture
+def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, Path]]:
+    """``launched(words..., ending=...)``: exit code and run directory of a launch; fake processes leave server_log."""
+    for name in {*ENVIRONMENT_KEYS, *READ_VARIABLES} - {"GRPO_HOME"}:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RUN_ROOT", str(tmp_path / "runs"))
+    monkeypatch.setenv("CACHE_ROOT", str(tmp_path / "cache"))
+    monkeypatch.setattr(client, "ask", lambda *argv, **how: None)
+    monkeypatch.chdir(tmp_path)
+
+    def launch(*words: str, ending: Ending = STOPPED, server_log: str = "") -> tuple[int, Path]:
+        def fake_supervise(attempt: Attempt, stop: object) -> Ending:
+            launch_run.say_start(attempt)
+            Path(attempt.plan.process("server").log).write_text(server_log)
+            attempt.scratch.remove()
+            return ending
+
+        monkeypatch.setattr(launch_run, "supervise", fake_supervise)
+        code = main(["launch", *(words or ("recipes/smoke/grpo.yaml",))])
+        (run,) = (tmp_path / "runs").glob("*-*")
+        (run / "lock").unlink(missing_ok=True)  # this process has it, as a launch does until it ends
+        return code, run
+
+    return launch
+
+
+def test_all_that_is_printed_is_in_the_log_of_the_run_which_grpo_logs_shows(launched, capsys):
+    _, run = launched()
+    first = capsys.readouterr().out
+    launched("--resume", str(run), "--learning_rate", "2e-6")
+    second = capsys.readouterr().out
+    lines = (run / "launch.log").read_text().splitlines()
+    heads = [place for place, line in enumerate(lines) if line[6:10].isdigit() and line.startswith("grpo: 20")]
+    assert len(heads) == 2 and heads[0] == 0, "each attempt begins with its time and command"
+    assert lines[1 : heads[1]] == first.splitlines() and lines[heads[1] + 1 :] == second.splitlines()
+    assert "resuming" not in first and f"-> {run.relative_to(Path.cwd())}" in first
+    assert main(["logs", "last"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith("==> ") and shown[0].endswith("/launch.log <==") and shown[1:] == lines
+
+
+def test_an_edit_of_the_recipe_that_a_launch_left_is_refused_or_noted(launched, capsys):
+    _, run = launched()
+    assert launched("--resume", str(run))[0] == EXIT_STOPPED
+    assert "recipe.yaml was" not in capsys.readouterr().out
+    recipe = run / "recipe.yaml"
+    recipe.write_text(f"{recipe.read_text()}# x.yaml:3\nweight_decay: 0.5\n")
+    assert launched("--resume", str(run))[0] == EXIT_CONFIG_ERROR
+    assert "recipe.yaml: was changed since the run wrote it. Fix: restore what the run" in capsys.readouterr().err
+    assert launched("--resume", str(run), "--allow-changed-code")[0] == EXIT_STOPPED
+    assert "recipe.yaml was edited since the last attempt: its keys are used" in capsys.readouterr().out
+    launched("--resume", str(run))
+    assert "recipe.yaml was" not in capsys.readouterr().out, "once"
+
+
+def test_a_completed_run_is_left_as_it_is_unless_something_is_to_be_done(launched, capsys):
+    _, run = launched()
+    finish_summary(run, status="completed", steps=60)
+    (run / "model").mkdir()
+    capsys.readouterr()
+    assert launched("--resume", str(run))[0] == 0
+    said = capsys.readouterr().out
+    assert said == f"grpo: {shown(run)} is completed, 60 steps: nothing is left to do; --max_steps adds more\n"
+    assert read_json(run / "summary.json")["status"] == "completed"
+
+    assert launched("--resume", str(run), "--max_steps", "70")[0] == EXIT_STOPPED, "more steps"
+    finish_summary(run, status="completed", published={"error": "no route"})
+    assert launched("--resume", str(run))[0] == EXIT_STOPPED, "still to be published"
+    finish_summary(run, status="completed", published=None)
+    (run / "model").rmdir()
+    assert launched("--resume", str(run))[0] == EXIT_STOPPED, "its model is gone"
+
+
+def test_update_rewards_takes_the_changed_file(launched, tmp_path, capsys):
+    own = tmp_path / "own.py"
+    own.write_text("def score(completions): return [0.0]\n")
+    _, run = launched("recipes/smoke/grpo.yaml", "--reward_funcs", "own.py:score")
+    assert launched("--resume", str(run), "--update-rewards")[0] == EXIT_CONFIG_ERROR, "nothing has changed"
+    own.write_text("def score(completions): return [1.0]\n")
+    launched("--resume", str(run))
+    assert "[0.0]" in (run / "rewards/own.py").read_text()
+    launched("--resume", str(run), "--update-rewards")
+    assert "[1.0]" in (run / "rewards/own.py").read_text()
+    assert "grpo: note: --update-rewards: own.py as it is now is used" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("said", "fix"),
+    [
+        ("OSError: [Errno 28] No space left on device", "grpo doctor shows which; make room"),
+        ("Bus error (core dumped)", "make /dev/shm larger"),
+        ("OSError: [Errno 24] Too many open files", "ulimit -n 65536"),
+        ('zmq.error.ZMQError: ipc path "/x" is longer than 107 characters', "set TMPDIR to a short path"),
+        ("ValueError: a model of another kind", "its last lines are above; grpo check --deep RECIPE"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("cause", [DIED, "the vLLM API server (pid 7) exited with code 1"])
+def test_what_a_server_that_died_said_of_the_machine_is_the_fix(launched, capsys, cause, said, fix):
+    if cause != DIED and "another kind" in said:
+        fix = "its log has the reason"
+    code, _ = launched(ending=Ending(1, cause), server_log=f"INFO loading\n{said}\n")
+    assert code == 1 and f"grpo: fix: {fix}" in capsys.readouterr().out
+
+
+def test_ports_that_rank_0_opens_are_asked_for_on_its_node(launched, monkeypatch):
+    asked = []
+    monkeypatch.setattr(NodeWorkers, "port_of", lambda _, node: lambda port: asked.append((node, port)) or True)
+    _, run = launched()
+    ports = read_json(run / "plan.json")["ports"]
+    assert asked == [(0, ports["group"]), (0, ports["main_process"])]

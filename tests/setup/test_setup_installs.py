@@ -1,0 +1,69 @@
+"""`scripts/setup.sh` with pip as it is and a small index on disk: what it leaves behind can be imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+from setup_checkout import Checkout
+
+PINS = {"torch": "9.9", "planted-one": "1.0", "planted-two": "2.0", "iniconfig": "3.0"}
+
+
+def wheel(folder: Path, name: str, version: str, files: dict[str, bytes]) -> None:
+    """Write a wheel and put it into the index ``folder``."""
+    module, place = name.replace("-", "_"), folder / name
+    place.mkdir(parents=True)
+    about = f"{module}-{version}.dist-info"
+    with zipfile.ZipFile(place / f"{module}-{version}-py3-none-any.whl", "w") as file:
+        for path, content in files.items():
+            file.writestr(path, content)
+        file.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        file.writestr(
+            f"{about}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        file.writestr(f"{about}/RECORD", "")
+    (place / "index.html").write_text(f'<a href="{module}-{version}-py3-none-any.whl">{module}</a>')
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("index")
+    for name, version in PINS.items():
+        wheel(folder, name, version, {f"{name.replace('-', '_')}.py": f"VERSION = '{version}'\n".encode()})
+    backend = distribution("setuptools")  # builds the project; a lock names it as any other package
+    parts = {str(path): Path(path.locate()) for path in backend.files or () if path.suffix != ".pyc"}
+    commands = f"setuptools-{backend.version}.dist-info/entry_points.txt"
+    kept = {
+        name: file.read_bytes()
+        for name, file in parts.items()
+        if file.is_file() and (".dist-info/" not in name or name == commands)
+    }
+    wheel(folder, "setuptools", backend.version, kept)
+    return folder
+
+
+@pytest.mark.slow
+def test_what_the_lock_names_and_the_project_itself_are_installed(checkout: Checkout, index: Path) -> None:
+    lock = checkout.root / "requirements" / "cpu.txt"
+    lock.write_text("".join(f"{name}=={version}\n" for name, version in PINS.items()))
+    with lock.open("a") as file:
+        file.write(f"setuptools=={distribution('setuptools').version}\n")
+    (checkout.root / "src/grpo_recipes/cli.py").write_text("main = None\n")
+    made = checkout.setup(PIP_INDEX_URL=index.as_uri(), PIP_NO_CACHE_DIR="1", PIP_DISABLE_PIP_VERSION_CHECK="1")
+    assert made.returncode == 0, made.stdout + made.stderr
+
+    python = checkout.root / ".venv/bin/python"
+    code = "import grpo_recipes, planted_one, planted_two, torch; print(torch.VERSION, grpo_recipes.__file__)"
+    done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, cwd="/", timeout=60)
+    assert done.stdout.split() == ["9.9", str(checkout.root / "src/grpo_recipes/__init__.py")], done.stderr
+    assert (checkout.root / ".venv/bin/grpo").is_file()
+    stamp = json.loads((checkout.root / ".venv/grpo-environment.json").read_text())
+    assert stamp["flavour"] == "cpu" and stamp["python"] == sys.version.split()[0]
+    again = checkout.setup(PIP_INDEX_URL="file:///nowhere")
+    assert (again.returncode, again.stderr) == (0, "") and "complete" in again.stdout
