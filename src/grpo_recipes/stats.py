@@ -1,4 +1,4 @@
-"""pass@k of sampled completions with a 95 % interval. Pure.
+"""pass@k of sampled completions, and means, with 95 % intervals. Pure.
 
 pass@k is the unbiased estimator of Chen et al. 2021 (arXiv 2107.03374, eq. 1). The interval treats problems as the
 sample: completions of one problem are no independent draws, so the standard error is that of the mean over problems
@@ -6,11 +6,17 @@ sample: completions of one problem are no independent draws, so the standard err
 """
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 Z_95 = 1.959963984540054
 Interval = tuple[float, float]
+# 97.5 % points of Student's t for 1 to 30 degrees of freedom.
+_STUDENT = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
+    2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
@@ -25,11 +31,22 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
     return 1.0 - math.prod(1.0 - k / number for number in range(samples - right + 1, samples + 1))
 
 
+def half_interval(values: Sequence[float]) -> float | None:
+    """Return half of the 95 % interval of the mean, by Student's t; None for fewer than two values."""
+    freedom = len(values) - 1
+    if freedom < 1:
+        return None
+    # Beyond the table the first terms of its expansion around the normal are right to four digits.
+    factor = _STUDENT[freedom - 1] if freedom <= len(_STUDENT) else Z_95 + (Z_95**3 + Z_95) / (4 * freedom)
+    return factor * statistics.stdev(values) / math.sqrt(freedom + 1)
+
+
 def mean_with_interval(estimates: Sequence[float], most: float = 1.0) -> tuple[float, Interval]:
     """Return the mean over problems, one number between 0 and ``most`` each, with its 95 % interval.
 
-    The interval is Wilson's where every estimate is 0 or 1 (one completion a problem, or all alike), otherwise
-    mean +- 1.96 standard errors of the mean over problems, cut to [0, most].
+    The interval is Wilson's where every estimate is 0 or 1 (one completion a problem), otherwise the mean and its
+    standard errors over problems by Student's t, cut to [0, most]. Where all problems agree their spread says nothing:
+    then up to Wilson's share of unseen problems may differ, and have 0 or ``most``.
     """
     count = len(estimates)
     mean = math.fsum(estimates) / count
@@ -37,8 +54,10 @@ def mean_with_interval(estimates: Sequence[float], most: float = 1.0) -> tuple[f
         return mean, wilson(round(math.fsum(estimates)), count)
     if count == 1:
         return mean, (0.0, most)
-    variance = math.fsum((estimate - mean) ** 2 for estimate in estimates) / (count - 1)
-    half = Z_95 * math.sqrt(variance / count)
+    if min(estimates) == max(estimates):
+        unseen = wilson(0, count)[1]
+        return mean, (mean * (1 - unseen), mean + (most - mean) * unseen)
+    half = half_interval(estimates) or 0.0
     return mean, (max(0.0, mean - half), min(most, mean + half))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,30 @@ def test_ones_own_reward_may_be_async_and_in_the_trainer(check):
 def test_no_number_and_no_difference_are_refused(check):
     assert "not a number: nan" in check(["pure_accuracy_math", "mine.py:nan"])[2][0]
     assert "no reward tells right answers from wrong ones" in check(["mine.py:short"])[2][0]
+
+
+def test_a_reward_that_sleeps_is_given_up_after_five_time_outs(check, tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_recipes.rewards.pool._FIRST_CALL_SECONDS", 0.1)
+    monkeypatch.setattr("grpo_recipes.rewards.probe._QUIET_SECONDS", 0.5)
+    (tmp_path / "slow.py").write_text("import time\ndef judge(completions):\n    time.sleep(1000)\n")
+    code, _, problems = check(["slow.py:judge"], reward_timeout=0.2, reward_workers=2)
+    assert code == 2
+    told = [line for line in problems if "Fix" in line]
+    assert "reward 'slow.py:judge' is over reward_timeout (0.2 s) on " in told[0]
+    assert 5 <= int(told[0].split(" on ")[1].split(" of ")[0]) <= 7
+    assert "the rest was not tried. Fix: make it faster, or raise reward_timeout" in told[0]
+    assert [line for line in problems if re.search(r" completions in \d s, [1-7] over reward_timeout$", line)]
+
+
+def test_a_slow_reward_says_how_far_it_is(check, tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_recipes.rewards.probe._QUIET_SECONDS", 0.2)
+    (tmp_path / "slow.py").write_text(
+        "import time\ndef judge(completions, answer):\n    time.sleep(0.1)\n"
+        "    return [float('>' + answer[0] + '<' in completions[0][-1]['content'])]\n"
+    )
+    code, _, lines = check(["slow.py:judge"], answers=["1", "2"])
+    assert code == 0
+    assert [line for line in lines if line.startswith("grpo: slow.py:judge: ") and " completions in 0 s" in line]
 
 
 def test_json_holds_the_findings(check):

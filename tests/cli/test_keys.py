@@ -61,11 +61,42 @@ def test_benchmarks(capsys):
     ("word", "fix"),
     [
         ("leraning_rate", "try learning_rate"),
-        ("torch_dtype", "write dtype: bfloat16"),
+        ("logging_dir", "export TENSORBOARD_LOGGING_DIR"),
         ("output_dir", "set run_root and run_name"),
-        ("gen_temperature", "write temperature"),
         ("xyzzyx", "no key has that in its name or meaning. Fix: see grpo keys"),
     ],
 )
 def test_a_word_that_no_key_has(capsys, word, fix):
     assert fix in refused(capsys, word)
+
+
+def test_the_key_itself_comes_first_then_names_then_meanings(capsys):
+    found = list(told(capsys, "beta"))
+    assert found[0] == "beta" and found[1:4] == ["adam_beta1", "adam_beta2", "maxent_beta"]
+    assert next(iter(told(capsys, "VLLM_MODE"))) == "vllm_mode"
+    with_word = ["seed" in name for name, entry in told(capsys, "seed").items() if "refused" not in entry]
+    assert with_word == sorted(with_word, reverse=True) and not all(with_word)
+
+
+def test_names_that_are_refused_are_told_as_such_with_what_to_write(capsys):
+    found = told(capsys, "output")
+    assert found["output_dir"]["refused"] is True and "run_root" in found["output_dir"]["help"]
+    assert "refused" not in found["vllm_structured_outputs_regex"] and list(found)[-1] == "overwrite_output_dir"
+    assert cli.main(["keys", "output"]) == 0
+    assert "output_dir  (refused)\n    remove it;" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("word", "key"), [("torch_dtype", "dtype"), ("lr", "learning_rate"), ("epochs", "num_train_epochs")]
+)
+def test_a_name_of_another_project_shows_the_key_to_write(capsys, word, key):
+    assert cli.main(["keys", word]) == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first == f"grpo: for '{word}' write {key}" and second.startswith(f"{key}  (")
+
+
+def test_another_name_of_a_key_shows_the_key(capsys):
+    assert cli.main(["keys", "init_kl_coeff"]) == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first == "grpo: 'init_kl_coeff' is read as beta" and second.startswith("beta  (float")
+    assert next(iter(told(capsys, "gen_temperature"))) == "temperature"

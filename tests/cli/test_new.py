@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import yaml
 
 from grpo_recipes import cli
 from grpo_recipes.paths import home
-from grpo_recipes.recipe import read_recipe
+from grpo_recipes.recipe import keys, read_recipe
+from grpo_recipes.recipe.check import START_FILE
 from grpo_recipes.recipe.keys import schema_file, schema_note
 
 
@@ -27,6 +29,40 @@ def test_it_needs_one_edit_to_be_right(folder, capsys):
     assert "no file 'data.jsonl'" in capsys.readouterr().err
     (folder / "data.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
     assert cli.main(["check", "my.yaml"]) == 0
+
+
+SETTING = re.compile(r"^# (?=[a-z_]+: )", re.MULTILINE)
+SECTIONS = [text for text in START_FILE.read_text().split("\n\n") if SETTING.search(text)]
+
+
+@pytest.mark.parametrize("chosen", [*([one] for one in SECTIONS), SECTIONS], ids=lambda chosen: chosen[0][2:14])
+def test_a_section_that_is_off_is_right_when_its_marks_are_taken_away(folder, capsys, chosen):
+    for name in ("data.jsonl", "held_out.jsonl"):
+        (folder / name).write_text('{"problem": "1+1", "answer": "2"}\n')
+    assert cli.main(["new", "my.yaml"]) == 0
+    text = (folder / "my.yaml").read_text()
+    before = yaml.safe_load(text)
+    for section in chosen:
+        assert section in text
+        text = text.replace(section, SETTING.sub("", section))
+    (folder / "my.yaml").write_text(text)
+    on = yaml.safe_load(text)
+    assert len(on) == len(before) + sum(len(SETTING.findall(one)) for one in chosen)  # no key is given twice
+    capsys.readouterr()
+    assert cli.main(["check", "my.yaml"]) == 0, capsys.readouterr().err
+    notes = [line for line in capsys.readouterr().out.splitlines() if "does nothing" in line]
+    assert all("reward_timeout" in line for line in notes)  # of a reward of one's own, which is not there yet
+
+
+def test_the_sections_are_what_a_beginner_asks_for():
+    off = {key for one in SECTIONS for key in yaml.safe_load(SETTING.sub("", one))}
+    assert {"eval_strategy", "save_steps", "reward_timeout", "use_peft", "wandb_project", "maxent_objective"} <= off
+
+
+def test_the_line_for_editors_survives_a_move_of_the_folder_that_holds_recipe_and_package(tmp_path, monkeypatch):
+    monkeypatch.setattr(keys, "home", lambda: tmp_path / "both" / "package")
+    assert keys.schema_line(tmp_path / "both" / "mine" / "my.yaml").endswith("=../package/recipes/schema.json")
+    assert keys.schema_line(Path("/elsewhere/my.yaml")).endswith(f"={tmp_path}/both/package/recipes/schema.json")
 
 
 def test_its_recipe_is_the_packages_and_not_one_of_the_folder(folder, monkeypatch):

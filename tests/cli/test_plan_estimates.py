@@ -133,3 +133,10 @@ def test_submit_judges_by_the_profile(plan, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=1))
     assert cli.main([*command, "--accelerator", "ddp", *small]) == EXIT_CONFIG_ERROR
     assert "GiB are free in" in capsys.readouterr().err
+
+
+def test_argv_and_environment_of_processes_are_printed_with_v_alone(plan):
+    _, short, _ = plan("--gpu-memory", "80")
+    assert "--served-model-name" not in short and blocks(short, "server") and "NCCL" not in short
+    _, long, _ = plan("--gpu-memory", "80", "-v")
+    assert "--served-model-name" in long and "CUDA_VISIBLE_DEVICES=" in long

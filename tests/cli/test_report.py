@@ -62,7 +62,7 @@ def test_last_is_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (["last"], "grpo: last: there is no run in empty. Fix: name the run directory, or set run_root"),
         (["RUN", "--out", "no/such/folder.html"], "grpo: --out: cannot write the page (No such file or directory). "
          "Fix: name a file you may write"),
-        (["RUN", "--nonsense"], "grpo: --nonsense: is not an option of this command. Fix: see grpo report --help"),
+        (["RUN", "--nonsense"], "grpo: --nonsense: is not an option of grpo report. Fix: see grpo report --help"),
     ],
 )  # fmt: skip
 def test_what_is_no_run_is_refused_in_one_line(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -112,9 +113,13 @@ def test_another_job_is_none_of_ours(folder, monkeypatch, capsys, script) -> Non
 def test_status_tells_step_reward_time_left_and_logs(folder, capsys) -> None:
     run = made(folder, steps=4)
     written(folder, "trainer.log", "x\n")
+    write_json(run.folder / "processes/phase_0.json", {"phase": "sample", "since": time.time() - 100, "step": 4})
+    (run.folder / "eval.jsonl").write_text('{"step": 2, "eval_reward": 0.25, "prompts": 8, "seconds": 3.0}\n')
     lock = claim(run)
     told = said(capsys, "status", "last")
     os.close(lock)
+    assert "phase    sampling for 10" in told and "eval     eval at step 2  reward 0.250  8 prompts  3.00 s\n" in told
+    assert "phase " not in said(capsys, "status", "last"), "nothing runs any more"
     assert "state    running\n" in told and "step     4/10\n" in told and "reward   0.500" in told
     assert "left     about 0:06:00 of training\n" in told and "log      logs/trainer.log\n" in told
 
@@ -277,7 +282,29 @@ def test_logs_shows_the_last_lines_and_masks_secrets(folder, capsys) -> None:
     assert "server.log" in both and "trainer.log" in both
 
 
-def test_logs_of_a_job_are_slurms_by_default(folder, capsys) -> None:
+def test_what_the_launcher_printed_is_shown_by_default(folder, capsys) -> None:
+    run = made(folder, status="completed", job="slurm-77")
+    written(folder, "slurm_77.out", "of the job\n")
+    written(folder, "trainer.log", "of the trainers\n")
+    (run.folder / "launch.log").write_text("of the launcher\n")
+    assert said(capsys, "logs", "last") == f"==> runs/{run.folder.name}/launch.log <==\nof the launcher\n"
+    assert said(capsys, "logs", "last", "--slurm") == "==> logs/slurm_77.out <==\nof the job\n"
+    both = said(capsys, "logs", "last", "--launch", "--trainer")
+    assert "of the launcher" in both and "of the trainers" in both and "of the job" not in both
+
+
+def test_progress_bars_and_colours_of_a_log_are_readable(folder, capsys) -> None:
+    run = made(folder, status="completed")
+    log = written(folder, "trainer.log", "a\r\n  0%|  |\r 50%|# |\r100%|##| 2/2\n\x1b[36mblue\x1b[0m\x07\n")
+    log.write_bytes(log.read_bytes() + b" 10%|\r 20%|")  # a bar that is not at its end yet
+    lock = claim(run)
+    assert said(capsys, "logs", "last", "--trainer").splitlines()[1:] == ["a", "100%|##| 2/2", "blue"]
+    os.close(lock)
+    last = said(capsys, "logs", "last", "--trainer").splitlines()[-1]
+    assert last == " 20%|", "what a process wrote last before its death"
+
+
+def test_logs_of_a_job_without_a_launcher_are_slurms_by_default(folder, capsys) -> None:
     made(folder, status="completed", job="slurm-77")
     written(folder, "slurm_77.out", "of the launcher\n")
     assert said(capsys, "logs", "77") == "==> logs/slurm_77.out <==\nof the launcher\n"
@@ -290,10 +317,10 @@ def test_a_log_that_is_not_there_yet_is_said(folder, capsys) -> None:
 
 
 def test_following_ends_with_the_run_and_takes_up_the_logs_of_a_new_attempt(folder, capsys, monkeypatch) -> None:
-    from grpo_recipes.cli import runs
+    from grpo_recipes.cli import follow
 
-    monkeypatch.setattr(runs, "_SECONDS", 0.02)
-    monkeypatch.setattr(runs, "_SLURM_SECONDS", 0.05)
+    monkeypatch.setattr(follow, "_SECONDS", 0.02)
+    monkeypatch.setattr(follow, "_SLURM_SECONDS", 0.05)
     run = made(folder)
     log = written(folder, "trainer.log", "begun\n")
     lock = claim(run)
@@ -314,19 +341,19 @@ def test_following_ends_with_the_run_and_takes_up_the_logs_of_a_new_attempt(fold
 
     thread = threading.Thread(target=live)
     thread.start()
-    told = said(capsys, "logs", "-f", "last")
+    told = said(capsys, "logs", "-f", "last", "--trainer")
     thread.join()
     lines = ["==> logs/trainer.log <==", "begun", "half a line", "==> logs/second.log <==", "second attempt"]
     assert told.splitlines() == [*lines, f"grpo: runs/{run.folder.name} is over: stopped"]
 
 
 def test_a_line_that_does_not_end_holds_nothing_up(folder, capsys, monkeypatch) -> None:
-    from grpo_recipes.cli import runs
+    from grpo_recipes.cli import follow
 
-    monkeypatch.setattr(runs, "_MOST_BYTES", 100)
+    monkeypatch.setattr(follow, "_MOST_BYTES", 100)
     run = made(folder)
     log = written(folder, "trainer.log", "begun\n")
-    follower = runs.Follower(["trainer"], 5)
+    follower = follow.Follower(["trainer"], 5)
     follower.look(Run(run.folder))
     with log.open("a") as file:
         file.write("bar\r" * 100 + "\nafter\n")
@@ -345,7 +372,11 @@ def test_stop_asks_to_save_and_forbids_the_requeue(folder, capsys) -> None:
 
 def test_a_run_that_is_over_is_not_stopped(folder, capsys) -> None:
     run = made(folder, status="completed")
-    assert "is over: completed" in said(capsys, "stop", "last", code=2)
+    told = said(capsys, "stop", "last", code=2)
+    assert f"is over (completed) and needs no stop. Fix: see runs/{run.folder.name}" in told
+    write_json(run.folder / "summary.json", {"status": "stopped"})
+    told = said(capsys, "stop", "last", code=2)
+    assert f"Fix: it goes on with: grpo launch --resume runs/{run.folder.name}" in told
     assert not stop_file(run.folder).exists()
 
 
@@ -391,6 +422,16 @@ def test_stop_now_tells_the_launcher_twice(folder, capsys) -> None:
     assert launcher.stdout.readline() == "ready\n"
     assert f"pid {launcher.pid}" in said(capsys, "stop", "last", "--now")
     assert launcher.wait(30) in (0, -signal.SIGTERM)
+
+
+def test_stop_now_where_the_launcher_is_gone_and_its_guards_end_the_rest(folder, capsys) -> None:
+    run = made(folder)
+    lock = claim(run)  # as a process guard holds it
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    (run.folder / "lock").write_text(f"{socket.gethostname()} {gone.pid}\n")
+    assert f"its launcher (pid {gone.pid})" in said(capsys, "stop", "last", "--now")
+    os.close(lock)
 
 
 def test_stop_now_does_not_reach_another_host(folder, capsys) -> None:

@@ -5,25 +5,32 @@ The page's own policy lets no other script into it, so a frame around it looks i
 
 from __future__ import annotations
 
+import csv
 import html
+import io
 import json
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
+from PIL import Image
 
 from grpo_recipes.report.pages import write_comparison, write_report
 from grpo_recipes.sweep.folder import write_sweep
+from scripts import report_picture
 
 from .synthetic_runs import make_run, make_sweep, two_samples
 
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
 )
+HOME = Path(report_picture.__file__).parents[1]
 WIDTHS = (390, 1400)
 PROBE = (Path(__file__).parent / "browser_probe.html").read_text()
 
@@ -35,6 +42,27 @@ class Seen:
     dark: bool
     views: dict[tuple[str, int], dict[str, Any]]
     console: list[str]
+
+
+def chromium(folder: Path, page: Path, budget: int, dark: bool) -> subprocess.CompletedProcess[str]:
+    """Run a page for ``budget`` virtual milliseconds and return what is then in it, and the console."""
+    done = subprocess.run(
+        [
+            str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files",
+            f"--user-data-dir={folder}/profile", "--enable-logging=stderr", "--window-size=1500,4000",
+            f"--blink-settings=preferredColorScheme={0 if dark else 1}", f"--virtual-time-budget={budget}",
+            "--dump-dom", page.as_uri(),
+        ],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def run_chromium(folder: Path, page: Path, budget: int) -> dict[str, Any]:
+    (found,) = re.findall(r'<pre id="found">(.*?)</pre>', chromium(folder, page, budget, False).stdout, re.DOTALL)
+    made: dict[str, Any] = json.loads(html.unescape(found))
+    return made
 
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
@@ -64,16 +92,7 @@ def seen(request: pytest.FixtureRequest, pages: dict[str, Path], tmp_path_factor
     views = [(name, width) for name in pages for width in WIDTHS]
     frames = [f'<iframe src="{pages[name].as_uri()}" width="{width}" height="900"></iframe>' for name, width in views]
     (folder / "outer.html").write_text(PROBE.replace("FRAMES", "".join(frames)))
-    done = subprocess.run(
-        [
-            str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files",
-            f"--user-data-dir={folder}/profile", "--enable-logging=stderr", "--window-size=1500,4000",
-            f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--virtual-time-budget=5000",
-            "--dump-dom", (folder / "outer.html").as_uri(),
-        ],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = chromium(folder, folder / "outer.html", 1_000_000, dark)
     (found,) = re.findall(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)
     console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     return Seen(dark, dict(zip(views, json.loads(html.unescape(found)), strict=True)), console)
@@ -115,3 +134,78 @@ def test_the_comparison_reads_out_every_group(seen: Seen) -> None:
     lines = seen.views["comparison", 1400]["tip"].splitlines()
     assert [line.split(":")[0] for line in lines] == ["step 80", "math", "base (2 seeds)"]
     assert lines[2].endswith(" at 40")
+
+
+def test_a_search_leaves_the_completions_that_have_the_words(seen: Seen) -> None:
+    (found, said), none, (again, _) = seen.views["run", 1400]["hits"]
+    assert found > 1 and said == f"{found} completions"
+    assert none == [0, "0 completions"]
+    assert 0 < again < found  # without words there is one step again, that of the slider
+
+
+def test_figures_are_saved_as_numbers_drawing_and_picture(seen: Seen) -> None:
+    for (name, _), view in seen.views.items():
+        made = view["files"]
+        assert [made[kind][0] for kind in ("CSV", "SVG", "PNG")] == ["text/csv", "image/svg+xml", "image/png"], name
+        head, *rows = list(csv.reader(io.StringIO(made["CSV"][1])))
+        assert head == ["curve", "step", "value", "low", "high"] and len(rows) > 20
+        drawing = ElementTree.fromstring(made["SVG"][1])
+        words = {node.text for node in drawing.iter("{http://www.w3.org/2000/svg}text")}
+        assert {"Reward", "mean reward", "optimizer step"} <= words
+        strokes = {node.get("stroke") for node in drawing.iter("{http://www.w3.org/2000/svg}path")}
+        assert len(strokes) > 2 and not any("var(" in str(stroke) for stroke in strokes)
+        assert int(made["PNG"][1]) > 2000
+    label, step, value, low, high = rows_of(seen.views["run", 1400])[-1]
+    assert (label, step) == ("evaluation", "78") and 0 < float(value) < 1 and low == high == ""
+
+
+def rows_of(view: dict[str, Any]) -> list[list[str]]:
+    return list(csv.reader(io.StringIO(view["files"]["CSV"][1])))
+
+
+def test_a_running_page_loads_itself_again_and_keeps_what_is_open(tmp_path: Path) -> None:
+    page = write_report(make_run(tmp_path, steps=30, summary={"status": "running"}))
+    outer = tmp_path / "outer.html"
+    outer.write_text(RELOADS.replace("PAGE", page.as_uri()))
+    assert run_chromium(tmp_path, outer, budget=60_000) == {"loads": 2, "open": True, "step": "3"}
+    page.write_text(page.read_text().replace('class="live"', 'class="over"'))
+    assert run_chromium(tmp_path, outer, budget=60_000)["loads"] == 1
+
+
+RELOADS = """<!doctype html><iframe src="PAGE"></iframe><pre id="found"></pre><script>
+const frame = document.querySelector("iframe");
+let loads = 0;
+const note = () => {
+  const doc = frame.contentDocument;
+  const [open, step] = [doc.querySelector("details.more").open, doc.querySelector(".stepper input").value];
+  const found = { loads, open, step };
+  document.getElementById("found").textContent = JSON.stringify(found);
+};
+frame.addEventListener("load", () => {
+  loads += 1;
+  const doc = frame.contentDocument;
+  if (loads === 1) {
+    doc.querySelector("details.more").open = true;
+    const slider = doc.querySelector(".stepper input");
+    slider.value = 3;
+    slider.dispatchEvent(new Event("input"));
+  }
+  if (loads < 3) note();
+});
+setTimeout(note, 20000);
+</script>"""
+
+
+def test_the_picture_of_the_docs_is_made_from_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["report_picture", "--out", str(tmp_path)])
+    report_picture.main()
+    means = {}
+    for name in ("light", "dark"):
+        file = f"report-{name}.webp"
+        picture = Image.open(tmp_path / file).convert("RGB")
+        assert picture.size == report_picture.SIZE == Image.open(HOME / "docs/assets" / file).size
+        assert (HOME / "docs/assets" / file).stat().st_size < 150_000
+        colours = picture.getcolors(2**24)
+        assert colours is not None and len(colours) > 500  # text and curves, not an empty window
+        means[name] = sum(count * sum(colour) for count, colour in colours) / (3 * picture.width * picture.height)
+    assert means["dark"] < 60 and means["light"] > 200

@@ -9,6 +9,7 @@ from array import array
 import pytest
 
 from grpo_recipes.report.chart import (
+    Axis,
     Chart,
     Curve,
     Histogram,
@@ -21,9 +22,10 @@ from grpo_recipes.report.chart import (
     usual_range,
     window_of,
 )
-from grpo_recipes.report.page import fragment, minus
+from grpo_recipes.report.page import fragment, minus, short
 from grpo_recipes.report.read import Scored, Table
 from grpo_recipes.report.run_charts import phase_chart
+from grpo_recipes.runs.health import percent
 
 FRAME = Chart("from 0 to 10 and from 0 to 1", [Curve("", [0, 10], [0.0, 1.0])])
 AXES = (step_axis([1, 2, 3]), axis(0.0, 0.75))
@@ -80,7 +82,7 @@ def test_the_axis_begins_at_zero_where_that_is_near(values: list[float], labels:
 def test_a_long_metric_is_thinned_to_a_line_and_its_range() -> None:
     table = Table(steps=list(range(1, 5001)), columns={"m": [float(step % 10) for step in range(5000)]})
     curve = curve_of([table], "m", "m")
-    assert curve.band is not None and curve.faint is None
+    assert curve.band is not None and not curve.faint
     assert len(curve.line) == len(curve.x) == 240
     assert (curve.x[0], curve.x[-1]) == (1, 5000)
     assert all(value is not None and abs(value - 4.5) < 0.2 for value in curve.line)
@@ -206,3 +208,33 @@ def test_a_reward_on_the_edge_of_a_range_is_in_the_range_above_it():
     assert made is not None
     assert [name for name, _ in made.ends] == ["step 1", "step 3"]
     assert made.ends[0][1] == pytest.approx([1 / 11] * 9 + [2 / 11])
+
+
+@pytest.mark.parametrize(
+    "ticks",
+    [
+        (1_234_567.0, 1_234_568.0, 1_234_569.0),
+        (0.1, 0.10000001, 0.10000002),
+        (100_001.0, 100_002.0),
+        (-2e-7, 0.0, 2e-7),
+    ],
+)
+def test_no_two_labels_of_an_axis_are_the_same(ticks: tuple[float, ...]) -> None:
+    made = Axis(ticks[0], ticks[-1], ticks)
+    for text in (None, short, percent, "{:,.0f}".format):
+        labels = [label for _, label in made.marks(text)]
+        assert len(set(labels)) == len(ticks), labels
+
+
+def test_an_axis_of_shares_ends_at_a_whole() -> None:
+    curve = Curve("x", [1, 2, 3], [0.9, 0.95, 1.0], band=([-7.0, 0.5, 0.9], [8.0, 1.4, 1.1]))
+    chart = Chart("x", [curve], shares=True)
+    assert (chart.up.low, chart.up.high) == (0.0, 1.0)
+    assert "800 %" not in draw(chart)
+
+
+def test_axes_have_titles() -> None:
+    made = draw(Chart("Entropy", [Curve("x", [1, 2], [0.5, 1.0])], y_name="nats a token"))
+    assert '<p class="y-title">nats a token</p>' in made and ">optimizer step</text>" in made
+    assert ">share</p>" in draw(Chart("x", [Curve("x", [1, 2], [0.5, 1.0])], shares=True))
+    assert ">minutes in steps</text>" in draw(Chart("x", [Curve("x", [1, 2], [0.5, 1.0])], x_name="min"))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import html
-import math
 import re
 
 import pytest
 
 from grpo_recipes.report.chart import Chart, Curve
-from grpo_recipes.report.page import duration, fragment, half_interval, minus, model_text, short
+from grpo_recipes.report.page import duration, fragment, minus, model_text, short
 from grpo_recipes.runs.health import percent
 
 
@@ -116,11 +115,3 @@ def test_shares() -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
-
-
-def test_the_interval_is_students() -> None:
-    # Mean 2 and standard deviation 1 of three values: 4.303 / sqrt(3).
-    assert half_interval([1.0, 2.0, 3.0]) == pytest.approx(4.303 / math.sqrt(3))
-    assert half_interval([0.0, 1.0]) == pytest.approx(12.706 / 2)
-    assert half_interval([float(row % 2) for row in range(100)]) == pytest.approx(1.96 * 0.50252 / 10, rel=1e-3)
-    assert half_interval([1.0]) is None

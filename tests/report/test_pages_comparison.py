@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from grpo_recipes.report.chart import Curve, curve_of
-from grpo_recipes.report.page import half_interval
 from grpo_recipes.report.pages import (
     comparison_page,
+    comparison_sentence,
     differing_keys,
     grouped,
     run_page,
     write_comparison,
 )
-from grpo_recipes.report.read import Group, read_run
+from grpo_recipes.report.read import Group, Scored, read_run
+from grpo_recipes.report.run_charts import METRICS, Metric, metric_chart
+from grpo_recipes.stats import half_interval
 
 from .synthetic_runs import make_run
 from .test_pages_run import Page
@@ -64,14 +68,25 @@ def test_labels_are_never_the_same(tmp_path: Path) -> None:
     assert labels == ["math-20261120-101500", "math-20261121-101500"]
 
 
+def test_few_seeds_are_drawn_one_by_one(tmp_path: Path) -> None:
+    runs = seeds(tmp_path, "base", 4, steps=4)
+    (group,) = grouped(runs)
+    curve = group_curve(group, "reward")
+    assert curve.band is None
+    assert list(curve.faint) == [run.metrics.column("reward") for run in runs]
+    text = comparison_page(runs)
+    assert text.count('class="faint c1"') >= 4 and "faint: the single seeds" in text and "95 % interval" not in text
+    assert f"seeds {min(group.finals):.3g} to {max(group.finals):.3g}" in text
+
+
 def test_a_group_is_drawn_as_mean_and_interval_over_its_seeds(tmp_path: Path) -> None:
-    runs = seeds(tmp_path, "base", 3, steps=4)
+    runs = seeds(tmp_path, "base", 5, steps=4)
     (group,) = grouped(runs)
     curve = group_curve(group, "reward")
     assert curve.band is not None
     at_two = [run.metrics.column("reward")[1] for run in runs]
     assert curve.x == [1, 2, 3, 4]
-    assert curve.line[1] == pytest.approx(sum(at_two) / 3)
+    assert curve.line[1] == pytest.approx(sum(at_two) / 5)
     low, high = curve.band[0][1], curve.band[1][1]
     assert low is not None and high is not None
     assert (high - low) / 2 == pytest.approx(half_interval(at_two))
@@ -81,9 +96,8 @@ def test_seeds_of_different_lengths_are_averaged_where_they_are(tmp_path: Path) 
     runs = [read_run(make_run(tmp_path, f"base-20261120-10150{n}", seed=n, steps=4 + 2 * n)) for n in (0, 1)]
     (group,) = grouped(runs)
     curve = group_curve(group, "reward")
-    assert curve.band is not None
     assert len(curve.line) == 6 and curve.line[5] == runs[1].metrics.column("reward")[5]
-    assert curve.band[0][3] is not None and curve.band[0][5] is None
+    assert curve.faint[0][3] is not None and curve.faint[0][5] is None
 
 
 def test_a_long_group_is_thinned(tmp_path: Path) -> None:
@@ -101,7 +115,8 @@ def test_the_page_says_who_ends_highest_and_what_differs(tmp_path: Path) -> None
     )
     page = Page(comparison_page(runs))
     assert page.problems == []
-    assert re.search(r"run0 ends highest, at reward 0\.8\d*; next is base \(2 seeds\) at 0\.6\d* ± [\d.]+\.", page.text)
+    said = r"highest are not distinguishable with 1 and 2 seeds: run0 ends at reward 0\.8\d*, base \(2 seeds\) at 0\.6"
+    assert re.search(said, page.text) and "ends highest" not in page.text
     for name in ("Runs", "Curves", "Benchmarks", "Differences", "Evaluation reward", "Reward by time", "KL divergence",
                  "Entropy", "Completion length"):  # fmt: skip
         assert name in page.texts, name
@@ -109,7 +124,7 @@ def test_the_page_says_who_ends_highest_and_what_differs(tmp_path: Path) -> None
     assert "beta0.040.00.1" in table
     assert "max_grad_norm1.00.51.0" in table  # the default of those that do not set it
     assert "learning_rate" not in table and "seed0" not in table
-    assert re.search(r"base \(2 seeds\)0\.6\d* ± [\d.]+0\.\d+ ± [\d.]+", page.text)
+    assert re.search(r"base \(2 seeds\)0\.6\d* \(seeds [\d.]+ to [\d.]+\)0\.\d+ \(seeds", page.text)
     assert "51.2 % (46.8 to 55.6)" in page.text
 
 
@@ -210,3 +225,46 @@ def test_scores_of_modebench_stand_beside_those_of_what_knows_nothing(tmp_path: 
     assert table.index("before training") > table.index("modebench:countdowndistinct@81.51.25 to 1.75")
     table = both.text[both.text.rindex("Benchmarks") :]
     assert "before training28.3 % (20 to 35)0.304 (0.25 to 0.36)random guesser28.3 % (20 to 35)" in table
+
+
+def ends(label: str, *finals: float) -> Group:
+    """A group of runs that ended at these rewards; single completions got 0 to 1."""
+    runs = [SimpleNamespace(outcome=SimpleNamespace(last=end), scored=[Scored(1, [0.0, 1.0])]) for end in finals]
+    return Group(label, runs)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        ((0.294, 0.9, 0.1), (0.141, 0.2, 0.1), "Not distinguishable with 3 seeds: A ends at reward 0.431 (seeds"),
+        ((0.9,), (0.1,), "Not distinguishable with 1 seed: A ends at reward 0.9, B at 0.1."),
+        ((0.9, 0.91, 0.92), (0.1, 0.25), "Not distinguishable with 3 and 2 seeds"),
+        ((0.9, 0.91, 0.92), (0.1, 0.11, 0.12), "A ends highest, at reward 0.91 (seeds 0.9 to 0.92); next is B"),
+        ((0.9, 0.99, 1.0, 0.8, 1.0), (0.1, 0.0, 0.0, 0.2, 0.0), "A ends highest, at reward 0.938 (95 %: 0.829 to 1);"),
+    ],
+)
+def test_no_setting_wins_where_intervals_overlap(
+    first: tuple[float, ...], second: tuple[float, ...], said: str
+) -> None:
+    assert comparison_sentence([ends("B", *second), ends("A", *first)], ranked=True).startswith(said)
+
+
+def test_intervals_end_where_the_metric_does(tmp_path: Path) -> None:
+    folders = [make_run(tmp_path, f"base-20261120-10150{seed}", seed=seed, steps=6) for seed in range(6)]
+    for seed, folder in enumerate(folders):
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for row in rows:
+            row |= {
+                "completions/clipped_ratio": float(seed % 2),
+                "reward": float(seed % 2),
+                "entropy": 5.0 * (seed == 0),
+            }
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        scored = json.dumps({"step": 1, "rewards": [0.0, 1.0]})
+        (folder / "samples.jsonl").write_text(scored + "\n")
+    (group,) = grouped([read_run(folder) for folder in folders])
+    for name, low, high in (("completions/clipped_ratio", 0, 1), ("reward", 0, 1), ("entropy", 0, math.inf)):
+        chart = metric_chart([group], name, METRICS.get(name) or Metric("Reward"))
+        assert chart is not None
+        (band,) = [curve.band for curve in chart.curves]
+        assert band is not None and min(band[0]) == low and max(band[1]) <= high, name

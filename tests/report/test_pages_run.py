@@ -8,6 +8,7 @@ import html
 import json
 import os
 import re
+import threading
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,7 +16,10 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.report.pages import report_line, write_report
+from grpo_recipes.report.read import read_run
+from grpo_recipes.report.run_charts import reward_chart
 from grpo_recipes.runs.checkpoints import publish
+from grpo_recipes.runs.rundir import write_json
 
 from .synthetic_runs import make_run
 
@@ -350,3 +354,80 @@ def test_the_report_at_the_end_of_a_run_never_fails_the_run(tmp_path: Path) -> N
     assert report_line(folder).startswith("report not written (")
     (folder / "plan.json").write_text("{")
     assert "is damaged" in report_line(folder)
+
+
+@pytest.mark.parametrize(
+    ("status", "again"), [("running", True), ("requeued", True), ("completed", False), ("failed", False)]
+)
+def test_the_page_of_a_run_that_goes_on_loads_itself_again(tmp_path: Path, status: str, again: bool) -> None:
+    text = write_report(make_run(tmp_path, summary={"status": status})).read_text()
+    (head, _) = text.split("<style>", 1)
+    assert ('<noscript><meta http-equiv="refresh"' in head) == again
+    assert bool(re.search(r'class="live" data-written="\d{10}"', text)) == again
+
+
+def test_resumes_are_marked(tmp_path: Path) -> None:
+    text = write_report(make_run(tmp_path, steps=60, summary={"resumed_at": [20, 40]})).read_text()
+    (reward,) = [one for one in re.findall(r"<figure.*?</figure>", text, re.DOTALL) if ">Reward<" in one]
+    places = [int(place) for place in re.findall(r'class="resumed" d="M(\d+) 0v1000"', reward)]
+    assert places == [round(2000 * (step - 1) / 59) for step in (20, 40)]
+    assert "the run was resumed after step 20, 40" in Page(text).text
+    assert 'class="resumed"' not in write_report(make_run(tmp_path / "other")).read_text()
+
+
+def test_rewards_of_zero_or_one_have_a_standard_error(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, steps=10)
+    rows = [json.dumps({"step": step, "rewards": [0.0, 1.0, 1.0, None, 0.0]}) for step in range(1, 11)]
+    (folder / "samples.jsonl").write_text("\n".join(rows) + "\n")
+    run = read_run(folder)
+    chart = reward_chart(run)
+    assert chart is not None and chart.curves[0].band is not None
+    (low, *_), (high, *_) = chart.curves[0].band
+    assert low is not None and high is not None
+    assert (high - low) / 2 == pytest.approx(run.metrics.column("reward_std")[0] / 2)  # of four that have a score
+    assert "shaded: ± one standard error of a step's mean" in chart.note
+    wide = reward_chart(read_run(make_run(tmp_path / "other", steps=10)))
+    assert wide is not None and "one standard deviation" in wide.note
+
+
+def test_the_page_says_how_many_prompts_were_dropped(tmp_path: Path) -> None:
+    folder, said = make_run(tmp_path), "62 of 200 prompts were dropped as longer than max_prompt_length"
+    (folder / "prompts.jsonl").write_text('{"step": 0, "said": [], "read": 200, "too_long": 0}\n')
+    assert "were dropped" not in write_report(folder).read_text()
+    (folder / "prompts.jsonl").write_text('{"step": 0, "said": [], "read": 200, "too_long": 62}\n')
+    assert said in write_report(folder).read_text()
+
+
+def test_the_page_names_the_run_in_wandb(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    assert "W&amp;B" not in write_report(folder).read_text()
+    write_json(folder / "tracked.json", {"wandb": "https://wandb.ai/team/maths/runs/abc"})
+    assert '<a href="https://wandb.ai/team/maths/runs/abc" rel="noreferrer">' in write_report(folder).read_text()
+    write_json(folder / "tracked.json", {"wandb": "javascript:alert(1)"})
+    assert "javascript:" not in write_report(folder).read_text()
+
+
+def test_a_page_that_is_being_written_does_not_take_the_place_of_the_last(tmp_path: Path, monkeypatch) -> None:
+    from grpo_recipes.report import pages
+
+    folder, begun, go_on = make_run(tmp_path, steps=2), threading.Event(), threading.Event()
+    write = pages.write_report
+
+    def slow(folder: Path) -> Path:
+        page = pages.run_page(pages.read_run(folder), folder / "report.html")
+        begun.set()
+        go_on.wait(30)
+        (folder / "report.html").write_text(page)
+        return folder / "report.html"
+
+    monkeypatch.setattr(pages, "write_report", slow)
+    earlier = threading.Thread(target=report_line, args=(folder,))
+    earlier.start()
+    begun.wait(30)
+    monkeypatch.setattr(pages, "write_report", write)
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps({**summary, "status": "failed", "cause": "the last word"}))
+    threading.Timer(0.2, go_on.set).start()
+    assert report_line(folder).startswith("report in ")
+    earlier.join()
+    assert "the last word" in (folder / "report.html").read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -160,3 +161,17 @@ def test_numbers_that_no_chart_can_show_are_left_out(tmp_path: Path) -> None:
 def test_a_folder_with_a_name_too_long_for_a_file_is_no_run() -> None:
     with pytest.raises(ConfigError, match="is not a run directory"):
         read_run(Path("a" * 300))
+
+
+def test_four_times_the_rows_take_about_four_times_as_long_to_read(tmp_path: Path) -> None:
+    def seconds(rows: int) -> float:
+        file, row = tmp_path / f"{rows}.jsonl", dict.fromkeys("abcdefgh", 0.5)
+        file.write_text("".join(json.dumps({"step": step, **row}) + "\n" for step in range(rows)))
+        taken = []
+        for _ in range(3):
+            began = time.process_time()
+            assert len(read_table(file).columns["h"]) == rows
+            taken.append(time.process_time() - began)
+        return min(taken)
+
+    assert seconds(12_000) / seconds(3_000) < 8  # 16 and more where each cell costs a column

@@ -105,13 +105,19 @@ def test_gpu_memory_of_the_server_and_of_colocated_vllm(make_run):
 
 
 def test_host_memory(make_run, row):
-    killed = endings.out_of_memory(make_run(rows=[row()], cause="rank 1 (pid 7) was killed by signal 9"))
-    assert killed.status == "problem" and "--mem" in killed.fix and "after 1 steps" in killed.value
+    cause = "rank 1 (pid 7) was killed by signal 9"
+    killed = endings.out_of_memory(make_run(rows=[row()], cause=cause))
+    assert killed.status == "problem" and killed.value.startswith(f"{cause} after 1 steps: by a person, or")
+    lower = "ask for more memory, or lower per_device_train_batch_size (now 8)"
+    assert killed.fix == f"if memory ran out, which dmesg says, {lower}"
+    in_job = endings.out_of_memory(make_run(rows=[row()], cause=cause, job=JOB)).fix
+    assert in_job == killed.fix.replace("more memory", "more memory (sbatch --mem=128G)")
     step = (
         "slurmstepd: error: Detected 1 oom_kill event in StepId=7.batch. Some of the step tasks have been OOM Killed."
     )
     found = endings.out_of_memory(make_run(logs={"slurm.err": step}, job=JOB))
     assert found.status == "problem" and "slurm.err" in found.value
+    assert found.fix == lower.replace("more memory", "more memory (sbatch --mem=128G)")
     assert endings.out_of_memory(make_run(logs={"trainer": "all is well"})).status == "ok"
 
 

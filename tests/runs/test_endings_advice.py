@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_recipes.runs.endings import advice
+from grpo_recipes.report.pages import write_report
+from grpo_recipes.rewards.load import keep_rewards
+from grpo_recipes.runs.checkpoints import publish
+from grpo_recipes.runs.endings import advice, ending
 from grpo_recipes.runs.rundir import Run
 
 
@@ -16,8 +19,9 @@ from grpo_recipes.runs.rundir import Run
         ("the vLLM server was not ready after 600 s (vllm_server_timeout)", "raise vllm_server_timeout"),
         ("port 8000 was taken by another process (pid 5) while the server started", "launch again"),
         ("rank 0: TooManyWithoutVerdict: 60% of the completions", "grpo check-rewards RECIPE"),
+        ("rank 0: BadAnswer: the vLLM server at http://x answered 500: {} (in /pause; log: s.log)", "the server's log"),
         ("the vLLM engine process EngineCore (pid 7) died or was killed", "server_restarts"),
-        ("rank 1 (pid 7) was killed by signal 9", "ask for more (sbatch --mem=128G)"),
+        ("rank 1 (pid 7) was killed by signal 9", "if memory ran out, which dmesg says, ask for more memory, or"),
         ("rank 0: WeightsDiffer: weights did not reach the server", "Weights page"),
         ("rank 0: ZeroDivisionError: division by zero", "grpo doctor --run"),
     ],
@@ -30,6 +34,67 @@ def test_a_known_cause_reads_no_file_of_the_run(make_run):
     run = make_run(cause="the vLLM server died before it was ready")
     (run.folder / "recipe.yaml").write_text("a: [")
     assert "grpo check --deep RECIPE" in advice(Run(run.folder), run.cause)
+
+
+RAISED = "rank 0: RewardFailed: reward 'own.py:score' raised ValueError: no"
+
+
+@pytest.fixture
+def failed(make_run, tmp_path):
+    """``failed(cause, saved=True)``: a run with a copy of own.py, ended by that cause."""
+
+    def make(cause, saved=True):
+        (tmp_path / "own.py").write_text("def score(completions): return [0.0]\n")
+        run = make_run(cause=cause, reward_funcs=["own.py:score"])
+        keep_rewards(["own.py:score"], run.folder)
+        if saved:
+            staged = run.folder / "checkpoints/partial/checkpoint-5"
+            staged.mkdir(parents=True)
+            publish(staged, run.folder / "checkpoints", 5, 1)
+        return run
+
+    return make
+
+
+def test_after_a_reward_failed_a_resume_takes_the_edited_file(failed, tmp_path):
+    run = failed(RAISED)
+    resume = f"grpo launch --resume runs/{run.folder.name} --update-rewards"
+    tried = "(grpo check-rewards RECIPE), then"
+    assert advice(run, run.cause) == f"edit own.py, of which the run has a copy {tried} {resume}"
+    assert ending(run).fix == advice(run, run.cause), "doctor says it too"
+    assert "edit own.py, of which the run has a copy" not in write_report(run.folder).read_text()
+    assert "Edit own.py, of which the run has a copy" in write_report(run.folder).read_text()
+    (tmp_path / "own.py").write_text("def score(completions): return [1.0]\n")
+    assert advice(run, run.cause) == f"own.py has changed since this run's copy of it: try it {tried} {resume}"
+
+
+def test_without_a_checkpoint_a_new_launch_is_advised(failed):
+    run = failed(RAISED, saved=False)
+    assert "then launch the recipe anew: there is no checkpoint" in advice(run, run.cause)
+    assert "--resume" not in advice(run, run.cause)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("most often: time limit (9)", "or raise reward_timeout (--reward_timeout N), then"),
+        ("most often: APIConnectionError: Connection error. (9)",
+         "see that the server which own.py asks answers (grpo check-rewards RECIPE), then grpo launch --resume RUN"),
+        ("KeyError: 'KEY'; rewards run isolated, without this variable: write reward_environment: [KEY] (9)",
+         "export KEY where you launch (grpo check-rewards RECIPE), then grpo launch --resume RUN "
+         "--reward_environment KEY"),
+    ],
+)  # fmt: skip
+def test_what_ended_most_calls_decides_the_advice(failed, more, said):
+    run = failed(
+        f"rank 0: TooManyWithoutVerdict: 60% have no verdict. Reward 'own.py:score' gave none for 9 of 9; {more}"
+    )
+    assert said.replace("RUN", f"runs/{run.folder.name}") in advice(run, run.cause)
+
+
+def test_of_a_module_there_is_no_copy_to_update(make_run):
+    run = make_run(cause=RAISED.replace("own.py:score", "json:dumps"), reward_funcs=["json:dumps"])
+    assert advice(run, run.cause).startswith("correct json (grpo check-rewards RECIPE), then launch")
 
 
 def test_the_cause_counts_before_what_stands_in_a_log(make_run):

@@ -68,6 +68,10 @@ def test_a_hard_task_that_begins_at_0_gives_none_before_many_steps() -> None:
 
 CASES = {
     "zero reward": ({"reward": 0.0}, {}, "the reward is 0 in 10 steps in a row, from step 1 on", True),
+    "silent reward": (
+        {"rewards__right__mean": 0.0, "rewards__form__mean": 0.3, "rewards__soft_overlong__mean": 0.0}, {},
+        "right gave 0 in ", False,
+    ),
     "no signal": ({"frac_reward_zero_std": 1.0}, {}, "all completions of each prompt got one reward in 10", True),
     "few signals": ({"frac_reward_zero_std": 0.9}, {}, "90 % of groups get one reward", False),
     "no gradient": ({"grad_norm": 0.0, "loss": 0.0}, {}, "exactly 0 in 10 steps in a row", True),
@@ -119,7 +123,7 @@ def test_the_docs_name_each_rule_its_limit_and_whether_it_is_said_again_in_the_e
     for name, limit in limits.items():
         (row,) = [line for line in page.splitlines() if line.strip("|* ").startswith(f"{name}") and line[:1] == "|"]
         assert (f"{100 * limit:.0f} %" if limit < 1 else f"{limit:.0f}") in row, row
-    assert page.count(f"{MANY} steps in a row") == 5 and f"{FEW} steps at least" in page
+    assert page.count(f"{MANY} steps in a row") == 6 and f"{FEW} steps at least" in page
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,7 +9,9 @@ import os
 import re
 import socket
 import stat
+import subprocess
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -17,8 +19,8 @@ import pytest
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.paths import home
 from grpo_recipes.plan.devices import Resources
+from grpo_recipes.runs import rundir
 from grpo_recipes.runs.rundir import (
-    Progress,
     Run,
     changed_code,
     claim,
@@ -30,6 +32,7 @@ from grpo_recipes.runs.rundir import (
     read_json,
     read_metrics,
     timestamp,
+    wait_for_end,
     write_json,
 )
 from grpo_recipes.slurm.client import SlurmJob
@@ -190,6 +193,21 @@ def test_a_run_directory_is_claimed_once_and_free_again_afterwards(tmp_path: Pat
     os.close(claim(run))
 
 
+@pytest.mark.parametrize("left", [os.WNOWAIT, 0], ids=["not yet collected by its parent", "gone"])
+def test_what_a_killed_launcher_left_is_waited_for_and_a_living_one_is_not(tmp_path: Path, left: int) -> None:
+    run, dead = Run(tmp_path), subprocess.Popen(["true"])
+    os.waitid(os.P_PID, dead.pid, os.WEXITED | left)
+    held = claim(run)
+    began = time.monotonic()
+    wait_for_end(run)  # of this process, which lives
+    assert time.monotonic() - began < 0.3 and run.is_running()
+
+    (tmp_path / "lock").write_text(f"{socket.gethostname()} {dead.pid}\n")  # its process guards hold the lock
+    threading.Timer(0.4, os.close, [held]).start()
+    wait_for_end(run)
+    assert 0.3 < time.monotonic() - began < 5 and not run.is_running()
+
+
 def test_a_launch_that_has_not_named_itself_is_said(tmp_path: Path) -> None:
     for make in (Path.exists, Path.touch):  # no lock file, and one without a word
         make(tmp_path / "lock")
@@ -279,85 +297,11 @@ def test_a_run_without_rows_has_nothing_to_move(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# --- one line a step, from a file that another process writes ------------------------------------------------------
-
-
-def row(step, reward=0.5, last=100, **more):
-    phases = {f"seconds/{phase}": 0.1 for phase in ("sample", "score", "update", "sync")}
-    facts = {"step": step, "max_steps": last, "reward": reward, "tokens_per_second": 1234.0, "seconds/step": 1.0}
-    return json.dumps({**facts, **phases, **more}) + "\n"
-
-
-@pytest.fixture
-def metrics(tmp_path):
-    return tmp_path / "metrics.jsonl"
-
-
-def lines(progress):
-    return [progress.line(row) for row in progress.new_rows()]
-
-
-def append(path, text):
-    with path.open("a") as file:
-        file.write(text)
-
-
-def test_each_row_becomes_one_line_once(tmp_path, metrics):
-    progress = Progress(tmp_path)
-    assert lines(progress) == []
-    append(metrics, row(1, 0.25) + row(2, 0.75))
-    first, second = lines(progress)
-    assert first.startswith("step 1/100  reward 0.250  1234 tokens/s  sample 0.10s score 0.10s update 0.10s sync 0.10s")
-    assert second.startswith("step 2/100  reward 0.750")
-    assert "left 0:0" in first
-    assert lines(progress) == []
-
-
-def test_a_line_still_being_written_waits_for_its_end(tmp_path, metrics):
-    progress, text = Progress(tmp_path), row(1)
-    append(metrics, text[:20])
-    assert lines(progress) == []
-    append(metrics, text[20:])
-    assert len(lines(progress)) == 1
-
-
-def test_rows_of_an_earlier_attempt_are_not_shown_again(tmp_path, metrics):
-    append(metrics, row(1) + row(2))
-    progress = Progress(tmp_path)
-    append(metrics, row(3))
-    (line,) = lines(progress)
-    assert line.startswith("step 3/100")
-
-
-def test_steps_done_again_after_a_resume_are_shown(tmp_path, metrics):
-    append(metrics, "".join(row(step) for step in range(1, 6)) + '{"step": 6, "torn')
-    assert move_rows_after(tmp_path, 2) == 3  # as the launcher does before it follows the file
-    progress = Progress(tmp_path)
-    shown = lines(progress)
-    for step in range(3, 9):
-        append(metrics, row(step, entropy=0.123456789 * step))
-        shown += lines(progress)
-    assert [line.split("/")[0] for line in shown] == [f"step {step}" for step in range(3, 9)]
-
-
-def test_text_beyond_ascii_does_not_shift_the_place_in_the_file(tmp_path, metrics):
-    progress = Progress(tmp_path)
-    append(metrics, json.dumps({**json.loads(row(1)), "note": "ääää"}, ensure_ascii=False) + "\n")
-    assert len(lines(progress)) == 1
-    append(metrics, row(2))
-    assert [line.split("/")[0] for line in lines(progress)] == ["step 2"]
-
-
-@pytest.mark.parametrize(("reward", "shown"), [(None, "reward none"), ("nan", "reward nan"), (1, "reward 1.000")])
-def test_a_reward_that_is_not_a_number_is_shown(tmp_path, metrics, reward, shown):
-    progress = Progress(tmp_path)
-    append(metrics, row(1, reward))
-    (line,) = lines(progress)
-    assert shown in line
-
-
-def test_the_time_left_is_extrapolated_from_the_steps_seen(tmp_path, metrics):
-    progress = Progress(tmp_path)
-    append(metrics, row(1, last=3601, **{"seconds/step": 2.0}))
-    (line,) = lines(progress)
-    assert line.endswith("left 2:00:00")
+def test_a_git_that_hangs_ends_the_launch_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    git = tmp_path / "git"
+    git.write_text("#!/bin/sh\nexec sleep 20\n")
+    git.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(rundir, "_GIT_SECONDS", 0.2)
+    with pytest.raises(ConfigError, match=r"^code: git did not say within 0 seconds .*\. Fix: look at the disk"):
+        rundir.code_state()

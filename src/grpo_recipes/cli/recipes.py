@@ -26,8 +26,9 @@ from grpo_recipes.plan.devices import find_resources, gpu_memory
 from grpo_recipes.plan.estimates import estimate
 from grpo_recipes.plan.plan import describe, make_plan
 from grpo_recipes.process.reports import aligned
-from grpo_recipes.recipe.check import START_FILE, choose_recipe
-from grpo_recipes.recipe.dialects import ALIASES, OBSOLETE_KEYS, nearest
+from grpo_recipes.recipe.check import START_FILE, choose_recipe, reward_notes
+from grpo_recipes.recipe.dialects import ALIASES, meaning_of, names, nearest
+from grpo_recipes.recipe.dialects.migrate import is_translated, migrate
 from grpo_recipes.recipe.keys import OWNED_KEYS, VARIABLES, catalogue, nested_catalogue, schema_line, schema_note
 from grpo_recipes.recipe.registry import BENCHMARKS
 from grpo_recipes.recipe.rules import notes
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from grpo_recipes.rewards.probe import ProbeResult, Try
 
 _SCHEMA_LINE = re.compile(r"\A# yaml-language-server: .*\n")
-_NOT_KEYS = {**OBSOLETE_KEYS, **OWNED_KEYS, **{alias: f"write {key}" for alias, key in ALIASES.items()}}
 _ROWS = 200  # of the dataset, shown to the rewards
 _WIDTH = 60  # characters of a prompt or completion in a line
 _MOST = 10_000  # GPUs of a node, nodes, and GiB of a GPU
@@ -47,25 +47,33 @@ _MOST = 10_000  # GPUs of a node, nodes, and GiB of a GPU
 @command(
     "write a recipe to start from",
     option("file", metavar="FILE", help="the recipe to write, e.g. my.yaml"),
-    option("--from", dest="source", metavar="RECIPE", help="the recipe to copy"),
+    option("--from", dest="source", metavar="RECIPE", help="a recipe to copy, or one of another project to translate"),
 )
 def new(options: argparse.Namespace) -> int:
     """Write a recipe to start from, with the line by which an editor knows the keys."""
     for where, name in (("FILE", options.file), ("--from", options.source)):
         if name == "":
             raise config_error(where, "is empty", "name a file")
-    path = Path(options.file)
-    if os.path.lexists(path):
-        raise config_error(options.file, "exists already", "name another file")
-    source = choose_recipe(options.source, {}, GRPO, "cpu") if options.source else START_FILE
-    text = _SCHEMA_LINE.sub("", source.read_text(encoding="utf-8"))
 
     def unwritable(error: OSError | ValueError) -> ConfigError:
         what = f"cannot be written ({getattr(error, 'strerror', None) or error})"
         return config_error(options.file, what, "name a file in a folder of yours")
 
+    path = Path(options.file)
     with translate((OSError, ValueError), unwritable):
-        path.write_text(f"{schema_line(path)}\n{text}", encoding="utf-8")  # ValueError: a NUL in the name
+        path.resolve()  # ValueError: a NUL in the name
+    source = choose_recipe(options.source, {}, GRPO, "cpu") if options.source else START_FILE
+    made = migrate(source, path) if options.source and is_translated(source) else None
+    text = made.text() if made else f"{schema_line(path)}\n{_SCHEMA_LINE.sub('', source.read_text(encoding='utf-8'))}"
+    files = {path: text} | ({made.rewards_file: made.rewards_text()} if made and made.unwritten else {})
+    for other in files:
+        if os.path.lexists(other):
+            raise config_error(str(other), "exists already", "name another file")
+    with translate((OSError, ValueError), unwritable):
+        for other, content in files.items():
+            other.write_text(content, encoding="utf-8")
+    if made:
+        print(*made.report(), sep="\n")
     print(f"grpo: {shown(path)} is written; edit it, then: grpo check {shlex.quote(shown(path))}")
     return 0
 
@@ -88,23 +96,41 @@ def keys(options: argparse.Namespace) -> int:
         texts = VARIABLES if options.env else {name: one.help for name, one in BENCHMARKS.items()}
         entries = {name: {"help": text} for name, text in texts.items()}
     else:
-        if word in _NOT_KEYS:
-            raise config_error(f"'{options.word}'", "is not a key of a recipe", _NOT_KEYS[word])
         nested = {f"{path}.{name}": one for path, inner in nested_catalogue().items() for name, one in inner.items()}
         entries = {**catalogue(), **nested}
-    found = {name: entry for name, entry in sorted(entries.items()) if word in f"{name} {entry['help']}".lower()}
+    known = meaning_of(word) if word and not table and word not in catalogue() else None
+    if known and not known.writes:
+        raise config_error(f"'{options.word}'", "is not a key of a recipe", known.instead)
+    exact = set(known.writes) if known else {word}
+
+    def order(name: str) -> tuple[bool, bool, str]:
+        return name.lower() not in exact, word not in name.lower(), name
+
+    chosen = [name for name in entries if word in f"{name} {entries[name]['help']}".lower() or name in exact]
+    found = {name: entries[name] for name in sorted(chosen, key=order)}
+    if word and not table:
+        refused = {name: one.fix(None) for name, one in names().items() if name != word} | OWNED_KEYS
+        found |= {name: {"help": refused[name], "refused": True} for name in sorted(refused) if word in name}
     if not found:
         close = None if table else nearest(options.word)
         fix = f"try {close}" if close else f"see grpo keys {table}".rstrip()
         where = f"nothing in grpo keys {table}" if table else "no key"
         raise config_error(f"'{options.word}'", f"{where} has that in its name or meaning", fix)
-    print(json.dumps(found, indent=1) if options.json else "\n".join(_key_lines(found)))
+    same = (
+        f"'{word}' is read as {ALIASES[word]}"
+        if word in ALIASES
+        else f"for '{word}' {known.fix(None)}"
+        if known
+        else ""
+    )
+    note = f"grpo: {same}\n" if same else ""
+    print(json.dumps(found, indent=1) if options.json else note + "\n".join(_key_lines(found)))
     return 0
 
 
 def _key_lines(found: dict[str, dict[str, Any]]) -> Iterator[str]:
     for name, entry in found.items():
-        facts = []
+        facts = ["refused"] if "refused" in entry else []
         if "type" in entry:
             limits = [f"{sign} {entry[limit]:g}" for sign, limit in ((">=", "min"), ("<=", "max")) if limit in entry]
             kind = " | ".join(entry["choices"]) if entry.get("choices") else entry["type"]
@@ -123,7 +149,7 @@ def check(options: argparse.Namespace) -> int:
     """Report that the recipe is right, with notes; with ``--json`` print all that was found, right or wrong."""
     with _answer(options, notes=[], deep=[]) as found:
         recipe = chosen_recipe(options)
-        more = [gated_note(recipe["model_name_or_path"]), schema_note(recipe.path)]
+        more = [gated_note(recipe["model_name_or_path"]), schema_note(recipe.path), *reward_notes(recipe)]
         found |= {"recipe": str(recipe.path), "notes": [*notes(recipe), *(note for note in more if note)]}
         if not options.json:
             print(*(f"grpo: note: {note}\n" for note in found["notes"]), sep="", end="")
@@ -172,7 +198,7 @@ def check_rewards(options: argparse.Namespace) -> int:
 
         rows = sample_rows(recipe, options.rows, find_assets(recipe, os.environ).lookup)
         if not rows:
-            raise config_error(recipe.path.name, "the dataset has no rows with a solution", "look at its columns")
+            raise config_error(shown(recipe.path), "the dataset has no rows with a solution", "look at its columns")
         results = probe_rewards(recipe, rows)
         found |= {"rows": len(rows), "rewards": [asdict(one) | {"tells_apart": one.tells_apart} for one in results]}
         if not options.json:
@@ -216,6 +242,7 @@ def _failure(name: str, failure: Try) -> str:
     option("--nodes", type=int, default=1, help="with --gpus: on this many nodes like that"),
     option("--gpu-memory", type=float, metavar="GIB", help="memory of a GPU; that of the visible ones"),
     option("--time", help="time limit as Slurm writes it, e.g. 72:00:00; that of the job"),
+    switch("-v", "--verbose", help="print argv and environment of every process"),
     switch("--json", help="print the plan as JSON"),
     takes_recipe=True,
 )
@@ -247,5 +274,7 @@ def plan(options: argparse.Namespace) -> int:
     seconds = left if options.time is None else walltime_seconds(options.time)
     takes = estimate(made, recipe, names, gib, seconds)
     plain = {**made.as_json(), **asdict(takes)}
-    print(json.dumps(plain, indent=1) if options.json else describe(made, estimates=takes.lines()))
+    print(
+        json.dumps(plain, indent=1) if options.json else describe(made, estimates=takes.lines(), argv=options.verbose)
+    )
     return 0

@@ -12,9 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from grpo_recipes.report.page import compact, half_interval, minus, short
+from grpo_recipes.report.page import ENOUGH_SEEDS, compact, minus, short, within
 from grpo_recipes.report.read import Column, Scored, Table
 from grpo_recipes.runs.health import known, mean
+from grpo_recipes.stats import half_interval
 
 WIDTH, HEIGHT = 2000, 1000
 _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
@@ -36,8 +37,13 @@ class Axis:
         return min(max((value - self.low) / (self.high - self.low), 0.0), 1.0)
 
     def marks(self, text: Callable[[float], str] | None = None) -> Marks:
-        """Return place and label of each tick."""
-        return [(self.share(tick), (text or _tick_text)(tick)) for tick in self.ticks]
+        """Return place and label of each tick; no two labels are the same."""
+        labels = [(text or _tick_text)(tick) for tick in self.ticks]
+        if len(set(labels)) < len(labels):
+            scale, unit = (100, " %") if labels[0].endswith("%") else (1, "")
+            digits = 1 - math.floor(math.log10(scale * min(b - a for a, b in itertools.pairwise(self.ticks))))
+            labels = [minus(f"{scale * tick:,.{max(0, digits)}f}{unit}") for tick in self.ticks]
+        return [(self.share(tick), label) for tick, label in zip(self.ticks, labels, strict=True)]
 
 
 def _tick_text(tick: float) -> str:
@@ -110,7 +116,7 @@ class Curve:
     line: Column  # None where it is broken
     colour: int = 1  # 1 to 8
     kind: str = "line"  # or "line dashed", "dots", and "layer": the area of the band, whose thickness is ``line``
-    faint: Column | None = None  # the values that the line is a mean of, drawn behind it
+    faint: Sequence[Column] = ()  # what the line is a mean of, drawn behind it: single values, or one line a seed
     band: tuple[Column, Column] | None = None  # lower and upper edge of the area around it
     band_label: str = ""  # what the area shows; the read-out has its range where this is given
 
@@ -123,12 +129,12 @@ class Curve:
 
 def curve_of(
     tables: Sequence[Table], name: str, label: str, colour: int = 1, kind: str = "line", *, window: int | None = None,
-    behind: bool = True,
+    behind: bool = True, limits: tuple[float | None, float | None] = (None, None),
 ) -> Curve:  # fmt: skip
     """Return a metric as a line through its noise.
 
     With ``behind``, every value of a single run is faintly behind the line, or the range of many values. The line of
-    several runs is the mean of theirs, and the band its 95 % interval.
+    several runs is the mean of theirs; behind it is its 95 % interval inside ``limits``, or each run.
     """
     longest = max((table.steps for table in tables), key=len)
     parts, window = buckets(len(longest)), window or window_of(len(longest))
@@ -137,21 +143,27 @@ def curve_of(
     if len(tables) > 1:
         columns = [known(column) for column in zip(*lines, strict=True)]
         line = [mean(column) for column in columns]
-        band = around(line, [half_interval(column) for column in columns])
+        if len(tables) < ENOUGH_SEEDS:
+            return Curve(label, xs, line, colour, kind, faint=lines)
+        band = around(line, [half_interval(column) for column in columns], limits)
         return Curve(label, xs, line, colour, kind, band=band, band_label="95 %")
     values, line = tables[0].column(name), lines[0]
     if not behind:
         return Curve(label, xs, line, colour, kind)
     if len(parts) == len(values):
-        return Curve(label, xs, line, colour, kind, faint=values if line != values else None)
+        return Curve(label, xs, line, colour, kind, faint=[values] if line != values else ())
     low, high = ([of(known(values[part]), default=None) for part in parts] for of in (min, max))
     return Curve(label, xs, line, colour, kind, band=(low, high))
 
 
-def around(middles: Column, halves: Column) -> tuple[Column, Column]:
-    """Return the lower and upper edge of a band; None where middle or half is."""
+def around(
+    middles: Column, halves: Column, limits: tuple[float | None, float | None] = (None, None)
+) -> tuple[Column, Column]:
+    """Return the lower and upper edge of a band inside ``limits``; None where middle or half is."""
     pairs = list(zip(middles, halves, strict=True))
-    low, high = ([None if a is None or b is None else a + sign * b for a, b in pairs] for sign in (-1, 1))
+    low, high = (
+        [None if a is None or b is None else within(a + sign * b, limits) for a, b in pairs] for sign in (-1, 1)
+    )
     return low, high
 
 
@@ -166,6 +178,7 @@ class Chart:
     shares: bool = False  # values are shares, marked in per cent
     x_name: str = "step"
     unit: str = ""  # of the values
+    y_name: str = ""  # title of the vertical axis, where the chart's own does not say it
     large: bool = False  # twice the height and the whole width
 
     @functools.cached_property
@@ -181,7 +194,7 @@ class Chart:
         if self.bounds and self.bounds[0] <= low <= high <= self.bounds[1]:
             low, high = self.bounds
         else:
-            columns = [column for curve in self.curves for column in (curve.faint, *(curve.band or ())) if column]
+            columns = [column for curve in self.curves for column in (*curve.faint, *(curve.band or ()))]
             behind = [value for column in columns for value in known(column)]
             few, many = usual_range(behind) if behind else (low, high)
             low, high = min(low, few), max(high, many)
@@ -189,12 +202,14 @@ class Chart:
             low = 0.0
         elif low <= 2 * high < 0:
             high = 0.0
+        if self.shares:
+            low, high = max(low, 0.0), min(high, 1.0)
         return axis(low, high, 5 if self.large else 4)
 
     @property
     def beyond(self) -> int:
         """How many values of the lines are outside the frame."""
-        columns = [curve.faint or curve.line for curve in self.curves if curve.kind != "layer"]
+        columns = [column for curve in self.curves if curve.kind != "layer" for column in curve.faint or [curve.line]]
         return sum(not self.up.low <= value <= self.up.high for column in columns for value in known(column))
 
     def path(self, kind: str, xs: Sequence[float], *edges: Column) -> str:

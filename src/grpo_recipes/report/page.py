@@ -13,7 +13,6 @@ import json
 import math
 import re
 import shlex
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,11 @@ from markupsafe import Markup, escape
 
 from grpo_recipes.runs.health import mean, number, percent
 from grpo_recipes.secrets import masked, masked_environment
-from grpo_recipes.stats import score_names
+from grpo_recipes.stats import half_interval, score_names
 
 NOTHING = "\u2013"  # an en dash
 SMOKE_BADGE = ("smoke test, not an experiment", "smoke")
+ENOUGH_SEEDS = 5  # with fewer, an interval of the mean is wider than most differences: seeds are shown instead
 _HERE = Path(__file__).parent
 # Control characters, soft hyphen, direction marks and overrides, zero-width and tag characters, lone surrogates.
 _HIDDEN = (
@@ -35,11 +35,6 @@ _HIDDEN = (
 )
 _HIDDEN_OR_SPACE = re.compile(rf"{_HIDDEN}|\n|\t|^ +| +$| {{2,}}", re.MULTILINE)
 _SPACES = {"\n": Markup('<i class="nl"></i>\n'), "\t": Markup('<i class="tab">\t</i>')}
-# 97.5 % points of Student's t for 1 to 30 degrees of freedom.
-_STUDENT = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
-    2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
 
 
 def short(value: float | None) -> str:
@@ -85,19 +80,23 @@ def plural(count: float, name: str) -> str:
     return f"{count:,.0f} {name}{'s' * (count != 1)}"
 
 
-def half_interval(values: Sequence[float]) -> float | None:
-    """Return half of the 95 % interval of the mean, by Student's t; None for fewer than two values."""
-    count = len(values)
-    if count < 2:
-        return None
-    factor = _STUDENT[count - 2] if count - 2 < len(_STUDENT) else 1.96
-    return factor * statistics.stdev(values) / math.sqrt(count)
+def spread(
+    values: Sequence[float], text: Callable[..., str] = short, limits: tuple[float | None, float | None] = (None, None)
+) -> str:
+    """Return the mean over seeds with its 95 % interval inside ``limits``, or the range of few seeds."""
+    half, middle = half_interval(values), mean(values)
+    if half is None or middle is None:
+        return text(middle)
+    if len(values) < ENOUGH_SEEDS:
+        return f"{text(middle)} (seeds {text(min(values))} to {text(max(values))})"
+    low, high = within(middle - half, limits), within(middle + half, limits)
+    return f"{text(middle)} (95 %: {text(low)} to {text(high)})"
 
 
-def spread(values: Sequence[float], text: Callable[[float | None], str] = short) -> str:
-    """Return the mean of values with half of its 95 % interval, or a single value alone."""
-    half = half_interval(values)
-    return text(mean(values)) + ("" if half is None else f" ± {text(half)}")
+def within(value: float, limits: tuple[float | None, float | None]) -> float:
+    """Return a value, or the limit it is beyond."""
+    low, high = limits
+    return max(value if high is None else min(value, high), -math.inf if low is None else low)
 
 
 def model_text(text: str) -> Markup:
@@ -159,8 +158,9 @@ def _templates() -> jinja2.Environment:
 
 def render(template: str, **values: Any) -> str:
     """Return a whole page."""
-    now = datetime.datetime.now().strftime("%Y-%m-%d %H:%M")
-    return _templates().get_template(template).render(now=now, **values)
+    now = datetime.datetime.now()
+    times = {"now": now.strftime("%Y-%m-%d %H:%M"), "written": round(now.timestamp())}
+    return _templates().get_template(template).render(**times, **{"live": False, **values})
 
 
 def fragment(template: str, macro: str, *values: Any) -> Markup:

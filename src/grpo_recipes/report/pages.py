@@ -8,6 +8,7 @@ import json
 import math
 import re
 import statistics
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,12 +22,13 @@ from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.paths import shown
 from grpo_recipes.report import run_charts
 from grpo_recipes.report.chart import Chart, buckets, curve_of, histogram, window_of
-from grpo_recipes.report.page import SMOKE_BADGE, fragment, plural, render, short, spread
+from grpo_recipes.report.page import ENOUGH_SEEDS, SMOKE_BADGE, fragment, plural, render, short, spread
 from grpo_recipes.report.read import Group, RunRecord, read_rows, read_run, scored_rows
 from grpo_recipes.runs.checkpoints import newest_complete
+from grpo_recipes.runs.endings import reward_fix
 from grpo_recipes.runs.health import notices_of, number
-from grpo_recipes.runs.rundir import write_whole
-from grpo_recipes.stats import score_names
+from grpo_recipes.runs.rundir import Run, read_json, write_whole
+from grpo_recipes.stats import half_interval, score_names
 
 # Status -> its mark, and how the sentence on the reward begins.
 _STATUSES = {
@@ -36,6 +38,8 @@ _STATUSES = {
     "requeued": ("↻", "Waiting to go on. "),
     "failed": ("✕", "Failed. "),
 }
+_WRITING = threading.Lock()
+GOES_ON = ("running", "requeued")  # statuses of a run whose page is written again
 _MOST_STEPS, _MOST_MARKUP = 24, 700_000  # whose completions are in the page, and characters of these
 _SILENT_SECONDS = 900.0  # and ten usual steps, without a row: a running run may be dead
 # Baseline of a ModeBench result -> its name on the page.
@@ -54,12 +58,13 @@ def write_report(folder: Path, path: Path | None = None) -> Path:
 
 
 def report_line(folder: Path) -> str:
-    """Write the report of a run that has just ended, and return a line that names its path.
+    """Write the report of a run, after one that another thread is at, and return a line that names its path.
 
     Any error becomes the line and is not raised: how the run itself ended counts.
     """
     try:
-        return f"report in {shown(write_report(folder))}"
+        with _WRITING:
+            return f"report in {shown(write_report(folder))}"
     except Exception as error:
         return f"report not written ({type(error).__name__}: {error}); try again: grpo report {shown(folder)}"
 
@@ -79,6 +84,7 @@ def run_page(run: RunRecord, path: Path) -> str:
         "run.html.j2",
         run=run, title=f"{run.folder.name}: {run.status}", name=run.folder.name, headline=sentence(run), kind=kind,
         badges=[*badges, SMOKE_BADGE] if run.summary.get("smoke") else badges,
+        reward_fix=reward_fix(Run(run.folder), str(run.summary.get("cause") or "")),
         folder=shown(run.folder), silent=silent if was_killed else 0.0,
         asked=run.summary.get("exit_code") == EXIT_STOPPED, checkpoint=newest_complete(run.folder / "checkpoints"),
         started=re.sub(r"^(\d{4})(\d\d)(\d\d)-(\d\d)(\d\d)\d\d$", r"\1-\2-\3 \4:\5", stamp),
@@ -87,8 +93,16 @@ def run_page(run: RunRecord, path: Path) -> str:
         others=charts, same=same, histogram=histogram(run.scored), baselines=_BASELINES, steps=_completions(run),
         phase_chart=run_charts.phase_chart(run.metrics), phases=run_charts.PHASES, totals=totals,
         files=sorted(file.name for file in run.folder.iterdir() if not file.name.startswith((".", "report."))),
-        linked=path.absolute().parent == run.folder,
+        linked=path.absolute().parent == run.folder, live=run.status in GOES_ON,
+        resumed=[step for step in run.summary.get("resumed_at") or () if isinstance(step, int)],
+        tracked=wandb_address(run),
     )  # fmt: skip
+
+
+def wandb_address(run: RunRecord) -> str:
+    """Return the page of the run in W&B that its trainer noted, or an empty text."""
+    address = str(read_json(run.folder / "tracked.json").get("wandb") or "")
+    return address if address.startswith(("https://", "http://")) else ""
 
 
 def sentence(run: RunRecord) -> str:
@@ -119,6 +133,9 @@ def notices(run: RunRecord) -> list[str]:
         for notice in notices_of(read_rows(run.folder / "metrics.jsonl"), run.value, over=run.status != "running")
         if notice.name != "not finite"  # reported for each metric, from what could not be read as a number
     ]
+    for counts in [*read_rows(run.folder / "prompts.jsonl")][-1:]:  # of the last attempt
+        if too_long := counts.get("too_long"):
+            found.append(f"{too_long} of {counts.get('read')} prompts were dropped as longer than max_prompt_length.")
     for name, seen in metrics.odd.items():
         meant = seen["inf"] if name in run_charts.METRICS and run_charts.METRICS[name].infinite else 0
         if times := seen.total() - meant:
@@ -147,7 +164,7 @@ _COLOURS = 7
 # Keys that name a run or a place, and change nothing in what is learned.
 NO_EXPERIMENT = frozenset(
     {"run_name", "run_root", "report_to", "vllm_server_port", "vllm_group_port", "main_process_port", "save_steps",
-     "save_total_limit", "report_samples", "wandb_project", "wandb_entity", "wandb_run_group"}
+     "save_total_limit", "report_samples", "show_completion_steps", "wandb_project", "wandb_entity", "wandb_run_group"}
 )  # fmt: skip
 
 
@@ -226,13 +243,17 @@ def comparison(groups: Sequence[Group]) -> dict[str, Any]:
         for benchmark, result in run.benchmarks.items():
             for name in baselines.keys() & (result.get("baselines") or {}):
                 baselines[name][benchmark] = result["baselines"][name]
-    several = any(len(group.runs) > 1 for group in groups)
-    note = "Mean over the completions of a step, smoothed" + "; shaded: 95 % interval of the mean over seeds" * several
+    most = max((len(group.runs) for group in groups), default=0)
+    how = "shaded: 95 % interval of the mean over seeds" if most >= ENOUGH_SEEDS else "faint: the single seeds"
+    note = "Mean over the completions of a step, smoothed" + f"; {how}" * (most > 1)
     facts, charts = differing_facts(groups), []
     if groups:
         draw, metric = run_charts.metric_chart, run_charts.Metric
-        charts = [draw(groups, "reward", metric("Reward", note), large=True)]
-        charts += [draw(groups, "eval_reward", metric("Evaluation reward"), evals=True), _by_time(groups)]
+        charts = [draw(groups, "reward", metric("Reward", note, unit="mean reward"), large=True)]
+        charts += [
+            draw(groups, "eval_reward", metric("Evaluation reward", unit="mean reward"), evals=True),
+            _by_time(groups),
+        ]
         charts += [draw(groups, name) for name, one in run_charts.METRICS.items() if one.compared]
     return {
         "groups": groups, "headline": comparison_sentence(groups, ranked="rewards" not in facts),
@@ -244,13 +265,20 @@ def comparison(groups: Sequence[Group]) -> dict[str, Any]:
 
 
 def comparison_sentence(groups: Sequence[Group], ranked: bool) -> str:
-    """Return which group ends highest if they are ``ranked``."""
-    finals = {group.label: group.finals for group in groups if group.finals}
-    ends = sorted(((sum(found) / len(found), label, spread(found)) for label, found in finals.items()), reverse=True)
-    if len(ends) < 2 or not ranked:
+    """Return which group ends highest if they are ``ranked`` and the two highest have intervals that do not overlap."""
+    ended = [group for group in groups if group.finals]
+    if len(ended) < 2 or not ranked:
         return " against ".join(group.label for group in groups[:3]) + (" and others" if len(groups) > 3 else "")
-    (_, first, reward), (_, second, other) = ends[:2]
-    return f"{first} ends highest, at reward {reward}; next is {second} at {other}."
+    first, second = sorted(ended, key=lambda group: -statistics.fmean(group.finals))[:2]
+    reward, other = (spread(group.finals, limits=group.limits) for group in (first, second))
+    halves = [half_interval(group.finals) for group in (first, second)]
+    gap = statistics.fmean(first.finals) - statistics.fmean(second.finals)
+    if None not in halves and sum(half or 0.0 for half in halves) < gap:
+        return f"{first.label} ends highest, at reward {reward}; next is {second.label} at {other}."
+    counts = " and ".join(map(str, dict.fromkeys(len(group.finals) for group in (first, second))))
+    highest = "The highest are not" if len(ended) > 2 else "Not"
+    seeds = f"{counts} seed{'s' * (counts != '1')}"
+    return f"{highest} distinguishable with {seeds}: {first.label} ends at reward {reward}, {second.label} at {other}."
 
 
 def _by_time(groups: Sequence[Group]) -> Chart | None:
@@ -261,7 +289,7 @@ def _by_time(groups: Sequence[Group]) -> Chart | None:
             seconds = (value or 0.0 for value in metrics.column("seconds/step"))
             timed = replace(metrics, steps=[total / 60 for total in itertools.accumulate(seconds)])
             curves.append(curve_of([timed], "reward", group.label, group.colour, group.kind, behind=False))
-    return Chart("Reward by time", curves, "minutes in steps", x_name="min") if curves else None
+    return Chart("Reward by time", curves, x_name="min", y_name="mean reward") if curves else None
 
 
 def differing_keys(groups: Sequence[Group]) -> list[str]:

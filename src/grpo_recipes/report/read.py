@@ -111,6 +111,18 @@ class Group:
         return known(run.outcome.last for run in self.runs)
 
     @property
+    def limits(self) -> tuple[float | None, float | None]:
+        """The least and the greatest reward that a single completion got: no mean of rewards is beyond them."""
+        ends = [
+            end
+            for run in self.runs
+            for row in run.scored
+            if row.rewards
+            for end in (min(row.rewards), max(row.rewards))
+        ]
+        return min(ends, default=None), max(ends, default=None)
+
+    @property
     def evaluations(self) -> list[float]:
         """The last evaluation of each run that has one."""
         return known(run.evals.last("eval_reward") for run in self.runs)
@@ -141,7 +153,9 @@ def read_table(path: Path) -> Table:
             if isinstance(value, str) and value in ("inf", "-inf", "nan"):
                 table.odd.setdefault(key, Counter())[value] += 1
             elif (finite := number(value)) is not None:
-                table.columns.setdefault(key, [None] * len(rows))[index] = finite
+                if key not in table.columns:  # a column is made once: one for each cell would take minutes
+                    table.columns[key] = [None] * len(rows)
+                table.columns[key][index] = finite
     return table
 
 

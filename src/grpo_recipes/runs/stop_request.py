@@ -44,11 +44,12 @@ class StopRequest:
         self._pid = os.getpid()
 
     def listen(self) -> None:
-        """Take SIGTERM for a request, too: Slurm sends it to every process of a cancelled job.
+        """Take SIGTERM and USR1 for a request, too: Slurm can send them to every process of a job.
 
         It must not end the process by itself: accelerate also sends it to ranks that are still saving.
         """
         signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGUSR1, self._on_signal)
         self._listens = True
 
     def _on_signal(self, signum: int, _: object) -> None:

@@ -1,0 +1,430 @@
+"""The commands that look at runs and sweeps, and end them: status, logs, watch, stop."""
+
+import argparse
+import contextlib
+import functools
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from grpo_recipes.cli import command, option, switch
+from grpo_recipes.cli.watch import Picture, coloured
+from grpo_recipes.errors import ConfigError, config_error
+from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
+from grpo_recipes.launch.attempt import SUBMITTED
+from grpo_recipes.launch.resolve import POINTERS
+from grpo_recipes.paths import is_locked, newest_first, shown
+from grpo_recipes.process.reports import aligned
+from grpo_recipes.process.terminal import LOG, columns, readable
+from grpo_recipes.recipe.keys import run_root
+from grpo_recipes.runs.health import notices_of
+from grpo_recipes.runs.progress import Progress, activity, evaluation_line, seconds_since
+from grpo_recipes.runs.rundir import (
+    NO_REQUEUE,
+    Run,
+    clock,
+    find_run,
+    finish_summary,
+    launcher_of,
+    read_rows,
+    runs_in,
+    stop_file,
+)
+from grpo_recipes.secrets import masked
+from grpo_recipes.slurm.client import NO_ANSWER, Job, cancel, find_job, my_jobs
+from grpo_recipes.sweep.folder import COMPLETED, FOLDER, GONE, RECORD, Sweep, read_sweep, sweeps_in
+
+RUN_HELP = "run directory, its name in RUN_ROOT, last for the newest there, or the id of a Slurm job"
+_EITHER_HELP = f"{RUN_HELP}; or a sweep by its directory or name"
+_OVER = ("completed", "failed", "stopped")
+_PACE_ROWS = 20  # of metrics.jsonl, over which a step's time is averaged
+_LOGS = {"slurm": ("slurm.out", "slurm.err"), "server": ("server",), "trainer": ("trainer",), "launch": ("launch",)}
+_SECONDS = 1.0  # between two looks at the files
+_SLURM_SECONDS = 15.0  # between two questions to Slurm, which others ask, too
+_MOST_BYTES = 1 << 20  # of one file at a time
+
+
+def named(which: str) -> Run | Sweep:
+    """Return the run or the sweep a person means."""
+    for folder in (Path(which), run_root(os.environ) / FOLDER / which):
+        if which and os.path.isfile(folder / RECORD):
+            return read_sweep(folder)
+    return named_run(which)
+
+
+def named_run(which: str) -> Run:
+    """Return the run a person means by a folder, a name, a job id or ``last``."""
+    is_job = re.fullmatch(r"\d+(_\d+)?", which)
+    fix = "name a run directory, a run in RUN_ROOT, the id of its job, or last"
+    return find_run(run_root(os.environ), str(_folder_of_job(which)) if is_job else which, which, fix)
+
+
+def _folder_of_job(job_id: str) -> Path:
+    """Find a run by the pointer its launcher or its submission left, else by where its batch script is."""
+    pointers = [path for path in (run_root(os.environ) / POINTERS).glob(f"*-{job_id}") if path.is_file()]
+    for pointer in newest_first(pointers):
+        folder = Path(pointer.read_text().strip())
+        if os.path.isfile(folder / "run.json"):
+            return folder
+    tasks = sorted(path.name.rpartition("-")[2] for path in (run_root(os.environ) / POINTERS).glob(f"*-{job_id}_*"))
+    if tasks:
+        fix = f"name one of them, e.g. {tasks[0]}; scancel {job_id} ends them all"
+        raise config_error(job_id, f"is an array job of {len(tasks)} runs", fix)
+    job = find_job(job_id)
+    if job and job.script and os.path.isfile(job.script.parent / "run.json"):
+        return job.script.parent
+    raise config_error(job_id, "is not the job of a run known here", "name the run directory, or set RUN_ROOT")
+
+
+def _state(run: Run, job: Job | None) -> tuple[str, bool]:
+    """Return the run's state in a few words, and whether it has ended and nothing will start it again."""
+    status = str(run.summary.get("status", "unknown"))
+    status = SUBMITTED if status in _OVER and run.is_beginning() else status
+    over = not (job is not None and job.active) and (status in _OVER or not run.is_running())
+    if job is not None and job.waits:
+        return f"waiting in the queue{f' ({job.reason})' if job.reason else ''}", over
+    if status in _OVER:
+        return status, over
+    if job is not None and job.state == NO_ANSWER:
+        return f"{status}, but Slurm does not answer", over
+    if over:
+        end = f", its job is {job.state}" if job is not None else ""
+        return f"never started{end}" if status == SUBMITTED else f"lost: its launcher is gone{end}", over
+    return "starting" if status == SUBMITTED else status, over
+
+
+@command(
+    "show the state of a run or a sweep, or list all of them",
+    option("which", nargs="?", metavar="RUN", help=f"{_EITHER_HELP}; without it a table of all in RUN_ROOT"),
+)
+def status(options: argparse.Namespace) -> int:
+    """Print the state of a run or a sweep, or a table of those in RUN_ROOT, first the one written last."""
+    if options.which is None:
+        _print_runs()
+        return 0
+    run = named(options.which)
+    if isinstance(run, Sweep):
+        print("\n".join(sweep_lines(run, _jobs_of(run))))
+        return 0
+    job = _jobs_of(run)
+    state, over = _state(run, job)
+    step, reward, left = _progress(run, over)
+    ends = f", at most until {job.ends}" if job and job.ends and not job.waits and job.active else ""
+    doing, since = activity(run.folder) if run.is_running() else ("", 0.0)
+    evaluations = read_rows(run.folder / "eval.jsonl", lenient=True)
+    facts = [
+        ("run", shown(run.folder)),
+        ("state", state),
+        ("cause", run.cause),
+        ("job", run.job_id and f"{run.job_id} {job or 'is no longer known to Slurm'}{ends}"),
+        ("phase", doing and f"{doing} for {seconds_since(since)}"),
+        ("step", step),
+        ("reward", reward and f"{reward} (mean of the last steps)"),
+        ("eval", evaluations and evaluation_line(evaluations[-1])),
+        ("left", left and f"about {left} of training"),
+        ("restarts", str(run.summary.get("restarts") or "")),
+        *(("note", str(notice)) for notice in notices_of(run.rows, run.value, over=over)),
+        *(("log", shown(path)) for path in (run.folder / LOG, *run.logs.values()) if path.is_file()),
+    ]
+    print(*(f"{name:<8} {text}" for name, text in facts if text), sep="\n")
+    return 0
+
+
+_HEAD = ("state", "job", "step", "reward", "left")
+
+
+def _print_runs() -> None:
+    """Print a table of runs and sweeps in RUN_ROOT, first the one whose summary was written last: a resume too."""
+    root = run_root(os.environ)
+    found: list[Run | Sweep] = [*runs_in(root), *sweeps_in(root / FOLDER)]
+    if not found:
+        print(f"grpo: there is no run in {shown(root)}")
+        return
+    jobs = my_jobs()  # None where Slurm does not answer
+    rows: list[tuple[str, ...]] = [("run", *_HEAD)]
+    for one in sorted(found, key=_written, reverse=True):
+        if isinstance(one, Sweep):
+            rows.append((f"{FOLDER}/{one.folder.name}", sweep_state(one, jobs)[0], " ".join(one.record["jobs"])))
+        else:
+            rows.append((one.folder.name, *_cells(one, jobs)))
+    print(*aligned([(*row, *[""] * (len(rows[0]) - len(row))) for row in rows]), sep="\n")
+
+
+def _cells(run: Run, jobs: dict[str, Job] | None) -> tuple[str, ...]:
+    """Return a run's cells below ``_HEAD``; ``jobs`` are None where Slurm does not answer."""
+    try:
+        job = (Job(run.job_id, NO_ANSWER) if run.job_id else None) if jobs is None else jobs.get(run.job_id)
+        state, over = _state(run, job)
+        return state, run.job_id, *_progress(run, over)
+    except ConfigError as error:
+        return f"damaged: {Path(error.problems[0].where).name}", "", "", "", ""
+
+
+def sweep_state(sweep: Sweep, jobs: dict[str, Job] | None) -> tuple[str, bool]:
+    """Return the state of a sweep with its completed trials, and whether it is over."""
+    trials = [Run(sweep.trial_dir(index)) for index in range(len(sweep.names))]
+    active = [run for run in trials if run.is_running() or (jobs is None and run.job_id)]
+    active += [run for run in trials if jobs and (job := jobs.get(run.job_id)) is not None and job.active]
+    over = not active and not is_locked(sweep.folder / "lock")
+    done = len(trials) - len(sweep.gaps())
+    state = "running" if not over else COMPLETED if done == len(trials) else "stopped"
+    return f"{state}, {done} of {len(trials)} trials completed", over
+
+
+def sweep_lines(sweep: Sweep, jobs: dict[str, Job] | None) -> list[str]:
+    """Return what there is to know of a sweep now: a line for each trial, as for a run in the table of runs."""
+    state, over = sweep_state(sweep, jobs)
+    rows: list[tuple[str, ...]] = [("trial", *_HEAD)]
+    for index, name in enumerate(sweep.names):
+        cells = _cells(Run(sweep.trial_dir(index)), jobs)
+        if sweep.status(index) == GONE:
+            cells = (GONE, *cells[1:])
+        elif cells[0].startswith("never started") and not over:
+            cells = ("waiting for its turn", *cells[1:])
+        rows.append((name, *cells))
+    return [f"sweep    {shown(sweep.folder)}", f"state    {state}", "", *aligned(rows)]
+
+
+def _written(one: Run | Sweep) -> float:
+    """Return when the summary of a run, or of a sweep's trial, was written last; else when it was made."""
+    trials = [path.stat().st_mtime for path in one.folder.glob("cells/*/summary.json")]
+    for name in ("summary.json", "run.json", RECORD):
+        with contextlib.suppress(OSError):
+            return max((one.folder / name).stat().st_mtime, *trials, 0.0)
+    return 0.0  # removed meanwhile
+
+
+def _progress(run: Run, over: bool) -> tuple[str, str, str]:
+    """Return step, reward, and the time the remaining steps take at the pace of the last, each empty if unknown."""
+    if not run.rows:
+        return "", "", ""
+    last, reward, seconds = run.rows[-1], run.recent("reward"), run.numbers("seconds/step", _PACE_ROWS)
+    left = ""
+    if seconds and "max_steps" in last and not over:
+        left = clock(sum(seconds) / len(seconds) * (last["max_steps"] - last["step"]))
+    return f"{last['step']}/{last.get('max_steps', '?')}", "" if reward is None else f"{reward:.3f}", left
+
+
+@command(
+    "print the logs of a run; -f follows them until it ends",
+    option("which", metavar="RUN", help=_EITHER_HELP),
+    switch("-f", "--follow", help="go on until the run ends"),
+    option("-n", "--lines", type=int, default=50, help="lines of each log to begin with (50)"),
+    switch("--launch", help="what the launcher printed, launch.log (default)"),
+    switch("--slurm", help="the job's output"),
+    switch("--server", help="the log of the vLLM server"),
+    switch("--trainer", help="the log of the trainers"),
+)
+def logs(options: argparse.Namespace) -> int:
+    """Print logs, and follow them with ``-f``; return 130 after Ctrl-C."""
+    if options.lines < 0:
+        raise config_error("--lines", f"is {options.lines}", "write 0 or more")
+    found = named(options.which)
+    kinds = [kind for kind in _LOGS if getattr(options, kind)]
+    follower = Follower(kinds, options.lines)
+    try:
+        if options.follow:
+            _follow(found, follower)
+        elif not [run for run in runs_of(found) if follower.look(run, instead=True)]:
+            what = f"{shown(found.folder)} has no log of {' or '.join(kinds or ['launch'])} yet"
+            raise config_error(options.which, what, "grpo status shows its state; -f waits for it")
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return 0
+
+
+def runs_of(found: Run | Sweep) -> list[Run]:
+    """Return a run, or of a sweep the trials that run; where none does the one whose log was written last."""
+    if isinstance(found, Run):
+        return [Run(found.folder)]
+    trials = [Run(found.trial_dir(index)) for index in range(len(found.names))]
+    last = newest_first(run.folder / LOG for run in trials)[:1]
+    return [run for run in trials if run.is_running()] or [Run(path.parent) for path in last]
+
+
+class Follower:
+    """Print what is new in the logs of runs, beginning with the last lines; a new attempt's logs join in."""
+
+    def __init__(self, kinds: Iterable[str], lines: int):
+        self._roles = [role for kind in kinds for role in _LOGS[kind]]
+        self._lines = lines
+        self._offsets: dict[Path, int] = {}
+        self._shown: Path | None = None
+
+    def look(self, run: Run, instead: bool = False) -> bool:
+        """Print what is new; return whether there is any log at all.
+
+        Without kinds of logs it is ``launch.log``, or ``instead`` the job's or the trainers', of a run that has none.
+        """
+        found = {**run.logs, **({"launch": run.folder / LOG} if (run.folder / LOG).is_file() else {})}
+        others = [*(_LOGS["slurm"] if run.job_id else _LOGS["trainer"])] if instead and "launch" not in found else []
+        paths = [path for role, path in found.items() if role in (self._roles or ["launch", *others])]
+        for path in paths:
+            size, known = path.stat().st_size, self._offsets.get(path)
+            start = max(0, size - _MOST_BYTES) if known is None else min(known, size)
+            with path.open("rb") as file:
+                file.seek(start)
+                content = file.read(_MOST_BYTES)
+            # Whole lines alone: masking would miss a secret cut in two. One that is too long is shown all the same,
+            # and so is one that a process did not end before its death.
+            whole = content.rfind(b"\n") + 1
+            content = content[:whole] if run.is_running() and (whole or len(content) < _MOST_BYTES) else content
+            self._offsets[path] = start + len(content)
+            content = content[content.find(b"\n") + 1 :] if start and known is None else content
+            lines = readable(masked(content.decode(errors="replace"))).splitlines(keepends=True)
+            if known is None:
+                lines = lines[max(0, len(lines) - self._lines) :]
+            if lines and path != self._shown:
+                print(f"==> {shown(path)} <==")
+                self._shown = path
+            print("".join(lines), end="", flush=True)
+        return bool(paths)
+
+
+def _follow(found: Run | Sweep, follower: Follower) -> None:
+    """Print what is new until the run or sweep is over, the last lines included."""
+    said, jobs, seen = "", _asking_rarely(found), dict[Path, None]()
+    while True:
+        seen |= {run.folder: None for run in runs_of(found)}
+        state, over = _look_at(found, jobs())
+        if state != said and ("waiting" in state or state == "starting"):
+            print(f"grpo: {state}", flush=True)
+        said = state
+        for folder in list(seen):
+            follower.look(Run(folder), instead=over)
+            if isinstance(found, Sweep) and not Run(folder).is_running():
+                follower.look(Run(folder))
+                del seen[folder]
+        if over:
+            print(f"grpo: {shown(found.folder)} is over: {said}")
+            return
+        time.sleep(_SECONDS)
+
+
+def _asking_rarely(found: Run | Sweep) -> Callable[[], Any]:
+    """Return what returns ``_jobs_of``; Slurm is asked every ``_SLURM_SECONDS``, since others ask it, too."""
+    answer = functools.lru_cache(maxsize=1)(lambda moment: _jobs_of(found))
+    return lambda: answer(time.monotonic() // _SLURM_SECONDS)
+
+
+def _jobs_of(found: Run | Sweep) -> Any:
+    """Return the job of a run, or all of the user's where the trials of a sweep are jobs, as Slurm sees them now."""
+    if isinstance(found, Sweep):
+        return my_jobs() if found.record["jobs"] else {}
+    run = Run(found.folder)
+    return find_job(run.job_id) if run.job_id else None
+
+
+def _look_at(found: Run | Sweep, jobs: Any) -> tuple[str, bool]:
+    """Return the state of a run or sweep as it is now, by what ``_jobs_of`` returned, and whether it is over."""
+    return sweep_state(found, jobs) if isinstance(found, Sweep) else _state(Run(found.folder), jobs)
+
+
+@command(
+    "show the reward curve and the phases of a run while it goes on",
+    option("which", metavar="RUN", help=_EITHER_HELP),
+)
+def watch(options: argparse.Namespace) -> int:
+    """Draw a run until it ends; where stdout is no terminal, draw once and print a line for each step."""
+    found = named(options.which)
+    jobs = _asking_rarely(found)
+
+    def look() -> tuple[str, bool]:
+        return _look_at(found, jobs())
+
+    try:
+        if isinstance(found, Sweep):
+            _watch(lambda width: sweep_lines(found, jobs()), look, lambda: [])
+        else:
+            picture, steps = Picture(found.folder), Progress(found.folder)
+            _watch(lambda width: picture.lines(width, *look()), look, lambda: [*map(steps.line, steps.new_rows())])
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return 0
+
+
+def _watch(
+    draw: Callable[[int], list[str]], look: Callable[[], tuple[str, bool]], lines: Callable[[], list[str]]
+) -> None:
+    """Draw again and again until it is over; without a terminal at the beginning and the end."""
+    from rich.console import Console, Group
+    from rich.live import Live
+    from rich.text import Text
+
+    def frame() -> Group:
+        texts = (Text(line, coloured(line), no_wrap=True, overflow="ellipsis") for line in draw(columns()))
+        return Group(*texts)
+
+    if not sys.stdout.isatty():
+        print(*draw(columns()), sep="\n", flush=True)
+        while not look()[1]:
+            print("".join(f"{line}\n" for line in lines()), end="", flush=True)
+            time.sleep(_SECONDS)
+        print(*draw(columns()), sep="\n")
+        return
+    console = Console(width=columns(), highlight=False)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with contextlib.ExitStack() as stack:
+        stack.callback(console.show_cursor)  # rich does not where a signal comes while it draws the first picture
+        live = stack.enter_context(Live(frame(), console=console, auto_refresh=False))
+        while not look()[1]:
+            time.sleep(_SECONDS)
+            live.update(frame(), refresh=True)
+        live.update(frame(), refresh=True)
+
+
+@command(
+    "have a run or sweep save and end; --now ends it at once",
+    option("which", metavar="RUN", help=_EITHER_HELP),
+    switch("--now", help="end it without waiting for the step in flight"),
+)
+def stop(options: argparse.Namespace) -> int:
+    """Ask a run, or the trials of a sweep, to save and end; take a job that waits out of the queue."""
+    found = named(options.which)
+    state, over = _look_at(found, _jobs_of(found))
+    if over:
+        again = f"it goes on with: grpo {'sweep' if isinstance(found, Sweep) else 'launch'} --resume "
+        fix = f"see {shown(found.folder)}" if state.startswith(COMPLETED) else again + shown(found.folder)
+        raise config_error(options.which, f"{shown(found.folder)} is over ({state}) and needs no stop", fix)
+    if isinstance(found, Run):
+        _stop_run(found, options.now)
+        return 0
+    stop_file(found.folder).touch()  # the trials that follow, and by `grpo sweep` itself the one that runs
+    if is_locked(found.folder / "lock"):
+        print("grpo: asked: the trial that runs saves and ends, and no other is started (at once: --now)")
+    for run in (Run(found.trial_dir(index)) for index in range(len(found.names))):
+        if (options.now or not is_locked(found.folder / "lock")) and not _look_at(run, _jobs_of(run))[1]:
+            _stop_run(run, options.now)
+    return 0
+
+
+def _stop_run(found: Run, now: bool) -> None:
+    job = _jobs_of(found)
+    (found.folder / NO_REQUEUE).touch()
+    if job is not None and (job.waits or found.summary.get("status") != "running"):
+        cancel(job.id)  # nothing of it runs: there is nothing to save, and nobody who would see a request
+        finish_summary(found.folder, status="stopped", cause="taken out of the queue by grpo stop")
+        print(f"grpo: job {job.id} is out of the queue; the run directory stays: {shown(found.folder)}")
+    elif now and job is not None:
+        cancel(job.id)
+        print(f"grpo: job {job.id} is cancelled; it saves if Slurm leaves it the time")
+    elif now:
+        host, pid = launcher_of(found.folder)
+        if host != socket.gethostname():
+            raise config_error("--now", f"the launcher runs on {host}, this is {socket.gethostname()}", "do it there")
+        asked = "is gone: its process guards end the rest"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+            asked = "was asked to end at once"
+            time.sleep(1.2)  # within a second two count as one; the second is final
+            os.kill(pid, signal.SIGTERM)
+        print(f"grpo: its launcher (pid {pid}) {asked}")
+    else:
+        stop_file(found.folder).touch()
+        print("grpo: asked: it saves after the step in flight and ends (at once: --now)")

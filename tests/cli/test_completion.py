@@ -1,0 +1,88 @@
+"""`grpo completion`, in the shells themselves."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from grpo_recipes import cli
+from grpo_recipes.recipe.keys import catalogue
+
+ASK = {
+    # What readline does: the words of the line so far, broken at "=" as well, and the place of the last.
+    "bash": (
+        'source "$SCRIPT"; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _grpo; printf "%s\\n" "${COMPREPLY[@]}"; '
+        "complete -p grpo >&2"
+    ),
+    # What its bashcompinit does: the function in the emulation of sh; only what fits the word is taken afterwards.
+    "zsh": (
+        'autoload -Uz compinit; compinit -u -d "$PWD/.zcompdump"; source "$SCRIPT"; '
+        "() { emulate -L sh; setopt kshglob noshglob braceexpand; "
+        'COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=(); _grpo; printf "%s\\n" "${COMPREPLY[@]}"; } "$@"'
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("work")
+    for name in ("mine.yaml", "my two.yaml", "notes.txt"):
+        (made / name).touch()
+    (made / "more").mkdir()
+    return made
+
+
+@pytest.fixture(params=list(ASK))
+def offered(request: pytest.FixtureRequest, folder: Path, capsys: pytest.CaptureFixture[str]):
+    """``offered("grpo", "check", "--deep", "m")`` -> what the shell offers for the last word."""
+    shell = request.param
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    assert cli.main(["completion", shell]) == 0
+    (folder / shell).write_text(capsys.readouterr().out)
+
+    def ask(*words: str) -> set[str]:
+        command = [shell, *(["-f"] if shell == "zsh" else ["--norc"]), "-c", ASK[shell], shell, *words]
+        environment = {"PATH": "/usr/bin:/bin", "SCRIPT": f"./{shell}", "HOME": str(folder)}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=30)
+        assert done.returncode == 0, done.stderr
+        fitting = {line for line in done.stdout.splitlines() if line.startswith(words[-1].lstrip("="))}
+        return (fitting if shell == "zsh" else set(done.stdout.splitlines())) - {""}
+
+    return ask
+
+
+def test_commands_options_keys_values_and_files(offered):
+    assert offered("grpo", "ch") == {"check", "check-rewards"}
+    assert {*cli.COMMANDS, "--help", "--version"} == offered("grpo", "")
+    assert offered("grpo", "launch", "--re") == {
+        "--resume", *(f"--{key}" for key in catalogue() if key.startswith("re")),
+    }  # fmt: skip
+    assert offered("grpo", "logs", "--") == {
+        "--follow",
+        "--launch",
+        "--lines",
+        "--slurm",
+        "--server",
+        "--trainer",
+        "--help",
+    }
+    assert offered("grpo", "check", "--learning") == {"--learning_rate"}
+    assert offered("grpo", "check", "m") == {"mine.yaml", "my two.yaml", "more"}
+    assert offered("grpo", "check", "--deep", "mi") == {"mine.yaml"}
+    assert offered("grpo", "new", "x.yaml", "--from", "mi") == {"mine.yaml"}
+    assert offered("grpo", "check", "mine.yaml", "--task", "") == {"grpo", "maxent"}
+    assert offered("grpo", "plan", "mine.yaml", "--use_peft", "t") == {"true"}
+    assert offered("grpo", "plan", "mine.yaml", "--weight_sync", "=", "f") == {"file"}
+    assert offered("grpo", "plan", "--max_steps", "") == set()  # a number of the user's
+    assert offered("grpo", "keys", "lora_t") == {key for key in catalogue() if key.startswith("lora_t")}
+    assert offered("grpo", "stop", "--now", "la") == {"last"} == offered("grpo", "launch", "--resume", "")
+    assert offered("grpo", "completion", "") == {"bash", "zsh"}
+
+
+def test_another_shell_is_refused(capsys):
+    assert cli.main(["completion", "fish"]) == 2
+    assert "invalid choice: 'fish'" in capsys.readouterr().err

@@ -1,0 +1,272 @@
+"""Every state file of a run, torn, swapped, foreign, a folder or gone, through every command that reads a run."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from grpo_recipes.cli import main
+from grpo_recipes.errors import EXIT_STOPPED, ConfigError
+from grpo_recipes.launch import run as launch_run
+from grpo_recipes.launch.attempt import Attempt
+from grpo_recipes.launch.processes import Ending, rank_pids
+from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
+from grpo_recipes.runs.checkpoints import newest_complete, publish
+from grpo_recipes.runs.progress import read_phases
+from grpo_recipes.runs.rundir import read_json
+from grpo_recipes.slurm import client
+
+CHECKPOINT = [
+    "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "grpo_window_0.pt", "trainer_state.json",
+    "order_of_data.json", "controllers.json",
+]  # fmt: skip
+STATE = [
+    "launch.log", "publish/checkpoint-3.json",
+    "run.json", "plan.json", "summary.json", "recipe.yaml", "digests.json", "sources.json", "job.json", "lock",
+    "metrics.jsonl", "eval.jsonl", "samples.jsonl", "slow_rewards.jsonl", "benchmarks.json", "tracked.json", "stop",
+    "prompts.jsonl", "no_requeue",
+    "processes/server.json", "processes/trainer.json", "processes/rank_0.json", "processes/phase_0.json",
+    "processes/server_state.json", "checkpoints", "processes", "publish", "rewards", "callbacks", "code.patch",
+    *(f"checkpoints/checkpoint-6/{name}" for name in (*CHECKPOINT, "COMPLETE")), "checkpoints/checkpoint-6",
+]  # fmt: skip
+EXTRA = [
+    "checkpoints/checkpoint-best",
+    "checkpoints/checkpoint-6.bak",
+    "checkpoints/checkpoint-99",
+    "processes/rank_x.json",
+    "processes/phase_x.json",
+    "report.html",
+]
+FOREIGN = [
+    b"",
+    b"null",
+    b"[]",
+    b"{}",
+    b'{"step": "x"}',
+    b"7",
+    b'"text"',
+    b"\x00\xff\xfe",
+    b"{" * 3000,
+    b"a: [b",
+    b"- 1\n- 2\n",
+    b'{"processes": 3, "batch": []}',
+    b'{"files": [], "digests": 1}',
+    b"NaN",
+]
+Damage = Callable[[Path], None]
+
+
+def as_folder(path: Path) -> None:
+    remove(path)
+    path.mkdir(parents=True)
+    (path / "inside").write_text("x")
+
+
+def remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def tear(path: Path) -> None:
+    if path.is_file():
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def write(content: bytes) -> Damage:
+    def damage(path: Path) -> None:
+        remove(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+    return damage
+
+
+def swap(other: str) -> Damage:
+    def damage(path: Path) -> None:
+        folder = next(one for one in path.parents if one.name == "run")
+        if (folder / other).is_file():
+            write((folder / other).read_bytes())(path)
+
+    return damage
+
+
+DAMAGES: dict[str, Damage] = {
+    "gone": remove, "torn": tear, "folder": as_folder, "swapped": swap("run.json"), "rows": swap("metrics.jsonl"),
+    **{repr(content[:12]): write(content) for content in FOREIGN},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, pytest.MonkeyPatch]]:
+    """A folder with a run of our launch that was stopped after step 6, its processes faked; and its environment."""
+    folder = tmp_path_factory.mktemp("state")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in {*ENVIRONMENT_KEYS, *READ_VARIABLES} - {"GRPO_HOME"}:
+            patch.delenv(name, raising=False)
+        patch.setenv("RUN_ROOT", str(folder / "runs"))
+        patch.setenv("CACHE_ROOT", str(folder / "cache"))
+        patch.setattr(client, "ask", lambda *argv, **how: None)
+        patch.chdir(folder)
+        patch.setattr(launch_run, "supervise", fake_processes)
+        assert main(["launch", "recipes/smoke/grpo.yaml", "--max_steps", "9"]) == EXIT_STOPPED
+        (made,) = (folder / "runs").iterdir()
+        made.rename(folder / "run")
+        yield folder, patch
+
+
+COMMANDS = (
+    ["status", "RUN"], ["status"], ["logs", "RUN"], ["doctor", "--run", "RUN"], ["report", "RUN"], ["stop", "RUN"],
+    ["launch", "--resume", "RUN"],
+)  # fmt: skip
+
+
+def fake_processes(attempt: Attempt, stop: object) -> Ending:
+    """Leave what processes leave that were stopped after step 6."""
+    folder = attempt.run.folder
+    rows = [{"step": step, "max_steps": 9, "reward": 0.5, "seconds/step": 1.0} for step in range(1, 7)]
+    for name in ("metrics.jsonl", "eval.jsonl", "samples.jsonl", "slow_rewards.jsonl"):
+        (folder / name).write_text("".join(json.dumps({**row, "eval_reward": 0.5}) + "\n" for row in rows))
+    for step in (3, 6):
+        staged = folder / "checkpoints" / "partial" / f"checkpoint-{step}"
+        staged.mkdir(parents=True)
+        for name in CHECKPOINT:
+            (staged / name).write_text(f"{name} of step {step}")
+        publish(staged, folder / "checkpoints", step, 1)
+    (folder / "prompts.jsonl").write_text('{"step": 0, "said": ["9 prompts"], "read": 10, "too_long": 1}\n')
+    (folder / "tracked.json").write_text('{"wandb": "https://wandb.ai/team/maths/runs/abc"}')
+    for name in ("server", "trainer"):
+        (folder / f"processes/{name}.json").write_text('{"pid": 1, "guard": 1, "exit": 0}')
+    (folder / "processes/rank_0.json").write_text(
+        '{"pid": 1, "rank": 0, "node": 0, "exit": 75, "cause": "x", "time": 1}'
+    )
+    (folder / "processes/phase_0.json").write_text('{"phase": "save", "since": 1, "step": 6}')
+    (folder / "processes/server_state.json").write_text('{"epoch": 1, "state": "gone"}')
+    attempt.scratch.remove()
+    return Ending(EXIT_STOPPED, "rank 0: stopped on request after step 6, state saved")
+
+
+def ask(folder: Path, patch: pytest.MonkeyPatch, name: str, damage: Damage, argv: list[str]) -> None:
+    """Damage one file of a copy of the run and give a command; a resume stops where its processes would start."""
+    copy, taken = folder / "copy" / "run", []
+
+    def fake_supervise(attempt: Attempt, stop: object) -> Ending:
+        taken.append(newest_complete(attempt.run.folder / "checkpoints"))
+        attempt.scratch.remove()
+        return Ending(EXIT_STOPPED, "rank 0: stopped on request")
+
+    patch.setattr(launch_run, "supervise", fake_supervise)
+    patch.setenv("RUN_ROOT", str(copy.parent))
+    shutil.rmtree(copy.parent, ignore_errors=True)
+    shutil.copytree(folder / "run", copy)
+    damage(copy / name)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        code = main([str(copy) if word == "RUN" else word for word in argv])
+    assert code in (0, 2, EXIT_STOPPED) and "Traceback" not in said.getvalue(), said.getvalue()
+    for checkpoint in filter(None, taken):
+        assert bytes_of(checkpoint) == bytes_of(folder / "run" / "checkpoints" / checkpoint.name), (
+            "changed bytes resumed"
+        )
+    read_phases(copy), rank_pids(copy)  # as a launcher reads them while its processes write
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+@given(
+    name=st.sampled_from([*STATE, *EXTRA]),
+    what=st.sampled_from([*DAMAGES]) | st.binary(max_size=60),
+    at=st.sampled_from(COMMANDS),
+)
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+def test_no_damage_ends_in_a_traceback_or_resumes_changed_bytes(
+    whole: tuple[Path, pytest.MonkeyPatch], name: str, what: str | bytes, at: list[str]
+) -> None:
+    ask(*whole, name, DAMAGES[what] if isinstance(what, str) else write(what), at)
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+@pytest.mark.fault
+@pytest.mark.parametrize("name", [*STATE, *EXTRA])
+def test_no_damage_of_a_kind_does_in_any_command(whole: tuple[Path, pytest.MonkeyPatch], name: str) -> None:
+    for damage, at in itertools.product(DAMAGES.values(), COMMANDS):
+        ask(*whole, name, damage, at)
+
+
+def test_the_commands_do_start_and_read_a_run_that_is_whole(whole: tuple[Path, pytest.MonkeyPatch], capsys) -> None:
+    folder, patch = whole
+    for at in COMMANDS:
+        ask(folder, patch, "nothing.json", lambda path: None, at)
+    assert not (folder / "copy" / "run" / "checkpoints" / "checkpoint-6.damaged").exists()
+
+
+def test_a_folder_in_the_place_of_a_file_is_named(whole: tuple[Path, pytest.MonkeyPatch], capsys) -> None:
+    folder, _ = whole
+    ask(*whole, "summary.json", as_folder, ["doctor", "--run", "RUN"])
+    with pytest.raises(ConfigError, match=r"summary\.json: cannot be used \(Is a directory\)\. Fix: restore it"):
+        read_json(folder / "copy" / "run" / "summary.json")
+
+
+@pytest.mark.parametrize("content", [*FOREIGN, b'{"name": "a", "cells": [1]}'])
+def test_a_damaged_record_of_a_sweep_is_one_line_and_hides_no_run(whole, monkeypatch, capsys, content: bytes) -> None:
+    folder, _ = whole
+    monkeypatch.setenv("RUN_ROOT", str(folder))
+    write(content)(folder / "sweeps" / "one" / "sweep.json")
+    for argv, code in ((["report", "sweeps/one"], 2), (["status", "sweeps/one"], 2), (["status"], 0)):
+        assert main(argv) == code
+        said = capsys.readouterr()
+        assert said.err.startswith("grpo: ") == (code == 2) and ("stopped" in said.out) == (code == 0)
+    assert main(["sweep", "--resume", "sweeps/one"]) == 2
+    shutil.rmtree(folder / "sweeps")
+
+
+def resumed(whole: tuple[Path, pytest.MonkeyPatch], fake: Callable[..., Ending]) -> str:
+    """Resume a copy of the run with these processes; return what was printed."""
+    folder, patch = whole
+    shutil.rmtree(folder / "copy", ignore_errors=True)
+    shutil.copytree(folder / "run", folder / "copy" / "run")
+    (folder / "copy" / "run" / "stop").touch()  # to the attempt before
+    patch.setattr(launch_run, "supervise", fake)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        main(["launch", "--resume", str(folder / "copy" / "run")])
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_stop_before_an_attempt_begins_reaches_it_and_an_older_one_does_not(whole, monkeypatch, asked) -> None:
+    found = []
+
+    def fake_supervise(attempt: Attempt, stop: object) -> Ending:
+        attempt.scratch.remove()
+        found.append((attempt.run.folder / "stop").exists())
+        return Ending(EXIT_STOPPED, "x")
+
+    def verify_while_stopped(folder: Path, say: object) -> None:  # after the run is claimed
+        if asked:
+            assert main(["stop", str(folder.parent)]) == 0
+
+    monkeypatch.setattr(launch_run, "verified_checkpoint", verify_while_stopped)
+    resumed(whole, fake_supervise)
+    assert found == [asked]
+
+
+def test_an_end_with_a_damaged_row_says_what_a_resume_needs(whole) -> None:
+    def fake_supervise(attempt: Attempt, stop: object) -> Ending:
+        attempt.scratch.remove()
+        with (attempt.run.folder / "metrics.jsonl").open("a") as rows:
+            rows.write("no row\n")
+        return Ending(EXIT_STOPPED, "x")
+
+    said = resumed(whole, fake_supervise)
+    assert "continue with: grpo launch --resume copy/run, once the damaged row of metrics.jsonl is corrected" in said
