@@ -18,14 +18,13 @@ import math
 import os
 import random
 import shutil
-import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from grpo_recipes.errors import config_error
-from grpo_recipes.paths import cache_root
+from grpo_recipes.paths import cache_root, python_module
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
@@ -211,7 +210,7 @@ def smoke_command(name: str, environment: Mapping[str, str]) -> tuple[Path, list
     """Return the folder of a built-in smoke task, and the command that makes it there (a minute; needs torch)."""
     folder = smoke_folder(name, environment)
     tied = ["--tie-word-embeddings"] if name.endswith("-tied") else []
-    return folder, [sys.executable, "-m", "grpo_recipes.smoke", str(folder), *tied]
+    return folder, python_module("grpo_recipes.smoke", str(folder), *tied)
 
 
 def main(argv: list[str] | None = None) -> None:

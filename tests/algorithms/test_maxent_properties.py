@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from grpo_recipes.algorithms import maxent
 
-few = settings(derandomize=True, max_examples=25, deadline=None, database=None)
+few = settings(max_examples=25, database=None)
 NAN = math.nan
 INF = math.inf
 values = st.floats(-2.0, 2.0).map(lambda value: round(value, 3))

@@ -146,6 +146,9 @@ def test_variables_that_nothing_reads_any_more(machine):
     assert environment.unread_variables(machine()).value == "none"
     found = environment.unread_variables(machine(TRANSFORMERS_CACHE="/x"))
     assert found.status == "warning" and "CACHE_ROOT" in found.fix
+    of_guide = environment.unread_variables(machine(GPUS_PER_NODE="8", MAX_PROMPT_CHARS="2048"))
+    assert "GPUS_PER_NODE: unset it" in of_guide.fix and "MAX_PROMPT_CHARS: write max_prompt_length" in of_guide.fix
+    assert environment.unread_variables(machine(SERVER_LOG="a", TRAINING_LOG="b", ACC_TEE="3")).value == "none"
 
 
 def test_libraries_do_not_read_what_we_call_unread():

@@ -10,6 +10,7 @@ import pytest
 
 from grpo_recipes.doctor import hardware
 from grpo_recipes.doctor.examine import Machine, NoAnswer
+from grpo_recipes.plan import preflight
 
 UUIDS = ["GPU-11111111-aaaa-bbbb-cccc-000000000001", "GPU-22222222-aaaa-bbbb-cccc-000000000002"]
 NAME = "NVIDIA A100-SXM4-80GB"
@@ -36,7 +37,7 @@ def fake_nvidia_smi(fake_program):
 
 @pytest.fixture(autouse=True)
 def fake_cuda_torch(monkeypatch):
-    monkeypatch.setattr(hardware, "torch_cuda", lambda: "13.0")
+    monkeypatch.setattr(preflight, "torch_cuda", lambda: "13.0")
 
 
 def test_a_new_driver_is_right(fake_nvidia_smi, cuda_machine):
@@ -53,7 +54,7 @@ def test_a_new_driver_is_right(fake_nvidia_smi, cuda_machine):
 def test_the_driver_must_be_of_the_branch_that_torchs_cuda_needs(
     fake_nvidia_smi, cuda_machine, monkeypatch, cuda, driver, status
 ):
-    monkeypatch.setattr(hardware, "torch_cuda", lambda: cuda)
+    monkeypatch.setattr(preflight, "torch_cuda", lambda: cuda)
     fake_nvidia_smi(row(0, driver=driver))
     found = hardware.gpus(cuda_machine())
     assert found.status == status and ("cuda-compat" in found.fix) == (status == "problem")
@@ -157,13 +158,13 @@ def test_the_cuda_version_is_read_from_torchs_own_file(monkeypatch, tmp_path, te
     (tmp_path / "version.py").write_text(text)
     fake_spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: fake_spec)
-    assert hardware.torch_cuda() == cuda
+    assert preflight.torch_cuda() == cuda
 
 
 def test_the_installed_torch_has_such_a_file(monkeypatch):
     monkeypatch.undo()
     cpu = importlib.metadata.version("torch").endswith("+cpu")
-    assert (hardware.torch_cuda() is None) == cpu
+    assert (preflight.torch_cuda() is None) == cpu
 
 
 IDLE = "main|infinite|2|gpu:a100:4|idle|n[1-2]"
@@ -245,3 +246,17 @@ def test_the_login_node_is_no_node_of_the_job(no_program, machine):
     del inside["SLURMD_NODENAME"]
     found = hardware.slurm(machine(**inside))
     assert found.status == "warning" and "job 7, but" in found.value and "srun --pty bash" in found.fix
+
+
+@pytest.mark.parametrize(("cores", "memory", "told"), [(15, 4e9, True), (64, 256e9, False)])
+def test_cores_and_memory_of_a_job_are_judged_by_its_gpus_as_a_launch_does(
+    fake_program, cuda_machine, monkeypatch, cores, memory, told
+):
+    fake_program("nvidia-smi", 'for n in 0 1 2 3 4 5 6 7; do echo "GPU $n: X (UUID: GPU-$n)"; done')
+    monkeypatch.setattr(hardware.os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(preflight, "cgroup_cores", lambda: float("inf"))
+    monkeypatch.setattr(preflight, "cgroup_memory", lambda: (memory, 0.0))
+    monkeypatch.setattr(preflight, "free_memory", lambda: memory)
+    found = hardware.cores_and_memory(cuda_machine())
+    assert ("15 cores for 8 GPUs" in found.value) == ("--cpus-per-task=64" in found.fix) == told
+    assert ("4.0 GB of memory for 8 GPUs" in found.value) == ("sbatch --mem=256G" in found.fix) == told

@@ -47,7 +47,7 @@ def test_model_and_training_set_with_their_lines(read: Read) -> None:
     model, dataset = assets_of(read(model_revision="v2", dataset_config="main"))
     assert (model.kind, model.id, model.revision) == ("model", "Qwen/Qwen2.5-1.5B-Instruct", "v2")
     assert (dataset.kind, dataset.id, dataset.config, dataset.split) == ("dataset", "openai/gsm8k", "main", "train")
-    assert model.where.startswith("recipe.yaml:") and model.where != dataset.where
+    assert "/recipe.yaml:" in model.where and model.where != dataset.where
     assert str(dataset) == "dataset openai/gsm8k (main, train)"
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from documented import documented
 from fake_hub import FakeHub
 from no_network import without_network
 
@@ -121,6 +122,9 @@ def test_a_resumed_run_gets_its_own_commits_back(shell: Shell, hub: FakeHub, var
     recorded = read_json(run / "run.json")["sources"]
     with pytest.raises(ConfigError, match=f"grpo fetch --resume {run}"):
         need_assets(recipe, {**variables(), "HF_HUB_OFFLINE": "1"}, recorded, ["--resume", str(run)])
+    shown = "grpo fetch --resume runs/qwen2.5-1.5b-math-20260101-120000"
+    brought = shell.run(*documented(shown, {shown.split()[-1]: str(run)}, fake="the hub"))
+    assert brought.returncode == 0, brought.stderr
     again = need_assets(recipe, variables(), recorded, ["--resume", str(run)])
     assert [source.commit for source in again.found] == [source.commit for source in began_with.found]
     assert not (Path(again.model.path) / "notes.txt").exists()

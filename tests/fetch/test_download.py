@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from documented import documented
 from fake_hub import READER, FakeHub
 from no_network import without_network
 
@@ -59,7 +60,7 @@ fcntl.flock = flock
 
 def test_what_was_fetched_loads_with_the_network_cut_off(shell: Shell, hub: FakeHub) -> None:
     shell.recipe()
-    fetched = shell.grpo("fetch", "recipe.yaml")
+    fetched = shell.run(*documented("grpo fetch my.yaml", {"my.yaml": "recipe.yaml"}, fake="the hub"))
     assert fetched.returncode == 0, fetched.stderr
     model, dataset = hub.repos["model", "ada/sums"], hub.repos["dataset", "ada/rows"]
     for line, sha in zip(fetched.stdout.splitlines()[-3:-1], (model.at("main"), dataset.at("main")), strict=True):
@@ -85,7 +86,7 @@ def test_again_it_downloads_nothing_and_tells_of_newer_commits(shell: Shell, hub
     assert f"here; the hub has {new[:12]}: --update brings it" in told.stdout
     assert shell.records()[1]["commit"] == old
 
-    updated = shell.grpo("fetch", "recipe.yaml", "--update")
+    updated = shell.run(*documented("grpo fetch my.yaml --update", {"my.yaml": "recipe.yaml"}, fake="the hub"))
     assert updated.returncode == 0, updated.stderr
     assert shell.records()[1]["commit"] == new
     assert (Path(shell.records()[1]["path"]) / "notes.txt").read_text() == "new"

@@ -196,7 +196,7 @@ def test_many_brackets_and_signs_are_read() -> None:
 
 
 @given(st.text("0123456789+-*/() ", max_size=210))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_whatever_is_read_is_what_python_computes(text: str) -> None:
     try:
         found = parsed(text)

@@ -67,7 +67,9 @@ def run_dir(tmp_path: Path) -> Path:
         (folder / name).write_text(json.dumps(content))
     rows = [{"step": step, "max_steps": 5, "reward": step / 10} for step in range(1, 6)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "recipe.yaml").write_text("# recipe.yaml:1\nmodel_name_or_path: ada/base\ndataset_name: ada/rows\n")
+    (folder / "recipe.yaml").write_text(
+        "# /home/ada/own/recipe.yaml:1\nmodel_name_or_path: ada/base\ndataset_name: ada/rows\n"
+    )
     return folder
 
 

@@ -222,6 +222,17 @@ def test_a_run_that_ends_names_only_what_is_not_pushed(
     assert len(said) == 2 and read_json(run_dir / "summary.json")["published"]["commit"]
 
 
+def test_the_push_of_a_checkpoint_that_was_redone_since_does_not_count(
+    start: Start, checkpoint: Checkpoint, run_dir: Path, said: list[str]
+) -> None:
+    (run_dir / "publish").mkdir(exist_ok=True)
+    (run_dir / "publish" / "checkpoint-1.json").write_text('{"commit": "of the one before"}')
+    publisher = start("every_save")
+    publisher._stage(checkpoint(1))
+    publisher.abandon()
+    assert said == ["checkpoint-1 may not be published: the run ended before"]
+
+
 def test_a_run_without_push_to_hub_has_a_card_and_no_publisher(run_dir: Path) -> None:
     assert hand_over(None, run_dir) == ""
     assert (run_dir / "model" / "README.md").read_text().startswith('---\nbase_model: "ada/base"\n')

@@ -52,7 +52,8 @@ class FakeLaunches:
 @pytest.fixture
 def fake_launches(monkeypatch: pytest.MonkeyPatch) -> FakeLaunches:
     fake = FakeLaunches()
-    monkeypatch.setattr(SignalForwarder, "__init__", lambda self: setattr(self, "seen", None))
+    monkeypatch.setattr(SignalForwarder, "__init__", lambda self, *_: setattr(self, "seen", None))
+    monkeypatch.setattr(SignalForwarder, "asked", lambda self: self.seen is not None)
     monkeypatch.setattr(SignalForwarder, "run", lambda forwarder, *arguments: fake.run(forwarder, *arguments))
     return fake
 

@@ -27,14 +27,17 @@ def finals(sweep, rate):
 
 
 def test_means_have_students_interval(tmp_path):
-    sweep = make_sweep(tmp_path)
+    sweep = make_sweep(tmp_path, seeds=(1, 2, 3, 4, 5))
     ends = finals(sweep, "3e-6")
-    mean = sum(ends) / 3
-    # 97.5 % point of Student's t with 2 degrees of freedom.
-    half = 4.303 * math.sqrt(sum((end - mean) ** 2 for end in ends) / 2) / math.sqrt(3)
-    (line,) = [line for line in text_table(sweep, read_results(sweep)).splitlines() if "3e-6 (3 seeds)" in line]
-    told, told_half = re.findall(r"(\d\.\d+) ± (\d\.\d+)", line)[0]
-    assert float(told) == pytest.approx(mean, rel=1e-2) and float(told_half) == pytest.approx(half, rel=1e-1)
+    mean = sum(ends) / 5
+    # 97.5 % point of Student's t with 4 degrees of freedom.
+    half = 2.776 * math.sqrt(sum((end - mean) ** 2 for end in ends) / 4) / math.sqrt(5)
+    *lines, last = text_table(sweep, read_results(sweep)).splitlines()
+    (line,) = [line for line in lines if "3e-6 (5 seeds)" in line]
+    assert last.startswith("learning_rate=3e-6 (5 seeds) ends highest, at reward")
+    told, low, high = re.findall(r"(\d\.\d+) \(95 %: (\d\.\d+) to (\d\.\d+)\)", line)[0]
+    assert float(told) == pytest.approx(mean, rel=1e-2)
+    assert (float(high) - float(low)) / 2 == pytest.approx(half, rel=1e-1)
 
 
 def test_the_text_table_has_every_trial(tmp_path):
@@ -60,7 +63,7 @@ def test_the_page_has_a_curve_and_a_band_for_each_setting(tmp_path):
     (reward,) = [figure for figure in figures if ">Reward<" in figure]
     labels = re.findall(r'data-label="([^"]*)"', reward)
     assert labels == ["learning_rate=1e-6 (3 seeds)", "learning_rate=3e-6 (3 seeds)"]
-    assert len(re.findall(r"<path class=\"band[^\"]*\"", reward)) == 2
+    assert len(re.findall(r"<path class=\"faint[^\"]*\"", reward)) == 6  # each seed; no band of three
     assert "learning_rate=3e-6 (3 seeds) ends highest" in seen.text
     assert "6 of 6 completed" in seen.text
 

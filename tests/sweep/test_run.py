@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+from pathlib import Path
 
 import pytest
 
@@ -12,9 +14,9 @@ from grpo_recipes import cli
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.launch import submission
 from grpo_recipes.recipe import read_frozen
-from grpo_recipes.runs.rundir import Run, claim, read_json
+from grpo_recipes.runs.rundir import Run, claim, read_json, write_json
 from grpo_recipes.slurm.client import tasks_in_queue
-from grpo_recipes.sweep.run import array_text
+from grpo_recipes.sweep.run import SignalForwarder, array_text
 
 TWO = ("seed=1..2",)
 
@@ -49,6 +51,25 @@ def test_a_trial_that_fails_is_named_and_the_others_run(sweep, made, fake_launch
     assert "trial 3 of 3: seed=3 completed" in said
     assert "not completed: seed=1 (failed), seed=2 (failed)" in said
     assert f"grpo sweep --resume runs/sweeps/{made()[0].folder.name}" in said
+
+
+def test_grpo_stop_ends_a_sweep_with_the_trial_that_runs(sweep, made, monkeypatch, capsys):
+    started, before = [], {signum: signal.getsignal(signum) for signum in signal.valid_signals()}
+
+    def fake_launch(forwarder, argv, environment, log) -> int:
+        started.append(Path(argv[-1]).name)
+        assert cli.main(["stop", str(made()[0].folder)]) == 0
+        summary = {**read_json(Path(argv[-1]) / "summary.json"), "status": "stopped", "exit_code": 75}
+        write_json(Path(argv[-1]) / "summary.json", summary)
+        return 75
+
+    monkeypatch.setattr(SignalForwarder, "run", fake_launch)
+    code = sweep("seed=1..3")
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(signum, before[signum])
+    said = capsys.readouterr().out
+    assert (code, started) == (75, ["seed=1"])
+    assert "asked: the trial that runs saves and ends" in said and "grpo: grpo stop: the sweep ends here" in said
 
 
 @pytest.mark.parametrize("again", [("SAME",), ("--resume", "last"), ("--resume", "DIR")])
@@ -170,7 +191,9 @@ def test_what_is_no_sweep_is_refused(folder, capsys):
         assert said in capsys.readouterr().err
 
 
-def test_without_a_recipe_the_default_one_is_varied(folder, made, fake_launches):
+def test_the_default_recipe_is_varied_where_it_is_asked_for(folder, made, fake_launches, monkeypatch):
+    assert cli.main(["sweep", "seed=1..2"]) == 2 and not fake_launches.started
+    monkeypatch.setenv("GRPO_DEFAULT_RECIPE", "1")
     assert cli.main(["sweep", "seed=1..2"]) == 0
     assert fake_launches.started == ["seed=1", "seed=2"]
 

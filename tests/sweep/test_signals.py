@@ -24,16 +24,17 @@ signal.pause()
 SWEEP = """
 import os, sys
 from grpo_recipes.sweep.run import SignalForwarder
-forwarder = SignalForwarder()
+from pathlib import Path
+forwarder = SignalForwarder(Path(sys.argv[2]))
 code = forwarder.run([sys.executable, "-c", sys.argv[1]], dict(os.environ), None)
 print("code", code, forwarder.seen, flush=True)
 """
 
 
 @pytest.fixture
-def sweep():
+def sweep(tmp_path):
     process = subprocess.Popen(
-        [sys.executable, "-c", SWEEP, FAKE_LAUNCH],
+        [sys.executable, "-c", SWEEP, FAKE_LAUNCH, str(tmp_path / "stop")],
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -59,6 +60,11 @@ def _as_a_terminal_leaves_them() -> None:
 def test_a_signal_reaches_the_launch_once_and_its_code_comes_back(sweep, signum, passed):
     os.killpg(sweep.pid, signum)  # as a terminal does: the launch is in a session of its own
     assert sweep.stdout.read().splitlines() == [passed, f"code 75 {signum:d}"]
+
+
+def test_a_request_by_grpo_stop_reaches_the_launch_once(sweep, tmp_path):
+    (tmp_path / "stop").touch()
+    assert sweep.stdout.read().splitlines() == ["SIGINT", f"code 75 {signal.SIGINT:d}"]
 
 
 def test_a_launch_ends_with_its_sweep(sweep):

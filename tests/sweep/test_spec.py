@@ -58,7 +58,7 @@ def test_other_names_of_a_key_are_that_key():
         ("run_name=a,b", "the sweep's to set", "--name"),
         ("run_root=a,b", "the sweep's to set", "--run_root"),
         ("output_dir=a,b", "not a recipe's to set", "run_root"),
-        ("clip_range=0.1,0.2", "obsolete", "epsilon"),
+        ("clip_range=0.1,0.2", "not a key here", "epsilon"),
         ("report_to=none,wandb", "changes nothing in what is learned", "--report_to"),
         ("save_steps=5,10", "changes nothing in what is learned", "--save_steps"),
     ],

@@ -75,6 +75,8 @@ def own_rewards(folder: Path, code: str = REWARD, **keys: Any) -> list[Any]:
     """The reward of ``code`` in a child process, named ``own``."""
     (folder / "own.py").write_text(code)
     defaults = {"reward_isolation": "completion", "reward_workers": 1, "reward_timeout": 1.0, "reward_memory_gib": 1.0}
+    defaults |= {"reward_environment": [], "reward_concurrency": 4, "dataset_mixture": None}
+    defaults |= {"dataset_solution_column": "answer", "eval_dataset_solution_column": None}
     script_args = SimpleNamespace(reward_funcs=[f"{folder}/own.py:own"], **{**defaults, **keys})
     rewards = load_rewards(script_args, None, folder)
     rewards[0](completions=["the first call may take longer"], completion_ids=[[1]])

@@ -15,6 +15,7 @@ from grpo_recipes.runs.checkpoints import complete_checkpoints
 from grpo_recipes.runs.rundir import read_metrics
 from grpo_recipes.trainers.checks import MOST_SKIPPED, Checks, NotFinite, logprob_tolerance
 from grpo_recipes.trainers.model import own_part
+from grpo_recipes.weights.guard import WeightsDiffer
 
 from .tiny_training import train
 
@@ -169,3 +170,21 @@ def test_the_tolerance_follows_the_dtype_unless_the_recipe_names_one(dtype, keys
     args = SimpleNamespace(**{"weight_guard_tolerance": None, "bf16": False, "fp16": False, **keys})
     trainer = SimpleNamespace(args=args, model=torch.nn.Linear(1, 1, dtype=dtype))
     assert logprob_tolerance(trainer) == expected
+
+
+def test_a_server_that_drifts_after_healthy_syncs_is_stopped_below_the_dtypes_tolerance() -> None:
+    args = SimpleNamespace(weight_guard_tolerance=None, weight_sync="file", bf16=True, fp16=False)
+    trainer = SimpleNamespace(
+        args=args, model=torch.nn.Linear(1, 1), state=SimpleNamespace(global_step=4),
+        rollouts=SimpleNamespace(guarded=True, checksum_error=lambda: None),
+    )  # fmt: skip
+    checks = Checks(trainer)
+    differences = iter([1e-3, 2e-3, 1e-3, 1.5e-2, 3e-2])
+    checks.logprob_difference = lambda output: next(differences)  # type: ignore[method-assign]
+    for _ in range(4):
+        checks.server({}, synced=True)
+    with pytest.raises(WeightsDiffer, match=r"0\.03 on the first batch exceeds 0\.02 \(weight_guard_tolerance\)"):
+        checks.server({}, synced=True)
+    args.weight_guard_tolerance = 0.5  # the recipe's own is not touched
+    checks.logprob_difference = lambda output: 0.4  # type: ignore[method-assign]
+    checks.server({}, synced=True)

@@ -60,7 +60,10 @@ def test_a_value_that_only_trl_refuses(sums, tmp_path):
 
 def test_no_prompt_fits(sums, tmp_path):
     (problem,) = refused(sums(max_prompt_length=5), tmp_path)
-    assert "none of 64 prompts fits, the shortest has 7 tokens" in problem and "write 7 or more" in problem
+    assert (
+        "none of 64 prompts fits, the shortest has 7 tokens" in problem
+        and "write 7, the longest of these, or more" in problem
+    )
 
 
 def test_a_template_that_cannot_render(sums, tmp_path):
@@ -101,6 +104,17 @@ def test_a_reward_of_ones_own_that_fails(sums, tmp_path, monkeypatch):
 
 def test_layers_that_the_model_lacks_are_told_at_their_line(sums, tmp_path):
     (problem,) = refused(sums(use_peft=True, lora_target_modules=["q_proj", "v_prj"]), tmp_path)
-    assert problem.startswith("recipe.yaml:") and "the model has no layer 'v_prj'" in problem
+    assert "recipe.yaml:" in problem and "the model has no layer 'v_prj'" in problem
     assert "adapter    on 14 layers" in seen(sums(use_peft=True, lora_target_modules=["all-linear"]), tmp_path)
     assert "adapter" not in seen(sums(), tmp_path)
+
+
+def test_a_slow_reward_says_how_far_it_is(sums, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("grpo_recipes.rewards.probe._QUIET_SECONDS", 0.1)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "slow.py").write_text(
+        "import time\ndef judge(completions, answer):\n    time.sleep(0.005)\n"
+        "    return [float('>' + answer[0] + '<' in completions[0][-1]['content'])]\n"
+    )
+    seen(sums(reward_funcs=["slow.py:judge"]), tmp_path)
+    assert "grpo: slow.py:judge: " in (said := capsys.readouterr().err) and " completions in " in said

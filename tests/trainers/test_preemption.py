@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -156,6 +157,16 @@ def test_a_request_ends_work_only_where_its_result_is_not_needed(tmp_path: Path)
         assert stop.cuts()
         with pytest.raises(CutShort), stop.interrupting():
             time.sleep(10)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_a_rank_alone_asks_for_the_same_as_to_the_launcher(tmp_path: Path, signum: int) -> None:
+    stop = StopRequest(tmp_path)
+    before = signal.signal(signum, lambda *_: None)  # what would end the tests is no finding
+    stop.listen()
+    os.kill(os.getpid(), signum)
+    assert stop.requested()
+    signal.signal(signum, before)
 
 
 def test_a_generate_of_the_models_own_stays_in_place(tmp_path: Path) -> None:

@@ -10,8 +10,10 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from waiting import wait_for
 
 from grpo_recipes.errors import ConfigError
+from grpo_recipes.process.tree import is_alive
 from grpo_recipes.trainers.rank import check_sharing, check_updates, check_world
 
 SCRIPT = """
@@ -50,6 +52,7 @@ def rank(tmp_path):
         ("pass", 0, ""),
         ("raise ValueError('first line\\nsecond line')", 1, "ValueError: first line"),
         ("raise ValueError", 1, "ValueError: "),
+        (r"raise ValueError('\x1b[31mred\x07')", 1, r"ValueError: \x1b[31mred\x07"),
         ("sys.exit(7)", 7, "7"),
         ("raise SystemExit('said why')", 1, "said why"),
         ("raise KeyboardInterrupt", 1, "KeyboardInterrupt: "),
@@ -73,6 +76,16 @@ def test_a_rank_that_exits_with_0_has_not_failed(rank, code):
 def test_a_rank_ends_though_a_thread_of_it_hangs(rank):
     code = "import threading, time; threading.Thread(target=time.sleep, args=(300,)).start(); raise ValueError('x')"
     assert rank(code)[0] == 1
+
+
+def test_a_group_that_never_ends_holds_no_finished_run(rank, tmp_path):
+    code = (
+        "import time, torch.distributed\nfrom grpo_recipes.trainers import rank\nrank._COLLECTIVES_SECONDS = 0.5\n"
+        "torch.distributed.init_process_group('gloo', 'file://' + str(run / 'store'), rank=0, world_size=1)\n"
+        "torch.distributed.destroy_process_group = lambda: time.sleep(300)"
+    )
+    returned, record, _ = rank(code)
+    assert (returned, record["exit"], record["cause"]) == (0, 0, "")
 
 
 def test_the_stacks_of_all_threads_are_shown_on_sigusr2(rank, tmp_path):
@@ -190,7 +203,7 @@ if sys.argv[5] == "late" and rank == 1:
     time.sleep(seconds + 4)
     os._exit(0)
 try:
-    first_barrier(folder, torch.device("cpu"), seconds)
+    first_barrier(folder, torch.device("cpu"))
     print("met", flush=True)
 except RuntimeError as error:
     print(error, flush=True)
@@ -208,6 +221,7 @@ os._exit(0)
 def test_ranks_meet_or_the_missing_one_is_named(tmp_path, how, seconds, said):
     (tmp_path / "processes").mkdir()
     (tmp_path / "processes/rank_1.json").write_text(json.dumps({"rank": 1, "node": 7, "pid": 1}))
+    write_plan(tmp_path, meeting_timeout=float(seconds))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -221,3 +235,28 @@ def test_ranks_meet_or_the_missing_one_is_named(tmp_path, how, seconds, said):
     ]
     told = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert told[0].startswith(said), told
+
+
+def test_the_cause_names_the_line_of_the_users_own_code(rank, tmp_path):
+    (tmp_path / "mine.py").write_text("import json\n\ndef callback():\n    json.loads('{')\n")
+    code = f"sys.path.insert(0, {str(tmp_path)!r}); import mine; mine.callback()"
+    _, record, _ = rank(code)
+    assert record["cause"].startswith("JSONDecodeError: Expecting property name")
+    assert record["cause"].endswith("mine.py:4)"), record
+
+
+def test_a_rank_ends_with_what_started_it(tmp_path):
+    """As accelerate does, start a rank; where launcher, guard and accelerate are killed, nobody else ends it."""
+    (tmp_path / "processes").mkdir()
+    rank = (
+        "import sys, time; from pathlib import Path; from grpo_recipes.trainers.rank import rank_record\n"
+        "with rank_record(Path(sys.argv[1])): time.sleep(300)"
+    )
+    parent = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', *sys.argv[1:]]).wait()"
+    started = subprocess.Popen([sys.executable, "-c", parent, rank, str(tmp_path)])
+    record = tmp_path / "processes" / "phase_0.json"
+    wait_for(record.exists, "the rank", 60)
+    pid = json.loads((tmp_path / "processes" / "rank_0.json").read_text())["pid"]
+    started.kill()
+    started.wait()
+    wait_for(lambda: not is_alive(pid), "the rank's end")

@@ -56,7 +56,15 @@ def test_a_checkpoint_without_the_reference_is_named(tmp_path: Path, model: str)
 @pytest.mark.parametrize("accelerator", ["zero3", "fsdp2"])
 def test_every_process_holds_its_part_of_the_initial_model(model: str, accelerator: str) -> None:
     config = Path(trl.__file__).parent / "accelerate_configs" / f"{accelerator}.yaml"
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), "--num_processes", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "grpo_recipes.launch.accelerate",
+        "--config_file",
+        str(config),
+        "--num_processes",
+        "2",
+    ]
     done = subprocess.run(
         [*command, "--mixed_precision", "no", "-m", "tests.trainers.sharded_reference", model],
         env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)},

@@ -13,8 +13,8 @@ MACHINE = (
     environment.environment, environment.versions, environment.user_packages,
     hardware.gpus, hardware.slurm, hardware.disk, hardware.quota, hardware.shared_memory,
     hardware.leftovers, hardware.clock, hardware.limits, hardware.socket_paths, hardware.cores_and_memory,
-    environment.hub_token, environment.hub, environment.wandb, environment.proxies, environment.ports,
-    environment.host_name, environment.unread_variables, environment.libraries,
+    hardware.compiler, environment.hub_token, environment.hub, environment.wandb, environment.proxies,
+    environment.ports, environment.host_name, environment.unread_variables, environment.libraries,
     environment.encoding, environment.code,
 )  # fmt: skip
 DEEP = (environment.imports,)

@@ -180,7 +180,7 @@ def imports(machine: Machine) -> Finding:
     variables = {**base_environment(machine.environment), "PYTHONNOUSERSITE": "1"}
     begun, late = re.compile(r"the import of [\w. ,]+").findall, f"did not end within {machine.patience:.0f} s"
     with translate(NoAnswer, lambda it: NoAnswer(f"{['its start', *begun(str(it.__cause__.stdout))][-1]} {late}")):
-        done = machine.ask(sys.executable, "-c", _IMPORTS, variables=variables)
+        done = machine.ask(sys.executable, "-P", "-c", _IMPORTS, variables=variables)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"ended by signal {-done.returncode}"]
         return problem(": ".join([*begun(done.stdout)[-1:], lines[-1]]), _REBUILD)

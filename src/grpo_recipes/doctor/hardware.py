@@ -1,7 +1,6 @@
 """Checks of what this machine offers: GPUs, what Slurm grants, disks, quotas, limits, cores and memory."""
 
 import getpass
-import importlib.util
 import math
 import os
 import re
@@ -11,7 +10,6 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,14 +19,13 @@ import psutil
 from grpo_recipes.doctor.examine import Machine, NoAnswer, judge, noted
 from grpo_recipes.errors import translate
 from grpo_recipes.paths import cache_root, existing, home, shown
+from grpo_recipes.plan import preflight
 from grpo_recipes.plan.devices import select_gpus
 from grpo_recipes.process.reports import gigabytes
 from grpo_recipes.process.scratch import SHARED_MEMORY, is_held, names_in_use, size_of
 from grpo_recipes.runs.endings import PROBLEM, WARNING, Finding, ok, problem, together, warning
 from grpo_recipes.slurm.client import walltime_seconds
 
-# Oldest driver branch for a CUDA major version (NVIDIA, CUDA minor version compatibility, table 1).
-_OLDEST_DRIVER = {"11": 450, "12": 525, "13": 580}
 _GPU_FIELDS = (
     "index", "uuid", "name", "driver_version", "memory.total", "memory.used", "ecc.errors.uncorrected.volatile.total",
     "mig.mode.current", "compute_mode",
@@ -54,10 +51,6 @@ _LITTLE_MEMORY = 4e9
 _FEW_FILES = 10_000  # that a file system still takes
 _SKEW_SECONDS = 2.0
 _NEW_SECONDS = 60.0  # a folder this new may be that of a launch that begins
-_SOCKET_BYTES = 107  # sizeof(sockaddr_un.sun_path) - 1
-# A run's folder below TMPDIR, and the name vLLM gives a socket there (a uuid).
-_SOCKET_NAME = "/grpo-xxxxxxxx/" + 36 * "x"
-_CGROUPS = Path("/sys/fs/cgroup")
 _ELSEWHERE = "remove files there, or set run_root and CACHE_ROOT to another file system"
 
 
@@ -87,12 +80,10 @@ def gpus(machine: Machine) -> Finding:
         findings.append(warning(f"{what}, but this is a CPU environment", _TRAIN_ON_THEM))
     else:
         findings.append(judge(what, (not ids, PROBLEM, "unset CUDA_VISIBLE_DEVICES, or name GPUs in it")))
-    if cuda := torch_cuda() if machine.device == "cuda" else None:
-        oldest = _OLDEST_DRIVER.get(cuda.split(".")[0], max(_OLDEST_DRIVER.values()))
-        fix = f"ask for a driver of branch {oldest} or newer, or load the site's cuda-compat module"
+    if machine.device == "cuda":
         version = found[0]["driver_version"]
-        too_old = int(version.split(".")[0]) < oldest
-        findings.append(judge(f"driver {version}, torch for CUDA {cuda}", (too_old, PROBLEM, fix)))
+        old = preflight.old_driver(version, machine.environment)
+        findings.append(problem(*old) if old else ok(f"driver {version}, torch for CUDA {preflight.torch_cuda()}"))
     if granted and granted.isdigit() and int(granted) != len(ids):
         fix = "the driver's count is used; check --gres and the site's gres.conf"
         findings.append(warning(f"{what}, Slurm granted {granted}", fix))
@@ -114,14 +105,6 @@ def gpus(machine: Machine) -> Finding:
 def _gib(gpu: dict[str, str], kind: str) -> float:
     """Return GiB of a GPU's memory, 0 where it does not report them (``[N/A]``)."""
     return int(gpu[f"memory.{kind}"]) / 1024 if gpu[f"memory.{kind}"].isdigit() else 0.0
-
-
-def torch_cuda() -> str | None:
-    """Return the CUDA version torch was built for, read from its files; None for a CPU build or without torch."""
-    spec = importlib.util.find_spec("torch")
-    text = (Path(spec.origin).parent / "version.py").read_text() if spec and spec.origin else ""
-    found = re.search(r"^cuda\b[^=\n]*= *'([\d.]+)'", text, re.MULTILINE)
-    return found and found[1]
 
 
 def slurm(machine: Machine) -> Finding:
@@ -283,51 +266,36 @@ def limits(machine: Machine) -> Finding:
 
 def socket_paths(machine: Machine) -> Finding:
     """Length of socket names below TMPDIR; a unix socket's path ends at 107 bytes."""
-    length = len(os.fsencode(str(machine.temporary) + _SOCKET_NAME))
-    what = f"{length} of {_SOCKET_BYTES} bytes below {machine.temporary}"
-    return judge(what, (length > _SOCKET_BYTES, PROBLEM, "set TMPDIR to a short path on the node, e.g. /tmp"))
+    length = preflight.socket_length(machine.temporary)
+    what = f"{length} of {preflight.SOCKET_BYTES} bytes below {machine.temporary}"
+    return judge(what, (length > preflight.SOCKET_BYTES, PROBLEM, "set TMPDIR to a short path on the node, e.g. /tmp"))
+
+
+def compiler(machine: Machine) -> Finding:
+    """C compiler and Python.h, with which Triton builds its kernels on GPUs."""
+    if machine.device != "cuda":
+        return ok("none needed (CPU environment)")
+    lacking = [problem(found.what, found.fix) for found in preflight.compiler_problems(machine.environment)]
+    return together(lacking or [ok("there, with Python.h")])
 
 
 def cores_and_memory(machine: Machine) -> Finding:
-    """CPU cores and memory that this process may use, by the machine, its affinity and its cgroup."""
-    usable, free, (limit, _) = min(len(os.sched_getaffinity(0)), cgroup_cores()), free_memory(), cgroup_memory()
+    """CPU cores and memory that this process may use, by the machine, its affinity and its cgroup, and per GPU."""
+    usable, free, (limit, _) = (
+        min(len(os.sched_getaffinity(0)), preflight.cgroup_cores()),
+        preflight.free_memory(),
+        preflight.cgroup_memory(),
+    )
     total = f"{gigabytes(free)} of memory free of {gigabytes(psutil.virtual_memory().total)}"
     total += f", limited to {gigabytes(limit)} here" if limit < math.inf else ""
     share = "ask for more (sbatch --cpus-per-task=8): server and trainer share one core"
     more = "ask for more (sbatch --mem=64G), or end what uses it"
     cores = judge(f"{usable:g} of {os.cpu_count() or 1} cores", (usable < 2, WARNING, share))
-    return together([cores, judge(total, (free < _LITTLE_MEMORY, WARNING, more))])
-
-
-def free_memory() -> float:
-    """Return the bytes that this process may still allocate, by the machine and by its cgroup."""
-    limit, used = cgroup_memory()
-    return min(psutil.virtual_memory().available, limit - used)
-
-
-def cgroup_memory(own: str | None = None, root: Path = _CGROUPS) -> tuple[float, float]:
-    """Return the tightest memory limit over this process, infinite without one, and how much is used, in bytes."""
-    files = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    limits = [(limit, used) for limit, used in _cgroup_numbers(files, own, root) if limit < 2**60]  # v1: 2^63 for none
-    return min(limits, default=(math.inf, 0))
-
-
-def cgroup_cores(own: str | None = None, root: Path = _CGROUPS) -> float:
-    """Return the tightest CPU quota over this process in cores, infinite without one."""
-    files = ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-    return min((quota / period for quota, period in _cgroup_numbers(files, own, root)), default=math.inf)
-
-
-def _cgroup_numbers(files: tuple[tuple[str, ...], ...], own: str | None, root: Path) -> Iterator[tuple[int, int]]:
-    """Yield the two numbers that files of v2, or of v1, hold in each cgroup over this process that has a limit.
-
-    ``own`` is the content of /proc/self/cgroup, ``root`` is where cgroups are mounted. Inside a container the path is
-    that of the host: only the mount itself is there.
-    """
-    text = Path("/proc/self/cgroup").read_text() if own is None else own
-    for controllers, path in re.findall(r"^\d+:(.*?):(.*)$", text, re.MULTILINE):
-        folder = root / controllers / path.lstrip("/")
-        for each, names in ((each, names) for each in (folder, *folder.parents) for names in files):
-            words = " ".join((each / name).read_text() for name in names if (each / name).is_file()).split()
-            if len(words) == 2 and all(word.isdigit() for word in words):
-                yield int(words[0]), int(words[1])
+    findings = [cores, judge(total, (free < _LITTLE_MEMORY, WARNING, more))]
+    if machine.device == "cuda":
+        with noted(findings):
+            listing = machine.ask("nvidia-smi", "-L").stdout
+            many = len(select_gpus(listing, machine.environment.get("CUDA_VISIBLE_DEVICES")))
+            short = preflight.too_little(many, usable, min(limit, free))
+            findings += [warning(what, f"submit with sbatch {option}") for what, option in short]
+    return together(findings)

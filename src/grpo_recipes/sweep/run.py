@@ -6,9 +6,8 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -17,20 +16,21 @@ from grpo_recipes.errors import EXIT_STOPPED, ConfigError, config_error
 from grpo_recipes.launch import submission
 from grpo_recipes.launch.attempt import SUBMITTED
 from grpo_recipes.launch.resolve import note_job
-from grpo_recipes.paths import shown
+from grpo_recipes.paths import python_module, shown
 from grpo_recipes.plan.devices import Resources, find_resources
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.process.reports import print_line, say
+from grpo_recipes.process.terminal import LOG
 from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.recipe import read_frozen
-from grpo_recipes.runs.rundir import Run, claim, code_state, read_json, write_json
+from grpo_recipes.runs.rundir import Run, claim, code_state, read_json, stop_file, write_json
 from grpo_recipes.slurm.client import MaybeSubmitted, cluster_name, tasks_in_queue
 from grpo_recipes.slurm.profile import Profile, render
 from grpo_recipes.sweep import folder as sweeps
 from grpo_recipes.sweep.spec import SweepSpec, Trial, for_each, is_number, make_trials
 
 INDEX = "SLURM_ARRAY_TASK_ID"
-LOG = "launch.log"
+_LOOK_SECONDS = 0.5  # between two looks at a launch, and for a request to stop
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,7 @@ def run_task(folder: Path, environment: Mapping[str, str]) -> int:
 def _run_gaps(sweep: sweeps.Sweep, backend: Backend, environment: Mapping[str, str]) -> int:
     """Run or submit what has not completed and does not run already."""
     with os.fdopen(claim(Run(sweep.folder))):
+        stop_file(sweep.folder).unlink(missing_ok=True)
         gaps, waiting = sweep.gaps(), tasks_in_queue(sweep.record["jobs"])
         left = [index for index in gaps if index not in waiting and not Run(sweep.trial_dir(index)).is_running()]
         if len(left) < len(sweep.names):
@@ -182,8 +183,9 @@ class SignalForwarder:
     SIGINT: ``scancel`` sends SIGTERM to the launch as well, for which a second one would mean to end without saving.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, request: Path | None = None) -> None:
         self.seen: int | None = None  # the first signal that came
+        self._request = request  # the file by which `grpo stop` asks, as a SIGINT does
         self._passed_on = False
         self._child: subprocess.Popen[bytes] | None = None
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
@@ -196,6 +198,12 @@ class SignalForwarder:
         if self._child is not None and self._child.poll() is None:
             self._passed_on = True
             self._child.send_signal(signum if signum == signal.SIGUSR1 else signal.SIGINT)
+
+    def asked(self) -> bool:
+        """Return whether the sweep is to end, by a signal or by ``grpo stop``."""
+        if self.seen is None and self._request is not None and self._request.exists():
+            self._handle(signal.SIGINT, None)
+        return self.seen is not None
 
     def run(self, argv: Sequence[str], environment: Mapping[str, str], log: Path | None) -> int:
         """Run a launch to its end; return its exit code, 128+n for a signal.
@@ -210,7 +218,11 @@ class SignalForwarder:
             )  # fmt: skip
             if self.seen is not None and not self._passed_on:  # it came while the child was made
                 self._handle(self.seen, None)
-            code = self._child.wait()
+            code = None
+            while code is None:
+                self.asked()
+                with suppress(subprocess.TimeoutExpired):
+                    code = self._child.wait(_LOOK_SECONDS)
         return code if code >= 0 else 128 - code
 
 
@@ -219,7 +231,7 @@ def run_trial(
 ) -> int:
     """Run or continue a trial by the code that was frozen with it; return the exit code of its launch."""
     folder = sweep.trial_dir(index)
-    argv = [sys.executable, "-m", "grpo_recipes", "launch", "--resume", str(folder)]
+    argv = python_module("grpo_recipes", "launch", "--resume", str(folder))
     code = forwarder.run(argv, {**environment, **submission.frozen_environment(folder, environment)}, log)
     summary = read_json(folder / "summary.json")
     if code and summary.get("status") == SUBMITTED:  # it ended before its attempt began, and recorded nothing
@@ -233,9 +245,9 @@ def run_sequentially(sweep: sweeps.Sweep, indices: Sequence[int], environment: M
 
     Return 0, or the code of the first trial that did not complete; 75 where a signal left trials over.
     """
-    forwarder, first = SignalForwarder(), 0
+    forwarder, first = SignalForwarder(stop_file(sweep.folder)), 0
     for place, index in enumerate(indices, 1):
-        if forwarder.seen is not None:
+        if forwarder.asked():
             break
         folder, trial = sweep.trial_dir(index), f"trial {place} of {len(indices)}: {sweep.names[index]}"
         say(f"{trial}; output in {shown(folder / LOG)}")
@@ -251,7 +263,8 @@ def run_sequentially(sweep: sweeps.Sweep, indices: Sequence[int], environment: M
         )
         say(f"{trial} {end}: {cause or 'its log says why'}")
     if forwarder.seen is not None:
-        say(f"{signal.Signals(forwarder.seen).name}: the sweep ends here")
+        why = "grpo stop" if stop_file(sweep.folder).exists() else signal.Signals(forwarder.seen).name
+        say(f"{why}: the sweep ends here")
         return first or EXIT_STOPPED
     return first
 

@@ -16,7 +16,7 @@ from grpo_recipes.runs.checkpoints import newest_complete
 from grpo_recipes.secrets import masked
 from grpo_recipes.trainers.metrics import append_json
 from grpo_recipes.trainers.model import own_part
-from grpo_recipes.weights.guard import TOLERANCES, WeightsDiffer, logprob_error
+from grpo_recipes.weights.guard import CALIBRATING_SYNCS, TOLERANCES, WeightsDiffer, calibrated, logprob_error
 
 # fp16 begins with gradients times 65536 and halves that factor with each step it has to skip: after 17 it is below 1.
 MOST_SKIPPED = 20
@@ -49,6 +49,7 @@ class Checks:
     def __init__(self, trainer: Any):
         self._trainer = trainer
         self._skipped_in_a_row = 0
+        self._healthy: list[float] = []  # differences of log-probs after the first syncs, the same on every rank
         self._unproven = False  # whether no batch since a sync had a scored token, to compare log-probs
 
     def gradient(self, norm: Any) -> float | None:
@@ -77,8 +78,13 @@ class Checks:
         held = trainer.rollouts.checksum_error()
         difference = self.logprob_difference(output)
         self._unproven = difference is None
-        if found := held or logprob_error(trainer.args.weight_sync, difference or 0.0, logprob_tolerance(trainer)):
+        tolerance = logprob_tolerance(trainer)
+        if trainer.args.weight_guard_tolerance is None:
+            tolerance = calibrated(tolerance, self._healthy)
+        if found := held or logprob_error(trainer.args.weight_sync, difference or 0.0, tolerance):
             raise WeightsDiffer(f"{found}; step {trainer.state.global_step} was not taken")
+        if difference is not None and len(self._healthy) < CALIBRATING_SYNCS:
+            self._healthy.append(difference)
 
     def logprob_difference(self, output: dict[str, Any]) -> float | None:
         """Return the mean |trainer - server| log-prob of the sampled tokens over all ranks.

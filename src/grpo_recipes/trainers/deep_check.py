@@ -99,7 +99,9 @@ def _prompts(recipe: Recipe, rows: list[dict[str, Any]], args: GRPOConfig, model
     fitting = sum(length <= limit for length in lengths) if limit else len(lengths)
     if not fitting:
         what = f"none of {len(lengths)} prompts fits, the shortest has {min(lengths)} tokens"
-        raise config_error(recipe.place("max_prompt_length"), what, f"write {max(lengths)} or more")
+        raise config_error(
+            recipe.place("max_prompt_length"), what, f"write {max(lengths)}, the longest of these, or more"
+        )
     turn = [*prompts[0], {"role": "assistant", "content": _ANSWER}]
     text = str(tokenizer.apply_chat_template(turn, tokenize=False, **renderer.template_kwargs))
     after, eos = text.rpartition(_ANSWER)[2], str(tokenizer.eos_token)

@@ -20,6 +20,7 @@ from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.trainers import rank
 from grpo_recipes.trainers.checkpoints import agreed, stopped_before_a_step
 from grpo_recipes.trainers.grpo import GRPOTrainer
+from grpo_recipes.trainers.metrics import append_json
 from grpo_recipes.trainers.model import load_lora_config, load_tokenizer, model_init_kwargs, save_model
 
 
@@ -65,6 +66,9 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
             print(f"grpo: {prompts}; first prompt:\n{prompts.example}")
             if held_out:
                 print(f"grpo: {held_out}")
+            said = [str(one) for one in (prompts, held_out) if one]
+            counts = {"read": prompts.counts.read, "too_long": prompts.counts.too_long}
+            append_json(run / "prompts.jsonl", {"step": 0, "said": said, **counts})  # for the terminal and the report
             if checkpoint is not None and args.ignore_data_skip:
                 print("grpo: ignore_data_skip: the order of the data restarts")
         trainer.add_callback(UntrainedBenchmarks(trainer, script_args, run, stop.requested))

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from grpo_recipes.attributes import replaced
 from grpo_recipes.process.reports import PhaseFile
-from grpo_recipes.runs.rundir import read_rows
+from grpo_recipes.runs.rundir import read_rows, write_json
 from grpo_recipes.runs.stop_request import Stopped
 from grpo_recipes.secrets import masked
 from grpo_recipes.trainers.checkpoints import contents, keep_random_states, refill
@@ -39,6 +40,7 @@ class MetricsRows:
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._row_began: float | None = None
         self._tokens_before = 0
+        self._tracked: str | None = None
         self._phase_file = PhaseFile(run_dir, rank)
 
     @contextmanager
@@ -98,6 +100,11 @@ class MetricsRows:
             **{f"seconds/{name}": value for name, value in seconds.items()},
         }
         append_json(self._file, row)
+        wandb = sys.modules.get("wandb")
+        tracked = wandb.run.url if wandb is not None and wandb.run is not None else None
+        if tracked != self._tracked:
+            write_json(self._file.with_name("tracked.json"), {"wandb": tracked})  # the report's link
+            self._tracked = tracked
         self._row_began, self._tokens_before = now, state.num_input_tokens_seen
         self._seconds = dict.fromkeys(PHASES, 0.0)
 

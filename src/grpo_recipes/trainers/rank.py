@@ -4,7 +4,9 @@ import datetime
 import json
 import os
 import re
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterable, Iterator
@@ -15,16 +17,21 @@ from typing import Any
 import torch
 import torch.distributed
 
-from grpo_recipes.errors import ConfigError, config_error, translate
+from grpo_recipes.errors import ConfigError, config_error, printable, translate
+from grpo_recipes.paths import home, shown
+from grpo_recipes.plan.commands import MEETING_SECONDS
 from grpo_recipes.process.reports import PhaseFile, dump_stacks_on_signal
+from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.recipe.learning import float32_fix, lost_updates, updates_float32
 from grpo_recipes.runs.rundir import read_json, write_json, write_last_json
-from grpo_recipes.secrets import masked
+
+_COLLECTIVES_SECONDS = 60.0
 
 
 @contextmanager
 def rank_record(folder: Path) -> Iterator[None]:
     """Write ``processes/rank_<n>.json``: pid now, exit code and cause at the end; SIGUSR2 writes stacks from now on."""
+    die_with_parent(os.getppid(), signal.SIGKILL)  # where its launcher and guard are killed too, nobody else ends it
     rank = int(os.environ.get("RANK", "0"))
     path = folder / "processes" / f"rank_{rank}.json"
     record: dict[str, Any] = {"pid": os.getpid(), "rank": rank, "node": int(os.environ.get("GRPO_NODE", "0"))}
@@ -40,24 +47,52 @@ def rank_record(folder: Path) -> Iterator[None]:
             cause = str(error) if code else ""
         elif isinstance(error, ConfigError):  # 2 says that nothing was started; by now a server runs
             cause = str(error.problems[0])
-        write_last_json(path, {**record, "exit": code, "cause": masked(cause), "time": time.time()})
+        else:
+            cause += _own_line(error)
+        write_last_json(path, {**record, "exit": code, "cause": printable(cause), "time": time.time()})
         if not isinstance(error, SystemExit):
             traceback.print_exc()
         if (wandb := sys.modules.get("wandb")) is not None and wandb.run is not None:
             wandb.finish()  # flush the run, as W&B itself does in an ordinary exit
         # Not sys.exit: threads and collectives of a broken run can keep an interpreter from ending.
         os._exit(code)
-    # Join the threads of torch.distributed while there is an interpreter: one of gloo that lets go of a tensor after
-    # Python has begun to end takes the process down with SIGABRT, and a finished run would count as a failed one.
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    ended = _end_collectives()
     write_json(path, {**record, "exit": 0, "cause": "", "time": time.time()})
+    if not ended:
+        print(f"grpo: torch.distributed did not end within {_COLLECTIVES_SECONDS:g} s; left behind", flush=True)
+        os._exit(0)  # an interpreter that ends would wait for its threads
 
 
-def first_barrier(run_dir: Path, device: torch.device, seconds: float = 300.0) -> None:
-    """Sum an element over all ranks to find a network that carries nothing; over gloo the error names missing ranks."""
+def _end_collectives() -> bool:
+    """Join the threads of torch.distributed while there is an interpreter; return False where they do not end.
+
+    One of gloo that lets go of a tensor after Python has begun to end takes the process down with SIGABRT, and a
+    finished run would count as a failed one. NCCL may wait for a rank that is gone: all is saved by now.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return True
+    ending = threading.Thread(target=torch.distributed.destroy_process_group, daemon=True)
+    ending.start()
+    ending.join(_COLLECTIVES_SECONDS)
+    return not ending.is_alive()
+
+
+def _own_line(error: BaseException) -> str:
+    """Return the innermost line of an error that is the user's code, ours and that of libraries aside, or nothing."""
+    others = (sys.prefix, sys.base_prefix, str(home() / "src"), str(Path(__file__).parents[1]))
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    own = [f" ({shown(name)}:{line})" for name, line in frames if os.path.isfile(name) and not name.startswith(others)]
+    return own[-1] if own else ""
+
+
+def first_barrier(run_dir: Path, device: torch.device, seconds: float | None = None) -> None:
+    """Sum an element over all ranks to find a network that carries nothing; over gloo the error names missing ranks.
+
+    The ranks have ``seconds`` to come, by default the plan's: each reads torch and TRL, maybe from a cold file system.
+    """
     if not torch.distributed.is_initialized():
         return
+    seconds = seconds or read_json(run_dir / "plan.json").get("meeting_timeout", MEETING_SECONDS)
     limit, backend = datetime.timedelta(seconds=seconds), torch.distributed.get_backend()
 
     def apart(error: RuntimeError) -> RuntimeError:
