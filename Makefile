@@ -5,16 +5,17 @@ ENV_DIR ?= .venv
 BIN := $(abspath $(ENV_DIR))/bin
 PYTEST_ARGS ?=
 WORKERS ?= 3
+DOCS_ADDRESS ?= 127.0.0.1:8088
 QUICK = -m "not slow and not soak
 NONE_CHOSEN = 5
 EXACT = $(abspath bench/results/exact_resume.jsonl)
 EXACT_TESTS = tests/trainers/test_exact_resume.py tests/e2e/test_exact_ranks.py
 SHELL_FILES = $$(git ls-files --cached --others --exclude-standard "*.sh" "*.slurm" .ci/run)
 
-.PHONY: help setup smoke test e2e soak exact coverage docs lint format keys clean lock
+.PHONY: help setup smoke test e2e soak exact coverage mutants docs docs-serve lint format keys clean lock
 
 help:  ## show this list
-	@sed -n 's/^\([a-z0-9]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 	@echo 'PYTEST_ARGS="-k name -x" is handed to pytest, WORKERS=1 runs all quick tests in one process; DEVICE, ENV_DIR, ENV_MODE and PYTHON to scripts/setup.sh'
 
 setup:  ## make the environment (nothing to do when it is complete)
@@ -38,11 +39,17 @@ exact: setup  ## continue runs from every checkpoint, compare final weights; wri
 	GRPO_EXACT_RESULT=$(EXACT) $(BIN)/python -m pytest $(EXACT_TESTS) $(PYTEST_ARGS)
 	@GRPO_EXACT_RESULT=$(EXACT) $(BIN)/python tests/exact_record.py
 
-coverage: setup  ## whether the tests that just ran show what tests/guide_rows.yaml claims (needs GRPO_RAN_TESTS)
+coverage: setup  ## whether the tests that just ran show what tests/guide_rows.yaml and findings.yaml claim (needs GRPO_RAN_TESTS)
 	$(BIN)/python tests/check_guide_rows.py
 
-docs: setup  ## build the documentation into site/
+mutants: setup  ## empty functions one at a time; each has to fail a test (MUTANTS="words" of some)
+	$(BIN)/python tests/mutants.py $(MUTANTS)
+
+docs: setup  ## build the documentation into site/; site/index.html opens from disk
 	$(BIN)/python -m mkdocs build --strict
+
+docs-serve: setup  ## serve the documentation at DOCS_ADDRESS and build what changes
+	$(BIN)/python -m mkdocs serve --dev-addr $(DOCS_ADDRESS)
 
 lint: setup  ## style, types and shell scripts
 	$(BIN)/ruff check .

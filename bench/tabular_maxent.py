@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from made_by import made_by
 from tabular_figure import Line, Panel, write_figure
 from tabular_policy import GROUP, MATCHED, MEASURES, Arm, Task, Training, make_task, measure, train
 
 from grpo_recipes.paths import home
-from grpo_recipes.runs.rundir import code_state, write_json
+from grpo_recipes.runs.rundir import write_json
 
 POINTS = 25  # of a curve in the result, beside the start
 SELECTION_SEEDS = range(101, 106)  # choose the tau of an objective; no table uses them
@@ -304,7 +305,7 @@ def main() -> None:
     result |= {
         "seconds": round(time.perf_counter() - began),
         "versions": {"torch": importlib.metadata.version("torch"), "python": platform.python_version()},
-        "commit": code_state()["commit"],
+        **made_by(),
     }
     write_json(options.out, result)
     write_figure(options.figure, figure_panels(result), "What stops the collapse onto one right answer")

@@ -1,4 +1,4 @@
-"""Fails when a row of guide_rows.yaml or faults.yaml rests on a test that did not pass in this run: `make coverage`.
+"""Fails when a row of guide_rows, findings or faults.yaml rests on a test that did not pass here: `make coverage`.
 
 Where GRPO_DAY chose a day's share of the rotating tests, one of another day is counted unless it ran and did not pass.
 GRPO_RAN_TESTS names the file in which ran_tests.py wrote down the tests of `make test` and `make e2e`.
@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import fault_rows
+import findings
 from fault_rows import Fault, is_rotating
+from findings import Finding
 from guide_rows import Row, exists, faults, needs, rows
 from ran_tests import passed_tests
 
@@ -24,19 +26,20 @@ def main() -> int:
     if not Path(file).is_file():
         print("coverage: GRPO_RAN_TESTS names no file; run .ci/run, or export it before make test, e2e and coverage")
         return 2
-    tests = [test for row in rows() for test in row.tests]
-    shown = counted(tests, Path(file))
-    wrong, excused = judge(rows(), shown, _runs_here)
+    resting = (*rows(), *findings.rows())
+    shown = counted([test for row in resting for test in row.tests], Path(file))
+    wrong, excused = judge(resting, shown, _runs_here)
     for test in sorted(shown - passed_tests(Path(file))):
         print(f"coverage: {test} is of another day")
     for test, program in sorted(excused.items()):
         print(f"coverage: {test} was skipped, {program} is not on this machine or not for this user to start")
     wrong += without_a_test(fault_rows.rows(), Path(file))
-    for fault in (wrong := [*faults(), *fault_rows.faults(), *wrong]):
+    for fault in (wrong := [*faults(), *fault_rows.faults(), *findings.faults(findings.rows()), *wrong]):
         print(f"coverage: {fault}", file=sys.stderr)
     tested = sum(bool(row.tests) for row in rows())
     print(
-        f"coverage: {len(rows())} rows of the training guide, {tested} rest on tests; {len(fault_rows.rows())} faults"
+        f"coverage: {len(rows())} rows of the training guide, {tested} rest on tests; "
+        f"{len(fault_rows.rows())} faults, {len(findings.rows())} findings"
     )
     print(f"coverage: {len(wrong)} rows are wrong")
     return 1 if wrong else 0
@@ -55,12 +58,12 @@ def counted(tests: Iterable[str], file: Path) -> set[str]:
 
 
 def judge(
-    all_rows: tuple[Row, ...], shown: set[str], present: Callable[[str], bool]
+    all_rows: tuple[Row | Finding, ...], shown: set[str], present: Callable[[str], bool]
 ) -> tuple[list[str], dict[str, str]]:
     """Faults, and tests that could not run here -> the program they need.
 
     Args:
-        all_rows: the rows.
+        all_rows: rows of the guide, and findings.
         shown: ids of the tests that count as passed.
         present: whether a program is on this machine.
     """

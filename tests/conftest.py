@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import settings
 from ran_tests import pytest_runtest_logreport
 from rotation import leave_out_other_days
 
@@ -20,6 +21,11 @@ from grpo_recipes.recipe.check import check
 from grpo_recipes.slurm.client import SlurmJob
 
 __all__ = ["pytest_runtest_logreport"]
+
+# The same examples in every run; --hypothesis-profile=explore draws others.
+settings.register_profile("same", derandomize=True, deadline=None)
+settings.register_profile("explore", derandomize=False, deadline=None, max_examples=1000)
+settings.load_profile("same")
 
 RIGHT = {
     "model_name_or_path": "Qwen/Qwen2.5-1.5B-Instruct",

@@ -15,6 +15,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 FILE = Path(__file__).with_suffix(".yaml")
 SHOWN = ("kept", "modern", "refused")  # statuses that a test must show
 STATUSES = (*SHOWN, "later")
+EVIDENCE = ("real", "fake", "argv", "text")
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Row:
         item: what the guide promises.
         status: one of ``STATUSES``.
         how: what happens today; of ``refused`` keys, the very words of ``grpo check``.
+        evidence: one of ``EVIDENCE``, what its tests look at.
+        of: of ``fake`` evidence, the part that a test stands in for.
         tests: ids of the tests that show it, ``file::function``.
         why: why not yet; of ``later`` rows only.
         keys: recipe keys it speaks of: accepted, refused, or (``later``) unknown.
@@ -38,6 +41,8 @@ class Row:
     item: str
     status: str
     how: str = ""
+    evidence: str = ""
+    of: str = ""
     tests: tuple[str, ...] = ()
     why: str = ""
     keys: tuple[str, ...] = ()
@@ -93,6 +98,12 @@ def _faults(row: Row) -> Iterator[str]:
         yield "says later without a why"
     if row.status in SHOWN and not (row.how and row.tests):
         yield f"is {row.status} without a how or without a test"
+    if row.status in SHOWN and row.evidence not in EVIDENCE:
+        yield f"unknown evidence '{row.evidence}'"
+    if (row.evidence == "fake") != bool(row.of):
+        yield "names the part that is faked, or has no fake"
+    if row.status == "later" and row.evidence:
+        yield "says later with evidence"
     yield from (f"there is no test {test}" for test in row.tests if not exists(test))
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import check_guide_rows
 import fault_rows
+import findings
 import guide_rows
 import pytest
 from guide_rows import REPOSITORY, Row, exists, needs, rows
@@ -50,9 +52,14 @@ def test_a_key_is_what_its_row_says(row: Row, key: str, tmp_path: Path) -> None:
         return
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"{key}: x\n")
-    (problem,) = merge_recipe(recipe)[1]
-    assert problem.where == "recipe.yaml:1" and key in problem.what
-    assert problem.fix == row.how
+    merged, problems = merge_recipe(recipe)
+    if not problems:  # noted: it asks for what happens anyway
+        (note,) = merged.notes
+        assert f"{key}: x changes nothing: {row.how.removeprefix('remove it; ')}" in note
+        return
+    (problem,) = problems
+    assert problem.where == f"{recipe}:1" and key in problem.what
+    assert problem.fix in (row.how, f"{row.how}: x")
 
 
 @pytest.mark.parametrize("name", sorted({key for row in rows() for key in row.keys} & ALIASES.keys()))
@@ -84,7 +91,7 @@ def test_trls_names_in_a_mixture_are_told(name: str, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"dataset_mixture:\n  datasets:\n    - id: a/b\n      {name}: x\n")
     (problem,) = merge_recipe(recipe)[1]
-    assert problem.where == "recipe.yaml:4" and f"'{name}'" in problem.what
+    assert problem.where == f"{recipe}:4" and f"'{name}'" in problem.what
 
 
 # --- make coverage ---------------------------------------------------------------------------------------------------
@@ -111,7 +118,7 @@ def test_what_ran_is_written_down_without_parameters(tmp_path: Path, monkeypatch
 
 
 def test_a_row_whose_test_did_not_pass_is_a_fault() -> None:
-    row = Row("a-row", "2.1", "item", "kept", "how", (TEST,))
+    row = Row("a-row", "2.1", "item", "kept", "how", "real", "", (TEST,))
     assert check_guide_rows.judge((row,), {TEST}, lambda _: True) == ([], {})
     wrong, excused = check_guide_rows.judge((row,), set(), lambda _: False)
     assert (len(wrong), excused) == (1, {}) and "a-row" in wrong[0] and TEST in wrong[0]
@@ -120,7 +127,7 @@ def test_a_row_whose_test_did_not_pass_is_a_fault() -> None:
 def test_a_test_without_its_program_is_excused_and_one_with_it_is_not() -> None:
     (start, program), *_ = needs().items()
     test = next(test for row in rows() for test in row.tests if test.startswith(start))
-    row = Row("a-row", "2.1", "item", "kept", "how", (test,))
+    row = Row("a-row", "2.1", "item", "kept", "how", "real", "", (test,))
     assert check_guide_rows.judge((row,), set(), lambda _: False) == ([], {test: program})
     assert len(check_guide_rows.judge((row,), set(), lambda name: name == program)[0]) == 1
 
@@ -144,7 +151,7 @@ def test_a_test_that_rests_today_counts_and_one_that_ran_and_did_not_pass_does_n
 def test_the_check_ends_with_what_it_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], missing: str | None, code: int
 ) -> None:
-    file, all_rows = tmp_path / "ran", [*rows(), *fault_rows.rows()]
+    file, all_rows = tmp_path / "ran", [*rows(), *fault_rows.rows(), *findings.rows()]
     file.write_text("".join(f"passed {test}\n" for row in all_rows for test in row.tests if test != missing))
     monkeypatch.setenv("GRPO_RAN_TESTS", str(file))
     monkeypatch.setenv("GRPO_DAY", "7")
@@ -157,13 +164,17 @@ def test_the_check_ends_with_what_it_found(
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
-        (Row("x", "9.9", "item", "kept", "how", (TEST,)), "unknown section"),
-        (Row("x", "2.1", "item", "perhaps", "how", (TEST,)), "unknown status"),
-        (Row("x", "2.1", "", "kept", "how", (TEST,)), "no item"),
+        (Row("x", "9.9", "item", "kept", "how", "real", "", (TEST,)), "unknown section"),
+        (Row("x", "2.1", "item", "perhaps", "how", "real", "", (TEST,)), "unknown status"),
+        (Row("x", "2.1", "", "kept", "how", "real", "", (TEST,)), "no item"),
         (Row("x", "2.1", "item", "kept", "how"), "without a how or without a test"),
-        (Row("x", "2.1", "item", "refused", "", (TEST,)), "without a how or without a test"),
+        (Row("x", "2.1", "item", "refused", "", "real", "", (TEST,)), "without a how or without a test"),
         (Row("x", "2.1", "item", "later"), "without a why"),
-        (Row("x", "2.1", "item", "kept", "how", (f"{TEST}_",)), "there is no test"),
+        (Row("x", "2.1", "item", "kept", "how", "hearsay", "", (TEST,)), "unknown evidence 'hearsay'"),
+        (Row("x", "2.1", "item", "kept", "how", "fake", "", (TEST,)), "names the part that is faked"),
+        (Row("x", "2.1", "item", "kept", "how", "real", "sbatch", (TEST,)), "names the part that is faked"),
+        (Row("x", "2.1", "item", "later", "", "real", "", (), "why"), "says later with evidence"),
+        (Row("x", "2.1", "item", "kept", "how", "real", "", (f"{TEST}_",)), "there is no test"),
     ],
 )
 def test_what_is_wrong_with_a_row_is_told(entry: Row, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,3 +202,16 @@ def test_a_fault_rests_on_a_test_that_passed_or_that_another_day_runs(
 
     assert not wrong(f"passed {always}\n", always) and not wrong("", rotates)
     assert wrong("", always) and wrong(f"failed {rotates}\n", rotates) and wrong(f"skipped {always}\n", always)
+
+
+def test_the_page_counts_each_kind_of_evidence_and_says_what_is_faked_and_where_a_test_is_skipped() -> None:
+    spec = importlib.util.spec_from_file_location("guide_table", REPOSITORY / "docs/guide_table.py")
+    assert spec and spec.loader
+    page = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(page)
+    lines = page.guide_tables().splitlines()
+    for kind in guide_rows.EVIDENCE:
+        assert any(line.startswith(f"| **{kind}** | {sum(row.evidence == kind for row in rows())} |") for line in lines)
+    shown = {line.split(" | ")[0].removeprefix("| "): line.split(" | ")[2] for line in lines if line.count(" | ") == 3}
+    assert shown["header: the whole node alone"] == "real (where there is slurmctld)"
+    assert shown["CONDA_SH"] == "fake of conda" and shown["HF_HOME in the repository"] == "argv"

@@ -61,9 +61,15 @@ def test_pre_commit_runs_programs_of_the_environment() -> None:
 
 def test_what_contributing_names_is_there() -> None:
     text = (home() / "CONTRIBUTING.md").read_text()
-    targets = re.findall(r"^([a-z0-9]+):.*##", (home() / "Makefile").read_text(), re.MULTILINE)
-    assert set(re.findall(r"\bmake ([a-z0-9]+)", text)) <= set(targets)
+    targets = re.findall(r"^([a-z0-9-]+):.*##", (home() / "Makefile").read_text(), re.MULTILINE)
+    assert set(re.findall(r"\bmake ([a-z0-9-]+)", text)) <= set(targets)
     for path in re.findall(r"`((?:tests|src|scripts|bench|\.ci)/[\w/.]*)`", text):
         assert (home() / path).exists(), path
     for path in re.findall(r"`([a-z]+/(?:[a-z]+\.py)?)`", text):
         assert (home() / path).exists() or (home() / "src/grpo_recipes" / path).exists(), path
+
+
+def test_every_python_that_is_started_leaves_the_working_folder_out() -> None:
+    """``python -m`` and ``-c`` put it first on the path, where a user's yaml.py takes a package's place."""
+    started = re.compile(r'sys\.executable,\s*"-[mc]"')
+    assert [path.name for path in (home() / "src").rglob("*.py") if started.search(path.read_text())] == []

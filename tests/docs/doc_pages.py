@@ -8,22 +8,23 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-_FENCE = re.compile(r"^```(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"^```(\S*)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: the page it stands on, its language, its lines."""
+    """A fenced block: the page it stands on, its language, its lines, and the file that its title names."""
 
     page: str
     language: str
     lines: tuple[str, ...]
+    file: str | None = None
 
 
 def blocks(language: str | None = None) -> list[Block]:
     """The fenced blocks of all pages, of one language or of all."""
     found = [
-        Block(page.name, match[1], tuple(match[2].splitlines()))
+        Block(page.name, match[1], tuple(match[3].splitlines()), match[2])
         for page in PAGES
         for match in _FENCE.finditer(page.read_text())
     ]

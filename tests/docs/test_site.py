@@ -1,24 +1,37 @@
-"""The site builds offline without a warning, loads nothing from elsewhere, and its links lead somewhere."""
+"""The site builds offline without a warning, loads nothing from elsewhere, and its links lead somewhere.
+
+In Chromium it is opened from disk: it scrolls sideways nowhere, sets its formulas, and finds words and keys.
+"""
 
 from __future__ import annotations
 
 import ast
+import html as markup
 import importlib.util
+import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from doc_pages import REPOSITORY, prose
 
-from grpo_recipes.recipe.dialects import ALIASES, OBSOLETE_KEYS
+from grpo_recipes.recipe.dialects import ALIASES, names
 from grpo_recipes.recipe.keys import OWNED_KEYS, catalogue, nested_catalogue
 
 NETWORK_OFF = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
 NAV = (REPOSITORY / "mkdocs.yml").read_text().split("nav:")[1].split("\n\n")[0]
-PAGES = tuple(re.findall(r"([a-z-]+)\.md", NAV))
+IN_NAV = tuple(re.findall(r"([a-z-]+)\.md", NAV))
+PAGES = (*IN_NAV, "guide-coverage")
+CHROMIUM = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+)
+PHONE, DESK = 400, 1400
+Seen = tuple[dict[tuple[str, int], dict[str, Any]], list[str]]
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +52,32 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def html(site: Path, page: str) -> str:
-    return (site / ("index.html" if page == "index" else f"{page}/index.html")).read_text()
+    return (site / f"{page}.html").read_text()
 
 
 def test_the_site_builds_without_a_warning(site: Path) -> None:
     for page in PAGES:
         assert html(site, page)
+
+
+def test_every_page_is_in_a_group_but_the_coverage_of_the_guide(site: Path) -> None:
+    groups = re.findall(r"^  - ([^:]+):(?: (.*))?$", NAV, re.MULTILINE)
+    assert groups[0] == ("Home", "index.md") and all(page == "" for _, page in groups[1:])
+    assert [name for name, _ in groups[1:]] == [
+        "Start",
+        "Data and rewards",
+        "Cluster",
+        "Results",
+        "Reference",
+        "Project",
+    ]
+    written = {path.stem for path in (REPOSITORY / "docs").glob("*.md")}
+    assert sorted(IN_NAV) == sorted(written - {"guide-coverage"})
+    index = (REPOSITORY / "docs/index.md").read_text()
+    assert [page for page in IN_NAV if page != "index" and f"({page}.md)" not in index] == []
+    entries = json.loads((site / "search/search_index.json").read_text())["docs"]
+    assert {entry["location"].split(".html")[0] for entry in entries} >= {"rewards", "your-own-run"}
+    assert [entry for entry in entries if entry["location"].startswith("guide-coverage")] == []
     assert not list(site.rglob("*.py")) + list(site.rglob("*.pyc"))
 
 
@@ -62,9 +95,22 @@ def test_tables_of_keys_are_made_from_the_code(site: Path) -> None:
     own = load_hooks().own_keys()
     assert "prompts_per_step" in own["GRPOConfig"] and "run_root" in own["ScriptArguments"]
     nested = [name for path in ("dataset_mixture", "dataset_mixture.datasets") for name in nested_catalogue()[path]]
-    for name in (*catalogue(), *nested, *OBSOLETE_KEYS, *OWNED_KEYS, *ALIASES):
-        assert f"<td><code>{name}</code></td>" in text, name
+    for name in (*catalogue(), *nested, *names(), *OWNED_KEYS, *ALIASES):
+        assert f"<td><code>{name}</code></td>" in text or f"<dt><code>{name}</code>" in text, name
     assert "config_math.yaml</code></td>" in html(site, "recipes")
+
+
+def test_every_key_stands_once_under_a_topic_with_type_default_and_meaning(site: Path) -> None:
+    text = html(site, "configuration")
+    found = load_hooks().topics()
+    assert sorted(name for names in found.values() for name in names) == sorted(catalogue())
+    assert all(found.values()) and len(found["Everything else"]) < 0.15 * len(catalogue())
+    for title, keys in found.items():
+        section = re.split(r"<h2", text.split(f">{title}<a ", 1)[1])[0]
+        assert re.findall(r'<div id="(\w+)"><dt>', section) == keys, title
+    entry = re.search(r'<div id="learning_rate">(.*?)</div>', text, re.DOTALL)
+    assert entry is not None and "float &ge; 0" in entry[1].replace("≥", "&ge;") and "default <code>1e-06" in entry[1]
+    assert "<dd>" in entry[1]
 
 
 def test_keys_of_maxent_stand_with_the_objectives_that_read_them(site: Path) -> None:
@@ -107,12 +153,108 @@ def test_links_of_the_readme_lead_somewhere() -> None:
     assert len((REPOSITORY / "README.md").read_text().splitlines()) < 90
 
 
-def test_links_inside_the_site_lead_somewhere(site: Path) -> None:
+def test_links_inside_the_site_lead_to_files(site: Path) -> None:
+    anchors = {f"{page}.html": {"", *re.findall(r'\sid="([^"]+)"', html(site, page))} for page in PAGES}
     for page in PAGES:
-        folder = site if page == "index" else site / page
-        for link, anchor in re.findall(r'<a[^>]*\shref="([^"#:]*)(#[^"]*)?"', html(site, page)):
-            target = (folder / link).resolve() if link else folder
-            target = target / "index.html" if target.is_dir() else target
-            assert target.is_file(), f"{page}: {link}"
-            if len(anchor) > 1:
-                assert re.search(rf'\sid="{re.escape(anchor[1:])}"', target.read_text()), f"{page}: {link}{anchor}"
+        for link, anchor in set(re.findall(r'<a[^>]*\shref="([^"#:]*)(?:#([^"]*))?"', html(site, page))):
+            target = link or f"{page}.html"
+            assert (site / target).is_file(), f"{page}: {link}"  # from disk a folder opens as a list of files
+            assert anchor in anchors[target], f"{page}: {link}#{anchor}"
+
+
+# --- in a browser, from disk -----------------------------------------------------------------------------------------
+
+LOOK = """<!doctype html><body>FRAMES<pre id="found"></pre><script>
+const views = [];
+function look(frame) {
+  const doc = frame.contentDocument;
+  const shown = (one) => one.getClientRects().length > 0;
+  return {
+    scroll: doc.documentElement.scrollWidth,
+    dark: frame.contentWindow.matchMedia("(prefers-color-scheme: dark)").matches,
+    ground: frame.contentWindow.getComputedStyle(doc.body).backgroundColor,
+    formulas: [...doc.querySelectorAll(".arithmatex")].map((one) => one.querySelectorAll(".katex math").length),
+    errors: doc.querySelectorAll(".katex-error").length,
+    keys: [...doc.querySelectorAll(".keys dt > code:first-child")].filter(shown).map((one) => one.textContent),
+    found: [...doc.querySelectorAll(".md-search-result__item > a")].map((one) => one.getAttribute("href")),
+    cut: [...doc.querySelectorAll(".md-content td, .keys dd, .keys dt")].filter(
+      (one) => shown(one) && one.scrollWidth > one.clientWidth + 6).map((one) => one.textContent.slice(0, 60)),
+    images: [...doc.images].map((one) => [one.getAttribute("src"), one.naturalWidth]),
+  };
+}
+addEventListener("load", () => setTimeout(() => {
+  document.getElementById("found").textContent = JSON.stringify([...document.querySelectorAll("iframe")].map(look));
+}, 3000));
+</script></body>
+"""
+
+
+@pytest.fixture(scope="module")
+def seen(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """What each page looks like at a phone's and some at a desk's width, and the errors of the console."""
+    if CHROMIUM is None:
+        pytest.skip("no Chromium here")
+    folder = tmp_path_factory.mktemp("browser")
+    asked = ("configuration.html?key=learning+rate", "index.html?q=requeue")
+    views = [(f"{page}.html", PHONE) for page in PAGES] + [(page, DESK) for page in asked]
+    views += [("configuration.html", DESK), ("recipes.html", DESK)]
+    frames = [f'<iframe src="{site.as_uri()}/{page}" width="{width}" height="800"></iframe>' for page, width in views]
+    (folder / "outer.html").write_text(LOOK.replace("FRAMES", "".join(frames)))
+    done = subprocess.run(
+        [
+            str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files",
+            f"--user-data-dir={folder}/profile", "--enable-logging=stderr", "--window-size=1500,4000",
+            "--blink-settings=preferredColorScheme=0", "--virtual-time-budget=15000", "--dump-dom",
+            (folder / "outer.html").as_uri(),
+        ],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (found,) = re.findall(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)
+    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    return dict(zip(views, json.loads(markup.unescape(found)), strict=True)), console
+
+
+@pytest.mark.slow
+def test_no_page_scrolls_sideways_and_no_cell_is_cut_on_a_phone(seen: Seen) -> None:
+    views, console = seen
+    assert console == []
+    for (page, width), view in views.items():
+        assert view["scroll"] <= width, f"{page}: {view['scroll']} px wide"
+        assert view["cut"] == [], page
+        assert view["dark"] and sum(map(int, re.findall(r"\d+", view["ground"])[:3])) < 200, page
+
+
+@pytest.mark.slow
+def test_pictures_are_there_and_formulas_are_set(seen: Seen) -> None:
+    views, _ = seen
+    formulas = {page: view["formulas"] for (page, width), view in views.items() if width == PHONE and view["formulas"]}
+    assert {"maxent.html", "rewards.html"} <= formulas.keys()
+    assert all(count == 1 for counts in formulas.values() for count in counts)
+    assert sum(view["errors"] for view in views.values()) == 0
+    pictures = [(page, source, width) for (page, _), view in views.items() for source, width in view["images"]]
+    assert [picture for picture in pictures if picture[2] == 0] == []
+    assert [source for page, source, _ in pictures if page.startswith("index.html") and "report-dark" in source]
+
+
+@pytest.mark.slow
+def test_the_search_finds_a_word_from_disk(seen: Seen) -> None:
+    found = seen[0]["index.html?q=requeue", DESK]["found"]
+    assert any("preemption.html" in link for link in found), found
+
+
+@pytest.mark.slow
+def test_the_box_of_the_configuration_leaves_the_keys_asked_for(seen: Seen) -> None:
+    views, _ = seen
+    every = views["configuration.html", DESK]["keys"]
+    left = views["configuration.html?key=learning+rate", DESK]["keys"]
+    assert set(every) >= set(catalogue()) and len(every) < len(catalogue()) + 20
+    assert "learning_rate" in left and 0 < len(left) < 10
+
+
+def test_formulas_come_with_their_licence_and_fonts() -> None:
+    katex = REPOSITORY / "docs/assets/katex"
+    named = set(re.findall(r"fonts/([\w-]+\.woff2)", (katex / "katex.min.css").read_text()))
+    assert named and named == {path.name for path in (katex / "fonts").iterdir()}
+    for folder in (katex, REPOSITORY / "docs/assets/iframe-worker"):
+        assert "Permission is hereby granted" in (folder / "LICENSE").read_text()

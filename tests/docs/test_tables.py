@@ -18,6 +18,7 @@ from grpo_recipes.plan import ports
 from grpo_recipes.plan.commands import ACCELERATE_FILES, base_environment
 from grpo_recipes.plan.devices import environment_device
 from grpo_recipes.recipe.check import _DEFAULT_RECIPES
+from grpo_recipes.recipe.dialects import UNREAD_VARIABLES
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES, catalogue
 from grpo_recipes.recipe.registry import BENCHMARKS, BRIDGES, OBJECTIVES, REWARDS
 from grpo_recipes.runs.rundir import finish_summary
@@ -34,7 +35,19 @@ PASSED_ON = {
 }  # fmt: skip
 # Removed from the children's environment, or written by us.
 REMOVED = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
-NO_VARIABLES = {"COMPLETE", "LICENSE", "SIGTERM", "SIGINT", "SIGHUP", "USR1", "NO_PROXY", "SBATCH"}
+NO_VARIABLES = {
+    "COMPLETE",
+    "GRPO_TOKEN_FILE",
+    "HTTPS_PROXY",
+    "TMPDIR",
+    "LICENSE",
+    "SIGTERM",
+    "SIGINT",
+    "SIGHUP",
+    "USR1",
+    "NO_PROXY",
+    "SBATCH",
+}
 
 
 def shell_variables() -> set[str]:
@@ -62,6 +75,7 @@ def test_every_variable_that_is_read_is_documented_and_no_other() -> None:
 
 def test_variables_named_in_sentences_exist() -> None:
     known = {*ENVIRONMENT_KEYS, *READ_VARIABLES, *shell_variables(), *PASSED_ON, *REMOVED, *NO_VARIABLES}
+    known |= UNREAD_VARIABLES.keys()
     for page in PAGES:
         for span in code_words(prose(page)):
             for name in re.findall(r"^([A-Z][A-Z0-9_]{3,})(?:=\S*)?$", span):
@@ -254,10 +268,19 @@ def test_the_memory_estimates_are_the_recorded_ones() -> None:
 
 
 def test_commands_and_keys_of_the_refused_list_are_not_accepted() -> None:
-    from grpo_recipes.recipe.dialects import OBSOLETE_KEYS
+    from grpo_recipes.recipe.dialects import names
     from grpo_recipes.recipe.keys import OWNED_KEYS
 
-    assert not ({*OBSOLETE_KEYS, *OWNED_KEYS} & catalogue().keys())
+    assert not ({*names(), *OWNED_KEYS} & catalogue().keys())
+
+
+def test_what_the_page_says_is_refused_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = table_rows(DOCS / "not-supported.md", "key")
+    assert len(rows) >= 10
+    for key, _, value in (row[0].strip("`").partition(": ") for row in rows):
+        recipe = str(REPOSITORY / "recipes/smoke/grpo.yaml")
+        assert cli.main(["check", recipe, f"--{key}", value]) == errors.EXIT_CONFIG_ERROR, key
+        assert f"grpo: --{key}: " in capsys.readouterr().err
 
 
 def test_checks_of_the_doctor_that_are_named_exist() -> None:
@@ -274,10 +297,12 @@ MATH = "recipes/Qwen2.5-1.5B-Instruct/grpo/config_math.yaml"
 # Beginning of a message -> (command, variables) that brings it, word for word.
 SAID = {
     "grpo: sbatch --nodes:": (f"plan {SMOKE} --num_processes 1", {"SLURM_JOB_ID": "5", "SLURM_JOB_NUM_NODES": "2"}),
+    "grpo: RECIPE: none is named": ("check", {}),
     "grpo: --lerning_rate:": (f"check {SMOKE} --lerning_rate 1", {}),
     "grpo: --warmup_ratio:": (f"check {SMOKE} --warmup_ratio 0.1", {}),
-    "grpo: --output_dir:": (f"check {SMOKE} --output_dir x", {}),
+    "grpo: --resume_from_checkpoint:": (f"check {SMOKE} --resume_from_checkpoint x", {}),
     "grpo: --num_generations: 'num": (f"check {SMOKE} --num_generations 7.5", {}),
+    "grpo: --max_steps: is given": (f"check {SMOKE} --max_steps", {}),
     "grpo: --gradient_accumulation_steps:": (f"check {SMOKE} --gradient_accumulation_steps 4", {}),
     "grpo: --num_generations: 256": (f"plan {SMOKE} --prompts_per_step null --num_generations 7", {}),
     "grpo: --vllm_max_model_length:": (f"check {SMOKE} --vllm_max_model_length 30", {}),
@@ -299,7 +324,7 @@ SAID = {
     "grpo: CONFIG_FILE:": (f"plan {SMOKE}", {"CONFIG_FILE": "missing.yaml"}),
     "grpo: 'recipes/smoke/grpo.yaml':": (f"plan --seed=1 {SMOKE}", {}),
     "grpo: devices:": (f"plan {MATH} --gpus 0", {}),
-    "grpo: math.yaml:": (f"plan {MATH} --gpus 1", {}),
+    "grpo: recipes/base/math.yaml:": (f"plan {MATH} --gpus 1", {}),
     "grpo: --vllm_tensor_parallel_size:": (f"plan {MATH} --gpus 2 --vllm_tensor_parallel_size 2", {}),
     "grpo: --vllm_mode:": (f"plan {SMOKE} --vllm_mode colocate", {}),
     "grpo: --weight_sync:": (f"plan {SMOKE} --weight_sync nccl", {}),
@@ -307,6 +332,7 @@ SAID = {
 }
 # Messages that need a run, a cluster or a broken machine: fixed parts of them -> the file that says them.
 WRITTEN_IN = {
+    "add the line #SBATCH ": "src/grpo_recipes/plan/preflight.py",
     "name the interface that joins them with NETWORK_INTERFACE": "src/grpo_recipes/launch/nodes.py",
     ", or have the firewall between them opened": "src/grpo_recipes/launch/nodes.py",
     "and a job installs nothing; on the login node run:": "scripts/setup.sh",
@@ -318,9 +344,10 @@ WRITTEN_IN = {
     "was taken by another process (pid": "src/grpo_recipes/plan/ports.py",
     "the vLLM server died before it was ready": "src/grpo_recipes/plan/ports.py",
     "s (vllm_server_timeout)": "src/grpo_recipes/plan/ports.py",
-    "the vLLM server did not answer": "src/grpo_recipes/weights/client.py",
-    "lost the connection to the vLLM server in": "src/grpo_recipes/weights/client.py",
-    "the engine of the vLLM server is dead:": "src/grpo_recipes/weights/client.py",
+    "the vLLM server did not answer": "src/grpo_recipes/weights/transport.py",
+    "lost the connection to the vLLM server in": "src/grpo_recipes/weights/transport.py",
+    "the engine of the vLLM server is dead:": "src/grpo_recipes/weights/transport.py",
+    "; log: ": "src/grpo_recipes/weights/client.py",
     "the vLLM server is gone and is not started again": "src/grpo_recipes/weights/client.py",
     "weights did not reach the server through the": "src/grpo_recipes/weights/guard.py",
     "the server computes with other weights than the trainer's": "src/grpo_recipes/weights/guard.py",

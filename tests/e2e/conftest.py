@@ -33,7 +33,9 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
         where = tmp_path / folder
         where.mkdir(exist_ok=True)
         mark = f"{tmp_path.name}-{len(started)}-{os.getpid()}"
-        argv = command or [str(Path(sys.executable).with_name("grpo")), "launch", *arguments]
+        named = "--resume" in arguments or any(word.endswith(".yaml") for word in arguments) or "CONFIG" in variables
+        recipe = [] if named else [str(REPOSITORY / "recipes/smoke/grpo.yaml")]
+        argv = command or [str(Path(sys.executable).with_name("grpo")), "launch", *recipe, *arguments]
         with (where / "output.txt").open("ab") as output:
             process = subprocess.Popen(
                 argv,

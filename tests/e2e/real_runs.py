@@ -58,7 +58,7 @@ class Launch:
     def wait(self, timeout: float = 300) -> int:
         return self.process.wait(timeout)
 
-    def wait_for(self, condition: Callable[[], object], what: str, timeout: float = 180) -> None:
+    def wait_for(self, condition: Callable[[], object], what: str, timeout: float = 400) -> None:
         deadline = time.monotonic() + timeout
         while not condition():
             assert self.process.poll() is None, f"ended before {what}:\n{self.output}"

@@ -5,10 +5,13 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
-from real_runs import Launch
+from real_runs import SECRET, Launch
+
+from grpo_recipes.runs.rundir import Run, read_json
 
 ENDLESS = ("--max_steps", "100000", "--run_name", "killed", "--server_restarts", "0")
 
@@ -66,6 +69,10 @@ def test_of_two_ranks_the_killed_one_is_named(launch: Callable[..., Launch]) -> 
     run = launch(*ENDLESS, "--num_processes", "2")
     run.wait_for_step(2)
     pid = run.pid_of("rank_1")
+    listening = [one for process in run.processes() for one in process.net_connections("tcp")]
+    rendezvous = {one.laddr.ip for one in listening if one.status == "LISTEN" and one.laddr.port == 29525}
+    assert rendezvous <= {"127.0.0.1"}
+    assert SECRET not in Path(f"/proc/{pid}/environ").read_text()
 
     psutil.Process(pid).send_signal(signal.SIGKILL)
 
@@ -100,3 +107,36 @@ def test_a_server_that_cannot_start_is_told_with_its_last_lines(launch: Callable
     assert "last lines of logs/liv_vllm_" in run.output and "config.json" in run.output
     assert run.summary()["status"] == "failed"
     assert run.processes() == []
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+@pytest.mark.fault
+def test_when_launcher_and_guards_are_killed_together_nothing_trains_on(launch: Callable[..., Launch]) -> None:
+    run = launch(*ENDLESS)
+    run.wait_for_step(2)
+    guards = [read_json(run.run_dir / "processes" / f"{role}.json")["guard"] for role in ("server", "trainer")]
+
+    for pid in (run.process.pid, *guards):
+        psutil.Process(pid).send_signal(signal.SIGKILL)
+
+    run.wait(10)
+    run.wait_for_nothing_left()
+    assert not Run(run.run_dir).is_running()
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+@pytest.mark.fault
+def test_a_resume_at_once_waits_for_what_a_killed_launcher_left(launch: Callable[..., Launch]) -> None:
+    run = launch(*ENDLESS, "--save_steps", "1")
+    run.wait_for_step(2)
+    old = {process.pid for process in run.processes()} - {run.process.pid}
+
+    run.process.kill()
+    again = launch("--resume", str(run.run_dir), "--max_steps", "5", folder="again")
+
+    assert again.wait() == 0, again.output
+    assert not old & {process.pid for process in run.processes()}
+    summary = read_json(run.run_dir / "summary.json")
+    assert (summary["status"], summary["restarts"], summary["steps"]) == ("completed", 1, 5)

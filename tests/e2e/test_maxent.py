@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 
 import pytest
+from documented import documented
 from real_runs import REPOSITORY, Launch
 
 METRICS = {
@@ -20,7 +21,8 @@ METRICS = {
 
 @pytest.mark.slow
 def test_one_variable_trains_the_smoke_task_by_maxent(launch: Callable[..., Launch]) -> None:
-    run = launch(command=["bash", str(REPOSITORY / "training.sh")], ENV_DIR=sys.prefix, MAXENT="1")
+    words = documented("MAXENT=1 bash training.sh", {"training.sh": str(REPOSITORY / "training.sh")})
+    run = launch(command=words, ENV_DIR=sys.prefix)
     run.wait_for_step(1)
     assert any("maxent-grpo.py" in " ".join(process.cmdline()) for process in run.processes())
 

@@ -17,7 +17,7 @@ from slurm_cluster import SlurmCluster
 from soak_record import record
 from taken_prompts import FLAGS, taken_by
 
-from grpo_recipes.launch.monitor import Phase, read_phases
+from grpo_recipes.runs.progress import Phase, read_phases
 from grpo_recipes.runs.rundir import read_rows
 
 SAVE_STEPS = 4

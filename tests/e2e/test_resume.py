@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import psutil
 import pytest
-from real_runs import Launch
+from documented import documented
+from real_runs import REPOSITORY, Launch
 
 from grpo_recipes.runs.checkpoints import complete_checkpoints, step_of
 
@@ -18,7 +19,9 @@ SHORT = ("--max_steps", "8", "--save_steps", "3", "--prompts_per_step", "4", "--
 
 @pytest.mark.slow
 def test_resume_last_continues_a_killed_run(launch: Callable[..., Launch]) -> None:
-    first = launch(*SHORT, "--run_name", "resumed")
+    smoke = {"recipes/smoke/grpo.yaml": str(REPOSITORY / "recipes/smoke/grpo.yaml")}
+    words = documented("grpo launch recipes/smoke/grpo.yaml", smoke)
+    first = launch(*words[2:], *SHORT, "--run_name", "resumed")
     first.wait_for(lambda: first.has_run_dir() and checkpoints(first), "a checkpoint")
     first.wait_for_step(4)
     for process in first.processes():  # all of them, as a node that dies: a rank alone would still save
@@ -28,7 +31,7 @@ def test_resume_last_continues_a_killed_run(launch: Callable[..., Launch]) -> No
     first.wait_for_nothing_left()
     first_rows = first.rows()
 
-    second = launch("--resume", "last")
+    second = launch(*documented("grpo launch --resume last")[2:])
 
     assert second.wait() == 0, second.output
     assert second.run_dir == first.run_dir

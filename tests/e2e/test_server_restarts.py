@@ -9,9 +9,14 @@ import psutil
 import pytest
 from real_runs import Launch, same_rows, weights_hash
 
-from grpo_recipes.launch.monitor import read_phases
+from grpo_recipes.runs.progress import read_phases
+from grpo_recipes.runs.rundir import read_json
 
 SHORT = ("--max_steps", "6", "--save_steps", "3", "--prompts_per_step", "4", "--num_generations", "8")
+EVALUATED = (
+    "--eval_strategy", "steps", "--eval_steps", "2", "--eval_dataset_name", "smoke:sums", "--eval_subsample", "1.0",
+    "--eval_max_prompts", "16", "--num_generations_eval", "4",
+)  # fmt: skip
 HUNG = ("--server_stall_timeout", "6")
 
 
@@ -30,11 +35,11 @@ def wait_for_phase(run: Launch, name: str, step: int) -> None:
 
 
 @pytest.fixture
-def undisturbed(launch: Callable[..., Launch]) -> Iterator[Callable[[], Launch]]:
+def undisturbed(launch: Callable[..., Launch]) -> Iterator[Callable[..., Launch]]:
     """The same run left alone, made when it is asked for."""
 
-    def run() -> Launch:
-        alone = launch(*SHORT, folder="alone")
+    def run(*keys: str) -> Launch:
+        alone = launch(*SHORT, *keys, folder="alone")
         assert alone.wait() == 0, alone.output
         return alone
 
@@ -52,14 +57,22 @@ def undisturbed(launch: Callable[..., Launch]) -> Iterator[Callable[[], Launch]]
         pytest.param("server", signal.SIGSTOP, "sample", id="stop-server-mid-generation"),
         pytest.param("engine", signal.SIGSTOP, "sync", id="stop-engine-mid-sync"),
         pytest.param("engine", signal.SIGSTOP, "start", id="stop-engine-before-the-first-step"),
+        pytest.param("server", signal.SIGTERM, "sample", id="end-server-mid-generation"),
+        pytest.param("guard", signal.SIGKILL, "sample", id="kill-the-servers-guard-mid-generation"),
+        pytest.param("engine", signal.SIGKILL, "save", id="kill-engine-mid-save"),
+        pytest.param("server", signal.SIGKILL, "evaluate", id="kill-server-mid-evaluation"),
+        pytest.param("engine", signal.SIGSTOP, "evaluate", id="stop-engine-mid-evaluation"),
     ],
 )
 def test_a_lost_server_is_replaced_and_nothing_is_lost(
-    launch: Callable[..., Launch], undisturbed: Callable[[], Launch], victim: str, signum: int, phase: str
+    launch: Callable[..., Launch], undisturbed: Callable[..., Launch], victim: str, signum: int, phase: str
 ) -> None:
-    run = launch(*SHORT, *HUNG)
+    keys = EVALUATED if phase == "evaluate" else ()
+    run = launch(*SHORT, *HUNG, *keys)
     wait_for_phase(run, phase, 0 if phase == "start" else 2)
-    psutil.Process(engine_of(run) if victim == "engine" else run.pid_of("server")).send_signal(signum)
+    server = read_json(run.run_dir / "processes" / "server.json")
+    pids = {"engine": engine_of(run), "server": server["pid"], "guard": server["guard"]}
+    psutil.Process(pids[victim]).send_signal(signum)
 
     assert run.wait() == 0, run.output
 
@@ -67,7 +80,7 @@ def test_a_lost_server_is_replaced_and_nothing_is_lost(
     assert ("has made no token for" in run.output) == (signum == signal.SIGSTOP)
     summary = run.summary()
     assert (summary["status"], summary["server_restarts"], summary["restarts"]) == ("completed", 1, 0)
-    alone = undisturbed()
+    alone = undisturbed(*keys)
     assert same_rows(run, alone)
     assert weights_hash(run) == weights_hash(alone)
     assert run.processes() == []

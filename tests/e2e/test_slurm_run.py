@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from documented import documented
 from real_runs import REPOSITORY, Launch, clean_environment, marked_processes
 from slurm_cluster import SlurmCluster
 from test_smoke_run import assert_reward_went_up
+
+# What the pages ask for -> what the two nodes of the tests have.
+FEWER = {"--gres=gpu:8": "--gres=gpu:4", "--cpus-per-task=64": "--cpus-per-task=2", "--mem=256G": "--mem=7G"}
 
 
 @pytest.mark.slow
 def test_sbatch_training_sh_starts_at_once_and_completes(slurm: SlurmCluster, tmp_path: Path) -> None:
     environment = clean_environment(tmp_path, "slurm-smoke", ENV_DIR=sys.prefix)
-    job = slurm.sbatch("training.sh", cwd=REPOSITORY, env=environment)
+    words = documented("sbatch --gres=gpu:8 --cpus-per-task=64 --mem=256G training.sh", FEWER, fake="the GPUs")
+    job = slurm.sbatch(*words[1:], cwd=REPOSITORY, env=environment)
     slurm.wait(job, "RUNNING", timeout=60)
     record = slurm.wait(job, "COMPLETED", timeout=400)
 
@@ -34,12 +40,17 @@ def test_sbatch_training_sh_starts_at_once_and_completes(slurm: SlurmCluster, tm
 
 
 def submit_endless(
-    slurm: SlurmCluster, tmp_path: Path, mark: str, flags: tuple[str, ...] = (), sbatch: tuple[str, ...] = ()
+    slurm: SlurmCluster,
+    tmp_path: Path,
+    mark: str,
+    flags: tuple[str, ...] = (),
+    sbatch: tuple[str, ...] = (),
+    words: Sequence[str] = ("sbatch", "training.sh"),
 ) -> tuple[int, Launch]:
     """A job that trains until it is stopped, after its second step."""
     environment = clean_environment(tmp_path, mark, ENV_DIR=sys.prefix)
     endless = ("--max_steps", "100000", "--run_name", mark, *flags)
-    job = slurm.sbatch(*sbatch, "training.sh", *endless, cwd=REPOSITORY, env=environment)
+    job = slurm.sbatch(*sbatch, *words[1:], *endless, cwd=REPOSITORY, env=environment)
     launch = Launch(None, tmp_path, REPOSITORY, mark)  # type: ignore[arg-type]
     slurm.wait(job, "RUNNING", timeout=60)
     wait_until(lambda: launch.has_run_dir() and len(launch.rows()) >= 2, timeout=120)
@@ -64,9 +75,10 @@ def test_scancel_ends_the_run_and_leaves_nothing(slurm: SlurmCluster, tmp_path: 
 @pytest.mark.slow
 @pytest.mark.rotating
 def test_usr1_to_the_batch_script_saves_and_requeues(slurm: SlurmCluster, tmp_path: Path) -> None:
-    job, launch = submit_endless(slurm, tmp_path, "slurm-usr1")
+    shown = "sbatch --gres=gpu:8 --cpus-per-task=64 --mem=256G training.sh --learning_rate 2e-6"
+    job, launch = submit_endless(slurm, tmp_path, "slurm-usr1", words=documented(shown, FEWER, fake="the GPUs"))
 
-    slurm.scancel(job, "--signal=USR1", "--batch")
+    slurm.cli(*documented("scancel --signal=USR1 --batch JOBID", {"JOBID": str(job)}))
 
     slurm.wait(job, "PENDING", timeout=60)
     wait_until(lambda: not launch.processes())

@@ -10,12 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from documented import documented
 from real_runs import REPOSITORY, SECRET, Launch
 
 
 @pytest.mark.slow
 def test_training_sh_trains_the_smoke_recipe(launch: Callable[..., Launch]) -> None:
-    run = launch(command=["bash", str(REPOSITORY / "training.sh")], ENV_DIR=sys.prefix)
+    words = documented("bash training.sh", {"training.sh": str(REPOSITORY / "training.sh")})
+    run = launch(command=words, ENV_DIR=sys.prefix)
 
     run.wait_for_step(1)
     assert_no_secret_in_command_lines(run)
@@ -40,7 +42,16 @@ def assert_reward_went_up(run: Launch) -> None:
     assert abs(summary["final_reward"] - sum(rewards[-5:]) / 5) < 1e-5
     assert summary["initial_reward"] <= 0.65
     assert summary["final_reward"] >= 0.85
-    assert re.search(r"step 60/\d+  reward 0\.\d+  \d+ tokens/s  sample .*score .*update .*sync .*left ", run.output)
+    assert re.search(r"step 60/\d+  reward 0\.\d+  length \d+  entropy [\d.]+  [\d.]+ s  left ", run.output)
+    said = run.output.splitlines()
+    assert max(len(line) for line in said if line.startswith(("step ", "  | ", "  > "))) <= 80
+    assert next(line for line in said if line.startswith("completion of step ")).startswith("completion of step 1, ")
+    phases = ["starting the server", "importing packages"]  # of those that follow a quick machine may miss one
+    places = [said.index(next(line for line in said if line.startswith(f"grpo: now {phase}"))) for phase in phases]
+    assert places == sorted(places) and said[places[-1]].endswith(" s)")
+    kept = (run.run_dir / "launch.log").read_text().splitlines()
+    assert kept[0].startswith("grpo: 20") and [line for line in said if line in kept][-1] == said[-1]
+    assert {line for line in said if line.startswith("step ")} <= set(kept)
 
 
 def assert_report_shows_the_run(run: Launch) -> None:

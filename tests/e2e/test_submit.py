@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from documented import documented
 from real_runs import REPOSITORY, Launch, clean_environment, marked_processes
 from slurm_cluster import SlurmCluster
 from test_slurm_run import wait_until
@@ -29,11 +30,13 @@ def test_a_submitted_run_uses_its_frozen_code_and_is_followed_and_stopped(slurm:
     mark = "slurm-submit"
     recipe = str(REPOSITORY / "recipes/smoke/grpo.yaml")
     flags = ("--max_steps", "100000", "--use_vllm", "false", "--run_name", "sent")
-    said, _ = grpo(slurm, tmp_path, mark, "submit", recipe, "--profile", "cpu", *flags).communicate(timeout=120)
+    here = {"my.yaml": recipe, "slurm/profiles/mysite.yaml": "cpu"}
+    words = documented("grpo submit my.yaml --profile slurm/profiles/mysite.yaml", here)
+    said, _ = grpo(slurm, tmp_path, mark, *words[1:], *flags).communicate(timeout=120)
     job = int(re.search(r"job (\d+) is submitted", said)[1])
     launch = Launch(None, tmp_path, tmp_path / "cwd", mark)  # type: ignore[arg-type]
     run_dir = launch.run_dir
-    follower = grpo(slurm, tmp_path, mark, "logs", "-f", str(job))
+    follower = grpo(slurm, tmp_path, mark, *documented("grpo logs -f last")[1:])
     slurm.wait(job, "RUNNING", timeout=60)
     wait_until(lambda: len(launch.rows()) >= 2, timeout=120)
 
@@ -44,7 +47,7 @@ def test_a_submitted_run_uses_its_frozen_code_and_is_followed_and_stopped(slurm:
     status, _ = grpo(slurm, tmp_path, mark, "status", str(job)).communicate(timeout=60)
     assert f"{job} RUNNING" in status and "/100000" in status
 
-    said, _ = grpo(slurm, tmp_path, mark, "stop", "last").communicate(timeout=60)
+    said, _ = grpo(slurm, tmp_path, mark, *documented("grpo stop last")[1:]).communicate(timeout=60)
     assert "saves after the step in flight" in said
     assert slurm.wait(job, "FAILED", timeout=60)["ExitCode"] == "75:0"
     followed, _ = follower.communicate(timeout=60)

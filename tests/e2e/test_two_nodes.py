@@ -6,21 +6,24 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
+from documented import documented
 from real_runs import REPOSITORY, Launch, clean_environment
 from slurm_cluster import SlurmCluster
-from test_slurm_run import wait_until
+from test_slurm_run import FEWER, wait_until
 
 SHORT = ("--max_steps", "3", "--prompts_per_step", "8", "--num_generations", "8", "--save_steps", "100")
 
 
-def submit(slurm: SlurmCluster, folder: Path, mark: str, *flags: str) -> tuple[int, Launch]:
+def submit(
+    slurm: SlurmCluster, folder: Path, mark: str, *flags: str, words: Sequence[str] = ("", "--nodes=2", "training.sh")
+) -> tuple[int, Launch]:
     environment = clean_environment(folder, mark, ENV_DIR=sys.prefix)
-    job = slurm.sbatch("--nodes=2", "training.sh", *flags, "--run_name", mark, cwd=REPOSITORY, env=environment)
+    job = slurm.sbatch(*words[1:], *flags, "--run_name", mark, cwd=REPOSITORY, env=environment)
     return job, Launch(None, folder, REPOSITORY, mark)  # type: ignore[arg-type]
 
 
@@ -37,7 +40,9 @@ def said(job: int) -> str:
 def test_the_update_of_two_nodes_is_that_of_the_joined_batch(
     slurm: SlurmCluster, launch: Callable[..., Launch], tmp_path: Path
 ) -> None:
-    job, run = submit(slurm, tmp_path, "two-nodes", *SHORT)
+    shown = "sbatch --nodes=2 --gres=gpu:8 --cpus-per-task=64 --mem=256G training.sh"
+    words = documented(shown, FEWER, fake="the GPUs")
+    job, run = submit(slurm, tmp_path, "two-nodes", *SHORT, words=words)
 
     slurm.wait(job, "COMPLETED", timeout=300)
 

@@ -1,0 +1,78 @@
+"""Records under bench/results: each names a commit in history, and the page has the command that makes it again."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from doc_pages import PAGES, REPOSITORY, table_rows
+
+from grpo_recipes.recipe.keys import catalogue
+
+RECORDS = sorted((REPOSITORY / "bench/results").iterdir())
+PAGE = REPOSITORY / "docs/measurements.md"
+UNCOMMITTED = {"multi_answer.json", "multi_answer_tuning.json"}  # the page says so
+
+
+def commits(content: Any) -> Iterator[str]:
+    if isinstance(content, dict):
+        yield from [content["commit"]] if "commit" in content else []
+        content = list(content.values())
+    if isinstance(content, list):
+        for part in content:
+            yield from commits(part)
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
+def test_a_record_names_a_commit_in_history(record) -> None:
+    lines = record.read_text().splitlines() if record.suffix == ".jsonl" else [record.read_text()]
+    found = [list(commits(json.loads(line))) for line in lines]
+    assert all(found), "a record without a commit"
+    named = {commit for commits_of_line in found for commit in commits_of_line}
+    if record.name in UNCOMMITTED:
+        assert named == {"uncommitted"} and f"`{record.name}`" in PAGE.read_text().split("were made before")[0]
+        return
+    for commit in named:
+        git = ["git", "-C", str(REPOSITORY), "merge-base", "--is-ancestor", commit, "HEAD"]
+        assert re.fullmatch("[0-9a-f]{40}", commit) and subprocess.run(git, check=False).returncode == 0, commit
+
+
+def test_every_record_has_the_command_that_makes_it() -> None:
+    rows = {name.strip("`"): command.strip("`").split() for name, _, command in table_rows(PAGE, "record")}
+    assert list(rows.keys()) == sorted(rows, key=list(rows).index) and rows.keys() == {one.name for one in RECORDS}
+    for name, (program, script, *_) in rows.items():
+        if program == "make":
+            assert f"bench/results/{name}" in (REPOSITORY / "Makefile").read_text()
+            assert f"\n{script}: " in (REPOSITORY / "Makefile").read_text()
+        else:
+            assert name.split(".")[0] in (REPOSITORY / script).read_text(), name
+
+
+def test_pages_name_no_record_that_is_gone() -> None:
+    for page in PAGES:
+        for name in re.findall(r"bench/results/([\w.]+\.jsonl?)", page.read_text()):
+            assert (REPOSITORY / "bench/results" / name).exists(), (page.name, name)
+
+
+def test_the_overhead_that_the_page_tells_is_the_recorded_one() -> None:
+    record = json.loads((REPOSITORY / "bench/results/step_overhead.json").read_text())["transformers_generation"]
+    ours, noise, text = record["ours"], record["noise"]["bare TRL again"], " ".join(PAGE.read_text().split())
+    low, high = ours["ratio_median_95"]
+    told = (
+        f"{ours['ratio_median']:.2f} times that of `trl.GRPOTrainer` (median of {ours['steps']} pairs of neighbouring "
+    )
+    assert f"{told}steps, 95 % interval {low:.2f} to {high:.2f})" in text
+    low, high = noise["ratio_median_95"]
+    assert f"bare TRL beside itself gives {noise['ratio_median']:.2f} ({low:.2f} to {high:.2f})" in text
+    assert f"The goal was {record['target']}" in text and record["command"] in text
+
+
+def test_defaults_that_surprise_are_those_of_the_keys() -> None:
+    rows = table_rows(REPOSITORY / "docs/training-guide.md", "key")
+    told = {name.strip("`"): float(value.strip("`")) for name, value, why in rows if why}
+    assert {"eval_subsample", "reward_timeout", "num_train_epochs"} <= told.keys()
+    assert told == {name: catalogue()[name]["default"] for name in told}

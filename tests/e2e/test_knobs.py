@@ -1,0 +1,49 @@
+"""Each variable of the guide that a CPU server can take, in the real server's own account of itself."""
+
+from __future__ import annotations
+
+import ast
+import re
+import socket
+from collections.abc import Callable
+
+import psutil
+import pytest
+from real_runs import Launch
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def listeners(run: Launch, port: int) -> list[int]:
+    """Return the run's own processes that listen on a port."""
+    return [
+        process.pid
+        for process in run.processes()
+        for one in process.net_connections("tcp")
+        if one.status == psutil.CONN_LISTEN and one.laddr.port == port
+    ]
+
+
+@pytest.mark.slow
+def test_the_guides_variables_are_what_the_real_server_and_trainer_run_with(launch: Callable[..., Launch]) -> None:
+    port = free_port()
+    run = launch(
+        *("--max_steps", "2", "--save_strategy", "no"), VLLM_PORT=str(port), VLLM_MAX_LEN="77", VLLM_MODEL="smoke:sums",
+        RUN_NAME="knobs", VLLM_MODE="server",
+    )  # fmt: skip
+    run.wait_for(lambda: run.has_run_dir() and run.rows(), "a step", timeout=400)  # the smoke model may have to be made
+    assert listeners(run, port)
+    assert run.wait() == 0
+
+    (told,) = re.findall(r"non-default args: (\{.*\})", run.log("server"))
+    server = ast.literal_eval(told)
+    assert (server["port"], server["host"], server["max_model_len"]) == (port, "127.0.0.1", 77)
+    assert (server["logprobs_mode"], server["max_logprobs"], server["dtype"]) == ("processed_logprobs", -1, "float32")
+    assert server["served_model_name"][0].startswith("knobs-") and "smoke/sums" in server["model"]
+    engine = next(line for line in run.log("server").splitlines() if "Initializing a V1 LLM engine" in line)
+    assert "max_seq_len=77" in engine and "dtype=torch.float32" in engine and "tensor_parallel_size=1" in engine
+    assert run.run_dir.name.startswith("knobs-") and run.log_path("server").name.startswith("liv_vllm_knobs_")
