@@ -38,20 +38,26 @@ def fault_table() -> str:
 
 
 def guide_tables() -> str:
-    """How many rows have each status, then a heading and a table a section."""
+    """How many rows have each status and each kind of evidence, then a heading and a table a section."""
     document = yaml.safe_load(ROWS.read_text())
     rows, meaning = document["rows"], document["statuses"]
     counts = [(f"**{status}**", sum(row["status"] == status for row in rows), meaning[status]) for status in meaning]
-    parts = [_table(("status", "rows", "meaning"), counts)]
+    kinds = document["evidence"]
+    seen = [(f"**{kind}**", sum(row.get("evidence") == kind for row in rows), kinds[kind]) for kind in kinds]
+    parts = [_table(("status", "rows", "meaning"), counts), _table(("evidence", "rows", "meaning"), seen)]
     for section, about in document["sections"].items():
-        cells = [_cells(row) for row in rows if row["section"] == section]
-        parts += [f"## {about['title']}", _table(("item", "today", "shown by"), cells)]
+        cells = [_cells(row, document["needs"]) for row in rows if row["section"] == section]
+        parts += [f"## {about['title']}", _table(("item", "today", "evidence", "shown by"), cells)]
     return "\n\n".join(parts)
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    tests = "<br>".join(_sentence(test) for test in row.get("tests", []))
-    return _text(row["item"]), f"**{row['status']}**: {_text(row.get('how') or row['why'])}", tests
+def _cells(row: dict[str, Any], needs: dict[str, str]) -> tuple[str, ...]:
+    tests = row.get("tests", [])
+    programs = {program for test in tests for start, program in needs.items() if test.startswith(start)}
+    evidence = [row.get("evidence", ""), *([f"of {row['of']}"] if "of" in row else [])]
+    evidence += [f"(where there is {program})" for program in sorted(programs)]
+    today = f"**{row['status']}**: {_text(row.get('how') or row['why'])}"
+    return _text(row["item"]), today, _text(" ".join(evidence)), "<br>".join(map(_sentence, tests))
 
 
 def _sentence(test: str) -> str:

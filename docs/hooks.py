@@ -1,8 +1,8 @@
 """Tables of the site that are made from the code, so that they cannot go stale.
 
-A page says ``<!-- keys CLASS -->`` for the keys that ``configs.py`` defines in that class, ``<!-- TRL keys CLASS -->``
-for those it takes over from TRL, ``<!-- other names -->`` for aliases, and ``<!-- refused keys -->`` for the keys that
-are refused with a replacement. ``<!-- maxent objectives -->`` and ``<!-- maxent keys -->`` say what MaxEnt optimises,
+A page says ``<!-- all keys -->`` for every key of a recipe by topic, ``<!-- nested keys CLASS -->`` for those of a
+mapping, ``<!-- other names -->`` for aliases, and ``<!-- refused keys -->`` for the keys that are refused with a
+replacement. ``<!-- maxent objectives -->`` and ``<!-- maxent keys -->`` say what MaxEnt optimises,
 and who reads which key. ``<!-- doctor SUBJECT -->`` lists the checks of a machine, a recipe or a run, and
 ``<!-- profile keys -->`` what a site's profile may hold. torch and TRL are not imported.
 """
@@ -14,6 +14,7 @@ import html
 import inspect
 import json
 import re
+from fnmatch import fnmatch
 from typing import Any
 
 from grpo_recipes import doctor
@@ -25,8 +26,34 @@ from grpo_recipes.slurm import profile
 
 RECIPES = home() / "recipes"
 
+# Topic -> patterns of the keys that it holds. A key belongs to the first topic that fits.
+TOPICS = {
+    "Model": "model_name_or_path dtype system_prompt chat_template* model_* attn_* trust_*",
+    "Data": "dataset_name dataset_*_column dataset_* max_prompt_length max_train_prompts shuffle_dataset",
+    "Rewards": "reward_funcs reward_weights answer_matching reward_* judge_* cosine_* repetition_max* "
+    "repetition_n_grams soft_punish_cache scale_rewards multi_objective_aggregation",
+    "Batch and length of the run": "prompts_per_step num_generations per_device_train_batch_size max_steps "
+    "num_train_epochs seed num_iterations gradient_accumulation_steps steps_per_generation generation_batch_size",
+    "Sampling": "max_completion_length temperature top_[pk] min_p repetition_penalty mask_* generation_kwargs seed_*",
+    "Loss": "loss_type beta epsilon* kl_* delta importance_* sync_ref_model ref_model_* entropy_* use_adaptive_entropy "
+    "top_entropy_quantile off_policy_* use_bias_correction_kl sapo_* vespo_*",
+    "MaxEnt-GRPO": "maxent_objective maxent_tau maxent_beta maxent_*",
+    "Optimizer": "learning_rate lr_* warmup_* max_grad_norm weight_decay optim* adam_* neftune_* disable_dropout",
+    "LoRA": "use_peft lora_* use_rslora use_dora",
+    "Evaluation and benchmarks": "eval_strategy eval_steps eval_* num_generations_eval per_device_eval_batch_size "
+    "benchmarks benchmark_* load_best_model_at_end",
+    "ModeBench": "modebench_*",
+    "Saving and resuming": "run_name run_root save_* max_requeues callbacks restore_* ignore_data_skip",
+    "Report and logs": "report_* wandb_* logging_* log_* num_completions_to_print disable_tqdm",
+    "Publishing": "push_to_hub hub_*",
+    "Server and weights": "use_vllm vllm_mode vllm_* weight_* server_*",
+    "Processes and memory": "accelerator num_processes gradient_checkpointing* bf16* fp16* tf32 stall_timeout "
+    "main_process_port ddp_* torch_* cast_lm_head_to_fp32 use_liger_kernel liger_*",
+    "Everything else": "*",
+}
 _MARKER = re.compile(
-    r"^<!-- (?P<what>keys|TRL keys|refused keys|other names|recipes|maxent|doctor|profile)( (?P<owner>\w+))? -->$",
+    r"^<!-- (?P<what>all keys|nested keys|refused keys|other names|recipes|maxent|doctor|profile)"
+    r"( (?P<owner>\w+))? -->$",
     re.MULTILINE,
 )
 
@@ -36,8 +63,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
     def table(match: re.Match[str]) -> str:
         tables = {
-            "keys": lambda: keys_table(match["owner"]),
-            "TRL keys": lambda: trl_table(match["owner"]),
+            "all keys": keys_by_topic,
+            "nested keys": lambda: nested_keys(match["owner"]),
             "refused keys": refused_table,
             "other names": aliases_table,
             "recipes": recipes_table,
@@ -60,18 +87,28 @@ def own_keys() -> dict[str, list[str]]:
     }
 
 
-def keys_table(owner: str) -> str:
-    """Return a row for each key that ``owner`` defines itself: name, type with limits, default, help."""
-    known = dict(keys.catalogue())
-    for nested in keys.nested_catalogue().values():
-        known |= {name: entry for name, entry in nested.items() if entry["config"] == owner}
-    return _keys({name: known[name] for name in own_keys()[owner]})
+def topics() -> dict[str, list[str]]:
+    """Return the keys of each topic in the order of its patterns; the last topic takes what is left."""
+    found: dict[str, list[str]] = {title: [] for title in TOPICS}
+    left = dict.fromkeys(keys.catalogue())
+    for title, patterns in TOPICS.items():
+        for pattern in patterns.split():
+            found[title] += (fits := [name for name in left if fnmatch(name, pattern)])
+            left = {name: None for name in left if name not in fits}
+    return found
 
 
-def trl_table(owner: str) -> str:
-    """Return a row for each key that ``owner`` takes over from TRL as it is."""
-    own = own_keys()[owner]
-    return _keys({name: e for name, e in keys.catalogue().items() if e["config"] == owner and name not in own})
+def keys_by_topic() -> str:
+    """Return a heading for each topic and the list of its keys."""
+    known = keys.catalogue()
+    parts = [f"## {title}\n\n{_keys({name: known[name] for name in names})}" for title, names in topics().items()]
+    return "\n\n".join(parts)
+
+
+def nested_keys(owner: str) -> str:
+    """Return the keys of the class ``owner``, which describes a mapping in a recipe."""
+    nested = {name: e for part in keys.nested_catalogue().values() for name, e in part.items() if e["config"] == owner}
+    return _keys(nested, prefix=f"{owner}.")
 
 
 def aliases_table() -> str:
@@ -80,15 +117,14 @@ def aliases_table() -> str:
 
 
 def recipes_table() -> str:
-    """Return a row for each shipped recipe."""
+    """Return a row for each shipped recipe; a long name may wrap behind a slash."""
     paths = sorted(path for path in RECIPES.rglob("*.yaml") if path.parent != RECIPES / "base")
     rows = [(path.relative_to(RECIPES.parent), read_recipe(path)) for path in paths]
     return _table(
-        ("recipe", "model", "`accelerator`", "`per_device_train_batch_size`"),
+        ("recipe", "`accelerator`", "batch of a device"),
         [
             (
-                f"`{name}`",
-                f"`{recipe['model_name_or_path']}`",
+                f"<code>{str(name).replace('/', '/<wbr>')}</code>",
                 recipe["accelerator"],
                 recipe["per_device_train_batch_size"],
             )
@@ -118,7 +154,7 @@ def maxent_keys_table() -> str:
         if key.startswith("maxent_"):
             readers = [name for name, objective in OBJECTIVES.items() if key not in objective.unread]
             readers = ["all"] if len(readers) == len(OBJECTIVES) else [f"`{name}`" for name in readers]
-            linked = f"[`{key}`](configuration.md#grpoconfig)"
+            linked = f"[`{key}`](configuration.md#{key})"
             rows.append((linked, ", ".join(readers), f"`{_default(entry)}`", _text(entry["help"])))
     return _table(("key", "read by", "default", "meaning"), rows)
 
@@ -137,16 +173,27 @@ def profile_table() -> str:
     return _keys({name: {**entry, "default": getattr(plain, name)} for name, entry in profile.KEYS.items()})
 
 
-def _keys(entries: dict[str, dict[str, Any]]) -> str:
-    return _table(
-        ("key", "type", "default", "meaning"),
-        [(f"`{name}`", _type(entry), f"`{_default(entry)}`", _text(entry["help"])) for name, entry in entries.items()],
-    )
+def _keys(entries: dict[str, dict[str, Any]], prefix: str = "") -> str:
+    """Return a list in which each key has an anchor, its type with limits, its default and its meaning."""
+    parts = [
+        f'<div id="{prefix}{name}"><dt><code>{name}</code><span>{_coded(_type(entry))}</span>'
+        f"<span>default <code>{html.escape(_default(entry))}</code></span></dt>"
+        f"<dd>{_coded(html.escape(entry['help'], quote=False))}</dd></div>"
+        for name, entry in entries.items()
+    ]
+    return '<dl class="keys">\n' + "\n".join(parts) + "\n</dl>"
+
+
+def _coded(text: str) -> str:
+    """Return HTML in which what stands between backticks, one or two, is code, and links are links."""
+    linked = re.sub(r"\[([^]]+)\]\((https?://[^)\s]+)\)", r'<a href="\2">\1</a>', text)
+    return re.sub(r"(`{1,2})([^`]+)\1", r"<code>\2</code>", linked)
 
 
 def refused_table() -> str:
     """Return a row for each key that is refused with what to do instead."""
-    refused = sorted({**dialects.OBSOLETE_KEYS, **keys.OWNED_KEYS}.items())
+    others = {name: meaning.fix(None) for name, meaning in dialects.names().items()}
+    refused = sorted({**others, **keys.OWNED_KEYS}.items())
     return _table(("key", "do this instead"), [(f"`{name}`", _text(instead)) for name, instead in refused])
 
 
