@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import re
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import yaml
 from guide_rows import REPOSITORY, exists
 
 FILE = Path(__file__).with_name("faults.yaml")
+ROTATING = "pytest.mark.rotating"
 ENDS = ("refused", "ended", "recovered", "kept")
 
 
@@ -59,10 +61,23 @@ def _faults(row: Fault) -> Iterator[str]:
 
 
 def is_rotating(test: str) -> bool:
-    """Whether a test runs on some days only (``rotation.py``)."""
+    """Whether a test runs on some days only (``rotation.py``): it has the mark, or its whole file has."""
     file, _, function = test.partition("::")
-    before, _, _ = (REPOSITORY / file).read_text().partition(f"def {function}(")
-    return "@pytest.mark.rotating" in before.rpartition("\n\n\n")[2]
+    return function in _rotating(REPOSITORY / file)
+
+
+@functools.cache
+def _rotating(path: Path) -> frozenset[str]:
+    body = ast.parse(path.read_text()).body
+    whole = any(
+        isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark" and ROTATING in ast.unparse(node)
+        for node in body
+    )
+    return frozenset(
+        node.name
+        for node in body
+        if isinstance(node, ast.FunctionDef) and (whole or ROTATING in map(ast.unparse, node.decorator_list))
+    )
 
 
 @functools.cache

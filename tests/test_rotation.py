@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fault_rows import is_rotating
 
 TESTS = Path(__file__).parent
 EACH_DAY = """
@@ -18,7 +19,7 @@ class Days:
     def pytest_collection_finish(self, session):
         names = lambda items: sorted(item.nodeid for item in items)
         days = [names(rotation.share(session.items, day)) for day in range(16)]
-        print("days", json.dumps([names(rotation.rotating(session.items)), days]))
+        print("days", json.dumps([names(rotation.rotating(session.items)), days, names(session.items)]))
 sys.exit(pytest.main(["--collect-only", "-q", *sys.argv[1:]], plugins=[Days()]))
 """
 FILES = ("e2e/test_deaths.py", "e2e/test_faults.py", "e2e/test_submit.py")
@@ -37,7 +38,7 @@ def run(*command: str, **environment: str) -> str:
 def days() -> tuple[set[str], list[set[str]]]:
     """The names of all rotating tests, and those of each of 16 days."""
     (line,) = [line for line in run("-c", EACH_DAY, *FILES).splitlines() if line.startswith("days ")]
-    whole, shares = json.loads(line.removeprefix("days "))
+    whole, shares, _ = json.loads(line.removeprefix("days "))
     return set(whole), [set(one) for one in shares]
 
 
@@ -59,3 +60,13 @@ def test_a_day_leaves_out_those_of_the_other_days(days) -> None:
     listed = run("-m", "pytest", "--collect-only", "-q", *FILES, GRPO_DAY="20781")
     for name in whole:
         assert (name in listed) == (name in shares[20781 % 16]), name
+
+
+def test_make_coverage_takes_those_for_rotating_that_pytest_does() -> None:
+    files = [str(path) for path in sorted(TESTS.rglob("test_*.py")) if "mark.rotating" in path.read_text()]
+    (line,) = [line for line in run("-c", EACH_DAY, *files).splitlines() if line.startswith("days ")]
+    whole, _, listed = json.loads(line.removeprefix("days "))
+    daily = {name.partition("[")[0] for name in set(listed) - set(whole)}
+    rotating = {name.partition("[")[0] for name in whole}
+    assert len(rotating) > 40 and len(daily) > 10
+    assert {name for name in rotating | daily if is_rotating(name)} == rotating - daily
