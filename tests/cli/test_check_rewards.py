@@ -172,6 +172,25 @@ def test_a_reward_that_sleeps_is_given_up_after_five_time_outs(check, tmp_path, 
     assert [line for line in problems if re.search(r" completions in \d s, [1-7] over reward_timeout$", line)]
 
 
+@pytest.mark.parametrize("isolation", ["completion", "none"])
+def test_a_server_that_does_not_answer_is_one_message_after_a_few_calls(check, tmp_path, monkeypatch, isolation):
+    monkeypatch.setenv("ASKED_URL", "http://127.0.0.1:9/v1")
+    monkeypatch.setenv("ASKED_MODEL", "any")
+    (tmp_path / "asks.py").write_text(
+        "import os, time, urllib.request\n"
+        "def judge(completions):\n    open('calls', 'a').write('x')\n    time.sleep(0.1)\n"
+        "    return [float(urllib.request.urlopen(os.environ['ASKED_URL']).read())]\n"
+    )
+    handed = {"reward_environment": ["ASKED_URL", "ASKED_MODEL"]} if isolation == "completion" else {}
+    code, said, (problem,) = check(["asks.py:judge"], reward_isolation=isolation, reward_workers=2, **handed)
+    assert code == 2 and "gets no score" not in said
+    assert problem.startswith("grpo: recipe.yaml:")
+    assert "reward 'asks.py:judge' got no answer from its server (URLError: <urlopen error [Errno 111]" in problem
+    fix = "start the server that it asks, or correct its address"
+    assert problem.endswith(f"Fix: {fix}{' in ASKED_URL' if handed else ''}")
+    assert 1 <= len((tmp_path / "calls").read_text()) <= 100, "of 180"
+
+
 def test_a_slow_reward_says_how_far_it_is(check, tmp_path, monkeypatch):
     monkeypatch.setattr("grpo_recipes.rewards.probe._QUIET_SECONDS", 0.2)
     (tmp_path / "slow.py").write_text(

@@ -256,7 +256,7 @@ def test_a_keeper_that_a_reward_stopped_does_not_hold_up_closing() -> None:
 JUDGE = WILD.replace(":score", ":judge")
 
 
-def test_calls_of_an_async_reward_run_at_once_each_with_its_own_limit() -> None:
+def test_calls_of_an_async_reward_run_at_once_each_with_its_own_limit(capfd: pytest.CaptureFixture[str]) -> None:
     completions = [*["0.5 0.5"] * 12, "1 100", "raise", *["0.25 0.5"] * 12]
     with RewardPool(JUDGE, workers=1, timeout=2.0, concurrency=8) as pool:
         assert pool.score(JUDGE, ["1"])[0].value == 1.0  # the first call of a child is alone
@@ -266,7 +266,8 @@ def test_calls_of_an_async_reward_run_at_once_each_with_its_own_limit() -> None:
         pids = [child.pid for child in pool._children]
     assert [score.value for score in scores] == [*[0.5] * 12, None, None, *[0.25] * 12]
     assert (scores[12].reason, scores[12].by_limit) == ("time limit", True)
-    assert scores[13].reason == "ConnectionError: the judge is down"
+    assert scores[13].reason == "no answer from its server (ConnectionError: the judge is down)"
+    assert "Traceback" not in capfd.readouterr().err, "the reason says all; a line of the user's code is not at fault"
     assert all(0.5 <= score.seconds < 1.5 for score in scores[:12])
     assert 2.0 <= seconds < 6.0, "one after the other takes 14 s"
     assert len(pids) == 1, "a call that is over its limit ends alone"

@@ -29,6 +29,7 @@ from grpo_recipes.errors import ConfigError
 from grpo_recipes.process import tree
 from grpo_recipes.rewards.score import (
     LARGEST,
+    NO_ANSWER,
     Reward,
     Score,
     call_reward,
@@ -223,10 +224,11 @@ def _score_of(error: BaseException) -> Score:
     global _tracebacks_left
     if isinstance(error, MemoryError):
         return Score(None, "memory limit", by_limit=True)
-    if _tracebacks_left > 0:
+    what = described(error)
+    if _tracebacks_left > 0 and not what.startswith(NO_ANSWER):
         _tracebacks_left -= 1
         _print_traceback()
-    return Score(None, _explained(described(error)))
+    return Score(None, _explained(what))
 
 
 def _send(replies: int, row: int, score: Score, seconds: float, own: int) -> None:

@@ -6,12 +6,13 @@ has several right answers, of which a few are written, and wrong ones of its own
 """
 
 import math
+import os
 import re
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
@@ -26,7 +27,7 @@ from grpo_recipes.recipe.registry import ACCURACY, REWARDS
 from grpo_recipes.rewards.answers import same
 from grpo_recipes.rewards.load import IsolatedReward, load_rewards
 from grpo_recipes.rewards.pool import TIME_LIMIT
-from grpo_recipes.rewards.score import GIVEN_UP, Reward, RewardFailed, RewardWrapper, call_reward
+from grpo_recipes.rewards.score import GIVEN_UP, NO_ANSWER, Reward, RewardFailed, RewardWrapper, call_reward
 
 TAG, TAGGED_BOX, BOX = "<answer>%s</answer>", r"<answer>\boxed{%s}</answer>", r"\boxed{%s}"
 # Ways of writing an answer that a reward of ours reads; those of ``math_verify`` are also tried with the user's own.
@@ -36,7 +37,7 @@ _LAST_NUMBER = re.compile(r"[0-9]+(?=[^0-9]*$)")
 _UNFIT = ("not a number", "wrong type", "wrong length")  # reasons that no completion excuses
 _SHOWN = 5
 _MODES = 3  # right answers tried of a problem that has several
-_MOST_TIMEOUTS = 5  # more than the accepted share of those called, and the rest is not called
+_MOST_FAILURES = 5  # time-outs or unanswered calls; more than the accepted share, and the rest is not called
 _QUIET_SECONDS, _LINE_SECONDS = 2.0, 5.0  # before the first line of progress, and between two
 _LONG = 200  # characters; an answer that completions can repeat is shorter
 
@@ -99,17 +100,19 @@ def probe_rewards(recipe: Recipe, rows: list[dict[str, Any]]) -> list[ProbeResul
     settings = _settings(recipe)
     names = settings.reward_funcs = list(dict.fromkeys(recipe["reward_funcs"]))
     strict, most_missing = recipe["answer_matching"] == "strict", recipe["reward_max_no_verdict"]
+    handed = recipe["reward_environment"]
     rewards: list[Reward] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
             rewards += load_rewards(settings, settings, Path(folder))
-            return [
-                probe(name, reward, rows, strict, most_missing) for name, reward in zip(names, rewards, strict=True)
-            ]
+            pairs = zip(names, rewards, strict=True)
+            return [probe(name, reward, rows, strict, most_missing, handed) for name, reward in pairs]
         except RewardFailed as error:
-            if not isinstance(error.__cause__, ConfigError | None):  # raised by the user's own code: show where
-                traceback.print_exception(error.__cause__)
             fix = "correct it, or name another in reward_funcs"
+            if NO_ANSWER in str(error):
+                fix = _server_fix(handed)
+            elif not isinstance(error.__cause__, ConfigError | None):  # raised by the user's own code: show where
+                traceback.print_exception(error.__cause__)
             raise config_error(recipe.place("reward_funcs"), str(error), fix) from error
         finally:
             for reward in rewards:
@@ -145,12 +148,18 @@ def problems_of(recipe: Recipe, rows: list[dict[str, Any]], findings: list[Probe
 
 
 def probe(
-    name: str, reward: Reward, rows: Sequence[dict[str, Any]], strict: bool = False, most_missing: float = 0.5
+    name: str,
+    reward: Reward,
+    rows: Sequence[dict[str, Any]],
+    strict: bool = False,
+    most_missing: float = 0.5,
+    handed: Collection[str] = (),
 ) -> ProbeResult:
     """Show a reward of ours, or of the user's as the recipe names it, right and wrong completions.
 
     ``rows`` have ``prompt`` (chat messages), ``answer`` and what other columns there are; answers are compared as text
-    where ``strict``. Accept the share ``most_missing`` of unscored completions (``reward_max_no_verdict``).
+    where ``strict``. Accept the share ``most_missing`` of unscored completions (``reward_max_no_verdict``); ``handed``
+    are the variables of ``reward_environment``.
     """
     ours = name in REWARDS
     writings = _WRITINGS.get(name, _WRITINGS["strict" if strict else "ours"]) if ours else _WRITINGS["math_verify"]
@@ -175,6 +184,10 @@ def probe(
     finding = ProbeResult(name, right, len(tries) - right, *means, len(missing))
     bad = _judge(finding, tries) if name in ACCURACY or name == "cosine_length" else []
     unfit = [one for one in missing if (one.reason or "").startswith(_UNFIT)]
+    silent = [one.reason for one in missing if one.reason and one.reason.startswith(NO_ANSWER)]
+    if len(silent) > most_missing * sum(one.reason != GIVEN_UP for one in tries):
+        finding.faults.append((f"got {silent[0]}", _server_fix(handed)))
+        return finding
     if isinstance(reward, IsolatedReward) and any(one.reason == GIVEN_UP for one in missing):
         done = list(reward.pool.scores.values())
         late = f"{sum(score.reason == TIME_LIMIT for score in done)} of {len(done)} completions"
@@ -189,8 +202,15 @@ def probe(
     return finding
 
 
+def _server_fix(handed: Collection[str]) -> str:
+    """Return what to do where a reward's server does not answer; its address is one of the variables ``handed``."""
+    addresses = [name for name in handed if "://" in os.environ.get(name, "") and "proxy" not in name.lower()]
+    where = f" in {', '.join(addresses)}" if addresses else ""
+    return f"start the server that it asks, or correct its address{where}"
+
+
 def _watch(reward: IsolatedReward, most_missing: float) -> Callable[[], bool]:
-    """Return what prints how far a slow reward is, and whether too many of its calls took too long to go on."""
+    """Return what prints how far a slow reward is, and whether too many of its calls failed alike to go on."""
     pool, began = reward.pool, time.monotonic()
     said = began + _QUIET_SECONDS - _LINE_SECONDS
 
@@ -203,7 +223,8 @@ def _watch(reward: IsolatedReward, most_missing: float) -> Callable[[], bool]:
             said, far = now, f"{len(done)} of {pool.asked} completions in {now - began:.0f} s"
             over = f", {late} over reward_timeout" if late else ""
             print(f"grpo: {reward.spec}: {far}{over}", file=sys.stderr, flush=True)
-        return late >= _MOST_TIMEOUTS and late > most_missing * len(done)
+        failed = max(late, sum((score.reason or "").startswith(NO_ANSWER) for score in done))
+        return failed >= _MOST_FAILURES and failed > most_missing * len(done)
 
     return look
 

@@ -17,6 +17,7 @@ from grpo_recipes.runs.stop_request import CutShort, StopRequest
 
 Reward = Callable[..., list[float | None]]
 GIVEN_UP = "not called: too many unscored before it, or the run was stopped"
+NO_ANSWER = "no answer from its server"
 LARGEST = 3.4e38  # rewards are float32 in the trainer; beyond this they are infinite there
 _LONGEST_REASON = 300  # characters; a reply of a child must fit a pipe's atomic write
 
@@ -146,7 +147,17 @@ def described(error: BaseException) -> str:
     if isinstance(error, ConfigError):
         return error.problems[0].what  # its fix would be a second one
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}"[:_LONGEST_REASON] if lines else type(error).__name__
+    said = f"{type(error).__name__}: {lines[0]}"[:_LONGEST_REASON] if lines else type(error).__name__
+    return f"{NO_ANSWER} ({said})" if _unconnected(error) else said
+
+
+def _unconnected(error: BaseException | None) -> bool:
+    """Return whether a connection failed below an exception; by name, since each client library has its own class."""
+    while error is not None:
+        if any(kind.__name__.endswith(("ConnectionError", "gaierror")) for kind in type(error).__mro__):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class RewardWrapper:
@@ -182,7 +193,9 @@ class RewardWrapper:
         except CutShort:
             return [Score(None, GIVEN_UP)] * rows
         except Exception as error:
-            raise RewardFailed(f"reward '{self.spec}' raised {described(error)}") from error
+            what = described(error)
+            verb = "got" if what.startswith(NO_ANSWER) else "raised"
+            raise RewardFailed(f"reward '{self.spec}' {verb} {what}") from error
         for score in scores:
             if score.reason is not None and not score.reason.startswith("not a number"):
                 raise RewardFailed(f"reward '{self.spec}': {score.reason}")
