@@ -269,7 +269,8 @@ def test_a_mistake_of_a_command_is_one_line_with_its_fix(grpo):
         (["--verbose"], "grpo: COMMAND: is missing. Fix: see grpo --help"),
         (["new"], "grpo: FILE: is missing. Fix: see grpo new --help"),
         (["plan", "--gpus", "many"], "grpo: --gpus: invalid int value: 'many'. Fix: see grpo plan --help"),
-        (["doctor", "--run"], "grpo: --run: expected one argument. Fix: see grpo doctor --help"),
+        (["doctor", "--run"], "grpo: --run: is given without a value. Fix: write --run VALUE"),
+        (["logs", "-n"], "grpo: --lines: is given without a value. Fix: write --lines VALUE"),
         (["check", "--task", "sft"], "grpo: --task: invalid choice: 'sft'"),
         (["check", "--json=1"], "grpo: --json: ignored explicit argument '1'"),
     ):

@@ -297,5 +297,5 @@ def test_the_last_run_is_resumed_with_keys_that_its_own_recipe_reads(
     assert "objective  tempered, tau 0.4" in capsys.readouterr().out
     assert cli.main([*resume, "--maxent_utilty", "advantage"]) == 2
     assert capsys.readouterr().err.splitlines() == [
-        "grpo: --maxent_utilty: unknown key 'maxent_utilty'. Fix: write 'maxent_utility'"
+        "grpo: --maxent_utilty: unknown key 'maxent_utilty'. Fix: write --maxent_utility advantage"
     ]

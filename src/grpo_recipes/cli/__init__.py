@@ -118,6 +118,9 @@ class _Parser(argparse.ArgumentParser):
         where, _, what = message.removeprefix("argument ").partition(": ")
         if where == "the following arguments are required":
             where, what = what, "is missing"
+        if what == "expected one argument":
+            where = where.rpartition("/")[2]  # of -n/--lines
+            raise config_error(where, "is given without a value", f"write {where} VALUE")
         raise config_error(where, what, f"see {self.prog} --help")
 
 

@@ -178,6 +178,10 @@ def read_flags(flags: Iterable[str], problems: list[Problem]) -> list[tuple[str,
     rest = list(flags)
     while rest:
         flag = rest.pop(0)
+        if re.match("-[A-Za-z]", flag):
+            problems.append(Problem(flag, "begins with one hyphen", f"write -{flag}"))
+            rest = list(itertools.dropwhile(lambda word: not word.startswith("-"), rest))
+            continue
         if not flag.startswith("--"):
             fix = "put the recipe right after the command, and write --key value for a key"
             problems.append(Problem(f"'{flag}'", "stands alone on the command line", fix))

@@ -70,6 +70,13 @@ def short(value: Any) -> str:
     return f": {text}" if value is not None and len(text) <= 60 and not secret_value(value) else ""
 
 
+def _as_flag(key: str, value: Any) -> str:
+    """Return a key with its value as the command line has them; ``VALUE`` for one that is missing, long or secret."""
+    text = short(",".join(map(str, value)) if isinstance(value, list) else value).removeprefix(": ")
+    missing = value is True and catalogue()[key]["type"] != "bool"
+    return f"--{key} {shlex.quote(text) if text and not missing else 'VALUE'}"
+
+
 @dataclass(frozen=True)
 class Meaning:
     """What a foreign name is here."""
@@ -83,9 +90,11 @@ class Meaning:
             value = value[0]
         return {key: value if given == "{value}" else given for key, given in self.writes.items()}
 
-    def fix(self, value: Any) -> str:
-        """Return what to write instead of the name, with its own ``value``."""
-        return self.instead or "write " + " and ".join(f"{key}{short(one)}" for key, one in self.values(value).items())
+    def fix(self, value: Any, flag: bool = False) -> str:
+        """Return what to write instead of the name, with its own ``value``: lines of a recipe, or flags."""
+        given = self.values(value).items()
+        words = " ".join(_as_flag(*one) for one in given) if flag else " and ".join(f"{k}{short(v)}" for k, v in given)
+        return self.instead or f"write {words}"
 
 
 @functools.cache
@@ -184,20 +193,26 @@ def refusal(key: str, source: str, value: Any = None) -> Problem | None:
         return None
     if key in OWNED_KEYS:
         return Problem(source, f"'{key}' is not a recipe's to set", OWNED_KEYS[key])
+    flag = source.startswith("--")
     if known := names().get(key):
-        return Problem(source, f"'{key}' is not a key here", known.fix(value))
+        return Problem(source, f"'{key}' is not a key here", known.fix(value, flag))
     close = nearest(key)
-    flag = " (flags are not abbreviated)" if source.startswith("--") and close and close.startswith(key) else ""
-    fix = names()[close].fix(value) if close in names() else f"write '{close}'" if close else "remove it"
-    return Problem(source, f"unknown key '{key}'{flag}", fix)
+    if close is None:
+        return Problem(source, f"unknown key '{key}'", "remove it")
+    meant = names().get(close) or Meaning({close: "{value}"})
+    fix = meant.fix(value, flag) if flag or close in names() else f"write '{close}'"
+    hint = " (flags are not abbreviated)" if flag and close.startswith(key) else ""
+    return Problem(source, f"unknown key '{key}'{hint}", fix)
 
 
 def nearest(name: str) -> str | None:
     """Return the key of which ``name`` is a misspelling, or that a variable stands for; None when there is none."""
     if name.upper() in ENVIRONMENT_KEYS:
         return ENVIRONMENT_KEYS[name.upper()]
-    begun = [key for key in catalogue() if key.startswith(name) and 2 * len(name) > len(key)]
-    return begun[0] if len(begun) == 1 else nearest_of(name, [*catalogue(), *names()])
+    begun = [key for key in catalogue() if key.startswith(name)] if len(name) > 3 else []
+    shortest = min(begun, key=len, default="")  # of num_gen: num_generations, which begins the others
+    clear = begun and all(key.startswith(shortest) for key in begun)
+    return shortest if clear else nearest_of(name, [*catalogue(), *names()])
 
 
 def is_foreign(layer: Mapping[str, Value]) -> bool:
