@@ -380,6 +380,31 @@ def test_a_missing_recipe_is_named_with_where_it_came_from(given, config, where)
     assert refused.value.problems[0].where == where and "'no.yaml'" in refused.value.problems[0].what
 
 
+@pytest.mark.parametrize(
+    ("given", "fix"),
+    [
+        ("gpro.yaml", "write recipes/smoke/grpo.yaml"),
+        ("runs/grpo.yaml", "write recipes/smoke/grpo.yaml"),
+        ("first_rnu", "write first_run.yaml"),
+        ("mien.yaml", "write recipes/deep/mine.yaml"),
+        (
+            "config_mth.yaml",
+            "write e.g. recipes/Qwen2.5-1.5B-Instruct/grpo/config_math.yaml, "
+            "recipes/Llama-3.1-8B-Instruct/grpo/config_math.yaml, recipes/Qwen2.5-0.5B-Instruct/grpo/config_math.yaml",
+        ),
+        ("another.yaml", "name a .yaml file, from the folder where you are or under recipes/"),
+    ],
+)
+def test_a_misspelt_file_name_finds_the_recipe_in_whatever_folder(given, fix, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes/deep").mkdir(parents=True)
+    for name in ("first_run.yaml", "recipes/deep/mine.yaml"):
+        (tmp_path / name).touch()
+    with pytest.raises(ConfigError) as refused:
+        choose_recipe(given, {}, "grpo", "cuda")
+    assert refused.value.problems[0].fix == fix
+
+
 def test_the_users_vllm_plugins_are_kept_and_ours_is_added(planned):
     assert "VLLM_PLUGINS" not in planned().process("server").environment
     server = planned(environment={"VLLM_PLUGINS": "mine"}).process("server")

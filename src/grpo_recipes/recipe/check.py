@@ -80,11 +80,23 @@ def choose_recipe(given: str | None, environment: Mapping[str, str], task: str, 
     for path in (Path(name), home() / name):
         if os.path.isfile(path):  # of Path itself a name too long raises OSError
             return path
+    close = _close_recipes(name, default, task)
+    several = "e.g. " if len(close) > 1 else ""
+    nearest = f"write {several}{', '.join(close[:3])}"
+    fix = nearest if close else "name a .yaml file, from the folder where you are or under recipes/"
+    raise config_error(where, f"there is no recipe '{name}'", fix)
+
+
+def _close_recipes(name: str, default: str, task: str) -> list[str]:
+    """Return the recipe whose path is misspelt, or those of nearly this file name, the default and the task's first."""
     beside = Path(name).parent.glob("*.yaml") if os.path.isdir(os.path.dirname(name) or ".") else ()
     ours = (path.relative_to(home()) for path in (home() / "recipes").rglob("*.yaml"))
-    close = nearest_of(name, map(str, [*beside, *ours]))
-    fix = f"write {close}" if close else "name a .yaml file, from the folder where you are or under recipes/"
-    raise config_error(where, f"there is no recipe '{name}'", fix)
+    known = {str(path) for path in (*beside, *Path().glob("*.yaml"), *Path("recipes").rglob("*.yaml"), *ours)}
+    if close := nearest_of(name, known):
+        return [close]
+    stem = nearest_of(Path(name).stem, {Path(path).stem for path in known})
+    alike = (path for path in known if Path(path).stem == stem)
+    return sorted(alike, key=lambda path: (path != default, f"/{task}/" not in path, path))
 
 
 def resolve_recipe(
