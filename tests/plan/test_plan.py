@@ -373,6 +373,12 @@ def test_a_recipe_is_found_by_argument_then_config_then_device(tmp_path, monkeyp
     assert choose_recipe("recipes/smoke/grpo.yaml", {}, "grpo", "cpu") == SMOKE
 
 
+def test_a_recipe_may_be_named_from_the_users_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "my.yaml").touch()
+    assert choose_recipe("~/my.yaml", {}, "grpo", "cpu") == tmp_path / "my.yaml"  # of --config=~/my.yaml
+
+
 @pytest.mark.parametrize(("given", "config", "where"), [("no.yaml", None, "RECIPE"), (None, "no.yaml", "CONFIG")])
 def test_a_missing_recipe_is_named_with_where_it_came_from(given, config, where):
     with pytest.raises(ConfigError) as refused:

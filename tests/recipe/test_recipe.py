@@ -300,6 +300,18 @@ def test_a_base_is_overridden_key_by_key(tmp_path):
     assert "base" not in recipe.as_yaml()
 
 
+def test_a_base_may_be_in_the_users_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/root.yaml").write_text("seed: 7\n")
+    path = tmp_path / "leaf.yaml"
+    path.write_text("base: ~/root.yaml\n")
+    assert read_recipe(path)["seed"] == 7
+    path.write_text("base: $HOME/root.yaml\n")
+    with pytest.raises(ConfigError, match="Fix: write the path itself, or from ~; variables are not read here"):
+        read_recipe(path)
+
+
 def test_a_fault_in_a_base_names_its_own_line(tmp_path):
     (tmp_path / "root.yaml").write_text("\nseeed: 1\n")
     path = tmp_path / "leaf.yaml"

@@ -77,6 +77,7 @@ def choose_recipe(given: str | None, environment: Mapping[str, str], task: str, 
         known = ", ".join([*here[:5], default]) if len(here) <= 5 else default
         raise config_error("RECIPE", "none is named", f"name one, e.g. {known}, or export CONFIG=FILE")
     where, name = (where, name) if name else ("default recipe", str(home() / default))
+    name = os.path.expanduser(name)  # of --config=~/my.yaml, which few shells expand
     for path in (Path(name), home() / name):
         if os.path.isfile(path):  # of Path itself a name too long raises OSError
             return path

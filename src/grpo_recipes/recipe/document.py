@@ -77,11 +77,12 @@ def _base_file(chain: list[Path], base: Value) -> Path:
     """Return the file a recipe builds on: beside it, or in the repository, so that a copied recipe still finds it."""
     if not isinstance(base.value, str):
         raise config_error(base.source, f"'{BASE_KEY}' is {base.value!r}", "name one recipe file")
-    places = [chain[-1].parent / base.value, home() / base.value]
+    places = [folder / os.path.expanduser(base.value) for folder in (chain[-1].parent, home())]
     found = next((place for place in places if os.path.isfile(place)), None)  # False too for a name that is too long
     if found is None:
         what = f"there is no recipe '{base.value}' beside this one or in the repository"
-        raise config_error(base.source, what, "name an existing recipe")
+        fix = "write the path itself, or from ~; variables are not read here" if "$" in base.value else ""
+        raise config_error(base.source, what, fix or "name an existing recipe")
     if found.resolve() in [path.resolve() for path in chain]:
         raise config_error(base.source, f"'{base.value}' builds on this recipe again", f"remove one {BASE_KEY}")
     return found
