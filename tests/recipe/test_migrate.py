@@ -185,7 +185,8 @@ def test_what_other_versions_read_is_not_added(tmp_path) -> None:
 
 def test_a_recipe_of_supervised_fine_tuning_is_named_as_one(tmp_path) -> None:
     sft = "model_name_or_path: a/b\ndataset_name: a/b\npacking: true\nmax_length: 512\n"
-    assert "supervised fine-tuning: nothing in it says" in translate(tmp_path, sft).report()[0]
+    said = "theirs.yaml is not a GRPO recipe: packing belongs to supervised fine-tuning, and no reward is named"
+    assert said in translate(tmp_path, sft).report()[0]
     assert not any("nothing in it says" in line for line in translate(tmp_path, f"{TRL}packing: true\n").report())
 
 

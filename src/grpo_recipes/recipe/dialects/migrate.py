@@ -139,8 +139,8 @@ def migrate(source: Path, target: Path) -> Migration:
     _once(made.lines)
     foreign = next((line for line in made.lines if line.why.startswith("it belongs to ")), None)
     if foreign and made.get("reward_funcs") is None and made.get("num_generations") is None:
-        why = "nothing in it says what to reward, and what is written trains with GRPO"
-        made.notes.insert(0, f"{source.name} is no recipe of GRPO, {foreign.name}: {foreign.why}: {why}")
+        why = f"{foreign.name} {foreign.why.removeprefix('it ')}, and no reward is named"
+        made.notes.insert(0, f"{source.name} is not a GRPO recipe: {why}. The recipe written here trains with GRPO")
     _keep_rewards(made)
     _add(made, {name for name, _ in flat})
     made.problems = _leave_out_refused(made)
