@@ -64,6 +64,7 @@ ACCURACY = ("pure_accuracy_math", "math_verify", "modebench")
 # Rewards that compare with one reference answer; a ModeBench problem has several.
 ONE_ANSWER = ("pure_accuracy_math", "math_verify", "cosine_length")
 MODEBENCH_REWARD = "modebench"  # of the problems of ModeBench, and of no others
+NO_ANSWER = "no answer from its server"  # begins the reason of a completion that a reward's server left unscored
 # Rewards whose work on one completion has no bound: called in child processes that can be killed.
 IN_CHILDREN = frozenset({"math_verify"})
 

@@ -27,9 +27,9 @@ from typing import Any, NoReturn
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.process import tree
+from grpo_recipes.recipe.registry import NO_ANSWER
 from grpo_recipes.rewards.score import (
     LARGEST,
-    NO_ANSWER,
     Reward,
     Score,
     call_reward,

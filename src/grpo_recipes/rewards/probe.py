@@ -23,11 +23,11 @@ from typing import Any
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.modebench.dataset import is_problem, right_answers, wrong_answers
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.registry import ACCURACY, REWARDS
+from grpo_recipes.recipe.registry import ACCURACY, NO_ANSWER, REWARDS
 from grpo_recipes.rewards.answers import same
 from grpo_recipes.rewards.load import IsolatedReward, load_rewards
 from grpo_recipes.rewards.pool import TIME_LIMIT
-from grpo_recipes.rewards.score import GIVEN_UP, NO_ANSWER, Reward, RewardFailed, RewardWrapper, call_reward
+from grpo_recipes.rewards.score import GIVEN_UP, Reward, RewardFailed, RewardWrapper, call_reward
 
 TAG, TAGGED_BOX, BOX = "<answer>%s</answer>", r"<answer>\boxed{%s}</answer>", r"\boxed{%s}"
 # Ways of writing an answer that a reward of ours reads; those of ``math_verify`` are also tried with the user's own.

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import ConfigError, translate
-from grpo_recipes.recipe.registry import REWARDS
+from grpo_recipes.recipe.registry import NO_ANSWER, REWARDS
 from grpo_recipes.recipe.user_code import copy_path, load_object, source_path, split_spec
 from grpo_recipes.runs.stop_request import CutShort, StopRequest
 
 Reward = Callable[..., list[float | None]]
 GIVEN_UP = "not called: too many unscored before it, or the run was stopped"
-NO_ANSWER = "no answer from its server"
 LARGEST = 3.4e38  # rewards are float32 in the trainer; beyond this they are infinite there
 _LONGEST_REASON = 300  # characters; a reply of a child must fit a pipe's atomic write
 

@@ -9,6 +9,7 @@ from functools import partial
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.paths import shown
+from grpo_recipes.recipe.registry import NO_ANSWER
 from grpo_recipes.recipe.user_code import REWARD_COPIES, changed_copies
 from grpo_recipes.runs.checkpoints import checkpoint_folders, complete_checkpoints
 from grpo_recipes.runs.rundir import Run
@@ -238,8 +239,8 @@ def reward_fix(run: Run, cause: str) -> str:
     file, resume = failed[1], f"grpo launch --resume {shown(run.folder)}"
     if wanted := re.search(r"write reward_environment: \[(\w+)\]", cause):
         edit, resume = f"export {wanted[1]} where you launch", f"{resume} --reward_environment {wanted[1]}"
-    elif re.search(r"Connect\w*Error|APITimeout", cause):
-        edit = f"see that the server which {file} asks answers"
+    elif NO_ANSWER in cause:
+        edit = f"start the server that {file} asks, or correct its address"
     elif not file.endswith(".py"):
         edit = f"correct {file}"
     else:
