@@ -54,6 +54,8 @@ SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=10
 MinJobAge=300
+# Job numbers of two clusters differ: logs/slurm_%j.out of a checkout is appended to.
+FirstJobId={first_job}
 JobCompType=jobcomp/filetxt
 JobCompLoc={logs}/jobs.txt
 GresTypes=gpu
@@ -198,7 +200,10 @@ class SlurmCluster:
         host = socket.gethostname().partition(".")[0]
         ports = _free_ports(1 + len(NODES))
         gpus, delay = GPUS_PER_NODE, self._requeue_delay
-        text = SLURM_CONF.format(run=run, logs=self.directory, host=host, ports=ports, gpus=gpus, delay=delay)
+        first_job = int(time.time()) % 50_000_000 + 1  # Slurm's own largest is 67,043,328
+        text = SLURM_CONF.format(
+            run=run, logs=self.directory, host=host, ports=ports, gpus=gpus, delay=delay, first_job=first_job
+        )
         self.conf.write_text(text)
         # Slurm takes a node down whose GPUs have a count but no files.
         for index in range(gpus):
