@@ -214,7 +214,7 @@ def test_json_holds_the_findings(check):
 
 
 def test_no_rows_is_refused(check):
-    assert "0 rows try nothing" in check(["pure_accuracy_math"], flags=("--rows", "0"))[2][0]
+    assert "--rows: is 0. Fix: write 1 or more" in check(["pure_accuracy_math"], flags=("--rows", "0"))[2][0]
 
 
 def test_json_holds_what_is_wrong_in_the_recipe_too(check, capsys):

@@ -63,7 +63,7 @@ def test_benchmarks(capsys):
         ("leraning_rate", "try learning_rate"),
         ("logging_dir", "export TENSORBOARD_LOGGING_DIR"),
         ("output_dir", "set run_root and run_name"),
-        ("xyzzyx", "no key has that in its name or meaning. Fix: see grpo keys"),
+        ("xyzzyx", "no key matches. Fix: see grpo keys"),
     ],
 )
 def test_a_word_that_no_key_has(capsys, word, fix):

@@ -203,7 +203,7 @@ def test_a_run_whose_identity_is_damaged_is_shown_and_stopped_all_the_same(folde
     lock = claim(run)
     assert "state    running\n" in said(capsys, "status", "last")
     assert f"{run.folder.name}  running" in said(capsys, "status")
-    assert "it saves after the step in flight" in said(capsys, "stop", "last")
+    assert "the run saves after the step in flight" in said(capsys, "stop", "last")
     assert stop_file(run.folder).exists()
     os.close(lock)
 
@@ -373,7 +373,7 @@ def test_stop_asks_to_save_and_forbids_the_requeue(folder, capsys) -> None:
 def test_a_run_that_is_over_is_not_stopped(folder, capsys) -> None:
     run = made(folder, status="completed")
     told = said(capsys, "stop", "last", code=2)
-    assert f"is over (completed) and needs no stop. Fix: see runs/{run.folder.name}" in told
+    assert f"has already ended (completed). Fix: see runs/{run.folder.name}" in told
     write_json(run.folder / "summary.json", {"status": "stopped"})
     told = said(capsys, "stop", "last", code=2)
     assert f"Fix: it goes on with: grpo launch --resume runs/{run.folder.name}" in told

@@ -178,7 +178,7 @@ def test_status_logs_and_stop_know_a_sweep_while_it_runs(folder, sweep, capsys):
     assert lines[4].startswith("seed=0  completed") and lines[5].split()[:3] == ["seed=1", "running", "30/60"]
     assert lines[6] == "seed=2  waiting for its turn"
     assert said(capsys, "logs", "mine-stamp").endswith("cells/seed=1/launch.log <==\nof seed=1\n")
-    assert "the trial that runs saves and ends" in said(capsys, "stop", "mine-stamp")
+    assert "the running trial saves and ends" in said(capsys, "stop", "mine-stamp")
     assert stop_file(sweep).exists()
     os.close(lock)
     os.close(held)

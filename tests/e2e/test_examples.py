@@ -95,7 +95,7 @@ def test_a_judge_that_is_a_real_server_grades_and_its_death_leaves_completions_u
     assert all(0 <= row["rewards/graded/mean"] <= 1 for row in rows[:1])
     assert all(row["seconds/score"] < 60 for row in rows), "the calls of a step run at once"
     cause = run.summary()["cause"]
-    assert "TooManyWithoutVerdict" in cause and "graded' gave none for 32 of 32" in cause
+    assert "TooManyWithoutVerdict" in cause and "graded' gave no score for 32 of 32" in cause
     assert "APIConnectionError: Connection error." in cause
     assert "fix: start the server that recipes/examples/judge.py asks, or correct its address" in run.output
     slow = [json.loads(line) for line in (run.run_dir / "slow_rewards.jsonl").read_text().splitlines()]

@@ -157,7 +157,7 @@ def test_without_the_hub_it_says_what_is_here_and_what_is_not(shell: Shell) -> N
     here = shell.grpo("fetch", "recipe.yaml", **nowhere)
     assert here.returncode == 0 and here.stdout.count("here; http://127.0.0.1:1 does not answer, so not compared") == 2
     update = shell.grpo("fetch", "recipe.yaml", "--update", **nowhere)
-    assert update.returncode == 2 and "model ada/sums is here, newer commits cannot be looked for" in update.stderr
+    assert update.returncode == 2 and "model ada/sums is here, but cannot be updated" in update.stderr
 
 
 def test_a_gated_model_is_told_in_one_line_without_the_token(shell: Shell, hub: FakeHub) -> None:

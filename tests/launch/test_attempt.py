@@ -95,7 +95,7 @@ def test_grpo_stop_keeps_it_from_coming_back(attempt, scontrol, capsys):
     (made.run.folder / NO_REQUEUE).touch()
     finish(made, STOPPED, wants_requeue=True, job=JOB)
     assert summary_of(made)["status"] == "stopped" and not scontrol.exists()
-    assert "grpo: not requeued: grpo stop asked for the end" in capsys.readouterr().out
+    assert "grpo: not requeued: grpo stop was called" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("most", "done", "status"), [(3, 2, "requeued"), (2, 2, "stopped"), (0, 0, "stopped")])

@@ -84,7 +84,7 @@ def test_a_completed_run_is_left_as_it_is_unless_something_is_to_be_done(launche
     capsys.readouterr()
     assert launched("--resume", str(run))[0] == 0
     said = capsys.readouterr().out
-    assert said == f"grpo: {shown(run)} is completed, 60 steps: nothing is left to do; --max_steps adds more\n"
+    assert said == f"grpo: {shown(run)} has completed its 60 steps; raise --max_steps to train further\n"
     assert read_json(run / "summary.json")["status"] == "completed"
 
     assert launched("--resume", str(run), "--max_steps", "70")[0] == EXIT_STOPPED, "more steps"

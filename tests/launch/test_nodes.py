@@ -172,7 +172,7 @@ def test_a_name_that_means_the_loopback_on_the_first_node_is_not_its_address(job
         (("127.0.0.1", "192.0.2.7"), {}, "node n2 cannot listen on 192.0.2.7"),
         (("name.invalid", "name.invalid"), {}, "name.invalid, by which Slurm knows n1: "),
         ((), {"SLURM_NODEID": "1"}, "launched once, on its first node"),
-        ((), {"PATH": "/nowhere"}, "srun: there is none here"),
+        ((), {"PATH": "/nowhere"}, "srun: is not installed here"),
     ],
 )
 def test_nodes_that_cannot_work_together_are_refused(job, workers, addresses, variables, said):

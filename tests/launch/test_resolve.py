@@ -208,7 +208,7 @@ def test_a_job_of_another_size_than_planned_is_refused() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--seed", "7"), r"--seed: seed was 42: checkpoint-5 would stand at another place"),
+        (("--seed", "7"), r"--seed: seed was 42: checkpoint-5 would continue at another place"),
         (("--max_train_prompts", "8"), r"--max_train_prompts: max_train_prompts was None"),
         (("--dataset_train_split", "test"), r"--dataset_train_split: dataset_train_split was train"),
         (("--num_iterations", "2"), r"--num_iterations: num_iterations was 1"),

@@ -106,7 +106,7 @@ def test_modes_are_as_asked_for(task: str) -> None:
 
 
 def test_too_many_are_refused_with_how_many_there_are() -> None:
-    with pytest.raises(ConfigError, match="there are 725"):
+    with pytest.raises(ConfigError, match="only 725 exist"):
         rows("modebench:countdown", "train", replace(DEFAULTS, prompts=598))
     assert len(rows("modebench:countdown", "train", replace(DEFAULTS, prompts=597))) == 597
 
@@ -151,7 +151,7 @@ def test_a_recipe_trains_and_is_evaluated_on_them(tokenizer: Any) -> None:
 
 
 def test_too_many_are_refused_where_they_are_loaded(tokenizer: Any) -> None:
-    with pytest.raises(ConfigError, match=r"there are 725\. Fix: write modebench_prompts: 597 or less"):
+    with pytest.raises(ConfigError, match=r"only 725 exist\. Fix: write modebench_prompts: 597 or less"):
         load_prompts(arguments(modebench_prompts=9999), tokenizer)
 
 

@@ -168,7 +168,7 @@ def test_a_fine_grained_token_is_believed(ask, hub: FakeHub) -> None:
     [
         (None, r"push_to_hub needs a login, which the hub did not confirm \(Token is required"),
         ("hf_" + "unknown" * 4, r"push_to_hub needs a login, which the hub did not confirm \(Invalid user token"),
-        (READER, "may only read"),
+        (READER, "the token is read-only"),
     ],
 )
 def test_a_login_that_may_write_is_needed(ask, token: str | None, what: str) -> None:
@@ -191,7 +191,7 @@ def test_without_the_hub_the_way_to_publish_later_is_named(ask, how: dict[str, s
 
 def test_a_public_repository_is_reported(ask, hub: FakeHub) -> None:
     hub.add("model", "ada/sums", {"README.md": b"mine"})
-    assert ask().note == "ada/sums exists and is public: hub_private_repo is for repositories that are made"
+    assert ask().note == "ada/sums exists and is public: hub_private_repo changes only new repositories"
     assert ask(hub_private_repo=False).note == ""
     hub.repos["model", "ada/sums"].private = True
     assert ask().note == ""
@@ -201,7 +201,7 @@ def test_a_hub_that_does_not_describe_the_repository_stops_nothing(ask, hub: Fak
     hub.add("model", "ada/sums", {"README.md": b"mine"})
     hub.failing = {"/api/models/ada/sums": 100}
     note = ask().note
-    assert note.startswith("whether ada/sums exists and is public could not be asked (Server error '500")
+    assert note.startswith("cannot find out whether ada/sums exists and is public (Server error '500")
 
 
 def test_the_trainer_does_not_push(planned, option) -> None:

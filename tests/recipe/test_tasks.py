@@ -175,11 +175,11 @@ def test_a_frozen_recipe_says_its_task_by_itself(read: Callable[..., Recipe], tm
     assert task_of(again) == "maxent" and again.source("maxent_objective") == "MAXENT"
     same_task(again, RequestedTask(), "maxent")
     same_task(again, MAXENT, "maxent")
-    with pytest.raises(ConfigError, match="--task: asks for GRPO, the run is one of MaxEnt"):
+    with pytest.raises(ConfigError, match="--task: asks for GRPO, but this run is MaxEnt"):
         same_task(again, GRPO, "maxent")
-    with pytest.raises(ConfigError, match="MAXENT: asks for MaxEnt, the run is one of GRPO"):
+    with pytest.raises(ConfigError, match="MAXENT: asks for MaxEnt, but this run is GRPO"):
         same_task(read(), MAXENT, "grpo")
-    with pytest.raises(ConfigError, match="--maxent_objective: 'maxent_objective' would make this GRPO run"):
+    with pytest.raises(ConfigError, match="--maxent_objective: 'maxent_objective' would turn this run into"):
         same_task(read(["--maxent_objective", "listwise"]), RequestedTask(), "grpo")
 
 

@@ -208,7 +208,7 @@ def test_no_metric_is_hidden(tmp_path: Path) -> None:
         ),
         (
             {"status": "requeued", "exit_code": 75, "cause": "stopped on request"},
-            ["↻ requeued", "Waiting to go on. Reward"],
+            ["↻ requeued", "Waiting to continue. Reward"],
         ),
         ({"status": "running"}, ["● running", "Running. Reward"]),
         ({"smoke": True}, ["smoke test, not an experiment"]),

@@ -30,7 +30,7 @@ LIKE_REPLIES = st.dictionaries(
     [
         READY,
         {"failed": "no such file"},
-        {"died": "exit of its process (code 1)"},
+        {"died": "its process exited (code 1)"},
         {"score": [0.5, None, 0.1, False], "row": 3},
         {"score": [None, None, 0.1, False], "row": 0},
         {"score": [None, "time limit", 5, True], "row": 0},

@@ -372,7 +372,7 @@ def rows(project: Path) -> dict[str, str]:
         ("completions, gold", {}, None),
         ("completions, answer, solution, prompts, completion_ids, level, **columns", {}, None),
         ("completions, /, level, missing=3, *rest", {}, None),
-        ("completions, steps", {}, "'mine.py:score' needs 'steps', which nobody hands it. Fix: take one of "
+        ("completions, steps", {}, "'mine.py:score' needs 'steps', which no reward gets. Fix: take one of "
                                    "completions, prompts, completion_ids, answer, solution, gold, level, or give"),
         ("completions, *, steps", {}, "needs 'steps'"),
         ("completions, question", {}, "take prompts: the prompt column comes under this name, as chat messages"),

@@ -66,9 +66,9 @@ def test_each_row_gets_its_own_score_in_order(pool: RewardPool) -> None:
         ("deaf", "time limit"),
         ("sleep 100", "time limit"),
         ("8GB", "memory limit"),
-        ("segfault", "death of its process (SIGSEGV)"),
-        ("killed", "death of its process (SIGKILL, perhaps out of memory)"),
-        ("exit", "exit of its process (code 0)"),
+        ("segfault", "its process died (SIGSEGV)"),
+        ("killed", "its process died (SIGKILL, perhaps out of memory)"),
+        ("exit", "its process exited (code 0)"),
         ("sys-exit", "SystemExit: 3"),
         ("raise", "ValueError: first line"),
         ("nan", "not a number: nan"),
@@ -118,7 +118,7 @@ def test_the_others_go_on_while_one_hangs(pool: RewardPool) -> None:
 def test_what_a_reward_started_dies_with_it(pool: RewardPool, tmp_path: Path, completion: str) -> None:
     file = tmp_path / "pids"
     (score,) = judge(pool, f"{completion} {file}")
-    assert score.reason in ("time limit", "death of its process (SIGSEGV)")
+    assert score.reason in ("time limit", "its process died (SIGSEGV)")
     assert len(pids_in(file)) == 3
     wait_for(lambda: not any(is_alive(pid) for pid in pids_in(file)), "orphans live on")
 
@@ -192,7 +192,7 @@ def test_rows_handed_out_together_are_limited_singly(pool: RewardPool) -> None:
     scores = judge(pool, *completions)
     values = {"yes": 1.0, "no": 0.0, "spin": None, "segfault": None}
     assert [score.value for score in scores] == [values[completion] for completion in completions]
-    assert (scores[70].reason, scores[141].reason) == ("time limit", "death of its process (SIGSEGV)")
+    assert (scores[70].reason, scores[141].reason) == ("time limit", "its process died (SIGSEGV)")
     assert TIMEOUT <= scores[70].seconds < 2 * TIMEOUT
 
 
@@ -214,7 +214,7 @@ def test_giving_up_leaves_the_rest_uncalled(pool: RewardPool) -> None:
         ("score = 3", "score", "it is a int, not a function"),
         ("def score(texts): return [0.0]", "score", "it takes no argument 'completions'"),
         ("import sys; sys.exit('no')", "score", "SystemExit: no"),
-        ("import os; os._exit(4)", "score", r"exit of its process \(code 4\) while it loaded the rewards"),
+        ("import os; os._exit(4)", "score", r"its process exited \(code 4\) while it loaded the rewards"),
     ],
 )
 def test_code_that_cannot_be_loaded_is_an_error_not_a_score(tmp_path: Path, code: str, name: str, said: str) -> None:
@@ -242,7 +242,7 @@ def test_code_that_cannot_be_loaded_is_an_error_not_a_score(tmp_path: Path, code
 )
 def test_a_reply_that_a_reward_crafts_costs_its_own_score_alone(pool: RewardPool, reply: str) -> None:
     before, score, after = judge(pool, "yes", f"write {reply}", "no")
-    assert (score.value, score.reason) == (None, "garbled replies of its process")
+    assert (score.value, score.reason) == (None, "its process sent garbled replies")
     assert (before.value, after.value) == (1.0, 0.0)
 
 
@@ -273,7 +273,7 @@ def test_calls_of_an_async_reward_run_at_once_each_with_its_own_limit(capfd: pyt
     assert len(pids) == 1, "a call that is over its limit ends alone"
 
 
-@pytest.mark.parametrize(("completion", "reason"), [("die", "exit of its process (code 1)"), ("block", "time limit")])
+@pytest.mark.parametrize(("completion", "reason"), [("die", "its process exited (code 1)"), ("block", "time limit")])
 def test_an_async_reward_that_dies_or_blocks_costs_its_own_score_alone(completion: str, reason: str) -> None:
     with RewardPool(JUDGE, workers=1, timeout=0.5, concurrency=8) as pool:
         pool.score(JUDGE, ["1"])
@@ -387,7 +387,7 @@ def test_a_keeper_that_is_killed_costs_a_score(pool: RewardPool) -> None:
     scores = judge(pool, *["sleep 0.3"] * 4, "yes")
     spinning.wait(10)
     assert [score.value for score in scores].count(1.0) == 4
-    assert {score.reason for score in scores} == {None, "death of its process"}
+    assert {score.reason for score in scores} == {None, "its process died"}
 
 
 def test_workers_share_the_cores_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:

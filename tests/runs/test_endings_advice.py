@@ -88,7 +88,7 @@ def test_without_a_checkpoint_a_new_launch_is_advised(failed):
 )  # fmt: skip
 def test_what_ended_most_calls_decides_the_advice(failed, more, said):
     run = failed(
-        f"rank 0: TooManyWithoutVerdict: 60% have no verdict. Reward 'own.py:score' gave none for 9 of 9; {more}"
+        f"rank 0: TooManyWithoutVerdict: 60% are unscored. Reward 'own.py:score' gave no score for 9 of 9; {more}"
     )
     assert said.replace("RUN", f"runs/{run.folder.name}") in advice(run, run.cause)
 

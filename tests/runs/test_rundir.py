@@ -303,5 +303,5 @@ def test_a_git_that_hangs_ends_the_launch_in_one_line(tmp_path: Path, monkeypatc
     git.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(rundir, "_GIT_SECONDS", 0.2)
-    with pytest.raises(ConfigError, match=r"^code: git did not say within 0 seconds .*\. Fix: look at the disk"):
+    with pytest.raises(ConfigError, match=r"^code: git took more than 0 seconds .*\. Fix: check the disk"):
         rundir.code_state()

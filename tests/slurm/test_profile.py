@@ -46,7 +46,7 @@ def test_a_profile_builds_on_another(tmp_path: Path) -> None:
         ("time: three days\n", "'three days' is not a time limit as Slurm writes it"),
         ('time: "0"\n', "is not a time limit as Slurm writes it"),
         ("gpus: 2\ngpus: 4\n", "'gpus'"),
-        ("gpu_kind: a100\n", "a kind of GPU, but no number of them"),
+        ("gpu_kind: a100\n", "gpu_kind is set, but not gpus"),
         ("conda_env: a\nenv_dir: /b\n", "env_dir and conda_env name two environments"),
         ("sbatch_options: [gres=gpu]\n", "'gres=gpu' is not an option"),
         ("environment: {HF_TOKEN: x}\n", "'HF_TOKEN' holds a secret"),

@@ -69,7 +69,7 @@ def test_grpo_stop_ends_a_sweep_with_the_trial_that_runs(sweep, made, monkeypatc
         signal.signal(signum, before[signum])
     said = capsys.readouterr().out
     assert (code, started) == (75, ["seed=1"])
-    assert "asked: the trial that runs saves and ends" in said and "grpo: grpo stop: the sweep ends here" in said
+    assert "stop requested: the running trial saves and ends" in said and "grpo: grpo stop: the sweep ends here" in said
 
 
 @pytest.mark.parametrize("again", [("SAME",), ("--resume", "last"), ("--resume", "DIR")])

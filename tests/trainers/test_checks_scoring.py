@@ -166,10 +166,8 @@ def test_too_many_without_a_verdict_end_training_and_not_an_evaluation(trainer: 
         scored(trainer, prompts=8, each=8)
         assert trainer._metrics["eval"]["rewards/no_verdict"][0] > 0.01
         trainer.model.train()
-        said = (
-            r"% of the completions of step 1 have no verdict, more than reward_max_no_verdict: 0.01\. Reward .*own\.py:"
-        )
-        with pytest.raises(TooManyWithoutVerdict, match=said + r"own' gave none .* most often: ValueError"):
+        said = r"% of the completions of step 1 are unscored, more than reward_max_no_verdict: 0.01\. Reward .*own\.py:"
+        with pytest.raises(TooManyWithoutVerdict, match=said + r"own' gave no score .* most often: ValueError"):
             scored(trainer, prompts=8, each=8)
     finally:
         trainer.scoring.max_unscored = 1.0

@@ -99,7 +99,7 @@ def command(
 def recipe_name(options: argparse.Namespace) -> str | None:
     """Return the recipe named on the command line, or None; two names or an empty one are a ``ConfigError``."""
     if "" in (options.recipe, options.config):  # as of a variable that is not set
-        raise config_error("RECIPE", "an empty text names no recipe", "name a .yaml file, or leave it out")
+        raise config_error("RECIPE", "the name of the recipe is empty", "name a .yaml file, or leave it out")
     if options.recipe and options.config:
         raise config_error("--config", "two recipes are named", "name one")
     return options.recipe or options.config

@@ -391,13 +391,13 @@ def stop(options: argparse.Namespace) -> int:
     if over:
         again = f"it goes on with: grpo {'sweep' if isinstance(found, Sweep) else 'launch'} --resume "
         fix = f"see {shown(found.folder)}" if state.startswith(COMPLETED) else again + shown(found.folder)
-        raise config_error(options.which, f"{shown(found.folder)} is over ({state}) and needs no stop", fix)
+        raise config_error(options.which, f"{shown(found.folder)} has already ended ({state})", fix)
     if isinstance(found, Run):
         _stop_run(found, options.now)
         return 0
     stop_file(found.folder).touch()  # the trials that follow, and by `grpo sweep` itself the one that runs
     if is_locked(found.folder / "lock"):
-        print("grpo: asked: the trial that runs saves and ends, and no other is started (at once: --now)")
+        print("grpo: stop requested: the running trial saves and ends, no other starts (--now ends it at once)")
     for run in (Run(found.trial_dir(index)) for index in range(len(found.names))):
         if (options.now or not is_locked(found.folder / "lock")) and not _look_at(run, _jobs_of(run))[1]:
             _stop_run(run, options.now)
@@ -427,4 +427,4 @@ def _stop_run(found: Run, now: bool) -> None:
         print(f"grpo: its launcher (pid {pid}) {asked}")
     else:
         stop_file(found.folder).touch()
-        print("grpo: asked: it saves after the step in flight and ends (at once: --now)")
+        print("grpo: stop requested: the run saves after the step in flight and ends (--now ends it at once)")

@@ -120,7 +120,7 @@ def _local_row(asset: Asset) -> tuple[str, ...]:
 def _hub_row(asset: Asset, record: Asset | None, online: bool, update: bool) -> tuple[str, ...]:
     """Bring an asset of the hub if it is missing, or older with ``update``, and return its row."""
     if not online and (record is None or update):
-        lacks = "is not here" if record is None else "is here, newer commits cannot be looked for"
+        lacks = "is not here" if record is None else "is here, but cannot be updated"
         raise config_error(asset.where, f"{asset} {lacks} and {why_silent(os.environ)}", _WHERE_ONLINE)
     state = f"here; {why_silent(os.environ)}, so not compared"
     if online:

@@ -115,7 +115,7 @@ def keys(options: argparse.Namespace) -> int:
         close = None if table else nearest(options.word)
         fix = f"try {close}" if close else f"see grpo keys {table}".rstrip()
         where = f"nothing in grpo keys {table}" if table else "no key"
-        raise config_error(f"'{options.word}'", f"{where} has that in its name or meaning", fix)
+        raise config_error(f"'{options.word}'", f"{where} matches", fix)
     same = (
         f"'{word}' is read as {ALIASES[word]}"
         if word in ALIASES
@@ -188,7 +188,7 @@ def _answer(options: argparse.Namespace, **empty: Any) -> Iterator[dict[str, Any
 def check_rewards(options: argparse.Namespace) -> int:
     """Print what the rewards give right and wrong answers; one that does not distinguish them is a ConfigError."""
     if options.rows < 1:
-        raise config_error("--rows", f"{options.rows} rows try nothing", "write 1 or more")
+        raise config_error("--rows", f"is {options.rows}", "write 1 or more")
     with _answer(options, rows=0, rewards=[]) as found:
         recipe = chosen_recipe(options)
         found["recipe"] = str(recipe.path)
@@ -253,7 +253,7 @@ def plan(options: argparse.Namespace) -> int:
         raise config_error("--nodes", "says nothing about the GPUs of a node", "add --gpus 8")
     fewest = 1 if options.nodes > 1 else 0
     if not 1 <= options.nodes <= _MOST or not fewest <= (gpus or 0) <= _MOST:
-        what = f"{gpus or 0} GPUs on {options.nodes} nodes is not a machine to plan for"
+        what = f"cannot plan for {gpus or 0} GPUs on {options.nodes} nodes"
         raise config_error("--gpus, --nodes", what, "write --gpus 8 --nodes 2")
     if gib is not None and not 1 <= gib <= _MOST:
         raise config_error("--gpu-memory", f"no GPU has {gib:g} GiB", "write --gpu-memory 80")

@@ -98,7 +98,9 @@ def _file_benchmark(name: str, args: ScriptArguments) -> Benchmark:
     names = read_rows(path, None, "test").column_names or []
     columns = benchmark_columns(names, (args.dataset_prompt_column, args.dataset_solution_column))
     if columns is None:
-        raise config_error("benchmarks", f"'{name}' has the columns {', '.join(names)}", "name two problem and answer")
+        raise config_error(
+            "benchmarks", f"'{name}' has the columns {', '.join(names)}", "rename two: problem and answer"
+        )
     return Benchmark("", path, "test", prompt=columns[0], solution=columns[1])
 
 

@@ -176,7 +176,7 @@ def finish(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob 
     job = job if wants_requeue and ending.code == EXIT_STOPPED else None
     most, why_not = attempt.recipe["max_requeues"], None
     if job and (folder / NO_REQUEUE).exists():
-        why_not = "grpo stop asked for the end"
+        why_not = "grpo stop was called"
     elif job and job.restarts >= most:
         why_not = f"the job was requeued {job.restarts} times (max_requeues {most})"
     elif job and (idle_trained >= _IDLE_ATTEMPTS or idle >= _IDLE_STARTS):

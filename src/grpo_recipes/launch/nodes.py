@@ -72,7 +72,7 @@ class NodeWorkers:
             what = "a job on several nodes is launched once, on its first node; this is not there"
             raise config_error("SLURM_NODEID", what, "submit training.sh with sbatch")
         if shutil.which("srun") is None:
-            raise config_error("srun", "there is none here", "load the module that has it, e.g. MODULES=slurm")
+            raise config_error("srun", "is not installed here", "load the module that has it, e.g. MODULES=slurm")
         # A prologue of the site may write anything; what a terminal sends to us would end the step.
         self._srun = subprocess.Popen(
             srun_command(self.count, environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

@@ -96,7 +96,7 @@ def nothing_is_left(run: Run, options: Options) -> bool:
     cut = newest is not None and step_of(newest) < summary.get("steps", 0)  # later ones were removed, to go back
     if asks or cut or summary.get("status") != "completed" or not (run.folder / "model").is_dir() or run.is_running():
         return False
-    say(f"{shown(run.folder)} is completed, {summary.get('steps')} steps: nothing is left to do; --max_steps adds more")
+    say(f"{shown(run.folder)} has completed its {summary.get('steps')} steps; raise --max_steps to train further")
     return True
 
 
@@ -180,7 +180,7 @@ def need_same_data(run: Run, recipe: Recipe, plan: Plan) -> str:
     if recipe["ignore_data_skip"]:
         return "ignore_data_skip: the epoch begins again, now and whenever this run is resumed"
     begin_again = "add --ignore_data_skip true: the epoch then begins again"
-    elsewhere = f"{checkpoint.name} would stand at another place in the data"
+    elsewhere = f"{checkpoint.name} would continue at another place in the data"
     before = read_frozen(run.folder / "recipe.yaml")
     for key in _ORDER:
         if recipe[key] != before[key]:

@@ -117,7 +117,7 @@ def _problems(name: str, settings: Settings) -> list[tuple[str, str, int]]:
     found = len(made)
     if found >= wanted:
         return made[:wanted]
-    what = f"{wanted} problems are asked for (modebench_prompts and modebench_test_prompts), there are {found}"
+    what = f"modebench_prompts and modebench_test_prompts ask for {wanted} problems, but only {found} exist"
     if (left := found - settings.test_prompts) > 0:
         fix = f"write modebench_prompts: {left} or less, or ask for easier ones"
         raise config_error("modebench_prompts", what, fix)

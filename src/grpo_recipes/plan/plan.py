@@ -61,7 +61,7 @@ def make_plan(
     used = [*server_gpus, *(gpu for one in trainers for gpu in one.gpus)]
     notes = list(recipe.notes)
     if len(used) > 1 and any(gpu.startswith("MIG-") for gpu in used):
-        notes.append("nobody has seen NCCL join MIG slices: name one, with vllm_mode: colocate, or take whole GPUs")
+        notes.append("NCCL between MIG slices is untested: name one, with vllm_mode: colocate, or take whole GPUs")
     notes += [f"{name} is not read: {UNREAD_VARIABLES[name]}" for name in _OF_GUIDE if environment.get(name)]
     if batch.world_size < most:
         note = f"{batch.world_size} of {most} trainers are used: the batch divides by no larger number"

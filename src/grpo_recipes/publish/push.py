@@ -72,11 +72,11 @@ def need_target(recipe: Recipe, environment: Mapping[str, str], run_name: str) -
     repo, note = _writable(recipe, name, account)
     try:
         if private and not note and not api.repo_info(repo).private:
-            note = f"{repo} exists and is public: hub_private_repo is for repositories that are made"
+            note = f"{repo} exists and is public: hub_private_repo changes only new repositories"
     except errors.RepositoryNotFoundError:  # it will be made
         pass
     except unanswered as error:  # some tokens may write and not read
-        note = f"whether {repo} exists and is public could not be asked ({error_line(error)})"
+        note = f"cannot find out whether {repo} exists and is public ({error_line(error)})"
     branch, strategy, always = recipe["hub_revision"] or "main", recipe["hub_strategy"], recipe["hub_always_push"]
     return Target(repo, private, branch, strategy, always, note)
 
@@ -86,7 +86,7 @@ def _writable(recipe: Recipe, name: str, account: dict[str, Any]) -> tuple[str, 
     where = recipe.place("hub_model_id" if recipe.given("hub_model_id") else "push_to_hub")
     role = account.get("auth", {}).get("accessToken", {}).get("role")
     if role == "read":
-        raise config_error(where, "the token at hand may only read", "export HF_TOKEN with a token that may write")
+        raise config_error(where, "the token is read-only", "export HF_TOKEN with a token that may write")
     orgs = [org["name"] for org in account.get("orgs", []) if org.get("roleInOrg") not in ("read", "no_access")]
     repo = name if "/" in name else f"{account['name']}/{name}"
     if repo.split("/")[0] in (account["name"], *orgs):

@@ -190,7 +190,7 @@ def _reward_arguments(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]
                     fix = "write reward_isolation: none, under which the trainer's own objects are handed on"
                 elif parameter == recipe[_COLUMNS[0]]:
                     fix = "take prompts: the prompt column comes under this name, as chat messages"
-                yield recipe.problem("reward_funcs", f"'{name}' needs '{parameter}', which nobody hands it", fix)
+                yield recipe.problem("reward_funcs", f"'{name}' needs '{parameter}', which no reward gets", fix)
                 break
 
 
@@ -278,7 +278,7 @@ def _mixture_entry(recipe: Recipe, entry: dict[str, Any]) -> Iterator[Problem]:
     else:
         for column in (columns or [])[2:]:
             if column in RESERVED_COLUMNS:
-                yield Problem(where, f"column '{column}' has a meaning of its own in training", "rename it in the data")
+                yield Problem(where, f"the trainer reserves the column name '{column}'", "rename it in the data")
         wanted = dict.fromkeys(columns or [recipe[key] for key in _COLUMNS], where)
         yield from _dataset(where, name, entry.get("config"), entry.get("split") or "train", wanted)
 

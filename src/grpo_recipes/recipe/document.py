@@ -127,7 +127,7 @@ def _parsed(path: Path, text: str, problems: list[Problem]) -> dict[str, Value]:
     for count, (place, name, node) in enumerate(_walk((), root)):
         if count > _MOST_PARTS:
             what = f"its anchors and aliases stand for more than {_MOST_PARTS:,} values"
-            raise config_error(file, what, "write out what is meant")
+            raise config_error(file, what, "write the values out")
         if name is not None:
             lines[place] = line(name)
         if isinstance(node, yaml.MappingNode):
@@ -185,7 +185,7 @@ def read_flags(flags: Iterable[str], problems: list[Problem]) -> list[tuple[str,
             continue
         if not flag.startswith("--"):
             fix = "put the recipe right after the command, and write --key value for a key"
-            problems.append(Problem(f"'{flag}'", "stands alone on the command line", fix))
+            problems.append(Problem(f"'{flag}'", "is neither the recipe nor the value of a flag", fix))
             continue
         name, equals, text = flag[2:].partition("=")
         name = name.replace("-", "_")

@@ -386,7 +386,7 @@ RULES = (
         and given(r, "maxent_tau_lr maxent_tau_min maxent_tau_max maxent_tau_warmup_steps"),
         "'{item}' changes nothing without a target: tau is fixed", f"{{removal}}, or add {_ENTROPY} or {_ROLLOUTS}"),
     Rule(_ROLLOUTS, lambda r: bool(_target(r, 2)),
-        f"{_ENTROPY} and {_ROLLOUTS} are both given, one tau holds one of them", "keep one of the two"),
+        f"{_ENTROPY} and {_ROLLOUTS} are both given, and tau can follow only one target", "keep one of the two"),
     Rule("{item}", lambda r: [key for key in _target(r) if not _TARGETS[key][1] < r[key] <= _equal_weights(r, key)],
         lambda r, key: f"{key} {r[key]:g} is not between {_TARGETS[key][1]}, that of all weight on one completion, and "
         f"{_TARGETS[key][0]} ({_equal_weights(r, key):g}), that of equal weights", "write a value between the two"),

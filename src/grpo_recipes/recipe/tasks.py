@@ -87,8 +87,8 @@ def with_task(recipe: Recipe, asked: RequestedTask) -> tuple[Recipe, list[Proble
 def same_task(recipe: Recipe, asked: RequestedTask, task: str) -> None:
     """Refuse another task than the resumed run's, asked for now or through what overrides its recipe."""
     if asked.task not in (None, task):
-        what = f"asks for {_NAMES[asked.task]}, the run is one of {_NAMES[task]}"
+        what = f"asks for {_NAMES[asked.task]}, but this run is {_NAMES[task]}"
         raise config_error(asked.source, what, f"leave out {asked.source}: a resumed run goes on as it began")
     if task_of(recipe) != task:
         source = recipe.source("maxent_objective")
-        raise config_error(source, "'maxent_objective' would make this GRPO run one of MaxEnt", f"leave out {source}")
+        raise config_error(source, "'maxent_objective' would turn this run into a MaxEnt run", f"leave out {source}")

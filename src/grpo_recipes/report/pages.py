@@ -35,7 +35,7 @@ _STATUSES = {
     "completed": ("✓", ""),
     "running": ("●", "Running. "),
     "stopped": ("■", "Stopped. "),
-    "requeued": ("↻", "Waiting to go on. "),
+    "requeued": ("↻", "Waiting to continue. "),
     "failed": ("✕", "Failed. "),
 }
 _WRITING = threading.Lock()

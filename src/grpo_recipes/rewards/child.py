@@ -43,7 +43,7 @@ from grpo_recipes.secrets import MASK, secret_name, secret_value
 
 MOST_PROCESSES = 64  # of one child process, itself included
 TIME_LIMIT = "time limit"
-GARBLED = {"died": "garbled replies of its process"}
+GARBLED = {"died": "its process sent garbled replies"}
 _tracebacks_left = 3  # to print in a worker; a reward that is wrong is wrong for every completion
 # In a worker: the names of variables that the trainer has and this process does not, and values of those handed to it.
 _stripped: frozenset[str] = frozenset()
@@ -120,10 +120,10 @@ def _keep() -> NoReturn:
         tree.reap()
     tree.kill_descendants()
     code = os.waitstatus_to_exitcode(status)
-    died = f"exit of its process (code {code})"
+    died = f"its process exited (code {code})"
     if code < 0:
         hint = ", perhaps out of memory" if code == -signal.SIGKILL else ""
-        died = f"death of its process ({signal.Signals(-code).name}{hint})"
+        died = f"its process died ({signal.Signals(-code).name}{hint})"
     with contextlib.suppress(BrokenPipeError):  # the parent is gone: nobody is left to hear it
         _reply(replies, {"died": died})
     os._exit(0)

@@ -339,7 +339,7 @@ class _Child:
         if len(self._unread) >= _MOST_UNREAD:
             return [*replies, GARBLED]
         # At the end of the pipe `read` returns b"", while nothing has come yet None.
-        return [*replies, {"died": "death of its process"}] if part == b"" else replies
+        return [*replies, {"died": "its process died"}] if part == b"" else replies
 
     def ended(self) -> bool:
         """Return whether nothing of it is left; a keeper that does not obey is killed with its descendants."""

@@ -152,7 +152,7 @@ def server_log(run: Run) -> Finding:
     path, text = run.logs["server"], run.texts["server"]
     if not text and not run.rows:
         fix = "were GPUs allocated? nvidia-smi -L in a job, sbatch --gres=gpu:8; see gpus and slurm in grpo doctor"
-        return problem(f"{shown(path)} is empty: the server never began", fix)
+        return problem(f"{shown(path)} is empty: the server never started", fix)
     if not run.rows and "died before it was ready" in run.cause:
         errors = re.findall(r"(?:^|\s)((?:[A-Za-z_.]*(?:Error|Exception|NotFound)): [^\n]{1,200})", text)
         last = errors[-1] if errors else "no error in its log"

@@ -316,8 +316,8 @@ def code_state() -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> str:
-    what = f"git did not say within {_GIT_SECONDS:.0f} seconds what state the code in {home()} is in"
-    late = config_error("code", what, "look at the disk that it is on")
+    what = f"git took more than {_GIT_SECONDS:.0f} seconds to report the state of the code in {home()}"
+    late = config_error("code", what, "check the disk that holds it")
     with (
         contextlib.suppress(OSError, subprocess.CalledProcessError),  # no git, or no repository
         translate(subprocess.TimeoutExpired, lambda _: late),

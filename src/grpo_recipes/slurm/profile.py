@@ -90,7 +90,7 @@ def read_profile(path: Path) -> Profile:
         what = f"{' and '.join(named)} name two environments"
         raise ConfigError(Problem(sources[named[1]], what, "keep one of them"))
     if values.get("gpu_kind") and not values.get("gpus"):
-        what = "a kind of GPU, but no number of them"
+        what = "gpu_kind is set, but not gpus"
         raise ConfigError(Problem(sources["gpu_kind"], what, "write gpus: 8"))
     return Profile(path.stem, **values)
 

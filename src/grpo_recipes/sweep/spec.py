@@ -100,7 +100,7 @@ def _read_axis(word: str) -> tuple[str, list[str]]:
         raise config_error(f"'{word}'", "is not key=value,value", fix)
     key, text = _canonical(match[1]), match[2]
     if key in _SET_BY_SWEEP:
-        raise config_error(word, f"'{key}' is the sweep's to set", _SET_BY_SWEEP[key])
+        raise config_error(word, f"'{key}' is set by the sweep", _SET_BY_SWEEP[key])
     if key in NO_EXPERIMENT:
         raise config_error(word, f"'{key}' changes nothing in what is learned", f"write --{key} VALUE for all runs")
     if problem := refusal(key, word):

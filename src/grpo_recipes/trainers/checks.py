@@ -203,10 +203,10 @@ class Scoring:
         ((kind, count),) = Counter(reason.partition(":")[0] for reason in reasons).most_common(1)
         reason, _ = Counter(one for one in reasons if one.partition(":")[0] == kind).most_common(1)[0]
         return TooManyWithoutVerdict(
-            f"{share:.0%} of the completions of step {self._trainer.state.global_step + 1} have no verdict, "
-            f"more than reward_max_no_verdict: {self.max_unscored}. Reward '{worst.spec}' gave none for "
-            f"{sum(score.unscored for score in given)} of {len(given)}; most often: {masked(reason)} ({count}). "
-            f"See {self._file.name} in the run directory"
+            f"{share:.0%} of the completions of step {self._trainer.state.global_step + 1} "
+            f"are unscored, more than reward_max_no_verdict: {self.max_unscored}. Reward '{worst.spec}' gave no "
+            f"score for {sum(score.unscored for score in given)} of {len(given)}; most often: "
+            f"{masked(reason)} ({count}). See {self._file.name} in the run directory"
         )
 
 

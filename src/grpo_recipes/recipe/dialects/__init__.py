@@ -192,7 +192,7 @@ def refusal(key: str, source: str, value: Any = None) -> Problem | None:
     if key in catalogue():
         return None
     if key in OWNED_KEYS:
-        return Problem(source, f"'{key}' is not a recipe's to set", OWNED_KEYS[key])
+        return Problem(source, f"'{key}' cannot be set in a recipe", OWNED_KEYS[key])
     flag = source.startswith("--")
     if known := names().get(key):
         return Problem(source, f"'{key}' is not a key here", known.fix(value, flag))

@@ -253,7 +253,7 @@ def _mixture(value: Any) -> tuple[Any, str]:
 def _tex(value: Any) -> tuple[Any, str]:
     """Return a text with the TeX that double quotes took from it, whose backslash and b YAML reads as a backspace."""
     text = value.replace("\b", r"\b").replace("\f", r"\f") if isinstance(value, str) else value
-    return text, "" if text == value else r"\b and \f in double quotes were characters without a sign"
+    return text, "" if text == value else r"\b and \f in double quotes were control characters"
 
 
 def _host(value: Any) -> tuple[Any, str]:
