@@ -137,7 +137,7 @@ def schema_note(recipe: Path) -> str | None:
     if match is None or match[1].startswith(("http:", "https:")) or (recipe.parent / match[1]).is_file():
         return None
     line = schema_line(recipe)
-    return f"{shown(recipe)} names a schema that does not exist; to have editors complete keys begin with: {line}"
+    return f"{shown(recipe)} names a schema that does not exist; for completion in editors begin the file with: {line}"
 
 
 SIGNAL_LEAD, SRUN_OPTIONS, DEFAULT_RECIPE = "GRPO_SIGNAL_LEAD", "GRPO_SRUN_OPTIONS", "GRPO_DEFAULT_RECIPE"
