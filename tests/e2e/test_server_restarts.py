@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import time
 from collections.abc import Callable, Iterator
 
 import psutil
@@ -25,13 +27,23 @@ def engine_of(run: Launch) -> int:
     return pid
 
 
-def wait_for_phase(run: Launch, name: str, step: int) -> None:
-    def there() -> bool:
-        return run.has_run_dir() and any(
-            phase.name == name and phase.step >= step for phase in read_phases(run.run_dir)
-        )
+@contextlib.contextmanager
+def held(run: Launch, phase: str, step: int) -> Iterator[None]:
+    """Stop rank 0 in a phase after so many steps. Phases last milliseconds, so it runs 2 ms at a time until then."""
 
-    run.wait_for(there, f"phase {name} after step {step}")
+    def there(*names: str) -> bool:
+        found = read_phases(run.run_dir) if run.has_run_dir() else []
+        return any((one.name in names or not names) and one.step >= step for one in found)
+
+    run.wait_for(there, f"step {step}")
+    rank = psutil.Process(run.pid_of("rank_0"))
+    rank.send_signal(signal.SIGSTOP)
+    while not there(phase):
+        rank.send_signal(signal.SIGCONT)
+        time.sleep(0.002)
+        rank.send_signal(signal.SIGSTOP)  # a rank that is gone is an error: the run ended before the phase
+    yield
+    rank.send_signal(signal.SIGCONT)
 
 
 @pytest.fixture
@@ -69,10 +81,10 @@ def test_a_lost_server_is_replaced_and_nothing_is_lost(
 ) -> None:
     keys = EVALUATED if phase == "evaluate" else ()
     run = launch(*SHORT, *HUNG, *keys)
-    wait_for_phase(run, phase, 0 if phase == "start" else 2)
-    server = read_json(run.run_dir / "processes" / "server.json")
-    pids = {"engine": engine_of(run), "server": server["pid"], "guard": server["guard"]}
-    psutil.Process(pids[victim]).send_signal(signum)
+    with held(run, phase, 0 if phase == "start" else 1):
+        server = read_json(run.run_dir / "processes" / "server.json")
+        pids = {"engine": engine_of(run), "server": server["pid"], "guard": server["guard"]}
+        psutil.Process(pids[victim]).send_signal(signum)
 
     assert run.wait() == 0, run.output
 
