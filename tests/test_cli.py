@@ -293,7 +293,7 @@ def test_a_forgotten_recipe_is_asked_for_and_nothing_is_started(grpo, tmp_path, 
 @pytest.mark.parametrize("command", ["check", "plan", "launch", "fetch"])
 def test_an_empty_name_is_not_the_default_recipe(grpo, command):
     for arguments in ([""], ["--config", ""]):
-        assert "names no recipe" in refused(grpo(command, *arguments))
+        assert "the name of the recipe is empty" in refused(grpo(command, *arguments))
 
 
 def test_a_working_folder_that_is_gone_is_told(tmp_path):

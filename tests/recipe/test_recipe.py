@@ -123,7 +123,7 @@ def test_the_guides_overwrite_flag_is_accepted_with_a_note(path):
         ("", ["-lr", "1e-6"], "-lr", "begins with one hyphen. Fix: write --lr"),
         ("", ["--dry"], "--dry", "unknown key"),
         ("", ["--no_seed"], "--no_seed", "unknown key 'no_seed'"),
-        ("", ["7"], "'7'", "stands alone"),
+        ("", ["7"], "'7'", "is neither the recipe nor the value of a flag"),
         ("", ["--seed", "7", "8"], "--seed", "takes one value"),
         ("seed: 1\nlearning_rate: 1\nseed: 2", [], "recipe.yaml:3", "first on line 1"),
         ("model_init_kwargs:\n  a: 1\n  a: 2", [], "recipe.yaml:3", "'a' is given twice"),
