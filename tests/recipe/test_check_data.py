@@ -63,7 +63,7 @@ STEPS = {"eval_strategy": "steps", "eval_steps": 5}
         (mixture(OTHER | {"columns": ["question"]}), mixture(OTHER | {"columns": ["question", "gold"]}),
          "datasets[0]: columns are ['question']"),
         (mixture(OTHER | {"columns": "question"}), mixture(OTHER), "datasets[0]: columns are ['question']"),
-        (mixture(OTHER | {"columns": ["question", "gold", "prompt"]}), mixture(OTHER), "reserves the column name 'prompt'"),
+        (mixture(OTHER | {"columns": ["question", "gold", "prompt"]}), mixture(OTHER), "reserves the column name"),
         (mixture({"id": "smoke:sums"}), {"dataset_name": "smoke:sums"}, "'smoke:sums' cannot be mixed"),
         (mixture(ROWS, test_split_size=1.5), mixture(ROWS, test_split_size=2), "test_split_size is 1.5"),
         (mixture(ROWS, test_split_size=0), mixture(ROWS, test_split_size=0.1), "test_split_size is 0"),
