@@ -87,6 +87,7 @@ def evaluate_all(folder: Path) -> dict[str, Any]:
 def main(folder: Path) -> None:
     found = evaluate_all(folder)
     (folder / f"rank_{os.environ['RANK']}.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()  # a thread of gloo that outlives Python aborts the process
 
 
 if __name__ == "__main__":

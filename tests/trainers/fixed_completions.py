@@ -110,6 +110,7 @@ def main(folder: Path) -> None:
         {"weights": weights_of(trainer), "tau": trainer.tau, "beta": trainer.beta},
         folder / f"rank_{trainer.accelerator.process_index}.pt",
     )
+    torch.distributed.destroy_process_group()  # a thread of gloo that outlives Python aborts the process
 
 
 if __name__ == "__main__":

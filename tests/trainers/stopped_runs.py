@@ -142,6 +142,7 @@ def main(folder: Path) -> None:
         trainer, _ = run(folder / name)
         found[name] = {"stopped": str(stopped), **outcome(folder / name, trainer)}
     (folder / f"rank_{rank}.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()  # a thread of gloo that outlives Python aborts the process
 
 
 if __name__ == "__main__":
