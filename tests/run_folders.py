@@ -1,4 +1,4 @@
-"""Run directories and a small disk, for the tests of the doctor and of what is read of a run."""
+"""Run directories, a small disk and a place to launch in, for the tests of the doctor and of what is read of a run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,20 @@ from typing import Any
 import pytest
 
 from grpo_recipes.plan.devices import Resources
+from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
 from grpo_recipes.runs.rundir import Run, finish_summary, new_run, write_json
+from grpo_recipes.slurm import client
 from grpo_recipes.slurm.client import SlurmJob
+
+
+def launch_in(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Let `grpo launch` of this process run in a folder, with no Slurm and none of the tester's variables."""
+    for name in {*ENVIRONMENT_KEYS, *READ_VARIABLES} - {"GRPO_HOME"}:
+        patch.delenv(name, raising=False)
+    patch.setenv("RUN_ROOT", str(folder / "runs"))
+    patch.setenv("CACHE_ROOT", str(folder / "cache"))
+    patch.setattr(client, "ask", lambda *argv, **how: None)
+    patch.chdir(folder)
 
 
 @pytest.fixture

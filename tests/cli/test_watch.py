@@ -15,6 +15,7 @@ import sys
 import termios
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,15 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> str:
     assert cli.main(list(argv)) == code
     told = capsys.readouterr()
     return told.err if code else told.out
+
+
+def said_while(live: Callable[[], None], capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """Return what a command says that follows a run, which lives and ends in another thread meanwhile."""
+    thread = threading.Thread(target=live)
+    thread.start()
+    told = said(capsys, *argv)
+    thread.join()
+    return told
 
 
 def test_a_curve_is_as_high_as_its_values_and_as_wide_as_it_may_be():
@@ -140,10 +150,7 @@ def test_without_a_terminal_steps_stand_between_the_pictures(folder, capsys, mon
         write_json(run.folder / "summary.json", {"status": "completed"})
         os.close(lock)
 
-    thread = threading.Thread(target=end)
-    thread.start()
-    told = said(capsys, "watch", "last")
-    thread.join()
+    told = said_while(end, capsys, "watch", "last")
     first, _, last = told.partition("\nstep 3/60  reward 0.050  2.00 s  left ")
     assert "step 2/60" in first and "step 3/60" in last and "runs/one-stamp  completed" in last
     assert "\x1b" not in told
@@ -204,10 +211,7 @@ def test_following_a_sweep_goes_from_trial_to_trial(folder, sweep, capsys, monke
         os.close(second)
         os.close(held)
 
-    thread = threading.Thread(target=live)
-    thread.start()
-    lines = said(capsys, "logs", "-f", "mine-stamp").splitlines()
-    thread.join()
+    lines = said_while(live, capsys, "logs", "-f", "mine-stamp").splitlines()
     assert [line for line in lines if not line.startswith("==>")] == [
         "of seed=1", "last of seed=1", "of seed=2",
         "grpo: runs/sweeps/mine-stamp is over: stopped, 1 of 3 trials completed",
@@ -241,9 +245,6 @@ def test_slurm_is_asked_four_times_a_minute_whatever_is_drawn(folder, capsys, mo
         write_json(run.folder / "summary.json", {"status": "completed"})
         os.close(lock)
 
-    thread = threading.Thread(target=end)
-    thread.start()
-    told = said(capsys, "watch", "last")
-    thread.join()
+    told = said_while(end, capsys, "watch", "last")
     assert "completed" in told
     assert len(asked) <= 6, "a state that changes is seen at once, and no job is asked for each picture"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from run_folders import launch_in
 
 from grpo_recipes.cli import main
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, EXIT_STOPPED
@@ -14,9 +15,7 @@ from grpo_recipes.launch.attempt import Attempt
 from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.processes import Ending
 from grpo_recipes.paths import shown
-from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
 from grpo_recipes.runs.rundir import finish_summary, read_json
-from grpo_recipes.slurm import client
 
 STOPPED = Ending(EXIT_STOPPED, "rank 0: stopped on request before a step")
 DIED = "the vLLM server died before it was ready"
@@ -25,12 +24,7 @@ DIED = "the vLLM server died before it was ready"
 @pytest.fixture
 def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, Path]]:
     """``launched(words..., ending=...)``: exit code and run directory of a launch; fake processes leave server_log."""
-    for name in {*ENVIRONMENT_KEYS, *READ_VARIABLES} - {"GRPO_HOME"}:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("RUN_ROOT", str(tmp_path / "runs"))
-    monkeypatch.setenv("CACHE_ROOT", str(tmp_path / "cache"))
-    monkeypatch.setattr(client, "ask", lambda *argv, **how: None)
-    monkeypatch.chdir(tmp_path)
+    launch_in(tmp_path, monkeypatch)
 
     def launch(*words: str, ending: Ending = STOPPED, server_log: str = "") -> tuple[int, Path]:
         def fake_supervise(attempt: Attempt, stop: object) -> Ending:

@@ -13,17 +13,16 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from run_folders import launch_in
 
 from grpo_recipes.cli import main
 from grpo_recipes.errors import EXIT_STOPPED, ConfigError
 from grpo_recipes.launch import run as launch_run
 from grpo_recipes.launch.attempt import Attempt
 from grpo_recipes.launch.processes import Ending, rank_pids
-from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
 from grpo_recipes.runs.checkpoints import newest_complete, publish
 from grpo_recipes.runs.progress import read_phases
 from grpo_recipes.runs.rundir import read_json
-from grpo_recipes.slurm import client
 
 CHECKPOINT = [
     "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "grpo_window_0.pt", "trainer_state.json",
@@ -109,12 +108,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, pyte
     """A folder with a run of our launch that was stopped after step 6, its processes faked; and its environment."""
     folder = tmp_path_factory.mktemp("state")
     with pytest.MonkeyPatch.context() as patch:
-        for name in {*ENVIRONMENT_KEYS, *READ_VARIABLES} - {"GRPO_HOME"}:
-            patch.delenv(name, raising=False)
-        patch.setenv("RUN_ROOT", str(folder / "runs"))
-        patch.setenv("CACHE_ROOT", str(folder / "cache"))
-        patch.setattr(client, "ask", lambda *argv, **how: None)
-        patch.chdir(folder)
+        launch_in(folder, patch)
         patch.setattr(launch_run, "supervise", fake_processes)
         assert main(["launch", "recipes/smoke/grpo.yaml", "--max_steps", "9"]) == EXIT_STOPPED
         (made,) = (folder / "runs").iterdir()
