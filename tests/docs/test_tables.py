@@ -15,7 +15,8 @@ from grpo_recipes.doctor import MACHINE, RECIPE, RUN
 from grpo_recipes.doctor.examine import name_of
 from grpo_recipes.evaluate import benchmarks
 from grpo_recipes.plan import ports
-from grpo_recipes.plan.commands import ACCELERATE_FILES, base_environment
+from grpo_recipes.plan.accelerate_files import ACCELERATE_FILES
+from grpo_recipes.plan.commands import base_environment
 from grpo_recipes.plan.devices import environment_device
 from grpo_recipes.recipe.check import _DEFAULT_RECIPES
 from grpo_recipes.recipe.dialects import UNREAD_VARIABLES
@@ -326,7 +327,7 @@ SAID = {
     "grpo: devices:": (f"plan {MATH} --gpus 0", {}),
     "grpo: recipes/base/math.yaml:": (f"plan {MATH} --gpus 1", {}),
     "grpo: --vllm_tensor_parallel_size:": (f"plan {MATH} --gpus 2 --vllm_tensor_parallel_size 2", {}),
-    "grpo: --vllm_mode:": (f"plan {SMOKE} --vllm_mode colocate", {}),
+    "grpo: --vllm_enable_sleep_mode:": (f"plan {SMOKE} --vllm_mode colocate --vllm_enable_sleep_mode", {}),
     "grpo: --weight_sync:": (f"plan {SMOKE} --weight_sync nccl", {}),
     "grpo: --resume: there is no run": ("launch --resume last", {}),
 }

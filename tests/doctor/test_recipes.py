@@ -131,8 +131,9 @@ def test_memory_of_gpus_is_that_of_the_plan(case, local, planned, monkeypatch):
 def test_what_a_launch_would_start(case):
     found = recipes.gpu_plan(case())
     assert found.status == "ok" and found.value == "vllm server, training processes: 1"
-    with pytest.raises(ConfigError, match="colocate"):
-        recipes.gpu_plan(case(vllm_mode="colocate"))
+    assert recipes.gpu_plan(case(vllm_mode="colocate")).value == "vllm colocate, training processes: 1"
+    with pytest.raises(ConfigError, match="nccl needs GPUs"):
+        recipes.gpu_plan(case(weight_sync="nccl"))
 
 
 def test_gpus_that_nothing_uses(case, cuda_machine, planned):

@@ -276,7 +276,7 @@ def fake_trainer(engine: FakeEngine, rank: int = 0, world: int = 1, parallel: in
     return SimpleNamespace(
         use_vllm=True, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0,
         vllm_generation=SimpleNamespace(mode="colocate", llm=engine, tensor_parallel_size=parallel),
-        args=SimpleNamespace(process_index=rank, world_size=world),
+        args=SimpleNamespace(process_index=rank, world_size=world, weight_guard=True),
     )  # fmt: skip
 
 

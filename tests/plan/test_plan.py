@@ -11,7 +11,7 @@ import pytest
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.fetch.assets import Assets
-from grpo_recipes.plan import commands
+from grpo_recipes.plan import accelerate_files
 from grpo_recipes.plan.commands import Process, base_environment
 from grpo_recipes.plan.plan import describe, with_sources
 from grpo_recipes.recipe import read_recipe
@@ -58,7 +58,7 @@ def test_the_first_gpus_serve_and_the_rest_train(planned, option, gpus, parallel
 def test_an_environment_without_trl_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"trl is not installed\. Fix: run make setup"):
-        commands.accelerate_file("zero2", {})
+        accelerate_files.accelerate_file("zero2", {})
 
 
 def test_one_gpu_means_colocate_without_a_server(planned, option):
@@ -77,6 +77,30 @@ def test_colocate_trains_on_all_gpus_with_the_memory_the_user_gave(planned, opti
     assert option(plan.process("trainer").argv, "--vllm_gpu_memory_utilization") == "0.4"
 
 
+def test_trainers_with_vllm_inside_get_what_a_server_on_cpu_gets(planned, option):
+    keys = {
+        "vllm_mode": "colocate",
+        "num_processes": 2,
+        "max_prompt_length": 32,
+        "max_completion_length": 8,
+        "vllm_max_model_length": None,
+    }
+    plan = planned(device="cpu", environment={"VLLM_PLUGINS": "mine"}, **keys)
+    (trainer,) = plan.processes
+    assert (plan.mode, plan.bridge, plan.threads) == ("colocate", None, 4)  # no core is kept for a server
+    assert option(trainer.argv, "--vllm_max_model_length") == "40"
+    names = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_NO_USAGE_STATS", "VLLM_PLUGINS", "TORCHDYNAMO_DISABLE")
+    assert [trainer.environment.get(name) for name in names] == ["1", "1", "mine,grpo_recipes", "1"]
+    assert "GRPO_SERVER" not in trainer.environment
+
+    compiled = planned(device="cpu", torch_compile=True, **keys).process("trainer")
+    assert "TORCHDYNAMO_DISABLE" not in compiled.environment
+    apart = planned(device="cpu", **{**keys, "vllm_mode": "server"})
+    assert apart.threads == 3 and "VLLM_CPU_KVCACHE_SPACE" not in apart.process("trainer").environment
+    on_gpus = planned(vllm_mode="colocate").process("trainer").environment
+    assert on_gpus["VLLM_NO_USAGE_STATS"] == "1" and not {*names[2:], names[0]} & on_gpus.keys()
+
+
 def test_without_vllm_everything_trains(planned):
     plan = planned(use_vllm=False)
     assert (plan.mode, plan.bridge, plan.process("server")) == ("transformers", None, None)
@@ -92,7 +116,11 @@ def test_without_vllm_everything_trains(planned):
         ({"gpus": ("0", "1")}, {"vllm_tensor_parallel_size": 3}, "write at most 1"),
         ({"gpus": ("0", "1", "2")}, {"num_processes": 3}, "exceeds the 2 GPUs"),
         ({}, {"accelerator": "single", "num_processes": 2}, "accelerator: single runs one process"),
-        ({"device": "cpu"}, {"vllm_mode": "colocate"}, "vllm_mode: server"),
+        (
+            {"device": "cpu"},
+            {"vllm_mode": "colocate", "vllm_enable_sleep_mode": True},
+            "vLLM cannot sleep on CPU, .* remove vllm_enable_sleep_mode",
+        ),
         ({"device": "cpu"}, {"weight_sync": "nccl"}, "weight_sync: file"),
         ({"environment": {"CONFIG_FILE": "/no/such.yaml"}}, {}, "CONFIG_FILE"),
         ({"environment": {"VLLM_MODEL": "other/model"}}, {}, "VLLM_MODEL"),

@@ -176,7 +176,7 @@ def test_a_server_that_drifts_after_healthy_syncs_is_stopped_below_the_dtypes_to
     args = SimpleNamespace(weight_guard_tolerance=None, weight_sync="file", bf16=True, fp16=False)
     trainer = SimpleNamespace(
         args=args, model=torch.nn.Linear(1, 1), state=SimpleNamespace(global_step=4),
-        rollouts=SimpleNamespace(guarded=True, checksum_error=lambda: None),
+        rollouts=SimpleNamespace(guarded=True, bridge="file", checksum_error=lambda: None),
     )  # fmt: skip
     checks = Checks(trainer)
     differences = iter([1e-3, 2e-3, 1e-3, 1.5e-2, 3e-2])

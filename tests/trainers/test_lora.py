@@ -194,7 +194,7 @@ class FakeGeneration:
 
 
 def test_the_trainer_streams_merged_weights_to_vllm(base: Path, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", FakeGeneration)
+    monkeypatch.setattr("grpo_recipes.weights.colocated.ColocatedGeneration", FakeGeneration)
     trainer = make_trainer(base, tmp_path, LORA, use_vllm=True, vllm_mode="colocate")
     sent = trainer.vllm_generation.sync_weights()
     assert [name for name, _ in sent] == [name for name, _ in plain(base).named_parameters()]

@@ -9,14 +9,12 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import yaml
-
-from grpo_recipes.errors import config_error, translate
+from grpo_recipes.errors import config_error
 from grpo_recipes.paths import CODE_VARIABLE, cache_root, home, python_module
 from grpo_recipes.plan.devices import Batch, Placement, Resources
 from grpo_recipes.plan.ports import Ports
@@ -31,9 +29,6 @@ from grpo_recipes.secrets import secret_name
 if TYPE_CHECKING:
     from grpo_recipes.fetch.assets import Assets
 
-ACCELERATE_FILES = {
-    "single": "single_gpu", "ddp": "multi_gpu", "zero2": "zero2", "zero3": "zero3", "fsdp2": "fsdp2"
-}  # fmt: skip
 CPU_KV_CACHE_GIB = 1
 MEETING_SECONDS = 300.0  # for ranks to meet: imports from a cold shared file system take minutes
 _SECONDS_A_GB = 30.0  # more for each GB of weights: read at 50 MB/s, with time to compile and capture what is larger
@@ -299,9 +294,7 @@ def with_processes(
 
 def _server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: Names) -> Process:
     """Return the vLLM server, on the first node."""
-    variables = server_environment(plan.device, plan.ports.vllm_internal)
-    if environment.get("VLLM_PLUGINS"):  # unset, vLLM loads every plug-in that is installed, ours too
-        variables["VLLM_PLUGINS"] = f"{environment['VLLM_PLUGINS']},grpo_recipes"
+    variables = server_environment(plan.device, plan.ports.vllm_internal) | _plugins(environment)
     variables["CUDA_VISIBLE_DEVICES"] = ",".join(plan.server_gpus)
     argv = server_command(recipe, plan.model, names.served, plan.server_host, plan.ports.server, plan.device)
     log = environment.get("SERVER_LOG") or f"logs/liv_vllm_{names.run}_{names.timestamp}.log"
@@ -316,20 +309,32 @@ def weight_bytes(model: str) -> int:
     return sum(next(filter(None, found), []))
 
 
+def _plugins(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the user's VLLM_PLUGINS with ours; unset, vLLM loads every plug-in that is installed, ours too."""
+    given = environment.get("VLLM_PLUGINS")
+    return {"VLLM_PLUGINS": f"{given},grpo_recipes"} if given else {}
+
+
+def vllm_environment(device: str) -> dict[str, str]:
+    """Return the environment of every process with vLLM inside, a server's or a trainer's."""
+    variables = {"VLLM_NO_USAGE_STATS": "1"}
+    if device == "cpu":
+        # The sampler is compiled with the first batch, which takes longer than a smoke run samples in all.
+        variables |= {"VLLM_CPU_KVCACHE_SPACE": str(CPU_KV_CACHE_GIB), "TORCHDYNAMO_DISABLE": "1"}
+    return variables
+
+
 def server_environment(device: str, internal_port: int | None) -> dict[str, str]:
     """Return the environment of a server beyond the run's own; vLLM numbers its own ports from ``internal_port``."""
     variables = {
+        **vllm_environment(device),
         "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
         "GRPO_SERVER": "1",  # to our plug-in, which vLLM loads inside colocated ranks too
         # By default the server closes a connection after 5 s without a request; the next may come at that moment.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(_KEEP_ALIVE_SECONDS),
         "PYTHONSAFEPATH": "1",  # its engine processes, too, import nothing from the working folder
         "SPT_NOENV": "1",  # vLLM renames its processes; without this the new name overwrites their environ
     }
-    if device == "cpu":
-        # The sampler is compiled with the first batch, which takes longer than a smoke run samples in all.
-        variables |= {"VLLM_CPU_KVCACHE_SPACE": str(CPU_KV_CACHE_GIB), "TORCHDYNAMO_DISABLE": "1"}
     return variables if internal_port is None else {**variables, "VLLM_PORT": str(internal_port)}
 
 
@@ -424,6 +429,10 @@ def _trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: 
         # use_cpu alone keeps accelerate on the CPU: ACCELERATE_USE_CPU would also make it ignore DeepSpeed, and
         # `accelerate launch --cpu` start one process whatever --num_processes says.
         variables["DS_ACCELERATOR"] = "cpu"
+    if plan.mode == "colocate":
+        variables |= vllm_environment(plan.device) | _plugins(environment)
+        if recipe["torch_compile"]:
+            variables.pop("TORCHDYNAMO_DISABLE", None)  # it would leave the training uncompiled too
     flags = {
         "--config_file": plan.accelerate_file,
         # accelerate starts num_processes // num_machines here, and torch adds the machines up: they may be unequal.
@@ -466,33 +475,9 @@ def _trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: 
             "--vllm_server_timeout": plan.server_timeout,
         }
     elif plan.mode == "colocate":
-        decided |= {"--vllm_mode": "colocate", "--vllm_gpu_memory_utilization": gpu_share(recipe, plan.mode)}
+        decided |= {
+            "--vllm_mode": "colocate",
+            "--vllm_gpu_memory_utilization": gpu_share(recipe, plan.mode),
+            "--vllm_max_model_length": longest_sequence(recipe),
+        }
     return Process("trainer", [*launch, *_flags(decided)], variables, placed.gpus, log, placed.node, after)
-
-
-def _sizes_in(content: Any) -> Iterator[tuple[str, int]]:
-    """Yield the whole numbers in an accelerate file, with their keys."""
-    for name, value in content.items() if isinstance(content, dict) else ():
-        if isinstance(value, int):
-            yield str(name), value
-        yield from _sizes_in(value)
-
-
-def accelerate_file(accelerator: str, environment: Mapping[str, str]) -> str:
-    """Return the file of CONFIG_FILE, which must exist, or TRL's packaged accelerate file."""
-    if given := environment.get("CONFIG_FILE"):
-        if not Path(given).is_file():
-            what = f"there is no accelerate file '{given}'"
-            raise config_error("CONFIG_FILE", what, "unset it, or name an existing file")
-        fix = "name a file that accelerate config wrote"
-        with translate(yaml.YAMLError, lambda _: config_error("CONFIG_FILE", f"'{given}' is not YAML", fix)):
-            content = yaml.safe_load(Path(given).read_text(errors="replace"))
-        for name, size in _sizes_in(content):
-            if name.endswith(("cp_size", "sp_size", "context_parallel_size", "sequence_parallel_size")) and size > 1:
-                what = f"{name} {size} in '{given}' splits sequences, while GRPO's loss needs whole completions"
-                raise config_error("CONFIG_FILE", what, f"remove {name}; accelerator: zero3 saves memory too")
-        return str(Path(given).absolute())
-    trl = importlib.util.find_spec("trl")
-    if trl is None or trl.origin is None:
-        raise config_error("environment", "trl is not installed", "run make setup")
-    return str(Path(trl.origin).with_name("accelerate_configs") / f"{ACCELERATE_FILES[accelerator]}.yaml")

@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from grpo_recipes.errors import config_error
-from grpo_recipes.plan.commands import Names, Plan, Weighting, accelerate_file, with_processes
+from grpo_recipes.plan.accelerate_files import accelerate_file
+from grpo_recipes.plan.commands import Names, Plan, Weighting, with_processes
 from grpo_recipes.plan.devices import (
     Resources,
     derive_batch,
@@ -70,8 +71,8 @@ def make_plan(
         notes.append(f"Slurm says {job.gpus_on_node} GPUs, the driver shows {len(resources.gpus)}; the driver counts")
     if idle:
         notes.append(f"nothing uses GPU {', '.join(idle)}")
-    # The same on every node, since results on CPU depend on it; one core is for the server.
-    cores = min((nodes[one.node].cores - 1) // one.count for one in trainers)
+    # The same on every node, since results on CPU depend on it; one core is for the server, where there may be one.
+    cores = min((nodes[one.node].cores - (mode != "colocate")) // one.count for one in trainers)
     own_host = recipe.given("vllm_server_host") or not resources.nodes
     plan = Plan(
         recipe=str(recipe.path),
@@ -147,9 +148,10 @@ def _mode(recipe: Recipe, resources: Resources) -> str:
         return "transformers"
     mode, where = str(recipe["vllm_mode"]), recipe.source("vllm_mode")
     if resources.device == "cpu":
-        if mode == "colocate":
-            raise config_error(where, "colocated vLLM cannot take weights on CPU", "write vllm_mode: server")
-        return "server"
+        if mode == "colocate" and recipe["vllm_enable_sleep_mode"]:
+            what = "vLLM cannot sleep on CPU, where weights and cache have no other place to go"
+            raise config_error(recipe.source("vllm_enable_sleep_mode"), what, "remove vllm_enable_sleep_mode")
+        return mode
     if len(nodes) == len(resources.gpus) == 1 and mode == "server":
         if recipe.given("vllm_mode"):
             what = "vllm_mode: server needs two GPUs, one is visible"
@@ -161,7 +163,7 @@ def _mode(recipe: Recipe, resources: Resources) -> str:
 def _bridge(recipe: Recipe, resources: Resources, mode: str, apart: bool) -> tuple[str | None, str]:
     """Choose the weight bridge of a run with a server, and say why."""
     if mode != "server":
-        return None, "no server: " + ("vLLM shares the trainers' GPUs" if mode == "colocate" else "use_vllm is false")
+        return None, "no server: " + ("vLLM is inside the trainers" if mode == "colocate" else "use_vllm is false")
     wanted, where = recipe["weight_sync"], recipe.source("weight_sync")
     if resources.device == "cpu" and wanted in BRIDGES and BRIDGES[wanted].needs_gpus:
         raise config_error(where, f"{wanted} needs GPUs, this is a CPU environment", "write weight_sync: file")

@@ -17,6 +17,7 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 
 from grpo_recipes.attributes import replaced
+from grpo_recipes.weights.colocated import BRIDGE
 
 Tokens = list[int]
 
@@ -62,10 +63,15 @@ class Rollouts:
 
     guarded = False  # whether the weights travel to another process, and the guard looks at them there
     main_rank_alone = False  # whether rank 0 alone calls ``sample``; else all call it, with the same arguments
-    loaded_step: int | None = None  # the optimizer step whose weights were sent last, or None where nothing is sent
+    bridge = ""  # what carries the weights, in messages of the guard
 
     def __init__(self, trainer: Any):
         self._trainer = trainer
+
+    @property
+    def transfers(self) -> int:
+        """Return a number that each transfer of weights changes."""
+        return 0
 
     def name_generation(self, name: str) -> None:
         """Set the name that sampling seeds of the next generation are derived from, where there are any."""
@@ -123,8 +129,12 @@ class Rollouts:
 class VllmRollouts(Rollouts):
     """vLLM, to which TRL sends the weights of a new step before it samples."""
 
+    def __init__(self, trainer: Any):
+        super().__init__(trainer)
+        self.guarded = bool(trainer.args.weight_guard)
+
     @property
-    def loaded_step(self) -> int:
+    def transfers(self) -> int:
         return int(self._trainer._last_loaded_step)
 
     @property
@@ -133,7 +143,7 @@ class VllmRollouts(Rollouts):
         return bool(generation.mode == "colocate" and generation.enable_sleep_mode)
 
     def serve_weights(self) -> bool:
-        sends = self._sleeps or self.loaded_step != self._trainer.state.global_step
+        sends = self._sleeps or self._trainer._last_loaded_step != self._trainer.state.global_step
         if sends:
             self._trainer.vllm_generation.sync_weights()
             self._trainer._last_loaded_step = self._trainer.state.global_step
@@ -150,7 +160,20 @@ class VllmRollouts(Rollouts):
 
 
 class ColocatedRollouts(VllmRollouts):
-    """vLLM inside the trainer processes."""
+    """vLLM inside the trainer processes, of ``weights.colocated``."""
+
+    bridge = BRIDGE
+
+    @property
+    def transfers(self) -> int:
+        return int(self._trainer.vllm_generation.transfers)
+
+    def name_generation(self, name: str) -> None:
+        self._trainer.vllm_generation.generation = name
+
+    def checksum_error(self) -> str | None:
+        errors = gather_object([self._trainer.vllm_generation.checksum_error])
+        return next(filter(None, errors), None)
 
     def sample(self, prompts: Sequence[Prompt], how: Sampling) -> list[list[Tokens]]:
         """Draw with the engines of the ranks, each its share."""
@@ -175,7 +198,7 @@ class ServerRollouts(VllmRollouts):
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
-        self.guarded = bool(trainer.args.weight_guard)
+        self.bridge = trainer.args.weight_sync
         self._client = getattr(trainer.vllm_generation, "vllm_client", None)  # rank 0's
         if self._client is not None:
             self._client.vocabulary = trainer.model.get_input_embeddings().num_embeddings

@@ -81,7 +81,7 @@ class Checks:
         tolerance = logprob_tolerance(trainer)
         if trainer.args.weight_guard_tolerance is None:
             tolerance = calibrated(tolerance, self._healthy)
-        if found := held or logprob_error(trainer.args.weight_sync, difference or 0.0, tolerance):
+        if found := held or logprob_error(trainer.rollouts.bridge, difference or 0.0, tolerance):
             raise WeightsDiffer(f"{found}; step {trainer.state.global_step} was not taken")
         if difference is not None and len(self._healthy) < CALIBRATING_SYNCS:
             self._healthy.append(difference)

@@ -28,6 +28,7 @@ from grpo_recipes.trainers.checks import Checks, Scoring
 from grpo_recipes.trainers.metrics import CountedStream, Evaluation, MetricsRows, json_number, write_samples
 from grpo_recipes.trainers.model import loaded_by_every_rank, merged_parameters, refuse_shards
 from grpo_recipes.weights.client import bridge_in_place
+from grpo_recipes.weights.colocated import colocated_in_place
 from grpo_recipes.weights.guard import WeightsDiffer
 
 
@@ -111,7 +112,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Sample, score and weigh a generation, write samples of it, and check the weights it was sampled with."""
-        training, loaded, step = self.model.training, self.rollouts.loaded_step, self.state.global_step
+        training, loaded, step = self.model.training, self.rollouts.transfers, self.state.global_step
         self.rollouts.name_generation(f"{step}/{self._step}" if training else f"eval/{step}/{self.evaluation.batch}")
         output = self.sample_and_score(inputs)
         if training:
@@ -120,7 +121,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 self._replace_advantages(output, advantages_PG.flatten())
             if self.accelerator.is_main_process and self.args.report_samples > 0:
                 write_samples(self._samples_file, self, [row.get("answer") for row in inputs])
-        self.checks.server(output, synced=self.rollouts.loaded_step != loaded)
+        self.checks.server(output, synced=self.rollouts.transfers != loaded)
         return output
 
     def sample_and_score(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -318,8 +319,10 @@ class GRPOTrainer(trl.GRPOTrainer):
 
 
 def weight_bridge(args: GRPOConfig, run_dir: Path, stop: StopRequest) -> AbstractContextManager[None]:
-    """Let TRL build the recipe's bridge as its client inside, where a server samples."""
-    if not args.use_vllm or args.vllm_mode != "server":
+    """Let TRL build inside what carries the weights to vLLM: the recipe's bridge to a server, or vLLM in here."""
+    if not args.use_vllm:
         return nullcontext()
     seed = args.seed if seeds_sampling(args.seed_server, args.use_cpu) else None
+    if args.vllm_mode == "colocate":
+        return colocated_in_place(args, seed)
     return bridge_in_place(args.weight_sync, args=args, run_dir=run_dir, seed=seed, stop=stop)

@@ -8,6 +8,10 @@ holds the right weights and computes with others; the log-probs can.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
+from grpo_recipes.server.plugin import fingerprint
+
 _WRAP = 1 << 64
 
 # Largest mean |log p_trainer - log p_server| over the tokens of a batch. Healthy runs of a small model on CPU
@@ -26,6 +30,13 @@ def held_name(name: str, held: Mapping[str, Any], packed: Mapping[str, Sequence[
     """Return the server's parameter that holds the trainer's ``name``, fused ones included; None if not found."""
     fused_names = [name.replace(f".{part}.", f".{fused}.") for fused, parts in packed.items() for part in parts]
     return next((one for one in (name, *fused_names) if one in held), None)
+
+
+def sent_fingerprint(name: str, tensor: torch.Tensor, report: Mapping[str, Any]) -> int:
+    """Return the fingerprint of a tensor in the dtype in which it is held, by a worker's ``grpo_weights()``."""
+    place = held_name(name, report["parameters"], report["packed"])
+    dtype = getattr(torch, report["parameters"][place][1]) if place else tensor.dtype
+    return int(fingerprint(tensor.to(dtype)))
 
 
 def differing(streamed: Mapping[str, int], reports: Sequence[Mapping[str, Any]]) -> list[str]:

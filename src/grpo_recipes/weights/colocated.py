@@ -1,0 +1,134 @@
+"""vLLM inside the training processes: TRL's, with weights that also load on CPU, the guard, and a seed per prompt."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate.utils import set_seed
+from torch.distributed import HashStore
+from trl.generation import vllm_generation
+from trl.trainer import grpo_trainer
+from vllm import LLM, SamplingParams
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from grpo_recipes.attributes import replaced
+from grpo_recipes.recipe.configs import GRPOConfig
+from grpo_recipes.weights.guard import checksum_error, differing, sent_fingerprint
+from grpo_recipes.weights.sampling import sampling_seed
+
+BRIDGE = "colocate"  # its name in messages of the guard
+Tensors = Iterator[tuple[str, torch.Tensor]]
+
+
+class Engine(LLM):
+    """vLLM's engine, which draws each row of a batch with a seed of its own where ``seeds`` is set."""
+
+    seeds: Callable[[int], Sequence[int]] | None = None  # of the rows of a batch, by their number
+
+    def generate(self, prompts: Any, sampling_params: Any = None, **kwargs: Any) -> Any:
+        """Generate as vLLM does; one set of parameters without a seed is given a seed for each prompt."""
+        if self.seeds and isinstance(sampling_params, SamplingParams) and sampling_params.seed is None:
+            rows = [sampling_params.clone() for _ in prompts]
+            for row, seed in zip(rows, self.seeds(len(rows)), strict=True):
+                row.seed = seed
+            sampling_params = rows
+            self.reset_prefix_cache()  # a hit, which a resumed run would not have, changes the last bits
+        return super().generate(prompts, sampling_params=sampling_params, **kwargs)
+
+
+class ColocatedGeneration(vllm_generation.VLLMGeneration):
+    """TRL's generation with vLLM in this process, which every rank has.
+
+    ``run_seed`` is the run's, for a sampling seed per prompt, or None for vLLM's own.
+    """
+
+    def __init__(self, *, args: GRPOConfig, run_seed: int | None, **kwargs: Any):
+        self._guards, self._run_seed = args.weight_guard, run_seed
+        self.generation = ""  # what the next sampling seeds are derived from, set by the trainer
+        self.transfers = 0  # weights that were loaded so far
+        self.checksum_error: str | None = None  # why the last load failed the checksum, here
+        self._held: dict[str, Any] = {}  # the first report of what vLLM holds
+        self._sent: dict[str, int] = {}
+        _meet_alone(args.device)
+        with replaced(vllm_generation, LLM=partial(_engine, args)):
+            super().__init__(**kwargs)
+        # vLLM has seeded this whole process, whatever the seed of the run. Ranks that hold one model together need
+        # the same random states.
+        set_seed(args.seed + self.accelerator.process_index // self.tensor_parallel_size)
+
+    def sync_weights(self) -> None:
+        """Load the weights as TRL does, but layer by layer; with the guard, compare what vLLM then holds."""
+        with replaced(self, _iter_named_params=partial(self._loading, self._iter_named_params)):
+            super().sync_weights()
+        self.transfers += 1
+        if self._guards:
+            self.checksum_error = checksum_error(BRIDGE, differing(self._sent, self._reports()))
+
+    def _loading(self, stream: Callable[[], Tensors]) -> Tensors:
+        """Yield what is streamed, inside the bracket of vLLM's own reloads: on CPU its parameters have no loaders."""
+        worker = self.llm.llm_engine.model_executor.driver_worker
+        model = worker.model_runner.model
+        if self._guards and not self._held:
+            self._held = self._reports()[0]
+        with set_current_vllm_config(worker.vllm_config):
+            initialize_layerwise_reload(model)
+            for name, tensor in stream():
+                if self._guards:
+                    self._sent[name] = sent_fingerprint(name, tensor, self._held)
+                yield name, tensor
+            finalize_layerwise_reload(model, worker.model_runner.model_config)
+
+    def _reports(self) -> list[dict[str, Any]]:
+        """Return what each rank holds of the model that this one has a part of, as ``grpo_weights`` reports it."""
+        (own,) = self.llm.collective_rpc("grpo_weights")
+        if self.tensor_parallel_size == 1:
+            return [own]
+        reports: list[Any] = [None] * self.tensor_parallel_size
+        torch.distributed.all_gather_object(reports, own, group=self.tp_group)
+        return reports
+
+    def generate(self, prompts: list[Any], images: Any, num_generations: int, profiler: Any = None) -> tuple[Any, ...]:
+        """Generate as TRL does; with a run seed, row ``r`` of all ranks draws what the server would draw for it."""
+        if self._run_seed is None:
+            return tuple(super().generate(prompts, images, num_generations, profiler))
+        group = self.accelerator.process_index // self.tensor_parallel_size
+
+        def seeds(rows: int) -> list[int]:
+            every = range(group * rows, (group + 1) * rows)
+            return [self._seed(row // num_generations) + row % num_generations for row in every]
+
+        with replaced(self.llm, seeds=seeds):
+            return tuple(super().generate(prompts, images, num_generations, profiler))
+
+    def _seed(self, prompt: int) -> int:
+        assert self._run_seed is not None
+        return sampling_seed(self._run_seed, self.generation, prompt)
+
+
+def colocated_in_place(args: GRPOConfig, run_seed: int | None) -> AbstractContextManager[None]:
+    """Let TRL's trainer build our generation inside."""
+    return replaced(grpo_trainer, VLLMGeneration=partial(ColocatedGeneration, args=args, run_seed=run_seed))
+
+
+def _engine(args: GRPOConfig, **kwargs: Any) -> Engine:
+    """Build the engine with what TRL asks for, and what our server is started with."""
+    kwargs["dtype"] = (args.model_init_kwargs or {}).get("dtype") or "auto"
+    kwargs["worker_extension_cls"] = "grpo_recipes.server.plugin.WeightReport"
+    if args.use_cpu:
+        # As for the server: a prompt prefilled in parts ends vLLM's CPU worker where its request has a seed. Without
+        # parts a batch of the scheduler must hold the longest prompt: vLLM's own size, not TRL's 4096.
+        kwargs |= {"enforce_eager": True, "enable_chunked_prefill": False, "max_num_batched_tokens": None}
+    engine = Engine(**kwargs)
+    # The process ends torch.distributed itself; vLLM would then fail to leave groups that are gone.
+    engine.llm_engine.engine_core._finalizer.atexit = False
+    return engine
+
+
+def _meet_alone(device: torch.device) -> None:
+    """Give a process without others its own group: vLLM would open a port on every interface to make one."""
+    if not torch.distributed.is_initialized():
+        backend = "gloo" if device.type == "cpu" else "nccl"
+        torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)

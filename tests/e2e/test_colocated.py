@@ -1,0 +1,176 @@
+"""vLLM inside the training processes, on CPU: it learns, it is guarded, and processes add up to one."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from documented import documented
+from real_runs import REPOSITORY, Launch, same_rows, weights_hash
+from test_distributed import assert_final_model_differs_from_the_first
+from test_exact_ranks import copy_until
+
+from grpo_recipes import smoke
+from grpo_recipes.runs.rundir import read_json
+
+COLOCATED = ("--vllm_mode", "colocate")
+SMALL = ("--prompts_per_step", "8", "--num_generations", "8", "--max_steps", "3")
+TWO = (*COLOCATED, *SMALL, "--num_processes", "2")
+
+
+def assert_vllm_has_the_trainers_weights(run: Launch, steps: int) -> None:
+    rows = run.rows()
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert all(0 <= row["sampling/sampling_logp_difference/mean"] < 1e-4 for row in rows)
+    assert all(row["grad_norm"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+@pytest.mark.parametrize(
+    "sharing",
+    [
+        pytest.param(("--accelerator", "ddp"), id="ddp"),
+        pytest.param(("--accelerator", "zero2"), id="zero2"),
+        pytest.param(("--accelerator", "zero3"), id="zero3"),
+        pytest.param(("--accelerator", "fsdp2"), id="fsdp2"),
+        pytest.param(("--use_peft", "true", "--learning_rate", "1e-3"), id="lora"),
+        pytest.param(("--vllm_tensor_parallel_size", "2"), id="tensor-parallel"),
+    ],
+)
+def test_two_processes_sample_with_the_weights_they_train(launch: Callable[..., Launch], sharing: tuple) -> None:
+    run = launch(*TWO, *sharing, "--save_steps", "2")
+
+    assert run.wait() == 0, run.output
+
+    assert_vllm_has_the_trainers_weights(run, 3)
+    assert "Traceback" not in run.log("trainer")
+    assert_final_model_differs_from_the_first(run, read_json(run.run_dir / "plan.json")["model"])
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_the_smoke_recipe_learns_without_a_server(launch: Callable[..., Launch]) -> None:
+    shown = "grpo launch recipes/smoke/grpo.yaml --vllm_mode colocate --num_processes 2"
+    run = launch(command=documented(shown, {"recipes/smoke/grpo.yaml": str(REPOSITORY / "recipes/smoke/grpo.yaml")}))
+
+    assert run.wait() == 0, run.output
+
+    summary = run.summary()
+    assert summary["initial_reward"] <= 0.65 and summary["final_reward"] >= 0.85
+    assert_vllm_has_the_trainers_weights(run, 60)
+    assert run.processes() == []
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_tied_embeddings_in_files_of_another_dtype(launch: Callable[..., Launch], tmp_path: Path) -> None:
+    smoke.main([str(tmp_path / "made"), "--dtype", "bfloat16", "--tie-word-embeddings"])
+    run = launch(*COLOCATED, *SMALL, "--model_name_or_path", str(tmp_path / "made/model"))  # dtype: float32
+
+    assert run.wait() == 0, run.output
+
+    assert_vllm_has_the_trainers_weights(run, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_two_processes_give_the_update_of_one_with_the_joined_batch(launch: Callable[..., Launch]) -> None:
+    from safetensors.torch import load_file
+
+    # Plain descent: updates are as near as gradients are.
+    keys = (*COLOCATED, *SMALL, "--optim", "sgd", "--learning_rate", "0.05", "--save_strategy", "no")
+    one = launch(*keys, folder="one")
+    assert one.wait() == 0, one.output
+    two = launch(*keys, "--num_processes", "2", folder="two")
+    assert two.wait() == 0, two.output
+
+    # What both processes sampled, and which completion was right, is what the one sampled.
+    first, second = ([sample(line) for line in (run.run_dir / "samples.jsonl").open()] for run in (one, two))
+    assert first == second and len(first) == 3
+    assert [row["reward"] for row in one.rows()] == [row["reward"] for row in two.rows()]
+    after, of_two = (load_file(run.run_dir / "model" / "model.safetensors") for run in (one, two))
+    before = load_file(Path(read_json(one.run_dir / "plan.json")["model"]) / "model.safetensors")
+    assert max(float((after[name] - before[name]).abs().max()) for name in after) > 1e-3
+    assert max(float((after[name] - of_two[name]).abs().max()) for name in after) < 1e-6
+
+
+def sample(line: str) -> tuple[int, list[float]]:
+    row = json.loads(line)
+    return row["step"], row["rewards"]
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+@pytest.mark.timeout(600)
+def test_a_resumed_run_is_the_uninterrupted_one(launch: Callable[..., Launch]) -> None:
+    evaluated = ("--eval_strategy", "steps", "--eval_steps", "2", "--eval_dataset_name", "smoke:sums",
+                 "--eval_subsample", "1.0", "--eval_max_prompts", "7", "--num_generations_eval", "4",
+                 "--per_device_eval_batch_size", "6")  # fmt: skip
+    tested = ("--benchmarks", "smoke:sums", "--benchmark_samples", "2", "--benchmark_temperature", "1")
+    saved = ("--max_steps", "4", "--save_steps", "1", "--save_total_limit", "4")
+    alone = launch(*TWO, *saved, *evaluated, *tested, folder="alone")
+    assert alone.wait() == 0, alone.output
+    assert_vllm_has_the_trainers_weights(alone, 4)
+    evaluations = [json.loads(line) for line in (alone.run_dir / "eval.jsonl").open()]
+    assert [row["step"] for row in evaluations] == [2, 4]
+    assert alone.summary()["benchmarks"]["smoke:sums"]["samples"] == 2
+
+    continued = launch("--resume", str(copy_until(alone, 2, alone.folder.parent / "continued")), folder="continued")
+
+    assert continued.wait() == 0, continued.output
+    assert same_rows(continued, alone) and weights_hash(continued) == weights_hash(alone)
+
+
+DROPS = """
+import os
+from transformers import TrainerCallback
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+
+class Drop(TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        if os.environ["RANK"] == "1" and state.global_step == 2:
+            Qwen2ForCausalLM.load_weights = lambda self, weights: set()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+@pytest.mark.fault
+def test_a_load_that_one_vllm_drops_stops_every_process(launch: Callable[..., Launch], tmp_path: Path) -> None:
+    (tmp_path / "drops.py").write_text(DROPS)
+    run = launch(*TWO, "--max_steps", "4", "--callbacks", f"{tmp_path}/drops.py:Drop", "--save_steps", "1")
+
+    assert run.wait() == 1, run.output
+
+    causes = [read_json(run.run_dir / "processes" / f"rank_{rank}.json")["cause"] for rank in (0, 1)]
+    for cause in causes:
+        assert "WeightsDiffer: weights did not reach the server through the 'colocate' bridge" in cause
+        assert cause.endswith("step 2 was not taken")
+    assert [row["step"] for row in run.rows()] == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+@pytest.mark.fault
+def test_a_killed_process_ends_the_run_and_leaves_nothing(launch: Callable[..., Launch]) -> None:
+    memory = set(Path("/dev/shm").iterdir())
+    run = launch(*TWO, "--max_steps", "100000")
+    run.wait_for_step(2)
+    pid = run.pid_of("rank_1")
+    listening = [one for process in run.processes() for one in process.net_connections("tcp") if one.status == "LISTEN"]
+    assert {one.laddr.ip for one in listening} == {"127.0.0.1"}  # vLLM opens no port of its own
+
+    psutil.Process(pid).send_signal(signal.SIGKILL)
+
+    killed = time.monotonic()
+    assert run.wait(30) == 137, run.output
+    run.wait_for_nothing_left()
+    assert time.monotonic() - killed < 30
+    assert run.summary()["cause"] == f"rank 1 (pid {pid}) was killed by signal 9"
+    assert set(Path("/dev/shm").iterdir()) <= memory

@@ -1,0 +1,207 @@
+"""vLLM inside the trainers: the order of the engine's calls, its arguments, and a seed for each row of all ranks."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import set_seed
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer import grpo_trainer
+from vllm import LLM, SamplingParams
+
+from grpo_recipes.recipe.configs import GRPOConfig
+from grpo_recipes.server.plugin import fingerprint
+from grpo_recipes.weights import colocated
+from grpo_recipes.weights.colocated import ColocatedGeneration, Engine, colocated_in_place
+from grpo_recipes.weights.sampling import sampling_seed
+
+MODEL = torch.nn.Linear(2, 2, bias=False)
+
+
+class FakeModel:
+    """Inside the fake engine: counts as loaded what is given to it, or drops it."""
+
+    drops = False
+
+    def __init__(self, calls: list[Any]):
+        self.calls, self.held = calls, torch.zeros(2, 2, dtype=torch.bfloat16)
+
+    def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        ((name, tensor),) = weights
+        self.calls.append(f"load {name}")
+        if not self.drops:
+            self.held = tensor.detach().to(self.held.dtype)
+
+
+class FakeEngine:
+    """Stands where vLLM's engine does, and records what it is asked for."""
+
+    def __init__(self, calls: list[Any], **arguments: Any):
+        self.calls, self.arguments = calls, arguments
+        self.model = FakeModel(calls)
+        runner = SimpleNamespace(model=self.model, model_config=None)
+        worker = SimpleNamespace(model_runner=runner, vllm_config=None)
+        core = SimpleNamespace(_finalizer=SimpleNamespace(atexit=True))
+        executor = SimpleNamespace(driver_worker=worker)
+        self.llm_engine = SimpleNamespace(model_executor=executor, engine_core=core)
+        torch.manual_seed(arguments["seed"])  # as vLLM seeds the whole process
+
+    def sleep(self, level: int) -> None:
+        self.calls.append(f"sleep {level}")
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.calls.append(f"wake_up {tags[0]}")
+
+    def reset_prefix_cache(self) -> None:
+        self.calls.append("reset_prefix_cache")
+
+    def collective_rpc(self, method: str) -> list[dict[str, Any]]:
+        assert method == "grpo_weights"
+        self.calls.append("report")
+        return [{"parameters": {"weight": [int(fingerprint(self.model.held)), "bfloat16"]}, "packed": {}}]
+
+    def generate(self, prompts: list[Any], sampling_params: Any, use_tqdm: bool) -> list[Any]:
+        self.calls.append("generate")
+        return []
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the engine, and vLLM's bracket of a reload, were asked for."""
+    made: list[Any] = []
+    monkeypatch.setattr(colocated, "Engine", lambda **arguments: FakeEngine(made, **arguments))
+    monkeypatch.setattr(colocated, "initialize_layerwise_reload", lambda _: made.append("initialize"))
+    monkeypatch.setattr(colocated, "finalize_layerwise_reload", lambda *_: made.append("finalize"))
+    monkeypatch.setattr(colocated, "_meet_alone", lambda _: None)
+    monkeypatch.setattr("trl.generation.vllm_generation.empty_cache", lambda: None)
+    return made
+
+
+@pytest.fixture
+def make(tmp_path: Path, calls: list[Any]) -> Any:
+    """``make(rank=0, run_seed=7, sleeps=False, KEY=VALUE, ...)``: the generation of one rank, keys those of a run."""
+
+    def made(rank: int = 0, run_seed: int | None = 7, sleeps: bool = False, **keys: Any) -> ColocatedGeneration:
+        args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **keys)
+        accelerator = SimpleNamespace(
+            process_index=rank, local_process_index=rank, num_processes=2, wait_for_everyone=lambda: None,
+            device=torch.device("cpu"),
+        )  # fmt: skip
+        generation = ColocatedGeneration.__new__(ColocatedGeneration)
+        generation._iter_named_params = lambda: iter(MODEL.named_parameters())
+        MODEL.name_or_path = "the/model"
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("trl.generation.vllm_generation.DistributedBackend", lambda _: None)
+            generation.__init__(
+                args=args, run_seed=run_seed, model=MODEL, accelerator=accelerator, processing_class=None,
+                mode="colocate", enable_sleep_mode=sleeps, max_model_length=64,
+            )  # fmt: skip
+            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):  # TRL sets them
+                os.environ.pop(name, None)
+        return generation
+
+    return made
+
+
+def test_a_sleeping_engine_is_woken_in_order(make: Any, calls: list[Any]) -> None:
+    generation = make(sleeps=True, run_seed=None)
+    assert calls == ["sleep 2"]
+    calls.clear()
+
+    generation.generate([[5]], None, 1)
+
+    assert calls == [
+        "wake_up weights", "report", "initialize", "load weight", "finalize", "reset_prefix_cache", "report",
+        "wake_up kv_cache", "generate", "sleep 2",
+    ]  # fmt: skip
+    assert generation.transfers == 1 and generation.checksum_error is None
+    generation.sync_weights()
+    assert generation.transfers == 2
+
+
+def test_a_load_that_is_dropped_fails_the_checksum(make: Any) -> None:
+    generation = make()
+    generation.sync_weights()
+    assert generation.checksum_error is None  # compared in bfloat16, which vLLM holds
+    with torch.no_grad():
+        MODEL.weight.add_(1)
+    generation.llm.model.drops = True
+    generation.sync_weights()
+    assert "through the 'colocate' bridge: after the sync it holds other values" in generation.checksum_error
+    generation.llm.model.drops = False
+    generation.sync_weights()
+    assert generation.checksum_error is None
+
+
+def test_without_the_guard_nothing_is_reported(make: Any, calls: list[Any]) -> None:
+    generation = make(weight_guard=False)
+    generation.sync_weights()
+    assert "report" not in calls and calls[-1] == "reset_prefix_cache" and generation.checksum_error is None
+
+
+def test_every_rank_draws_what_the_server_would_draw_for_its_rows(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(LLM, "generate", lambda self, prompts, sampling_params, **_: given.append(sampling_params))
+    monkeypatch.setattr(Engine, "reset_prefix_cache", lambda self: None)
+
+    def seeds_of(rank: int, sampling: SamplingParams, **keys: Any) -> list[int | None]:
+        generation, engine = make(rank=rank, **keys), Engine.__new__(Engine)
+        generation.generation = "4/0"
+        monkeypatch.setattr(FakeEngine, "generate", lambda _, prompts, **kw: Engine.generate(engine, prompts, **kw))
+        monkeypatch.setattr(VLLMGeneration, "generate", lambda self, prompts, *_: trl_generates(self, prompts))
+
+        def trl_generates(self: Any, prompts: list[Any]) -> tuple[()]:
+            engine.seeds = getattr(self.llm, "seeds", None)
+            engine.generate(prompts, sampling_params=sampling)
+            return ()
+
+        generation.generate([[5]] * 6, None, 4)
+        drawn = given.pop()
+        return [one.seed for one in drawn] if isinstance(drawn, list) else [drawn.seed]
+
+    # Three prompts of four completions over two ranks: the second prompt is half on each.
+    every = [sampling_seed(7, "4/0", prompt) + completion for prompt in range(3) for completion in range(4)]
+    plain = SamplingParams(temperature=1.0)
+    assert seeds_of(0, plain) + seeds_of(1, plain) == every
+    assert len(set(every)) == 12
+    assert seeds_of(0, plain, run_seed=None) == [None]
+    assert seeds_of(0, SamplingParams(seed=3)) == [3]  # from generation_kwargs
+
+
+def test_the_engine_is_what_the_server_would_be(make: Any) -> None:
+    on_cpu = make(model_init_kwargs={"dtype": "float32"}).llm
+    assert on_cpu.arguments["worker_extension_cls"] == "grpo_recipes.server.plugin.WeightReport"
+    assert on_cpu.arguments["dtype"] == "float32" and on_cpu.arguments["max_model_len"] == 64
+    assert on_cpu.arguments["enforce_eager"] is True and on_cpu.arguments["enable_chunked_prefill"] is False
+    assert on_cpu.arguments["max_num_batched_tokens"] is None
+    assert on_cpu.llm_engine.engine_core._finalizer.atexit is False
+    on_gpu = colocated._engine(SimpleNamespace(use_cpu=False, model_init_kwargs=None), seed=0).arguments
+    assert on_gpu["dtype"] == "auto" and "enforce_eager" not in on_gpu
+
+
+def test_vllm_does_not_decide_the_random_states_of_the_training(make: Any) -> None:
+    drawn = []
+    for rank, seed in ((0, 5), (0, 6), (1, 5)):
+        make(rank=rank, seed=seed)
+        drawn.append(torch.rand(1).item())
+    set_seed(5)
+    assert drawn[0] == torch.rand(1).item() and len({*drawn}) == 2 and drawn[1] == drawn[2]  # 5 + rank, as TRL's
+
+
+def test_trl_still_has_what_is_replaced() -> None:
+    assert list(inspect.signature(VLLMGeneration.sync_weights).parameters) == ["self"]
+    signature = ["self", "prompts", "images", "num_generations", "profiler"]
+    assert list(inspect.signature(VLLMGeneration.generate).parameters) == signature
+    source = inspect.getsource(VLLMGeneration)
+    assert source.count("self.llm = LLM(") == 1
+    assert "for name, param in self._iter_named_params():\n                self.llm.llm_engine" in source
+    before = grpo_trainer.VLLMGeneration
+    with colocated_in_place(SimpleNamespace(), 7):
+        assert grpo_trainer.VLLMGeneration.func is ColocatedGeneration
+    assert grpo_trainer.VLLMGeneration is before is VLLMGeneration
