@@ -112,6 +112,11 @@ def test_without_vllm_everything_trains(planned):
     [
         ({"gpus": ("0",)}, {"vllm_mode": "server"}, "vllm_mode: colocate"),
         ({"gpus": ()}, {}, "--gres"),
+        (
+            {"gpus": ("0", "1", "2")},
+            {"vllm_mode": "colocate", "vllm_tensor_parallel_size": 2, "prompts_per_step": 3},
+            "does not divide the 3 trainers that would share one vLLM. Fix: write 1, or",
+        ),
         ({"gpus": ("0", "1")}, {"vllm_tensor_parallel_size": 2}, "leaves no GPU to train on"),
         ({"gpus": ("0", "1")}, {"vllm_tensor_parallel_size": 3}, "write at most 1"),
         ({"gpus": ("0", "1", "2")}, {"num_processes": 3}, "exceeds the 2 GPUs"),

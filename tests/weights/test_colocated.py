@@ -16,6 +16,8 @@ from trl.trainer import grpo_trainer
 from vllm import LLM, SamplingParams
 
 from grpo_recipes.recipe.configs import GRPOConfig
+from grpo_recipes.runs.rundir import stop_file
+from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.server.plugin import fingerprint
 from grpo_recipes.weights import colocated
 from grpo_recipes.weights.colocated import ColocatedGeneration, Engine, colocated_in_place
@@ -99,8 +101,8 @@ def make(tmp_path: Path, calls: list[Any]) -> Any:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr("trl.generation.vllm_generation.DistributedBackend", lambda _: None)
             generation.__init__(
-                args=args, run_seed=run_seed, model=MODEL, accelerator=accelerator, processing_class=None,
-                mode="colocate", enable_sleep_mode=sleeps, max_model_length=64,
+                args=args, run_seed=run_seed, stop=StopRequest(tmp_path), model=MODEL, accelerator=accelerator,
+                processing_class=None, mode="colocate", enable_sleep_mode=sleeps, max_model_length=64,
             )  # fmt: skip
             for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):  # TRL sets them
                 os.environ.pop(name, None)
@@ -149,6 +151,7 @@ def test_every_rank_draws_what_the_server_would_draw_for_its_rows(make: Any, mon
     given: list[Any] = []
     monkeypatch.setattr(LLM, "generate", lambda self, prompts, sampling_params, **_: given.append(sampling_params))
     monkeypatch.setattr(Engine, "reset_prefix_cache", lambda self: None)
+    monkeypatch.setattr(Engine, "llm_engine", SimpleNamespace(step=None), raising=False)
 
     def seeds_of(rank: int, sampling: SamplingParams, **keys: Any) -> list[int | None]:
         generation, engine = make(rank=rank, **keys), Engine.__new__(Engine)
@@ -172,6 +175,39 @@ def test_every_rank_draws_what_the_server_would_draw_for_its_rows(make: Any, mon
     assert len(set(every)) == 12
     assert seeds_of(0, plain, run_seed=None) == [None]
     assert seeds_of(0, SamplingParams(seed=3)) == [3]  # from generation_kwargs
+
+
+def test_a_generation_is_given_up_when_the_run_is_asked_to_stop(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting, steps = {"a": None, "b": None}, iter(range(100))
+
+    def take_step() -> list[str]:
+        if next(steps) == 3:
+            stop_file(tmp_path).touch()
+        return ["nothing finished"]
+
+    def generate(self: Any, *_: Any, **__: Any) -> list[str]:
+        """As vLLM's loop does."""
+        finished = []
+        while waiting:
+            finished += self.llm_engine.step()
+        return finished
+
+    engine = Engine.__new__(Engine)
+    processor = SimpleNamespace(request_states=waiting)
+    abort = lambda ids, internal: [waiting.pop(one) for one in ids if internal]  # noqa: E731
+    engine.llm_engine = SimpleNamespace(step=take_step, output_processor=processor, abort_request=abort)
+    monkeypatch.setattr(LLM, "generate", generate)
+    stop = StopRequest(tmp_path)
+    engine.stops = stop.cuts
+    monkeypatch.setattr("grpo_recipes.runs.stop_request.LOOK_SECONDS", 0.0)
+
+    with stop.cutting_short():
+        assert engine.generate([]) == ["nothing finished"] * 4
+
+    assert waiting == {} and engine.llm_engine.step is take_step
+    assert make().llm.stops() is False  # outside of what may be cut
 
 
 def test_the_engine_is_what_the_server_would_be(make: Any) -> None:
@@ -202,6 +238,6 @@ def test_trl_still_has_what_is_replaced() -> None:
     assert source.count("self.llm = LLM(") == 1
     assert "for name, param in self._iter_named_params():\n                self.llm.llm_engine" in source
     before = grpo_trainer.VLLMGeneration
-    with colocated_in_place(SimpleNamespace(), 7):
+    with colocated_in_place(run_seed=7):
         assert grpo_trainer.VLLMGeneration.func is ColocatedGeneration
     assert grpo_trainer.VLLMGeneration is before is VLLMGeneration

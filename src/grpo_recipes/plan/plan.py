@@ -18,6 +18,7 @@ from grpo_recipes.plan.devices import (
     derive_batch,
     derive_eval_batch,
     place_trainers,
+    some_trainers,
     split_gpus,
     trainer_count,
     unused,
@@ -54,6 +55,11 @@ def make_plan(
     most = trainer_count(recipe, resources, left)
     batch = derive_batch(recipe, most)
     trainers = place_trainers(recipe, resources, mode, left, batch.world_size)
+    parallel = recipe["vllm_tensor_parallel_size"]
+    if mode == "colocate" and batch.world_size % parallel:
+        what = f"vllm_tensor_parallel_size {parallel} does not divide the {some_trainers(batch.world_size)}"
+        fix = f"write {math.gcd(batch.world_size, parallel)}, or another num_processes"
+        raise config_error(recipe.source("vllm_tensor_parallel_size"), f"{what} that would share one vLLM", fix)
     apart = mode == "server" and trainers[0].node != 0
     bridge, why = _bridge(recipe, resources, mode, apart)
     accelerator = "custom" if environment.get("CONFIG_FILE") else _accelerator(recipe, batch.world_size)

@@ -324,5 +324,5 @@ def weight_bridge(args: GRPOConfig, run_dir: Path, stop: StopRequest) -> Abstrac
         return nullcontext()
     seed = args.seed if seeds_sampling(args.seed_server, args.use_cpu) else None
     if args.vllm_mode == "colocate":
-        return colocated_in_place(args, seed)
+        return colocated_in_place(args=args, run_seed=seed, stop=stop)
     return bridge_in_place(args.weight_sync, args=args, run_dir=run_dir, seed=seed, stop=stop)

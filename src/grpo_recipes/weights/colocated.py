@@ -16,6 +16,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from grpo_recipes.attributes import replaced
 from grpo_recipes.recipe.configs import GRPOConfig
+from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.weights.guard import checksum_error, differing, sent_fingerprint
 from grpo_recipes.weights.sampling import sampling_seed
 
@@ -24,9 +25,10 @@ Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
 class Engine(LLM):
-    """vLLM's engine, which draws each row of a batch with a seed of its own where ``seeds`` is set."""
+    """vLLM's engine, which can draw each row of a batch with a seed of its own, and give a batch up."""
 
     seeds: Callable[[int], Sequence[int]] | None = None  # of the rows of a batch, by their number
+    stops: Callable[[], bool] | None = None  # whether to give up the batch under way, of which rows are then missing
 
     def generate(self, prompts: Any, sampling_params: Any = None, **kwargs: Any) -> Any:
         """Generate as vLLM does; one set of parameters without a seed is given a seed for each prompt."""
@@ -36,16 +38,24 @@ class Engine(LLM):
                 row.seed = seed
             sampling_params = rows
             self.reset_prefix_cache()  # a hit, which a resumed run would not have, changes the last bits
-        return super().generate(prompts, sampling_params=sampling_params, **kwargs)
+        with replaced(self.llm_engine, step=partial(self._step, self.llm_engine.step)):
+            return super().generate(prompts, sampling_params=sampling_params, **kwargs)
+
+    def _step(self, step: Callable[[], Any]) -> Any:
+        if self.stops and self.stops():
+            self.llm_engine.abort_request(list(self.llm_engine.output_processor.request_states), internal=True)
+            return []
+        return step()
 
 
 class ColocatedGeneration(vllm_generation.VLLMGeneration):
     """TRL's generation with vLLM in this process, which every rank has.
 
-    ``run_seed`` is the run's, for a sampling seed per prompt, or None for vLLM's own.
+    ``run_seed`` is the run's, for a sampling seed per prompt, or None for vLLM's own. When the run is asked to stop, a
+    generation is given up.
     """
 
-    def __init__(self, *, args: GRPOConfig, run_seed: int | None, **kwargs: Any):
+    def __init__(self, *, args: GRPOConfig, run_seed: int | None, stop: StopRequest, **kwargs: Any):
         self._guards, self._run_seed = args.weight_guard, run_seed
         self.generation = ""  # what the next sampling seeds are derived from, set by the trainer
         self.transfers = 0  # weights that were loaded so far
@@ -55,6 +65,8 @@ class ColocatedGeneration(vllm_generation.VLLMGeneration):
         _meet_alone(args.device)
         with replaced(vllm_generation, LLM=partial(_engine, args)):
             super().__init__(**kwargs)
+        if self.tensor_parallel_size == 1:  # else processes that sample together would not stop at the same token
+            self.llm.stops = stop.cuts
         # vLLM has seeded this whole process, whatever the seed of the run. Ranks that hold one model together need
         # the same random states.
         set_seed(args.seed + self.accelerator.process_index // self.tensor_parallel_size)
@@ -108,9 +120,9 @@ class ColocatedGeneration(vllm_generation.VLLMGeneration):
         return sampling_seed(self._run_seed, self.generation, prompt)
 
 
-def colocated_in_place(args: GRPOConfig, run_seed: int | None) -> AbstractContextManager[None]:
+def colocated_in_place(**settings: Any) -> AbstractContextManager[None]:
     """Let TRL's trainer build our generation inside."""
-    return replaced(grpo_trainer, VLLMGeneration=partial(ColocatedGeneration, args=args, run_seed=run_seed))
+    return replaced(grpo_trainer, VLLMGeneration=partial(ColocatedGeneration, **settings))
 
 
 def _engine(args: GRPOConfig, **kwargs: Any) -> Engine:
