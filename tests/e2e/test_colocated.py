@@ -12,8 +12,10 @@ import psutil
 import pytest
 from documented import documented
 from real_runs import REPOSITORY, Launch, same_rows, weights_hash
+from slurm_cluster import SlurmCluster
 from test_distributed import assert_final_model_differs_from_the_first
 from test_exact_ranks import copy_until
+from test_two_nodes import difference, rank_records, submit
 
 from grpo_recipes import smoke
 from grpo_recipes.runs.rundir import read_json
@@ -39,7 +41,7 @@ def assert_vllm_has_the_trainers_weights(run: Launch, steps: int) -> None:
         pytest.param(("--accelerator", "zero2"), id="zero2"),
         pytest.param(("--accelerator", "zero3"), id="zero3"),
         pytest.param(("--accelerator", "fsdp2"), id="fsdp2"),
-        pytest.param(("--use_peft", "true", "--learning_rate", "1e-3"), id="lora"),
+        pytest.param(("--use_peft", "true", "--lora_target_modules", "all-linear"), id="lora"),
         pytest.param(("--vllm_tensor_parallel_size", "2"), id="tensor-parallel"),
     ],
 )
@@ -125,6 +127,25 @@ def test_a_resumed_run_is_the_uninterrupted_one(launch: Callable[..., Launch]) -
 
     assert continued.wait() == 0, continued.output
     assert same_rows(continued, alone) and weights_hash(continued) == weights_hash(alone)
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_two_nodes_add_up_to_one(slurm: SlurmCluster, launch: Callable[..., Launch], tmp_path: Path) -> None:
+    job, run = submit(slurm, tmp_path, "colocated-nodes", *COLOCATED, *SMALL, "--save_strategy", "no")
+
+    slurm.wait(job, "COMPLETED", timeout=300)
+
+    plan = read_json(run.run_dir / "plan.json")
+    assert [(one["role"], one["node"]) for one in plan["processes"]] == [("trainer", 0), ("trainer", 1)]
+    assert [record["node"] for record in rank_records(run)] == [0, 1]
+    assert_vllm_has_the_trainers_weights(run, 3)
+    assert run.processes() == []
+    one_node = launch(*TWO, "--save_strategy", "no", folder="one-node")
+    assert one_node.wait() == 0, one_node.output
+    assert [row["reward"] for row in one_node.rows()] == [row["reward"] for row in run.rows()]
+    threads = read_json(one_node.run_dir / "plan.json")["threads"]
+    assert difference(one_node, run) <= (0.0 if threads == plan["threads"] else 1e-5)
 
 
 DROPS = """

@@ -48,6 +48,13 @@ def test_the_estimate_is_within_15_percent_of_the_recorded_peak(name, role):
     assert estimate == case[role]["estimated"], "run python bench/memory_estimate.py --recompute"
 
 
+def test_vllm_inside_a_trainer_on_cpu_adds_its_cache_and_weights_alone():
+    # Recorded of the smoke recipe in two processes: a peak of 1.75 GiB each, 1.0 of them without vLLM.
+    apart, inside = (work(device="cpu", mode=mode, bridge=None).server() for mode in ("server", "colocate"))
+    assert apart.pop("libraries") > inside.pop("libraries") == 0
+    assert apart == inside and inside["KV cache"] == GIB
+
+
 def test_three_sizes_were_measured():
     counts = sorted({case["parameters"] for name, case in recorded().items() if name != "constant"})
     assert len(counts) >= 3

@@ -247,7 +247,8 @@ class Workload(dict[str, Any]):
         """
         on_cpu = self["device"] == "cpu"
         weights = self.element * self["parameters"] // self["vllm_tensor_parallel_size"]
-        parts = {"libraries": _SERVER_IMPORTS if on_cpu else _CUDA_CONTEXT + _CUDA_GRAPHS, "weights": weights,
+        imports = 0 if self["mode"] == "colocate" else _SERVER_IMPORTS  # the trainer has them
+        parts = {"libraries": imports if on_cpu else _CUDA_CONTEXT + _CUDA_GRAPHS, "weights": weights,
                  "output layer": 3 * _SEQUENCES[self["device"]] * self["vocabulary"] * 4}  # fmt: skip
         if not on_cpu:
             mlp = 2 * self["intermediate"] // self["vllm_tensor_parallel_size"]
