@@ -130,7 +130,9 @@ def test_host_memory_as_python_and_torch_say_it(make_run, program):
 def test_the_guard(make_run, row):
     cause = "rank 0: WeightsDiffer: weights did not reach the server through the 'nccl' bridge"
     found = endings.weights_guard(make_run(cause=cause))
-    assert found.status == "problem" and "bridge nccl" in found.value and "weight_sync: file" in found.fix
+    assert found.status == "problem" and "through nccl" in found.value and "weight_sync: file" in found.fix
+    inside = endings.weights_guard(make_run(cause=cause, vllm_mode="colocate"))
+    assert "through colocate" in inside.value and "weight_sync" not in inside.fix
     assert endings.weights_guard(make_run(rows=[row()], weight_guard=False)).status == "warning"
     assert endings.weights_guard(make_run(rows=[row()])).value == "found nothing wrong"
 

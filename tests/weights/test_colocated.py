@@ -16,6 +16,7 @@ from trl.trainer import grpo_trainer
 from vllm import LLM, SamplingParams
 
 from grpo_recipes.recipe.configs import GRPOConfig
+from grpo_recipes.rollouts import backends
 from grpo_recipes.runs.rundir import stop_file
 from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.server.plugin import fingerprint
@@ -145,6 +146,18 @@ def test_without_the_guard_nothing_is_reported(make: Any, calls: list[Any]) -> N
     generation = make(weight_guard=False)
     generation.sync_weights()
     assert "report" not in calls and calls[-1] == "reset_prefix_cache" and generation.checksum_error is None
+
+
+@pytest.mark.parametrize("guard", [True, False])
+def test_the_error_of_any_process_is_that_of_all(monkeypatch: pytest.MonkeyPatch, guard: bool) -> None:
+    monkeypatch.setattr(backends, "gather_object", lambda own: [*own, "of rank 1", None])
+    generation = SimpleNamespace(mode="colocate", checksum_error=None, transfers=3, generation="")
+    trainer = SimpleNamespace(use_vllm=True, vllm_generation=generation, args=SimpleNamespace(weight_guard=guard))
+    rollouts = backends.rollouts_of(trainer)
+    assert rollouts.checksum_error() == "of rank 1"
+    assert (rollouts.guarded, rollouts.bridge, rollouts.transfers) == (guard, "colocate", 3)
+    rollouts.name_generation("4/0")
+    assert generation.generation == "4/0"
 
 
 def test_every_rank_draws_what_the_server_would_draw_for_its_rows(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,10 +201,10 @@ def weights_guard(run: Run) -> Finding:
     """Whether the guard found other weights in the server than in the trainer."""
     said = [role for role, text in run.texts.items() if "WeightsDiffer:" in text]
     if "WeightsDiffer" in run.cause or said:
-        bridge = run.plan.get("bridge")
+        bridge = run.plan.get("bridge") or run.plan.get("mode")
         other = "; weight_sync: file is another way" if bridge == "nccl" else ""
         fix = f"the Weights page of the docs says what each message means{other}"
-        return problem(f"the server had other weights than the trainer (bridge {bridge})", fix)
+        return problem(f"vLLM had other weights than the trainer (through {bridge})", fix)
     if run.value("weight_guard") is False:
         what = "weight_guard: false: nothing proves which weights were sampled from"
         return warning(what, "remove weight_guard: false")
