@@ -131,6 +131,25 @@ def test_a_resumed_run_is_the_uninterrupted_one(launch: Callable[..., Launch]) -
 
 @pytest.mark.slow
 @pytest.mark.rotating
+@pytest.mark.timeout(600)
+def test_a_run_stopped_at_any_moment_goes_on_as_if_it_had_not_been(launch: Callable[..., Launch]) -> None:
+    keys = (*TWO, "--prompts_per_step", "32", "--max_steps", "20", "--run_name", "stopped")
+    stopped = launch(*keys, folder="stopped")
+    stopped.wait_for_step(3)
+
+    stopped.process.terminate()
+
+    assert stopped.wait(30) == 75, stopped.output
+    assert stopped.processes() == [] and 3 <= len(stopped.rows()) < 20
+    resumed = launch("--resume", str(stopped.run_dir), folder="stopped")
+    assert resumed.wait() == 0, resumed.output
+    alone = launch(*keys, folder="alone")
+    assert alone.wait() == 0, alone.output
+    assert same_rows(resumed, alone) and weights_hash(resumed) == weights_hash(alone)
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_two_nodes_add_up_to_one(slurm: SlurmCluster, launch: Callable[..., Launch], tmp_path: Path) -> None:
     job, run = submit(slurm, tmp_path, "colocated-nodes", *COLOCATED, *SMALL, "--save_strategy", "no")
 
