@@ -61,7 +61,7 @@ class ColocatedGeneration(vllm_generation.VLLMGeneration):
         self.transfers = 0  # weights that were loaded so far
         self.checksum_error: str | None = None  # why the last load failed the checksum, here
         self._held: dict[str, Any] = {}  # the first report of what vLLM holds
-        self._sent: dict[str, int] = {}
+        self._sent: dict[str, torch.Tensor] = {}
         _meet_alone(args.device)
         with replaced(vllm_generation, LLM=partial(_engine, args)):
             super().__init__(**kwargs)
@@ -77,7 +77,8 @@ class ColocatedGeneration(vllm_generation.VLLMGeneration):
             super().sync_weights()
         self.transfers += 1
         if self._guards:
-            self.checksum_error = checksum_error(BRIDGE, differing(self._sent, self._reports()))
+            sent = {name: int(value) for name, value in self._sent.items()}
+            self.checksum_error = checksum_error(BRIDGE, differing(sent, self._reports()))
 
     def _loading(self, stream: Callable[[], Tensors]) -> Tensors:
         """Yield what is streamed, inside the bracket of vLLM's own reloads: on CPU its parameters have no loaders."""

@@ -32,11 +32,11 @@ def held_name(name: str, held: Mapping[str, Any], packed: Mapping[str, Sequence[
     return next((one for one in (name, *fused_names) if one in held), None)
 
 
-def sent_fingerprint(name: str, tensor: torch.Tensor, report: Mapping[str, Any]) -> int:
-    """Return the fingerprint of a tensor in the dtype in which it is held, by a worker's ``grpo_weights()``."""
+def sent_fingerprint(name: str, tensor: torch.Tensor, report: Mapping[str, Any]) -> torch.Tensor:
+    """Return the fingerprint of a tensor, on its device, in the dtype in which a worker's ``grpo_weights()`` has it."""
     place = held_name(name, report["parameters"], report["packed"])
     dtype = getattr(torch, report["parameters"][place][1]) if place else tensor.dtype
-    return int(fingerprint(tensor.to(dtype)))
+    return fingerprint(tensor.to(dtype))
 
 
 def differing(streamed: Mapping[str, int], reports: Sequence[Mapping[str, Any]]) -> list[str]:
