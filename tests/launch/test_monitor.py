@@ -252,7 +252,7 @@ def test_a_transfer_that_waits_for_the_next_server_is_not_late(read, tmp_path, m
     monkeypatch.setattr(monitor, "_DUMP_SECONDS", 0)
     attempt = SimpleNamespace(
         run=SimpleNamespace(folder=tmp_path), recipe=read(weight_sync_timeout=20), publisher=None, environment={},
-        workers=SimpleNamespace(send=lambda order: None), plan=SimpleNamespace(mode="server"),
+        workers=SimpleNamespace(send=lambda order: None), plan=SimpleNamespace(mode="server", bridge="file"),
         server_address=lambda: ("127.0.0.1", 1, "token"),
     )  # fmt: skip
     watched = Monitor(attempt, SimpleNamespace(can_save=None, requested=False, look=lambda: None))
@@ -268,7 +268,7 @@ def test_a_transfer_that_waits_for_the_next_server_is_not_late(read, tmp_path, m
     ending = watched.tick()
     assert (ending is not None) == ends
     if ends:
-        assert "phase sync after step 2 for 30 s (weight_sync_timeout 20)" in ending.cause
+        assert "phase sync after step 2 for 30 s (weight_sync_timeout 20) in the 'file' bridge" in ending.cause
 
 
 def test_a_rank_in_one_phase_for_longer_than_the_limit_stands():

@@ -65,10 +65,7 @@ class FakeServer:
                 fake.tokens.add(self.headers.get("Authorization"))
                 if self._answered_wrongly():
                     return
-                completions = {"completions": fake.under_way}
-                self._answer(
-                    completions if self.path == ACTIVITY_PATH else {"data": [{"id": name} for name in fake.serves]}
-                )
+                self._answer(fake.get(self.path))
 
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -105,6 +102,12 @@ class FakeServer:
                 pass
 
         return Handler
+
+    def get(self, path: str) -> dict[str, Any]:
+        """The answer."""
+        if path == ACTIVITY_PATH:
+            return {"completions": self.under_way}
+        return {"data": [{"id": name} for name in self.serves]}
 
     def post(self, path: str, asked: dict[str, Any]) -> dict[str, Any] | None:
         """The answer; None closes the connection without one."""

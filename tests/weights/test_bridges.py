@@ -100,6 +100,6 @@ def test_the_rendezvous_of_nccl_is_a_phase_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     (tmp_path / "processes").mkdir()
     client = object.__new__(NcclClient)
-    client._state_file = tmp_path / "server.json"
+    client._run_dir = tmp_path
     client.init_communicator(0)
     assert seen == ["connect"] and phase() == "start"

@@ -1,95 +1,209 @@
-"""The bridge by NCCL: TRL's sender and vLLM's receiver, as they are, with gloo in NCCL's place and no CUDA streams."""
+"""The bridge by NCCL as far as it goes without a GPU: TRL's client here, vLLM's receiver in a process, gloo between."""
 
 from __future__ import annotations
 
-import threading
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from torch import distributed
+import requests
 
 pytest.importorskip("vllm")
 
-from vllm.distributed.weight_transfer import packed_tensor
-from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
-
+from grpo_recipes.launch import monitor
+from grpo_recipes.launch.monitor import Monitor
 from grpo_recipes.weights.client import NcclClient
-from weights.fake_server import WEIGHT, FakeServer
+from grpo_recipes.weights.transport import BadAnswer, ServerError
+from weights import nccl_sides
+from weights.nccl_sides import PARAMETERS, values
+
+TOKEN = {"Authorization": "Bearer the-token"}
+INIT, START = "/init_weight_transfer_engine", "/start_weight_update"
+UPDATE, FINISH = "/update_weights", "/finish_weight_update"
+METADATA = [(name, str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in PARAMETERS.items()]
+# One more is packed as soon as a buffer holds more than BUFFER_BYTES.
+BUFFERS = [
+    ["embed.weight"],
+    ["layers.0.norm.weight", "layers.0.up.weight"],
+    ["layers.1.norm.weight", "steps", "head.weight"],
+]
 
 
-class Gloo:
-    """Stands in for vLLM's PyNcclCommunicator: real bytes between two ranks."""
+class Server:
+    """A receiver in a process of its own."""
 
-    def __init__(self, store: distributed.Store, rank: int) -> None:
-        self._group = distributed.ProcessGroupGloo(store, rank, 2)
+    def __init__(self, workers: int) -> None:
+        program = [sys.executable, nccl_sides.__file__, "receive", str(workers)]
+        self.process = subprocess.Popen(program, stdout=subprocess.PIPE, text=True, env=environment())
+        assert self.process.stdout
+        self.url = next(line for line in self.process.stdout if line.startswith("http://")).strip()
 
-    def broadcast(self, tensor: torch.Tensor, src: int, stream: object = None) -> None:
-        options = distributed.BroadcastOptions()
-        options.rootRank = src
-        self._group.broadcast([tensor], options).wait()
+    def order(self, **orders: Any) -> None:
+        """Have it forget what there was, and do something wrong from now on; without an order, nothing."""
+        requests.post(f"{self.url}/order", json=orders, headers=TOKEN, timeout=10).raise_for_status()
+
+    def seen(self) -> SimpleNamespace:
+        """Return what it was asked, and what its workers hold."""
+        return SimpleNamespace(**requests.post(f"{self.url}/seen", json={}, headers=TOKEN, timeout=10).json())
 
 
-class NoStream:
-    def synchronize(self) -> None:
-        pass
+def environment(**more: str) -> dict[str, str]:
+    tests = Path(__file__).parents[1]
+    path = os.pathsep.join([str(tests), str(tests.parent / "src")])
+    return {**os.environ, "PYTHONPATH": path, "VLLM_HOST_IP": "127.0.0.1", **more}
 
 
-class Receiver(FakeServer):
-    """Receives weights with vLLM's own engine, whose model is the tensor ``held``."""
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Callable[[int], Server]]:
+    """``servers(WORKERS)``: a server of so many workers; each is started once, for a start takes seconds."""
+    started: dict[int, Server] = {}
 
-    engine: NCCLWeightTransferEngine
+    def of(workers: int) -> Server:
+        return started.setdefault(workers, started.get(workers) or Server(workers))
 
-    def post(self, path: str, asked: dict[str, Any]) -> dict[str, Any] | None:
-        if path == "/update_weights":
-            self.engine.receive_weights(NCCLWeightTransferUpdateInfo(**asked["update_info"]))
-        return super().post(path, asked)
+    yield of
+    for one in started.values():
+        one.process.kill()
+        one.process.wait()
 
-    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
-        for name, tensor in pairs:
-            assert name == "w"
-            self.held = tensor.clone()
+
+@pytest.fixture(params=[1])
+def workers(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(packed_tensor, "_get_streams", lambda device, buffers: (NoStream(),) * buffers)
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-    fake = Receiver()
-    yield fake
-    fake.close()
+def server(servers: Callable[[int], Server], workers: int) -> Server:
+    one = servers(workers)
+    one.order()
+    return one
 
 
 @pytest.fixture
-def client(connect, server):
-    store, ends = distributed.HashStore(), {}
-    joins = [threading.Thread(target=lambda rank=rank: ends.update({rank: Gloo(store, rank)})) for rank in (0, 1)]
-    for join in joins:
-        join.start()
-    for join in joins:
-        join.join(30)
-    made = connect(client=NcclClient)
-    made.communicator = ends[0]
-    server.engine = NCCLWeightTransferEngine.__new__(NCCLWeightTransferEngine)
-    server.engine.model, server.engine.model_update_group, server.engine.device = server, ends[1], "cpu"
-    server.engine.packed, server.engine.packed_buffer_size_bytes, server.engine.packed_num_buffers = True, 1 << 20, 2
+def client(connect: Any, server: Server, monkeypatch: pytest.MonkeyPatch) -> NcclClient:
+    """A client that is not in a group yet."""
+    nccl_sides.without_cuda(monkeypatch.setattr)
+    monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
+    made = connect(client=NcclClient, server_request_timeout=20.0)
+    assert isinstance(made, NcclClient)
+    made.group_port = nccl_sides.free_port()
     return made
 
 
-def send(client: NcclClient, tensor: torch.Tensor) -> None:
-    client.update_named_params([("w", "float32", list(tensor.shape))], iter([("w", tensor)]))
+def send(client: NcclClient, changed: str = "") -> None:
+    """Send all parameters, one of them perhaps changed."""
+    tensors = [(name, one + 1 if name == changed else one) for name, one in PARAMETERS.items()]
+    client.update_named_params(METADATA, iter(tensors))
 
 
-def test_what_is_sent_is_what_the_server_holds_and_the_guard_agrees(client, server):
-    for number in (1, 2):
-        send(client, WEIGHT + number)
-        assert torch.equal(server.held, WEIGHT + number)
+def steps(calls: list[str]) -> list[str]:
+    """Return the requests that belong to the transfer."""
+    return [call for call in calls if call in (INIT, START, UPDATE, FINISH)]
+
+
+@pytest.mark.parametrize("workers", [1, 2], indirect=True)
+def test_weights_arrive_whole_in_order_and_through_several_buffers(client, server, workers):
+    client.init_communicator("cuda")
+    for changed in ("", "steps"):
+        send(client, changed)
         assert client.checksum_error is None
-    update = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
-    assert [call.partition("?")[0] for call in server.calls if call.partition("?")[0] in update] == update * 2
+        expected = {name: values(one + 1 if name == changed else one) for name, one in PARAMETERS.items()}
+        seen = server.seen()
+        assert seen.held == [expected] * workers
+        assert [list(held) for held in seen.held] == [list(PARAMETERS)] * workers
+    assert seen.loads == [BUFFERS * 2] * workers
 
 
-def test_a_receiver_that_drops_them_is_noticed(client, server, monkeypatch):
-    monkeypatch.setattr(server, "load_weights", lambda pairs: None)
-    send(client, WEIGHT + 1)
-    assert "nccl" in client.checksum_error and torch.equal(server.held, WEIGHT)
+def test_the_protocol(client, server):
+    client.init_communicator("cuda")
+    send(client)
+    seen = server.seen()
+    assert steps(seen.calls) == [INIT, START, UPDATE, FINISH]
+    (group,) = [asked["init_info"] for asked in seen.asked if "init_info" in asked]
+    address = {"master_address": "127.0.0.1", "master_port": client.group_port}
+    assert group == {**address, "rank_offset": 1, "world_size": 2, "packed": True}
+    (update,) = [asked["update_info"] for asked in seen.asked if "update_info" in asked]
+    names, dtypes, shapes = (list(column) for column in zip(*METADATA, strict=True))
+    assert update == {"names": names, "dtype_names": dtypes, "shapes": shapes}
+    assert seen.tokens == [TOKEN["Authorization"]]
+
+
+def test_weights_that_the_server_drops_are_noticed(client, server):
+    client.init_communicator("cuda")
+    server.order(drops=True)
+    send(client)
+    assert "'nccl' bridge" in client.checksum_error and "embed.weight" in client.checksum_error
+
+
+@pytest.mark.parametrize(("path", "calls"), [(START, [START]), (FINISH, [START, UPDATE, FINISH])])
+def test_a_step_that_the_server_refuses_ends_the_transfer_and_is_asked_once(client, server, capfd, path, calls):
+    client.init_communicator("cuda")
+    server.order(refuses=[path])
+    with pytest.raises(BadAnswer, match=rf"answered 500: .*refused {path}.*\(in {path}; log: "):
+        send(client)
+    assert steps(server.seen().calls) == calls
+    assert f"grpo: the vLLM server at {server.url} answered 500" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("fault", "said"), [({"refuses": [UPDATE]}, "refused"), ({"fails_at": 1}, "takes no more")])
+def test_a_worker_that_fails_leaves_a_reason_though_the_collective_waits_for_it(client, server, capfd, fault, said):
+    client.init_communicator("cuda")
+    server.order(**fault)
+    with pytest.raises((RuntimeError, ServerError)):  # the server's, or gloo's after its limit; NCCL has none
+        send(client)
+    seen = server.seen()
+    assert steps(seen.calls) == [START, UPDATE]
+    assert seen.loads == [BUFFERS[: fault.get("fails_at", 0)]]
+    assert said in next(line for line in capfd.readouterr().out.splitlines() if line.startswith("grpo: "))
+
+
+def test_a_server_without_the_transfer_is_refused_before_any_group(client, server, monkeypatch):
+    monkeypatch.setattr(client, "call_workers", lambda method: [{"weight_transfer_config": None}])
+    with pytest.raises(RuntimeError, match="no weight-transfer engine"):
+        client.init_communicator("cuda")
+    assert steps(server.seen().calls) == []
+
+
+@pytest.mark.parametrize("orders", [{"hangs": [INIT]}, {"refuses": [INIT]}], ids=["hangs", "refuses"])
+def test_a_rendezvous_that_never_comes_ends_within_its_limit(server, connect, read, tmp_path, monkeypatch, orders):
+    """A real rank that waits for a server which never joins, and the launcher's monitor beside it."""
+    monkeypatch.setattr(monitor, "_DUMP_SECONDS", 1)
+    server.order(**orders)
+    log = tmp_path / "rank.log"
+    with log.open("w") as output:
+        program = [sys.executable, nccl_sides.__file__, "join", server.url, str(tmp_path)]
+        rank = subprocess.Popen(program, stdout=output, stderr=output, env=environment(RANK="0"))
+    try:
+        deadline = time.monotonic() + 60
+        while INIT not in server.seen().calls:
+            assert rank.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        attempt = SimpleNamespace(
+            run=SimpleNamespace(folder=tmp_path), recipe=read(weight_sync_timeout=2), publisher=None, environment={},
+            workers=SimpleNamespace(send=lambda order: None), plan=SimpleNamespace(mode="server", bridge="nccl"),
+            server_address=lambda: ("127.0.0.1", 1, "the-token"),
+        )  # fmt: skip
+        watched = Monitor(attempt, SimpleNamespace(can_save=None, requested=False, look=lambda: None))
+        watched.groups["trainer"] = SimpleNamespace(process=SimpleNamespace(trains=True, ready=""), log=log)
+        serving, state = SimpleNamespace(trains=False, ready="serving"), SimpleNamespace(pid=None)
+        watched.groups["server"] = SimpleNamespace(process=serving, log=log, state=lambda: state)
+        began, ending = time.monotonic(), None
+        while ending is None and time.monotonic() < began + 30:
+            ending = watched.tick()
+            time.sleep(0.1)
+        assert ending is not None and time.monotonic() - began < 10
+        assert "rank 0 has been in phase connect after step 0" in ending.cause
+        assert "(weight_sync_timeout 2) in the 'nccl' bridge" in ending.cause
+        assert "init_communicator" in (tmp_path / "stacks/rank_0.txt").read_text()
+        assert server.seen().calls.count(INIT) == 1
+        if "refuses" in orders:
+            assert "answered 500" in log.read_text()
+    finally:
+        rank.kill()
+        rank.wait()

@@ -325,6 +325,8 @@ class Monitor:
         cause = f"rank {phase.rank} has been in phase {phase.name} after step {phase.step} for {seconds:.0f} s"
         key = "weight_sync_timeout" if phase.name in SYNC_PHASES else "stall_timeout"
         cause += f" ({key} {self._attempt.recipe[key]:g})"
+        if phase.name in SYNC_PHASES and (bridge := self._attempt.plan.bridge):
+            cause += f" in the '{bridge}' bridge"
         extensions = Path(self._attempt.environment.get("TORCH_EXTENSIONS_DIR", ""))
         lock = stale_compile_lock(extensions, self._began) if phase.name == "start" else None
         self._attempt.workers.send("stacks")

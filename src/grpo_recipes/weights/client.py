@@ -15,6 +15,7 @@ from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import requests
 import torch
@@ -33,6 +34,7 @@ from grpo_recipes.server.middleware import ACTIVITY_PATH
 from grpo_recipes.server.plugin import fingerprint
 from grpo_recipes.weights.guard import WeightsDiffer, checksum_error, differing, held_name
 from grpo_recipes.weights.transport import (
+    NOT_REPEATED,
     QUICK_SECONDS,
     BadAnswer,
     ServerAdapter,
@@ -410,10 +412,22 @@ class NcclClient(BridgeClient):
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
         """Form the group as TRL does, in a phase of its own: NCCL waits without a limit for a side that never comes."""
-        phase = PhaseFile(self._state_file.parent, int(os.environ.get("RANK", "0")))
+        phase = PhaseFile(self._run_dir, int(os.environ.get("RANK", "0")))
         phase.enter("connect", 0)
         super().init_communicator(device)
         phase.enter("start", 0)
+
+    def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
+        """Post as every bridge does, and print at once why a step of a transfer failed.
+
+        The server's side of the collective is then gone, and ours may wait for it until the launcher ends the run.
+        """
+        try:
+            return super()._post(url, **kwargs)
+        except ServerError as error:
+            if urlsplit(url).path in NOT_REPEATED:
+                print(f"grpo: {error}", flush=True)
+            raise
 
     def _send(self, metadata: Metadata, named_params: NamedTensors) -> None:
         super(BridgeClient, self).update_named_params(metadata, named_params)

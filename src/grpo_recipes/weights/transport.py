@@ -14,7 +14,7 @@ from urllib3.exceptions import ProtocolError
 from grpo_recipes.errors import translate
 
 # Steps of a weight transfer meet the trainer in a collective: a second one would find nobody there.
-_NOT_REPEATED = {"/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"}
+NOT_REPEATED = {"/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"}
 _CONNECT_SECONDS = 10.0
 QUICK_SECONDS = 5.0  # for an answer that a healthy server gives at once
 
@@ -71,7 +71,7 @@ class ServerAdapter(HTTPAdapter):
             cause = error.args[0] if error.args else None
             closed = (RemoteDisconnected, ConnectionResetError, BrokenPipeError)
             unanswered = isinstance(cause, ProtocolError) and isinstance(cause.args[-1], closed)
-            if request.path_url in _NOT_REPEATED or not unanswered:
+            if request.path_url in NOT_REPEATED or not unanswered:
                 raise
         # The server may close a kept connection at the very moment it is used again. A new adapter: others in the pool
         # may be as old.
