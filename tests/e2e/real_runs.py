@@ -85,7 +85,16 @@ class Launch:
 
 
 # Rows of two runs of one recipe differ in these alone.
-TIMES = ("seconds/", "tokens_per_second", "step_time", "runtime", "samples_per_second", "steps_per_second")
+TIMES = (
+    "seconds/",
+    "memory/",
+    "syncs",
+    "tokens_per_second",
+    "step_time",
+    "runtime",
+    "samples_per_second",
+    "steps_per_second",
+)
 
 
 def same_rows(one: Launch, other: Launch) -> bool:

@@ -132,7 +132,7 @@ def assert_benchmarked_before_and_after(run: Launch) -> None:
 
 def untimed(run: Launch) -> list[dict]:
     """Rows without times, and without what compares log-probs, whose last bits vary from server to server."""
-    left_out = ("seconds/", "tokens_per_second", "step_time", "sampling/")
+    left_out = ("seconds/", "memory/", "syncs", "tokens_per_second", "step_time", "sampling/")
     return [{key: value for key, value in row.items() if not key.startswith(left_out)} for row in run.rows()]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -87,6 +88,29 @@ def test_a_completed_run_is_left_as_it_is_unless_something_is_to_be_done(launche
     finish_summary(run, status="completed", published=None)
     (run / "model").rmdir()
     assert launched("--resume", str(run))[0] == EXIT_STOPPED, "its model is gone"
+
+
+def test_a_benchmark_is_printed_and_kept_where_it_was_asked_for(launched, capsys):
+    """Also of the rows that an earlier attempt wrote, and of a run that has nothing left to do."""
+    _, run = launched()
+    rows = [{"step": step, "seconds/update": 2.0, "seconds/sync": 0.5, "syncs": 1} for step in (1, 2)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    finish_summary(run, status="completed", launch_seconds=9.0)
+    (run / "model").mkdir()
+    launched("--resume", str(run))
+    assert "BENCHMARK" not in capsys.readouterr().out and not (run / "benchmark.json").exists()
+
+    assert launched("--resume", str(run), "--benchmark")[0] == 0
+    said = capsys.readouterr().out
+    assert "BENCHMARK SUMMARY (file)\n" in said and "Avg sync time:         0.500s (x2 syncs)\n" in said
+    assert read_json(run / "benchmark.json")["total_time_seconds"] == 9.0
+
+    (run / "benchmark.json").unlink()
+    for words, shown_again in ((("--max_steps", "70"), False), (("--max_steps", "80", "--benchmark"), True)):
+        launched("--resume", str(run), *words)
+        assert ("BENCHMARK SUMMARY (file)\n" in capsys.readouterr().out) == shown_again
+        assert (run / "benchmark.json").exists() == shown_again
+    assert read_json(run / "summary.json")["launch_seconds"] > 9.0, "of all attempts"
 
 
 def test_update_rewards_takes_the_changed_file(launched, tmp_path, capsys):

@@ -157,7 +157,9 @@ def test_it_leaves_no_trace_in_the_training(tmp_path: Path, monkeypatch: pytest.
 
 
 def timed(row: dict[str, Any]) -> list[str]:
-    return [key for key in row if key.startswith(("seconds/", "tokens_per_second", "step_time", "time"))]
+    return [
+        key for key in row if key.startswith(("seconds/", "tokens_per_second", "step_time", "time", "memory/", "syncs"))
+    ]
 
 
 class Benchmarked(GRPOTrainer):

@@ -31,7 +31,7 @@ from grpo_recipes.trainers.grpo import GRPOTrainer
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 RANK = int(os.environ.get("RANK", "0"))
 GROUP = 4
-TIMED = ("seconds", "tokens_per_second", "step_time")
+TIMED = ("seconds", "tokens_per_second", "step_time", "memory/", "syncs")
 # How long an epoch is, in windows of one generation and in optimizer steps. A window is two optimizer steps, but for
 # `uneven`: there it is half of one, and an epoch ends with a step of half as many micro-batches.
 SHAPES: dict[str, dict[str, Any]] = {

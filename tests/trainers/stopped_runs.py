@@ -35,7 +35,7 @@ KEYS = {
     "save_steps": 4,
     "log_completions": True,
 }
-TIMED = ("seconds", "tokens_per_second", "step_time")
+TIMED = ("seconds", "tokens_per_second", "step_time", "memory/", "syncs")
 
 
 class Moment(TrainerCallback):

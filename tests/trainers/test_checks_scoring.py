@@ -247,7 +247,7 @@ def train(folder: Path) -> list[dict[str, Any]]:
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     rewards[0].pool.close()
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    timed = ("seconds", "tokens_per_second", "step_time")
+    timed = ("seconds", "tokens_per_second", "step_time", "memory/", "syncs")
     return [{key: value for key, value in row.items() if not any(word in key for word in timed)} for row in rows]
 
 

@@ -82,7 +82,7 @@ def train(
     checkpoint = newest_complete(folder / "checkpoints")
     with suppress(StoppedOnRequest):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    timed = ("seconds/", "tokens_per_second", "step_time")
+    timed = ("seconds/", "tokens_per_second", "step_time", "memory/", "syncs")
     return [{key: value for key, value in row.items() if not key.startswith(timed)} for row in rows_of(folder)], trainer
 
 

@@ -63,7 +63,7 @@ def _torch_state() -> int:
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    timed = ("seconds", "tokens_per_second", "step_time")
+    timed = ("seconds", "tokens_per_second", "step_time", "memory/", "syncs")
     return [{key: value for key, value in row.items() if not key.startswith(timed)} for row in rows]
 
 

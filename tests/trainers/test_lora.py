@@ -35,7 +35,7 @@ from .tiny_training import SUMS, as_dataset, different_characters
 LORA = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["all-linear"]}
 WINDOW = {"per_device_train_batch_size": 4, "steps_per_generation": 4, "gradient_accumulation_steps": 2}
 ONE_STEP = {"max_steps": 1, "steps_per_generation": 1, "gradient_accumulation_steps": 1}
-TIMED = ("seconds/", "tokens_per_second", "step_time")
+TIMED = ("seconds/", "tokens_per_second", "step_time", "memory/", "syncs")
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from grpo_recipes.trainers.metrics import PHASES, json_number
+from grpo_recipes.trainers.metrics import PHASES, MetricsRows, json_number, memory_row
 
 from .tiny_training import train
 
@@ -33,3 +34,32 @@ def test_the_address_of_the_run_in_wandb_is_kept_for_the_report(tmp_path: Path, 
     monkeypatch.setitem(sys.modules, "wandb", fake_wandb)  # type: ignore[arg-type]
     train(tmp_path / "run", max_steps=1)
     assert json.loads((tmp_path / "run/tracked.json").read_text()) == {"wandb": fake_wandb.run.url}
+
+
+def test_a_row_has_the_memory_of_the_process_and_counts_its_transfers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    block: list[object] = []
+    began = MetricsRows.begin_update
+
+    def begin(rows: MetricsRows) -> None:
+        """Transfer something before the second step alone, and hold 200 MB from the third on."""
+        began(rows)
+        step = rows._trainer.state.global_step
+        if step == 1:
+            with rows.phase("sync"), rows.evaluating(), rows.phase("sync"):  # an evaluation's own is none of the step's
+                pass
+        if step == 2:
+            block.append(bytearray(b"x") * 200_000_000)
+
+    monkeypatch.setattr(MetricsRows, "begin_update", begin)
+    train(tmp_path / "run", max_steps=3)
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["syncs"] for row in rows] == [0, 1, 0]
+    held, most = ([row[key] for row in rows] for key in ("memory/gb", "memory/peak_gb"))
+    assert 0.15 < held[2] - held[1] < 0.4 and most == sorted(most)
+    assert all(0.1 < now <= peak < 100 for now, peak in zip(held, most, strict=True))
+
+
+def test_on_a_gpu_the_memory_is_what_the_process_holds_there(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3_000_000_000 + device.index)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5_000_000_000)
+    assert memory_row(torch.device("cuda", 1)) == {"memory/gb": 3.000000001, "memory/peak_gb": 5.0}

@@ -29,13 +29,14 @@ OVERRIDES = ("account", "partition", "time", "nodes", "gpus", "mem", "cpus", "qo
     switch("--allow-changed-code", help="resume though the code changed"),
     switch("--update-rewards", help="with --resume: use the files of your rewards as they are now"),
     switch("--dry-run", help="print argv and environment of every process"),
+    switch("--benchmark", help="end with seconds and memory of steps and weight transfers; benchmark.json has them"),
     takes_recipe=True,
 )
 def launch(options: argparse.Namespace) -> int:
     """Run a recipe, or continue a run; return the run's exit code."""
     named, flags = recipe_name(options), tuple(options.flags)
     changes = options.allow_changed_code, options.update_rewards
-    return launch_run(Options(named, options.task, options.resume, *changes, options.dry_run, flags))
+    return launch_run(Options(named, options.task, options.resume, *changes, options.dry_run, options.benchmark, flags))
 
 
 def _site_options(required: bool) -> list[Option]:

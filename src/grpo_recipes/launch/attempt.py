@@ -5,8 +5,9 @@ import itertools
 import os
 import secrets
 import shlex
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from grpo_recipes.report.page import plural
 from grpo_recipes.report.pages import report_line
 from grpo_recipes.rewards.load import keep_rewards
 from grpo_recipes.runs import rundir
+from grpo_recipes.runs.benchmark import write_benchmark
 from grpo_recipes.runs.checkpoints import newest_complete, rewriting, step_of
 from grpo_recipes.runs.endings import advice
 from grpo_recipes.runs.health import notices_of, windows
@@ -38,6 +40,12 @@ SUBMITTED = "submitted"  # status of a run that no launch has started yet
 # So many attempts in a row without a newer checkpoint, and a requeue would only burn the queue's time. One that was
 # stopped while server and ranks still started says little: on a busy cluster jobs are preempted within minutes.
 _IDLE_ATTEMPTS, _IDLE_STARTS = 2, 10
+_KEPT = (
+    "idle_attempts",
+    "idle_trained",
+    "server_restarts",
+    "launch_seconds",
+)  # in summary.json from attempt to attempt
 
 
 @dataclass
@@ -54,6 +62,7 @@ class Attempt:
     workers: NodeWorkers
     first_step: int = 0  # step of the checkpoint it begins with
     publisher: Publisher | None = None  # None without push_to_hub
+    began: float = field(default_factory=time.monotonic)
 
     def server_address(self) -> tuple[str, int, str]:
         """Return host, port and token of the server."""
@@ -82,7 +91,7 @@ def prepare(
     if removed := remove_dead_scratch(os.environ):
         say(removed)
     tracking = {**wandb_environment(recipe), "WANDB_RUN_ID": run.identity["wandb_id"], "WANDB_RESUME": "allow"}
-    kept = {key: before[key] for key in ("idle_attempts", "idle_trained", "server_restarts") if key in before}
+    kept = {key: before[key] for key in _KEPT if key in before}
     restarts = before.get("restarts", 0) + 1 if before else 0
     first_step = newest_step(run)
     with contextlib.ExitStack() as undo:
@@ -164,7 +173,7 @@ def say_start(attempt: Attempt) -> None:
         say(line)
 
 
-def finish(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob | None) -> int:
+def finish(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob | None, benchmark: bool = False) -> int:
     """Write the summary, print how the run ended, requeue its job where that is wanted, and return the exit code."""
     folder, cause = attempt.run.folder, ending.cause
     # Attempts in a row that left no newer checkpoint, this one included.
@@ -173,6 +182,7 @@ def finish(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob 
     phases = [(json_mapping(path) or {}).get("phase") for path in (folder / "processes").glob("phase_*.json")]
     trained = not {None, "start", "connect"}.issuperset(phases)
     idle_trained = (read_json(folder / "summary.json").get("idle_trained", 0) + trained) if idle else 0
+    seconds = read_json(folder / "summary.json").get("launch_seconds", 0.0) + time.monotonic() - attempt.began
     job = job if wants_requeue and ending.code == EXIT_STOPPED else None
     most, why_not = attempt.recipe["max_requeues"], None
     if job and (folder / NO_REQUEUE).exists():
@@ -187,7 +197,7 @@ def finish(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob 
     status = "requeued" if goes_on else over
     summary = rundir.finish_summary(
         folder, status=status, exit_code=ending.code, failed_rank=ending.failed_rank, cause=cause or None,
-        idle_attempts=idle, idle_trained=idle_trained,
+        idle_attempts=idle, idle_trained=idle_trained, launch_seconds=round(seconds, 3),
     )  # fmt: skip
     if not goes_on:  # else after the requeue: no report may cost the job its place in the queue
         say(report_line(folder))
@@ -201,6 +211,8 @@ def finish(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob 
         say(f"benchmark {name}: {result_line(result)}")
     if shares := closing_shares(rows):
         say(f"over all steps: {shares}")
+    if benchmark and not goes_on:
+        print_line("\n".join(write_benchmark(Run(folder))))
     rewards = outcome(summary)
     smoke, fix = "smoke test on CPU, " if attempt.plan.smoke else "", ""
     if ending.code == 0:

@@ -34,6 +34,7 @@ class Options:
     allow_changed_code: bool = False
     update_rewards: bool = False
     dry_run: bool = False
+    benchmark: bool = False
     flags: tuple[str, ...] = ()
 
 

@@ -35,6 +35,7 @@ from grpo_recipes.publish.publisher import Publisher
 from grpo_recipes.publish.push import need_target
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.runs import rundir
+from grpo_recipes.runs.benchmark import write_benchmark
 from grpo_recipes.runs.checkpoints import verified_checkpoint
 from grpo_recipes.secrets import masked, masked_environment
 from grpo_recipes.smoke import SMOKE_SCHEME, smoke_command
@@ -52,12 +53,14 @@ def launch(options: resolve.Options) -> int:
         try:
             run, recipe = resolve.resolve_run(options, resources)
             if run and resolve.nothing_is_left(run, options):
+                if options.benchmark:
+                    print_line("\n".join(write_benchmark(run)))
                 return 0
             attempt = _prepare(run, recipe, options, resources, stop, workers)
         except StoppedAtOnce as stopped:
             return end_without_run(stopped.ending(), stop.wants_requeue, resources.job)
         ending = supervise(attempt, stop)
-        return finish(attempt, ending, stop.wants_requeue, resources.job)
+        return finish(attempt, ending, stop.wants_requeue, resources.job, options.benchmark)
 
 
 def _prepare(

@@ -31,13 +31,13 @@ class MetricsRows:
     """Time the phases of a training, report them to the launcher, and write what TRL logs.
 
     A row's ``seconds/<phase>`` are those of ``PHASES`` (``evaluate`` counts the evaluation after the previous step),
-    update (the rest) and step (the sum).
+    update (the rest) and step (the sum); ``syncs`` counts the transfers in ``seconds/sync``.
     """
 
     def __init__(self, trainer: Any, run_dir: Path, rank: int):
         self._trainer = trainer
         self._file = run_dir / "metrics.jsonl"
-        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._seconds, self._syncs = dict.fromkeys(PHASES, 0.0), 0
         self._row_began: float | None = None
         self._tokens_before = 0
         self._tracked: str | None = None
@@ -50,6 +50,7 @@ class MetricsRows:
         with self.reported(name):
             yield
         self._seconds[name] += time.perf_counter() - start
+        self._syncs += name == "sync"
         if name == "sample":
             self._seconds["sample"] -= self._seconds["sync"] - synced
 
@@ -76,14 +77,14 @@ class MetricsRows:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Count everything inside as ``evaluate``, whatever is sampled and scored there."""
-        began, seconds = time.perf_counter(), self._seconds
+        began, seconds, syncs = time.perf_counter(), self._seconds, self._syncs
         self._seconds = dict(seconds)
         try:
             yield
         finally:
             if self._row_began is not None:  # not before the first step: its row does not cover that time
                 seconds["evaluate"] += time.perf_counter() - began
-            self._seconds = seconds
+            self._seconds, self._syncs = seconds, syncs
 
     def write(self, logs: dict[str, float]) -> None:
         """Add the row of an optimizer step; the next one begins."""
@@ -98,6 +99,8 @@ class MetricsRows:
             **logs,
             "tokens_per_second": tokens / trained if trained > 0 else 0.0,
             **{f"seconds/{name}": value for name, value in seconds.items()},
+            "syncs": self._syncs,
+            **memory_row(self._trainer.accelerator.device),
         }
         append_json(self._file, row)
         wandb = sys.modules.get("wandb")
@@ -106,7 +109,17 @@ class MetricsRows:
             write_json(self._file.with_name("tracked.json"), {"wandb": tracked})  # the report's link
             self._tracked = tracked
         self._row_began, self._tokens_before = now, state.num_input_tokens_seen
-        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._seconds, self._syncs = dict.fromkeys(PHASES, 0.0), 0
+
+
+def memory_row(device: torch.device) -> dict[str, float]:
+    """Return the memory of a GPU that this process holds, and the most it held, in GB; on CPU its resident memory."""
+    if device.type == "cuda":
+        held, most = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    else:
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        held, most = (1024 * int(status[name].split()[0]) for name in ("VmRSS", "VmHWM"))
+    return {"memory/gb": held / 1e9, "memory/peak_gb": most / 1e9}
 
 
 def json_number(value: Any) -> Any:

@@ -1,0 +1,99 @@
+"""The BENCHMARK SUMMARY of a run, by which ways for new weights to reach the server are compared: text and JSON.
+
+Everything is read from the run directory. Step, sync and data fetch are times apart, none inside another.
+"""
+
+import math
+from collections.abc import Mapping
+from statistics import fmean
+from typing import Any
+
+from grpo_recipes.runs.health import known, number
+from grpo_recipes.runs.rundir import Run, read_metrics, write_last_json
+
+FILE = "benchmark.json"
+_LINE = "=" * 70
+_IN_PLACE = "shared"  # the bridge that moves nothing: what it waits for is part of the step
+# The names that Atropos' example trainer, which this block comes from, has for our bridges.
+_MODES = {"restart": "none", "shared": "shared_vllm", "lora": "lora_only"}
+
+
+def mode_of(run: Run) -> str:
+    """Return the name of the way that new weights take to the server."""
+    bridge = run.plan.get("bridge")
+    if bridge == "restart" and run.value("use_peft"):
+        return "lora_restart"
+    return _MODES.get(bridge, bridge) if bridge else str(run.plan.get("mode"))
+
+
+def numbers_of(run: Run) -> dict[str, Any]:
+    """Return the numbers of the summary, rounded as they are printed; memory is None where no row has it."""
+    rows = read_metrics(run.folder, lenient=True)
+    steps, in_place = len(rows), run.plan.get("bridge") == _IN_PLACE
+
+    def total(*names: str) -> float:
+        return math.fsum(known(number(row.get(name)) for row in rows for name in names))
+
+    step = total("seconds/update", *(["seconds/sync"] if in_place else []))
+    sync, syncs = (0.0, 0) if in_place else (total("seconds/sync"), int(total("syncs")))
+    fetch = total("seconds/sample", "seconds/score")
+    # A launch that was killed has written no seconds of its own, only the rows of its steps.
+    whole = max(number(run.summary.get("launch_seconds")) or 0.0, total("seconds/step"))
+    peaks, memory = (known(number(row.get(name)) for row in rows) for name in ("memory/peak_gb", "memory/gb"))
+    whose = "process" if run.plan.get("flavour") == "cpu" else "gpu"
+    numbers = {
+        "total_time_seconds": whole,
+        "total_time_minutes": whole / 60,
+        "avg_step_time_seconds": step / max(steps, 1),
+        "total_step_time_seconds": step,
+        "avg_sync_time_seconds": sync / max(syncs, 1),
+        "total_sync_time_seconds": sync,
+        "avg_data_fetch_time_seconds": fetch / max(steps, 1),
+        "total_data_fetch_time_seconds": fetch,
+        f"peak_{whose}_memory_gb": max(peaks, default=None),
+        f"avg_{whose}_memory_gb": fmean(memory) if memory else None,
+    }
+    rounded = {name: None if value is None else float(_text(value)) for name, value in numbers.items()}
+    return {"mode": mode_of(run), "total_steps": steps, "syncs": syncs, **rounded}
+
+
+def lines_of(numbers: Mapping[str, Any]) -> list[str]:
+    """Return the block of text, line by line."""
+    text = {name: _text(value) for name, value in numbers.items() if isinstance(value, float)}
+    whose = "process" if "peak_process_memory_gb" in numbers else "gpu"
+    peak, usual = (text.get(f"{which}_{whose}_memory_gb", "unknown") for which in ("peak", "avg"))
+    shown = "GPU" if whose == "gpu" else whose
+    return [
+        "",
+        _LINE,
+        f"BENCHMARK SUMMARY ({numbers['mode']})",
+        _LINE,
+        f"  Total training time:     {text['total_time_seconds']}s ({text['total_time_minutes']} min)",
+        f"  Total steps:             {numbers['total_steps']}",
+        "  ",
+        "  TIMING BREAKDOWN:",
+        f"    Avg step time:         {text['avg_step_time_seconds']}s",
+        f"    Total step time:       {text['total_step_time_seconds']}s",
+        f"    Avg sync time:         {text['avg_sync_time_seconds']}s (x{numbers['syncs']} syncs)",
+        f"    Total sync time:       {text['total_sync_time_seconds']}s",
+        f"    Avg data fetch time:   {text['avg_data_fetch_time_seconds']}s",
+        f"    Total data fetch time: {text['total_data_fetch_time_seconds']}s",
+        "  ",
+        "  MEMORY:" if whose == "gpu" else "  MEMORY (no GPU: RSS of the first training process):",
+        f"    {f'Peak {shown} memory:':<22} {peak} GB",
+        f"    {f'Avg {shown} memory:':<22} {usual} GB",
+        _LINE,
+    ]
+
+
+def write_benchmark(run: Run) -> list[str]:
+    """Write the numbers as ``benchmark.json`` into the run directory; return the block of text."""
+    numbers = numbers_of(run)
+    write_last_json(run.folder / FILE, numbers)
+    return lines_of(numbers)
+
+
+def _text(value: float) -> str:
+    """Return a number with two decimals, below 1 with as many as show three digits: totals are steps x average."""
+    decimals = 2 if value >= 1 or value <= 0 else 2 - math.floor(math.log10(value))
+    return f"{value:.{decimals}f}"
