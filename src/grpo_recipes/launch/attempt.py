@@ -203,14 +203,7 @@ def finish(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob 
         say(report_line(folder))
     if ending.log is not None and ending.code != EXIT_STOPPED:
         print_line(f"--- last lines of {shown(ending.log)}\n{tail(ending.log)}\n---", error=True)
-    rows = rundir.read_metrics(folder, lenient=True)
-    for notice in notices_of(rows, attempt.recipe.__getitem__, over=not goes_on):
-        if notice.serious:
-            say(f"note: {notice}")
-    for name, result in summary["benchmarks"].items():
-        say(f"benchmark {name}: {result_line(result)}")
-    if shares := closing_shares(rows):
-        say(f"over all steps: {shares}")
+    _say_results(attempt, summary["benchmarks"], over=not goes_on)
     if benchmark and not goes_on:
         print_line("\n".join(write_benchmark(Run(folder))))
     rewards = outcome(summary)
@@ -238,6 +231,18 @@ def finish(attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob 
     ):
         say(f"continue with: grpo launch --resume {shlex.quote(shown(folder))}{rundir.damaged_rows(folder)}")
     return ending.code
+
+
+def _say_results(attempt: Attempt, benchmarks: Mapping[str, Any], over: bool) -> None:
+    """Print what is serious in the rows of a run, which may be over, its benchmarks, and shares of all steps."""
+    rows = rundir.read_metrics(attempt.run.folder, lenient=True)
+    for notice in notices_of(rows, attempt.recipe.__getitem__, over=over):
+        if notice.serious:
+            say(f"note: {notice}")
+    for name, result in benchmarks.items():
+        say(f"benchmark {name}: {result_line(result)}")
+    if shares := closing_shares(rows):
+        say(f"over all steps: {shares}")
 
 
 def outcome(summary: Mapping[str, Any]) -> str:
