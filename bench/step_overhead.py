@@ -53,7 +53,7 @@ from grpo_recipes.rewards.functions import pure_accuracy_math
 from grpo_recipes.runs.rundir import write_json
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
-from grpo_recipes.weights.client import FileClient
+from grpo_recipes.weights.file import FileClient
 
 WHAT = "seconds per optimizer step, 256 completions of the smoke model, CPU"
 SKIPPED = 2

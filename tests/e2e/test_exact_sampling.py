@@ -17,7 +17,7 @@ from one_by_one import Bench
 from grpo_recipes.plan.ports import Activity, generated_tokens
 from grpo_recipes.runs.rundir import stop_file
 from grpo_recipes.runs.stop_request import StopRequest
-from grpo_recipes.weights.client import FileClient
+from grpo_recipes.weights.file import FileClient
 
 NOISE = random.Random(3)
 PROMPTS = [[NOISE.randrange(5, 20) for _ in range(NOISE.randrange(4, 40))] for _ in range(16)]

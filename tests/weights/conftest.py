@@ -10,7 +10,8 @@ import pytest
 
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.runs.stop_request import StopRequest
-from grpo_recipes.weights.client import BridgeClient, FileClient
+from grpo_recipes.weights.client import BridgeClient
+from grpo_recipes.weights.file import FileClient
 from weights.fake_server import FakeServer
 
 

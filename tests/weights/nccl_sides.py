@@ -168,7 +168,7 @@ def join(url: str, run_dir: Path) -> None:
     from grpo_recipes.recipe.configs import GRPOConfig
     from grpo_recipes.runs.stop_request import StopRequest
     from grpo_recipes.trainers.rank import rank_record
-    from grpo_recipes.weights.client import NcclClient
+    from grpo_recipes.weights.nccl import NcclClient
 
     with rank_record(run_dir):
         args = GRPOConfig(output_dir=str(run_dir), use_cpu=True, bf16=False, report_to="none")

@@ -15,7 +15,9 @@ from trl.generation.vllm_client import VLLMClient
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.recipe.registry import BRIDGES
-from grpo_recipes.weights.client import CLIENTS, BridgeClient, NcclClient, bridge_in_place
+from grpo_recipes.weights.bridges import CLIENTS, bridge_in_place
+from grpo_recipes.weights.client import BridgeClient
+from grpo_recipes.weights.nccl import NcclClient
 
 SIGNATURES = {
     "__init__": ["self", "base_url", "host", "server_port", "group_port", "connection_timeout"],

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from trl.generation import vllm_generation
 
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.trainers.grpo import weight_bridge
-from grpo_recipes.weights import client as client_module
-from grpo_recipes.weights.client import FileClient
+from grpo_recipes.weights.file import FileClient
 from grpo_recipes.weights.transport import ServerError
 from weights.fake_server import WEIGHT
 
@@ -89,6 +89,6 @@ def test_the_recipe_and_its_seed_reach_the_client(tmp_path, keys, expected) -> N
     )
     stop = StopRequest(tmp_path)
     with weight_bridge(args, tmp_path, stop):
-        built = client_module.vllm_generation.VLLMClient
+        built = vllm_generation.VLLMClient
     assert built.func is FileClient
     assert built.keywords == {"args": args, "run_dir": tmp_path, "seed": expected, "stop": stop}

@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 
 from grpo_recipes.launch import monitor
 from grpo_recipes.launch.monitor import Monitor
-from grpo_recipes.weights.client import NcclClient
+from grpo_recipes.weights.nccl import NcclClient
 from grpo_recipes.weights.transport import BadAnswer, ServerError
 from weights import nccl_sides
 from weights.nccl_sides import PARAMETERS, values

@@ -14,8 +14,10 @@ import torch
 
 from grpo_recipes.recipe.registry import RECONNECTING
 from grpo_recipes.weights import client as client_module
-from grpo_recipes.weights.client import CLIENTS, FileClient
+from grpo_recipes.weights.bridges import CLIENTS
+from grpo_recipes.weights.file import FileClient
 from grpo_recipes.weights.guard import WeightsDiffer
+from grpo_recipes.weights.sampling import sampling_seed
 from grpo_recipes.weights.transport import ServerError, ServerLost
 from weights.fake_server import WEIGHT, FakeServer
 
@@ -88,7 +90,7 @@ def test_a_generation_that_a_death_cuts_is_repeated_with_the_same_seeds(connect,
     client.generate(PROMPTS, n=2)
     death.join()
 
-    seeds = [client._sampling_seed(0), client._sampling_seed(1)]
+    seeds = [sampling_seed(7, "", prompt) for prompt in (0, 1)]
     assert [asked["seed"] for asked in others[0].sampled()] == seeds
     assert {asked["seed"] for asked in server.sampled()} == set(seeds)
 

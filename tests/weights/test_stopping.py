@@ -17,7 +17,7 @@ from grpo_recipes.runs.rundir import stop_file
 from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.trainers.checkpoints import Preemption
 from grpo_recipes.weights import client as client_module
-from grpo_recipes.weights.client import FileClient
+from grpo_recipes.weights.file import FileClient
 from grpo_recipes.weights.transport import ServerLost
 from weights.fake_server import WEIGHT
 

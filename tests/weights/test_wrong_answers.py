@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from grpo_recipes.weights import client as client_module
-from grpo_recipes.weights.client import FileClient
+from grpo_recipes.weights.file import FileClient
 from grpo_recipes.weights.transport import BadAnswer, ServerError, need_completions
 from weights.fake_server import WEIGHT, FakeServer
 

@@ -27,7 +27,7 @@ from grpo_recipes.trainers.checkpoints import Checkpoints, Preemption, begin_epo
 from grpo_recipes.trainers.checks import Checks, Scoring
 from grpo_recipes.trainers.metrics import CountedStream, Evaluation, MetricsRows, json_number, write_samples
 from grpo_recipes.trainers.model import loaded_by_every_rank, merged_parameters, refuse_shards
-from grpo_recipes.weights.client import bridge_in_place
+from grpo_recipes.weights.bridges import bridge_in_place
 from grpo_recipes.weights.colocated import colocated_in_place
 from grpo_recipes.weights.guard import WeightsDiffer
 

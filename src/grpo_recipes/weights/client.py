@@ -1,11 +1,10 @@
-"""TRL's client of the vLLM server, with the run's token, time limits, per-prompt seeds and the guard; and the bridges.
+"""The base of all bridges: TRL's client with the run's token, time limits, per-prompt seeds and the guard.
 
 Where the launcher can restart the server alone, every request survives that: the new server is given the last weights
 and asked again. When the run is asked to stop, no request is waited for.
 """
 
 import contextlib
-import hashlib
 import math
 import os
 import threading
@@ -15,26 +14,20 @@ from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import requests
 import torch
-from safetensors.torch import save_file
-from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
 
-from grpo_recipes.attributes import replaced
 from grpo_recipes.errors import translate
-from grpo_recipes.process.reports import PhaseFile
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.recipe.registry import RECONNECTING
 from grpo_recipes.runs.rundir import SERVER_STATE, Run, json_mapping, read_json
 from grpo_recipes.runs.stop_request import LOOK_SECONDS, StopRequest
 from grpo_recipes.server.middleware import ACTIVITY_PATH
-from grpo_recipes.server.plugin import fingerprint
-from grpo_recipes.weights.guard import WeightsDiffer, checksum_error, differing, held_name
+from grpo_recipes.weights.guard import WeightsDiffer, checksum_error, differing, sent_fingerprint
+from grpo_recipes.weights.sampling import sampling_seed
 from grpo_recipes.weights.transport import (
-    NOT_REPEATED,
     QUICK_SECONDS,
     BadAnswer,
     ServerAdapter,
@@ -257,9 +250,7 @@ class BridgeClient(VLLMClient):
     def _fingerprinted(self, named_params: NamedTensors) -> NamedTensors:
         self._streamed = {}
         for name, tensor in named_params:
-            place = held_name(name, self._held["parameters"], self._held["packed"])
-            dtype = getattr(torch, self._held["parameters"][place][1]) if place else tensor.dtype
-            self._streamed[name] = fingerprint(tensor.to(dtype))
+            self._streamed[name] = sent_fingerprint(name, tensor, self._held)
             yield name, tensor
 
     def call_workers(self, method: str, **kwargs: Any) -> list[Any]:
@@ -276,10 +267,11 @@ class BridgeClient(VLLMClient):
 
     def generate(self, prompts: list[Any], features: Any = None, n: int = 1, **kwargs: Any) -> dict[str, list[Any]]:
         """Generate as TRL does; with a run seed, one request and one seed per prompt."""
-        if self._seed is None or features is not None:
+        run_seed = self._seed
+        if run_seed is None or features is not None:
             sample = partial(self._completions, prompts, n, features=features, **kwargs)
             return self._unless_stopping(sample, prompts, n)
-        seeds = [self._sampling_seed(index) for index in range(len(prompts))]
+        seeds = [sampling_seed(run_seed, self.generation, index) for index in range(len(prompts))]
         return self.generate_seeded(prompts, seeds, n=n, **kwargs)
 
     def generate_seeded(
@@ -368,11 +360,6 @@ class BridgeClient(VLLMClient):
             if wait([generation], 0.05).done or time.monotonic() > deadline:
                 return
 
-    def _sampling_seed(self, index: int) -> int:
-        # A hash: the completions of prompts with neighbouring seeds would share noise.
-        text = f"{self._seed}/{self.generation}/{index}"
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
-
     def pause(self, mode: str, timeout: float | None = None) -> None:
         """Stop the engine: ``keep`` what it has for later, or ``abort`` it. It continues to collect requests."""
         self._post(f"{self.base_url}/pause", params={"mode": mode}, timeout=timeout)
@@ -380,65 +367,6 @@ class BridgeClient(VLLMClient):
     def resume(self, timeout: float | None = None) -> None:
         """Let a paused engine continue."""
         self._post(f"{self.base_url}/resume", timeout=timeout)
-
-
-class FileClient(BridgeClient):
-    """Safetensors in a folder that trainer and server both see, usually shared memory; the server reloads them."""
-
-    bridge = "file"
-
-    def init_communicator(self, device: torch.device | str | int = 0) -> None:
-        """Do nothing: the server reads files, so there is no channel to open."""
-
-    def _send(self, metadata: Metadata, named_params: NamedTensors) -> None:
-        folder = Path(os.environ["GRPO_SYNC_DIR"])
-        folder.mkdir(parents=True, exist_ok=True)
-        # Cloned: under ZeRO-3 and FSDP a gathered parameter is gone when the next one comes.
-        tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named_params}
-        temporary = folder / ".model.safetensors"
-        save_file(tensors, temporary)
-        temporary.replace(folder / "model.safetensors")
-        self._sent = True
-        self._through_restarts(self._resend)
-
-    def _resend(self) -> None:
-        self.call_workers("grpo_load", folder=os.environ["GRPO_SYNC_DIR"])
-
-
-class NcclClient(BridgeClient):
-    """TRL's native transfer, with the trainer's and the server's GPUs in one NCCL group."""
-
-    bridge = "nccl"
-
-    def init_communicator(self, device: torch.device | str | int = 0) -> None:
-        """Form the group as TRL does, in a phase of its own: NCCL waits without a limit for a side that never comes."""
-        phase = PhaseFile(self._run_dir, int(os.environ.get("RANK", "0")))
-        phase.enter("connect", 0)
-        super().init_communicator(device)
-        phase.enter("start", 0)
-
-    def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
-        """Post as every bridge does, and print at once why a step of a transfer failed.
-
-        The server's side of the collective is then gone, and ours may wait for it until the launcher ends the run.
-        """
-        try:
-            return super()._post(url, **kwargs)
-        except ServerError as error:
-            if urlsplit(url).path in NOT_REPEATED:
-                print(f"grpo: {error}", flush=True)
-            raise
-
-    def _send(self, metadata: Metadata, named_params: NamedTensors) -> None:
-        super(BridgeClient, self).update_named_params(metadata, named_params)
-
-
-CLIENTS: dict[str, type[BridgeClient]] = {client.bridge: client for client in (FileClient, NcclClient)}
-
-
-def bridge_in_place(name: str, **settings: Any) -> contextlib.AbstractContextManager[Any]:
-    """Let TRL's ``VLLMGeneration`` build the bridge ``name`` as its client inside."""
-    return replaced(vllm_generation, VLLMClient=partial(CLIENTS[name], **settings))
 
 
 def _in_thread(work: Callable[[], Answer]) -> Future[Answer]:
