@@ -30,7 +30,7 @@ from grpo_recipes.server.plugin import fingerprint
 from weights.fake_server import FakeServer
 
 BUFFER_BYTES = 64  # a broadcast as soon as there is more than this
-GLOO_SECONDS = 2.0  # NCCL has no limit
+GLOO_SECONDS = 60.0  # NCCL has no limit
 PARAMETERS = {
     "embed.weight": torch.arange(24.0).view(6, 4),
     "layers.0.norm.weight": torch.linspace(-1, 1, 4, dtype=torch.bfloat16),

@@ -152,7 +152,10 @@ def test_a_step_that_the_server_refuses_ends_the_transfer_and_is_asked_once(clie
 
 
 @pytest.mark.parametrize(("fault", "said"), [({"refuses": [UPDATE]}, "refused"), ({"fails_at": 1}, "takes no more")])
-def test_a_worker_that_fails_leaves_a_reason_though_the_collective_waits_for_it(client, server, capfd, fault, said):
+def test_a_worker_that_fails_leaves_a_reason_though_the_collective_waits_for_it(
+    client, server, capfd, monkeypatch, fault, said
+):
+    monkeypatch.setattr(nccl_sides, "GLOO_SECONDS", 5.0)
     client.init_communicator("cuda")
     server.order(**fault)
     with pytest.raises((RuntimeError, ServerError)):  # the server's, or gloo's after its limit; NCCL has none
