@@ -4,7 +4,8 @@ A page says ``<!-- all keys -->`` for every key of a recipe by topic, ``<!-- nes
 mapping, ``<!-- other names -->`` for aliases, and ``<!-- refused keys -->`` for the keys that are refused with a
 replacement. ``<!-- maxent objectives -->`` and ``<!-- maxent keys -->`` say what MaxEnt optimises,
 and who reads which key. ``<!-- doctor SUBJECT -->`` lists the checks of a machine, a recipe or a run, and
-``<!-- profile keys -->`` what a site's profile may hold. torch and TRL are not imported.
+``<!-- profile keys -->`` what a site's profile may hold. ``<!-- weight bridges -->`` says which weight bridge serves
+which setup. torch and TRL are not imported.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from grpo_recipes import doctor
 from grpo_recipes.doctor import examine
 from grpo_recipes.paths import home
 from grpo_recipes.recipe import dialects, keys, read_recipe
-from grpo_recipes.recipe.registry import DEFAULT_OBJECTIVE, OBJECTIVES
+from grpo_recipes.recipe.registry import BRIDGES, DEFAULT_OBJECTIVE, OBJECTIVES, ON_GPUS, SETUPS, YES
 from grpo_recipes.slurm import profile
 
 RECIPES = home() / "recipes"
@@ -52,7 +53,7 @@ TOPICS = {
     "Everything else": "*",
 }
 _MARKER = re.compile(
-    r"^<!-- (?P<what>all keys|nested keys|refused keys|other names|recipes|maxent|doctor|profile)"
+    r"^<!-- (?P<what>all keys|nested keys|refused keys|other names|recipes|maxent|doctor|profile|weight)"
     r"( (?P<owner>\w+))? -->$",
     re.MULTILINE,
 )
@@ -71,6 +72,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
             "maxent": lambda: {"objectives": objectives_table, "keys": maxent_keys_table}[match["owner"]](),
             "doctor": lambda: doctor_table(match["owner"]),
             "profile": profile_table,
+            "weight": bridges_table,
         }
         return tables[match["what"]]()
 
@@ -131,6 +133,16 @@ def recipes_table() -> str:
             for name, recipe in rows
         ],
     )
+
+
+def bridges_table() -> str:
+    """Return a row for each setup: whether each bridge serves it, or why not."""
+
+    def cell(served: str) -> str:
+        return served if served in (YES, ON_GPUS) else f"no: {served}"
+
+    rows = [(text, *(cell(one.serves[name]) for one in BRIDGES.values())) for name, text in SETUPS.items()]
+    return _table(("", *(f"`{name}`" for name in BRIDGES)), rows)
 
 
 def objectives_table() -> str:

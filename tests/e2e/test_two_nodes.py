@@ -72,6 +72,21 @@ def test_the_update_of_two_nodes_is_that_of_the_joined_batch(
 
 @pytest.mark.slow
 @pytest.mark.rotating
+def test_a_server_alone_on_its_node_gets_the_weights_of_the_other(slurm: SlurmCluster, tmp_path: Path) -> None:
+    job, run = submit(slurm, tmp_path, "apart", *SHORT, "--vllm_node", "own", words=("", "--nodes=2", "training.sh"))
+
+    slurm.wait(job, "COMPLETED", timeout=300)
+
+    plan = json.loads((run.run_dir / "plan.json").read_text())
+    assert [(process["role"], process["node"]) for process in plan["processes"]] == [("server", 0), ("trainer", 1)]
+    assert plan["server_apart"] and plan["bridge"] == "file"
+    rows = run.rows()
+    assert len(rows) == 3 and all(row["sampling/sampling_logp_difference/mean"] < 1e-4 for row in rows)
+    assert run.processes() == []
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_a_rank_killed_on_the_other_node_ends_the_run_and_is_named(slurm: SlurmCluster, tmp_path: Path) -> None:
     job, run = submit(slurm, tmp_path, "two-nodes-killed", "--max_steps", "100000")
     slurm.wait(job, "RUNNING", timeout=60)

@@ -27,7 +27,8 @@ from grpo_recipes.plan.ports import plan_ports
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.dialects import UNREAD_VARIABLES
 from grpo_recipes.recipe.learning import trains_weights_as_loaded
-from grpo_recipes.recipe.registry import BRIDGES, OBJECTIVES
+from grpo_recipes.recipe.registry import BRIDGES, OBJECTIVES, ON_GPUS, bridges_for
+from grpo_recipes.recipe.rules import sync_setups
 from grpo_recipes.recipe.tasks import ENTRIES, MAXENT, task_of
 from grpo_recipes.smoke import SMOKE_SCHEME, smoke_folder
 
@@ -61,8 +62,8 @@ def make_plan(
         fix = f"write {math.gcd(batch.world_size, parallel)}, or another num_processes"
         raise config_error(recipe.source("vllm_tensor_parallel_size"), f"{what} that would share one vLLM", fix)
     apart = mode == "server" and trainers[0].node != 0
-    bridge, why = _bridge(recipe, resources, mode, apart)
     accelerator = "custom" if environment.get("CONFIG_FILE") else _accelerator(recipe, batch.world_size)
+    bridge, why = _bridge(recipe, resources, mode, apart, accelerator)
     nodes, task, model = resources.all_nodes(), task_of(recipe), recipe["model_name_or_path"]
     idle, job = unused(resources, server_gpus, trainers), resources.job
     used = [*server_gpus, *(gpu for one in trainers for gpu in one.gpus)]
@@ -166,13 +167,19 @@ def _mode(recipe: Recipe, resources: Resources) -> str:
     return mode
 
 
-def _bridge(recipe: Recipe, resources: Resources, mode: str, apart: bool) -> tuple[str | None, str]:
+def _bridge(recipe: Recipe, resources: Resources, mode: str, apart: bool, accelerator: str) -> tuple[str | None, str]:
     """Choose the weight bridge of a run with a server, and say why."""
     if mode != "server":
         return None, "no server: " + ("vLLM is inside the trainers" if mode == "colocate" else "use_vllm is false")
     wanted, where = recipe["weight_sync"], recipe.source("weight_sync")
-    if resources.device == "cpu" and wanted in BRIDGES and BRIDGES[wanted].needs_gpus:
-        raise config_error(where, f"{wanted} needs GPUs, this is a CPU environment", "write weight_sync: file")
+    setups = [accelerator, *sync_setups(recipe), *(["nodes"] if apart else [])]
+    if wanted in BRIDGES:
+        fix = f"write weight_sync: {' or '.join(bridges_for(setups, resources.device))}"
+        if found := BRIDGES[wanted].refusal(setups):
+            setup, reason = found
+            raise config_error(where, f"{wanted} does not work with {setup}: {reason}", fix)
+        if resources.device == "cpu" and BRIDGES[wanted].serves[accelerator] == ON_GPUS:
+            raise config_error(where, f"{wanted} needs GPUs, this is a CPU environment", fix)
     if wanted != "auto":
         return str(wanted), f"asked for by {where}"
     if resources.device == "cpu":

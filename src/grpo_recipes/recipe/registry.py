@@ -2,7 +2,7 @@
 
 import importlib.util
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -13,16 +13,57 @@ from grpo_recipes.recipe.keys import nearest_of
 SMOKE_BENCHMARK = "smoke:sums"
 
 
+# What a bridge has to carry weights from, or to: what `weight_sync` meets in a recipe and in its plan.
+SETUPS = {
+    "single": "one training process",
+    "ddp": "several training processes (DDP)",
+    "zero2": "DeepSpeed ZeRO-2",
+    "zero3": "DeepSpeed ZeRO-3",
+    "fsdp2": "FSDP2",
+    "custom": "CONFIG_FILE",
+    "full": "training of all weights",
+    "lora": "LoRA (use_peft)",
+    "tensor_parallel": "vllm_tensor_parallel_size above 1",
+    "nodes": "server and rank 0 on two nodes",
+    "colocate": "vLLM inside the trainers",
+}
+YES, ON_GPUS = "yes", "on GPUs"  # run on CPU by a test; needs GPUs, on which nobody has run it yet
+_NO_SERVER = "there is no server"
+
+
 @dataclass(frozen=True)
 class Bridge:
-    """What a way for weights to reach the server needs, and can do; docs/weights.md prints it."""
+    """A way for weights to reach the server: what it does after a restart of the server, and which setups it serves."""
 
-    needs_gpus: bool
     reconnects: bool  # its client continues with a restarted server, to which it sends the weights that it sent last
+    serves: Mapping[str, str]  # of each of SETUPS: YES, ON_GPUS, or why it is refused
+
+    def refusal(self, setups: Iterable[str]) -> tuple[str, str] | None:
+        """Return the first of some setups that is refused, in words, and why; or None."""
+        refused = (name for name in setups if self.serves[name] not in (YES, ON_GPUS))
+        return next(((SETUPS[name], self.serves[name]) for name in refused), None)
 
 
-BRIDGES = {"file": Bridge(needs_gpus=False, reconnects=True), "nccl": Bridge(needs_gpus=True, reconnects=False)}
+def _serving(served: str, **refused: str) -> dict[str, str]:
+    """Return ``served`` for every setup, but the reason for each that is refused."""
+    return {**dict.fromkeys(SETUPS, served), "colocate": _NO_SERVER, **refused}
+
+
+BRIDGES = {
+    "file": Bridge(reconnects=True, serves=_serving(YES)),
+    "nccl": Bridge(reconnects=False, serves=_serving(ON_GPUS)),
+}
 RECONNECTING = frozenset(name for name, bridge in BRIDGES.items() if bridge.reconnects)
+
+
+def bridges_for(setups: Collection[str], device: str | None = None) -> list[str]:
+    """Return the bridges that serve all those setups, on a CPU without those that need GPUs."""
+    unfit = (ON_GPUS,) if device == "cpu" else ()
+    return [
+        name for name, bridge in BRIDGES.items()
+        if not bridge.refusal(setups) and not any(bridge.serves[setup] in unfit for setup in setups)
+    ]  # fmt: skip
+
 
 # Key, its values -> the package they need and the module it installs; the first that fits counts. None is in the lock.
 _PACKAGES = {

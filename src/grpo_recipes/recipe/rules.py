@@ -13,13 +13,16 @@ from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, catalogue
 from grpo_recipes.recipe.learning import BY_GRADIENT, LEAST_SHARE, reached_share
 from grpo_recipes.recipe.registry import (
+    BRIDGES,
     IN_CHILDREN,
     MODEBENCH_REWARD,
     OBJECTIVES,
     ONE_ANSWER,
     PACKAGE_KEYS,
     REWARDS,
+    SETUPS,
     Objective,
+    bridges_for,
     missing_package,
 )  # fmt: skip
 from grpo_recipes.recipe.tasks import MAXENT, task_of
@@ -76,6 +79,24 @@ class Rule(NamedTuple):
 def objective_of(recipe: Recipe) -> Objective | None:
     """Return the objective of a MaxEnt recipe, None of another."""
     return OBJECTIVES[recipe["maxent_objective"]] if task_of(recipe) == MAXENT else None
+
+
+def sync_setups(recipe: Recipe) -> list[str]:
+    """Return what a weight bridge meets in a recipe alone, by the names of the registry's ``SETUPS``."""
+    parallel = (recipe["vllm_tensor_parallel_size"] or 1) > 1
+    return ["lora" if recipe["use_peft"] else "full", *(["tensor_parallel"] if parallel else [])]
+
+
+def _sync_refusal(recipe: Recipe) -> tuple[str, str] | None:
+    """Return the setup that the recipe's bridge does not serve, and why; the plan knows the others."""
+    if not recipe["use_vllm"] or recipe["vllm_mode"] == "colocate" or recipe["weight_sync"] not in BRIDGES:
+        return None
+    return BRIDGES[recipe["weight_sync"]].refusal(_explicit_setups(recipe))
+
+
+def _explicit_setups(recipe: Recipe) -> list[str]:
+    accelerator = recipe["accelerator"]
+    return [*sync_setups(recipe), *([accelerator] if accelerator in SETUPS else [])]
 
 
 def reports_to(recipe: Recipe) -> list[str]:
@@ -244,6 +265,9 @@ RULES = (
         "chat_template does not mention messages", "write the template itself: chat_template: |"),
     Rule("{item}", lambda r: r["vllm_mode"] == "colocate" and given(r, "weight_sync weight_sync_timeout"),
         "{item} has no meaning with vllm_mode: colocate (vLLM shares the trainer's process)", "remove {item}"),
+    Rule("weight_sync", _sync_refusal,
+        lambda r, _: "{} does not work with {}: {}".format(r["weight_sync"], *_sync_refusal(r) or ()),
+        lambda r, _: f"write weight_sync: {' or '.join(bridges_for(_explicit_setups(r)))}"),
     # The batch, and how long the run is.
     Rule("{item}", lambda r: r["prompts_per_step"] is not None
         and given(r, "gradient_accumulation_steps steps_per_generation generation_batch_size"),

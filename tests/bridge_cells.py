@@ -1,0 +1,21 @@
+"""Where each cell of the table of weight bridges is shown on CPU: by the runs below, or by a test of another file."""
+
+from __future__ import annotations
+
+TWO = ("--num_processes", "2")
+# (bridge, setup) -> the flags of a short run in tests/e2e/test_bridges.py, whose log-probs agree after every step.
+RUNS: dict[tuple[str, str], tuple[str, ...]] = {
+    ("file", "tensor_parallel"): ("--vllm_tensor_parallel_size", "2"),
+}
+# (bridge, setup) -> the test that shows it.
+ELSEWHERE: dict[tuple[str, str], str] = {
+    ("file", "single"): "tests/e2e/test_smoke_run.py::test_training_sh_trains_the_smoke_recipe",
+    ("file", "full"): "tests/e2e/test_smoke_run.py::test_training_sh_trains_the_smoke_recipe",
+    **{
+        ("file", name): "tests/e2e/test_distributed.py::test_two_processes_train_through_the_server"
+        for name in ("ddp", "zero2", "zero3", "fsdp2")
+    },
+    ("file", "custom"): "tests/e2e/test_distributed.py::test_config_file_replaces_the_packaged_accelerate_file",
+    ("file", "lora"): "tests/e2e/test_lora.py::test_an_adapter_learns_and_the_merged_model_is_left",
+    ("file", "nodes"): "tests/e2e/test_two_nodes.py::test_a_server_alone_on_its_node_gets_the_weights_of_the_other",
+}
