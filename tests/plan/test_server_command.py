@@ -141,3 +141,17 @@ def test_the_servers_environment():
 )
 def test_the_longest_sequence_follows_from_the_recipes_limits(read, option, keys, limit):
     assert option(command(read(**keys), "cpu"), "--max-model-len") == limit
+
+
+@pytest.mark.parametrize(
+    ("resources", "parallel", "bound"),
+    [
+        ({"device": "cpu"}, 1, None),
+        ({"device": "cpu"}, 2, "nobind"),
+        ({"device": "cpu", "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}, 2, "0|1"),
+        ({}, 2, None),
+    ],
+)
+def test_workers_of_one_cpu_server_share_its_cores_unless_the_user_binds_them(planned, resources, parallel, bound):
+    server = planned(vllm_tensor_parallel_size=parallel, **resources).process("server")
+    assert server.environment.get("VLLM_CPU_OMP_THREADS_BIND") == bound

@@ -296,6 +296,9 @@ def _server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: N
     """Return the vLLM server, on the first node."""
     variables = server_environment(plan.device, plan.ports.vllm_internal) | _plugins(environment)
     variables["CUDA_VISIBLE_DEVICES"] = ",".join(plan.server_gpus)
+    if plan.device == "cpu" and recipe["vllm_tensor_parallel_size"] > 1:
+        # By itself vLLM wants a NUMA node for each worker, and ends where there are fewer.
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = environment.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     argv = server_command(recipe, plan.model, names.served, plan.server_host, plan.ports.server, plan.device)
     log = environment.get("SERVER_LOG") or f"logs/liv_vllm_{names.run}_{names.timestamp}.log"
     on_loss: OnLoss = "restart" if plan.bridge in RECONNECTING else "restart with trainers"
