@@ -22,7 +22,7 @@ from grpo_recipes import doctor
 from grpo_recipes.doctor import examine
 from grpo_recipes.paths import home
 from grpo_recipes.recipe import dialects, keys, read_recipe
-from grpo_recipes.recipe.registry import BRIDGES, DEFAULT_OBJECTIVE, OBJECTIVES, ON_GPUS, SETUPS, YES
+from grpo_recipes.recipe.registry import BRIDGES, DEFAULT_OBJECTIVE, OBJECTIVES, ON_CPU, ON_GPUS, SETUPS, YES
 from grpo_recipes.slurm import profile
 
 RECIPES = home() / "recipes"
@@ -139,7 +139,7 @@ def bridges_table() -> str:
     """Return a row for each setup: whether each bridge serves it, or why not."""
 
     def cell(served: str) -> str:
-        return served if served in (YES, ON_GPUS) else f"no: {served}"
+        return served if served in (YES, ON_GPUS, ON_CPU) else f"no: {served}"
 
     rows = [(text, *(cell(one.serves[name]) for one in BRIDGES.values())) for name, text in SETUPS.items()]
     return _table(("", *(f"`{name}`" for name in BRIDGES)), rows)

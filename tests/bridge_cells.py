@@ -6,10 +6,13 @@ TWO = ("--num_processes", "2")
 # (bridge, setup) -> the flags of a short run in tests/e2e/test_bridges.py, whose log-probs agree after every step.
 RUNS: dict[tuple[str, str], tuple[str, ...]] = {
     ("file", "tensor_parallel"): ("--vllm_tensor_parallel_size", "2"),
+    ("shared", "ddp"): (*TWO, "--accelerator", "ddp"),
 }
 # (bridge, setup) -> the test that shows it.
 ELSEWHERE: dict[tuple[str, str], str] = {
     ("file", "single"): "tests/e2e/test_smoke_run.py::test_training_sh_trains_the_smoke_recipe",
+    ("shared", "single"): "tests/e2e/test_bridges.py::test_the_smoke_recipe_learns_in_one_copy_of_the_weights",
+    ("shared", "full"): "tests/e2e/test_bridges.py::test_the_smoke_recipe_learns_in_one_copy_of_the_weights",
     ("file", "full"): "tests/e2e/test_smoke_run.py::test_training_sh_trains_the_smoke_recipe",
     **{
         ("file", name): "tests/e2e/test_distributed.py::test_two_processes_train_through_the_server"

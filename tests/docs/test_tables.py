@@ -21,7 +21,7 @@ from grpo_recipes.plan.devices import environment_device
 from grpo_recipes.recipe.check import _DEFAULT_RECIPES
 from grpo_recipes.recipe.dialects import UNREAD_VARIABLES
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES, catalogue
-from grpo_recipes.recipe.registry import BENCHMARKS, BRIDGES, OBJECTIVES, REWARDS, YES
+from grpo_recipes.recipe.registry import BENCHMARKS, BRIDGES, OBJECTIVES, REWARDS
 from grpo_recipes.runs.rundir import finish_summary
 from grpo_recipes.trainers.metrics import PHASES
 from grpo_recipes.weights.guard import TOLERANCES, checksum_error, logprob_error
@@ -112,7 +112,7 @@ def test_default_recipes_accelerators_and_rewards() -> None:
     assert bridges == set(catalogue()["weight_sync"]["choices"])
     needs = {row[0].strip("`"): row[2] for row in table_rows(DOCS / "weights.md", "`weight_sync`")}
     for name, bridge in BRIDGES.items():
-        assert ("GPUs" in needs[name]) == (YES not in bridge.serves.values())
+        assert ("GPUs" in needs[name]) == (not bridge.runs_on("cpu"))
 
 
 def test_batches_of_the_math_recipe(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,16 +1,18 @@
-"""An injected fault: a server that answers 200 to every weight load and, after the first ones, forgets to do it."""
+"""Injected faults: servers that answer 200 to everything and, behind it, do not compute with the trainer's weights."""
 
 from __future__ import annotations
 
 import http.server
 import json
+import shutil
 import threading
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 
 class FakeForgetfulProxy:
-    """Forwards everything to a real vLLM server except the weight loads after the first ``honest`` ones."""
+    """Forwards everything to a real vLLM server except the weight loads after the first ``honest`` ones, if given."""
 
     def __init__(self, target: str, honest: int):
         self.forgotten = 0
@@ -36,6 +38,9 @@ class FakeForgetfulProxy:
             self.forgotten += forgets
         return forgets
 
+    def _answered(self, body: bytes) -> None:
+        """Called when the server has answered, before the trainer sees it."""
+
     def _handler(self) -> type[http.server.BaseHTTPRequestHandler]:
         proxy = self
 
@@ -53,6 +58,7 @@ class FakeForgetfulProxy:
                     status, answer = 200, json.dumps({"results": [1]}).encode()
                 else:
                     status, answer = self._forward(body)
+                    proxy._answered(body)
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(answer)))
@@ -76,3 +82,19 @@ class FakeForgetfulProxy:
                 pass
 
         return Handler
+
+
+class FakeCopyingProxy(FakeForgetfulProxy):
+    """Forwards everything, but puts a copy in the place of the file that the server shares its weights in."""
+
+    def __init__(self, target: str):
+        self.copied = 0
+        super().__init__(target, honest=0)
+
+    def _answered(self, body: bytes) -> None:
+        if b"grpo_share" in body:
+            file = Path(json.loads(body)["kwargs"]["file"])
+            copy = file.with_name("copy")
+            shutil.copy(file, copy)
+            copy.replace(file)
+            self.copied += 1

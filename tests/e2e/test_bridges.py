@@ -2,20 +2,46 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import bridge_cells
+import psutil
 import pytest
-from real_runs import Launch
+import torch
+from documented import documented
+from fake_forgetful_proxy import FakeCopyingProxy
+from one_by_one import Bench
+from real_runs import REPOSITORY, Launch, same_rows, weights_hash
+from test_server_restarts import engine_of
 
-SHORT = ("--max_steps", "3", "--prompts_per_step", "8", "--num_generations", "8", "--save_steps", "100")
+from grpo_recipes.runs.rundir import read_metrics
+
+SHORT = ("--prompts_per_step", "8", "--num_generations", "8", "--save_steps", "100")
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_the_smoke_recipe_learns_in_one_copy_of_the_weights(launch: Callable[..., Launch]) -> None:
+    recipe = {"recipes/smoke/grpo.yaml": str(REPOSITORY / "recipes/smoke/grpo.yaml")}
+    learned(launch(*documented("grpo launch recipes/smoke/grpo.yaml --weight_sync shared", recipe)[2:]))
+
+
+def learned(run: Launch) -> None:
+    """Assert that the smoke task was learned, with the trainer's weights in the server after every step."""
+    assert run.wait() == 0, run.output
+    assert run.summary()["final_reward"] >= 0.85
+    assert all(row["sampling/sampling_logp_difference/mean"] < 1e-4 for row in run.rows())
+    assert run.processes() == []
 
 
 @pytest.mark.slow
 @pytest.mark.rotating
 @pytest.mark.parametrize("cell", bridge_cells.RUNS, ids="-".join)
 def test_the_server_has_the_weights_of_every_step(launch: Callable[..., Launch], cell: tuple[str, str]) -> None:
-    run = launch("--weight_sync", cell[0], *SHORT, *bridge_cells.RUNS[cell])
+    run = launch("--weight_sync", cell[0], "--max_steps", "3", *SHORT, *bridge_cells.RUNS[cell])
 
     assert run.wait() == 0, run.output
 
@@ -23,3 +49,114 @@ def test_the_server_has_the_weights_of_every_step(launch: Callable[..., Launch],
     assert len(rows) == 3 and all(row["grad_norm"] > 0 for row in rows)
     assert all(row["sampling/sampling_logp_difference/mean"] < 1e-4 for row in rows)
     assert run.summary()["status"] == "completed"
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+@pytest.mark.fault
+@pytest.mark.parametrize("bridge", ["shared"])
+def test_a_server_killed_in_the_middle_is_replaced_and_nothing_is_lost(
+    launch: Callable[..., Launch], bridge: str
+) -> None:
+    keys = ("--weight_sync", bridge, *SHORT, "--max_steps", "6")
+    run = launch(*keys)
+    run.wait_for_step(2)
+    began = time.monotonic()
+    psutil.Process(engine_of(run)).kill()
+
+    assert run.wait() == 0, run.output
+
+    assert time.monotonic() - began < 90
+    summary = run.summary()
+    assert (summary["status"], summary["server_restarts"], summary["restarts"]) == ("completed", 1, 0)
+    alone = launch(*keys, folder="alone")
+    assert alone.wait() == 0, alone.output
+    assert same_rows(run, alone) and weights_hash(run) == weights_hash(alone)
+    assert run.processes() == []
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+@pytest.mark.parametrize("bridge", ["shared"])
+def test_a_stopped_run_continues_as_if_it_had_not_been(launch: Callable[..., Launch], bridge: str) -> None:
+    keys = ("--weight_sync", bridge, *SHORT, "--max_steps", "6")
+    run = launch(*keys)
+    run.wait_for_step(2)
+    run.process.terminate()
+    assert run.wait() == 75, run.output
+
+    resumed = launch("--resume", str(run.run_dir))
+    assert resumed.wait() == 0, resumed.output
+    alone = launch(*keys, folder="alone")
+    assert alone.wait() == 0, alone.output
+    assert same_rows(run, alone) and weights_hash(run) == weights_hash(alone)
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_a_server_that_kept_its_own_copy_stops_the_run_at_the_first_sync(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "--weight_sync", "shared")
+    with bench.server() as url:
+        proxy = FakeCopyingProxy(url)
+        code, output = bench.train(proxy.port)
+        proxy.close()
+
+    assert code != 0 and proxy.copied == 1, output
+    (cause,) = bench.causes()
+    assert "WeightsDiffer: weights did not reach the server through the 'shared' bridge" in cause
+    assert "step 0 was not taken" in cause and read_metrics(bench.run_dir) == []
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_no_request_sees_a_step_that_is_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client and a model in this process, as rank 0 has them, at a real server that others ask as well."""
+    from transformers import AutoModelForCausalLM
+
+    from grpo_recipes.recipe.configs import GRPOConfig
+    from grpo_recipes.runs.stop_request import StopRequest
+    from grpo_recipes.weights.shared import SharedClient
+
+    bench = Bench(tmp_path, "--weight_sync", "shared")
+    for name, value in bench.environment.items():
+        if name.startswith("GRPO_"):
+            monkeypatch.setenv(name, value)
+    model = AutoModelForCausalLM.from_pretrained(bench.plan.model, dtype=torch.float32).eval()
+    args = GRPOConfig(output_dir=str(tmp_path / "out"), use_cpu=True, bf16=False, report_to="none")
+    with bench.server() as url:
+        client = SharedClient(
+            args=args, run_dir=bench.run_dir, seed=None, stop=StopRequest(bench.run_dir), base_url=url,
+            connection_timeout=60,
+        )  # fmt: skip
+        client.take(model)
+        assert client.checksum_error is None and list(Path(bench.environment["GRPO_SYNC_DIR"]).glob("weights*")) == []
+
+        def sampled(count: int) -> dict:
+            keys = {"max_tokens": count, "temperature": 1.0, "generation_kwargs": {"ignore_eos": True, "seed": 5}}
+            return client.generate([[4, 5, 6]], n=1, logprobs=0, **keys)
+
+        def difference(answer: dict) -> float:
+            """Between the server's log-probs and those of the model as it is now."""
+            tokens = torch.tensor([[4, 5, 6, *answer["completion_ids"][0]]])
+            with torch.no_grad():
+                own = model(tokens).logits[0, 2:-1].log_softmax(-1)
+            own = own.gather(1, tokens[0, 3:, None])[:, 0]
+            return (own - torch.tensor(answer["logprobs"][0])[:, 0]).abs().max().item()
+
+        assert difference(sampled(20)) < 1e-4
+        with ThreadPoolExecutor() as pool:
+            under_way = pool.submit(sampled, 100)
+            time.sleep(0.05)
+            assert not under_way.done()
+            client.drain()
+            assert under_way.done()  # it saw one step's weights from its first token to its last
+            before = difference(under_way.result())
+            late = pool.submit(sampled, 20)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.05)
+            time.sleep(0.3)
+            assert not late.done()
+            client.release()
+            assert difference(late.result()) < 1e-4 and before < 1e-4
+        assert difference(sampled(20)) < 1e-4

@@ -11,10 +11,11 @@ import pytest
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.plan.devices import Node
-from grpo_recipes.recipe.registry import BRIDGES, ON_GPUS, SETUPS, YES, bridges_for
+from grpo_recipes.recipe.registry import BRIDGES, ON_CPU, ON_GPUS, SETUPS, YES, bridges_for
 
 ROOT = Path(__file__).resolve().parents[2]
 CELLS = [(bridge, setup) for bridge in BRIDGES for setup in SETUPS]
+SHOWN = [(bridge, setup) for bridge, setup in CELLS if BRIDGES[bridge].serves[setup] in (YES, ON_CPU)]
 # A plan of each setup: the keys of a recipe.
 KEYS = {
     "single": {"num_processes": 1},
@@ -37,20 +38,21 @@ def test_every_bridge_says_something_of_every_setup():
 def cell_plan(planned, tmp_path, bridge, setup):
     """The plan of a recipe in which the bridge meets the setup, with what it needs beside."""
     keys = {"weight_sync": bridge, **KEYS[setup]}
-    if setup != "full" and BRIDGES[bridge].serves["full"] not in (YES, ON_GPUS):
+    if setup != "full" and BRIDGES[bridge].serves["full"] not in (YES, ON_GPUS, ON_CPU):
         keys["use_peft"] = True
     environment = {}
     if setup == "custom":
         (tmp_path / "mine.yaml").write_text("distributed_type: MULTI_GPU\n")
         environment["CONFIG_FILE"] = str(tmp_path / "mine.yaml")
     nodes = [Node(tuple("0123"), 8, f"10.0.0.{number}", "eth0") for number in (1, 2)] if setup == "nodes" else ()
-    return planned(environment=environment, nodes=nodes, dtype="float32", **keys)
+    device = "cpu" if ON_CPU in BRIDGES[bridge].serves.values() else "cuda"
+    return planned(environment=environment, nodes=nodes, device=device, dtype="float32", **keys)
 
 
 @pytest.mark.parametrize(("bridge", "setup"), CELLS)
 def test_what_a_bridge_does_not_serve_is_refused_by_name(planned, tmp_path, bridge, setup):
     served = BRIDGES[bridge].serves[setup]
-    if served in (YES, ON_GPUS):
+    if served in (YES, ON_GPUS, ON_CPU):
         assert cell_plan(planned, tmp_path, bridge, setup).bridge == bridge
         return
     with pytest.raises(ConfigError) as refused:
@@ -61,13 +63,23 @@ def test_what_a_bridge_does_not_serve_is_refused_by_name(planned, tmp_path, brid
         assert f"{bridge} does not work with {SETUPS[setup]}: {served}. Fix: write weight_sync: " in said
 
 
+@pytest.mark.parametrize(
+    ("bridge", "device", "said"), [("nccl", "cpu", "needs GPUs"), ("shared", "cuda", "is not there for GPUs yet")]
+)
+def test_a_bridge_that_cannot_run_on_the_device_is_refused(planned, bridge, device, said):
+    with pytest.raises(ConfigError, match=f"{bridge} {said}.* Fix: write weight_sync: file"):
+        planned(weight_sync=bridge, device=device, dtype="float32")
+
+
 def test_the_fix_names_bridges_that_serve_the_setup():
     fit = [name for name in BRIDGES if BRIDGES[name].refusal(["zero3", "full"]) is None]
     assert bridges_for(["zero3", "full"]) == fit
     assert "nccl" not in bridges_for(["single"], "cpu") and "file" in bridges_for(["single"], "cpu")
 
 
-@pytest.mark.parametrize("cell", [cell for cell in CELLS if BRIDGES[cell[0]].serves[cell[1]] == YES], ids="-".join)
+@pytest.mark.parametrize(
+    "cell", [cell for cell in CELLS if BRIDGES[cell[0]].serves[cell[1]] in (YES, ON_CPU)], ids="-".join
+)
 def test_every_cell_that_says_yes_is_run_on_cpu(cell):
     assert (cell in bridge_cells.RUNS) != (cell in bridge_cells.ELSEWHERE)
     if where := bridge_cells.ELSEWHERE.get(cell):
@@ -78,5 +90,5 @@ def test_every_cell_that_says_yes_is_run_on_cpu(cell):
 
 def test_no_run_shows_a_cell_that_is_not_served():
     cells = [*bridge_cells.RUNS, *bridge_cells.ELSEWHERE]
-    assert [cell for cell in cells if BRIDGES[cell[0]].serves[cell[1]] != YES] == []
+    assert [cell for cell in cells if cell not in SHOWN] == []
     assert all(one != other for one, other in pairwise(sorted(cells)))

@@ -27,7 +27,7 @@ from grpo_recipes.plan.ports import plan_ports
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.dialects import UNREAD_VARIABLES
 from grpo_recipes.recipe.learning import trains_weights_as_loaded
-from grpo_recipes.recipe.registry import BRIDGES, OBJECTIVES, ON_GPUS, bridges_for
+from grpo_recipes.recipe.registry import BRIDGES, OBJECTIVES, bridges_for
 from grpo_recipes.recipe.rules import sync_setups
 from grpo_recipes.recipe.tasks import ENTRIES, MAXENT, task_of
 from grpo_recipes.smoke import SMOKE_SCHEME, smoke_folder
@@ -178,8 +178,9 @@ def _bridge(recipe: Recipe, resources: Resources, mode: str, apart: bool, accele
         if found := BRIDGES[wanted].refusal(setups):
             setup, reason = found
             raise config_error(where, f"{wanted} does not work with {setup}: {reason}", fix)
-        if resources.device == "cpu" and BRIDGES[wanted].serves[accelerator] == ON_GPUS:
-            raise config_error(where, f"{wanted} needs GPUs, this is a CPU environment", fix)
+        if not BRIDGES[wanted].runs_on(resources.device):
+            here = "needs GPUs, this is a CPU environment" if resources.device == "cpu" else "is not there for GPUs yet"
+            raise config_error(where, f"{wanted} {here}", fix)
     if wanted != "auto":
         return str(wanted), f"asked for by {where}"
     if resources.device == "cpu":

@@ -27,8 +27,12 @@ SETUPS = {
     "nodes": "server and rank 0 on two nodes",
     "colocate": "vLLM inside the trainers",
 }
-YES, ON_GPUS = "yes", "on GPUs"  # run on CPU by a test; needs GPUs, on which nobody has run it yet
+YES = "yes"  # run on CPU by a test
+ON_GPUS, ON_CPU = "on GPUs", "on CPU"  # needs GPUs, on which nobody has run it yet; run by a test, not there for GPUs
+_UNFIT = {"cpu": ON_GPUS, "cuda": ON_CPU}  # what a bridge cannot do on a device
 _NO_SERVER = "there is no server"
+_BUFFERS = "DeepSpeed keeps the weights in buffers of its own"
+_SPLIT = "no training process has the whole weights"
 
 
 @dataclass(frozen=True)
@@ -36,12 +40,16 @@ class Bridge:
     """A way for weights to reach the server: what it does after a restart of the server, and which setups it serves."""
 
     reconnects: bool  # its client continues with a restarted server, to which it sends the weights that it sent last
-    serves: Mapping[str, str]  # of each of SETUPS: YES, ON_GPUS, or why it is refused
+    serves: Mapping[str, str]  # of each of SETUPS: YES, ON_GPUS, ON_CPU, or why it is refused
 
     def refusal(self, setups: Iterable[str]) -> tuple[str, str] | None:
         """Return the first of some setups that is refused, in words, and why; or None."""
-        refused = (name for name in setups if self.serves[name] not in (YES, ON_GPUS))
+        refused = (name for name in setups if self.serves[name] not in (YES, ON_GPUS, ON_CPU))
         return next(((SETUPS[name], self.serves[name]) for name in refused), None)
+
+    def runs_on(self, device: str) -> bool:
+        """Return whether it can run in an environment for ``cpu`` or ``cuda``."""
+        return _UNFIT[device] not in self.serves.values()
 
 
 def _serving(served: str, **refused: str) -> dict[str, str]:
@@ -52,17 +60,27 @@ def _serving(served: str, **refused: str) -> dict[str, str]:
 BRIDGES = {
     "file": Bridge(reconnects=True, serves=_serving(YES)),
     "nccl": Bridge(reconnects=False, serves=_serving(ON_GPUS)),
+    "shared": Bridge(
+        reconnects=True,
+        serves=_serving(
+            ON_CPU,
+            zero2=_BUFFERS,
+            zero3=_SPLIT,
+            fsdp2=_SPLIT,
+            custom="it may split the weights",
+            lora="no training process has the merged weights",
+            tensor_parallel="each worker has a part of the weights",
+            nodes="memory ends at the node",
+        ),
+    ),
 }
 RECONNECTING = frozenset(name for name, bridge in BRIDGES.items() if bridge.reconnects)
 
 
 def bridges_for(setups: Collection[str], device: str | None = None) -> list[str]:
-    """Return the bridges that serve all those setups, on a CPU without those that need GPUs."""
-    unfit = (ON_GPUS,) if device == "cpu" else ()
-    return [
-        name for name, bridge in BRIDGES.items()
-        if not bridge.refusal(setups) and not any(bridge.serves[setup] in unfit for setup in setups)
-    ]  # fmt: skip
+    """Return the bridges that serve all those setups, on a device where one is given."""
+    serving = [name for name, bridge in BRIDGES.items() if not bridge.refusal(setups)]
+    return [name for name in serving if device is None or BRIDGES[name].runs_on(device)]
 
 
 # Key, its values -> the package they need and the module it installs; the first that fits counts. None is in the lock.

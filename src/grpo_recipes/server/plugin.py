@@ -4,8 +4,11 @@ The extension loads weights in the server's workers and fingerprints them, as th
 """
 
 import logging
+import math
+import mmap
 import os
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from grpo_recipes.process.reports import dump_stacks_on_signal
 from grpo_recipes.process.tree import die_with_parent
 
 _INTEGER_VIEWS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ALIGNMENT = 64  # bytes: where a parameter begins in shared memory
 _CHUNK = 1 << 22  # elements at a time: 8 bytes each while they are summed, on a GPU that vLLM has filled
 _LOGGER = logging.getLogger("vllm.grpo_recipes")  # a child of vLLM's own: only those reach the server's log
 
@@ -72,6 +76,26 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def mapped_memory(file: str, size: int = 0) -> mmap.mmap:
+    """Map a file into memory: an existing one whole, with ``size`` a new one of so many bytes, all of them reserved.
+
+    The memory lives as long as a tensor in it, also after the file is removed. Raise OSError where there is no room.
+    """
+    descriptor = os.open(file, os.O_RDWR | (os.O_CREAT | os.O_EXCL if size else 0), 0o600)
+    try:
+        if size:
+            os.posix_fallocate(descriptor, 0, size)  # else a page too many would end the process, not the call
+        return mmap.mmap(descriptor, 0)
+    finally:
+        os.close(descriptor)
+
+
+def tensor_in(memory: mmap.mmap, place: Mapping[str, Any]) -> torch.Tensor:
+    """Return the tensor of ``memory`` at a place: ``offset`` in bytes, ``shape`` and ``dtype``."""
+    count, dtype = math.prod(place["shape"]), getattr(torch, place["dtype"])
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=place["offset"]).view(place["shape"])
+
+
 class WeightReport:
     """Mixed into vLLM's worker, and called through ``/collective_rpc``: report and load the weights of its model."""
 
@@ -83,6 +107,24 @@ class WeightReport:
         self._grpo_loads += 1
         _LOGGER.info("grpo: weights loaded, load %d", self._grpo_loads)
         return self._grpo_loads
+
+    def grpo_share(self, file: str) -> dict[str, Any]:
+        """Move the parameters into the new ``file``, mapped into memory, from where the model then computes; on CPU.
+
+        Return ``parameters``: name -> offset in bytes, shape and dtype; ``packed`` as ``grpo_weights`` does.
+        """
+        model = self.get_model()  # type: ignore[attr-defined]
+        places, size = {}, 0
+        for name, parameter in model.named_parameters():
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            places[name] = {"offset": size, "shape": list(parameter.shape), "dtype": dtype}
+            size += -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT
+        memory = mapped_memory(file, size)
+        for name, parameter in model.named_parameters():
+            shared = tensor_in(memory, places[name])
+            parameter.data = shared.copy_(parameter.data)
+        _LOGGER.info("grpo: %d bytes of weights are shared with the trainer", size)
+        return {"parameters": places, "packed": dict(getattr(model, "packed_modules_mapping", {}))}
 
     def grpo_weights(self) -> dict[str, Any]:
         """Return ``parameters``: name -> [fingerprint, dtype], tied ones once; ``packed``: fused name -> its parts."""

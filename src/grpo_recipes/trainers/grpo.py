@@ -27,7 +27,7 @@ from grpo_recipes.trainers.checkpoints import Checkpoints, Preemption, begin_epo
 from grpo_recipes.trainers.checks import Checks, Scoring
 from grpo_recipes.trainers.metrics import CountedStream, Evaluation, MetricsRows, json_number, write_samples
 from grpo_recipes.trainers.model import loaded_by_every_rank, merged_parameters, refuse_shards
-from grpo_recipes.weights.bridges import bridge_in_place
+from grpo_recipes.weights.bridges import bridge_in_place, join_bridge
 from grpo_recipes.weights.colocated import colocated_in_place
 from grpo_recipes.weights.guard import WeightsDiffer
 
@@ -68,6 +68,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.rows = MetricsRows(self, run_dir, args.process_index)
         self.rollouts = rollouts_of(self)
         if self.use_vllm:
+            if self.vllm_generation.mode == "server":
+                join_bridge(self)
             self.vllm_generation.sync_weights = self.rows.phase("sync")(self.vllm_generation.sync_weights)
         if is_peft_model(self.model):
             refuse_shards(self.accelerator)

@@ -10,10 +10,29 @@ from grpo_recipes.attributes import replaced
 from grpo_recipes.weights.client import BridgeClient
 from grpo_recipes.weights.file import FileClient
 from grpo_recipes.weights.nccl import NcclClient
+from grpo_recipes.weights.shared import SharedClient
 
-CLIENTS: dict[str, type[BridgeClient]] = {client.bridge: client for client in (FileClient, NcclClient)}
+CLIENTS: dict[str, type[BridgeClient]] = {client.bridge: client for client in (FileClient, NcclClient, SharedClient)}
 
 
 def bridge_in_place(name: str, **settings: Any) -> AbstractContextManager[Any]:
     """Let TRL's ``VLLMGeneration`` build the bridge ``name`` as its client inside."""
     return replaced(vllm_generation, VLLMClient=partial(CLIENTS[name], **settings))
+
+
+def join_bridge(trainer: Any) -> None:
+    """Let a bridge that streams nothing take the trained model at a sync, and rank 0's see the optimizer's steps."""
+    generation = trainer.vllm_generation
+    if not CLIENTS[trainer.args.weight_sync].streams:
+        generation.sync_weights = partial(_hand_over, generation)
+    if trainer.accelerator.is_main_process:
+        for callback in generation.vllm_client.callbacks:
+            trainer.add_callback(callback)
+
+
+def _hand_over(generation: vllm_generation.VLLMGeneration) -> None:
+    """Give rank 0's model to the bridge; the other ranks wait for it."""
+    if generation.accelerator.is_main_process:
+        generation.vllm_client.take(generation.accelerator.unwrap_model(generation.model))
+        generation.vllm_client.reset_prefix_cache()
+    generation.accelerator.wait_for_everyone()

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import requests
 import torch
+from transformers import TrainerCallback
 from trl.generation.vllm_client import VLLMClient
 
 from grpo_recipes.errors import translate
@@ -54,12 +55,14 @@ class GenerationAborted(Exception):
 
 
 class BridgeClient(VLLMClient):
-    """A bridge is a subclass with ``_send``, and in ``RECONNECTING`` with ``_resend`` of what was sent last.
+    """A bridge is a subclass with ``_send`` or ``take``, in ``RECONNECTING`` with ``_resend`` of what was sent last.
 
     ``seed`` is the run's, for a sampling seed per prompt, or None for the server's own.
     """
 
     bridge = ""  # its name in recipes and messages
+    streams = True  # whether a sync hands it every parameter; else it takes the trained model itself, with ``take``
+    callbacks: Sequence[TrainerCallback] = ()  # of the trainer that it serves
 
     def __init__(self, *, args: GRPOConfig, run_dir: Path, seed: int | None, stop: StopRequest, **kwargs: Any):
         self._args, self._seed, self.stop = args, seed, stop

@@ -1,0 +1,137 @@
+"""The bridge ``shared``: one copy of the weights, which the trainer's optimizer writes and the server computes with."""
+
+import os
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback
+
+from grpo_recipes.server.plugin import mapped_memory, tensor_in
+from grpo_recipes.weights.client import BridgeClient
+from grpo_recipes.weights.guard import checksum_error, differing, held_name, sent_fingerprint
+from grpo_recipes.weights.transport import ServerError
+
+
+class SharedClient(BridgeClient):
+    """The trained model's parameters are views of the server's memory, of fused ones (q, k and v) the rows.
+
+    Nothing travels. The server answers no request while the optimizer writes: it finishes those in flight before, and
+    forgets their prefixes after.
+    """
+
+    bridge = "shared"
+    streams = False
+
+    def __init__(self, **kwargs: Any):
+        self._model: nn.Module | None = None  # the trained model, once it shares the server's memory
+        self._apart: list[str] = []  # parameters of the server that did not show what was written into them
+        super().__init__(**kwargs)
+
+    @property
+    def callbacks(self) -> list[TrainerCallback]:
+        """Return what the trainer calls around each optimizer step."""
+        return [_Drained(self)]
+
+    def init_communicator(self, device: torch.device | str | int = 0) -> None:
+        """Do nothing: the memory is shared at the first sync."""
+
+    def take(self, model: nn.Module) -> None:
+        """Share the memory with the server if that is to be done, and compare what both have in it."""
+        with self._excused_when_stopping():
+            if self._model is None:
+                self._model = model
+                self._through_restarts(self._resend)
+                self._sent = True
+            self._through_restarts(self._verify)
+
+    def _resend(self) -> None:
+        """Have the server move its parameters into a file of shared memory, and the trained model move in with it."""
+        folder = Path(os.environ["GRPO_SYNC_DIR"])
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / f"weights_of_server_{self._epoch}_{os.urandom(4).hex()}"
+        try:
+            (layout,) = self.call_workers("grpo_share", file=str(file))
+            with self._reading("/collective_rpc"):
+                views = dict(_views(self._parameters(), layout["parameters"], layout["packed"], str(file)))
+        finally:
+            file.unlink(missing_ok=True)  # the memory stays while one of the two has it
+        if self._args.weight_guard:  # what is written here must be read there, before the first step as well
+            for view in views.values():
+                view.zero_()
+            self._apart = differing(dict.fromkeys(views, 0), self._reports())
+        for name, parameter in self._parameters().items():
+            parameter.data = views[name].copy_(parameter.data)
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        assert self._model is not None
+        return dict(self._model.named_parameters())  # tied ones once, as vLLM has them
+
+    def _verify(self) -> None:
+        if self._args.weight_guard:
+            reports = self._reports()
+            own = {name: sent_fingerprint(name, one, reports[0]) for name, one in self._parameters().items()}
+            wrong = self._apart or differing({name: int(value) for name, value in own.items()}, reports)
+            self.checksum_error = checksum_error(self.bridge, wrong)
+
+    def drain(self) -> None:
+        """Let the server finish what it has, and hold back what comes."""
+        if self._model is not None:
+            with self._excused_when_stopping():
+                self._through_restarts(partial(self.pause, "wait"))
+
+    def release(self) -> None:
+        """Let the server continue, with the new weights and without prefixes computed with the old ones."""
+        if self._model is not None:
+            with self._excused_when_stopping():
+                self._through_restarts(self.resume)
+
+
+class _Drained(TrainerCallback):
+    """No request is under way at the server while the optimizer writes into its memory."""
+
+    def __init__(self, client: SharedClient):
+        self._client = client
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self._client.drain()
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self._client.release()
+
+
+def _views(
+    parameters: Mapping[str, torch.Tensor], held: Mapping[str, Any], packed: Mapping[str, Any], file: str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a view of the server's memory for each of the trainer's parameters, by its name."""
+    memory, used = mapped_memory(file), dict.fromkeys(held, 0)  # rows of each that have an owner
+    for name, place, parameter in _by_place(parameters, held, packed):
+        rows, begins = parameter.shape[0], used[place]
+        used[place] += rows
+        whole = tensor_in(memory, held[place])
+        view = whole[begins : used[place]]
+        if view.shape != parameter.shape or view.dtype != parameter.dtype:
+            raise ServerError(_unlike(name, parameter, place, whole))
+        yield name, view
+
+
+def _by_place(
+    parameters: Mapping[str, torch.Tensor], held: Mapping[str, Any], packed: Mapping[str, Any]
+) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Yield each parameter with the server's name for it, the parts of a fused one in their order there."""
+    order = {part: index for parts in packed.values() for index, part in enumerate(parts)}
+    for name in sorted(parameters, key=lambda name: max((order.get(part, 0) for part in name.split(".")), default=0)):
+        place = held_name(name, held, packed)
+        if place is None:
+            what = f"weight_sync: shared: the server has no parameter for the trainer's {name}"
+            raise ServerError(f"{what}. Fix: write weight_sync: file")
+        yield name, place, parameters[name]
+
+
+def _unlike(name: str, parameter: torch.Tensor, place: str, whole: torch.Tensor) -> str:
+    ours, theirs = (f"{list(one.shape)} of {one.dtype}" for one in (parameter, whole))
+    what = f"weight_sync: shared: {name} is {ours}, which is not a part of the server's {place}, {theirs}"
+    return f"{what}. Fix: write weight_sync: file"

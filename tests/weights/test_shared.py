@@ -1,0 +1,203 @@
+"""The bridge ``shared`` with a worker in this process: what the trainer's parameters become, and what is refused."""
+
+from __future__ import annotations
+
+import resource
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from grpo_recipes.server.plugin import WeightReport, mapped_memory
+from grpo_recipes.weights.shared import SharedClient
+from grpo_recipes.weights.transport import ServerError
+
+HIDDEN, VOCABULARY, PADDED = 4, 10, 16
+
+
+class Layer(nn.Module):
+    def __init__(self, **sizes: int):
+        super().__init__()
+        for name, rows in sizes.items():
+            self.add_module(name, nn.Linear(HIDDEN, rows))
+
+
+class Trained(nn.Module):
+    """A model as transformers has it, with tied embeddings."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, HIDDEN)
+        self.attention = Layer(v_proj=2, k_proj=2, q_proj=4)  # not in vLLM's order
+        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+        self.to(dtype)
+
+
+class Served(nn.Module):
+    """The same model as vLLM has it: fused, and with padded rows in the vocabulary."""
+
+    packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(PADDED, HIDDEN)
+        self.attention = Layer(qkv_proj=8)
+        self.head = nn.Linear(HIDDEN, PADDED, bias=False)
+        self.head.weight = self.embed.weight
+        self.embed.weight.data[VOCABULARY:] = 0
+
+
+class Worker(WeightReport):
+    def __init__(self) -> None:
+        self.model = Served()
+
+    def get_model(self) -> nn.Module:
+        return self.model
+
+
+class LocalClient(SharedClient):
+    """A client whose server is a worker in this process."""
+
+    def __init__(self, worker: Worker, folder: Path, weight_guard: bool = True):
+        self.worker, self.asked, self._model, self._apart, self._epoch = worker, [], None, [], 1
+        self._args, self.checksum_error, self._sent, self._stops = (
+            SimpleNamespace(weight_guard=weight_guard),
+            None,
+            0,
+            0,
+        )
+        self.stop, self._state_file = SimpleNamespace(may_cut=False), folder / "state.json"
+        self.base_url = "here"
+
+    def call_workers(self, method: str, **kwargs):
+        self.asked.append(method)
+        return [getattr(self.worker, method)(**kwargs)]
+
+    def pause(self, mode: str, timeout: float | None = None) -> None:
+        self.asked.append(f"pause {mode}")
+
+    def resume(self, timeout: float | None = None) -> None:
+        self.asked.append("resume")
+
+
+@pytest.fixture
+def client(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRPO_SYNC_DIR", str(tmp_path / "sync"))
+    return LocalClient(Worker(), tmp_path)
+
+
+def test_after_the_first_sync_server_and_trainer_have_one_copy(client, tmp_path):
+    model = Trained()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    client.take(model)
+
+    assert client.checksum_error is None
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    served = client.worker.model
+    with torch.no_grad():  # as an optimizer does
+        for number, parameter in enumerate(model.parameters()):
+            parameter.fill_(number + 1.0)
+    fused = served.attention.qkv_proj
+    parts = [getattr(model.attention, name) for name in ("q_proj", "k_proj", "v_proj")]
+    assert torch.equal(fused.weight, torch.cat([part.weight for part in parts]))
+    assert torch.equal(fused.bias, torch.cat([part.bias for part in parts]))
+    assert torch.equal(served.embed.weight[:VOCABULARY], model.embed.weight)
+    assert served.embed.weight[VOCABULARY:].abs().sum() == 0 and served.head.weight is served.embed.weight
+    assert model.head.weight is model.embed.weight
+    assert list((tmp_path / "sync").iterdir()) == []  # no name is left to remove
+
+    client.asked.clear()
+    client.take(model)
+    assert client.asked == ["grpo_weights"] and client.checksum_error is None
+
+
+def test_a_server_that_computes_with_a_copy_of_its_own_is_seen_at_the_first_sync(client, monkeypatch):
+    share = WeightReport.grpo_share
+
+    def apart(self, file):
+        layout = share(self, file)
+        self.model.attention.qkv_proj.bias.data = self.model.attention.qkv_proj.bias.data.clone()
+        return layout
+
+    monkeypatch.setattr(WeightReport, "grpo_share", apart)
+    model = Trained()
+    # The same values on both sides: comparing them alone would find nothing before the first step.
+    client.take(model)
+    assert "'shared' bridge" in client.checksum_error and "attention.qkv_proj.bias" in client.checksum_error
+    client.take(model)
+    assert client.checksum_error is not None
+
+
+def test_weights_that_change_on_one_side_alone_are_seen(client):
+    model = Trained()
+    client.take(model)
+    model.attention.k_proj.weight.data = model.attention.k_proj.weight.data + 1
+    client.take(model)
+    assert "attention.qkv_proj.weight" in client.checksum_error
+
+
+def test_without_the_guard_nothing_is_compared(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRPO_SYNC_DIR", str(tmp_path / "sync"))
+    client = LocalClient(Worker(), tmp_path, weight_guard=False)
+    client.take(Trained())
+    assert client.asked == ["grpo_share"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda model: model.to(torch.bfloat16), r"is \[.*\] of torch.bfloat16, which is not a part of .*float32"),
+        (lambda model: setattr(model, "extra", nn.Linear(1, 1)), "no parameter for the trainer's extra.weight"),
+        (lambda model: setattr(model, "embed", nn.Embedding(PADDED + 1, HIDDEN)), r"embed.weight is \[17, 4\]"),
+    ],
+)
+def test_a_model_that_vllm_keeps_otherwise_is_refused_with_another_bridge(client, tmp_path, change, said):
+    model = Trained()
+    change(model)
+    with pytest.raises(ServerError, match=said + ".*Fix: write weight_sync: file"):
+        client.take(model)
+    assert list((tmp_path / "sync").iterdir()) == []
+
+
+def test_a_new_server_gets_the_weights_of_now_and_shares_them(client):
+    model = Trained()
+    client.take(model)
+    with torch.no_grad():
+        model.embed.weight.fill_(3.0)
+    client.worker = Worker()
+    client._resend()
+    client._verify()
+    assert client.checksum_error is None
+    with torch.no_grad():
+        model.embed.weight.fill_(4.0)
+    assert client.worker.model.embed.weight[0, 0] == 4.0 and model.embed.weight[0, 0] == 4.0
+
+
+def test_the_server_finishes_its_requests_before_a_step_and_waits_for_its_end(client):
+    (callback,) = client.callbacks
+    callback.on_pre_optimizer_step(None, None, None)
+    callback.on_optimizer_step(None, None, None)
+    assert client.asked == []  # nothing is shared yet
+    client.take(Trained())
+    client.asked.clear()
+    callback.on_pre_optimizer_step(None, None, None)
+    assert client.asked == ["pause wait"]
+    callback.on_optimizer_step(None, None, None)
+    assert client.asked == ["pause wait", "resume"]
+
+
+def test_memory_is_reserved_when_it_is_mapped(tmp_path):
+    before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    with pytest.raises(OSError):
+        mapped_memory(str(tmp_path / "large"), 8192)
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, ignored)
+    mapped_memory(str(tmp_path / "small"), 4096)
+    assert (tmp_path / "small").stat().st_blocks * 512 >= 4096 and (tmp_path / "small").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(FileExistsError):
+        mapped_memory(str(tmp_path / "small"), 4096)
