@@ -22,6 +22,7 @@ from report.synthetic_runs import make_run
 
 from grpo_recipes import cli
 from grpo_recipes.plan.devices import environment_device
+from grpo_recipes.recipe.dialects import colocated
 from grpo_recipes.recipe.document import BASE_KEY
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES, catalogue
 from grpo_recipes.slurm import profile
@@ -65,6 +66,7 @@ RUN_HERE = {
     f"grpo check-rewards {MODEBENCH}/grpo/config_modebench_graph_coloring.yaml",
     f"grpo plan {MODEBENCH}/maxent/config_modebench_graph_coloring.yaml --gpus 8",
     "python -m grpo_recipes.evaluate.benchmarks",
+    "python run_colocated_grpo.py --gpus 4 --dry-run",
 }
 
 # Seconds at most as well, in a user's folder: two runs, my.yaml with its data, the repository's recipes.
@@ -253,7 +255,8 @@ def command_options(name: str) -> set[str]:
 
 def test_yaml_examples_hold_known_keys() -> None:
     for block in blocks("yaml"):
-        known = profile.KEYS if block.file == "mysite.yaml" else catalogue()
+        known = {*(profile.KEYS if block.file == "mysite.yaml" else catalogue())}
+        known |= {*colocated.SECTIONS, *colocated.NAMES} if block.page == "colocated.md" else set()
         assert set(yaml.safe_load("\n".join(block.lines))) <= {*known, BASE_KEY}, block
 
 

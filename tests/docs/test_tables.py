@@ -31,7 +31,7 @@ GUIDE = DOCS / "training-guide.md"
 SCORES = ("pass@1", "pass@8", "mean@8", "distinct@8", "coverage@8")
 # Read by the libraries under us; the launcher hands them on as they are.
 PASSED_ON = {
-    "HF_TOKEN", "NCCL_DEBUG", "TENSORBOARD_LOGGING_DIR", "WANDB_API_KEY", "WANDB_MODE",
+    "HF_TOKEN", "NCCL_DEBUG", "TORCH_DISTRIBUTED_DEBUG", "TENSORBOARD_LOGGING_DIR", "WANDB_API_KEY", "WANDB_MODE",
     "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL",
 }  # fmt: skip
 # Removed from the children's environment, or written by us.
@@ -48,6 +48,10 @@ NO_VARIABLES = {
     "USR1",
     "NO_PROXY",
     "SBATCH",
+    "FULL_SHARD",
+    "NO_SHARD",
+    "DETAIL",
+    "INFO",
 }
 
 

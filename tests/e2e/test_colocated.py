@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -65,6 +66,30 @@ def test_the_smoke_recipe_learns_without_a_server(launch: Callable[..., Launch])
 
     summary = run.summary()
     assert summary["initial_reward"] <= 0.65 and summary["final_reward"] >= 0.85
+    assert_vllm_has_the_trainers_weights(run, 60)
+    assert run.processes() == []
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_the_door_trains_the_smoke_recipe(launch: Callable[..., Launch]) -> None:
+    shown = "python run_colocated_grpo.py --gpus 2"
+    python = sys.executable  # the door looks for the environment itself
+    door = documented(shown, {"python": python, "run_colocated_grpo.py": str(REPOSITORY / "run_colocated_grpo.py")})
+    options = ("--log-level", "DEBUG", "--redirect-output", "training.log")
+    run = launch(command=[*door, *options], ENV_DIR=sys.prefix)
+    run.wait_for_step(1)
+    rank = psutil.Process(run.pid_of("rank_1")).environ()
+
+    assert run.wait() == 0, run.output
+
+    assert rank["TORCH_DISTRIBUTED_DEBUG"] == "INFO"
+    assert run.output == "grpo: the output goes to training.log\n"
+    summary, said = run.summary(), (run.folder / "training.log").read_text()
+    assert summary["initial_reward"] <= 0.65 and summary["final_reward"] >= 0.85
+    assert "--num_processes 2 --log_level debug" in said and "step 60/60" in said
+    (log,) = (run.folder / "logs").glob("*train*.log")
+    assert "***** Running training *****" in log.read_text(errors="replace")  # which no process logs by default
     assert_vllm_has_the_trainers_weights(run, 60)
     assert run.processes() == []
 

@@ -111,7 +111,7 @@ def chosen_recipe(options: argparse.Namespace, device: str | None = None) -> Rec
     return resolve_recipe(name, options.task, options.flags, os.environ, device)
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """A parser whose errors look like all others: what is wrong, where, and the fix."""
 
     def error(self, message: str) -> NoReturn:
@@ -143,7 +143,7 @@ def load(name: str) -> Command:
 
 def make_parser(names: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
     """Return the parser of some commands, by default all."""
-    parser = _Parser(prog="grpo", description="Recipes from the first check to the report.", allow_abbrev=False)
+    parser = Parser(prog="grpo", description="Recipes from the first check to the report.", allow_abbrev=False)
     parser.add_argument("--version", action=_Version, nargs=0, help="print the versions of package and environment")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name in names:
@@ -152,13 +152,22 @@ def make_parser(names: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code; print a line for each problem of a ``ConfigError`` and return 2."""
+    """Run a command of `grpo` and return its exit code."""
+
+    def run() -> int:
+        options = _options(list(sys.argv[1:] if argv is None else argv))
+        return int(options.command.run(options))
+
+    return answer(run)
+
+
+def answer(work: Callable[[], int]) -> int:
+    """Return the exit code of ``work``; print a line for each problem of a ``ConfigError`` and return 2."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal without UTF-8 shows the letters it lacks as \\x..
             stream.reconfigure(errors="backslashreplace")
     try:
-        options = _options(list(sys.argv[1:] if argv is None else argv))
-        return int(options.command.run(options))
+        return work()
     except ConfigError as error:
         for problem in error.problems:
             print(f"grpo: {problem}", file=sys.stderr)
@@ -169,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_CONFIG_ERROR
 
 
-def _meant(flag: str, options: list[str], takes_recipe: bool) -> str | None:
+def meant_option(flag: str, options: list[str], takes_recipe: bool) -> str | None:
     """Return the option that an unknown flag begins or misspells; of a recipe's keys, the near one wins."""
     name, key = flag.partition("=")[0], flag.partition("=")[0].lstrip("-").replace("-", "_")
     refused = refusal(key.removeprefix("no_"), flag) if takes_recipe else None
@@ -199,7 +208,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
         recipe = flags.pop(0)  # after options of the command alone, e.g. `grpo check --deep my.yaml`
     for flag in flags if takes_recipe else flags[:1]:
         known = load(name).flags()
-        close = _meant(flag, known, takes_recipe)
+        close = meant_option(flag, known, takes_recipe)
         if close or not takes_recipe:
             what = f"is not an option of grpo {name}"
             raise config_error(flag.partition("=")[0], what, f"write {close}" if close else f"see grpo {name} --help")

@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_recipes.cli import Option, command, option, recipe_name, switch
@@ -34,9 +35,13 @@ OVERRIDES = ("account", "partition", "time", "nodes", "gpus", "mem", "cpus", "qo
 )
 def launch(options: argparse.Namespace) -> int:
     """Run a recipe, or continue a run; return the run's exit code."""
-    named, flags = recipe_name(options), tuple(options.flags)
+    return launch_run(launch_options(options, recipe_name(options), options.flags))
+
+
+def launch_options(options: argparse.Namespace, recipe: str | None, flags: Sequence[str]) -> Options:
+    """Return what `grpo launch` does with its options, a recipe and the flags of recipe keys."""
     changes = options.allow_changed_code, options.update_rewards
-    return launch_run(Options(named, options.task, options.resume, *changes, options.dry_run, options.benchmark, flags))
+    return Options(recipe, options.task, options.resume, *changes, options.dry_run, options.benchmark, tuple(flags))
 
 
 def _site_options(required: bool) -> list[Option]:

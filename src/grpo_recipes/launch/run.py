@@ -41,12 +41,13 @@ from grpo_recipes.secrets import masked, masked_environment
 from grpo_recipes.smoke import SMOKE_SCHEME, smoke_command
 
 
-def launch(options: resolve.Options) -> int:
+def launch(options: resolve.Options, resources: Resources | None = None) -> int:
     """Run a recipe to its end and return the exit code: 0, 75 (stopped and saved), the first failed rank's, or 128+n.
 
-    Where the recipe, a flag or the environment is wrong, a ConfigError is raised and nothing was started.
+    ``resources`` are by default those of this machine. Where the recipe, a flag or the environment is wrong, a
+    ConfigError is raised and nothing was started.
     """
-    resources = find_resources(os.environ)
+    resources = resources or find_resources(os.environ)
     if options.dry_run:
         return _dry_run(options, resources)
     with OUTPUT.launch(), StopSignals() as stop, closing(NodeWorkers(len(resources.nodes))) as workers:

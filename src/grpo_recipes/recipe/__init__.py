@@ -14,7 +14,7 @@ import yaml
 
 from grpo_recipes.errors import ConfigError, Problem
 from grpo_recipes.paths import shown
-from grpo_recipes.recipe.dialects import is_foreign, migration, recipe_keys
+from grpo_recipes.recipe.dialects import colocated, is_foreign, migration, recipe_keys
 from grpo_recipes.recipe.document import Value, read_document, read_flags, typed
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, catalogue
 from grpo_recipes.secrets import secret_value
@@ -96,13 +96,16 @@ def merge_recipe(
     problems: list[Problem] = []
     notes: list[str] = []
     given: dict[str, Value] = {}
-    for file in read_document(path, problems):
+    files, flagged = read_document(path, problems), read_flags(flags, problems)
+    for file in files:
+        if colocated.is_colocated(file):
+            file = colocated.as_keys(file, _group(files, flagged), problems, notes)
         given |= recipe_keys(file.items(), problems, notes)
         problems += [migration(path)] if is_foreign(file) else []
     places = {key: value.source for key, value in given.items()}
     variables = ((key, name, (environment or {}).get(name)) for name, key in ENVIRONMENT_KEYS.items())
     texts = [(key, Value(text, name, from_text=True)) for key, name, text in variables if text]
-    options = [(key, Value(text, f"--{key}", from_text=True)) for key, text in read_flags(flags, problems)]
+    options = [(key, Value(text, f"--{key}", from_text=True)) for key, text in flagged]
     for layer in (texts, options):
         found = recipe_keys(layer, problems, notes)
         given |= {key: replace(value, shadowed=places.get(key, "")) for key, value in found.items()}
@@ -118,6 +121,13 @@ def merge_recipe(
         values[key] = Value(converted, value.source, value.shadowed)
         broken |= {key} if wrong else set()
     return Recipe(path, values, notes, frozenset(broken)), in_order(problems)
+
+
+def _group(files: Iterable[Mapping[str, Value]], flagged: Iterable[tuple[str, Any]]) -> Any:
+    """Return num_generations as the last of the files, or a flag, gives it."""
+    key = "num_generations"
+    given = [file[key].value for file in files if key in file] + [text for name, text in flagged if name == key]
+    return given[-1] if given else catalogue()[key]["default"]
 
 
 def in_order(problems: Iterable[Problem]) -> list[Problem]:

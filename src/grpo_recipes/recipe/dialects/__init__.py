@@ -41,6 +41,9 @@ HARMLESS = each(
     ("label_smoothing_factor", "0 0.0"),
     ("local_rank", "-1"),
     ("vllm_device", "auto"),
+    ("enforce_eager vllm_enforce_eager cpu_offload fsdp_cpu_offload fsdp_offload_params", "false"),
+    ("disable_log_stats", "true"),
+    ("sync_frequency", "1"),
 )
 # Variables of older TRL and transformers, and of the guide -> what to set instead.
 UNREAD_VARIABLES = each(

@@ -19,6 +19,7 @@ from grpo_recipes.errors import Problem, config_error, translate
 from grpo_recipes.paths import shown
 from grpo_recipes.recipe import dialects, in_order, merge_recipe
 from grpo_recipes.recipe.check import check
+from grpo_recipes.recipe.dialects.colocated import IMPLIED
 from grpo_recipes.recipe.document import BASE_KEY, read_file
 from grpo_recipes.recipe.keys import OWNED_KEYS, catalogue, schema_line
 from grpo_recipes.recipe.registry import ACCURACY, PACKAGE_KEYS, REWARDS, benchmark_problem, missing_package
@@ -342,6 +343,9 @@ def _add(made: Migration, names: set[str]) -> None:
         add("dataset_solution_column", "solution", "the column that TRL's and open-r1's rewards read")
         if not names & {"dataset_configs", "vllm_device"}:  # of an older open-r1, which reads problem
             add("dataset_prompt_column", "prompt", "the column that TRL and newer versions of open-r1 read")
+    for section, implied in IMPLIED.items():
+        for key, value in implied.items() if any(name.startswith(f"{section}.") for name in names) else ():
+            add(key, value, f"{section} asks for it")
     truncated = [key for key, neutral in NEUTRAL_SAMPLING.items() if (line := made.get(key)) and line.value != neutral]
     if truncated:
         add("vllm_importance_sampling_correction", False, f"{', '.join(truncated)} would bias it")

@@ -1,0 +1,281 @@
+"""The co-located door: every flag of run_colocated_grpo.py changes the launch that it becomes, or is refused."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from grpo_recipes.cli import colocated
+from grpo_recipes.cli.colocated import DETAILS
+from grpo_recipes.errors import ConfigError
+from grpo_recipes.paths import home
+from grpo_recipes.plan.devices import Resources, environment_device
+from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
+from grpo_recipes.slurm.client import SlurmJob
+
+SMOKE = str(home() / "recipes/smoke/grpo.yaml")
+MATH = "recipes/Qwen2.5-1.5B-Instruct/grpo/config_math.yaml"
+OURS = ("--use_vllm", "true", "--vllm_mode", "colocate", "--num_processes")
+ADDRESS = "10.1.2.3"
+
+
+@pytest.fixture(autouse=True)
+def nothing_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in {*ENVIRONMENT_KEYS, *READ_VARIABLES, DETAILS} - {"CACHE_ROOT", "GRPO_HOME"}:
+        monkeypatch.setenv(name, "")  # and what the launch sets is undone
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("RUN_ROOT", str(tmp_path / "runs"))
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``machine(gpus, nodes)``: so many visible GPUs (None: a CPU environment), in a Slurm job of so many nodes."""
+
+    def make(gpus: int | None, nodes: int = 0) -> None:
+        job = SlurmJob(7, "slurm", nodes, None) if nodes else None
+        names = tuple(map(str, range(gpus or 0)))
+        resources = Resources("cpu" if gpus is None else "cuda", names, 8, job, ())
+        monkeypatch.setattr(colocated, "find_resources", lambda _: resources)
+        own = type("Address", (), {"address": ADDRESS, "family": 2})
+        monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"ib0": [own]})
+
+    return make
+
+
+def refused(*arguments: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        colocated.read(list(arguments))
+    return [str(problem) for problem in caught.value.problems]
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = colocated.main(arguments)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_gpus_are_training_processes_with_vllm_inside(machine, capsys) -> None:
+    machine(4)
+    assert colocated.read([]).options.flags == (*OURS, "1")
+    assert colocated.read(["--gpus", "4"]).options.flags == (*OURS, "4")
+    code, out, err = printed(capsys, "--gpus", "4", "--config", SMOKE, "--dry-run")
+    assert code == 0 and "vllm       colocate" in out and "CUDA_VISIBLE_DEVICES=0,1,2,3\n" in out
+    assert '"--num_processes", "4"' in out and "\nserver " not in out
+    assert f"grpo: grpo launch {colocated.shown(SMOKE)} {shlex.join((*OURS, '4'))} --dry-run\n" in out + err
+    code, out, err = printed(capsys, "--gpus", "2", "--config", SMOKE, "--dry-run")
+    assert code == 0 and "CUDA_VISIBLE_DEVICES=0,1\n" in out and '"--num_processes", "2"' in out
+
+
+def test_a_dry_run_is_also_for_gpus_that_are_not_here_and_says_so(machine, capsys) -> None:
+    machine(1)
+    code, out, err = printed(capsys, "--gpus", "8", "--config", SMOKE, "--prompts_per_step", "16", "--dry-run")
+    assert code == 0 and '"--num_processes", "8"' in out
+    assert "1 GPUs are visible here: what follows is for a node with 8" in out + err
+    assert refused("--gpus", "8") == [
+        "--gpus: 8 GPUs are asked for, 1 are visible here. Fix: write --gpus 1, or ask for more GPUs"
+    ]
+    machine(0)
+    assert printed(capsys, "--gpus", "2", "--config", SMOKE, "--dry-run")[0] == 0
+    code, out, err = printed(capsys, "--gpus", "2", "--config", SMOKE)
+    assert code == 2 and "no GPU is visible" in err
+
+
+def test_gpus_are_processes_on_cpu(machine, capsys) -> None:
+    machine(None)
+    code, out, err = printed(capsys, "--gpus", "4", "--dry-run")
+    assert code == 0 and '"--num_processes", "4"' in out and "CUDA_VISIBLE_DEVICES=\n" in out
+    assert "this is a CPU environment: --gpus 4 is 4 trainers on 8 cores" in out + err
+
+
+def test_a_dry_run_starts_nothing_and_a_wrong_recipe_is_refused(machine, capsys, tmp_path, monkeypatch) -> None:
+    machine(None)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    assert printed(capsys, "--gpus", "2", "--dry-run")[0] == 0
+    assert not (tmp_path / "runs").exists()
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text("model_name: smoke:sums\nbatch_size: many\nsync_frequency: 100\nseeed: 1\n")
+    code, out, err = printed(capsys, "--config", str(wrong), "--dry-run")
+    assert (code, "\ntrainer " in out) == (2, False)
+    where = colocated.shown(wrong)
+    assert [f"{where}:{line}: " in err for line in (2, 3, 4)] == [True] * 3
+
+
+def test_the_port_is_that_of_the_rendezvous(machine, capsys) -> None:
+    machine(None)
+    code, out, _ = printed(capsys, "--master-port", "30123", "--dry-run")
+    assert code == 0 and '"--main_process_port", "30123"' in out
+    code, out, err = printed(capsys, "--master-port", "99999", "--dry-run")
+    assert code == 2 and "grpo: --master-port: 'main_process_port' is 99999" in err
+
+
+def test_the_log_level_is_that_of_every_process_and_debug_is_torchs_too(machine, monkeypatch, capsys) -> None:
+    machine(1)
+    for level in colocated.LEVELS:
+        door = colocated.read(["--log-level", level])
+        assert door.options.flags[6:] == ("--log_level", level.lower(), "--log_level_replica", level.lower())
+        assert door.variables == ({DETAILS: "DETAIL"} if level == "DEBUG" else {})
+    assert colocated.read([]).options.flags[6:] == () and colocated.read([]).variables == {}
+    machine(None)
+    code, out, err = printed(capsys, "--log-level", "debug", "--dry-run")
+    assert code == 0 and f"{DETAILS}=INFO grpo launch" in out + err
+    assert os.environ[DETAILS] == "INFO"  # the processes inherit it
+    monkeypatch.setenv(DETAILS, "OFF")  # of the user
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    assert colocated.read(["--log-level", "DEBUG"]).variables == {}
+    assert printed(capsys, "--log-level", "DEBUG", "--dry-run")[0] == 0
+    assert (os.environ[DETAILS], os.environ["NCCL_DEBUG"]) == ("OFF", "WARN")
+
+
+def test_the_recipe_is_the_named_one_that_of_config_the_usual_file_or_the_default(
+    machine, monkeypatch, tmp_path
+) -> None:
+    machine(None)
+    monkeypatch.chdir(tmp_path)
+
+    def recipe(*arguments: str) -> str | None:
+        return colocated.read(list(arguments)).options.recipe
+
+    assert recipe() == SMOKE
+    machine(1)
+    assert recipe() == str(home() / MATH)
+    assert recipe("--task", "maxent") == str(home() / MATH.replace("/grpo/", "/maxent/"))
+    usual = tmp_path / colocated.USUAL
+    usual.parent.mkdir()
+    usual.touch()
+    assert recipe() == colocated.USUAL
+    (tmp_path / "mine.yaml").touch()
+    monkeypatch.setenv("CONFIG", "mine.yaml")
+    assert recipe() == "mine.yaml"
+    assert recipe("--config", SMOKE) == SMOKE
+    assert refused("--config", "none.yaml") == [
+        "--config: there is no recipe 'none.yaml'."
+        " Fix: name a .yaml file, from the folder where you are or under recipes/"
+    ]
+
+
+def test_any_key_is_a_flag_and_what_our_flags_decide_is_not(machine) -> None:
+    machine(None)
+    assert colocated.read(["--max_steps", "3"]).options.flags == (*OURS, "1", "--max_steps", "3")
+    assert refused("--num_processes", "3") == ["--num_processes: --gpus decides num_processes. Fix: keep --gpus"]
+    (said,) = refused("--vllm-mode", "server")
+    assert said == "--vllm-mode: run_colocated_grpo.py decides vllm_mode. Fix: leave it out, or use grpo launch"
+    assert refused("--no_use_vllm")[0].startswith("--no_use_vllm: ")
+    assert refused("--master-port", "1", "--main_process_port=2")[0].endswith("Fix: keep --master-port")
+    assert refused("--gpu", "4") == ["--gpu: is not an option of run_colocated_grpo.py. Fix: write --gpus"]
+    assert refused("my.yaml") == ["'my.yaml': is no flag. Fix: write --config my.yaml for a recipe"]
+    assert refused("--gpus", "0", "--nodes", "-1") == [
+        "--gpus: is 0. Fix: write --gpus 1 or more", "--nodes: is -1. Fix: write --nodes 1 or more"
+    ]  # fmt: skip
+
+
+def test_options_of_launch_are_handed_on(machine) -> None:
+    machine(None)
+    switches = ("--dry-run", "--benchmark", "--allow-changed-code", "--update-rewards")
+    options = colocated.read(list(switches)).options
+    assert options.dry_run and options.benchmark and options.allow_changed_code and options.update_rewards
+    assert set(switches) <= set(colocated._words(["grpo", "launch"], options, {}).split())
+
+
+def test_a_resumed_run_goes_on_as_it_began(machine) -> None:
+    machine(None)
+    door = colocated.read(["--resume", "last"])
+    assert (door.options.resume, door.options.recipe, door.options.flags, door.notes) == ("last", None, (), [])
+    assert colocated.read(["--resume", "last", "--gpus", "2"]).options.flags == ("--num_processes", "2")
+
+
+NODES = ("--gpus", "4", "--nodes", "2", "--node-rank", "0", "--master-addr", ADDRESS)
+
+
+def test_several_nodes_need_slurm_and_the_command_is_told(machine, monkeypatch) -> None:
+    machine(4)
+    (said,) = refused(*NODES, "--config", SMOKE, "--log-level", "DEBUG", "--max_steps", "9", "--dry-run")
+    what, command = said.split(" Fix: submit ")
+    assert what.startswith("--nodes: 2 nodes, and this is no Slurm job: ")
+    level = "--log_level debug --log_level_replica debug"
+    assert command == (
+        f"{DETAILS}=DETAIL sbatch --nodes=2 --gres=gpu:4 training.sh {colocated.shown(SMOKE)}"
+        f" {shlex.join((*OURS, '8'))} {level} --max_steps 9"
+    )
+    machine(None)
+    assert "--gres" not in refused(*NODES)[0]
+
+
+def test_several_nodes_of_a_job_are_one_launch(machine, monkeypatch) -> None:
+    machine(4, nodes=2)
+    door = colocated.read(list(NODES))
+    assert door.options.flags == (*OURS, "8") and door.variables == {"NETWORK_INTERFACE": "ib0"}
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")  # it says the same
+    assert colocated.read(list(NODES)).variables == {}
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    assert refused(*NODES)[0].startswith(
+        "NCCL_SOCKET_IFNAME: NCCL_SOCKET_IFNAME names another interface than that of --master-addr, ib0."
+    )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "changed", "said"),
+    [
+        (2, {"--node-rank": None}, "--node-rank: is missing. Fix: write --node-rank 0 on the first node"),
+        (2, {"--node-rank": "2"}, "--node-rank: is 2, with --nodes 2. Fix: write a number from 0, below 2"),
+        (2, {"--node-rank": "-1"}, "--node-rank: is -1, with --nodes 2. Fix: write a number from 0, below 2"),
+        (2, {"--node-rank": "1"}, "--node-rank: the launch on node 0 starts the processes of node 1 too."),
+        (2, {"--master-addr": None}, f"--master-addr: is missing. Fix: write one of node 0: here {ADDRESS}"),
+        (2, {"--master-addr": "localhost"}, "--master-addr: 'localhost' is the loopback, which no other node reaches."),
+        (2, {"--master-addr": "10.9.9.9"}, "--master-addr: '10.9.9.9' is not an address of this node. Fix: write one"),
+        (2, {"--master-addr": "a" * 70}, "--master-addr: 'aaa"),
+        (1, {"--nodes": "1"}, "--master-addr: '10.1.2.3': the processes of one node meet at its loopback. Fix: leave"),
+        (3, {}, "--nodes: is 2, the Slurm job has 3. Fix: write --nodes 3 --node-rank 0 --master-addr"),
+        (1, {}, "--nodes: is 2, the Slurm job has 1. Fix: write --nodes 1"),
+    ],
+)  # fmt: skip
+def test_wrong_flags_of_nodes_are_refused(machine, nodes: int, changed: dict, said: str) -> None:
+    machine(4, nodes=nodes)
+    given = {**dict(zip(NODES[::2], NODES[1::2], strict=True)), **changed}
+    arguments = [f"{name}={value}" for name, value in given.items() if value is not None]
+    assert [one.startswith(said) for one in refused(*arguments)].count(True) == 1
+
+
+def test_help_names_every_flag(capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        colocated.main(["--help"])
+    told = capsys.readouterr().out
+    assert ended.value.code == 0 and "docs/colocated.md" in told
+    flags = ["--gpus", "--nodes", "--node-rank", "--master-addr", "--master-port", "--config", "--log-level"]
+    flags += ["--redirect-output", "--dry-run"]
+    assert all(f"{flag} " in told for flag in flags)
+    assert re.findall(r"^\| `(--[\w-]+)` \|", (home() / "docs/colocated.md").read_text(), re.MULTILINE) == flags
+
+
+def test_a_misspelt_level_is_refused_with_the_levels(capsys) -> None:
+    code, _, err = printed(capsys, "--log-level", "loud")
+    assert code == 2 and "--log-level" in err and "'DEBUG', 'INFO'" in err
+
+
+def door(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the file of the repository's root with whatever Python 3 runs these tests."""
+    command = [sys.executable, str(home() / "run_colocated_grpo.py"), *arguments]
+    environment = {**os.environ, "ENV_DIR": sys.prefix, **variables}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.skipif(environment_device() != "cpu", reason="needs GPUs in a CUDA environment")
+def test_output_goes_to_a_file_and_the_exit_code_stays(tmp_path: Path) -> None:
+    file = tmp_path / "training.log"
+    file.write_text("before\n")
+    done = door("--config", SMOKE, "--gpus", "2", "--dry-run", "--redirect-output", str(file))
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"grpo: the output goes to {file}\n", "")
+    text = file.read_text()
+    assert text.startswith("before\ngrpo: grpo launch ") and '"--num_processes", "2"' in text
+    done = door("--config", SMOKE, "--max_steps", "none", "--redirect-output", str(file))
+    assert (done.returncode, done.stderr) == (2, f"grpo: exit code 2, see {file}\n")
+    assert "grpo: --max_steps: " in file.read_text()
+    done = door("--config", SMOKE, "--redirect-output", str(tmp_path / "no/file"))
+    assert done.returncode == 2 and "cannot write" in done.stderr and "--redirect-output" in done.stderr

@@ -1,0 +1,78 @@
+"""run_colocated_grpo.py with a Python that has none of the packages: it goes on in the environment, as training.sh."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from setup_checkout import REPOSITORY, Checkout
+
+BARE = str(Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}")
+SAYS = '#!/bin/bash\necho "$0 $*"\necho "path=$PYTHONPATH home=$PYTHONHOME mine=$MINE"\nexit 7\n'
+
+
+def has_trl(python: str) -> bool:
+    return subprocess.run([python, "-S", "-c", "import trl"], capture_output=True, check=False).returncode == 0
+
+
+@pytest.fixture
+def door(checkout: Checkout):
+    """``door(*arguments, VARIABLE=value)``: the file, called by a bare Python from another folder."""
+    shutil.copy(REPOSITORY / "run_colocated_grpo.py", checkout.root)
+    shutil.copy(REPOSITORY / "src/colocated_grpo.py", checkout.root / "src")
+
+    def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        command = [BARE, "-S", str(checkout.root / "run_colocated_grpo.py"), *arguments]
+        where = checkout.root.parent
+        return subprocess.run(
+            command, cwd=where, env=checkout.env | variables, capture_output=True, text=True, timeout=60, check=False
+        )
+
+    return run
+
+
+def make_environment(folder: Path) -> Path:
+    (folder / "bin").mkdir(parents=True)
+    for name in ("python", "grpo"):
+        (folder / "bin" / name).write_text(SAYS)
+        (folder / "bin" / name).chmod(0o755)
+    return folder
+
+
+pytestmark = pytest.mark.skipif(has_trl(BARE), reason="the Python of this machine has the packages of the environment")
+
+
+def test_without_an_environment_it_says_what_to_run(door, checkout: Checkout) -> None:
+    done = door("--gpus", "2")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"grpo: environment: there is none in {checkout.root}/.venv."
+        f" Fix: run make setup in {checkout.root}, or export ENV_DIR=DIR of an environment that it made\n"
+    )
+
+
+@pytest.mark.parametrize("place", [".venv", "elsewhere"])
+def test_it_goes_on_in_the_environment_with_the_same_words(door, checkout: Checkout, place: str) -> None:
+    folder = make_environment(checkout.root / place)
+    chosen = {} if place == ".venv" else {"ENV_DIR": str(folder)}
+    done = door("--config", "my own.yaml", PYTHONPATH="/of/the/shell", PYTHONHOME="", MINE="kept", **chosen)
+    said, variables = done.stdout.splitlines()
+    assert said == f"{folder}/bin/python -P -s -m grpo_recipes.cli.colocated --config my own.yaml"
+    assert variables == "path= home= mine=kept"
+    assert done.returncode == 7
+
+
+@pytest.mark.parametrize("name", ["ENV_ACTIVATE", "CONDA_ENV"])
+def test_an_active_environment_of_the_users_own_is_used_as_it_is(door, checkout: Checkout, name: str) -> None:
+    make_environment(checkout.root / ".venv")
+    done = door(**{name: "theirs"})
+    assert done.returncode == 2 and "there is none" in done.stderr  # the Python that runs has no packages
+    packages = checkout.root / "packages"
+    (packages / "trl").mkdir(parents=True)
+    (packages / "trl/__init__.py").touch()
+    done = door(**{name: "theirs", "PYTHONPATH": str(packages)})
+    assert f"{os.path.basename(BARE)}: " in done.stderr and "grpo_recipes" in done.stderr  # it went on in that Python
