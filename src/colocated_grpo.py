@@ -11,13 +11,14 @@ import os
 import sys
 
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+OWN = ("ENV_ACTIVATE", "CONDA_ENV")  # which name an environment of the user's own: it is used as it is
 
 
 def find_environment():
     """Return the Python of the environment, and where it was looked for; the Python is None where there is none."""
     folder = os.path.abspath(os.environ.get("ENV_DIR") or os.path.join(REPOSITORY, ".venv"))
     python = os.path.join(folder, "bin", "python")
-    active = os.environ.get("ENV_ACTIVATE") or os.environ.get("CONDA_ENV")  # one of the user's own, used as it is
+    active = any(os.environ.get(name) for name in OWN)
     if not active and os.access(python, os.X_OK) and os.path.isfile(os.path.join(folder, "bin", "grpo")):
         return python, folder
     return (sys.executable if importlib.util.find_spec("trl") else None), folder
@@ -27,8 +28,10 @@ def main():
     """Go on in the environment; exit with 2 where there is none."""
     python, folder = find_environment()
     if python is None:
+        own = next((name for name in OWN if os.environ.get(name)), None)
+        what = f"{own} is set, and this Python has no packages of it" if own else f"there is none in {folder}"
         fix = f"run make setup in {REPOSITORY}, or export ENV_DIR=DIR of an environment that it made"
-        sys.stderr.write(f"grpo: environment: there is none in {folder}. Fix: {fix}\n")
+        sys.stderr.write(f"grpo: environment: {what}. Fix: {'activate it, or unset ' + own if own else fix}\n")
         sys.exit(2)
     # Packages of the login shell must not reach into the environment.
     variables = {name: text for name, text in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}

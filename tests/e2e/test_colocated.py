@@ -192,6 +192,28 @@ def test_two_nodes_add_up_to_one(slurm: SlurmCluster, launch: Callable[..., Laun
     assert difference(one_node, run) <= (0.0 if threads == plan["threads"] else 1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_the_door_trains_on_two_nodes(slurm: SlurmCluster, tmp_path: Path) -> None:
+    named = [one.address for name in psutil.net_if_addrs() for one in psutil.net_if_addrs()[name] if one.family == 2]
+    address = next((one for one in named if not one.startswith("127.")), None)
+    if address is None:
+        pytest.skip("this machine has no address but the loopback's")
+    door = f"{sys.executable} {REPOSITORY}/run_colocated_grpo.py --gpus 1 --nodes 2 --node-rank 0"
+    script = tmp_path / "job.sh"
+    script.write_text(f'#!/bin/bash\n{door} --master-addr {address} "$@"\n')
+    words = ("", "--nodes=2", f"--output={tmp_path}/job.log", str(script))
+
+    job, run = submit(slurm, tmp_path, "door-nodes", *SMALL, "--save_strategy", "no", words=words)
+    slurm.wait(job, "COMPLETED", timeout=300)
+
+    trainers = read_json(run.run_dir / "plan.json")["processes"]
+    assert [(one["role"], one["node"]) for one in trainers] == [("trainer", 0), ("trainer", 1)]
+    assert all(address in one["argv"] for one in trainers)  # where they meet
+    assert_vllm_has_the_trainers_weights(run, 3)
+    assert "NETWORK_INTERFACE=" in (tmp_path / "job.log").read_text() and run.processes() == []
+
+
 DROPS = """
 import os
 from transformers import TrainerCallback

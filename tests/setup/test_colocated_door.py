@@ -70,7 +70,8 @@ def test_it_goes_on_in_the_environment_with_the_same_words(door, checkout: Check
 def test_an_active_environment_of_the_users_own_is_used_as_it_is(door, checkout: Checkout, name: str) -> None:
     make_environment(checkout.root / ".venv")
     done = door(**{name: "theirs"})
-    assert done.returncode == 2 and "there is none" in done.stderr  # the Python that runs has no packages
+    what = f"grpo: environment: {name} is set, and this Python has no packages of it."
+    assert (done.returncode, done.stderr) == (2, f"{what} Fix: activate it, or unset {name}\n")
     packages = checkout.root / "packages"
     (packages / "trl").mkdir(parents=True)
     (packages / "trl/__init__.py").touch()
