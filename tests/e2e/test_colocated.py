@@ -192,6 +192,37 @@ def test_two_nodes_add_up_to_one(slurm: SlurmCluster, launch: Callable[..., Laun
     assert difference(one_node, run) <= (0.0 if threads == plan["threads"] else 1e-5)
 
 
+THEIRS = """
+model_name: "smoke:sums"
+vllm_config: {max_model_len: 256, gpu_memory_utilization: 0.4, disable_log_stats: true}
+fsdp_config: {sharding_strategy: "FULL_SHARD", cpu_offload: false, mixed_precision: true}
+learning_rate: 1e-5
+batch_size: 64
+max_iterations: 3
+dataset_name: smoke:sums
+reward_funcs: [pure_accuracy_math]
+max_completion_length: 8
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_the_yaml_of_a_co_located_trainer_trains_with_fsdp(launch: Callable[..., Launch], tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text(THEIRS)
+    door = [sys.executable, str(REPOSITORY / "run_colocated_grpo.py"), "--gpus", "2"]
+
+    run = launch(command=[*door, "--config", str(tmp_path / "theirs.yaml")], ENV_DIR=sys.prefix)
+
+    assert run.wait() == 0, run.output
+    plan, rows = read_json(run.run_dir / "plan.json"), run.rows()
+    assert plan["batch"]["world_size"] == 2 and plan["batch"]["completions"] == 64
+    (trainer,) = plan["processes"]
+    assert any(word.endswith("/fsdp2.yaml") for word in trainer["argv"])
+    # The trainer computes in bfloat16 with weights in float32, which vLLM has.
+    assert len(rows) == 3 and all(1e-4 < row["sampling/sampling_logp_difference/mean"] < 0.02 for row in rows)
+    assert_final_model_differs_from_the_first(run, plan["model"])
+
+
 @pytest.mark.slow
 @pytest.mark.rotating
 def test_the_door_trains_on_two_nodes(slurm: SlurmCluster, tmp_path: Path) -> None:
