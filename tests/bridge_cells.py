@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 TWO = ("--num_processes", "2")
+LORA = ("--use_peft", "--lora_target_modules", "all-linear", "--learning_rate", "2e-3")
 # (bridge, setup) -> the flags of a short run in tests/e2e/test_bridges.py, whose log-probs agree after every step.
 RUNS: dict[tuple[str, str], tuple[str, ...]] = {
     ("file", "tensor_parallel"): ("--vllm_tensor_parallel_size", "2"),
     ("shared", "ddp"): (*TWO, "--accelerator", "ddp"),
+    ("lora", "ddp"): (*LORA, *TWO, "--accelerator", "ddp"),
+    ("lora", "zero2"): (*LORA, *TWO, "--accelerator", "zero2"),
+    ("lora", "tensor_parallel"): (*LORA, "--vllm_tensor_parallel_size", "2"),
 }
 # (bridge, setup) -> the test that shows it.
 ELSEWHERE: dict[tuple[str, str], str] = {
     ("file", "single"): "tests/e2e/test_smoke_run.py::test_training_sh_trains_the_smoke_recipe",
     ("shared", "single"): "tests/e2e/test_bridges.py::test_the_smoke_recipe_learns_in_one_copy_of_the_weights",
     ("shared", "full"): "tests/e2e/test_bridges.py::test_the_smoke_recipe_learns_in_one_copy_of_the_weights",
+    ("lora", "single"): "tests/e2e/test_bridges.py::test_an_adapter_learns_alone",
+    ("lora", "lora"): "tests/e2e/test_bridges.py::test_an_adapter_learns_alone",
+    ("lora", "nodes"): "tests/e2e/test_two_nodes.py::test_a_server_alone_on_its_node_gets_the_weights_of_the_other",
     ("file", "full"): "tests/e2e/test_smoke_run.py::test_training_sh_trains_the_smoke_recipe",
     **{
         ("file", name): "tests/e2e/test_distributed.py::test_two_processes_train_through_the_server"

@@ -30,7 +30,7 @@ class FakeForgetfulProxy:
         self._server.shutdown()
 
     def _forgets(self, body: bytes) -> bool:
-        if b"grpo_load" not in body:
+        if b"grpo_load" not in body:  # nor grpo_load_adapter
             return False
         with self._lock:
             self._honest -= 1

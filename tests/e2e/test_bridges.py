@@ -10,9 +10,10 @@ from pathlib import Path
 import bridge_cells
 import psutil
 import pytest
+import requests
 import torch
 from documented import documented
-from fake_forgetful_proxy import FakeCopyingProxy
+from fake_forgetful_proxy import FakeCopyingProxy, FakeForgetfulProxy
 from one_by_one import Bench
 from real_runs import REPOSITORY, Launch, same_rows, weights_hash
 from test_server_restarts import engine_of
@@ -27,6 +28,16 @@ SHORT = ("--prompts_per_step", "8", "--num_generations", "8", "--save_steps", "1
 def test_the_smoke_recipe_learns_in_one_copy_of_the_weights(launch: Callable[..., Launch]) -> None:
     recipe = {"recipes/smoke/grpo.yaml": str(REPOSITORY / "recipes/smoke/grpo.yaml")}
     learned(launch(*documented("grpo launch recipes/smoke/grpo.yaml --weight_sync shared", recipe)[2:]))
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_an_adapter_learns_alone(launch: Callable[..., Launch]) -> None:
+    recipe = {"recipes/smoke/grpo.yaml": str(REPOSITORY / "recipes/smoke/grpo.yaml")}
+    shown = "grpo launch recipes/smoke/grpo.yaml --use_peft --weight_sync lora --learning_rate 2e-3 --max_steps 120"
+    run = launch(*documented(shown, recipe)[2:])
+    learned(run)
+    assert len(list((run.run_dir / "adapter").iterdir())) > 1
 
 
 def learned(run: Launch) -> None:
@@ -54,11 +65,11 @@ def test_the_server_has_the_weights_of_every_step(launch: Callable[..., Launch],
 @pytest.mark.slow
 @pytest.mark.rotating
 @pytest.mark.fault
-@pytest.mark.parametrize("bridge", ["shared"])
+@pytest.mark.parametrize(("bridge", "more"), [("shared", ()), ("lora", bridge_cells.LORA)], ids=["shared", "lora"])
 def test_a_server_killed_in_the_middle_is_replaced_and_nothing_is_lost(
-    launch: Callable[..., Launch], bridge: str
+    launch: Callable[..., Launch], bridge: str, more: tuple[str, ...]
 ) -> None:
-    keys = ("--weight_sync", bridge, *SHORT, "--max_steps", "6")
+    keys = ("--weight_sync", bridge, *SHORT, "--max_steps", "6", *more)
     run = launch(*keys)
     run.wait_for_step(2)
     began = time.monotonic()
@@ -77,9 +88,11 @@ def test_a_server_killed_in_the_middle_is_replaced_and_nothing_is_lost(
 
 @pytest.mark.slow
 @pytest.mark.rotating
-@pytest.mark.parametrize("bridge", ["shared"])
-def test_a_stopped_run_continues_as_if_it_had_not_been(launch: Callable[..., Launch], bridge: str) -> None:
-    keys = ("--weight_sync", bridge, *SHORT, "--max_steps", "6")
+@pytest.mark.parametrize(("bridge", "more"), [("shared", ()), ("lora", bridge_cells.LORA)], ids=["shared", "lora"])
+def test_a_stopped_run_continues_as_if_it_had_not_been(
+    launch: Callable[..., Launch], bridge: str, more: tuple[str, ...]
+) -> None:
+    keys = ("--weight_sync", bridge, *SHORT, "--max_steps", "6", *more)
     run = launch(*keys)
     run.wait_for_step(2)
     run.process.terminate()
@@ -105,6 +118,38 @@ def test_a_server_that_kept_its_own_copy_stops_the_run_at_the_first_sync(tmp_pat
     (cause,) = bench.causes()
     assert "WeightsDiffer: weights did not reach the server through the 'shared' bridge" in cause
     assert "step 0 was not taken" in cause and read_metrics(bench.run_dir) == []
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_an_adapter_one_step_old_stops_the_run(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "--weight_sync", "lora", *bridge_cells.LORA)
+    with bench.server() as url:
+        proxy = FakeForgetfulProxy(url, honest=1)
+        code, output = bench.train(proxy.port)
+        # A request for the base model gets the base model, whatever adapter was loaded beside it.
+        answer = requests.post(
+            f"{url}/v1/completions",
+            json={"model": bench.served, "prompt": [4, 5, 6], "max_tokens": 1, "logprobs": 0, "temperature": 0},
+            headers={"Authorization": f"Bearer {Path(bench.environment['GRPO_TOKEN_FILE']).read_text().strip()}"},
+            timeout=60,
+        ).json()
+        proxy.close()
+
+    assert code != 0 and proxy.forgotten == 1, output
+    (cause,) = bench.causes()
+    assert "WeightsDiffer: weights did not reach the server through the 'lora' bridge" in cause
+    assert "step 2 was not taken" in cause and len(read_metrics(bench.run_dir)) == 2
+    assert answer["choices"][0]["logprobs"]["token_logprobs"][0] == pytest.approx(greedy(bench.plan.model), abs=1e-4)
+
+
+def greedy(model: str) -> float:
+    """The largest log-prob of the first token after the prompt 4 5 6."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(torch.tensor([[4, 5, 6]])).logits
+    return logits[0, -1].log_softmax(-1).max().item()
 
 
 @pytest.mark.slow

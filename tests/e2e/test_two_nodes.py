@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import bridge_cells
 import psutil
 import pytest
 from documented import documented
@@ -72,14 +73,17 @@ def test_the_update_of_two_nodes_is_that_of_the_joined_batch(
 
 @pytest.mark.slow
 @pytest.mark.rotating
-def test_a_server_alone_on_its_node_gets_the_weights_of_the_other(slurm: SlurmCluster, tmp_path: Path) -> None:
-    job, run = submit(slurm, tmp_path, "apart", *SHORT, "--vllm_node", "own", words=("", "--nodes=2", "training.sh"))
+@pytest.mark.parametrize(("bridge", "keys"), [("file", ()), ("lora", bridge_cells.LORA)], ids=["file", "lora"])
+def test_a_server_alone_on_its_node_gets_the_weights_of_the_other(
+    slurm: SlurmCluster, tmp_path: Path, bridge: str, keys: tuple[str, ...]
+) -> None:
+    job, run = submit(slurm, tmp_path, f"apart-{bridge}", *SHORT, "--vllm_node", "own", "--weight_sync", bridge, *keys)
 
     slurm.wait(job, "COMPLETED", timeout=300)
 
     plan = json.loads((run.run_dir / "plan.json").read_text())
     assert [(process["role"], process["node"]) for process in plan["processes"]] == [("server", 0), ("trainer", 1)]
-    assert plan["server_apart"] and plan["bridge"] == "file"
+    assert plan["server_apart"] and plan["bridge"] == bridge
     rows = run.rows()
     assert len(rows) == 3 and all(row["sampling/sampling_logp_difference/mean"] < 1e-4 for row in rows)
     assert run.processes() == []

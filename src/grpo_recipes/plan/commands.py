@@ -22,7 +22,7 @@ from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS
 from grpo_recipes.recipe.learning import mixed_precision
-from grpo_recipes.recipe.registry import RECONNECTING
+from grpo_recipes.recipe.registry import LORA_RANKS, RECONNECTING
 from grpo_recipes.runs.rundir import SYNC_FOLDER
 from grpo_recipes.secrets import secret_name
 
@@ -255,7 +255,7 @@ def _network(
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         if interface is not None and name not in environment:
             variables[name] = interface  # left alone, gloo takes that of the host's name, NCCL the first it finds
-    if plan.bridge == "file" and plan.server_apart:
+    if plan.bridge in ("file", "lora") and plan.server_apart:
         variables["GRPO_SYNC_DIR"] = str(names.run_dir / SYNC_FOLDER)  # shared memory ends at the node
     return variables
 
@@ -300,6 +300,9 @@ def _server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: N
         # By itself vLLM wants a NUMA node for each worker, and ends where there are fewer.
         variables["VLLM_CPU_OMP_THREADS_BIND"] = environment.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     argv = server_command(recipe, plan.model, names.served, plan.server_host, plan.ports.server, plan.device)
+    if plan.bridge == "lora":
+        variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
+        argv += ["--enable-lora", "--max-lora-rank", str(next(one for one in LORA_RANKS if one >= recipe["lora_r"]))]
     log = environment.get("SERVER_LOG") or f"logs/liv_vllm_{names.run}_{names.timestamp}.log"
     on_loss: OnLoss = "restart" if plan.bridge in RECONNECTING else "restart with trainers"
     return Process("server", argv, variables, plan.server_gpus, log, ready="serving", on_loss=on_loss)

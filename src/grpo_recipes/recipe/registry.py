@@ -32,7 +32,7 @@ ON_GPUS, ON_CPU = "on GPUs", "on CPU"  # needs GPUs, on which nobody has run it 
 _UNFIT = {"cpu": ON_GPUS, "cuda": ON_CPU}  # what a bridge cannot do on a device
 _NO_SERVER = "there is no server"
 _BUFFERS = "DeepSpeed keeps the weights in buffers of its own"
-_SPLIT = "no training process has the whole weights"
+_SPLIT, _MAY_SPLIT = "no training process has the whole weights", "it may split the weights"
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,18 @@ BRIDGES = {
             zero2=_BUFFERS,
             zero3=_SPLIT,
             fsdp2=_SPLIT,
-            custom="it may split the weights",
+            custom=_MAY_SPLIT,
             lora="no training process has the merged weights",
             tensor_parallel="each worker has a part of the weights",
             nodes="memory ends at the node",
         ),
     ),
+    "lora": Bridge(
+        reconnects=True,
+        serves=_serving(YES, zero3=_SPLIT, fsdp2=_SPLIT, custom=_MAY_SPLIT, full="it carries an adapter (use_peft)"),
+    ),
 }
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the sizes vLLM makes room for
 RECONNECTING = frozenset(name for name, bridge in BRIDGES.items() if bridge.reconnects)
 
 

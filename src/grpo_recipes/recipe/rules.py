@@ -15,6 +15,7 @@ from grpo_recipes.recipe.learning import BY_GRADIENT, LEAST_SHARE, reached_share
 from grpo_recipes.recipe.registry import (
     BRIDGES,
     IN_CHILDREN,
+    LORA_RANKS,
     MODEBENCH_REWARD,
     OBJECTIVES,
     ONE_ANSWER,
@@ -388,6 +389,12 @@ RULES = (
         and [name for name in r["lora_target_modules"] or () if name.rpartition(".")[2] in EMBEDDINGS],
         "an adapter on '{item}' is not supported: log-probs are computed from the layer's own weights",
         "name linear layers between the embeddings, e.g. [q_proj, v_proj], or [all-linear]"),
+    Rule("{item}", lambda r: r["use_peft"] and r["weight_sync"] == "lora"
+        and given(r, "use_dora lora_modules_to_save", any_value=False),
+        "weight_sync: lora does not carry '{item}': vLLM serves plain adapters alone",
+        "remove {item}, or write weight_sync: file (the merged model)"),
+    Rule("lora_r", lambda r: r["use_peft"] and r["weight_sync"] == "lora" and r["lora_r"] > LORA_RANKS[-1],
+        "lora_r {lora_r} exceeds the rank that vLLM serves", f"write {LORA_RANKS[-1]}, or weight_sync: file"),
     # MaxEnt-GRPO, its controllers and the reference.
     Rule("{item}", lambda r: task_of(r) != MAXENT and given(r, "maxent_*"), "'{item}' changes nothing in a GRPO run",
         "{removal}, or make it a MaxEnt run (maxent_objective in the recipe, or MAXENT=1)"),

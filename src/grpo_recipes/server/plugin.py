@@ -76,6 +76,11 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def _plain(name: str) -> str:
+    """Return a parameter's name without the part that vLLM adds to layers that can have a LoRA adapter."""
+    return name.replace(".base_layer.", ".")
+
+
 def mapped_memory(file: str, size: int = 0) -> mmap.mmap:
     """Map a file into memory: an existing one whole, with ``size`` a new one of so many bytes, all of them reserved.
 
@@ -130,7 +135,7 @@ class WeightReport:
         """Return ``parameters``: name -> [fingerprint, dtype], tied ones once; ``packed``: fused name -> its parts."""
         model = self.get_model()  # type: ignore[attr-defined]
         parameters = {
-            name: [int(fingerprint(parameter.data)), str(parameter.dtype).removeprefix("torch.")]
+            _plain(name): [int(fingerprint(parameter.data)), str(parameter.dtype).removeprefix("torch.")]
             for name, parameter in model.named_parameters()
         }
         for prefix, module in model.named_modules():
@@ -139,8 +144,36 @@ class WeightReport:
                 for name, parameter in module.named_parameters(recurse=False):
                     if name in ("weight", "bias"):
                         owned = parameter.data[: module.num_heads * module.head_size]  # q's rows
-                        parameters[f"{prefix}.{name}"][0] = int(fingerprint(owned))
+                        parameters[_plain(f"{prefix}.{name}")][0] = int(fingerprint(owned))
         return {"parameters": parameters, "packed": dict(getattr(model, "packed_modules_mapping", {}))}
+
+    def grpo_adapters(self) -> list[int]:
+        """Return the ids of the LoRA adapters that are loaded."""
+        return sorted(self.list_loras())  # type: ignore[attr-defined]
+
+    def grpo_load_adapter(self, folder: str, lora_id: int) -> bool:
+        """Load the adapter of ``folder`` in the place of the one with that id."""
+        from vllm.lora.request import LoRARequest
+
+        request = LoRARequest(lora_name=folder, lora_int_id=lora_id, lora_path=folder, load_inplace=True)
+        return bool(self.add_lora(request))  # type: ignore[attr-defined]
+
+    def grpo_adapter_weights(self, lora_id: int) -> dict[str, Any]:
+        """Report an adapter as ``grpo_weights`` does the model: ``<layer>.lora_a`` and ``.lora_b``, which is scaled.
+
+        These are the tensors that are computed with. A layer that the adapter leaves alone, or the whole model without
+        that adapter, has zeros, whose fingerprint is 0.
+        """
+        manager = self.model_runner.lora_manager._adapter_manager  # type: ignore[attr-defined]
+        slots = [slot for slot, loaded in enumerate(manager.lora_index_to_id) if loaded == lora_id]
+        parameters = {}
+        for name, module in manager.modules.items():
+            parts = manager.packed_modules.get(name, [name])
+            for side in ("lora_a", "lora_b"):
+                for part, stacked in zip(parts, getattr(module, f"{side}_stacked", ()), strict=False):
+                    value = int(fingerprint(stacked[slots[0], 0])) if slots else 0
+                    parameters[f"{part}.{side}"] = [value, str(stacked.dtype).removeprefix("torch.")]
+        return {"parameters": parameters, "packed": {}}
 
     def grpo_config(self) -> dict[str, Any]:
         """Return what TRL asks vLLM's ``/server_info`` for, which runs pip too: seconds, and an error without it."""

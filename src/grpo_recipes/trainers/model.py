@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from grpo_recipes.errors import config_error, translate
 from grpo_recipes.recipe.configs import GRPOConfig, ModelConfig
 from grpo_recipes.trainers.rank import shards_weights
+from grpo_recipes.weights.lora import base_name
 
 
 def quoting(kinds: tuple[type[Exception], ...], where: str, what: str, fix: str) -> AbstractContextManager[None]:
@@ -162,9 +163,8 @@ def merged_parameters(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
     layers = {f"{name}.base_layer.weight": layer for name, layer in _adapted_layers(model).items()}
     for name, parameter in model.named_parameters():
         if model.prefix not in name and "original_module" not in name:
-            plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
             merged = _merged(layers[name]) if name in layers else parameter.data
-            yield plain.replace(".modules_to_save.default.", "."), merged
+            yield base_name(name).replace(".modules_to_save.default.", "."), merged
 
 
 def _adapted_layers(model: PeftModel) -> dict[str, BaseTunerLayer]:

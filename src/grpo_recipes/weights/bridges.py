@@ -9,10 +9,13 @@ from trl.generation import vllm_generation
 from grpo_recipes.attributes import replaced
 from grpo_recipes.weights.client import BridgeClient
 from grpo_recipes.weights.file import FileClient
+from grpo_recipes.weights.lora import LoraClient
 from grpo_recipes.weights.nccl import NcclClient
 from grpo_recipes.weights.shared import SharedClient
 
-CLIENTS: dict[str, type[BridgeClient]] = {client.bridge: client for client in (FileClient, NcclClient, SharedClient)}
+CLIENTS: dict[str, type[BridgeClient]] = {
+    client.bridge: client for client in (FileClient, NcclClient, SharedClient, LoraClient)
+}
 
 
 def bridge_in_place(name: str, **settings: Any) -> AbstractContextManager[Any]:
