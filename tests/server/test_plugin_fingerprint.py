@@ -64,8 +64,19 @@ def test_the_parts_of_a_fused_tensor_add_up_to_the_whole(tensor):
 @pytest.mark.parametrize("chunk", [1, 7, 3072, 1 << 22])
 def test_how_much_is_summed_at_a_time_does_not_matter(tensor, chunk, monkeypatch):
     whole = int(fingerprint(tensor))
-    monkeypatch.setattr(module, "_CHUNK", chunk)
+    monkeypatch.setattr(module, "_CPU_CHUNK", chunk)
     assert int(fingerprint(tensor)) == whole
+
+
+def test_it_is_the_sum_of_the_mixed_bits(tensor):
+    def signed(value):
+        return (value + WRAP // 2) % WRAP - WRAP // 2
+
+    total = 0
+    for one in bits(tensor).view(-1).tolist():
+        mixed = signed(one * 0x9E3779B97F4A7C1)
+        total += (mixed ^ (mixed >> 29)) * 0x3C79AC492BA7B653
+    assert int(fingerprint(tensor)) == signed(total)
 
 
 def test_a_view_that_is_not_contiguous_counts_its_own_elements(tensor):
@@ -77,6 +88,9 @@ def test_the_tensor_is_left_as_it_was(tensor):
     before = tensor.clone()
     fingerprint(torch.nn.Parameter(tensor))
     assert torch.equal(bits(before), bits(tensor))
+    wide = tensor.double()  # already as wide as the sum
+    fingerprint(wide)
+    assert torch.equal(wide, before.double())
 
 
 @pytest.mark.parametrize("empty", [torch.empty(0), torch.zeros(4)])

@@ -19,7 +19,8 @@ from grpo_recipes.process.tree import die_with_parent
 
 _INTEGER_VIEWS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ALIGNMENT = 64  # bytes: where a parameter begins in shared memory
-_CHUNK = 1 << 22  # elements at a time: 8 bytes each while they are summed, on a GPU that vLLM has filled
+# Elements at a time, each 8 bytes while they are mixed: for a GPU that vLLM has filled, or for a CPU core's own cache.
+_GPU_CHUNK, _CPU_CHUNK = 1 << 22, 1 << 15
 _LOGGER = logging.getLogger("vllm.grpo_recipes")  # a child of vLLM's own: only those reach the server's log
 
 
@@ -68,12 +69,13 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """
     bits = tensor.detach().contiguous().view(-1).view(_INTEGER_VIEWS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for chunk in bits.split(_CHUNK):
+    for chunk in bits.split(_CPU_CHUNK if tensor.device.type == "cpu" else _GPU_CHUNK):
         # Without mixing, one step of the last bit up in one element and down in another would cancel.
-        mixed = chunk.to(torch.int64) * 0x9E3779B97F4A7C1
+        mixed = chunk.to(torch.int64, copy=True)
+        mixed *= 0x9E3779B97F4A7C1
         mixed ^= mixed >> 29
-        total += (mixed * 0x3C79AC492BA7B653).sum()
-    return total
+        total += mixed.sum()
+    return total * 0x3C79AC492BA7B653
 
 
 def _plain(name: str) -> str:
