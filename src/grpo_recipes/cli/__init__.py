@@ -22,6 +22,7 @@ COMMANDS = {
     **dict.fromkeys(("new", "keys", "check", "check-rewards", "plan"), "recipes"),
     **dict.fromkeys(("doctor", "fetch"), "machine"),
     **dict.fromkeys(("launch", "submit", "sweep"), "runs"),
+    "compare": "compare",
     **dict.fromkeys(("status", "logs", "watch", "stop"), "follow"),
     "report": "runs",
     "completion": "shell",

@@ -177,7 +177,7 @@ def array_text(indices: Sequence[int], most: int | None = None) -> str:
 
 
 class SignalForwarder:
-    """Pass the signals of a sweep on to the launch that runs, which saves and ends.
+    """Pass the signals of a sweep on to the launches that run, which save and end.
 
     A launch has a session of its own, so that a Ctrl-C reaches it once, through us. All but USR1 are passed on as
     SIGINT: ``scancel`` sends SIGTERM to the launch as well, for which a second one would mean to end without saving.
@@ -186,8 +186,8 @@ class SignalForwarder:
     def __init__(self, request: Path | None = None) -> None:
         self.seen: int | None = None  # the first signal that came
         self._request = request  # the file by which `grpo stop` asks, as a SIGINT does
-        self._passed_on = False
-        self._child: subprocess.Popen[bytes] | None = None
+        self._told: set[int] = set()  # pids of the children that a signal was passed on to
+        self._children: list[subprocess.Popen[bytes]] = []
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             # nohup, or a shell's background job, has a signal ignored on purpose; a batch script has USR1 for us.
             if signum == signal.SIGUSR1 or signal.getsignal(signum) != signal.SIG_IGN:
@@ -195,9 +195,13 @@ class SignalForwarder:
 
     def _handle(self, signum: int, _: object) -> None:
         self.seen = self.seen or signum
-        if self._child is not None and self._child.poll() is None:
-            self._passed_on = True
-            self._child.send_signal(signum if signum == signal.SIGUSR1 else signal.SIGINT)
+        for child in self._children:
+            self._tell(child, signum)
+
+    def _tell(self, child: subprocess.Popen[bytes], signum: int) -> None:
+        if child.poll() is None:
+            self._told.add(child.pid)
+            child.send_signal(signum if signum == signal.SIGUSR1 else signal.SIGINT)
 
     def asked(self) -> bool:
         """Return whether the sweep is to end, by a signal or by ``grpo stop``."""
@@ -205,25 +209,35 @@ class SignalForwarder:
             self._handle(signal.SIGINT, None)
         return self.seen is not None
 
-    def run(self, argv: Sequence[str], environment: Mapping[str, str], log: Path | None) -> int:
-        """Run a launch to its end; return its exit code, 128+n for a signal.
-
-        Its output is added to the file ``log``, or goes where ours goes.
-        """
+    def begin(self, argv: Sequence[str], environment: Mapping[str, str], log: Path | None) -> subprocess.Popen[bytes]:
+        """Start a launch, which gets the signals; its output is added to ``log``, or goes where ours goes."""
         end_with_us = functools.partial(die_with_parent, os.getpid())
         with log.open("ab") if log else nullcontext() as file:
-            self._child = subprocess.Popen(
+            child = subprocess.Popen(
                 argv, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
                 start_new_session=True, preexec_fn=end_with_us,
             )  # fmt: skip
-            if self.seen is not None and not self._passed_on:  # it came while the child was made
-                self._handle(self.seen, None)
-            code = None
-            while code is None:
-                self.asked()
-                with suppress(subprocess.TimeoutExpired):
-                    code = self._child.wait(_LOOK_SECONDS)
+        self._children.append(child)
+        if self.seen is not None and child.pid not in self._told:  # it came while the child was made
+            self._tell(child, self.seen)
+        return child
+
+    def run(self, argv: Sequence[str], environment: Mapping[str, str], log: Path | None) -> int:
+        """Run a launch to its end; return its exit code, 128+n for a signal. The rest is as of ``begin``."""
+        child, code = self.begin(argv, environment, log), None
+        while code is None:
+            self.asked()
+            with suppress(subprocess.TimeoutExpired):
+                code = child.wait(_LOOK_SECONDS)
         return code if code >= 0 else 128 - code
+
+
+def note_refusal(folder: Path, code: int) -> None:
+    """Record a launch that ended before its attempt began, and recorded nothing itself."""
+    summary = read_json(folder / "summary.json")
+    if code and summary.get("status") == SUBMITTED:
+        cause = _last_line(folder / LOG) or "refused before it began; the job's output says why"
+        write_json(folder / "summary.json", {**summary, "status": "failed", "exit_code": code, "cause": cause})
 
 
 def run_trial(
@@ -233,10 +247,7 @@ def run_trial(
     folder = sweep.trial_dir(index)
     argv = python_module("grpo_recipes", "launch", "--resume", str(folder))
     code = forwarder.run(argv, {**environment, **submission.frozen_environment(folder, environment)}, log)
-    summary = read_json(folder / "summary.json")
-    if code and summary.get("status") == SUBMITTED:  # it ended before its attempt began, and recorded nothing
-        cause = _last_line(folder / LOG) or "refused before it began; the job's output says why"
-        write_json(folder / "summary.json", {**summary, "status": "failed", "exit_code": code, "cause": cause})
+    note_refusal(folder, code)
     return code
 
 

@@ -1,0 +1,287 @@
+"""`grpo compare`: one recipe with several ways for new weights to reach vLLM, side by side, and one table."""
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+from grpo_recipes.errors import EXIT_STOPPED, config_error
+from grpo_recipes.fetch.assets import find_assets
+from grpo_recipes.launch.submission import Submission, freeze, frozen_environment
+from grpo_recipes.paths import python_module, shown
+from grpo_recipes.plan.commands import Names
+from grpo_recipes.plan.devices import Resources, find_resources
+from grpo_recipes.plan.plan import make_plan
+from grpo_recipes.plan.ports import DEFAULT_PORTS
+from grpo_recipes.process.reports import aligned, print_line, say
+from grpo_recipes.process.terminal import LOG
+from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.check import resolve_recipe
+from grpo_recipes.recipe.document import read_flags
+from grpo_recipes.recipe.keys import nearest_of
+from grpo_recipes.recipe.registry import BRIDGES
+from grpo_recipes.report.page import NOTHING, short
+from grpo_recipes.runs.benchmark import FILE
+from grpo_recipes.runs.checkpoints import newest_complete
+from grpo_recipes.runs.rundir import make_folder, read_json, timestamp, write_json
+from grpo_recipes.sweep.folder import COMPLETED
+from grpo_recipes.sweep.run import SignalForwarder, note_refusal
+from grpo_recipes.sweep.spec import for_each
+
+RECORD = "compare.json"
+FOLDER = "comparisons"  # under run_root
+COLOCATE = "colocate"
+_LOOK_SECONDS = 0.5
+# The names that Atropos' example trainer has; with LoRA where the name says so, else as the recipe says.
+_THEIRS = {
+    "none": ("restart", False),
+    "shared_vllm": ("shared", False),
+    "lora_only": ("lora", True),
+    "lora_restart": ("restart", True),
+}
+MODES = {COLOCATE: (None, False), **{name: (name, name == "lora") for name in BRIDGES}, **_THEIRS}
+_SET_BY_MODES = ("weight_sync", "vllm_mode", "use_vllm")
+_STEPS = "max_steps"
+
+
+@dataclass(frozen=True)
+class Contest:
+    """What is compared, as the command line says it."""
+
+    recipe: str | None  # as the user names it; None for CONFIG or the default one
+    task: str | None
+    flags: Sequence[str]  # recipe flags of all modes
+    modes: str  # names between commas
+    steps: int | None = None  # None: as many as the recipe says
+    jobs: int | None = None  # modes that run at the same time, None for all
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One mode of a comparison."""
+
+    mode: str  # as the user wrote it
+    recipe: Recipe  # checked
+    names: Names
+
+
+def compare(contest: Contest, environment: Mapping[str, str]) -> int:
+    """Run the modes, print and write the table; return 0, 1 where a mode failed, 75 where a signal ended it.
+
+    A ConfigError says what is wrong with any of the modes, before anything is written or started.
+    """
+    modes = read_modes(contest)
+    resources = _own_node(find_resources(environment))
+    shares = _shares(resources, min(contest.jobs or len(modes), len(modes)), modes)
+
+    def resolved(mode: str) -> Recipe:
+        return resolve_recipe(contest.recipe, contest.task, _flags_of(contest, mode), environment, resources.device)
+
+    recipes = dict(zip(modes, for_each({mode: mode for mode in modes}, resolved), strict=True))
+    _need_different(recipes)
+    _need_own_ports(recipes, len(shares))
+    for_each(recipes, lambda recipe: make_plan(recipe, shares[0], environment))
+    folder, entries = _new_comparison(recipes, shares[0], environment)
+    at_once = "one after another" if len(shares) == 1 else f"{len(shares)} at the same time"
+    say(f"{len(entries)} modes, {at_once}, in {shown(folder)}")
+    codes, stopped = _run(entries, [share.gpus for share in shares], environment)
+    rows = [_row(entry, codes.get(entry.mode)) for entry in entries]
+    facts = {"device": resources.device, "cores": resources.cores, "gpus": list(resources.gpus)}
+    write_json(folder / RECORD, {**read_json(folder / RECORD), **facts, "at_once": len(shares), "modes": rows})
+    for line in table(rows, len(shares), resources):
+        print_line(line)
+    say(f"comparison in {shown(folder / RECORD)}")
+    if stopped is not None:
+        return EXIT_STOPPED
+    return int(any(row["status"] != COMPLETED for row in rows))
+
+
+def read_modes(contest: Contest) -> list[str]:
+    """Return the names of the modes; refuse unknown ones, flags that they set, and numbers below one."""
+    modes = [name.strip() for name in contest.modes.split(",")]
+    for name in modes:
+        if name not in MODES:
+            close = nearest_of(name, MODES)
+            raise config_error("--modes", f"'{name}' is not a mode", f"write {close or 'some of ' + ', '.join(MODES)}")
+        if (bridge := MODES[name][0]) is not None and bridge not in BRIDGES:
+            what = f"{name} is weight_sync: {bridge}, which this version does not have"
+            raise config_error("--modes", what, f"leave it out, or take {', '.join(BRIDGES)} or {COLOCATE}")
+    if twice := next((name for name in modes if modes.count(name) > 1), None):
+        raise config_error("--modes", f"{twice} is named twice", "name it once")
+    if len(modes) < 2:
+        raise config_error("--modes", "one mode compares nothing", "name two or more, e.g. file,shared")
+    given = {name.replace("-", "_") for name, _ in read_flags(contest.flags, [])}
+    for key in _SET_BY_MODES:
+        if key in given:
+            raise config_error(f"--{key}", "is set by the modes", f"remove it, and name modes: {', '.join(MODES)}")
+    if contest.steps is not None and _STEPS in given:
+        raise config_error("--steps", f"--{_STEPS} is given too", "keep one of the two")
+    for option, number in (("--steps", contest.steps), ("--jobs", contest.jobs)):
+        if number is not None and number < 1:
+            raise config_error(option, f"is {number}", "write 1 or more")
+    return modes
+
+
+def _flags_of(contest: Contest, mode: str) -> list[str]:
+    bridge, lora = MODES[mode]
+    flags = [*contest.flags, "--use_vllm", "true", "--vllm_mode", "server" if bridge else COLOCATE]
+    flags += ["--weight_sync", bridge] if bridge else []
+    flags += ["--use_peft", "true"] if lora else []
+    return flags if contest.steps is None else [*flags, f"--{_STEPS}", str(contest.steps)]
+
+
+def _own_node(resources: Resources) -> Resources:
+    """Return the resources without the job's, in which the comparison itself may run; several nodes are refused."""
+    if len(resources.nodes) > 1:
+        what = f"{len(resources.nodes)} nodes are allocated, and modes are compared on one"
+        raise config_error("sbatch --nodes", what, "ask for one node, with the GPUs of all modes")
+    return replace(resources, job=None)
+
+
+def _shares(resources: Resources, jobs: int, modes: Sequence[str]) -> list[Resources]:
+    """Deal the GPUs out to as many modes as run at the same time, each the same number of neighbours."""
+    if resources.device == "cpu":
+        return [resources] * jobs
+    each, need = len(resources.gpus) // jobs, 2 if any(MODES[mode][0] for mode in modes) else 1
+    if each < need:
+        what = f"{jobs} at the same time need {need * jobs} GPUs, {len(resources.gpus)} are visible"
+        fewer = len(resources.gpus) // need
+        raise config_error("--modes", what, f"add --jobs {fewer}" if fewer else "ask for more GPUs")
+    return [replace(resources, gpus=resources.gpus[place * each : (place + 1) * each]) for place in range(jobs)]
+
+
+def _need_different(recipes: Mapping[str, Recipe]) -> None:
+    """Refuse modes that are one and the same with this recipe."""
+    alike: dict[tuple[Any, ...], str] = {}
+    for mode, recipe in recipes.items():
+        first = alike.setdefault((MODES[mode][0], recipe["use_peft"]), mode)
+        if first != mode:
+            what = f"{first} and {mode} are the same with this recipe (weight_sync and use_peft)"
+            raise config_error("--modes", what, "keep one of the two")
+
+
+def _need_own_ports(recipes: Mapping[str, Recipe], jobs: int) -> None:
+    """Refuse a port that the user chose for modes that run at the same time."""
+    recipe = next(iter(recipes.values()))
+    for key in DEFAULT_PORTS:
+        if jobs > 1 and recipe.given(key):
+            what = f"{jobs} modes at the same time cannot have one {key}"
+            raise config_error(recipe.source(key), what, "remove it and let each choose, or add --jobs 1")
+
+
+def _new_comparison(
+    recipes: Mapping[str, Recipe], share: Resources, environment: Mapping[str, str]
+) -> tuple[Path, list[Entry]]:
+    """Make the folder with a frozen run for each mode; where that fails, leave nothing of it."""
+    recipe = next(iter(recipes.values()))
+    stamp, name = timestamp(), str(recipe["run_name"] or recipe.path.stem.removeprefix("config_"))
+    folder = (Path(os.path.expanduser(recipe["run_root"])) / FOLDER / f"{name}-{stamp}").absolute()
+    begun = make_folder(folder, f"cannot make the folder of the comparison {shown(folder)}")
+    if begun is None:
+        raise config_error("run_root", f"{shown(folder)} exists: another has just taken that name", "try again")
+    entries = []
+    try:
+        for mode, one in recipes.items():
+            names = Names(folder / mode, f"{name}-{mode}", f"{name}-{mode}", stamp)
+            assets = find_assets(one, environment)
+            plan = make_plan(one, share, environment, names, assets)
+            freeze(Submission(one, names, share, assets, plan, environment))
+            entries.append(Entry(mode, one, names))
+        write_json(folder / RECORD, {"name": name, "timestamp": stamp, **begun, "recipe": str(recipe.path.absolute())})
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return folder, entries
+
+
+def _run(
+    entries: Sequence[Entry], shares: Sequence[tuple[str, ...]], environment: Mapping[str, str]
+) -> tuple[dict[str, int], int | None]:
+    """Run every mode as soon as a share of the devices is free; return their exit codes, and the signal that came.
+
+    One that fails keeps the others going; a signal is passed on to those that run, and no other begins.
+    """
+    forwarder, waiting, free = SignalForwarder(), list(entries), list(shares)
+    running: dict[str, tuple[Entry, Popen[bytes], tuple[str, ...]]] = {}
+    codes: dict[str, int] = {}
+    while running or (waiting and not forwarder.asked()):
+        while waiting and free and not forwarder.asked():
+            entry, gpus = waiting.pop(0), free.pop(0)
+            running[entry.mode] = entry, _begin(entry, gpus, forwarder, environment), gpus
+        for entry, child, gpus in list(running.values()):
+            if (code := child.poll()) is not None:
+                del running[entry.mode]
+                free.append(gpus)
+                codes[entry.mode] = code = code if code >= 0 else 128 - code
+                folder = entry.names.run_dir
+                note_refusal(folder, code)
+                cause = read_json(folder / "summary.json").get("cause") or "its log says why"
+                say(f"{entry.mode} " + ("completed" if code == 0 else f"ended with code {code}: {cause}"))
+        time.sleep(_LOOK_SECONDS)
+    if forwarder.seen is not None:
+        say(f"{signal.Signals(forwarder.seen).name}: the comparison ends here")
+    return codes, forwarder.seen
+
+
+def _begin(
+    entry: Entry, gpus: tuple[str, ...], forwarder: SignalForwarder, environment: Mapping[str, str]
+) -> Popen[bytes]:
+    """Start the launch of a mode on its share of the GPUs."""
+    folder = entry.names.run_dir
+    own = {**environment, **frozen_environment(folder, environment)}
+    own |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+    where = f" on GPU {', '.join(gpus)}" if gpus else ""
+    say(f"{entry.mode} begins{where}; output in {shown(folder / LOG)}")
+    argv = python_module("grpo_recipes", "launch", "--resume", str(folder), "--benchmark")
+    return forwarder.begin(argv, own, folder / LOG)
+
+
+def _row(entry: Entry, code: int | None) -> dict[str, Any]:
+    """Return what a mode came to; None for what is not known."""
+    folder = entry.names.run_dir
+    summary, numbers = read_json(folder / "summary.json"), read_json(folder / FILE)
+    checkpoint = newest_complete(folder / "checkpoints")
+    files = [path for path in checkpoint.rglob("*") if path.is_file()] if checkpoint else []
+    return {
+        "mode": entry.mode,
+        "bridge": MODES[entry.mode][0] or COLOCATE,
+        "use_peft": entry.recipe["use_peft"],
+        "run": str(folder),
+        "status": "not started" if code is None else summary.get("status", "unknown"),
+        "exit_code": code,
+        "cause": summary.get("cause"),
+        "benchmark": numbers or None,
+        "checkpoint_bytes": sum(path.stat().st_size for path in files) if files else None,
+        "initial_reward": summary.get("initial_reward"),
+        "final_reward": summary.get("final_reward"),
+    }
+
+
+def table(rows: Sequence[Mapping[str, Any]], at_once: int, resources: Resources) -> list[str]:
+    """Return the table, its foot, and a line for each mode that did not complete."""
+    cells = [("mode", "status", "steps", "step s", "sync s", "syncs", "memory GB", "checkpoint MB", "reward")]
+    for row in rows:
+        numbers, size = row["benchmark"] or {}, row["checkpoint_bytes"]
+        peak = numbers.get("peak_gpu_memory_gb", numbers.get("peak_process_memory_gb"))
+        known = [
+            numbers.get(name) for name in ("total_steps", "avg_step_time_seconds", "avg_sync_time_seconds", "syncs")
+        ]
+        known += [peak, None if size is None else size / 1e6, row["final_reward"]]
+        cells.append((row["mode"], str(row["status"]), *(NOTHING if one is None else short(one) for one in known)))
+    whose = "process (RSS)" if resources.device == "cpu" else "process on its GPU"
+    foot = [f"memory: the peak of the first training {whose}; checkpoint: all that a resume reads"]
+    if resources.device == "cpu" and at_once > 1:
+        foot.append(
+            f"{at_once} modes shared {resources.cores} CPU cores: their times are longer than of one alone (--jobs 1)"
+        )
+    if len({row["use_peft"] for row in rows}) > 1:
+        foot.append(
+            "LoRA and full training learn at different speeds: compare their rewards at learning rates of their own"
+        )
+    ended = [f"{row['mode']}: {row['cause'] or row['status']}" for row in rows if row["status"] != COMPLETED]
+    return [*aligned(cells, numbers=True), *foot, *ended]

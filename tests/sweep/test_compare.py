@@ -1,0 +1,228 @@
+"""`grpo compare`: what is refused, what runs at the same time and where, and the table. Launches are fakes."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grpo_recipes import cli
+from grpo_recipes.plan.devices import Node, Resources
+from grpo_recipes.recipe import read_frozen
+from grpo_recipes.runs.benchmark import mode_of
+from grpo_recipes.runs.rundir import read_json, write_json
+from grpo_recipes.sweep import compare as module
+from grpo_recipes.sweep.run import SignalForwarder
+from sweep.conftest import SMOKE
+
+NUMBERS = {
+    "total_steps": 3, "avg_step_time_seconds": 0.25, "avg_sync_time_seconds": 0.0312, "syncs": 3,
+    "peak_process_memory_gb": 0.945,
+}  # fmt: skip
+
+
+class FakeLaunches:
+    """In place of `grpo launch --resume DIR --benchmark`, each of which ends when it has been looked at twice.
+
+    Attributes:
+        began: the modes with their GPUs, in order.
+        most: how many were under way at the same time.
+        codes: exit code by mode; 0 by default.
+        signal_after: modes that begin before a signal comes.
+    """
+
+    def __init__(self) -> None:
+        self.began: list[tuple[str, str | None]] = []
+        self.most = self.alive = 0
+        self.codes: dict[str, int] = {}
+        self.signal_after = 99
+
+    def begin(self, forwarder: SignalForwarder, argv: list[str], environment: dict[str, str], log: Path) -> Any:
+        assert argv[-3] == "--resume" and argv[-1] == "--benchmark" and log.parent == Path(argv[-2])
+        folder, left = Path(argv[-2]), [None, None]
+        self.began.append((folder.name, environment.get("CUDA_VISIBLE_DEVICES")))
+        self.alive += 1
+        self.most = max(self.most, self.alive)
+        if len(self.began) == self.signal_after:
+            forwarder.seen = signal.SIGINT
+
+        def poll() -> int | None:
+            if left:
+                return left.pop()
+            self.alive -= 1
+            code = self.codes.get(folder.name, 0)
+            if code == 2:
+                log.write_text("grpo: here it is refused. Fix: mend it\n")
+                return code
+            self.leave(folder, code)
+            return code
+
+        return SimpleNamespace(poll=poll)
+
+    def leave(self, folder: Path, code: int) -> None:
+        status = {0: "completed", 75: "stopped"}.get(code, "failed")
+        ended = {"status": status, "exit_code": code, "cause": None if code == 0 else "a fake cause"}
+        summary = {**read_json(folder / "summary.json"), **ended, "initial_reward": 0.1, "final_reward": 0.375}
+        write_json(folder / "summary.json", summary)
+        if code == 0:
+            write_json(folder / "benchmark.json", NUMBERS)
+            checkpoint = folder / "checkpoints/checkpoint-3"
+            checkpoint.mkdir(parents=True)
+            (checkpoint / "model.safetensors").write_bytes(bytes(1_230_000))
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> FakeLaunches:
+    fake = FakeLaunches()
+    monkeypatch.setattr(SignalForwarder, "__init__", lambda self, *_: setattr(self, "seen", None))
+    monkeypatch.setattr(SignalForwarder, "asked", lambda self: self.seen is not None)
+    monkeypatch.setattr(SignalForwarder, "begin", lambda forwarder, *arguments: fake.begin(forwarder, *arguments))
+    monkeypatch.setattr(module, "newest_complete", lambda folder: next(folder.glob("checkpoint-*"), None))
+    monkeypatch.setattr(module, "_LOOK_SECONDS", 0)
+    return fake
+
+
+@pytest.fixture
+def compare(folder: Path, fakes: FakeLaunches) -> Callable[..., int]:
+    """``compare("file,shared", ...)``: `grpo compare` of the smoke recipe; its exit code."""
+    return lambda modes, *arguments: cli.main(["compare", SMOKE, "--modes", modes, *arguments])
+
+
+def record(folder: Path) -> tuple[Path, dict[str, Any]]:
+    (path,) = folder.glob("runs/comparisons/*/compare.json")
+    return path.parent, json.loads(path.read_text())
+
+
+def test_every_mode_is_one_run_and_a_row_of_the_table(compare, fakes, folder, capsys):
+    assert compare("shared_vllm,lora_only,colocate", "--steps", "3", "--learning_rate", "3e-4") == 0
+    place, kept = record(folder)
+    recipes = {mode: read_frozen(place / mode / "recipe.yaml") for mode in ("shared_vllm", "lora_only", "colocate")}
+    made = {mode: (one["vllm_mode"], one["weight_sync"], one["use_peft"]) for mode, one in recipes.items()}
+    assert made == {
+        "shared_vllm": ("server", "shared", False),
+        "lora_only": ("server", "lora", True),
+        "colocate": ("colocate", "auto", False),
+    }
+    assert all(one["max_steps"] == 3 and one["learning_rate"] == 3e-4 for one in recipes.values())
+    (shared, lora, _) = kept["modes"]
+    assert shared["benchmark"] == NUMBERS and shared["checkpoint_bytes"] == 1_230_000
+    assert (lora["bridge"], lora["use_peft"], lora["final_reward"]) == ("lora", True, 0.375)
+    assert kept["at_once"] == 3 and kept["code"]["commit"]
+    said = capsys.readouterr().out
+    heads, *rows = (line.split() for line in said[said.index("mode  ") :].splitlines()[:4])
+    assert heads[:3] == ["mode", "status", "steps"]
+    assert rows[0] == ["shared_vllm", "completed", "3", "0.25", "0.0312", "3", "0.945", "1.23", "0.375"]
+    assert [row[0] for row in rows] == ["shared_vllm", "lora_only", "colocate"]
+    assert "LoRA and full training learn at different speeds" in said
+
+
+def test_without_steps_the_recipe_says_how_many(compare, folder):
+    assert compare("file,shared") == 0
+    place, _ = record(folder)
+    assert read_frozen(place / "file/recipe.yaml")["max_steps"] == 60
+
+
+def test_jobs_says_how_many_run_at_the_same_time(compare, fakes, capsys):
+    assert compare("file,shared,colocate") == 0 and fakes.most == 3
+    assert "3 modes shared" in capsys.readouterr().out
+    fakes.most = 0
+    assert compare("file,shared,colocate", "--jobs", "1", "--run_root", "others") == 0 and fakes.most == 1
+    assert "modes shared" not in capsys.readouterr().out
+
+
+def test_a_mode_that_fails_is_a_row_with_its_cause_and_the_others_complete(compare, fakes, folder, capsys):
+    fakes.codes = {"file": 3, "shared": 2}
+    assert compare("file,shared,colocate", "--jobs", "1") == 1
+    _, kept = record(folder)
+    assert [(row["status"], row["exit_code"]) for row in kept["modes"]] == [
+        ("failed", 3), ("failed", 2), ("completed", 0),
+    ]  # fmt: skip
+    said = capsys.readouterr().out
+    assert "\nfile: a fake cause\n" in said and "\nshared: here it is refused. Fix: mend it\n" in said
+    assert kept["modes"][0]["benchmark"] is None and kept["modes"][0]["checkpoint_bytes"] is None
+
+
+def test_after_a_signal_no_other_begins(compare, fakes, folder, capsys):
+    fakes.signal_after, fakes.codes = 1, {"file": 75}
+    assert compare("file,shared", "--jobs", "1") == 75
+    assert [mode for mode, _ in fakes.began] == ["file"]
+    assert [row["status"] for row in record(folder)[1]["modes"]] == ["stopped", "not started"]
+    assert "SIGINT: the comparison ends here" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("modes", "flags", "problem"),
+    [
+        ("file", (), "one mode compares nothing"),
+        ("file,shard", (), "'shard' is not a mode. Fix: write shared"),
+        ("file,nccl", (), "nccl: --weight_sync: nccl needs GPUs"),
+        ("lora,lora_only", (), "lora and lora_only are the same with this recipe"),
+        ("file,file", (), "file is named twice"),
+        ("file,shared", ("--jobs", "0"), "--jobs: is 0"),
+        ("file,shared", ("--steps", "0"), "--steps: is 0"),
+        ("file,shared", ("--steps", "3", "--max_steps", "4"), "--max_steps is given too"),
+        ("file,shared", ("--vllm_server_port", "8123"), "2 modes at the same time cannot have one vllm_server_port"),
+        ("file,shared", ("--weight_sync", "file"), "--weight_sync: is set by the modes"),
+        ("file,shared", ("--use_peft", "true"), "shared: --weight_sync: shared does not work with LoRA"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_before_anything_is_written(
+    compare, fakes, folder, capsys, modes, flags, problem
+):
+    assert compare(modes, *flags) == 2
+    assert problem in capsys.readouterr().err
+    assert fakes.began == [] and not (folder / "runs").exists()
+
+
+def test_a_bridge_that_is_not_there_is_named(compare, monkeypatch, capsys):
+    monkeypatch.setattr(module, "BRIDGES", {"file": module.BRIDGES["file"]})
+    assert compare("file,shared_vllm") == 2
+    assert "shared_vllm is weight_sync: shared, which this version does not have" in capsys.readouterr().err
+
+
+def with_gpus(monkeypatch: pytest.MonkeyPatch, count: int, nodes: tuple[Node, ...] = ()) -> None:
+    resources = Resources("cuda", tuple(map(str, range(count))), 16, nodes=nodes)
+    monkeypatch.setattr(module, "find_resources", lambda environment: resources)
+
+
+def test_gpus_are_dealt_out_disjointly(compare, fakes, monkeypatch, capsys):
+    with_gpus(monkeypatch, 5)
+    assert compare("nccl,file") == 0
+    assert fakes.began == [("nccl", "0,1"), ("file", "2,3")]
+    assert "peak of the first training process on its GPU" in capsys.readouterr().out
+    fakes.began = []
+    assert compare("nccl,file", "--jobs", "1", "--run_root", "others") == 0
+    assert fakes.began == [("nccl", "0,1,2,3,4"), ("file", "0,1,2,3,4")]
+
+
+@pytest.mark.parametrize(
+    ("modes", "gpus", "problem"),
+    [
+        ("nccl,file", 1, "2 at the same time need 4 GPUs, 1 are visible. Fix: ask for more GPUs"),
+        ("nccl,file", 3, "2 at the same time need 4 GPUs, 3 are visible. Fix: add --jobs 1"),
+        ("nccl,file,colocate", 5, "3 at the same time need 6 GPUs, 5 are visible. Fix: add --jobs 2"),
+    ],
+)
+def test_too_few_gpus_are_refused(compare, fakes, folder, monkeypatch, capsys, modes, gpus, problem):
+    with_gpus(monkeypatch, gpus)
+    assert compare(modes) == 2
+    assert problem in capsys.readouterr().err
+    assert fakes.began == [] and not (folder / "runs").exists()
+
+
+def test_several_nodes_are_refused(compare, monkeypatch, capsys):
+    with_gpus(monkeypatch, 4, (Node(("0",), 4, "a"), Node(("0",), 4, "b")))
+    assert compare("nccl,file") == 2
+    assert "2 nodes are allocated, and modes are compared on one" in capsys.readouterr().err
+
+
+def test_atropos_names_are_those_of_the_benchmark(tmp_path):
+    for name in ("none", "shared_vllm", "lora_only", "lora_restart"):
+        bridge, lora = module.MODES[name]
+        run = SimpleNamespace(plan={"bridge": bridge}, value={"use_peft": lora}.get)
+        assert mode_of(run) == name
