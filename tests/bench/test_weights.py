@@ -11,7 +11,10 @@ from types import ModuleType
 import pytest
 import torch
 
+from grpo_recipes.runs.rundir import read_json
+
 HOME = Path(__file__).resolve().parents[2]
+RECORD = HOME / "bench/results/weights.json"
 
 
 @pytest.fixture(scope="module")
@@ -62,3 +65,8 @@ def test_the_plain_copy_has_every_byte(bench, tmp_path):
     bench.plain_copy(model, tmp_path / "copy")
     parts = [one.detach().view(-1).view(torch.uint8).numpy().tobytes() for one in model.parameters()]
     assert (tmp_path / "copy").read_bytes() == b"".join(parts)
+
+
+def test_the_record_has_the_figures_of_its_rounds(bench):
+    record = read_json(RECORD)
+    assert record["cases"] and record["figures"] == bench.figures(record["cases"])

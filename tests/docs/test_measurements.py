@@ -71,6 +71,17 @@ def test_the_overhead_that_the_page_tells_is_the_recorded_one() -> None:
     assert f"The goal was {record['target']}" in text and record["command"] in text
 
 
+def test_the_cost_of_a_sync_is_the_recorded_one() -> None:
+    record, rows = json.loads((REPOSITORY / "bench/results/weights.json").read_text()), []
+    for size, bridges in record["figures"].items():
+        for name, found in bridges.items():
+            memory = f"{found['pss to weights']:.2f}" if "pss to weights" in found else "-"
+            times = [f"{found[kind]:.1f}" for kind in ("sync to copy", "sync without guard to copy")]
+            millions = f"{record['cases'][size][name]['parameters'] / 1e6:.0f}M"
+            rows.append([f"`{name}`", millions, *times, f"{found['moved to weights']:.2f}", memory])
+    assert rows and table_rows(REPOSITORY / "docs/weights.md", "bridge") == rows
+
+
 def test_defaults_that_surprise_are_those_of_the_keys() -> None:
     rows = table_rows(REPOSITORY / "docs/training-guide.md", "key")
     told = {name.strip("`"): float(value.strip("`")) for name, value, why in rows if why}
