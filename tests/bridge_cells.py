@@ -11,6 +11,9 @@ RUNS: dict[tuple[str, str], tuple[str, ...]] = {
     ("lora", "ddp"): (*LORA, *TWO, "--accelerator", "ddp"),
     ("lora", "zero2"): (*LORA, *TWO, "--accelerator", "zero2"),
     ("lora", "tensor_parallel"): (*LORA, "--vllm_tensor_parallel_size", "2"),
+    **{("restart", name): (*TWO, "--accelerator", name) for name in ("ddp", "zero2", "zero3", "fsdp2")},
+    ("restart", "lora"): LORA,
+    ("restart", "tensor_parallel"): ("--vllm_tensor_parallel_size", "2"),
 }
 # (bridge, setup) -> the test that shows it.
 ELSEWHERE: dict[tuple[str, str], str] = {
@@ -20,6 +23,10 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("lora", "single"): "tests/e2e/test_bridges.py::test_an_adapter_learns_alone",
     ("lora", "lora"): "tests/e2e/test_bridges.py::test_an_adapter_learns_alone",
     ("lora", "nodes"): "tests/e2e/test_two_nodes.py::test_a_server_alone_on_its_node_gets_the_weights_of_the_other",
+    ("restart", "single"): "tests/e2e/test_bridges.py::test_a_new_server_for_each_model_learns",
+    ("restart", "full"): "tests/e2e/test_bridges.py::test_a_new_server_for_each_model_learns",
+    ("restart", "nodes"): "tests/e2e/test_two_nodes.py::test_a_server_alone_on_its_node_gets_the_weights_of_the_other",
+    ("restart", "custom"): "tests/e2e/test_distributed.py::test_config_file_replaces_the_packaged_accelerate_file",
     ("file", "full"): "tests/e2e/test_smoke_run.py::test_training_sh_trains_the_smoke_recipe",
     **{
         ("file", name): "tests/e2e/test_distributed.py::test_two_processes_train_through_the_server"

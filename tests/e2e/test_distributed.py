@@ -42,14 +42,17 @@ def test_two_processes_train_through_the_server(launch: Callable[..., Launch], a
 
 @pytest.mark.slow
 @pytest.mark.rotating
-def test_config_file_replaces_the_packaged_accelerate_file(launch: Callable[..., Launch], tmp_path: Path) -> None:
+@pytest.mark.parametrize("bridge", ["file", "restart"])
+def test_config_file_replaces_the_packaged_accelerate_file(
+    launch: Callable[..., Launch], tmp_path: Path, bridge: str
+) -> None:
     # Found, not imported: TRL lowers vLLM's log level in the environment of whoever imports it.
     spec = importlib.util.find_spec("trl")
     assert spec is not None and spec.origin is not None
     packaged = Path(spec.origin).parent / "accelerate_configs" / "zero2.yaml"
     mine = tmp_path / "mine.yaml"
     mine.write_text(packaged.read_text())
-    run = launch(*SHORT, "--run_name", "custom", CONFIG_FILE=str(mine))
+    run = launch(*SHORT, "--weight_sync", bridge, "--run_name", "custom", CONFIG_FILE=str(mine))
 
     assert run.wait() == 0, run.output
 

@@ -73,7 +73,7 @@ def test_the_update_of_two_nodes_is_that_of_the_joined_batch(
 
 @pytest.mark.slow
 @pytest.mark.rotating
-@pytest.mark.parametrize(("bridge", "keys"), [("file", ()), ("lora", bridge_cells.LORA)], ids=["file", "lora"])
+@pytest.mark.parametrize(("bridge", "keys"), [("file", ()), ("lora", bridge_cells.LORA), ("restart", ())])
 def test_a_server_alone_on_its_node_gets_the_weights_of_the_other(
     slurm: SlurmCluster, tmp_path: Path, bridge: str, keys: tuple[str, ...]
 ) -> None:

@@ -101,12 +101,13 @@ def fake_run(read, planned, tmp_path):
         processes = [
             Process(
                 "server",
-                [sys.executable, FAKE, server, str(plan.ports.server), "name"],
+                [sys.executable, FAKE, server, str(plan.ports.server), "name", "--model", "first"],
                 {},
                 (),
                 f"{folder}/s.log",
                 ready="serving",
                 on_loss="restart with trainers" if bridge == "nccl" else "restart",
+                renewed=bridge == "restart",
             ),
             Process(
                 "trainer",
@@ -118,7 +119,12 @@ def fake_run(read, planned, tmp_path):
             ),
             *others,
         ]
-        environment = {**os.environ, "GRPO_RUN_DIR": str(folder), "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
+        environment = {
+            **os.environ,
+            "GRPO_RUN_DIR": str(folder),
+            "GRPO_SYNC_DIR": str(tmp_path / "sync"),
+            "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"),
+        }
         run = Run(folder)
         names = Names(folder, "fake", "name", "stamp")
         plan = replace(plan, processes=processes)
@@ -148,6 +154,39 @@ def test_a_bridge_that_reconnects_gets_a_new_server_at_the_old_address_and_the_r
     assert run.summary()["server_restarts"] == 1
     assert "was killed by signal 9: the server alone is started again (1 of 2)" in capsys.readouterr().out
     assert run.state()["state"] == "gone"
+
+
+def test_a_server_is_started_again_with_each_model_that_the_trainer_names(fake_run, tmp_path, capsys):
+    run = fake_run(steps=20, bridge="restart")
+    commands = []
+
+    def ready(epoch: int, number: int) -> None:
+        state = {"epoch": epoch, "state": "ready", "model": str(tmp_path / f"sync/model-{number}")}
+        run.wait_until(lambda: run.state() == state)
+        commands.append(psutil.Process(read_json(run.folder / "processes/server.json")["pid"]).cmdline()[-1])
+
+    def name(number: int) -> None:
+        folder = tmp_path / f"sync/model-{number}"
+        folder.mkdir(parents=True)
+        (tmp_path / "link").symlink_to(folder)
+        (tmp_path / "link").replace(tmp_path / "sync/newest_model")
+
+    def train() -> None:
+        run.wait_for_step(2)
+        assert run.state() == {"epoch": 1, "state": "ready"}
+        trainer = read_json(run.folder / "processes/trainer.json")
+        name(1)
+        ready(2, 1)
+        run.kill("server")
+        ready(3, 1)  # one that dies has the same model again
+        name(2)
+        ready(4, 2)
+        assert read_json(run.folder / "processes/trainer.json") == trainer
+
+    assert run.then(train).end() == Ending(0)
+    assert [Path(one).name for one in commands] == ["model-1", "model-1", "model-2"]
+    assert run.summary()["server_restarts"] == 1  # the one that died
+    assert capsys.readouterr().out.count("started again") == 1
 
 
 def test_without_reconnecting_both_go_on_from_the_newest_checkpoint(fake_run, capsys):

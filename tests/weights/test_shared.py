@@ -178,7 +178,9 @@ def test_a_new_server_gets_the_weights_of_now_and_shares_them(client):
 
 
 def test_the_server_finishes_its_requests_before_a_step_and_waits_for_its_end(client):
-    (callback,) = client.callbacks
+    callbacks = []
+    client.join(SimpleNamespace(add_callback=callbacks.append))
+    (callback,) = callbacks
     callback.on_pre_optimizer_step(None, None, None)
     callback.on_optimizer_step(None, None, None)
     assert client.asked == []  # nothing is shared yet

@@ -89,7 +89,7 @@ def space(case: Case) -> Finding:
     full = f"make room, or write {disk.fix}"
     endless = "write save_total_limit: 2: without it the disk fills with every save_steps"
     findings = [judge(what, (not disk.fits, PROBLEM, full), (disk.checkpoints is None, WARNING, endless))]
-    if case.plan.bridge == "file":
+    if case.plan.bridge in ("file", "restart"):
         folder = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else case.temporary
         free = shutil.disk_usage(folder).free
         what = f"{gigabytes(disk.parts['model'])} a sync, {gigabytes(free)} free in {folder}"

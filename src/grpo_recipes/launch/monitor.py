@@ -16,7 +16,7 @@ import psutil
 
 from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.launch.attempt import Attempt
-from grpo_recipes.launch.processes import Ending, Group, rank_pids
+from grpo_recipes.launch.processes import Ending, Group, newest_model, rank_pids
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.ports import Activity, generated_tokens
 from grpo_recipes.process.reports import print_line, say
@@ -243,6 +243,7 @@ class Monitor:
                 self._stop.out_of_time(why)
             if trainers := self._trainers():
                 ending = self._server_stall(phases, now) or self._rank_stall(trainers, phases, now)
+        ending = ending or self._renewal()
         self._stop.look()
         if self._stop.requested and not self._stop_passed_on:
             self._stop_passed_on = True
@@ -313,6 +314,16 @@ class Monitor:
         stacks = dump_stacks(self._folder, (), server)
         cause = f"the vLLM server has made no token for {seconds:.0f} s (server_stall_timeout {limit:g}){stacks}"
         return Ending(1, cause, log=server.log, lost=server.process)
+
+    def _renewal(self) -> Ending | None:
+        """Return the end of a server that is to be started again with a newer model."""
+        server = self._server()
+        if server is None or self._stop.requested:
+            return None
+        newest = newest_model(server.process, self._attempt.environment)
+        if newest is None or newest in server.process.argv:
+            return None
+        return Ending(0, lost=server.process, renews=True)
 
     def _rank_stall(self, trainers: Group, phases: list[Phase], now: float) -> Ending | None:
         ranks = rank_pids(self._folder)

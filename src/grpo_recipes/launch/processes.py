@@ -34,6 +34,7 @@ from grpo_recipes.process.scratch import Scratch, SegmentRecorder
 from grpo_recipes.process.terminal import readable, without_library_frames
 from grpo_recipes.report.pages import report_line
 from grpo_recipes.runs.rundir import (
+    NEWEST_MODEL,
     SYNC_FOLDER,
     finish_summary,
     json_mapping,
@@ -65,6 +66,7 @@ class Ending:
     failed_rank: int | None = None  # the rank that failed first
     log: Path | None = None  # its last lines explain the ending
     lost: Process | None = None  # the process that was lost, where it is not a trainer
+    renews: bool = False  # whether it works, and is only to be started again with another model
 
 
 @dataclass(frozen=True)
@@ -258,6 +260,14 @@ class Group:
             thread.start()
         for thread in threads:  # not an executor: a signal must be able to interrupt the wait
             thread.join()
+
+
+def newest_model(process: Process, environment: Mapping[str, str]) -> str | None:
+    """Return the folder of the model that a process is to be started with, where the trainer has named one."""
+    if not process.renewed:
+        return None
+    link = Path(process.full_environment(environment)["GRPO_SYNC_DIR"]) / NEWEST_MODEL
+    return str(link.resolve()) if link.exists() else None
 
 
 def wait_for_ending(

@@ -20,9 +20,18 @@ from grpo_recipes.launch import resolve
 from grpo_recipes.launch.attempt import Attempt, end_without_run, finish, go_back, prepare, say_start
 from grpo_recipes.launch.monitor import Monitor, StoppedAtOnce, StopSignals
 from grpo_recipes.launch.nodes import NodeWorkers, RemoteChild, preflight_nodes
-from grpo_recipes.launch.processes import Child, Ending, Group, Started, ending_of, find_ending, wait_for_ending
+from grpo_recipes.launch.processes import (
+    Child,
+    Ending,
+    Group,
+    Started,
+    ending_of,
+    find_ending,
+    newest_model,
+    wait_for_ending,
+)
 from grpo_recipes.paths import shown
-from grpo_recipes.plan.commands import base_environment, run_environment, wandb_environment, with_processes
+from grpo_recipes.plan.commands import Process, base_environment, run_environment, wandb_environment, with_processes
 from grpo_recipes.plan.devices import Resources, find_resources
 from grpo_recipes.plan.estimates import need_room
 from grpo_recipes.plan.plan import describe, make_plan, with_sources
@@ -173,6 +182,8 @@ class Restarts:
     def after(self, ending: Ending, stopping: bool) -> Ending:
         """Return the ending; where nothing is started again it has no ``lost``, and names the bound that forbids it."""
         lost = ending.lost
+        if ending.renews:
+            return ending
         if lost is None or lost.on_loss == "fail" or stopping or self.most == 0:
             return replace(ending, lost=None)
         if self.done >= self.most:
@@ -196,6 +207,7 @@ class Supervisor:
         self._stopping = lambda: stop.requested
         self._restarts = Restarts(attempt.recipe["server_restarts"])
         self._epoch = 1  # of the server: every one that is started gets the next
+        self._model: str | None = None  # that the trainer gave it
         processes = attempt.plan.processes
         order = TopologicalSorter({process.role: process.after for process in processes}).static_order()
         planned = {role: [process for process in processes if process.role == role] for role in order}
@@ -215,6 +227,9 @@ class Supervisor:
                 rundir.write_last_json(self._folder / rundir.SERVER_STATE, {"epoch": self._epoch, "state": "gone"})
                 return ending
             lost = ending.lost  # its rest is ended, and the trainers where they cannot go on without it
+            if ending.renews:
+                self._begin_next_server(lost)
+                continue
             with_trainers = lost.on_loss == "restart with trainers"
             what = f"{lost.role} and trainers are started again from the newest checkpoint"
             what = what if with_trainers else f"the {lost.role} alone is started again"
@@ -227,10 +242,14 @@ class Supervisor:
                     self._groups.pop(group.process.role).end()
                     verified_checkpoint(self._folder / "checkpoints", say)
                     say(go_back(self._attempt.run))
-            if lost.ready == "serving":
-                self._epoch += 1
-                self._write_server_state("starting")  # before its end: trainers that go on wait for the next one
-            self._groups.pop(lost.role).end()
+            self._begin_next_server(lost)
+
+    def _begin_next_server(self, lost: Process) -> None:
+        """End what is left of a process that is started again; trainers that go on wait for the next server."""
+        if lost.ready == "serving":
+            self._epoch += 1
+            self._write_server_state("starting")  # before its end
+        self._groups.pop(lost.role).end()
 
     def _running(self) -> list[Group]:
         """Return what runs, in the plan's order: of two that are lost, the first is blamed."""
@@ -242,6 +261,7 @@ class Supervisor:
         for role, members in self._planned.items():
             if role in self._groups:
                 continue
+            members = [self._with_newest_model(process) for process in members]
             serving = members[0].ready == "serving"
             if serving:
                 attempt.renew_token()  # whoever took the port of a server that died has its token
@@ -256,6 +276,13 @@ class Supervisor:
             self._groups[role] = Group(started)
         self._monitor.start_again()
         return None
+
+    def _with_newest_model(self, process: Process) -> Process:
+        self._model = newest_model(process, self._attempt.environment) or self._model
+        if not process.renewed or self._model is None:
+            return process
+        index = process.argv.index("--model") + 1
+        return replace(process, argv=[*process.argv[:index], self._model, *process.argv[index + 1 :]])
 
     def _wait_until_serving(self, server: Started) -> Ending | None:
         """Wait for the server; return why the run ends if it did not become ready, or another process ended first."""
@@ -286,4 +313,5 @@ class Supervisor:
         return None
 
     def _write_server_state(self, state: str) -> None:
-        rundir.write_json(self._folder / rundir.SERVER_STATE, {"epoch": self._epoch, "state": state})
+        model = {} if self._model is None else {"model": self._model}
+        rundir.write_json(self._folder / rundir.SERVER_STATE, {"epoch": self._epoch, "state": state, **model})

@@ -67,6 +67,7 @@ class Process:
     # What its loss means: the end of the run, a restart of it alone, or one of it and the trainers from the newest
     # checkpoint. Restarts are limited by the recipe's server_restarts.
     on_loss: OnLoss = "fail"
+    renewed: bool = False  # whether it is started again with each model that NEWEST_MODEL names, which replaces --model
     keeps: tuple[str, ...] = ()  # variables with secrets of the user's that its role needs; "*" for all
 
     @classmethod
@@ -255,7 +256,7 @@ def _network(
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         if interface is not None and name not in environment:
             variables[name] = interface  # left alone, gloo takes that of the host's name, NCCL the first it finds
-    if plan.bridge in ("file", "lora") and plan.server_apart:
+    if plan.bridge in ("file", "lora", "restart") and plan.server_apart:
         variables["GRPO_SYNC_DIR"] = str(names.run_dir / SYNC_FOLDER)  # shared memory ends at the node
     return variables
 
@@ -305,7 +306,8 @@ def _server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: N
         argv += ["--enable-lora", "--max-lora-rank", str(next(one for one in LORA_RANKS if one >= recipe["lora_r"]))]
     log = environment.get("SERVER_LOG") or f"logs/liv_vllm_{names.run}_{names.timestamp}.log"
     on_loss: OnLoss = "restart" if plan.bridge in RECONNECTING else "restart with trainers"
-    return Process("server", argv, variables, plan.server_gpus, log, ready="serving", on_loss=on_loss)
+    renewed = plan.bridge == "restart"
+    return Process("server", argv, variables, plan.server_gpus, log, ready="serving", on_loss=on_loss, renewed=renewed)
 
 
 def weight_bytes(model: str) -> int:

@@ -235,7 +235,7 @@ class Workload(dict[str, Any]):
         moments = [passing | beside, {"gradients": gradients + flat}]
         if self["mode"] == "transformers":
             moments.append({"KV cache": self["completions"] * self.sequence_cache(self["sequence"])})
-        if on_cpu and self["bridge"] == "file":
+        if on_cpu and self["bridge"] in ("file", "restart"):
             moments.append(passing | {"weights in transit": self.element * whole})
         worst = max(moments, key=lambda parts: sum(parts.values()))
         return {name: size for name, size in {**held, **worst}.items() if size}

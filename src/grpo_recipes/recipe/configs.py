@@ -177,7 +177,8 @@ class GRPOConfig(trl.GRPOConfig):
         "Prompts of one optimizer step over all devices; per-device size and accumulation follow from it.", min=1)
     weight_sync: str = _key("auto",
         "How new weights reach the server: nccl between GPUs, file (safetensors in shared memory), shared (one copy "
-        "for trainer and server), lora (the adapter alone).", choices=["auto", "nccl", "file", "shared", "lora"])
+        "for trainer and server), lora (the adapter alone), restart (a new server each time).",
+        choices=["auto", "nccl", "file", "shared", "lora", "restart"])
     weight_guard: bool = _key(True,
         "After each sync prove that the server uses the trainer's weights, or stop the run.")
     weight_guard_tolerance: float | None = _key(None,

@@ -77,6 +77,7 @@ BRIDGES = {
         reconnects=True,
         serves=_serving(YES, zero3=_SPLIT, fsdp2=_SPLIT, custom=_MAY_SPLIT, full="it carries an adapter (use_peft)"),
     ),
+    "restart": Bridge(reconnects=True, serves=_serving(YES)),
 }
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the sizes vLLM makes room for
 RECONNECTING = frozenset(name for name, bridge in BRIDGES.items() if bridge.reconnects)

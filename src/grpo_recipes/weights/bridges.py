@@ -11,10 +11,11 @@ from grpo_recipes.weights.client import BridgeClient
 from grpo_recipes.weights.file import FileClient
 from grpo_recipes.weights.lora import LoraClient
 from grpo_recipes.weights.nccl import NcclClient
+from grpo_recipes.weights.restart import RestartClient
 from grpo_recipes.weights.shared import SharedClient
 
 CLIENTS: dict[str, type[BridgeClient]] = {
-    client.bridge: client for client in (FileClient, NcclClient, SharedClient, LoraClient)
+    client.bridge: client for client in (FileClient, NcclClient, SharedClient, LoraClient, RestartClient)
 }
 
 
@@ -24,13 +25,12 @@ def bridge_in_place(name: str, **settings: Any) -> AbstractContextManager[Any]:
 
 
 def join_bridge(trainer: Any) -> None:
-    """Let a bridge that streams nothing take the trained model at a sync, and rank 0's see the optimizer's steps."""
+    """Let a bridge that streams nothing take the trained model at a sync, and rank 0's client join the trainer."""
     generation = trainer.vllm_generation
     if not CLIENTS[trainer.args.weight_sync].streams:
         generation.sync_weights = partial(_hand_over, generation)
     if trainer.accelerator.is_main_process:
-        for callback in generation.vllm_client.callbacks:
-            trainer.add_callback(callback)
+        generation.vllm_client.join(trainer)
 
 
 def _hand_over(generation: vllm_generation.VLLMGeneration) -> None:

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import requests
 import torch
-from transformers import TrainerCallback
 from trl.generation.vllm_client import VLLMClient
 
 from grpo_recipes.errors import translate
@@ -62,7 +61,6 @@ class BridgeClient(VLLMClient):
 
     bridge = ""  # its name in recipes and messages
     streams = True  # whether a sync hands it every parameter; else it takes the trained model itself, with ``take``
-    callbacks: Sequence[TrainerCallback] = ()  # of the trainer that it serves
 
     def __init__(self, *, args: GRPOConfig, run_dir: Path, seed: int | None, stop: StopRequest, **kwargs: Any):
         self._args, self._seed, self.stop = args, seed, stop
@@ -76,6 +74,9 @@ class BridgeClient(VLLMClient):
         self._sent = False  # whether a server that is restarted can be given weights
         self._epoch = self._server_state()[0]  # which server was last waited for
         super().__init__(**kwargs)
+
+    def join(self, trainer: Any) -> None:
+        """Take from the trainer that it serves what it needs beside the weights; called once, on rank 0."""
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 0.5) -> None:
         """Put token and time limit into the session, then wait for this run's own server; refuse another."""
@@ -193,15 +194,19 @@ class BridgeClient(VLLMClient):
         return state == "ready"
 
     def _prepare_next_server(self) -> None:
-        limit = self._args.vllm_server_timeout + _MARGIN_SECONDS
-        late = ServerError(f"the vLLM server was not ready again after {limit:g} s")
-        self._wait_for(self._server_ready, limit, late, _STATE_SECONDS)
-        self.check_server(total_timeout=QUICK_SECONDS)
+        self._wait_for_server(self._server_ready)
         if self._sent:
             self._resend()
             self._verify()
             if self.checksum_error:
                 raise WeightsDiffer(f"{self.checksum_error}, which was a load into a restarted server")
+
+    def _wait_for_server(self, ready: Callable[[], bool]) -> None:
+        """Wait until the launcher has started the next server, at most as long as a start may take."""
+        limit = self._args.vllm_server_timeout + _MARGIN_SECONDS
+        late = ServerError(f"the vLLM server was not ready again after {limit:g} s")
+        self._wait_for(ready, limit, late, _STATE_SECONDS)
+        self.check_server(total_timeout=QUICK_SECONDS)
 
     def stops(self, within: float = 0.0) -> bool:
         """Return whether the run stops now, or ``within`` seconds: no answer is needed any more, and none will be."""
@@ -235,8 +240,11 @@ class BridgeClient(VLLMClient):
     def _verify(self) -> None:
         """With the guard, compare what the server holds with what was sent."""
         if self._args.weight_guard:
-            sent = {name: int(value) for name, value in self._streamed.items()}
-            self.checksum_error = checksum_error(self.bridge, differing(sent, self._reports()))
+            self.checksum_error = checksum_error(self.bridge, differing(self._sent_values(), self._reports()))
+
+    def _sent_values(self) -> dict[str, int]:
+        """Return the fingerprints of what was sent last."""
+        return {name: int(value) for name, value in self._streamed.items()}
 
     def _reports(self) -> list[dict[str, Any]]:
         """Return what each worker holds, as ``grpo_weights`` reports it."""

@@ -31,10 +31,9 @@ class SharedClient(BridgeClient):
         self._apart: list[str] = []  # parameters of the server that did not show what was written into them
         super().__init__(**kwargs)
 
-    @property
-    def callbacks(self) -> list[TrainerCallback]:
-        """Return what the trainer calls around each optimizer step."""
-        return [_Drained(self)]
+    def join(self, trainer: Any) -> None:
+        """Be called around each optimizer step."""
+        trainer.add_callback(_Drained(self))
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
         """Do nothing: the memory is shared at the first sync."""
