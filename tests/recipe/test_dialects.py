@@ -190,3 +190,25 @@ def test_a_reward_of_another_project_is_answered_with_ours_or_why_there_is_none(
     assert told(tmp_path, own + "[accuracy]")[0].endswith("no reward 'accuracy'. Fix: write math_verify")
     assert "Fix: remove it (it runs code" in told(tmp_path, own + "[code]")[0]
     assert told(tmp_path, own + "[math_verfy]")[0].endswith("Fix: write math_verify")
+
+
+@pytest.mark.parametrize("name", ["weight_sync", "weight_bridge_mode"])
+@pytest.mark.parametrize(
+    ("mode", "bridge", "adapter"),
+    [
+        ("none", "restart", {}),
+        ("shared_vllm", "shared", {}),
+        ("lora_only", "lora", {"use_peft": True}),
+        ("lora_restart", "restart", {"use_peft": True}),
+        ("file", "file", {}),
+    ],
+)
+def test_the_modes_of_atropos_example_trainer_are_bridges(name, mode, bridge, adapter) -> None:
+    found, problems, notes = translated(**{name: mode})
+    assert (found, problems) == ({"weight_sync": bridge, **adapter}, [])
+    assert len(notes) == (name != "weight_sync")
+
+
+def test_a_mode_of_an_adapter_does_not_overrule_what_is_said_of_it() -> None:
+    found, _, _ = translated(use_peft=False, weight_sync="lora_restart")
+    assert found == {"use_peft": False, "weight_sync": "restart"}

@@ -365,7 +365,8 @@ def schema() -> dict[str, Any]:
     for alias, key in ALIASES.items():
         properties[alias] = {**properties[key], "description": f"Another name of {key}."}
     for key, values in SAME_VALUES.items():
-        properties[key]["type"] = [properties[key]["type"], "boolean"]
+        if any(isinstance(value, bool) for value in values):
+            properties[key]["type"] = [properties[key]["type"], "boolean"]
         properties[key]["enum"] = [*properties[key]["enum"], *values]
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
