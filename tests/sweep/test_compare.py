@@ -179,12 +179,6 @@ def test_what_cannot_be_compared_is_refused_before_anything_is_written(
     assert fakes.began == [] and not (folder / "runs").exists()
 
 
-def test_a_bridge_that_is_not_there_is_named(compare, monkeypatch, capsys):
-    monkeypatch.setattr(module, "BRIDGES", {"file": module.BRIDGES["file"]})
-    assert compare("file,shared_vllm") == 2
-    assert "shared_vllm is weight_sync: shared, which this version does not have" in capsys.readouterr().err
-
-
 def with_gpus(monkeypatch: pytest.MonkeyPatch, count: int, nodes: tuple[Node, ...] = ()) -> None:
     resources = Resources("cuda", tuple(map(str, range(count))), 16, nodes=nodes)
     monkeypatch.setattr(module, "find_resources", lambda environment: resources)

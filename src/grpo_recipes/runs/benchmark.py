@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
+from grpo_recipes.recipe.dialects import BRIDGE_MODES
 from grpo_recipes.runs.health import known, number
 from grpo_recipes.runs.rundir import Run, read_metrics, write_last_json
 
@@ -15,7 +16,7 @@ FILE = "benchmark.json"
 _LINE = "=" * 70
 _IN_PLACE = "shared"  # the bridge that moves nothing: what it waits for is part of the step
 # The names that Atropos' example trainer, which this block comes from, has for our bridges.
-_MODES = {"restart": "none", "shared": "shared_vllm", "lora": "lora_only"}
+_MODES = {bridge: name for name, bridge in reversed(BRIDGE_MODES.items())}
 
 
 def mode_of(run: Run) -> str:

@@ -22,6 +22,7 @@ from grpo_recipes.process.reports import aligned, print_line, say
 from grpo_recipes.process.terminal import LOG
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import resolve_recipe
+from grpo_recipes.recipe.dialects import ADAPTER_MODES, BRIDGE_MODES
 from grpo_recipes.recipe.document import read_flags
 from grpo_recipes.recipe.keys import nearest_of
 from grpo_recipes.recipe.registry import BRIDGES
@@ -37,14 +38,12 @@ RECORD = "compare.json"
 FOLDER = "comparisons"  # under run_root
 COLOCATE = "colocate"
 _LOOK_SECONDS = 0.5
-# The names that Atropos' example trainer has; with LoRA where the name says so, else as the recipe says.
-_THEIRS = {
-    "none": ("restart", False),
-    "shared_vllm": ("shared", False),
-    "lora_only": ("lora", True),
-    "lora_restart": ("restart", True),
+# Name -> its bridge, and whether it trains with LoRA; where not, that is as the recipe says.
+MODES: dict[str, tuple[str | None, bool]] = {
+    COLOCATE: (None, False),
+    **{name: (name, name == "lora") for name in BRIDGES},
+    **{name: (bridge, name in ADAPTER_MODES) for name, bridge in BRIDGE_MODES.items()},
 }
-MODES = {COLOCATE: (None, False), **{name: (name, name == "lora") for name in BRIDGES}, **_THEIRS}
 _SET_BY_MODES = ("weight_sync", "vllm_mode", "use_vllm")
 _STEPS = "max_steps"
 
@@ -108,9 +107,6 @@ def read_modes(contest: Contest) -> list[str]:
         if name not in MODES:
             close = nearest_of(name, MODES)
             raise config_error("--modes", f"'{name}' is not a mode", f"write {close or 'some of ' + ', '.join(MODES)}")
-        if (bridge := MODES[name][0]) is not None and bridge not in BRIDGES:
-            what = f"{name} is weight_sync: {bridge}, which this version does not have"
-            raise config_error("--modes", what, f"leave it out, or take {', '.join(BRIDGES)} or {COLOCATE}")
     if twice := next((name for name in modes if modes.count(name) > 1), None):
         raise config_error("--modes", f"{twice} is named twice", "name it once")
     if len(modes) < 2:

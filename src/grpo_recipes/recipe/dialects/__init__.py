@@ -25,12 +25,13 @@ NAMES_FILE = Path(__file__).with_name("names.yaml")
 # Other names that a recipe may use, those of the Slurm training guide; both in one place contradict each other.
 ALIASES = {"gen_temperature": "temperature", "gen_top_p": "top_p", "init_kl_coeff": "beta",
            "weight_bridge_mode": "weight_sync"}  # fmt: skip
-# Values of TRL, and of Atropos' example trainer, that mean one of ours.
-SAME_VALUES: dict[str, dict[bool | str, str]] = {
-    "scale_rewards": {True: "group", False: "none"},
-    "weight_sync": {"none": "restart", "shared_vllm": "shared", "lora_only": "lora", "lora_restart": "restart"},
-}
-_TRAINS_ADAPTER = ("lora_only", "lora_restart")  # of weight_sync: with use_peft, where nothing else is said
+# The modes of Atropos' example trainer -> our bridges.
+BRIDGE_MODES = {"none": "restart", "shared_vllm": "shared", "lora_only": "lora", "lora_restart": "restart"}
+ADAPTER_MODES = ("lora_only", "lora_restart")  # those with use_peft, where nothing else is said
+# Values elsewhere that mean one of ours.
+SAME_VALUES: dict[str, Mapping[Any, str]] = {
+    "scale_rewards": {True: "group", False: "none"}, "weight_sync": BRIDGE_MODES
+}  # fmt: skip
 # Names that are refused -> patterns of the values that ask for what happens anyway: accepted with a note.
 HARMLESS = each(
     ("output_dir logging_first_step overwrite_output_dir", "*"),
@@ -188,7 +189,7 @@ def recipe_keys(layer: Iterable[tuple[str, Value]], problems: list[Problem], not
                 problems.append(Problem(raw.source, what, f"keep {key}"))
             elif key != name:
                 notes.append(f"{raw.source}: '{name}' is read as {key}")
-            if key == "weight_sync" and raw.value in _TRAINS_ADAPTER:
+            if key == "weight_sync" and raw.value in ADAPTER_MODES:
                 found.setdefault("use_peft", replace(raw, value=True))
             value = as_bool(raw.value)
             if isinstance(value, bool | str):
