@@ -71,6 +71,7 @@ def learned(run: Launch) -> None:
 @pytest.mark.rotating
 @pytest.mark.parametrize("cell", bridge_cells.RUNS, ids="-".join)
 def test_the_server_has_the_weights_of_every_step(launch: Callable[..., Launch], cell: tuple[str, str]) -> None:
+    before = segments()
     run = launch("--weight_sync", cell[0], "--max_steps", "3", *SHORT, *bridge_cells.RUNS[cell])
 
     assert run.wait() == 0, run.output
@@ -79,6 +80,12 @@ def test_the_server_has_the_weights_of_every_step(launch: Callable[..., Launch],
     assert len(rows) == 3 and all(row["grad_norm"] > 0 for row in rows)
     assert all(row["sampling/sampling_logp_difference/mean"] < 1e-4 for row in rows)
     assert run.summary()["status"] == "completed"
+    assert segments() <= before
+
+
+def segments() -> set[str]:
+    """What processes share under /dev/shm: vLLM's workers, its queues, and Python's own."""
+    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("vllm_dist_", "psm_", "sem."))}
 
 
 @pytest.mark.slow

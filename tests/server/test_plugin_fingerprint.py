@@ -68,6 +68,29 @@ def test_how_much_is_summed_at_a_time_does_not_matter(tensor, chunk, monkeypatch
     assert int(fingerprint(tensor)) == whole
 
 
+def test_words_of_several_elements_see_and_add_up_the_same(tensor):
+    whole = int(fingerprint(tensor, 8))
+    assert int(fingerprint(tensor.clone(), 8)) == whole != int(fingerprint(tensor))
+    for index in (0, 1, 2, 3, 1000, 64 * 48 - 1):
+        assert int(fingerprint(nudged(tensor, **{f"i{index}": 1}), 8)) != whole
+    for other in range(1, 200):
+        assert int(fingerprint(nudged(tensor, i0=1, **{f"i{other}": -1}), 8)) != whole
+    for parts in (tensor.split([10, 20, 34]), tensor.split([16, 32], dim=1)):
+        assert sum(int(fingerprint(part, 8)) for part in parts) % WRAP == whole % WRAP
+    padded = torch.cat([tensor, torch.zeros(5, 48, dtype=tensor.dtype)])
+    assert int(fingerprint(padded, 8)) == whole
+
+
+def test_a_word_may_begin_anywhere_in_a_larger_storage(tensor):
+    part = tensor.view(-1)[1 : 1 + 48]
+    assert int(fingerprint(part, 8)) == int(fingerprint(part.clone(), 8))
+
+
+@pytest.mark.parametrize(("shape", "unit"), [((3, 8), 8), ((3, 4, 4), 8), ((3, 3), 2), ((3, 6), 2), ((8,), 2), ((), 2)])
+def test_words_are_taken_where_rows_are_whole_words(shape, unit):
+    assert module.unit_of(torch.zeros(shape, dtype=torch.bfloat16)) == unit
+
+
 def test_it_is_the_sum_of_the_mixed_bits(tensor):
     def signed(value):
         return (value + WRAP // 2) % WRAP - WRAP // 2

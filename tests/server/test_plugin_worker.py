@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_recipes.server.plugin import WeightReport, fingerprint
-from grpo_recipes.weights.guard import differing
+from grpo_recipes.server.plugin import WeightReport
+from grpo_recipes.weights.guard import differing, sent_fingerprint
 
 HEAD_SIZE, HEADS, KV_HEADS, WIDTH = 4, 8, 2, 16
 
@@ -49,8 +49,10 @@ def test_reports_of_sharded_and_copied_heads_add_up(workers: int) -> None:
         "k_proj": torch.randn(KV_HEADS * HEAD_SIZE, WIDTH),
         "v_proj": torch.randn(KV_HEADS * HEAD_SIZE, WIDTH),
     }
-    streamed = {f"layer.{name}.weight": int(fingerprint(tensor)) for name, tensor in weights.items()}
     fleet = [FakeWorker(weights, rank, workers) for rank in range(workers)]
+    report = fleet[0].grpo_weights()
+    named = {f"layer.{name}.weight": tensor for name, tensor in weights.items()}
+    streamed = {name: int(sent_fingerprint(name, tensor, report)) for name, tensor in named.items()}
 
     assert differing(streamed, [worker.grpo_weights() for worker in fleet]) == []
 
@@ -63,6 +65,9 @@ def test_reports_of_sharded_and_copied_heads_add_up(workers: int) -> None:
 def test_a_load_gives_the_folder_to_vllm_and_counts() -> None:
     class FakeLoader(WeightReport):
         loaded: list[str] = []
+
+        def _copied(self, folder: str) -> bool:
+            return False
 
         def reload_weights(self, weights_path: str) -> None:
             self.loaded.append(weights_path)

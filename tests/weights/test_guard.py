@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_recipes.weights.guard import TOLERANCES, calibrated, checksum_error, differing, held_name, logprob_error
+from grpo_recipes.server.plugin import held_name
+from grpo_recipes.weights.guard import TOLERANCES, calibrated, checksum_error, differing, logprob_error
 
 WRAP = 1 << 64
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}

@@ -41,7 +41,7 @@ _SEGMENT_RECORD = ".segments"
 _MOST_SECONDS = 20.0  # another node's worker must answer within a minute
 _MOST_TEXT = 80  # characters for the names of runs
 # Kinds of segments whose makers draw the name and remove them at their end; what a user keeps there has its own name.
-_SEGMENT_KINDS = ("psm_", "sem.mp-", "torch_", "nccl-")
+_SEGMENT_KINDS = ("psm_", "sem.mp-", "torch_", "nccl-", "vllm_dist_")
 _LOOK_SECONDS = 1.0
 
 

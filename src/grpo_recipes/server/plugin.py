@@ -8,16 +8,18 @@ import math
 import mmap
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from grpo_recipes.process.reports import dump_stacks_on_signal
 from grpo_recipes.process.tree import die_with_parent
 
 _INTEGER_VIEWS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORD = 8  # bytes that are mixed at once, several times as fast as element by element
 _ALIGNMENT = 64  # bytes: where a parameter begins in shared memory
 # Elements at a time, each 8 bytes while they are mixed: for a GPU that vLLM has filled, or for a CPU core's own cache.
 _GPU_CHUNK, _CPU_CHUNK = 1 << 22, 1 << 15
@@ -61,13 +63,16 @@ def _multiply_unpacked(layer: Any, remove_weight: bool) -> None:
     layer.cpu_linear = torch.nn.functional.linear
 
 
-def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the elements' bit patterns, each mixed by a multiplicative hash, as an int64 scalar.
+def fingerprint(tensor: torch.Tensor, unit: int | None = None) -> torch.Tensor:
+    """Return the sum of the bit patterns, ``unit`` bytes at a time, each mixed by a multiplicative hash, as an int64.
 
-    It does not depend on the order of the elements, so that the parts of a fused tensor (q, k and v in ``qkv_proj``),
-    or its shards, add up to the whole; zero padding adds nothing. Sums wrap around at 64 bits.
+    It does not depend on the order of the units, by default single elements, so that the parts of a fused tensor (q, k
+    and v in ``qkv_proj``), or its shards, add up to the whole; zero padding adds nothing. Sums wrap around at 64 bits.
     """
-    bits = tensor.detach().contiguous().view(-1).view(_INTEGER_VIEWS[tensor.element_size()])
+    flat, unit = tensor.detach().contiguous().view(-1), unit or tensor.element_size()
+    if flat.storage_offset() * flat.element_size() % unit:
+        flat = flat.clone()  # torch views memory as larger numbers only where one begins
+    bits = flat.view(_INTEGER_VIEWS[unit])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for chunk in bits.split(_CPU_CHUNK if tensor.device.type == "cpu" else _GPU_CHUNK):
         # Without mixing, one step of the last bit up in one element and down in another would cancel.
@@ -76,6 +81,12 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
         mixed ^= mixed >> 29
         total += mixed.sum()
     return total * 0x3C79AC492BA7B653
+
+
+def unit_of(tensor: torch.Tensor) -> int:
+    """Return the bytes to take at a time: a word of several elements, where rows and shards of rows are whole words."""
+    row = tensor.shape[-1] * tensor.element_size() if tensor.ndim > 1 else 1
+    return _WORD if row % _WORD == 0 else tensor.element_size()
 
 
 def _plain(name: str) -> str:
@@ -103,6 +114,33 @@ def tensor_in(memory: mmap.mmap, place: Mapping[str, Any]) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=place["offset"]).view(place["shape"])
 
 
+def held_name(name: str, held: Mapping[str, Any], packed: Mapping[str, Sequence[str]]) -> str | None:
+    """Return the server's parameter that holds the trainer's ``name``, fused ones included; None if not found."""
+    fused_names = [name.replace(f".{part}.", f".{fused}.") for fused, parts in packed.items() for part in parts]
+    return next((one for one in (name, *fused_names) if one in held), None)
+
+
+def own_rows(
+    tensors: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor], packed: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[str, str | None, torch.Tensor | None]]:
+    """Yield for each of the trainer's tensors its name, the server's for its place, and the rows there that are its.
+
+    Those of a fused parameter follow each other in the order of its parts; below them a vocabulary may be padded. The
+    rows are None where dtype or shape are others: the server then keeps the tensor in another form.
+    """
+    order = {part: index for parts in packed.values() for index, part in enumerate(parts)}
+    used = dict.fromkeys(held, 0)
+    for name in sorted(tensors, key=lambda name: max((order.get(part, 0) for part in name.split(".")), default=0)):
+        tensor, place = tensors[name], held_name(name, held, packed)
+        if place is None or not tensor.ndim:
+            yield name, place, None
+            continue
+        begins = used[place]
+        used[place] += tensor.shape[0]
+        rows = held[place][begins : used[place]]
+        yield name, place, rows if (rows.shape, rows.dtype) == (tensor.shape, tensor.dtype) else None
+
+
 class WeightReport:
     """Mixed into vLLM's worker, and called through ``/collective_rpc``: report and load the weights of its model."""
 
@@ -110,10 +148,32 @@ class WeightReport:
 
     def grpo_load(self, folder: str) -> int:
         """Load the safetensors of ``folder`` into the model in place; return the count of loads so far."""
-        self.reload_weights(weights_path=folder)  # type: ignore[attr-defined]
+        if not self._copied(folder):
+            self.reload_weights(weights_path=folder)  # type: ignore[attr-defined]
         self._grpo_loads += 1
         _LOGGER.info("grpo: weights loaded, load %d", self._grpo_loads)
         return self._grpo_loads
+
+    def _copied(self, folder: str) -> bool:
+        """Copy a file's tensors over the model's own, where each has its rows; on CPU, else change nothing.
+
+        There nothing that is computed with is derived from unquantized weights when they are loaded, but for MLA.
+        vLLM's reload makes every layer anew, which takes several times as long.
+        """
+        config, model = self.vllm_config, self.get_model()  # type: ignore[attr-defined]
+        held = {_plain(name): parameter.data for name, parameter in model.named_parameters()}
+        on_cpu = all(one.device.type == "cpu" for one in held.values())
+        if not on_cpu or config.parallel_config.tensor_parallel_size > 1 or config.model_config.use_mla:
+            return False
+        with safe_open(Path(folder) / "model.safetensors", framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
+            rows = list(own_rows(tensors, held, getattr(model, "packed_modules_mapping", {})))
+            if any(own is None for *_, own in rows) or {place for _, place, _ in rows} != held.keys():
+                return False
+            for name, _, own in rows:
+                assert own is not None
+                own.copy_(tensors[name])
+        return True
 
     def grpo_share(self, file: str) -> dict[str, Any]:
         """Move the parameters into the new ``file``, mapped into memory, from where the model then computes; on CPU.
@@ -134,19 +194,22 @@ class WeightReport:
         return {"parameters": places, "packed": dict(getattr(model, "packed_modules_mapping", {}))}
 
     def grpo_weights(self) -> dict[str, Any]:
-        """Return ``parameters``: name -> [fingerprint, dtype], tied ones once; ``packed``: fused name -> its parts."""
+        """Return what the model holds, tied parameters once.
+
+        ``parameters``: name -> [fingerprint, dtype, bytes taken at a time]; ``packed``: fused name -> its parts.
+        """
         model = self.get_model()  # type: ignore[attr-defined]
-        parameters = {
-            _plain(name): [int(fingerprint(parameter.data)), str(parameter.dtype).removeprefix("torch.")]
-            for name, parameter in model.named_parameters()
-        }
+        parameters = {}
+        for name, parameter in model.named_parameters():
+            unit, dtype = unit_of(parameter), str(parameter.dtype).removeprefix("torch.")
+            parameters[_plain(name)] = [int(fingerprint(parameter.data, unit)), dtype, unit]
         for prefix, module in model.named_modules():
             replicas = getattr(module, "num_kv_head_replicas", 1)
             if replicas > 1 and module.tp_rank % replicas:  # key and value heads that another worker holds, and counts
                 for name, parameter in module.named_parameters(recurse=False):
                     if name in ("weight", "bias"):
                         owned = parameter.data[: module.num_heads * module.head_size]  # q's rows
-                        parameters[_plain(f"{prefix}.{name}")][0] = int(fingerprint(owned))
+                        parameters[_plain(f"{prefix}.{name}")][0] = int(fingerprint(owned, unit_of(owned)))
         return {"parameters": parameters, "packed": dict(getattr(model, "packed_modules_mapping", {}))}
 
     def grpo_adapters(self) -> list[int]:

@@ -252,7 +252,7 @@ class BridgeClient(VLLMClient):
         with self._reading("/collective_rpc"):
             for report in reports:
                 held, _ = report["parameters"], dict(report["packed"])
-                if not all(type(value) is int and hasattr(torch, kind) for value, kind in held.values()):
+                if not all(type(value) is int and hasattr(torch, kind) for value, kind, *_ in held.values()):
                     raise ValueError("a parameter without fingerprint and dtype")
                 if held.keys() != reports[0]["parameters"].keys():
                     raise ValueError("workers that hold different parameters")

@@ -1,16 +1,20 @@
 """The bridge ``file``: safetensors in a folder that trainer and server both see, usually shared memory."""
 
 import errno
+import json
 import os
 import shutil
-from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from grpo_recipes.process.reports import gigabytes
 from grpo_recipes.weights.client import BridgeClient, Metadata, NamedTensors
+
+# Names of dtypes in the format of safetensors (https://huggingface.co/docs/safetensors).
+_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
+_ALIGNMENT = 8  # bytes: where the format lets the tensors begin
 
 
 class FileClient(BridgeClient):
@@ -22,7 +26,7 @@ class FileClient(BridgeClient):
         """Do nothing: the server reads files, so there is no channel to open."""
 
     def _send(self, metadata: Metadata, named_params: NamedTensors) -> None:
-        write_weights(Path(os.environ["GRPO_SYNC_DIR"]), collected(named_params))
+        write_weights(Path(os.environ["GRPO_SYNC_DIR"]), metadata, named_params)
         self._sent = True
         self._through_restarts(self._resend)
 
@@ -30,18 +34,29 @@ class FileClient(BridgeClient):
         self.call_workers("grpo_load", folder=os.environ["GRPO_SYNC_DIR"])
 
 
-def collected(named_params: NamedTensors) -> dict[str, torch.Tensor]:
-    """Return copies of all tensors: under ZeRO-3 and FSDP a gathered parameter is gone when the next one comes."""
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named_params}
+def write_weights(folder: Path, metadata: Metadata, named_params: NamedTensors) -> None:
+    """Write ``model.safetensors``, which a reader finds whole or not at all; OSError where there is no room for it.
 
-
-def write_weights(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write ``model.safetensors``, which a reader finds whole or not at all; OSError where there is no room for it."""
+    Each tensor is written as it comes, so that none is copied: under ZeRO-3 and FSDP a gathered one is gone when the
+    next one comes. The library of the format takes all of them at once.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    size, free = sum(one.nbytes for one in tensors.values()), shutil.disk_usage(folder).free
-    if size > free:
+    header, size = {}, 0
+    for name, dtype, shape in metadata:
+        begins, size = size, size + prod(shape) * getattr(torch, dtype).itemsize
+        header[name] = {"dtype": _DTYPES[dtype], "shape": shape, "data_offsets": [begins, size]}
+    if size > (free := shutil.disk_usage(folder).free):
         what = f"{gigabytes(size)} of weights do not fit into {folder}, {gigabytes(free)} free"
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {what}. Fix: make room there, or make it larger")
+    text = json.dumps({**header, "__metadata__": {"format": "pt"}}).encode()
+    text = text.ljust(-(-len(text) // _ALIGNMENT) * _ALIGNMENT)
     temporary = folder / ".model.safetensors"
-    save_file(dict(tensors), temporary)
+    with temporary.open("wb", buffering=0) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for (name, dtype, _), (given, tensor) in zip(metadata, named_params, strict=True):
+            assert name == given, f"{given} came in the place of {name}"
+            flat = tensor.detach().to("cpu", getattr(torch, dtype)).contiguous().view(-1)
+            rest = memoryview(flat.view(torch.uint8).numpy())
+            while rest:  # the system writes at most 2 GiB at once
+                rest = rest[file.write(rest) :]
     temporary.replace(folder / "model.safetensors")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from grpo_recipes.server.plugin import fingerprint
+from grpo_recipes.server.plugin import fingerprint, held_name, unit_of
 
 _WRAP = 1 << 64
 
@@ -26,17 +26,13 @@ class WeightsDiffer(RuntimeError):
     """The server does not serve the trainer's weights; no update was computed from what it sampled."""
 
 
-def held_name(name: str, held: Mapping[str, Any], packed: Mapping[str, Sequence[str]]) -> str | None:
-    """Return the server's parameter that holds the trainer's ``name``, fused ones included; None if not found."""
-    fused_names = [name.replace(f".{part}.", f".{fused}.") for fused, parts in packed.items() for part in parts]
-    return next((one for one in (name, *fused_names) if one in held), None)
-
-
 def sent_fingerprint(name: str, tensor: torch.Tensor, report: Mapping[str, Any]) -> torch.Tensor:
-    """Return the fingerprint of a tensor, on its device, in the dtype in which a worker's ``grpo_weights()`` has it."""
+    """Return the fingerprint of a tensor, on its device, in dtype and units of a worker's ``grpo_weights()``."""
     place = held_name(name, report["parameters"], report["packed"])
-    dtype = getattr(torch, report["parameters"][place][1]) if place else tensor.dtype
-    return fingerprint(tensor.to(dtype))
+    if place is None:
+        return fingerprint(tensor, unit_of(tensor))
+    _, dtype, *unit = report["parameters"][place]
+    return fingerprint(tensor.to(getattr(torch, dtype)), *unit)
 
 
 def differing(streamed: Mapping[str, int], reports: Sequence[Mapping[str, Any]]) -> list[str]:

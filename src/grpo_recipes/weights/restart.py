@@ -9,7 +9,7 @@ import torch
 
 from grpo_recipes.runs.rundir import NEWEST_MODEL, read_json
 from grpo_recipes.weights.client import BridgeClient, Metadata, NamedTensors
-from grpo_recipes.weights.file import collected, write_weights
+from grpo_recipes.weights.file import write_weights
 from grpo_recipes.weights.guard import differing
 
 
@@ -36,12 +36,12 @@ class RestartClient(BridgeClient):
         self._files = [model.config, model.generation_config, trainer.processing_class]
 
     def _send(self, metadata: Metadata, named_params: NamedTensors) -> None:
-        tensors = collected(named_params)
+        folder = self._folder(self._number + 1)
+        write_weights(folder, metadata, named_params)
         if self._args.weight_guard and not differing(self._sent_values(), self._through_restarts(self._reports)):
+            shutil.rmtree(folder)
             return
         self._number += 1
-        folder = self._folder(self._number)
-        write_weights(folder, tensors)
         for part in self._files:
             part.save_pretrained(str(folder))
         link = folder.with_name(f".{NEWEST_MODEL}")

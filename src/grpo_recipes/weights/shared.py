@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from grpo_recipes.server.plugin import mapped_memory, tensor_in
+from grpo_recipes.server.plugin import mapped_memory, own_rows, tensor_in
 from grpo_recipes.weights.client import BridgeClient
-from grpo_recipes.weights.guard import checksum_error, differing, held_name, sent_fingerprint
+from grpo_recipes.weights.guard import checksum_error, differing, sent_fingerprint
 from grpo_recipes.weights.transport import ServerError
 
 
@@ -103,34 +103,17 @@ class _Drained(TrainerCallback):
 
 
 def _views(
-    parameters: Mapping[str, torch.Tensor], held: Mapping[str, Any], packed: Mapping[str, Any], file: str
+    parameters: Mapping[str, torch.Tensor], places: Mapping[str, Any], packed: Mapping[str, Any], file: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a view of the server's memory for each of the trainer's parameters, by its name."""
-    memory, used = mapped_memory(file), dict.fromkeys(held, 0)  # rows of each that have an owner
-    for name, place, parameter in _by_place(parameters, held, packed):
-        rows, begins = parameter.shape[0], used[place]
-        used[place] += rows
-        whole = tensor_in(memory, held[place])
-        view = whole[begins : used[place]]
-        if view.shape != parameter.shape or view.dtype != parameter.dtype:
-            raise ServerError(_unlike(name, parameter, place, whole))
-        yield name, view
-
-
-def _by_place(
-    parameters: Mapping[str, torch.Tensor], held: Mapping[str, Any], packed: Mapping[str, Any]
-) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Yield each parameter with the server's name for it, the parts of a fused one in their order there."""
-    order = {part: index for parts in packed.values() for index, part in enumerate(parts)}
-    for name in sorted(parameters, key=lambda name: max((order.get(part, 0) for part in name.split(".")), default=0)):
-        place = held_name(name, held, packed)
-        if place is None:
+    memory = mapped_memory(file)
+    held = {name: tensor_in(memory, place) for name, place in places.items()}
+    for name, place, view in own_rows(parameters, held, packed):
+        if view is None:
+            ours = f"{list(parameters[name].shape)} of {parameters[name].dtype}"
             what = f"weight_sync: shared: the server has no parameter for the trainer's {name}"
+            if place is not None:
+                theirs = f"{list(held[place].shape)} of {held[place].dtype}"
+                what = f"weight_sync: shared: {name} is {ours}, which is not a part of the server's {place}, {theirs}"
             raise ServerError(f"{what}. Fix: write weight_sync: file")
-        yield name, place, parameters[name]
-
-
-def _unlike(name: str, parameter: torch.Tensor, place: str, whole: torch.Tensor) -> str:
-    ours, theirs = (f"{list(one.shape)} of {one.dtype}" for one in (parameter, whole))
-    what = f"weight_sync: shared: {name} is {ours}, which is not a part of the server's {place}, {theirs}"
-    return f"{what}. Fix: write weight_sync: file"
+        yield name, view
