@@ -88,6 +88,7 @@ class Launch:
 TIMES = (
     "seconds/",
     "memory/",
+    "pause_seconds",
     "syncs",
     "tokens_per_second",
     "step_time",

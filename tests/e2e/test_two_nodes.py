@@ -73,13 +73,14 @@ def test_the_update_of_two_nodes_is_that_of_the_joined_batch(
 
 @pytest.mark.slow
 @pytest.mark.rotating
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("bridge", "keys"), [("file", ()), ("lora", bridge_cells.LORA), ("restart", ())])
 def test_a_server_alone_on_its_node_gets_the_weights_of_the_other(
     slurm: SlurmCluster, tmp_path: Path, bridge: str, keys: tuple[str, ...]
 ) -> None:
     job, run = submit(slurm, tmp_path, f"apart-{bridge}", *SHORT, "--vllm_node", "own", "--weight_sync", bridge, *keys)
 
-    slurm.wait(job, "COMPLETED", timeout=300)
+    slurm.wait(job, "COMPLETED", timeout=600)
 
     plan = json.loads((run.run_dir / "plan.json").read_text())
     assert [(process["role"], process["node"]) for process in plan["processes"]] == [("server", 0), ("trainer", 1)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,9 @@ NUMBERS = {
     "total_steps": 3, "avg_step_time_seconds": 0.25, "avg_sync_time_seconds": 0.0312, "syncs": 3,
     "peak_process_memory_gb": 0.945,
 }  # fmt: skip
+
+
+ASKED = SignalForwarder.asked
 
 
 class FakeLaunches:
@@ -90,7 +94,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> FakeLaunches:
 @pytest.fixture
 def compare(folder: Path, fakes: FakeLaunches) -> Callable[..., int]:
     """``compare("file,shared", ...)``: `grpo compare` of the smoke recipe; its exit code."""
-    return lambda modes, *arguments: cli.main(["compare", SMOKE, "--modes", modes, *arguments])
+    return lambda modes, *more: cli.main(["compare", SMOKE, *(["--modes", modes] if modes else []), *more])
 
 
 def record(folder: Path) -> tuple[Path, dict[str, Any]]:
@@ -147,6 +151,60 @@ def test_a_mode_that_fails_is_a_row_with_its_cause_and_the_others_complete(compa
     assert kept["modes"][0]["benchmark"] is None and kept["modes"][0]["checkpoint_bytes"] is None
 
 
+def test_the_table_fits_a_terminal_of_80_columns():
+    numbers = {**NUMBERS, "total_steps": 12345, "avg_step_time_seconds": 12.34, "peak_process_memory_gb": 0.0123}
+    one = {"mode": "lora_restart", "status": "not started", "benchmark": numbers, "checkpoint_bytes": 12345e6,
+           "final_reward": 0.0375, "use_peft": True, "cause": None}  # fmt: skip
+    lines = module.table([one], 1, Resources("cpu", (), 2))
+    assert max(map(len, lines[:3])) <= 80
+
+
+def test_grpo_stop_ends_the_mode_that_runs_and_no_other_begins(compare, fakes, folder, monkeypatch, capsys):
+    made = lambda self, request: vars(self).update(seen=None, _request=request, _children=[])  # noqa: E731
+    monkeypatch.setattr(SignalForwarder, "__init__", made)
+    monkeypatch.setattr(SignalForwarder, "asked", ASKED)
+    told: list[str] = []
+
+    def leave(place: Path, code: int) -> None:
+        """While the first mode runs, its user asks for the state in another terminal, and for its end."""
+        name = place.parent.name
+        for words in (["status"], ["status", name], ["stop", name]):
+            capsys.readouterr()
+            assert cli.main(words) == 0
+            told.append(capsys.readouterr().out)
+        write_json(place / "summary.json", {"status": "stopped", "exit_code": 75})
+
+    fakes.codes = {"file": 75}
+    monkeypatch.setattr(fakes, "leave", leave)
+    assert compare("file,shared", "--jobs", "1") == 75
+    table, state, stopped = told
+    assert re.search(r"comparisons/smoke-\S+ +running, 0 of 2 modes completed", table)
+    heads = [line.split("  ")[0] for line in state.splitlines()]
+    assert heads == ["compare", "state", "", "mode", "file", "shared"] and "shared  waiting for its turn" in state
+    assert "the running mode saves and ends, no other starts" in stopped
+    assert [mode for mode, _ in fakes.began] == ["file"]
+    assert "grpo stop: the comparison ends here" in capsys.readouterr().out
+    place, _ = record(folder)
+    assert "state    stopped, 0 of 2 modes completed" in said(capsys, "status", place.name)
+    again = f"goes on with: grpo launch --resume runs/comparisons/{place.name}/MODE --benchmark"
+    assert again in said(capsys, "stop", place.name, code=2)
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    assert cli.main([*words]) == code
+    captured = capsys.readouterr()
+    return captured.out + captured.err
+
+
+def test_a_damaged_record_hides_no_other(folder, capsys):
+    for name, text in (("bad", '{"modes": 3}'), ("good", '{"modes": [{"mode": "file"}]}')):
+        (folder / "runs/comparisons" / name).mkdir(parents=True)
+        (folder / "runs/comparisons" / name / "compare.json").write_text(text)
+    assert [line.split()[0] for line in said(capsys, "status").splitlines()] == ["run", "comparisons/good"]
+    assert "is damaged ('modes' is not what a comparison writes)" in said(capsys, "status", "bad", code=2)
+    assert "file  gone" in said(capsys, "status", "good")
+
+
 def test_after_a_signal_no_other_begins(compare, fakes, folder, capsys):
     fakes.signal_after, fakes.codes = 1, {"file": 75}
     assert compare("file,shared", "--jobs", "1") == 75
@@ -159,8 +217,9 @@ def test_after_a_signal_no_other_begins(compare, fakes, folder, capsys):
     ("modes", "flags", "problem"),
     [
         ("file", (), "one mode compares nothing"),
+        (None, (), "--modes: is missing. Fix: write --modes M1,M2: two or more of colocate, file,"),
         ("file,shard", (), "'shard' is not a mode. Fix: write shared"),
-        ("file,nccl", (), "nccl: --weight_sync: nccl needs GPUs"),
+        ("file,nccl", (), "nccl: --modes: nccl needs GPUs, this is a CPU environment. Fix: leave nccl out"),
         ("lora,lora_only", (), "lora and lora_only are the same with this recipe"),
         ("file,file", (), "file is named twice"),
         ("file,shared", ("--jobs", "0"), "--jobs: is 0"),
@@ -168,7 +227,7 @@ def test_after_a_signal_no_other_begins(compare, fakes, folder, capsys):
         ("file,shared", ("--steps", "3", "--max_steps", "4"), "--max_steps is given too"),
         ("file,shared", ("--vllm_server_port", "8123"), "2 modes at the same time cannot have one vllm_server_port"),
         ("file,shared", ("--weight_sync", "file"), "--weight_sync: is set by the modes"),
-        ("file,shared", ("--use_peft", "true"), "shared: --weight_sync: shared does not work with LoRA"),
+        ("file,shared", ("--use_peft", "true"), "shared: --modes: shared does not work with LoRA"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_before_anything_is_written(
@@ -188,7 +247,7 @@ def test_gpus_are_dealt_out_disjointly(compare, fakes, monkeypatch, capsys):
     with_gpus(monkeypatch, 5)
     assert compare("nccl,file") == 0
     assert fakes.began == [("nccl", "0,1"), ("file", "2,3")]
-    assert "peak of the first training process on its GPU" in capsys.readouterr().out
+    assert "the peak of the first training process on its GPU" in capsys.readouterr().out
     fakes.began = []
     assert compare("nccl,file", "--jobs", "1", "--run_root", "others") == 0
     assert fakes.began == [("nccl", "0,1,2,3,4"), ("file", "0,1,2,3,4")]

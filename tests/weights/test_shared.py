@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import signal
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from grpo_recipes.server.plugin import WeightReport, mapped_memory
+from grpo_recipes.weights import shared
 from grpo_recipes.weights.shared import SharedClient
 from grpo_recipes.weights.transport import ServerError
 
@@ -179,7 +181,8 @@ def test_a_new_server_gets_the_weights_of_now_and_shares_them(client):
 
 def test_the_server_finishes_its_requests_before_a_step_and_waits_for_its_end(client):
     callbacks = []
-    client.join(SimpleNamespace(add_callback=callbacks.append))
+    metrics = defaultdict(list)
+    client.join(SimpleNamespace(add_callback=callbacks.append, _metrics={"train": metrics}))
     (callback,) = callbacks
     callback.on_pre_optimizer_step(None, None, None)
     callback.on_optimizer_step(None, None, None)
@@ -190,6 +193,26 @@ def test_the_server_finishes_its_requests_before_a_step_and_waits_for_its_end(cl
     assert client.asked == ["pause wait"]
     callback.on_optimizer_step(None, None, None)
     assert client.asked == ["pause wait", "resume"]
+    assert len(metrics["shared/pause_seconds"]) == 2  # a step each
+
+
+def test_a_row_tells_how_long_the_server_was_waited_for(client, monkeypatch):
+    callbacks, metrics = [], defaultdict(list)
+    client.join(SimpleNamespace(add_callback=callbacks.append, _metrics={"train": metrics}))
+    clock = 0.0
+
+    def passes(seconds: float) -> None:
+        nonlocal clock
+        clock += seconds
+
+    monkeypatch.setattr(shared.time, "perf_counter", lambda: clock)
+    monkeypatch.setattr(client, "drain", lambda: passes(0.5))
+    monkeypatch.setattr(client, "release", lambda: passes(0.25))
+    for _ in range(2):
+        callbacks[0].on_pre_optimizer_step(None, None, None)
+        passes(8.0)  # the optimizer
+        callbacks[0].on_optimizer_step(None, None, None)
+    assert metrics["shared/pause_seconds"] == [0.75, 0.75]
 
 
 def test_memory_is_reserved_when_it_is_mapped(tmp_path):

@@ -118,7 +118,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         where, _, what = message.removeprefix("argument ").partition(": ")
         if where == "the following arguments are required":
-            where, what = what, "is missing"
+            named = [one for one in self._actions if what in one.option_strings]
+            fix = f"write {what} {named[0].metavar}: {named[0].help}" if named else f"see {self.prog} --help"
+            raise config_error(what, "is missing", fix)
         if what == "expected one argument":
             where = where.rpartition("/")[2]  # of -n/--lines
             raise config_error(where, "is given without a value", f"write {where} VALUE")

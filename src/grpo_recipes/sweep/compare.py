@@ -10,7 +10,7 @@ from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
-from grpo_recipes.errors import EXIT_STOPPED, config_error
+from grpo_recipes.errors import EXIT_STOPPED, ConfigError, config_error, translate
 from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.launch.submission import Submission, freeze, frozen_environment
 from grpo_recipes.paths import python_module, shown
@@ -29,13 +29,11 @@ from grpo_recipes.recipe.registry import BRIDGES
 from grpo_recipes.report.page import NOTHING, short
 from grpo_recipes.runs.benchmark import FILE
 from grpo_recipes.runs.checkpoints import newest_complete
-from grpo_recipes.runs.rundir import make_folder, read_json, timestamp, write_json
-from grpo_recipes.sweep.folder import COMPLETED
+from grpo_recipes.runs.rundir import Run, claim, make_folder, read_json, stop_file, timestamp, write_json
+from grpo_recipes.sweep.folder import COMPARISON, COMPARISONS, COMPLETED
 from grpo_recipes.sweep.run import SignalForwarder, note_refusal
 from grpo_recipes.sweep.spec import for_each
 
-RECORD = "compare.json"
-FOLDER = "comparisons"  # under run_root
 COLOCATE = "colocate"
 _LOOK_SECONDS = 0.5
 # Name -> its bridge, and whether it trains with LoRA; where not, that is as the recipe says.
@@ -78,24 +76,29 @@ def compare(contest: Contest, environment: Mapping[str, str]) -> int:
     resources = _own_node(find_resources(environment))
     shares = _shares(resources, min(contest.jobs or len(modes), len(modes)), modes)
 
-    def resolved(mode: str) -> Recipe:
-        return resolve_recipe(contest.recipe, contest.task, _flags_of(contest, mode), environment, resources.device)
+    def planned(mode: str) -> Recipe:
+        with translate(ConfigError, lambda error: _of_the_mode(error, mode)):
+            flags = _flags_of(contest, mode)
+            recipe = resolve_recipe(contest.recipe, contest.task, flags, environment, resources.device)
+            make_plan(recipe, shares[0], environment)
+        return recipe
 
-    recipes = dict(zip(modes, for_each({mode: mode for mode in modes}, resolved), strict=True))
+    recipes = dict(zip(modes, for_each({mode: mode for mode in modes}, planned), strict=True))
     _need_different(recipes)
     _need_own_ports(recipes, len(shares))
-    for_each(recipes, lambda recipe: make_plan(recipe, shares[0], environment))
     folder, entries = _new_comparison(recipes, shares[0], environment)
     at_once = "one after another" if len(shares) == 1 else f"{len(shares)} at the same time"
     say(f"{len(entries)} modes, {at_once}, in {shown(folder)}")
-    codes, stopped = _run(entries, [share.gpus for share in shares], environment)
+    with os.fdopen(claim(Run(folder))):
+        codes, stopped = _run(entries, [share.gpus for share in shares], environment, stop_file(folder))
     rows = [_row(entry, codes.get(entry.mode)) for entry in entries]
     facts = {"device": resources.device, "cores": resources.cores, "gpus": list(resources.gpus)}
-    write_json(folder / RECORD, {**read_json(folder / RECORD), **facts, "at_once": len(shares), "modes": rows})
+    record = {**read_json(folder / COMPARISON), **facts, "at_once": len(shares), "modes": rows}
+    write_json(folder / COMPARISON, record)
     for line in table(rows, len(shares), resources):
         print_line(line)
-    say(f"comparison in {shown(folder / RECORD)}")
-    if stopped is not None:
+    say(f"comparison in {shown(folder / COMPARISON)}")
+    if stopped:
         return EXIT_STOPPED
     return int(any(row["status"] != COMPLETED for row in rows))
 
@@ -129,6 +132,13 @@ def _flags_of(contest: Contest, mode: str) -> list[str]:
     flags += ["--weight_sync", bridge] if bridge else []
     flags += ["--use_peft", "true"] if lora else []
     return flags if contest.steps is None else [*flags, f"--{_STEPS}", str(contest.steps)]
+
+
+def _of_the_mode(error: ConfigError, mode: str) -> ConfigError:
+    """Return the error with what is wrong with a key that the mode sets as a fault of the mode."""
+    ours = {f"--{key}" for key in _SET_BY_MODES}
+    of_mode = {"where": "--modes", "fix": f"leave {mode} out"}
+    return ConfigError(*(replace(one, **of_mode) if one.where in ours else one for one in error.problems))
 
 
 def _own_node(resources: Resources) -> Resources:
@@ -176,7 +186,7 @@ def _new_comparison(
     """Make the folder with a frozen run for each mode; where that fails, leave nothing of it."""
     recipe = next(iter(recipes.values()))
     stamp, name = timestamp(), str(recipe["run_name"] or recipe.path.stem.removeprefix("config_"))
-    folder = (Path(os.path.expanduser(recipe["run_root"])) / FOLDER / f"{name}-{stamp}").absolute()
+    folder = (Path(os.path.expanduser(recipe["run_root"])) / COMPARISONS / f"{name}-{stamp}").absolute()
     begun = make_folder(folder, f"cannot make the folder of the comparison {shown(folder)}")
     if begun is None:
         raise config_error("run_root", f"{shown(folder)} exists: another has just taken that name", "try again")
@@ -188,7 +198,8 @@ def _new_comparison(
             plan = make_plan(one, share, environment, names, assets)
             freeze(Submission(one, names, share, assets, plan, environment))
             entries.append(Entry(mode, one, names))
-        write_json(folder / RECORD, {"name": name, "timestamp": stamp, **begun, "recipe": str(recipe.path.absolute())})
+        record = {"name": name, "timestamp": stamp, **begun, "recipe": str(recipe.path.absolute())}
+        write_json(folder / COMPARISON, {**record, "modes": [{"mode": mode} for mode in recipes]})
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -196,16 +207,17 @@ def _new_comparison(
 
 
 def _run(
-    entries: Sequence[Entry], shares: Sequence[tuple[str, ...]], environment: Mapping[str, str]
-) -> tuple[dict[str, int], int | None]:
-    """Run every mode as soon as a share of the devices is free; return their exit codes, and the signal that came.
+    entries: Sequence[Entry], shares: Sequence[tuple[str, ...]], environment: Mapping[str, str], request: Path
+) -> tuple[dict[str, int], bool]:
+    """Run every mode as soon as a share of the devices is free; return their exit codes, and whether it was stopped.
 
-    One that fails keeps the others going; a signal is passed on to those that run, and no other begins.
+    One that fails keeps the others going. A signal, or `grpo stop` by the file ``request``, is passed on to those that
+    run, and no other begins.
     """
-    forwarder, waiting, free = SignalForwarder(), list(entries), list(shares)
+    forwarder, waiting, free = SignalForwarder(request), list(entries), list(shares)
     running: dict[str, tuple[Entry, Popen[bytes], tuple[str, ...]]] = {}
     codes: dict[str, int] = {}
-    while running or (waiting and not forwarder.asked()):
+    while (not forwarder.asked() and waiting) or running:
         while waiting and free and not forwarder.asked():
             entry, gpus = waiting.pop(0), free.pop(0)
             running[entry.mode] = entry, _begin(entry, gpus, forwarder, environment), gpus
@@ -220,8 +232,9 @@ def _run(
                 say(f"{entry.mode} " + ("completed" if code == 0 else f"ended with code {code}: {cause}"))
         time.sleep(_LOOK_SECONDS)
     if forwarder.seen is not None:
-        say(f"{signal.Signals(forwarder.seen).name}: the comparison ends here")
-    return codes, forwarder.seen
+        why = "grpo stop" if request.exists() else signal.Signals(forwarder.seen).name
+        say(f"{why}: the comparison ends here")
+    return codes, forwarder.seen is not None
 
 
 def _begin(
@@ -260,7 +273,7 @@ def _row(entry: Entry, code: int | None) -> dict[str, Any]:
 
 def table(rows: Sequence[Mapping[str, Any]], at_once: int, resources: Resources) -> list[str]:
     """Return the table, its foot, and a line for each mode that did not complete."""
-    cells = [("mode", "status", "steps", "step s", "sync s", "syncs", "memory GB", "checkpoint MB", "reward")]
+    cells = [("mode", "status", "steps", "step s", "sync s", "syncs", "mem GB", "save MB", "reward")]
     for row in rows:
         numbers, size = row["benchmark"] or {}, row["checkpoint_bytes"]
         peak = numbers.get("peak_gpu_memory_gb", numbers.get("peak_process_memory_gb"))
@@ -270,7 +283,7 @@ def table(rows: Sequence[Mapping[str, Any]], at_once: int, resources: Resources)
         known += [peak, None if size is None else size / 1e6, row["final_reward"]]
         cells.append((row["mode"], str(row["status"]), *(NOTHING if one is None else short(one) for one in known)))
     whose = "process (RSS)" if resources.device == "cpu" else "process on its GPU"
-    foot = [f"memory: the peak of the first training {whose}; checkpoint: all that a resume reads"]
+    foot = [f"mem: the peak of the first training {whose}; save: a checkpoint"]
     if resources.device == "cpu" and at_once > 1:
         foot.append(
             f"{at_once} modes shared {resources.cores} CPU cores: their times are longer than of one alone (--jobs 1)"

@@ -1,4 +1,7 @@
-"""The directory of a sweep: ``sweep.json``, a run directory for each trial, and the page that compares them."""
+"""The directory of a sweep: ``sweep.json``, a run directory for each trial, and the page that compares them.
+
+That of a comparison (`grpo compare`) is read here too: ``compare.json``, and a run directory for each mode.
+"""
 
 import contextlib
 import fcntl
@@ -10,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import quote
 
 from grpo_recipes.errors import ConfigError, config_error
@@ -31,6 +34,7 @@ from grpo_recipes.sweep.spec import SweepSpec, Trial
 
 RECORD = "sweep.json"
 FOLDER = "sweeps"  # under run_root
+COMPARISON, COMPARISONS = "compare.json", "comparisons"  # record and folder of `grpo compare`
 GONE = "gone"  # status of a trial whose run directory is not there
 COMPLETED = "completed"
 PAGE = "sweep.html"
@@ -49,6 +53,8 @@ class Sweep:
 
     folder: Path  # absolute
     record: dict[str, Any]  # the content of sweep.json
+    kind: ClassVar[str] = "sweep"
+    trial: ClassVar[str] = "trial"  # what each of its runs is called
 
     @property
     def names(self) -> list[str]:
@@ -67,6 +73,31 @@ class Sweep:
     def gaps(self) -> list[int]:
         """Return the indices of the trials that have not completed."""
         return [index for index in range(len(self.names)) if self.status(index) != COMPLETED]
+
+    def again(self) -> str:
+        """Return the command that continues it."""
+        return f"grpo sweep --resume {shown(self.folder)}"
+
+
+@dataclass(frozen=True)
+class Comparison(Sweep):
+    """The directory of `grpo compare`, whose trials are modes."""
+
+    kind: ClassVar[str] = "compare"
+    trial: ClassVar[str] = "mode"
+
+    @property
+    def names(self) -> list[str]:
+        """Return the modes by their index."""
+        return [str(row["mode"]) for row in self.record["modes"]]
+
+    def trial_dir(self, index: int) -> Path:
+        """Return a mode's run directory."""
+        return self.folder / self.names[index]
+
+    def again(self) -> str:
+        """Return the command that continues one of the modes."""
+        return f"grpo launch --resume {shown(self.folder)}/MODE --benchmark"
 
 
 def fingerprint(trials: Sequence[Trial]) -> str:
@@ -143,6 +174,16 @@ def read_sweep(folder: Path) -> Sweep:
     return Sweep(folder.absolute(), record)
 
 
+def read_comparison(folder: Path) -> Comparison:
+    """Read the directory of a comparison; a damaged record is a ``ConfigError``."""
+    record = read_json(folder / COMPARISON)
+    modes = record.get("modes")
+    if not isinstance(modes, list) or not all(isinstance(one, dict) and "mode" in one for one in modes):
+        what = "is damaged ('modes' is not what a comparison writes)"
+        raise config_error(shown(folder / COMPARISON), what, "restore it, or move the folder away")
+    return Comparison(folder.absolute(), {"jobs": [], **record})
+
+
 def find_sweep(root: Path, which: str) -> Sweep:
     """Return the sweep that a person means by a path, or by ``last``: the newest in ``root``."""
     if which != "last":
@@ -158,12 +199,12 @@ def unfinished(trials: Sequence[Trial]) -> Sweep | None:
     return next((sweep for sweep in found if sweep.record["fingerprint"] == mark and sweep.gaps()), None)
 
 
-def sweeps_in(root: Path) -> list[Sweep]:
-    """Return the sweeps of a folder, the newest first."""
-    found = []
-    for path in newest_first(root.glob(f"*/{RECORD}")):
+def sweeps_in(root: Path, record: str = RECORD) -> list[Sweep]:
+    """Return the sweeps of a folder, with ``COMPARISON`` its comparisons, the newest first."""
+    read, found = read_comparison if record == COMPARISON else read_sweep, list[Sweep]()
+    for path in newest_first(root.glob(f"*/{record}")):
         with contextlib.suppress(ConfigError):  # one that is damaged hides no other
-            found.append(read_sweep(path.parent))
+            found.append(read(path.parent))
     return found
 
 

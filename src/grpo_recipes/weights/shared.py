@@ -1,7 +1,8 @@
 """The bridge ``shared``: one copy of the weights, which the trainer's optimizer writes and the server computes with."""
 
 import os
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from grpo_recipes.server.plugin import mapped_memory, own_rows, tensor_in
 from grpo_recipes.weights.client import BridgeClient
 from grpo_recipes.weights.guard import checksum_error, differing, sent_fingerprint
 from grpo_recipes.weights.transport import ServerError
+
+PAUSE = "shared/pause_seconds"  # in metrics.jsonl
 
 
 class SharedClient(BridgeClient):
@@ -32,8 +35,8 @@ class SharedClient(BridgeClient):
         super().__init__(**kwargs)
 
     def join(self, trainer: Any) -> None:
-        """Be called around each optimizer step."""
-        trainer.add_callback(_Drained(self))
+        """Be called around each optimizer step, and have its row tell how long the server was waited for."""
+        trainer.add_callback(_Drained(self, lambda seconds: trainer._metrics["train"][PAUSE].append(seconds)))
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
         """Do nothing: the memory is shared at the first sync."""
@@ -92,14 +95,19 @@ class SharedClient(BridgeClient):
 class _Drained(TrainerCallback):
     """No request is under way at the server while the optimizer writes into its memory."""
 
-    def __init__(self, client: SharedClient):
-        self._client = client
+    def __init__(self, client: SharedClient, note: Callable[[float], None]):
+        self._client, self._note = client, note
+        self._seconds = 0.0
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        began = time.perf_counter()
         self._client.drain()
+        self._seconds = time.perf_counter() - began
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        began = time.perf_counter()
         self._client.release()
+        self._note(self._seconds + time.perf_counter() - began)
 
 
 def _views(
