@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 import time
@@ -21,6 +20,7 @@ from one_by_one import Bench
 from real_runs import REPOSITORY, Launch, same_rows, weights_hash
 from test_server_restarts import engine_of
 
+from grpo_recipes.process import scratch
 from grpo_recipes.runs.rundir import SERVER_STATE, read_json, read_metrics, write_json
 
 SIX = ("--max_steps", "6")
@@ -89,13 +89,11 @@ def test_the_server_has_the_weights_of_every_step(launch: Callable[..., Launch],
 
 
 def segments() -> set[str]:
-    """What is left under /dev/shm by vLLM's workers, its queues and Python: nobody has it mapped any more."""
-    mapped = ""
-    for file in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):
-            mapped += file.read_text()
-    found = (path.name for path in Path("/dev/shm").iterdir())
-    return {name for name in found if name.startswith(("vllm_dist_", "psm_", "sem.")) and name not in mapped}
+    """What ended runs left under /dev/shm: no process has it mapped, and no run that goes on has it in its record."""
+    mapped = scratch._mapped(psutil.pids())
+    records = "".join(path.read_text() for path in scratch.SHARED_MEMORY.glob(f"grpo-*/{scratch._SEGMENT_RECORD}"))
+    found = {name for inode, name in scratch._segments().items() if inode not in mapped}
+    return {name for name in found if f" {name}\n" not in records}
 
 
 @pytest.mark.slow

@@ -16,7 +16,16 @@ from grpo_recipes.paths import shown
 from grpo_recipes.recipe.keys import catalogue, run_root
 from grpo_recipes.report.pages import write_comparison, write_report
 from grpo_recipes.slurm.profile import KEYS, Profile
-from grpo_recipes.sweep.folder import FOLDER, RECORD, find_sweep, read_sweep, text_table, write_sweep
+from grpo_recipes.sweep.folder import (
+    COMPARISON,
+    FOLDER,
+    RECORD,
+    find_sweep,
+    read_comparison,
+    read_sweep,
+    text_table,
+    write_sweep,
+)
 from grpo_recipes.sweep.run import Backend, run_task, start, start_again
 from grpo_recipes.sweep.spec import SweepSpec, is_axis, read_axes
 
@@ -162,13 +171,16 @@ def _split(options: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 
 @command(
-    "write report.html of a run, or a page that compares several or a sweep",
-    option("runs", nargs="+", metavar="RUN", help="run or sweep directory, or last for RUN_ROOT's newest run"),
+    "write report.html of a run, or a page that compares several, a sweep or a comparison",
+    option("runs", nargs="+", metavar="RUN", help="directory of a run, sweep or comparison, or last, the newest run"),
     option("--out", type=Path, metavar="FILE", help="the page; by default report.html in the run, or here"),
 )
 def report(options: argparse.Namespace) -> int:
-    """Write the page of a run, of several compared, or of a sweep."""
+    """Write the page of a run, of several compared, of a sweep, or of the modes of a comparison."""
     folders = [named_run(which).folder if which == "last" else Path(which) for which in options.runs]
+    if len(folders) == 1 and os.path.isfile(folders[0] / COMPARISON):
+        comparison, options.out = read_comparison(folders[0]), options.out or folders[0] / "report.html"
+        folders = [comparison.trial_dir(index) for index in range(len(comparison.names))]
     fix = "name a file you may write"
     with translate(OSError, lambda error: config_error("--out", f"cannot write the page ({error.strerror})", fix)):
         if len(folders) == 1 and os.path.isfile(folders[0] / RECORD):
