@@ -297,6 +297,14 @@ def test_a_run_without_rows_has_nothing_to_move(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_code_without_git_has_the_commit_its_image_was_built_from(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRPO_HOME", str(tmp_path))
+    assert rundir.code_state()["commit"] is None
+    (tmp_path / ".commit").write_text("abc\n")
+    state = rundir.code_state()
+    assert (state["commit"], state["dirty"], state["patch"]) == ("abc", False, "")
+
+
 def test_a_git_that_hangs_ends_the_launch_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     git = tmp_path / "git"
     git.write_text("#!/bin/sh\nexec sleep 20\n")

@@ -171,7 +171,8 @@ def code(machine: Machine) -> Finding:
     """Commit of the code, and whether it has changes that are not committed."""
     state = code_state()
     if state["commit"] is None:
-        return warning(f"{home()} is not a git repository: runs cannot name their code", "use a git clone")
+        fix = "use a git clone, or build the image with --build-arg COMMIT"
+        return warning(f"{home()} is not a git repository: runs cannot name their code", fix)
     return ok(state["commit"][:12] + (", changed since (the patch is kept with each run)" if state["dirty"] else ""))
 
 

@@ -309,7 +309,8 @@ def frozen_hash(folder: Path) -> str:
 
 def code_state() -> dict[str, Any]:
     """Return commit, uncommitted patch of tracked files, and a hash of the locks."""
-    commit = _git("rev-parse", "HEAD").strip() or None
+    built = home() / ".commit"  # of a container's image, which has no git: docker/install.sh writes it
+    commit = _git("rev-parse", "HEAD").strip() or (built.read_text().strip() if built.is_file() else None)
     patch = _git("diff", "HEAD", "--", "src", "training.sh") if commit else ""
     locks = b"".join(path.read_bytes() for path in sorted((home() / "requirements").glob("*.txt")))
     hashes = {"patch_sha256": patch.encode(), "lock_sha256": locks}
