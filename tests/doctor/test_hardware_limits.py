@@ -223,7 +223,7 @@ def test_quotas_are_read_from_quota_and_lfs(machine, fake_program):
         "fileserver.cluster.example.org:/export/home: 1.0 GB of 921.6 MB used"
     )
     fake_program("quota", "true")
-    fake_program("lfs", f"[[ $1 == quota && $2 == -q ]] && echo '{LFS}'")
+    fake_program("lfs", f'[[ $1 == quota && $2 == -q && $4 == "$UID" ]] && echo "{LFS}"')
     found = hardware.quota(machine())
     assert found.status == "warning" and found.value == "/lustre/scratch: 962.6 MB of 1.0 GB used"
     fake_program("lfs", f"echo '{LFS.replace('940000', '10')}'")

@@ -1,6 +1,5 @@
 """Checks of what this machine offers: GPUs, what Slurm grants, disks, quotas, limits, cores and memory."""
 
-import getpass
 import math
 import os
 import re
@@ -181,7 +180,8 @@ def _space(name: str, path: Path) -> Finding:
 def quota(machine: Machine) -> Finding:
     """Your quotas, by the programs quota and lfs where they are installed; warns from 90 %."""
     mounts = {existing(machine.run_root), existing(cache_root(machine.environment)), machine.home}
-    commands = [("lfs", "quota", "-q", "-u", getpass.getuser(), str(path)) for path in sorted(mounts)]
+    # by number: the user of a container may have no name
+    commands = [("lfs", "quota", "-q", "-u", str(os.getuid()), str(path)) for path in sorted(mounts)]
     printed = "\n".join(machine.ask(*argv).stdout for argv in [("quota", "-w"), *commands])
     findings = []
     # File system, kilobytes used (a star marks what is exceeded), two limits (0 means none); a long name puts its
