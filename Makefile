@@ -51,10 +51,11 @@ docs: setup  ## build the documentation into site/; site/index.html opens from d
 docs-serve: setup  ## serve the documentation at DOCS_ADDRESS and build what changes
 	$(BIN)/python -m mkdocs serve --dev-addr $(DOCS_ADDRESS)
 
-lint: setup  ## style, types and shell scripts
+lint: setup  ## style, types, shell scripts and the Dockerfile
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/shellcheck $(SHELL_FILES)
+	$(BIN)/hadolint docker/Dockerfile
 	$(BIN)/mypy
 
 format: setup  ## rewrite the code in the project's style

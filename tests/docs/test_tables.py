@@ -37,6 +37,7 @@ PASSED_ON = {
 # Removed from the children's environment, or written by us.
 REMOVED = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
 NO_VARIABLES = {
+    "COMMIT",
     "COMPLETE",
     "GRPO_TOKEN_FILE",
     "HTTPS_PROXY",

@@ -1,0 +1,93 @@
+"""The files of the container agree with each other and with docs/container.md; test_container.py of e2e builds it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from container_image import REPOSITORY, in_context, instructions, sections
+from documented import documented
+
+REVISION = "COMMIT=$(git rev-parse HEAD)"
+PAGE = REPOSITORY / "docs/container.md"
+
+
+def apptainer_post(words: list[str]) -> list[str]:
+    """The lines of %post as `apptainer build` fills them in."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--build-arg", action="append")
+    parser.add_argument("image")
+    parser.add_argument("definition")
+    assert words[:2] == ["apptainer", "build"]
+    options = parser.parse_args(words[2:])
+    found = sections(REPOSITORY / options.definition)
+    values = dict(line.split("=", 1) for line in [*found["arguments"], *options.build_arg])
+    return [re.sub(r"\{\{ (\w+) \}\}", lambda name: values[name[1]], line) for line in found["post"]]
+
+
+def docker_runs(words: list[str]) -> tuple[str, list[str]]:
+    """The folder and the RUN lines as `docker build` fills them in."""
+    assert words[:4] == ["docker", "build", "-f", "docker/Dockerfile"] and words[-1] == "."
+    given = [words[at + 1] for at, word in enumerate(words) if word == "--build-arg"]
+    steps = instructions(REPOSITORY / words[3])
+    values = dict(line.split("=", 1) for line in [*(rest for name, rest in steps if name == "ARG"), *given])
+    lines = [rest.rpartition("pip.conf ")[2] for name, rest in steps if name == "RUN"]
+    folder = next(rest for name, rest in steps if name == "WORKDIR")
+    return folder, [re.sub(r"\$(\w+)", lambda name: values[name[1]], line) for line in lines]
+
+
+def test_both_definitions_are_the_same_steps_on_the_same_files() -> None:
+    shown = 'docker build -f docker/Dockerfile --build-arg COMMIT="$(git rev-parse HEAD)" -t grpo .'
+    folder, lines = docker_runs(documented(shown, {REVISION: "COMMIT=abc"}, fake="Docker"))
+    assert lines == [
+        'DEVICE="cuda" bash docker/install.sh environment',
+        'COMMIT="abc" bash docker/install.sh repository',
+    ]
+    other = 'apptainer build --build-arg COMMIT="$(git rev-parse HEAD)" grpo.sif docker/grpo.def'
+    post = apptainer_post(documented(other, {REVISION: "COMMIT=abc"}, fake="Apptainer"))
+    assert post == ["set -e", f"cd {folder}", *lines]
+
+    assert f"From: {dict(instructions())['FROM']}" in sections()["header"]
+    kept = {line[1:] for line in (REPOSITORY / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert sections()["files"] == [f"{name} {folder}/{name}" for name in sorted(kept)]
+    assert all((REPOSITORY / name).exists() for name in kept)
+
+
+def test_no_run_secret_or_environment_of_a_checkout_gets_into_the_image() -> None:
+    outside = ".git/config .venv/bin/python runs/a/run.json my.yaml .env src/.env recipes/hf.token"
+    for name in outside.split():
+        assert not in_context(name), name
+    assert not in_context("src/grpo_recipes/__pycache__/paths.cpython-311.pyc")
+    assert in_context("src/grpo_recipes/paths.py") and in_context("recipes/smoke/grpo.yaml")
+
+
+def test_the_dockerfile_has_the_linters_approval() -> None:
+    command = [Path(sys.executable).with_name("hadolint"), REPOSITORY / "docker/Dockerfile"]
+    if not command[0].is_file():
+        pytest.skip("hadolint is not in this environment")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout
+
+
+def test_steps_without_a_name_change_nothing_and_say_what_there_is() -> None:
+    done = subprocess.run(["bash", REPOSITORY / "docker/install.sh"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "environment" in done.stderr and "repository" in done.stderr
+
+
+def test_the_job_of_the_page_hands_on_arguments_and_the_exit_code(tmp_path: Path) -> None:
+    (script,) = re.findall(r'^```bash title="container.sbatch"\n(.*?)^```$', PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / "container.sbatch").write_text(script)
+    for name, body in (("apptainer", 'echo "$@"; exit 75'), ("sbatch", 'exec bash "$@"')):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    words = documented("sbatch container.sbatch my.yaml", fake="Slurm and Apptainer")
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (75, "run --nv grpo.sif launch my.yaml\n")
+    words = [*words[:2], "--resume", "last"]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "run --nv grpo.sif launch --resume last\n"
