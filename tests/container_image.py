@@ -205,7 +205,7 @@ class Image:
             for source, target, _ in binds:
                 places.enter_context(self._mount_point(Path(source).is_dir(), target))
             line = rest[secret.end() :] if secret else rest
-            done = self.enter(["/bin/sh", "-c", line], {**self.variables, **self.arguments}, binds=binds, timeout=900)
+            done = self.enter(["/bin/sh", "-c", line], {**self.variables, **self.arguments}, binds=binds, timeout=1200)
         if "no answer from a package index" in done.stderr:
             pytest.skip(done.stderr[-500:])
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.rotating
-@pytest.mark.timeout(1500)  # eight minutes on a machine with nothing else to do
+@pytest.mark.timeout(2400)  # 17 minutes were seen on two cores with a load of ten
 def test_the_image_is_built_and_trains_for_any_user_read_only_and_without_a_network(image: Image, folder: Path) -> None:
     shown = (
         "docker build -f docker/Dockerfile --build-arg DEVICE=cpu "
@@ -55,7 +55,7 @@ def test_the_image_is_built_and_trains_for_any_user_read_only_and_without_a_netw
     )
     places = {"$(id -u):$(id -g)": USER, "$PWD:/work": f"{folder}:/work"}
     words = [*documented(run, places, fake=FAKE), "--max_steps", "4", "--save_steps", "4"]
-    done = image.docker(words, timeout=400)
+    done = image.docker(words, timeout=900)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert_the_run_is_the_users(folder)
 
