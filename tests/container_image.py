@@ -143,7 +143,7 @@ class Image:
     command: list[str] = field(default_factory=list)
 
     def remove(self) -> None:
-        shutil.rmtree(self.root)
+        subprocess.run(["rm", "-rf", "--one-file-system", str(self.root)], check=True)
 
     # --- docker build ---------------------------------------------------------------------------------------------
 
