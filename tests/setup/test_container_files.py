@@ -8,8 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
-from container_image import REPOSITORY, in_context, instructions, sections
+from container_image import REPOSITORY, Image, in_context, instructions, needs_of_the_test, sections
 from documented import documented
 
 REVISION = "COMMIT=$(git rev-parse HEAD)"
@@ -91,3 +92,20 @@ def test_the_job_of_the_page_hands_on_arguments_and_the_exit_code(tmp_path: Path
     words = [*words[:2], "--resume", "last"]
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout == "run --nv grpo.sif launch --resume last\n"
+
+
+def test_a_command_that_is_late_leaves_no_process_and_no_mount(tmp_path: Path) -> None:
+    if reason := needs_of_the_test():
+        pytest.skip(reason)
+    for name in ("proc", "sys", "dev", "tmp", "usr"):
+        (tmp_path / name).mkdir()
+    for name in ("bin", "lib", "lib64"):
+        (tmp_path / name).symlink_to(f"usr/{name}")
+    image = Image(tmp_path)
+    binds = [("/usr", "/usr", "ro")]
+    written = image.enter(["touch", "/usr/mine", "/mine"], {}, binds=binds, access="ro")
+    assert written.stderr.count("Read-only file system") == 2, written.stderr
+    with pytest.raises(subprocess.TimeoutExpired):
+        image.enter(["sleep", "86.4321"], {}, binds=binds, timeout=3)
+    assert [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == ["sleep", "86.4321"]] == []
+    assert str(tmp_path) not in Path("/proc/self/mounts").read_text()
