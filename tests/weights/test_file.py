@@ -50,12 +50,26 @@ def test_a_reader_never_finds_a_part(tmp_path):
 
     with pytest.raises(RuntimeError, match="dies here"):
         write_weights(tmp_path, metadata(both), broken())
-    assert load_file(tmp_path / "model.safetensors")["w"].tolist() == [0.0] * 4
+    assert not (tmp_path / "model.safetensors").exists()
     with pytest.raises(AssertionError, match="v came in the place of w"):
         write_weights(tmp_path, metadata(both), iter(reversed(both.items())))
     with pytest.raises(ValueError, match="shorter"):
         write_weights(tmp_path, metadata(both), iter([("w", both["w"])]))
-    assert load_file(tmp_path / "model.safetensors").keys() == {"w"}
+    assert not (tmp_path / "model.safetensors").exists()
+    write_weights(tmp_path, metadata(both), iter(both.items()))
+    assert load_file(tmp_path / "model.safetensors")["v"].tolist() == [1.0] * 4
+
+
+def test_the_file_before_is_written_over_and_counts_as_room(tmp_path, monkeypatch):
+    large, small = {"w": torch.zeros(1000)}, {"w": torch.ones(10)}
+    write_weights(tmp_path, metadata(large), iter(large.items()))
+    before = (tmp_path / "model.safetensors").stat()
+    monkeypatch.setattr(file.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+    for tensors in (small, {"w": torch.ones(2)}):
+        write_weights(tmp_path, metadata(tensors), iter(tensors.items()))
+        assert torch.equal(load_file(tmp_path / "model.safetensors")["w"], tensors["w"])
+    after = (tmp_path / "model.safetensors").stat()
+    assert after.st_ino == before.st_ino and after.st_size < before.st_size
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_written(tmp_path, monkeypatch):

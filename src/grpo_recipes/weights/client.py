@@ -259,10 +259,13 @@ class BridgeClient(VLLMClient):
         return reports
 
     def _fingerprinted(self, named_params: NamedTensors) -> NamedTensors:
+        """Yield the tensors, and take the fingerprint of each: on CPU while it is sent, on a GPU in the same stream."""
         self._streamed = {}
         for name, tensor in named_params:
-            self._streamed[name] = sent_fingerprint(name, tensor, self._held)
+            take = partial(sent_fingerprint, name, tensor, self._held)
+            beside = in_thread(take) if tensor.is_cpu else None
             yield name, tensor
+            self._streamed[name] = beside.result() if beside else take()
 
     def call_workers(self, method: str, **kwargs: Any) -> list[Any]:
         """Call a method of every worker of the server; return a result per worker."""
@@ -302,7 +305,7 @@ class BridgeClient(VLLMClient):
             for start in range(0, len(prompts), REQUESTS):
                 share = range(start, min(start + REQUESTS, len(prompts)))
                 with self._engine_paused(len(share) * n) if seeded else contextlib.nullcontext([]) as futures:
-                    futures += [_in_thread(partial(sample, index)) for index in share]
+                    futures += [in_thread(partial(sample, index)) for index in share]
                 answers += [future.result() for future in futures]
             return {
                 key: None if first is None else [row for answer in answers for row in answer[key]]
@@ -351,7 +354,7 @@ class BridgeClient(VLLMClient):
     ) -> dict[str, list[Any]]:
         """Return the server's completions; as soon as the run stops, anything of the right shape: other ranks wait."""
         if not self.stops():
-            answer = _in_thread(partial(self._through_restarts, sample))
+            answer = in_thread(partial(self._through_restarts, sample))
             while not wait([answer], LOOK_SECONDS).done and not self.stops():
                 pass
             if not self._stops and (answer.exception() is None or not self.stops(_SIGNAL_SECONDS)):
@@ -380,7 +383,7 @@ class BridgeClient(VLLMClient):
         self._post(f"{self.base_url}/resume", timeout=timeout)
 
 
-def _in_thread(work: Callable[[], Answer]) -> Future[Answer]:
+def in_thread(work: Callable[[], Answer]) -> Future[Answer]:
     """Start work in a daemon thread: at its exit the interpreter waits for an executor's threads."""
     future: Future[Answer] = Future()
 

@@ -37,6 +37,7 @@ class FileClient(BridgeClient):
 def write_weights(folder: Path, metadata: Metadata, named_params: NamedTensors) -> None:
     """Write ``model.safetensors``, which a reader finds whole or not at all; OSError where there is no room for it.
 
+    The file before, which the server has loaded, is written over: memory that is new takes most of the time of a write.
     Each tensor is written as it comes, so that none is copied: under ZeRO-3 and FSDP a gathered one is gone when the
     next one comes. The library of the format takes all of them at once.
     """
@@ -45,18 +46,23 @@ def write_weights(folder: Path, metadata: Metadata, named_params: NamedTensors) 
     for name, dtype, shape in metadata:
         begins, size = size, size + prod(shape) * getattr(torch, dtype).itemsize
         header[name] = {"dtype": _DTYPES[dtype], "shape": shape, "data_offsets": [begins, size]}
-    if size > (free := shutil.disk_usage(folder).free):
+    file, temporary = folder / "model.safetensors", folder / ".model.safetensors"
+    if file.exists():
+        file.replace(temporary)
+    reused = temporary.stat().st_size if temporary.exists() else 0
+    if size > (free := shutil.disk_usage(folder).free + reused):
         what = f"{gigabytes(size)} of weights do not fit into {folder}, {gigabytes(free)} free"
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {what}. Fix: make room there, or make it larger")
     text = json.dumps({**header, "__metadata__": {"format": "pt"}}).encode()
     text = text.ljust(-(-len(text) // _ALIGNMENT) * _ALIGNMENT)
-    temporary = folder / ".model.safetensors"
-    with temporary.open("wb", buffering=0) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+    temporary.touch()
+    with temporary.open("r+b", buffering=0) as out:
+        out.write(len(text).to_bytes(8, "little") + text)
         for (name, dtype, _), (given, tensor) in zip(metadata, named_params, strict=True):
             assert name == given, f"{given} came in the place of {name}"
             flat = tensor.detach().to("cpu", getattr(torch, dtype)).contiguous().view(-1)
             rest = memoryview(flat.view(torch.uint8).numpy())
             while rest:  # the system writes at most 2 GiB at once
-                rest = rest[file.write(rest) :]
-    temporary.replace(folder / "model.safetensors")
+                rest = rest[out.write(rest) :]
+        out.truncate()
+    temporary.replace(file)

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from grpo_recipes.server.plugin import mapped_memory, own_rows, tensor_in
-from grpo_recipes.weights.client import BridgeClient
+from grpo_recipes.weights.client import BridgeClient, in_thread
 from grpo_recipes.weights.guard import checksum_error, differing, sent_fingerprint
 from grpo_recipes.weights.transport import ServerError
 
@@ -64,7 +64,8 @@ class SharedClient(BridgeClient):
         if self._args.weight_guard:  # what is written here must be read there, before the first step as well
             for view in views.values():
                 view.zero_()
-            self._apart = differing(dict.fromkeys(views, 0), self._reports())
+            self._held, *others = self._reports()
+            self._apart = differing(dict.fromkeys(views, 0), [self._held, *others])
         for name, parameter in self._parameters().items():
             parameter.data = views[name].copy_(parameter.data)
 
@@ -74,9 +75,9 @@ class SharedClient(BridgeClient):
 
     def _verify(self) -> None:
         if self._args.weight_guard:
-            reports = self._reports()
-            own = {name: sent_fingerprint(name, one, reports[0]) for name, one in self._parameters().items()}
-            wrong = self._apart or differing({name: int(value) for name, value in own.items()}, reports)
+            reports = in_thread(self._reports)  # while the server takes its fingerprints, ours are taken here
+            own = {name: sent_fingerprint(name, one, self._held) for name, one in self._parameters().items()}
+            wrong = self._apart or differing({name: int(value) for name, value in own.items()}, reports.result())
             self.checksum_error = checksum_error(self.bridge, wrong)
 
     def drain(self) -> None:
