@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
+import torch
 from trl.generation import vllm_generation
 
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.trainers.grpo import weight_bridge
+from grpo_recipes.weights import client as module
 from grpo_recipes.weights.file import FileClient
 from grpo_recipes.weights.transport import ServerError
 from weights.fake_server import WEIGHT
@@ -47,6 +52,23 @@ def test_with_the_guard_a_server_that_holds_something_else_is_seen(connect, serv
     sync(client)
 
     assert client.checksum_error is not None and "after the sync it holds other values" in client.checksum_error
+
+
+def test_a_fingerprint_is_taken_while_its_tensor_is_sent(connect, monkeypatch) -> None:
+    client, sent, take = connect(), threading.Event(), module.sent_fingerprint
+
+    def take_when_sent(*args: Any) -> torch.Tensor:
+        assert sent.wait(10)
+        return take(*args)
+
+    def send(metadata: Any, named_params: Any) -> None:
+        for _ in named_params:
+            sent.set()
+
+    monkeypatch.setattr(module, "sent_fingerprint", take_when_sent)
+    monkeypatch.setattr(client, "_send", send)
+    sync(client)
+    assert client.checksum_error is None
 
 
 def test_without_the_guard_nobody_looks(connect, server) -> None:

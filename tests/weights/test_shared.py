@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import signal
+import threading
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -140,6 +141,24 @@ def test_weights_that_change_on_one_side_alone_are_seen(client):
     model.attention.k_proj.weight.data = model.attention.k_proj.weight.data + 1
     client.take(model)
     assert "attention.qkv_proj.weight" in client.checksum_error
+
+
+def test_both_sides_take_their_fingerprints_at_the_same_time(client, monkeypatch):
+    model, taking, take, call = Trained(), threading.Event(), shared.sent_fingerprint, client.call_workers
+    client.take(model)
+
+    def take_here(*args):
+        taking.set()
+        return take(*args)
+
+    def call_workers(method, **kwargs):
+        assert taking.wait(10)
+        return call(method, **kwargs)
+
+    monkeypatch.setattr(shared, "sent_fingerprint", take_here)
+    monkeypatch.setattr(client, "call_workers", call_workers)
+    client.take(model)
+    assert client.checksum_error is None
 
 
 def test_without_the_guard_nothing_is_compared(tmp_path, monkeypatch):

@@ -74,12 +74,14 @@ def fingerprint(tensor: torch.Tensor, unit: int | None = None) -> torch.Tensor:
         flat = flat.clone()  # torch views memory as larger numbers only where one begins
     bits = flat.view(_INTEGER_VIEWS[unit])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    sums: Any = total.numpy() if tensor.is_cpu else total
     for chunk in bits.split(_CPU_CHUNK if tensor.is_cpu else _GPU_CHUNK):
         words = chunk.to(torch.int64)
-        # Without mixing, one step of the last bit up in one element and down in another would cancel.
-        mixed = (words.numpy() if tensor.is_cpu else words) * 0x9E3779B97F4A7C1  # three times as fast as torch on CPU
+        # Without mixing, one step of the last bit up in one element and down in another would cancel. On CPU NumPy
+        # multiplies whole numbers two to three times as fast as torch.
+        mixed = (words.numpy() if tensor.is_cpu else words) * 0x9E3779B97F4A7C1
         mixed ^= mixed >> 29
-        total += mixed.sum()
+        sums += mixed.sum()
     return total * 0x3C79AC492BA7B653
 
 
