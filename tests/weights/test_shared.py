@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import signal
+import subprocess
+import sys
 import threading
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from grpo_recipes.server import plugin
 from grpo_recipes.server.plugin import WeightReport, mapped_memory
 from grpo_recipes.weights import shared
 from grpo_recipes.weights.shared import SharedClient
 from grpo_recipes.weights.transport import ServerError
-
-HIDDEN, VOCABULARY, PADDED = 4, 10, 16
-
-
-class Layer(nn.Module):
-    def __init__(self, **sizes: int):
-        super().__init__()
-        for name, rows in sizes.items():
-            self.add_module(name, nn.Linear(HIDDEN, rows))
+from weights import fake_gpu
+from weights.fake_gpu import HIDDEN, PADDED, VOCABULARY, FakeGpu, Layer, Worker
 
 
 class Trained(nn.Module):
@@ -40,35 +39,14 @@ class Trained(nn.Module):
         self.to(dtype)
 
 
-class Served(nn.Module):
-    """The same model as vLLM has it: fused, and with padded rows in the vocabulary."""
-
-    packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(PADDED, HIDDEN)
-        self.attention = Layer(qkv_proj=8)
-        self.head = nn.Linear(HIDDEN, PADDED, bias=False)
-        self.head.weight = self.embed.weight
-        self.embed.weight.data[VOCABULARY:] = 0
-
-
-class Worker(WeightReport):
-    def __init__(self) -> None:
-        self.model = Served()
-
-    def get_model(self) -> nn.Module:
-        return self.model
-
-
 class LocalClient(SharedClient):
     """A client whose server is a worker in this process."""
 
     def __init__(self, worker: Worker, folder: Path, weight_guard: bool = True):
         self.worker, self.asked, self._model, self._apart, self._epoch = worker, [], None, [], 1
+        self._gpu = None
         self._args, self.checksum_error, self._sent, self._stops = (
-            SimpleNamespace(weight_guard=weight_guard),
+            SimpleNamespace(weight_guard=weight_guard, use_cpu=True),
             None,
             0,
             0,
@@ -78,7 +56,7 @@ class LocalClient(SharedClient):
 
     def call_workers(self, method: str, **kwargs):
         self.asked.append(method)
-        return [getattr(self.worker, method)(**kwargs)]
+        return [json.loads(json.dumps(getattr(self.worker, method)(**kwargs)))]
 
     def pause(self, mode: str, timeout: float | None = None) -> None:
         self.asked.append(f"pause {mode}")
@@ -88,7 +66,14 @@ class LocalClient(SharedClient):
 
 
 @pytest.fixture
-def client(tmp_path, monkeypatch):
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    return FakeGpu(monkeypatch)
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def client(request, tmp_path, monkeypatch):
+    if request.param == "gpu":
+        request.getfixturevalue("gpu")
     monkeypatch.setenv("GRPO_SYNC_DIR", str(tmp_path / "sync"))
     return LocalClient(Worker(), tmp_path)
 
@@ -119,10 +104,11 @@ def test_after_the_first_sync_server_and_trainer_have_one_copy(client, tmp_path)
 
 
 def test_a_server_that_computes_with_a_copy_of_its_own_is_seen_at_the_first_sync(client, monkeypatch):
-    share = WeightReport.grpo_share
+    share, kept = WeightReport.grpo_share, []
 
     def apart(self, file):
         layout = share(self, file)
+        kept.append(self.model.attention.qkv_proj.bias.data)  # as CUDA keeps memory that another process has
         self.model.attention.qkv_proj.bias.data = self.model.attention.qkv_proj.bias.data.clone()
         return layout
 
@@ -245,3 +231,83 @@ def test_memory_is_reserved_when_it_is_mapped(tmp_path):
     assert (tmp_path / "small").stat().st_blocks * 512 >= 4096 and (tmp_path / "small").stat().st_mode & 0o777 == 0o600
     with pytest.raises(FileExistsError):
         mapped_memory(str(tmp_path / "small"), 4096)
+
+
+class OtherProcess:
+    """A worker whose methods run in a process of its own."""
+
+    def __init__(self) -> None:
+        program, pipe = [sys.executable, "-m", fake_gpu.__name__], subprocess.PIPE
+        self.process = subprocess.Popen(program, stdin=pipe, stdout=pipe, text=True, cwd=Path(__file__).parents[1])
+
+    def __getattr__(self, method: str) -> Any:
+        def call(**kwargs: Any) -> Any:
+            assert self.process.stdin and self.process.stdout
+            print(json.dumps({"method": method, "kwargs": kwargs}), file=self.process.stdin, flush=True)
+            return json.loads(self.process.stdout.readline())
+
+        return call
+
+
+@pytest.fixture
+def other() -> Iterator[OtherProcess]:
+    worker = OtherProcess()
+    with worker.process as process:
+        yield worker
+        process.stdin.close()
+
+
+def test_a_gpus_memory_of_another_process_is_written_where_it_is(gpu, other, tmp_path, monkeypatch):
+    monkeypatch.setenv("GRPO_SYNC_DIR", str(tmp_path / "sync"))
+    client, model = LocalClient(other, tmp_path), Trained()
+    client.take(model)
+    assert client.checksum_error is None and client._apart == []
+
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.fill_(number + 1.0)
+    values = other.values()
+    parts = [getattr(model.attention, name) for name in ("q_proj", "k_proj", "v_proj")]
+    assert values["attention.qkv_proj.weight"] == torch.cat([part.weight for part in parts]).tolist()
+    assert values["attention.qkv_proj.bias"] == torch.cat([part.bias for part in parts]).tolist()
+    assert values["embed.weight"] == model.embed.weight.tolist() + [[0.0] * HIDDEN] * (PADDED - VOCABULARY)
+    client.take(model)
+    assert client.checksum_error is None
+
+
+def test_on_a_gpu_the_server_keeps_its_parameters_where_they_are(gpu, tmp_path):
+    """CUDA graphs have their addresses."""
+    worker = Worker()
+    before = [parameter.untyped_storage()._cdata for parameter in worker.model.parameters()]
+    worker.grpo_share(file=str(tmp_path / "none"))
+    assert [parameter.untyped_storage()._cdata for parameter in worker.model.parameters()] == before
+    assert not (tmp_path / "none").exists()
+
+
+def test_no_handle_is_a_pickle(gpu, tmp_path):
+    """Whoever takes the port of a dead server must not be able to run code in the trainer."""
+    worker = Worker()
+    places = worker.grpo_share(file=str(tmp_path / "none"))["parameters"]
+    assert all(type(value) in (str, int, bool, list) for place in places.values() for value in place.values())
+    place = {**places["embed.weight"], "tensor_cls": "os.system", "storage_cls": "os.system"}
+    assert type(plugin.imported(place, torch.device("cpu"))) is torch.Tensor
+
+
+def test_a_gpu_has_written_all_before_the_server_is_asked_to_read(gpu, tmp_path, monkeypatch):
+    monkeypatch.setenv("GRPO_SYNC_DIR", str(tmp_path / "sync"))
+    client = LocalClient(Worker(), tmp_path)
+    client.asked = gpu.events
+    client.take(Trained())
+    assert gpu.events == ["grpo_share", "synchronize", "grpo_weights", "synchronize", "grpo_weights"]
+    gpu.events.clear()
+    client.drain()
+    client.release()
+    assert gpu.events == ["pause wait", "synchronize", "resume"]
+
+
+@pytest.mark.parametrize(("here", "said"), [("another", "rank 0 on another"), (None, "rank 0 on the CPU")])
+def test_the_memory_of_another_gpu_is_refused(gpu, tmp_path, monkeypatch, here, said):
+    monkeypatch.setenv("GRPO_SYNC_DIR", str(tmp_path / "sync"))
+    monkeypatch.setattr(shared, "gpu_of", lambda _: here)
+    with pytest.raises(ServerError, match=f"the server computes on {fake_gpu.UUID}, {said}.*Fix: write weight_sync: f"):
+        LocalClient(Worker(), tmp_path).take(Trained())

@@ -3,6 +3,7 @@
 The extension loads weights in the server's workers and fingerprints them, as the trainer does what it sends.
 """
 
+import inspect
 import logging
 import math
 import mmap
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from grpo_recipes.process.reports import dump_stacks_on_signal
 from grpo_recipes.process.tree import die_with_parent
@@ -23,6 +25,7 @@ _WORD = 8  # bytes that are mixed at once, several times as fast as element by e
 _ALIGNMENT = 64  # bytes: where a parameter begins in shared memory
 # Elements at a time, each 8 bytes while they are mixed: for a GPU that vLLM has filled, or for a CPU core's own cache.
 _GPU_CHUNK, _CPU_CHUNK = 1 << 22, 1 << 15
+_HANDLES = ("storage_handle", "ref_counter_handle", "event_handle")  # bytes among torch's names for a GPU's memory
 _LOGGER = logging.getLogger("vllm.grpo_recipes")  # a child of vLLM's own: only those reach the server's log
 
 
@@ -116,6 +119,34 @@ def tensor_in(memory: mmap.mmap, place: Mapping[str, Any]) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=place["offset"]).view(place["shape"])
 
 
+def gpu_of(tensor: torch.Tensor) -> str | None:
+    """Return the UUID of a tensor's GPU, which all processes know it by; None on CPU."""
+    return str(torch.cuda.get_device_properties(tensor.device).uuid) if tensor.is_cuda else None
+
+
+def exported(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return where a tensor's GPU memory is, for ``imported`` in another process, as JSON can carry it.
+
+    It is no pickle: by one, whoever takes the port of a dead server could run code in the trainer. vLLM's workers do
+    not free parameters, so that the memory stays while their process lives.
+    """
+    place = dict(zip(inspect.signature(rebuild_cuda_tensor).parameters, reduce_tensor(tensor)[1], strict=True))
+    own = {"tensor_cls": "", "storage_cls": "", "storage_device": 0, "requires_grad": False}  # the other process's
+    plain = {"dtype": _name_of(tensor.dtype), "tensor_size": list(tensor.shape), "tensor_stride": list(tensor.stride())}
+    return {**place, **own, **plain, **{name: place[name].hex() for name in _HANDLES}}
+
+
+def imported(place: Mapping[str, Any], device: torch.device) -> torch.Tensor:
+    """Return the tensor that another process ``exported``, on ``device``: the same GPU by this process's number."""
+    own = {"tensor_cls": torch.Tensor, "storage_cls": torch.TypedStorage, "storage_device": device.index}
+    handles = {name: bytes.fromhex(place[name]) for name in _HANDLES}
+    return rebuild_cuda_tensor(**{**place, **own, **handles, "dtype": getattr(torch, place["dtype"])})
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def held_name(name: str, held: Mapping[str, Any], packed: Mapping[str, Sequence[str]]) -> str | None:
     """Return the server's parameter that holds the trainer's ``name``, fused ones included; None if not found."""
     fused_names = [name.replace(f".{part}.", f".{fused}.") for fused, parts in packed.items() for part in parts]
@@ -141,6 +172,18 @@ def own_rows(
         used[place] += tensor.shape[0]
         rows = held[place][begins : used[place]]
         yield name, place, rows if (rows.shape, rows.dtype) == (tensor.shape, tensor.dtype) else None
+
+
+def _moved(parameters: Mapping[str, torch.nn.Parameter], file: str) -> dict[str, dict[str, Any]]:
+    """Move parameters into the new ``file``, mapped into memory; return offset in bytes, shape and dtype of each."""
+    places, size = {}, 0
+    for name, parameter in parameters.items():
+        places[name] = {"offset": size, "shape": list(parameter.shape), "dtype": _name_of(parameter.dtype)}
+        size += -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT
+    memory = mapped_memory(file, size)
+    for name, parameter in parameters.items():
+        parameter.data = tensor_in(memory, places[name]).copy_(parameter.data)
+    return places
 
 
 class WeightReport:
@@ -178,22 +221,18 @@ class WeightReport:
         return True
 
     def grpo_share(self, file: str) -> dict[str, Any]:
-        """Move the parameters into the new ``file``, mapped into memory, from where the model then computes; on CPU.
+        """Let another process have the parameters' memory: on CPU they move into the new ``file``, mapped into memory.
 
-        Return ``parameters``: name -> offset in bytes, shape and dtype; ``packed`` as ``grpo_weights`` does.
+        On a GPU they stay where they are, which captured CUDA graphs have the addresses of. Return ``gpu``, its UUID or
+        None; ``parameters``: name -> its place, for ``imported`` or ``tensor_in``; ``packed`` as ``grpo_weights`` does.
         """
         model = self.get_model()  # type: ignore[attr-defined]
-        places, size = {}, 0
-        for name, parameter in model.named_parameters():
-            dtype = str(parameter.dtype).removeprefix("torch.")
-            places[name] = {"offset": size, "shape": list(parameter.shape), "dtype": dtype}
-            size += -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT
-        memory = mapped_memory(file, size)
-        for name, parameter in model.named_parameters():
-            shared = tensor_in(memory, places[name])
-            parameter.data = shared.copy_(parameter.data)
+        parameters = dict(model.named_parameters())
+        gpu = gpu_of(next(iter(parameters.values())))
+        places = {name: exported(one.data) for name, one in parameters.items()} if gpu else _moved(parameters, file)
+        size = sum(one.nbytes for one in parameters.values())
         _LOGGER.info("grpo: %d bytes of weights are shared with the trainer", size)
-        return {"parameters": places, "packed": dict(getattr(model, "packed_modules_mapping", {}))}
+        return {"gpu": gpu, "parameters": places, "packed": dict(getattr(model, "packed_modules_mapping", {}))}
 
     def grpo_weights(self) -> dict[str, Any]:
         """Return what the model holds, tied parameters once.
@@ -203,7 +242,7 @@ class WeightReport:
         model = self.get_model()  # type: ignore[attr-defined]
         parameters = {}
         for name, parameter in model.named_parameters():
-            unit, dtype = unit_of(parameter), str(parameter.dtype).removeprefix("torch.")
+            unit, dtype = unit_of(parameter), _name_of(parameter.dtype)
             parameters[_plain(name)] = [int(fingerprint(parameter.data, unit)), dtype, unit]
         for prefix, module in model.named_modules():
             replicas = getattr(module, "num_kv_head_replicas", 1)
@@ -239,7 +278,7 @@ class WeightReport:
             for side in ("lora_a", "lora_b"):
                 for part, stacked in zip(parts, getattr(module, f"{side}_stacked", ()), strict=False):
                     value = int(fingerprint(stacked[slots[0], 0])) if slots else 0
-                    parameters[f"{part}.{side}"] = [value, str(stacked.dtype).removeprefix("torch.")]
+                    parameters[f"{part}.{side}"] = [value, _name_of(stacked.dtype)]
         return {"parameters": parameters, "packed": {}}
 
     def grpo_config(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from grpo_recipes.server.plugin import mapped_memory, own_rows, tensor_in
+from grpo_recipes.server.plugin import gpu_of, imported, mapped_memory, own_rows, tensor_in
 from grpo_recipes.weights.client import BridgeClient, in_thread
 from grpo_recipes.weights.guard import checksum_error, differing, sent_fingerprint
 from grpo_recipes.weights.transport import ServerError
@@ -31,6 +31,7 @@ class SharedClient(BridgeClient):
 
     def __init__(self, **kwargs: Any):
         self._model: nn.Module | None = None  # the trained model, once it shares the server's memory
+        self._gpu: torch.device | None = None  # whose memory is shared; None on CPU
         self._apart: list[str] = []  # parameters of the server that did not show what was written into them
         super().__init__(**kwargs)
 
@@ -51,23 +52,32 @@ class SharedClient(BridgeClient):
             self._through_restarts(self._verify)
 
     def _resend(self) -> None:
-        """Have the server move its parameters into a file of shared memory, and the trained model move in with it."""
-        folder = Path(os.environ["GRPO_SYNC_DIR"])
+        """Have the server give its parameters' memory, and the trained model move in with it."""
+        folder, parameters = Path(os.environ["GRPO_SYNC_DIR"]), self._parameters()
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"weights_of_server_{self._epoch}_{os.urandom(4).hex()}"
         try:
             (layout,) = self.call_workers("grpo_share", file=str(file))
             with self._reading("/collective_rpc"):
-                views = dict(_views(self._parameters(), layout["parameters"], layout["packed"], str(file)))
+                held = _held(layout, str(file), next(iter(parameters.values())))
+                views = dict(_views(parameters, held, layout["packed"]))
         finally:
             file.unlink(missing_ok=True)  # the memory stays while one of the two has it
+        self._gpu = next(iter(parameters.values())).device if layout["gpu"] else None
         if self._args.weight_guard:  # what is written here must be read there, before the first step as well
             for view in views.values():
                 view.zero_()
+            self._finish_writing()
             self._held, *others = self._reports()
             self._apart = differing(dict.fromkeys(views, 0), [self._held, *others])
-        for name, parameter in self._parameters().items():
+        for name, parameter in parameters.items():
             parameter.data = views[name].copy_(parameter.data)
+        self._finish_writing()
+
+    def _finish_writing(self) -> None:
+        """Wait until a GPU has written what it was told to: the server's reads do not wait for this process's work."""
+        if self._gpu is not None:
+            torch.cuda.synchronize(self._gpu)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         assert self._model is not None
@@ -89,6 +99,7 @@ class SharedClient(BridgeClient):
     def release(self) -> None:
         """Let the server continue, with the new weights and without prefixes computed with the old ones."""
         if self._model is not None:
+            self._finish_writing()
             with self._excused_when_stopping():
                 self._through_restarts(self.resume)
 
@@ -111,12 +122,22 @@ class _Drained(TrainerCallback):
         self._note(self._seconds + time.perf_counter() - began)
 
 
+def _held(layout: Mapping[str, Any], file: str, own: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the server's parameters as tensors of this process: in the mapped ``file``, or on the GPU of ``own``."""
+    places, gpu = layout["parameters"], gpu_of(own)
+    if layout["gpu"] != gpu:
+        what = f"weight_sync: shared: the server computes on {layout['gpu'] or 'the CPU'}, rank 0 on {gpu or 'the CPU'}"
+        raise ServerError(f"{what}, and they share the memory of one device. Fix: write weight_sync: file")
+    if gpu:
+        return {name: imported(place, own.device) for name, place in places.items()}
+    memory = mapped_memory(file)
+    return {name: tensor_in(memory, place) for name, place in places.items()}
+
+
 def _views(
-    parameters: Mapping[str, torch.Tensor], places: Mapping[str, Any], packed: Mapping[str, Any], file: str
+    parameters: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor], packed: Mapping[str, Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a view of the server's memory for each of the trainer's parameters, by its name."""
-    memory = mapped_memory(file)
-    held = {name: tensor_in(memory, place) for name, place in places.items()}
     for name, place, view in own_rows(parameters, held, packed):
         if view is None:
             ours = f"{list(parameters[name].shape)} of {parameters[name].dtype}"
