@@ -46,6 +46,7 @@ RUN_HERE = {
     "grpo launch recipes/smoke/grpo.yaml --dry-run",
     "grpo plan recipes/smoke/grpo.yaml",
     "grpo plan recipes/smoke/grpo.yaml --weight_sync file",
+    "grpo plan recipes/smoke/grpo.yaml --gpus 2 --weight_sync shared",
     f"grpo plan {MATH} --gpus 1 --vllm_mode colocate",
     f"grpo plan {MATH} --gpus 8",
     f"grpo plan {MATH} --gpus 8 --json",

@@ -18,13 +18,13 @@ from grpo_recipes.plan.estimates import (
     GIB,
     Estimates,
     Need,
-    Speed,
     Workload,
     estimate_memory,
     needs,
     read_model,
     suggest,
 )  # fmt: skip
+from grpo_recipes.plan.speed import Speed
 from grpo_recipes.recipe import read_recipe
 
 from .model_folders import model_folder
@@ -107,6 +107,17 @@ def test_the_key_that_is_named_makes_it_fit(gib, keys, gpus, key, estimate):
     named = yaml.safe_load(fix(memory))
     assert list(named) == [key]
     assert fits(estimate(gib, gpus, **{**keys, **named}))
+
+
+def test_a_server_on_rank_0s_gpu_takes_its_share_first(estimate):
+    apart, one = (estimate(80, accelerator="ddp", weight_sync=bridge).memory for bridge in ("nccl", "shared"))
+    assert apart["trainer"].available == int(80 * GIB * 0.95) and apart["server"].available == int(80 * GIB * 0.9)
+    assert one["trainer"].available == pytest.approx(80 * GIB * 0.65) and one["server"].available == int(80 * GIB * 0.3)
+    # A model split over trainers or workers, and an adapter, are refused with it.
+    assert one["trainer"].fix == "no key alone makes it fit; take larger GPUs"
+    keys = {"accelerator": "ddp", "weight_sync": "shared", "vllm_max_model_length": 2048, "optim": "sgd"}
+    tight = estimate(60, **keys, per_device_train_batch_size=1, vllm_gpu_memory_utilization=0.2).memory
+    assert tight["server"].fix == "no key alone makes it fit; take larger GPUs for the server"
 
 
 def test_the_batch_of_trl_keeps_its_size(estimate):

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from grpo_recipes.plan import estimates
+from grpo_recipes.plan import speed
 from grpo_recipes.plan.commands import Names
-from grpo_recipes.plan.estimates import find_speed
+from grpo_recipes.plan.speed import find_speed
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_only_the_newest_runs_count(past):
 
 
 def test_of_a_longer_name_no_run_counts_or_takes_the_place_of_one(past, monkeypatch):
-    monkeypatch.setattr(estimates, "_MOST_RUNS", 2)
+    monkeypatch.setattr(speed, "_MOST_RUNS", 2)
     for name in ("fine", "fine-b", "fine-b", "fine-b"):
         past(2.0 if name == "fine" else 9.0, name=name)
     assert (past.speed().seconds, past.speed().runs) == (2.0, 1)

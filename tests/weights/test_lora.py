@@ -105,7 +105,7 @@ class LocalClient(LoraClient):
     def __init__(self, worker: Worker, folder: Path):
         self.worker, self.asked, self.names, self.refuses = worker, [], ["run"], ""
         self._model, self._number, self._lora_id, self._proven, self._epoch = None, 0, 0, 0, 1
-        self._args, self.checksum_error = SimpleNamespace(weight_guard=True), None
+        self._args, self.checksum_error = SimpleNamespace(use_cpu=True, weight_guard=True), None
         self._sent, self._stops, self.stop = False, False, SimpleNamespace(may_cut=False)
         self._state_file, self._run_dir = folder / "state.json", folder
         self.base_url, self.model, self.session = "http://here", "run", SimpleNamespace(post=self._post_adapter)

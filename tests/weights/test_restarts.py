@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_recipes.recipe.registry import RECONNECTING
+from grpo_recipes.recipe.registry import BRIDGES
 from grpo_recipes.weights import client as client_module
 from grpo_recipes.weights.bridges import CLIENTS
 from grpo_recipes.weights.file import FileClient
 from grpo_recipes.weights.guard import WeightsDiffer
 from grpo_recipes.weights.sampling import sampling_seed
+from grpo_recipes.weights.shared import SharedClient
 from grpo_recipes.weights.transport import ServerError, ServerLost
 from weights.fake_server import WEIGHT, FakeServer
 
@@ -171,7 +172,15 @@ def test_without_a_file_of_its_state_a_lost_server_is_an_error_at_once(connect, 
 
 def test_the_launcher_knows_which_bridges_can_go_on() -> None:
     able = {name for name, bridge in CLIENTS.items() if "_resend" in vars(bridge)}
-    assert able == RECONNECTING
+    assert able == {name for name, bridge in BRIDGES.items() if "cpu" in bridge.reconnects}
+
+
+def test_on_gpus_nothing_is_read_of_memory_that_went_with_its_server(connect, state, server) -> None:
+    client = connect(client=SharedClient)
+    client._args.use_cpu = False
+    server.close()
+    with pytest.raises(ServerLost):
+        client.generate(PROMPTS, n=2)
 
 
 def test_a_file_of_its_state_that_vanishes_ends_the_wait(connect, state, server, tmp_path) -> None:

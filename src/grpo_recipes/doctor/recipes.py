@@ -14,7 +14,7 @@ from grpo_recipes.fetch.hub import gated_note, how_to_get_access
 from grpo_recipes.launch.resolve import names_of
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.commands import Plan
-from grpo_recipes.plan.devices import find_resources, gpu_memory
+from grpo_recipes.plan.devices import find_resources, gpu_memory, used_gpus
 from grpo_recipes.plan.estimates import Estimates, estimate
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.preflight import free_memory
@@ -56,7 +56,7 @@ def gpu_plan(case: Case) -> Finding:
         if first.where == "devices" and not case.in_job and shutil.which("sinfo"):
             return warning(f"{first.what}: usual on a login node", "grpo plan RECIPE --gpus 8 shows the plan of a job")
         raise
-    gpus = len(plan.server_gpus) + sum(len(placed.gpus) for placed in plan.placement)
+    gpus = len(used_gpus(plan.server_gpus, plan.placement))
     what = f"vllm {plan.mode}, training processes: {plan.batch.world_size}" + (f", GPUs: {gpus}" if gpus else "")
     what += f"; nothing uses GPU {', '.join(plan.unused_gpus)}" if plan.unused_gpus else ""
     return judge(what, (plan.unused_gpus, WARNING, "ask for fewer, or change prompts_per_step"))

@@ -22,7 +22,7 @@ from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS
 from grpo_recipes.recipe.learning import mixed_precision
-from grpo_recipes.recipe.registry import LORA_RANKS, RECONNECTING
+from grpo_recipes.recipe.registry import BRIDGES, LORA_RANKS
 from grpo_recipes.runs.rundir import SYNC_FOLDER
 from grpo_recipes.secrets import secret_name
 
@@ -305,7 +305,8 @@ def _server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: N
         variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
         argv += ["--enable-lora", "--max-lora-rank", str(next(one for one in LORA_RANKS if one >= recipe["lora_r"]))]
     log = environment.get("SERVER_LOG") or f"logs/liv_vllm_{names.run}_{names.timestamp}.log"
-    on_loss: OnLoss = "restart" if plan.bridge in RECONNECTING else "restart with trainers"
+    alone = plan.bridge is not None and plan.device in BRIDGES[plan.bridge].reconnects
+    on_loss: OnLoss = "restart" if alone else "restart with trainers"
     renewed = plan.bridge == "restart"
     return Process("server", argv, variables, plan.server_gpus, log, ready="serving", on_loss=on_loss, renewed=renewed)
 
@@ -376,7 +377,7 @@ def server_command(recipe: Recipe, model: str, name: str, host: str, port: int, 
         "--trust-remote-code": recipe["trust_remote_code"],
         # The order of prompts, not that of their arrival.
         "--scheduling-policy": "priority" if seeds_sampling(recipe["seed_server"], on_cpu) else None,
-        "--gpu-memory-utilization": None if on_cpu else recipe["vllm_gpu_memory_utilization"],
+        "--gpu-memory-utilization": None if on_cpu else gpu_share(recipe, "server"),
         "--enforce-eager": on_cpu,
         # A prompt prefilled in parts ends vLLM's CPU worker where its request has a seed (its generators cannot step
         # back), and that happens as soon as the prompts of a moment exceed one batch of the scheduler.
@@ -413,8 +414,8 @@ def longest_sequence(recipe: Recipe) -> int | None:
 
 
 def gpu_share(recipe: Recipe, mode: str) -> float:
-    """Return the share of a GPU's memory that vLLM may take."""
-    if mode == "colocate" and not recipe.given("vllm_gpu_memory_utilization"):
+    """Return the share of a GPU's memory that vLLM may take: less of one that trains too."""
+    if (mode == "colocate" or recipe["weight_sync"] == "shared") and not recipe.given("vllm_gpu_memory_utilization"):
         return _COLOCATED_SHARE
     return float(recipe["vllm_gpu_memory_utilization"])
 

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -153,8 +153,16 @@ def gpu_memory(environment: Mapping[str, str]) -> float | None:
     return min((int(mib) / 1024 for mib in visible or [gib for *_, gib in gpus]), default=None)
 
 
+def share_gpu(recipe: Recipe, resources: Resources, mode: str) -> bool:
+    """Return whether server and rank 0 are to have one copy of the weights, and so one GPU."""
+    return mode == "server" and resources.device == "cuda" and recipe["weight_sync"] == "shared"
+
+
 def split_gpus(recipe: Recipe, resources: Resources, mode: str) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the server's GPUs, the first ones of the first node, and for each node those left to train on."""
+    """Return the server's GPUs, the first ones of the first node, and for each node those to train on, rank 0 first.
+
+    Where server and rank 0 share a GPU it is among both.
+    """
     left = [node.gpus for node in resources.all_nodes()]
     own = recipe["vllm_node"] == "own"
     if own and (mode != "server" or len(left) == 1):
@@ -162,14 +170,22 @@ def split_gpus(recipe: Recipe, resources: Resources, mode: str) -> tuple[tuple[s
         raise config_error(recipe.source("vllm_node"), f"vllm_node: own, but {what}", "write vllm_node: shared")
     if mode != "server" or resources.device == "cpu":
         return (), left
-    parallel = recipe["vllm_tensor_parallel_size"]
-    most = len(left[0]) - (1 if len(left) == 1 else 0)
+    parallel, both = recipe["vllm_tensor_parallel_size"], share_gpu(recipe, resources, mode)
+    most = len(left[0]) - (1 if len(left) == 1 and not both else 0)
     if parallel > most:
         alone = f"leaves no GPU to train on ({len(left[0])} visible)"
         what = alone if len(left) == 1 else f"is more than one node has ({len(left[0])} on the first node)"
         where, fix = recipe.source("vllm_tensor_parallel_size"), f"write at most {most}, or ask for more GPUs"
         raise config_error(where, f"vllm_tensor_parallel_size {parallel} {what}", fix)
-    return left[0][:parallel], [() if own else left[0][parallel:], *left[1:]]
+    return left[0][:parallel], [() if own else left[0][0 if both else parallel :], *left[1:]]
+
+
+def need_exportable_memory(environment: Mapping[str, str]) -> None:
+    """Refuse a torch allocator whose memory CUDA has no handle of for another process."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:True" in environment.get(name, ""):
+            what = "memory in expandable segments cannot be shared (weight_sync: shared)"
+            raise config_error(name, what, "remove expandable_segments:True, or write weight_sync: nccl")
 
 
 def trainer_count(recipe: Recipe, resources: Resources, left: Sequence[tuple[str, ...]]) -> int:
@@ -217,9 +233,13 @@ def spread(processes: int, rooms: Sequence[int]) -> list[int]:
     return counts
 
 
-def unused(resources: Resources, server_gpus: tuple[str, ...], trainers: Sequence[Placement]) -> tuple[str, ...]:
-    """Return the GPUs that nothing uses; with the node where there are several."""
-    used = {(one.node, gpu) for one in trainers for gpu in one.gpus} | {(0, gpu) for gpu in server_gpus}
+def used_gpus(server_gpus: Sequence[str], trainers: Sequence[Placement]) -> set[tuple[int, str]]:
+    """Return node and id of each GPU that serves or trains."""
+    return {(one.node, gpu) for one in trainers for gpu in one.gpus} | {(0, gpu) for gpu in server_gpus}
+
+
+def unused(resources: Resources, used: Collection[tuple[int, str]]) -> tuple[str, ...]:
+    """Return the GPUs that are not among the ``used``; with the node where there are several."""
     every = [(index, gpu) for index, node in enumerate(resources.all_nodes()) for gpu in node.gpus]
     return tuple(f"{gpu} of node {node}" if resources.nodes else gpu for node, gpu in every if (node, gpu) not in used)
 

@@ -8,23 +8,21 @@ measured the constants of a GPU run, so an estimate for GPUs is a guide and no p
 from __future__ import annotations
 
 import contextlib
-import glob
 import math
 import os
-import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.errors import ConfigError, config_error, translate
+from grpo_recipes.errors import config_error, translate
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.commands import CPU_KV_CACHE_GIB, Names, Plan, gpu_share, longest_sequence
+from grpo_recipes.plan.speed import Speed, find_speed
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.learning import mixed_precision
-from grpo_recipes.runs.health import number
-from grpo_recipes.runs.progress import Rows
-from grpo_recipes.runs.rundir import Run, clock, json_mapping
+from grpo_recipes.recipe.registry import BRIDGES
+from grpo_recipes.runs.rundir import json_mapping
 
 GIB = 1 << 30
 Parts = dict[str, int]  # bytes
@@ -57,12 +55,6 @@ _KEYS = (
 )  # fmt: skip
 _LENGTH_STEP, _SHARES = 128, 20  # tokens, and parts of a GPU, in which a suggestion moves
 _SHARING_MORE = {"ddp": ("zero2", "zero3"), "zero2": ("zero3",)}
-
-_TAIL_BYTES = 1 << 18  # of metrics.jsonl: some hundred steps are enough for a median
-_MOST_RUNS = 200  # newest earlier runs of a name that are looked at
-_MOST_ALIKE = 5  # newest of those that are like this one
-_WARM_UP_STEPS = 1  # the first step of a run compiles and fills caches
-_ALIKE = ("task", "model", "flavour", "mode", "completions", "world_size", "tokens")  # of a plan and its batch
 
 
 class UnknownShape(Exception):
@@ -144,6 +136,11 @@ class Workload(dict[str, Any]):
     def zero(self) -> bool:
         """Whether DeepSpeed holds weights, gradients and states."""
         return self["accelerator"] in ("zero2", "zero3")
+
+    @property
+    def one_gpu(self) -> bool:
+        """Whether vLLM has the GPU of a trainer; on CPU, whether it is inside."""
+        return self["mode"] == "colocate" or (self["device"], self["bridge"]) == ("cuda", "shared")
 
     @property
     def shards(self) -> int:
@@ -330,10 +327,11 @@ def estimate_memory(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> dict[s
 def needs(work: Workload, gpu: int | None) -> dict[str, Need]:
     """Return what a training process needs of its GPU, and the server, if any, of its share of one.
 
-    A colocated vLLM takes its share first. A server takes at least the cache of one longest sequence, else all it may.
+    A vLLM on a trainer's GPU takes its share first. A server takes at least the cache of one longest sequence, else all
+    it may.
     """
     share = work["vllm_gpu_memory_utilization"]
-    own = 1 - _GAPS - (share if work["mode"] == "colocate" else 0)
+    own = 1 - _GAPS - (share if work.one_gpu else 0)
     roles = {"trainer": Need(work.trainer(), None if gpu is None else int(gpu * own))}
     if work["mode"] == "transformers":
         return roles
@@ -345,17 +343,26 @@ def needs(work: Workload, gpu: int | None) -> dict[str, Need]:
 
 
 def suggest(role: str, recipe: Recipe, work: Workload, gpu: int | None) -> str:
-    """Return the first change by which that role fits, a colocated vLLM too: the one that costs least."""
+    """Return the first change by which that role fits, and a vLLM on its GPU: the one that costs least."""
     for change in _changes(role, recipe, work):
+        if _refused(work, change):
+            continue
         roles = needs(Workload({**work, **change}), gpu)
-        if roles[role].fits and (work["mode"] != "colocate" or roles["server"].fits):
+        if roles[role].fits and (not work.one_gpu or roles["server"].fits):
             return " and ".join(f"{key}: {str(value).lower()}" for key, value in change.items())
     larger = "no key alone makes it fit; take larger GPUs"
     if role == "server":
         return f"{larger} for the server"
-    if work["use_peft"]:
+    if work["use_peft"] or _refused(work, {"accelerator": "zero3"}):
         return larger
     return f"{larger}, or more of them{'' if work['accelerator'] == 'zero3' else ' with accelerator: zero3'}"
+
+
+def _refused(work: Workload, change: Facts) -> bool:
+    """Return whether the bridge does not serve what a change brings."""
+    setups = {"vllm_tensor_parallel_size": "tensor_parallel", "use_peft": "lora"}
+    met = [setups.get(key, str(value)) for key, value in change.items() if key in setups or key == "accelerator"]
+    return work["bridge"] is not None and BRIDGES[work["bridge"]].refusal(met) is not None
 
 
 def _changes(role: str, recipe: Recipe, work: Workload) -> Iterator[Facts]:
@@ -364,7 +371,7 @@ def _changes(role: str, recipe: Recipe, work: Workload) -> Iterator[Facts]:
     if role == "server":
         longest = work["vllm_max_model_length"] // _LENGTH_STEP * _LENGTH_STEP
         yield from ({"vllm_max_model_length": most} for most in range(longest, work["sequence"] - 1, -_LENGTH_STEP))
-        larger = range(share + 1, _SHARES) if work["mode"] == "server" else ()
+        larger = range(share + 1, _SHARES) if not work.one_gpu else ()
         yield from ({"vllm_gpu_memory_utilization": step / _SHARES} for step in larger)
         sizes = range(work["vllm_tensor_parallel_size"] + 1, heads + 1)
         yield from ({"vllm_tensor_parallel_size": size} for size in sizes if heads % size == 0)
@@ -375,7 +382,7 @@ def _changes(role: str, recipe: Recipe, work: Workload) -> Iterator[Facts]:
             derived = {} if recipe["prompts_per_step"] else {"gradient_accumulation_steps": passes}
             yield {"per_device_train_batch_size": size, **derived}
     yield {"gradient_checkpointing": True}
-    if work["mode"] == "colocate":
+    if work.one_gpu:
         yield from ({"vllm_gpu_memory_utilization": step / _SHARES} for step in range(share - 1, 0, -1))
     for name in _SHARING_MORE.get(work["accelerator"], ()):
         if work["world_size"] > 1 and not (work["use_peft"] and name == "zero3"):
@@ -417,49 +424,6 @@ def need_room(recipe: Recipe, plan: Plan, run_dir: Path) -> None:
         if not disk.fits:
             free = f"{in_gib(disk.available or 0)} GiB are free in {shown(run_dir.parent)}"
             raise config_error("run_root", f"the run writes {in_gib(disk.total)} GiB, {free}", f"write {disk.fix}")
-
-
-@dataclass(frozen=True)
-class Speed:
-    """How fast earlier runs like this one were; start and saves are not counted."""
-
-    seconds: float | None  # median of an optimizer step, None without an earlier run
-    runs: int  # how many were counted
-    walltime: float | None  # seconds of the time limit, None where there is none
-    steps: int | None  # optimizer steps within it
-
-    def __str__(self) -> str:
-        if self.seconds is None:
-            return "no earlier run in run_root with this name, model, batch and number of trainers"
-        pace = f"{self.seconds:.3g} s a step in {self.runs} earlier run{'s' if self.runs > 1 else ''}"
-        if self.walltime is None:
-            return f"{pace}: {3600 / self.seconds:,.0f} steps an hour"
-        return f"{pace}: about {self.steps:,} steps in {clock(self.walltime)}"
-
-
-def find_speed(plan: Plan, names: Names, walltime: float | None = None) -> Speed:
-    """Return the speed of the newest earlier runs of this name, beside the run directory, on as many devices."""
-    now, medians = _kind(plan.as_json()), list[float]()
-    folders = names.run_dir.parent.glob(f"{glob.escape(names.run)}-[0-9]*")  # "fine", not "fine-more"
-    for folder in sorted(folders, reverse=True)[:_MOST_RUNS]:  # by their timestamps
-        with contextlib.suppress(ConfigError, OSError, ValueError):  # files of a run are the user's to edit
-            run = Run(folder)
-            alike = run.identity.get("run_name") == names.run and _kind(run.plan) == now
-            rows = Rows(folder / "metrics.jsonl", _TAIL_BYTES).new() if alike and folder != names.run_dir else []
-            seconds = [number(row.get("seconds/step")) for row in rows if row["step"] > _WARM_UP_STEPS]
-            if known := [one for one in seconds if one]:
-                medians.append(statistics.median(known))
-        if len(medians) == _MOST_ALIKE:
-            break
-    median = statistics.median(medians) if medians else None
-    steps = None if median is None or walltime is None else int(walltime / median)
-    return Speed(median, len(medians), walltime, steps)
-
-
-def _kind(plan: Mapping[str, Any]) -> list[Any]:
-    """Return what runs of the same speed have in common."""
-    facts = {**plan.get("batch", {}), **plan}
-    return [facts.get(key) for key in _ALIKE]
 
 
 @dataclass(frozen=True)

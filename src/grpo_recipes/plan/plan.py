@@ -12,16 +12,19 @@ from typing import TYPE_CHECKING
 
 from grpo_recipes.errors import config_error
 from grpo_recipes.plan.accelerate_files import accelerate_file
-from grpo_recipes.plan.commands import Names, Plan, Weighting, with_processes
+from grpo_recipes.plan.commands import Names, Plan, Weighting, gpu_share, with_processes
 from grpo_recipes.plan.devices import (
     Resources,
     derive_batch,
     derive_eval_batch,
+    need_exportable_memory,
     place_trainers,
+    share_gpu,
     some_trainers,
     split_gpus,
     trainer_count,
     unused,
+    used_gpus,
 )  # fmt: skip
 from grpo_recipes.plan.ports import plan_ports
 from grpo_recipes.recipe import Recipe
@@ -65,10 +68,10 @@ def make_plan(
     accelerator = "custom" if environment.get("CONFIG_FILE") else _accelerator(recipe, batch.world_size)
     bridge, why = _bridge(recipe, resources, mode, apart, accelerator)
     nodes, task, model = resources.all_nodes(), task_of(recipe), recipe["model_name_or_path"]
-    idle, job = unused(resources, server_gpus, trainers), resources.job
-    used = [*server_gpus, *(gpu for one in trainers for gpu in one.gpus)]
+    used, job = used_gpus(server_gpus, trainers), resources.job
+    idle = unused(resources, used)
     notes = list(recipe.notes)
-    if len(used) > 1 and any(gpu.startswith("MIG-") for gpu in used):
+    if len(used) > 1 and any(gpu.startswith("MIG-") for _, gpu in used):
         notes.append("NCCL between MIG slices is untested: name one, with vllm_mode: colocate, or take whole GPUs")
     notes += [f"{name} is not read: {UNREAD_VARIABLES[name]}" for name in _OF_GUIDE if environment.get(name)]
     if batch.world_size < most:
@@ -76,6 +79,10 @@ def make_plan(
         notes.append(note + _prompts_for_all(recipe, most))
     if resources.device == "cuda" and job and job.gpus_on_node not in (None, len(resources.gpus)):
         notes.append(f"Slurm says {job.gpus_on_node} GPUs, the driver shows {len(resources.gpus)}; the driver counts")
+    if share_gpu(recipe, resources, mode):
+        need_exportable_memory(environment)
+        share = f"{gpu_share(recipe, mode):g} of GPU {server_gpus[0]} (vllm_gpu_memory_utilization)"
+        notes.append(f"vLLM takes {share}, and rank 0 trains on the rest of it")
     if idle:
         notes.append(f"nothing uses GPU {', '.join(idle)}")
     # The same on every node, since results on CPU depend on it; one core is for the server, where there may be one.
@@ -159,7 +166,7 @@ def _mode(recipe: Recipe, resources: Resources) -> str:
             what = "vLLM cannot sleep on CPU, where weights and cache have no other place to go"
             raise config_error(recipe.source("vllm_enable_sleep_mode"), what, "remove vllm_enable_sleep_mode")
         return mode
-    if len(nodes) == len(resources.gpus) == 1 and mode == "server":
+    if len(nodes) == len(resources.gpus) == 1 and mode == "server" and not share_gpu(recipe, resources, mode):
         if recipe.given("vllm_mode"):
             what = "vllm_mode: server needs two GPUs, one is visible"
             raise config_error(where, what, "write vllm_mode: colocate, or ask for more GPUs")
@@ -179,8 +186,7 @@ def _bridge(recipe: Recipe, resources: Resources, mode: str, apart: bool, accele
             setup, reason = found
             raise config_error(where, f"{wanted} does not work with {setup}: {reason}", fix)
         if not BRIDGES[wanted].runs_on(resources.device):
-            here = "needs GPUs, this is a CPU environment" if resources.device == "cpu" else "is not there for GPUs yet"
-            raise config_error(where, f"{wanted} {here}", fix)
+            raise config_error(where, f"{wanted} needs GPUs, this is a CPU environment", fix)
     if wanted != "auto":
         return str(wanted), f"asked for by {where}"
     if resources.device == "cpu":

@@ -208,7 +208,8 @@ class GRPOConfig(trl.GRPOConfig):
     vllm_server_port: int = _key(8000, "Port of the vLLM server.", min=1024, max=65535)
     vllm_group_port: int = _key(51216, "Port of the NCCL group that carries the weights.", min=1024, max=65535)
     vllm_gpu_memory_utilization: float = _key(0.9,
-        "Share of GPU memory vLLM may use: 0.90 on its own GPU, about 0.3 when colocated.", min=0.05, max=1.0)
+        "Share of GPU memory vLLM may use: 0.90 of its own GPU, 0.3 of one that trains too (colocate, or weight_sync: "
+        "shared) unless this is given.", min=0.05, max=1.0)
     vllm_tensor_parallel_size: int = _key(1, "GPUs one vLLM model is split over.", min=1)
     vllm_max_model_length: int | None = _key(None, "Most tokens of prompt plus completion the server accepts.", min=1)
     logging_steps: float = _key(1, "Always 1: one row of metrics.jsonl per optimizer step.", min=1, max=1)

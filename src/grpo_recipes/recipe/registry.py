@@ -28,8 +28,9 @@ SETUPS = {
     "colocate": "vLLM inside the trainers",
 }
 YES = "yes"  # run on CPU by a test
-ON_GPUS, ON_CPU = "on GPUs", "on CPU"  # needs GPUs, on which nobody has run it yet; run by a test, not there for GPUs
-_UNFIT = {"cpu": ON_GPUS, "cuda": ON_CPU}  # what a bridge cannot do on a device
+ON_GPUS = "on GPUs"  # needs GPUs, on which nobody has run it yet
+ON_CPU = "on CPU"  # run by a test; on GPUs it is other code, which nobody has run yet
+_EVERYWHERE = frozenset({"cpu", "cuda"})
 _NO_SERVER = "there is no server"
 _BUFFERS = "DeepSpeed keeps the weights in buffers of its own"
 _SPLIT, _MAY_SPLIT = "no training process has the whole weights", "it may split the weights"
@@ -39,7 +40,7 @@ _SPLIT, _MAY_SPLIT = "no training process has the whole weights", "it may split 
 class Bridge:
     """A way for weights to reach the server: what it does after a restart of the server, and which setups it serves."""
 
-    reconnects: bool  # its client continues with a restarted server, to which it sends the weights that it sent last
+    reconnects: frozenset[str]  # devices on which its client gives a restarted server the last weights, and continues
     serves: Mapping[str, str]  # of each of SETUPS: YES, ON_GPUS, ON_CPU, or why it is refused
 
     def refusal(self, setups: Iterable[str]) -> tuple[str, str] | None:
@@ -49,7 +50,7 @@ class Bridge:
 
     def runs_on(self, device: str) -> bool:
         """Return whether it can run in an environment for ``cpu`` or ``cuda``."""
-        return _UNFIT[device] not in self.serves.values()
+        return device == "cuda" or ON_GPUS not in self.serves.values()
 
 
 def _serving(served: str, **refused: str) -> dict[str, str]:
@@ -58,10 +59,10 @@ def _serving(served: str, **refused: str) -> dict[str, str]:
 
 
 BRIDGES = {
-    "file": Bridge(reconnects=True, serves=_serving(YES)),
-    "nccl": Bridge(reconnects=False, serves=_serving(ON_GPUS)),
+    "file": Bridge(reconnects=_EVERYWHERE, serves=_serving(YES)),
+    "nccl": Bridge(reconnects=frozenset(), serves=_serving(ON_GPUS)),
     "shared": Bridge(
-        reconnects=True,
+        reconnects=frozenset({"cpu"}),  # CUDA promises nothing of memory whose process has ended
         serves=_serving(
             ON_CPU,
             zero2=_BUFFERS,
@@ -74,13 +75,12 @@ BRIDGES = {
         ),
     ),
     "lora": Bridge(
-        reconnects=True,
+        reconnects=_EVERYWHERE,
         serves=_serving(YES, zero3=_SPLIT, fsdp2=_SPLIT, custom=_MAY_SPLIT, full="it carries an adapter (use_peft)"),
     ),
-    "restart": Bridge(reconnects=True, serves=_serving(YES)),
+    "restart": Bridge(reconnects=_EVERYWHERE, serves=_serving(YES)),
 }
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the sizes vLLM makes room for
-RECONNECTING = frozenset(name for name, bridge in BRIDGES.items() if bridge.reconnects)
 
 
 def bridges_for(setups: Collection[str], device: str | None = None) -> list[str]:

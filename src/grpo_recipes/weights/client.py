@@ -21,7 +21,7 @@ from trl.generation.vllm_client import VLLMClient
 
 from grpo_recipes.errors import translate
 from grpo_recipes.recipe.configs import GRPOConfig
-from grpo_recipes.recipe.registry import RECONNECTING
+from grpo_recipes.recipe.registry import BRIDGES
 from grpo_recipes.runs.rundir import SERVER_STATE, Run, json_mapping, read_json
 from grpo_recipes.runs.stop_request import LOOK_SECONDS, StopRequest
 from grpo_recipes.server.middleware import ACTIVITY_PATH
@@ -54,7 +54,7 @@ class GenerationAborted(Exception):
 
 
 class BridgeClient(VLLMClient):
-    """A bridge is a subclass with ``_send`` or ``take``, in ``RECONNECTING`` with ``_resend`` of what was sent last.
+    """A bridge is a subclass with ``_send`` or ``take``; with ``_resend`` of what was sent last where it reconnects.
 
     ``seed`` is the run's, for a sampling seed per prompt, or None for the server's own.
     """
@@ -149,7 +149,7 @@ class BridgeClient(VLLMClient):
 
     def _through_restarts(self, ask: Callable[[], Answer]) -> Answer:
         """Ask the server; where the launcher starts another meanwhile, give that one the weights, then ask it."""
-        if self.bridge not in RECONNECTING:
+        if ("cpu" if self._args.use_cpu else "cuda") not in BRIDGES[self.bridge].reconnects:
             return self._repeated(ask)
         while True:
             try:
