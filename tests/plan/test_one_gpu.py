@@ -64,7 +64,7 @@ def test_more_than_one_worker_is_refused(planned, gpus):
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_memory_that_has_no_handle_for_another_process_is_refused(planned, name):
     setting = {name: "max_split_size_mb:512,expandable_segments:True"}
-    with pytest.raises(ConfigError, match=f"{name}: memory in expandable segments cannot be shared.*Fix: remove exp"):
+    with pytest.raises(ConfigError, match=f"{name}: memory in expandable segments has no handle.*Fix: remove exp"):
         planned(environment=setting, **SHARED)
     planned(environment=setting, weight_sync="nccl")
     planned(environment=setting, device="cpu", **SHARED)

@@ -359,13 +359,15 @@ def test_the_removal_takes_a_bounded_time_and_never_fails_the_launch(node, dead,
     assert "could not look for scratch that dead runs left" in remove_dead_scratch(node) and left.token.exists()
 
 
-# A segment as vLLM makes, in a process below, and a semaphore as the trainers have: all that a kill leaves behind.
+# Segments as vLLM makes, and torch for a GPU's memory that is shared, in a process below, and a semaphore as the
+# trainers have: all that a kill leaves behind.
 MAKER = """
-import multiprocessing, sys, time
+import multiprocessing, os, sys, time
 from multiprocessing.shared_memory import SharedMemory
 lock = multiprocessing.get_context("spawn").Lock()
 segment = SharedMemory(create=True, size=1000)
-open(sys.argv[1], "w").write(f"{segment.name} sem.{lock._semlock.name[1:]}\\n")
+counters = SharedMemory(f"torch_{os.getpid()}_1_0", create=True, size=1000)
+open(sys.argv[1], "w").write(f"{segment.name} {counters.name} sem.{lock._semlock.name[1:]}\\n")
 time.sleep(300)
 """
 ABOVE = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', *sys.argv[1:]]))"
@@ -418,16 +420,16 @@ def foreign() -> Iterator[Path]:
 
 def test_what_a_killed_run_left_is_removed_with_its_scratch(tmp_path, made, child, foreign):
     left = names_in(tmp_path / "names")
-    wait_for_record(made, 2)
+    wait_for_record(made, 3)
     kill_all(child)
-    assert len(left) == 2 and all(path.exists() for path in left), "a SIGKILL left nothing: is the record of use?"
+    assert len(left) == 3 and all(path.exists() for path in left), "a SIGKILL left nothing: is the record of use?"
     remove_segments(made.memory)
     assert not any(path.exists() for path in left) and foreign.exists()
 
 
 def test_the_end_of_a_run_removes_what_its_killed_server_left(tmp_path, made, child):
     left = names_in(tmp_path / "names")
-    wait_for_record(made, 2)
+    wait_for_record(made, 3)
     kill_all(child)
     made.remove()
     assert not any(path.exists() for path in left) and not made.memory.exists()
@@ -435,14 +437,14 @@ def test_the_end_of_a_run_removes_what_its_killed_server_left(tmp_path, made, ch
 
 def test_segments_of_a_living_process_stay(tmp_path, made, child):
     left = names_in(tmp_path / "names")
-    wait_for_record(made, 2)
+    wait_for_record(made, 3)
     remove_segments(made.memory)
     assert all(path.exists() for path in left)
 
 
 def test_segments_that_were_removed_in_time_are_no_matter(tmp_path, made, child):
     left = names_in(tmp_path / "names")
-    wait_for_record(made, 2)
+    wait_for_record(made, 3)
     child.end()
     wait_for(lambda: not any(path.exists() for path in left), "Python's own clean-up")
     made.remove()
@@ -451,7 +453,7 @@ def test_segments_that_were_removed_in_time_are_no_matter(tmp_path, made, child)
 
 def test_segments_of_other_programs_are_not_recorded(tmp_path, made, child):
     names_in(tmp_path / "names")
-    wait_for_record(made, 2)
+    wait_for_record(made, 3)
     other = subprocess.Popen([sys.executable, "-c", MAKER, str(tmp_path / "others")], start_new_session=True)
     try:
         others = names_in(tmp_path / "others")
@@ -527,7 +529,7 @@ def test_a_look_that_fails_is_made_up_for_by_the_next(made, monkeypatch):
             recorder.look()
         assert not (made.memory / ".segments").exists()
         recorder.look()
-        wait_for_record(made, 2)
+        wait_for_record(made, 3)
     finally:
         maker.terminate()
         maker.wait()

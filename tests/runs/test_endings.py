@@ -95,13 +95,16 @@ def test_gpu_memory_of_the_trainer_names_the_knobs_with_their_values(make_run):
         assert part in found.fix, part
 
 
-def test_gpu_memory_of_the_server_and_of_colocated_vllm(make_run):
+def test_gpu_memory_of_the_server(make_run):
     found = endings.out_of_memory(make_run(logs={"server": CUDA_OOM}, vllm_gpu_memory_utilization=0.95))
     assert found.fix == "lower vllm_gpu_memory_utilization (now 0.95) or vllm_max_model_length (now 2048)"
-    shared = make_run(logs={"trainer": CUDA_OOM}, vllm_mode="colocate", vllm_gpu_memory_utilization=0.4)
-    assert (
-        "vllm_gpu_memory_utilization (now 0.4), which vLLM takes of the same GPU" in endings.out_of_memory(shared).fix
-    )
+
+
+@pytest.mark.parametrize("keys", [{"vllm_mode": "colocate"}, {"weight_sync": "shared", "dtype": "float32"}])
+def test_gpu_memory_of_a_vllm_on_the_trainers_gpu(make_run, keys):
+    run = make_run(logs={"trainer": CUDA_OOM}, vllm_gpu_memory_utilization=0.4, **keys)
+    share = "vllm_gpu_memory_utilization (now 0.4), which vLLM takes of the same GPU"
+    assert share in endings.out_of_memory(run).fix
 
 
 def test_host_memory(make_run, row):

@@ -181,10 +181,10 @@ def split_gpus(recipe: Recipe, resources: Resources, mode: str) -> tuple[tuple[s
 
 
 def need_exportable_memory(environment: Mapping[str, str]) -> None:
-    """Refuse a torch allocator whose memory CUDA has no handle of for another process."""
+    """Refuse a torch allocator whose memory has no handle of CUDA (cudaIpcGetMemHandle) for another process."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "expandable_segments:True" in environment.get(name, ""):
-            what = "memory in expandable segments cannot be shared (weight_sync: shared)"
+            what = "memory in expandable segments has no handle for another process (weight_sync: shared)"
             raise config_error(name, what, "remove expandable_segments:True, or write weight_sync: nccl")
 
 

@@ -190,7 +190,7 @@ def _trainer_memory_fix(run: Run) -> str:
         same = ", the step stays the same" if run.value("prompts_per_step") else ""
         keys.append(f"write per_device_train_batch_size: {per_device // 2} (now {per_device}{same})")
     keys.append(f"lower {_now(run, 'max_completion_length')} or {_now(run, 'num_generations')}")
-    if run.plan.get("mode") == "colocate":
+    if run.plan.get("mode") == "colocate" or run.plan.get("bridge") == "shared":
         keys.append(f"lower {_now(run, 'vllm_gpu_memory_utilization')}, which vLLM takes of the same GPU")
     elif run.value("accelerator") not in ("zero3", "fsdp2"):
         keys.append("or write accelerator: zero3")
