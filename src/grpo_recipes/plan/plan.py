@@ -59,11 +59,8 @@ def make_plan(
     most = trainer_count(recipe, resources, left)
     batch = derive_batch(recipe, most)
     trainers = place_trainers(recipe, resources, mode, left, batch.world_size)
-    parallel = recipe["vllm_tensor_parallel_size"]
-    if mode == "colocate" and batch.world_size % parallel:
-        what = f"vllm_tensor_parallel_size {parallel} does not divide the {some_trainers(batch.world_size)}"
-        fix = f"write {math.gcd(batch.world_size, parallel)}, or another num_processes"
-        raise config_error(recipe.source("vllm_tensor_parallel_size"), f"{what} that would share one vLLM", fix)
+    if mode == "colocate":
+        _need_equal_groups(recipe, batch.world_size)
     apart = mode == "server" and trainers[0].node != 0
     accelerator = "custom" if environment.get("CONFIG_FILE") else _accelerator(recipe, batch.world_size)
     bridge, why = _bridge(recipe, resources, mode, apart, accelerator)
@@ -80,9 +77,7 @@ def make_plan(
     if resources.device == "cuda" and job and job.gpus_on_node not in (None, len(resources.gpus)):
         notes.append(f"Slurm says {job.gpus_on_node} GPUs, the driver shows {len(resources.gpus)}; the driver counts")
     if share_gpu(recipe, resources, mode):
-        need_exportable_memory(environment)
-        share = f"{gpu_share(recipe, mode):g} of GPU {server_gpus[0]} (vllm_gpu_memory_utilization)"
-        notes.append(f"vLLM takes {share}, and rank 0 trains on the rest of it")
+        notes.append(_sharing(recipe, environment, server_gpus[0]))
     if idle:
         notes.append(f"nothing uses GPU {', '.join(idle)}")
     # The same on every node, since results on CPU depend on it; one core is for the server, where there may be one.
@@ -118,6 +113,22 @@ def make_plan(
     )
     plan = with_sources(plan, sources) if sources else plan
     return with_processes(plan, recipe, resources, environment, names, sources) if names else plan
+
+
+def _need_equal_groups(recipe: Recipe, trainers: int) -> None:
+    """Refuse trainers that cannot be divided into groups which each share one vLLM."""
+    parallel = recipe["vllm_tensor_parallel_size"]
+    if trainers % parallel:
+        what = f"vllm_tensor_parallel_size {parallel} does not divide the {some_trainers(trainers)}"
+        fix = f"write {math.gcd(trainers, parallel)}, or another num_processes"
+        raise config_error(recipe.source("vllm_tensor_parallel_size"), f"{what} that would share one vLLM", fix)
+
+
+def _sharing(recipe: Recipe, environment: Mapping[str, str], gpu: str) -> str:
+    """Return what a server on rank 0's GPU takes of it; refuse an allocator whose memory they cannot share."""
+    need_exportable_memory(environment)
+    share = f"{gpu_share(recipe, 'server'):g} of GPU {gpu} (vllm_gpu_memory_utilization)"
+    return f"vLLM takes {share}, and rank 0 trains on the rest of it"
 
 
 def _prompts_for_all(recipe: Recipe, trainers: int) -> str:
