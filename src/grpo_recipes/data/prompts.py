@@ -6,6 +6,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from datasets import Dataset, IterableDataset, load_from_disk
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from grpo_recipes.data.episodes import evaluation_episodes, training_episodes
 from grpo_recipes.data.problems import (
     BATCH_ROWS,
     Batch,
@@ -34,6 +36,7 @@ from grpo_recipes.data.problems import (
 )
 from grpo_recipes.errors import ConfigError, config_error, translate
 from grpo_recipes.recipe.configs import ScriptArguments
+from grpo_recipes.recipe.registry import environments_of
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,9 @@ def load_prompts(
     """
     renderer = renderer_of(args.chat_template, tokenizer, template_kwargs)
 
+    if environments_of(partial(getattr, args)):
+        return _episodes(training_episodes(args, seed), args, least)
+
     def prepare() -> Prompts:
         """Read, render and filter the rows."""
         counts, limit = Counts(), args.max_train_prompts
@@ -136,6 +142,9 @@ def load_eval_prompts(
     """
     renderer = renderer_of(args.chat_template, tokenizer, template_kwargs)
 
+    if environments_of(partial(getattr, args)):
+        return _episodes(evaluation_episodes(args), args, 1, "evaluating on ")
+
     def prepare() -> Prompts:
         """Read, render and filter the rows."""
         counts = Counts()
@@ -160,6 +169,15 @@ def load_eval_prompts(
         return Prompts(dataset, counts, renderer.text(dataset[0]["prompt"]), title)
 
     return _prepared("eval", prepare)
+
+
+def _episodes(rows: Dataset, args: ScriptArguments, least: int, title: str = "") -> Prompts:
+    """Return the rows of episodes; refuse fewer than a step needs."""
+    if len(rows) < least:
+        what = f"{len(rows)} episodes, one step needs {least}"
+        raise config_error("environment_episodes", what, f"write {least} or more")
+    names = ", ".join(spec for spec, _, _ in environments_of(partial(getattr, args)))
+    return Prompts(rows, Counts(read=len(rows)), names, f"{title}{len(rows)} episodes of {names}")
 
 
 def _prepared(name: str, prepare: Callable[[], Prompts]) -> Prompts:

@@ -27,7 +27,7 @@ from grpo_recipes.recipe.datafiles import (
 from grpo_recipes.recipe.dialects import other_rewards, reward_names
 from grpo_recipes.recipe.document import read_flags
 from grpo_recipes.recipe.keys import DEFAULT_RECIPE, nearest_of
-from grpo_recipes.recipe.registry import REWARDS, benchmark_columns, benchmark_problem, is_file
+from grpo_recipes.recipe.registry import REWARDS, benchmark_columns, benchmark_problem, is_file, own_environments
 from grpo_recipes.recipe.rules import RULES, Rule, evaluation_set, modebench_tasks, removal
 from grpo_recipes.recipe.tasks import GRPO, requested_task, with_task
 from grpo_recipes.recipe.user_code import compared, copy_path, function_source, problem_with, required_parameters
@@ -149,6 +149,18 @@ def _rounded_away(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Pr
         of_copies = "lora_modules_to_save: " if recipe["use_peft"] else ""
         what = f"{of_copies}{lost}, and accelerator: {accelerator} keeps no float32 copy"
         yield recipe.problem("accelerator", what, learning.float32_fix(mixed))
+
+
+def _environments(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
+    key, run = "environment" if recipe["environment"] else "environment_mixture", recipe.path.parent
+    entries = (recipe["environment_mixture"] or {}).get("environments")
+    if recipe["environment_mixture"] is not None and not all(entry.get("id") for entry in entries or [{}]):
+        yield recipe.problem(key, "an environment has no id", "add environments: a list of {id, args, weight}")
+        return
+    for spec in own_environments(recipe.__getitem__):
+        copied = (run / "run.json").exists() and copy_path(spec, run / "rewards").exists()
+        if not copied and (problem := problem_with(spec, recipe.place(key))):
+            yield problem
 
 
 def _user_code(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
@@ -348,6 +360,6 @@ def _modebench_sizes(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
 
 
 _CHECKS: tuple[_Check, ...] = (
-    _model, _rounded_away, _user_code, _reward_arguments, _handed_variables, _benchmarks, _training_data,
+    _model, _rounded_away, _environments, _user_code, _reward_arguments, _handed_variables, _benchmarks, _training_data,
     _evaluation_data, _modebench_sizes,
 )  # fmt: skip

@@ -110,6 +110,29 @@ class ScriptArguments(trl.ScriptArguments):
     benchmark_samples: int = _key(1, "Completions of each benchmark problem (k of pass@k).", min=1)
     benchmark_max_problems: int | None = _key(None, "Most problems of a benchmark, by seed; all by default.", min=1)
     benchmark_temperature: float = _key(0.6, "Sampling temperature of benchmarks; 0 is greedy.", min=0.0)
+    environment: str | None = _key(None,
+        "Environment that prompts and rewards come from, instead of a dataset: textarena:ID, reasoning_gym:NAME, "
+        "verifiers:NAME, openenv:URL, or a class of yours as module:Class or file.py:Class.")
+    environment_args: dict | None = _key(None, "Arguments of the environment, by name.")
+    environment_mixture: dict | None = _key(None, "Several environments: EnvironmentMixtureConfig.")
+    environment_episodes: int = _key(1024, "Different episodes to train on, by seed: an epoch.", min=1)
+    environment_eval_episodes: int = _key(64, "Episodes to evaluate on, none of them in training.", min=1)
+    environment_max_turns: int = _key(1, "Most turns of the policy in an episode.", min=1)
+    environment_turn_length: int | None = _key(None,
+        "Most tokens of one turn of the policy; by default max_completion_length, which is for all turns and what the "
+        "environment says between them, divided by environment_max_turns.", min=1)
+    environment_credit: str = _key("all_turns",
+        "Which turns an episode's reward trains: all_turns, last_turn, or per_turn (each turn by the rewards that come "
+        "after it, compared with the same turn of the group's other episodes).",
+        choices=["all_turns", "last_turn", "per_turn"])
+    environment_unfinished: str = _key("score",
+        "Reward of an episode that ends for want of turns or tokens: its rewards so far (score), 0 (zero), or none "
+        "(unscored: it is not trained on).", choices=["score", "zero", "unscored"])
+    environment_timeout: float = _key(30.0, "Seconds an environment may take for one turn.", min=0.01)
+    environment_memory_gib: float = _key(4.0, "Memory in GiB that a process with environments may take.", min=0.1)
+    environment_workers: int | None = _key(None,
+        "Processes with environments; by default 1 per 2 cores, at most 8.", min=1, max=1024)
+    environment_network: bool = _key(False, "Whether environments may reach the network.")
     callbacks: list[str] = _key([], "Your trainer callbacks: module:Class or file.py:Class, made without arguments.")
     reward_funcs: list[str] = _key(["pure_accuracy_math"],
         "Rewards, summed by weight: names of ours, or your own as module:function or file.py:function.")
@@ -166,6 +189,23 @@ class DatasetMixtureConfig:
     datasets: list[DatasetConfig] = _key([], "Entries with the keys of DatasetConfig.")
     seed: int = _key(0, "Seed of the subsamples and of the shuffle.")
     test_split_size: float | None = _key(None, "Held out for evaluation: a share below 1, or a number of rows.")
+
+
+@dataclass
+class EnvironmentConfig:
+    """One environment of a mixture: an entry of ``environment_mixture.environments``."""
+
+    id: str = _key("", "As the key environment.")
+    args: dict | None = _key(None, "As the key environment_args.")
+    weight: float | None = _key(None, "Its share of environment_episodes, relative to the others'; 1 by default.",
+        min=0.0001)
+
+
+@dataclass
+class EnvironmentMixtureConfig:
+    """Several environments: the mapping under ``environment_mixture``."""
+
+    environments: list[EnvironmentConfig] = _key([], "Entries with the keys of EnvironmentConfig.")
 
 
 @dataclass
@@ -301,6 +341,8 @@ class GradientCheckpointingConfig:
 NESTED = {
     "dataset_mixture": DatasetMixtureConfig,
     "dataset_mixture.datasets": DatasetConfig,
+    "environment_mixture": EnvironmentMixtureConfig,
+    "environment_mixture.environments": EnvironmentConfig,
     "gradient_checkpointing_kwargs": GradientCheckpointingConfig,
     "accelerator_config": AcceleratorConfig,
 }

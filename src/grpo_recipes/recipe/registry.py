@@ -2,7 +2,7 @@
 
 import importlib.util
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -123,13 +123,41 @@ REWARDS: dict[str, tuple[str, ...]] = {
     ),
     "repetition_penalty": ("repetition_n_grams", "repetition_max_penalty"),
     "soft_overlong": ("max_completion_length", "soft_punish_cache"),
+    "environment": (),
 }  # fmt: skip
 # Rewards whose score is 1 for a right answer and 0 for a wrong one.
 ACCURACY = ("pure_accuracy_math", "math_verify", "modebench")
 # Rewards that compare with one reference answer; a ModeBench problem has several.
 ONE_ANSWER = ("pure_accuracy_math", "math_verify", "cosine_length")
+ENVIRONMENT_REWARD = "environment"  # the episode's own
 MODEBENCH_REWARD = "modebench"  # of the problems of ModeBench, and of no others
 NO_ANSWER = "no answer from its server"  # begins the reason of a completion that a reward's server left unscored
+
+
+def environments_of(recipe: Callable[[str], Any]) -> list[tuple[str, dict[str, Any], float]]:
+    """Return the environments of a recipe, whose keys ``recipe`` looks up.
+
+    Of each what names it, its arguments, and its share of the episodes.
+    """
+    if recipe("environment") is not None:
+        return [(recipe("environment"), recipe("environment_args") or {}, 1.0)]
+    entries = (recipe("environment_mixture") or {}).get("environments") or []
+    total = sum(entry.get("weight") or 1.0 for entry in entries)
+    return [(entry["id"], entry.get("args") or {}, (entry.get("weight") or 1.0) / total) for entry in entries]
+
+
+def own_environments(recipe: Callable[[str], Any]) -> list[str]:
+    """Return the user's own environments: ``module:Class`` or ``file.py:Class``."""
+    return [spec for spec, _, _ in environments_of(recipe) if spec.partition(":")[0] not in ENVIRONMENT_LIBRARIES]
+
+
+def turn_tokens(given: int | None, completion: int, turns: int) -> int:
+    """Return the most tokens of one of the policy's turns in an episode."""
+    return given or max(1, completion // turns)
+
+
+# Libraries of environments, before the colon of the key ``environment``; all else is the user's own class.
+ENVIRONMENT_LIBRARIES = ("textarena", "reasoning_gym", "verifiers", "openenv")
 # Rewards whose work on one completion has no bound: called in child processes that can be killed.
 IN_CHILDREN = frozenset({"math_verify"})
 

@@ -14,6 +14,7 @@ from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, catalogue
 from grpo_recipes.recipe.learning import BY_GRADIENT, LEAST_SHARE, reached_share
 from grpo_recipes.recipe.registry import (
     BRIDGES,
+    ENVIRONMENT_REWARD,
     IN_CHILDREN,
     LORA_RANKS,
     MODEBENCH_REWARD,
@@ -146,6 +147,11 @@ def _is_modebench(recipe: Recipe) -> bool:
     return (recipe["dataset_name"] or "").startswith(SCHEME)
 
 
+def _plays(recipe: Recipe) -> bool:
+    """Return whether prompts come from environments."""
+    return recipe["environment"] is not None or recipe["environment_mixture"] is not None
+
+
 def _twice(names: list[Any]) -> list[Any]:
     return [name for name in dict.fromkeys(names) if names.count(name) > 1]
 
@@ -247,6 +253,38 @@ RULES = (
         lambda r: r["max_completion_length"] is not None and (r["soft_punish_cache"] or 0) > r["max_completion_length"],
         "soft_punish_cache {soft_punish_cache} exceeds max_completion_length {max_completion_length}: every completion "
         "would be punished", lambda r, _: f"write {r['max_completion_length'] // 4}, a quarter of it"),
+    # Environments.
+    Rule("environment_mixture", lambda r: bool(r["environment"] and r["environment_mixture"]),
+        "environment and environment_mixture are both given", "keep one of them"),
+    Rule("environment_args", lambda r: r["environment_args"] is not None and not r["environment"],
+        "'environment_args' does nothing without environment", "add environment, or write args in the mixture"),
+    Rule("{item}", lambda r: not _plays(r)
+        and [key for key in given(r, "environment_*") if key not in ("environment_args", "environment_mixture")],
+        "'{item}' does nothing without environment", "{removal}, or add environment"),
+    Rule("{item}", lambda r: _plays(r) and given(r,
+        "dataset_* max_train_prompts system_prompt eval_dataset_* eval_subsample eval_max_prompts", any_value=False),
+        "'{item}' does nothing with environment, from which the prompts come", "{removal}"),
+    Rule("reward_funcs", lambda r: ENVIRONMENT_REWARD in r["reward_funcs"] and not _plays(r),
+        f"reward '{ENVIRONMENT_REWARD}' is that of an episode, and no environment is named", "add environment"),
+    Rule("reward_funcs", lambda r: _plays(r) and ENVIRONMENT_REWARD not in r["reward_funcs"],
+        "the environment's own reward is not among reward_funcs", f"write reward_funcs: [{ENVIRONMENT_REWARD}]"),
+    Rule("reward_funcs", lambda r: _plays(r)
+        and [name for name in r["reward_funcs"] if name in (*ONE_ANSWER, MODEBENCH_REWARD)],
+        "reward '{item}' compares with an answer, which an episode does not have", "remove {item}"),
+    Rule("environment_turn_length", lambda r: r["max_completion_length"] is not None
+        and (r["environment_turn_length"] or 0) > r["max_completion_length"],
+        "environment_turn_length {environment_turn_length} exceeds max_completion_length {max_completion_length}, "
+        "which is for all turns", lambda r, _: f"write at most {r['max_completion_length']}"),
+    Rule("environment_max_turns", lambda r: _plays(r) and r["max_completion_length"] is not None
+        and r["environment_max_turns"] > r["max_completion_length"],
+        "environment_max_turns {environment_max_turns} leaves no token for a turn of max_completion_length "
+        "{max_completion_length}", "raise max_completion_length"),
+    Rule("environment_credit", lambda r: r["environment_credit"] == "per_turn" and task_of(r) == MAXENT,
+        "environment_credit: per_turn contradicts MaxEnt-GRPO, which weighs whole completions",
+        "write all_turns or last_turn"),
+    Rule("environment_credit", lambda r: r["environment_credit"] == "per_turn" and len(r["reward_funcs"]) > 1,
+        "environment_credit: per_turn takes the environment's rewards alone",
+        f"write reward_funcs: [{ENVIRONMENT_REWARD}], or all_turns"),
     # Sampling.
     Rule("vllm_max_model_length",
         lambda r: r["use_vllm"] and r["vllm_max_model_length"] is not None and _longest(r) > r["vllm_max_model_length"],
@@ -310,7 +348,7 @@ RULES = (
         "fp16 scales the gradients of float32 weights, dtype is float16",
         "write dtype: float32, or bf16: true and dtype: bfloat16"),
     # Datasets.
-    Rule("dataset_name", lambda r: not r["dataset_name"] and r["dataset_mixture"] is None,
+    Rule("dataset_name", lambda r: not r["dataset_name"] and r["dataset_mixture"] is None and not _plays(r),
         "no dataset is named", "add dataset_name: a hub id or a .jsonl file"),
     Rule("dataset_mixture", lambda r: bool(r["dataset_name"] and r["dataset_mixture"]),
         "dataset_mixture and dataset_name are both given", "keep one of them"),

@@ -10,6 +10,7 @@ An ``async`` reward is called on many rows at once, in one event loop of the chi
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import inspect
 import json
@@ -18,6 +19,7 @@ import pickle
 import re
 import resource
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -41,6 +43,7 @@ from grpo_recipes.rewards.score import (
 )
 from grpo_recipes.secrets import MASK, secret_name, secret_value
 
+_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 MOST_PROCESSES = 64  # of one child process, itself included
 TIME_LIMIT = "time limit"
 GARBLED = {"died": "its process sent garbled replies"}
@@ -70,14 +73,19 @@ def child_environment(handed: Collection[str] = ()) -> dict[str, str]:
     return {**kept, **_ADDED, **{name: os.environ[name] for name in handed if name in os.environ}}
 
 
-def read_reply(line: bytes, rewards: Collection[str]) -> dict[str, Any]:
+def is_score(value: Any) -> bool:
+    """Return whether a child sent a number that can be a reward."""
+    return _is_number(value) and abs(value) <= LARGEST
+
+
+def read_reply(line: bytes, rewards: Collection[str], valid: Callable[[Any], bool] = is_score) -> dict[str, Any]:
     """Return a reply of a child that loads ``rewards``, ``GARBLED`` for all else: a reward can write to the pipe."""
     reply: Any = None
     with contextlib.suppress(ValueError, RecursionError):
         reply = json.loads(line)
     match reply:
         case {"score": [value, reason, seconds, bool()], "row": row} if len(reply) == 2 and type(row) is int:
-            fits = value is None or (reason is None and _is_number(value) and abs(value) <= LARGEST)
+            fits = value is None or (reason is None and valid(value))
             right = fits and isinstance(reason, str | None) and _is_number(seconds) and 0 <= seconds < 1e9
         case {"ready": dict(takes), "together": list(together)} if len(reply) == 2:
             columns = [names for names in takes.values() if names is not None]
@@ -141,10 +149,12 @@ def _work(requests: int, replies: int) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     faulthandler.enable()
     with os.fdopen(requests, "rb") as stream, contextlib.suppress(EOFError):
-        memory_bytes, copies, specs, concurrency, handed, everywhere = pickle.load(stream)
+        memory_bytes, copies, specs, concurrency, handed, everywhere, network = pickle.load(stream)
         _stripped = everywhere - set(os.environ)
         _secrets.extend(os.environ[name] for name in handed if secret_name(name) and os.environ.get(name))
         _limit_this_process(memory_bytes)
+        if not network:
+            _leave_network()
         rewards = {}
         for spec in specs:
             try:
@@ -183,6 +193,19 @@ def _limit_this_process(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
     score = Path("/proc/self/oom_score_adj")
     score.write_text(str(max(800, int(score.read_text()))))
+
+
+def _leave_network() -> None:
+    """Leave every network interface behind where the system allows it, and refuse connections made in Python."""
+    own_user = 0 if os.geteuid() == 0 else _CLONE_NEWUSER
+    ctypes.CDLL(None).unshare(_CLONE_NEWNET | own_user)  # not allowed in some containers: then the hook alone
+
+    def refuse(event: str, arguments: tuple[Any, ...]) -> None:
+        local = event == "socket.connect" and arguments[0].family == socket.AF_UNIX
+        if event in ("socket.connect", "socket.sendto", "socket.getaddrinfo") and not local:
+            raise PermissionError("this process has no network; write environment_network: true where it needs one")
+
+    sys.addaudithook(refuse)
 
 
 def _answer(reward: Reward, row: int, columns: dict[str, Any], replies: int) -> None:

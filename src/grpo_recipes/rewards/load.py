@@ -16,7 +16,7 @@ from typing import Any
 
 from grpo_recipes.paths import shown
 from grpo_recipes.recipe.datafiles import solution_names
-from grpo_recipes.recipe.registry import IN_CHILDREN
+from grpo_recipes.recipe.registry import ENVIRONMENT_REWARD, IN_CHILDREN
 from grpo_recipes.recipe.user_code import REWARD_COPIES, changed_copies, copy_path, copy_source, source_path, split_spec
 from grpo_recipes.rewards.pool import RewardPool
 from grpo_recipes.rewards.score import Reward, RewardWrapper, Score, is_own, load_reward, make_reward, taken
@@ -82,6 +82,8 @@ def load_rewards(script_args: Any, args: Any, run_dir: Path) -> list[Reward]:
         if name in isolated:
             code = hashlib.sha256(copy_path(name, copies).read_bytes()).hexdigest() if is_own(name) else ""
             rewards.append(IsolatedReward(pool, name, label, records, code, solutions if is_own(name) else ()))
+        elif name == ENVIRONMENT_REWARD:
+            rewards.append(EpisodeReward())
         elif is_own(name):
             rewards.append(RewardWrapper(load_reward(name, copies), name, label, solutions))
         else:
@@ -120,6 +122,19 @@ class IsolatedReward(RewardWrapper):
             found[row] = score
             self._records.add(keys[row], self.generation, score)
         return [found[row] for row in same_as]
+
+
+class EpisodeReward(RewardWrapper):
+    """The reward that an episode had, unscored where its environment failed."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda **_: [], ENVIRONMENT_REWARD, ENVIRONMENT_REWARD)
+
+    def _score(self, rows: int, columns: dict[str, Any]) -> list[Score]:
+        return [
+            Score(value, reason)
+            for value, reason in zip(columns["episode_reward"], columns["episode_failed"], strict=True)
+        ]
 
 
 class LimitRecords:

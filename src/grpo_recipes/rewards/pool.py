@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import os
 import pickle
 import selectors
@@ -17,7 +18,7 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,14 @@ import psutil
 from grpo_recipes.errors import translate
 from grpo_recipes.paths import python_module
 from grpo_recipes.process import tree
-from grpo_recipes.rewards.child import GARBLED, MOST_PROCESSES, TIME_LIMIT, child_environment, read_reply
+from grpo_recipes.rewards.child import (
+    GARBLED,
+    MOST_PROCESSES,
+    TIME_LIMIT,
+    child_environment,
+    is_score,
+    read_reply,
+)  # fmt: skip
 from grpo_recipes.rewards.score import GIVEN_UP, RewardFailed, Score, taken
 
 START_SECONDS = 300.0  # imports over a network disk, while every rank does the same
@@ -65,13 +73,16 @@ class RewardPool:
         copies: Path | None = None,  # folder with copies of the user's files, loaded in their place
         environment: Collection[str] = (),  # names of variables that the children get beside what programs need
         concurrency: int = 32,  # calls of an async reward at a time in one child
+        network: bool = True,  # whether the children may reach one
+        valid: Callable[[Any], bool] = is_score,  # whether a function's value is one, for functions other than rewards
     ):
         self.workers, self.timeout, self.memory_gib = workers or default_workers(), timeout, memory_gib
         self.takes: dict[str, list[str] | None] = {}  # columns of each reward, None for all; known after ``start``
         self.together: frozenset[str] = frozenset()  # async rewards, which get many rows at once; as ``takes``
         self._memory, self._concurrency, self._environment = int(memory_gib * 2**30), concurrency, tuple(environment)
-        self._setup = (self._memory, copies, rewards, concurrency, self._environment, frozenset(os.environ))
-        self._rewards, self._names = rewards, ", ".join(rewards)
+        self._setup = (self._memory, copies, rewards, concurrency, self._environment, frozenset(os.environ), network)
+        self._rewards, self._names, self._valid = rewards, ", ".join(rewards), valid
+        self._homes: dict[str, _Child] = {}  # the child that has what was called by a name before, by that name
         self._paces = {reward: _Pace(_FIRST_CALL_SECONDS) for reward in rewards}
         self._children: list[_Child] = []  # those that work, or load
         self._wanted = self.workers  # children; one more is kept ready after the first was replaced
@@ -81,6 +92,7 @@ class RewardPool:
         # with them and others, the scores by row, and how many of them have no value.
         self.asked = 0
         self._todo: deque[int] = deque()
+        self._called_by: Sequence[str] = ()
         self._alone: set[int] = set()
         self.scores: dict[int, Score] = {}
         self._unscored = 0
@@ -120,12 +132,14 @@ class RewardPool:
         columns: Mapping[str, Sequence[Any]] | None = None,
         give_up_after: int | None = None,
         stopped: Callable[[], bool] = lambda: False,
+        names: Sequence[str] | None = None,
     ) -> list[Score]:
         """Call a reward on each completion, and return (B,) scores in order.
 
         ``completions`` are (B,) texts or lists of chat messages, ``columns`` the other arguments of the reward, (B,)
         each. With more unscored completions than ``give_up_after``, or once ``stopped``, which is asked a few times a
-        second, the rest is not called. RewardFailed where the reward cannot be loaded, or a column cannot be sent to
+        second, the rest is not called. A row is called where the one of its name in ``names`` was called before, while
+        that child lives. RewardFailed where the reward cannot be loaded, or a column cannot be sent to
         another process.
         """
         kept = taken({**(columns or {}), "completions": completions}, self.takes[reward])
@@ -134,6 +148,8 @@ class RewardPool:
             with translate(Exception, lambda error, what=what: RewardFailed(f"{what} ({error}); {_FIX}")):
                 pickle.dumps(values)
         most = len(completions) if give_up_after is None else give_up_after
+        self._called_by = names or []
+        self._homes = {name: self._homes[name] for name in self._called_by if name in self._homes}
         self.asked, self._todo, self._alone = len(completions), deque(range(len(completions))), set()
         self.scores, self._unscored = {}, 0
         self._listen(0.0)  # to what happened since the last call
@@ -155,10 +171,22 @@ class RewardPool:
     def _next_rows(self, child: _Child, reward: str) -> list[int]:
         """Take rows for a child off those to hand out: fewer towards the end, so that all children end together."""
         at_once = 2 * self._concurrency if reward in self.together else self._paces[reward].rows
-        if reward not in child.called or (self._todo and self._todo[0] in self._alone):
+        if reward not in child.called:
             at_once = 1
-        share = -(-len(self._todo) // self.workers)
-        return [self._todo.popleft() for _ in range(min(share, at_once))]
+        rows = list(itertools.islice(self._open_to(child), min(-(-len(self._todo) // self.workers), at_once)))
+        rows = [row for row in rows if row in self._alone][:1] or rows
+        for row in rows:
+            self._todo.remove(row)
+            if self._called_by:
+                self._homes[self._called_by[row]] = child
+        return rows
+
+    def _open_to(self, child: _Child) -> Iterator[int]:
+        """Yield the rows to hand out but for those that another child that lives has called by name before."""
+        for row in self._todo:
+            home = self._homes.get(self._called_by[row], child) if self._called_by else child
+            if home is child or home not in self._children:
+                yield row
 
     def _busy(self) -> list[_Child]:
         return [child for child in self._children if child.rows]
@@ -255,7 +283,7 @@ class RewardPool:
     def _fill(self) -> None:
         """Start the children that are missing; they load while others work."""
         while len(self._children) < self._wanted:
-            self._children.append(_Child(self._setup, self._rewards, child_environment(self._environment)))
+            self._children.append(_Child(self._setup, self._rewards, child_environment(self._environment), self._valid))
 
     def _dismiss(self, child: _Child) -> None:
         """Ask a child's keeper to kill everything of it."""
@@ -290,7 +318,9 @@ class _Pace:
 class _Child:
     """The parent's end of one child process. Nothing here blocks."""
 
-    def __init__(self, setup: object, rewards: Collection[str], environment: dict[str, str]):
+    def __init__(
+        self, setup: object, rewards: Collection[str], environment: dict[str, str], valid: Callable[[Any], bool]
+    ):
         self.process = subprocess.Popen(
             python_module("grpo_recipes.rewards.child", str(os.getpid())),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment,
@@ -301,7 +331,7 @@ class _Child:
         os.set_blocking(self.stdin.fileno(), False)
         os.set_blocking(self.stdout.fileno(), False)
         self.pid = self.process.pid  # of the keeper, below which everything else of this child is
-        self.rewards = rewards  # that it is to load
+        self.rewards, self.valid = rewards, valid  # that it is to load; whether a value of theirs is one
         self.ready = False  # they are loaded
         self.reward = ""
         self.limit = 0.0  # seconds for the row it is at
@@ -335,7 +365,7 @@ class _Child:
         while len(self._unread) < _MOST_UNREAD and (part := self.stdout.read(1 << 16)):
             self._unread += part
         *lines, self._unread = self._unread.split(b"\n")
-        replies = [read_reply(line, self.rewards) for line in lines]
+        replies = [read_reply(line, self.rewards, self.valid) for line in lines]
         if len(self._unread) >= _MOST_UNREAD:
             return [*replies, GARBLED]
         # At the end of the pipe `read` returns b"", while nothing has come yet None.

@@ -29,7 +29,7 @@ class RewardFailed(Exception):
 class Score:
     """The outcome of one reward for one completion."""
 
-    value: float | None
+    value: Any  # a number, or what the pool's function returns in its place; None
     # Why it is unscored: a limit, a death, an exception, no number. None where there is a value, and where the reward
     # returned None by itself, which says that the completion is not its task.
     reason: str | None = None
@@ -103,7 +103,8 @@ def call_reward(function: Callable[..., Any], columns: Mapping[str, Sequence[Any
     async def awaited() -> Any:
         return await result
 
-    return scores_of(event_loop().run(awaited()) if inspect.isawaitable(result) else result, rows)
+    result = event_loop().run(awaited()) if inspect.isawaitable(result) else result
+    return scores_of(result, rows, getattr(function, "converts", None))
 
 
 @functools.cache
@@ -114,15 +115,15 @@ def event_loop() -> Any:
     return asyncio.Runner()
 
 
-def scores_of(result: Any, rows: int) -> list[Score]:
-    """Return the scores in what a reward returned for ``rows`` completions."""
+def scores_of(result: Any, rows: int, converts: Callable[[Any], Score] | None = None) -> list[Score]:
+    """Return the scores in what a reward returned for ``rows`` completions; ``converts`` makes one of an entry."""
     if hasattr(result, "tolist") and getattr(result, "ndim", 0) == 1:
         result = result.tolist()
     if not isinstance(result, list | tuple):
         return [Score(None, f"wrong type: returned {type(result).__name__} instead of a list")] * rows
     if len(result) != rows:
         return [Score(None, f"wrong length: returned {len(result)} entries instead of {rows}")] * rows
-    return [_score(entry) for entry in result]
+    return [(converts or _score)(entry) for entry in result]
 
 
 def _score(entry: Any) -> Score:

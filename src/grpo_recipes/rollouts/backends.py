@@ -76,6 +76,13 @@ class Rollouts:
     def name_generation(self, name: str) -> None:
         """Set the name that sampling seeds of the next generation are derived from, where there are any."""
 
+    def named(self, name: str, rows: list[int]) -> AbstractContextManager[Any]:
+        """Derive the sampling seeds of the generation inside from this name and these numbers of the rank's prompts.
+
+        Called by every rank, with as many rows.
+        """
+        return nullcontext()
+
     def generate(self, draw: Callable[[], tuple[list[Tokens], Any]]) -> tuple[list[Tokens], Any]:
         """Return ids, and log-probs or None, of completions for training by ``draw``: TRL's sampler, weights first."""
         return draw()
@@ -171,6 +178,9 @@ class ColocatedRollouts(VllmRollouts):
     def name_generation(self, name: str) -> None:
         self._trainer.vllm_generation.generation = name
 
+    def named(self, name: str, rows: list[int]) -> AbstractContextManager[Any]:
+        return replaced(self._trainer.vllm_generation, generation=name, rows=gather_object(rows))
+
     def checksum_error(self) -> str | None:
         errors = gather_object([self._trainer.vllm_generation.checksum_error])
         return next(filter(None, errors), None)
@@ -206,6 +216,10 @@ class ServerRollouts(VllmRollouts):
     def name_generation(self, name: str) -> None:
         if self._client is not None:
             self._client.generation = name
+
+    def named(self, name: str, rows: list[int]) -> AbstractContextManager[Any]:
+        every = gather_object(rows)
+        return nullcontext() if self._client is None else replaced(self._client, generation=name, rows=every)
 
     def checksum_error(self) -> str | None:
         main = self._trainer.accelerator.is_main_process

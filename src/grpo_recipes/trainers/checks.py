@@ -97,7 +97,7 @@ class Checks:
         logps = output.get("old_per_token_logps")
         if logps is None or any(isinstance(one, torch.nn.Dropout) and one.p > 0 for one in trainer.model.modules()):
             logps = trainer_logps(trainer, output)
-        mask = output["completion_mask"].bool()
+        mask = (output["completion_mask"] * output.get("tool_mask", 1)).bool()
         own = logps[mask]
         delta = (own - output["sampling_per_token_logps"][mask]).abs()
         known = ~delta.isnan()

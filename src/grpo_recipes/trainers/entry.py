@@ -1,6 +1,7 @@
 """The steps of a training process, from top to bottom; the entry scripts name the trainer."""
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,8 +14,10 @@ from grpo_recipes.evaluate.benchmarks import UntrainedBenchmarks, run_benchmarks
 from grpo_recipes.fetch.assets import fetched_sets
 from grpo_recipes.process.reports import run_folder
 from grpo_recipes.recipe.configs import CONFIGS
+from grpo_recipes.recipe.registry import environments_of
 from grpo_recipes.recipe.user_code import load_object
 from grpo_recipes.rewards.load import load_rewards
+from grpo_recipes.rollouts.episodes import Episodes
 from grpo_recipes.runs.checkpoints import newest_complete
 from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.trainers import rank
@@ -41,6 +44,7 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
         common = args.seed, args.chat_template_kwargs, fetched
         prompts = load_prompts(script_args, tokenizer, least, *common)
         held_out = load_eval_prompts(script_args, tokenizer, *common) if args.eval_strategy != "no" else None
+        episodes = Episodes(script_args, args, run) if environments_of(partial(getattr, script_args)) else None
         args.model_init_kwargs = model_init_kwargs(model_args, args)
         _leave_if_asked(stop, run, args.device)
         trainer = trainer_class(
@@ -55,6 +59,7 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
             callbacks=load_callbacks(script_args.callbacks, run / "callbacks"),
             run_dir=run,
             stop=stop,
+            episodes=episodes,
         )
         dtype = str(next(trainer.model.parameters()).dtype).removeprefix("torch.")
         shared = trainer.accelerator.distributed_type.name

@@ -22,6 +22,7 @@ from grpo_recipes.attributes import replaced
 from grpo_recipes.plan.commands import seeds_sampling
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.rollouts.backends import rollouts_of
+from grpo_recipes.rollouts.episodes import Episodes
 from grpo_recipes.runs.stop_request import Stopped, StopRequest
 from grpo_recipes.trainers.checkpoints import Checkpoints, Preemption, begin_epoch, ended_by_callback
 from grpo_recipes.trainers.checks import Checks, Scoring
@@ -48,6 +49,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         run_dir: Path,
         stop: StopRequest | None = None,
         reward_max_no_verdict: float = 0.5,
+        episodes: Episodes | None = None,
         **kwargs: Any,
     ):
         args.logging_nan_inf_filter = False  # a loss that is not finite must reach the checks
@@ -62,6 +64,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.preemption = Preemption(self, stop)
         self.scoring = Scoring(self, run_dir, reward_max_no_verdict)
         self.evaluation = Evaluation(self, run_dir)
+        self.episodes = episodes
+        if episodes is not None:
+            kwargs["rollout_func"] = episodes
         self._samples_file = run_dir / "samples.jsonl"
         with weight_bridge(args, run_dir, stop), loaded_by_every_rank(args):
             super().__init__(args=args, **kwargs)
@@ -115,7 +120,10 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Sample, score and weigh a generation, write samples of it, and check the weights it was sampled with."""
         training, loaded, step = self.model.training, self.rollouts.transfers, self.state.global_step
-        self.rollouts.name_generation(f"{step}/{self._step}" if training else f"eval/{step}/{self.evaluation.batch}")
+        name = f"{step}/{self._step}" if training else f"eval/{step}/{self.evaluation.batch}"
+        self.rollouts.name_generation(name)
+        if self.episodes is not None:
+            self.episodes.begin(inputs, name)
         output = self.sample_and_score(inputs)
         if training:
             advantages_PG = self.weigh(output)
@@ -129,6 +137,14 @@ class GRPOTrainer(trl.GRPOTrainer):
     def sample_and_score(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Return TRL's completions of a batch of prompts, with log-probs and advantages."""
         return super()._generate_and_score_completions(inputs)
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        """Generate as TRL does; the completion of an episode is its messages after the first observation."""
+        found = super()._generate(prompts)
+        if self.episodes is None:
+            return found
+        ids, own_ids, mask, _, *rest = found
+        return ids, own_ids, mask, self.episodes.completions(), *rest
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Sample: weights first where a step was taken since, then completions."""
@@ -153,6 +169,8 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def weigh(self, output: dict[str, Any]) -> torch.Tensor | None:
         """Weigh: return advantages, (P, G), for TRL's ``output`` on all ranks, whose rows are in order; None: TRL's."""
+        if self.episodes is not None and (advantages_BT := self.episodes.turn_advantages(self, output)) is not None:
+            output["advantages"] = advantages_BT
         return None
 
     def _replace_advantages(self, output: dict[str, Any], advantages_B: torch.Tensor) -> None:

@@ -68,6 +68,7 @@ class BridgeClient(VLLMClient):
         self.vocabulary: int | None = None  # token ids of the trained model, set by the trainer
         self.checksum_error: str | None = None  # why the last sync failed the checksum
         self.generation = ""  # what the next sampling seeds are derived from, set by the trainer
+        self.rows: list[int] | None = None  # by which each prompt's seed is derived; by its place where None
         self._held: dict[str, Any] = {}  # the first report of what the server holds
         self._streamed: dict[str, torch.Tensor] = {}
         self._stops = False
@@ -285,7 +286,8 @@ class BridgeClient(VLLMClient):
         if run_seed is None or features is not None:
             sample = partial(self._completions, prompts, n, features=features, **kwargs)
             return self._unless_stopping(sample, prompts, n)
-        seeds = [sampling_seed(run_seed, self.generation, index) for index in range(len(prompts))]
+        rows = range(len(prompts)) if self.rows is None else self.rows
+        seeds = [sampling_seed(run_seed, self.generation, row) for row in rows]
         return self.generate_seeded(prompts, seeds, n=n, **kwargs)
 
     def generate_seeded(

@@ -58,6 +58,7 @@ class ColocatedGeneration(vllm_generation.VLLMGeneration):
     def __init__(self, *, args: GRPOConfig, run_seed: int | None, stop: StopRequest, **kwargs: Any):
         self._guards, self._run_seed = args.weight_guard, run_seed
         self.generation = ""  # what the next sampling seeds are derived from, set by the trainer
+        self.rows: list[int] | None = None  # of all ranks, by which each prompt's seed is derived; None: by its place
         self.transfers = 0  # weights that were loaded so far
         self.checksum_error: str | None = None  # why the last load failed the checksum, here
         self._held: dict[str, Any] = {}  # the first report of what vLLM holds
@@ -111,6 +112,8 @@ class ColocatedGeneration(vllm_generation.VLLMGeneration):
 
         def seeds(rows: int) -> list[int]:
             every = range(group * rows, (group + 1) * rows)
+            if self.rows is not None:
+                return [self._seed(self.rows[row]) for row in every]
             return [self._seed(row // num_generations) + row % num_generations for row in every]
 
         with replaced(self.llm, seeds=seeds):

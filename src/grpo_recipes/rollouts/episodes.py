@@ -1,0 +1,339 @@
+"""Episodes of several turns: the policy and an environment take turns, the episodes of a batch side by side.
+
+TRL calls ``Episodes`` in the place of its own sampler (its ``rollout_func``). The token ids of each of the policy's
+turns stay as they were sampled: the text between them is tokenized alone and appended, and its mask is 0, which keeps
+it out of the loss, of log-probs and of their metrics. The environments run in child processes with limits.
+"""
+
+import math
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from grpo_recipes.attributes import replaced
+from grpo_recipes.errors import config_error, translate
+from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
+from grpo_recipes.recipe.registry import own_environments, turn_tokens
+from grpo_recipes.recipe.user_code import REWARD_COPIES, copy_path, split_spec
+from grpo_recipes.rewards.load import LimitRecords, key_of
+from grpo_recipes.rewards.pool import RewardPool
+from grpo_recipes.rewards.score import Score
+from grpo_recipes.rollouts.environments import Message, Turn
+from grpo_recipes.rollouts.stage import PLAY, digest, turn_of
+
+Tokens = list[int]
+_EPSILON = 1e-4  # added to a standard deviation, as in TRL
+_DUMMY: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
+
+
+@dataclass
+class Episode:
+    """One row of a batch: what the policy has read and written so far."""
+
+    row: int  # of the batch of all ranks
+    spec: str  # of its environment
+    arguments: str  # of that, as JSON
+    seed: int
+    prompt: list[Message] = field(default_factory=list)
+    prompt_ids: Tokens = field(default_factory=list)
+    ids: Tokens = field(default_factory=list)  # all after the prompt
+    logprobs: list[float | None] = field(default_factory=list)  # of the policy's tokens; 0 of others
+    turn_ids: list[int | None] = field(default_factory=list)  # which of the policy's turns a token is of; None: none
+    actions: list[str] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)  # the environment's, the first one before any action
+    seen: str = ""  # digest of the last turn
+    done: bool = False
+    unfinished: bool = False  # it ended for want of turns or tokens
+    failed: str | None = None  # why it has no reward
+
+    @property
+    def active(self) -> bool:
+        """Return whether the policy is to move."""
+        return not (self.done or self.unfinished or self.failed)
+
+    def transcript(self) -> list[Message]:
+        """Return the episode as chat messages."""
+        messages = list(self.turns[0].messages) if self.turns else []
+        for action, turn in zip(self.actions, self.turns[1:], strict=False):
+            messages += [{"role": "assistant", "content": action}, *turn.messages]
+        return messages
+
+
+class Renderer:
+    """Render what an environment says into the tokens that the policy reads."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None):
+        self._tokenizer, self._kwargs = tokenizer, template_kwargs or {}
+
+    def prompt(self, messages: list[Message]) -> Tokens:
+        """Return the tokens of the messages before the policy's first turn."""
+        return self._render(messages, True)
+
+    def between(self, messages: list[Message], cut: bool) -> Tokens:
+        """Return the tokens between two turns of the policy; the first was ``cut`` if it did not end by itself.
+
+        ConfigError where the template renders what came before in another way once more follows.
+        """
+        eos = self._tokenizer.eos_token_id
+        before, after = self._render(_DUMMY, False), self._render([*_DUMMY, *messages], True)
+        if eos in before:  # else the template ends a turn with another token
+            before = before[: len(before) - before[::-1].index(eos)]
+        if after[: len(before)] != before:
+            what = "the template changes earlier turns once more messages follow, so sampled tokens would not be kept"
+            raise config_error("chat_template", what, "add a chat_template that only appends")
+        return ([eos] if cut else []) + after[len(before) :]
+
+    def _render(self, messages: list[Message], generation: bool) -> Tokens:
+        fix = "write a chat_template that can, or use environments without these roles"
+        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+        what = f"the template cannot render messages of the roles {roles}"
+        with translate(TemplateError, lambda error: config_error("chat_template", f"{what}: {error}", fix)):
+            ids = self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=generation, tokenize=True, return_dict=False, **self._kwargs
+            )
+        return list(ids)
+
+
+class Episodes:
+    """Play the episodes of each batch; TRL's ``rollout_func``."""
+
+    def __init__(self, script_args: ScriptArguments, args: GRPOConfig, run_dir: Path):
+        self._script, self._args = script_args, args
+        self._rows: list[dict[str, Any]] = []  # of the batch to play
+        self._name = ""  # of the batch to play, from which sampling seeds are derived
+        self.played: list[Episode] = []  # the rank's rows of the last batch
+        copies = run_dir / REWARD_COPIES
+        own = [spec for spec in own_environments(partial(getattr, script_args)) if split_spec(spec)[0].endswith(".py")]
+        self._specs = {spec: f"{copy_path(spec, copies)}:{split_spec(spec)[1]}" for spec in own}
+        self._records = LimitRecords(copies / f"episodes_{os.environ.get('RANK', '0')}.jsonl")
+        self._pool = RewardPool(
+            PLAY,
+            workers=script_args.environment_workers,
+            timeout=script_args.environment_timeout,
+            memory_gib=script_args.environment_memory_gib,
+            copies=copies,
+            network=script_args.environment_network,
+            valid=lambda value: isinstance(value, str),
+        )
+        self._pool.start()
+
+        self._turn_tokens = turn_tokens(
+            script_args.environment_turn_length, args.max_completion_length, script_args.environment_max_turns
+        )
+
+    def begin(self, rows: list[dict[str, Any]], name: str) -> None:
+        """Take the rank's rows of the batch that TRL will sample next; ``name`` is its generation's."""
+        self._rows, self._name = rows, name
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        """Play the batch; return what TRL's ``rollout_func`` returns, and the episodes' rewards beside it."""
+        first = trainer.accelerator.process_index * len(self._rows)
+        self.played = episodes = [
+            Episode(first + place, row["environment"], row["arguments"], row["seed"])
+            for place, row in enumerate(self._rows)
+        ]
+        renderer = Renderer(trainer.processing_class, trainer.chat_template_kwargs)
+        self._advance(episodes, trainer)
+        for episode, row in zip(episodes, self._rows, strict=True):
+            self._begin(episode, renderer)
+            row["prompt"][:] = episode.turns[0].messages if episode.turns else row["prompt"]  # what tables show
+        turn = 0
+        while most := max(gather_object([sum(episode.active for episode in episodes)])):
+            active = [one for one in episodes if one.active]
+            self._sample(active, most, turn, trainer)
+            self._advance(active, trainer)
+            for episode in active:
+                self._continue(episode, renderer)
+            turn += 1
+        return self._output(trainer)
+
+    def _begin(self, episode: Episode, renderer: Renderer) -> None:
+        if episode.failed:
+            episode.prompt_ids = renderer.prompt(_DUMMY[:1])
+            return
+        episode.prompt_ids = renderer.prompt(episode.turns[0].messages)
+        longest = self._script.max_prompt_length
+        if longest is not None and len(episode.prompt_ids) > longest:
+            episode.failed = f"its first observation has {len(episode.prompt_ids)} tokens, more than max_prompt_length"
+
+    def _continue(self, episode: Episode, renderer: Renderer) -> None:
+        """Append what the environment says to an episode that goes on, or end it for want of room."""
+        if not episode.active:
+            return
+        eos = renderer._tokenizer.eos_token_id
+        between = renderer.between(episode.turns[-1].messages, cut=episode.ids[-1] != eos)
+        room = self._args.max_completion_length - len(episode.ids) - len(between)
+        if len(episode.actions) == self._script.environment_max_turns or room < self._turn_tokens:
+            episode.unfinished = True
+            return
+        episode.ids += between
+        episode.logprobs += [0.0] * len(between)
+        episode.turn_ids += [None] * len(between)
+
+    def _sample(self, active: list[Episode], most: int, turn: int, trainer: Any) -> None:
+        """Sample one turn of each active episode; as many rows on every rank, since some ways to sample need that."""
+        prompts = [episode.prompt_ids + episode.ids for episode in active]
+        rows = [episode.row for episode in active]
+        fillers = most - len(active)
+        filler = prompts[0] if prompts else self.played[0].prompt_ids
+        name = f"{self._name}/turn{turn}"
+        with trainer.rollouts.named(name, [*rows, *[-1 - row for row in range(fillers)]]), self._limit(trainer):
+            sampled, logprobs = trainer._generate_single_turn([*prompts, *[filler] * fillers], None, {}, 1)
+        for place, episode in enumerate(active):
+            ids = list(sampled[place])
+            episode.ids += ids
+            episode.logprobs += [0.0] * len(ids) if logprobs is None else list(logprobs[place])
+            episode.turn_ids += [turn] * len(ids)
+            episode.actions.append(trainer.processing_class.decode(ids, skip_special_tokens=True))
+
+    def _limit(self, trainer: Any) -> AbstractContextManager[Any]:
+        """Let a completion be no longer than a turn."""
+        if trainer.use_vllm:
+            return replaced(trainer.vllm_generation, max_completion_length=self._turn_tokens)
+        return replaced(trainer.generation_config, max_new_tokens=self._turn_tokens)
+
+    def _advance(self, episodes: Sequence[Episode], trainer: Any) -> None:
+        """Have the environments take these episodes one turn further, in the children; called by every rank."""
+        with trainer.preemption.cutting_short(), trainer.rows.phase("score"):
+            scores = self._scores(episodes, trainer.preemption.stop.cuts)
+        trainer.preemption.stop_if_agreed()
+        for episode, score in zip(episodes, scores, strict=True):
+            self._take(episode, score)
+
+    def _scores(self, episodes: Sequence[Episode], stopped: Callable[[], bool]) -> list[Score]:
+        columns = {
+            "environment": [self._specs.get(one.spec, one.spec) for one in episodes],
+            "arguments": [one.arguments for one in episodes],
+            "seed": [one.seed for one in episodes],
+            "episode": [f"{self._name}/{one.row}" for one in episodes],
+            "seen": [one.seen for one in episodes],
+        }
+        keys = [key_of((one.spec, one.arguments, one.seed), {"actions": one.actions}) for one in episodes]
+        known = {place: self._records.known(key, 0) for place, key in enumerate(keys)}
+        called = [place for place in range(len(episodes)) if known[place] is None]
+        asked = {name: [values[place] for place in called] for name, values in columns.items()}
+        actions = [episodes[place].actions for place in called]
+        scores = self._pool.score(PLAY, actions, asked, None, stopped, asked["episode"])
+        for place, score in zip(called, scores, strict=True):
+            known[place] = score
+            self._records.add(keys[place], 0, score)
+        return [score for score in known.values() if score is not None]
+
+    def _take(self, episode: Episode, score: Score) -> None:
+        """Enter what the child answered."""
+        if score.reason is not None:
+            episode.failed = score.reason
+            return
+        try:
+            turn = turn_of(score.value)
+        except (TypeError, ValueError) as error:
+            episode.failed = f"its process sent no turn ({error})"
+            return
+        episode.turns.append(turn)
+        episode.seen, episode.done = digest(score.value), turn.done
+
+    def _output(self, trainer: Any) -> dict[str, Any]:
+        """Return what TRL takes, and log what is known of the batch's episodes over all ranks."""
+        for episode in self.played:
+            if not episode.ids:  # it failed before its first turn; TRL needs a token
+                episode.ids, episode.logprobs, episode.turn_ids = [trainer.processing_class.eos_token_id], [0.0], [None]
+        self._log(trainer)
+        return {
+            "prompt_ids": [one.prompt_ids for one in self.played],
+            "completion_ids": [one.ids for one in self.played],
+            "logprobs": [one.logprobs for one in self.played] if trainer.use_vllm else None,
+            "env_mask": [self._mask(one) for one in self.played],
+            "episode_reward": [self.reward(one) for one in self.played],
+            "episode_failed": [one.failed for one in self.played],
+        }
+
+    def _mask(self, episode: Episode) -> list[int]:
+        """Return 1 for the tokens that are trained on."""
+        last = max((turn for turn in episode.turn_ids if turn is not None), default=None)
+        whole = self._script.environment_credit != "last_turn"
+        return [int(turn is not None and (whole or turn == last)) for turn in episode.turn_ids]
+
+    def reward(self, episode: Episode) -> float | None:
+        """Return the sum of an episode's rewards, None where it has none."""
+        rule = self._script.environment_unfinished
+        if episode.failed or (episode.unfinished and rule == "unscored"):
+            return None
+        return 0.0 if episode.unfinished and rule == "zero" else math.fsum(turn.reward for turn in episode.turns)
+
+    def completions(self) -> list[list[Message]]:
+        """Return the rank's episodes as TRL's completions: the messages after the first observation."""
+        return [
+            one.transcript()[len(one.turns[0].messages) :] or [{"role": "assistant", "content": ""}]
+            if one.turns
+            else [{"role": "assistant", "content": ""}]
+            for one in self.played
+        ]
+
+    def turn_advantages(self, trainer: Any, output: dict[str, Any]) -> torch.Tensor | None:
+        """Return advantages per token, (B, T), where ``environment_credit`` is per_turn: of a turn the rewards after it.
+
+        They are compared with those of the same turn in the group's other episodes, wherever these were played.
+        """
+        if self._script.environment_credit != "per_turn":
+            return None
+        own = [(one.row, self.reward(one), [turn.reward for turn in one.turns[1:]]) for one in self.played]
+        found = compared_turns(gather_object(own), trainer.num_generations)
+        advantages_BT = torch.zeros(output["completion_ids"].shape)
+        for place, one in enumerate(self.played):
+            for token, turn in enumerate(one.turn_ids):
+                advantages_BT[place, token] = found.get((one.row, turn), 0.0)
+        return advantages_BT.to(output["advantages"])
+
+    def _log(self, trainer: Any) -> None:
+        mode = "train" if trainer.model.training else "eval"
+        rows = [
+            {
+                "turns": float(len(one.actions)),
+                "unfinished": float(one.unfinished),
+                "unscored": float(one.failed is not None),
+                **_numbers(one),
+            }
+            for one in self.played
+        ]
+        gathered = gather_object(rows)
+        for name in dict.fromkeys(name for row in gathered for name in row):
+            values = [row[name] for row in gathered if name in row]
+            trainer._metrics[mode][f"episodes/{name}"].append(math.fsum(values) / len(values))
+
+
+def compared_turns(
+    episodes: Sequence[tuple[int, float | None, list[float]]], group: int
+) -> dict[tuple[int, int | None], float]:
+    """Return the advantage of each turn: (row, turn) -> that of the rewards from the turn on, in its group.
+
+    ``episodes`` are (row, reward, rewards of the turns); those without a reward are left out.
+    """
+    found: dict[tuple[int, int | None], float] = {}
+    for number in {row // group for row, _, _ in episodes}:
+        scored = [(row, rewards) for row, reward, rewards in episodes if row // group == number and reward is not None]
+        for turn in range(max((len(rewards) for _, rewards in scored), default=0)):
+            to_come = {row: math.fsum(rewards[turn:]) for row, rewards in scored if len(rewards) > turn}
+            mean = statistics.fmean(to_come.values())
+            spread = statistics.stdev(to_come.values()) if len(to_come) > 1 else 0.0
+            found |= {(row, turn): (value - mean) / (spread + _EPSILON) for row, value in to_come.items()}
+    return found
+
+
+def _numbers(episode: Episode) -> dict[str, float]:
+    """Return the numbers that the environment gave with its turns: their mean over the turns that have them."""
+    found: dict[str, list[float]] = {}
+    for turn in episode.turns[1:]:
+        for name, value in turn.info.items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                found.setdefault(name, []).append(float(value))
+    return {name: sum(values) / len(values) for name, values in found.items()}
