@@ -53,14 +53,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def read(tmp_path: Path) -> Callable[..., Recipe]:
-    """``read(flags=..., environment=..., KEY=VALUE, ...)``: a right recipe, these keys changed, read from a file."""
+    """``read(flags=..., variables=..., KEY=VALUE, ...)``: a right recipe, these keys changed, read from a file."""
 
     def read_it(
-        flags: Sequence[str] = (), environment: Mapping[str, str] | None = None, without: str = "", **changes: Any
+        flags: Sequence[str] = (), variables: Mapping[str, str] | None = None, without: str = "", **changes: Any
     ) -> Recipe:
         path = tmp_path / "recipe.yaml"
         path.write_text(yaml.safe_dump({key: value for key, value in {**RIGHT, **changes}.items() if key != without}))
-        return read_recipe(path, flags, environment)
+        return read_recipe(path, flags, variables)
 
     return read_it
 

@@ -284,7 +284,7 @@ def test_variables_of_the_guide_that_nothing_reads_are_told(planned):
 
 
 def test_the_seed_variable_reaches_the_frozen_recipe(read):
-    assert "seed: 7" in read(environment={"TRAIN_SEED": "7"}).as_yaml()
+    assert "seed: 7" in read(variables={"TRAIN_SEED": "7"}).as_yaml()
 
 
 def test_vllm_tp_size_moves_the_devices(planned):

@@ -118,3 +118,13 @@ def test_a_slow_reward_says_how_far_it_is(sums, tmp_path, monkeypatch, capsys):
     )
     seen(sums(reward_funcs=["slow.py:judge"]), tmp_path)
     assert "grpo: slow.py:judge: " in (said := capsys.readouterr().err) and " completions in " in said
+
+
+def test_an_episode_is_played_and_shown(read, tmp_path):
+    game = Path(__file__).parents[1] / "rollouts/wild_environment.py"
+    keys = {**SMOKE, "dataset_name": None, "reward_funcs": ["environment"], "environment_args": {"exactly": 2}}
+    told = seen(read(**keys, environment=f"{game}:Sums", environment_max_turns=3), tmp_path)
+    assert "reward 1, ended after 2 turns of <answer>0</answer>" in told
+    assert told.count("[policy] <answer>0</answer>") == 2 and told.count("[user] ") == 2
+    (problem,) = refused(read(**keys | {"environment_args": {"turns": 2}}, environment=f"{game}:Sums"), tmp_path)
+    assert "failed in turn 0: TypeError" in problem and "environment_args" in problem

@@ -22,6 +22,7 @@ SIGNATURES = {
     ],
     "training_step": ["model", "inputs", "num_items_in_batch"],
     "_generate_and_score_completions": ["inputs"],
+    "_generate": ["prompts"],
     "_generate_single_turn": ["prompt_ids", "images", "multimodal_fields", "num_generations", "has_tool_images"],
     "_calculate_rewards": ["inputs", "prompts", "completions", "completion_ids_list"],
     "_get_grad_norm": ["model", "grad_norm"],

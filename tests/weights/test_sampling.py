@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grpo_recipes.weights import client as client_module
+from grpo_recipes.weights.sampling import sampling_seed
 from grpo_recipes.weights.transport import ServerLost
 
 pytestmark = pytest.mark.alone
@@ -75,3 +76,10 @@ def test_each_prompt_of_each_generation_has_a_seed_of_its_own_and_gets_it_again(
             found = [asked["seed"] for asked in server.sampled()]
             assert seeds.setdefault((run_seed, generation), found) == found
     assert len({seed for found in seeds.values() for seed in found}) == 4 * len(PROMPTS)
+
+
+def test_prompts_with_rows_of_their_own_have_the_seeds_of_those(connect, server) -> None:
+    client = connect(seed=7)
+    client.generation, client.rows = "4/0/turn1", [9, 3]
+    client.generate([[1], [2]], n=1)
+    assert {asked["seed"] for asked in server.sampled()} == {sampling_seed(7, "4/0/turn1", row) for row in (9, 3)}

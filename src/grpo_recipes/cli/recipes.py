@@ -30,7 +30,7 @@ from grpo_recipes.recipe.check import START_FILE, choose_recipe, reward_notes
 from grpo_recipes.recipe.dialects import ALIASES, meaning_of, names, nearest
 from grpo_recipes.recipe.dialects.migrate import is_translated, migrate
 from grpo_recipes.recipe.keys import OWNED_KEYS, VARIABLES, catalogue, nested_catalogue, schema_line, schema_note
-from grpo_recipes.recipe.registry import BENCHMARKS
+from grpo_recipes.recipe.registry import BENCHMARKS, environments_of
 from grpo_recipes.recipe.rules import notes
 from grpo_recipes.recipe.tasks import GRPO
 from grpo_recipes.slurm.client import job_end_time, walltime_seconds
@@ -192,6 +192,9 @@ def check_rewards(options: argparse.Namespace) -> int:
     with _answer(options, rows=0, rewards=[]) as found:
         recipe = chosen_recipe(options)
         found["recipe"] = str(recipe.path)
+        if environments_of(recipe.__getitem__):
+            what = "the rewards of an environment come with its episodes"
+            raise config_error(shown(recipe.path), what, "run grpo check --deep, which plays one")
         os.environ.update(hub_environment(os.environ))
         # TRL and datasets come with these, which takes seconds.
         from grpo_recipes.rewards.probe import probe_rewards, problems_of, sample_rows

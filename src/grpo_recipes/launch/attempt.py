@@ -164,6 +164,7 @@ def say_start(attempt: Attempt) -> None:
     lines = [
         f"{smoke}{shown(plan.recipe)} -> {shown(attempt.run.folder)}",
         f"objective {plan.maxent}" if plan.maxent else "",
+        f"episodes of {plan.environment}" if plan.environment else "",
         f"batch {plan.batch}",
         f"vllm {plan.mode}, weights by {plan.bridge or 'none'} ({plan.why_bridge})",
         *(f"note: {note}" for note in plan.notes),

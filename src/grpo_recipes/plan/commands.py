@@ -137,6 +137,7 @@ class Plan:
     model: str  # folder or hub id, trained and served
     dataset: str | None  # file, folder or hub id, None with a mixture
     eval_dataset: str | None
+    environment: str | None  # what prompts come from in the place of datasets, and how long an episode is
     batch: Batch  # the arithmetic of a step
     eval_batch: int | None  # completions of one evaluation batch on one process, None without evaluation
     ports: Ports

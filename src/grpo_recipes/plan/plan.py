@@ -30,7 +30,7 @@ from grpo_recipes.plan.ports import plan_ports
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.dialects import UNREAD_VARIABLES
 from grpo_recipes.recipe.learning import trains_weights_as_loaded
-from grpo_recipes.recipe.registry import BRIDGES, OBJECTIVES, bridges_for
+from grpo_recipes.recipe.registry import BRIDGES, OBJECTIVES, bridges_for, environments_of, turn_tokens
 from grpo_recipes.recipe.rules import sync_setups
 from grpo_recipes.recipe.tasks import ENTRIES, MAXENT, task_of
 from grpo_recipes.smoke import SMOKE_SCHEME, smoke_folder
@@ -95,6 +95,7 @@ def make_plan(
         model=_smoke_path(model, "model", environment),
         dataset=_smoke_path(recipe["dataset_name"] or "", "train.jsonl", environment) or None,
         eval_dataset=_smoke_path(recipe["eval_dataset_name"] or "", "test.jsonl", environment) or None,
+        environment=_environment(recipe),
         batch=batch,
         eval_batch=derive_eval_batch(recipe, batch),
         ports=plan_ports(recipe, job),
@@ -129,6 +130,17 @@ def _sharing(recipe: Recipe, environment: Mapping[str, str], gpu: str) -> str:
     need_exportable_memory(environment)
     share = f"{gpu_share(recipe, 'server'):g} of GPU {gpu} (vllm_gpu_memory_utilization)"
     return f"vLLM takes {share}, and rank 0 trains on the rest of it"
+
+
+def _environment(recipe: Recipe) -> str | None:
+    """Return the environments of a recipe and the turns and tokens of an episode, for a person; None without any."""
+    found, turns = environments_of(recipe.__getitem__), recipe["environment_max_turns"]
+    if not found:
+        return None
+    names = ", ".join(spec if share == 1 else f"{spec} ({share:.0%})" for spec, _, share in found)
+    completion = recipe["max_completion_length"]
+    length = turn_tokens(recipe["environment_turn_length"], completion, turns)
+    return f"{names}; an episode has at most {turns} turns of {length} tokens, {completion} with what is said between"
 
 
 def _prompts_for_all(recipe: Recipe, trainers: int) -> str:
@@ -236,7 +248,7 @@ def describe(
         *([f"objective  {plan.maxent}"] if plan.maxent else []),
         f"flavour    {plan.device}" + (" (smoke test, not an experiment)" if plan.smoke else ""),
         f"model      {plan.model} ({plan.dtype})",
-        f"dataset    {plan.dataset or 'mixture'}",
+        f"episodes   {plan.environment}" if plan.environment else f"dataset    {plan.dataset or 'mixture'}",
         f"batch      {plan.batch}",
         *([f"evaluation {plan.eval_batch} completions a batch and trainer"] if plan.eval_batch else []),
         f"vllm       {plan.mode}, weights by {plan.bridge or 'none'} ({plan.why_bridge})",

@@ -49,6 +49,7 @@ _OWN_KWARGS = {
     "attn_implementation": "attn_implementation",
 }  # fmt: skip
 EMBEDDINGS = ("lm_head", "embed_tokens", "wte", "embed_in", "embed_out")
+_OF_DATASETS = "dataset_* max_train_prompts system_prompt eval_dataset_* eval_subsample eval_max_prompts"
 _PORTS = ("vllm_server_port", "vllm_group_port", "main_process_port")
 # Truncated sampling: the server's log-probs are of another distribution than the trainer's.
 NEUTRAL_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -261,8 +262,8 @@ RULES = (
     Rule("{item}", lambda r: not _plays(r)
         and [key for key in given(r, "environment_*") if key not in ("environment_args", "environment_mixture")],
         "'{item}' does nothing without environment", "{removal}, or add environment"),
-    Rule("{item}", lambda r: _plays(r) and given(r,
-        "dataset_* max_train_prompts system_prompt eval_dataset_* eval_subsample eval_max_prompts", any_value=False),
+    Rule("{item}", lambda r: _plays(r) and [key for key in given(r, _OF_DATASETS)
+        if r[key] != catalogue()[key]["default"]],
         "'{item}' does nothing with environment, from which the prompts come", "{removal}"),
     Rule("reward_funcs", lambda r: ENVIRONMENT_REWARD in r["reward_funcs"] and not _plays(r),
         f"reward '{ENVIRONMENT_REWARD}' is that of an episode, and no environment is named", "add environment"),

@@ -5,6 +5,7 @@ turns stay as they were sampled: the text between them is tokenized alone and ap
 it out of the loss, of log-probs and of their metrics. The environments run in child processes with limits.
 """
 
+import json
 import math
 import os
 import statistics
@@ -23,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_recipes.attributes import replaced
 from grpo_recipes.errors import config_error, translate
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
-from grpo_recipes.recipe.registry import own_environments, turn_tokens
+from grpo_recipes.recipe.registry import environments_of, own_environments, turn_tokens
 from grpo_recipes.recipe.user_code import REWARD_COPIES, copy_path, split_spec
 from grpo_recipes.rewards.load import LimitRecords, key_of
 from grpo_recipes.rewards.pool import RewardPool
@@ -60,6 +61,19 @@ class Episode:
     def active(self) -> bool:
         """Return whether the policy is to move."""
         return not (self.done or self.unfinished or self.failed)
+
+    def take(self, score: Score) -> None:
+        """Enter what the child answered to the last action."""
+        if score.reason is not None:
+            self.failed = score.reason
+            return
+        try:
+            turn = turn_of(score.value)
+        except (TypeError, ValueError) as error:
+            self.failed = f"its process sent no turn ({error})"
+            return
+        self.turns.append(turn)
+        self.seen, self.done = digest(score.value), turn.done
 
     def transcript(self) -> list[Message]:
         """Return the episode as chat messages."""
@@ -104,10 +118,45 @@ class Renderer:
         return list(ids)
 
 
+def environment_pool(recipe: Callable[[str], Any], copies: Path | None) -> RewardPool:
+    """Return the pool of child processes for the environments of a recipe, whose keys ``recipe`` looks up."""
+    return RewardPool(
+        PLAY,
+        workers=recipe("environment_workers"),
+        timeout=recipe("environment_timeout"),
+        memory_gib=recipe("environment_memory_gib"),
+        copies=copies,
+        network=recipe("environment_network"),
+        valid=lambda value: isinstance(value, str),
+    )
+
+
+def play_scripted(recipe: Callable[[str], Any], action: str) -> list[tuple[str, list[Turn]]]:
+    """Play an episode of each environment with one action alone, in a child; ConfigError where one fails.
+
+    Return what names each, and its turns.
+    """
+    played = []
+    with environment_pool(recipe, None) as pool:
+        for spec, arguments, _ in environments_of(recipe):
+            episode = Episode(0, spec, json.dumps(arguments, sort_keys=True), seed=0)
+            while len(episode.turns) <= recipe("environment_max_turns") and not episode.done:
+                episode.actions = [action] * len(episode.turns)
+                columns = {"environment": [spec], "arguments": [episode.arguments], "seed": [0], "episode": ["deep/0"]}
+                (score,) = pool.score(PLAY, [episode.actions], {**columns, "seen": [episode.seen]})
+                episode.take(score)
+                if episode.failed:
+                    what = f"'{spec}' failed in turn {len(episode.turns)}: {episode.failed}"
+                    raise config_error("environment", what, "correct it, or its environment_args")
+            played.append((spec, episode.turns))
+    return played
+
+
 class Episodes:
     """Play the episodes of each batch; TRL's ``rollout_func``."""
 
     def __init__(self, script_args: ScriptArguments, args: GRPOConfig, run_dir: Path):
+        os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # TRL warns of rollout_func in every run
         self._script, self._args = script_args, args
         self._rows: list[dict[str, Any]] = []  # of the batch to play
         self._name = ""  # of the batch to play, from which sampling seeds are derived
@@ -116,20 +165,16 @@ class Episodes:
         own = [spec for spec in own_environments(partial(getattr, script_args)) if split_spec(spec)[0].endswith(".py")]
         self._specs = {spec: f"{copy_path(spec, copies)}:{split_spec(spec)[1]}" for spec in own}
         self._records = LimitRecords(copies / f"episodes_{os.environ.get('RANK', '0')}.jsonl")
-        self._pool = RewardPool(
-            PLAY,
-            workers=script_args.environment_workers,
-            timeout=script_args.environment_timeout,
-            memory_gib=script_args.environment_memory_gib,
-            copies=copies,
-            network=script_args.environment_network,
-            valid=lambda value: isinstance(value, str),
-        )
+        self._pool = environment_pool(partial(getattr, script_args), copies)
         self._pool.start()
 
         self._turn_tokens = turn_tokens(
             script_args.environment_turn_length, args.max_completion_length, script_args.environment_max_turns
         )
+
+    def close(self) -> None:
+        """End the children; they end with this process in any case."""
+        self._pool.close()
 
     def begin(self, rows: list[dict[str, Any]], name: str) -> None:
         """Take the rank's rows of the batch that TRL will sample next; ``name`` is its generation's."""
@@ -208,7 +253,7 @@ class Episodes:
             scores = self._scores(episodes, trainer.preemption.stop.cuts)
         trainer.preemption.stop_if_agreed()
         for episode, score in zip(episodes, scores, strict=True):
-            self._take(episode, score)
+            episode.take(score)
 
     def _scores(self, episodes: Sequence[Episode], stopped: Callable[[], bool]) -> list[Score]:
         columns = {
@@ -228,19 +273,6 @@ class Episodes:
             known[place] = score
             self._records.add(keys[place], 0, score)
         return [score for score in known.values() if score is not None]
-
-    def _take(self, episode: Episode, score: Score) -> None:
-        """Enter what the child answered."""
-        if score.reason is not None:
-            episode.failed = score.reason
-            return
-        try:
-            turn = turn_of(score.value)
-        except (TypeError, ValueError) as error:
-            episode.failed = f"its process sent no turn ({error})"
-            return
-        episode.turns.append(turn)
-        episode.seen, episode.done = digest(score.value), turn.done
 
     def _output(self, trainer: Any) -> dict[str, Any]:
         """Return what TRL takes, and log what is known of the batch's episodes over all ranks."""
@@ -280,7 +312,7 @@ class Episodes:
         ]
 
     def turn_advantages(self, trainer: Any, output: dict[str, Any]) -> torch.Tensor | None:
-        """Return advantages per token, (B, T), where ``environment_credit`` is per_turn: of a turn the rewards after it.
+        """Return advantages per token, (B, T), of ``environment_credit: per_turn``: the rewards after each turn.
 
         They are compared with those of the same turn in the group's other episodes, wherever these were played.
         """

@@ -18,7 +18,9 @@ from grpo_recipes.paths import shown
 from grpo_recipes.plan.devices import derive_batch
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.configs import CONFIGS, GRPOConfig, ModelConfig
+from grpo_recipes.recipe.registry import environments_of
 from grpo_recipes.rewards.probe import probe_rewards, problems_of, sample_rows
+from grpo_recipes.rollouts.episodes import Renderer, play_scripted
 from grpo_recipes.trainers.entry import load_callbacks
 from grpo_recipes.trainers.model import check_adapter, load_tokenizer, quoting, skeleton
 
@@ -37,6 +39,8 @@ def look_deep(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
         seen.append(f"callbacks  {', '.join(recipe['callbacks'])}")
     if recipe["use_peft"]:
         seen.append(f"adapter    on {_adapted_layers(recipe, *configs)} layers")
+    if environments_of(recipe.__getitem__):
+        return [*seen, *_episodes(recipe, *configs)]
     rows = sample_rows(recipe, SAMPLE, sources.lookup)
     tried = collect([partial(_prompts, recipe, rows, *configs), partial(_rewards, recipe, rows)], lambda look: look())
     return seen + [line for lines in tried for line in lines]
@@ -84,14 +88,36 @@ def _adapted_layers(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -
         return check_adapter(model, get_peft_config(model_args))
 
 
+def _episodes(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -> list[str]:
+    """Play an episode of each environment with one action alone, render it as the model reads it, and show it."""
+    tokenizer = _tokenizer(recipe, args, model_args)
+    renderer_of(recipe["chat_template"], tokenizer, recipe["chat_template_kwargs"])
+    renderer, seen = Renderer(tokenizer, recipe["chat_template_kwargs"]), []
+    for spec, turns in play_scripted(recipe.__getitem__, _ANSWER):
+        tokens = len(renderer.prompt(turns[0].messages))
+        for turn in turns[1:]:
+            tokens += len(renderer.between(turn.messages, cut=False)) if not turn.done else 0
+        messages = [message for turn in turns for message in [*turn.messages, {"role": "policy", "content": _ANSWER}]]
+        shown_turns = [f"  [{one['role']}] {one['content']}" for one in messages[: -1 if turns[-1].done else None]]
+        reward = sum(turn.reward for turn in turns)
+        ended = "ended" if turns[-1].done else "goes on"
+        seen += [f"episode    of {spec}: {tokens} tokens of its own, reward {reward:g}, {ended} after "
+                 f"{len(turns) - 1} turns of {_ANSWER}", *shown_turns]  # fmt: skip
+    return seen
+
+
+def _tokenizer(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -> Any:
+    where, fix = recipe.place("model_name_or_path"), "name a model with its tokenizer files"
+    with quoting((OSError, ValueError), where, "the tokenizer cannot be loaded", fix):
+        return smoke.build_tokenizer() if _is_smoke(recipe) else load_tokenizer(model_args, args)
+
+
 def _prompts(recipe: Recipe, rows: list[dict[str, Any]], args: GRPOConfig, model_args: ModelConfig) -> list[str]:
     """Render the first prompt as the model sees it, measure all that were looked at, and compare the ends of turns."""
     if not rows:
         what = "the dataset has no rows with a prompt and a solution"
         raise config_error(recipe.path.name, what, "look at its columns")
-    where, fix = recipe.place("model_name_or_path"), "name a model with its tokenizer files"
-    with quoting((OSError, ValueError), where, "the tokenizer cannot be loaded", fix):
-        tokenizer = smoke.build_tokenizer() if _is_smoke(recipe) else load_tokenizer(model_args, args)
+    tokenizer = _tokenizer(recipe, args, model_args)
     renderer = renderer_of(recipe["chat_template"], tokenizer, recipe["chat_template_kwargs"])
     prompts = [row["prompt"] for row in rows]
     lengths = renderer.lengths(prompts)

@@ -1,0 +1,33 @@
+"""The rows of a run that plays episodes: how many, of which environment, with which seeds."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+from grpo_recipes.data.episodes import evaluation_episodes, training_episodes
+from grpo_recipes.recipe.configs import ScriptArguments
+
+
+def test_training_and_evaluation_have_no_episode_in_common() -> None:
+    args = ScriptArguments(environment="a.py:Game", environment_episodes=500, environment_eval_episodes=200)
+    trained, evaluated = training_episodes(args, seed=1), evaluation_episodes(args)
+    assert (len(trained), len(evaluated)) == (500, 200)
+    assert len(set(trained["seed"])) == 500 and not set(trained["seed"]) & set(evaluated["seed"])
+    assert all(0 <= seed < 2**31 for seed in [*trained["seed"], *evaluated["seed"]])
+
+
+def test_the_runs_seed_decides_what_is_trained_on() -> None:
+    args = ScriptArguments(environment="a.py:Game")
+    first, again, other = (training_episodes(args, seed)["seed"] for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_a_mixture_has_its_shares_and_arguments() -> None:
+    entries = [{"id": "a.py:Game", "weight": 3, "args": {"size": 4}}, {"id": "b.py:Game"}]
+    args = ScriptArguments(environment_mixture={"environments": entries}, environment_episodes=40)
+    rows = training_episodes(args, 1)
+    assert Counter(rows["environment"]) == {"a.py:Game": 30, "b.py:Game": 10}
+    assert {row["environment"]: json.loads(row["arguments"]) for row in rows} == {
+        "a.py:Game": {"size": 4}, "b.py:Game": {},
+    }  # fmt: skip

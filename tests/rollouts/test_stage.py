@@ -1,0 +1,114 @@
+"""Environments in real child processes: what hangs, dies or forgets costs one episode, and the others go on."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_recipes.process.tree import descendants
+from grpo_recipes.rewards.pool import RewardPool
+from grpo_recipes.rewards.score import Score
+from grpo_recipes.rollouts.stage import PLAY, digest, turn_of
+
+pytestmark = pytest.mark.alone
+
+FILE = Path(__file__).with_name("wild_environment.py")
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RewardPool]:
+    with RewardPool(PLAY, workers=2, timeout=2.0, network=False, valid=is_text) as pool:
+        moved(pool, ["warm", "warm"], [[], []])
+        yield pool
+
+
+def moved(
+    pool: RewardPool, seen: list[str], actions: list[list[str]], kind: str = "Wild", name: str = "g", **arguments: Any
+) -> list[Score]:
+    """Take episodes one turn further, whose turns so far ended with ``seen``."""
+    rows = range(len(actions))
+    columns = {
+        "environment": [f"{FILE}:{kind}" for _ in rows],
+        "arguments": [json.dumps(arguments) for _ in rows],
+        "seed": list(rows),
+        "episode": [f"{name}/{row}" for row in rows],
+        "seen": [digest(one) for one in seen],
+    }
+    return pool.score(PLAY, actions, columns, names=columns["episode"])
+
+
+def played(pool: RewardPool, actions: list[list[str]], **arguments: Any) -> list[list[Score]]:
+    """Play these actions turn by turn; return the scores of each turn."""
+    seen, turns = [""] * len(actions), []
+    for turn in range(len(actions[0]) + 1):
+        scores = moved(pool, seen, [one[:turn] for one in actions], **arguments)
+        seen = [score.value or "" for score in scores]
+        turns.append(scores)
+    return turns
+
+
+def test_an_episode_stays_in_its_child_between_turns(pool: RewardPool, tmp_path: Path) -> None:
+    turns = played(pool, [["a", "b"]] * 8, folder=str(tmp_path), exactly=9, name="stays")
+    assert len((tmp_path / "resets").read_text().splitlines()) == 8
+    assert {turn_of(score.value).info["said"] for score in turns[-1]} == {"b"}
+
+
+def test_a_death_fails_one_episode_and_the_others_are_played_again(pool: RewardPool, tmp_path: Path) -> None:
+    actions = [["a", "k" if row == 3 else "b", "c"] for row in range(8)]
+    calm = [["a", "b", "c"] for _ in range(8)]
+    without = played(pool, calm, exactly=9, name="calm")
+    turns = played(pool, actions, folder=str(tmp_path), exactly=9, name="death")
+    assert turns[2][3].reason == "its process died (SIGKILL, perhaps out of memory)"
+    for row in set(range(8)) - {3}:
+        assert [one[row].value for one in turns] == [one[row].value for one in without]
+    assert len((tmp_path / "resets").read_text().splitlines()) > 8
+
+
+@pytest.mark.parametrize(
+    ("action", "reason"), [("h", "time limit"), ("r", "ValueError: a rule was broken")], ids=["hangs", "raises"]
+)
+def test_an_episode_that_goes_wrong_has_a_reason(pool: RewardPool, action: str, reason: str) -> None:
+    (_, (score, other)) = played(pool, [[action], ["a"]], name=f"wrong{action}")
+    assert (score.value, score.reason) == (None, reason)
+    assert other.reason is None
+
+
+def test_an_environment_that_does_not_repeat_itself_is_an_error(pool: RewardPool) -> None:
+    (first,) = moved(pool, [""], [[]], kind="Forgetful", name="forget", exactly=9)
+    pool.close()
+    pool.start()  # none of its children has the episode
+    (again,) = moved(pool, [first.value], [["a"]], kind="Forgetful", name="forget", exactly=9)
+    assert "does not repeat itself from its seed" in str(again.reason)
+
+
+def test_environments_have_no_network_unless_it_is_asked_for(pool: RewardPool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        action = f"n{server.getsockname()[1]}"
+        (_, (refused,)) = played(pool, [[action]], name="refused")
+        assert "environment_network: true" in str(refused.reason)
+        with RewardPool(PLAY, workers=1, timeout=10.0, valid=is_text) as connected:
+            (_, (allowed,)) = played(connected, [[action]], name="allowed")
+        assert allowed.reason is None
+
+
+def test_a_child_that_sends_a_number_is_not_believed() -> None:
+    with RewardPool("format_tags", workers=1, valid=is_text) as pool:
+        (score,) = pool.score("format_tags", ["<answer>1</answer>"])
+    assert score.value is None
+    assert score.reason == "its process sent garbled replies"
+
+
+def test_nothing_of_a_pool_is_left() -> None:
+    before = {process.pid for process in descendants()}
+    with RewardPool(PLAY, workers=1, valid=is_text) as pool:
+        played(pool, [["a"]], name="left")
+    assert {process.pid for process in descendants()} <= before

@@ -1,0 +1,193 @@
+"""Episodes of several turns in a real trainer: what is trained on, with which advantage, and how an episode ends."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_recipes import smoke
+from grpo_recipes.errors import ConfigError
+from grpo_recipes.rollouts.episodes import Renderer, compared_turns
+from grpo_recipes.trainers.checks import TooManyWithoutVerdict, trainer_logps
+
+from .fixed_completions import rows_of, weights_of
+from .played_episodes import GROUP, completion, generation, make_trainer
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = smoke.build_tokenizer()
+
+
+def test_tokens_stay_as_sampled_and_the_environments_are_masked(tmp_path: Path, model: str) -> None:
+    trainer = make_trainer(tmp_path, model)
+    output = generation(trainer)
+    for row, episode in enumerate(trainer.episodes.played):
+        ids, mask = output["completion_ids"][row].tolist(), output["tool_mask"][row].tolist()
+        place, expected = 0, []
+        for turn in range(len(episode.actions)):
+            sampled = [*completion(f"0/0/turn{turn}", row, 7), TEXT.eos_token_id]
+            assert ids[place : place + len(sampled)] == sampled
+            expected += [1] * len(sampled)
+            place += len(sampled)
+            if turn + 1 < len(episode.actions):
+                between = TEXT(f"<|user|>{episode.turns[turn + 1].messages[0]['content']}<|im_end|><|assistant|>")
+                assert ids[place : place + len(between.input_ids)] == between.input_ids
+                expected += [0] * len(between.input_ids)
+                place += len(between.input_ids)
+        assert mask[:place] == expected
+        assert output["completion_mask"][row].sum() == place
+    assert any(0 in one for one in output["tool_mask"].tolist())
+
+
+def test_what_the_environment_says_has_no_gradient(tmp_path: Path, model: str) -> None:
+    """Other log-probs of the environment's tokens change neither loss nor gradient; of the policy's they do."""
+
+    def gradient(shifted: str) -> torch.Tensor:
+        trainer = make_trainer(tmp_path / shifted, model, beta=0.1)
+        output = generation(trainer)
+        policy = output["tool_mask"].bool()
+        stock = trainer._get_per_token_logps_and_entropies
+
+        def logps(*args: Any, **kwargs: Any) -> Any:
+            found, *rest = stock(*args, **kwargs)
+            chosen = {"none": policy & False, "environment": ~policy, "policy": policy}[shifted]
+            return torch.where(chosen, found * 1.5, found), *rest
+
+        trainer._get_per_token_logps_and_entropies = logps
+        trainer.compute_loss(trainer.model, output).backward()
+        return torch.cat([one.grad.flatten() for one in trainer.model.parameters() if one.grad is not None])
+
+    plain = gradient("none")
+    assert plain.abs().max() > 0
+    assert torch.equal(gradient("environment"), plain)
+    assert not torch.allclose(gradient("policy"), plain)
+
+
+def test_what_the_environment_says_is_not_compared_with_the_servers_log_probs(tmp_path: Path, model: str) -> None:
+    trainer = make_trainer(tmp_path, model)
+    output = generation(trainer)
+    own, policy = trainer_logps(trainer, output), output["tool_mask"].bool()
+    output["sampling_per_token_logps"] = torch.where(policy, own, 0.0)
+    assert trainer.checks.logprob_difference(output) == 0.0
+    output["sampling_per_token_logps"] = torch.where(policy, own + 1.0, 0.0)
+    assert trainer.checks.logprob_difference(output) == pytest.approx(1.0)
+
+
+def test_a_reward_is_the_episodes_sum_and_shown_with_its_turns(tmp_path: Path, model: str) -> None:
+    trainer = make_trainer(tmp_path, model, report_samples=8)
+    generation(trainer)
+    for row, episode in enumerate(trainer.episodes.played):
+        lengths = [len(action) % 4 / 4 for action in episode.actions]
+        assert trainer.rewards_BR[row, 0] == pytest.approx(sum(lengths))
+    (row,) = rows_of(tmp_path, "samples.jsonl")
+    longest = max(row["samples"], key=lambda one: len(one["completion"]))
+    assert "[assistant]" in longest["completion"] and "[user]" in longest["completion"]
+    assert row["samples"][0]["prompt"].startswith("[user]\n") and row["samples"][0]["prompt"].endswith("=")
+    turns = [len(one.actions) for one in trainer.episodes.played]
+    assert trainer._metrics["train"]["episodes/turns"] == [pytest.approx(sum(turns) / len(turns))]
+    assert trainer._metrics["train"]["episodes/letters"][0] > 0
+
+
+def test_the_last_turn_alone_is_trained(tmp_path: Path, model: str) -> None:
+    trainer = make_trainer(tmp_path, model, environment_credit="last_turn", environment_args={"exactly": 3})
+    output = generation(trainer)
+    for row, episode in enumerate(trainer.episodes.played):
+        last = len(completion("0/0/turn2", row, 7)) + 1
+        mask = output["tool_mask"][row][: len(episode.ids)].tolist()
+        assert mask == [0] * (len(episode.ids) - last) + [1] * last
+
+
+def test_each_turn_has_the_advantage_of_what_comes_after_it(tmp_path: Path, model: str) -> None:
+    trainer = make_trainer(tmp_path, model, environment_credit="per_turn", environment_args={"exactly": 2})
+    output = generation(trainer)
+    played = trainer.episodes.played[:GROUP]
+    for turn in (0, 1):
+        to_come = torch.tensor([sum(one.reward for one in episode.turns[turn + 1 :]) for episode in played])
+        expected = (to_come - to_come.mean()) / (to_come.std() + 1e-4)
+        for row, episode in enumerate(played):
+            tokens = [place for place, of in enumerate(episode.turn_ids) if of == turn]
+            assert output["advantages"][row, tokens].tolist() == pytest.approx([expected[row].item()] * len(tokens))
+    between = [place for place, of in enumerate(played[0].turn_ids) if of is None]
+    assert between and output["advantages"][0, between].abs().max() == 0
+    trainer.compute_loss(trainer.model, output).backward()
+
+
+def test_turns_are_compared_among_the_episodes_that_have_them() -> None:
+    found = compared_turns([(0, 1.0, [0.0, 1.0]), (1, 0.0, [0.0]), (2, None, [5.0]), (3, 3.0, [1.0, 2.0])], 4)
+    assert set(found) == {(0, 0), (0, 1), (1, 0), (3, 0), (3, 1)}
+    assert found[0, 1] == pytest.approx(-found[3, 1]) and found[0, 1] == pytest.approx(-math.sqrt(0.5), abs=1e-3)
+    assert found[1, 0] < found[0, 0] < found[3, 0]
+
+
+@pytest.mark.parametrize(("rule", "scored"), [("score", True), ("zero", True), ("unscored", False)])
+def test_an_episode_without_turns_left_ends_unfinished(tmp_path: Path, model: str, rule: str, scored: bool) -> None:
+    keys = {"environment_args": {"exactly": 3}, "environment_max_turns": 2, "environment_unfinished": rule}
+    trainer = make_trainer(tmp_path, model, **keys)
+    generation(trainer)
+    assert all(one.unfinished and len(one.actions) == 2 for one in trainer.episodes.played)
+    rewards = trainer.rewards_BR[:, 0]
+    assert rewards.isnan().all() if not scored else (rewards == 0).all() == (rule == "zero")
+    assert trainer._metrics["train"]["episodes/unfinished"] == [1.0]
+
+
+def test_an_episode_without_room_for_a_turn_ends_unfinished(tmp_path: Path, model: str) -> None:
+    trainer = make_trainer(tmp_path, model, environment_args={"exactly": 3}, max_completion_length=24)
+    output = generation(trainer)
+    assert all(one.unfinished for one in trainer.episodes.played if len(one.actions) < 3)
+    assert any(one.unfinished for one in trainer.episodes.played)
+    assert output["completion_ids"].shape[1] <= 24
+
+
+def test_a_turn_that_is_cut_is_ended_for_the_model_and_not_trained_on(tmp_path: Path, model: str) -> None:
+    trainer = make_trainer(tmp_path, model, ends=False, environment_args={"exactly": 2})
+    output = generation(trainer)
+    assert output["completion_ids"][0, 8] == TEXT.eos_token_id
+    assert output["tool_mask"][0, :9].tolist() == [1] * 8 + [0]
+
+
+def test_failed_episodes_are_counted_and_too_many_end_the_run(tmp_path: Path, model: str) -> None:
+    trainer = make_trainer(tmp_path, model, max_prompt_length=2)
+    with pytest.raises(TooManyWithoutVerdict, match=r"its first observation has \d+ tokens, more than"):
+        generation(trainer)
+    assert trainer._metrics["train"]["episodes/unscored"] == [1.0]
+
+
+def test_a_template_that_changes_earlier_turns_is_refused() -> None:
+    tokenizer = smoke.build_tokenizer()
+    tokenizer.chat_template = "{{ messages | length }}" + smoke.CHAT_TEMPLATE
+    with pytest.raises(ConfigError, match="changes earlier turns"):
+        Renderer(tokenizer, None).between([{"role": "user", "content": "2+2="}], cut=False)
+
+
+def test_a_role_that_the_template_does_not_know_is_refused() -> None:
+    tokenizer = smoke.build_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('no tools') }}"
+    with pytest.raises(ConfigError, match="cannot render messages of the roles tool: no tools"):
+        Renderer(tokenizer, None).prompt([{"role": "tool", "content": "4"}])
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+@pytest.mark.parametrize("credit", ["all_turns", "per_turn"])
+def test_two_processes_equal_one(tmp_path: Path, model: str, credit: str) -> None:
+    """Three groups of four on two ranks, the second one half on each: the same update as of one process."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    arguments = ["tests.trainers.played_episodes", str(tmp_path / "two"), model, credit, "6"]
+    done = subprocess.run(
+        [*command, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    alone = make_trainer(tmp_path / "one", model, environment_credit=credit, per_device_train_batch_size=12)
+    before = weights_of(alone)
+    alone.train()
+    after, two = weights_of(alone), torch.load(tmp_path / "two/weights.pt")
+    assert max((after[name] - before[name]).abs().max() for name in after) > 1e-3
+    for name, one in after.items():
+        assert torch.allclose(two[name], one, rtol=0, atol=1e-6), name
