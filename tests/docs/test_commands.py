@@ -42,6 +42,7 @@ RUN_HERE = {
     "grpo check-rewards recipes/examples/rule.yaml",
     "grpo check-rewards recipes/smoke/grpo.yaml",
     f"grpo check {MATH}",
+    "grpo check --deep recipes/examples/two_sums.yaml",
     "grpo check recipes/smoke/grpo.yaml --learning_rate 1e-6 --beta=0.04 --no_shuffle_dataset",
     "grpo launch recipes/smoke/grpo.yaml --dry-run",
     "grpo plan recipes/smoke/grpo.yaml",

@@ -1,0 +1,67 @@
+"""Episodes of several turns in whole runs: the example of the docs, through the server and inside the trainers."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from documented import documented
+from real_runs import REPOSITORY, Launch, same_rows, weights_hash
+
+pytestmark = [pytest.mark.slow, pytest.mark.rotating]
+SHORT = ("--max_steps", "4", "--prompts_per_step", "4", "--save_steps", "2", "--per_device_train_batch_size", "64")
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> dict[str, str]:
+    """A user's copy of the examples, beside which a launch is started."""
+    copy = shutil.copytree(REPOSITORY / "recipes/examples", tmp_path / "recipes/examples")
+    return {"recipes/examples/two_sums.yaml": str(copy / "two_sums.yaml")}
+
+
+def test_the_page_shows_the_example() -> None:
+    page = (REPOSITORY / "docs/environments.md").read_text()
+    code, recipe = re.findall(r"```(?:python|yaml)\n(.*?)```", page, re.DOTALL)[:2]
+    assert (REPOSITORY / "recipes/examples/two_sums.py").read_text().endswith(code)
+    assert (REPOSITORY / "recipes/examples/two_sums.yaml").read_text().endswith(recipe)
+
+
+def test_the_example_learns_both_turns(launch: Callable[..., Launch], example: dict[str, str]) -> None:
+    run = launch(*documented("grpo launch recipes/examples/two_sums.yaml", example)[2:])
+    assert run.wait(900) == 0, run.output
+    rows, summary = run.rows(), run.summary()
+    assert summary["initial_reward"] < 0.45 and summary["final_reward"] >= 0.7
+    assert all(row["episodes/turns"] == 2 and row["episodes/unscored"] == 0 for row in rows)
+    assert max(row["sampling/sampling_logp_difference/mean"] for row in rows) < 1e-4
+
+
+@pytest.mark.parametrize("mode", ["server", "colocate"])
+def test_a_stopped_run_continues_bit_for_bit(launch: Callable[..., Launch], example: dict[str, str], mode: str) -> None:
+    recipe = example["recipes/examples/two_sums.yaml"]
+    flags = (recipe, "--vllm_mode", mode, "--environment_credit", "per_turn", *SHORT)
+    whole = launch(*flags, folder="whole")
+    assert whole.wait() == 0, whole.output
+    assert max(row["sampling/sampling_logp_difference/mean"] for row in whole.rows()) < 1e-4
+
+    stopped = launch(*flags, folder="stopped")
+    stopped.wait_for_step(1)
+    stopped.process.send_signal(signal.SIGTERM)
+    assert stopped.wait() == 75, stopped.output
+    resumed = launch("--resume", str(stopped.run_dir), folder="stopped")
+    assert resumed.wait() == 0, resumed.output
+    assert same_rows(resumed, whole) and weights_hash(resumed) == weights_hash(whole)
+
+
+def test_two_processes_play_as_one(launch: Callable[..., Launch], example: dict[str, str]) -> None:
+    recipe, runs = example["recipes/examples/two_sums.yaml"], []
+    for processes in ("1", "2"):
+        size = str(64 // int(processes))
+        runs.append(launch(recipe, *SHORT[:-1], size, "--num_processes", processes, folder=processes))
+        assert runs[-1].wait() == 0, runs[-1].output
+    one, two = (run.rows() for run in runs)
+    assert [row["reward"] for row in two] == pytest.approx([row["reward"] for row in one], abs=1e-6)
+    assert [row["grad_norm"] for row in two] == pytest.approx([row["grad_norm"] for row in one], rel=1e-3)
