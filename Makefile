@@ -16,7 +16,7 @@ SHELL_FILES = $$(git ls-files --cached --others --exclude-standard "*.sh" "*.slu
 
 help:  ## show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
-	@echo 'PYTEST_ARGS="-k name -x" is handed to pytest, WORKERS=1 runs all quick tests in one process; DEVICE, ENV_DIR, ENV_MODE and PYTHON to scripts/setup.sh'
+	@echo 'PYTEST_ARGS="-k name -x" is handed to pytest, WORKERS=1 runs all quick tests in one process; DEVICE, ENV_DIR, ENV_MODE, PYTHON and EXTRAS to scripts/setup.sh'
 
 setup:  ## make the environment (nothing to do when it is complete)
 	@ENV_DIR="$(ENV_DIR)" bash scripts/setup.sh

@@ -1,5 +1,6 @@
 #!/bin/bash
-# Resolves requirements/*.in into the full locks requirements/cpu.txt and requirements/gpu.txt.
+# Resolves requirements/*.in into the full locks requirements/cpu.txt and requirements/gpu.txt, and
+# what the extra "environments" adds to either into requirements/environments.txt.
 # Needs uv. uv reads no pip configuration, so pip's indexes and find-links are handed to it.
 set -euo pipefail
 
@@ -54,9 +55,9 @@ keep() {
     echo "lock: requirements/$1.txt has $(wc -l <"$1.txt") packages"
 }
 
-trap 'rm -f cpu.txt.new gpu.txt.new' EXIT
+trap 'rm -f cpu.txt.new gpu.txt.new environments.txt.new' EXIT
 upgrade=("$@")
-for name in cpu gpu; do
+for name in cpu gpu environments; do
     # uv prefers the pins it finds in the output file; pass --upgrade for the newest instead
     [[ ! -f $name.txt ]] || cp "$name.txt" "$name.txt.new"
 done
@@ -68,3 +69,8 @@ resolve gpu "${upgrade[@]}"
 # A local version is never asked for by ==, and pip would take a CPU build of torch where it finds one.
 sed -i 's/^\(torch==\([0-9.]*\)\)$/\1,!=\2+cpu/' gpu.txt.new
 keep gpu
+# Only what cpu.txt lacks: set-up installs it after either lock, and replaces nothing.
+resolve environments --constraints cpu.txt --overrides overrides.txt "${upgrade[@]}"
+grep -vxFf cpu.txt environments.txt.new >environments.txt.left
+mv environments.txt.left environments.txt.new
+keep environments

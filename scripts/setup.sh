@@ -6,6 +6,7 @@
 #   ENV_DIR=DIR            where it lives (default: .venv at the repository root)
 #   ENV_MODE=venv|conda    venv, or a conda prefix
 #   PYTHON=FILE            the interpreter to build on (3.11 to 3.13)
+#   EXTRAS=environments    also the libraries of games and tasks; an environment that has them keeps them
 # Indexes, proxies, certificates and find-links are those of pip's own configuration.
 set -euo pipefail
 
@@ -30,7 +31,7 @@ fail() { printf 'setup: %s\n' "$*" >&2; exit 2; }
 # command_line [OPTION]: the command that runs this set-up again as it was asked for.
 command_line() {
     local words=() variable
-    for variable in DEVICE ENV_DIR ENV_MODE PYTHON; do
+    for variable in DEVICE ENV_DIR ENV_MODE PYTHON EXTRAS; do
         [[ -z ${!variable:-} ]] || words+=("$variable=$(printf %q "${!variable}")")
     done
     printf 'cd %q && %sbash scripts/setup.sh%s' "$root" "${words[*]:+${words[*]} }" "${1:+ $1}"
@@ -74,6 +75,17 @@ choose_flavour() {
     lock_hash=$(sha256sum "$lock_file" | cut -d' ' -f1)
 }
 
+# The extra of EXTRAS, or the one that the environment has.
+choose_extras() {
+    extras=${EXTRAS:-} extras_hash=
+    [[ -n $extras || -z $(stamped extras) ]] || extras=environments
+    case $extras in
+    '') ;;
+    environments) extras_hash=$(sha256sum "$root/requirements/environments.txt" | cut -d' ' -f1) ;;
+    *) fail "EXTRAS=$extras is unknown; there is: EXTRAS=environments" ;;
+    esac
+}
+
 # The two flavours share module names (vllm), so one is never installed over the other.
 refuse_other_flavour() {
     local recorded keep
@@ -91,6 +103,8 @@ what_is_missing() {
     local version
     [[ -f $stamp ]] || { echo "no complete $flavour environment in $env_dir"; return; }
     [[ $(stamped lock) == "$lock_hash" ]] || { echo "requirements/${lock_file##*/} has changed"; return; }
+    [[ $(stamped extras) == "$extras_hash" ]] ||
+        { echo "requirements/environments.txt is not installed, or has changed"; return; }
     version=$(python_version 2>/dev/null) || { echo "$python does not run"; return; }
     [[ $(stamped python) == "$version" ]] || { echo "its Python is now $version"; return; }
     # scripts name their interpreter by its full path, which breaks when an environment is moved or copied
@@ -106,8 +120,8 @@ note_other_checkout() {
 write_stamp() {
     local version
     version=$(python_version)
-    printf '{"flavour": "%s", "lock": "%s", "python": "%s", "root": "%s"}\n' \
-        "$flavour" "$lock_hash" "$version" "$root" >"$stamp.new"
+    printf '{"flavour": "%s", "lock": "%s", "extras": "%s", "python": "%s", "root": "%s"}\n' \
+        "$flavour" "$lock_hash" "$extras_hash" "$version" "$root" >"$stamp.new"
     mv "$stamp.new" "$stamp"
 }
 
@@ -246,6 +260,8 @@ install_packages() {
         install_cpu_torch
     fi
     pip install --no-deps -r "$lock_file" || fail "pip could not install requirements/${lock_file##*/} (its message is above)"
+    [[ -z $extras ]] || pip install --no-deps -r "$root/requirements/$extras.txt" ||
+        fail "pip could not install requirements/$extras.txt (its message is above)"
     pip install --no-deps --no-build-isolation --editable "$root" ||
         fail "pip could not install the project (its message is above)"
 }
@@ -279,9 +295,10 @@ main() {
     case ${1:-} in
     '') ;;
     --rebuild) [[ -n ${SLURM_JOB_ID:-} ]] || { hold_lock; remove_environment; } ;;
-    *) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; [[ $1 == --help ]] || exit 2; exit 0 ;;
+    *) sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; [[ $1 == --help ]] || exit 2; exit 0 ;;
     esac
     choose_flavour
+    choose_extras
     refuse_other_flavour
     reason=$(what_is_missing)
     if [[ -n $reason ]]; then

@@ -1,6 +1,7 @@
 """scripts/setup.sh, training.sh and the locks, as real processes."""
 
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -92,6 +93,50 @@ def test_incomplete_environment_is_noticed(checkout: Checkout, change: Callable[
     result = checkout.setup(SLURM_JOB_ID="1")
     assert result.returncode == 2
     assert message in one_line(result.stderr)
+
+
+# --- the extra -------------------------------------------------------------------------------------------------------
+
+
+def add_extra(checkout: Checkout) -> None:
+    file = checkout.make_environment() / "grpo-environment.json"
+    lock = checkout.root / "requirements" / "environments.txt"
+    stamp = json.loads(file.read_text()) | {"extras": hashlib.sha256(lock.read_bytes()).hexdigest()}
+    file.write_text(json.dumps(stamp))
+
+
+def test_the_extra_is_asked_for_by_name(checkout: Checkout) -> None:
+    checkout.make_environment()
+    assert checkout.setup(SLURM_JOB_ID="1").returncode == 0
+    missing = checkout.setup(SLURM_JOB_ID="1", EXTRAS="environments")
+    assert missing.returncode == 2
+    line = one_line(missing.stderr)
+    assert "requirements/environments.txt is not installed" in line
+    assert line.endswith("EXTRAS=environments bash scripts/setup.sh")
+    assert "EXTRAS=games is unknown" in one_line(checkout.setup(EXTRAS="games").stderr)
+
+
+def test_an_environment_with_the_extra_keeps_it(checkout: Checkout) -> None:
+    add_extra(checkout)
+    for wanted in ({}, {"EXTRAS": "environments"}):
+        assert checkout.setup(SLURM_JOB_ID="1", **wanted).returncode == 0
+    (checkout.root / "requirements/environments.txt").write_text("six==1\n")
+    changed = checkout.setup(SLURM_JOB_ID="1")
+    assert changed.returncode == 2 and "environments.txt is not installed, or has changed" in changed.stderr
+
+
+def test_the_extra_is_tested_before_a_change() -> None:
+    assert "\nexport EXTRAS=environments" in (REPOSITORY / ".ci/run").read_text()
+
+
+def test_the_extras_lock_replaces_nothing() -> None:
+    extra = pins("environments")
+    assert not set(extra) & set(pins("cpu"))
+    gpu = pins("gpu")
+    assert {name for name in extra if gpu.get(name, extra[name]) != extra[name]} == set()
+    assert not {"torch", "torchvision", "torchaudio", "torchcodec", "griffe"} & set(extra)
+    asked = re.findall(r"^([a-z-]+)==(.+)$", (REPOSITORY / "requirements/environments.in").read_text(), re.MULTILINE)
+    assert len(asked) == 4 and all(extra[name] == version for name, version in asked)
 
 
 # --- flavours --------------------------------------------------------------------------------------------------------
@@ -267,7 +312,7 @@ def pins(name: str) -> dict[str, str]:
     return dict(line.split("==", 1) for line in lines)
 
 
-@pytest.mark.parametrize("name", ["cpu", "gpu"])
+@pytest.mark.parametrize("name", ["cpu", "gpu", "environments"])
 def test_lock_holds_pins_only(name: str) -> None:
     for package, version in pins(name).items():
         assert re.fullmatch(r"[a-z0-9-]+", package)

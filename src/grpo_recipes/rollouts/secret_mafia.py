@@ -1,0 +1,62 @@
+"""The grammar of TextArena's SecretMafia: which actions each phase takes, why not, and which help one's own side.
+
+By day and night an action names exactly one target as ``[3]`` or ``[Player 3]``; in a discussion it is any text.
+"""
+
+import random
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_TARGET = re.compile(r"\[\s*(?:player\s*)?(\d+)\s*\]", re.IGNORECASE)
+_TALK = (
+    "I have nothing to report.",
+    "Let us vote together today.",
+    "I am with the village.",
+    "Who was quiet yesterday?",
+)
+
+
+def targets(game: Mapping[str, Any], seat: int) -> list[int]:
+    """Return whom ``seat`` may name in this phase, as the game's observation lists them; nobody in a discussion."""
+    phase, alive, roles = game["phase"].value, game["alive_players"], game["player_roles"]
+    if phase == "Day-Discussion":
+        return []
+    if phase == "Night-Mafia":
+        return [one for one in alive if roles[one] != "Mafia"]
+    if phase == "Day-Voting":  # the game lists the voter too
+        return list(alive)
+    return [one for one in alive if one != seat]  # the game would take the seat itself, which it does not list
+
+
+def problem_with(action: str, game: Mapping[str, Any], seat: int) -> str:
+    """Return why the action is not valid in this phase, empty if it is."""
+    phase, allowed = game["phase"].value, targets(game, seat)
+    if phase == "Day-Discussion":
+        return "" if action.strip() else "say something in the discussion"
+    named = [int(one) for one in _TARGET.findall(action)]
+    valid = ", ".join(f"[{one}]" for one in allowed)
+    if len(named) != 1:
+        return f"{phase} takes one target in brackets, not {len(named)}; valid: {valid}"
+    return "" if named[0] in allowed else f"[{named[0]}] is no target in {phase}; valid: {valid}"
+
+
+def useful(action: str, game: Mapping[str, Any], seat: int) -> bool:
+    """Return whether a valid action helps the seat's side, seen with all roles.
+
+    Votes of the village against the mafia, of the mafia against the village; nights that kill or save a player, or find
+    a member of the mafia.
+    """
+    phase, roles = game["phase"].value, game["player_roles"]
+    if phase == "Day-Discussion":
+        return False
+    target = int(_TARGET.findall(action)[0])
+    if phase == "Night-Doctor":
+        return bool(target == game["pending_elimination"])
+    return bool((roles[target] == "Mafia") != (roles[seat] == "Mafia"))
+
+
+def drawn(game: Mapping[str, Any], seat: int, generator: random.Random) -> str:
+    """Return a valid action of a scripted player."""
+    allowed = [one for one in targets(game, seat) if one != seat]
+    return f"[{generator.choice(allowed)}]" if allowed else generator.choice(_TALK)

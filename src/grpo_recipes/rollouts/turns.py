@@ -1,0 +1,88 @@
+"""What an environment of several turns gives: a turn, the protocol of all environments, and noise that repeats.
+
+No torch, and no library of environments.
+"""
+
+import contextlib
+import hashlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+Message = dict[str, str]  # role, content
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the policy reads next, and what its last action was worth."""
+
+    messages: list[Message]  # empty at the end
+    reward: float = 0.0  # of the action before it
+    done: bool = False
+    info: dict[str, float | str] = field(default_factory=dict)  # numbers are averaged, texts shown in transcripts
+
+
+class Environment(Protocol):
+    """One episode at a time: ``reset`` starts it, each ``step`` takes the policy's text of one turn."""
+
+    tools: list[dict[str, Any]]  # for the chat template, in OpenAI's schema; read it after reset
+
+    def reset(self, seed: int) -> Turn: ...
+    def step(self, action: str) -> Turn: ...
+
+
+class Noise:
+    """The global generators of ``random`` and NumPy, which belong to one episode while its environment runs.
+
+    Libraries draw from them, so that episodes played in turns in one process would change each other.
+    """
+
+    def __init__(self) -> None:
+        self._state: tuple[Any, Any] | None = None
+
+    def seed(self, *parts: int | str) -> None:
+        """Begin again, with a stream of these parts."""
+        import numpy
+
+        number = derived(*parts)
+        self._state = random.Random(number).getstate(), numpy.random.RandomState(number).get_state()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Put the episode's generators in place, and go on from there the next time."""
+        with kept():
+            if self._state is not None:
+                _put(self._state)
+            try:
+                yield
+            finally:
+                self._state = _taken()
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Leave the global generators as they were."""
+    before = _taken()
+    try:
+        yield
+    finally:
+        _put(before)
+
+
+def _taken() -> tuple[Any, Any]:
+    import numpy
+
+    return random.getstate(), numpy.random.get_state()
+
+
+def _put(state: tuple[Any, Any]) -> None:
+    import numpy
+
+    random.setstate(state[0])
+    numpy.random.set_state(state[1])
+
+
+def derived(*parts: int | str) -> int:
+    """Return a seed below 2**32 that these parts alone decide, in every process."""
+    return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:4], "big")

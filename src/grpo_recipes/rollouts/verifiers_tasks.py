@@ -1,0 +1,157 @@
+"""Environments of the library ``verifiers``: its own rollout and rubric, with the policy's text as the model's answer.
+
+``rollout`` asks an OpenAI client for each completion. Ours waits there for the text of the next ``step``, so that
+prompts, stops, tools and scores are those of the library's own evaluation.
+"""
+
+import asyncio
+import contextlib
+import json
+import re
+import signal
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from grpo_recipes.errors import config_error
+from grpo_recipes.rollouts.turns import Message, Noise, Turn
+
+_TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+
+
+class VerifiersTask:
+    """One rollout at a time of ``verifiers.load_environment(name, **args)``; the seed picks the dataset's row."""
+
+    def __init__(self, name: str, args: Mapping[str, Any]):
+        import verifiers
+
+        with _signals_kept():  # the library sets handlers that end the process
+            try:
+                self._env = verifiers.load_environment(name, **args)
+            except (ValueError, RuntimeError) as error:
+                raise config_error(
+                    "environment", f"'verifiers:{name}' does not load ({error})", _install(name)
+                ) from error
+        if not isinstance(self._env, verifiers.MultiTurnEnv) or self._env.message_type != "chat":
+            fix = "use one whose prompts are lists of messages"
+            raise config_error("environment", f"'verifiers:{name}' is no chat environment", fix)
+        if names := _group_functions(self._env.rubric):
+            what = f"'verifiers:{name}' scores several rollouts together ({', '.join(names)})"
+            raise config_error("environment", what, "use one that scores each rollout by itself")
+        self._rows = self._env.get_dataset() if self._env.dataset_source else self._env.get_eval_dataset()
+        self._noise, self._loop = Noise(), asyncio.new_event_loop()
+        self._rollout: asyncio.Task[Any] | None = None
+        self.tools: list[dict[str, Any]] = []
+
+    def reset(self, seed: int) -> Turn:
+        if self._rollout is not None and not self._rollout.done():
+            self._end(self._rollout)  # an unfinished episode: the library runs its clean-up
+        self._noise.seed("verifiers", seed)
+        self._policy, self._read = _Policy(), []
+        self._rollout = self._loop.create_task(self._play(dict(self._rows[seed % len(self._rows)])))
+        return self._until_asked()
+
+    def step(self, action: str) -> Turn:
+        answer = _completion(action, bool(self.tools))
+        self._read = [*self._read, {"role": "assistant", "content": answer.choices[0].message.content or ""}]
+        self._policy.answers.put_nowait(answer)
+        return self._until_asked()
+
+    async def _play(self, row: dict[str, Any]) -> Any:
+        state = await self._env.rollout(row, self._policy, "policy", {})
+        await self._env.rubric.score_rollout(state)
+        return state
+
+    def _until_asked(self) -> Turn:
+        """Run the library until it asks for a completion or the rollout is scored."""
+        assert self._rollout is not None
+        with self._noise.running():
+            asked = self._loop.create_task(self._policy.prompts.get())
+            self._loop.run_until_complete(asyncio.wait({asked, self._rollout}, return_when=asyncio.FIRST_COMPLETED))
+        if asked.done():
+            messages, tools = asked.result()
+            return self._turn(messages, tools)
+        self._end(asked)
+        state = self._rollout.result()
+        info: dict[str, float | str] = {name: float(value) for name, value in state["metrics"].items()}
+        info |= {"stop": str(state.get("stop_condition")), "turns": float(len(state["trajectory"]))}
+        if state["error"] is not None:
+            info["error"] = repr(state["error"])
+        return Turn([], float(state["reward"]), True, info)
+
+    def _end(self, task: asyncio.Task[Any]) -> None:
+        task.cancel()
+        self._loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
+
+    def _turn(self, messages: list[Any], tools: list[dict[str, Any]]) -> Turn:
+        self.tools = tools
+        shown = [_shown(message) for message in messages]
+        if [one["role"] for one in shown[: len(self._read)]] != [one["role"] for one in self._read] or any(
+            one != read for one, read in zip(shown, self._read, strict=False) if one["role"] != "assistant"
+        ):
+            what = "it rewrites the conversation between turns, so that sampled tokens are not those trained on"
+            raise config_error("environment", what, "use an environment that only adds messages")
+        new, self._read = shown[len(self._read) :], shown
+        return Turn(new)
+
+
+class _Policy:
+    """Stand in for ``openai.AsyncOpenAI``: hand the messages over, and wait for the policy's answer."""
+
+    def __init__(self) -> None:
+        self.prompts: asyncio.Queue[Any] = asyncio.Queue()
+        self.answers: asyncio.Queue[Any] = asyncio.Queue()
+        self.chat = self.completions = self
+
+    async def create(self, *, messages: list[Any], tools: list[dict[str, Any]] | None = None, **_: Any) -> Any:
+        self.prompts.put_nowait((messages, tools or []))
+        return await self.answers.get()
+
+
+def _completion(text: str, tools: bool) -> Any:
+    """Return the answer as OpenAI's client gives it, with ``<tool_call>{...}</tool_call>`` read as a call of a tool.
+
+    A call whose JSON is wrong leaves the whole text as content, so that the environment sees no call.
+    """
+    from openai.types.chat import ChatCompletion
+
+    calls: list[dict[str, Any]] = []
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        found = [json.loads(call) for call in _TOOL_CALL.findall(text)] if tools else []
+        calls = [
+            {"name": call["name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)} for call in found
+        ]
+    text = text.partition("<tool_call>")[0] if calls else text
+    calls = [{"id": f"call_{index}", "type": "function", "function": call} for index, call in enumerate(calls)]
+    message = {"role": "assistant", "content": text, "tool_calls": calls or None}
+    choice = {"index": 0, "finish_reason": "tool_calls" if calls else "stop", "message": message}
+    return ChatCompletion.model_validate(
+        {"id": "policy", "created": 0, "model": "policy", "object": "chat.completion", "choices": [choice]}
+    )
+
+
+def _shown(message: Mapping[str, Any]) -> Message:
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        if any(part.get("type") != "text" for part in content):
+            raise config_error("environment", "it shows images or sound", "use one that shows text alone")
+        content = "".join(part["text"] for part in content)
+    return {"role": message["role"], "content": content}
+
+
+def _group_functions(rubric: Any) -> list[str]:
+    inner = [name for one in getattr(rubric, "rubrics", []) for name in _group_functions(one)]
+    return [*rubric._get_group_reward_func_names(), *inner]
+
+
+def _install(name: str) -> str:
+    return f"install its package into the environment, or correct environment_args (module {name.replace('-', '_')})"
+
+
+@contextlib.contextmanager
+def _signals_kept() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,36 @@
+"""Environments as users write them."""
+
+import random
+from typing import Any
+
+
+class Guess:
+    def __init__(self, most: int = 9):
+        self.most = most
+
+    def reset(self, seed: int) -> str:
+        self.number = random.randint(0, self.most)
+        return f"Guess a number from 0 to {self.most}."
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        right = action.strip() == str(self.number)
+        return ("higher" if action < str(self.number) else "lower"), float(right), right
+
+
+class Answers:
+    """Give what it was told to."""
+
+    def __init__(self, step: Any = None, reset: Any = "start"):
+        self.answers = step, reset
+
+    def reset(self, seed: int) -> Any:
+        return self.answers[1]
+
+    def step(self, action: str) -> Any:
+        answer = self.answers[0]
+        return tuple(answer) if isinstance(answer, list) else answer
+
+
+class NoStep:
+    def reset(self, seed: int) -> str:
+        return ""

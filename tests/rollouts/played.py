@@ -1,0 +1,45 @@
+"""Play episodes with scripted actions, here or in a process of their own."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from grpo_recipes.rollouts.environments import Environment, Turn, load_environment
+
+BRACKETED = re.compile(r"\[\d+\]")
+
+
+def named_last(turn: Turn) -> str:
+    """Answer with the last number in brackets of what was read: legal in most games, and decided by the text alone."""
+    return (BRACKETED.findall(turn.messages[-1]["content"]) or ["[1]"])[-1]
+
+
+def play(env: Environment, seed: int, act: Callable[[Turn], str], most: int = 60) -> list[Turn]:
+    """Return the turns of one episode."""
+    turns = [env.reset(seed)]
+    while not turns[-1].done and len(turns) <= most:
+        turns.append(env.step(act(turns[-1])))
+    return turns
+
+
+def said(actions: Iterable[str]) -> Callable[[Turn], str]:
+    """Answer with these actions, whatever was read."""
+    left = iter(actions)
+    return lambda turn: next(left)
+
+
+def written(turns: list[Turn]) -> str:
+    """Return turns as text, for comparisons between processes."""
+    return json.dumps([[one.messages, one.reward, one.done, one.info] for one in turns], sort_keys=True)
+
+
+def main(spec: str, args: Mapping[str, Any], seeds: list[int]) -> None:
+    print("torch" in sys.modules, *(written(play(load_environment(spec, args), seed, named_last)) for seed in seeds))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]))

@@ -1,0 +1,413 @@
+"""The adapters of environments: the same turns for the same seed, the libraries' own scores, and refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import itertools
+import json
+import math
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from played import named_last, play, said, written
+
+from grpo_recipes.errors import ConfigError
+from grpo_recipes.rollouts import environments
+from grpo_recipes.rollouts.environments import environment_problems, load_environment
+
+HERE = Path(__file__).parent
+OWN = str(HERE / "envs" / "own_game.py")
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+GAMES: dict[str, dict[str, Any]] = {
+    f"{OWN}:Guess": {"most": 3},
+    "reasoning_gym:word_sorting": {},
+    "reasoning_gym:maze": {},
+    "textarena:SecretMafia-v0": {"player": "seed", "legal_reward": 0.1, "useful_reward": 0.5},
+    "textarena:TicTacToe-v0": {"player": 1},
+    "textarena:KuhnPoker-v0": {},
+    "textarena:GuessTheNumber-v0": {},
+    "verifiers:guess-multi": {},
+}
+
+
+def needs(spec: str) -> None:
+    kind = spec.partition(":")[0]
+    if kind in environments.LIBRARIES and importlib.util.find_spec(environments.LIBRARIES[kind]) is None:
+        pytest.skip(f"{kind} is not installed (EXTRAS=environments bash scripts/setup.sh)")
+
+
+@pytest.fixture(autouse=True)
+def found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(HERE / "envs"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+
+
+# --- seeds -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", GAMES)
+def test_the_same_seed_and_actions_give_the_same_turns(spec: str) -> None:
+    needs(spec)
+    env = load_environment(spec, GAMES[spec])
+    first = {seed: written(play(env, seed, named_last)) for seed in range(4)}
+    assert len(set(first.values())) > 1
+    random.seed(time.time())
+    numpy.random.seed(int(time.time()))
+    again = load_environment(spec, GAMES[spec])
+    assert {seed: written(play(again, seed, named_last)) for seed in reversed(range(4))} == first
+
+
+@pytest.mark.parametrize("spec", GAMES)
+def test_other_processes_give_the_same_turns_without_torch(spec: str) -> None:
+    needs(spec)
+    command = [sys.executable, str(HERE / "played.py"), spec, json.dumps(GAMES[spec]), "[1, 5]"]
+    outputs = set()
+    for hash_seed in "1", "2":
+        env = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(HERE / "envs")}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        outputs.add(done.stdout)
+    (output,) = outputs
+    assert output.startswith("False ")
+
+
+@pytest.mark.parametrize("spec", ["textarena:SecretMafia-v0", "verifiers:guess-multi", f"{OWN}:Guess"])
+def test_episodes_played_in_turns_do_not_change_each_other(spec: str) -> None:
+    needs(spec)
+    alone = [written(play(load_environment(spec, {}), seed, named_last)) for seed in (1, 2)]
+    envs = [load_environment(spec, {}) for _ in range(2)]
+    before = random.getstate()
+    turns = [[env.reset(seed)] for env, seed in zip(envs, (1, 2), strict=True)]
+    while not all(one[-1].done or len(one) > 60 for one in turns):
+        for env, one in zip(envs, turns, strict=True):
+            if not one[-1].done and len(one) <= 60:
+                one.append(env.step(named_last(one[-1])))
+    assert [written(one) for one in turns] == alone
+    assert random.getstate() == before
+
+
+# --- a class of the user's own ---------------------------------------------------------------------------------------
+
+
+def test_a_class_of_the_user_gives_texts_as_messages_of_the_user() -> None:
+    env = load_environment(f"{OWN}:Guess", {"most": 0})
+    assert env.reset(1).messages == [{"role": "user", "content": "Guess a number from 0 to 0."}]
+    last = env.step(" 0 ")
+    assert (last.messages, last.reward, last.done) == ([], 1.0, True)
+
+
+def test_what_a_class_returns_beside_the_reward_is_kept() -> None:
+    message = {"role": "tool", "content": "seen"}
+    env = load_environment(f"{OWN}:Answers", {"step": [[message], 1, False, {"legal": True, "why": "so"}]})
+    env.reset(0)
+    turn = env.step("x")
+    assert (turn.messages, turn.reward, turn.info) == ([message], 1.0, {"legal": 1.0, "why": "so"})
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (None, "Answers.step returned None"),
+        (["seen", 1.0], "Answers.step returned ('seen', 1.0)"),
+        ([5, 1.0, False], "Answers.step returned 5 as the observation"),
+        ([[], 1.0, False], "as the observation"),
+        ([[{"role": "robot", "content": ""}], 1.0, False], "as the observation"),
+        (["seen", math.nan, False], "Answers.step returned nan as the reward"),
+        (["seen", math.inf, True], "returned inf as the reward"),
+        (["seen", "1", False], "returned '1' as the reward"),
+        (["seen", None, False], "returned None as the reward"),
+        (["seen", 1.0, None], "returned None as done"),
+        (["seen", 1.0, False, {"legal": math.nan}], "as info"),
+        (["seen", 1.0, False, [1]], "as info"),
+    ],
+)
+def test_a_wrong_answer_of_a_class_names_it_and_what_to_return(answer: Any, told: str) -> None:
+    env = load_environment(f"{OWN}:Answers", {"step": answer})
+    env.reset(0)
+    with pytest.raises(ConfigError) as error:
+        env.step("x")
+    assert told in str(error.value) and "Fix: return " in str(error.value)
+
+
+def test_a_wrong_first_observation_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Answers\.reset returned 7"):
+        load_environment(f"{OWN}:Answers", {"reset": 7}).reset(0)
+
+
+# --- reasoning-gym ---------------------------------------------------------------------------------------------------
+
+
+def test_a_task_is_scored_by_its_dataset() -> None:
+    needs("reasoning_gym:x")
+    env = load_environment("reasoning_gym:basic_arithmetic", {"max_terms": 2, "max_digits": 1})
+    env.reset(3)
+    wrong = env.step("<answer>no</answer>")
+    assert (wrong.reward, wrong.done, wrong.messages, wrong.info["correct"]) == (0.0, True, [], 0.0)
+    answer = wrong.info["answer"]
+    right = env.step(f"<answer>5</answer> no: <answer> {answer} </answer>")
+    assert (right.reward, right.info["correct"]) == (1.0, 1.0)
+    untagged = env.step(str(answer))
+    assert (untagged.reward, untagged.info["answered"]) == (0.0, 0.0)
+
+
+def test_a_task_may_have_a_system_prompt_and_no_tag() -> None:
+    needs("reasoning_gym:x")
+    env = load_environment("reasoning_gym:basic_arithmetic", {"system_prompt": "direct", "answer_tag": ""})
+    assert "<answer>" in env.reset(3).messages[0]["content"]
+    assert env.step(f" {env.step('').info['answer']}\n").reward == 1.0
+
+
+def test_an_answer_that_the_scorer_trips_over_is_wrong_and_shown() -> None:
+    needs("reasoning_gym:x")
+    env = load_environment("reasoning_gym:prime_factorization", {})
+    env.reset(3)
+    turn = env.step("<answer>2 x [</answer>")
+    assert turn.reward == 0.0 and "ValueError" in str(turn.info["scorer"])
+
+
+# --- TextArena -------------------------------------------------------------------------------------------------------
+
+
+def test_a_game_ends_with_its_own_reward() -> None:
+    needs("textarena:x")
+    turns = [play(load_environment("textarena:TicTacToe-v0", {}), seed, named_last)[-1] for seed in range(12)]
+    assert {turn.reward for turn in turns} >= {-1.0, 1.0}
+    assert all(turn.info["won"] == float(turn.reward == 1) and turn.done and turn.messages == [] for turn in turns)
+
+
+def test_a_turn_shows_only_what_is_new_and_no_words_of_its_own() -> None:
+    needs("textarena:x")
+    env = load_environment("textarena:TicTacToe-v0", {})
+    first, second = env.reset(1), env.step("I take [4]")
+    assert "Tic Tac Toe" in first.messages[0]["content"]
+    text = second.messages[0]["content"]
+    assert "Tic Tac Toe" not in text and "I take" not in text and "[Player 1] [" in text
+
+
+def test_a_move_that_the_game_refuses_is_not_legal() -> None:
+    needs("textarena:x")
+    env = load_environment("textarena:TicTacToe-v0", {"illegal_reward": -0.5, "legal_reward": 0.25})
+    env.reset(1)
+    legal, refused, lost = env.step("[4]"), env.step("[4]"), env.step("[4]")
+    assert (legal.reward, legal.info["legal"]) == (0.25, 1.0)
+    assert (refused.reward, refused.info["legal"], refused.done) == (-0.5, 0.0, False)
+    assert "already occupied" in str(refused.info["illegal"])
+    assert (lost.reward, lost.done, lost.info["legal"]) == (-1.5, True, 0.0)
+
+
+def test_opponents_play_moves_that_the_game_takes() -> None:
+    needs("textarena:x")
+    for name in "TicTacToe-v0", "ConnectFour-v0", "Nim-v0", "KuhnPoker-v0":
+        for seed in range(4):
+            last = play(load_environment(f"textarena:{name}", {"player": "seed"}), seed, named_last)[-1]
+            assert last.info["legal"] == 0.0 or "invalid" not in str(last.info.get("end", "")).lower()
+
+
+def test_secret_mafia_names_role_and_phase_and_takes_one_target_at_night() -> None:
+    needs("textarena:x")
+    env = load_environment("textarena:SecretMafia-v0", {"player": "seed", "legal_reward": 0.1, "illegal_reward": -0.3})
+    seed = next(seed for seed in range(50) if env.reset(seed).info["role"] == "Detective")
+    turn = env.reset(seed)
+    assert turn.info["phase"] == "Night-Detective"
+    refused = env.step("[1] or [2]")
+    assert (refused.reward, refused.info["legal"], refused.info["phase"]) == (-0.3, 0.0, "Night-Detective")
+    assert "one target in brackets, not 2" in str(refused.info["illegal"])
+    assert "one target in brackets, not 2" in refused.messages[0]["content"]
+    seat = refused.messages[0]["content"].partition("Player ")[2][0]
+    env.reset(seed)
+    assert "is no target" in str(env.step(f"[{seat}]").info["illegal"])
+    env.reset(seed)
+    taken = env.step(named_last(turn))
+    assert taken.info["legal"] == 1.0 and taken.info["phase"] != "Night-Detective"
+
+
+def test_secret_mafia_rewards_what_helps_the_side_and_winning() -> None:
+    needs("textarena:x")
+    args = {"player": "seed", "useful_reward": 0.5}
+    votes = {}
+    for seed in range(30):
+        env = load_environment("textarena:SecretMafia-v0", args)
+        turns = play(env, seed, named_last)
+        for before, after in itertools.pairwise(turns):
+            bare = after.reward - (after.done and (1.0 if after.info["won"] else -1.0))
+            assert bare == pytest.approx(0.5 * float(after.info["useful"]))
+            votes[before.info["phase"], after.info["useful"]] = True
+        assert turns[-1].done
+    assert ("Day-Voting", 1.0) in votes and ("Day-Voting", 0.0) in votes and ("Night-Mafia", 1.0) in votes
+    assert ("Day-Discussion", 1.0) not in votes
+
+
+# --- verifiers -------------------------------------------------------------------------------------------------------
+
+
+class Scripted:
+    """An OpenAI client that answers from a list."""
+
+    def __init__(self, answers: list[Any]):
+        self.chat = self.completions = self
+        self.answers = iter(answers)
+
+    async def create(self, **_: Any) -> Any:
+        return next(self.answers)
+
+
+@pytest.mark.parametrize(
+    ("name", "seed", "actions"),
+    [
+        ("sums-single", 3, ["<answer>6</answer>"]),
+        ("sums-single", 3, ["<answer>7</answer>"]),
+        ("sums-single", 3, ["6"]),
+        ("sums-single", 3, [""]),
+        ("guess-multi", 1, ["x", "2"]),
+        ("guess-multi", 1, ["x", "y", "z", "w"]),
+        ("sums-tool", 0, [f"so {CALL}", "it is 5"]),
+        ("sums-tool", 0, [CALL.replace("add", "divide"), "it is 4"]),
+        ("sums-tool", 0, [CALL.replace("}}", "}"), "unused"]),
+    ],
+)
+def test_scores_are_those_of_the_librarys_own_evaluation(name: str, seed: int, actions: list[str]) -> None:
+    needs("verifiers:x")
+    import verifiers
+
+    from grpo_recipes.rollouts.verifiers_tasks import _completion
+
+    env = load_environment(f"verifiers:{name}", {})
+    turns = play(env, seed, said(actions))
+    library = verifiers.load_environment(name)
+    rows = library.get_dataset()
+    row = dict(rows[seed % len(rows)])
+    client = Scripted([_completion(text, name == "sums-tool") for text in actions])
+    output = asyncio.run(library.run_rollout(row, client, "any", {}))  # type: ignore[arg-type]
+    assert turns[-1].done and turns[-1].messages == []
+    assert turns[-1].reward == output["reward"]
+    assert {key: turns[-1].info[key] for key in output["metrics"]} == output["metrics"]
+
+
+def test_tools_are_called_and_shown() -> None:
+    needs("verifiers:x")
+    env = load_environment("verifiers:sums-tool", {})
+    env.reset(0)
+    assert [tool["function"]["name"] for tool in env.tools] == ["add"]
+    assert env.step(CALL).messages == [{"role": "tool", "content": "5"}]
+
+
+def test_loading_one_leaves_the_signals_as_they_were() -> None:
+    needs("verifiers:x")
+    before = signal.getsignal(signal.SIGTERM)
+    load_environment("verifiers:sums-single", {"n": 2})
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_an_episode_left_unfinished_does_not_reach_the_next() -> None:
+    needs("verifiers:x")
+    env = load_environment("verifiers:guess-multi", {})
+    env.reset(1)
+    env.step("x")
+    assert env.reset(0).messages == [{"role": "user", "content": "guess"}]
+    assert env.step("1").reward == 1.0
+
+
+# --- OpenEnv ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    needs("openenv:x")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with subprocess.Popen([sys.executable, str(HERE / "envs" / "openenv_server.py"), str(port)]) as process:
+        for _ in range(600):
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0 or process.poll() is not None:
+                    break
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+        process.terminate()
+
+
+def test_a_server_of_openenv_is_played(server: str) -> None:
+    env = load_environment(f"openenv:{server}", {"action_field": "message", "observation_field": "text"})
+    for seed in 7, 8:
+        turns = play(env, seed, said(["7", "8"]))
+        assert [turn.messages for turn in turns[:1]] == [[{"role": "user", "content": f"say {seed}"}]]
+        assert [turn.reward for turn in turns] == [0.0, float(seed == 7), float(seed == 8)]
+        assert turns[-1].done and turns[-1].info == {"end": "0 left"}
+    other = load_environment(f"openenv:{server}", {"action_field": "said", "observation_field": "seen"})
+    with pytest.raises(ConfigError, match="observation_field: the server shows no 'seen'"):
+        other.reset(1)
+    with pytest.raises(ConfigError, match=r"did not answer step .*message"):
+        other.step("1")
+    with pytest.raises(ConfigError, match="let the server hold more sessions"):
+        load_environment(f"openenv:{server}", {}).reset(1)
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    needs("openenv:x")
+    with pytest.raises(ConfigError, match=r"no OpenEnv server at http://127\.0\.0\.1:9"):
+        load_environment("openenv:http://127.0.0.1:9", {}).reset(1)
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "args", "told"),
+    [
+        ("textarenas:X-v0", {}, "Fix: write textarena:X-v0"),
+        ("textarena:SecretMafia", {}, "write textarena:SecretMafia-v0 or"),
+        ("textarena:", {}, "write textarena:NAME"),
+        ("textarena:SecretMafia-v0", {"num_players": 3}, "num_players: 'SecretMafia-v0' is not for 3"),
+        ("textarena:SecretMafia-v0", {"player": 6}, "player: 6 of 6. Fix: write 0 to 5"),
+        ("textarena:SecretMafia-v0", {"player": "me"}, "player: 'me' is no seat"),
+        ("textarena:SecretMafia-v0", {"opponents": "gpt"}, 'write opponents: "random"'),
+        ("textarena:SecretMafia-v0", {"rounds": 1}, "unexpected keyword argument 'rounds'"),
+        ("textarena:Debate-v0", {}, "does not start here (ValueError: OpenRouter API key"),
+        ("textarena:TicTacToe-v0", {"useful_reward": 1}, "useful_reward belongs to SecretMafia"),
+        ("reasoning_gym:basic_arithmatic", {}, "write reasoning_gym:basic_arithmetic"),
+        ("reasoning_gym:basic_arithmetic", {"min_term": 1}, "write some of allow_negation"),
+        ("reasoning_gym:basic_arithmetic", {"min_terms": 30}, "max_terms must be >= min_terms"),
+        ("reasoning_gym:basic_arithmetic", {"seed": 1}, "follow from the run's seed"),
+        ("verifiers:nowhere-env", {}, "verifiers finds no environment 'nowhere-env'"),
+        ("openenv:localhost", {}, "write openenv:http://HOST:PORT"),
+        ("openenv:http://127.0.0.1:9", {"action": {}, "field": ""}, "openenv takes no field"),
+        (f"{OWN}:Gess", {}, "has no 'Gess'"),
+        ("no_such_module:Guess", {}, "no module 'no_such_module'"),
+    ],
+)
+def test_what_is_wrong_is_said_before_a_run(spec: str, args: dict[str, Any], told: str) -> None:
+    needs(spec)
+    assert [told in str(problem) for problem in environment_problems(spec, args)] == [True]
+
+
+@pytest.mark.parametrize("spec", [*GAMES, f"{OWN}:Answers", "openenv:http://127.0.0.1:9"])
+def test_what_is_right_has_no_problem(spec: str) -> None:
+    needs(spec)
+    assert environment_problems(spec, GAMES.get(spec, {})) == []
+
+
+def test_a_missing_library_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(environments.LIBRARIES, "textarena", "no_such_library")
+    (problem,) = environment_problems("textarena:SecretMafia-v0", {})
+    assert str(problem).endswith("install it with: EXTRAS=environments bash scripts/setup.sh")
+
+
+def test_arguments_of_a_class_are_checked_when_it_is_made() -> None:
+    with pytest.raises(ConfigError, match=r"write those of Guess\(most: int = 9\)"):
+        load_environment(f"{OWN}:Guess", {"least": 1})
+    with pytest.raises(ConfigError, match="has no step"):
+        load_environment(f"{OWN}:NoStep", {})
+    with pytest.raises(ConfigError, match="'verifiers:sums-single' does not load"):
+        needs("verifiers:x")
+        load_environment("verifiers:sums-single", {"n": "many"})
