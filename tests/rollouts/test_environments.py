@@ -102,7 +102,7 @@ def test_episodes_played_in_turns_do_not_change_each_other(spec: str) -> None:
 
 def test_a_class_of_the_user_gives_texts_as_messages_of_the_user() -> None:
     env = load_environment(f"{OWN}:Guess", {"most": 0})
-    assert env.reset(1).messages == [{"role": "user", "content": "Guess a number from 0 to 0."}]
+    assert env.reset(1).messages == [{"role": "user", "content": "Guess a number from 0 to 0, not [0] again."}]
     last = env.step(" 0 ")
     assert (last.messages, last.reward, last.done) == ([], 1.0, True)
 

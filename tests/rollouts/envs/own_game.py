@@ -10,7 +10,7 @@ class Guess:
 
     def reset(self, seed: int) -> str:
         self.number = random.randint(0, self.most)
-        return f"Guess a number from 0 to {self.most}."
+        return f"Guess a number from 0 to {self.most}, not [{random.randint(0, self.most)}] again."
 
     def step(self, action: str) -> tuple[str, float, bool]:
         right = action.strip() == str(self.number)
