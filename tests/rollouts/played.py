@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from grpo_recipes.rollouts.environments import Environment, Turn, load_environment
+from grpo_recipes.environments.turns import Environment, Turn
+from grpo_recipes.rollouts.environments import load_environment
 
 BRACKETED = re.compile(r"\[\d+\]")
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from grpo_recipes import smoke
+from grpo_recipes.environments.turns import Turn
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.rollouts.episodes import Renderer, compared_turns
 from grpo_recipes.trainers.checks import TooManyWithoutVerdict, trainer_logps
@@ -169,7 +170,7 @@ def test_a_role_that_the_template_does_not_know_is_refused() -> None:
     tokenizer = smoke.build_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('no tools') }}"
     with pytest.raises(ConfigError, match="cannot render messages of the roles tool: no tools"):
-        Renderer(tokenizer, None).prompt([{"role": "tool", "content": "4"}])
+        Renderer(tokenizer, None).prompt(Turn([{"role": "tool", "content": "4"}]))
 
 
 @pytest.mark.slow

@@ -9,9 +9,11 @@ import functools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from grpo_recipes.environments.libraries import LIBRARIES, library_problems
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.modebench.dataset import COLUMNS, SCHEME, SPLITS, TASKS, Settings, rows
 from grpo_recipes.paths import home, shown
@@ -27,7 +29,14 @@ from grpo_recipes.recipe.datafiles import (
 from grpo_recipes.recipe.dialects import other_rewards, reward_names
 from grpo_recipes.recipe.document import read_flags
 from grpo_recipes.recipe.keys import DEFAULT_RECIPE, nearest_of
-from grpo_recipes.recipe.registry import REWARDS, benchmark_columns, benchmark_problem, is_file, own_environments
+from grpo_recipes.recipe.registry import (
+    REWARDS,
+    benchmark_columns,
+    benchmark_problem,
+    environments_of,
+    is_file,
+    own_environments,
+)
 from grpo_recipes.recipe.rules import RULES, Rule, evaluation_set, modebench_tasks, removal
 from grpo_recipes.recipe.tasks import GRPO, requested_task, with_task
 from grpo_recipes.recipe.user_code import compared, copy_path, function_source, problem_with, required_parameters
@@ -157,6 +166,9 @@ def _environments(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
     if recipe["environment_mixture"] is not None and not all(entry.get("id") for entry in entries or [{}]):
         yield recipe.problem(key, "an environment has no id", "add environments: a list of {id, args, weight}")
         return
+    for spec, arguments, _share in environments_of(recipe.__getitem__):
+        if spec.partition(":")[0] in LIBRARIES:
+            yield from (replace(one, where=recipe.place(key)) for one in library_problems(spec, arguments))
     for spec in own_environments(recipe.__getitem__):
         copied = (run / "run.json").exists() and copy_path(spec, run / "rewards").exists()
         if not copied and (problem := problem_with(spec, recipe.place(key))):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from grpo_recipes.environments.libraries import LIBRARIES
 from grpo_recipes.errors import Problem
 from grpo_recipes.recipe.keys import nearest_of
 
@@ -148,7 +149,7 @@ def environments_of(recipe: Callable[[str], Any]) -> list[tuple[str, dict[str, A
 
 def own_environments(recipe: Callable[[str], Any]) -> list[str]:
     """Return the user's own environments: ``module:Class`` or ``file.py:Class``."""
-    return [spec for spec, _, _ in environments_of(recipe) if spec.partition(":")[0] not in ENVIRONMENT_LIBRARIES]
+    return [spec for spec, _, _ in environments_of(recipe) if spec.partition(":")[0] not in LIBRARIES]
 
 
 def turn_tokens(given: int | None, completion: int, turns: int) -> int:
@@ -156,8 +157,6 @@ def turn_tokens(given: int | None, completion: int, turns: int) -> int:
     return given or max(1, completion // turns)
 
 
-# Libraries of environments, before the colon of the key ``environment``; all else is the user's own class.
-ENVIRONMENT_LIBRARIES = ("textarena", "reasoning_gym", "verifiers", "openenv")
 # Rewards whose work on one completion has no bound: called in child processes that can be killed.
 IN_CHILDREN = frozenset({"math_verify"})
 

@@ -63,6 +63,7 @@ _ADDED = {
     **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
     "TOKENIZERS_PARALLELISM": "false",
     "CUDA_VISIBLE_DEVICES": "",  # the GPUs are full
+    "PYTHONHASHSEED": "0",  # the order of sets, from which some environments draw
 }
 
 

@@ -22,6 +22,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from grpo_recipes.attributes import replaced
+from grpo_recipes.environments.turns import Message, Turn
 from grpo_recipes.errors import config_error, translate
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
 from grpo_recipes.recipe.registry import environments_of, own_environments, turn_tokens
@@ -29,7 +30,6 @@ from grpo_recipes.recipe.user_code import REWARD_COPIES, copy_path, split_spec
 from grpo_recipes.rewards.load import LimitRecords, key_of
 from grpo_recipes.rewards.pool import RewardPool
 from grpo_recipes.rewards.score import Score
-from grpo_recipes.rollouts.environments import Message, Turn
 from grpo_recipes.rollouts.stage import PLAY, digest, turn_of
 
 Tokens = list[int]
@@ -89,9 +89,13 @@ class Renderer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None):
         self._tokenizer, self._kwargs = tokenizer, template_kwargs or {}
 
-    def prompt(self, messages: list[Message]) -> Tokens:
-        """Return the tokens of the messages before the policy's first turn."""
-        return self._render(messages, True)
+    def prompt(self, turn: Turn) -> Tokens:
+        """Return the tokens of an environment's first turn, with the tools that the policy may call."""
+        ids = self._render(turn.messages, True, tools=turn.tools or None)
+        if turn.tools and ids == self._render(turn.messages, True):
+            what = "the template leaves out the tools of the environment"
+            raise config_error("chat_template", what, "add a chat_template that shows tools, or take another model")
+        return ids
 
     def between(self, messages: list[Message], cut: bool) -> Tokens:
         """Return the tokens between two turns of the policy; the first was ``cut`` if it did not end by itself.
@@ -107,13 +111,13 @@ class Renderer:
             raise config_error("chat_template", what, "add a chat_template that only appends")
         return ([eos] if cut else []) + after[len(before) :]
 
-    def _render(self, messages: list[Message], generation: bool) -> Tokens:
+    def _render(self, messages: list[Message], generation: bool, **how: Any) -> Tokens:
         fix = "write a chat_template that can, or use environments without these roles"
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
         what = f"the template cannot render messages of the roles {roles}"
         with translate(TemplateError, lambda error: config_error("chat_template", f"{what}: {error}", fix)):
             ids = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=generation, tokenize=True, return_dict=False, **self._kwargs
+                messages, add_generation_prompt=generation, tokenize=True, return_dict=False, **how, **self._kwargs
             )
         return list(ids)
 
@@ -204,9 +208,9 @@ class Episodes:
 
     def _begin(self, episode: Episode, renderer: Renderer) -> None:
         if episode.failed:
-            episode.prompt_ids = renderer.prompt(_DUMMY[:1])
+            episode.prompt_ids = renderer.prompt(Turn(_DUMMY[:1]))
             return
-        episode.prompt_ids = renderer.prompt(episode.turns[0].messages)
+        episode.prompt_ids = renderer.prompt(episode.turns[0])
         longest = self._script.max_prompt_length
         if longest is not None and len(episode.prompt_ids) > longest:
             episode.failed = f"its first observation has {len(episode.prompt_ids)} tokens, more than max_prompt_length"
@@ -330,10 +334,10 @@ class Episodes:
         mode = "train" if trainer.model.training else "eval"
         rows = [
             {
+                **_numbers(one),
                 "turns": float(len(one.actions)),
                 "unfinished": float(one.unfinished),
                 "unscored": float(one.failed is not None),
-                **_numbers(one),
             }
             for one in self.played
         ]

@@ -9,9 +9,11 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
+from grpo_recipes.environments.turns import Environment, Turn
 from grpo_recipes.rewards.score import Score
-from grpo_recipes.rollouts.environments import Environment, Turn, load_environment
+from grpo_recipes.rollouts.environments import load_environment
 
 PLAY = "grpo_recipes.rollouts.stage:play"  # as the pool of child processes names it
 _MOST_CHARACTERS = 200_000  # of a turn; what a child sends is read into memory at once
@@ -50,7 +52,7 @@ def _play(actions: list[str], spec: str, arguments: str, seed: int, episode: str
     found = _LIVE.pop(episode, None)
     if found is None or found.actions != actions[:-1]:
         environment = load_environment(spec, json.loads(arguments))
-        found = _Episode(environment, [], _as_json(environment.reset(seed)))
+        found = _Episode(environment, [], _as_json(environment.reset(seed), environment.tools))
         for action in actions[:-1]:
             _step(found, action)
         if actions and digest(found.turn) != seen:
@@ -67,8 +69,8 @@ def _step(episode: _Episode, action: str) -> None:
     episode.actions.append(action)
 
 
-def _as_json(turn: Turn) -> str:
-    text = json.dumps(asdict(turn))
+def _as_json(turn: Turn, tools: Sequence[dict[str, Any]] = ()) -> str:
+    text = json.dumps({**asdict(turn), "tools": list(tools)})
     if len(text) > _MOST_CHARACTERS:
         raise ValueError(f"a turn of {len(text):,} characters, more than {_MOST_CHARACTERS:,}")
     return text

@@ -94,7 +94,7 @@ def _episodes(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -> list
     renderer_of(recipe["chat_template"], tokenizer, recipe["chat_template_kwargs"])
     renderer, seen = Renderer(tokenizer, recipe["chat_template_kwargs"]), []
     for spec, turns in play_scripted(recipe.__getitem__, _ANSWER):
-        tokens = len(renderer.prompt(turns[0].messages))
+        tokens = len(renderer.prompt(turns[0]))
         for turn in turns[1:]:
             tokens += len(renderer.between(turn.messages, cut=False)) if not turn.done else 0
         messages = [message for turn in turns for message in [*turn.messages, {"role": "policy", "content": _ANSWER}]]

@@ -12,8 +12,8 @@ import signal
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from grpo_recipes.environments.turns import Message, Noise, Turn
 from grpo_recipes.errors import config_error
-from grpo_recipes.rollouts.turns import Message, Noise, Turn
 
 _TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
@@ -41,6 +41,7 @@ class VerifiersTask:
         self._noise, self._loop = Noise(), asyncio.new_event_loop()
         self._rollout: asyncio.Task[Any] | None = None
         self.tools: list[dict[str, Any]] = []
+        self._read: list[Any] = []
 
     def reset(self, seed: int) -> Turn:
         if self._rollout is not None and not self._rollout.done():

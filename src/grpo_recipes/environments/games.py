@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from grpo_recipes.environments import secret_mafia
+from grpo_recipes.environments.turns import Noise, Turn, derived, kept
 from grpo_recipes.errors import config_error
-from grpo_recipes.rollouts import secret_mafia
-from grpo_recipes.rollouts.turns import Noise, Turn, derived, kept
 
 _BRACKETED = re.compile(r"\[[^\[\]\n]{1,60}\]")
 _SPEAKER = re.compile(r"\[(GAME|Player \d+)\]")
@@ -143,7 +143,8 @@ class Game:
         state, seat = env.state, env.state.current_player_id
         errors, was = getattr(state, "error_count", 0), bool(state.game_info[seat].get("invalid_move"))
         seen = len(state.logs)
-        while isinstance(env, _wrapper()):  # those of the game's name that form actions; not those that form prompts
+        wrapper: Any = _wrapper()
+        while isinstance(env, wrapper):  # those of the game's name that form actions; not those that form prompts
             action = env.action(action) if hasattr(type(env), "action") and action else action
             env = env.env
         done, _ = env.step(action)

@@ -21,6 +21,7 @@ class Turn:
     reward: float = 0.0  # of the action before it
     done: bool = False
     info: dict[str, float | str] = field(default_factory=dict)  # numbers are averaged, texts shown in transcripts
+    tools: list[dict[str, Any]] = field(default_factory=list)  # that the policy may call, with the first turn
 
 
 class Environment(Protocol):
