@@ -14,7 +14,7 @@ from grpo_recipes.paths import home
 from grpo_recipes.recipe import Recipe, read_recipe
 from grpo_recipes.recipe.check import check
 from grpo_recipes.recipe.keys import catalogue
-from grpo_recipes.recipe.rules import notes
+from grpo_recipes.recipe.warnings import notes
 
 RIGHT = {"dataset_name": "modebench:countdown", "reward_funcs": ["modebench"]}
 GRAPH = {"dataset_name": "modebench:graph_coloring", "reward_funcs": ["modebench"]}

@@ -31,8 +31,8 @@ from grpo_recipes.recipe.dialects import ALIASES, meaning_of, names, nearest
 from grpo_recipes.recipe.dialects.migrate import is_translated, migrate
 from grpo_recipes.recipe.keys import OWNED_KEYS, VARIABLES, catalogue, nested_catalogue, schema_line, schema_note
 from grpo_recipes.recipe.registry import BENCHMARKS, environments_of
-from grpo_recipes.recipe.rules import notes
 from grpo_recipes.recipe.tasks import GRPO
+from grpo_recipes.recipe.warnings import notes
 from grpo_recipes.slurm.client import job_end_time, walltime_seconds
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""All rules of recipes that need no file, as one table, and the notes on right recipes. No torch, no socket."""
+"""All rules of recipes that need no file, as one table. No torch, no socket."""
 
 import functools
 import math
@@ -7,21 +7,18 @@ from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from grpo_recipes.modebench.dataset import SCHEME, TASK_KEYS, TASKS
-from grpo_recipes.paths import shown
+from grpo_recipes.modebench.dataset import SCHEME, TASKS
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, catalogue
 from grpo_recipes.recipe.learning import BY_GRADIENT, LEAST_SHARE, reached_share
 from grpo_recipes.recipe.registry import (
     BRIDGES,
     ENVIRONMENT_REWARD,
-    IN_CHILDREN,
     LORA_RANKS,
     MODEBENCH_REWARD,
     OBJECTIVES,
     ONE_ANSWER,
     PACKAGE_KEYS,
-    REWARDS,
     SETUPS,
     Objective,
     bridges_for,
@@ -110,7 +107,7 @@ def reports_to(recipe: Recipe) -> list[str]:
 
 def evaluation_set(recipe: Recipe) -> str | None:
     """Return ``eval_dataset_name`` of a recipe that evaluates."""
-    return recipe["eval_dataset_name"] if _evaluates(recipe) else None
+    return recipe["eval_dataset_name"] if evaluates(recipe) else None
 
 
 def modebench_tasks(recipe: Recipe) -> list[str]:
@@ -136,11 +133,13 @@ def matching(names: str) -> tuple[str, ...]:
     return tuple(key for key in catalogue() if any(fnmatchcase(key, name) for name in names.split()))
 
 
-def _evaluates(recipe: Recipe) -> bool:
+def evaluates(recipe: Recipe) -> bool:
+    """Return whether a recipe evaluates."""
     return bool(recipe["eval_strategy"] != "no")
 
 
-def _isolates(recipe: Recipe) -> bool:
+def isolates(recipe: Recipe) -> bool:
+    """Return whether a reward of the user's own runs in child processes."""
     return recipe["reward_isolation"] == "completion" and any(":" in name for name in recipe["reward_funcs"])
 
 
@@ -372,7 +371,7 @@ RULES = (
         "modebench_hidden {modebench_hidden} exceeds modebench_vertices {modebench_vertices}",
         "write at most {modebench_vertices}"),
     # Evaluation, benchmarks and publishing.
-    Rule("{item}", lambda r: not _evaluates(r)
+    Rule("{item}", lambda r: not evaluates(r)
         and given(r, "eval_steps eval_on_start num_generations_eval", any_value=False),
         "'{item}' does nothing without eval_strategy", "add eval_strategy: steps"),
     Rule("eval_strategy", lambda r: r["eval_strategy"] == "steps" and not r["eval_steps"],
@@ -381,13 +380,13 @@ RULES = (
     Rule("eval_steps", lambda r: r["eval_strategy"] == "steps" and (r["eval_steps"] or 0) > 1 and r["eval_steps"] % 1,
         "eval_steps {eval_steps:g} is neither a whole number of steps nor a share below 1",
         lambda r, _: f"write eval_steps: {round(r['eval_steps'])}"),
-    Rule("dataset_mixture", lambda r: _evaluates(r) and not r["eval_dataset_name"] and r["dataset_mixture"]
+    Rule("dataset_mixture", lambda r: evaluates(r) and not r["eval_dataset_name"] and r["dataset_mixture"]
         and not r["dataset_mixture"].get("test_split_size"),
         "nothing is held out to evaluate on", "add test_split_size to it, or eval_dataset_name"),
-    Rule("lr_scheduler_type", lambda r: _evaluates(r) and r["lr_scheduler_type"] in ("reduce_lr_on_plateau", "greedy"),
+    Rule("lr_scheduler_type", lambda r: evaluates(r) and r["lr_scheduler_type"] in ("reduce_lr_on_plateau", "greedy"),
         "lr_scheduler_type {lr_scheduler_type} follows eval_loss, which is near zero whatever the model does",
         "write lr_scheduler_type: cosine"),
-    Rule("use_transformers_continuous_batching", lambda r: _evaluates(r) and r["use_transformers_continuous_batching"],
+    Rule("use_transformers_continuous_batching", lambda r: evaluates(r) and r["use_transformers_continuous_batching"],
         "use_transformers_continuous_batching puts the model back into training in an evaluation",
         "remove it, or write eval_strategy: 'no'"),
     Rule("benchmarks", lambda r: _twice(r["benchmarks"]), "'{item}' is listed twice", "keep one"),
@@ -478,54 +477,4 @@ RULES = (
         "remove sync_ref_model, or write beta above 0"),
 )
 
-# Keys that do nothing without another, worth a note: people set them for many recipes at once.
-_IDLE: tuple[tuple[str, Condition, str], ...] = (
-    ("reward_timeout reward_memory_gib reward_workers",
-        lambda r: not IN_CHILDREN & set(r["reward_funcs"]) and not _isolates(r),
-        "a reward in a child process (math_verify, or your own)"),
-    ("reward_environment reward_concurrency", lambda r: not _isolates(r), "a reward of your own in a child process"),
-    ("benchmark_*", lambda r: not r["benchmarks"], "benchmarks"),
-    ("hub_*", lambda r: not r["push_to_hub"], "push_to_hub"),
-    ("eval_*", lambda r: not _evaluates(r), "eval_strategy"),
-    ("wandb_*", lambda r: "wandb" not in reports_to(r), "report_to: wandb"),
-    ("vllm_*", lambda r: not r["use_vllm"], "use_vllm: true"),
-)
 # fmt: on
-
-
-def notes(recipe: Recipe) -> list[str]:
-    """Return what is worth knowing of a right recipe before its job waits in a queue, a line each."""
-    found = list(recipe.notes)
-    group, accumulation = recipe["num_generations"], recipe["gradient_accumulation_steps"]
-    one = recipe["per_device_train_batch_size"] * (recipe["steps_per_generation"] or accumulation)
-    multiple = group // math.gcd(group, one)
-    if multiple > 1 and recipe["prompts_per_step"] is None and recipe["generation_batch_size"] is None:
-        found.append(
-            f"the batch is whole groups of {group} with a multiple of {multiple} training processes only; "
-            "prompts_per_step makes it the same for every number"
-        )
-    if LEAST_SHARE <= (share := reached_share(recipe)) < 1:
-        schedule = f"warmup_steps {recipe['warmup_steps']:g} with max_steps {recipe['max_steps']}"
-        found.append(f"{schedule}: the learning rate reaches {share:.0%} of learning_rate")
-    hidden = "logging_nan_inf_filter"
-    if recipe.given(hidden) and recipe[hidden]:
-        why = "a loss that is not finite ends the run before the step is taken"
-        found.append(f"{recipe.place(hidden)}: {hidden} hides nothing here: {why}")
-    for key in recipe.values:
-        source = recipe.source(key)
-        # A base sets keys for recipes that differ, and the shell's variables are there for every run.
-        if source.startswith((f"{shown(recipe.path)}:", "--")) and (needed := needed_by(recipe, key)):
-            found.append(f"{source}: {key} does nothing without {needed}")
-    return found
-
-
-def needed_by(recipe: Recipe, key: str) -> str:
-    """Return what the recipe lacks for a key to do anything, or an empty text."""
-    readers = [name for name, keys in REWARDS.items() if key in keys and key != "max_completion_length"]
-    if readers:
-        return "" if set(readers) & set(recipe["reward_funcs"]) else " or ".join(readers)
-    if key.startswith("modebench_"):
-        readers = [task for task in TASK_KEYS if key in TASK_KEYS[task]] or list(TASK_KEYS)
-        return "" if set(readers) & set(modebench_tasks(recipe)) else f"the dataset or benchmark {' or '.join(readers)}"
-    idle = (needed for keys, idle, needed in _IDLE if key in matching(keys) and key != needed and idle(recipe))
-    return next(idle, "")
