@@ -17,7 +17,13 @@ from grpo_recipes.rewards.score import make_reward
 
 DEFAULTS = SimpleNamespace(**{key: entry["default"] for key, entry in catalogue().items()})
 PROBLEM = '{"task": "countdown", "numbers": [2, 3, 4], "target": 9, "modes": 1}'
-COLUMNS = {"answer": ["7"], "completion_ids": [[1, 2, 3]], "prompts": ["?"], "trainer_state": None}
+COLUMNS = {
+    "answer": ["7"],
+    "completion_ids": [[1, 2, 3]],
+    "prompts": ["?"],
+    "trainer_state": None,
+    "episode_reward": [0.5],
+}
 
 
 @pytest.mark.parametrize("name", REWARDS)

@@ -20,12 +20,13 @@ from typing import Any
 
 import numpy
 import pytest
-from played import named_last, play, said, written
 
 from grpo_recipes.environments import libraries
 from grpo_recipes.environments.libraries import library_problems
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.rollouts.environments import load_environment
+
+from .played import named_last, play, said, written
 
 HERE = Path(__file__).parent
 OWN = str(HERE / "envs" / "own_game.py")
@@ -366,7 +367,6 @@ def test_a_server_that_is_not_there_is_named() -> None:
 @pytest.mark.parametrize(
     ("spec", "args", "told"),
     [
-        ("textarenas:X-v0", {}, "Fix: write textarena:X-v0"),
         ("textarena:SecretMafia", {}, "write textarena:SecretMafia-v0 or"),
         ("textarena:", {}, "write textarena:NAME"),
         ("textarena:SecretMafia-v0", {"num_players": 3}, "num_players: 'SecretMafia-v0' is not for 3"),

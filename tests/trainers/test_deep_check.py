@@ -127,4 +127,4 @@ def test_an_episode_is_played_and_shown(read, tmp_path):
     assert "reward 1, ended after 2 turns of <answer>0</answer>" in told
     assert told.count("[policy] <answer>0</answer>") == 2 and told.count("[user] ") == 2
     (problem,) = refused(read(**keys | {"environment_args": {"turns": 2}}, environment=f"{game}:Sums"), tmp_path)
-    assert "failed in turn 0: TypeError" in problem and "environment_args" in problem
+    assert "failed in turn 0: " in problem and "unexpected keyword argument 'turns'" in problem

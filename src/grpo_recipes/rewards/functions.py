@@ -38,6 +38,11 @@ def modebench(completions: list[Any], answer: list[Any], **_: Any) -> list[float
     ]
 
 
+def environment(completions: list[Any], episode_reward: list[float | None], **_: Any) -> list[float | None]:
+    """Return the reward that each episode had, which its environment gave."""
+    return episode_reward
+
+
 def format_tags(completions: list[Any], **_: Any) -> list[float | None]:
     """Return 1.0 for free text followed by exactly one non-empty answer tag and nothing else, otherwise 0.0."""
     return [float(_ONE_ANSWER.fullmatch(completion_text(completion)) is not None) for completion in completions]

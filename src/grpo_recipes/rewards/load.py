@@ -128,13 +128,11 @@ class EpisodeReward(RewardWrapper):
     """The reward that an episode had, unscored where its environment failed."""
 
     def __init__(self) -> None:
-        super().__init__(lambda **_: [], ENVIRONMENT_REWARD, ENVIRONMENT_REWARD)
+        super().__init__(make_reward(ENVIRONMENT_REWARD), ENVIRONMENT_REWARD, ENVIRONMENT_REWARD)
 
     def _score(self, rows: int, columns: dict[str, Any]) -> list[Score]:
-        return [
-            Score(value, reason)
-            for value, reason in zip(columns["episode_reward"], columns["episode_failed"], strict=True)
-        ]
+        values = self._function(**columns)
+        return [Score(value, reason) for value, reason in zip(values, columns["episode_failed"], strict=True)]
 
 
 class LimitRecords:

@@ -88,6 +88,7 @@ class Renderer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None):
         self._tokenizer, self._kwargs = tokenizer, template_kwargs or {}
+        self.eos = tokenizer.eos_token_id
 
     def prompt(self, turn: Turn) -> Tokens:
         """Return the tokens of an environment's first turn, with the tools that the policy may call."""
@@ -102,14 +103,13 @@ class Renderer:
 
         ConfigError where the template renders what came before in another way once more follows.
         """
-        eos = self._tokenizer.eos_token_id
         before, after = self._render(_DUMMY, False), self._render([*_DUMMY, *messages], True)
-        if eos in before:  # else the template ends a turn with another token
-            before = before[: len(before) - before[::-1].index(eos)]
+        if self.eos in before:  # else the template ends a turn with another token
+            before = before[: len(before) - before[::-1].index(self.eos)]
         if after[: len(before)] != before:
             what = "the template changes earlier turns once more messages follow, so sampled tokens would not be kept"
             raise config_error("chat_template", what, "add a chat_template that only appends")
-        return ([eos] if cut else []) + after[len(before) :]
+        return ([self.eos] if cut else []) + after[len(before) :]
 
     def _render(self, messages: list[Message], generation: bool, **how: Any) -> Tokens:
         fix = "write a chat_template that can, or use environments without these roles"
@@ -219,8 +219,7 @@ class Episodes:
         """Append what the environment says to an episode that goes on, or end it for want of room."""
         if not episode.active:
             return
-        eos = renderer._tokenizer.eos_token_id
-        between = renderer.between(episode.turns[-1].messages, cut=episode.ids[-1] != eos)
+        between = renderer.between(episode.turns[-1].messages, cut=episode.ids[-1] != renderer.eos)
         room = self._args.max_completion_length - len(episode.ids) - len(between)
         if len(episode.actions) == self._script.environment_max_turns or room < self._turn_tokens:
             episode.unfinished = True
