@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,16 @@ def test_failed_episodes_are_counted_and_too_many_end_the_run(tmp_path: Path, mo
     with pytest.raises(TooManyWithoutVerdict, match=r"its first observation has \d+ tokens, more than"):
         generation(trainer)
     assert trainer._metrics["train"]["episodes/unscored"] == [1.0]
+
+
+def test_environments_that_all_hang_are_given_up(tmp_path: Path, model: str) -> None:
+    trainer = make_trainer(tmp_path, model, kind="Wild", environment_timeout=0.5, environment_args={"exactly": 1})
+    trainer._generate_single_turn = lambda prompts, *_: ([TEXT("h").input_ids] * len(prompts), None)
+    began = time.monotonic()
+    with pytest.raises(TooManyWithoutVerdict, match="time limit"):
+        generation(trainer)
+    hung = [one for one in trainer.episodes.played if one.failed == "time limit"]
+    assert len(hung) == 5 and time.monotonic() - began < 60  # more than half of 8; the others were not called
 
 
 def test_a_template_that_changes_earlier_turns_is_refused() -> None:

@@ -171,7 +171,6 @@ class Episodes:
         self._records = LimitRecords(copies / f"episodes_{os.environ.get('RANK', '0')}.jsonl")
         self._pool = environment_pool(partial(getattr, script_args), copies)
         self._pool.start()
-
         self._turn_tokens = turn_tokens(
             script_args.environment_turn_length, args.max_completion_length, script_args.environment_max_turns
         )
@@ -253,12 +252,16 @@ class Episodes:
     def _advance(self, episodes: Sequence[Episode], trainer: Any) -> None:
         """Have the environments take these episodes one turn further, in the children; called by every rank."""
         with trainer.preemption.cutting_short(), trainer.rows.phase("score"):
-            scores = self._scores(episodes, trainer.preemption.stop.cuts)
+            rows = len(self._rows) * trainer.accelerator.num_processes
+            hopeless = trainer.scoring.most_unscored(rows) if trainer.model.training else None
+            scores = self._scores(episodes, hopeless, trainer.preemption.stop.cuts)
         trainer.preemption.stop_if_agreed()
         for episode, score in zip(episodes, scores, strict=True):
             episode.take(score)
 
-    def _scores(self, episodes: Sequence[Episode], stopped: Callable[[], bool]) -> list[Score]:
+    def _scores(
+        self, episodes: Sequence[Episode], give_up_after: int | None, stopped: Callable[[], bool]
+    ) -> list[Score]:
         columns = {
             "environment": [self._specs.get(one.spec, one.spec) for one in episodes],
             "arguments": [one.arguments for one in episodes],
@@ -271,7 +274,7 @@ class Episodes:
         called = [place for place in range(len(episodes)) if known[place] is None]
         asked = {name: [values[place] for place in called] for name, values in columns.items()}
         actions = [episodes[place].actions for place in called]
-        scores = self._pool.score(PLAY, actions, asked, None, stopped, asked["episode"])
+        scores = self._pool.score(PLAY, actions, asked, give_up_after, stopped, asked["episode"])
         for place, score in zip(called, scores, strict=True):
             known[place] = score
             self._records.add(keys[place], 0, score)

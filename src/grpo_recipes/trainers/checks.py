@@ -161,12 +161,13 @@ class Scoring:
     def begin(self, rows: int) -> None:
         """Give the rewards the generation's number, and how many unscored ones of ``rows`` here are too many."""
         trainer = self._trainer
-        hopeless = self._most(rows * trainer.accelerator.num_processes)
+        hopeless = self.most_unscored(rows * trainer.accelerator.num_processes)
         for reward in self._rewards():
             reward.generation, reward.stop = trainer._step, trainer.preemption.stop
             reward.give_up_after = hopeless if trainer.model.training else None
 
-    def _most(self, rows: int) -> int:
+    def most_unscored(self, rows: int) -> int:
+        """Return how many of so many completions may be unscored."""
         return math.floor(self.max_unscored * rows + 1e-9)  # 0.29 of 100 is 29, not 28
 
     def mark_unscored(self, rewards_BR: torch.Tensor, prompts: list[Any], completions: list[Any]) -> None:
@@ -193,7 +194,7 @@ class Scoring:
             slow = sorted((row for row in rows if row["reason"] is None), key=lambda row: -row["seconds"])[:_SLOWEST]
             chosen = [*slow, *(row for row in rows if row["reason"] is not None)][:_MOST_ROWS]
             append_json(self._file, *({**when, **row} for row in chosen))
-        if training and int(unscored.sum()) > self._most(len(unscored)):
+        if training and int(unscored.sum()) > self.most_unscored(len(unscored)):
             raise self._too_many(own, scores, float(unscored.float().mean()))
 
     def _too_many(self, rewards: list[RewardWrapper], scores: list[list[Score]], share: float) -> TooManyWithoutVerdict:
