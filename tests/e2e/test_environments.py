@@ -13,6 +13,8 @@ from documented import documented
 from real_runs import REPOSITORY, Launch, same_rows, weights_hash
 
 pytestmark = [pytest.mark.slow, pytest.mark.rotating]
+# Launches of one test have folders of their own, and the recipe names its file from the user's.
+GAME = ("--environment", f"{REPOSITORY / 'recipes/examples/two_sums.py'}:TwoSums")
 SHORT = ("--max_steps", "4", "--prompts_per_step", "4", "--save_steps", "2", "--per_device_train_batch_size", "64")
 
 
@@ -42,7 +44,7 @@ def test_the_example_learns_both_turns(launch: Callable[..., Launch], example: d
 @pytest.mark.parametrize("mode", ["server", "colocate"])
 def test_a_stopped_run_continues_bit_for_bit(launch: Callable[..., Launch], example: dict[str, str], mode: str) -> None:
     recipe = example["recipes/examples/two_sums.yaml"]
-    flags = (recipe, "--vllm_mode", mode, "--environment_credit", "per_turn", *SHORT)
+    flags = (recipe, *GAME, "--vllm_mode", mode, "--environment_credit", "per_turn", *SHORT)
     whole = launch(*flags, folder="whole")
     assert whole.wait() == 0, whole.output
     assert max(row["sampling/sampling_logp_difference/mean"] for row in whole.rows()) < 1e-4
@@ -60,7 +62,7 @@ def test_two_processes_play_as_one(launch: Callable[..., Launch], example: dict[
     recipe, runs = example["recipes/examples/two_sums.yaml"], []
     for processes in ("1", "2"):
         size = str(64 // int(processes))
-        runs.append(launch(recipe, *SHORT[:-1], size, "--num_processes", processes, folder=processes))
+        runs.append(launch(recipe, *GAME, *SHORT[:-1], size, "--num_processes", processes, folder=processes))
         assert runs[-1].wait() == 0, runs[-1].output
     one, two = (run.rows() for run in runs)
     assert [row["reward"] for row in two] == pytest.approx([row["reward"] for row in one], abs=1e-6)
