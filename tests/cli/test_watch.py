@@ -94,6 +94,22 @@ def test_the_picture_has_state_curve_phases_and_what_is_not_trivial(folder, widt
     assert "left" not in over[1] and "sampling" not in over[1]
 
 
+def test_the_episodes_of_an_environment_are_in_status_and_picture(folder, capsys):
+    run = made(folder / "runs/one-stamp", steps=3)
+    row = {
+        "step": 4,
+        "max_steps": 60,
+        "reward": 0.5,
+        "episodes/turns": 3.25,
+        "episodes/won": 0.4,
+        "episodes/legal": 1.0,
+    }
+    with (run.folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    assert "episodes turns 3.25  won 0.4  legal 1\n" in said(capsys, "status", "last")
+    assert "  won 40%" in Picture(run.folder).lines(80, "running", False)[2]
+
+
 def watched(folder: Path, columns: int, run: Run, lock: int, end: int = 0) -> str:
     """What `grpo watch` writes to a terminal of so many columns, of a run that ends meanwhile; or a signal ends it."""
     ours, theirs = pty.openpty()

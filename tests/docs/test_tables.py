@@ -181,6 +181,7 @@ def test_keys_of_a_row_are_those_that_trl_and_we_write() -> None:
     ours = (REPOSITORY / "src/grpo_recipes/trainers/metrics.py").read_text()
     for name in ("trainers/checks", "trainers/maxent", "trainers/grpo", "weights/shared"):
         ours += (REPOSITORY / f"src/grpo_recipes/{name}.py").read_text()
+    of_episodes = (REPOSITORY / "src/grpo_recipes/rollouts/episodes.py").read_text()
     of_the_loop = {"loss", "grad_norm", "learning_rate", "epoch"}  # transformers' own
     summary = prose(DOCS / "metrics.md").split("## samples.jsonl")[0]
     firsts = [line.split(" | ")[0] for line in summary.splitlines() if line.startswith("| `")]
@@ -192,6 +193,8 @@ def test_keys_of_a_row_are_those_that_trl_and_we_write() -> None:
         elif name.startswith("rewards/"):
             kind = name.rpartition("/")[2]
             assert f"rewards/{{reward_func_name}}/{kind}" in source or f"rewards/{{name}}/{kind}" in ours
+        elif name.startswith("episodes/"):
+            assert f'"{name.removeprefix("episodes/")}": ' in of_episodes or name == "episodes/<name>", name
         else:
             assert f'"{name}"' in source + ours, name
 

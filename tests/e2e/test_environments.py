@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from documented import documented
-from real_runs import REPOSITORY, Launch, same_rows, weights_hash
+from real_runs import REPOSITORY, Launch, clean_environment, same_rows, weights_hash
+from slurm_cluster import SlurmCluster
+from test_preemptions import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.rotating]
 # Launches of one test have folders of their own, and the recipe names its file from the user's.
@@ -67,3 +70,55 @@ def test_two_processes_play_as_one(launch: Callable[..., Launch], example: dict[
     one, two = (run.rows() for run in runs)
     assert [row["reward"] for row in two] == pytest.approx([row["reward"] for row in one], abs=1e-6)
     assert [row["grad_norm"] for row in two] == pytest.approx([row["grad_norm"] for row in one], rel=1e-3)
+
+
+@pytest.mark.timeout(900)
+def test_a_job_that_slurm_preempts_ends_as_the_one_left_alone(slurm: SlurmCluster, tmp_path: Path) -> None:
+    flags = ("recipes/examples/two_sums.yaml", "--environment_credit", "per_turn", "--num_processes", "2", *SHORT[2:-1])
+    runs = []
+    for name in "preempted", "alone":
+        (tmp_path / name).mkdir()
+        environment = clean_environment(tmp_path / name, f"episodes-{name}", ENV_DIR=sys.prefix)
+        job = slurm.sbatch("training.sh", *flags, "32", "--max_steps", "12", cwd=REPOSITORY, env=environment)
+        runs.append(Launch(None, tmp_path / name, REPOSITORY, f"episodes-{name}"))  # type: ignore[arg-type]
+        if name == "preempted":
+            wait_until(lambda: runs[0].has_run_dir() and len(runs[0].rows()) >= 3, "third step")
+            slurm.scancel(job, "--signal=USR1", "--batch")
+            slurm.start_requeued(job, timeout=60)
+        slurm.wait(job, "COMPLETED", timeout=300)
+    preempted, alone = runs
+    assert (preempted.summary()["restarts"], alone.summary()["restarts"]) == (1, 0)
+    assert len(alone.rows()) == 12
+    assert same_rows(preempted, alone) and weights_hash(preempted) == weights_hash(alone)
+
+
+OPPONENTS = {
+    "self": ("policy", ()),
+    "adapter": ("base", ("--use_peft", "--weight_sync", "lora", "--learning_rate", "2e-3")),
+    "copy": ("base", ("--vllm_mode", "colocate")),
+}
+
+
+@pytest.mark.parametrize(("opponents", "more"), OPPONENTS.values(), ids=OPPONENTS)
+def test_models_play_the_other_seats(
+    launch: Callable[..., Launch], tmp_path: Path, opponents: str, more: tuple[str, ...]
+) -> None:
+    """Two runs from one seed are equal, and the server's log-probs are the trainer's."""
+    pytest.importorskip("textarena")
+    recipe = tmp_path / "game.yaml"
+    recipe.write_text(
+        f"base: {REPOSITORY / 'recipes/smoke/grpo.yaml'}\n"
+        "dataset_name: null\nreward_funcs: [environment]\nenvironment: textarena:TicTacToe-v0\n"
+        f"environment_args: {{opponents: {opponents}, player: seed, legal_reward: 0.1}}\n"
+        "environment_max_turns: 5\nenvironment_turn_length: 6\nmax_prompt_length: 900\nmax_completion_length: 1000\n"
+        "vllm_max_model_length: 2048\nnum_generations: 4\n"
+    )
+    sizes = ("--max_steps", "2", "--prompts_per_step", "4", "--per_device_train_batch_size", "16")
+    runs = [launch(str(recipe), *sizes, *more, folder="one")]
+    assert runs[0].wait(600) == 0, runs[0].output
+    runs.append(launch(str(recipe), *sizes, *more, folder="two"))
+    assert runs[1].wait(600) == 0, runs[1].output
+    assert same_rows(*runs) and weights_hash(runs[0]) == weights_hash(runs[1])
+    for row in runs[0].rows():
+        assert row["sampling/sampling_logp_difference/mean"] < 1e-4 and row["episodes/unscored"] == 0
+        assert 0 <= row["episodes/opponent_legal"] <= 1

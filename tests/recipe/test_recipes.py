@@ -19,6 +19,7 @@ from grpo_recipes.recipe import read_recipe
 from grpo_recipes.recipe.check import check
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.recipe.registry import DEFAULT_OBJECTIVE, OBJECTIVES
+from grpo_recipes.rollouts.episode import play_scripted
 
 MODELS = {
     "Qwen2.5-0.5B-Instruct", "Qwen2.5-1.5B-Instruct", "Qwen2.5-3B-Instruct", "Qwen2.5-7B-Instruct", "Qwen3-0.6B",
@@ -109,3 +110,19 @@ def test_batches_on_several_nodes_need_the_gpus_of_a_node(capsys: pytest.Capture
     assert cli.main(["plan", str(MATH[0]), "--nodes", "0", "--gpus", "8"]) == 2
     assert cli.main(["plan", str(MATH[0]), "--nodes", "2", "--gpus", "8"]) == 0
     assert "15 trainers x 4 per device x 14 accumulated" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", sorted((home() / "recipes/environments").glob("*.yaml")), ids=lambda path: path.stem)
+def test_recipes_of_environments_are_right_and_play_what_they_name(path: Path, tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym")
+    pytest.importorskip("verifiers")
+    recipe = read_recipe(path)
+    assert check(recipe, {}) == []
+    device = "cpu" if path.stem.endswith("_smoke") else "cuda"
+    gpus = () if device == "cpu" else tuple(map(str, range(8)))
+    plan = make_plan(
+        recipe, Resources(device, gpus, 8), {"CACHE_ROOT": str(tmp_path)}, Names(tmp_path, "n", "n-a", "s")
+    )
+    assert plan.environment is not None and all(name in plan.environment for name in recipe["benchmarks"])
+    played = play_scripted(recipe.__getitem__, "<answer>0</answer>")
+    assert [turns[-1].done for _, turns in played] == [True] * len(played)

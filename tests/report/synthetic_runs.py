@@ -175,6 +175,27 @@ def two_samples() -> list[dict[str, Any]]:
     ]
 
 
+def game_samples(turns: int = 10, **ended: str) -> list[dict[str, Any]]:
+    """A sample of a game of so many turns: a Doctor's, who wins it; ``ended`` says why it did not end by itself."""
+    begun = [{"role": "system", "content": "You are Player 2."}, {"role": "user", "content": "[GAME] Night falls."}]
+    played: list[dict[str, Any]] = []
+    for turn in range(1, turns + 1):
+        phase, valid = ("Night-Doctor", "Day-Voting")[turn % 2], turn != 2
+        info = {"legal": float(valid), "role": "Doctor", "phase": phase}
+        info |= {} if valid else {"illegal": "[7] is no target in Day-Voting; valid: [0], [1]"}
+        said = [{"role": "user", "content": f"[Player 0] I trust round {turn}."}]
+        played.append({"action": f"[{turn % 5}] of turn {turn}", "reward": 0.1 * valid, "info": info, "messages": said})
+    if ended.get("failed"):
+        played[-1] = {"action": played[-1]["action"]}
+    elif not ended:
+        last = {"role": "Doctor", "won": 1.0, "end": "The village has eliminated all members of the mafia."}
+        played[-1] |= {"reward": 1.1, "info": {"legal": 1.0, **last}, "messages": []}
+    info = {"role": "Doctor", "phase": "Night-Doctor"}
+    episode = {"environment": "textarena:SecretMafia-v0", "seed": 77, "messages": begun, "info": info, "turns": played}
+    scores = {"reward": None if ended.get("failed") else 1.9, "advantage": 0.5, "rewards": {"environment": 1.9}}
+    return [{"prompt": "[user]\nNight falls.", "completion": "", "answer": None, **scores, "episode": episode | ended}]
+
+
 def _evaluation(row: dict[str, Any]) -> dict[str, Any]:
     return {
         "step": row["step"],

@@ -25,7 +25,7 @@ from grpo_recipes.report.pages import write_comparison, write_report
 from grpo_recipes.sweep.folder import write_sweep
 from scripts import report_picture
 
-from .synthetic_runs import make_run, make_sweep, two_samples
+from .synthetic_runs import game_samples, make_run, make_sweep, two_samples
 
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
@@ -82,6 +82,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "run": write_report(run),
         "comparison": write_comparison([run, *others], root / "comparison.html"),
         "sweep": write_sweep(sweep)[0],
+        "episodes": write_report(make_run(root, "game-20261120-101503", steps=30, samples=game_samples(20))),
     }
 
 

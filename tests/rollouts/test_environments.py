@@ -247,7 +247,18 @@ def test_secret_mafia_rewards_what_helps_the_side_and_winning() -> None:
             votes[before.info["phase"], after.info["useful"]] = True
         assert turns[-1].done
     assert ("Day-Voting", 1.0) in votes and ("Day-Voting", 0.0) in votes and ("Night-Mafia", 1.0) in votes
-    assert ("Day-Discussion", 1.0) not in votes
+    assert turns[-1].info[f"won_{turns[-1].info['role']}".lower()] == turns[-1].info["won"]
+
+
+def test_a_secret_mafia_crowd_votes_for_whom_talk_names() -> None:
+    needs("textarena:x")
+    voted, useful = {"random": 0, "crowd": 0}, set()
+    for seed, opponents in itertools.product(range(20), voted):
+        args = {"opponents": opponents, "discussion_rounds": 1}
+        turns = play(load_environment("textarena:SecretMafia-v0", args), seed, lambda turn: "[3]")
+        useful |= {after.info["useful"] for before, after in itertools.pairwise(turns) if "Discuss" in str(before)}
+        voted[opponents] += "Player 3 was eliminated by vote" in str(turns)
+    assert voted["crowd"] > voted["random"] + 3 and useful == {0.0, 1.0}
 
 
 # --- verifiers -------------------------------------------------------------------------------------------------------
@@ -276,6 +287,10 @@ class Scripted:
         ("sums-tool", 0, [f"so {CALL}", "it is 5"]),
         ("sums-tool", 0, [CALL.replace("add", "divide"), "it is 4"]),
         ("sums-tool", 0, [CALL.replace("}}", "}"), "unused"]),
+        ("gym-counter", 2, ["up", "down", "down", "down", "asked after the end"]),
+        ("gym-counter", 1, ["up"] * 5),
+        ("group", 1, ["<answer>2</answer>"]),
+        ("group", 6, ["x", "2"]),
     ],
 )
 def test_scores_are_those_of_the_librarys_own_evaluation(name: str, seed: int, actions: list[str]) -> None:
@@ -294,6 +309,39 @@ def test_scores_are_those_of_the_librarys_own_evaluation(name: str, seed: int, a
     assert turns[-1].done and turns[-1].messages == []
     assert turns[-1].reward == output["reward"]
     assert {key: turns[-1].info[key] for key in output["metrics"]} == output["metrics"]
+
+
+def test_a_class_of_verifiers_is_played_unmodified_and_scored_as_its_own_evaluation_does() -> None:
+    needs("verifiers:x")
+    import verifiers
+
+    from grpo_recipes.environments.verifiers_tasks import _completion
+
+    args = {"gym": "basic_arithmetic", "num_train_examples": 0, "num_eval_examples": 4, "seed": 5}
+    library = verifiers.ReasoningGymEnv(**args)
+    env = load_environment("verifiers:ReasoningGymEnv", args | {"num_train_examples": 4, "num_eval_examples": 0})
+    answers = [str(library.rg_dataset[number]["answer"]) for number in range(4)]
+    said_all = [f"<answer>{answers[0]}</answer>", "<answer>no</answer>", answers[2], f"<answer>{answers[3]}</answer>"]
+    client = Scripted([_completion(text, False) for text in said_all])
+    found = asyncio.run(library.evaluate(client, "any", max_concurrent=1))  # type: ignore[arg-type]
+    ours = [play(env, seed, said([text]))[-1] for seed, text in enumerate(said_all)]
+    assert [turn.reward for turn in ours] == [one["reward"] for one in found["outputs"]]
+    assert [turn.reward for turn in ours][::3] == [1.0, 1.0]
+    assert library_problems("verifiers:ReasoningGymEnv", args) == []
+
+
+def test_an_environment_of_verifiers_is_made_once_for_all_episodes_of_a_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    needs("verifiers:x")
+    import verifiers
+
+    made, load = [], verifiers.load_environment
+    monkeypatch.setattr(verifiers, "load_environment", lambda name, **args: made.append(args) or load(name, **args))
+    one, two = (load_environment("verifiers:sums-single", {"n": 7}) for _ in range(2))
+    assert (one.reset(2), two.reset(2)) == (two.reset(2), one.reset(2)) and made == [{"n": 7}]
+    load_environment("verifiers:sums-single", {"n": 8})
+    assert made == [{"n": 7}, {"n": 8}]
 
 
 def test_tools_are_called_and_shown() -> None:
@@ -372,7 +420,8 @@ def test_a_server_that_is_not_there_is_named() -> None:
         ("textarena:SecretMafia-v0", {"num_players": 3}, "num_players: 'SecretMafia-v0' is not for 3"),
         ("textarena:SecretMafia-v0", {"player": 6}, "player: 6 of 6. Fix: write 0 to 5"),
         ("textarena:SecretMafia-v0", {"player": "me"}, "player: 'me' is no seat"),
-        ("textarena:SecretMafia-v0", {"opponents": "gpt"}, 'write opponents: "random"'),
+        ("textarena:SecretMafia-v0", {"opponents": "gpt"}, 'write "random", "crowd", "policy", "base" or the folder'),
+        ("textarena:TicTacToe-v0", {"opponents": "crowd"}, 'Fix: write "random", "policy", "base" or the folder'),
         ("textarena:SecretMafia-v0", {"rounds": 1}, "unexpected keyword argument 'rounds'"),
         ("textarena:Debate-v0", {}, "does not start here (ValueError: OpenRouter API key"),
         ("textarena:TicTacToe-v0", {"useful_reward": 1}, "useful_reward belongs to SecretMafia"),

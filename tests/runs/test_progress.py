@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from grpo_recipes.runs.progress import Progress, activity, closing_shares, evaluation_line, sample_lines
+from grpo_recipes.runs.progress import Progress, activity, closing_shares, episodes_line, evaluation_line, sample_lines
 from grpo_recipes.runs.rundir import SERVER_STATE, move_rows_after, write_json
 
 
@@ -115,7 +115,8 @@ def test_without_a_reference_the_line_has_the_entropy(tmp_path):
     ("metric", "share", "said"),
     [
         ("rewards/no_verdict", 0.17, "unscored 17%"), ("rewards/no_verdict", 0.001, "unscored 1%"),
-        ("completions/clipped_ratio", 0.62, "cut off 62%"), ("clip_ratio/region_mean", 0.2, "clipped 20%"),
+        ("completions/clipped_ratio", 0.62, "cut off 62%"),
+        ("episodes/unfinished", 0.4, "unfinished 40%"), ("clip_ratio/region_mean", 0.2, "clipped 20%"),
         ("completions/clipped_ratio", 0.05, ""), ("clip_ratio/region_mean", 0.05, ""), ("rewards/no_verdict", 0.0, ""),
     ],
 )  # fmt: skip
@@ -123,6 +124,13 @@ def test_what_is_not_trivial_is_in_the_line_which_still_fits(tmp_path, metric, s
     line = line_of(tmp_path, **{metric: share})
     assert f"  {said}  left" in line if said else "%" not in line
     assert len(line) <= 80
+
+
+def test_episodes_that_were_won_are_in_the_line_and_all_their_numbers_in_another(tmp_path):
+    line = line_of(tmp_path, 100, **{"episodes/won": 0.456, "episodes/turns": 3.25})
+    assert "  reward -0.527  won 46%  length" in line and len(line_of(tmp_path, **{"episodes/won": 0.456})) <= 80
+    row = {"step": 3, "episodes/turns": 3.25, "episodes/won": 0.4567, "episodes/odd": "nan"}
+    assert episodes_line(row) == "turns 3.25  won 0.457" and episodes_line({"step": 3}) == ""
 
 
 def test_a_narrow_terminal_leaves_out_what_says_least(tmp_path):

@@ -15,9 +15,9 @@ from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
 
-from .tiny_training import ON_CPU, SUMS, as_dataset
+from .tiny_training import DESCENT, GROUP, SUMS, as_dataset
 
-GROUP, LONGEST = 4, 6
+LONGEST = 6
 
 
 def tokens_mod_5(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
@@ -39,24 +39,10 @@ def make_trainer(
     peft_config: Any = None,
     **keys: Any,
 ) -> GRPOTrainer:
-    """A trainer with plain gradient descent, so that updates are as near as gradients are."""
+    """A trainer with plain gradient descent."""
     folder.mkdir(exist_ok=True, parents=True)
-    defaults = {
-        "max_steps": 2,
-        "max_completion_length": LONGEST,
-        "learning_rate": 0.1,
-        "lr_scheduler_type": "constant",
-        "optim": "sgd",
-        "max_grad_norm": 0.0,
-        "per_device_train_batch_size": 2 * GROUP,
-        "num_generations": GROUP,
-        "seed": 3,
-    }
-    args = GRPOConfig(
-        output_dir=str(folder / "checkpoints"),
-        model_init_kwargs={"dtype": "float32"},
-        **ON_CPU | defaults | keys,
-    )
+    keys = DESCENT | {"max_completion_length": LONGEST} | keys
+    args = GRPOConfig(output_dir=str(folder / "checkpoints"), **keys)
     tokenizer = smoke.build_tokenizer()
     trainer = kind(
         model=model,

@@ -16,29 +16,16 @@ from grpo_recipes.rewards.load import EpisodeReward
 from grpo_recipes.rollouts.episodes import Episodes
 from grpo_recipes.trainers.grpo import GRPOTrainer
 
-from .tiny_training import ON_CPU
+from .tiny_training import DESCENT, GROUP
 
-GROUP, FILE = 4, Path(__file__).parents[1] / "rollouts/wild_environment.py"
+FILE = Path(__file__).parents[1] / "rollouts/wild_environment.py"
 
 
 def make_trainer(folder: Path, model: str, kind: str = "Sums", ends: bool = True, **keys: Any) -> GRPOTrainer:
     """A trainer with plain gradient descent; its completions ``end`` themselves, or are cut."""
     folder.mkdir(exist_ok=True, parents=True)
     own = {key: keys.pop(key) for key in list(keys) if key.startswith(("environment_", "max_prompt"))}
-    defaults = {
-        "max_steps": 2,
-        "max_completion_length": 60,
-        "learning_rate": 0.1,
-        "lr_scheduler_type": "constant",
-        "optim": "sgd",
-        "max_grad_norm": 0.0,
-        "per_device_train_batch_size": 2 * GROUP,
-        "num_generations": GROUP,
-        "seed": 3,
-    }
-    args = GRPOConfig(
-        output_dir=str(folder / "checkpoints"), model_init_kwargs={"dtype": "float32"}, **ON_CPU | defaults | keys
-    )
+    args = GRPOConfig(output_dir=str(folder / "checkpoints"), **DESCENT | {"max_completion_length": 60} | keys)
     script_args = ScriptArguments(
         environment=f"{FILE.name}:{kind}", environment_episodes=8,
         **{"environment_max_turns": 3, "environment_turn_length": 8, "environment_workers": 1, **own},

@@ -126,5 +126,32 @@ def test_an_episode_is_played_and_shown(read, tmp_path):
     told = seen(read(**keys, environment=f"{game}:Sums", environment_max_turns=3), tmp_path)
     assert "reward 1, ended after 2 turns of <answer>0</answer>" in told
     assert told.count("[policy] <answer>0</answer>") == 2 and told.count("[user] ") == 2
+    cut = seen(read(**keys, environment=f"{game}:Sums", environment_max_turns=1), tmp_path)
+    assert "reward 0.5, goes on after 1 turn of <answer>0</answer>" in cut
+    assert cut.count("[policy] <answer>0</answer>") == 1 and cut.count("[user] ") == 2
     (problem,) = refused(read(**keys | {"environment_args": {"turns": 2}}, environment=f"{game}:Sums"), tmp_path)
-    assert "failed in turn 0: " in problem and "unexpected keyword argument 'turns'" in problem
+    assert "recipe.yaml:4: " in problem and "failed in reset: " in problem
+    assert "unexpected keyword argument 'turns'); write those of Sums(" in problem
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "told"),
+    [
+        ("Hangs", {"environment_timeout": 0.5}, "time limit of 0.5 s. Fix: correct it, or raise environment_timeout"),
+        ("Grows", {"environment_memory_gib": 0.5}, "memory limit. Fix: correct it, or raise environment_memory_gib"),
+        ("Calls", {"environment_network": False}, "write environment_network: true where it needs one"),
+    ],
+)
+def test_each_limit_of_an_environment_is_the_recipes(read, tmp_path, monkeypatch, kind, limit, told):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "game.py").write_text(
+        "import socket, time\nclass Game:\n    def reset(self, seed):\n        return 'go'\n"
+        "class Hangs(Game):\n    def step(self, action):\n        time.sleep(1)\n        return '', 1, True\n"
+        "class Grows(Game):\n    def step(self, action):\n        bytearray(700 << 20)\n        return '', 1, True\n"
+        "class Calls(Game):\n    def step(self, action):\n        socket.getaddrinfo('localhost', 80)\n"
+        "        return '', 1, True\n"
+    )
+    keys = {**SMOKE, "dataset_name": None, "reward_funcs": ["environment"], "environment": f"game.py:{kind}"}
+    (problem,) = refused(read(**keys, **limit), tmp_path)
+    assert f"'game.py:{kind}' failed in turn 1: " in problem and told in problem
+    assert "reward 1, ended" in seen(read(**keys, environment_network=kind == "Calls"), tmp_path)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 from grpo_recipes import smoke
 from grpo_recipes.environments.turns import Turn
 from grpo_recipes.errors import ConfigError
+from grpo_recipes.recipe.configs import ScriptArguments
+from grpo_recipes.rollouts.episode import environment_pool
 from grpo_recipes.rollouts.episodes import Renderer, compared_turns
 from grpo_recipes.trainers.checks import TooManyWithoutVerdict, trainer_logps
 
@@ -91,6 +94,15 @@ def test_a_reward_is_the_episodes_sum_and_shown_with_its_turns(tmp_path: Path, m
     longest = max(row["samples"], key=lambda one: len(one["completion"]))
     assert "[assistant]" in longest["completion"] and "[user]" in longest["completion"]
     assert row["samples"][0]["prompt"].startswith("[user]\n") and row["samples"][0]["prompt"].endswith("=")
+    by_text = {one.record()["turns"][0]["action"]: one for one in trainer.episodes.played}
+    for sample in row["samples"]:
+        told, one = sample["episode"], by_text[sample["episode"]["turns"][0]["action"]]
+        assert (told["seed"], told["messages"]) == (one.seed, one.turns[0].messages)
+        assert [turn["action"] for turn in told["turns"]] == one.actions
+        assert [turn["reward"] for turn in told["turns"]] == [turn.reward for turn in one.turns[1:]]
+        assert [turn["info"]["said"] for turn in told["turns"]] == one.actions
+        assert sample["reward"] == pytest.approx(sum(turn["reward"] for turn in told["turns"]))
+        assert "unfinished" not in told and "failed" not in told
     turns = [len(one.actions) for one in trainer.episodes.played]
     assert trainer._metrics["train"]["episodes/turns"] == [pytest.approx(sum(turns) / len(turns))]
     assert trainer._metrics["train"]["episodes/letters"][0] > 0
@@ -133,6 +145,7 @@ def test_an_episode_without_turns_left_ends_unfinished(tmp_path: Path, model: st
     trainer = make_trainer(tmp_path, model, **keys)
     generation(trainer)
     assert all(one.unfinished and len(one.actions) == 2 for one in trainer.episodes.played)
+    assert {one["unfinished"] for one in trainer.episodes.records} == {"environment_max_turns"}
     rewards = trainer.rewards_BR[:, 0]
     assert rewards.isnan().all() if not scored else (rewards == 0).all() == (rule == "zero")
     assert trainer._metrics["train"]["episodes/unfinished"] == [1.0]
@@ -142,8 +155,29 @@ def test_an_episode_without_room_for_a_turn_ends_unfinished(tmp_path: Path, mode
     trainer = make_trainer(tmp_path, model, environment_args={"exactly": 3}, max_completion_length=24)
     output = generation(trainer)
     assert all(one.unfinished for one in trainer.episodes.played if len(one.actions) < 3)
-    assert any(one.unfinished for one in trainer.episodes.played)
+    assert {one.unfinished for one in trainer.episodes.played} >= {"max_completion_length"}
     assert output["completion_ids"].shape[1] <= 24
+
+
+@pytest.mark.parametrize(("length", "longest"), [(8, 8), (None, 20)], ids=["given", "60 tokens by 3 turns"])
+def test_a_turn_is_sampled_no_longer_than_the_recipe_says(
+    tmp_path: Path, model: str, length: int | None, longest: int
+) -> None:
+    trainer = make_trainer(tmp_path, model, environment_turn_length=length)
+    stock, limits = trainer._generate_single_turn, set()
+
+    def sampled(*args: Any) -> Any:
+        limits.add(trainer.generation_config.max_new_tokens)
+        return stock(*args)
+
+    trainer._generate_single_turn = sampled
+    generation(trainer)
+    assert limits == {longest}
+
+
+def test_a_recipe_says_how_many_processes_its_environments_have() -> None:
+    pools = [environment_pool(partial(getattr, ScriptArguments(environment_workers=most)), None) for most in (3, 5)]
+    assert [pool.workers for pool in pools] == [3, 5]
 
 
 def test_a_turn_that_is_cut_is_ended_for_the_model_and_not_trained_on(tmp_path: Path, model: str) -> None:
@@ -167,6 +201,7 @@ def test_environments_that_all_hang_are_given_up(tmp_path: Path, model: str) -> 
     with pytest.raises(TooManyWithoutVerdict, match="time limit"):
         generation(trainer)
     hung = [one for one in trainer.episodes.played if one.failed == "time limit"]
+    assert hung[0].record()["failed"] == "time limit" and hung[0].record()["turns"] == [{"action": "h"}]
     assert len(hung) == 5 and time.monotonic() - began < 60  # more than half of 8; the others were not called
 
 

@@ -65,8 +65,8 @@ class FakeTrainer:
             "advantages": [0.70710678, -0.70710678, 0.0, 0.0],
         }
 
-    def row(self, answers: list[Any]) -> dict[str, Any]:
-        write_samples(self._samples_file, self, answers)
+    def row(self, answers: list[Any], episodes: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+        write_samples(self._samples_file, self, answers, episodes)
         (line,) = self._samples_file.read_text().splitlines()
         return json.loads(line)
 
@@ -158,3 +158,18 @@ def test_completions_are_not_copied_to_be_kept(tmp_path: Path) -> None:
         completions.clear()
     assert trainer._logs["completion"] is completions
     assert len(kept) > 0 and all(one is other for one, other in zip(kept, completions, strict=True))
+
+
+def test_a_long_episode_is_kept_to_its_last_turn_with_secrets_masked(tmp_path: Path) -> None:
+    secret = "hf_" + "abcdefghij" * 2
+    said = [{"role": "user", "content": "y" * 3000}]
+    info = {"end": secret, "won": math.nan}
+    actions = [f"{turn} {'x' * 3000}" for turn in range(20)]
+    turns = [{"action": action, "reward": 0.5, "info": info, "messages": said} for action in actions]
+    episodes = [{"environment": "games:Go", "seed": row, "messages": said, "turns": turns} for row in range(4)]
+    row = FakeTrainer(tmp_path).row([None] * 4, episodes)
+    kept = [sample["episode"] for sample in row["samples"]]
+    assert sorted(one["seed"] for one in kept) == [0, 1, 2, 3]
+    assert [turn["action"][:2].strip() for turn in kept[0]["turns"]] == [str(turn) for turn in range(20)]
+    assert len(json.dumps(kept[0])) < 25_000 and kept[0]["turns"][19]["messages"][0]["content"].endswith("characters]")
+    assert kept[0]["turns"][0]["info"] == {"end": "********", "won": "nan"} and secret not in json.dumps(row)

@@ -28,6 +28,21 @@ ON_CPU = {
     "report_to": "none",
 }
 
+GROUP = 4
+# Plain gradient descent, whose updates are as near as gradients are, for trainers whose completions a test makes.
+DESCENT = {
+    **ON_CPU,
+    "max_steps": 2,
+    "learning_rate": 0.1,
+    "lr_scheduler_type": "constant",
+    "optim": "sgd",
+    "max_grad_norm": 0.0,
+    "per_device_train_batch_size": 2 * GROUP,
+    "num_generations": GROUP,
+    "seed": 3,
+    "model_init_kwargs": {"dtype": "float32"},
+}
+
 
 def different_characters(completions: list[Any], **_: Any) -> list[float | None]:
     """A reward that a random model gets differing amounts of, and sometimes no verdict."""

@@ -206,6 +206,20 @@ def test_a_new_server_is_told_the_name_and_its_base_is_compared(folder, tmp_path
     assert client.checksum_error is None
 
 
+def test_completions_of_the_base_model_stay_its_own_through_a_restart(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("GRPO_RUN", "run")
+    model = trained()
+    client = LocalClient(Worker(model), tmp_path)
+    client.take(model)
+    assert client.model == ADAPTER
+    client.samples_base = True
+    client.worker, client.names, client._epoch = Worker(model), ["run"], 2
+    client._resend()
+    assert client.model == "run"
+    client.samples_base = False
+    assert client.model == ADAPTER
+
+
 def test_an_adapter_that_the_server_refuses_is_an_error_with_its_words(folder, tmp_path):
     model = trained()
     client = LocalClient(Worker(model), tmp_path)

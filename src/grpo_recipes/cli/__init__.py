@@ -20,6 +20,7 @@ from grpo_recipes.recipe.tasks import GRPO, MAXENT
 # Each command with its module, in the order of `grpo --help`.
 COMMANDS = {
     **dict.fromkeys(("new", "keys", "check", "check-rewards", "plan"), "recipes"),
+    "play": "play",
     **dict.fromkeys(("doctor", "fetch"), "machine"),
     **dict.fromkeys(("launch", "submit", "sweep"), "runs"),
     "compare": "compare",
@@ -116,6 +117,7 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors look like all others: what is wrong, where, and the fix."""
 
     def error(self, message: str) -> NoReturn:
+        """Raise what argparse says of a wrong command line as a ConfigError."""
         where, _, what = message.removeprefix("argument ").partition(": ")
         if where == "the following arguments are required":
             named = [one for one in self._actions if what in one.option_strings]

@@ -24,7 +24,7 @@ from grpo_recipes.process.reports import aligned
 from grpo_recipes.process.terminal import LOG, columns, readable
 from grpo_recipes.recipe.keys import run_root
 from grpo_recipes.runs.health import notices_of
-from grpo_recipes.runs.progress import Progress, activity, evaluation_line, seconds_since
+from grpo_recipes.runs.progress import Progress, activity, episodes_line, evaluation_line, seconds_since
 from grpo_recipes.runs.rundir import (
     NO_REQUEUE,
     Run,
@@ -138,6 +138,7 @@ def status(options: argparse.Namespace) -> int:
         ("phase", doing and f"{doing} for {seconds_since(since)}"),
         ("step", step),
         ("reward", reward and f"{reward} (mean of the last steps)"),
+        ("episodes", run.rows and episodes_line(run.rows[-1])),
         ("eval", evaluations and evaluation_line(evaluations[-1])),
         ("left", left and f"about {left} of training"),
         ("restarts", str(run.summary.get("restarts") or "")),

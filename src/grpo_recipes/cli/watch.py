@@ -9,7 +9,7 @@ from typing import Any
 from grpo_recipes.paths import shown
 from grpo_recipes.process.terminal import in_colour
 from grpo_recipes.runs.health import LAST_STEPS, known, mean, notices_of, number
-from grpo_recipes.runs.progress import Rows, activity, evaluation_line, seconds_since, unusual
+from grpo_recipes.runs.progress import Rows, activity, evaluation_line, seconds_since, unusual, won
 from grpo_recipes.runs.rundir import Run, clock
 
 _HEIGHT, _LEAST = 8, 20  # rows of the curve, columns of a picture
@@ -47,6 +47,7 @@ class Picture:
         recent = mean(known(rewards)[-LAST_STEPS:])
         facts = f"step {last['step']}/{last.get('max_steps', '?')}{left}"
         facts += f"  reward {recent:.3f}" if recent is not None else ""
+        facts += f"  {won(last)}" if won(last) else ""
         body = [*curve(known(rewards), steps[0]["step"], last["step"], width), "", *_bars(steps[-_PACE_ROWS:], width)]
         tail = [evaluation_line(evaluations[-1])] if evaluations else []
         tail += ["  ".join(unusual(last))] if unusual(last) else []

@@ -1,22 +1,24 @@
-"""Games of the library ``textarena``: the policy plays one seat, scripted opponents the others.
+"""Games of the library ``textarena``: the policy plays one seat, opponents the others.
 
 ``environment_args``: ``num_players``, ``player`` (the policy's seat, or "seed": chosen by the seed), ``opponents``
-("random"), ``legal_reward``, ``illegal_reward`` and, in SecretMafia, ``useful_reward``; the rest goes to the game.
+("random", in SecretMafia also "crowd", or a model: "policy", "base" or the folder of a checkpoint), ``legal_reward``,
+``illegal_reward`` and, in SecretMafia, ``useful_reward``; the rest goes to the game.
 """
 
 import copy
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from grpo_recipes.environments import secret_mafia
-from grpo_recipes.environments.turns import Noise, Turn, derived, kept
+from grpo_recipes.environments.turns import BASE, POLICY, Noise, Turn, derived, kept
 from grpo_recipes.errors import config_error
 
 _BRACKETED = re.compile(r"\[[^\[\]\n]{1,60}\]")
 _SPEAKER = re.compile(r"\[(GAME|Player \d+)\]")
-_MOST_OPPONENT_TURNS = 2000  # between two turns of the policy
+_MOST_OPPONENT_TURNS = 500  # between two turns of the policy
 _TRIES = 40  # moves that a scripted opponent considers
 
 
@@ -30,13 +32,13 @@ class Game:
         self._players = given.pop("num_players", None)
         self._player = given.pop("player", 0)
         self._worth = {kind: float(given.pop(f"{kind}_reward", 0.0)) for kind in ("legal", "illegal", "useful")}
-        opponents = given.pop("opponents", "random")
-        if opponents != "random":
-            raise _wrong(f"opponents: {opponents!r} is unknown", 'write opponents: "random"')
+        self._mafia = name.startswith("SecretMafia")
+        self._opponents = given.pop("opponents", "random")
+        scripted = ("random", "crowd") if self._mafia else ("random",)
+        self._model = "" if self._opponents in scripted else _model(self._opponents, scripted)
         if self._player != "seed" and (type(self._player) is not int or self._player < 0):
             raise _wrong(f"player: {self._player!r} is no seat", 'write a number from 0, or "seed"')
         self._make = lambda: textarena.make(name, **given)
-        self._mafia = name.startswith("SecretMafia")
         if self._worth["useful"] and not self._mafia:
             raise _wrong("useful_reward belongs to SecretMafia", "remove it")
         self._noise = Noise()
@@ -72,17 +74,22 @@ class Game:
             raise _wrong(f"player: {self._player} of {self._players}", f"write 0 to {self._players - 1}")
 
     def reset(self, seed: int) -> Turn:
+        """Deal a game, and let the others play until it is the policy's turn."""
         self._random = random.Random(derived("opponents", seed))
         self._seat = derived("seat", seed) % self._players if self._player == "seed" else self._player
         self._noise.seed("game", seed)
-        self._turns, self._told = 0, ""
-        self._unread: dict[int, list[Any]] = {seat: [] for seat in range(self._players)}
+        self._turns, self._told, self._others = 0, "", 0
+        self._heard: dict[int, list[Any]] = {seat: [] for seat in range(self._players)}
+        self._read = dict.fromkeys(self._heard, 0)  # how much of it the policy, or a model, was shown
         with self._noise.running():
             self._env = self._make()
             self._env.reset(num_players=self._players, seed=derived("game", seed))
             return self._until_policy(0.0, {}, False)
 
     def step(self, action: str) -> Turn:
+        """Play a move and those of scripted opponents after it; one that is not valid is answered with the reason."""
+        if self._state.current_player_id != self._seat:
+            return self._opponent_said(action)
         state, why, useful = self._state, "", False
         if self._mafia:
             why = secret_mafia.problem_with(action, state.game_state, self._seat)
@@ -97,36 +104,48 @@ class Game:
             info: dict[str, float | str] = {"legal": float(not why)} | ({"illegal": why} if why else {})
             if self._mafia:
                 info["useful"] = float(useful)
+            self._others = 0
             return self._until_policy(reward, info, done)
+
+    def _opponent_said(self, action: str) -> Turn:
+        """Play what a model wrote for its seat, or a drawn move where the game does not take that."""
+        seat = self._state.current_player_id
+        with self._noise.running():
+            legal = self._takes(action, seat)
+            done, _ = self._play(self._env, action if legal else self._drawn(seat))
+            return self._until_policy(0.0, {"opponent_legal": float(legal)}, done)
 
     @property
     def _state(self) -> Any:
         return self._env.state
 
     def _until_policy(self, reward: float, info: dict[str, float | str], done: bool) -> Turn:
-        """Let the opponents play until the policy's turn or the end."""
-        for _ in range(_MOST_OPPONENT_TURNS):
-            if done or self._state.done:
-                return self._end(reward, info)
+        """Let the opponents play until the turn of the policy, or of a model that plays one of them, or the end."""
+        while not (done or self._state.done):
             seat = self._state.current_player_id
-            self._unread[seat] += self._state.get_current_player_observation()
+            self._heard[seat] += self._state.get_current_player_observation()
             if seat == self._seat:
-                break
-            done, _ = self._play(self._env, self._opponent(seat))
-        else:
-            raise RuntimeError(f"the game went on for {_MOST_OPPONENT_TURNS} turns of others without the policy's")
-        return Turn([{"role": "user", "content": self._news()}], reward, False, info | self._named())
+                return Turn([{"role": "user", "content": self._news(seat)}], reward, False, info | self._named())
+            self._others += 1
+            if self._others > _MOST_OPPONENT_TURNS:
+                raise RuntimeError(f"the game went on for {_MOST_OPPONENT_TURNS} turns of others without the policy's")
+            if self._model:
+                news = [{"role": "user", "content": self._news(seat)}]
+                return Turn(news, reward, False, info, opponent=self._model, seat=seat)
+            done, _ = self._play(self._env, self._drawn(seat))
+        return self._end(reward, info)
 
-    def _news(self) -> str:
-        """Return what came since the policy's last turn, in the form of the library, without its own words."""
-        new = [one for one in self._unread[self._seat] if one[0] != self._seat]
-        self._unread[self._seat] = []
+    def _news(self, seat: int) -> str:
+        """Return what came since the seat's last turn, in the form of the library, without its own words."""
+        new = [one for one in self._heard[seat][self._read[seat] :] if one[0] != seat]
+        self._read[seat] = len(self._heard[seat])
         lines = [f"[{'GAME' if sender == -1 else f'Player {sender}'}] {text}" for sender, text, _ in new]
-        return "\n".join([*lines, self._told] if self._told else lines)
+        return "\n".join([*lines, self._told] if self._told and seat == self._seat else lines)
 
     def _named(self) -> dict[str, float | str]:
         phase = (self._state.game_state or {}).get("phase")
-        named: dict[str, float | str] = {"role": str(self._state.game_info[self._seat].get("role"))}
+        role = self._state.game_info[self._seat].get("role") or f"Player {self._seat}"
+        named: dict[str, float | str] = {"role": str(role)}
         return named | ({"phase": str(getattr(phase, "value", phase))} if phase is not None else {})
 
     def _end(self, reward: float, info: dict[str, float | str]) -> Turn:
@@ -136,6 +155,8 @@ class Game:
         won = own > 0 and own >= (best if self._players > 1 else 1.0)
         why = game_info[self._seat].get("reason")
         info = info | self._named() | {"won": float(won), "turns": float(self._turns), "end": str(why)}
+        if self._mafia:
+            info[f"won_{info['role']}".lower()] = float(won)
         return Turn([], reward + own, True, info)
 
     def _play(self, env: Any, action: str) -> tuple[bool, str]:
@@ -156,26 +177,41 @@ class Game:
         reason = told[-1].partition(" Please resubmit")[0] if told else str(state.game_info[seat].get("reason", ""))
         return bool(done), reason or "invalid move"
 
-    def _opponent(self, seat: int) -> str:
-        """Return a move drawn among those that the game takes, tried on a copy of it."""
+    def _drawn(self, seat: int) -> str:
+        """Return a move drawn among those that the game takes."""
         if self._mafia:
-            return secret_mafia.drawn(self._state.game_state, seat, self._random)
+            said = secret_mafia.said_today(self._heard[seat]) if self._opponents == "crowd" else []
+            return secret_mafia.drawn(self._state.game_state, seat, self._random, said)
         moves = self._candidates(seat)
-        for move in moves[:_TRIES]:
-            with kept():
-                trial = copy.deepcopy(self._env)
-                if not self._play(trial, move)[1]:
-                    return move
-        return moves[0]
+        return next((move for move in moves[:_TRIES] if self._takes(move, seat)), moves[0])
+
+    def _takes(self, move: str, seat: int) -> bool:
+        """Return whether the move is valid, tried on a copy of the game."""
+        if self._mafia:
+            return not secret_mafia.problem_with(move, self._state.game_state, seat)
+        with kept():
+            return not self._play(copy.deepcopy(self._env), move)[1]
 
     def _candidates(self, seat: int) -> list[str]:
         """Return the moves that texts name in brackets, newest text first, then numbers; each in drawn order."""
         found: list[str] = []
-        for _, text, _ in reversed(self._unread[seat]):
+        for _, text, _ in reversed(self._heard[seat]):
             named = sorted({one for one in _BRACKETED.findall(text) if not _SPEAKER.fullmatch(one)} - set(found))
             found += self._random.sample(named, len(named))
         numbers = [f"[{number}]" for number in range(10) if f"[{number}]" not in found]
         return found + self._random.sample(numbers, len(numbers))
+
+
+def _model(opponents: Any, scripted: Sequence[str]) -> str:
+    """Return the model that plays the opponents: the policy, its base model or the folder of a checkpoint."""
+    if opponents in (POLICY, BASE):
+        return str(opponents)
+    folder = Path(str(opponents))
+    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+        known = ", ".join(f'"{one}"' for one in (*scripted, POLICY, BASE))
+        fix = f"write {known} or the folder of a checkpoint"
+        raise _wrong(f"opponents: {opponents!r} is neither known nor the folder of a model", fix)
+    return str(folder)
 
 
 def _wrapper() -> type:

@@ -47,8 +47,11 @@ def library_problems(spec: str, args: Mapping[str, Any]) -> list[Problem]:
     try:
         if kind == "verifiers":  # to load one builds its dataset
             _require(kind, name)
-            if importlib.util.find_spec(name.replace("-", "_").split("/")[-1]) is None:
-                fix = "install its package into the environment"
+            from grpo_recipes.environments.verifiers_tasks import own_class
+
+            module = name.replace("-", "_").split("/")[-1]
+            if importlib.util.find_spec(module) is None and own_class(name) is None:
+                fix = "install its package into the environment, or name one of the library's classes"
                 raise config_error("environment", f"verifiers finds no environment '{name}'", fix)
         else:
             load_library(kind, name, args)
@@ -112,11 +115,13 @@ class _Task:
             self._entry = self._dataset[0]
 
     def reset(self, seed: int) -> Turn:
+        """Make the item of this seed, and ask its question."""
         self._item(seed)
         system = [{"role": "system", "content": self._system}] if self._system else []
         return Turn([*system, {"role": "user", "content": self._entry["question"]}])
 
     def step(self, action: str) -> Turn:
+        """End the episode with the dataset's score of the answer."""
         from reasoning_gym.utils import extract_answer
 
         answer = extract_answer(action, self._tag) if self._tag else action.strip()
@@ -155,6 +160,7 @@ class _Server:
         self.tools: list[dict[str, Any]] = []
 
     def reset(self, seed: int) -> Turn:
+        """Connect once, and have the server reset; a ConfigError where it does not answer."""
         from openenv.core.generic_client import GenericEnvClient
 
         if self._client is None:
@@ -167,6 +173,7 @@ class _Server:
         return self._turn("reset", lambda: self._client.reset(seed=seed, **self._args["reset"]))
 
     def step(self, action: str) -> Turn:
+        """Send the action; a ConfigError where the server does not take it."""
         sent = {**self._args["action"], self._args["action_field"]: action}
         return self._turn("step", lambda: self._client.step(sent))
 

@@ -5,7 +5,8 @@ By day and night an action names exactly one target as ``[3]`` or ``[Player 3]``
 
 import random
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 _TARGET = re.compile(r"\[\s*(?:player\s*)?(\d+)\s*\]", re.IGNORECASE)
@@ -44,19 +45,31 @@ def problem_with(action: str, game: Mapping[str, Any], seat: int) -> str:
 def useful(action: str, game: Mapping[str, Any], seat: int) -> bool:
     """Return whether a valid action helps the seat's side, seen with all roles.
 
-    Votes of the village against the mafia, of the mafia against the village; nights that kill or save a player, or find
-    a member of the mafia.
+    Votes of the village against the mafia, of the mafia against the village, and talk that names one such player;
+    nights that kill or save a player, or find a member of the mafia.
     """
     phase, roles = game["phase"].value, game["player_roles"]
-    if phase == "Day-Discussion":
+    named = [int(one) for one in _TARGET.findall(action)]
+    if len(named) != 1 or named[0] not in game["alive_players"]:  # of talk; other valid actions name one
         return False
-    target = int(_TARGET.findall(action)[0])
     if phase == "Night-Doctor":
-        return bool(target == game["pending_elimination"])
-    return bool((roles[target] == "Mafia") != (roles[seat] == "Mafia"))
+        return bool(named[0] == game["pending_elimination"])
+    return bool((roles[named[0]] == "Mafia") != (roles[seat] == "Mafia"))
 
 
-def drawn(game: Mapping[str, Any], seat: int, generator: random.Random) -> str:
-    """Return a valid action of a scripted player."""
+def said_today(observations: Iterable[Sequence[Any]]) -> list[str]:
+    """Return what players said since day broke, from a seat's (sender, text, kind)."""
+    said: list[str] = []
+    for sender, text, _ in observations:
+        said = [] if sender == -1 and text.startswith("Day breaks") else said + [text] * (sender != -1)
+    return said
+
+
+def drawn(game: Mapping[str, Any], seat: int, generator: random.Random, said: Sequence[str] = ()) -> str:
+    """Return a valid action of a scripted player: a vote is for whom most of what was ``said`` names, if anybody."""
     allowed = [one for one in targets(game, seat) if one != seat]
+    if allowed and game["phase"].value == "Day-Voting":
+        named = Counter(int(one) for text in said for one in set(_TARGET.findall(text)))
+        most = max(named[one] for one in allowed)
+        allowed = [one for one in allowed if named[one] == most]
     return f"[{generator.choice(allowed)}]" if allowed else generator.choice(_TALK)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 Message = dict[str, str]  # role, content
+POLICY, BASE = "policy", "base"  # models that play opponents: the one that is trained, and what it began as
 
 
 @dataclass(frozen=True)
@@ -22,15 +23,20 @@ class Turn:
     done: bool = False
     info: dict[str, float | str] = field(default_factory=dict)  # numbers are averaged, texts shown in transcripts
     tools: list[dict[str, Any]] = field(default_factory=list)  # that the policy may call, with the first turn
+    opponent: str = ""  # the model that is to answer in the policy's place: "policy" untrained, "base" or a checkpoint
+    seat: int = 0  # of that opponent
 
 
 class Environment(Protocol):
-    """One episode at a time: ``reset`` starts it, each ``step`` takes the policy's text of one turn."""
+    """One episode at a time: ``reset`` starts it, each ``step`` takes the text of whoever's turn it is."""
 
     tools: list[dict[str, Any]]  # for the chat template, in OpenAI's schema; read it after reset
 
-    def reset(self, seed: int) -> Turn: ...
-    def step(self, action: str) -> Turn: ...
+    def reset(self, seed: int) -> Turn:
+        """Begin the episode of this seed, and return what the policy reads first."""
+
+    def step(self, action: str) -> Turn:
+        """Take the text of the policy's turn, and return what it reads next with the reward of the action."""
 
 
 class Noise:

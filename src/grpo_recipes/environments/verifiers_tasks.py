@@ -6,6 +6,7 @@ prompts, stops, tools and scores are those of the library's own evaluation.
 
 import asyncio
 import contextlib
+import functools
 import json
 import re
 import signal
@@ -19,24 +20,13 @@ _TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
 class VerifiersTask:
-    """One rollout at a time of ``verifiers.load_environment(name, **args)``; the seed picks the dataset's row."""
+    """One rollout at a time of ``verifiers.load_environment(name, **args)``; the seed picks the dataset's row.
+
+    ``name`` may also be a class that verifiers itself has, such as ``ReasoningGymEnv``.
+    """
 
     def __init__(self, name: str, args: Mapping[str, Any]):
-        import verifiers
-
-        with _signals_kept():  # the library sets handlers that end the process
-            try:
-                self._env = verifiers.load_environment(name, **args)
-            except (ValueError, RuntimeError) as error:
-                raise config_error(
-                    "environment", f"'verifiers:{name}' does not load ({error})", _install(name)
-                ) from error
-        if not isinstance(self._env, verifiers.MultiTurnEnv) or self._env.message_type != "chat":
-            fix = "use one whose prompts are lists of messages"
-            raise config_error("environment", f"'verifiers:{name}' is no chat environment", fix)
-        if names := _group_functions(self._env.rubric):
-            what = f"'verifiers:{name}' scores several rollouts together ({', '.join(names)})"
-            raise config_error("environment", what, "use one that scores each rollout by itself")
+        self._env = _loaded(name, json.dumps(args, sort_keys=True))
         self._rows = self._env.get_dataset() if self._env.dataset_source else self._env.get_eval_dataset()
         self._noise, self._loop = Noise(), asyncio.new_event_loop()
         self._rollout: asyncio.Task[Any] | None = None
@@ -44,6 +34,7 @@ class VerifiersTask:
         self._read: list[Any] = []
 
     def reset(self, seed: int) -> Turn:
+        """Begin a rollout of the row of this seed, and return the messages that it asks a completion for."""
         if self._rollout is not None and not self._rollout.done():
             self._end(self._rollout)  # an unfinished episode: the library runs its clean-up
         self._noise.seed("verifiers", seed)
@@ -52,6 +43,7 @@ class VerifiersTask:
         return self._until_asked()
 
     def step(self, action: str) -> Turn:
+        """Give the rollout its completion, and run it until it asks for another or is scored."""
         answer = _completion(action, bool(self.tools))
         self._read = [*self._read, {"role": "assistant", "content": answer.choices[0].message.content or ""}]
         self._policy.answers.put_nowait(answer)
@@ -93,6 +85,34 @@ class VerifiersTask:
             raise config_error("environment", what, "use an environment that only adds messages")
         new, self._read = shown[len(self._read) :], shown
         return Turn(new)
+
+
+@functools.cache
+def _loaded(name: str, arguments: str) -> Any:
+    """Return the library's environment, made once in a process: it serves many rollouts, and builds its dataset."""
+    import verifiers
+
+    with _signals_kept():  # the library sets handlers that end the process
+        try:
+            own, args = own_class(name), json.loads(arguments)
+            env = own(**args) if own else verifiers.load_environment(name, **args)
+        except (ValueError, RuntimeError, TypeError) as error:
+            raise config_error("environment", f"'verifiers:{name}' does not load ({error})", _install(name)) from error
+    if not isinstance(env, (verifiers.MultiTurnEnv, verifiers.EnvGroup)) or env.message_type != "chat":
+        fix = "use one whose prompts are lists of messages"
+        raise config_error("environment", f"'verifiers:{name}' is no chat environment", fix)
+    if names := _group_functions(env.rubric):
+        what = f"'verifiers:{name}' scores several rollouts together ({', '.join(names)})"
+        raise config_error("environment", what, "use one that scores each rollout by itself")
+    return env
+
+
+def own_class(name: str) -> Any:
+    """Return verifiers' own class of environments of this name, or None."""
+    import verifiers
+
+    found = getattr(verifiers, name, None) if name in verifiers.__all__ else None
+    return found if isinstance(found, type) and issubclass(found, verifiers.Environment) else None
 
 
 class _Policy:
@@ -140,7 +160,8 @@ def _shown(message: Mapping[str, Any]) -> Message:
 
 
 def _group_functions(rubric: Any) -> list[str]:
-    inner = [name for one in getattr(rubric, "rubrics", []) for name in _group_functions(one)]
+    several = [*getattr(rubric, "rubrics", []), *(one.rubric for one in getattr(rubric, "env_map", {}).values())]
+    inner = [name for one in several for name in _group_functions(one)]
     return [*rubric._get_group_reward_func_names(), *inner]
 
 

@@ -23,14 +23,24 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from grpo_recipes.data.problems import DataSource, Fetched, Message, answer_of, chat_of, read_rows, rows_of
 from grpo_recipes.errors import EXIT_STOPPED, ConfigError, config_error
+from grpo_recipes.evaluate.played import held_out, is_played, prompts_of, result_rows
 from grpo_recipes.fetch.assets import fingerprint
 from grpo_recipes.modebench import countdown, dataset, graph_coloring
 from grpo_recipes.modebench.dataset import TASKS, Settings, mode_of, mode_scores, problem_of, right_answers, summed_up
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.recipe.keys import catalogue
-from grpo_recipes.recipe.registry import ACCURACY, BENCHMARKS, SMOKE_BENCHMARK, Benchmark, benchmark_columns, is_file
+from grpo_recipes.recipe.registry import (
+    ACCURACY,
+    BENCHMARKS,
+    ENVIRONMENT_REWARD,
+    SMOKE_BENCHMARK,
+    Benchmark,
+    benchmark_columns,
+    is_file,
+)
 from grpo_recipes.rewards.score import RewardWrapper, make_reward
 from grpo_recipes.rollouts.backends import Prompt, Sampling, Tokens, problem_seed, sampling_keys
+from grpo_recipes.rollouts.episode import Episode
 from grpo_recipes.runs.rundir import read_json, write_json
 from grpo_recipes.secrets import masked
 from grpo_recipes.smoke import smoke_folder
@@ -213,8 +223,13 @@ class Runner:
 
     def run(self, name: str) -> None:
         """Sample, score and write one benchmark."""
-        began, rows, rollouts = time.perf_counter(), list[dict[str, Any]](), self.trainer.rollouts
-        samples, longest = self.args.benchmark_samples, int(self.trainer.args.max_completion_length)
+        began, rows = time.perf_counter(), list[dict[str, Any]]()
+        (self._play if is_played(name, self.args) else self._ask)(name, rows)
+        self.on_main(lambda: self._write_result(name, rows, time.perf_counter() - began))
+
+    def _ask(self, name: str, rows: list[dict[str, Any]]) -> None:
+        rollouts, samples = self.trainer.rollouts, self.args.benchmark_samples
+        longest = int(self.trainer.args.max_completion_length)
         how = Sampling(samples, self.args.benchmark_temperature, longest)
         problems = self.on_main(lambda: load_problems(name, self.args, self.trainer.args.seed, self.fetched))
         prompts = self.on_main(lambda: self._rendered(name, problems, longest))
@@ -225,7 +240,34 @@ class Runner:
             chunk, asked = problems[start : start + step], prompts[start : start + step]
             drawn = None if rollouts.main_rank_alone else rollouts.sample(asked, how)
             self.on_main(partial(self._score, name, chunk, asked, how, drawn, rows))
-        self.on_main(lambda: self._write_result(name, rows, time.perf_counter() - began))
+
+    def _play(self, name: str, rows: list[dict[str, Any]]) -> None:
+        """Play an environment's held-out episodes; rank 0 has their children, and samples where it does so alone."""
+        trainer, episodes, rollouts = self.trainer, self.trainer.episodes, self.trainer.rollouts
+        how = Sampling(1, self.args.benchmark_temperature, episodes.turn_tokens)
+        problems = held_out(name, self.args, trainer.args.seed)
+        step = max(1, _CHUNK // self.args.benchmark_samples)
+
+        def turn(played: list[Episode], asked: list[Prompt], drawn: list[list[Tokens]] | None) -> None:
+            sampled = rollouts.sample(asked, how) if drawn is None and asked else drawn or []
+            episodes.go_on([one for one in played if one.active], [one for (one,) in sampled], trainer)
+
+        def keep(chunk: list[list[Episode]]) -> None:
+            self._keep(name, list(result_rows(chunk, episodes.reward, self.args.benchmark_solved)), rows)
+
+        for start in range(0, len(problems), step):
+            chunk = problems[start : start + step]
+            played = [one for problem in chunk for one in problem]
+            self.on_main(partial(episodes.enter, played, f"{name}/{start}", trainer))
+            while not self.on_main(self.stop_requested):
+                asked = self.on_main(partial(prompts_of, played, name, trainer.args.seed))
+                if asked is None:
+                    break
+                drawn = None if rollouts.main_rank_alone or not asked else rollouts.sample(asked, how)
+                self.on_main(partial(turn, played, asked, drawn))
+            else:
+                raise StoppedInBenchmarks(name, self.stage.left)
+            self.on_main(partial(keep, chunk))
 
     def on_main(self, work: Callable[[], _Result]) -> _Result:
         """Do something in rank 0, and give its result, or its failure, to every rank."""
@@ -262,19 +304,26 @@ class Runner:
         decode, ends = self.trainer.processing_class.batch_decode, set(self.trainer.eos_token_ids)
         texts = [decode(row, skip_special_tokens=True) for row in completions]
         scores = self._scorer(name).scores(problems, texts)
+        found = []
+        for problem, ids, answers, given in zip(problems, completions, texts, scores, strict=True):
+            row = {
+                "problem": problem.prompt[-1]["content"], "gold": problem.gold, "scores": given,
+                "lengths": [len(tokens) for tokens in ids],
+                "truncated": [not tokens or tokens[-1] not in ends for tokens in ids],
+                **({"modes": [mode_of(text, problem.gold) for text in answers]} if name in TASKS else {}),
+            }  # fmt: skip
+            found.append({**row, "completions": [masked(answer) for answer in answers]})
+        self._keep(name, found, rows)
+
+    def _keep(self, name: str, found: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
+        """Add what was found of some problems to ``rows``, without the completions, and to the benchmark's file."""
         plain = re.sub(r"[^\w.-]+", "_", name.removesuffix(".jsonl"))
         path = self.folder / "benchmarks" / f"{self.stage.prefix}{plain}.jsonl"
         path.parent.mkdir(exist_ok=True)
         with path.open("a" if rows else "w") as file:
-            for problem, ids, answers, given in zip(problems, completions, texts, scores, strict=True):
-                row = {
-                    "problem": problem.prompt[-1]["content"], "gold": problem.gold, "scores": given,
-                    "lengths": [len(tokens) for tokens in ids],
-                    "truncated": [not tokens or tokens[-1] not in ends for tokens in ids],
-                    **({"modes": [mode_of(text, problem.gold) for text in answers]} if name in TASKS else {}),
-                }  # fmt: skip
-                file.write(json.dumps({**row, "completions": [masked(answer) for answer in answers]}) + "\n")
-                rows.append(row)
+            for row in found:
+                file.write(json.dumps(row) + "\n")
+                rows.append({key: value for key, value in row.items() if key != "completions"})
         print(f"grpo: {self.stage.prefix}benchmark {name}: {len(rows)} problems sampled", flush=True)
 
     def _write_result(self, name: str, rows: list[dict[str, Any]], seconds: float) -> None:
@@ -288,9 +337,12 @@ class Runner:
             "problems": len(rows), "samples": self.args.benchmark_samples,
             "no_verdict": sum(score is None for row in scores for score in row),
             "mean_length": round(sum(lengths) / len(lengths), 1), "truncated": round(sum(cut) / len(cut), 4),
-            "reward": self._scorer(name).name, "temperature": self.args.benchmark_temperature,
+            "reward": self._judge(name), "temperature": self.args.benchmark_temperature,
             "seconds": round(seconds, 1),
         }  # fmt: skip
+        if is_played(name, self.args):
+            known = [one for row in rows for one in row["rewards"] if one is not None]
+            result |= {"mean_reward": round(sum(known) / len(known), 6) if known else None}
         if name in TASKS and self.stage is TRAINED:
             before = read_json(self.folder / UNTRAINED.results).get(name)
             untrained = {"untrained": {key: value for key, value in before.items() if "@" in key}} if before else {}
@@ -304,6 +356,9 @@ class Runner:
     def _scorer(self, name: str) -> Scorer:
         return MODEBENCH if name in TASKS else self.scorer
 
+    def _judge(self, name: str) -> str:
+        return ENVIRONMENT_REWARD if is_played(name, self.args) else self._scorer(name).name
+
     def _has_result(self, name: str) -> bool:
         """Return whether an earlier attempt finished this benchmark on this model with these settings."""
         return read_json(self._settings_file).get(name) == json.loads(json.dumps(self._settings(name)))
@@ -316,8 +371,10 @@ class Runner:
             "step": self.trainer.state.global_step, "seed": self.trainer.args.seed,
             "samples": args.benchmark_samples, "temperature": args.benchmark_temperature,
             "max_completion_length": self.trainer.args.max_completion_length,
-            "max_problems": args.benchmark_max_problems, "reward": self._scorer(name).name,
+            "max_problems": args.benchmark_max_problems, "reward": self._judge(name),
             **({"modebench": modebench.fingerprint(name)} if modebench else {}),
+            **({key: value for key, value in vars(args).items() if key.startswith(("environment", "benchmark_solved"))}
+               if is_played(name, args) else {}),
             "answer_matching": args.answer_matching, "system_prompt": args.system_prompt,
             "chat_template": args.chat_template, "chat_template_kwargs": self.trainer.args.chat_template_kwargs,
             **sampling_keys(self.trainer),

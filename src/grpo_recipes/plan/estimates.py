@@ -21,7 +21,7 @@ from grpo_recipes.plan.commands import CPU_KV_CACHE_GIB, Names, Plan, gpu_share,
 from grpo_recipes.plan.speed import Speed, find_speed
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.learning import mixed_precision
-from grpo_recipes.recipe.registry import BRIDGES
+from grpo_recipes.recipe.registry import BRIDGES, frozen_opponents
 from grpo_recipes.runs.rundir import json_mapping
 
 GIB = 1 << 30
@@ -116,6 +116,7 @@ class Workload(dict[str, Any]):
             "sequence": sequence,  # tokens of the longest prompt and completion together
             "completion": min(sequence, completion or sequence),  # tokens of the longest one
             "low": mixed_precision(recipe) != "no",  # whether a forward pass computes in 16 bits, whatever the weights
+            "opponents": len(frozen_opponents(recipe.__getitem__)),
             "reference": recipe["beta"] != 0.0 or bool(plan.maxent and plan.maxent.beta),
             **{name: getattr(plan, name) for name in ("device", "mode", "accelerator", "bridge")},
             **{key: recipe[key] for key in _KEYS},
@@ -221,6 +222,8 @@ class Workload(dict[str, Any]):
         if self["reference"] and not self["use_peft"]:  # with an adapter the base model under it is the reference
             shards = self["world_size"] if accelerator in ("zero3", "fsdp2") else 1
             held["reference"] = (self.trained_element if self.zero else self.element) * whole // shards
+        if self.get("opponents"):
+            held["opponents"] = self.element * whole * self["opponents"]
         copies = 2 if accelerator == "ddp" else 1  # DDP's buckets are a second copy
         gradients = self.trained_element * (copies * self.trained // self.shards + (_ZERO_BUCKET if self.zero else 0))
         # DeepSpeed's step makes its own float32 copy of the gradients.

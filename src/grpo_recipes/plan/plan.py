@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -65,21 +65,8 @@ def make_plan(
     accelerator = "custom" if environment.get("CONFIG_FILE") else _accelerator(recipe, batch.world_size)
     bridge, why = _bridge(recipe, resources, mode, apart, accelerator)
     nodes, task, model = resources.all_nodes(), task_of(recipe), recipe["model_name_or_path"]
-    used, job = used_gpus(server_gpus, trainers), resources.job
-    idle = unused(resources, used)
-    notes = list(recipe.notes)
-    if len(used) > 1 and any(gpu.startswith("MIG-") for _, gpu in used):
-        notes.append("NCCL between MIG slices is untested: name one, with vllm_mode: colocate, or take whole GPUs")
-    notes += [f"{name} is not read: {UNREAD_VARIABLES[name]}" for name in _OF_GUIDE if environment.get(name)]
-    if batch.world_size < most:
-        note = f"{batch.world_size} of {most} trainers are used: the batch divides by no larger number"
-        notes.append(note + _prompts_for_all(recipe, most))
-    if resources.device == "cuda" and job and job.gpus_on_node not in (None, len(resources.gpus)):
-        notes.append(f"Slurm says {job.gpus_on_node} GPUs, the driver shows {len(resources.gpus)}; the driver counts")
     if share_gpu(recipe, resources, mode):
-        notes.append(_sharing(recipe, environment, server_gpus[0]))
-    if idle:
-        notes.append(f"nothing uses GPU {', '.join(idle)}")
+        need_exportable_memory(environment)
     # The same on every node, since results on CPU depend on it; one core is for the server, where there may be one.
     cores = min((nodes[one.node].cores - (mode != "colocate")) // one.count for one in trainers)
     own_host = recipe.given("vllm_server_host") or not resources.nodes
@@ -98,20 +85,21 @@ def make_plan(
         environment=_environment(recipe),
         batch=batch,
         eval_batch=derive_eval_batch(recipe, batch),
-        ports=plan_ports(recipe, job),
+        ports=plan_ports(recipe, resources.job),
         nodes=tuple(node.address for node in nodes),
         server_host=recipe["vllm_server_host"] if own_host else nodes[0].address,
         server_gpus=server_gpus,
         placement=trainers,
         server_apart=apart,
-        unused_gpus=idle,
+        unused_gpus=unused(resources, used_gpus(server_gpus, trainers)),
         accelerator=accelerator,
         accelerate_file=accelerate_file(accelerator, environment),
         dtype=recipe["dtype"],
         smoke=model.startswith(SMOKE_SCHEME),
         threads=1 if resources.device == "cuda" else max(1, cores),
-        notes=notes,
+        notes=list(recipe.notes),
     )
+    plan.notes.extend(_notes(plan, recipe, resources, environment, most))
     plan = with_sources(plan, sources) if sources else plan
     return with_processes(plan, recipe, resources, environment, names, sources) if names else plan
 
@@ -125,11 +113,24 @@ def _need_equal_groups(recipe: Recipe, trainers: int) -> None:
         raise config_error(recipe.source("vllm_tensor_parallel_size"), f"{what} that would share one vLLM", fix)
 
 
-def _sharing(recipe: Recipe, environment: Mapping[str, str], gpu: str) -> str:
-    """Return what a server on rank 0's GPU takes of it; refuse an allocator whose memory they cannot share."""
-    need_exportable_memory(environment)
-    share = f"{gpu_share(recipe, 'server'):g} of GPU {gpu} (vllm_gpu_memory_utilization)"
-    return f"vLLM takes {share}, and rank 0 trains on the rest of it"
+def _notes(
+    plan: Plan, recipe: Recipe, resources: Resources, environment: Mapping[str, str], most: int
+) -> Iterator[str]:
+    """Yield what is worth knowing of a plan, of which ``most`` trainers could be part."""
+    used, job = used_gpus(plan.server_gpus, plan.placement), resources.job
+    if len(used) > 1 and any(gpu.startswith("MIG-") for _, gpu in used):
+        yield "NCCL between MIG slices is untested: name one, with vllm_mode: colocate, or take whole GPUs"
+    yield from (f"{name} is not read: {UNREAD_VARIABLES[name]}" for name in _OF_GUIDE if environment.get(name))
+    if plan.batch.world_size < most:
+        note = f"{plan.batch.world_size} of {most} trainers are used: the batch divides by no larger number"
+        yield note + _prompts_for_all(recipe, most)
+    if resources.device == "cuda" and job and job.gpus_on_node not in (None, len(resources.gpus)):
+        yield f"Slurm says {job.gpus_on_node} GPUs, the driver shows {len(resources.gpus)}; the driver counts"
+    if share_gpu(recipe, resources, plan.mode):
+        share = f"{gpu_share(recipe, 'server'):g} of GPU {plan.server_gpus[0]} (vllm_gpu_memory_utilization)"
+        yield f"vLLM takes {share}, and rank 0 trains on the rest of it"
+    if plan.unused_gpus:
+        yield f"nothing uses GPU {', '.join(plan.unused_gpus)}"
 
 
 def _environment(recipe: Recipe) -> str | None:

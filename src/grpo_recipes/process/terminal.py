@@ -31,7 +31,7 @@ _FRAMES = re.compile(
 _NEW_LINE = "\r\x1b[K"  # over the live line
 _COLOURS = (  # parts of a line -> the terminal's codes: 1 bold, 2 dim, 31 red, 32 green, 33 yellow, 36 cyan
     (r"^(step|eval\S*) .*?\d+/\d+", 1), (r"(?<=  reward )[-\d.]+", 36), (r"^grpo: note:", 33),
-    (r"(unscored|cut off|clipped) \d+%", 33), (r"^grpo: fix:", 1), (r"^grpo:.* failed with exit .*", 31),
+    (r"(unscored|unfinished|cut off|clipped) \d+%", 33), (r"^grpo: fix:", 1), (r"^grpo:.* failed with exit .*", 31),
     (r"^grpo:.* done:", 32), (r"^  [>|] .*", 2),
 )  # fmt: skip
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.environments.libraries import LIBRARIES, library_problems
+from grpo_recipes.environments.turns import POLICY
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.modebench.dataset import COLUMNS, SCHEME, SPLITS, TASKS, Settings, rows
 from grpo_recipes.paths import home, shown
@@ -169,10 +170,15 @@ def _environments(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
     for spec, arguments, _share in environments_of(recipe.__getitem__):
         if spec.partition(":")[0] in LIBRARIES:
             yield from (replace(one, where=recipe.place(key)) for one in library_problems(spec, arguments))
+        if spec.startswith("openenv:") and not recipe["environment_network"]:
+            what = f"'{spec}' is reached through the network"
+            yield recipe.problem(key, what, "add environment_network: true")
     for spec in own_environments(recipe.__getitem__):
         copied = (run / "run.json").exists() and copy_path(spec, run / "rewards").exists()
         if not copied and (problem := problem_with(spec, recipe.place(key))):
-            yield problem
+            kind, colon, name = spec.partition(":")
+            near = nearest_of(kind.replace("-", "_"), LIBRARIES) if colon else None
+            yield replace(problem, fix=f"write {near}:{name}") if near else problem
 
 
 def _user_code(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
@@ -250,8 +256,14 @@ def reward_notes(recipe: Recipe) -> Iterator[str]:
 
 
 def _benchmarks(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
+    played = [spec for spec, _, _ in environments_of(recipe.__getitem__)]
+    for spec, arguments, _share in environments_of(recipe.__getitem__):
+        other = str(arguments.get("opponents", "random")) not in ("random", "crowd", POLICY)
+        if spec in recipe["benchmarks"] and spec.startswith("textarena:") and other:
+            what = f"in benchmarks nobody plays '{arguments['opponents']}', the opponent of '{spec}'"
+            yield recipe.problem("benchmarks", what, "write opponents: policy or random, or remove it from benchmarks")
     for name in dict.fromkeys(recipe["benchmarks"]):
-        if problem := benchmark_problem(name, recipe.place("benchmarks")):
+        if problem := benchmark_problem(name, recipe.place("benchmarks"), played):
             yield problem
         elif is_file(name):
             try:

@@ -105,11 +105,12 @@ class ScriptArguments(trl.ScriptArguments):
     modebench_hidden: int = _key(5,
         "Graph colouring: uncoloured vertices; more make guessing worth less.", min=1, max=8)
     benchmarks: list[str] = _key([],
-        "Benchmarks run on the final model: names listed by `grpo keys --benchmarks`, or .jsonl files with problem "
-        "and answer columns.")
+        "Benchmarks run on the final model: names listed by `grpo keys --benchmarks`, .jsonl files with problem and "
+        "answer columns, or environments of the recipe, whose episodes to evaluate on are played.")
     benchmark_samples: int = _key(1, "Completions of each benchmark problem (k of pass@k).", min=1)
     benchmark_max_problems: int | None = _key(None, "Most problems of a benchmark, by seed; all by default.", min=1)
     benchmark_temperature: float = _key(0.6, "Sampling temperature of benchmarks; 0 is greedy.", min=0.0)
+    benchmark_solved: float = _key(1.0, "Reward from which an episode of a benchmark counts as solved.")
     environment: str | None = _key(None,
         "Environment that prompts and rewards come from, instead of a dataset: textarena:ID, reasoning_gym:NAME, "
         "verifiers:NAME, openenv:URL, or a class of yours as module:Class or file.py:Class.")

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from grpo_recipes.environments.libraries import LIBRARIES
+from grpo_recipes.environments.turns import BASE, POLICY
 from grpo_recipes.errors import Problem
 from grpo_recipes.recipe.keys import nearest_of
 
@@ -144,12 +145,19 @@ def environments_of(recipe: Callable[[str], Any]) -> list[tuple[str, dict[str, A
         return [(recipe("environment"), recipe("environment_args") or {}, 1.0)]
     entries = (recipe("environment_mixture") or {}).get("environments") or []
     total = sum(entry.get("weight") or 1.0 for entry in entries)
-    return [(entry["id"], entry.get("args") or {}, (entry.get("weight") or 1.0) / total) for entry in entries]
+    return [(entry.get("id", ""), entry.get("args") or {}, (entry.get("weight") or 1.0) / total) for entry in entries]
 
 
 def own_environments(recipe: Callable[[str], Any]) -> list[str]:
     """Return the user's own environments: ``module:Class`` or ``file.py:Class``."""
     return [spec for spec, _, _ in environments_of(recipe) if spec.partition(":")[0] not in LIBRARIES]
+
+
+def frozen_opponents(recipe: Callable[[str], Any]) -> set[str]:
+    """Return the models of games' opponents of which each training process holds a copy that is not trained."""
+    games = [args for spec, args, _ in environments_of(recipe) if spec.startswith("textarena:")]
+    served = {BASE} if recipe("use_peft") and recipe("weight_sync") == "lora" else set()
+    return {str(args.get("opponents", "random")) for args in games} - {"random", "crowd", POLICY} - served
 
 
 def turn_tokens(given: int | None, completion: int, turns: int) -> int:
@@ -208,17 +216,20 @@ def benchmark_columns(names: Collection[str], recipe_columns: tuple[str, str]) -
     return next((columns for columns in candidates if set(columns) <= set(names)), None)
 
 
-def benchmark_problem(name: str, where: str) -> Problem | None:
-    """Return what is wrong with a name in ``benchmarks``, or None."""
+def benchmark_problem(name: str, where: str, environments: Collection[str] = ()) -> Problem | None:
+    """Return what is wrong with a name in ``benchmarks`` of a recipe with these environments, or None."""
     if name in _RUNS_MODEL_CODE:
         what = f"benchmark '{name}' runs code that the model wrote, which this package does not do"
         command = f'lighteval vllm "model_name=<run>/model" "{_RUNS_MODEL_CODE[name]}|0"'
         return Problem(where, what, f"remove it and run, in an environment of lighteval: {command}")
     if is_file(name) and not os.path.isfile(os.path.expanduser(name)):
         return Problem(where, f"no file '{name}'", "name an existing .jsonl file")
-    if is_file(name) or name in BENCHMARKS:
+    if is_file(name) or name in BENCHMARKS or name in environments:
         return None
-    close = nearest_of(name, BENCHMARKS)
+    close = nearest_of(name, [*BENCHMARKS, *environments])
+    if not close and name.partition(":")[0] in LIBRARIES:
+        fix = "name it as environment, or in environment_mixture"
+        return Problem(where, f"'{name}' is no environment of the recipe", fix)
     fix = f"write '{close}'" if close else f"write one of {', '.join(BENCHMARKS)}, or the path of a .jsonl file"
     return Problem(where, f"no benchmark '{name}'", fix)
 

@@ -22,6 +22,7 @@ from grpo_recipes.recipe.registry import (
     SETUPS,
     Objective,
     bridges_for,
+    frozen_opponents,
     missing_package,
 )  # fmt: skip
 from grpo_recipes.recipe.tasks import MAXENT, task_of
@@ -268,7 +269,7 @@ RULES = (
         f"reward '{ENVIRONMENT_REWARD}' is that of an episode, and no environment is named", "add environment"),
     Rule("reward_funcs", lambda r: _plays(r) and ENVIRONMENT_REWARD not in r["reward_funcs"],
         "the environment's own reward is not among reward_funcs", f"write reward_funcs: [{ENVIRONMENT_REWARD}]"),
-    Rule("reward_funcs", lambda r: _plays(r)
+    Rule("reward_funcs", lambda r: _plays(r) and r.given("reward_funcs")
         and [name for name in r["reward_funcs"] if name in (*ONE_ANSWER, MODEBENCH_REWARD)],
         "reward '{item}' compares with an answer, which an episode does not have", "remove {item}"),
     Rule("environment_turn_length", lambda r: r["max_completion_length"] is not None
@@ -404,6 +405,8 @@ RULES = (
         "'{item}' does nothing without use_peft", "add use_peft: true, or remove {item}"),
     Rule("accelerator", lambda r: r["use_peft"] and r["accelerator"] in ("zero3", "fsdp2"),
         "a LoRA run with accelerator: {accelerator} has not been shown to work", "write accelerator: ddp or zero2"),
+    Rule("accelerator", lambda r: r["accelerator"] == "zero3" and frozen_opponents(r.__getitem__),
+        "ZeRO-3 would split a game's opponent, which each process holds whole", "write accelerator: zero2 or fsdp2"),
     Rule("sync_ref_model", lambda r: r["use_peft"] and r["sync_ref_model"],
         "the reference of a LoRA run is its base model, which sync_ref_model cannot move",
         "remove sync_ref_model, or use_peft"),

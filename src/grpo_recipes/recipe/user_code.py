@@ -42,7 +42,7 @@ def problem_with(spec: str, where: str) -> Problem | None:
     """Return what keeps ``module:name`` or ``file.py:name``, written at ``where``, from being loaded; do not run it."""
     place, name = split_spec(spec)
     if not name.isidentifier():
-        return Problem(where, f"'{spec}' names nothing in a module", "write module:name or file.py:name")
+        return Problem(where, f"'{spec}' names no function or class", "write module:name or file.py:name")
     path = source_path(spec)
     if path is None:
         return _not_found(place, where)

@@ -127,6 +127,7 @@ for (const box of document.querySelectorAll(".steps")) {
       const asked = [...group.querySelectorAll(".prompt, .answer")].some((node) => text(node).includes(wanted));
       for (const one of group.querySelectorAll(".completion")) {
         one.hidden = !asked && !text(one).includes(wanted);
+        for (const folded of one.querySelectorAll("details")) folded.open = wanted !== "" && text(folded).includes(wanted);
         hits += !one.hidden;
       }
       group.hidden = !group.querySelector(".completion:not([hidden])");

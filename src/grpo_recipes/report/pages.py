@@ -24,6 +24,7 @@ from grpo_recipes.report import run_charts
 from grpo_recipes.report.chart import Chart, buckets, curve_of, histogram, window_of
 from grpo_recipes.report.page import ENOUGH_SEEDS, SMOKE_BADGE, fragment, plural, render, short, spread
 from grpo_recipes.report.read import Group, RunRecord, read_rows, read_run, scored_rows
+from grpo_recipes.report.transcripts import transcript_of
 from grpo_recipes.runs.checkpoints import newest_complete
 from grpo_recipes.runs.endings import reward_fix
 from grpo_recipes.runs.health import notices_of, number
@@ -151,7 +152,10 @@ def _completions(run: RunRecord) -> list[Markup]:
     chosen = {round(index * last / (_MOST_STEPS - 1)) for index in range(_MOST_STEPS)}
     for place, (scored, samples) in enumerate(scored_rows(run.folder / "samples.jsonl")):
         if place in chosen and samples:
-            groups = [(prompt, list(members)) for prompt, members in groupby(samples, lambda one: one.get("prompt"))]
+            groups = [
+                (prompt, [(one, transcript_of(one)) for one in members])
+                for prompt, members in groupby(samples, lambda one: one.get("prompt"))
+            ]
             steps.append(fragment("completions.html.j2", "step", scored, groups, place == last))
     while len(steps) > 1 and sum(map(len, steps)) > _MOST_MARKUP:
         steps = [*steps[:-2:2], steps[-1]]

@@ -39,6 +39,11 @@ class Metric:
 
 # In the order of the page.
 METRICS = {
+    "episodes/won": Metric("Won", "share of the episodes", shares=True),
+    "episodes/legal": Metric("Legal actions", "share of the policy's, mean over episodes", shares=True),
+    "episodes/turns": Metric("Episode length", "mean turns of the policy", unit="turns"),
+    "episodes/unfinished": Metric("Unfinished episodes", "share that ended for want of turns or tokens", shares=True),
+    "episodes/unscored": Metric("Failed episodes", "share without a score", shares=True),
     "kl": Metric("KL divergence", "from the reference", unit="nats a token"),
     "beta": Metric("KL coefficient", "beta of the loss, moved to hold kl_target", smooth=False),
     "entropy": Metric("Entropy", "of the policy on its completions", unit="nats a token"),
@@ -136,7 +141,8 @@ def reward_chart(run: RunRecord) -> Chart | None:
 def curve_charts(run: RunRecord) -> list[Chart]:
     """Return the charts of the field's usual metrics that have something to show."""
     metrics, rewards, unscored = run.metrics, reward_names(run.metrics), _unscored_names(run.metrics)
-    charts = [chart for name in METRICS if (chart := metric_chart([Group("", [run])], name))]
+    named = _of_the_environment(metrics) | METRICS
+    charts = [chart for name, one in named.items() if (chart := metric_chart([Group("", [run])], name, one))]
     # A single reward is drawn only where it is not the total itself.
     if len(rewards) > 1 or (rewards and metrics.column(next(iter(rewards))) != metrics.column("reward")):
         charts.insert(0, _several("Rewards one by one", metrics, rewards, "means before weighting"))
@@ -158,6 +164,13 @@ def reward_names(metrics: Table) -> dict[str, str]:
     """Return the columns that hold the mean of one reward, each with the reward's name."""
     names = [name for name in metrics.columns if name.startswith("rewards/") and name.endswith("/mean")]
     return {name: name.split("/", 1)[1].removesuffix("/mean") for name in names}
+
+
+def _of_the_environment(metrics: Table) -> dict[str, Metric]:
+    """Return the numbers that an environment gives by names of its own, where they change."""
+    names = [name for name in metrics.columns if name.startswith("episodes/") and name not in METRICS]
+    note = "as the environment gives it, mean over episodes"
+    return {name: Metric(name.removeprefix("episodes/"), note) for name in names if len(set(metrics.known(name))) > 1}
 
 
 def _unscored_names(metrics: Table) -> dict[str, str]:
@@ -186,7 +199,14 @@ def other_metrics(run: RunRecord) -> tuple[list[Chart], dict[str, str]]:
     """Return all that no other chart shows, so that nothing is hidden: charts, and metrics that never change."""
     metrics, evals = run.metrics, run.evals
     drawn = [name for name in METRICS if any(metrics.known(name))]
-    shown = {*_NO_CURVES, *drawn, *reward_names(metrics), *_unscored_names(metrics), *[f"seconds/{x}" for x in PHASES]}
+    shown = {
+        *_NO_CURVES,
+        *drawn,
+        *_of_the_environment(metrics),
+        *reward_names(metrics),
+        *_unscored_names(metrics),
+        *[f"seconds/{x}" for x in PHASES],
+    }
     shown |= {end for name in drawn for end in METRICS[name].band or ()}
     names = sorted(name for name in metrics.columns if name not in shown)
     same = {name: short(metrics.last(name)) for name in names

@@ -249,7 +249,9 @@ def _score_of(error: BaseException) -> Score:
     if isinstance(error, MemoryError):
         return Score(None, "memory limit", by_limit=True)
     what = described(error)
-    if _tracebacks_left > 0 and not what.startswith(NO_ANSWER):
+    if isinstance(error, ConfigError):  # it says itself what to do
+        what = f"{what}; {error.problems[0].fix}"
+    elif _tracebacks_left > 0 and not what.startswith(NO_ANSWER):
         _tracebacks_left -= 1
         _print_traceback()
     return Score(None, _explained(what))

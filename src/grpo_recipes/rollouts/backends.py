@@ -83,6 +83,10 @@ class Rollouts:
         """
         return nullcontext()
 
+    def of_base_model(self) -> AbstractContextManager[Any] | None:
+        """Let generations inside come from the untrained model, or return None where it is not served."""
+        return None
+
     def generate(self, draw: Callable[[], tuple[list[Tokens], Any]]) -> tuple[list[Tokens], Any]:
         """Return ids, and log-probs or None, of completions for training by ``draw``: TRL's sampler, weights first."""
         return draw()
@@ -220,6 +224,11 @@ class ServerRollouts(VllmRollouts):
     def named(self, name: str, rows: list[int]) -> AbstractContextManager[Any]:
         every = gather_object(rows)
         return nullcontext() if self._client is None else replaced(self._client, generation=name, rows=every)
+
+    def of_base_model(self) -> AbstractContextManager[Any] | None:
+        if self.bridge != "lora":
+            return None
+        return nullcontext() if self._client is None else replaced(self._client, samples_base=True)
 
     def checksum_error(self) -> str | None:
         main = self._trainer.accelerator.is_main_process

@@ -33,11 +33,13 @@ class _Own:
         self.tools: list[dict[str, Any]] = list(getattr(inner, "tools", []))
 
     def reset(self, seed: int) -> Turn:
+        """Begin the episode; a ConfigError where the observation is none."""
         self._noise.seed("own", seed)
         with self._noise.running():
             return Turn(self._messages("reset", self._inner.reset(seed)))
 
     def step(self, action: str) -> Turn:
+        """Hand the action over; a ConfigError says which part of the answer is wrong and what to return."""
         with self._noise.running():
             answer = self._inner.step(action)
         if not isinstance(answer, tuple) or len(answer) not in (3, 4):

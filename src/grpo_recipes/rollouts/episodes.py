@@ -5,13 +5,12 @@ turns stay as they were sampled: the text between them is tokenized alone and ap
 it out of the loss, of log-probs and of their metrics. The environments run in child processes with limits.
 """
 
-import json
 import math
 import os
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,65 +21,19 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from grpo_recipes.attributes import replaced
-from grpo_recipes.environments.turns import Message, Turn
+from grpo_recipes.environments.turns import BASE, POLICY, Message, Turn
 from grpo_recipes.errors import config_error, translate
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
-from grpo_recipes.recipe.registry import environments_of, own_environments, turn_tokens
+from grpo_recipes.recipe.registry import own_environments, turn_tokens
 from grpo_recipes.recipe.user_code import REWARD_COPIES, copy_path, split_spec
 from grpo_recipes.rewards.load import LimitRecords, key_of
-from grpo_recipes.rewards.pool import RewardPool
 from grpo_recipes.rewards.score import Score
-from grpo_recipes.rollouts.stage import PLAY, digest, turn_of
+from grpo_recipes.rollouts.episode import Episode, Side, Tokens, environment_pool
+from grpo_recipes.rollouts.opponents import Opponents
+from grpo_recipes.rollouts.stage import PLAY
 
-Tokens = list[int]
 _EPSILON = 1e-4  # added to a standard deviation, as in TRL
 _DUMMY: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
-
-
-@dataclass
-class Episode:
-    """One row of a batch: what the policy has read and written so far."""
-
-    row: int  # of the batch of all ranks
-    spec: str  # of its environment
-    arguments: str  # of that, as JSON
-    seed: int
-    prompt: list[Message] = field(default_factory=list)
-    prompt_ids: Tokens = field(default_factory=list)
-    ids: Tokens = field(default_factory=list)  # all after the prompt
-    logprobs: list[float | None] = field(default_factory=list)  # of the policy's tokens; 0 of others
-    turn_ids: list[int | None] = field(default_factory=list)  # which of the policy's turns a token is of; None: none
-    actions: list[str] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)  # the environment's, the first one before any action
-    seen: str = ""  # digest of the last turn
-    done: bool = False
-    unfinished: bool = False  # it ended for want of turns or tokens
-    failed: str | None = None  # why it has no reward
-
-    @property
-    def active(self) -> bool:
-        """Return whether the policy is to move."""
-        return not (self.done or self.unfinished or self.failed)
-
-    def take(self, score: Score) -> None:
-        """Enter what the child answered to the last action."""
-        if score.reason is not None:
-            self.failed = score.reason
-            return
-        try:
-            turn = turn_of(score.value)
-        except (TypeError, ValueError) as error:
-            self.failed = f"its process sent no turn ({error})"
-            return
-        self.turns.append(turn)
-        self.seen, self.done = digest(score.value), turn.done
-
-    def transcript(self) -> list[Message]:
-        """Return the episode as chat messages."""
-        messages = list(self.turns[0].messages) if self.turns else []
-        for action, turn in zip(self.actions, self.turns[1:], strict=False):
-            messages += [{"role": "assistant", "content": action}, *turn.messages]
-        return messages
 
 
 class Renderer:
@@ -122,40 +75,6 @@ class Renderer:
         return list(ids)
 
 
-def environment_pool(recipe: Callable[[str], Any], copies: Path | None) -> RewardPool:
-    """Return the pool of child processes for the environments of a recipe, whose keys ``recipe`` looks up."""
-    return RewardPool(
-        PLAY,
-        workers=recipe("environment_workers"),
-        timeout=recipe("environment_timeout"),
-        memory_gib=recipe("environment_memory_gib"),
-        copies=copies,
-        network=recipe("environment_network"),
-        valid=lambda value: isinstance(value, str),
-    )
-
-
-def play_scripted(recipe: Callable[[str], Any], action: str) -> list[tuple[str, list[Turn]]]:
-    """Play an episode of each environment with one action alone, in a child; ConfigError where one fails.
-
-    Return what names each, and its turns.
-    """
-    played = []
-    with environment_pool(recipe, None) as pool:
-        for spec, arguments, _ in environments_of(recipe):
-            episode = Episode(0, spec, json.dumps(arguments, sort_keys=True), seed=0)
-            while len(episode.turns) <= recipe("environment_max_turns") and not episode.done:
-                episode.actions = [action] * len(episode.turns)
-                columns = {"environment": [spec], "arguments": [episode.arguments], "seed": [0], "episode": ["deep/0"]}
-                (score,) = pool.score(PLAY, [episode.actions], {**columns, "seen": [episode.seen]})
-                episode.take(score)
-                if episode.failed:
-                    what = f"'{spec}' failed in turn {len(episode.turns)}: {episode.failed}"
-                    raise config_error("environment", what, "correct it, or its environment_args")
-            played.append((spec, episode.turns))
-    return played
-
-
 class Episodes:
     """Play the episodes of each batch; TRL's ``rollout_func``."""
 
@@ -165,13 +84,15 @@ class Episodes:
         self._rows: list[dict[str, Any]] = []  # of the batch to play
         self._name = ""  # of the batch to play, from which sampling seeds are derived
         self.played: list[Episode] = []  # the rank's rows of the last batch
+        self.records: list[dict[str, Any]] = []  # of the last batch to train on, over all ranks
         copies = run_dir / REWARD_COPIES
         own = [spec for spec in own_environments(partial(getattr, script_args)) if split_spec(spec)[0].endswith(".py")]
         self._specs = {spec: f"{copy_path(spec, copies)}:{split_spec(spec)[1]}" for spec in own}
         self._records = LimitRecords(copies / f"episodes_{os.environ.get('RANK', '0')}.jsonl")
+        self._opponents = Opponents()
         self._pool = environment_pool(partial(getattr, script_args), copies)
         self._pool.start()
-        self._turn_tokens = turn_tokens(
+        self.turn_tokens = turn_tokens(
             script_args.environment_turn_length, args.max_completion_length, script_args.environment_max_turns
         )
 
@@ -192,62 +113,106 @@ class Episodes:
         ]
         renderer = Renderer(trainer.processing_class, trainer.chat_template_kwargs)
         self._advance(episodes, trainer)
-        for episode, row in zip(episodes, self._rows, strict=True):
-            self._begin(episode, renderer)
-            row["prompt"][:] = episode.turns[0].messages if episode.turns else row["prompt"]  # what tables show
-        turn = 0
-        while most := max(gather_object([sum(episode.active for episode in episodes)])):
+        for episode in episodes:
+            self._read(episode, renderer)
+        move = 0
+        while any(moves := gather_object([Counter(one.mover for one in episodes if one.active)])):
             active = [one for one in episodes if one.active]
-            self._sample(active, most, turn, trainer)
+            for mover in sorted({name for counter in moves for name in counter}):
+                moving = [one for one in active if one.mover == mover]
+                self._move(mover, moving, max(counter[mover] for counter in moves), f"{self._name}/turn{move}", trainer)
             self._advance(active, trainer)
             for episode in active:
-                self._continue(episode, renderer)
-            turn += 1
+                self._read(episode, renderer)
+            move += 1
+        for episode, row in zip(episodes, self._rows, strict=True):
+            row["prompt"][:] = episode.opening or row["prompt"]  # what tables show
+            episode.prompt_ids = episode.prompt_ids or renderer.prompt(Turn(_DUMMY[:1]))
         return self._output(trainer)
 
-    def _begin(self, episode: Episode, renderer: Renderer) -> None:
-        if episode.failed:
-            episode.prompt_ids = renderer.prompt(Turn(_DUMMY[:1]))
-            return
-        episode.prompt_ids = renderer.prompt(episode.turns[0])
-        longest = self._script.max_prompt_length
-        if longest is not None and len(episode.prompt_ids) > longest:
-            episode.failed = f"its first observation has {len(episode.prompt_ids)} tokens, more than max_prompt_length"
+    def enter(self, episodes: Sequence[Episode], name: str, trainer: Any) -> None:
+        """Begin episodes of a benchmark in this process, without the other ranks."""
+        self._name = name
+        self._advance_here(episodes, trainer)
 
-    def _continue(self, episode: Episode, renderer: Renderer) -> None:
-        """Append what the environment says to an episode that goes on, or end it for want of room."""
+    def go_on(self, active: Sequence[Episode], sampled: Sequence[Tokens], trainer: Any) -> None:
+        """Take episodes of ``enter`` one turn further; ``sampled`` has the turns of those whose mover has room."""
+        turns = iter(sampled)
+        for episode in active:
+            ids = list(next(turns)) if episode.mover else []
+            episode.write(ids, None, trainer.processing_class.decode(ids, skip_special_tokens=True))
+        self._advance_here(active, trainer)
+
+    def _advance_here(self, episodes: Sequence[Episode], trainer: Any) -> None:
+        renderer = Renderer(trainer.processing_class, trainer.chat_template_kwargs)
+        for episode, score in zip(episodes, self._scores(episodes, None, lambda: False), strict=True):
+            episode.take(score)
+            self._read(episode, renderer)
+
+    def _read(self, episode: Episode, renderer: Renderer) -> None:
+        """Append what the environment says to what the policy, or an opponent, has read; end it for want of room."""
         if not episode.active:
             return
-        between = renderer.between(episode.turns[-1].messages, cut=episode.ids[-1] != renderer.eos)
+        turn, longest = episode.turns[-1], self._script.max_prompt_length
+        if turn.opponent:
+            side = episode.opponents.get(turn.seat)
+            if side is None:
+                ids = renderer.prompt(turn)
+                most = len(ids) + self._args.max_completion_length
+                side = Side(ids, 0 if longest is not None and len(ids) > longest else most)
+                episode.opponents[turn.seat] = side
+            else:
+                side.ids += renderer.between(turn.messages, cut=side.ids[-1] != renderer.eos)
+            side.speechless = len(side.ids) + self.turn_tokens > side.most
+            return
+        if not episode.prompt_ids:
+            episode.prompt_ids = renderer.prompt(turn)
+            if longest is not None and len(episode.prompt_ids) > longest:
+                tokens = len(episode.prompt_ids)
+                episode.failed = f"its first observation has {tokens} tokens, more than max_prompt_length"
+            return
+        between = renderer.between(turn.messages, cut=episode.ids[-1] != renderer.eos)
         room = self._args.max_completion_length - len(episode.ids) - len(between)
-        if len(episode.actions) == self._script.environment_max_turns or room < self._turn_tokens:
-            episode.unfinished = True
+        if len(episode.own_actions) == self._script.environment_max_turns:
+            episode.unfinished = "environment_max_turns"
+        elif room < self.turn_tokens:
+            episode.unfinished = "max_completion_length"
+        if episode.unfinished:
             return
         episode.ids += between
         episode.logprobs += [0.0] * len(between)
         episode.turn_ids += [None] * len(between)
 
-    def _sample(self, active: list[Episode], most: int, turn: int, trainer: Any) -> None:
-        """Sample one turn of each active episode; as many rows on every rank, since some ways to sample need that."""
-        prompts = [episode.prompt_ids + episode.ids for episode in active]
-        rows = [episode.row for episode in active]
-        fillers = most - len(active)
-        filler = prompts[0] if prompts else self.played[0].prompt_ids
-        name = f"{self._name}/turn{turn}"
+    def _move(self, mover: str, episodes: list[Episode], most: int, name: str, trainer: Any) -> None:
+        """Have a model take a turn in each of these episodes; every rank calls it, with at ``most`` so many of them."""
+        if not mover:
+            for episode in episodes:
+                episode.write([], [], "")
+            return
+        prompts, rows = [episode.read() for episode in episodes], [episode.row for episode in episodes]
+        logprobs: Sequence[Any] | None = None
+        served = trainer.rollouts.of_base_model() if mover == BASE else None
+        if mover == POLICY or served is not None:
+            with served or nullcontext():
+                sampled, logprobs = self._sample(prompts, rows, most, name, trainer)
+        else:
+            sampled = self._opponents.frozen(mover, trainer).sample(prompts, name, rows, self.turn_tokens)
+        decode = partial(trainer.processing_class.decode, skip_special_tokens=True)
+        for episode, ids, of_ids in zip(episodes, sampled, logprobs or [None] * len(episodes), strict=False):
+            episode.write(list(ids), of_ids, decode(ids))
+
+    def _sample(self, prompts: list[Tokens], rows: list[int], most: int, name: str, trainer: Any) -> Any:
+        """Sample with TRL's sampler, as many rows on every rank, since some ways to sample need that."""
+        fillers = most - len(prompts)
+        filler = prompts[0] if prompts else [trainer.processing_class.eos_token_id]
         with trainer.rollouts.named(name, [*rows, *[-1 - row for row in range(fillers)]]), self._limit(trainer):
-            sampled, logprobs = trainer._generate_single_turn([*prompts, *[filler] * fillers], None, {}, 1)
-        for place, episode in enumerate(active):
-            ids = list(sampled[place])
-            episode.ids += ids
-            episode.logprobs += [0.0] * len(ids) if logprobs is None else list(logprobs[place])
-            episode.turn_ids += [turn] * len(ids)
-            episode.actions.append(trainer.processing_class.decode(ids, skip_special_tokens=True))
+            return trainer._generate_single_turn([*prompts, *[filler] * fillers], None, {}, 1)
 
     def _limit(self, trainer: Any) -> AbstractContextManager[Any]:
         """Let a completion be no longer than a turn."""
         if trainer.use_vllm:
-            return replaced(trainer.vllm_generation, max_completion_length=self._turn_tokens)
-        return replaced(trainer.generation_config, max_new_tokens=self._turn_tokens)
+            return replaced(trainer.vllm_generation, max_completion_length=self.turn_tokens)
+        return replaced(trainer.generation_config, max_new_tokens=self.turn_tokens)
 
     def _advance(self, episodes: Sequence[Episode], trainer: Any) -> None:
         """Have the environments take these episodes one turn further, in the children; called by every rank."""
@@ -310,12 +275,7 @@ class Episodes:
 
     def completions(self) -> list[list[Message]]:
         """Return the rank's episodes as TRL's completions: the messages after the first observation."""
-        return [
-            one.transcript()[len(one.turns[0].messages) :] or [{"role": "assistant", "content": ""}]
-            if one.turns
-            else [{"role": "assistant", "content": ""}]
-            for one in self.played
-        ]
+        return [one.transcript()[len(one.opening) :] or [{"role": "assistant", "content": ""}] for one in self.played]
 
     def turn_advantages(self, trainer: Any, output: dict[str, Any]) -> torch.Tensor | None:
         """Return advantages per token, (B, T), of ``environment_credit: per_turn``: the rewards after each turn.
@@ -324,7 +284,7 @@ class Episodes:
         """
         if self._script.environment_credit != "per_turn":
             return None
-        own = [(one.row, self.reward(one), [turn.reward for turn in one.turns[1:]]) for one in self.played]
+        own = [(one.row, self.reward(one), [turn.reward for turn in one.own_turns[1:]]) for one in self.played]
         found = compared_turns(gather_object(own), trainer.num_generations)
         advantages_BT = torch.zeros(output["completion_ids"].shape)
         for place, one in enumerate(self.played):
@@ -334,15 +294,16 @@ class Episodes:
 
     def _log(self, trainer: Any) -> None:
         mode = "train" if trainer.model.training else "eval"
-        rows = [
-            {
-                **_numbers(one),
-                "turns": float(len(one.actions)),
-                "unfinished": float(one.unfinished),
-                "unscored": float(one.failed is not None),
-            }
-            for one in self.played
-        ]
+        if trainer.model.training and self._args.report_samples > 0:
+            self.records = gather_object([one.record() for one in self.played])
+        rows = []
+        for one in self.played:
+            found = {**_numbers(one), "turns": float(len(one.own_actions))}
+            found |= {"unfinished": float(bool(one.unfinished)), "unscored": float(one.failed is not None)}
+            role, reward = one.turns[-1].info.get("role") if one.turns else None, self.reward(one)
+            if role is not None and reward is not None:
+                found[f"reward_{str(role).lower()}"] = reward
+            rows.append(found)
         gathered = gather_object(rows)
         for name in dict.fromkeys(name for row in gathered for name in row):
             values = [row[name] for row in gathered if name in row]

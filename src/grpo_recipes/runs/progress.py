@@ -103,13 +103,14 @@ class Progress:
         parts = {
             "step": f"step {step}/{last}",
             "reward": f"reward {_reward(row.get('reward'))}",
+            "won": won(row),
             "length": "" if length is None else f"length {length:.0f}",
             "kl": f"kl {kl:.3f}" if kl is not None else f"entropy {entropy:.2f}" if entropy is not None else "",
             "seconds": _seconds(seconds),
             "unusual": "  ".join(unusual(row)),
             "left": f"left {clock((now - began) / max(1, step - first) * (last - step))}",
         }
-        for too_much in ("kl", "length", "seconds"):
+        for too_much in ("kl", "length", "seconds", "won"):
             if len("  ".join(filter(None, parts.values()))) > width:
                 parts[too_much] = ""
         return "  ".join(filter(None, parts.values()))
@@ -118,6 +119,7 @@ class Progress:
 # What is not as it should be in a step, by the share from which it is named.
 _UNUSUAL = {
     "unscored": ("rewards/no_verdict", 0.0),
+    "unfinished": ("episodes/unfinished", _MANY),
     "cut off": ("completions/clipped_ratio", _MANY),
     "clipped": ("clip_ratio/region_mean", _MANY),
 }
@@ -127,6 +129,18 @@ def unusual(row: Mapping[str, Any]) -> list[str]:
     """Return shares that are not trivial: completions unscored or cut off at their longest, tokens clipped."""
     shares = [(name, number(row.get(key)) or 0.0, least) for name, (key, least) in _UNUSUAL.items()]
     return [f"{name} {max(1, round(100 * share))}%" for name, share, least in shares if share > least]
+
+
+def won(row: Mapping[str, Any]) -> str:
+    """Return the share of a step's episodes that were won, empty where the environment does not say so."""
+    share = number(row.get("episodes/won"))
+    return "" if share is None else f"won {100 * share:.0f}%"
+
+
+def episodes_line(row: Mapping[str, Any]) -> str:
+    """Return what a row says of its episodes, as ``turns 2  legal 0.97``; empty without an environment."""
+    found = {name.removeprefix("episodes/"): number(one) for name, one in row.items() if name.startswith("episodes/")}
+    return "  ".join(f"{name} {one:.3g}" for name, one in found.items() if one is not None)
 
 
 def closing_shares(rows: list[dict[str, Any]]) -> str:

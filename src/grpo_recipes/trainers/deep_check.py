@@ -20,7 +20,8 @@ from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.configs import CONFIGS, GRPOConfig, ModelConfig
 from grpo_recipes.recipe.registry import environments_of
 from grpo_recipes.rewards.probe import probe_rewards, problems_of, sample_rows
-from grpo_recipes.rollouts.episodes import Renderer, play_scripted
+from grpo_recipes.rollouts.episode import play_scripted
+from grpo_recipes.rollouts.episodes import Renderer
 from grpo_recipes.trainers.entry import load_callbacks
 from grpo_recipes.trainers.model import check_adapter, load_tokenizer, quoting, skeleton
 
@@ -80,12 +81,13 @@ def _adapted_layers(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -
         model = smoke.build_model(smoke.build_tokenizer(), tied=recipe["model_name_or_path"].endswith("-tied"))
     else:
         model = skeleton(model_args, args.trust_remote_code)
-
-    def placed(error: ConfigError) -> ConfigError:
-        return ConfigError(*[replace(one, where=recipe.place(one.where)) for one in error.problems])
-
-    with translate(ConfigError, placed):
+    with translate(ConfigError, partial(_placed, recipe)):
         return check_adapter(model, get_peft_config(model_args))
+
+
+def _placed(recipe: Recipe, error: ConfigError) -> ConfigError:
+    """Return the error with the lines of the keys that it names."""
+    return ConfigError(*[replace(one, where=recipe.place(one.where)) for one in error.problems])
 
 
 def _episodes(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -> list[str]:
@@ -93,16 +95,18 @@ def _episodes(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -> list
     tokenizer = _tokenizer(recipe, args, model_args)
     renderer_of(recipe["chat_template"], tokenizer, recipe["chat_template_kwargs"])
     renderer, seen = Renderer(tokenizer, recipe["chat_template_kwargs"]), []
-    for spec, turns in play_scripted(recipe.__getitem__, _ANSWER):
+    with translate(ConfigError, partial(_placed, recipe)):
+        played = play_scripted(recipe.__getitem__, _ANSWER)
+    for spec, turns in played:
         tokens = len(renderer.prompt(turns[0]))
         for turn in turns[1:]:
             tokens += len(renderer.between(turn.messages, cut=False)) if not turn.done else 0
         messages = [message for turn in turns for message in [*turn.messages, {"role": "policy", "content": _ANSWER}]]
-        shown_turns = [f"  [{one['role']}] {one['content']}" for one in messages[: -1 if turns[-1].done else None]]
+        shown_turns = [f"  [{one['role']}] {one['content']}" for one in messages[:-1]]  # the last one was not played
         reward = sum(turn.reward for turn in turns)
         ended = "ended" if turns[-1].done else "goes on"
         seen += [f"episode    of {spec}: {tokens} tokens of its own, reward {reward:g}, {ended} after "
-                 f"{len(turns) - 1} turns of {_ANSWER}", *shown_turns]  # fmt: skip
+                 f"{len(turns) - 1} turn{'s' if len(turns) != 2 else ''} of {_ANSWER}", *shown_turns]  # fmt: skip
     return seen
 
 

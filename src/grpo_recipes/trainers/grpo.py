@@ -130,7 +130,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             if advantages_PG is not None:
                 self._replace_advantages(output, advantages_PG.flatten())
             if self.accelerator.is_main_process and self.args.report_samples > 0:
-                write_samples(self._samples_file, self, [row.get("answer") for row in inputs])
+                episodes = self.episodes and self.episodes.records
+                write_samples(self._samples_file, self, [row.get("answer") for row in inputs], episodes)
         self.checks.server(output, synced=self.rollouts.transfers != loaded)
         return output
 

@@ -25,6 +25,7 @@ from grpo_recipes.trainers.checkpoints import contents, keep_random_states, refi
 
 PHASES = ("sample", "score", "sync", "save", "evaluate")
 LONGEST_TEXT = 4000  # characters
+_LONGEST_EPISODE, _SHORTEST_CUT = 16_000, 200  # characters of an episode's texts together, and of one at least
 
 
 class MetricsRows:
@@ -140,8 +141,11 @@ def weighted_rewards(rewards_BR: torch.Tensor, weights_R: torch.Tensor) -> torch
     return sums_B.masked_fill(rewards_BR.isnan().all(dim=1), torch.nan)
 
 
-def write_samples(file: Path, trainer: Any, answers: list[Any]) -> None:
-    """Add a row with all rewards of the generation that TRL just logged, and completions of rank 0's ``answers``."""
+def write_samples(file: Path, trainer: Any, answers: list[Any], episodes: list[dict[str, Any]] | None = None) -> None:
+    """Add a row with all rewards of the generation that TRL just logged, and completions of rank 0's ``answers``.
+
+    ``episodes`` are the records of the completions, (B,), where these come from environments.
+    """
     logs, group, names = trainer._logs, trainer.num_generations, trainer.reward_func_names
     prompts, completions, advantages = (list(logs[name]) for name in ("prompt", "completion", "advantages"))
     rewards_BR = trainer.rewards_BR[-len(prompts) :]
@@ -157,6 +161,7 @@ def write_samples(file: Path, trainer: Any, answers: list[Any]) -> None:
                 "reward": totals[row],
                 "rewards": dict(zip(names, map(_rounded, rewards_BR[row].tolist()), strict=True)),
                 "advantage": _rounded(advantages[row]),
+                **({"episode": _short_episode(episodes[row])} if episodes else {}),
             }
         )
     append_json(file, {"step": trainer.state.global_step + 1, "rewards": totals, "samples": samples})
@@ -181,15 +186,29 @@ def chosen_rows(totals: list[float | None], group: int, own: int, count: int) ->
     return extremes(0, count - count // 2) + extremes(widest, count // 2) if widest else extremes(0, count)
 
 
-def _text(content: Any, roles: bool = False) -> str:
+def _short_episode(record: dict[str, Any]) -> Any:
+    """Return the record of an episode with its texts masked and, in long episodes, cut earlier than others."""
+    most = max(_SHORTEST_CUT, _LONGEST_EPISODE // (1 + 2 * len(record["turns"])))
+
+    def short(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {masked(str(name)): short(one) for name, one in value.items()}
+        if isinstance(value, list):
+            return [short(one) for one in value]
+        return _text(value, most=most) if isinstance(value, str) else json_number(value)
+
+    return short(record)
+
+
+def _text(content: Any, roles: bool = False, most: int = LONGEST_TEXT) -> str:
     """Return a text, or chat messages one after another and under their ``roles``, masked and of bounded length."""
     if not isinstance(content, str):
         texts = [one if isinstance(one := message.get("content"), str) else json.dumps(one) for message in content]
         heads = [f"[{message['role']}]\n" if roles else "" for message in content]
         content = "\n\n".join(head + text for head, text in zip(heads, texts, strict=True))
     text = masked(content)
-    more = len(text) - LONGEST_TEXT
-    return text if more <= 0 else f"{text[:LONGEST_TEXT]} […{more:,} more characters]"
+    more = len(text) - most
+    return text if more <= 0 else f"{text[:most]} […{more:,} more characters]"
 
 
 def _rounded(value: float) -> float | None:

@@ -31,6 +31,7 @@ class LoraClient(BridgeClient):
 
     bridge = "lora"
     streams = False
+    samples_base = False  # whether completions come from the base model, set by the trainer
 
     def __init__(self, **kwargs: Any):
         self._model: PeftModel | None = None
@@ -38,6 +39,15 @@ class LoraClient(BridgeClient):
         self._lora_id = 0  # the adapter's in the workers
         self._proven = 0  # the server whose base model was compared with the trainer's
         super().__init__(**kwargs)
+
+    @property
+    def model(self) -> str:
+        """Return the model of a request."""
+        return os.environ["GRPO_RUN"] if self.samples_base else self._served
+
+    @model.setter
+    def model(self, name: str) -> None:
+        self._served = name
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
         """Do nothing: the server reads files."""

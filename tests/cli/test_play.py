@@ -1,0 +1,133 @@
+"""`grpo play`: a person takes the policy's turns, from a terminal or a pipe, within the limits of a training."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from documented import documented
+
+ROOT = Path(__file__).resolve().parents[2]
+WILD = ROOT / "tests/rollouts/wild_environment.py"
+EXAMPLE = "recipes/examples/two_sums.yaml"
+
+
+def played(*words: str, said: str = "", code: int = 0) -> str:
+    """Return what the command prints on a pipe, or on stderr where it ends with another code than 0."""
+    command = list(words) if words[0].endswith("grpo") else [sys.executable, "-m", "grpo_recipes", "play", *words]
+    done = subprocess.run(command, input=said, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == code, done.stderr
+    return done.stderr if code else done.stdout
+
+
+def recipe(folder: Path, *lines: str) -> str:
+    path = folder / "own.yaml"
+    path.write_text(f"base: {ROOT / EXAMPLE}\n" + "\n".join(lines))
+    return str(path)
+
+
+def test_an_episode_of_the_example_is_played_to_its_end() -> None:
+    words = documented("grpo play recipes/examples/two_sums.yaml --seed 3")
+    lines = played(*words, said="<answer>7</answer>\n3\n").splitlines()
+    assert lines[1:] == [
+        "[user] 2+5=", "turn 1 of 2> <answer>7</answer>", "reward 0.5  right 1", "[user] 3+6=", "turn 2 of 2> 3",
+        "reward 0  right 0", "grpo: ended in turn 2, reward 0.5",
+    ]  # fmt: skip
+    assert "two_sums.py:TwoSums, seed 3" in lines[0] and "at most 2" in lines[0]
+
+
+def test_without_a_seed_one_is_drawn_and_shown() -> None:
+    (first, asked, *_) = played(EXAMPLE).splitlines()
+    seed = first.partition("seed ")[2].partition(";")[0]
+    assert played(EXAMPLE, "--seed", seed).splitlines()[:2] == [first, asked]
+
+
+def test_the_end_of_stdin_leaves_and_the_limit_of_turns_ends_the_episode(tmp_path: Path) -> None:
+    assert played(EXAMPLE, "--seed", "3", said="<answer>7</answer>\n").endswith("grpo: left in turn 2, reward 0.5\n")
+    own = recipe(tmp_path, f"environment: {WILD}:Sums", "environment_args: {exactly: 3}")
+    assert played(own, said="abc\nde\nf\n").endswith(
+        "grpo: unfinished (environment_max_turns) in turn 2, reward 1.25\n"
+    )
+
+
+def test_an_environment_of_a_mixture_is_chosen_by_its_place(tmp_path: Path) -> None:
+    entries = [f"{{id: '{WILD}:Sums', args: {{exactly: {turns}}}}}" for turns in (1, 2)]
+    own = recipe(tmp_path, "environment: null", f"environment_mixture: {{environments: [{', '.join(entries)}]}}")
+    for place, turns in (("1", 1), ("2", 2)):
+        assert played(own, "--entry", place, said="abc\n" * 4).count("reward 0.75  letters 3") == turns
+    assert "Fix: write 1 (" in played(own, "--entry", "3", code=2)
+
+
+def test_what_hangs_dies_or_raises_ends_by_its_limit_with_one_error(tmp_path: Path) -> None:
+    own = recipe(tmp_path, f"environment: {WILD}:Wild", "environment_timeout: 0.5")
+    for said, why in (("h", "time limit of 0.5 s"), ("k", "SIGKILL"), ("r", "ValueError: a rule was broken")):
+        began = time.monotonic()
+        *traceback, line = played(own, said=f"{said}\n", code=2).splitlines()
+        assert "failed in turn 1: " in line and why in line, line
+        assert bool(traceback) == (said == "r")  # the author's own lines
+        assert time.monotonic() - began < 30
+
+
+def test_wrong_recipes_and_options_are_refused() -> None:
+    assert "has no environment to play" in played("recipes/smoke/grpo.yaml", code=2)
+    assert "--seed: is -1" in played(EXAMPLE, "--seed", "-1", code=2)
+
+
+def test_a_terminal_is_not_controlled_by_what_an_environment_says(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "class Loud:\n"
+        "    def reset(self, seed):\n        return '\\x1b[2Jhello'\n"
+        "    def step(self, action):\n        return '', 1.0, True, {'end': 'x\\x1b[31my'}\n"
+    )
+    out = played(recipe(tmp_path, f"environment: {tmp_path}/own.py:Loud"), said="a\n")
+    assert "\x1b" not in out and "[user] hello" in out and "end: xy" in out
+
+
+@pytest.mark.parametrize(("key", "code"), [("\x03", 130), ("\x04", 0)])
+def test_ctrl_c_and_ctrl_d_leave_nothing_behind(key: str, code: int) -> None:
+    pid, fd = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a test run in the background ignores it, and so would this
+        os.execv(sys.executable, [sys.executable, "-m", "grpo_recipes", "play", EXAMPLE, "--seed", "3"])
+    shown, end = b"", time.monotonic() + 60
+    try:
+        while b"turn 1 of 2>" not in shown and (part := _read(fd, end)):
+            shown += part
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        os.write(fd, key.encode())
+        while part := _read(fd, end):
+            shown += part
+        assert time.monotonic() < end, shown
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code, shown
+        assert b"grpo: left in turn 1, reward 0" in shown and b"Traceback" not in shown
+        assert children and not any(Path(f"/proc/{child}").exists() for child in children)
+    finally:
+        os.close(fd)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _read(fd: int, end: float) -> bytes:
+    """What the terminal shows next; nothing once nobody has it open, or after the time ``end``."""
+    if not select.select([fd], [], [], max(0.0, end - time.monotonic()))[0]:
+        return b""
+    try:
+        return os.read(fd, 4096)
+    except OSError:  # Linux' end of a terminal that nobody has open
+        return b""
+
+
+def test_playing_imports_no_torch() -> None:
+    heavy = "{'torch', 'trl', 'transformers', 'accelerate'} & sys.modules.keys()"
+    code = f"import sys, grpo_recipes.cli.play; print({heavy})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "set()\n"

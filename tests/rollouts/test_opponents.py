@@ -1,0 +1,114 @@
+"""Models in the seats of a game's other players: when they are asked, and what they read."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import re
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from grpo_recipes.environments.turns import Turn
+from grpo_recipes.recipe.registry import frozen_opponents
+from grpo_recipes.rollouts.backends import ServerRollouts
+from grpo_recipes.rollouts.environments import load_environment
+
+from .played import named_last, play, written
+
+QUOTED = re.compile(r"'(\[\w+\])'")
+GAMES = ["TicTacToe-v0", "KuhnPoker-v0", "SecretMafia-v0"]
+needs_textarena = pytest.mark.skipif(
+    importlib.util.find_spec("textarena") is None, reason="EXTRAS=environments bash scripts/setup.sh"
+)
+
+
+def named(turn: Turn) -> str:
+    """Answer with the last move in quotes, which most games list, else with the last number in brackets."""
+    return (QUOTED.findall(turn.messages[-1]["content"]) or [named_last(turn)])[-1]
+
+
+@needs_textarena
+@pytest.mark.parametrize("game", GAMES)
+def test_a_model_is_asked_for_each_turn_of_the_other_seats(game: str) -> None:
+    env = load_environment(f"textarena:{game}", {"opponents": "policy", "player": 1})
+    turns = play(env, 5, named)
+    asked = {turn.seat for turn in turns if turn.opponent}
+    assert asked and 1 not in asked
+    assert all(turn.opponent in ("", "policy") and turn.messages for turn in turns[:-1])
+    assert written(play(env, 5, named)) == written(turns)
+
+
+@needs_textarena
+@pytest.mark.parametrize("game", GAMES)
+def test_rewards_of_actions_are_the_policys_alone(game: str) -> None:
+    args = {"opponents": "policy", "legal_reward": 0.5, "illegal_reward": -0.5}
+    turns = play(load_environment(f"textarena:{game}", args), 5, named)
+    assert any(turn.opponent for turn in turns)
+    for before, after in itertools.pairwise(turns):
+        assert ("opponent_legal" if before.opponent else "legal") in after.info
+        assert ("legal" if before.opponent else "opponent_legal") not in after.info
+        assert after.done or abs(after.reward) == (0.0 if before.opponent else 0.5)
+
+
+@needs_textarena
+def test_a_move_of_a_model_that_the_game_does_not_take_is_drawn_in_its_place() -> None:
+    def first_free(turn: Turn) -> str:
+        return "no move" if turn.opponent else re.findall(r"'(\[\d\])'", turn.messages[-1]["content"])[0]
+
+    turns = play(load_environment("textarena:TicTacToe-v0", {"opponents": "policy"}), 5, first_free)
+    legal = [turn.info["opponent_legal"] for turn in turns if "opponent_legal" in turn.info]
+    assert len(legal) >= 2 and set(legal) == {0.0}
+    assert "invalid" not in str(turns[-1].info["end"])
+    placed = [
+        text for turn in turns for one in turn.messages for text in re.findall(r"\(X\) in cell \d", one["content"])
+    ]
+    assert placed  # by the opponent
+
+
+@needs_textarena
+def test_each_seat_reads_what_is_new_to_it() -> None:
+    turns = play(load_environment("textarena:SecretMafia-v0", {"opponents": "policy"}), 3, named)
+    texts: dict[int, list[str]] = {}
+    for turn in turns[:-1]:
+        texts.setdefault(turn.seat if turn.opponent else -1, []).append(turn.messages[0]["content"])
+    roles = {seat: re.findall(r"You are (Player \d).\nYour role: (\w+)", "".join(said)) for seat, said in texts.items()}
+    assert all(len(found) == 1 for found in roles.values())
+    assert all(found[0][0] == f"Player {seat}" for seat, found in roles.items() if seat >= 0)
+    assert len({found[0][1] for found in roles.values()}) > 2
+
+
+@needs_textarena
+def test_the_folder_of_a_model_plays(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    env = load_environment("textarena:TicTacToe-v0", {"opponents": str(tmp_path), "player": 1})
+    first = env.reset(0)
+    assert (first.opponent, first.seat) == (str(tmp_path), 0)
+
+
+@pytest.mark.parametrize(("bridge", "copies"), [("lora", False), ("nccl", True)])
+def test_the_base_model_is_asked_of_the_server_that_has_it(bridge: str, copies: bool) -> None:
+    client = SimpleNamespace(samples_base=False)
+    embeddings = SimpleNamespace(num_embeddings=300)
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(weight_guard=True, weight_sync=bridge),
+        vllm_generation=SimpleNamespace(vllm_client=client),
+        model=SimpleNamespace(get_input_embeddings=lambda: embeddings),
+    )
+    inside = ServerRollouts(trainer).of_base_model()
+    assert (inside is None) == copies
+    with inside or nullcontext():
+        assert client.samples_base != copies
+    assert not client.samples_base
+    recipe = {"use_peft": True, "weight_sync": bridge, "environment": "textarena:Nim-v0"}
+    recipe |= {"environment_args": {"opponents": "base"}}
+    assert frozen_opponents(recipe.get) == ({"base"} if copies else set())
+
+
+@pytest.mark.parametrize(("opponents", "held"), [("random", 0), ("policy", 0), ("base", 1), ("runs/x", 1)])
+def test_which_opponents_are_copies(opponents: str, held: int) -> None:
+    game = {"id": "textarena:Nim-v0", "args": {"opponents": opponents}}
+    recipe = {"environment_mixture": {"environments": [game, {"id": "textarena:Nim-v0"}, {"id": "x.py:X"}]}}
+    assert len(frozen_opponents(recipe.get)) == held
