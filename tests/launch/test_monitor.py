@@ -86,7 +86,7 @@ def test_the_page_of_a_running_run_takes_a_fiftieth_of_the_time_and_lines_fit_th
         return ""
 
     monkeypatch.setattr(monitor, "report_line", slow_page)
-    monkeypatch.setattr(monitor.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(monitor, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: clock[0]}))
     monkeypatch.setattr(monitor, "columns", lambda: 50)
     watched = watch()
     append(tmp_path, 1, 3, kl=0.1, **{"completions/mean_length": 100.0})
@@ -216,7 +216,7 @@ def test_the_other_nodes_dump_stacks_when_a_rank_stalls(read, tmp_path, monkeypa
     write_json(tmp_path / "processes/phase_0.json", {"phase": "sample", "since": 1.5, "step": 2})
     assert watched.tick() is None and sent == []
     later = time.monotonic() + 100_000
-    monkeypatch.setattr(monitor.time, "monotonic", lambda: later)
+    monkeypatch.setattr(monitor, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: later}))
     ending = watched.tick()
     assert ending is not None and ending.failed_rank == 0 and sent == ["stacks"]
 
@@ -264,7 +264,7 @@ def test_a_transfer_that_waits_for_the_next_server_is_not_late(read, tmp_path, m
     write_json(tmp_path / "processes/phase_0.json", {"phase": "sync", "since": 1.5, "step": 2})
     assert watched.tick() is None
     later = time.monotonic() + 30
-    monkeypatch.setattr(monitor.time, "monotonic", lambda: later)
+    monkeypatch.setattr(monitor, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: later}))
     ending = watched.tick()
     assert (ending is not None) == ends
     if ends:

@@ -8,6 +8,7 @@ import math
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from report.synthetic_runs import make_sweep
@@ -95,7 +96,7 @@ def test_a_sweep_of_which_nothing_has_run_has_a_page(tmp_path):
 
 def test_a_lock_that_is_held_is_waited_for_a_minute_and_none_is_no_obstacle(tmp_path, monkeypatch):
     sweep, waits = make_sweep(tmp_path), []
-    monkeypatch.setattr(folder.time, "sleep", waits.append)
+    monkeypatch.setattr(folder, "time", SimpleNamespace(sleep=waits.append))  # this module's alone: threads sleep too
     with (sweep.folder / "page.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert write_sweep(sweep)[0].is_file() and waits == 60 * [1]
@@ -103,7 +104,7 @@ def test_a_lock_that_is_held_is_waited_for_a_minute_and_none_is_no_obstacle(tmp_
     def fake_no_locks(*_):
         raise OSError(errno.ENOLCK, "no locks available")
 
-    monkeypatch.setattr(folder.fcntl, "flock", fake_no_locks)
+    monkeypatch.setattr(folder, "fcntl", SimpleNamespace(**{**vars(fcntl), "flock": fake_no_locks}))
     assert write_sweep(sweep, tmp_path / "other.html")[0].is_file() and len(waits) == 60
 
 

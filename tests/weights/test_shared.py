@@ -210,7 +210,7 @@ def test_a_row_tells_how_long_the_server_was_waited_for(client, monkeypatch):
         nonlocal clock
         clock += seconds
 
-    monkeypatch.setattr(shared.time, "perf_counter", lambda: clock)
+    monkeypatch.setattr(shared, "time", SimpleNamespace(perf_counter=lambda: clock))
     monkeypatch.setattr(client, "drain", lambda: passes(0.5))
     monkeypatch.setattr(client, "release", lambda: passes(0.25))
     for _ in range(2):
