@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -114,6 +115,15 @@ def test_the_port_is_that_of_the_rendezvous(machine, capsys) -> None:
     assert code == 0 and '"--main_process_port", "30123"' in out
     code, out, err = printed(capsys, "--master-port", "99999", "--dry-run")
     assert code == 2 and "grpo: --master-port: 'main_process_port' is 99999" in err
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        code, _, err = printed(capsys, "--master-port", str(port))
+    assert code == 2 and err.endswith(
+        f"grpo: --master-port: port {port} is in use by another process. "
+        "Fix: free it, or remove --master-port and let the launcher choose\n"
+    )
 
 
 def test_the_log_level_is_that_of_every_process_and_debug_is_torchs_too(machine, monkeypatch, capsys) -> None:

@@ -166,10 +166,12 @@ def test_a_port_the_user_named_and_another_process_holds(at, read):
         port = taken.getsockname()[1]
         found = environment.ports(at(VLLM_PORT=str(port)))
         by_recipe = environment.ports(at(read(vllm_server_port=port)))
+        inside = environment.ports(at(read(vllm_mode="colocate", vllm_server_port=port)))
         unnamed = environment._port("vllm_server_port", port, given=False)
     assert found.status == "problem"
     assert f"{port} (vllm_server_port)" in found.value and f"pid {os.getpid()}" in found.value
     assert by_recipe == found
+    assert str(port) not in inside.value
     assert unnamed.status == "warning"
     assert environment._port("vllm_server_port", port, given=True).value == f"{port} free"
 

@@ -90,6 +90,12 @@ def test_ports_that_rank_0_opens_on_another_node_are_asked_for_there(read):
     assert asked == [51216, 29525, 29535] and len(notes) == 1
 
 
+def test_ports_of_a_server_that_there_is_not_are_not_looked_at(read):
+    with listening() as busy, listening() as other:
+        wanted = Ports(busy, other, unused(), None)
+        assert free_ports(read(vllm_server_port=busy), wanted, LOOPBACK, server=False) == (wanted, [])
+
+
 def test_free_ports_are_kept_without_a_note(read):
     ports = Ports(unused(), unused(), unused(), 777)
     assert free_ports(read(), ports, LOOPBACK) == (ports, [])

@@ -70,7 +70,7 @@ def test_their_own_example_is_answered_line_by_line(tmp_path: Path) -> None:
     assert fixes.keys() == {"0", "5", "8", "19"}
     assert "vllm_gpu_memory_utilization limits its memory" in fixes["5"] and fixes["5"].startswith("remove it")
     assert fixes["8"].startswith("remove it; vLLM captures CUDA graphs on GPUs")
-    assert "steps_per_generation says how many steps one feeds" in fixes["19"]
+    assert "num_iterations says how many steps one feeds" in fixes["19"]
     assert fixes["0"].startswith("add dataset_name")
 
 
@@ -180,6 +180,11 @@ def test_a_sync_at_every_generation_changes_nothing_and_says_so(tmp_path: Path) 
     recipe, problems = merged(tmp_path, f"{FIXED}sync_frequency: 1\n")
     assert problems == []
     assert any("sync_frequency: 1 changes nothing: vLLM gets the weights before every" in note for note in recipe.notes)
+
+
+def test_the_key_for_fewer_syncs_goes_with_their_batch(tmp_path: Path) -> None:
+    recipe, problems = merged(tmp_path, f"{FIXED}num_iterations: 4\n")
+    assert problems == [] and (recipe["num_iterations"], recipe["prompts_per_step"]) == (4, 8)
 
 
 def test_num_generations_of_a_flag_divides_the_batch(tmp_path: Path) -> None:

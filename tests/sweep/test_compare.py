@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -227,6 +228,8 @@ def test_after_a_signal_no_other_begins(compare, fakes, folder, capsys):
         ("file,shared", ("--steps", "3", "--max_steps", "4"), "--max_steps is given too"),
         ("file,shared", ("--vllm_server_port", "8123"), "2 modes at the same time cannot have one vllm_server_port"),
         ("file,shared", ("--weight_sync", "file"), "--weight_sync: is set by the modes"),
+        ("file,shared", ("--weight_bridge_mode", "none"), "--weight_bridge_mode: is set by the modes. Fix: remove it"),
+        ("file,,shared", (), "--modes: 'file,,shared' has an empty name"),
         ("file,shared", ("--use_peft", "true"), "shared: --modes: shared does not work with LoRA"),
     ],
 )
@@ -235,6 +238,16 @@ def test_what_cannot_be_compared_is_refused_before_anything_is_written(
 ):
     assert compare(modes, *flags) == 2
     assert problem in capsys.readouterr().err
+    assert fakes.began == [] and not (folder / "runs").exists()
+
+
+def test_a_named_port_that_is_taken_is_refused_before_anything_is_written(compare, fakes, folder, capsys):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert compare("file,shared", "--jobs", "1", "--vllm_server_port", str(port)) == 2
+    assert f"--vllm_server_port: port {port} is in use by another process. Fix: free it" in capsys.readouterr().err
     assert fakes.began == [] and not (folder / "runs").exists()
 
 

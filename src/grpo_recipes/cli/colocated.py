@@ -257,7 +257,12 @@ def _recipe(options: argparse.Namespace, device: str) -> str | None:
 
 def _in_our_words(error: ConfigError) -> ConfigError:
     """Return an error of the launch with our flags in place of those that stand for them."""
-    return ConfigError(*(replace(one, where=_OURS.get(one.where, one.where)) for one in error.problems))
+
+    def ours(one: Problem) -> Problem:
+        flag = _OURS.get(one.where, one.where)
+        return replace(one, where=flag, fix=one.fix.replace(one.where.removeprefix("--"), flag))
+
+    return ConfigError(*map(ours, error.problems))
 
 
 def _launch(door: Door) -> int:

@@ -270,7 +270,8 @@ def ports(machine: Machine) -> Finding:
     """Whether the ports of a run are free (8000, 51216, 29525 outside Slurm), and who holds them."""
     recipe = machine.recipe
     if recipe is not None:
-        numbers = plan_ports(recipe, slurm_job(machine.environment)).by_key()
+        server = recipe["use_vllm"] and recipe["vllm_mode"] == "server"
+        numbers = plan_ports(recipe, slurm_job(machine.environment)).by_key(server)
         return together(_port(key, port, recipe.given(key)) for key, port in numbers.items())
     if machine.in_job:
         return ok("a separate block of ports for the job")

@@ -81,7 +81,8 @@ def _prepare(
     names = resolve.names_of(recipe, run)
     resources = preflight_nodes(workers, resources, os.environ)
     plan = make_plan(recipe, resources, os.environ)
-    ports, notes = free_ports(recipe, plan.ports, plan.server_host, workers.port_of(plan.placement[0].node))
+    there = workers.port_of(plan.placement[0].node)
+    ports, notes = free_ports(recipe, plan.ports, plan.server_host, there, plan.mode == "server")
     resolve.need_wandb_route(recipe, os.environ)
     # Downloaded now if it must be; of a resumed run the commits it began with.
     again = [*(["--resume", str(run.folder)] if run else [shown(recipe.path)]), *options.flags]

@@ -244,6 +244,7 @@ def describe(
     Without ``argv`` a process has one line, of its place and its log.
     """
     several = len(plan.nodes) > 1
+    server = f"server {plan.ports.server}, weights {plan.ports.group}, " if plan.mode == "server" else ""
     lines = [
         f"recipe     {plan.recipe} ({plan.task}, {plan.entry})",
         *([f"objective  {plan.maxent}"] if plan.maxent else []),
@@ -252,8 +253,8 @@ def describe(
         f"episodes   {plan.environment}" if plan.environment else f"dataset    {plan.dataset or 'mixture'}",
         f"batch      {plan.batch}",
         *([f"evaluation {plan.eval_batch} completions a batch and trainer"] if plan.eval_batch else []),
-        f"vllm       {plan.mode}, weights by {plan.bridge or 'none'} ({plan.why_bridge})",
-        f"ports      server {plan.ports.server}, weights {plan.ports.group}, trainers {plan.ports.main_process}",
+        f"vllm       {plan.mode}{f', weights by {plan.bridge}' if plan.bridge else ''} ({plan.why_bridge})",
+        f"ports      {server}trainers {plan.ports.main_process}",
         *([f"nodes      {len(plan.nodes)}: {', '.join(plan.nodes)}"] if several else []),
         *estimates,
         *(f"note       {note}" for note in plan.notes),

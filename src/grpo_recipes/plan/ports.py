@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from grpo_recipes.errors import config_error
+from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.process.tree import descendants
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.server.middleware import ACTIVITY_PATH
@@ -36,9 +36,10 @@ class Ports:
     main_process: int  # the trainers' rendezvous
     vllm_internal: int | None  # the first of vLLM's own, None where it chooses
 
-    def by_key(self) -> dict[str, int]:
-        """Return those that have a key in the recipe."""
-        return dict(zip(DEFAULT_PORTS, (self.server, self.group, self.main_process), strict=True))
+    def by_key(self, server: bool = True) -> dict[str, int]:
+        """Return those that have a key in the recipe, without a ``server`` the trainers' alone."""
+        ports = zip(DEFAULT_PORTS, (self.server, self.group, self.main_process), strict=True)
+        return {key: port for key, port in ports if server or key == "main_process_port"}
 
 
 def plan_ports(recipe: Recipe, job: SlurmJob | None) -> Ports:
@@ -53,28 +54,33 @@ def plan_ports(recipe: Recipe, job: SlurmJob | None) -> Ports:
 
 
 def free_ports(
-    recipe: Recipe, ports: Ports, host: str, free_there: Callable[[int], bool] | None = None
+    recipe: Recipe, ports: Ports, host: str, free_there: Callable[[int], bool] | None = None, server: bool = True
 ) -> tuple[Ports, list[str]]:
     """Return the ports, each that is busy replaced by the next free one, with a note about it; keep them all.
 
-    A busy port that the user gave is a ConfigError. The server listens on ``host``; the other two are opened by rank 0,
-    on a node that ``free_there`` asks where it is not this one.
+    A busy port that the user gave is a ConfigError. The ``server``, where there is one, listens on ``host``; the other
+    two are opened by rank 0, on a node that ``free_there`` asks where it is not this one.
     """
-    chosen: list[int] = []
+    chosen: dict[str, int] = {}
     notes = []
-    for key, wanted in ports.by_key().items():
+    for key, wanted in ports.by_key(server).items():
         port = wanted
         there = None if key == "vllm_server_port" else free_there
-        while port in chosen or not (there(port) if there else is_free(host, port) and keep(port)):
+        while port in chosen.values() or not (there(port) if there else is_free(host, port) and keep(port)):
             if recipe.given(key):
-                what = f"port {wanted} is in use by another process"
-                raise config_error(recipe.source(key), what, f"free it, or remove {key} and let the launcher choose")
+                raise busy(recipe, key)
             port = port + _BLOCK_SIZE if port + _BLOCK_SIZE <= 65535 else _BLOCK_BASE
         if port != wanted:
             notes.append(f"port {wanted} ({key}) is in use by another process; using {port}")
-        chosen.append(port)
-    server, group, main_process = chosen
-    return Ports(server, group, main_process, ports.vllm_internal), notes
+        chosen[key] = port
+    server_port, group, main_process = (ports.by_key() | chosen).values()
+    return Ports(server_port, group, main_process, ports.vllm_internal), notes
+
+
+def busy(recipe: Recipe, key: str) -> ConfigError:
+    """Return the error for a port that the user gave and another process has."""
+    what = f"port {recipe[key]} is in use by another process"
+    return config_error(recipe.source(key), what, f"free it, or remove {key} and let the launcher choose")
 
 
 def keep(port: int) -> bool:

@@ -17,7 +17,7 @@ from grpo_recipes.paths import python_module, shown
 from grpo_recipes.plan.commands import Names
 from grpo_recipes.plan.devices import Resources, find_resources
 from grpo_recipes.plan.plan import make_plan
-from grpo_recipes.plan.ports import DEFAULT_PORTS
+from grpo_recipes.plan.ports import DEFAULT_PORTS, busy, is_free
 from grpo_recipes.process.reports import aligned, print_line, say
 from grpo_recipes.process.terminal import LOG
 from grpo_recipes.recipe import Recipe
@@ -42,7 +42,7 @@ MODES: dict[str, tuple[str | None, bool]] = {
     **{name: (name, name == "lora") for name in BRIDGES},
     **{name: (bridge, name in ADAPTER_MODES) for name, bridge in BRIDGE_MODES.items()},
 }
-_SET_BY_MODES = ("weight_sync", "vllm_mode", "use_vllm")
+_SET_BY_MODES = ("weight_sync", "weight_bridge_mode", "vllm_mode", "use_vllm")
 _STEPS = "max_steps"
 
 
@@ -107,6 +107,8 @@ def read_modes(contest: Contest) -> list[str]:
     """Return the names of the modes; refuse unknown ones, flags that they set, and numbers below one."""
     modes = [name.strip() for name in contest.modes.split(",")]
     for name in modes:
+        if not name:
+            raise config_error("--modes", f"'{contest.modes}' has an empty name", "write a comma between two names")
         if name not in MODES:
             close = nearest_of(name, MODES)
             raise config_error("--modes", f"'{name}' is not a mode", f"write {close or 'some of ' + ', '.join(MODES)}")
@@ -172,10 +174,12 @@ def _need_different(recipes: Mapping[str, Recipe]) -> None:
 
 
 def _need_own_ports(recipes: Mapping[str, Recipe], jobs: int) -> None:
-    """Refuse a port that the user chose for modes that run at the same time."""
+    """Refuse a port that the user chose where it is taken, or modes run at the same time."""
     recipe = next(iter(recipes.values()))
-    for key in DEFAULT_PORTS:
-        if jobs > 1 and recipe.given(key):
+    for key in filter(recipe.given, DEFAULT_PORTS):
+        if jobs == 1 and not is_free(recipe["vllm_server_host"], recipe[key]):
+            raise busy(recipe, key)
+        if jobs > 1:
             what = f"{jobs} modes at the same time cannot have one {key}"
             raise config_error(recipe.source(key), what, "remove it and let each choose, or add --jobs 1")
 
