@@ -28,7 +28,7 @@ FILES = ("e2e/test_deaths.py", "e2e/test_faults.py", "e2e/test_submit.py")
 def run(*command: str, **environment: str) -> str:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("GRPO_DAY", "PYTEST_"))}
     done = subprocess.run(
-        [sys.executable, *command], cwd=TESTS, env=clean | environment, capture_output=True, text=True, timeout=120
+        [sys.executable, *command], cwd=TESTS, env=clean | environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
