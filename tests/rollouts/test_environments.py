@@ -311,6 +311,32 @@ def test_scores_are_those_of_the_librarys_own_evaluation(name: str, seed: int, a
     assert {key: turns[-1].info[key] for key in output["metrics"]} == output["metrics"]
 
 
+def test_verifiers_own_game_of_several_turns_is_scored_as_its_own_evaluation_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs("verifiers:x")
+    import nltk
+    import verifiers
+    from word_game import WORDS, write_words
+
+    from grpo_recipes.environments.verifiers_tasks import _completion
+
+    monkeypatch.setattr(nltk, "download", lambda *_, **__: False)  # it is asked for what is there too
+    write_words(tmp_path / "nltk")
+    args = {"folder": str(tmp_path / "nltk")}
+    library = verifiers.load_environment("word-game", **args)
+    row = dict(library.get_dataset()[3])
+    others = [f"<guess>[{word}]</guess>" for word in WORDS if word != row["answer"]]
+    for actions in ([others[0], f"<guess>[{row['answer']}]</guess>", "unused"], [*others, "no guess", "unused"]):
+        turns = play(load_environment("verifiers:word-game", args), 3, said(actions))
+        client = Scripted([_completion(text, False) for text in actions])
+        output = asyncio.run(library.run_rollout(dict(row), client, "any", {}))  # type: ignore[arg-type]
+        assert (turns[-1].reward, len(turns)) == (output["reward"], output["metrics"]["num_turns"] + 1)
+        assert {key: turns[-1].info[key] for key in output["metrics"]} == output["metrics"]
+        assert "Feedback:" in turns[1].messages[0]["content"]
+        assert (turns[-1].info["found"], len(turns)) == ((1.0, 3) if len(actions) == 3 else (0.0, 8))
+
+
 def test_a_class_of_verifiers_is_played_unmodified_and_scored_as_its_own_evaluation_does() -> None:
     needs("verifiers:x")
     import verifiers
