@@ -120,6 +120,19 @@ def test_a_server_on_rank_0s_gpu_takes_its_share_first(estimate):
     assert tight["server"].fix == "no key alone makes it fit; take larger GPUs for the server"
 
 
+def test_a_vllm_that_sleeps_leaves_its_share_to_the_update(estimate):
+    keys = {"vllm_mode": "colocate", "accelerator": "zero2", "gradient_checkpointing": True,
+            "per_device_train_batch_size": 1, "vllm_gpu_memory_utilization": 0.4}  # fmt: skip
+    assert fix(estimate(48, **keys)) == "vllm_enable_sleep_mode: true"
+    trainer = estimate(48, **keys, vllm_enable_sleep_mode=True).memory["trainer"]
+    # While it generates it has its share all the same, beside all but the update.
+    assert trainer.available == int(48 * GIB * 0.95) and trainer.parts["vLLM awake"] == int(48 * GIB * 0.4)
+    assert trainer.fits and "gradients" not in trainer.parts
+    assert not estimate(40, **keys, vllm_enable_sleep_mode=True).memory["trainer"].fits
+    plenty = estimate(48, **{**keys, "vllm_gpu_memory_utilization": 0.1}, vllm_enable_sleep_mode=True).memory["trainer"]
+    assert "vLLM awake" not in plenty.parts
+
+
 def test_the_batch_of_trl_keeps_its_size(estimate):
     keys = {"prompts_per_step": None, "gradient_accumulation_steps": 15, "per_device_train_batch_size": 56,
             "accelerator": "zero3", "gradient_checkpointing": False}  # fmt: skip

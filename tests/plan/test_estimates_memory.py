@@ -21,7 +21,7 @@ WORK = {
     "attn_implementation": None, "use_peft": False, "lora_r": 16, "lora_modules_to_save": None,
     "per_device_train_batch_size": 4, "completions": 8, "sequence": 1536, "completion": 1024,
     "vllm_max_model_length": 2048, "bridge": "nccl", "vllm_tensor_parallel_size": 1,
-    "vllm_gpu_memory_utilization": 0.9,
+    "vllm_gpu_memory_utilization": 0.9, "vllm_enable_sleep_mode": False,
 }  # fmt: skip
 P = WORK["parameters"]
 LAYER_SIDES = 7 * 3584 + 2 * (28 + 4) * 128 + 3 * 18944  # inputs and outputs of the linear layers

@@ -64,6 +64,9 @@ def test_an_environment_without_trl_is_refused(monkeypatch):
 def test_one_gpu_means_colocate_without_a_server(planned, option):
     plan = planned(gpus=("0",))
     assert (plan.mode, plan.bridge, plan.process("server")) == ("colocate", None, None)
+    shown = describe(plan, argv=False).splitlines()
+    assert "vllm       colocate (no server: vLLM is inside the trainers)" in shown
+    assert f"ports      trainers {plan.ports.main_process}" in shown
     argv = plan.process("trainer").argv
     assert plan.process("trainer").gpus == ("0",)
     assert option(argv, "--vllm_mode") == "colocate"

@@ -19,6 +19,7 @@ from grpo_recipes.recipe.warnings import notes
         ({"hub_revision": "x"}, {"push_to_hub": True}, "hub_revision does nothing without push_to_hub"),
         ({"eval_max_prompts": 9}, {"eval_strategy": "epoch"}, "eval_max_prompts does nothing without eval_strategy"),
         ({"wandb_project": "x"}, {"report_to": ["wandb"]}, "wandb_project does nothing without report_to: wandb"),
+        ({"vllm_enable_sleep_mode": True}, {"vllm_mode": "colocate"}, "does nothing without vllm_mode: colocate"),
         ({"reward_timeout": 9.0}, {"reward_funcs": ["math_verify"]}, "reward_timeout does nothing"),
     ],
 )  # fmt: skip
@@ -26,6 +27,12 @@ def test_a_key_that_does_nothing_is_told(read, keys, cure, said):
     (note,) = notes(read(prompts_per_step=12, **keys))
     assert said in note and note.startswith("recipe.yaml:")
     assert notes(read(prompts_per_step=12, **{**keys, **cure})) == []
+
+
+def test_a_bridge_without_vllm_is_told(read):
+    assert any(
+        "weight_sync does nothing without use_vllm" in note for note in notes(read(use_vllm=False, weight_sync="file"))
+    )
 
 
 def test_what_a_base_or_the_shell_sets_for_all_recipes_is_not_told(tmp_path):

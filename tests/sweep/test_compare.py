@@ -206,6 +206,12 @@ def test_a_damaged_record_hides_no_other(folder, capsys):
     assert "file  gone" in said(capsys, "status", "good")
 
 
+def test_a_mode_that_took_no_step_has_no_numbers(compare, fakes, folder, monkeypatch, capsys):
+    monkeypatch.setitem(NUMBERS, "total_steps", 0)
+    assert compare("file,shared") == 0
+    assert [row["benchmark"] for row in record(folder)[1]["modes"]] == [None, None]
+
+
 def test_after_a_signal_no_other_begins(compare, fakes, folder, capsys):
     fakes.signal_after, fakes.codes = 1, {"file": 75}
     assert compare("file,shared", "--jobs", "1") == 75

@@ -88,7 +88,7 @@ def submit(options: argparse.Namespace) -> int:
     lines = [
         f"{shown(plan.recipe)} for {profile.name}: {nodes} with {devices} each, at most {profile.time}",
         f"batch {plan.batch}",
-        f"vllm {plan.mode}, weights by {plan.bridge or 'none'} ({plan.why_bridge})",
+        f"vllm {plan.vllm}",
         *estimates.lines(),
         *(f"note: {note}" for note in plan.notes),
     ]

@@ -166,7 +166,7 @@ def say_start(attempt: Attempt) -> None:
         f"objective {plan.maxent}" if plan.maxent else "",
         f"episodes of {plan.environment}" if plan.environment else "",
         f"batch {plan.batch}",
-        f"vllm {plan.mode}, weights by {plan.bridge or 'none'} ({plan.why_bridge})",
+        f"vllm {plan.vllm}",
         *(f"note: {note}" for note in plan.notes),
         f"publishing in {attempt.publisher}" if attempt.publisher else "",
         attempt.resumed,

@@ -158,6 +158,11 @@ class Plan:
     server_timeout: float = 0.0  # seconds the server may take to be ready
     meeting_timeout: float = MEETING_SECONDS  # seconds the ranks may take to meet
 
+    @property
+    def vllm(self) -> str:
+        """Where completions come from and how new weights get there, for a person."""
+        return f"{self.mode}{f', weights by {self.bridge}' if self.bridge else ''} ({self.why_bridge})"
+
     def process(self, role: str) -> Process | None:
         """Return the first process of that role, or None."""
         return next((process for process in self.processes if process.role == role), None)

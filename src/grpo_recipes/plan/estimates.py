@@ -51,7 +51,7 @@ _SEQUENCES, _BATCHED_TOKENS = {"cpu": 128, "cuda": 1024}, 8192
 # Keys of the recipe that decide how much memory a run takes, beside those that a plan works out.
 _KEYS = (
     "attn_implementation", "dtype", "gradient_checkpointing", "lora_modules_to_save", "lora_r", "optim", "use_peft",
-    "vllm_tensor_parallel_size",
+    "vllm_enable_sleep_mode", "vllm_tensor_parallel_size",
 )  # fmt: skip
 _LENGTH_STEP, _SHARES = 128, 20  # tokens, and parts of a GPU, in which a suggestion moves
 _SHARING_MORE = {"ddp": ("zero2", "zero3"), "zero2": ("zero3",)}
@@ -214,8 +214,16 @@ class Workload(dict[str, Any]):
         gradient = 0 if self["use_peft"] else self["embedding"] * (4 + (self.element if self.element < 4 else 0))
         return tiles + rows * self["hidden"] * (4 + self.computed) + gradient
 
-    def trainer(self) -> Parts:
-        """Return what one training process holds at its worst moment, part by part."""
+    @property
+    def sleeps(self) -> bool:
+        """Whether vLLM inside the trainers gives its memory back outside of generations."""
+        return bool(self["mode"] == "colocate" and self["vllm_enable_sleep_mode"])
+
+    def trainer(self, awake: int = 0) -> Parts:
+        """Return what one training process holds at its worst moment, part by part.
+
+        ``awake`` are the bytes of a vLLM inside it that it holds while it generates alone.
+        """
         on_cpu, whole, accelerator = self["device"] == "cpu", self["parameters"], self["accelerator"]
         held = {"libraries": _TRAINER_IMPORTS if on_cpu else _CUDA_CONTEXT,
                 "weights": self.weights, "optimizer": self.states}  # fmt: skip
@@ -237,6 +245,7 @@ class Workload(dict[str, Any]):
             moments.append({"KV cache": self["completions"] * self.sequence_cache(self["sequence"])})
         if on_cpu and self["bridge"] in ("file", "restart"):
             moments.append(passing | {"weights in transit": self.element * whole})
+        moments += [{"vLLM awake": awake}] if awake else []
         worst = max(moments, key=lambda parts: sum(parts.values()))
         return {name: size for name, size in {**held, **worst}.items() if size}
 
@@ -330,12 +339,13 @@ def estimate_memory(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> dict[s
 def needs(work: Workload, gpu: int | None) -> dict[str, Need]:
     """Return what a training process needs of its GPU, and the server, if any, of its share of one.
 
-    A vLLM on a trainer's GPU takes its share first. A server takes at least the cache of one longest sequence, else all
-    it may.
+    A vLLM on a trainer's GPU takes its share first, one that sleeps only while it generates. A server takes at least
+    the cache of one longest sequence, else all it may.
     """
     share = work["vllm_gpu_memory_utilization"]
-    own = 1 - _GAPS - (share if work.one_gpu else 0)
-    roles = {"trainer": Need(work.trainer(), None if gpu is None else int(gpu * own))}
+    own = 1 - _GAPS - (share if work.one_gpu and not work.sleeps else 0)
+    parts = work.trainer(int((gpu or 0) * share) if work.sleeps else 0)
+    roles = {"trainer": Need(parts, None if gpu is None else int(gpu * own))}
     if work["mode"] == "transformers":
         return roles
     parts, available = work.server(), None if gpu is None else int(gpu * share)
@@ -387,6 +397,8 @@ def _changes(role: str, recipe: Recipe, work: Workload) -> Iterator[Facts]:
     yield {"gradient_checkpointing": True}
     if work.one_gpu:
         yield from ({"vllm_gpu_memory_utilization": step / _SHARES} for step in range(share - 1, 0, -1))
+    if work["mode"] == "colocate":
+        yield {"vllm_enable_sleep_mode": True}
     for name in _SHARING_MORE.get(work["accelerator"], ()):
         if work["world_size"] > 1 and not (work["use_peft"] and name == "zero3"):
             yield {"accelerator": name}

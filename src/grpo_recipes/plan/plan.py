@@ -253,7 +253,7 @@ def describe(
         f"episodes   {plan.environment}" if plan.environment else f"dataset    {plan.dataset or 'mixture'}",
         f"batch      {plan.batch}",
         *([f"evaluation {plan.eval_batch} completions a batch and trainer"] if plan.eval_batch else []),
-        f"vllm       {plan.mode}{f', weights by {plan.bridge}' if plan.bridge else ''} ({plan.why_bridge})",
+        f"vllm       {plan.vllm}",
         f"ports      {server}trainers {plan.ports.main_process}",
         *([f"nodes      {len(plan.nodes)}: {', '.join(plan.nodes)}"] if several else []),
         *estimates,

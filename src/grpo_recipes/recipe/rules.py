@@ -96,8 +96,8 @@ def _sync_refusal(recipe: Recipe) -> tuple[str, str] | None:
 
 
 def _explicit_setups(recipe: Recipe) -> list[str]:
-    accelerator = recipe["accelerator"]
-    return [*sync_setups(recipe), *([accelerator] if accelerator in SETUPS else [])]
+    accelerator, apart = recipe["accelerator"], recipe["vllm_node"] == "own"
+    return [*sync_setups(recipe), *([accelerator] if accelerator in SETUPS else []), *(["nodes"] if apart else [])]
 
 
 def reports_to(recipe: Recipe) -> list[str]:

@@ -20,7 +20,8 @@ _IDLE: tuple[tuple[str, Condition, str], ...] = (
     ("hub_*", lambda r: not r["push_to_hub"], "push_to_hub"),
     ("eval_*", lambda r: not evaluates(r), "eval_strategy"),
     ("wandb_*", lambda r: "wandb" not in reports_to(r), "report_to: wandb"),
-    ("vllm_*", lambda r: not r["use_vllm"], "use_vllm: true"),
+    ("vllm_* weight_sync* weight_guard*", lambda r: not r["use_vllm"], "use_vllm: true"),
+    ("vllm_enable_sleep_mode", lambda r: r["vllm_mode"] != "colocate", "vllm_mode: colocate"),
 )
 # fmt: on
 

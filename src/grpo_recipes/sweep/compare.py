@@ -268,7 +268,7 @@ def _row(entry: Entry, code: int | None) -> dict[str, Any]:
         "status": "not started" if code is None else summary.get("status", "unknown"),
         "exit_code": code,
         "cause": summary.get("cause"),
-        "benchmark": numbers or None,
+        "benchmark": numbers if numbers.get("total_steps") else None,  # without a step it measured nothing
         "checkpoint_bytes": sum(path.stat().st_size for path in files) if files else None,
         "initial_reward": summary.get("initial_reward"),
         "final_reward": summary.get("final_reward"),
