@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 from collections.abc import Iterator
+from statistics import median
 from typing import Any
 
 import pytest
@@ -80,6 +81,13 @@ def test_the_cost_of_a_sync_is_the_recorded_one() -> None:
             millions = f"{record['cases'][size][name]['parameters'] / 1e6:.0f}M"
             rows.append([f"`{name}`", millions, *times, f"{found['moved to weights']:.2f}", memory])
     assert rows and table_rows(REPOSITORY / "docs/weights.md", "bridge") == rows
+    (peak,) = {f"{found['peak to weights']:.1f}" for found in record["figures"]["1B"].values()}
+    text = " ".join((REPOSITORY / "docs/weights.md").read_text().split())
+    assert f"(`VmHWM`), added up, is {peak} copies at 961M parameters with all three" in text
+    seconds = [[row[kind] for row in record["cases"]["1B"]["file"]["rounds"]] for kind in ("copy", "sync")]
+    copy, sync = (f"{min(values):.1f} to {max(values):.1f} seconds" for values in seconds)
+    assert f"takes {copy}, by how much" in text and f"takes {sync}, " in text
+    assert f"{median(seconds[1]) / min(seconds[0]):.1f} times the fastest copy" in text
 
 
 def test_defaults_that_surprise_are_those_of_the_keys() -> None:

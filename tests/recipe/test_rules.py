@@ -19,7 +19,6 @@ from grpo_recipes.recipe.warnings import notes
         ({"hub_revision": "x"}, {"push_to_hub": True}, "hub_revision does nothing without push_to_hub"),
         ({"eval_max_prompts": 9}, {"eval_strategy": "epoch"}, "eval_max_prompts does nothing without eval_strategy"),
         ({"wandb_project": "x"}, {"report_to": ["wandb"]}, "wandb_project does nothing without report_to: wandb"),
-        ({"vllm_enable_sleep_mode": True}, {"vllm_mode": "colocate"}, "does nothing without vllm_mode: colocate"),
         ({"reward_timeout": 9.0}, {"reward_funcs": ["math_verify"]}, "reward_timeout does nothing"),
     ],
 )  # fmt: skip

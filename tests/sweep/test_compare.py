@@ -149,6 +149,7 @@ def test_a_mode_that_fails_is_a_row_with_its_cause_and_the_others_complete(compa
     ]  # fmt: skip
     said = capsys.readouterr().out
     assert "\nfile: a fake cause\n" in said and "\nshared: here it is refused. Fix: mend it\n" in said
+    assert "grpo: a mode that has not completed goes on with: grpo launch --resume runs/comparisons/" in said
     assert kept["modes"][0]["benchmark"] is None and kept["modes"][0]["checkpoint_bytes"] is None
 
 

@@ -29,6 +29,7 @@ from grpo_recipes.plan.commands import base_environment
 from grpo_recipes.plan.ports import DEFAULT_PORTS, is_free, listener, plan_ports
 from grpo_recipes.recipe.dialects import UNREAD_VARIABLES
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES, catalogue_trl, nearest_of
+from grpo_recipes.recipe.rules import wants_server
 from grpo_recipes.runs.endings import PROBLEM, WARNING, Finding, ok, problem, together, warning
 from grpo_recipes.runs.rundir import code_state
 from grpo_recipes.slurm.client import slurm_job
@@ -270,8 +271,7 @@ def ports(machine: Machine) -> Finding:
     """Whether the ports of a run are free (8000, 51216, 29525 outside Slurm), and who holds them."""
     recipe = machine.recipe
     if recipe is not None:
-        server = recipe["use_vllm"] and recipe["vllm_mode"] == "server"
-        numbers = plan_ports(recipe, slurm_job(machine.environment)).by_key(server)
+        numbers = plan_ports(recipe, slurm_job(machine.environment)).by_key(wants_server(recipe))
         return together(_port(key, port, recipe.given(key)) for key, port in numbers.items())
     if machine.in_job:
         return ok("a separate block of ports for the job")

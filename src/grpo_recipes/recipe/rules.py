@@ -88,9 +88,14 @@ def sync_setups(recipe: Recipe) -> list[str]:
     return ["lora" if recipe["use_peft"] else "full", *(["tensor_parallel"] if parallel else [])]
 
 
+def wants_server(recipe: Recipe) -> bool:
+    """Return whether a recipe asks for a vLLM server; with one GPU the plan may still do without."""
+    return bool(recipe["use_vllm"] and recipe["vllm_mode"] != "colocate")
+
+
 def _sync_refusal(recipe: Recipe) -> tuple[str, str] | None:
     """Return the setup that the recipe's bridge does not serve, and why; the plan knows the others."""
-    if not recipe["use_vllm"] or recipe["vllm_mode"] == "colocate" or recipe["weight_sync"] not in BRIDGES:
+    if not wants_server(recipe) or recipe["weight_sync"] not in BRIDGES:
         return None
     return BRIDGES[recipe["weight_sync"]].refusal(_explicit_setups(recipe))
 

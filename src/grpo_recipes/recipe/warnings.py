@@ -21,7 +21,6 @@ _IDLE: tuple[tuple[str, Condition, str], ...] = (
     ("eval_*", lambda r: not evaluates(r), "eval_strategy"),
     ("wandb_*", lambda r: "wandb" not in reports_to(r), "report_to: wandb"),
     ("vllm_* weight_sync* weight_guard*", lambda r: not r["use_vllm"], "use_vllm: true"),
-    ("vllm_enable_sleep_mode", lambda r: r["vllm_mode"] != "colocate", "vllm_mode: colocate"),
 )
 # fmt: on
 

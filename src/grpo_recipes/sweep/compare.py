@@ -30,7 +30,7 @@ from grpo_recipes.report.page import NOTHING, short
 from grpo_recipes.runs.benchmark import FILE
 from grpo_recipes.runs.checkpoints import newest_complete
 from grpo_recipes.runs.rundir import Run, claim, make_folder, read_json, stop_file, timestamp, write_json
-from grpo_recipes.sweep.folder import COMPARISON, COMPARISONS, COMPLETED
+from grpo_recipes.sweep.folder import COMPARISON, COMPARISONS, COMPLETED, Comparison
 from grpo_recipes.sweep.run import SignalForwarder, note_refusal
 from grpo_recipes.sweep.spec import for_each
 
@@ -98,9 +98,10 @@ def compare(contest: Contest, environment: Mapping[str, str]) -> int:
     for line in table(rows, len(shares), resources):
         print_line(line)
     say(f"comparison in {shown(folder / COMPARISON)}")
-    if stopped:
-        return EXIT_STOPPED
-    return int(any(row["status"] != COMPLETED for row in rows))
+    incomplete = any(row["status"] != COMPLETED for row in rows)
+    if incomplete:
+        say(f"a mode that has not completed goes on with: {Comparison(folder, record).again()}")
+    return EXIT_STOPPED if stopped else int(incomplete)
 
 
 def read_modes(contest: Contest) -> list[str]:
