@@ -90,6 +90,22 @@ def test_the_cost_of_a_sync_is_the_recorded_one() -> None:
     assert f"{median(seconds[1]) / min(seconds[0]):.1f} times the fastest copy" in text
 
 
+def test_what_the_environments_learn_is_the_recorded_one() -> None:
+    runs: dict[tuple[str, str], list[list[float]]] = {}
+    for line in (REPOSITORY / "bench/results/environments.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        (scored,) = row["benchmarks"].values()
+        found = [row["initial_reward"], row["final_reward"], scored["pass@1"], scored["pass@8"]]
+        runs.setdefault((row["recipe"].rpartition("/")[2], row["mode"]), []).append(found)
+    rows = []
+    for (recipe, mode), found in runs.items():
+        cells = [f"{sum(one) / len(one):.2f}" for one in zip(*found, strict=True)]
+        ends = [f" ({min(one):.2f}-{max(one):.2f})" if len(one) > 1 else "" for one in zip(*found, strict=True)]
+        cells = [cell + end for cell, end in zip(cells, ends, strict=True)]
+        rows.append([f"`{recipe}`", mode, str(len(found)), *cells])
+    assert table_rows(REPOSITORY / "docs/environments.md", "recipe") == rows
+
+
 def test_defaults_that_surprise_are_those_of_the_keys() -> None:
     rows = table_rows(REPOSITORY / "docs/training-guide.md", "key")
     told = {name.strip("`"): float(value.strip("`")) for name, value, why in rows if why}
