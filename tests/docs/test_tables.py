@@ -15,9 +15,9 @@ from grpo_recipes.doctor import MACHINE, RECIPE, RUN
 from grpo_recipes.doctor.examine import name_of
 from grpo_recipes.evaluate import benchmarks
 from grpo_recipes.plan import ports
-from grpo_recipes.plan.accelerate_files import ACCELERATE_FILES
 from grpo_recipes.plan.commands import base_environment
 from grpo_recipes.plan.devices import environment_device
+from grpo_recipes.plan.plan import ACCELERATE_FILES
 from grpo_recipes.recipe.check import _DEFAULT_RECIPES
 from grpo_recipes.recipe.dialects import UNREAD_VARIABLES
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES, catalogue

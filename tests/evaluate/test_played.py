@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from grpo_recipes import smoke
-from grpo_recipes.data.episodes import evaluation_episodes
+from grpo_recipes.data.prompts import evaluation_episodes
 from grpo_recipes.evaluate.benchmarks import StoppedInBenchmarks, run_benchmarks
 from grpo_recipes.evaluate.played import held_out
 from grpo_recipes.recipe.configs import ScriptArguments

@@ -11,9 +11,8 @@ import pytest
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.fetch.assets import Assets
-from grpo_recipes.plan import accelerate_files
 from grpo_recipes.plan.commands import Process, base_environment
-from grpo_recipes.plan.plan import describe, with_sources
+from grpo_recipes.plan.plan import accelerate_file, describe, with_sources
 from grpo_recipes.recipe import read_recipe
 from grpo_recipes.recipe.check import choose_recipe
 from grpo_recipes.slurm.client import SlurmJob
@@ -26,7 +25,7 @@ UUIDS = ("GPU-aaaa", "GPU-bbbb", "GPU-cccc")
 MIGS = ("MIG-aaaa", "MIG-bbbb")
 
 
-def accelerate_file(name: str) -> str:
+def trl_file(name: str) -> str:
     (folder,) = importlib.util.find_spec("trl").submodule_search_locations
     return str(Path(folder) / "accelerate_configs" / f"{name}.yaml")
 
@@ -58,7 +57,7 @@ def test_the_first_gpus_serve_and_the_rest_train(planned, option, gpus, parallel
 def test_an_environment_without_trl_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"trl is not installed\. Fix: run make setup"):
-        accelerate_files.accelerate_file("zero2", {})
+        accelerate_file("zero2", {})
 
 
 def test_one_gpu_means_colocate_without_a_server(planned, option):
@@ -181,7 +180,7 @@ def test_an_accelerate_file_that_splits_sequences_is_refused(planned, tmp_path, 
 def test_an_accelerator_picks_trls_packaged_file(planned, option, accelerator, trainers, name):
     argv = planned(gpus=("0", "1", "2", "3")[: trainers + 1], accelerator=accelerator).process("trainer").argv
     file = option(argv, "--config_file")
-    assert file == accelerate_file(name)
+    assert file == trl_file(name)
     assert Path(file).is_file()
     assert option(argv, "--num_processes") == str(trainers)
 
@@ -254,7 +253,7 @@ def test_slurms_other_count_of_gpus_is_told_and_the_drivers_used(planned):
         ("VLLM_MODE", "colocate", "trainer --vllm_mode", "colocate"),
         ("RUN_NAME", "mine", "trainer --run_name", "mine-stamp"),
         ("RUN_ROOT", "/elsewhere", "trainer --output_dir", "/elsewhere/unnamed-stamp/checkpoints"),
-        ("ACCELERATOR", "zero3", "trainer --config_file", accelerate_file("zero3")),
+        ("ACCELERATOR", "zero3", "trainer --config_file", trl_file("zero3")),
         ("CONFIG_FILE", str(SMOKE), "trainer --config_file", str(SMOKE)),
         ("ACC_TEE", "3", "trainer --tee", "3"),
     ],
@@ -343,7 +342,7 @@ def test_a_cpu_plan_uses_the_file_bridge_and_no_gpu(planned, option):
 def test_cpu_processes_are_as_many_as_the_recipe_asks_for(planned, option):
     argv = planned(device="cpu", num_processes=2).process("trainer").argv
     assert option(argv, "--num_processes") == "2"
-    assert option(argv, "--config_file") == accelerate_file("multi_gpu")
+    assert option(argv, "--config_file") == trl_file("multi_gpu")
 
 
 @pytest.mark.parametrize(

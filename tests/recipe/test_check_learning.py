@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_recipes.recipe.check import check
-from grpo_recipes.recipe.warnings import notes
+from grpo_recipes.recipe.check import check, notes
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,8 @@ from grpo_recipes import cli
 from grpo_recipes.fetch.assets import assets_of, find_assets
 from grpo_recipes.paths import home
 from grpo_recipes.recipe import Recipe, read_recipe
-from grpo_recipes.recipe.check import check
+from grpo_recipes.recipe.check import check, notes
 from grpo_recipes.recipe.keys import catalogue
-from grpo_recipes.recipe.warnings import notes
 
 RIGHT = {"dataset_name": "modebench:countdown", "reward_funcs": ["modebench"]}
 GRAPH = {"dataset_name": "modebench:graph_coloring", "reward_funcs": ["modebench"]}

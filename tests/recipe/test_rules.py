@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grpo_recipes.recipe import read_recipe
-from grpo_recipes.recipe.warnings import notes
+from grpo_recipes.recipe.check import notes
 
 
 @pytest.mark.parametrize(

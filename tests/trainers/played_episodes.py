@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from grpo_recipes import smoke
-from grpo_recipes.data.episodes import training_episodes
+from grpo_recipes.data.prompts import training_episodes
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
 from grpo_recipes.rewards.load import EpisodeReward
 from grpo_recipes.rollouts.episodes import Episodes

@@ -26,13 +26,12 @@ from grpo_recipes.plan.devices import find_resources, gpu_memory
 from grpo_recipes.plan.estimates import estimate
 from grpo_recipes.plan.plan import describe, make_plan
 from grpo_recipes.process.reports import aligned
-from grpo_recipes.recipe.check import START_FILE, choose_recipe, reward_notes
+from grpo_recipes.recipe.check import START_FILE, choose_recipe, notes, reward_notes
 from grpo_recipes.recipe.dialects import ALIASES, meaning_of, names, nearest
 from grpo_recipes.recipe.dialects.migrate import is_translated, migrate
 from grpo_recipes.recipe.keys import OWNED_KEYS, VARIABLES, catalogue, nested_catalogue, schema_line, schema_note
 from grpo_recipes.recipe.registry import BENCHMARKS, environments_of
 from grpo_recipes.recipe.tasks import GRPO
-from grpo_recipes.recipe.warnings import notes
 from grpo_recipes.slurm.client import job_end_time, walltime_seconds
 
 if TYPE_CHECKING:

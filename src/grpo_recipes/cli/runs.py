@@ -1,4 +1,4 @@
-"""The commands that start runs and report on them: launch, submit, sweep, report."""
+"""The commands that start runs and report on them: launch, submit, sweep, compare, report."""
 
 import argparse
 import os
@@ -16,6 +16,8 @@ from grpo_recipes.paths import shown
 from grpo_recipes.recipe.keys import catalogue, run_root
 from grpo_recipes.report.pages import write_comparison, write_report
 from grpo_recipes.slurm.profile import KEYS, Profile
+from grpo_recipes.sweep.compare import MODES, Contest
+from grpo_recipes.sweep.compare import compare as compare_modes
 from grpo_recipes.sweep.folder import (
     COMPARISON,
     FOLDER,
@@ -168,6 +170,20 @@ def _split(options: argparse.Namespace) -> tuple[list[str], list[str]]:
     if late:
         raise config_error(late, "follows a flag", f"write {late} before the flags")
     return words, flags
+
+
+@command(
+    "run a recipe with several weight bridges side by side, and end in one table",
+    option("--modes", required=True, metavar="M1,M2", help=f"two or more of {', '.join(MODES)}"),
+    option("--steps", type=int, metavar="N", help="steps of each mode; by default as the recipe says"),
+    option("--jobs", type=int, metavar="N", help="modes that run at the same time, each on GPUs of its own (all)"),
+    takes_recipe=True,
+)
+def compare(options: argparse.Namespace) -> int:
+    """Compare; return 0, 1 where a mode failed, 75 where a signal ended it."""
+    flags = tuple(options.flags)
+    contest = Contest(recipe_name(options), options.task, flags, options.modes, options.steps, options.jobs)
+    return compare_modes(contest, os.environ)
 
 
 @command(

@@ -1,5 +1,7 @@
 """The prompts a run trains on and those it evaluates on: read, shaped, rendered, filtered, counted."""
 
+import hashlib
+import json
 import math
 import os
 import shutil
@@ -16,7 +18,6 @@ from datasets import Dataset, IterableDataset, load_from_disk
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from grpo_recipes.data.episodes import evaluation_episodes, training_episodes
 from grpo_recipes.data.problems import (
     BATCH_ROWS,
     Batch,
@@ -169,6 +170,31 @@ def load_eval_prompts(
         return Prompts(dataset, counts, renderer.text(dataset[0]["prompt"]), title)
 
     return _prepared("eval", prepare)
+
+
+def training_episodes(args: ScriptArguments, seed: int) -> Dataset:
+    """Return ``environment_episodes`` rows, whose seeds follow from the run's."""
+    return _episode_rows(args, args.environment_episodes, f"{seed}/", 0)
+
+
+def evaluation_episodes(args: ScriptArguments) -> Dataset:
+    """Return ``environment_eval_episodes`` rows, the same for every run and none of them among those to train on."""
+    return _episode_rows(args, args.environment_eval_episodes, "", 1)
+
+
+def _episode_rows(args: ScriptArguments, count: int, prefix: str, parity: int) -> Dataset:
+    """Return rows whose seeds are even or odd, so that those of two sets differ."""
+    rows, made, share = [], 0, 0.0
+    for spec, arguments, weight in environments_of(partial(getattr, args)):
+        share += weight
+        for index in range(made, round(share * count)):
+            digest = hashlib.sha256(f"{prefix}{spec}/{index - made}".encode()).digest()
+            number = (int.from_bytes(digest[:4], "big") >> 2) * 2 + parity
+            prompt = [{"role": "user", "content": spec}]  # replaced by what the environment says first
+            text = json.dumps(arguments, sort_keys=True)
+            rows.append({"prompt": prompt, "environment": spec, "arguments": text, "seed": number})
+        made = round(share * count)
+    return Dataset.from_list(rows)
 
 
 def _episodes(rows: Dataset, args: ScriptArguments, least: int, title: str = "") -> Prompts:

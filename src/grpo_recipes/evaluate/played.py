@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from grpo_recipes.data.episodes import evaluation_episodes
+from grpo_recipes.data.prompts import evaluation_episodes
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.recipe.registry import environments_of
 from grpo_recipes.rollouts.backends import Prompt, problem_seed

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from grpo_recipes.errors import config_error
-from grpo_recipes.plan.accelerate_files import accelerate_file
+import yaml
+
+from grpo_recipes.errors import config_error, translate
 from grpo_recipes.plan.commands import Names, Plan, Weighting, gpu_share, with_processes
 from grpo_recipes.plan.devices import (
     Resources,
@@ -38,6 +41,10 @@ from grpo_recipes.smoke import SMOKE_SCHEME, smoke_folder
 if TYPE_CHECKING:
     from grpo_recipes.fetch.assets import Assets
 
+# TRL's packaged file of accelerate for each way of sharing the model.
+ACCELERATE_FILES = {
+    "single": "single_gpu", "ddp": "multi_gpu", "zero2": "zero2", "zero3": "zero3", "fsdp2": "fsdp2"
+}  # fmt: skip
 _OF_GUIDE = ("GPUS_PER_NODE", "MAX_PROMPT_CHARS")  # variables that change nothing here
 
 
@@ -231,6 +238,34 @@ def _accelerator(recipe: Recipe, world_size: int) -> str:
     if wanted in ("auto", "ddp"):
         return "ddp" if world_size > 1 else "single"  # accelerate refuses --multi_gpu with one process
     return str(wanted)
+
+
+def _sizes_in(content: Any) -> Iterator[tuple[str, int]]:
+    """Yield the whole numbers in an accelerate file, with their keys."""
+    for name, value in content.items() if isinstance(content, dict) else ():
+        if isinstance(value, int):
+            yield str(name), value
+        yield from _sizes_in(value)
+
+
+def accelerate_file(accelerator: str, environment: Mapping[str, str]) -> str:
+    """Return the file of CONFIG_FILE, which must exist, or TRL's packaged accelerate file."""
+    if given := environment.get("CONFIG_FILE"):
+        if not Path(given).is_file():
+            what = f"there is no accelerate file '{given}'"
+            raise config_error("CONFIG_FILE", what, "unset it, or name an existing file")
+        fix = "name a file that accelerate config wrote"
+        with translate(yaml.YAMLError, lambda _: config_error("CONFIG_FILE", f"'{given}' is not YAML", fix)):
+            content = yaml.safe_load(Path(given).read_text(errors="replace"))
+        for name, size in _sizes_in(content):
+            if name.endswith(("cp_size", "sp_size", "context_parallel_size", "sequence_parallel_size")) and size > 1:
+                what = f"{name} {size} in '{given}' splits sequences, while GRPO's loss needs whole completions"
+                raise config_error("CONFIG_FILE", what, f"remove {name}; accelerator: zero3 saves memory too")
+        return str(Path(given).absolute())
+    trl = importlib.util.find_spec("trl")
+    if trl is None or trl.origin is None:
+        raise config_error("environment", "trl is not installed", "run make setup")
+    return str(Path(trl.origin).with_name("accelerate_configs") / f"{ACCELERATE_FILES[accelerator]}.yaml")
 
 
 def describe(

