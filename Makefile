@@ -63,7 +63,7 @@ format: setup  ## rewrite the code in the project's style
 	$(BIN)/ruff format .
 
 keys: setup  ## write the catalogue of recipe keys, and the editors' schema, from the config classes
-	$(BIN)/python -m grpo_recipes.recipe.configs
+	$(BIN)/python scripts/make_keys.py
 
 lock:  ## resolve requirements/*.in into the locks (needs uv)
 	bash scripts/lock.sh

@@ -23,19 +23,10 @@ from grpo_recipes.paths import is_locked, newest_first, shown
 from grpo_recipes.process.reports import aligned
 from grpo_recipes.process.terminal import LOG, columns, readable
 from grpo_recipes.recipe.keys import run_root
+from grpo_recipes.runs import rundir
 from grpo_recipes.runs.health import notices_of
 from grpo_recipes.runs.progress import Progress, activity, episodes_line, evaluation_line, seconds_since
-from grpo_recipes.runs.rundir import (
-    NO_REQUEUE,
-    Run,
-    clock,
-    find_run,
-    finish_summary,
-    launcher_of,
-    read_rows,
-    runs_in,
-    stop_file,
-)
+from grpo_recipes.runs.rundir import Run
 from grpo_recipes.secrets import masked
 from grpo_recipes.slurm.client import NO_ANSWER, Job, cancel, find_job, my_jobs
 from grpo_recipes.sweep.folder import (
@@ -74,7 +65,7 @@ def named_run(which: str) -> Run:
     """Return the run a person means by a folder, a name, a job id or ``last``."""
     is_job = re.fullmatch(r"\d+(_\d+)?", which)
     fix = "name a run directory, a run in RUN_ROOT, the id of its job, or last"
-    return find_run(run_root(os.environ), str(_folder_of_job(which)) if is_job else which, which, fix)
+    return rundir.find_run(run_root(os.environ), str(_folder_of_job(which)) if is_job else which, which, fix)
 
 
 def _folder_of_job(job_id: str) -> Path:
@@ -129,7 +120,7 @@ def status(options: argparse.Namespace) -> int:
     step, reward, left = _progress(run, over)
     ends = f", at most until {job.ends}" if job and job.ends and not job.waits and job.active else ""
     doing, since = activity(run.folder) if run.is_running() else ("", 0.0)
-    evaluations = read_rows(run.folder / "eval.jsonl", lenient=True)
+    evaluations = rundir.read_rows(run.folder / "eval.jsonl", lenient=True)
     facts = [
         ("run", shown(run.folder)),
         ("state", state),
@@ -155,7 +146,11 @@ _HEAD = ("state", "job", "step", "reward", "left")
 def _print_runs() -> None:
     """Print a table of runs and sweeps in RUN_ROOT, first the one whose summary was written last: a resume too."""
     root = run_root(os.environ)
-    found: list[Run | Sweep] = [*runs_in(root), *sweeps_in(root / FOLDER), *sweeps_in(root / COMPARISONS, COMPARISON)]
+    found: list[Run | Sweep] = [
+        *rundir.runs_in(root),
+        *sweeps_in(root / FOLDER),
+        *sweeps_in(root / COMPARISONS, COMPARISON),
+    ]
     if not found:
         print(f"grpo: there is no run in {shown(root)}")
         return
@@ -221,7 +216,7 @@ def _progress(run: Run, over: bool) -> tuple[str, str, str]:
     last, reward, seconds = run.rows[-1], run.recent("reward"), run.numbers("seconds/step", _PACE_ROWS)
     left = ""
     if seconds and "max_steps" in last and not over:
-        left = clock(sum(seconds) / len(seconds) * (last["max_steps"] - last["step"]))
+        left = rundir.clock(sum(seconds) / len(seconds) * (last["max_steps"] - last["step"]))
     return f"{last['step']}/{last.get('max_steps', '?')}", "" if reward is None else f"{reward:.3f}", left
 
 
@@ -409,7 +404,7 @@ def stop(options: argparse.Namespace) -> int:
     if isinstance(found, Run):
         _stop_run(found, options.now)
         return 0
-    stop_file(found.folder).touch()  # the trials that follow, and by `grpo sweep` itself the one that runs
+    rundir.stop_file(found.folder).touch()  # the trials that follow, and by `grpo sweep` itself the one that runs
     if is_locked(found.folder / "lock"):
         ends = f"the running {found.trial} saves and ends, no other starts"
         print(f"grpo: stop requested: {ends} (--now ends it at once)")
@@ -421,16 +416,16 @@ def stop(options: argparse.Namespace) -> int:
 
 def _stop_run(found: Run, now: bool) -> None:
     job = _jobs_of(found)
-    (found.folder / NO_REQUEUE).touch()
+    (found.folder / rundir.NO_REQUEUE).touch()
     if job is not None and (job.waits or found.summary.get("status") != "running"):
         cancel(job.id)  # nothing of it runs: there is nothing to save, and nobody who would see a request
-        finish_summary(found.folder, status="stopped", cause="taken out of the queue by grpo stop")
+        rundir.finish_summary(found.folder, status="stopped", cause="taken out of the queue by grpo stop")
         print(f"grpo: job {job.id} is out of the queue; the run directory stays: {shown(found.folder)}")
     elif now and job is not None:
         cancel(job.id)
         print(f"grpo: job {job.id} is cancelled; it saves if Slurm leaves it the time")
     elif now:
-        host, pid = launcher_of(found.folder)
+        host, pid = rundir.launcher_of(found.folder)
         if host != socket.gethostname():
             raise config_error("--now", f"the launcher runs on {host}, this is {socket.gethostname()}", "do it there")
         asked = "is gone: its process guards end the rest"
@@ -441,5 +436,5 @@ def _stop_run(found: Run, now: bool) -> None:
             os.kill(pid, signal.SIGTERM)
         print(f"grpo: its launcher (pid {pid}) {asked}")
     else:
-        stop_file(found.folder).touch()
+        rundir.stop_file(found.folder).touch()
         print("grpo: stop requested: the run saves after the step in flight and ends (--now ends it at once)")

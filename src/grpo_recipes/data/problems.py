@@ -30,16 +30,8 @@ from datasets.exceptions import DatasetNotFoundError, DatasetsError
 from grpo_recipes import smoke
 from grpo_recipes.errors import config_error
 from grpo_recipes.modebench.dataset import SCHEME, Settings, rows
+from grpo_recipes.recipe import datafiles
 from grpo_recipes.recipe.configs import DatasetConfig, DatasetMixtureConfig, ScriptArguments
-from grpo_recipes.recipe.datafiles import (
-    BUILDERS,
-    RESERVED_COLUMNS,
-    csv_columns,
-    data_files,
-    has_splits,
-    is_saved,
-    split_name,
-)
 
 Message = dict[str, str]
 Batch = dict[str, list[Any]]
@@ -79,7 +71,7 @@ def eval_source(args: ScriptArguments) -> DataSource:
     if not name:
         name, config, split = args.dataset_name, args.dataset_config, args.dataset_test_split
         path = Path(os.path.expanduser(name))
-        if path.exists() and not has_splits(path):
+        if path.exists() and not datafiles.has_splits(path):
             what = f"'{name}' has no split '{split}' to evaluate on"
             raise config_error("eval_strategy", what, "add eval_dataset_name")
     return DataSource(name, config, split, getattr(args, first), getattr(args, second), (first, second))
@@ -97,22 +89,22 @@ def read_rows(
         return load_from_disk(str(folder))
     path = Path(os.path.expanduser(source))
     with reading(source):
-        if path.is_dir() and is_saved(path):
+        if path.is_dir() and datafiles.is_saved(path):
             loaded = load_from_disk(str(path))
-            parts = loaded if isinstance(loaded, DatasetDict) else {split_name(split): loaded}
+            parts = loaded if isinstance(loaded, DatasetDict) else {datafiles.split_name(split): loaded}
             ranges = ReadInstruction.from_spec(split).to_absolute({name: len(part) for name, part in parts.items()})
             return concatenate_datasets([parts[one.splitname].select(range(one.from_, one.to)) for one in ranges])
         options: dict[str, Any] = {"split": split, "streaming": streaming}
         if path.is_dir():
-            kind, files = data_files(path)
+            kind, files = datafiles.data_files(path)
             return load_dataset(str(path), config, **options, **_text_options(kind, files[0]))
         if not path.is_file():
             return load_dataset(source, config, **options)
-        if path.suffix not in BUILDERS:
-            raise ValueError(f"not a {', '.join(BUILDERS)} file")
+        if path.suffix not in datafiles.BUILDERS:
+            raise ValueError(f"not a {', '.join(datafiles.BUILDERS)} file")
         if config is not None:
             raise ValueError(f"a file has no configuration '{config}'")
-        kind, files_of_split = BUILDERS[path.suffix], {split_name(split): str(path)}
+        kind, files_of_split = datafiles.BUILDERS[path.suffix], {datafiles.split_name(split): str(path)}
         return load_dataset(kind, data_files=files_of_split, **options, **_text_options(kind, path))
 
 
@@ -160,7 +152,7 @@ def _text_options(kind: str, file: Path) -> dict[str, Any]:
     """Return how to read a .csv file. Guessing types makes 7 of the answer 007, and nothing of the answer NA."""
     if kind != "csv":
         return {}
-    return {"converters": dict.fromkeys(csv_columns(file), str), "na_filter": False, "keep_default_na": False}
+    return {"converters": dict.fromkeys(datafiles.csv_columns(file), str), "na_filter": False, "keep_default_na": False}
 
 
 @dataclass(frozen=True)
@@ -212,7 +204,7 @@ def problems(
     if source.others is None:  # every scalar whose name has no meaning to TRL
         scalars = {name for name, kind in known.items() if isinstance(kind, Value) and kind.dtype.startswith(_SCALARS)}
         rest = [name for name in known if name not in (source.prompt, source.solution)]
-        others = [name for name in rest if name in scalars and name not in RESERVED_COLUMNS]
+        others = [name for name in rest if name in scalars and name not in datafiles.RESERVED_COLUMNS]
         if left_out := [name for name in rest if name not in others]:
             counts.notes.append(f"columns of '{source.id}' left out, by name or as no scalars: {', '.join(left_out)}")
     text = Value("string")  # also in place of large_string, as which pandas reads texts

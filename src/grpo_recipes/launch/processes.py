@@ -33,17 +33,7 @@ from grpo_recipes.process import tree
 from grpo_recipes.process.scratch import Scratch, SegmentRecorder
 from grpo_recipes.process.terminal import readable, without_library_frames
 from grpo_recipes.report.pages import report_line
-from grpo_recipes.runs.rundir import (
-    NEWEST_MODEL,
-    SYNC_FOLDER,
-    finish_summary,
-    json_mapping,
-    launcher_of,
-    read_json,
-    stop_file,
-    write_json,
-    write_last_json,
-)
+from grpo_recipes.runs import rundir
 from grpo_recipes.secrets import masked
 
 _LAST_LINES = 30
@@ -148,7 +138,7 @@ class Child(Started):
     def state(self) -> State:
         alive, lost = self.alive(), self._lost()
         ranks = self._ranks() if self.process.trains else ()  # after the loss: a rank records its end before that
-        record = read_json(self._record)
+        record = rundir.read_json(self._record)
         return State(alive, record.get("pid"), record.get("exit"), lost, ranks)
 
     def end(self) -> None:
@@ -162,13 +152,13 @@ class Child(Started):
     def _exit_code_within(self, seconds: float) -> int | None:
         """Return the command's exit code, which its guard writes within a tick of its death."""
         deadline = time.monotonic() + seconds
-        while (code := read_json(self._record).get("exit")) is None and time.monotonic() < deadline:
+        while (code := rundir.read_json(self._record).get("exit")) is None and time.monotonic() < deadline:
             time.sleep(0.02)
         return code
 
     def _lost(self) -> Ending | None:
         """Return the process to blame where one is gone; else remember the command and the engines of vLLM."""
-        command, label = read_json(self._record).get("pid"), self.process.label + self._where
+        command, label = rundir.read_json(self._record).get("pid"), self.process.label + self._where
         gone = [pid for pid in self._seen if not tree.is_alive(pid)]
         if gone:
             code = self._exit_code_within(2) if command in gone else None
@@ -185,7 +175,7 @@ class Child(Started):
                         self._seen.setdefault(child.pid, f"the vLLM engine process {engine}")
         if self.alive():
             return None
-        record = read_json(self._record)
+        record = rundir.read_json(self._record)
         return ending_of(f"{label} (pid {record.get('pid')})", record.get("exit"))
 
     def _ranks(self) -> list[Rank]:
@@ -216,7 +206,7 @@ class Child(Started):
 
 def rank_records(run_dir: Path, node: int = 0) -> list[dict[str, Any]]:
     """Return the records that the ranks of a node have written, ``processes/rank_<n>.json``."""
-    records = (json_mapping(path) or {} for path in sorted((run_dir / "processes").glob("rank_*.json")))
+    records = (rundir.json_mapping(path) or {} for path in sorted((run_dir / "processes").glob("rank_*.json")))
     whole = [one for one in records if isinstance(one.get("rank"), int) and isinstance(one.get("pid"), int)]
     return [record for record in whole if record.get("node", 0) == node]
 
@@ -266,7 +256,7 @@ def newest_model(process: Process, environment: Mapping[str, str]) -> str | None
     """Return the folder of the model that a process is to be started with, where the trainer has named one."""
     if not process.renewed:
         return None
-    link = Path(process.full_environment(environment)["GRPO_SYNC_DIR"]) / NEWEST_MODEL
+    link = Path(process.full_environment(environment)["GRPO_SYNC_DIR"]) / rundir.NEWEST_MODEL
     return str(link.resolve()) if link.exists() else None
 
 
@@ -368,7 +358,7 @@ def main() -> int:
     began = time.monotonic()
     # Ranks save where SIGTERM came to every process of the job and the launcher has asked them to.
     while process.trains and os.getppid() == launcher and tree.descendants():
-        if time.monotonic() - began > (_SAVE_SECONDS if stop_file(run_dir).exists() else _LAUNCHER_SECONDS):
+        if time.monotonic() - began > (_SAVE_SECONDS if rundir.stop_file(run_dir).exists() else _LAUNCHER_SECONDS):
             break
         tree.reap()
         time.sleep(_TICK_SECONDS)
@@ -399,12 +389,12 @@ def _run(process: Process, run_dir: Path, scratch: Scratch) -> int:
         child = subprocess.Popen(process.argv, stdout=log, stderr=log, preexec_fn=set_signals, start_new_session=True)
     tree.OWN_CHILDREN.add(child.pid)
     path, record = run_dir / "processes" / f"{process.name}.json", {"pid": child.pid, "guard": os.getpid()}
-    write_json(path, record)
+    rundir.write_json(path, record)
     while child.poll() is None:
         tree.reap()
         segments.look()
         time.sleep(_TICK_SECONDS)
-    write_last_json(path, {**record, "exit": child.returncode})
+    rundir.write_last_json(path, {**record, "exit": child.returncode})
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
@@ -412,13 +402,13 @@ def _report_dead_launcher(run_dir: Path, scratch: Scratch, launcher: int) -> Non
     """Do what the dead launcher cannot: remove the scratch folders, and write how the run ended."""
     scratch.remove()
     with contextlib.suppress(ConfigError):  # the lock does not say
-        if launcher_of(run_dir)[1] != launcher:
+        if rundir.launcher_of(run_dir)[1] != launcher:
             return  # the next launch has begun, and the run directory is its own
     cause = f"the launcher (pid {launcher}) died without ending the run; its process guard ended every process"
     resume = shlex.join(["grpo", "launch", "--resume", shown(run_dir)])
     print(f"grpo: {cause}; continue with: {resume}", file=sys.stderr, flush=True)
-    shutil.rmtree(run_dir / SYNC_FOLDER, ignore_errors=True)
-    finish_summary(run_dir, status="failed", exit_code=128 + signal.SIGKILL, failed_rank=None, cause=cause)
+    shutil.rmtree(run_dir / rundir.SYNC_FOLDER, ignore_errors=True)
+    rundir.finish_summary(run_dir, status="failed", exit_code=128 + signal.SIGKILL, failed_rank=None, cause=cause)
     report_line(run_dir)
 
 

@@ -15,20 +15,9 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from grpo_recipes.errors import config_error, translate
+from grpo_recipes.plan import devices
 from grpo_recipes.plan.commands import Names, Plan, Weighting, gpu_share, with_processes
-from grpo_recipes.plan.devices import (
-    Resources,
-    derive_batch,
-    derive_eval_batch,
-    need_exportable_memory,
-    place_trainers,
-    share_gpu,
-    some_trainers,
-    split_gpus,
-    trainer_count,
-    unused,
-    used_gpus,
-)  # fmt: skip
+from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.ports import plan_ports
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.dialects import UNREAD_VARIABLES
@@ -62,18 +51,18 @@ def make_plan(
     from the user's ``environment``.
     """
     mode = _mode(recipe, resources)
-    server_gpus, left = split_gpus(recipe, resources, mode)
-    most = trainer_count(recipe, resources, left)
-    batch = derive_batch(recipe, most)
-    trainers = place_trainers(recipe, resources, mode, left, batch.world_size)
+    server_gpus, left = devices.split_gpus(recipe, resources, mode)
+    most = devices.trainer_count(recipe, resources, left)
+    batch = devices.derive_batch(recipe, most)
+    trainers = devices.place_trainers(recipe, resources, mode, left, batch.world_size)
     if mode == "colocate":
         _need_equal_groups(recipe, batch.world_size)
     apart = mode == "server" and trainers[0].node != 0
     accelerator = "custom" if environment.get("CONFIG_FILE") else _accelerator(recipe, batch.world_size)
     bridge, why = _bridge(recipe, resources, mode, apart, accelerator)
     nodes, task, model = resources.all_nodes(), task_of(recipe), recipe["model_name_or_path"]
-    if share_gpu(recipe, resources, mode):
-        need_exportable_memory(environment)
+    if devices.share_gpu(recipe, resources, mode):
+        devices.need_exportable_memory(environment)
     # The same on every node, since results on CPU depend on it; one core is for the server, where there may be one.
     cores = min((nodes[one.node].cores - (mode != "colocate")) // one.count for one in trainers)
     own_host = recipe.given("vllm_server_host") or not resources.nodes
@@ -91,14 +80,14 @@ def make_plan(
         eval_dataset=_smoke_path(recipe["eval_dataset_name"] or "", "test.jsonl", environment) or None,
         environment=_environment(recipe),
         batch=batch,
-        eval_batch=derive_eval_batch(recipe, batch),
+        eval_batch=devices.derive_eval_batch(recipe, batch),
         ports=plan_ports(recipe, resources.job),
         nodes=tuple(node.address for node in nodes),
         server_host=recipe["vllm_server_host"] if own_host else nodes[0].address,
         server_gpus=server_gpus,
         placement=trainers,
         server_apart=apart,
-        unused_gpus=unused(resources, used_gpus(server_gpus, trainers)),
+        unused_gpus=devices.unused(resources, devices.used_gpus(server_gpus, trainers)),
         accelerator=accelerator,
         accelerate_file=accelerate_file(accelerator, environment),
         dtype=recipe["dtype"],
@@ -115,7 +104,7 @@ def _need_equal_groups(recipe: Recipe, trainers: int) -> None:
     """Refuse trainers that cannot be divided into groups which each share one vLLM."""
     parallel = recipe["vllm_tensor_parallel_size"]
     if trainers % parallel:
-        what = f"vllm_tensor_parallel_size {parallel} does not divide the {some_trainers(trainers)}"
+        what = f"vllm_tensor_parallel_size {parallel} does not divide the {devices.some_trainers(trainers)}"
         fix = f"write {math.gcd(trainers, parallel)}, or another num_processes"
         raise config_error(recipe.source("vllm_tensor_parallel_size"), f"{what} that would share one vLLM", fix)
 
@@ -124,7 +113,7 @@ def _notes(
     plan: Plan, recipe: Recipe, resources: Resources, environment: Mapping[str, str], most: int
 ) -> Iterator[str]:
     """Yield what is worth knowing of a plan, of which ``most`` trainers could be part."""
-    used, job = used_gpus(plan.server_gpus, plan.placement), resources.job
+    used, job = devices.used_gpus(plan.server_gpus, plan.placement), resources.job
     if len(used) > 1 and any(gpu.startswith("MIG-") for _, gpu in used):
         yield "NCCL between MIG slices is untested: name one, with vllm_mode: colocate, or take whole GPUs"
     yield from (f"{name} is not read: {UNREAD_VARIABLES[name]}" for name in _OF_GUIDE if environment.get(name))
@@ -133,7 +122,7 @@ def _notes(
         yield note + _prompts_for_all(recipe, most)
     if resources.device == "cuda" and job and job.gpus_on_node not in (None, len(resources.gpus)):
         yield f"Slurm says {job.gpus_on_node} GPUs, the driver shows {len(resources.gpus)}; the driver counts"
-    if share_gpu(recipe, resources, plan.mode):
+    if devices.share_gpu(recipe, resources, plan.mode):
         share = f"{gpu_share(recipe, 'server'):g} of GPU {plan.server_gpus[0]} (vllm_gpu_memory_utilization)"
         yield f"vLLM takes {share}, and rank 0 trains on the rest of it"
     if plan.unused_gpus:
@@ -197,7 +186,7 @@ def _mode(recipe: Recipe, resources: Resources) -> str:
             what = "vLLM cannot sleep on CPU, where weights and cache have no other place to go"
             raise config_error(recipe.source("vllm_enable_sleep_mode"), what, "remove vllm_enable_sleep_mode")
         return mode
-    if len(nodes) == len(resources.gpus) == 1 and mode == "server" and not share_gpu(recipe, resources, mode):
+    if len(nodes) == len(resources.gpus) == 1 and mode == "server" and not devices.share_gpu(recipe, resources, mode):
         if recipe.given("vllm_mode"):
             what = "vllm_mode: server needs two GPUs, one is visible"
             raise config_error(where, what, "write vllm_mode: colocate, or ask for more GPUs")

@@ -1,25 +1,17 @@
 """Every recipe key: TRL's dataclasses plus ours, one documented line a field.
 
 Only the trainer imports this module, since importing TRL takes torch and seconds. ``check``, ``plan`` and ``launch``
-know keys from ``keys.json``, and editors from ``recipes/schema.json``: ``make keys`` writes both from here, and a test
-fails when they differ.
+know keys from ``keys.json``, and editors from ``recipes/schema.json``: ``make keys`` writes both from here
+(``scripts/make_keys.py``), and a test fails when they differ.
 """
 
 import dataclasses
-import enum
-import json
-import types
-import typing
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import trl
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from grpo_recipes.recipe.dialects import ALIASES, SAME_VALUES
-from grpo_recipes.recipe.document import BASE_KEY
-from grpo_recipes.recipe.keys import CATALOGUE_FILE, OWNED_KEYS, catalogue, nested_catalogue, schema_file
 from grpo_recipes.recipe.registry import DEFAULT_OBJECTIVE, OBJECTIVES
 
 # Plain `str` in TRL's types, so that a typo would only fail inside the trainer.
@@ -59,7 +51,7 @@ RANGES: dict[str, dict[str, float]] = {
 
 
 # Limits of our fields: min, max, infinite. TRL's parser gives a field's metadata to argparse, which does not take them.
-_OWN_LIMITS: dict[dataclasses.Field, dict[str, Any]] = {}
+OWN_LIMITS: dict[dataclasses.Field, dict[str, Any]] = {}
 
 
 def _key(default: Any, help: str, choices: list[str] | None = None, **limits: float) -> Any:
@@ -67,7 +59,7 @@ def _key(default: Any, help: str, choices: list[str] | None = None, **limits: fl
     metadata = {"help": help, "choices": choices} if choices else {"help": help}
     value: dict[str, Any] = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
     made = field(**value, metadata=metadata)
-    _OWN_LIMITS[made] = limits
+    OWN_LIMITS[made] = limits
     return made
 
 
@@ -347,99 +339,3 @@ NESTED = {
     "gradient_checkpointing_kwargs": GradientCheckpointingConfig,
     "accelerator_config": AcceleratorConfig,
 }
-
-
-def _entries(config: Any) -> dict[str, dict[str, Any]]:
-    """Return the keys of a config class: name -> type, default, help, limits and the class."""
-    hints, found = typing.get_type_hints(config), {}
-    for spec in dataclasses.fields(config):
-        name, hint = spec.name, hints[spec.name]
-        if not spec.init or name in OWNED_KEYS or name.startswith("_"):
-            continue
-        kind, optional = _kind(hint)
-        default = spec.default_factory() if spec.default_factory is not dataclasses.MISSING else spec.default
-        classes = [member for member in (hint, *typing.get_args(hint)) if isinstance(member, type)]
-        values = {str(value.value) for one in classes if issubclass(one, enum.Enum) for value in one}
-        choices = spec.metadata.get("choices") or TRL_CHOICES.get(name) or values
-        found[name] = {
-            "config": config.__name__,
-            "type": kind,
-            "optional": optional or default is None,
-            "default": default.value if isinstance(default, enum.Enum) else default,
-            "help": " ".join(str(spec.metadata.get("help", "")).split()),
-            **_OWN_LIMITS.get(spec, {}),
-            **RANGES.get(name, {}),
-            **({"choices": choices if isinstance(choices, list) else sorted(choices)} if choices else {}),
-        }
-    return found
-
-
-def _kind(hint: Any) -> tuple[str, bool]:
-    """Return the catalogue's name of a type annotation, and whether None is allowed."""
-    origin, members = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        kinds = {_kind(member)[0] for member in members if member is not type(None)}
-        wide = [kind for kind in ("dict", "list[str]", "list[any]") if kind in kinds]
-        return [*wide, kinds.pop() if len(kinds) == 1 else "str"][0], type(None) in members
-    if origin is list:
-        return f"list[{_kind(members[0])[0]}]", False
-    if origin is dict or hint is dict or dataclasses.is_dataclass(hint):
-        return "dict", False
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return "str", False
-    return {bool: "bool", int: "int", float: "float", str: "str"}.get(hint, "any"), False
-
-
-def catalogue_content() -> dict[str, Any]:
-    """Return what ``keys.json`` holds: keys as plain data, and those of the mappings inside a key by its path."""
-    keys = dict(sorted((name, entry) for config in CONFIGS for name, entry in _entries(config).items()))
-    return {"trl": trl.__version__, "keys": keys, "nested": {path: _entries(config) for path, config in NESTED.items()}}
-
-
-_TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object"}
-
-
-def schema() -> dict[str, Any]:
-    """Return the JSON schema by which editors complete and check keys: every key of the catalogue, and nothing else."""
-    properties = {name: _property(name, entry) for name, entry in catalogue().items()}
-    properties[BASE_KEY] = {
-        "type": "string",
-        "description": "A recipe whose keys this one takes over: a file beside this one or in the repository.",
-    }
-    for alias, key in ALIASES.items():
-        properties[alias] = {**properties[key], "description": f"Another name of {key}."}
-    for key, values in SAME_VALUES.items():
-        if any(isinstance(value, bool) for value in values):
-            properties[key]["type"] = [properties[key]["type"], "boolean"]
-        properties[key]["enum"] = [*properties[key]["enum"], *values]
-    return {
-        "$schema": "http://json-schema.org/draft-07/schema#",
-        "title": "grpo-recipes recipe",
-        "type": "object",
-        "properties": dict(sorted(properties.items())),
-        "additionalProperties": False,
-    }
-
-
-def _property(path: str, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a key, or of ``path`` inside one, with the keys of a mapping where they are known."""
-    is_list = entry["type"].startswith("list[")
-    kind = entry["type"].removeprefix("list[").removesuffix("]")
-    part: dict[str, Any] = {"type": _TYPES[kind]}
-    if kind == "dict" and path in nested_catalogue():
-        properties = {name: _property(f"{path}.{name}", inner) for name, inner in nested_catalogue()[path].items()}
-        part |= {"properties": properties, "additionalProperties": False}
-    types = ["array"] if is_list else []
-    types += [] if is_list and kind == "dict" else [part["type"]]  # one item may stand alone, as on the command line
-    types += ["null"] if entry["optional"] else []
-    types_of = {"type": types if len(types) > 1 else types[0]}
-    found: dict[str, Any] = {**types_of, "items": part} if is_list else {**part, **types_of}
-    if entry.get("choices"):
-        found["enum"] = [*entry["choices"], *([None] if entry["optional"] else [])]
-    found |= {name: entry[limit] for name, limit in (("minimum", "min"), ("maximum", "max")) if limit in entry}
-    return {**found, "description": entry["help"], "default": entry["default"]}
-
-
-if __name__ == "__main__":
-    for file, content in ((CATALOGUE_FILE, catalogue_content), (schema_file(), schema)):
-        file.write_text(json.dumps(content(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -212,9 +212,7 @@ def _unread(recipe: Recipe) -> list[str]:
 def _fixed(recipe: Recipe) -> dict[str, str]:
     """Return the keys of TRL that the objective fixes, with their values."""
     objective = objective_of(recipe)
-    if objective is None:
-        return {}
-    return objective.fixed_keys(recipe["maxent_length_normalize_policy"])
+    return objective.fixed_keys(recipe["maxent_length_normalize_policy"]) if objective else {}
 
 
 # fmt: off
