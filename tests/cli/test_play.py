@@ -76,6 +76,40 @@ def test_what_hangs_dies_or_raises_ends_by_its_limit_with_one_error(tmp_path: Pa
         assert time.monotonic() - began < 30
 
 
+def test_an_error_names_the_line_of_the_environment(tmp_path: Path) -> None:
+    entries = f"environment_mixture:\n  environments:\n    - id: {WILD}:Sums\n    - id: {WILD}:Wild\n"
+    own = recipe(tmp_path, "environment: null", entries)
+    line = played(own, "--entry", "2", said="r\n", code=2).splitlines()[-1]
+    assert line.startswith(f"grpo: {own}:6: '{WILD}:Wild' failed in turn 1"), line
+
+
+def test_an_environment_gets_the_variables_that_the_recipe_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own.py").write_text(
+        "import os\n\n\nclass Needs:\n"
+        "    def reset(self, seed):\n        return os.environ['GAME_DATA']\n"
+        "    def step(self, action):\n        return '', 1.0, True\n"
+    )
+    monkeypatch.setenv("GAME_DATA", "boards")
+    named = f"environment: {tmp_path}/own.py:Needs"
+    assert "write reward_environment: [GAME_DATA]" in played(recipe(tmp_path, named), code=2)
+    assert "[user] boards" in played(recipe(tmp_path, named, "reward_environment: [GAME_DATA]"))
+
+
+def test_a_closed_stdin_leaves() -> None:
+    command = ["bash", "-c", '"$@" <&-', "-", sys.executable, "-m", "grpo_recipes", "play", EXAMPLE, "--seed", "3"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "grpo: left in turn 1, reward 0"), done.stderr
+
+
+def test_who_expects_a_model_is_told_that_moves_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("textarena")
+    for opponents, told in (("policy", True), ("random", False)):
+        lines = f"environment: textarena:TicTacToe-v0\nenvironment_args: {{opponents: {opponents}}}"
+        assert ("; opponents' moves are drawn" in played(recipe(tmp_path, lines), "--seed", "1")) == told
+
+
 def test_wrong_recipes_and_options_are_refused() -> None:
     assert "has no environment to play" in played("recipes/smoke/grpo.yaml", code=2)
     assert "--seed: is -1" in played(EXAMPLE, "--seed", "-1", code=2)
@@ -103,9 +137,10 @@ def test_ctrl_c_and_ctrl_d_leave_nothing_behind(key: str, code: int) -> None:
         while b"turn 1 of 2>" not in shown and (part := _read(fd, end)):
             shown += part
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        os.write(fd, key.encode())
-        while part := _read(fd, end):
-            shown += part
+        while b"grpo: left" not in shown and time.monotonic() < end:
+            os.write(fd, key.encode())  # again where it came just before Python waits for a line, which sees it late
+            while part := _read(fd, time.monotonic() + 5):
+                shown += part
         assert time.monotonic() < end, shown
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code, shown
         assert b"grpo: left in turn 1, reward 0" in shown and b"Traceback" not in shown

@@ -13,8 +13,9 @@ import pytest
 
 from grpo_recipes import smoke
 from grpo_recipes.data.prompts import evaluation_episodes
+from grpo_recipes.environments.turns import Turn
 from grpo_recipes.evaluate.benchmarks import StoppedInBenchmarks, run_benchmarks
-from grpo_recipes.evaluate.played import held_out
+from grpo_recipes.evaluate.played import held_out, prompts_of
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.rollouts.episodes import Episodes
 from grpo_recipes.runs.rundir import read_json
@@ -118,6 +119,19 @@ def test_episodes_are_those_of_evaluation_and_fewer_are_drawn() -> None:
     some = [copies[0].seed for copies in held_out(TWO, args, 0)]
     assert len(some) == 4 and set(some) < set(seeds) and held_out(TWO, args, 0) == held_out(TWO, args, 0)
     assert some != [copies[0].seed for copies in held_out(TWO, args, 1)]
+
+
+def test_turns_and_copies_are_sampled_with_seeds_of_their_own() -> None:
+    args = ScriptArguments(environment=TWO, environment_eval_episodes=3, benchmark_samples=2)
+    played, asked = [one for copies in held_out(TWO, args, 0) for one in copies], []
+    for actions in ([], ["4"]):
+        for one in played:
+            one.turns, one.actions = [Turn([{"role": "user", "content": "1+1="}])] * (1 + len(actions)), actions
+        asked += prompts_of(played, TWO, 0) or []
+    assert len({prompt.seed for prompt in asked}) == len(asked) == 12
+    for one in played:
+        one.done = True
+    assert prompts_of(played, TWO, 0) is None
 
 
 def test_an_episode_that_fails_has_no_verdict_and_its_reason(played: Any, tmp_path: Path) -> None:

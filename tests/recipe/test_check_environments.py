@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from grpo_recipes import cli
-from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.check import check
+from grpo_recipes.recipe import Recipe, read_recipe
+from grpo_recipes.recipe.check import check, notes, resolve_recipe
+from grpo_recipes.recipe.registry import environments_of
 
 GAME = Path(__file__).parents[1] / "rollouts/wild_environment.py"
 PLAYS = {"dataset_name": None, "environment": f"{GAME}:Sums", "reward_funcs": ["environment"]}
@@ -48,7 +50,8 @@ def test_a_server_of_openenv_needs_the_network(read: Read) -> None:
         (PLAYS | {"environment": "text_arena:Nim-v0"}, PLAYS, "Fix: write textarena:Nim-v0"),
         (PLAYS | {"environment_mixture": MIXED["environment_mixture"]}, MIXED, "are both given"),
         (MIXED | {"environment_mixture": {"environments": [{"weight": 2.0}]}}, MIXED, "an environment has no id"),
-        (MIXED | {"environment_mixture": {"environments": []}}, MIXED, "an environment has no id"),
+        (MIXED | {"environment_mixture": {"environments": []}}, MIXED, "environment_mixture names no environments"),
+        (PLAYS | {"environment": ""}, PLAYS, "environment names nothing"),
         (MIXED | {"environment_args": {"most": 2}}, PLAYS | {"environment_args": {"most": 2}}, "does nothing without"),
         ({"environment_max_turns": 2}, PLAYS | {"environment_max_turns": 2}, "does nothing without environment"),
         (PLAYS | {"dataset_name": "openai/gsm8k"}, PLAYS, "'dataset_name' does nothing with environment"),
@@ -58,7 +61,7 @@ def test_a_server_of_openenv_needs_the_network(read: Read) -> None:
          PLAYS | {"reward_funcs": ["environment", "format_tags"]}, "an episode does not have. Fix: remove math_verify"),
         ({"reward_funcs": ["environment"]}, PLAYS, "no environment is named"),
         (PLAYS | {"benchmarks": ["reasoning_gym:maze"]}, PLAYS | {"benchmarks": [PLAYS["environment"]]},
-         "'reasoning_gym:maze' is no environment of the recipe"),
+         "the recipe does not train on 'reasoning_gym:maze', so"),
         (PLAYS | {"environment_turn_length": 9000}, PLAYS | {"environment_turn_length": 100}, "which is for all turns"),
         (PLAYS | {"environment_max_turns": 9000}, PLAYS, "leaves no token for a turn"),
         (PLAYS | {"environment_credit": "per_turn", "maxent_objective": "tempered"},
@@ -108,4 +111,71 @@ def test_a_model_that_only_training_has_is_no_opponent_in_a_benchmark(read: Read
     game = {**PLAYS, "environment": "textarena:TicTacToe-v0", "benchmarks": ["textarena:TicTacToe-v0"]}
     assert check(read(**game, environment_args={"opponents": "policy"}), {}) == []
     (problem,) = check(read(**game, environment_args={"opponents": "base"}), {})
-    assert "in benchmarks nobody plays 'base'" in str(problem)
+    assert "a benchmark cannot play 'textarena:TicTacToe-v0' against 'base'" in str(problem)
+
+
+def test_each_problem_of_an_environment_has_its_own_line(read: Read, tmp_path: Path) -> None:
+    pytest.importorskip("textarena")
+    game = {"id": "textarena:TicTacToe-v0", "args": {"opponents": "gpt"}}
+    mixture = [{"id": f"{GAME}:Sums"}, {"id": f"{GAME}:Summs", "args": {"most": 2}}, game, {"weight": 2.0}]
+    problems = check(read(**MIXED | {"environment_mixture": {"environments": mixture}}), {})
+    lines = (tmp_path / "recipe.yaml").read_text().splitlines()
+    found = [(lines[int(one.where.rpartition(":")[2]) - 1].strip("- "), one.what) for one in problems]
+    assert [line for line, _ in found] == [f"id: {GAME}:Summs", "args:", "weight: 2.0"], found
+    assert [what.split()[-1] for _, what in found] == ["'Summs'", "model", "id"]
+
+    (problem,) = check(read(**PLAYS | {"environment": game["id"], "environment_args": game["args"]}), {})
+    line = (tmp_path / "recipe.yaml").read_text().splitlines()[int(problem.where.rpartition(":")[2]) - 1]
+    assert line == "environment_args:"
+    (problem,) = check(read(**PLAYS | {"environment": ""}), {})
+    assert problem.where.startswith("recipe.yaml:")
+
+
+def test_an_environment_that_gets_no_episode_is_told(read: Read) -> None:
+    mixture = {"environments": [{"id": f"{GAME}:Sums", "weight": 500.0}, {"id": f"{GAME}:Wild"}]}
+    keys = MIXED | {"environment_mixture": mixture, "environment_eval_episodes": 64}
+    assert check(read(**keys), {}) == []  # nothing evaluates
+    (problem,) = check(read(**keys, benchmarks=[f"{GAME}:Wild"]), {})
+    assert f"environment_eval_episodes: 64 leaves none for '{GAME}:Wild'" in str(problem)
+    (problem,) = check(read(**keys, environment_episodes=100), {})
+    assert "environment_episodes: 100 leaves none" in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("key", "needed"),
+    [
+        ("environment_eval_episodes: 7", "eval_strategy, or an environment of the recipe among benchmarks"),
+        ("benchmark_solved: 0.5", "an environment of the recipe among benchmarks"),
+    ],
+)
+def test_keys_of_evaluation_that_nothing_reads_are_noted(tmp_path: Path, key: str, needed: str) -> None:
+    recipe, plays = tmp_path / "recipe.yaml", f"environment: {GAME}:Sums\nreward_funcs: [environment]\n"
+    recipe.write_text(f"model_name_or_path: smoke:sums\n{plays}{key}\n")
+    assert f"does nothing without {needed}" in " ".join(notes(read_recipe(recipe)))
+    recipe.write_text(f"model_name_or_path: smoke:sums\n{plays}{key}\nbenchmarks: ['{GAME}:Sums']\n")
+    assert notes(read_recipe(recipe)) == []
+
+
+def test_variables_are_handed_to_environments(read: Read) -> None:
+    recipe = read(**PLAYS, reward_environment=["GAME_DATA"])
+    assert not any("reward_environment" in note for note in notes(recipe))
+    (problem,) = check(recipe, {})
+    assert "Fix: export GAME_DATA first" in str(problem)
+    assert check(recipe, {"GAME_DATA": "x"}) == []
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_folder_of_an_opponent_is_found_from_any_folder(tmp_path: Path, mixed: bool) -> None:
+    pytest.importorskip("textarena")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/config.json").write_text("{}")
+    game = {"id": "textarena:TicTacToe-v0", "args": {"opponents": "old"}}
+    one = {"environment": game["id"], "environment_args": game["args"]}
+    keys = {"environment_mixture": {"environments": [{"id": f"{GAME}:Sums"}, game]}} if mixed else one
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump({"model_name_or_path": "smoke:sums", "reward_funcs": ["environment"], **keys}))
+    recipe = resolve_recipe(str(path), None, (), {}, "cpu")
+    assert [args.get("opponents") for _, args, _ in environments_of(recipe.__getitem__)][-1] == str(tmp_path / "old")
+    flag = ["--environment_args", "{opponents: policy}"]
+    if not mixed:
+        assert resolve_recipe(str(path), None, flag, {}, "cpu")["environment_args"] == {"opponents": "policy"}

@@ -126,6 +126,11 @@ def test_names_of_other_projects_mean_keys(names_, key) -> None:
         assert known is not None and list(known.writes) == [key], name
 
 
+@pytest.mark.parametrize("name", ["extends", "inherits"])
+def test_a_name_for_building_on_another_recipe_is_answered_with_base(name: str) -> None:
+    assert fix(**{name: "other.yaml"}) == "write base: FILE, the recipe that this one builds on"
+
+
 def test_a_name_of_another_part_is_not_taken_for_ours() -> None:
     for name in ("critic.optim.lr", "rollout.val_kwargs.temperature", "eval.max_tokens", "reward_model.model.path"):
         assert meaning_of(name) is None

@@ -115,6 +115,12 @@ HUGE = "9" * 400
         ("seed: 4294967296", [], "above 4294967295"),
         ('run_name: "a\\0b"', [], "control character"),
         ('run_name: "\\ud800"', [], "control character"),
+        (
+            "dataset_mixture: {datasets: a/b}",
+            [],
+            "datasets' is 'a/b' where a list of mappings belongs",
+        ),
+        ("dataset_mixture: {datasets: {id: a/b}}", [], "is {'id': 'a/b'} where a list of mappings belongs"),
         ("", ["--model_init_kwargs", "[" * 2000], "where a mapping belongs"),
         ("", ["--model_init_kwargs", "{a: !!bool x}"], "where a mapping belongs"),
         ("", ["--accelerator_config", "!!timestamp x"], "where a mapping belongs"),

@@ -86,6 +86,26 @@ def test_what_does_not_fit_is_left_out(tmp_path: Path, broken: Any) -> None:
     assert write_report(make_run(tmp_path, steps=1, samples=[{**sample, "episode": broken}])).stat().st_size > 10_000
 
 
+def test_episodes_of_two_seeds_that_begin_alike_stand_apart(tmp_path: Path) -> None:
+    (one,), (other,) = game_samples(2), game_samples(2)
+    other["episode"]["seed"] = 78
+    text = page_of(make_run(tmp_path, steps=1, samples=[one, one, other])).text
+    assert text.count("seed 77") == text.count("seed 78") == 1
+
+
+def test_a_users_own_number_by_the_name_of_a_share_is_drawn_as_a_number(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, steps=10, samples=game_samples(2))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [row | {"episodes/won": 2.0 * row["step"], "episodes/legal": -1.0 * row["step"]} for row in rows]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page_of(folder)
+    charts = drawn((folder / "report.html").read_text())
+    for title, last in (("Won", "20"), ("Legal actions", "-10")):
+        assert values(charts[title])[-1] == last
+        assert "as the environment gives it" in charts[title] and " %<" not in charts[title]
+    assert ">20</text>" in charts["Won"]  # the end of its axis
+
+
 def test_numbers_of_episodes_are_curves(tmp_path: Path) -> None:
     folder = make_run(tmp_path, steps=10, samples=game_samples(2))
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

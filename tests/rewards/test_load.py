@@ -405,7 +405,7 @@ def test_check_is_silent_where_the_source_does_not_show_the_parameters(
 def test_check_refuses_a_variable_that_is_not_set(read: Any, project: Path) -> None:
     recipe = read(reward_funcs=["own.py:score"], reward_environment=["JUDGE_KEY"])
     (problem,) = check(recipe, {})
-    assert "there is no variable 'JUDGE_KEY' to hand to rewards. Fix: export JUDGE_KEY first" in str(problem)
+    assert "there is no variable 'JUDGE_KEY' to hand on. Fix: export JUDGE_KEY first" in str(problem)
     assert check(recipe, {"JUDGE_KEY": "sk-planted"}) == []
 
 

@@ -294,7 +294,7 @@ def test_a_child_gets_the_variables_that_are_named_and_no_message_has_their_secr
         )
     assert handed.value == 0.125
     assert stripped.reason == (
-        "KeyError: 'OTHER_KEY'; rewards run isolated, without this variable: write reward_environment: [OTHER_KEY]"
+        "KeyError: 'OTHER_KEY'; it runs isolated, without this variable: write reward_environment: [OTHER_KEY]"
     )
     assert unset.reason == "KeyError: 'NOT_SET'"
     assert said.reason == "ValueError: 401: no key ********"

@@ -53,6 +53,8 @@ class Wild(Sums):
                 time.sleep(600)
             case "r":
                 raise ValueError("a rule was broken")
+            case "u":
+                return "\ud800", 0.0, False, {}
             case "n":
                 socket.create_connection(("127.0.0.1", int(action[1:])), timeout=5).close()
         return super().step(action)

@@ -81,7 +81,7 @@ def test_without_a_checkpoint_a_new_launch_is_advised(failed):
         ("most often: no answer from its server (URLError: <urlopen error [Errno 111] Connection refused>) (9)",
          "start the server that own.py asks, or correct its address (grpo check-rewards RECIPE), "
          "then grpo launch --resume RUN"),
-        ("KeyError: 'KEY'; rewards run isolated, without this variable: write reward_environment: [KEY] (9)",
+        ("KeyError: 'KEY'; it runs isolated, without this variable: write reward_environment: [KEY] (9)",
          "export KEY where you launch (grpo check-rewards RECIPE), then grpo launch --resume RUN "
          "--reward_environment KEY"),
     ],

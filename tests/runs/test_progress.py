@@ -129,6 +129,7 @@ def test_what_is_not_trivial_is_in_the_line_which_still_fits(tmp_path, metric, s
 def test_episodes_that_were_won_are_in_the_line_and_all_their_numbers_in_another(tmp_path):
     line = line_of(tmp_path, 100, **{"episodes/won": 0.456, "episodes/turns": 3.25})
     assert "  reward -0.527  won 46%  length" in line and len(line_of(tmp_path, **{"episodes/won": 0.456})) <= 80
+    assert "  won 7.5  length" in line_of(tmp_path, 100, **{"episodes/won": 7.5})  # somebody's own count
     row = {"step": 3, "episodes/turns": 3.25, "episodes/won": 0.4567, "episodes/odd": "nan"}
     assert episodes_line(row) == "turns 3.25  won 0.457" and episodes_line({"step": 3}) == ""
 

@@ -187,6 +187,15 @@ def test_a_turn_that_is_cut_is_ended_for_the_model_and_not_trained_on(tmp_path: 
     assert output["tool_mask"][0, :9].tolist() == [1] * 8 + [0]
 
 
+def test_a_turn_without_a_token_is_ended_too(tmp_path: Path, model: str) -> None:
+    trainer = make_trainer(tmp_path, model)
+    trainer._generate_single_turn = lambda prompts, *_: ([[] for _ in prompts], None)
+    output = generation(trainer)
+    assert all(one.actions and set(one.actions) == {""} for one in trainer.episodes.played)
+    assert output["tool_mask"].sum() == 0
+    trainer.episodes.close()
+
+
 def test_failed_episodes_are_counted_and_too_many_end_the_run(tmp_path: Path, model: str) -> None:
     trainer = make_trainer(tmp_path, model, max_prompt_length=2)
     with pytest.raises(TooManyWithoutVerdict, match=r"its first observation has \d+ tokens, more than"):

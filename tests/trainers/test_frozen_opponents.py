@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from grpo_recipes import smoke
+from grpo_recipes.errors import ConfigError
 from grpo_recipes.rollouts.opponents import FrozenModel
 
 
@@ -51,6 +54,18 @@ def test_a_checkpoint_samples_its_own_distribution(frozen: FrozenModel) -> None:
     frozen._trainer.top_k = 2
     two = {one[0] for one in frozen.sample([prompt] * 200, "x", range(200), 1)}
     assert two == set(logits.topk(2).indices.tolist())
+
+
+def test_a_checkpoint_with_other_tokens_is_refused(frozen: FrozenModel, model: str, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    tokenizer = smoke.build_tokenizer()
+    tokenizer.save_pretrained(other)
+    FrozenModel(str(other), frozen._trainer)
+    tokenizer.add_tokens(["<|king|>"])
+    tokenizer.save_pretrained(other)
+    with pytest.raises(ConfigError, match="has other tokens than the policy"):
+        FrozenModel(str(other), frozen._trainer)
 
 
 def test_a_checkpoint_ends_its_turn(frozen: FrozenModel) -> None:

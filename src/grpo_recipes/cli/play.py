@@ -14,7 +14,7 @@ from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.commands import hub_environment
 from grpo_recipes.process.terminal import readable
-from grpo_recipes.recipe.registry import environments_of
+from grpo_recipes.recipe.registry import environments_of, model_opponents
 from grpo_recipes.rollouts.episode import turns_of
 from grpo_recipes.secrets import masked
 
@@ -30,23 +30,24 @@ _CALL = '{"name": "...", "arguments": {...}}'
 def play(options: argparse.Namespace) -> int:
     """Play one episode with a line of stdin for each turn; return 0, also where stdin ends, and 130 after Ctrl-C."""
     recipe = chosen_recipe(options)
-    entries = [(spec, arguments) for spec, arguments, _ in environments_of(recipe.__getitem__)]
+    entries = [spec for spec, _, _ in environments_of(recipe.__getitem__)]
     if not entries:
         fix = "add environment: file.py:Class, or a library's, e.g. textarena:SecretMafia-v0"
         raise config_error(shown(recipe.path), "it trains on a dataset, and has no environment to play", fix)
     if not 1 <= options.entry <= len(entries):
-        named = ", ".join(f"{place} ({spec})" for place, (spec, _) in enumerate(entries, start=1))
+        named = ", ".join(f"{place} ({spec})" for place, spec in enumerate(entries, start=1))
         raise config_error("--entry", f"there is no environment {options.entry} in the recipe", f"write {named}")
     if options.seed is not None and options.seed < 0:
         raise config_error("--seed", f"is {options.seed}", "write 0 or more")
-    spec, arguments = entries[options.entry - 1]
+    spec = entries[options.entry - 1]
     seed = random.randrange(10_000) if options.seed is None else options.seed
     most = recipe["environment_max_turns"]
     os.environ.update(hub_environment(os.environ))
-    _say(f"grpo: {spec}, seed {seed}; a line is a turn, of at most {most}; Ctrl-D leaves")
+    drawn = "; opponents' moves are drawn" if spec in dict(model_opponents(recipe.__getitem__)) else ""
+    _say(f"grpo: {spec}, seed {seed}{drawn}; a line is a turn, of at most {most}; Ctrl-D leaves")
     table = _Table(most)
     try:
-        for turn in turns_of(recipe.__getitem__, spec, arguments, seed, lambda _: table.ask()):
+        for turn in turns_of(recipe, options.entry - 1, seed, lambda _: table.ask()):
             table.show(turn)
     except (EOFError, KeyboardInterrupt) as error:
         print()
@@ -66,6 +67,8 @@ class _Table:
     def ask(self) -> str:
         """Return the next line of stdin; EOFError at its end."""
         self._actions += 1
+        if sys.stdin is None:  # closed
+            raise EOFError
         action = input(f"turn {self._actions} of {self._most}> ")
         if not sys.stdin.isatty():
             print(action)  # which a terminal shows while it is typed

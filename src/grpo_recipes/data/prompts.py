@@ -37,7 +37,7 @@ from grpo_recipes.data.problems import (
 )
 from grpo_recipes.errors import ConfigError, config_error, translate
 from grpo_recipes.recipe.configs import ScriptArguments
-from grpo_recipes.recipe.registry import environments_of
+from grpo_recipes.recipe.registry import environments_of, episodes_of_each
 
 
 @dataclass(frozen=True)
@@ -184,16 +184,14 @@ def evaluation_episodes(args: ScriptArguments) -> Dataset:
 
 def _episode_rows(args: ScriptArguments, count: int, prefix: str, parity: int) -> Dataset:
     """Return rows whose seeds are even or odd, so that those of two sets differ."""
-    rows, made, share = [], 0, 0.0
-    for spec, arguments, weight in environments_of(partial(getattr, args)):
-        share += weight
-        for index in range(made, round(share * count)):
-            digest = hashlib.sha256(f"{prefix}{spec}/{index - made}".encode()).digest()
+    rows, recipe = [], partial(getattr, args)
+    for (spec, arguments, _), share in zip(environments_of(recipe), episodes_of_each(recipe, count), strict=True):
+        for index in range(share):
+            digest = hashlib.sha256(f"{prefix}{spec}/{index}".encode()).digest()
             number = (int.from_bytes(digest[:4], "big") >> 2) * 2 + parity
             prompt = [{"role": "user", "content": spec}]  # replaced by what the environment says first
             text = json.dumps(arguments, sort_keys=True)
             rows.append({"prompt": prompt, "environment": spec, "arguments": text, "seed": number})
-        made = round(share * count)
     return Dataset.from_list(rows)
 
 

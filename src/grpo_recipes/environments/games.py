@@ -6,6 +6,8 @@
 """
 
 import copy
+import math
+import os
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -13,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.environments import secret_mafia
-from grpo_recipes.environments.turns import BASE, POLICY, Noise, Turn, derived, kept
+from grpo_recipes.environments.turns import BASE, POLICY, SCRIPTED, Noise, Turn, derived, kept
 from grpo_recipes.errors import config_error
 
 _BRACKETED = re.compile(r"\[[^\[\]\n]{1,60}\]")
@@ -31,11 +33,16 @@ class Game:
         given = dict(args)
         self._players = given.pop("num_players", None)
         self._player = given.pop("player", 0)
-        self._worth = {kind: float(given.pop(f"{kind}_reward", 0.0)) for kind in ("legal", "illegal", "useful")}
+        self._worth = {kind: given.pop(f"{kind}_reward", 0.0) for kind in ("legal", "illegal", "useful")}
+        for kind, worth in self._worth.items():
+            if type(worth) not in (int, float) or not math.isfinite(worth):
+                raise _wrong(f"{kind}_reward: {worth!r} is no reward", "write a number")
         self._mafia = name.startswith("SecretMafia")
-        self._opponents = given.pop("opponents", "random")
-        scripted = ("random", "crowd") if self._mafia else ("random",)
+        self._opponents = given.pop("opponents", SCRIPTED[0])
+        scripted = SCRIPTED if self._mafia else SCRIPTED[:1]
         self._model = "" if self._opponents in scripted else _model(self._opponents, scripted)
+        if self._players is not None and (type(self._players) is not int or self._players < 1):
+            raise _wrong(f"num_players: {self._players!r} is no number of players", "write 1 or more")
         if self._player != "seed" and (type(self._player) is not int or self._player < 0):
             raise _wrong(f"player: {self._player!r} is no seat", 'write a number from 0, or "seed"')
         self._make = lambda: textarena.make(name, **given)
@@ -70,6 +77,8 @@ class Game:
         else:
             what = f"num_players: '{name}' is not for {self._players or 'any number up to 15'} ({why})"
             raise _wrong(what, "correct it") from why
+        if self._players == 1 and self._model:
+            raise _wrong(f"opponents: '{name}' has none", "remove it")
         if self._player != "seed" and self._player >= self._players:
             raise _wrong(f"player: {self._player} of {self._players}", f"write 0 to {self._players - 1}")
 
@@ -206,7 +215,7 @@ def _model(opponents: Any, scripted: Sequence[str]) -> str:
     """Return the model that plays the opponents: the policy, its base model or the folder of a checkpoint."""
     if opponents in (POLICY, BASE):
         return str(opponents)
-    folder = Path(str(opponents))
+    folder = Path(os.path.expanduser(str(opponents)))
     if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         known = ", ".join(f'"{one}"' for one in (*scripted, POLICY, BASE))
         fix = f"write {known} or the folder of a checkpoint"

@@ -14,6 +14,7 @@ from typing import Any
 from grpo_recipes.environments.turns import Environment, Noise, Turn, derived
 from grpo_recipes.errors import ConfigError, Problem, config_error
 
+_LONGEST = 200  # characters of arguments in a message
 INSTALL = "EXTRAS=environments bash scripts/setup.sh"
 # Kinds of the key, with the module that each needs.
 LIBRARIES = {
@@ -50,14 +51,30 @@ def library_problems(spec: str, args: Mapping[str, Any]) -> list[Problem]:
             from grpo_recipes.environments.verifiers_tasks import own_class
 
             module = name.replace("-", "_").split("/")[-1]
-            if importlib.util.find_spec(module) is None and own_class(name) is None:
-                fix = "install its package into the environment, or name one of the library's classes"
-                raise config_error("environment", f"verifiers finds no environment '{name}'", fix)
+            if not (module.isidentifier() and importlib.util.find_spec(module)):
+                if (own := own_class(name)) is None:
+                    fix = "install its package into the environment, or name one of the library's classes"
+                    raise config_error("environment", f"verifiers finds no environment '{name}'", fix)
+                need_arguments(spec, own, args)
         else:
             load_library(kind, name, args)
     except ConfigError as error:
         return error.problems
     return []
+
+
+def need_arguments(spec: str, made: Any, args: Mapping[str, Any]) -> None:
+    """Refuse arguments that the class ``made``, which ``spec`` names, does not take."""
+    try:
+        taken = inspect.signature(made)
+    except ValueError:  # of a class of C
+        return
+    try:
+        taken.bind(**args)
+    except TypeError as error:
+        what = f"'{spec}' does not take these arguments ({error})"
+        known = str(taken) if len(str(taken)) <= _LONGEST else f"({', '.join(taken.parameters)})"
+        raise config_error("environment_args", what, f"write those of {made.__name__}{known}") from error
 
 
 def _require(kind: str, name: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 Message = dict[str, str]  # role, content
 POLICY, BASE = "policy", "base"  # models that play opponents: the one that is trained, and what it began as
+SCRIPTED = ("random", "crowd")  # opponents that are no model
 
 
 @dataclass(frozen=True)

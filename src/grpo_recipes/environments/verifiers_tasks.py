@@ -97,7 +97,9 @@ def _loaded(name: str, arguments: str) -> Any:
             own, args = own_class(name), json.loads(arguments)
             env = own(**args) if own else verifiers.load_environment(name, **args)
         except (ValueError, RuntimeError, TypeError) as error:
-            raise config_error("environment", f"'verifiers:{name}' does not load ({error})", _install(name)) from error
+            what = f"'verifiers:{name}' does not load ({' '.join(str(error).split())})"
+            fix = "correct environment_args" if own_class(name) else _install(name)
+            raise config_error("environment", what, fix) from error
     if not isinstance(env, (verifiers.MultiTurnEnv, verifiers.EnvGroup)) or env.message_type != "chat":
         fix = "use one whose prompts are lists of messages"
         raise config_error("environment", f"'verifiers:{name}' is no chat environment", fix)

@@ -49,9 +49,9 @@ class Recipe:
         """Return whether the user set ``key`` anywhere."""
         return self.source(key) != DEFAULT_SOURCE
 
-    def place(self, key: str) -> str:
-        """Return where a person looks for ``key``: its source, or the file where nobody gave it."""
-        return self.source(key) if self.given(key) else shown(self.path)
+    def place(self, key: str, *inside: str | int) -> str:
+        """Return where a person looks for ``key``, or what is ``inside`` it; the file where nobody gave it."""
+        return self.values[key].lines.get((key, *inside)) or (self.source(key) if self.given(key) else shown(self.path))
 
     def problem(self, key: str, what: str, fix: str) -> Problem:
         """Return a problem with ``key`` at the place where a person looks for it."""
@@ -118,7 +118,7 @@ def merge_recipe(
         else:
             converted, wrong = typed(key, catalogue()[key], value)
         problems += wrong
-        values[key] = Value(converted, value.source, value.shadowed)
+        values[key] = replace(value, value=converted)
         broken |= {key} if wrong else set()
     return Recipe(path, values, notes, frozenset(broken)), in_order(problems)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.environments.libraries import LIBRARIES, library_problems
-from grpo_recipes.environments.turns import POLICY
+from grpo_recipes.environments.turns import BASE, POLICY, SCRIPTED
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.modebench.dataset import COLUMNS, SCHEME, SPLITS, TASK_KEYS, TASKS, Settings, rows
 from grpo_recipes.paths import home, shown
@@ -37,8 +37,9 @@ from grpo_recipes.recipe.registry import (
     benchmark_columns,
     benchmark_problem,
     environments_of,
+    episodes_of_each,
     is_file,
-    own_environments,
+    model_opponents,
 )
 from grpo_recipes.recipe.rules import (
     RULES,
@@ -49,9 +50,10 @@ from grpo_recipes.recipe.rules import (
     isolates,
     matching,
     modebench_tasks,
+    plays_benchmarks,
     removal,
     reports_to,
-)
+)  # fmt: skip
 from grpo_recipes.recipe.tasks import GRPO, requested_task, with_task
 from grpo_recipes.recipe.user_code import compared, copy_path, function_source, problem_with, required_parameters
 from grpo_recipes.smoke import SMOKE_SCHEME, SMOKE_TASKS
@@ -138,6 +140,10 @@ def resolve_recipe(
     problems += contradictions + check(recipe, environment)
     if problems:
         raise ConfigError(*in_order(problems))
+    for spec, arguments, _ in environments_of(recipe.__getitem__):  # a run may be resumed from another folder
+        model = arguments.get("opponents", POLICY)
+        if spec.startswith("textarena:") and model not in (*SCRIPTED, POLICY, BASE):
+            arguments["opponents"] = os.path.abspath(os.path.expanduser(str(model)))
     return recipe
 
 
@@ -174,24 +180,40 @@ def _rounded_away(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Pr
         yield recipe.problem("accelerator", what, learning.float32_fix(mixed))
 
 
-def _environments(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
-    key, run = "environment" if recipe["environment"] else "environment_mixture", recipe.path.parent
-    entries = (recipe["environment_mixture"] or {}).get("environments")
-    if recipe["environment_mixture"] is not None and not all(entry.get("id") for entry in entries or [{}]):
-        yield recipe.problem(key, "an environment has no id", "add environments: a list of {id, args, weight}")
-        return
-    for spec, arguments, _share in environments_of(recipe.__getitem__):
-        if spec.partition(":")[0] in LIBRARIES:
-            yield from (replace(one, where=recipe.place(key)) for one in library_problems(spec, arguments))
-        if spec.startswith("openenv:") and not recipe["environment_network"]:
-            what = f"'{spec}' is reached through the network"
-            yield recipe.problem(key, what, "add environment_network: true")
-    for spec in own_environments(recipe.__getitem__):
+def environment_place(recipe: Recipe, index: int, part: str = "id") -> str:
+    """Return the line of an environment of the recipe, by its place among them, or of its ``args``."""
+    if recipe["environment"] is not None:
+        return recipe.place("environment_args" if part == "args" and recipe["environment_args"] else "environment")
+    parts = recipe["environment_mixture"]["environments"][index]
+    inside = next((name for name in (part, "id", *parts) if name in parts), part)
+    return recipe.place("environment_mixture", "environments", index, inside)
+
+
+def _environments(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
+    run, found = recipe.path.parent, environments_of(recipe.__getitem__)
+    if recipe["environment_mixture"] is not None and not found:
+        fix = "add environments: a list of {id, args, weight}"
+        yield recipe.problem("environment_mixture", "environment_mixture names no environments", fix)
+    for index, (spec, arguments, _) in enumerate(found):
+        where, (kind, colon, name) = environment_place(recipe, index), spec.partition(":")
         copied = (run / "run.json").exists() and copy_path(spec, run / "rewards").exists()
-        if not copied and (problem := problem_with(spec, recipe.place(key))):
-            kind, colon, name = spec.partition(":")
+        if not spec:
+            what = "an environment has no id" if recipe["environment"] is None else "environment names nothing"
+            yield Problem(where, what, "name it as file.py:Class, or a library's, e.g. textarena:Nim-v0")
+        elif kind in LIBRARIES:
+            problems = library_problems(spec, arguments)
+            places = [environment_place(recipe, index, one.where.removeprefix("environment_")) for one in problems]
+            yield from (replace(one, where=place) for one, place in zip(problems, places, strict=True))
+        elif not copied and (problem := problem_with(spec, where)):
             near = nearest_of(kind.replace("-", "_"), LIBRARIES) if colon else None
             yield replace(problem, fix=f"write {near}:{name}") if near else problem
+        if kind == "openenv" and not recipe["environment_network"]:
+            yield Problem(where, f"'{spec}' is reached through the network", "add environment_network: true")
+    evaluated = ["environment_eval_episodes"] if evaluates(recipe) or plays_benchmarks(recipe) else []
+    for key in ("environment_episodes", *evaluated):
+        for (spec, _, _), share in zip(found, episodes_of_each(recipe.__getitem__, recipe[key]), strict=True):
+            if not share:
+                yield recipe.problem(key, f"{key}: {recipe[key]} leaves none for '{spec}'", "raise it, or that weight")
 
 
 def _user_code(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
@@ -270,10 +292,9 @@ def reward_notes(recipe: Recipe) -> Iterator[str]:
 
 def _benchmarks(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
     played = [spec for spec, _, _ in environments_of(recipe.__getitem__)]
-    for spec, arguments, _share in environments_of(recipe.__getitem__):
-        other = str(arguments.get("opponents", "random")) not in ("random", "crowd", POLICY)
-        if spec in recipe["benchmarks"] and spec.startswith("textarena:") and other:
-            what = f"in benchmarks nobody plays '{arguments['opponents']}', the opponent of '{spec}'"
+    for spec, model in model_opponents(recipe.__getitem__):
+        if spec in recipe["benchmarks"] and model != POLICY:
+            what = f"a benchmark cannot play '{spec}' against '{model}'"
             yield recipe.problem("benchmarks", what, "write opponents: policy or random, or remove it from benchmarks")
     for name in dict.fromkeys(recipe["benchmarks"]):
         if problem := benchmark_problem(name, recipe.place("benchmarks"), played):
@@ -294,7 +315,7 @@ def _handed_variables(recipe: Recipe, environment: Mapping[str, str]) -> Iterato
     for name in recipe["reward_environment"]:
         if name not in environment:
             fix = f"export {name} first, or remove it from reward_environment"
-            yield recipe.problem("reward_environment", f"there is no variable '{name}' to hand to rewards", fix)
+            yield recipe.problem("reward_environment", f"there is no variable '{name}' to hand on", fix)
 
 
 def _training_data(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
@@ -407,7 +428,12 @@ _IDLE: tuple[tuple[str, Condition, str], ...] = (
     ("reward_timeout reward_memory_gib reward_workers",
         lambda r: not IN_CHILDREN & set(r["reward_funcs"]) and not isolates(r),
         "a reward in a child process (math_verify, or your own)"),
-    ("reward_environment reward_concurrency", lambda r: not isolates(r), "a reward of your own in a child process"),
+    ("reward_concurrency", lambda r: not isolates(r), "a reward of your own in a child process"),
+    ("reward_environment", lambda r: not isolates(r) and not environments_of(r.__getitem__),
+        "an environment, or a reward of your own in a child process"),
+    ("environment_eval_episodes", lambda r: not evaluates(r) and not plays_benchmarks(r),
+        "eval_strategy, or an environment of the recipe among benchmarks"),
+    ("benchmark_solved", lambda r: not plays_benchmarks(r), "an environment of the recipe among benchmarks"),
     ("benchmark_*", lambda r: not r["benchmarks"], "benchmarks"),
     ("hub_*", lambda r: not r["push_to_hub"], "push_to_hub"),
     ("eval_*", lambda r: not evaluates(r), "eval_strategy"),

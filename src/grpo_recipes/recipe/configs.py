@@ -150,7 +150,8 @@ class ScriptArguments(trl.ScriptArguments):
         "Child processes for rewards; by default 1 per 2 cores, at most 8.", min=1, max=1024)
     reward_concurrency: int = _key(32, "Calls of an async reward of yours at a time in one child.", min=1, max=1024)
     reward_environment: list[str] = _key([],
-        "Names of environment variables that rewards in child processes get, such as a judge's key; they get no other.")
+        "Names of variables of the shell that rewards in child processes and environments get, such as a judge's key; "
+        "they get no other.")
     reward_max_no_verdict: float = _key(0.5,
         "Share of a step's completions left unscored (time limit, crash, not a number) that ends the run.",
         min=0.0, max=1.0)

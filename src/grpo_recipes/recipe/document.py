@@ -244,10 +244,10 @@ def _type_parts(key: str, parts: dict[str, Any], given: Value, place: Place) -> 
 def _convert(kind: str, value: Any, from_text: bool) -> Any:
     """Return a value as the type of the catalogue; a ValueError's text goes on from "the key is"."""
     if kind.startswith("list["):
-        if isinstance(value, str):
+        if isinstance(value, str) and kind != "list[dict]":
             value = [] if value == "none" else [part.strip() for part in value.split(",")] if from_text else [value]
         if not isinstance(value, list):
-            raise ValueError(f"{value!r:.{_LONGEST}}, a {type(value).__name__} where a list belongs")
+            raise ValueError(f"{value!r:.{_LONGEST}} where {_WORDS.get(kind, 'a list')} belongs")
         return [_convert(kind[5:-1], item, from_text) for item in value]
     wrong = ValueError(f"{value!r:.{_LONGEST}} where {_WORDS[kind]} belongs")
     if kind in ("dict", "bool"):

@@ -5,10 +5,11 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import accumulate, pairwise
 from typing import Any
 
 from grpo_recipes.environments.libraries import LIBRARIES
-from grpo_recipes.environments.turns import BASE, POLICY
+from grpo_recipes.environments.turns import BASE, POLICY, SCRIPTED
 from grpo_recipes.errors import Problem
 from grpo_recipes.recipe.keys import nearest_of
 
@@ -153,11 +154,23 @@ def own_environments(recipe: Callable[[str], Any]) -> list[str]:
     return [spec for spec, _, _ in environments_of(recipe) if spec.partition(":")[0] not in LIBRARIES]
 
 
+def episodes_of_each(recipe: Callable[[str], Any], count: int) -> list[int]:
+    """Return how many of ``count`` episodes each environment of a recipe gets, by its share."""
+    ends = [round(share * count) for share in accumulate(share for _, _, share in environments_of(recipe))]
+    return [end - begin for begin, end in pairwise([0, *ends])]
+
+
+def model_opponents(recipe: Callable[[str], Any]) -> list[tuple[str, str]]:
+    """Return the games of a recipe whose other seats a model plays, each with that model."""
+    games = [(spec, args) for spec, args, _ in environments_of(recipe) if spec.startswith("textarena:")]
+    found = [(spec, str(args.get("opponents", SCRIPTED[0]))) for spec, args in games]
+    return [(spec, model) for spec, model in found if model not in SCRIPTED]
+
+
 def frozen_opponents(recipe: Callable[[str], Any]) -> set[str]:
-    """Return the models of games' opponents of which each training process holds a copy that is not trained."""
-    games = [args for spec, args, _ in environments_of(recipe) if spec.startswith("textarena:")]
+    """Return the models that play opponents and of which each training process holds a copy that is not trained."""
     served = {BASE} if recipe("use_peft") and recipe("weight_sync") == "lora" else set()
-    return {str(args.get("opponents", "random")) for args in games} - {"random", "crowd", POLICY} - served
+    return {model for _, model in model_opponents(recipe)} - {POLICY} - served
 
 
 def turn_tokens(given: int | None, completion: int, turns: int) -> int:
@@ -228,8 +241,8 @@ def benchmark_problem(name: str, where: str, environments: Collection[str] = ())
         return None
     close = nearest_of(name, [*BENCHMARKS, *environments])
     if not close and name.partition(":")[0] in LIBRARIES:
-        fix = "name it as environment, or in environment_mixture"
-        return Problem(where, f"'{name}' is no environment of the recipe", fix)
+        what = f"the recipe does not train on '{name}', so there are no episodes of it to play"
+        return Problem(where, what, "name it as environment or in environment_mixture, or remove it")
     fix = f"write '{close}'" if close else f"write one of {', '.join(BENCHMARKS)}, or the path of a .jsonl file"
     return Problem(where, f"no benchmark '{name}'", fix)
 

@@ -22,6 +22,7 @@ from grpo_recipes.recipe.registry import (
     SETUPS,
     Objective,
     bridges_for,
+    environments_of,
     frozen_opponents,
     missing_package,
 )  # fmt: skip
@@ -147,6 +148,11 @@ def evaluates(recipe: Recipe) -> bool:
 def isolates(recipe: Recipe) -> bool:
     """Return whether a reward of the user's own runs in child processes."""
     return recipe["reward_isolation"] == "completion" and any(":" in name for name in recipe["reward_funcs"])
+
+
+def plays_benchmarks(recipe: Recipe) -> bool:
+    """Return whether an environment of a recipe is one of its benchmarks."""
+    return not {spec for spec, _, _ in environments_of(recipe.__getitem__)}.isdisjoint(recipe["benchmarks"])
 
 
 def _is_modebench(recipe: Recipe) -> bool:

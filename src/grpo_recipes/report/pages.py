@@ -10,7 +10,7 @@ import re
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -24,7 +24,7 @@ from grpo_recipes.report import run_charts
 from grpo_recipes.report.chart import Chart, buckets, curve_of, histogram, window_of
 from grpo_recipes.report.page import ENOUGH_SEEDS, SMOKE_BADGE, fragment, plural, render, short, spread
 from grpo_recipes.report.read import Group, RunRecord, read_rows, read_run, scored_rows
-from grpo_recipes.report.transcripts import transcript_of
+from grpo_recipes.report.transcripts import Transcript, transcript_of
 from grpo_recipes.runs.checkpoints import newest_complete
 from grpo_recipes.runs.endings import reward_fix
 from grpo_recipes.runs.health import notices_of, number
@@ -146,16 +146,20 @@ def notices(run: RunRecord) -> list[str]:
     return found
 
 
+def _asked(pair: tuple[Mapping[str, Any], Transcript | None]) -> tuple[Any, ...]:
+    """Return what the completions of one group share: games of several seeds may begin with one text."""
+    sample, episode = pair
+    return sample.get("prompt"), *((episode.environment, episode.seed) if episode else ())
+
+
 def _completions(run: RunRecord) -> list[Markup]:
     """Return sampled completions of steps spread over the run, the first and the last among them if they fit."""
     last, steps = len(run.scored) - 1, []
     chosen = {round(index * last / (_MOST_STEPS - 1)) for index in range(_MOST_STEPS)}
     for place, (scored, samples) in enumerate(scored_rows(run.folder / "samples.jsonl")):
         if place in chosen and samples:
-            groups = [
-                (prompt, [(one, transcript_of(one)) for one in members])
-                for prompt, members in groupby(samples, lambda one: one.get("prompt"))
-            ]
+            pairs = [(one, transcript_of(one)) for one in samples]
+            groups = [(asked[0], list(members)) for asked, members in groupby(pairs, _asked)]
             steps.append(fragment("completions.html.j2", "step", scored, groups, place == last))
     while len(steps) > 1 and sum(map(len, steps)) > _MOST_MARKUP:
         steps = [*steps[:-2:2], steps[-1]]

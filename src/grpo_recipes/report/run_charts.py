@@ -37,6 +37,7 @@ class Metric:
     unit: str = ""  # title of the vertical axis, where it is not the metric's own
 
 
+_OWN = Metric("", "as the environment gives it, mean over episodes")
 # In the order of the page.
 METRICS = {
     "episodes/won": Metric("Won", "share of the episodes", shares=True),
@@ -84,6 +85,8 @@ def metric_chart(
     """
     metric = metric or METRICS[name]
     tables = [[run.evals if evals else run.metrics for run in group.runs] for group in groups]
+    if any(not 0 <= value <= 1 for found in tables for table in found for value in table.known(name)) and metric.shares:
+        metric = replace(_OWN, title=metric.title)  # an environment may give what it likes by the name of a share
     alone, window = not groups[0].label, None if metric.smooth else 1
     curves = [curve_of(found, name, group.label or metric.title, group.colour, group.kind, window=window, behind=alone,
                        limits=_limits(group, name, metric, found))
@@ -169,8 +172,8 @@ def reward_names(metrics: Table) -> dict[str, str]:
 def _of_the_environment(metrics: Table) -> dict[str, Metric]:
     """Return the numbers that an environment gives by names of its own, where they change."""
     names = [name for name in metrics.columns if name.startswith("episodes/") and name not in METRICS]
-    note = "as the environment gives it, mean over episodes"
-    return {name: Metric(name.removeprefix("episodes/"), note) for name in names if len(set(metrics.known(name))) > 1}
+    changing = [name for name in names if len(set(metrics.known(name))) > 1]
+    return {name: replace(_OWN, title=name.removeprefix("episodes/")) for name in changing}
 
 
 def _unscored_names(metrics: Table) -> dict[str, str]:

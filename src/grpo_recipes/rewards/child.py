@@ -268,7 +268,7 @@ def _send(replies: int, row: int, score: Score, seconds: float, own: int) -> Non
 def _explained(what: str) -> str:
     """Return what went wrong without the values of secrets, and with why a variable that it names is not there."""
     missing = next((name for name in re.findall(r"[A-Za-z]\w{2,}", what) if name in _stripped), None)
-    isolated = "; rewards run isolated, without this variable: write reward_environment: "
+    isolated = "; it runs isolated, without this variable: write reward_environment: "
     return f"{_hidden(what)}{f'{isolated}[{missing}]' if missing else ''}"
 
 

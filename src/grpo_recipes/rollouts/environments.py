@@ -1,13 +1,11 @@
 """The environment that a recipe names: a library's, or a class of the user as ``module:Class`` or ``file.py:Class``."""
 
-import contextlib
-import inspect
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.environments.libraries import LIBRARIES, load_library
+from grpo_recipes.environments.libraries import LIBRARIES, load_library, need_arguments
 from grpo_recipes.environments.turns import Environment, Message, Noise, Turn
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.recipe.user_code import load_object
@@ -82,11 +80,5 @@ def _own(spec: str, args: Mapping[str, Any], copies: Path | None) -> Environment
     if missing:
         what = f"'{spec}' has no {' and no '.join(missing)}"
         raise config_error("environment", what, "name a class with reset(seed) and step(action)")
-    with contextlib.suppress(ValueError):  # a class of C has no signature
-        try:
-            inspect.signature(made).bind(**args)
-        except TypeError as error:
-            what = f"'{spec}' does not take these arguments ({error})"
-            fix = f"write those of {made.__name__}{inspect.signature(made)}"
-            raise config_error("environment_args", what, fix) from error
+    need_arguments(spec, made, args)
     return _Own(made(**args))

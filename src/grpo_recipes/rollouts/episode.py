@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.environments.turns import POLICY, Message, Turn
-from grpo_recipes.errors import config_error
+from grpo_recipes.errors import ConfigError, config_error
+from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.check import environment_place
 from grpo_recipes.recipe.registry import environments_of
 from grpo_recipes.rewards.child import TIME_LIMIT
 from grpo_recipes.rewards.pool import RewardPool
@@ -140,46 +142,38 @@ def environment_pool(recipe: Callable[[str], Any], copies: Path | None) -> Rewar
         timeout=recipe("environment_timeout"),
         memory_gib=recipe("environment_memory_gib"),
         copies=copies,
+        environment=recipe("reward_environment"),
         network=recipe("environment_network"),
         valid=lambda value: isinstance(value, str),
     )
 
 
-def play_scripted(recipe: Callable[[str], Any], action: str) -> list[tuple[str, list[Turn]]]:
-    """Play an episode of each environment with one action alone, in a child; ConfigError where one fails.
-
-    Return what names each, and its turns.
-    """
-    entries = [(spec, arguments) for spec, arguments, _ in environments_of(recipe)]
-    return [(spec, list(turns_of(recipe, spec, arguments, 0, lambda _: action))) for spec, arguments in entries]
-
-
-def turns_of(
-    recipe: Callable[[str], Any], spec: str, arguments: dict[str, Any], seed: int, act: Callable[[Turn], str]
-) -> Iterator[Turn]:
+def turns_of(recipe: Recipe, index: int, seed: int, act: Callable[[Turn], str]) -> Iterator[Turn]:
     """Play an episode in a child, with ``act`` as the policy, and yield what the environment says, turn by turn.
 
-    It ends after ``environment_max_turns`` actions at the latest. ConfigError where the environment fails.
+    The environment is the recipe's with this ``index``. It ends after ``environment_max_turns`` actions at the latest.
+    ConfigError where the environment fails.
     """
+    spec, arguments, _ = environments_of(recipe.__getitem__)[index]
     episode = Episode(0, spec, json.dumps(arguments, sort_keys=True), seed)
     columns = {"environment": [spec], "arguments": [episode.arguments], "seed": [seed], "episode": ["played/0"]}
-    with environment_pool(recipe, None) as pool:
-        while not episode.done and len(episode.own_actions) < recipe("environment_max_turns"):
+    with environment_pool(recipe.__getitem__, None) as pool:
+        while not episode.done and len(episode.own_actions) < recipe["environment_max_turns"]:
             episode.actions += [act(episode.own_turns[-1])] if episode.turns else []
-            _advance_alone(pool, recipe, columns, episode)
-            while episode.turns[-1].opponent:  # by a model that is not there: its moves are drawn
-                episode.actions.append("")
-                _advance_alone(pool, recipe, columns, episode)
+            while True:
+                (score,) = pool.score(PLAY, [episode.actions], {**columns, "seen": [episode.seen]}, names=["played/0"])
+                episode.take(score)
+                if episode.failed:
+                    raise _failure(recipe, index, episode)
+                if not episode.turns[-1].opponent:
+                    break
+                episode.actions.append("")  # of a model that is not there: its moves are drawn
             yield episode.own_turns[-1]
 
 
-def _advance_alone(
-    pool: RewardPool, recipe: Callable[[str], Any], columns: dict[str, list[Any]], episode: Episode
-) -> None:
-    (score,) = pool.score(PLAY, [episode.actions], {**columns, "seen": [episode.seen]}, names=["played/0"])
-    episode.take(score)
-    if episode.failed:
-        limit = f" of {recipe('environment_timeout'):g} s" if episode.failed == TIME_LIMIT else ""
-        at = f"turn {len(episode.own_turns)}" if episode.turns else "reset"
-        fix = f"correct it, or {_LIMITS.get(episode.failed, 'its environment_args')}"
-        raise config_error("environment", f"'{episode.spec}' failed in {at}: {episode.failed}{limit}", fix)
+def _failure(recipe: Recipe, index: int, episode: Episode) -> ConfigError:
+    why = str(episode.failed)
+    limit = f" of {recipe['environment_timeout']:g} s" if why == TIME_LIMIT else ""
+    at = f"turn {len(episode.own_turns)}" if episode.turns else "reset"
+    fix = f"correct it, or {_LIMITS.get(why, 'its environment_args')}"
+    return config_error(environment_place(recipe, index), f"'{episode.spec}' failed in {at}: {why}{limit}", fix)

@@ -162,7 +162,7 @@ class Episodes:
                 side = Side(ids, 0 if longest is not None and len(ids) > longest else most)
                 episode.opponents[turn.seat] = side
             else:
-                side.ids += renderer.between(turn.messages, cut=side.ids[-1] != renderer.eos)
+                side.ids += renderer.between(turn.messages, cut=side.ids[-1:] != [renderer.eos])
             side.speechless = len(side.ids) + self.turn_tokens > side.most
             return
         if not episode.prompt_ids:
@@ -171,7 +171,7 @@ class Episodes:
                 tokens = len(episode.prompt_ids)
                 episode.failed = f"its first observation has {tokens} tokens, more than max_prompt_length"
             return
-        between = renderer.between(turn.messages, cut=episode.ids[-1] != renderer.eos)
+        between = renderer.between(turn.messages, cut=episode.ids[-1:] != [renderer.eos])
         room = self._args.max_completion_length - len(episode.ids) - len(between)
         if len(episode.own_actions) == self._script.environment_max_turns:
             episode.unfinished = "environment_max_turns"

@@ -1,10 +1,11 @@
 """Models that play the opponents of an episode: the policy itself, its base model, or a frozen checkpoint."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation import (
     LogitsProcessor,
     LogitsProcessorList,
@@ -16,6 +17,7 @@ from transformers.generation import (
 )
 
 from grpo_recipes.environments.turns import BASE, derived
+from grpo_recipes.errors import config_error
 from grpo_recipes.rollouts.backends import sampling_keys
 
 Tokens = list[int]
@@ -25,7 +27,10 @@ class FrozenModel:
     """A copy of a model on each rank, which is not trained; it samples as the policy does."""
 
     def __init__(self, folder: str, trainer: Any):
-        self._trainer = trainer
+        self._trainer, own = trainer, trainer.processing_class.get_vocab()
+        if (Path(folder) / "tokenizer.json").is_file() and AutoTokenizer.from_pretrained(folder).get_vocab() != own:
+            what = f"opponents: '{folder}' has other tokens than the policy"
+            raise config_error("environment_args", what, "name a checkpoint of the policy's family")
         loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=trainer.model.dtype)
         self._model = loaded.to(trainer.accelerator.device).eval().requires_grad_(False)
 

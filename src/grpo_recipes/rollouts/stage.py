@@ -70,7 +70,9 @@ def _step(episode: _Episode, action: str) -> None:
 
 
 def _as_json(turn: Turn, tools: Sequence[dict[str, Any]] = ()) -> str:
-    text = json.dumps({**asdict(turn), "tools": list(tools)})
+    parts = {**asdict(turn), "tools": list(tools)}
+    text = json.dumps(parts)
+    json.dumps(parts, ensure_ascii=False).encode()  # UnicodeEncodeError on half characters, which no tokenizer takes
     if len(text) > _MOST_CHARACTERS:
         raise ValueError(f"a turn of {len(text):,} characters, more than {_MOST_CHARACTERS:,}")
     return text

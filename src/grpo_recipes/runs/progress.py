@@ -134,7 +134,7 @@ def unusual(row: Mapping[str, Any]) -> list[str]:
 def won(row: Mapping[str, Any]) -> str:
     """Return the share of a step's episodes that were won, empty where the environment does not say so."""
     share = number(row.get("episodes/won"))
-    return "" if share is None else f"won {100 * share:.0f}%"
+    return "" if share is None else f"won {100 * share:.0f}%" if 0 <= share <= 1 else f"won {share:.3g}"
 
 
 def episodes_line(row: Mapping[str, Any]) -> str:

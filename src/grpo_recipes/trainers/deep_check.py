@@ -20,7 +20,7 @@ from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.configs import CONFIGS, GRPOConfig, ModelConfig
 from grpo_recipes.recipe.registry import environments_of
 from grpo_recipes.rewards.probe import probe_rewards, problems_of, sample_rows
-from grpo_recipes.rollouts.episode import play_scripted
+from grpo_recipes.rollouts.episode import turns_of
 from grpo_recipes.rollouts.episodes import Renderer
 from grpo_recipes.trainers.entry import load_callbacks
 from grpo_recipes.trainers.model import check_adapter, load_tokenizer, quoting, skeleton
@@ -81,13 +81,12 @@ def _adapted_layers(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -
         model = smoke.build_model(smoke.build_tokenizer(), tied=recipe["model_name_or_path"].endswith("-tied"))
     else:
         model = skeleton(model_args, args.trust_remote_code)
-    with translate(ConfigError, partial(_placed, recipe)):
+
+    def placed(error: ConfigError) -> ConfigError:
+        return ConfigError(*[replace(one, where=recipe.place(one.where)) for one in error.problems])
+
+    with translate(ConfigError, placed):
         return check_adapter(model, get_peft_config(model_args))
-
-
-def _placed(recipe: Recipe, error: ConfigError) -> ConfigError:
-    """Return the error with the lines of the keys that it names."""
-    return ConfigError(*[replace(one, where=recipe.place(one.where)) for one in error.problems])
 
 
 def _episodes(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -> list[str]:
@@ -95,9 +94,8 @@ def _episodes(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -> list
     tokenizer = _tokenizer(recipe, args, model_args)
     renderer_of(recipe["chat_template"], tokenizer, recipe["chat_template_kwargs"])
     renderer, seen = Renderer(tokenizer, recipe["chat_template_kwargs"]), []
-    with translate(ConfigError, partial(_placed, recipe)):
-        played = play_scripted(recipe.__getitem__, _ANSWER)
-    for spec, turns in played:
+    for index, (spec, _, _) in enumerate(environments_of(recipe.__getitem__)):
+        turns = list(turns_of(recipe, index, 0, lambda _: _ANSWER))
         tokens = len(renderer.prompt(turns[0]))
         for turn in turns[1:]:
             tokens += len(renderer.between(turn.messages, cut=False)) if not turn.done else 0
