@@ -179,7 +179,8 @@ def sweep(folder: Path) -> Path:
     names = [f"seed={number}" for number in range(3)]
     path.mkdir(parents=True)
     write_json(path / "sweep.json", {
-        "name": "mine", "jobs": [], "axes": {"seed": ["0", "1", "2"]}, "fingerprint": "x", "command": "grpo sweep",
+        "name": "mine", "timestamp": "stamp", "jobs": [], "axes": {"seed": ["0", "1", "2"]}, "fingerprint": "x",
+        "command": "grpo sweep",
         "cells": [{"name": name, "values": {"seed": name[-1]}} for name in names],
     })  # fmt: skip
     for name, status, steps in zip(names, ("completed", "running", "submitted"), (60, 30, 0), strict=True):

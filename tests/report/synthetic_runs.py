@@ -90,7 +90,9 @@ def make_sweep(
             make_run(root / "cells", name, steps=30, seed=seed, lift=lift, summary=summary, recipe=recipe)
             cells.append({"name": name, "values": {"learning_rate": rate, "seed": str(seed)}})
     record = {"name": "lr", "axes": {"learning_rate": rates, "seed": seeds}, "cells": cells, "jobs": []}
-    write_json(root / "sweep.json", {**record, "fingerprint": "", "command": "grpo sweep", "code": {}})
+    write_json(
+        root / "sweep.json", {**record, "timestamp": "stamp", "fingerprint": "", "command": "grpo sweep", "code": {}}
+    )
     return read_sweep(root)
 
 

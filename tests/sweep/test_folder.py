@@ -15,6 +15,8 @@ from report.synthetic_runs import make_sweep
 from report.test_pages_run import Page
 
 from grpo_recipes import cli
+from grpo_recipes.errors import ConfigError
+from grpo_recipes.runs.rundir import write_json
 from grpo_recipes.sweep import folder
 from grpo_recipes.sweep.folder import read_results, text_table, write_sweep
 
@@ -122,3 +124,18 @@ def test_a_sweep_that_is_removed_while_the_newest_is_looked_for_is_passed_over(t
     records = [tmp_path / name / folder.RECORD for name in ("gone", "there")]
     monkeypatch.setattr(Path, "glob", lambda *_: records)
     assert folder.find_sweep(tmp_path, "last").folder == tmp_path / "there"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [*((key, None) for key in ("name", "timestamp", "command", "fingerprint", "axes", "jobs", "cells")),
+     ("cells", [3]), ("cells", [{"name": "a"}]), ("cells", [{"name": "a", "values": {"seed": "1"}}]),
+     ("cells", [{"name": "a", "values": {"learning_rate": 1e-6, "seed": "1"}}])],
+)  # fmt: skip
+def test_a_record_that_lacks_a_part_is_damaged(tmp_path, key, value):
+    sweep = make_sweep(tmp_path, rates=("1e-6",), seeds=("1",))
+    assert folder.read_sweep(sweep.folder).record == sweep.record
+    kept = {name: part for name, part in sweep.record.items() if name != key}
+    write_json(sweep.folder / folder.RECORD, kept if value is None else {**kept, key: value})
+    with pytest.raises(ConfigError, match=rf"is damaged \('{key}' is not what a sweep writes\)"):
+        folder.read_sweep(sweep.folder)

@@ -165,13 +165,19 @@ def read_sweep(folder: Path) -> Sweep:
     if not record:
         fix = f"name a folder under run_root/{FOLDER}"
         raise config_error(shown(folder), f"is not a sweep directory (no {RECORD})", fix)
-    cells = record.get("cells")
-    trials = cells if isinstance(cells, list) and all(isinstance(one, dict) for one in cells) else [{}]
-    wrong = [key for key, kind in _PARTS.items() if not isinstance(record.get(key, kind()), kind)]
-    if wrong or not all(isinstance(one.get("name"), str) and isinstance(one.get("values"), dict) for one in trials):
+    wrong = [key for key, kind in _PARTS.items() if not isinstance(record.get(key), kind)]
+    if wrong or not all(_is_trial(one, record["axes"]) for one in record["cells"]):
         what = f"is damaged ('{(wrong or ['cells'])[0]}' is not what a sweep writes)"
         raise config_error(shown(folder / RECORD), what, "restore it, or move the folder away")
     return Sweep(folder.absolute(), record)
+
+
+def _is_trial(entry: Any, axes: Mapping[str, Any]) -> bool:
+    """Return whether an entry of a record is a trial, with a text for every axis."""
+    match entry:
+        case {"name": str(), "values": dict(values)}:
+            return values.keys() == axes.keys() and all(isinstance(text, str) for text in values.values())
+    return False
 
 
 def read_comparison(folder: Path) -> Comparison:
