@@ -131,7 +131,8 @@ def test_ctrl_c_and_ctrl_d_leave_nothing_behind(key: str, code: int) -> None:
     if pid == 0:
         os.chdir(ROOT)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a test run in the background ignores it, and so would this
-        os.execv(sys.executable, [sys.executable, "-m", "grpo_recipes", "play", EXAMPLE, "--seed", "3"])
+        words = ["play", EXAMPLE, "--seed", "3", "--environment_workers", "3"]
+        os.execv(sys.executable, [sys.executable, "-m", "grpo_recipes", *words])
     shown, end = b"", time.monotonic() + 60
     try:
         while b"turn 1 of 2>" not in shown and (part := _read(fd, end)):
@@ -144,7 +145,7 @@ def test_ctrl_c_and_ctrl_d_leave_nothing_behind(key: str, code: int) -> None:
         assert time.monotonic() < end, shown
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code, shown
         assert b"grpo: left in turn 1, reward 0" in shown and b"Traceback" not in shown
-        assert children and not any(Path(f"/proc/{child}").exists() for child in children)
+        assert len(children) == 1 and not any(Path(f"/proc/{child}").exists() for child in children)
     finally:
         os.close(fd)
         with contextlib.suppress(ProcessLookupError):

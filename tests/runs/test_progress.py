@@ -132,6 +132,8 @@ def test_episodes_that_were_won_are_in_the_line_and_all_their_numbers_in_another
     assert "  won 7.5  length" in line_of(tmp_path, 100, **{"episodes/won": 7.5})  # somebody's own count
     row = {"step": 3, "episodes/turns": 3.25, "episodes/won": 0.4567, "episodes/odd": "nan"}
     assert episodes_line(row) == "turns 3.25  won 0.457" and episodes_line({"step": 3}) == ""
+    wild = {"episodes/\x1b[31mred\n": 1.0} | {f"episodes/{place}": 1.0 for place in range(300)}
+    assert episodes_line(wild).startswith("red 1  0 1") and episodes_line(wild).endswith("  10 1  and 289 more")
 
 
 def test_a_narrow_terminal_leaves_out_what_says_least(tmp_path):

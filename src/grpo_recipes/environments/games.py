@@ -137,7 +137,7 @@ class Game:
                 return Turn([{"role": "user", "content": self._news(seat)}], reward, False, info | self._named())
             self._others += 1
             if self._others > _MOST_OPPONENT_TURNS:
-                raise RuntimeError(f"the game went on for {_MOST_OPPONENT_TURNS} turns of others without the policy's")
+                raise RuntimeError(f"the others took {_MOST_OPPONENT_TURNS} turns, and it was never the policy's")
             if self._model:
                 news = [{"role": "user", "content": self._news(seat)}]
                 return Turn(news, reward, False, info, opponent=self._model, seat=seat)

@@ -98,7 +98,7 @@ class ScriptArguments(trl.ScriptArguments):
         "Graph colouring: uncoloured vertices; more make guessing worth less.", min=1, max=8)
     benchmarks: list[str] = _key([],
         "Benchmarks run on the final model: names listed by `grpo keys --benchmarks`, .jsonl files with problem and "
-        "answer columns, or environments of the recipe, whose episodes to evaluate on are played.")
+        "answer columns, or environments of the recipe, whose evaluation episodes are played.")
     benchmark_samples: int = _key(1, "Completions of each benchmark problem (k of pass@k).", min=1)
     benchmark_max_problems: int | None = _key(None, "Most problems of a benchmark, by seed; all by default.", min=1)
     benchmark_temperature: float = _key(0.6, "Sampling temperature of benchmarks; 0 is greedy.", min=0.0)

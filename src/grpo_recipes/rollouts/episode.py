@@ -134,11 +134,11 @@ class Episode:
         return begun | {"turns": turns} | {name: why for name, why in ended.items() if why}
 
 
-def environment_pool(recipe: Callable[[str], Any], copies: Path | None) -> RewardPool:
+def environment_pool(recipe: Callable[[str], Any], copies: Path | None, workers: int | None = None) -> RewardPool:
     """Return the pool of child processes for the environments of a recipe, whose keys ``recipe`` looks up."""
     return RewardPool(
         PLAY,
-        workers=recipe("environment_workers"),
+        workers=workers or recipe("environment_workers"),
         timeout=recipe("environment_timeout"),
         memory_gib=recipe("environment_memory_gib"),
         copies=copies,
@@ -157,7 +157,7 @@ def turns_of(recipe: Recipe, index: int, seed: int, act: Callable[[Turn], str]) 
     spec, arguments, _ = environments_of(recipe.__getitem__)[index]
     episode = Episode(0, spec, json.dumps(arguments, sort_keys=True), seed)
     columns = {"environment": [spec], "arguments": [episode.arguments], "seed": [seed], "episode": ["played/0"]}
-    with environment_pool(recipe.__getitem__, None) as pool:
+    with environment_pool(recipe.__getitem__, None, workers=1) as pool:
         while not episode.done and len(episode.own_actions) < recipe["environment_max_turns"]:
             episode.actions += [act(episode.own_turns[-1])] if episode.turns else []
             while True:

@@ -14,6 +14,7 @@ from grpo_recipes.runs.health import known, mean, number, percent
 from grpo_recipes.runs.rundir import SERVER_STATE, clock, json_mapping
 
 _MANY = 0.1  # share of completions or tokens from which a step's line names it
+_MOST_NUMBERS = 12  # that an environment gives of its episodes, on one line
 _PROMPT, _COMPLETION = 160, 400  # characters shown of a sample
 _PHASES = {
     "start": "loading model and data", "connect": "joining server and trainers", "sample": "sampling",
@@ -139,8 +140,10 @@ def won(row: Mapping[str, Any]) -> str:
 
 def episodes_line(row: Mapping[str, Any]) -> str:
     """Return what a row says of its episodes, as ``turns 2  legal 0.97``; empty without an environment."""
-    found = {name.removeprefix("episodes/"): number(one) for name, one in row.items() if name.startswith("episodes/")}
-    return "  ".join(f"{name} {one:.3g}" for name, one in found.items() if one is not None)
+    values = {name: number(one) for name, one in row.items() if name.startswith("episodes/")}
+    found = [f"{name.removeprefix('episodes/')} {one:.3g}" for name, one in values.items() if one is not None]
+    more = [f"and {len(found) - _MOST_NUMBERS} more"] if len(found) > _MOST_NUMBERS else []
+    return "  ".join(" ".join(readable(one).split()) for one in [*found[:_MOST_NUMBERS], *more])
 
 
 def closing_shares(rows: list[dict[str, Any]]) -> str:
