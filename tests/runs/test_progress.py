@@ -24,7 +24,7 @@ def metrics(tmp_path):
 
 
 def lines(progress):
-    return [progress.line(row) for row in progress.new_rows()]
+    return [progress.line(row) for row in progress.rows.new()]
 
 
 def append(path, text):

@@ -25,7 +25,7 @@ from grpo_recipes.process.terminal import LOG, columns, readable
 from grpo_recipes.recipe.keys import run_root
 from grpo_recipes.runs import rundir
 from grpo_recipes.runs.health import notices_of
-from grpo_recipes.runs.progress import Progress, activity, episodes_line, evaluation_line, seconds_since
+from grpo_recipes.runs.progress import Progress, activity, episodes_line, evaluation_line, seconds_since, standing
 from grpo_recipes.runs.rundir import Run
 from grpo_recipes.secrets import masked
 from grpo_recipes.slurm.client import NO_ANSWER, Job, cancel, find_job, my_jobs
@@ -45,7 +45,6 @@ from grpo_recipes.sweep.folder import (
 RUN_HELP = "run directory, its name in RUN_ROOT, last for the newest there, or the id of a Slurm job"
 _EITHER_HELP = f"{RUN_HELP}; or a sweep or a comparison by its directory or name"
 _OVER = ("completed", "failed", "stopped")
-_PACE_ROWS = 20  # of metrics.jsonl, over which a step's time is averaged
 _LOGS = {"slurm": ("slurm.out", "slurm.err"), "server": ("server",), "trainer": ("trainer",), "launch": ("launch",)}
 _SECONDS = 1.0  # between two looks at the files
 _SLURM_SECONDS = 15.0  # between two questions to Slurm, which others ask, too
@@ -117,7 +116,7 @@ def status(options: argparse.Namespace) -> int:
         return 0
     job = _jobs_of(run)
     state, over = _state(run, job)
-    step, reward, left = _progress(run, over)
+    step, reward, left = standing(run.rows, over)
     ends = f", at most until {job.ends}" if job and job.ends and not job.waits and job.active else ""
     doing, since = activity(run.folder) if run.is_running() else ("", 0.0)
     evaluations = rundir.read_rows(run.folder / "eval.jsonl", lenient=True)
@@ -170,7 +169,7 @@ def _cells(run: Run, jobs: dict[str, Job] | None) -> tuple[str, ...]:
     try:
         job = (Job(run.job_id, NO_ANSWER) if run.job_id else None) if jobs is None else jobs.get(run.job_id)
         state, over = _state(run, job)
-        return state, run.job_id, *_progress(run, over)
+        return state, run.job_id, *standing(run.rows, over)
     except ConfigError as error:
         return f"damaged: {Path(error.problems[0].where).name}", "", "", "", ""
 
@@ -207,17 +206,6 @@ def _written(one: Run | Sweep) -> float:
         with contextlib.suppress(OSError):
             return max((one.folder / name).stat().st_mtime, *trials, 0.0)
     return 0.0  # removed meanwhile
-
-
-def _progress(run: Run, over: bool) -> tuple[str, str, str]:
-    """Return step, reward, and the time the remaining steps take at the pace of the last, each empty if unknown."""
-    if not run.rows:
-        return "", "", ""
-    last, reward, seconds = run.rows[-1], run.recent("reward"), run.numbers("seconds/step", _PACE_ROWS)
-    left = ""
-    if seconds and "max_steps" in last and not over:
-        left = rundir.clock(sum(seconds) / len(seconds) * (last["max_steps"] - last["step"]))
-    return f"{last['step']}/{last.get('max_steps', '?')}", "" if reward is None else f"{reward:.3f}", left
 
 
 @command(
@@ -352,7 +340,7 @@ def watch(options: argparse.Namespace) -> int:
             _watch(lambda width: sweep_lines(found, jobs()), look, lambda: [])
         else:
             picture, steps = Picture(found.folder), Progress(found.folder)
-            _watch(lambda width: picture.lines(width, *look()), look, lambda: [*map(steps.line, steps.new_rows())])
+            _watch(lambda width: picture.lines(width, *look()), look, lambda: [*map(steps.line, steps.rows.new())])
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return 0

@@ -8,13 +8,12 @@ from typing import Any
 
 from grpo_recipes.paths import shown
 from grpo_recipes.process.terminal import in_colour
-from grpo_recipes.runs.health import LAST_STEPS, known, mean, notices_of, number
-from grpo_recipes.runs.progress import Rows, activity, evaluation_line, seconds_since, unusual, won
-from grpo_recipes.runs.rundir import Run, clock
+from grpo_recipes.runs.health import known, notices_of, number
+from grpo_recipes.runs.progress import PACE_ROWS, Rows, activity, evaluation_line, seconds_since, standing, unusual, won
+from grpo_recipes.runs.rundir import Run
 
 _HEIGHT, _LEAST = 8, 20  # rows of the curve, columns of a picture
 _EVERYTHING = 1 << 62  # bytes
-_PACE_ROWS = 20  # steps whose phases are drawn
 _PHASES = ("sample", "score", "update", "sync", "save", "evaluate")
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
@@ -41,14 +40,11 @@ class Picture:
         if not steps:
             return [line[:width] for line in head if line]
         last = steps[-1]
-        rewards = [number(row.get("reward")) for row in steps]
-        pace = mean(known(number(row.get("seconds/step")) for row in steps[-_PACE_ROWS:])) or 0.0
-        left = f"  left {clock(pace * (last.get('max_steps', last['step']) - last['step']))}" if not over else ""
-        recent = mean(known(rewards)[-LAST_STEPS:])
-        facts = f"step {last['step']}/{last.get('max_steps', '?')}{left}"
-        facts += f"  reward {recent:.3f}" if recent is not None else ""
-        facts += f"  {won(last)}" if won(last) else ""
-        body = [*curve(known(rewards), steps[0]["step"], last["step"], width), "", *_bars(steps[-_PACE_ROWS:], width)]
+        rewards = known(number(row.get("reward")) for row in steps)
+        step, reward, left = standing(steps, over)
+        named = (f"step {step}", left and f"left {left}", reward and f"reward {reward}", won(last))
+        facts = "  ".join(filter(None, named))
+        body = [*curve(rewards, steps[0]["step"], last["step"], width), "", *_bars(steps[-PACE_ROWS:], width)]
         tail = [evaluation_line(evaluations[-1])] if evaluations else []
         tail += ["  ".join(unusual(last))] if unusual(last) else []
         if self._notices is None or over:

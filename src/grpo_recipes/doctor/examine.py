@@ -5,7 +5,6 @@ import importlib.metadata
 import os
 import shutil
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import ConfigError, translate
+from grpo_recipes.process.scratch import node_folder
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.keys import run_root
 from grpo_recipes.runs.endings import OK, PROBLEM, WARNING, Finding, ok, problem, together, warning
@@ -54,8 +54,7 @@ class Machine:
     @property
     def temporary(self) -> Path:
         """Return the folder in which a run makes its node-local one."""
-        node = self.environment.get("SLURM_TMPDIR", "")
-        return Path(node if os.access(node, os.W_OK) else tempfile.gettempdir())
+        return node_folder(self.environment)
 
     @property
     def home(self) -> Path:

@@ -256,7 +256,7 @@ class Monitor:
         for row in self._prompts.new():
             for text in row.get("said") or ():
                 say(str(text))
-        for row in self._progress.new_rows():
+        for row in self._progress.rows.new():
             self.stepped = True
             self._last = f"step {row['step']}/{row.get('max_steps', '?')} done"
             print_line(self._progress.line(row, width))

@@ -14,7 +14,7 @@ import yaml
 
 from grpo_recipes.errors import ConfigError, Problem
 from grpo_recipes.paths import shown
-from grpo_recipes.recipe.dialects import colocated, is_foreign, migration, recipe_keys
+from grpo_recipes.recipe.dialects import colocated, migration, recipe_keys
 from grpo_recipes.recipe.document import Value, read_document, read_flags, typed
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, catalogue
 from grpo_recipes.secrets import secret_value
@@ -101,7 +101,7 @@ def merge_recipe(
         if colocated.is_colocated(file):
             file = colocated.as_keys(file, _group(files, flagged), problems, notes)
         given |= recipe_keys(file.items(), problems, notes)
-        problems += [migration(path)] if is_foreign(file) else []
+        problems += migration(path, file)
     places = {key: value.source for key, value in given.items()}
     variables = ((key, name, (environment or {}).get(name)) for name, key in ENVIRONMENT_KEYS.items())
     texts = [(key, Value(text, name, from_text=True)) for key, name, text in variables if text]

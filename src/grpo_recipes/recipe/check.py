@@ -19,9 +19,10 @@ from grpo_recipes.environments.turns import BASE, POLICY, SCRIPTED
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.modebench.dataset import COLUMNS, SCHEME, SPLITS, TASK_KEYS, TASKS, Settings, rows
 from grpo_recipes.paths import home, shown
-from grpo_recipes.recipe import BrokenKey, Recipe, in_order, learning, merge_recipe
+from grpo_recipes.recipe import BrokenKey, Recipe, in_order, learning, merge_recipe, rules
 from grpo_recipes.recipe.datafiles import (
     BUILDERS,
+    LIVE_OBJECTS,
     RESERVED_COLUMNS,
     columns_of,
     has_splits,
@@ -41,19 +42,7 @@ from grpo_recipes.recipe.registry import (
     is_file,
     model_opponents,
 )
-from grpo_recipes.recipe.rules import (
-    RULES,
-    Condition,
-    Rule,
-    evaluates,
-    evaluation_set,
-    isolates,
-    matching,
-    modebench_tasks,
-    plays_benchmarks,
-    removal,
-    reports_to,
-)  # fmt: skip
+from grpo_recipes.recipe.rules import Condition, Rule, isolates
 from grpo_recipes.recipe.tasks import GRPO, requested_task, with_task
 from grpo_recipes.recipe.user_code import compared, copy_path, function_source, problem_with, required_parameters
 from grpo_recipes.smoke import SMOKE_SCHEME, SMOKE_TASKS
@@ -65,14 +54,13 @@ _HUB_NAME = re.compile(r"[\w.-]{1,96}(?:/[\w.-]{1,96})?", re.ASCII)
 _LOCAL = ("/", "./", "../", "~")
 _COLUMNS = ("dataset_prompt_column", "dataset_solution_column")
 _LIVE = ("completions", "prompts", "completion_ids", "answer")  # what the trainer hands every reward
-_LIVE_HERE = ("trainer_state", "log_extra", "log_metric", "environments")  # and one in its own process
 
 
 def check(recipe: Recipe, environment: Mapping[str, str]) -> list[Problem]:
     """Return every contradiction between keys of a recipe with its task, and with the user's variables."""
     problems: list[Problem] = []
-    rules: list[_Check] = [*(functools.partial(_refused, row) for row in RULES), *_CHECKS]
-    for rule in rules:
+    checks: list[_Check] = [*(functools.partial(_refused, row) for row in rules.RULES), *_CHECKS]
+    for rule in checks:
         with contextlib.suppress(BrokenKey):  # reported already; a rule that reads a broken key cannot be judged
             problems += rule(recipe, environment)
     return problems
@@ -84,7 +72,7 @@ def _refused(rule: Rule, recipe: Recipe, _: Mapping[str, str]) -> Iterator[Probl
     for item in broken if isinstance(broken, list) else [""] if broken else []:
         key = rule.key.format(item=item)
         words = {name: value.value for name, value in recipe.values.items()}
-        words |= {"item": item, "removal": removal(recipe, key)}
+        words |= {"item": item, "removal": rules.removal(recipe, key)}
         what, fix = (text(recipe, item) if callable(text) else text.format(**words) for text in (rule.what, rule.fix))
         yield recipe.problem(key, what, fix)
 
@@ -209,7 +197,7 @@ def _environments(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Pr
             yield replace(problem, fix=f"write {near}:{name}") if near else problem
         if kind == "openenv" and not recipe["environment_network"]:
             yield Problem(where, f"'{spec}' is reached through the network", "add environment_network: true")
-    evaluated = ["environment_eval_episodes"] if evaluates(recipe) or plays_benchmarks(recipe) else []
+    evaluated = ["environment_eval_episodes"] if rules.evaluates(recipe) or rules.plays_benchmarks(recipe) else []
     for key in ("environment_episodes", *evaluated):
         for (spec, _, _), share in zip(found, episodes_of_each(recipe.__getitem__, recipe[key]), strict=True):
             if not share:
@@ -240,7 +228,7 @@ def _reward_arguments(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]
     """Refuse a reward of the user's that needs an argument which neither the trainer nor the dataset has."""
     sets = list(_columns_at_hand(recipe))
     names = [recipe[_COLUMNS[1]], recipe[f"eval_{_COLUMNS[1]}"]]
-    trainers = {*_LIVE, *(_LIVE_HERE if recipe["reward_isolation"] == "none" else ())}
+    trainers = {*_LIVE, *(LIVE_OBJECTS if recipe["reward_isolation"] == "none" else ())}
     trainers |= {*solution_names(names, recipe["dataset_mixture"]), *(["source"] if recipe["dataset_mixture"] else [])}
     for name in filter(lambda name: ":" in name, recipe["reward_funcs"]):
         copy = copy_path(name, recipe.path.parent / "rewards")
@@ -251,7 +239,7 @@ def _reward_arguments(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]
             if columns is not None and parameter not in known:
                 here = [*_LIVE, "solution", *sorted(known)]
                 fix = f"take one of {', '.join(dict.fromkeys(here))}, or give it a default"
-                if parameter in _LIVE_HERE:
+                if parameter in LIVE_OBJECTS:
                     fix = "write reward_isolation: none, under which the trainer's own objects are handed on"
                 elif parameter == recipe[_COLUMNS[0]]:
                     fix = "take prompts: the prompt column comes under this name, as chat messages"
@@ -277,7 +265,7 @@ def _columns_at_hand(recipe: Recipe) -> Iterator[list[str] | None]:
         yield sorted(set.intersection(*known)) if len(known) == len(all_of) and known else None
     elif recipe["dataset_name"]:
         yield columns(recipe["dataset_name"], recipe["dataset_train_split"])
-    if name := evaluation_set(recipe):
+    if name := rules.evaluation_set(recipe):
         yield columns(name, recipe["eval_dataset_split"])
 
 
@@ -355,7 +343,7 @@ def _mixture_entry(recipe: Recipe, entry: dict[str, Any]) -> Iterator[Problem]:
 
 def _evaluation_data(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
     """Check the dataset evaluated on, where ``eval_strategy`` needs one."""
-    if evaluation_set(recipe):
+    if rules.evaluation_set(recipe):
         keys = [f"eval_{key}" if recipe[f"eval_{key}"] else key for key in _COLUMNS]
         name, config, split = (recipe[f"eval_dataset_{part}"] for part in ("name", "config", "split"))
         wanted = {recipe[key]: recipe.place(key) for key in keys}
@@ -406,10 +394,10 @@ def _dataset(where: str, name: str, config: str | None, split: str, columns: Map
 
 def _modebench_sizes(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
     """Refuse keys ``modebench_*`` by which there are too few problems."""
-    if any(rule.key.startswith("modebench_") and rule.broken(recipe) for rule in RULES):
+    if any(rule.key.startswith("modebench_") and rule.broken(recipe) for rule in rules.RULES):
         return
     settings = Settings.read(recipe.__getitem__)
-    for task in modebench_tasks(recipe):
+    for task in rules.modebench_tasks(recipe):
         try:
             rows(task, "test", settings)
         except ConfigError as error:
@@ -431,13 +419,13 @@ _IDLE: tuple[tuple[str, Condition, str], ...] = (
     ("reward_concurrency", lambda r: not isolates(r), "a reward of your own in a child process"),
     ("reward_environment", lambda r: not isolates(r) and not environments_of(r.__getitem__),
         "an environment, or a reward of your own in a child process"),
-    ("environment_eval_episodes", lambda r: not evaluates(r) and not plays_benchmarks(r),
+    ("environment_eval_episodes", lambda r: not rules.evaluates(r) and not rules.plays_benchmarks(r),
         "eval_strategy, or an environment of the recipe among benchmarks"),
-    ("benchmark_solved", lambda r: not plays_benchmarks(r), "an environment of the recipe among benchmarks"),
+    ("benchmark_solved", lambda r: not rules.plays_benchmarks(r), "an environment of the recipe among benchmarks"),
     ("benchmark_*", lambda r: not r["benchmarks"], "benchmarks"),
     ("hub_*", lambda r: not r["push_to_hub"], "push_to_hub"),
-    ("eval_*", lambda r: not evaluates(r), "eval_strategy"),
-    ("wandb_*", lambda r: "wandb" not in reports_to(r), "report_to: wandb"),
+    ("eval_*", lambda r: not rules.evaluates(r), "eval_strategy"),
+    ("wandb_*", lambda r: "wandb" not in rules.reports_to(r), "report_to: wandb"),
     ("vllm_* weight_sync* weight_guard*", lambda r: not r["use_vllm"], "use_vllm: true"),
 )
 # fmt: on
@@ -476,6 +464,7 @@ def needed_by(recipe: Recipe, key: str) -> str:
         return "" if set(readers) & set(recipe["reward_funcs"]) else " or ".join(readers)
     if key.startswith("modebench_"):
         readers = [task for task in TASK_KEYS if key in TASK_KEYS[task]] or list(TASK_KEYS)
-        return "" if set(readers) & set(modebench_tasks(recipe)) else f"the dataset or benchmark {' or '.join(readers)}"
-    idle = (needed for keys, idle, needed in _IDLE if key in matching(keys) and key != needed and idle(recipe))
+        named = f"the dataset or benchmark {' or '.join(readers)}"
+        return "" if set(readers) & set(rules.modebench_tasks(recipe)) else named
+    idle = (needed for keys, idle, needed in _IDLE if key in rules.matching(keys) and key != needed and idle(recipe))
     return next(idle, "")

@@ -14,10 +14,12 @@ from grpo_recipes.errors import translate
 
 # Suffix of a data file -> the builder of `datasets` that reads it.
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+# Live objects of the trainer, which it hands a reward in its own process beside the columns.
+LIVE_OBJECTS = ("trainer_state", "log_extra", "log_metric", "environments")
 # Column names that TRL's trainer fills itself or gives a meaning of its own, and `answer`, which is ours.
 RESERVED_COLUMNS = (
     "prompt", "prompts", "completion", "completions", "completion_ids", "messages", "image", "images", "tools",
-    "environment", "environments", "trainer_state", "log_extra", "log_metric", "answer",
+    "environment", "answer", *LIVE_OBJECTS,
 )  # fmt: skip
 _NO_DATA = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 _HEAD = 1 << 20  # characters

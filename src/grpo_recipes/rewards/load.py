@@ -15,15 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.paths import shown
-from grpo_recipes.recipe.datafiles import solution_names
+from grpo_recipes.recipe.datafiles import LIVE_OBJECTS, solution_names
 from grpo_recipes.recipe.registry import ENVIRONMENT_REWARD, IN_CHILDREN
 from grpo_recipes.recipe.user_code import REWARD_COPIES, changed_copies, copy_path, copy_source, source_path, split_spec
 from grpo_recipes.rewards.pool import RewardPool
 from grpo_recipes.rewards.score import Reward, RewardWrapper, Score, is_own, load_reward, make_reward, taken
 from grpo_recipes.runs.rundir import write_whole
-
-# What TRL hands a reward beside the columns: live objects of the trainer.
-_NOT_SENT = ("trainer_state", "log_extra", "log_metric", "environments")
 
 
 def keep_rewards(names: Sequence[str], run_dir: Path, update: bool = False) -> list[str]:
@@ -108,7 +105,7 @@ class IsolatedReward(RewardWrapper):
         self._identity = (spec, code, pool.timeout, pool.memory_gib)
 
     def _score(self, rows: int, columns: dict[str, Any]) -> list[Score]:
-        sent = {name: values for name, values in columns.items() if name not in _NOT_SENT}
+        sent = {name: values for name, values in columns.items() if name not in LIVE_OBJECTS}
         sent = taken(sent, self.pool.takes[self.spec])
         keys = [key_of(self._identity, {name: values[row] for name, values in sent.items()}) for row in range(rows)]
         first: dict[str, int] = {}

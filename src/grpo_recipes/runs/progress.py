@@ -4,15 +4,16 @@ import contextlib
 import os
 import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from grpo_recipes.process.terminal import WIDTH, readable
-from grpo_recipes.runs.health import known, mean, number, percent
+from grpo_recipes.runs.health import LAST_STEPS, known, mean, number, percent
 from grpo_recipes.runs.rundir import SERVER_STATE, clock, json_mapping
 
+PACE_ROWS = 20  # steps over which the time of one, and of each of its phases, is averaged
 _MANY = 0.1  # share of completions or tokens from which a step's line names it
 _MOST_NUMBERS = 12  # that an environment gives of its episodes, on one line
 _PROMPT, _COMPLETION = 160, 400  # characters shown of a sample
@@ -88,12 +89,8 @@ class Progress:
     """The steps of a run, and the line of each."""
 
     def __init__(self, run_dir: Path):
-        self._rows = Rows(run_dir / "metrics.jsonl")
+        self.rows = Rows(run_dir / "metrics.jsonl")
         self._start: tuple[float, int] | None = None
-
-    def new_rows(self) -> list[dict[str, Any]]:
-        """Return the rows written since the last call."""
-        return self._rows.new()
 
     def line(self, row: Mapping[str, Any], width: int = WIDTH) -> str:
         """Return the line on the terminal for a row that was written just now; a narrow one leaves out what it must."""
@@ -115,6 +112,18 @@ class Progress:
             if len("  ".join(filter(None, parts.values()))) > width:
                 parts[too_much] = ""
         return "  ".join(filter(None, parts.values()))
+
+
+def standing(rows: Sequence[Mapping[str, Any]], over: bool) -> tuple[str, str, str]:
+    """Return step, reward, and the time the remaining steps take at the pace of the last, each empty if unknown."""
+    if not rows:
+        return "", "", ""
+    last, seconds = rows[-1], known(number(row.get("seconds/step")) for row in rows[-PACE_ROWS:])
+    reward = mean(known(number(row.get("reward")) for row in rows[-LAST_STEPS:]))
+    left = ""
+    if seconds and "max_steps" in last and not over:
+        left = clock(sum(seconds) / len(seconds) * (last["max_steps"] - last["step"]))
+    return f"{last['step']}/{last.get('max_steps', '?')}", "" if reward is None else f"{reward:.3f}", left
 
 
 # What is not as it should be in a step, by the share from which it is named.

@@ -226,12 +226,9 @@ def nearest(name: str) -> str | None:
     return shortest if clear else nearest_of(name, [*catalogue(), *names()])
 
 
-def is_foreign(layer: Mapping[str, Value]) -> bool:
-    """Return whether a file is a recipe of another project, by the names in it."""
-    return sum(key not in catalogue() and (key in OWNED_KEYS or key in names()) for key in layer) >= _FEWEST_FOREIGN
-
-
-def migration(path: Path) -> Problem:
-    """Return the answer to a recipe of another project as a whole."""
+def migration(path: Path, layer: Mapping[str, Value]) -> list[Problem]:
+    """Return the answer to a file that is a recipe of another project by the names in it, nothing to any other."""
+    if sum(key not in catalogue() and (key in OWNED_KEYS or key in names()) for key in layer) < _FEWEST_FOREIGN:
+        return []
     command = f"grpo new {shlex.quote(f'my-{path.stem}.yaml')} --from {shlex.quote(shown(path))}"
-    return Problem(shown(path), "this looks like a recipe of another project", f"{command} translates it")
+    return [Problem(shown(path), "this looks like a recipe of another project", f"{command} translates it")]
