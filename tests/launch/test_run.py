@@ -384,7 +384,7 @@ def test_a_role_of_its_own_can_be_restarted_alone(fake_run, tmp_path, capsys, mo
         orders.append([group.process.role for group in groups])
         return wait_for_ending(groups, *more)
 
-    monkeypatch.setattr(launch_run, "wait_for_ending", recorded)
+    monkeypatch.setattr(launch_run.processes, "wait_for_ending", recorded)
 
     def kill() -> None:
         run.wait_for_step(1)

@@ -16,20 +16,11 @@ from pathlib import Path
 
 from grpo_recipes.errors import EXIT_STOPPED, ConfigError
 from grpo_recipes.fetch.assets import find_assets, need_assets, record_assets
-from grpo_recipes.launch import resolve
+from grpo_recipes.launch import processes, resolve
 from grpo_recipes.launch.attempt import Attempt, end_without_run, finish, go_back, prepare, say_start
 from grpo_recipes.launch.monitor import Monitor, StoppedAtOnce, StopSignals
 from grpo_recipes.launch.nodes import NodeWorkers, RemoteChild, preflight_nodes
-from grpo_recipes.launch.processes import (
-    Child,
-    Ending,
-    Group,
-    Started,
-    ending_of,
-    find_ending,
-    newest_model,
-    wait_for_ending,
-)
+from grpo_recipes.launch.processes import Child, Ending, Group, Started
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.commands import Process, base_environment, run_environment, wandb_environment, with_processes
 from grpo_recipes.plan.devices import Resources, find_resources
@@ -169,7 +160,7 @@ def make_smoke_task(attempt: Attempt) -> Ending | None:
         return None
     say(f"making the smoke model and data in {shown(folder)} (once, about a minute)")
     code = subprocess.call(command, env=attempt.environment)
-    return ending_of("python -m grpo_recipes.smoke", code) if code else None
+    return processes.ending_of("python -m grpo_recipes.smoke", code) if code else None
 
 
 @dataclass
@@ -209,9 +200,9 @@ class Supervisor:
         self._restarts = Restarts(attempt.recipe["server_restarts"])
         self._epoch = 1  # of the server: every one that is started gets the next
         self._model: str | None = None  # that the trainer gave it
-        processes = attempt.plan.processes
-        order = TopologicalSorter({process.role: process.after for process in processes}).static_order()
-        planned = {role: [process for process in processes if process.role == role] for role in order}
+        every = attempt.plan.processes
+        order = TopologicalSorter({process.role: process.after for process in every}).static_order()
+        planned = {role: [process for process in every if process.role == role] for role in order}
         self._planned = {role: members for role, members in planned.items() if members}
 
     def run(self) -> Ending:
@@ -220,7 +211,7 @@ class Supervisor:
         monitor = self._monitor
         while True:
             ending = self._start_missing()
-            ending = ending or wait_for_ending(self._running(), monitor.tick, self._stopping)
+            ending = ending or processes.wait_for_ending(self._running(), monitor.tick, self._stopping)
             monitor.show_progress()
             self._restarts.stepped = self._restarts.stepped or monitor.stepped
             ending = self._restarts.after(ending, self._stopping())
@@ -279,7 +270,7 @@ class Supervisor:
         return None
 
     def _with_newest_model(self, process: Process) -> Process:
-        self._model = newest_model(process, self._attempt.environment) or self._model
+        self._model = processes.newest_model(process, self._attempt.environment) or self._model
         if not process.renewed or self._model is None:
             return process
         index = process.argv.index("--model") + 1
@@ -294,7 +285,7 @@ class Supervisor:
 
         def alive() -> bool:
             reap()
-            if ending := monitor.tick() or find_ending(self._running(), self._stopping()):
+            if ending := monitor.tick() or processes.find_ending(self._running(), self._stopping()):
                 endings.append(ending)
             return not endings and server.alive()
 
@@ -305,7 +296,7 @@ class Supervisor:
             waited = wait_until_ready(alive, server.guard_pid, host, port, attempt.names.served, token, timeout)
         except NotReady as error:
             if not endings:
-                return Ending(ending_of("", server.state().exit).code or 1, str(error), log=server.log)
+                return Ending(processes.ending_of("", server.state().exit).code or 1, str(error), log=server.log)
             if endings[0].lost:
                 server.end()  # it is started anew after the one that was lost
             return endings[0]

@@ -12,9 +12,10 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from grpo_recipes.errors import config_error
+from grpo_recipes.fetch.assets import Assets
 from grpo_recipes.paths import CODE_VARIABLE, cache_root, home, python_module
 from grpo_recipes.plan.devices import Batch, Placement, Resources
 from grpo_recipes.plan.ports import Ports
@@ -25,9 +26,6 @@ from grpo_recipes.recipe.learning import mixed_precision
 from grpo_recipes.recipe.registry import BRIDGES, LORA_RANKS
 from grpo_recipes.runs.rundir import SYNC_FOLDER
 from grpo_recipes.secrets import secret_name
-
-if TYPE_CHECKING:
-    from grpo_recipes.fetch.assets import Assets
 
 CPU_KV_CACHE_GIB = 1
 MEETING_SECONDS = 300.0  # for ranks to meet: imports from a cold shared file system take minutes

@@ -10,11 +10,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from grpo_recipes.errors import config_error, translate
+from grpo_recipes.fetch.assets import Assets
 from grpo_recipes.plan import devices
 from grpo_recipes.plan.commands import Names, Plan, Weighting, gpu_share, with_processes
 from grpo_recipes.plan.devices import Resources
@@ -26,9 +27,6 @@ from grpo_recipes.recipe.registry import BRIDGES, OBJECTIVES, bridges_for, envir
 from grpo_recipes.recipe.rules import sync_setups
 from grpo_recipes.recipe.tasks import ENTRIES, MAXENT, task_of
 from grpo_recipes.smoke import SMOKE_SCHEME, smoke_folder
-
-if TYPE_CHECKING:
-    from grpo_recipes.fetch.assets import Assets
 
 # TRL's packaged file of accelerate for each way of sharing the model.
 ACCELERATE_FILES = {

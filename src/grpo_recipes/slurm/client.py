@@ -155,8 +155,7 @@ class Job:
         return self.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD")
 
     def __str__(self) -> str:
-        why = f" ({self.reason})" if self.waits and self.reason else ""
-        return f"{self.state}{why}"
+        return f"{self.state} ({self.reason})" if self.waits and self.reason else self.state
 
 
 def find_job(job_id: str) -> Job | None:
