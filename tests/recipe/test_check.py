@@ -72,6 +72,7 @@ def test_there_are_shipped_recipes():
         ({"benchmarks": ["a" * 300 + ".jsonl"]}, {"benchmarks": ["math_500"]}, "no file 'aaa"),
         ({"callbacks": ["missing.py:Mine"]}, {"callbacks": []}, "no file 'missing.py'"),
         ({"vllm_mode": "colocate", "weight_sync": "nccl"}, {"vllm_mode": "colocate"}, "weight_sync has no meaning"),
+        ({"weight_sync": "lora"}, {"use_peft": True}, "an adapter (use_peft). Fix: write use_peft: true, or"),
         ({"weight_sync": "shared", "vllm_node": "own"}, {"vllm_node": "own"}, "two nodes: memory ends at the node"),
         (
             {"report_to": ["mlflow"]},

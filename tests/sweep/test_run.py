@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,17 @@ def test_a_run_directory_is_not_made_again_by_other_code(sweep, made, fake_launc
     monkeypatch.setattr("grpo_recipes.sweep.run.code_state", lambda: {"commit": "another"})
     assert sweep(*TWO) == 2
     assert "the code is no longer the sweep's" in capsys.readouterr().err
+
+
+def test_a_named_port_that_is_taken_is_refused_before_anything_is_written(sweep, folder, capsys):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        assert sweep(*TWO, "--main_process_port", port) == 2
+    said = capsys.readouterr().err
+    assert f"--main_process_port: port {port} is in use by another process. Fix: free it" in said
+    assert not (folder / "runs").exists()
 
 
 def test_what_does_not_fit_the_machine_is_refused_before_anything_is_written(sweep, folder, capsys):

@@ -17,6 +17,7 @@ import psutil
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.process.tree import descendants
 from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.rules import wants_server
 from grpo_recipes.server.middleware import ACTIVITY_PATH
 from grpo_recipes.slurm.client import SlurmJob
 
@@ -68,7 +69,7 @@ def free_ports(
         there = None if key == "vllm_server_port" else free_there
         while port in chosen.values() or not (there(port) if there else is_free(host, port) and keep(port)):
             if recipe.given(key):
-                raise busy(recipe, key)
+                raise _busy(recipe, key)
             port = port + _BLOCK_SIZE if port + _BLOCK_SIZE <= 65535 else _BLOCK_BASE
         if port != wanted:
             notes.append(f"port {wanted} ({key}) is in use by another process; using {port}")
@@ -77,8 +78,15 @@ def free_ports(
     return Ports(server_port, group, main_process, ports.vllm_internal), notes
 
 
-def busy(recipe: Recipe, key: str) -> ConfigError:
-    """Return the error for a port that the user gave and another process has."""
+def need_named_ports(recipe: Recipe) -> None:
+    """Refuse a port that the user gave and another process has, before the first of several runs begins."""
+    for key in DEFAULT_PORTS:
+        needed = key == "main_process_port" or wants_server(recipe)
+        if needed and recipe.given(key) and not is_free(recipe["vllm_server_host"], recipe[key]):
+            raise _busy(recipe, key)
+
+
+def _busy(recipe: Recipe, key: str) -> ConfigError:
     what = f"port {recipe[key]} is in use by another process"
     return config_error(recipe.source(key), what, f"free it, or remove {key} and let the launcher choose")
 

@@ -316,7 +316,8 @@ RULES = (
         "{item} has no meaning with vllm_mode: colocate (vLLM shares the trainer's process)", "remove {item}"),
     Rule("weight_sync", _sync_refusal,
         lambda r, _: "{} does not work with {}: {}".format(r["weight_sync"], *_sync_refusal(r) or ()),
-        lambda r, _: f"write weight_sync: {' or '.join(bridges_for(_explicit_setups(r)))}"),
+        lambda r, _: f"write {'use_peft: true, or ' if r['weight_sync'] == 'lora' and not r['use_peft'] else ''}"
+        f"weight_sync: {' or '.join(bridges_for(_explicit_setups(r)))}"),
     # The batch, and how long the run is.
     Rule("{item}", lambda r: r["prompts_per_step"] is not None
         and given(r, "gradient_accumulation_steps steps_per_generation generation_batch_size"),

@@ -17,7 +17,7 @@ from grpo_recipes.paths import python_module, shown
 from grpo_recipes.plan.commands import Names
 from grpo_recipes.plan.devices import Resources, find_resources
 from grpo_recipes.plan.plan import make_plan
-from grpo_recipes.plan.ports import DEFAULT_PORTS, busy, is_free
+from grpo_recipes.plan.ports import DEFAULT_PORTS, need_named_ports
 from grpo_recipes.process.reports import aligned, print_line, say
 from grpo_recipes.process.terminal import LOG
 from grpo_recipes.recipe import Recipe
@@ -176,11 +176,11 @@ def _need_different(recipes: Mapping[str, Recipe]) -> None:
 
 def _need_own_ports(recipes: Mapping[str, Recipe], jobs: int) -> None:
     """Refuse a port that the user chose where it is taken, or modes run at the same time."""
+    if jobs == 1:
+        for_each(recipes, need_named_ports)
     recipe = next(iter(recipes.values()))
-    for key in filter(recipe.given, DEFAULT_PORTS):
-        if jobs == 1 and not is_free(recipe["vllm_server_host"], recipe[key]):
-            raise busy(recipe, key)
-        if jobs > 1:
+    for key in DEFAULT_PORTS:
+        if jobs > 1 and recipe.given(key):
             what = f"{jobs} modes at the same time cannot have one {key}"
             raise config_error(recipe.source(key), what, "remove it and let each choose, or add --jobs 1")
 

@@ -19,6 +19,7 @@ from grpo_recipes.launch.resolve import note_job
 from grpo_recipes.paths import python_module, shown
 from grpo_recipes.plan.devices import Resources, find_resources
 from grpo_recipes.plan.plan import make_plan
+from grpo_recipes.plan.ports import need_named_ports
 from grpo_recipes.process.reports import print_line, say
 from grpo_recipes.process.terminal import LOG
 from grpo_recipes.process.tree import die_with_parent
@@ -70,6 +71,8 @@ def start(spec: SweepSpec, backend: Backend, environment: Mapping[str, str], new
         flags = {trial.name: spec.flags_of(trial.values) for trial in unlike.values()}
         for_each(flags, lambda given: submission.prepare(profile, spec.recipe, spec.task, given, environment))
         trials = [replace(trial, recipe=submission.on_scratch(trial.recipe, profile)) for trial in trials]
+    else:
+        for_each(recipes, need_named_ports)
     sweep = None if new else sweeps.unfinished(trials)
     if sweep is not None:
         say(f"going on with {shown(sweep.folder)}, the same sweep (--new begins another)")
