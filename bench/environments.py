@@ -4,13 +4,19 @@
 
 One whole run of ``grpo launch`` for each recipe and seed with a server, and for each seed of ``--colocate`` with vLLM
 in the trainer, one after the other. Each adds a row to ``--out`` (bench/results/environments.jsonl): the reward before
-and after (the means of the first 3 and the last 5 steps), what the benchmarks scored at the end, seconds, and versions.
+and after (the means of the first 3 and the last 5 steps), what the benchmarks scored at the end, what the episodes
+evaluated on were like before the first step and after the last, seconds, and versions.
+
+``--scripted`` trains nothing: it plays those episodes of a recipe of SecretMafia 16 times each with the script's moves,
+and with moves that name any other living player. Its rows have the modes "scripted" and "drawn".
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
+import statistics
 import subprocess
 import tempfile
 import time
@@ -19,10 +25,16 @@ from typing import Any
 
 from made_by import made_by
 
+from grpo_recipes.data.prompts import evaluation_episodes
+from grpo_recipes.environments.games import Game
+from grpo_recipes.environments.turns import Turn
 from grpo_recipes.paths import home, python_module
+from grpo_recipes.recipe import read_recipe
+from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.runs.rundir import read_json
 
 OUT = home() / "bench/results/environments.jsonl"
+TIMES = 16  # that --scripted plays each episode
 
 
 def measure(recipe: Path, mode: str, seed: int) -> dict[str, Any]:
@@ -38,11 +50,43 @@ def measure(recipe: Path, mode: str, seed: int) -> dict[str, Any]:
         (run,) = (path.parent for path in Path(folder).glob("*/summary.json"))
         summary, versions = read_json(run / "summary.json"), read_json(run / "run.json")["versions"]
         first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+        evaluated = (run / "eval.jsonl").read_text().splitlines() if (run / "eval.jsonl").exists() else []
     return {
         "recipe": str(recipe.resolve().relative_to(home())), "mode": mode, "seed": seed, "steps": summary["steps"],
         "initial_reward": round(summary["initial_reward"], 4), "final_reward": round(summary["final_reward"], 4),
-        "episodes": {key: round(value, 4) for key, value in first.items() if key.startswith("episodes/")},
-        "benchmarks": summary["benchmarks"], "seconds": round(seconds, 1), "versions": versions,
+        "episodes": _of_episodes(first, "episodes/"),
+        "evaluated": [_of_episodes(json.loads(line), "eval_episodes/") for line in evaluated],
+        "benchmarks": summary.get("benchmarks", {}), "seconds": round(seconds, 1), "versions": versions,
+    }  # fmt: skip
+
+
+def _of_episodes(row: dict[str, Any], prefix: str) -> dict[str, float]:
+    """Return the means of episodes in a row of metrics.jsonl or eval.jsonl."""
+    return {key: round(value, 4) for key, value in row.items() if key.startswith(prefix)}
+
+
+def scripted(recipe: Path, mode: str) -> dict[str, Any]:
+    """Play what the recipe evaluates on with moves that are "drawn" or "scripted", and return the row."""
+    keys = read_recipe(recipe)
+    rows = evaluation_episodes(
+        ScriptArguments(
+            dataset_name=None, environment=keys["environment"], environment_args=keys["environment_args"],
+            environment_eval_episodes=keys["environment_eval_episodes"],
+        )
+    )  # fmt: skip
+    game, found, began = Game(keys["environment"].partition(":")[2], keys["environment_args"]), [], time.perf_counter()
+    for seed, number in ((seed, number) for seed in rows["seed"] for number in range(TIMES)):
+        generator = random.Random(f"{seed}/{number}")
+        turns: list[Turn] = [game.reset(seed)]
+        while not turns[-1].done and len(turns) <= keys["environment_max_turns"]:
+            turns.append(game.step(game.scripted(generator, plan=mode == "scripted")))
+        legal = statistics.fmean(float(turn.info["legal"]) for turn in turns[1:])
+        found.append({"legal": legal, "won": float(turns[-1].info.get("won", 0)), "turns": len(turns) - 1.0,
+                      "reward": sum(turn.reward for turn in turns)})  # fmt: skip
+    means = {f"eval_episodes/{name}": round(statistics.fmean(one[name] for one in found), 4) for name in found[0]}
+    return {
+        "recipe": str(recipe.resolve().relative_to(home())), "mode": mode, "episodes_played": len(found),
+        "evaluated": [means], "seconds": round(time.perf_counter() - began, 1),
     }  # fmt: skip
 
 
@@ -52,9 +96,17 @@ def main() -> None:
     parser.add_argument("recipes", nargs="+", type=Path)
     parser.add_argument("--seeds", nargs="*", type=int, default=[1, 2, 3, 4])
     parser.add_argument("--colocate", nargs="*", type=int, default=[1])
+    parser.add_argument("--scripted", action="store_true", help="play with drawn and scripted moves; train nothing")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     made = made_by()
+    for recipe, mode in ((recipe, mode) for recipe in args.recipes * args.scripted for mode in ("drawn", "scripted")):
+        row = scripted(recipe, mode) | made
+        print(f"{recipe.stem} {mode}: {row['evaluated']}", flush=True)
+        with args.out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    if args.scripted:
+        return
     for mode, seeds in (("server", args.seeds), ("colocate", args.colocate)):
         for seed, recipe in ((seed, recipe) for seed in seeds for recipe in args.recipes):
             row = measure(recipe, mode, seed) | made

@@ -108,6 +108,7 @@ def test_fingerprint_depends_on_every_setting():
         smoke.fingerprint(tied=True),
         smoke.fingerprint(dtype="bfloat16"),
         smoke.fingerprint(phases=FEW_STEPS),
+        smoke.fingerprint(mafia=True),
     ]
     assert len(set(keys)) == len(keys)
 
@@ -168,3 +169,52 @@ def test_knows_the_sums_but_samples_them_half_of_the_time(real):
     train, test = read_rows(real, "train"), read_rows(real, "test")
     assert 0.45 <= accuracy(real, train * 20, do_sample=True, temperature=1.0, top_k=0) <= 0.60
     assert accuracy(real, test, do_sample=False) >= 0.8
+
+
+# --- SecretMafia -----------------------------------------------------------------------------------------------------
+
+
+def test_the_model_of_secret_mafia_reads_the_game_in_a_few_tokens(tmp_path, monkeypatch):
+    pytest.importorskip("textarena")
+    from grpo_recipes.environments.smoke_games import pretrain
+    from grpo_recipes.rollouts.environments import load_environment
+
+    few = tuple(phase._replace(steps=2, copies=2) for phase in smoke.MAFIA_PHASES)
+    monkeypatch.setattr(smoke, "MAFIA_GAMES", 4)
+    smoke.make(tmp_path / "made", phases=few, on_games=pretrain)
+    assert [path.name for path in sorted((tmp_path / "made").iterdir())] == ["COMPLETE", "model"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "made" / "model")
+    assert len(tokenizer) == transformers.AutoConfig.from_pretrained(tmp_path / "made" / "model").vocab_size
+    assert [len(tokenizer(word).input_ids) for word in smoke.MAFIA_WORDS] == [1] * len(smoke.MAFIA_WORDS)
+    text = load_environment("textarena:SecretMafia-v0", smoke.MAFIA_GAME).reset(1).messages[0]["content"]
+    ids = tokenizer(text).input_ids
+    assert len(ids) < 30 < len(text) and tokenizer.decode(ids) == text
+    folder, command = smoke.smoke_command("smoke:mafia", {"CACHE_ROOT": str(tmp_path)})
+    assert folder.name.startswith("mafia-") and folder != smoke.smoke_folder(
+        "smoke:sums", {"CACHE_ROOT": str(tmp_path)}
+    )
+    assert command[-2:] == ["grpo_recipes.environments.smoke_games", str(folder)]
+
+
+def test_blind_moves_of_the_games_that_the_model_of_secret_mafia_saw(monkeypatch):
+    pytest.importorskip("textarena")
+    monkeypatch.setattr(smoke, "MAFIA_GAMES", 60)
+    from grpo_recipes.environments.smoke_games import _games
+
+    tokenizer = smoke.build_tokenizer(mafia=True)
+    for wrong, least, most in ((0.0, 1.0, 1.0), (0.5, 0.6, 0.9), (1.0, 0.2, 0.7)):
+        games = _games(tokenizer, 0, wrong)
+        moves = [tokenizer.decode([one for one in labels if one >= 0]).split(smoke.END) for _, labels in games]
+        flat = [move for game in moves for move in game[:-1]]
+        formed = [len(move) == 3 and move[0] + move[2] == "[]" and move[1] in "012345" for move in flat]
+        assert least <= sum(formed) / len(formed) <= most
+        assert all(len(ids) == len(labels) for ids, labels in games)
+
+
+def test_the_recipe_plays_the_game_that_the_model_saw():
+    from grpo_recipes.paths import home
+    from grpo_recipes.recipe import read_recipe
+
+    recipe = read_recipe(home() / "recipes/environments/secret_mafia_smoke.yaml")
+    assert recipe["model_name_or_path"] == "smoke:mafia"
+    assert smoke.MAFIA_GAME.items() <= recipe["environment_args"].items()

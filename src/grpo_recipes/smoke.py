@@ -19,7 +19,7 @@ import os
 import random
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -35,7 +35,8 @@ TEST_SIZE = 20
 MAX_SUM = 18
 MAX_POSITIONS = 4096
 SMOKE_SCHEME = "smoke:"  # of model_name_or_path and dataset_name
-SMOKE_TASKS = ("smoke:sums", "smoke:sums-tied")
+SMOKE_DATA = ("smoke:sums", "smoke:sums-tied")  # those with rows
+SMOKE_TASKS = (*SMOKE_DATA, "smoke:mafia")
 Row = dict[str, str]
 
 PAD, END = "<|endoftext|>", "<|im_end|>"  # as in Qwen's own tokenizers
@@ -59,6 +60,24 @@ class Phase(NamedTuple):
 
 Phases = tuple[Phase, ...]
 
+# What the model of SecretMafia plays, as secret_mafia_smoke.yaml does, and the words of it that are one token each.
+MAFIA_GAME = {
+    "num_players": 6, "mafia_ratio": 0.2, "discussion_rounds": 1, "player": "Detective", "opponents": "crowd",
+    "observation": "brief",
+}  # fmt: skip
+MAFIA_WORDS = (
+    "Night-Detective", "Day-Discussion", "Day-Voting", ". You are Player ", ", Detective", ". Not Mafia:",
+    ". Named today:", ". Alive:", ". Valid:", "Your action was not valid: ", " takes one target in brackets, not ",
+    " is no target in ", "; valid: ",
+    *(f"[{player}]" for player in range(10)), *(f". Mafia: {player}" for player in range(6)),
+)  # fmt: skip
+MAFIA_GAMES = 600
+# As of the sums: it reads the game after the first phase, and the second flattens its moves. Copies: games in a batch.
+MAFIA_PHASES = (
+    Phase(steps=300, copies=16, wrong_share=0.0, lr=3e-3, weight_decay=0.1),
+    Phase(steps=80, copies=16, wrong_share=0.5, lr=5e-4, weight_decay=0.1),
+)
+
 # Strong weight decay on clean answers makes the model add instead of memorising; the second phase only flattens its
 # answers, gently enough to keep that. It samples right answers a little less often than it saw them: a wrong share of
 # 0.45 gives a sampled accuracy of about 0.5.
@@ -68,17 +87,25 @@ PHASES = (
 )
 
 
-def fingerprint(seed: int = 0, tied: bool = False, dtype: str = "float32", phases: Phases = PHASES) -> str:
+def fingerprint(
+    seed: int = 0, tied: bool = False, dtype: str = "float32", phases: Phases = PHASES, mafia: bool = False
+) -> str:
     """Return a short hash of everything that decides what `make` writes: the key for a cache of its output."""
-    return hashlib.sha256(repr((VERSION, seed, tied, dtype, phases)).encode()).hexdigest()[:12]
+    decided = (VERSION, seed, tied, dtype, phases, *((MAFIA_GAME, MAFIA_WORDS, MAFIA_GAMES) if mafia else ()))
+    return hashlib.sha256(repr(decided).encode()).hexdigest()[:12]
 
 
-def make(out_dir: Path, seed: int = 0, *, tied: bool = False, dtype: str = "float32", phases: Phases = PHASES) -> None:
+def make(
+    out_dir: Path, seed: int = 0, *, tied: bool = False, dtype: str = "float32", phases: Phases = PHASES,
+    on_games: Callable[[Qwen2ForCausalLM, PreTrainedTokenizerFast, int, Phases], None] | None = None,
+) -> None:  # fmt: skip
     """Write the model and the data to `out_dir`, which appears complete or not at all, unless it is there already.
 
+    With ``on_games`` it is the model of SecretMafia, which that function trains, without data.
     Raises OSError where it was made with other settings, or not here.
     """
-    key = fingerprint(seed, tied, dtype, phases)
+    mafia = on_games is not None
+    key = fingerprint(seed, tied, dtype, phases, mafia)
     if _is_made(out_dir, key):
         return
     import torch
@@ -89,14 +116,17 @@ def make(out_dir: Path, seed: int = 0, *, tied: bool = False, dtype: str = "floa
     threads = torch.get_num_threads()
     try:
         train, test = split(seed)
-        for name, rows in (("train", train), ("test", test)):
+        for name, rows in () if mafia else (("train", train), ("test", test)):
             (partial / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        tokenizer = build_tokenizer()
+        tokenizer = build_tokenizer(mafia)
         torch.set_num_threads(1)  # the order of a sum over threads changes its last bits
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = build_model(tokenizer, tied)
-            _pretrain(model, tokenizer, train, phases)
+            if on_games:
+                on_games(model, tokenizer, seed, phases)
+            else:
+                _pretrain(model, tokenizer, train, phases)
         _save(model, tokenizer, dtype, partial / "model")
         (partial / "COMPLETE").write_text(key + "\n")
         os.rename(partial, out_dir)
@@ -126,8 +156,10 @@ def split(seed: int = 0) -> tuple[list[Row], list[Row]]:
     return rows[: len(train)], rows[len(train) :]
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer(mafia: bool = False) -> PreTrainedTokenizerFast:
     """Return a byte-level tokenizer without merges: one token per ASCII character; any text in NFC survives.
+
+    That of ``mafia`` has one for each of ``MAFIA_WORDS`` too.
 
     AutoTokenizer may load it as a `Qwen2Tokenizer`, after the model's type. That class normalises to NFC and insists
     on a token `<|endoftext|>`; having both here makes it encode exactly as this one, within the model's vocabulary.
@@ -142,7 +174,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in (PAD, END, *ROLES)])
     # One token each, but ordinary ones: they must survive decoding with skip_special_tokens.
-    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in ANSWER_TAGS])
+    backend.add_tokens(
+        [AddedToken(text, special=False, normalized=False) for text in (*ANSWER_TAGS, *(MAFIA_WORDS if mafia else ()))]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token=PAD, eos_token=END, padding_side="left", chat_template=CHAT_TEMPLATE,
         model_max_length=MAX_POSITIONS,
@@ -203,12 +237,16 @@ def smoke_folder(name: str, environment: Mapping[str, str]) -> Path:
     if name not in SMOKE_TASKS:
         raise config_error("model_name_or_path", f"there is no built-in '{name}'", f"write {' or '.join(SMOKE_TASKS)}")
     task = name.removeprefix(SMOKE_SCHEME)
-    return cache_root(environment) / "smoke" / f"{task}-{fingerprint(tied=task.endswith('-tied'))}"
+    mafia = task == "mafia"
+    key = fingerprint(tied=task.endswith("-tied"), phases=MAFIA_PHASES if mafia else PHASES, mafia=mafia)
+    return cache_root(environment) / "smoke" / f"{task}-{key}"
 
 
 def smoke_command(name: str, environment: Mapping[str, str]) -> tuple[Path, list[str]]:
     """Return the folder of a built-in smoke task, and the command that makes it there (a minute; needs torch)."""
     folder = smoke_folder(name, environment)
+    if name == "smoke:mafia":
+        return folder, python_module("grpo_recipes.environments.smoke_games", str(folder))
     tied = ["--tie-word-embeddings"] if name.endswith("-tied") else []
     return folder, python_module("grpo_recipes.smoke", str(folder), *tied)
 

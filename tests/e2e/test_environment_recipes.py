@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import pytest
@@ -21,4 +22,15 @@ def test_the_reward_rises(launch: Callable[..., Launch], name: str, mode: str) -
     # seen over five runs with a server: 0.34 to 0.42 rose to 0.68 to 0.75, and pass@1 was 0.68 to 0.79
     assert summary["initial_reward"] < 0.55 and summary["final_reward"] >= summary["initial_reward"] + 0.15
     assert result["pass@1"] > 0.5 and result["pass@1"] < result["pass@8"] and result["problems"] == 64
+    assert max(row["sampling/sampling_logp_difference/mean"] for row in run.rows()) < 1e-4
+
+
+@pytest.mark.parametrize("mode", ["server", "colocate"])
+def test_a_detective_learns_to_play_legal_moves(launch: Callable[..., Launch], mode: str) -> None:
+    pytest.importorskip("textarena")
+    run = launch(str(REPOSITORY / "recipes/environments/secret_mafia_smoke.yaml"), "--vllm_mode", mode)
+    assert run.wait(900) == 0, run.output
+    before, after = (json.loads(line) for line in (run.run_dir / "eval.jsonl").read_text().splitlines())
+    assert before["eval_episodes/legal"] < 0.8 and after["eval_episodes/legal"] > 0.82
+    assert after["eval_reward"] > before["eval_reward"] + 0.4
     assert max(row["sampling/sampling_logp_difference/mean"] for row in run.rows()) < 1e-4

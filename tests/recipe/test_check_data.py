@@ -67,6 +67,7 @@ STEPS = {"eval_strategy": "steps", "eval_steps": 5}
         (mixture({"id": "smoke:sums"}), {"dataset_name": "smoke:sums"}, "'smoke:sums' cannot be mixed"),
         (mixture(ROWS, test_split_size=1.5), mixture(ROWS, test_split_size=2), "test_split_size is 1.5"),
         (mixture(ROWS, test_split_size=0), mixture(ROWS, test_split_size=0.1), "test_split_size is 0"),
+        ({"dataset_name": "smoke:mafia"}, {"dataset_name": "smoke:sums"}, "no built-in 'smoke:mafia'"),
         ({"dataset_streaming": True}, {"dataset_streaming": True, "max_train_prompts": 9}, "would read the stream"),
         (mixture(ROWS) | {"dataset_streaming": True, "max_train_prompts": 9}, mixture(ROWS), "can be streamed"),
         (STEPS | {"dataset_name": "rows.jsonl"}, STEPS | {"dataset_name": "rows.jsonl", "eval_dataset_name": "one"},

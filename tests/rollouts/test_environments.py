@@ -261,6 +261,82 @@ def test_a_secret_mafia_crowd_votes_for_whom_talk_names() -> None:
     assert voted["crowd"] > voted["random"] + 3 and useful == {0.0, 1.0}
 
 
+BRIEF = {"num_players": 6, "mafia_ratio": 0.2, "discussion_rounds": 1, "observation": "brief", "opponents": "crowd"}
+
+
+@pytest.mark.parametrize("role", ["Detective", "Doctor", "Mafia", "Villager"])
+def test_the_policy_plays_the_role_that_it_is_given(role: str) -> None:
+    needs("textarena:x")
+    env = load_environment("textarena:SecretMafia-v0", BRIEF | {"player": role})
+    texts = {str(play(env, seed, named_last)[-1].info["role"]) for seed in range(6)}
+    seats = {
+        turn.messages[0]["content"].partition("Player ")[2][0] for turn in map(env.reset, range(12)) if not turn.done
+    }
+    assert texts == {role} and len(seats) > 1
+
+
+def test_a_brief_observation_has_what_the_seat_knows_and_nothing_else() -> None:
+    needs("textarena:x")
+    sides = {"Detective": set(), "Doctor": set(), "Mafia": set(), "Villager": set()}
+    for role, seed in itertools.product(sides, range(12)):
+        env = load_environment("textarena:SecretMafia-v0", BRIEF | {"player": role})
+        turns = play(env, seed, named_last)
+        for before, after in itertools.pairwise(turns):
+            text, phase = before.messages[0]["content"], before.info["phase"]
+            assert text.startswith(f"{phase}. You are Player ") and f", {role}." in text and "\n" not in text
+            assert ("Valid: " in text) is (phase != "Day-Discussion") is ("Alive: " not in text)
+            assert after.info["legal"] == 1.0
+            sides[role] |= {name for name in ("Mafia", "Not Mafia") if f". {name}: " in text}
+            assert "Named today" not in text or str(phase).startswith("Day")
+    assert sides == {
+        "Detective": {"Mafia", "Not Mafia"}, "Doctor": set(), "Mafia": {"Mafia", "Not Mafia"}, "Villager": set(),
+    }  # fmt: skip
+
+
+def test_a_brief_observation_after_an_investigation_and_after_an_invalid_move() -> None:
+    needs("textarena:x")
+    env = load_environment("textarena:SecretMafia-v0", BRIEF | {"player": "Detective"})
+    found = set()
+    for seed in range(12):
+        other = named_last(env.reset(seed))
+        whole = load_environment("textarena:SecretMafia-v0", BRIEF | {"player": "Detective", "observation": "whole"})
+        assert "Welcome to Secret Mafia!" in whole.reset(seed).messages[0]["content"]
+        brief, told = env.step(other), whole.step(other)
+        if not brief.done and other[1] in brief.messages[0]["content"].partition("Alive: ")[2]:
+            is_mafia = f"Player {other[1]} IS a Mafia member" in told.messages[0]["content"]
+            assert f"Detective. {'Mafia' if is_mafia else 'Not Mafia'}: {other[1]}. " in brief.messages[0]["content"]
+            found.add(is_mafia)
+    assert found == {True, False}
+    env.reset(seed)
+    refused = env.step("[1] [2]").messages[0]["content"]
+    assert refused.startswith("Your action was not valid: Night-Detective takes one target in brackets, not 2; valid: ")
+    assert refused.partition("\n")[2].startswith("Night-Detective. You are")
+
+
+def test_a_brief_observation_names_whom_others_named_that_day() -> None:
+    needs("textarena:x")
+    env = load_environment("textarena:SecretMafia-v0", BRIEF | {"player": "Doctor"})
+    seen = [turn for seed in range(20) for turn in play(env, seed, named_last)]
+    votes = [turn.messages[0]["content"] for turn in seen if not turn.done and turn.info["phase"] == "Day-Voting"]
+    whom = [text.partition("Named today: ")[2].partition(".")[0] for text in votes]
+    assert "" in whom and any(len(one.split()) > 1 for one in whom)
+    assert all(f"[{one}]" in text for text, names in zip(votes, whom, strict=True) for one in names.split())
+
+
+@pytest.mark.parametrize("role", ["Detective", "Mafia"])
+def test_the_script_of_secret_mafia_plays_valid_moves_and_wins_more_than_drawn_ones(role: str) -> None:
+    needs("textarena:x")
+    from grpo_recipes.environments.games import Game
+
+    env, won = Game("SecretMafia-v0", BRIEF | {"player": role, "mafia_ratio": 0.4 if role == "Mafia" else 0.2}), {}
+    for plan in True, False:
+        generator = random.Random(0)
+        ends = [play(env, seed, lambda turn: env.scripted(generator, plan)) for seed in range(100)]  # noqa: B023
+        assert all(turn.info["legal"] == 1.0 for turns in ends for turn in turns[1:])
+        won[plan] = sum(float(turns[-1].info["won"]) for turns in ends)
+    assert won[True] >= won[False] + (15 if role == "Detective" else 0)
+
+
 # --- verifiers -------------------------------------------------------------------------------------------------------
 
 
@@ -446,6 +522,10 @@ def test_a_server_that_is_not_there_is_named() -> None:
         ("textarena:SecretMafia-v0", {"num_players": 3}, "num_players: 'SecretMafia-v0' is not for 3"),
         ("textarena:SecretMafia-v0", {"player": 6}, "player: 6 of 6. Fix: write 0 to 5"),
         ("textarena:SecretMafia-v0", {"player": "me"}, "player: 'me' is no seat"),
+        ("textarena:TicTacToe-v0", {"player": "Mafia"}, 'Fix: write a number from 0, or "seed"'),
+        ("textarena:SecretMafia-v0", {"player": "Jester"}, 'or "seed" or "Detective" or "Doctor" or'),
+        ("textarena:SecretMafia-v0", {"observation": "short"}, 'write "whole" or "brief"'),
+        ("textarena:TicTacToe-v0", {"observation": "brief"}, "remove it: it belongs to SecretMafia"),
         ("textarena:SecretMafia-v0", {"opponents": "gpt"}, 'write "random", "crowd", "policy", "base" or the folder'),
         ("textarena:TicTacToe-v0", {"opponents": "crowd"}, 'Fix: write "random", "policy", "base" or the folder'),
         ("textarena:SecretMafia-v0", {"num_players": 0}, "num_players: 0 is no number of players. Fix: write 1 or"),

@@ -1,11 +1,13 @@
 """Games of the library ``textarena``: the policy plays one seat, opponents the others.
 
-``environment_args``: ``num_players``, ``player`` (the policy's seat, or "seed": chosen by the seed), ``opponents``
-("random", in SecretMafia also "crowd", or a model: "policy", "base" or the folder of a checkpoint), ``legal_reward``,
-``illegal_reward`` and, in SecretMafia, ``useful_reward``; the rest goes to the game.
+``environment_args``: ``num_players``, ``player`` (the policy's seat, "seed": chosen by the seed, or in SecretMafia the
+role it is dealt), ``opponents`` ("random", in SecretMafia also "crowd", or a model: "policy", "base" or the folder of a
+checkpoint), ``legal_reward``, ``illegal_reward`` and, in SecretMafia, ``useful_reward`` and ``observation`` ("whole" or
+"brief"); the rest goes to the game.
 """
 
 import copy
+import json
 import math
 import os
 import random
@@ -43,8 +45,14 @@ class Game:
         self._model = "" if self._opponents in scripted else _model(self._opponents, scripted)
         if self._players is not None and (type(self._players) is not int or self._players < 1):
             raise _wrong(f"num_players: {self._players!r} is no number of players", "write 1 or more")
-        if self._player != "seed" and (type(self._player) is not int or self._player < 0):
-            raise _wrong(f"player: {self._player!r} is no seat", 'write a number from 0, or "seed"')
+        self._observation = given.pop("observation", "whole")
+        drawn = ("seed", *(secret_mafia.ROLES if self._mafia else ()))
+        if self._player not in drawn and (type(self._player) is not int or self._player < 0):
+            fix = f"write a number from 0, or {' or '.join(map(json.dumps, drawn))}"
+            raise _wrong(f"player: {self._player!r} is no seat", fix)
+        if self._observation not in (("whole", "brief") if self._mafia else ("whole",)):
+            what = f"observation: {self._observation!r} is not for this game"
+            raise _wrong(what, 'write "whole" or "brief"' if self._mafia else "remove it: it belongs to SecretMafia")
         self._make = lambda: textarena.make(name, **given)
         if self._worth["useful"] and not self._mafia:
             raise _wrong("useful_reward belongs to SecretMafia", "remove it")
@@ -79,13 +87,12 @@ class Game:
             raise _wrong(what, "correct it") from why
         if self._players == 1 and self._model:
             raise _wrong(f"opponents: '{name}' has none", "remove it")
-        if self._player != "seed" and self._player >= self._players:
+        if type(self._player) is int and self._player >= self._players:
             raise _wrong(f"player: {self._player} of {self._players}", f"write 0 to {self._players - 1}")
 
     def reset(self, seed: int) -> Turn:
         """Deal a game, and let the others play until it is the policy's turn."""
         self._random = random.Random(derived("opponents", seed))
-        self._seat = derived("seat", seed) % self._players if self._player == "seed" else self._player
         self._noise.seed("game", seed)
         self._turns, self._told, self._others = 0, "", 0
         self._heard: dict[int, list[Any]] = {seat: [] for seat in range(self._players)}
@@ -93,7 +100,23 @@ class Game:
         with self._noise.running():
             self._env = self._make()
             self._env.reset(num_players=self._players, seed=derived("game", seed))
+            self._seat = self._dealt(derived("seat", seed))
             return self._until_policy(0.0, {}, False)
+
+    def _dealt(self, number: int) -> int:
+        """Return the policy's seat; the number decides where there are several."""
+        if type(self._player) is int:
+            return self._player
+        seats = list(range(self._players))
+        if self._player != "seed":  # a role
+            seats = [one for one in seats if self._state.game_state["player_roles"][one] == self._player]
+        return seats[number % len(seats)]
+
+    def scripted(self, generator: random.Random, plan: bool = True) -> str:
+        """Return a scripted move for the policy's turn in SecretMafia; without a plan it names any other player."""
+        game, heard = self._state.game_state, self._heard[self._seat]
+        sides = secret_mafia.known(game, self._seat, heard) if plan else {}
+        return secret_mafia.scripted(game, self._seat, sides, generator)
 
     def step(self, action: str) -> Turn:
         """Play a move and those of scripted opponents after it; one that is not valid is answered with the reason."""
@@ -145,11 +168,14 @@ class Game:
         return self._end(reward, info)
 
     def _news(self, seat: int) -> str:
-        """Return what came since the seat's last turn, in the form of the library, without its own words."""
+        """Return what came since the seat's last turn, in the library's form and without its own words, or in brief."""
+        told = [self._told] if self._told and seat == self._seat else []
+        if self._observation == "brief":
+            return "\n".join([*told, secret_mafia.brief(self._state.game_state, seat, self._heard[seat])])
         new = [one for one in self._heard[seat][self._read[seat] :] if one[0] != seat]
         self._read[seat] = len(self._heard[seat])
         lines = [f"[{'GAME' if sender == -1 else f'Player {sender}'}] {text}" for sender, text, _ in new]
-        return "\n".join([*lines, self._told] if self._told and seat == self._seat else lines)
+        return "\n".join([*lines, *told])
 
     def _named(self) -> dict[str, float | str]:
         phase = (self._state.game_state or {}).get("phase")

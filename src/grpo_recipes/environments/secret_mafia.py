@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 _TARGET = re.compile(r"\[\s*(?:player\s*)?(\d+)\s*\]", re.IGNORECASE)
+_FOUND = re.compile(r"Player (\d+) IS( NOT)? a Mafia member")
+ROLES = ("Detective", "Doctor", "Mafia", "Villager")
 _TALK = (
     "I have nothing to report.",
     "Let us vote together today.",
@@ -63,6 +65,44 @@ def said_today(observations: Iterable[Sequence[Any]]) -> list[str]:
     for sender, text, _ in observations:
         said = [] if sender == -1 and text.startswith("Day breaks") else said + [text] * (sender != -1)
     return said
+
+
+def known(game: Mapping[str, Any], seat: int, heard: Iterable[Sequence[Any]]) -> dict[int, bool]:
+    """Return of whom the seat knows whether they are of the Mafia: its own team, or those it has investigated.
+
+    ``heard`` are all the (sender, text, kind) that the seat was sent.
+    """
+    roles = game["player_roles"]
+    if roles[seat] == "Mafia":
+        return {one: role == "Mafia" for one, role in roles.items()}
+    return {int(one): not no for who, text, _ in heard if who == -1 for one, no in _FOUND.findall(text)}
+
+
+def brief(game: Mapping[str, Any], seat: int, heard: Sequence[Sequence[Any]]) -> str:
+    """Return what the seat knows in one line: phase, role, living players by side, whom others named, valid targets."""
+    alive, phase, sides = game["alive_players"], game["phase"].value, known(game, seat, heard)
+    others = said_today(one for one in heard if one[0] != seat) if phase.startswith("Day") else []
+    named = {int(one) for text in others for one in _TARGET.findall(text)}
+    lists = {
+        "Mafia": [one for one in alive if sides.get(one) is True],
+        "Not Mafia": [one for one in alive if sides.get(one) is False],
+        "Named today": [one for one in alive if one in named],
+        "Valid": [f"[{one}]" for one in targets(game, seat)],
+    }
+    lists |= {} if lists["Valid"] else {"Alive": alive}
+    told = [f"{name}: {' '.join(map(str, players))}" for name, players in lists.items() if players]
+    return ". ".join([f"{phase}. You are Player {seat}, {game['player_roles'][seat]}", *told])
+
+
+def scripted(game: Mapping[str, Any], seat: int, sides: Mapping[int, bool], generator: random.Random) -> str:
+    """Return the move of a player with a plan, to whom the players in ``sides`` are known to be of the Mafia or not.
+
+    By day, and as the Mafia by night, it names an opponent that it knows; else a player of whom it knows nothing.
+    """
+    enemy, night = game["player_roles"][seat] != "Mafia", game["phase"].value == "Night-Detective"
+    others = [one for one in targets(game, seat) or game["alive_players"] if one != seat]
+    found = [one for one in others if sides.get(one) is enemy and not night]
+    return f"[{generator.choice(found or [one for one in others if one not in sides] or others)}]"
 
 
 def drawn(game: Mapping[str, Any], seat: int, generator: random.Random, said: Sequence[str] = ()) -> str:

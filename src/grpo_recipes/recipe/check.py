@@ -45,7 +45,7 @@ from grpo_recipes.recipe.registry import (
 from grpo_recipes.recipe.rules import Condition, Rule, isolates
 from grpo_recipes.recipe.tasks import GRPO, requested_task, with_task
 from grpo_recipes.recipe.user_code import compared, copy_path, function_source, problem_with, required_parameters
-from grpo_recipes.smoke import SMOKE_SCHEME, SMOKE_TASKS
+from grpo_recipes.smoke import SMOKE_DATA, SMOKE_SCHEME, SMOKE_TASKS
 
 START_FILE = Path(__file__).with_name("start.yaml")  # what grpo new writes
 _DEFAULT_RECIPES = {"cpu": "recipes/smoke/{task}.yaml", "cuda": "recipes/Qwen2.5-1.5B-Instruct/{task}/config_math.yaml"}
@@ -362,7 +362,7 @@ def _dataset(where: str, name: str, config: str | None, split: str, columns: Map
     """Yield what is wrong with a dataset, as the heads of its files show; ``columns`` has the place that names each."""
     path = Path(os.path.expanduser(name))
     found: Iterable[str] | None = None
-    built_in = SMOKE_TASKS if name.startswith(SMOKE_SCHEME) else TASKS if name.startswith(SCHEME) else None
+    built_in = SMOKE_DATA if name.startswith(SMOKE_SCHEME) else TASKS if name.startswith(SCHEME) else None
     if built_in is not None and name not in built_in:
         yield Problem(where, f"there is no built-in '{name}'", f"write {' or '.join(built_in)}")
         return

@@ -111,7 +111,9 @@ def _episodes(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -> list
 def _tokenizer(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -> Any:
     where, fix = recipe.place("model_name_or_path"), "name a model with its tokenizer files"
     with quoting((OSError, ValueError), where, "the tokenizer cannot be loaded", fix):
-        return smoke.build_tokenizer() if _is_smoke(recipe) else load_tokenizer(model_args, args)
+        if _is_smoke(recipe):
+            return smoke.build_tokenizer(mafia=recipe["model_name_or_path"] == "smoke:mafia")
+        return load_tokenizer(model_args, args)
 
 
 def _prompts(recipe: Recipe, rows: list[dict[str, Any]], args: GRPOConfig, model_args: ModelConfig) -> list[str]:

@@ -1,0 +1,67 @@
+"""Make the smoke model of SecretMafia: ``python -m grpo_recipes.environments.smoke_games OUT_DIR`` (a minute or two).
+
+It sees games of a detective who plays a script, then games in which half of its moves were malformed or drawn without
+looking at the game, and so samples the script's moves about half of the time: GRPO has something to do.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from grpo_recipes import smoke
+from grpo_recipes.environments.games import Game
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+
+def _games(tokenizer: PreTrainedTokenizerFast, seed: int, wrong_share: float) -> list[tuple[list[int], list[int]]]:
+    """Return the tokens of games of SecretMafia and their labels, which leave out what the game says."""
+    game, rng, found = Game("SecretMafia-v0", smoke.MAFIA_GAME), random.Random(seed), []
+    for number in range(smoke.MAFIA_GAMES):
+        turn, ids, labels = game.reset(number), list[int](), list[int]()
+        while not turn.done:
+            action = _blind_move(rng) if rng.random() < wrong_share else game.scripted(rng)
+            text = tokenizer.apply_chat_template(turn.messages, add_generation_prompt=True, tokenize=False)
+            read: list[int] = tokenizer(text).input_ids
+            written: list[int] = tokenizer(action + smoke.END).input_ids
+            ids, labels = ids + read + written, labels + [-100] * len(read) + written
+            turn = game.step(action)
+        found.append((ids, labels))
+    return found
+
+
+def _blind_move(rng: random.Random) -> str:
+    """Return a player, or a text that the game's grammar refuses."""
+    one, other = rng.randrange(10), rng.randrange(10)
+    return rng.choice([f"[{one}]", f"[{one}]", f"{one}", f"[{one}] [{other}]"])
+
+
+def pretrain(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, phases: smoke.Phases) -> None:
+    """Train on games of each phase, whose moves alone have a part in the loss."""
+    import torch
+
+    rng = random.Random(seed)
+    for steps, copies, wrong_share, lr, weight_decay in phases:
+        games = _games(tokenizer, seed, wrong_share)
+        optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.98), weight_decay=weight_decay)
+        for step in range(steps):
+            optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / 20) * (1 - step / steps)
+            batch = rng.sample(games, copies)
+            ids, labels = (
+                torch.nn.utils.rnn.pad_sequence([torch.tensor(game[part]) for game in batch], True, padding)
+                for part, padding in ((0, 0), (1, -100))
+            )
+            seen = labels[:, 1:] != -100
+            logits = model.lm_head(model.model(ids).last_hidden_state[:, :-1][seen])
+            torch.nn.functional.cross_entropy(logits, labels[:, 1:][seen]).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+if __name__ == "__main__":
+    smoke.make(Path(sys.argv[1]), phases=smoke.MAFIA_PHASES, on_games=pretrain)
