@@ -94,6 +94,11 @@ def test_completions_without_a_verdict(make_run, row):
     found = training.no_verdict(make_run(rows=rows_of(row, rewards__mine__no_verdict=0.3), reward_timeout=2.0))
     assert found.status == "warning" and "rewards/mine/no_verdict 30%" in found.value
     assert "reward_timeout (now 2 s)" in found.fix and "slow_rewards.jsonl" in found.fix
+    game = {"environment": f"{Path(__file__).parents[1]}/rollouts/wild_environment.py:Sums", "dataset_name": None}
+    played = make_run(
+        rows=rows_of(row, rewards__mine__no_verdict=0.3), reward_funcs=["environment"], environment_timeout=7.0, **game
+    )
+    assert "correct the environment, or raise environment_timeout (now 7 s)" in training.no_verdict(played).fix
     assert training.no_verdict(make_run(rows=rows_of(row, rewards__mine__no_verdict=0.01))).status == "ok"
     assert training.no_verdict(make_run(rows=rows_of(row, rewards__mine__no_verdict=1.0))).status == "problem"
 

@@ -113,12 +113,25 @@ def test_processes_import_the_frozen_code(monkeypatch) -> None:
     assert "PYTHONPATH" not in base_environment(os.environ)
 
 
+def test_a_resume_takes_a_changed_environment(folder, monkeypatch) -> None:
+    game = "class Game:\n    def reset(self, seed): return '1+1='\n    def step(self, action): return '', {}, True\n"
+    (folder / "own.py").write_text(game)
+    flags = ("--environment", "own.py:Game", "--reward_funcs", "environment", "--dataset_name", "null")
+    run = frozen(*flags)
+    in_job(run, monkeypatch)
+    options = Options(resume=str(run.folder), update_rewards=True)
+    with pytest.raises(ConfigError, match=r"no reward or environment of the run has changed .* \(own.py\)"):
+        resolve_run(options, CPU)
+    (folder / "own.py").write_text(game.replace("{}", "1.0"))
+    assert resolve_run(options, CPU)[1]["environment"] == "own.py:Game"
+
+
 def test_a_resume_takes_a_changed_reward_and_run_json_says_from_which_step(folder, monkeypatch, capsys) -> None:
     (folder / "own.py").write_text("def score(completions): return [0.0]\n")
     flags = ("--reward_funcs", "own.py:score")
     run, update = frozen(*flags), {"update_rewards": True}
     in_job(run, monkeypatch)
-    with pytest.raises(ConfigError, match=r"no reward of the run has changed since its copy \(own.py\). Fix: edit"):
+    with pytest.raises(ConfigError, match=r"no reward or environment of the run has changed .* \(own.py\)"):
         resolve_run(Options(resume=str(run.folder), **update), CPU)
     with pytest.raises(ConfigError, match="a new run takes the files as they are"):
         resolve_run(Options(recipe=str(SMOKE), **update), CPU)

@@ -19,6 +19,10 @@ from grpo_recipes.runs.rundir import Run
         ("the vLLM server was not ready after 600 s (vllm_server_timeout)", "raise vllm_server_timeout"),
         ("port 8000 was taken by another process (pid 5) while the server started", "launch again"),
         ("rank 0: TooManyWithoutVerdict: 60% of the completions", "grpo check-rewards RECIPE"),
+        (
+            "rank 0: TooManyWithoutVerdict: 60% are unscored. Reward 'environment' gave no score for 9 of 9",
+            "correct the environment and add --update-rewards to the resume",
+        ),
         ("rank 0: BadAnswer: the vLLM server at http://x answered 500: {} (in /pause; log: s.log)", "the server's log"),
         ("the vLLM engine process EngineCore (pid 7) died or was killed", "server_restarts"),
         ("rank 1 (pid 7) was killed by signal 9", "if memory ran out, which dmesg says, ask for more memory, or"),

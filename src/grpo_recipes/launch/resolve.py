@@ -15,6 +15,7 @@ from grpo_recipes.process.reports import address_reachable, say
 from grpo_recipes.recipe import Recipe, merge_recipe, read_frozen
 from grpo_recipes.recipe.check import check, choose_recipe, resolve_recipe
 from grpo_recipes.recipe.keys import DEFAULT_RECIPE
+from grpo_recipes.recipe.registry import own_environments
 from grpo_recipes.recipe.tasks import GRPO, requested_task, same_task
 from grpo_recipes.recipe.user_code import REWARD_COPIES, changed_copies, problem_with, split_spec
 from grpo_recipes.runs import rundir
@@ -102,12 +103,13 @@ def nothing_is_left(run: Run, options: Options) -> bool:
 
 
 def _need_better_rewards(run: Run, recipe: Recipe) -> None:
-    """Refuse ``--update-rewards`` where no file of a reward has changed, or one has become no valid Python."""
-    where, files = "--update-rewards", [spec for spec in recipe["reward_funcs"] if ".py:" in spec]
+    """Refuse ``--update-rewards`` where no reward or environment has changed, or one has become no valid Python."""
+    specs = [*recipe["reward_funcs"], *own_environments(recipe.__getitem__)]
+    where, files = "--update-rewards", [spec for spec in specs if ".py:" in spec]
     changed = changed_copies(files, run.folder / REWARD_COPIES)
     if not changed:
         named = ", ".join(split_spec(spec)[0] for spec in files) or "a file of yours"
-        what = f"no reward of the run has changed since its copy ({named})"
+        what = f"no reward or environment of the run has changed since its copy ({named})"
         raise config_error(where, what, "edit the file first, in the folder of the first launch, or leave it out")
     if problems := [problem for spec in changed if (problem := problem_with(spec, where))]:
         raise ConfigError(*problems)

@@ -98,6 +98,9 @@ _CAUSES = {
     r"was not ready after": "raise vllm_server_timeout, or see in its log what it waits for",
     r"port \d+ was taken": "launch again: another port is chosen; a port named in the recipe must be free",
     r"RewardFailed": "correct the reward it names: grpo check-rewards RECIPE",
+    r"TooManyWithoutVerdict.*Reward 'environment'":
+        "correct the environment and add --update-rewards to the resume, or raise environment_timeout where it says "
+        "time limit; grpo check --deep RECIPE plays it",
     r"TooManyWithoutVerdict": "correct the reward it names, or raise reward_timeout: grpo check-rewards RECIPE",
     r"BadAnswer": "the server's log, which it names, has the reason",
     r"vLLM (API server|engine process)|vLLM server":
