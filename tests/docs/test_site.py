@@ -136,14 +136,26 @@ def load_hooks() -> ModuleType:
 
 def test_the_reference_has_every_module_it_names(site: Path) -> None:
     text = html(site, "reference")
-    for module in re.findall(r"^::: (\S+)", (REPOSITORY / "docs/reference.md").read_text(), re.MULTILINE):
-        path = REPOSITORY / "src" / module.replace(".", "/")
-        source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
-        first_line = (ast.get_docstring(ast.parse(source)) or "").splitlines()[0]
+    for name in re.findall(r"^::: (\S+)", (REPOSITORY / "docs/reference.md").read_text(), re.MULTILINE):
+        first_line = docstring(name).splitlines()[0]
         plain_words = max(re.split(r"[`<>&\"']+", first_line), key=len).strip()
-        assert len(plain_words) > 10 and plain_words in text, module
+        assert len(plain_words) > 10 and plain_words in text, name
     for name in ("weights.guard.differing", "plan.plan.make_plan", "trainers.grpo.GRPOTrainer", "recipe.read_recipe"):
         assert f'id="grpo_recipes.{name}"' in text
+
+
+def docstring(name: str) -> str:
+    """The docstring of a module, or of a function or class at the top of one, by its whole name."""
+    path = REPOSITORY / "src" / name.replace(".", "/")
+    found: dict[Path, str] = {
+        path / "__init__.py": "",
+        path.with_suffix(".py"): "",
+        path.parent.with_suffix(".py"): path.name,
+    }
+    source, inner = next((file, inner) for file, inner in found.items() if file.is_file())
+    tree: Any = ast.parse(source.read_text())
+    node = next(one for one in tree.body if getattr(one, "name", "") == inner) if inner else tree
+    return ast.get_docstring(node) or ""
 
 
 def test_links_of_the_readme_lead_somewhere() -> None:
