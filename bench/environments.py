@@ -7,8 +7,9 @@ in the trainer, one after the other. Each adds a row to ``--out`` (bench/results
 and after (the means of the first 3 and the last 5 steps), what the benchmarks scored at the end, what the episodes
 evaluated on were like before the first step and after the last, seconds, and versions.
 
-``--scripted`` trains nothing: it plays those episodes of a recipe of SecretMafia 16 times each with the script's moves,
-and with moves that name any other living player. Its rows have the modes "scripted" and "drawn".
+``--scripted`` trains nothing: it plays those episodes of a recipe of SecretMafia 16 times each by the ``BASELINES``,
+whose names are the modes of its rows: "blind" does not look at the game, and half of its moves are malformed; "drawn"
+names any other living player; "scripted" is the script's.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import statistics
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from made_by import made_by
 
 from grpo_recipes.data.prompts import evaluation_episodes
 from grpo_recipes.environments.games import Game
+from grpo_recipes.environments.smoke_games import blind_move
 from grpo_recipes.environments.turns import Turn
 from grpo_recipes.paths import home, python_module
 from grpo_recipes.recipe import read_recipe
@@ -35,6 +38,11 @@ from grpo_recipes.runs.rundir import read_json
 
 OUT = home() / "bench/results/environments.jsonl"
 TIMES = 16  # that --scripted plays each episode
+BASELINES: dict[str, Callable[[Game, random.Random], str]] = {
+    "blind": lambda game, generator: blind_move(generator),
+    "drawn": lambda game, generator: game.scripted(generator, plan=False),
+    "scripted": lambda game, generator: game.scripted(generator),
+}
 
 
 def measure(recipe: Path, mode: str, seed: int) -> dict[str, Any]:
@@ -65,8 +73,8 @@ def _of_episodes(row: dict[str, Any], prefix: str) -> dict[str, float]:
     return {key: round(value, 4) for key, value in row.items() if key.startswith(prefix)}
 
 
-def scripted(recipe: Path, mode: str) -> dict[str, Any]:
-    """Play what the recipe evaluates on with moves that are "drawn" or "scripted", and return the row."""
+def baseline(recipe: Path, mode: str, times: int = TIMES) -> dict[str, Any]:
+    """Play what the recipe evaluates on, each episode so many times, with the moves of a baseline; return the row."""
     keys = read_recipe(recipe)
     rows = evaluation_episodes(
         ScriptArguments(
@@ -75,15 +83,18 @@ def scripted(recipe: Path, mode: str) -> dict[str, Any]:
         )
     )  # fmt: skip
     game, found, began = Game(keys["environment"].partition(":")[2], keys["environment_args"]), [], time.perf_counter()
-    for seed, number in ((seed, number) for seed in rows["seed"] for number in range(TIMES)):
+    for seed, number in ((seed, number) for seed in rows["seed"] for number in range(times)):
         generator = random.Random(f"{seed}/{number}")
         turns: list[Turn] = [game.reset(seed)]
         while not turns[-1].done and len(turns) <= keys["environment_max_turns"]:
-            turns.append(game.step(game.scripted(generator, plan=mode == "scripted")))
+            turns.append(game.step(BASELINES[mode](game, generator)))
         legal = statistics.fmean(float(turn.info["legal"]) for turn in turns[1:])
-        found.append({"legal": legal, "won": float(turns[-1].info.get("won", 0)), "turns": len(turns) - 1.0,
-                      "reward": sum(turn.reward for turn in turns)})  # fmt: skip
-    means = {f"eval_episodes/{name}": round(statistics.fmean(one[name] for one in found), 4) for name in found[0]}
+        role, won = str(turns[-1].info["role"]).lower(), float(turns[-1].info.get("won", 0))
+        found.append({"legal": legal, "won": won, "turns": len(turns) - 1.0,
+                      f"reward_{role}": sum(turn.reward for turn in turns)})  # fmt: skip
+    names = dict.fromkeys(name for one in found for name in one)
+    values = {name: [one[name] for one in found if name in one] for name in names}
+    means = {f"eval_episodes/{name}": round(statistics.fmean(of_all), 4) for name, of_all in values.items()}
     return {
         "recipe": str(recipe.resolve().relative_to(home())), "mode": mode, "episodes_played": len(found),
         "evaluated": [means], "seconds": round(time.perf_counter() - began, 1),
@@ -96,12 +107,12 @@ def main() -> None:
     parser.add_argument("recipes", nargs="+", type=Path)
     parser.add_argument("--seeds", nargs="*", type=int, default=[1, 2, 3, 4])
     parser.add_argument("--colocate", nargs="*", type=int, default=[1])
-    parser.add_argument("--scripted", action="store_true", help="play with drawn and scripted moves; train nothing")
+    parser.add_argument("--scripted", action="store_true", help="play the baselines; train nothing")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     made = made_by()
-    for recipe, mode in ((recipe, mode) for recipe in args.recipes * args.scripted for mode in ("drawn", "scripted")):
-        row = scripted(recipe, mode) | made
+    for recipe, mode in ((recipe, mode) for recipe in args.recipes * args.scripted for mode in BASELINES):
+        row = baseline(recipe, mode) | made
         print(f"{recipe.stem} {mode}: {row['evaluated']}", flush=True)
         with args.out.open("a") as file:
             file.write(json.dumps(row) + "\n")

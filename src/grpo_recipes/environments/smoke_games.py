@@ -24,7 +24,7 @@ def _games(tokenizer: PreTrainedTokenizerFast, seed: int, wrong_share: float) ->
     for number in range(smoke.MAFIA_GAMES):
         turn, ids, labels = game.reset(number), list[int](), list[int]()
         while not turn.done:
-            action = _blind_move(rng) if rng.random() < wrong_share else game.scripted(rng)
+            action = blind_move(rng) if rng.random() < wrong_share else game.scripted(rng)
             text = tokenizer.apply_chat_template(turn.messages, add_generation_prompt=True, tokenize=False)
             read: list[int] = tokenizer(text).input_ids
             written: list[int] = tokenizer(action + smoke.END).input_ids
@@ -34,8 +34,8 @@ def _games(tokenizer: PreTrainedTokenizerFast, seed: int, wrong_share: float) ->
     return found
 
 
-def _blind_move(rng: random.Random) -> str:
-    """Return a player, or a text that the game's grammar refuses."""
+def blind_move(rng: random.Random) -> str:
+    """Return the move of a player who does not look at the game: any number, malformed half of the time."""
     one, other = rng.randrange(10), rng.randrange(10)
     return rng.choice([f"[{one}]", f"[{one}]", f"{one}", f"[{one}] [{other}]"])
 

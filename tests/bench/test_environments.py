@@ -1,0 +1,36 @@
+"""The baselines of bench/environments.py: games of SecretMafia that no model plays."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+HOME = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[ModuleType]:
+    pytest.importorskip("textarena")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [str(HOME / "bench"), *sys.path])
+        spec = importlib.util.spec_from_file_location("bench_environments", HOME / "bench/environments.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        yield module
+
+
+def test_who_does_not_look_at_the_game_plays_worse_than_who_draws_a_valid_move(bench: ModuleType) -> None:
+    recipe = HOME / "recipes/environments/secret_mafia_smoke.yaml"
+    rows = {mode: bench.baseline(recipe, mode, times=2) for mode in ("blind", "drawn", "scripted")}
+    assert [row["mode"] for row in rows.values()] == list(rows) == list(bench.BASELINES)
+    names = ("legal", "won", "reward_detective")  # as a run's eval.jsonl has them
+    legal, won, reward = ([row["evaluated"][0][f"eval_episodes/{name}"] for row in rows.values()] for name in names)
+    assert 0.2 < legal[0] < 0.5 and legal[1:] == [1, 1]
+    assert sorted(won) == won and sorted(reward) == reward
+    assert all(row["episodes_played"] == 128 for row in rows.values())
