@@ -90,20 +90,46 @@ def test_the_cost_of_a_sync_is_the_recorded_one() -> None:
     assert f"{median(seconds[1]) / min(seconds[0]):.1f} times the fastest copy" in text
 
 
+ENVIRONMENTS = [json.loads(line) for line in (REPOSITORY / "bench/results/environments.jsonl").read_text().splitlines()]
+
+
+def mean_and_ends(values: list[float], between: str) -> str:
+    ends = f" ({min(values):.2f}{between}{max(values):.2f})" if len(values) > 1 else ""
+    return f"{sum(values) / len(values):.2f}{ends}"
+
+
 def test_what_the_environments_learn_is_the_recorded_one() -> None:
     runs: dict[tuple[str, str], list[list[float]]] = {}
-    for line in (REPOSITORY / "bench/results/environments.jsonl").read_text().splitlines():
-        row = json.loads(line)
+    for row in (row for row in ENVIRONMENTS if row.get("benchmarks")):
         (scored,) = row["benchmarks"].values()
         found = [row["initial_reward"], row["final_reward"], scored["pass@1"], scored["pass@8"]]
         runs.setdefault((row["recipe"].rpartition("/")[2], row["mode"]), []).append(found)
-    rows = []
-    for (recipe, mode), found in runs.items():
-        cells = [f"{sum(one) / len(one):.2f}" for one in zip(*found, strict=True)]
-        ends = [f" ({min(one):.2f}-{max(one):.2f})" if len(one) > 1 else "" for one in zip(*found, strict=True)]
-        cells = [cell + end for cell, end in zip(cells, ends, strict=True)]
-        rows.append([f"`{recipe}`", mode, str(len(found)), *cells])
-    assert table_rows(REPOSITORY / "docs/environments.md", "recipe") == rows
+    rows = [
+        [f"`{recipe}`", mode, str(len(found)), *(mean_and_ends(list(one), "-") for one in zip(*found, strict=True))]
+        for (recipe, mode), found in runs.items()
+    ]
+    assert rows and table_rows(REPOSITORY / "docs/environments.md", "recipe") == rows
+
+
+def test_how_the_game_is_played_is_the_recorded_one() -> None:
+    """Rows of baselines name who plays; those of runs have the episodes evaluated on before and after training."""
+    baselines, runs = dict[str, dict[str, float]](), dict[tuple[str, str], list[dict[str, float]]]()
+    for row in (row for row in ENVIRONMENTS if row["recipe"].endswith("/secret_mafia_smoke.yaml")):
+        if "seed" not in row:
+            assert row["mode"] not in baselines, "recorded twice"
+            (baselines[row["mode"]],) = row["evaluated"]
+            continue
+        for when, found in zip(("before", "after"), row["evaluated"], strict=True):
+            runs.setdefault((f"policy {when} training", row["mode"]), []).append(found)
+
+    def cells(episodes: list[dict[str, float]]) -> list[str]:
+        names = [f"eval_episodes/{name}" for name in ("legal", "won", "reward_detective")]
+        return [mean_and_ends([one[name] for one in episodes], " to ") for name in names]
+
+    rows = [[who, "-", "-", *cells([found])] for who, found in baselines.items()]
+    rows += [[who, mode, str(len(found)), *cells(found)] for (who, mode), found in runs.items()]
+    assert list(baselines) == ["blind", "drawn", "scripted"]
+    assert table_rows(REPOSITORY / "docs/environments.md", "who plays") == rows
 
 
 def test_defaults_that_surprise_are_those_of_the_keys() -> None:
