@@ -124,6 +124,8 @@ class FakeServer:
         elif path == "/resume":
             self.queues.append(self.under_way)
             self._running.set()
+        elif path.startswith("/reset_prefix_cache"):
+            return {"success": True}
         elif "prompt" in asked:
             return self._completions(asked)
         elif asked.get("method") == "grpo_load" and self.loads is not None:

@@ -17,7 +17,9 @@ from grpo_recipes.weights.transport import BadAnswer, ServerError, need_completi
 from weights.fake_server import WEIGHT, FakeServer
 
 PROMPTS = [[1], [2]]
-PATHS = ["/v1/completions", "/pause?mode=keep", "/resume", "/collective_rpc", "/grpo/activity"]
+RESET = "/reset_prefix_cache"
+FORCED = f"{RESET}?reset_running_requests=true"
+PATHS = ["/v1/completions", "/pause?mode=keep", "/resume", "/collective_rpc", "/grpo/activity", RESET]
 
 
 def choices(token: Any = 5, logprob: Any = -0.5, tokens: int = 1, count: int = 2, **changed: Any) -> dict[str, Any]:
@@ -56,6 +58,7 @@ def work(client: FileClient) -> Any:
     """A sync and a generation, as a training step has them."""
     client._held = {}
     client.update_named_params([("w", "float32", [2, 3])], iter([("w", WEIGHT)]))
+    client.reset_prefix_cache()
     return client.checksum_error, client.generate(PROMPTS, n=2, max_tokens=4)
 
 
@@ -79,6 +82,7 @@ def impatient(connect: Callable[..., FileClient], healthy: tuple[FileClient, Any
 @example(path="/resume", answer=(503, b"{}"), times=2)
 @example(path="/collective_rpc", answer=(500, b"{}"), times=2)
 @example(path="/v1/completions", answer=(200, None), times=2)
+@example(path=RESET, answer=(500, b"{}"), times=2)
 @settings(max_examples=20, suppress_health_check=list(HealthCheck))
 def test_a_wrong_answer_costs_nothing_or_ends_in_one_line(
     healthy: tuple[FileClient, Any], impatient: FileClient, server: FakeServer,
@@ -121,6 +125,19 @@ def test_the_message_names_what_is_wrong(healthy, server, answer, said) -> None:
     server.wrong = {"/v1/completions": (200, json.dumps(answer).encode(), 99)}
     with pytest.raises(BadAnswer, match=said):
         healthy[0].generate(PROMPTS, n=2, max_tokens=4)
+
+
+def test_a_request_of_another_client_does_not_keep_the_cache_of_old_weights(healthy, server) -> None:
+    client, _ = healthy
+    kept = (200, b'{"success": false}', 99)
+    server.calls.clear()
+    server.wrong = {RESET: kept}
+    client.reset_prefix_cache()
+    assert server.calls == [FORCED]  # the fake records what it answered itself
+
+    server.wrong = {RESET: kept, FORCED: kept}
+    with pytest.raises(BadAnswer, match="did not empty its prefix cache, which is of the weights before"):
+        client.reset_prefix_cache()
 
 
 def test_what_was_right_stays_right() -> None:

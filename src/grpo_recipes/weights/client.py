@@ -276,9 +276,15 @@ class BridgeClient(VLLMClient):
         return results
 
     def reset_prefix_cache(self) -> None:
-        """Reset it as TRL does, also through a restart of the server."""
+        """Empty it, also through a restart of the server: the old weights' cache must not serve the new ones."""
         with self._excused_when_stopping():
-            self._through_restarts(super().reset_prefix_cache)
+            self._through_restarts(self._empty_prefix_cache)
+
+    def _empty_prefix_cache(self) -> None:
+        """Ask as TRL does; where another client's request holds cache, have the engine compute that one anew."""
+        paths = ("/reset_prefix_cache", "/reset_prefix_cache?reset_running_requests=true")
+        if not any(self._post(f"{self.base_url}{path}").get("success") is True for path in paths):
+            raise self._bad(paths[1], "did not empty its prefix cache, which is of the weights before")
 
     def generate(self, prompts: list[Any], features: Any = None, n: int = 1, **kwargs: Any) -> dict[str, list[Any]]:
         """Generate as TRL does; with a run seed, one request and one seed per prompt."""
