@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import pytest
+
+from grpo_recipes.environments import libraries
 from grpo_recipes.environments.turns import Environment, Turn
 from grpo_recipes.rollouts.environments import load_environment
 
 BRACKETED = re.compile(r"\[\d+\]")
+
+
+def needs(spec: str) -> None:
+    """Skip the test where the library of an environment is not installed."""
+    kind = spec.partition(":")[0]
+    if kind in libraries.LIBRARIES and importlib.util.find_spec(libraries.LIBRARIES[kind]) is None:
+        pytest.skip(f"{kind} is not installed (EXTRAS=environments bash scripts/setup.sh)")
 
 
 def named_last(turn: Turn) -> str:

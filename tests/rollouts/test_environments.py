@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import importlib.util
 import itertools
 import json
 import math
 import os
 import random
-import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +21,12 @@ from grpo_recipes.environments.libraries import library_problems
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.rollouts.environments import load_environment
 
-from .played import named_last, play, said, written
+from .played import named_last, needs, play, written
+
+pytestmark = pytest.mark.usefixtures("found")
 
 HERE = Path(__file__).parent
 OWN = str(HERE / "envs" / "own_game.py")
-CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
 GAMES: dict[str, dict[str, Any]] = {
     f"{OWN}:Guess": {"most": 3},
     "reasoning_gym:word_sorting": {},
@@ -41,18 +37,6 @@ GAMES: dict[str, dict[str, Any]] = {
     "textarena:GuessTheNumber-v0": {},
     "verifiers:guess-multi": {},
 }
-
-
-def needs(spec: str) -> None:
-    kind = spec.partition(":")[0]
-    if kind in libraries.LIBRARIES and importlib.util.find_spec(libraries.LIBRARIES[kind]) is None:
-        pytest.skip(f"{kind} is not installed (EXTRAS=environments bash scripts/setup.sh)")
-
-
-@pytest.fixture(autouse=True)
-def found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(str(HERE / "envs"))
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
 
 
 # --- seeds -----------------------------------------------------------------------------------------------------------
@@ -335,180 +319,6 @@ def test_the_script_of_secret_mafia_plays_valid_moves_and_wins_more_than_drawn_o
         assert all(turn.info["legal"] == 1.0 for turns in ends for turn in turns[1:])
         won[plan] = sum(float(turns[-1].info["won"]) for turns in ends)
     assert won[True] >= won[False] + (15 if role == "Detective" else 0)
-
-
-# --- verifiers -------------------------------------------------------------------------------------------------------
-
-
-class Scripted:
-    """An OpenAI client that answers from a list."""
-
-    def __init__(self, answers: list[Any]):
-        self.chat = self.completions = self
-        self.answers = iter(answers)
-
-    async def create(self, **_: Any) -> Any:
-        return next(self.answers)
-
-
-@pytest.mark.parametrize(
-    ("name", "seed", "actions"),
-    [
-        ("sums-single", 3, ["<answer>6</answer>"]),
-        ("sums-single", 3, ["<answer>7</answer>"]),
-        ("sums-single", 3, ["6"]),
-        ("sums-single", 3, [""]),
-        ("guess-multi", 1, ["x", "2"]),
-        ("guess-multi", 1, ["x", "y", "z", "w"]),
-        ("sums-tool", 0, [f"so {CALL}", "it is 5"]),
-        ("sums-tool", 0, [CALL.replace("add", "divide"), "it is 4"]),
-        ("sums-tool", 0, [CALL.replace("}}", "}"), "unused"]),
-        ("gym-counter", 2, ["up", "down", "down", "down", "asked after the end"]),
-        ("gym-counter", 1, ["up"] * 5),
-        ("group", 1, ["<answer>2</answer>"]),
-        ("group", 6, ["x", "2"]),
-    ],
-)
-def test_scores_are_those_of_the_librarys_own_evaluation(name: str, seed: int, actions: list[str]) -> None:
-    needs("verifiers:x")
-    import verifiers
-
-    from grpo_recipes.environments.verifiers_tasks import _completion
-
-    env = load_environment(f"verifiers:{name}", {})
-    turns = play(env, seed, said(actions))
-    library = verifiers.load_environment(name)
-    rows = library.get_dataset()
-    row = dict(rows[seed % len(rows)])
-    client = Scripted([_completion(text, name == "sums-tool") for text in actions])
-    output = asyncio.run(library.run_rollout(row, client, "any", {}))  # type: ignore[arg-type]
-    assert turns[-1].done and turns[-1].messages == []
-    assert turns[-1].reward == output["reward"]
-    assert {key: turns[-1].info[key] for key in output["metrics"]} == output["metrics"]
-
-
-def test_verifiers_own_game_of_several_turns_is_scored_as_its_own_evaluation_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    needs("verifiers:x")
-    import nltk
-    import verifiers
-    from word_game import WORDS, write_words
-
-    from grpo_recipes.environments.verifiers_tasks import _completion
-
-    monkeypatch.setattr(nltk, "download", lambda *_, **__: False)  # it is asked for what is there too
-    write_words(tmp_path / "nltk")
-    args = {"folder": str(tmp_path / "nltk")}
-    library = verifiers.load_environment("word-game", **args)
-    row = dict(library.get_dataset()[3])
-    others = [f"<guess>[{word}]</guess>" for word in WORDS if word != row["answer"]]
-    for actions in ([others[0], f"<guess>[{row['answer']}]</guess>", "unused"], [*others, "no guess", "unused"]):
-        turns = play(load_environment("verifiers:word-game", args), 3, said(actions))
-        client = Scripted([_completion(text, False) for text in actions])
-        output = asyncio.run(library.run_rollout(dict(row), client, "any", {}))  # type: ignore[arg-type]
-        assert (turns[-1].reward, len(turns)) == (output["reward"], output["metrics"]["num_turns"] + 1)
-        assert {key: turns[-1].info[key] for key in output["metrics"]} == output["metrics"]
-        assert "Feedback:" in turns[1].messages[0]["content"]
-        assert (turns[-1].info["found"], len(turns)) == ((1.0, 3) if len(actions) == 3 else (0.0, 8))
-
-
-def test_a_class_of_verifiers_is_played_unmodified_and_scored_as_its_own_evaluation_does() -> None:
-    needs("verifiers:x")
-    import verifiers
-
-    from grpo_recipes.environments.verifiers_tasks import _completion
-
-    args = {"gym": "basic_arithmetic", "num_train_examples": 0, "num_eval_examples": 4, "seed": 5}
-    library = verifiers.ReasoningGymEnv(**args)
-    env = load_environment("verifiers:ReasoningGymEnv", args | {"num_train_examples": 4, "num_eval_examples": 0})
-    answers = [str(library.rg_dataset[number]["answer"]) for number in range(4)]
-    said_all = [f"<answer>{answers[0]}</answer>", "<answer>no</answer>", answers[2], f"<answer>{answers[3]}</answer>"]
-    client = Scripted([_completion(text, False) for text in said_all])
-    found = asyncio.run(library.evaluate(client, "any", max_concurrent=1))  # type: ignore[arg-type]
-    ours = [play(env, seed, said([text]))[-1] for seed, text in enumerate(said_all)]
-    assert [turn.reward for turn in ours] == [one["reward"] for one in found["outputs"]]
-    assert [turn.reward for turn in ours][::3] == [1.0, 1.0]
-    assert library_problems("verifiers:ReasoningGymEnv", args) == []
-
-
-def test_an_environment_of_verifiers_is_made_once_for_all_episodes_of_a_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    needs("verifiers:x")
-    import verifiers
-
-    made, load = [], verifiers.load_environment
-    monkeypatch.setattr(verifiers, "load_environment", lambda name, **args: made.append(args) or load(name, **args))
-    one, two = (load_environment("verifiers:sums-single", {"n": 7}) for _ in range(2))
-    assert (one.reset(2), two.reset(2)) == (two.reset(2), one.reset(2)) and made == [{"n": 7}]
-    load_environment("verifiers:sums-single", {"n": 8})
-    assert made == [{"n": 7}, {"n": 8}]
-
-
-def test_tools_are_called_and_shown() -> None:
-    needs("verifiers:x")
-    env = load_environment("verifiers:sums-tool", {})
-    env.reset(0)
-    assert [tool["function"]["name"] for tool in env.tools] == ["add"]
-    assert env.step(CALL).messages == [{"role": "tool", "content": "5"}]
-
-
-def test_loading_one_leaves_the_signals_as_they_were() -> None:
-    needs("verifiers:x")
-    before = signal.getsignal(signal.SIGTERM)
-    load_environment("verifiers:sums-single", {"n": 2})
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_an_episode_left_unfinished_does_not_reach_the_next() -> None:
-    needs("verifiers:x")
-    env = load_environment("verifiers:guess-multi", {})
-    env.reset(1)
-    env.step("x")
-    assert env.reset(0).messages == [{"role": "user", "content": "guess"}]
-    assert env.step("1").reward == 1.0
-
-
-# --- OpenEnv ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def server() -> Iterator[str]:
-    needs("openenv:x")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with subprocess.Popen([sys.executable, str(HERE / "envs" / "openenv_server.py"), str(port)]) as process:
-        for _ in range(600):
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0 or process.poll() is not None:
-                    break
-            time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}"
-        process.terminate()
-
-
-def test_a_server_of_openenv_is_played(server: str) -> None:
-    env = load_environment(f"openenv:{server}", {"action_field": "message", "observation_field": "text"})
-    for seed in 7, 8:
-        turns = play(env, seed, said(["7", "8"]))
-        assert [turn.messages for turn in turns[:1]] == [[{"role": "user", "content": f"say {seed}"}]]
-        assert [turn.reward for turn in turns] == [0.0, float(seed == 7), float(seed == 8)]
-        assert turns[-1].done and turns[-1].info == {"end": "0 left"}
-    other = load_environment(f"openenv:{server}", {"action_field": "said", "observation_field": "seen"})
-    with pytest.raises(ConfigError, match="observation_field: the server shows no 'seen'"):
-        other.reset(1)
-    with pytest.raises(ConfigError, match=r"did not answer step .*message"):
-        other.step("1")
-    with pytest.raises(ConfigError, match="let the server hold more sessions"):
-        load_environment(f"openenv:{server}", {}).reset(1)
-
-
-def test_a_server_that_is_not_there_is_named() -> None:
-    needs("openenv:x")
-    with pytest.raises(ConfigError, match=r"no OpenEnv server at http://127\.0\.0\.1:9"):
-        load_environment("openenv:http://127.0.0.1:9", {}).reset(1)
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

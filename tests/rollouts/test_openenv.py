@@ -1,0 +1,59 @@
+"""Environments behind a server of OpenEnv."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from grpo_recipes.errors import ConfigError
+from grpo_recipes.rollouts.environments import load_environment
+
+from .played import needs, play, said
+
+pytestmark = pytest.mark.usefixtures("found")
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    needs("openenv:x")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with subprocess.Popen([sys.executable, str(HERE / "envs" / "openenv_server.py"), str(port)]) as process:
+        for _ in range(600):
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0 or process.poll() is not None:
+                    break
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+        process.terminate()
+
+
+def test_a_server_of_openenv_is_played(server: str) -> None:
+    env = load_environment(f"openenv:{server}", {"action_field": "message", "observation_field": "text"})
+    for seed in 7, 8:
+        turns = play(env, seed, said(["7", "8"]))
+        assert [turn.messages for turn in turns[:1]] == [[{"role": "user", "content": f"say {seed}"}]]
+        assert [turn.reward for turn in turns] == [0.0, float(seed == 7), float(seed == 8)]
+        assert turns[-1].done and turns[-1].info == {"end": "0 left"}
+    other = load_environment(f"openenv:{server}", {"action_field": "said", "observation_field": "seen"})
+    with pytest.raises(ConfigError, match="observation_field: the server shows no 'seen'"):
+        other.reset(1)
+    with pytest.raises(ConfigError, match=r"did not answer step .*message"):
+        other.step("1")
+    with pytest.raises(ConfigError, match="let the server hold more sessions"):
+        load_environment(f"openenv:{server}", {}).reset(1)
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    needs("openenv:x")
+    with pytest.raises(ConfigError, match=r"no OpenEnv server at http://127\.0\.0\.1:9"):
+        load_environment("openenv:http://127.0.0.1:9", {}).reset(1)

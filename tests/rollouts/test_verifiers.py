@@ -1,0 +1,149 @@
+"""Environments of verifiers: the scores of its own evaluation, its tools, and what an episode leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_recipes.environments.libraries import library_problems
+from grpo_recipes.rollouts.environments import load_environment
+
+from .played import needs, play, said
+
+pytestmark = pytest.mark.usefixtures("found")
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+
+
+class Scripted:
+    """An OpenAI client that answers from a list."""
+
+    def __init__(self, answers: list[Any]):
+        self.chat = self.completions = self
+        self.answers = iter(answers)
+
+    async def create(self, **_: Any) -> Any:
+        return next(self.answers)
+
+
+@pytest.mark.parametrize(
+    ("name", "seed", "actions"),
+    [
+        ("sums-single", 3, ["<answer>6</answer>"]),
+        ("sums-single", 3, ["<answer>7</answer>"]),
+        ("sums-single", 3, ["6"]),
+        ("sums-single", 3, [""]),
+        ("guess-multi", 1, ["x", "2"]),
+        ("guess-multi", 1, ["x", "y", "z", "w"]),
+        ("sums-tool", 0, [f"so {CALL}", "it is 5"]),
+        ("sums-tool", 0, [CALL.replace("add", "divide"), "it is 4"]),
+        ("sums-tool", 0, [CALL.replace("}}", "}"), "unused"]),
+        ("gym-counter", 2, ["up", "down", "down", "down", "asked after the end"]),
+        ("gym-counter", 1, ["up"] * 5),
+        ("group", 1, ["<answer>2</answer>"]),
+        ("group", 6, ["x", "2"]),
+    ],
+)
+def test_scores_are_those_of_the_librarys_own_evaluation(name: str, seed: int, actions: list[str]) -> None:
+    needs("verifiers:x")
+    import verifiers
+
+    from grpo_recipes.environments.verifiers_tasks import _completion
+
+    env = load_environment(f"verifiers:{name}", {})
+    turns = play(env, seed, said(actions))
+    library = verifiers.load_environment(name)
+    rows = library.get_dataset()
+    row = dict(rows[seed % len(rows)])
+    client = Scripted([_completion(text, name == "sums-tool") for text in actions])
+    output = asyncio.run(library.run_rollout(row, client, "any", {}))  # type: ignore[arg-type]
+    assert turns[-1].done and turns[-1].messages == []
+    assert turns[-1].reward == output["reward"]
+    assert {key: turns[-1].info[key] for key in output["metrics"]} == output["metrics"]
+
+
+def test_verifiers_own_game_of_several_turns_is_scored_as_its_own_evaluation_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs("verifiers:x")
+    import nltk
+    import verifiers
+    from word_game import WORDS, write_words
+
+    from grpo_recipes.environments.verifiers_tasks import _completion
+
+    monkeypatch.setattr(nltk, "download", lambda *_, **__: False)  # it is asked for what is there too
+    write_words(tmp_path / "nltk")
+    args = {"folder": str(tmp_path / "nltk")}
+    library = verifiers.load_environment("word-game", **args)
+    row = dict(library.get_dataset()[3])
+    others = [f"<guess>[{word}]</guess>" for word in WORDS if word != row["answer"]]
+    for actions in ([others[0], f"<guess>[{row['answer']}]</guess>", "unused"], [*others, "no guess", "unused"]):
+        turns = play(load_environment("verifiers:word-game", args), 3, said(actions))
+        client = Scripted([_completion(text, False) for text in actions])
+        output = asyncio.run(library.run_rollout(dict(row), client, "any", {}))  # type: ignore[arg-type]
+        assert (turns[-1].reward, len(turns)) == (output["reward"], output["metrics"]["num_turns"] + 1)
+        assert {key: turns[-1].info[key] for key in output["metrics"]} == output["metrics"]
+        assert "Feedback:" in turns[1].messages[0]["content"]
+        assert (turns[-1].info["found"], len(turns)) == ((1.0, 3) if len(actions) == 3 else (0.0, 8))
+
+
+def test_a_class_of_verifiers_is_played_unmodified_and_scored_as_its_own_evaluation_does() -> None:
+    needs("verifiers:x")
+    import verifiers
+
+    from grpo_recipes.environments.verifiers_tasks import _completion
+
+    args = {"gym": "basic_arithmetic", "num_train_examples": 0, "num_eval_examples": 4, "seed": 5}
+    library = verifiers.ReasoningGymEnv(**args)
+    env = load_environment("verifiers:ReasoningGymEnv", args | {"num_train_examples": 4, "num_eval_examples": 0})
+    answers = [str(library.rg_dataset[number]["answer"]) for number in range(4)]
+    said_all = [f"<answer>{answers[0]}</answer>", "<answer>no</answer>", answers[2], f"<answer>{answers[3]}</answer>"]
+    client = Scripted([_completion(text, False) for text in said_all])
+    found = asyncio.run(library.evaluate(client, "any", max_concurrent=1))  # type: ignore[arg-type]
+    ours = [play(env, seed, said([text]))[-1] for seed, text in enumerate(said_all)]
+    assert [turn.reward for turn in ours] == [one["reward"] for one in found["outputs"]]
+    assert [turn.reward for turn in ours][::3] == [1.0, 1.0]
+    assert library_problems("verifiers:ReasoningGymEnv", args) == []
+
+
+def test_an_environment_of_verifiers_is_made_once_for_all_episodes_of_a_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    needs("verifiers:x")
+    import verifiers
+
+    made, load = [], verifiers.load_environment
+    monkeypatch.setattr(verifiers, "load_environment", lambda name, **args: made.append(args) or load(name, **args))
+    one, two = (load_environment("verifiers:sums-single", {"n": 7}) for _ in range(2))
+    assert (one.reset(2), two.reset(2)) == (two.reset(2), one.reset(2)) and made == [{"n": 7}]
+    load_environment("verifiers:sums-single", {"n": 8})
+    assert made == [{"n": 7}, {"n": 8}]
+
+
+def test_tools_are_called_and_shown() -> None:
+    needs("verifiers:x")
+    env = load_environment("verifiers:sums-tool", {})
+    env.reset(0)
+    assert [tool["function"]["name"] for tool in env.tools] == ["add"]
+    assert env.step(CALL).messages == [{"role": "tool", "content": "5"}]
+
+
+def test_loading_one_leaves_the_signals_as_they_were() -> None:
+    needs("verifiers:x")
+    before = signal.getsignal(signal.SIGTERM)
+    load_environment("verifiers:sums-single", {"n": 2})
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_an_episode_left_unfinished_does_not_reach_the_next() -> None:
+    needs("verifiers:x")
+    env = load_environment("verifiers:guess-multi", {})
+    env.reset(1)
+    env.step("x")
+    assert env.reset(0).messages == [{"role": "user", "content": "guess"}]
+    assert env.step("1").reward == 1.0
