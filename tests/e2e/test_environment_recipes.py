@@ -1,4 +1,4 @@
-"""The recipes of environments that train on CPU: their rewards rise, and pass@k of held-out episodes is there."""
+"""The recipes of environments that train on CPU: their rewards rise, and pass@k of held-out seeds is there."""
 
 from __future__ import annotations
 
