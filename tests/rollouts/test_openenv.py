@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.errors import ConfigError
+from grpo_recipes.rollouts import stage
 from grpo_recipes.rollouts.environments import load_environment
 
 from .played import needs, play, said
@@ -51,6 +54,40 @@ def test_a_server_of_openenv_is_played(server: str) -> None:
         other.step("1")
     with pytest.raises(ConfigError, match="let the server hold more sessions"):
         load_environment(f"openenv:{server}", {}).reset(1)
+
+
+def turn_of(server: str, episode: str, actions: list[str], seen: str = "", **arguments: str) -> str:
+    """Take an episode one turn further, as a child process does."""
+    known = json.dumps({"observation_field": "text"} | arguments)
+    (turn,) = stage.play([actions], [f"openenv:{server}"], [known], [7], [episode], [stage.digest(seen)])
+    return turn
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_finished_episodes_give_their_sessions_back(server: str) -> None:
+    files = []
+    for episode in range(6):
+        turns = [turn_of(server, f"ends/{episode}", ["7"] * actions) for actions in range(3)]
+        assert stage.turn_of(turns[-1]).done
+        files.append(open_files())
+    assert files == files[:1] * 6
+
+
+def test_episodes_that_fail_or_are_left_give_their_sessions_back(server: str) -> None:
+    for episode in range(4):
+        turn_of(server, f"fails/{episode}", [], action_field="said")
+        with pytest.raises(ConfigError, match="did not answer step"):
+            turn_of(server, f"fails/{episode}", ["7"], action_field="said")
+        with pytest.raises(ConfigError, match="the server shows no 'seen'"):
+            turn_of(server, f"fails in reset/{episode}", [], observation_field="seen")
+    files = []
+    for generation in range(6):
+        turn_of(server, f"generation {generation}/0", [])
+        files.append(open_files())
+    assert files == files[:1] * 6
 
 
 def test_a_server_that_is_not_there_is_named() -> None:

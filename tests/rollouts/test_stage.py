@@ -13,7 +13,7 @@ import pytest
 from grpo_recipes.process.tree import descendants
 from grpo_recipes.rewards.pool import RewardPool
 from grpo_recipes.rewards.score import Score
-from grpo_recipes.rollouts.stage import PLAY, digest, turn_of
+from grpo_recipes.rollouts.stage import PLAY, digest, play, turn_of
 
 pytestmark = pytest.mark.alone
 
@@ -82,6 +82,25 @@ def test_an_episode_that_goes_wrong_has_a_reason(pool: RewardPool, action: str, 
     (_, (score, other)) = played(pool, [[action], ["a"]], name=f"wrong{action}")
     assert score.value is None and str(score.reason).startswith(reason)
     assert other.reason is None
+
+
+def test_an_episode_is_closed_when_it_ends_fails_or_is_left(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    known, file = json.dumps({"folder": str(tmp_path), "exactly": 2}), tmp_path / "closed"
+
+    def here(episode: str, seed: int, actions: list[str]) -> None:
+        play([actions], [f"{FILE}:Closing"], [known], [seed], [episode], [""])
+
+    for turn in range(3):
+        here("first/0", 5, ["a"] * turn)
+    assert file.read_text().split() == ["5"]
+    here("first/1", 6, [])
+    with pytest.raises(ValueError, match="a rule was broken"):
+        here("first/1", 6, ["r"])
+    here("first/2", 7, [])
+    assert file.read_text().split() == ["5", "6"]
+    here("second/0", 8, [])
+    assert file.read_text().split() == ["5", "6", "7"]
+    assert capfd.readouterr().err.splitlines() == [f"{FILE}:Closing: close raised OSError"] * 3
 
 
 def test_an_environment_that_does_not_repeat_itself_is_an_error(pool: RewardPool) -> None:

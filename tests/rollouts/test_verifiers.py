@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,8 @@ from typing import Any
 import pytest
 
 from grpo_recipes.environments.libraries import library_problems
+from grpo_recipes.environments.turns import Turn
+from grpo_recipes.rollouts import stage
 from grpo_recipes.rollouts.environments import load_environment
 
 from .played import needs, play, said
@@ -120,7 +124,9 @@ def test_an_environment_of_verifiers_is_made_once_for_all_episodes_of_a_process(
     made, load = [], verifiers.load_environment
     monkeypatch.setattr(verifiers, "load_environment", lambda name, **args: made.append(args) or load(name, **args))
     one, two = (load_environment("verifiers:sums-single", {"n": 7}) for _ in range(2))
-    assert (one.reset(2), two.reset(2)) == (two.reset(2), one.reset(2)) and made == [{"n": 7}]
+    assert one.reset(2) == two.reset(2) and made == [{"n": 7}]
+    one.close()
+    two.close()
     load_environment("verifiers:sums-single", {"n": 8})
     assert made == [{"n": 7}, {"n": 8}]
 
@@ -131,6 +137,7 @@ def test_tools_are_called_and_shown() -> None:
     env.reset(0)
     assert [tool["function"]["name"] for tool in env.tools] == ["add"]
     assert env.step(CALL).messages == [{"role": "tool", "content": "5"}]
+    env.close()
 
 
 def test_loading_one_leaves_the_signals_as_they_were() -> None:
@@ -140,10 +147,30 @@ def test_loading_one_leaves_the_signals_as_they_were() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_an_episode_left_unfinished_does_not_reach_the_next() -> None:
+def turn_of(name: str, episode: str, actions: list[str]) -> Turn:
+    """Take an episode one turn further, as a child process does."""
+    seen = stage.digest("")
+    return stage.turn_of(stage.play([actions], [f"verifiers:{name}"], ["{}"], [1], [episode], [seen])[0])
+
+
+def test_finished_episodes_leave_no_open_files() -> None:
     needs("verifiers:x")
-    env = load_environment("verifiers:guess-multi", {})
-    env.reset(1)
-    env.step("x")
-    assert env.reset(0).messages == [{"role": "user", "content": "guess"}]
-    assert env.step("1").reward == 1.0
+    files = []
+    for episode in range(50):
+        turn_of("sums-single", f"files/{episode}", [])
+        assert turn_of("sums-single", f"files/{episode}", ["x"]).done
+        files.append(len(os.listdir("/proc/self/fd")))
+    assert files == files[:1] * 50
+
+
+def test_an_unfinished_episode_ends_without_a_word(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    needs("verifiers:x")
+    assert not turn_of("guess-multi", "one/0", []).done
+    capfd.readouterr()  # of its dataset
+    assert not turn_of("guess-multi", "one/0", ["x"]).done
+    assert not turn_of("guess-multi", "two/0", []).done
+    assert turn_of("guess-multi", "two/0", ["2"]).reward == 1.0
+    gc.collect()
+    assert (capfd.readouterr().err, caplog.text) == ("", "")

@@ -60,6 +60,28 @@ class Wild(Sums):
         return super().step(action)
 
 
+class Closing(Sums):
+    """Write down which of its episodes were closed."""
+
+    def __init__(self, folder: str = "", **arguments: Any):
+        super().__init__(**arguments)
+        self._closed = Path(folder) / "closed"
+
+    def reset(self, seed: int) -> str:
+        self._seed = seed
+        return super().reset(seed)
+
+    def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
+        if action == "r":
+            raise ValueError("a rule was broken")
+        return super().step(action)
+
+    def close(self) -> None:
+        with self._closed.open("a") as file:
+            file.write(f"{self._seed}\n")
+        raise OSError("it was closed before")
+
+
 class Forgetful(Sums):
     """Never say the same twice."""
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.environments import secret_mafia
-from grpo_recipes.environments.turns import BASE, POLICY, SCRIPTED, Noise, Turn, derived, kept
+from grpo_recipes.environments.turns import BASE, POLICY, SCRIPTED, Environment, Noise, Turn, derived, kept
 from grpo_recipes.errors import config_error
 
 _BRACKETED = re.compile(r"\[[^\[\]\n]{1,60}\]")
@@ -26,7 +26,7 @@ _MOST_OPPONENT_TURNS = 500  # between two turns of the policy
 _TRIES = 40  # moves that a scripted opponent considers
 
 
-class Game:
+class Game(Environment):
     """One episode at a time of ``textarena.make(name, **args)``; the reward of the end is the game's own."""
 
     def __init__(self, name: str, args: Mapping[str, Any]):

@@ -94,7 +94,7 @@ def _known(kind: str, name: str, names: list[str]) -> None:
 # --- reasoning-gym ---------------------------------------------------------------------------------------------------
 
 
-class _Task:
+class _Task(Environment):
     """A dataset of reasoning-gym in one turn: the seed makes the item, the dataset scores the text in ``<answer>``.
 
     Beside the dataset's own configuration: ``system_prompt``, one of the library's names or a text, and ``answer_tag``,
@@ -157,7 +157,7 @@ class _Task:
 # --- OpenEnv ---------------------------------------------------------------------------------------------------------
 
 
-class _Server:
+class _Server(Environment):
     """A server of OpenEnv: the text goes into ``action_field``, beside ``action``; ``observation_field`` is shown.
 
     ``reset`` is what the server's reset takes beside the seed; ``timeout`` bounds each answer in seconds. Without
@@ -193,6 +193,11 @@ class _Server:
         """Send the action; a ConfigError where the server does not take it."""
         sent = {**self._args["action"], self._args["action_field"]: action}
         return self._turn("step", lambda: self._client.step(sent))
+
+    def close(self) -> None:
+        """Give the session back to the server."""
+        if self._client is not None:
+            self._client.close()
 
     def _turn(self, method: str, ask: Callable[[], Any]) -> Turn:
         from websockets.exceptions import ConnectionClosed

@@ -39,6 +39,10 @@ class Environment(Protocol):
     def step(self, action: str) -> Turn:
         """Take the text of the policy's turn, and return what it reads next with the reward of the action."""
 
+    def close(self) -> None:
+        """Give back what the episode holds, finished or not; nothing is asked of it after that."""
+        return
+
 
 class Noise:
     """The global generators of ``random`` and NumPy, which belong to one episode while its environment runs.

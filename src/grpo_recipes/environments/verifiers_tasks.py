@@ -13,13 +13,13 @@ import signal
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from grpo_recipes.environments.turns import Message, Noise, Turn
+from grpo_recipes.environments.turns import Environment, Message, Noise, Turn
 from grpo_recipes.errors import config_error
 
 _TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
-class VerifiersTask:
+class VerifiersTask(Environment):
     """One rollout at a time of ``verifiers.load_environment(name, **args)``; the seed picks the dataset's row.
 
     ``name`` may also be a class that verifiers itself has, such as ``ReasoningGymEnv``.
@@ -28,15 +28,13 @@ class VerifiersTask:
     def __init__(self, name: str, args: Mapping[str, Any]):
         self._env = _loaded(name, json.dumps(args, sort_keys=True))
         self._rows = self._env.get_dataset() if self._env.dataset_source else self._env.get_eval_dataset()
-        self._noise, self._loop = Noise(), asyncio.new_event_loop()
+        self._noise, self._loop = Noise(), _event_loop()
         self._rollout: asyncio.Task[Any] | None = None
         self.tools: list[dict[str, Any]] = []
         self._read: list[Any] = []
 
     def reset(self, seed: int) -> Turn:
         """Begin a rollout of the row of this seed, and return the messages that it asks a completion for."""
-        if self._rollout is not None and not self._rollout.done():
-            self._end(self._rollout)  # an unfinished episode: the library runs its clean-up
         self._noise.seed("verifiers", seed)
         self._policy, self._read = _Policy(), []
         self._rollout = self._loop.create_task(self._play(dict(self._rows[seed % len(self._rows)])))
@@ -48,6 +46,12 @@ class VerifiersTask:
         self._read = [*self._read, {"role": "assistant", "content": answer.choices[0].message.content or ""}]
         self._policy.answers.put_nowait(answer)
         return self._until_asked()
+
+    def close(self) -> None:
+        """Cancel an unfinished rollout: the library runs its clean-up."""
+        if self._rollout is not None and not self._rollout.done():
+            with self._noise.running():
+                self._cancel(self._rollout)
 
     async def _play(self, row: dict[str, Any]) -> Any:
         state = await self._env.rollout(row, self._policy, "policy", {})
@@ -63,7 +67,7 @@ class VerifiersTask:
         if asked.done():
             messages, tools = asked.result()
             return self._turn(messages, tools)
-        self._end(asked)
+        self._cancel(asked)
         state = self._rollout.result()
         info: dict[str, float | str] = {name: float(value) for name, value in state["metrics"].items()}
         info |= {"stop": str(state.get("stop_condition")), "turns": float(len(state["trajectory"]))}
@@ -71,7 +75,7 @@ class VerifiersTask:
             info["error"] = repr(state["error"])
         return Turn([], float(state["reward"]), True, info)
 
-    def _end(self, task: asyncio.Task[Any]) -> None:
+    def _cancel(self, task: asyncio.Task[Any]) -> None:
         task.cancel()
         self._loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
 
@@ -85,6 +89,12 @@ class VerifiersTask:
             raise config_error("environment", what, "use an environment that only adds messages")
         new, self._read = shown[len(self._read) :], shown
         return Turn(new)
+
+
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """Return this process's loop: it holds open files, and the clients of an environment stay with one loop."""
+    return asyncio.new_event_loop()
 
 
 @functools.cache

@@ -23,7 +23,7 @@ def load_environment(spec: str, args: Mapping[str, Any], copies: Path | None = N
     return load_library(kind, name, args) if kind in LIBRARIES else _own(spec, args, copies)
 
 
-class _Own:
+class _Own(Environment):
     """The user's class, with what it returns checked."""
 
     def __init__(self, inner: Any):
@@ -52,6 +52,12 @@ class _Own:
         told = {str(name): value if isinstance(value, str) else float(value) for name, value in info.items()}
         messages = [] if done else self._messages("step", observation)
         return Turn(messages, float(reward), bool(done), told)
+
+    def close(self) -> None:
+        """Call its ``close``, where it has one."""
+        if callable(close := getattr(self._inner, "close", None)):
+            with self._noise.running():
+                close()
 
     def _messages(self, method: str, observation: Any) -> list[Message]:
         if isinstance(observation, str):

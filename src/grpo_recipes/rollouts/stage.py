@@ -1,14 +1,17 @@
 """The function that a child process calls to take an episode one turn further. No torch.
 
-The environment of an episode stays in the child between its turns. A child that does not have it (another died, or was
-killed) plays the episode again from its seed and the policy's actions, and compares: an environment that does not
-repeat itself is an error, never another episode.
+The environment of an episode stays in the child between its turns, and is closed when the episode ends or fails, or
+when the next generation begins. A child that does not have it (another died, or was killed) plays the episode again
+from its seed and the policy's actions, and compares: an environment that does not repeat itself is an error, never
+another episode.
 """
 
+import contextlib
 import hashlib
 import json
+import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from grpo_recipes.environments.turns import Environment, Turn
@@ -24,9 +27,22 @@ _LIVE: dict[str, "_Episode"] = {}  # of the generation under way
 class _Episode:
     """An episode that this process plays."""
 
+    spec: str
     environment: Environment
-    actions: list[str]
-    turn: str  # the last one, as JSON
+    actions: list[str] = field(default_factory=list)
+    turn: str = ""  # the last one, as JSON
+
+    def step(self, action: str) -> None:
+        """Take one turn."""
+        self.turn = _as_json(self.environment.step(action))
+        self.actions.append(action)
+
+    def close(self) -> None:
+        """Close the environment; what that raises costs no reward: print its kind, since its text may have secrets."""
+        try:
+            self.environment.close()
+        except Exception as error:
+            print(f"{self.spec}: close raised {type(error).__name__}", file=sys.stderr)
 
 
 def play(
@@ -45,28 +61,31 @@ def play(
 play.converts = lambda text: Score(text)  # type: ignore[attr-defined]  # a text, where rewards return a number
 
 
-def _play(actions: list[str], spec: str, arguments: str, seed: int, episode: str, seen: str) -> str:
-    generation = episode.rpartition("/")[0]
-    for name in [name for name in _LIVE if name.rpartition("/")[0] != generation]:
-        del _LIVE[name]
-    found = _LIVE.pop(episode, None)
-    if found is None or found.actions != actions[:-1]:
-        environment = load_environment(spec, json.loads(arguments))
-        found = _Episode(environment, [], _as_json(environment.reset(seed), environment.tools))
-        for action in actions[:-1]:
-            _step(found, action)
-        if actions and digest(found.turn) != seen:
-            raise RuntimeError("the environment does not repeat itself from its seed and the same actions")
-    if actions:
-        _step(found, actions[-1])
-    if not turn_of(found.turn).done:
-        _LIVE[episode] = found
-    return found.turn
+def _play(actions: list[str], spec: str, arguments: str, seed: int, name: str, seen: str) -> str:
+    _close_others(name, actions)
+    episode = _LIVE.pop(name, None) or _Episode(spec, load_environment(spec, json.loads(arguments)))
+    with contextlib.ExitStack() as over:
+        over.callback(episode.close)
+        if not episode.turn:
+            episode.turn = _as_json(episode.environment.reset(seed), episode.environment.tools)
+            for action in actions[:-1]:
+                episode.step(action)
+            if actions and digest(episode.turn) != seen:
+                raise RuntimeError("the environment does not repeat itself from its seed and the same actions")
+        if actions:
+            episode.step(actions[-1])
+        if not turn_of(episode.turn).done:
+            over.pop_all()
+            _LIVE[name] = episode
+    return episode.turn
 
 
-def _step(episode: _Episode, action: str) -> None:
-    episode.turn = _as_json(episode.environment.step(action))
-    episode.actions.append(action)
+def _close_others(name: str, actions: list[str]) -> None:
+    """Close the episodes of other generations, and one of this name that is not where ``actions`` lead."""
+    generation = name.rpartition("/")[0]
+    for other, episode in list(_LIVE.items()):
+        if other.rpartition("/")[0] != generation or (other == name and episode.actions != actions[:-1]):
+            _LIVE.pop(other).close()
 
 
 def _as_json(turn: Turn, tools: Sequence[dict[str, Any]] = ()) -> str:
