@@ -180,6 +180,7 @@ def test_a_server_that_was_started_with_the_old_model_stops_the_run(tmp_path: Pa
     assert code != 0, output
     (cause,) = bench.causes()
     assert "WeightsDiffer: weights did not reach the server through the 'restart' bridge" in cause
+    assert "it has the weights of sync 0, and the trainer sent sync 1" in cause
     assert len(read_metrics(bench.run_dir)) == 1
 
 
@@ -188,7 +189,7 @@ def test_a_server_that_was_started_with_the_old_model_stops_the_run(tmp_path: Pa
 def test_an_adapter_one_step_old_stops_the_run(tmp_path: Path) -> None:
     bench = Bench(tmp_path, "--weight_sync", "lora", *bridge_cells.LORA)
     with bench.server() as url:
-        proxy = FakeForgetfulProxy(url, honest=1)
+        proxy = FakeForgetfulProxy(url, honest=2)
         code, output = bench.train(proxy.port)
         # A request for the base model gets the base model, whatever adapter was loaded beside it.
         answer = requests.post(
@@ -202,7 +203,8 @@ def test_an_adapter_one_step_old_stops_the_run(tmp_path: Path) -> None:
     assert code != 0 and proxy.forgotten == 1, output
     (cause,) = bench.causes()
     assert "WeightsDiffer: weights did not reach the server through the 'lora' bridge" in cause
-    assert "step 2 was not taken" in cause and len(read_metrics(bench.run_dir)) == 2
+    assert "it has the weights of sync 2, and the trainer sent sync 3; step 2 was not taken" in cause
+    assert len(read_metrics(bench.run_dir)) == 2
     assert answer["choices"][0]["logprobs"]["token_logprobs"][0] == pytest.approx(greedy(bench.plan.model), abs=1e-4)
 
 

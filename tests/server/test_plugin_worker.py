@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -28,6 +30,8 @@ class FakeQkvProjection(torch.nn.Module):
 
 class FakeWorker(WeightReport):
     """One vLLM worker that holds one fused projection."""
+
+    vllm_config = SimpleNamespace(model_config=SimpleNamespace(model="of-a-hub"))
 
     def __init__(self, weights: dict[str, torch.Tensor], rank: int, workers: int):
         self._model = torch.nn.Module()

@@ -11,11 +11,18 @@ import time
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from grpo_recipes.server.middleware import ACTIVITY_PATH
 from grpo_recipes.server.plugin import fingerprint
 
 WEIGHT = torch.arange(6.0).view(2, 3)
+
+
+def sync_of(folder: str) -> int:
+    """The number of the sync that wrote the weights there."""
+    with safe_open(f"{folder}/model.safetensors", framework="pt") as file:
+        return int(file.metadata()["grpo_sync"])
 
 
 class FakeServer:
@@ -29,6 +36,8 @@ class FakeServer:
         sampling_seconds: seconds that completions take besides.
         held: its weights.
         loads: what it holds after a weight load, if that changes anything.
+        sync: the number of the sync that brought its weights.
+        keeps_sync: whether a load leaves that number as it is.
         serves: names of its models.
         refuses: paths that are answered with status 500.
         wrong: answers that stand in the place of its own, by path: status, content (None closes the connection), and
@@ -42,6 +51,7 @@ class FakeServer:
         self.tokens: set[str | None] = set()
         self.held = WEIGHT.clone()
         self.loads: torch.Tensor | None = None
+        self.sync, self.keeps_sync = 0, False
         self.delay = 0.0
         self.sampling_seconds = 0.0
         self.serves = ["this-run"]
@@ -128,8 +138,9 @@ class FakeServer:
             return {"success": True}
         elif "prompt" in asked:
             return self._completions(asked)
-        elif asked.get("method") == "grpo_load" and self.loads is not None:
-            self.held = self.loads
+        elif asked.get("method") == "grpo_load":
+            self.held = self.held if self.loads is None else self.loads
+            self.sync = self.sync if self.keeps_sync else sync_of(asked["kwargs"]["folder"])
         return {"results": [self._report()]} if asked.get("method") == "grpo_weights" else {"results": [1]}
 
     def _completions(self, asked: dict[str, Any]) -> dict[str, Any]:
@@ -146,7 +157,7 @@ class FakeServer:
         return {"choices": [choice | {"logprobs": None if asked.get("logprobs") is None else logprobs}] * number}
 
     def _report(self) -> dict[str, Any]:
-        return {"parameters": {"w": [int(fingerprint(self.held)), "float32"]}, "packed": {}}
+        return {"parameters": {"w": [int(fingerprint(self.held)), "float32"]}, "packed": {}, "sync": self.sync}
 
     def methods(self) -> list[str]:
         """Of the workers, as they were called."""

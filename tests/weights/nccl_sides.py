@@ -79,8 +79,12 @@ class Worker:
         config = SimpleNamespace(parallel_config=parallel, model_config=None)
         self.engine = NCCLWeightTransferEngine(None, config, torch.device("cpu"), self)
 
-    def begin(self, fails_at: int = -1, drops: bool = False) -> None:
-        """Forget all weights; from now on the model raises at the buffer ``fails_at``, or drops what comes."""
+    def begin(self, fails_at: int = -1, drops: bool = False, keeps_sync: bool = False) -> None:
+        """Forget all weights; from now on the model raises at the buffer ``fails_at``, or drops what comes.
+
+        With ``keeps_sync`` it does not note the number of the sync.
+        """
+        self.sync, self.keeps_sync = 0, keeps_sync
         self.held = {name: torch.zeros_like(tensor) for name, tensor in PARAMETERS.items()}
         self.loads: list[list[str]] = []  # names, by buffer
         self.fails_at, self.drops = fails_at, drops
@@ -101,11 +105,15 @@ class Worker:
         """Receive weights."""
         self.engine.receive_weights(self.engine.parse_update_info(asked["update_info"]))
 
+    def count(self, asked: dict[str, Any]) -> None:
+        """Note the number of the sync."""
+        self.sync = self.sync if self.keeps_sync else asked["kwargs"]["sync"]
+
     def report(self) -> dict[str, Any]:
         """Return what ``grpo_weights`` does."""
         kinds = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self.held.items()}
         held = {name: [int(fingerprint(tensor)), kinds[name]] for name, tensor in self.held.items()}
-        return {"parameters": held, "packed": {}}
+        return {"parameters": held, "packed": {}, "sync": self.sync}
 
 
 class Receiver(FakeServer):
@@ -133,6 +141,8 @@ class Receiver(FakeServer):
             return {"error": f"refused {path}"}
         if asked.get("method") == "grpo_config":
             return {"results": [{"weight_transfer_config": {"backend": "nccl"}}]}
+        if asked.get("method") == "grpo_count":
+            return {"results": [worker.count(asked) for worker in self.workers]}
         if asked.get("method") == "grpo_weights":
             return {"results": [worker.report() for worker in self.workers]}
         work = {"/init_weight_transfer_engine": Worker.init, "/update_weights": Worker.update}.get(path)

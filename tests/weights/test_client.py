@@ -54,6 +54,14 @@ def test_with_the_guard_a_server_that_holds_something_else_is_seen(connect, serv
     assert client.checksum_error is not None and "after the sync it holds other values" in client.checksum_error
 
 
+def test_the_weights_of_another_sync_are_seen_though_their_values_are_equal(connect, server) -> None:
+    client = connect()
+    sync(client)
+    server.keeps_sync = True
+    sync(client)
+    assert client.checksum_error.endswith("'file' bridge: it has the weights of sync 1, and the trainer sent sync 2")
+
+
 def test_a_fingerprint_is_taken_while_its_tensor_is_sent(connect, monkeypatch) -> None:
     client, sent, take = connect(), threading.Event(), module.sent_fingerprint
 

@@ -82,7 +82,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_written(tmp_path, m
 class Worker(WeightReport):
     """A worker with a fused layer and a padded vocabulary, which notes what vLLM itself would be asked to load."""
 
-    def __init__(self, parallel: int = 1, mla: bool = False):
+    def __init__(self, parallel: int = 1, mla: bool = False, model: str = "of-a-hub"):
         self.model, self.reloaded = nn.Module(), []
         self.model.embed = nn.Embedding(8, 4)
         self.model.qkv_proj = nn.Linear(4, 6)
@@ -91,11 +91,16 @@ class Worker(WeightReport):
         self.root.layer = self.model
         self.root.packed_modules_mapping = self.model.packed_modules_mapping
         self.vllm_config = SimpleNamespace(
-            parallel_config=SimpleNamespace(tensor_parallel_size=parallel), model_config=SimpleNamespace(use_mla=mla)
+            parallel_config=SimpleNamespace(tensor_parallel_size=parallel),
+            model_config=SimpleNamespace(use_mla=mla, model=model),
         )
 
     def get_model(self) -> nn.Module:
         return self.root
+
+    def sync(self) -> int:
+        """The number of the sync that a question of the guard is answered with."""
+        return int(self.grpo_weights()["sync"])
 
     def reload_weights(self, weights_path: str) -> None:
         self.reloaded.append(weights_path)
@@ -142,3 +147,17 @@ def test_what_has_no_place_of_its_own_is_left_to_vllm(tmp_path, worker, changed)
     worker.grpo_load(str(tmp_path))
     assert worker.reloaded == [str(tmp_path)]
     assert all(torch.equal(one, before[name]) for name, one in worker.root.state_dict().items())
+
+
+def test_a_worker_says_which_sync_its_weights_are_of(tmp_path):
+    worker = Worker()
+    assert worker.sync() == 0
+    for number, parts in ((3, weights()), (4, change(**{"layer.unknown.weight": torch.zeros(2, 2)})(weights()))):
+        write_weights(tmp_path, metadata(parts), iter(parts.items()), number)
+        worker.grpo_load(str(tmp_path))
+        assert worker.sync() == number
+    assert worker.reloaded == [str(tmp_path)]  # by vLLM, which is not asked for the number either
+    assert Worker(model=str(tmp_path)).sync() == 4  # as the bridge restart starts a server
+    save_file(weights(), tmp_path / "model.safetensors")
+    worker.grpo_load(str(tmp_path))
+    assert worker.sync() == 0

@@ -128,6 +128,14 @@ def test_a_verdict_names_the_bridge_and_a_few_parameters():
     assert "more" not in checksum_error("nccl", ["a", "b"])
 
 
+def test_a_verdict_names_both_numbers_of_a_sync():
+    old = [{"sync": 4}, {"sync": 3}]
+    assert checksum_error("file", [], 4, [{"sync": 4}]) is None
+    assert "bridge: it has the weights of sync 3, and the trainer sent sync 4" in checksum_error("file", [], 4, old)
+    assert "trainer in a; it has the weights of sync 3, and" in checksum_error("file", ["a"], 4, old)
+    assert checksum_error("file", [], 0, old) is None  # nothing was sent yet
+
+
 @pytest.mark.parametrize(
     ("difference", "fails"), [(0.0, False), (0.01, False), (0.0101, True), (float("inf"), True), (float("nan"), True)]
 )

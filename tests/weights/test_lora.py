@@ -104,9 +104,9 @@ class LocalClient(LoraClient):
 
     def __init__(self, worker: Worker, folder: Path):
         self.worker, self.asked, self.names, self.refuses = worker, [], ["run"], ""
-        self._model, self._number, self._lora_id, self._proven, self._epoch = None, 0, 0, 0, 1
+        self._model, self._sync, self._lora_id, self._proven, self._epoch = None, 0, 0, 0, 1
         self._args, self.checksum_error = SimpleNamespace(use_cpu=True, weight_guard=True), None
-        self._sent, self._stops, self.stop = False, False, SimpleNamespace(may_cut=False)
+        self._stops, self.stop = False, SimpleNamespace(may_cut=False)
         self._state_file, self._run_dir = folder / "state.json", folder
         self.base_url, self.model, self.session = "http://here", "run", SimpleNamespace(post=self._post_adapter)
 
@@ -139,7 +139,7 @@ def test_the_adapter_alone_travels_and_has_one_name(folder, tmp_path, keys):
     client.take(model)
     assert client.asked == [
         ("http://here/v1/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": str(folder / "adapter")}),
-        "grpo_adapters", "grpo_weights", "grpo_adapter_weights",
+        "grpo_adapters", "grpo_load_adapter", "grpo_weights", "grpo_adapter_weights",
     ]  # fmt: skip
     assert client.checksum_error is None and client.model == ADAPTER
     assert sorted(one.name for one in (folder / "adapter").iterdir()) == [
@@ -168,6 +168,17 @@ def test_an_adapter_that_the_server_did_not_load_is_seen(folder, tmp_path):
     client.worker.forgets = True
     client.take(model)  # one step old
     assert "attention.q_proj.lora_a, attention.q_proj.lora_b, " in client.checksum_error
+
+
+def test_an_adapter_of_another_sync_is_seen_though_its_values_are_equal(folder, tmp_path):
+    model = trained()
+    client = LocalClient(Worker(model), tmp_path)
+    client.take(model)
+    before = (folder / "adapter").resolve()
+    client.worker.grpo_load_adapter(folder=str(before), lora_id=7)
+    client._sync += 1
+    client._verify()
+    assert client.checksum_error.endswith("'lora' bridge: it has the weights of sync 1, and the trainer sent sync 2")
 
 
 def test_a_server_without_the_scaling_is_seen(folder, tmp_path):
@@ -202,7 +213,7 @@ def test_a_new_server_is_told_the_name_and_its_base_is_compared(folder, tmp_path
     client.asked.clear()
     client._resend()
     client._verify()
-    assert client.asked[1:] == ["grpo_adapters", "grpo_weights", "grpo_adapter_weights"]
+    assert client.asked[1:] == ["grpo_adapters", "grpo_load_adapter", "grpo_weights", "grpo_adapter_weights"]
     assert client.checksum_error is None
 
 

@@ -141,6 +141,13 @@ def test_weights_that_the_server_drops_are_noticed(client, server):
     assert "'nccl' bridge" in client.checksum_error and "embed.weight" in client.checksum_error
 
 
+def test_workers_of_another_sync_are_noticed(client, server):
+    client.init_communicator("cuda")
+    server.order(keeps_sync=True)
+    send(client)
+    assert client.checksum_error.endswith("'nccl' bridge: it has the weights of sync 0, and the trainer sent sync 1")
+
+
 @pytest.mark.parametrize(("path", "calls"), [(START, [START]), (FINISH, [START, UPDATE, FINISH])])
 def test_a_step_that_the_server_refuses_ends_the_transfer_and_is_asked_once(client, server, capfd, path, calls):
     client.init_communicator("cuda")

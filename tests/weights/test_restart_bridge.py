@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from grpo_recipes.runs.rundir import NEWEST_MODEL
 from grpo_recipes.weights.restart import RestartClient
-from weights.fake_server import WEIGHT
+from weights.fake_server import WEIGHT, sync_of
 
 
 class Part:
@@ -30,7 +30,7 @@ class Part:
 @pytest.fixture
 def launcher(tmp_path, server):
     """A fake launcher: for each new model its server holds what ``holds`` makes of the weights that were written."""
-    fake = SimpleNamespace(epoch=1, models=[], holds=lambda weights: weights, seen=[])
+    fake = SimpleNamespace(epoch=1, models=[], holds=lambda weights: weights, seen=[], keeps_sync=False)
     link, ended = tmp_path / "sync" / NEWEST_MODEL, threading.Event()
 
     def look() -> None:
@@ -42,6 +42,7 @@ def launcher(tmp_path, server):
                 write(tmp_path, fake.epoch, "starting", model)
                 time.sleep(0.1)
                 server.held = fake.holds(load_file(f"{model}/model.safetensors")["w"])
+                server.sync = server.sync if fake.keeps_sync else sync_of(model)
                 write(tmp_path, fake.epoch, "ready", model)
 
     thread = threading.Thread(target=look)
@@ -98,6 +99,13 @@ def test_a_server_with_the_old_model_is_seen(connect, launcher):
         sync(client, WEIGHT + 1)
         raise RuntimeError(client.checksum_error)
     assert "holds other values than the trainer in w" in str(error.value)
+
+
+def test_a_server_with_the_model_of_another_sync_is_seen_though_its_values_are_equal(connect, launcher):
+    client = joined(connect)
+    launcher.keeps_sync = True
+    sync(client, WEIGHT + 1)
+    assert client.checksum_error.endswith("'restart' bridge: it has the weights of sync 0, and the trainer sent sync 1")
 
 
 def test_a_server_that_never_comes_ends_the_wait_with_an_error(connect, monkeypatch):

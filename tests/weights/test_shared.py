@@ -45,7 +45,7 @@ class LocalClient(SharedClient):
     def __init__(self, worker: Worker, folder: Path, weight_guard: bool = True):
         self.worker, self.asked, self._model, self._apart, self._epoch = worker, [], None, [], 1
         self._gpu = None
-        self._args, self.checksum_error, self._sent, self._stops = (
+        self._args, self.checksum_error, self._sync, self._stops = (
             SimpleNamespace(weight_guard=weight_guard, use_cpu=True),
             None,
             0,
@@ -106,8 +106,8 @@ def test_after_the_first_sync_server_and_trainer_have_one_copy(client, tmp_path)
 def test_a_server_that_computes_with_a_copy_of_its_own_is_seen_at_the_first_sync(client, monkeypatch):
     share, kept = WeightReport.grpo_share, []
 
-    def apart(self, file):
-        layout = share(self, file)
+    def apart(self, file, sync):
+        layout = share(self, file, sync)
         kept.append(self.model.attention.qkv_proj.bias.data)  # as CUDA keeps memory that another process has
         self.model.attention.qkv_proj.bias.data = self.model.attention.qkv_proj.bias.data.clone()
         return layout
@@ -145,6 +145,13 @@ def test_both_sides_take_their_fingerprints_at_the_same_time(client, monkeypatch
     monkeypatch.setattr(client, "call_workers", call_workers)
     client.take(model)
     assert client.checksum_error is None
+
+
+def test_a_server_that_shared_with_nobody_is_seen_though_its_values_are_equal(client):
+    client.take(Trained())
+    client.worker._grpo_sync = 0  # as a server has it that was started with these weights
+    client._verify()
+    assert client.checksum_error.endswith("'shared' bridge: it has the weights of sync 0, and the trainer sent sync 1")
 
 
 def test_without_the_guard_nothing_is_compared(tmp_path, monkeypatch):
@@ -279,7 +286,7 @@ def test_on_a_gpu_the_server_keeps_its_parameters_where_they_are(gpu, tmp_path):
     """CUDA graphs have their addresses."""
     worker = Worker()
     before = [parameter.untyped_storage()._cdata for parameter in worker.model.parameters()]
-    worker.grpo_share(file=str(tmp_path / "none"))
+    worker.grpo_share(file=str(tmp_path / "none"), sync=1)
     assert [parameter.untyped_storage()._cdata for parameter in worker.model.parameters()] == before
     assert not (tmp_path / "none").exists()
 
@@ -287,7 +294,7 @@ def test_on_a_gpu_the_server_keeps_its_parameters_where_they_are(gpu, tmp_path):
 def test_no_handle_is_a_pickle(gpu, tmp_path):
     """Whoever takes the port of a dead server must not be able to run code in the trainer."""
     worker = Worker()
-    places = worker.grpo_share(file=str(tmp_path / "none"))["parameters"]
+    places = worker.grpo_share(file=str(tmp_path / "none"), sync=1)["parameters"]
     assert all(type(value) in (str, int, bool, list) for place in places.values() for value in place.values())
     place = {**places["embed.weight"], "tensor_cls": "os.system", "storage_cls": "os.system"}
     assert type(plugin.imported(place, torch.device("cpu"))) is torch.Tensor

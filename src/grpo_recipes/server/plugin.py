@@ -25,6 +25,8 @@ _WORD = 8  # bytes that are mixed at once, several times as fast as element by e
 _ALIGNMENT = 64  # bytes: where a parameter begins in shared memory
 # Elements at a time, each 8 bytes while they are mixed: for a GPU that vLLM has filled, or for a CPU core's own cache.
 _GPU_CHUNK, _CPU_CHUNK = 1 << 22, 1 << 15
+SYNC = "grpo_sync"  # in the metadata of a file of weights: the number of the sync that wrote it
+ADAPTER_WEIGHTS = "adapter_model.safetensors"  # PEFT's name for an adapter's
 _HANDLES = ("storage_handle", "ref_counter_handle", "event_handle")  # bytes among torch's names for a GPU's memory
 _LOGGER = logging.getLogger("vllm.grpo_recipes")  # a child of vLLM's own: only those reach the server's log
 
@@ -174,6 +176,14 @@ def own_rows(
         yield name, place, rows if (rows.shape, rows.dtype) == (tensor.shape, tensor.dtype) else None
 
 
+def _sync_of(file: Path) -> int:
+    """Return the number of the sync that wrote a file of weights, 0 where none did."""
+    if not file.is_file():
+        return 0
+    with safe_open(file, framework="pt") as weights:
+        return int((weights.metadata() or {}).get(SYNC, 0))
+
+
 def _moved(parameters: Mapping[str, torch.nn.Parameter], file: str) -> dict[str, dict[str, Any]]:
     """Move parameters into the new ``file``, mapped into memory; return offset in bytes, shape and dtype of each."""
     places, size = {}, 0
@@ -190,12 +200,13 @@ class WeightReport:
     """Mixed into vLLM's worker, and called through ``/collective_rpc``: report and load the weights of its model."""
 
     _grpo_loads = 0
+    _grpo_sync: int | None = None  # the sync of what it has; None: what it was started with
 
     def grpo_load(self, folder: str) -> int:
         """Load the safetensors of ``folder`` into the model in place; return the count of loads so far."""
         if not self._copied(folder):
             self.reload_weights(weights_path=folder)  # type: ignore[attr-defined]
-        self._grpo_loads += 1
+        self._grpo_loads, self._grpo_sync = self._grpo_loads + 1, _sync_of(Path(folder) / "model.safetensors")
         _LOGGER.info("grpo: weights loaded, load %d", self._grpo_loads)
         return self._grpo_loads
 
@@ -220,7 +231,19 @@ class WeightReport:
                 own.copy_(tensors[name])
         return True
 
-    def grpo_share(self, file: str) -> dict[str, Any]:
+    def grpo_count(self, sync: int) -> int:
+        """Note the number of the sync whose weights vLLM's own transfer has brought."""
+        self._grpo_sync = sync
+        return sync
+
+    def _held_sync(self) -> int:
+        """Return the number of the sync of what it has; a model that it was started with may be of one, too."""
+        if self._grpo_sync is None:
+            model = Path(self.vllm_config.model_config.model)  # type: ignore[attr-defined]
+            self._grpo_sync = _sync_of(model / "model.safetensors")
+        return self._grpo_sync
+
+    def grpo_share(self, file: str, sync: int) -> dict[str, Any]:
         """Let another process have the parameters' memory: on CPU they move into the new ``file``, mapped into memory.
 
         On a GPU they stay where they are, which captured CUDA graphs have the addresses of. Return ``gpu``, its UUID or
@@ -231,13 +254,15 @@ class WeightReport:
         gpu = gpu_of(next(iter(parameters.values())))
         places = {name: exported(one.data) for name, one in parameters.items()} if gpu else _moved(parameters, file)
         size = sum(one.nbytes for one in parameters.values())
+        self._grpo_sync = sync
         _LOGGER.info("grpo: %d bytes of weights are shared with the trainer", size)
         return {"gpu": gpu, "parameters": places, "packed": dict(getattr(model, "packed_modules_mapping", {}))}
 
     def grpo_weights(self) -> dict[str, Any]:
         """Return what the model holds, tied parameters once.
 
-        ``parameters``: name -> [fingerprint, dtype, bytes taken at a time]; ``packed``: fused name -> its parts.
+        ``parameters``: name -> [fingerprint, dtype, bytes taken at a time]; ``packed``: fused name -> its parts;
+        ``sync``: the number of the sync that brought it, 0 for none.
         """
         model = self.get_model()  # type: ignore[attr-defined]
         parameters = {}
@@ -251,7 +276,8 @@ class WeightReport:
                     if name in ("weight", "bias"):
                         owned = parameter.data[: module.num_heads * module.head_size]  # q's rows
                         parameters[_plain(f"{prefix}.{name}")][0] = int(fingerprint(owned, unit_of(owned)))
-        return {"parameters": parameters, "packed": dict(getattr(model, "packed_modules_mapping", {}))}
+        packed = dict(getattr(model, "packed_modules_mapping", {}))
+        return {"parameters": parameters, "packed": packed, "sync": self._held_sync()}
 
     def grpo_adapters(self) -> list[int]:
         """Return the ids of the LoRA adapters that are loaded."""
@@ -262,7 +288,9 @@ class WeightReport:
         from vllm.lora.request import LoRARequest
 
         request = LoRARequest(lora_name=folder, lora_int_id=lora_id, lora_path=folder, load_inplace=True)
-        return bool(self.add_lora(request))  # type: ignore[attr-defined]
+        loaded = bool(self.add_lora(request))  # type: ignore[attr-defined]
+        self._grpo_sync = _sync_of(Path(folder) / ADAPTER_WEIGHTS)
+        return loaded
 
     def grpo_adapter_weights(self, lora_id: int) -> dict[str, Any]:
         """Report an adapter as ``grpo_weights`` does the model: ``<layer>.lora_a`` and ``.lora_b``, which is scaled.
@@ -279,7 +307,7 @@ class WeightReport:
                 for part, stacked in zip(parts, getattr(module, f"{side}_stacked", ()), strict=False):
                     value = int(fingerprint(stacked[slots[0], 0])) if slots else 0
                     parameters[f"{part}.{side}"] = [value, _name_of(stacked.dtype)]
-        return {"parameters": parameters, "packed": {}}
+        return {"parameters": parameters, "packed": {}, "sync": self._held_sync()}
 
     def grpo_config(self) -> dict[str, Any]:
         """Return what TRL asks vLLM's ``/server_info`` for, which runs pip too: seconds, and an error without it."""

@@ -72,7 +72,7 @@ class BridgeClient(VLLMClient):
         self._held: dict[str, Any] = {}  # the first report of what the server holds
         self._streamed: dict[str, torch.Tensor] = {}
         self._stops = False
-        self._sent = False  # whether a server that is restarted can be given weights
+        self._sync = 0  # the number of the sync that was sent last; 0: a restarted server is given nothing
         self._epoch = self._server_state()[0]  # which server was last waited for
         super().__init__(**kwargs)
 
@@ -196,7 +196,7 @@ class BridgeClient(VLLMClient):
 
     def _prepare_next_server(self) -> None:
         self._wait_for_server(self._server_ready)
-        if self._sent:
+        if self._sync:
             self._resend()
             self._verify()
             if self.checksum_error:
@@ -241,7 +241,9 @@ class BridgeClient(VLLMClient):
     def _verify(self) -> None:
         """With the guard, compare what the server holds with what was sent."""
         if self._args.weight_guard:
-            self.checksum_error = checksum_error(self.bridge, differing(self._sent_values(), self._reports()))
+            reports = self._reports()
+            wrong = differing(self._sent_values(), reports)
+            self.checksum_error = checksum_error(self.bridge, wrong, self._sync, reports)
 
     def _sent_values(self) -> dict[str, int]:
         """Return the fingerprints of what was sent last."""
@@ -252,7 +254,7 @@ class BridgeClient(VLLMClient):
         reports = self.call_workers("grpo_weights")
         with self._reading("/collective_rpc"):
             for report in reports:
-                held, _ = report["parameters"], dict(report["packed"])
+                held, _, _ = report["parameters"], dict(report["packed"]), int(report["sync"])
                 if not all(type(value) is int and hasattr(torch, kind) for value, kind, *_ in held.values()):
                     raise ValueError("a parameter without fingerprint and dtype")
                 if held.keys() != reports[0]["parameters"].keys():

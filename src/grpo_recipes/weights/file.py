@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from grpo_recipes.process.reports import gigabytes
+from grpo_recipes.server.plugin import SYNC
 from grpo_recipes.weights.client import BridgeClient, Metadata, NamedTensors
 
 # Names of dtypes in the format of safetensors (https://huggingface.co/docs/safetensors).
@@ -26,17 +27,18 @@ class FileClient(BridgeClient):
         """Do nothing: the server reads files, so there is no channel to open."""
 
     def _send(self, metadata: Metadata, named_params: NamedTensors) -> None:
-        write_weights(Path(os.environ["GRPO_SYNC_DIR"]), metadata, named_params)
-        self._sent = True
+        self._sync += 1
+        write_weights(Path(os.environ["GRPO_SYNC_DIR"]), metadata, named_params, self._sync)
         self._through_restarts(self._resend)
 
     def _resend(self) -> None:
         self.call_workers("grpo_load", folder=os.environ["GRPO_SYNC_DIR"])
 
 
-def write_weights(folder: Path, metadata: Metadata, named_params: NamedTensors) -> None:
+def write_weights(folder: Path, metadata: Metadata, named_params: NamedTensors, sync: int = 0) -> None:
     """Write ``model.safetensors``, which a reader finds whole or not at all; OSError where there is no room for it.
 
+    ``sync`` is the number of the sync, which the file says beside the weights.
     The file before, which the server has loaded, is written over: memory that is new takes most of the time of a write.
     Each tensor is written as it comes, so that none is copied: under ZeRO-3 and FSDP a gathered one is gone when the
     next one comes. The library of the format takes all of them at once.
@@ -53,7 +55,7 @@ def write_weights(folder: Path, metadata: Metadata, named_params: NamedTensors) 
     if size > (free := shutil.disk_usage(folder).free + reused):
         what = f"{gigabytes(size)} of weights do not fit into {folder}, {gigabytes(free)} free"
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {what}. Fix: make room there, or make it larger")
-    text = json.dumps({**header, "__metadata__": {"format": "pt"}}).encode()
+    text = json.dumps({**header, "__metadata__": {"format": "pt", SYNC: str(sync)}}).encode()
     text = text.ljust(-(-len(text) // _ALIGNMENT) * _ALIGNMENT)
     temporary.touch()
     with temporary.open("r+b", buffering=0) as out:

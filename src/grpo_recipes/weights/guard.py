@@ -63,11 +63,20 @@ def differing(streamed: Mapping[str, int], reports: Sequence[Mapping[str, Any]])
     return wrong
 
 
-def checksum_error(bridge: str, wrong: Sequence[str]) -> str | None:
-    """Return the message for a failed checksum, or None."""
+def checksum_error(
+    bridge: str, wrong: Sequence[str], sync: int = 0, reports: Sequence[Mapping[str, Any]] = ()
+) -> str | None:
+    """Return the message for a failed checksum, or for workers with another sync than ``sync``, or None.
+
+    ``sync`` is the number of the one that was sent last; 0: none was, and the workers' own are not looked at.
+    """
     some = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
-    lost = f"weights did not reach the server through the '{bridge}' bridge"
-    return f"{lost}: after the sync it holds other values than the trainer in {some}" if wrong else None
+    found = [f"after the sync it holds other values than the trainer in {some}"] if wrong else []
+    held = sorted({report["sync"] for report in reports} - {sync}) if sync else []
+    if held:
+        numbers = ", ".join(map(str, held))
+        found.append(f"it has the weights of sync {numbers}, and the trainer sent sync {sync}")
+    return f"weights did not reach the server through the '{bridge}' bridge: {'; '.join(found)}" if found else None
 
 
 def calibrated(tolerance: float, healthy: Sequence[float]) -> float:

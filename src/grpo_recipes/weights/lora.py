@@ -12,13 +12,12 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from torch import nn
 
-from grpo_recipes.server.plugin import fingerprint
+from grpo_recipes.server.plugin import ADAPTER_WEIGHTS, SYNC, fingerprint
 from grpo_recipes.weights.client import BridgeClient
 from grpo_recipes.weights.guard import checksum_error, differing, sent_fingerprint
 
 ADAPTER = "grpo-adapter"  # its name at the server, as the model of a request
 _PEFT_NAME = "default"  # the adapter's in the trained model
-_WEIGHTS = "adapter_model.safetensors"
 _LOAD = "/v1/load_lora_adapter"
 
 
@@ -35,7 +34,6 @@ class LoraClient(BridgeClient):
 
     def __init__(self, **kwargs: Any):
         self._model: PeftModel | None = None
-        self._number = 0  # of the folder written last
         self._lora_id = 0  # the adapter's in the workers
         self._proven = 0  # the server whose base model was compared with the trainer's
         super().__init__(**kwargs)
@@ -57,12 +55,11 @@ class LoraClient(BridgeClient):
         assert isinstance(model, PeftModel)
         with self._excused_when_stopping():
             self._model = model
-            self._number += 1
-            self._write(model, self._folder(self._number))
-            self._sent = True
+            self._sync += 1
+            self._write(model, self._folder(self._sync))
             self._through_restarts(self._resend)
             self._through_restarts(self._verify)
-            shutil.rmtree(self._folder(self._number - 1), ignore_errors=True)
+            shutil.rmtree(self._folder(self._sync - 1), ignore_errors=True)
 
     @property
     def _link(self) -> Path:
@@ -75,7 +72,8 @@ class LoraClient(BridgeClient):
         """Write the adapter's files into a new folder, then point the link to it."""
         folder.mkdir(parents=True, exist_ok=True)
         tensors = get_peft_model_state_dict(model, save_embedding_layers=False)
-        save_file({name: one.detach().cpu().contiguous() for name, one in tensors.items()}, folder / _WEIGHTS)
+        contiguous = {name: one.detach().cpu().contiguous() for name, one in tensors.items()}
+        save_file(contiguous, folder / ADAPTER_WEIGHTS, {SYNC: str(self._sync)})
         model.peft_config[_PEFT_NAME].save_pretrained(str(folder))
         link = self._link.with_name(".adapter")
         link.unlink(missing_ok=True)
@@ -84,9 +82,11 @@ class LoraClient(BridgeClient):
 
     def _resend(self) -> None:
         """Have the server load what the link points to; a server that does not know the adapter learns its name."""
-        if ADAPTER in (self._served_names() or ()):
-            self.call_workers("grpo_load_adapter", folder=str(self._link), lora_id=self._lora_id)
-            return
+        if ADAPTER not in (self._served_names() or ()):
+            self._name_adapter()
+        self.call_workers("grpo_load_adapter", folder=str(self._link), lora_id=self._lora_id)
+
+    def _name_adapter(self) -> None:
         asked = {"lora_name": ADAPTER, "lora_path": str(self._link)}
         answer = self.session.post(f"{self.base_url}{_LOAD}", json=asked)  # answered in plain text
         if answer.status_code != 200:
@@ -110,8 +110,8 @@ class LoraClient(BridgeClient):
             dtype = getattr(torch, next(iter(reports[0]["parameters"].values()))[1])
             sent = {name: int(fingerprint(one)) for name, one in _served_adapter(self._model, dtype)}
             wrong += differing(sent, reports)
+            self.checksum_error = checksum_error(self.bridge, wrong, self._sync, reports)
         self._proven = 0 if wrong else self._epoch
-        self.checksum_error = checksum_error(self.bridge, wrong)
 
 
 def base_parameters(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:

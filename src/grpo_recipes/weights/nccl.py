@@ -36,4 +36,10 @@ class NcclClient(BridgeClient):
             raise
 
     def _send(self, metadata: Metadata, named_params: NamedTensors) -> None:
+        self._sync += 1
         super(BridgeClient, self).update_named_params(metadata, named_params)
+
+    def _finish_weight_update(self) -> None:
+        """Finish as TRL does, and give the workers the sync's number, for which the transfer itself has no place."""
+        super()._finish_weight_update()
+        self.call_workers("grpo_count", sync=self._sync)

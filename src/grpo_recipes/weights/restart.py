@@ -23,7 +23,6 @@ class RestartClient(BridgeClient):
     bridge = "restart"
 
     def __init__(self, **kwargs: Any):
-        self._number = 0  # of the folder written last
         self._files: list[Any] = []  # what writes the other files of a model: configuration, tokenizer
         super().__init__(**kwargs)
 
@@ -36,21 +35,20 @@ class RestartClient(BridgeClient):
         self._files = [model.config, model.generation_config, trainer.processing_class]
 
     def _send(self, metadata: Metadata, named_params: NamedTensors) -> None:
-        folder = self._folder(self._number + 1)
-        write_weights(folder, metadata, named_params)
+        folder = self._folder(self._sync + 1)
+        write_weights(folder, metadata, named_params, self._sync + 1)
         if self._args.weight_guard and not differing(self._sent_values(), self._through_restarts(self._reports)):
             shutil.rmtree(folder)
             return
-        self._number += 1
+        self._sync += 1
         for part in self._files:
             part.save_pretrained(str(folder))
         link = folder.with_name(f".{NEWEST_MODEL}")
         link.unlink(missing_ok=True)
         link.symlink_to(folder)
         link.replace(folder.with_name(NEWEST_MODEL))
-        self._sent = True
         self._through_restarts(self._resend)
-        shutil.rmtree(self._folder(self._number - 1), ignore_errors=True)
+        shutil.rmtree(self._folder(self._sync - 1), ignore_errors=True)
 
     def _folder(self, number: int) -> Path:
         return Path(os.environ["GRPO_SYNC_DIR"]).resolve() / f"model-{number}"
@@ -61,5 +59,5 @@ class RestartClient(BridgeClient):
 
     def _has_newest(self) -> bool:
         return self._server_ready() and (read_json(self._state_file) or {}).get("model") == str(
-            self._folder(self._number)
+            self._folder(self._sync)
         )

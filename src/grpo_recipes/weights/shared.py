@@ -47,8 +47,8 @@ class SharedClient(BridgeClient):
         with self._excused_when_stopping():
             if self._model is None:
                 self._model = model
+                self._sync = 1  # the only one: afterwards nothing travels
                 self._through_restarts(self._resend)
-                self._sent = True
             self._through_restarts(self._verify)
 
     def _resend(self) -> None:
@@ -57,7 +57,7 @@ class SharedClient(BridgeClient):
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"weights_of_server_{self._epoch}_{os.urandom(4).hex()}"
         try:
-            (layout,) = self.call_workers("grpo_share", file=str(file))
+            (layout,) = self.call_workers("grpo_share", file=str(file), sync=self._sync)
             with self._reading("/collective_rpc"):
                 held = _held(layout, str(file), next(iter(parameters.values())))
                 views = dict(_views(parameters, held, layout["packed"]))
@@ -87,8 +87,9 @@ class SharedClient(BridgeClient):
         if self._args.weight_guard:
             reports = in_thread(self._reports)  # while the server takes its fingerprints, ours are taken here
             own = {name: sent_fingerprint(name, one, self._held) for name, one in self._parameters().items()}
-            wrong = self._apart or differing({name: int(value) for name, value in own.items()}, reports.result())
-            self.checksum_error = checksum_error(self.bridge, wrong)
+            held = reports.result()
+            wrong = self._apart or differing({name: int(value) for name, value in own.items()}, held)
+            self.checksum_error = checksum_error(self.bridge, wrong, self._sync, held)
 
     def drain(self) -> None:
         """Let the server finish what it has, and hold back what comes."""
