@@ -29,6 +29,7 @@ HERE = Path(__file__).parent
 OWN = str(HERE / "envs" / "own_game.py")
 GAMES: dict[str, dict[str, Any]] = {
     f"{OWN}:Guess": {"most": 3},
+    f"{OWN}:Dealt": {},
     "reasoning_gym:word_sorting": {},
     "reasoning_gym:maze": {},
     "textarena:SecretMafia-v0": {"player": "seed", "legal_reward": 0.1, "useful_reward": 0.5},
@@ -36,6 +37,7 @@ GAMES: dict[str, dict[str, Any]] = {
     "textarena:KuhnPoker-v0": {},
     "textarena:GuessTheNumber-v0": {},
     "verifiers:guess-multi": {},
+    "verifiers:drawn-rows": {},
 }
 
 

@@ -73,6 +73,15 @@ class Noise:
 
 
 @contextlib.contextmanager
+def seeded(*parts: int | str) -> Iterator[None]:
+    """Have the global generators begin with a stream of these parts, and leave them as they were."""
+    noise = Noise()
+    noise.seed(*parts)
+    with noise.running():
+        yield
+
+
+@contextlib.contextmanager
 def kept() -> Iterator[None]:
     """Leave the global generators as they were."""
     before = _taken()

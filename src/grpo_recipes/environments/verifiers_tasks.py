@@ -13,7 +13,7 @@ import signal
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from grpo_recipes.environments.turns import Environment, Message, Noise, Turn
+from grpo_recipes.environments.turns import Environment, Message, Noise, Turn, seeded
 from grpo_recipes.errors import config_error
 
 _TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
@@ -102,7 +102,8 @@ def _loaded(name: str, arguments: str) -> Any:
     """Return the library's environment, made once in a process: it serves many rollouts, and builds its dataset."""
     import verifiers
 
-    with _signals_kept():  # the library sets handlers that end the process
+    # The library sets handlers that end the process; what is drawn here has to be the same in every process.
+    with _signals_kept(), seeded("verifiers", name, arguments):
         try:
             own, args = own_class(name), json.loads(arguments)
             env = own(**args) if own else verifiers.load_environment(name, **args)

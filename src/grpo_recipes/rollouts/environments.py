@@ -1,14 +1,15 @@
 """The environment that a recipe names: a library's, or a class of the user as ``module:Class`` or ``file.py:Class``."""
 
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from grpo_recipes.environments.libraries import LIBRARIES, load_library, need_arguments
-from grpo_recipes.environments.turns import Environment, Message, Noise, Turn
+from grpo_recipes.environments.turns import Environment, Message, Noise, Turn, seeded
 from grpo_recipes.errors import ConfigError, config_error
-from grpo_recipes.recipe.user_code import load_object
+from grpo_recipes.recipe.user_code import load_object, split_spec
 
 ROLES = ("system", "user", "assistant", "tool")
 _WANTED = "return a text or a list of {role, content} from reset, (observation, reward, done[, info]) from step"
@@ -81,10 +82,13 @@ def _informs(value: Any) -> bool:
 
 
 def _own(spec: str, args: Mapping[str, Any], copies: Path | None) -> Environment:
-    made = load_object(spec, copies)
+    name = split_spec(spec)[1]
+    with seeded("read", name):  # in every process the same, as episodes of one group are in several
+        made = load_object(spec, copies)
     missing = [name for name in ("reset", "step") if not callable(getattr(made, name, None))]
     if missing:
         what = f"'{spec}' has no {' and no '.join(missing)}"
         raise config_error("environment", what, "name a class with reset(seed) and step(action)")
     need_arguments(spec, made, args)
-    return _Own(made(**args))
+    with seeded("made", name, json.dumps(args, sort_keys=True)):
+        return _Own(made(**args))

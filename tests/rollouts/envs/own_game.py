@@ -17,6 +17,20 @@ class Guess:
         return ("higher" if action < str(self.number) else "lower"), float(right), right
 
 
+DECK = random.sample(range(1000), 1000)
+
+
+class Dealt(Guess):
+    """Draw where the file is read and where it is made, too."""
+
+    def __init__(self, most: int = 9):
+        super().__init__(most)
+        self.cards = random.sample(DECK, 3)
+
+    def reset(self, seed: int) -> str:
+        return f"{self.cards} {super().reset(seed)}"
+
+
 class Answers:
     """Give what it was told to."""
 
