@@ -134,6 +134,35 @@ def test_an_episode_is_played_and_shown(read, tmp_path):
     assert "unexpected keyword argument 'turns'); write those of Sums(" in problem
 
 
+def test_a_template_that_ends_turns_where_sampling_does_not_is_refused_for_several(read, tmp_path):
+    game = Path(__file__).parents[1] / "rollouts/wild_environment.py"
+    template = "{% for one in messages %}{{ one['content'] }}</answer>{% endfor %}"
+    keys = {**SMOKE, "dataset_name": None, "reward_funcs": ["environment"], "chat_template": template}
+    keys |= {"environment": f"{game}:Sums", "environment_args": {"exactly": 1}}
+    (problem,) = refused(read(**keys, environment_max_turns=2), tmp_path)
+    assert "the template ends a turn with '</answer>', at which sampling does not stop" in problem
+    assert "add a chat_template that ends it with <|im_end|>" in problem
+    assert "ended after 1 turn" in seen(read(**keys), tmp_path)
+
+
+def test_sampling_stops_where_the_generation_config_says(read, tmp_path):
+    """A model that ends turns with another token than its tokenizer's names it there."""
+    game = Path(__file__).parents[1] / "rollouts/wild_environment.py"
+    tokenizer = smoke.build_tokenizer()
+    tokenizer.chat_template = "{% for one in messages %}{{ one['content'] }}</answer>\n{% endfor %}"
+    model = smoke.build_model(tokenizer)
+    end = tokenizer.convert_tokens_to_ids("</answer>")
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, end]
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    keys = {**SMOKE, "model_name_or_path": str(tmp_path / "model"), "dataset_name": None}
+    keys |= {"reward_funcs": ["environment"], "environment": f"{game}:Sums", "environment_max_turns": 2}
+    assert "ended after" in seen(read(**keys, environment_args={"exactly": 2}), tmp_path)
+    (tmp_path / "model/generation_config.json").unlink()
+    (problem,) = refused(read(**keys), tmp_path)
+    assert "at which sampling does not stop" in problem
+
+
 @pytest.mark.parametrize(
     ("kind", "limit", "told"),
     [

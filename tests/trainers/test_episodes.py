@@ -50,28 +50,38 @@ def test_tokens_stay_as_sampled_and_the_environments_are_masked(tmp_path: Path, 
     assert any(0 in one for one in output["tool_mask"].tolist())
 
 
-def test_what_the_environment_says_has_no_gradient(tmp_path: Path, model: str) -> None:
-    """Other log-probs of the environment's tokens change neither loss nor gradient; of the policy's they do."""
+LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 
-    def gradient(shifted: str) -> torch.Tensor:
-        trainer = make_trainer(tmp_path / shifted, model, beta=0.1)
-        output = generation(trainer)
-        policy = output["tool_mask"].bool()
-        stock = trainer._get_per_token_logps_and_entropies
 
-        def logps(*args: Any, **kwargs: Any) -> Any:
-            found, *rest = stock(*args, **kwargs)
-            chosen = {"none": policy & False, "environment": ~policy, "policy": policy}[shifted]
-            return torch.where(chosen, found * 1.5, found), *rest
+@pytest.mark.parametrize("credit", ["all_turns", "last_turn", "per_turn"])
+def test_what_the_environment_says_has_no_gradient(tmp_path: Path, model: str, credit: str) -> None:
+    """Other tokens in the place of the environment's change no bit of the gradient; in the policy's they do.
 
-        trainer._get_per_token_logps_and_entropies = logps
-        trainer.compute_loss(trainer.model, output).backward()
+    They are those that the loss predicts: the model reads what it has read, since later tokens depend on that.
+    """
+    trainer = make_trainer(tmp_path, model, beta=0.1, environment_credit=credit, environment_args={"exactly": 2})
+    output = generation(trainer)
+    read = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
+    trained = output["tool_mask"].bool()
+
+    def as_it_was(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, {**kwargs, "input_ids": read}
+
+    def gradient(changed_BT: torch.Tensor) -> torch.Tensor:
+        ids = torch.where(changed_BT, (output["completion_ids"] + 1) % 64, output["completion_ids"])
+        trainer.model.zero_grad()
+        trainer.compute_loss(trainer.model, {**output, "completion_ids": ids}).backward()
         return torch.cat([one.grad.flatten() for one in trainer.model.parameters() if one.grad is not None])
 
-    plain = gradient("none")
-    assert plain.abs().max() > 0
-    assert torch.equal(gradient("environment"), plain)
-    assert not torch.allclose(gradient("policy"), plain)
+    assert (~trained & output["completion_mask"].bool()).sum() > 8
+    trainer.model.register_forward_pre_hook(as_it_was, with_kwargs=True)
+    for loss in LOSSES:
+        trainer.loss_type = loss
+        plain = gradient(trained & False)
+        assert plain.abs().max() > 0, loss
+        assert torch.equal(gradient(~trained), plain), loss
+        assert not torch.allclose(gradient(trained), plain), loss
+    trainer.episodes.close()
 
 
 def test_what_the_environment_says_is_not_compared_with_the_servers_log_probs(tmp_path: Path, model: str) -> None:
@@ -132,6 +142,35 @@ def test_each_turn_has_the_advantage_of_what_comes_after_it(tmp_path: Path, mode
     trainer.compute_loss(trainer.model, output).backward()
 
 
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_an_episode_of_one_turn_has_trls_own_advantage(tmp_path: Path, model: str, scale: str) -> None:
+    keys: dict[str, Any] = {"environment_args": {"exactly": 1}, "reward_weights": [2.0], "scale_rewards": scale}
+    stock = generation(make_trainer(tmp_path / "all", model, **keys))
+    turns = make_trainer(tmp_path / "turns", model, environment_credit="per_turn", **keys)
+    found = generation(turns)["advantages"]
+    assert stock["advantages"].abs().max() > 0.1
+    for row, one in enumerate(turns.episodes.played):
+        assert found[row, : len(one.ids)].tolist() == pytest.approx([stock["advantages"][row].item()] * len(one.ids))
+
+
+def test_samples_show_the_advantages_of_turns_that_are_trained(tmp_path: Path, model: str) -> None:
+    keys = {"environment_credit": "per_turn", "environment_args": {"exactly": 2}, "report_samples": 8}
+    trainer = make_trainer(tmp_path, model, **keys)
+    output = generation(trainer)
+    (row,) = rows_of(tmp_path, "samples.jsonl")
+    trained = {}
+    for place, one in enumerate(trainer.episodes.played):
+        own = [token for token, turn in enumerate(one.turn_ids) if turn is not None]
+        trained[tuple(one.actions)] = output["advantages"][place, own]
+    assert len(row["samples"]) == 8
+    for sample in row["samples"]:
+        turns = sample["episode"]["turns"]
+        of_tokens = trained[tuple(turn["action"] for turn in turns)]
+        assert sample["advantage"] == pytest.approx(of_tokens.mean().item(), abs=1e-3)
+        assert {turn["advantage"] for turn in turns} == {round(one, 4) for one in of_tokens.tolist()}
+    assert trainer._logs["advantages"][0] == pytest.approx(trained[tuple(trainer.episodes.played[0].actions)].mean())
+
+
 def test_turns_are_compared_among_the_episodes_that_have_them() -> None:
     found = compared_turns([(0, 1.0, [0.0, 1.0]), (1, 0.0, [0.0]), (2, None, [5.0]), (3, 3.0, [1.0, 2.0])], 4)
     assert set(found) == {(0, 0), (0, 1), (1, 0), (3, 0), (3, 1)}
@@ -149,6 +188,18 @@ def test_an_episode_without_turns_left_ends_unfinished(tmp_path: Path, model: st
     rewards = trainer.rewards_BR[:, 0]
     assert rewards.isnan().all() if not scored else (rewards == 0).all() == (rule == "zero")
     assert trainer._metrics["train"]["episodes/unfinished"] == [1.0]
+
+
+def test_an_unfinished_episode_that_is_worth_nothing_trains_no_turn(tmp_path: Path, model: str) -> None:
+    keys: dict[str, Any] = {"environment_args": {"exactly": 3}, "environment_max_turns": 2}
+    advantages = {}
+    for rule in ("score", "zero"):
+        trainer = make_trainer(
+            tmp_path / rule, model, environment_credit="per_turn", environment_unfinished=rule, **keys
+        )
+        advantages[rule] = generation(trainer)["advantages"]
+        trainer.episodes.close()
+    assert advantages["score"].abs().max() > 0.1 and advantages["zero"].abs().max() == 0
 
 
 def test_an_episode_without_room_for_a_turn_ends_unfinished(tmp_path: Path, model: str) -> None:
@@ -218,7 +269,43 @@ def test_a_template_that_changes_earlier_turns_is_refused() -> None:
     tokenizer = smoke.build_tokenizer()
     tokenizer.chat_template = "{{ messages | length }}" + smoke.CHAT_TEMPLATE
     with pytest.raises(ConfigError, match="changes earlier turns"):
-        Renderer(tokenizer, None).between([{"role": "user", "content": "2+2="}], cut=False)
+        Renderer(tokenizer, None).between([{"role": "user", "content": "2+2="}], [])
+
+
+GEMMA = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}</answer>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_a_turn_ends_with_the_templates_own_token_where_sampling_stops_at_it() -> None:
+    """As Gemma's does: a turn ends with another token than the tokenizer's, and a line break."""
+    tokenizer = smoke.build_tokenizer()
+    tokenizer.chat_template = GEMMA
+    end, asked = tokenizer.convert_tokens_to_ids("</answer>"), [{"role": "user", "content": "2+2="}]
+    renderer = Renderer(tokenizer, None, [tokenizer.eos_token_id, end])
+    follows = TEXT("\n<|user|>2+2=</answer>\n<|assistant|>").input_ids
+    assert renderer.end() == end
+    assert renderer.between(asked, [65, end]) == follows
+    assert renderer.between(asked, [65, 66]) == renderer.between(asked, []) == [end, *follows]
+    assert renderer.between(asked, [65, tokenizer.eos_token_id]) == [end, *follows]  # as the template has it
+    assert renderer.text([*TEXT("4").input_ids, end]) == "4"
+    with pytest.raises(ConfigError, match=r"ends a turn with '</answer>\\n', at which sampling does not stop"):
+        Renderer(tokenizer, None).between(asked, [65])
+
+
+def test_a_run_keeps_turns_that_end_with_another_token(tmp_path: Path, model: str) -> None:
+    trainer = make_trainer(tmp_path, model, environment_args={"exactly": 2})
+    tokenizer = trainer.processing_class
+    tokenizer.chat_template, end = GEMMA, tokenizer.convert_tokens_to_ids("</answer>")
+    trainer.eos_token_ids = [tokenizer.eos_token_id, end]
+    trainer._generate_single_turn = lambda prompts, *_: ([[65, end] for _ in prompts], None)
+    output = generation(trainer)
+    first = [65, end, *TEXT("\n<|user|>").input_ids]
+    assert output["completion_ids"][0, : len(first)].tolist() == first
+    assert output["tool_mask"][0, :4].tolist() == [1, 1, 0, 0]
+    assert all(one.actions == [TEXT.decode([65])] * 2 for one in trainer.episodes.played)
+    trainer.episodes.close()
 
 
 def test_a_role_that_the_template_does_not_know_is_refused() -> None:

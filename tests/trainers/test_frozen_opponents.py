@@ -23,6 +23,7 @@ def frozen(model: str) -> FrozenModel:
         accelerator=SimpleNamespace(device="cpu"),
         args=SimpleNamespace(per_device_train_batch_size=16),
         processing_class=smoke.build_tokenizer(),
+        eos_token_ids=[smoke.build_tokenizer().eos_token_id],
         **{"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0},
     )
     return FrozenModel(model, trainer)
@@ -75,3 +76,11 @@ def test_a_checkpoint_ends_its_turn(frozen: FrozenModel) -> None:
         frozen._model.lm_head.weight[end] = frozen._model.lm_head.weight.sum(0) * 50
     completions = frozen.sample([[65] * 4, [66] * 9, [67]], "0/0", range(3), 30)
     assert all(end not in one[:-1] for one in completions)
+
+
+def test_a_checkpoint_ends_its_turn_with_any_token_that_ends_the_policys(frozen: FrozenModel) -> None:
+    ends = set(range(0, 240, 2))
+    frozen._trainer.eos_token_ids = [*frozen._trainer.eos_token_ids, *sorted(ends)]
+    completions = frozen.sample([[65 + row] * 4 for row in range(16)], "0/0", range(16), 60)
+    assert all(one[-1] in frozen._trainer.eos_token_ids and not ends & set(one[:-1]) for one in completions)
+    assert len({len(one) for one in completions}) > 1

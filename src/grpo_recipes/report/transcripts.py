@@ -54,15 +54,19 @@ def transcript_of(sample: Mapping[str, Any]) -> Transcript | None:
     seat = _seat(_mapping(episode.get("info")))
     infos = [_mapping(turn.get("info")) for turn in turns]
     for turn, given in zip(turns, infos, strict=True):
-        worth: Facts = [("reward", _shown(turn["reward"]))] if "reward" in turn else []
+        worth: Facts = [(name, _shown(turn[name])) for name in ("reward", "advantage") if name in turn]
         worth += [(name, _shown(one)) for name, one in given.items() if name not in _OF_THE_SEAT]
         said += [Said(POLICY, turn.get("action"), seat, worth), *_messages(turn.get("messages"))]
         seat = _seat(given) or seat
-    last: Mapping[str, Any] = infos[-1] if infos else {}
+    over = not turns and "reward" in episode  # before the policy's first turn
+    last = infos[-1] if infos else _mapping(episode.get("info")) if over else {}
     facts: Facts = [("length", plural(len(turns), "turn"))]
+    facts += [("reward", _shown(episode["reward"]))] if over else []
     if "won" in last:
         won = number(last["won"])
         facts.append(("won", "yes" if won == 1 else "no" if won == 0 else _shown(last["won"])))
+    if over:
+        facts += [(name, _shown(one)) for name, one in last.items() if name not in (*_OF_THE_SEAT, "won")]
     trouble = f"failed: {episode['failed']}" if episode.get("failed") else ""
     if limit := episode.get("unfinished"):
         trouble = f"unfinished: no more room within {limit}"

@@ -124,13 +124,14 @@ class Episode:
         return messages
 
     def record(self) -> dict[str, Any]:
-        """Return the episode as ``samples.jsonl`` keeps it."""
+        """Return the episode as ``samples.jsonl`` keeps it; with a reward of its own where it began at its end."""
         first, *later = self.own_turns or [Turn([])]
         turns: list[dict[str, Any]] = [{"action": action} for action in self.own_actions]
         for turn, answer in zip(turns, later, strict=False):  # an environment that failed did not answer the last one
             turn |= {"reward": answer.reward, "info": answer.info, "messages": answer.messages}
         ended = {"unfinished": self.unfinished, "failed": self.failed}
         begun = {"environment": self.spec, "seed": self.seed, "messages": first.messages, "info": first.info}
+        begun |= {"reward": first.reward} if first.done else {}
         return begun | {"turns": turns} | {name: why for name, why in ended.items() if why}
 
 

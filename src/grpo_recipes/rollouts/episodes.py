@@ -5,13 +5,15 @@ turns stay as they were sampled: the text between them is tokenized alone and ap
 it out of the loss, of log-probs and of their metrics. The environments run in child processes with limits.
 """
 
+import hashlib
+import json
 import math
 import os
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,12 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from grpo_recipes.attributes import replaced
+from grpo_recipes.environments.libraries import LIBRARIES
 from grpo_recipes.environments.turns import BASE, POLICY, Message, Turn
 from grpo_recipes.errors import config_error, translate
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
-from grpo_recipes.recipe.registry import own_environments, turn_tokens
-from grpo_recipes.recipe.user_code import REWARD_COPIES, copy_path, split_spec
+from grpo_recipes.recipe.registry import environments_of, own_environments, turn_tokens
+from grpo_recipes.recipe.user_code import REWARD_COPIES, copy_path, source_path, split_spec
 from grpo_recipes.rewards.load import LimitRecords, key_of
 from grpo_recipes.rewards.score import Score
 from grpo_recipes.rollouts.episode import Episode, Side, Tokens, environment_pool
@@ -34,14 +37,25 @@ from grpo_recipes.rollouts.stage import PLAY
 
 _EPSILON = 1e-4  # added to a standard deviation, as in TRL
 _DUMMY: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
+_OTHER: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
 
 
 class Renderer:
-    """Render what an environment says into the tokens that the policy reads."""
+    """Render what an environment says into the tokens that the policy reads.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None):
+    ``stops`` are the tokens at which sampling ends a turn, beside the tokenizer's own.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None, stops: Iterable[int] = ()
+    ):
         self._tokenizer, self._kwargs = tokenizer, template_kwargs or {}
-        self.eos = tokenizer.eos_token_id
+        self._stops = {tokenizer.eos_token_id, *stops}
+
+    def text(self, ids: Tokens) -> str:
+        """Return what a sampled turn says, without the token that ended it."""
+        said = ids[:-1] if ids and ids[-1] in self._stops else ids
+        return str(self._tokenizer.decode(said, skip_special_tokens=True))
 
     def prompt(self, turn: Turn) -> Tokens:
         """Return the tokens of an environment's first turn, with the tools that the policy may call."""
@@ -51,18 +65,38 @@ class Renderer:
             raise config_error("chat_template", what, "add a chat_template that shows tools, or take another model")
         return ids
 
-    def between(self, messages: list[Message], cut: bool) -> Tokens:
-        """Return the tokens between two turns of the policy; the first was ``cut`` if it did not end by itself.
+    def between(self, messages: list[Message], said: Tokens) -> Tokens:
+        """Return the tokens between a turn of the policy, ``said``, and its next one.
 
-        ConfigError where the template renders what came before in another way once more follows.
+        They begin with the template's end of a turn where the turn does not end with it, since it was cut. ConfigError
+        where the template renders what came before in another way once more follows.
         """
-        before, after = self._render(_DUMMY, False), self._render([*_DUMMY, *messages], True)
-        if self.eos in before:  # else the template ends a turn with another token
-            before = before[: len(before) - before[::-1].index(self.eos)]
+        before, end = self._turn
+        after = self._render([*_DUMMY, *messages], True)
         if after[: len(before)] != before:
             what = "the template changes earlier turns once more messages follow, so sampled tokens would not be kept"
             raise config_error("chat_template", what, "add a chat_template that only appends")
-        return ([self.eos] if cut else []) + after[len(before) :]
+        return ([] if said[-1:] == [end] else [end]) + after[len(before) :]
+
+    def end(self) -> int:
+        """Return the token that ends a turn in the template; ConfigError where sampling does not stop at it."""
+        return self._turn[1]
+
+    @cached_property
+    def _turn(self) -> tuple[Tokens, int]:
+        """A turn of the policy as the template renders it, up to and with the token that ends it, and that token."""
+        turn, other = self._render(_DUMMY, False), self._render(_OTHER, False)
+        tail = _common_end(turn, other)  # what comes after the text
+        if not tail:
+            return turn, self._tokenizer.eos_token_id
+        place = next((place for place, token in enumerate(tail) if token in self._stops), None)
+        if place is None:
+            what = f"the template ends a turn with {self._tokenizer.decode(tail)!r}, at which sampling does not stop"
+            fix = (
+                f"add a chat_template that ends it with {self._tokenizer.eos_token}, or name its token as eos_token_id"
+            )
+            raise config_error("chat_template", what, f"{fix} in the model's generation_config.json")
+        return turn[: len(turn) - len(tail) + place + 1], tail[place]
 
     def _render(self, messages: list[Message], generation: bool, **how: Any) -> Tokens:
         fix = "write a chat_template that can, or use environments without these roles"
@@ -86,9 +120,11 @@ class Episodes:
         self.played: list[Episode] = []  # the rank's rows of the last batch
         self.records: list[dict[str, Any]] = []  # of the last batch to train on, over all ranks
         copies = run_dir / REWARD_COPIES
-        own = [spec for spec in own_environments(partial(getattr, script_args)) if split_spec(spec)[0].endswith(".py")]
-        self._specs = {spec: f"{copy_path(spec, copies)}:{split_spec(spec)[1]}" for spec in own}
+        self._own = own_environments(partial(getattr, script_args))
+        files = [spec for spec in self._own if split_spec(spec)[0].endswith(".py")]
+        self._specs = {spec: f"{copy_path(spec, copies)}:{split_spec(spec)[1]}" for spec in files}
         self._records = LimitRecords(copies / f"episodes_{os.environ.get('RANK', '0')}.jsonl")
+        self._labels = labels_of(environments_of(partial(getattr, script_args)))
         self._opponents = Opponents()
         self._pool = environment_pool(partial(getattr, script_args), copies)
         self._pool.start()
@@ -111,7 +147,7 @@ class Episodes:
             Episode(first + place, row["environment"], row["arguments"], row["seed"])
             for place, row in enumerate(self._rows)
         ]
-        renderer = Renderer(trainer.processing_class, trainer.chat_template_kwargs)
+        renderer = renderer_for(trainer)
         self._advance(episodes, trainer)
         for episode in episodes:
             self._read(episode, renderer)
@@ -137,14 +173,14 @@ class Episodes:
 
     def go_on(self, active: Sequence[Episode], sampled: Sequence[Tokens], trainer: Any) -> None:
         """Take episodes of ``enter`` one turn further; ``sampled`` has the turns of those whose mover has room."""
-        turns = iter(sampled)
+        turns, renderer = iter(sampled), renderer_for(trainer)
         for episode in active:
             ids = list(next(turns)) if episode.mover else []
-            episode.write(ids, None, trainer.processing_class.decode(ids, skip_special_tokens=True))
+            episode.write(ids, None, renderer.text(ids))
         self._advance_here(active, trainer)
 
     def _advance_here(self, episodes: Sequence[Episode], trainer: Any) -> None:
-        renderer = Renderer(trainer.processing_class, trainer.chat_template_kwargs)
+        renderer = renderer_for(trainer)
         for episode, score in zip(episodes, self._scores(episodes, None, lambda: False), strict=True):
             episode.take(score)
             self._read(episode, renderer)
@@ -162,7 +198,7 @@ class Episodes:
                 side = Side(ids, 0 if longest is not None and len(ids) > longest else most)
                 episode.opponents[turn.seat] = side
             else:
-                side.ids += renderer.between(turn.messages, cut=side.ids[-1:] != [renderer.eos])
+                side.ids += renderer.between(turn.messages, side.ids)
             side.speechless = len(side.ids) + self.turn_tokens > side.most
             return
         if not episode.prompt_ids:
@@ -171,13 +207,12 @@ class Episodes:
                 tokens = len(episode.prompt_ids)
                 episode.failed = f"its first observation has {tokens} tokens, more than max_prompt_length"
             return
-        between = renderer.between(turn.messages, cut=episode.ids[-1:] != [renderer.eos])
-        room = self._args.max_completion_length - len(episode.ids) - len(between)
         if len(episode.own_actions) == self._script.environment_max_turns:
             episode.unfinished = "environment_max_turns"
-        elif room < self.turn_tokens:
+            return
+        between = renderer.between(turn.messages, episode.ids)
+        if self._args.max_completion_length - len(episode.ids) - len(between) < self.turn_tokens:
             episode.unfinished = "max_completion_length"
-        if episode.unfinished:
             return
         episode.ids += between
         episode.logprobs += [0.0] * len(between)
@@ -197,9 +232,9 @@ class Episodes:
                 sampled, logprobs = self._sample(prompts, rows, most, name, trainer)
         else:
             sampled = self._opponents.frozen(mover, trainer).sample(prompts, name, rows, self.turn_tokens)
-        decode = partial(trainer.processing_class.decode, skip_special_tokens=True)
+        renderer = renderer_for(trainer)
         for episode, ids, of_ids in zip(episodes, sampled, logprobs or [None] * len(episodes), strict=False):
-            episode.write(list(ids), of_ids, decode(ids))
+            episode.write(list(ids), of_ids, renderer.text(list(ids)))
 
     def _sample(self, prompts: list[Tokens], rows: list[int], most: int, name: str, trainer: Any) -> Any:
         """Sample with TRL's sampler, as many rows on every rank, since some ways to sample need that."""
@@ -234,7 +269,7 @@ class Episodes:
             "episode": [f"{self._name}/{one.row}" for one in episodes],
             "seen": [one.seen for one in episodes],
         }
-        keys = [key_of((one.spec, one.arguments, one.seed), {"actions": one.actions}) for one in episodes]
+        keys = [key_of(self._identity(one), {"actions": one.actions}) for one in episodes]
         known = {place: self._records.known(key, 0) for place, key in enumerate(keys)}
         called = [place for place in range(len(episodes)) if known[place] is None]
         asked = {name: [values[place] for place in called] for name, values in columns.items()}
@@ -244,6 +279,18 @@ class Episodes:
             known[place] = score
             self._records.add(keys[place], 0, score)
         return [score for score in known.values() if score is not None]
+
+    def _identity(self, episode: Episode) -> tuple[Any, ...]:
+        """Return what a limit that an episode meets depends on beside the actions: its code and the limits themselves.
+
+        Its row of its generation is among them, since the same call may end in time in another one. The generation's
+        number, which ``LimitRecords`` asks for, would say nothing more.
+        """
+        spec = self._specs.get(episode.spec, episode.spec)
+        path = source_path(spec) if episode.spec in self._own else None
+        code = hashlib.sha256(path.read_bytes()).hexdigest() if path else ""
+        limits = self._pool.timeout, self._pool.memory_gib
+        return spec, code, *limits, episode.arguments, episode.seed, f"{self._name}/{episode.row}"
 
     def _output(self, trainer: Any) -> dict[str, Any]:
         """Return what TRL takes, and log what is known of the batch's episodes over all ranks."""
@@ -268,70 +315,118 @@ class Episodes:
 
     def reward(self, episode: Episode) -> float | None:
         """Return the sum of an episode's rewards, None where it has none."""
-        rule = self._script.environment_unfinished
-        if episode.failed or (episode.unfinished and rule == "unscored"):
+        if episode.failed or (episode.unfinished and self._script.environment_unfinished == "unscored"):
             return None
-        return 0.0 if episode.unfinished and rule == "zero" else math.fsum(turn.reward for turn in episode.turns)
+        return 0.0 if self._is_worthless(episode) else math.fsum(turn.reward for turn in episode.turns)
+
+    def turn_rewards(self, episode: Episode) -> list[float]:
+        """Return the rewards of the policy's turns, of an episode that has a reward."""
+        rewards = [turn.reward for turn in episode.own_turns[1:]]
+        return [0.0] * len(rewards) if self._is_worthless(episode) else rewards
+
+    def _is_worthless(self, episode: Episode) -> bool:
+        return bool(episode.unfinished) and self._script.environment_unfinished == "zero"
 
     def completions(self) -> list[list[Message]]:
         """Return the rank's episodes as TRL's completions: the messages after the first observation."""
         return [one.transcript()[len(one.opening) :] or [{"role": "assistant", "content": ""}] for one in self.played]
 
-    def turn_advantages(self, trainer: Any, output: dict[str, Any]) -> torch.Tensor | None:
-        """Return advantages per token, (B, T), of ``environment_credit: per_turn``: the rewards after each turn.
+    def turn_advantages(self, trainer: Any, output: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the advantages of ``environment_credit: per_turn``: per token, (B, T), and of the rows of all ranks.
 
-        They are compared with those of the same turn in the group's other episodes, wherever these were played.
+        A turn's is of the rewards from it on, compared with those of the same turn in the group's other episodes,
+        wherever these were played. A row's, for people, is the mean over its tokens. The records get each turn's.
         """
         if self._script.environment_credit != "per_turn":
             return None
-        own = [(one.row, self.reward(one), [turn.reward for turn in one.own_turns[1:]]) for one in self.played]
-        found = compared_turns(gather_object(own), trainer.num_generations)
+        weight = float(trainer.reward_weights[0])  # of the environment's reward, the only one
+        own = [(one.row, self.reward(one), [weight * worth for worth in self.turn_rewards(one)]) for one in self.played]
+        found = compared_turns(gather_object(own), trainer.num_generations, trainer.scale_rewards)
+        for row, record in enumerate(self.records):
+            for turn, said in enumerate(record["turns"]):
+                said |= {"advantage": round(found[row, turn], 4)} if (row, turn) in found else {}
         advantages_BT = torch.zeros(output["completion_ids"].shape)
+        means = []
         for place, one in enumerate(self.played):
-            for token, turn in enumerate(one.turn_ids):
-                advantages_BT[place, token] = found.get((one.row, turn), 0.0)
-        return advantages_BT.to(output["advantages"])
+            of_tokens = [found.get((one.row, turn), 0.0) for turn in one.turn_ids]
+            advantages_BT[place, : len(of_tokens)] = torch.tensor(of_tokens)
+            means.append(math.fsum(of_tokens) / max(1, sum(turn is not None for turn in one.turn_ids)))
+        return advantages_BT.to(output["advantages"]), torch.tensor(gather_object(means))
 
     def _log(self, trainer: Any) -> None:
         mode = "train" if trainer.model.training else "eval"
         if trainer.model.training and self._args.report_samples > 0:
             self.records = gather_object([one.record() for one in self.played])
-        rows = []
-        for one in self.played:
-            found = {**_numbers(one), "turns": float(len(one.own_actions))}
-            found |= {"unfinished": float(bool(one.unfinished)), "unscored": float(one.failed is not None)}
-            role, reward = one.turns[-1].info.get("role") if one.turns else None, self.reward(one)
-            if role is not None and reward is not None:
-                found[f"reward_{str(role).lower()}"] = reward
-            rows.append(found)
-        gathered = gather_object(rows)
+        gathered = gather_object([self._facts(one) for one in self.played])
         for name in dict.fromkeys(name for row in gathered for name in row):
             values = [row[name] for row in gathered if name in row]
             trainer._metrics[mode][f"episodes/{name}"].append(math.fsum(values) / len(values))
 
+    def _facts(self, episode: Episode) -> dict[str, float]:
+        """Return an episode's share in the metrics; those of roles and of several environments have names of theirs."""
+        found = {**_numbers(episode), "turns": float(len(episode.own_actions))}
+        found |= {"unfinished": float(bool(episode.unfinished)), "unscored": float(episode.failed is not None)}
+        role, reward = episode.turns[-1].info.get("role") if episode.turns else None, self.reward(episode)
+        if role is not None and reward is not None:
+            found[f"reward_{str(role).lower()}"] = reward
+        if label := self._labels.get((episode.spec, episode.arguments)):
+            known = {"reward": reward, **{name: found.get(name) for name in ("won", "legal")}}
+            found |= {f"{name}_{label}": value for name, value in known.items() if value is not None}
+        return found
+
+
+def renderer_for(trainer: Any) -> Renderer:
+    """Return the renderer of a trainer's template, which knows at which tokens its sampling stops."""
+    return Renderer(trainer.processing_class, trainer.chat_template_kwargs, trainer.eos_token_ids)
+
+
+def _common_end(one: Tokens, other: Tokens) -> Tokens:
+    """Return the tokens with which both end."""
+    pairs = zip(reversed(one), reversed(other), strict=False)
+    length = next((place for place, (mine, its) in enumerate(pairs) if mine != its), 0)
+    return one[len(one) - length :]
+
+
+def labels_of(environments: Sequence[tuple[str, dict[str, Any], float]]) -> dict[tuple[str, str], str]:
+    """Return what metrics call each of several environments, by name and arguments as JSON; nothing for one alone.
+
+    That is the name in its library or file, with its place in the mixture where another one has it too.
+    """
+    keys = list(dict.fromkeys((spec, json.dumps(given, sort_keys=True)) for spec, given, _ in environments))
+    short = [spec.partition(":")[2] if spec.partition(":")[0] in LIBRARIES else split_spec(spec)[1] for spec, _ in keys]
+    numbered = [name if short.count(name) == 1 else f"{name}_{place + 1}" for place, name in enumerate(short)]
+    return dict(zip(keys, numbered, strict=True)) if len(keys) > 1 else {}
+
 
 def compared_turns(
-    episodes: Sequence[tuple[int, float | None, list[float]]], group: int
+    episodes: Sequence[tuple[int, float | None, list[float]]], group: int, scale: str = "group"
 ) -> dict[tuple[int, int | None], float]:
     """Return the advantage of each turn: (row, turn) -> that of the rewards from the turn on, in its group.
 
-    ``episodes`` are (row, reward, rewards of the turns); those without a reward are left out.
+    ``episodes`` are (row, reward, rewards of the turns); those without a reward are left out. ``scale`` is TRL's
+    ``scale_rewards``: what is divided by, the standard deviation in the group or in the batch, or none.
     """
     found: dict[tuple[int, int | None], float] = {}
-    for number in {row // group for row, _, _ in episodes}:
-        scored = [(row, rewards) for row, reward, rewards in episodes if row // group == number and reward is not None]
-        for turn in range(max((len(rewards) for _, rewards in scored), default=0)):
-            to_come = {row: math.fsum(rewards[turn:]) for row, rewards in scored if len(rewards) > turn}
-            mean = statistics.fmean(to_come.values())
-            spread = statistics.stdev(to_come.values()) if len(to_come) > 1 else 0.0
-            found |= {(row, turn): (value - mean) / (spread + _EPSILON) for row, value in to_come.items()}
+    scored = [(row, rewards) for row, reward, rewards in episodes if reward is not None]
+    for turn in range(max((len(rewards) for _, rewards in scored), default=0)):
+        to_come = {row: math.fsum(rewards[turn:]) for row, rewards in scored if len(rewards) > turn}
+        for number in {row // group for row in to_come}:
+            same = {row: value for row, value in to_come.items() if row // group == number}
+            mean = statistics.fmean(same.values())
+            values = list((same if scale == "group" else to_come).values())
+            spread = statistics.stdev(values) if len(values) > 1 else 0.0
+            divisor = 1.0 if scale == "none" else spread + _EPSILON
+            found |= {(row, turn): (value - mean) / divisor for row, value in same.items()}
     return found
 
 
 def _numbers(episode: Episode) -> dict[str, float]:
-    """Return the numbers that the environment gave with its turns: their mean over the turns that have them."""
+    """Return the numbers that the environment gave with its turns: their mean over the turns that have them.
+
+    What it gives before any action counts where the episode was over then.
+    """
     found: dict[str, list[float]] = {}
-    for turn in episode.turns[1:]:
+    for turn in episode.turns if len(episode.turns) == 1 and episode.done else episode.turns[1:]:
         for name, value in turn.info.items():
             if isinstance(value, int | float) and math.isfinite(value):
                 found.setdefault(name, []).append(float(value))

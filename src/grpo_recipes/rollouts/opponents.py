@@ -51,14 +51,15 @@ class FrozenModel:
         tokenizer = self._trainer.processing_class
         batch = tokenizer.pad({"input_ids": list(prompts)}, padding_side="left", return_tensors="pt")
         batch = batch.to(self._model.device)
-        end = tokenizer.eos_token_id
+        ends = self._trainer.eos_token_ids
         config = GenerationConfig(
-            max_new_tokens=longest, do_sample=False, eos_token_id=end, pad_token_id=tokenizer.pad_token_id
+            max_new_tokens=longest, do_sample=False, eos_token_id=ends, pad_token_id=tokenizer.pad_token_id
         )
         processors = LogitsProcessorList([*self._truncation(), _Noise(seeds)])
         output = self._model.generate(**batch, generation_config=config, logits_processor=processors)
         found = [row.tolist() for row in output[:, batch["input_ids"].shape[1] :]]
-        return [row[: row.index(end) + 1] if end in row else row for row in found]
+        lengths = [next((place + 1 for place, token in enumerate(row) if token in ends), len(row)) for row in found]
+        return [row[:length] for row, length in zip(found, lengths, strict=True)]
 
     def _truncation(self) -> list[LogitsProcessor]:
         """Return the processors of the recipe's own temperature and truncation."""

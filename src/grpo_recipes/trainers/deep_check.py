@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from transformers import GenerationConfig
 from trl import TrlParser, get_peft_config
 
 from grpo_recipes import smoke
@@ -93,12 +94,13 @@ def _episodes(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -> list
     """Play an episode of each environment with one action alone, render it as the model reads it, and show it."""
     tokenizer = _tokenizer(recipe, args, model_args)
     renderer_of(recipe["chat_template"], tokenizer, recipe["chat_template_kwargs"])
-    renderer, seen = Renderer(tokenizer, recipe["chat_template_kwargs"]), []
+    renderer, seen = Renderer(tokenizer, recipe["chat_template_kwargs"], _stops(recipe, args, model_args)), []
+    end = [renderer.end()] if recipe["environment_max_turns"] > 1 else []
     for index, (spec, _, _) in enumerate(environments_of(recipe.__getitem__)):
         turns = list(turns_of(recipe, index, 0, lambda _: _ANSWER))
         tokens = len(renderer.prompt(turns[0]))
-        for turn in turns[1:]:
-            tokens += len(renderer.between(turn.messages, cut=False)) if not turn.done else 0
+        for turn in turns[1:-1]:  # the policy does not read the last one
+            tokens += len(renderer.between(turn.messages, end))
         messages = [message for turn in turns for message in [*turn.messages, {"role": "policy", "content": _ANSWER}]]
         shown_turns = [f"  [{one['role']}] {one['content']}" for one in messages[:-1]]  # the last one was not played
         reward = sum(turn.reward for turn in turns)
@@ -114,6 +116,18 @@ def _tokenizer(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -> Any
         if _is_smoke(recipe):
             return smoke.build_tokenizer(mafia=recipe["model_name_or_path"] == "smoke:mafia")
         return load_tokenizer(model_args, args)
+
+
+def _stops(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -> list[int]:
+    """Return the tokens at which sampling stops beside the tokenizer's own: those of the generation config."""
+    if _is_smoke(recipe):
+        return []
+    folder = Path(str(model_args.model_name_or_path))
+    if (folder / "generation_config.json").is_file():
+        config = GenerationConfig.from_pretrained(folder)
+    else:
+        config = skeleton(model_args, args.trust_remote_code).generation_config
+    return [config.eos_token_id] if isinstance(config.eos_token_id, int) else config.eos_token_id or []
 
 
 def _prompts(recipe: Recipe, rows: list[dict[str, Any]], args: GRPOConfig, model_args: ModelConfig) -> list[str]:

@@ -170,19 +170,24 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def weigh(self, output: dict[str, Any]) -> torch.Tensor | None:
         """Weigh: return advantages, (P, G), for TRL's ``output`` on all ranks, whose rows are in order; None: TRL's."""
-        if self.episodes is not None and (advantages_BT := self.episodes.turn_advantages(self, output)) is not None:
-            output["advantages"] = advantages_BT
+        if self.episodes is not None and (found := self.episodes.turn_advantages(self, output)) is not None:
+            output["advantages"], rows_B = found
+            self._show_advantages(rows_B)
         return None
 
     def _replace_advantages(self, output: dict[str, Any], advantages_B: torch.Tensor) -> None:
-        """Train on these advantages, and show them in samples and TRL's tables of completions."""
+        """Train on these advantages of all ranks, and show them."""
         stock = output["advantages"]
         start = self.accelerator.process_index * len(stock)
         output["advantages"] = advantages_B[start : start + len(stock)].to(stock)
+        self._show_advantages(advantages_B.to(stock))
+
+    def _show_advantages(self, advantages_B: torch.Tensor) -> None:
+        """Show these advantages of all ranks in samples and TRL's tables of completions."""
         logged = self._logs["advantages"]
         for _ in range(min(len(advantages_B), len(logged))):  # the generation's, which TRL has just appended
             logged.pop()
-        logged.extend(advantages_B.to(stock).tolist())
+        logged.extend(advantages_B.tolist())
 
     # --- update ----------------------------------------------------------------------------------------------------
 
