@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,7 +47,9 @@ class LocalClient(SharedClient):
         self.worker, self.asked, self._model, self._apart, self._epoch = worker, [], None, [], 1
         self._gpu = None
         self._args, self.checksum_error, self._sync, self._stops = (
-            SimpleNamespace(weight_guard=weight_guard, use_cpu=True),
+            SimpleNamespace(
+                weight_guard=weight_guard, use_cpu=True, weight_sync_timeout=600.0, server_request_timeout=1800.0
+            ),
             None,
             0,
             0,
@@ -206,6 +209,23 @@ def test_the_server_finishes_its_requests_before_a_step_and_waits_for_its_end(cl
     callback.on_optimizer_step(None, None, None)
     assert client.asked == ["pause wait", "resume"]
     assert len(metrics["shared/pause_seconds"]) == 2  # a step each
+
+
+@pytest.mark.parametrize("other", [5.0, 0.2], ids=["the-limit-of-a-sync", "the-limit-of-a-request"])
+def test_a_request_that_does_not_end_ends_the_run_within_the_limit_of_a_sync(connect, server, other):
+    client = connect(client=SharedClient, weight_sync_timeout=0.4, server_request_timeout=other)
+    client._model = Trained()
+    (client._run_dir / "processes/server_state.json").write_text('{"epoch": 1, "state": "ready"}')  # of a launcher
+    server.delay = 2.0
+    limit, key = ("0.4", "weight_sync_timeout") if other > 1 else ("0.2", "server_request_timeout")
+    said = rf"did not answer /pause\?mode=wait within {limit} s \({key}\): 'shared' waits before each step .* not end$"
+    began = time.monotonic()
+    with pytest.raises(ServerError, match=said):
+        client.drain()
+    with pytest.raises(ServerError, match=r"did not answer /resume within"):
+        client._state_file.unlink()  # without a launcher nobody is waited for
+        client.release()
+    assert time.monotonic() - began < 2
 
 
 def test_a_row_tells_how_long_the_server_was_waited_for(client, monkeypatch):

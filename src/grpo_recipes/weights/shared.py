@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
+from grpo_recipes.errors import translate
 from grpo_recipes.server.plugin import gpu_of, imported, mapped_memory, own_rows, tensor_in
 from grpo_recipes.weights.client import BridgeClient, in_thread
 from grpo_recipes.weights.guard import checksum_error, differing, sent_fingerprint
-from grpo_recipes.weights.transport import ServerError
+from grpo_recipes.weights.transport import ServerError, ServerLate
 
 PAUSE = "shared/pause_seconds"  # in metrics.jsonl
 
@@ -95,14 +96,22 @@ class SharedClient(BridgeClient):
         """Let the server finish what it has, and hold back what comes."""
         if self._model is not None:
             with self._excused_when_stopping():
-                self._through_restarts(partial(self.pause, "wait"))
+                self._through_restarts(self._finish_requests)
+
+    def _finish_requests(self) -> None:
+        """Pause the server once it has no request left; ServerError where that takes longer than a sync may."""
+        keys = ("weight_sync_timeout", "server_request_timeout")
+        limit, key = min((getattr(self._args, key), key) for key in keys)
+        cause = "'shared' waits before each step until the server has no request left, and one does not end"
+        with translate(ServerLate, lambda error: ServerError(f"{error} ({key}): {cause}")):
+            self.pause("wait", timeout=limit)
 
     def release(self) -> None:
         """Let the server continue, with the new weights and without prefixes computed with the old ones."""
         if self._model is not None:
             self._finish_writing()
             with self._excused_when_stopping():
-                self._through_restarts(self.resume)
+                self._through_restarts(partial(self.resume, timeout=self._args.weight_sync_timeout))
 
 
 class _Drained(TrainerCallback):

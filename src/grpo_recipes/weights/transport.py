@@ -27,6 +27,10 @@ class ServerLost(ServerError):
     """The server died, hangs or lost its engine; the request may be repeated to the next one."""
 
 
+class ServerLate(ServerLost):
+    """The server did not answer within the time limit of the request."""
+
+
 class BadAnswer(ServerError):
     """A living server answered with an error, with nonsense, or not at all; asked again it may do better."""
 
@@ -50,7 +54,7 @@ class ServerAdapter(HTTPAdapter):
 
         def lost(error: BaseException) -> ServerError:
             if isinstance(error, requests.ReadTimeout):
-                return ServerLost(f"the vLLM server did not answer {path} within {limit:g} s")
+                return ServerLate(f"the vLLM server did not answer {path} within {limit:g} s")
             while cause := error.__cause__ or error.__context__:  # the operating system's own error comes last
                 error = cause
             kind = BadAnswer if self._healthy(request) else ServerLost
