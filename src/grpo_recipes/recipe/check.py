@@ -20,6 +20,7 @@ from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.modebench.dataset import COLUMNS, SCHEME, SPLITS, TASK_KEYS, TASKS, Settings, rows
 from grpo_recipes.paths import home, shown
 from grpo_recipes.recipe import BrokenKey, Recipe, in_order, learning, merge_recipe, rules
+from grpo_recipes.recipe.chat_template import template_problems
 from grpo_recipes.recipe.datafiles import (
     BUILDERS,
     LIVE_OBJECTS,
@@ -407,7 +408,7 @@ def _modebench_sizes(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
 
 _CHECKS: tuple[_Check, ...] = (
     _model, _rounded_away, _environments, _user_code, _reward_arguments, _handed_variables, _benchmarks, _training_data,
-    _evaluation_data, _modebench_sizes,
+    _evaluation_data, _modebench_sizes, template_problems,
 )  # fmt: skip
 
 # fmt: off

@@ -1,0 +1,177 @@
+"""Whether the model's chat template carries the roles and the tools of a recipe's environments.
+
+Pure: the template is rendered as transformers does, and read from the recipe or from a tokenizer's files that are here.
+"""
+
+import ast
+import contextlib
+import importlib.util
+import inspect
+import json
+import os
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from grpo_recipes import smoke
+from grpo_recipes.errors import Problem
+from grpo_recipes.paths import cache_root, newest_first
+from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.registry import environments_of
+
+# A template is code, which fails in other ways than by ``raise_exception`` too.
+_FAILURES = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+TOKENS = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
+_PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer", "description": "one"}}, "required": ["a"]}
+TOOL = {"type": "function", "function": {"name": "add", "description": "Add one.", "parameters": _PARAMETERS}}
+_WITH_TOOLS = ("ToolEnv", "MCPEnv", "SandboxEnv", "PythonEnv")  # how verifiers' classes with tools are called
+
+
+def template_problems(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield what the chat template leaves out of the environments, as far as both are known before a download."""
+    environments = [(spec, arguments) for spec, arguments, _ in environments_of(recipe.__getitem__)]
+    if not environments:
+        return
+    own = recipe["chat_template"]
+    templates = _of_model(recipe, environment) if own is None else {"default": own}
+    key = "model_name_or_path" if own is None else "chat_template"
+    if templates is None:
+        return
+    if "default" not in templates:
+        yield recipe.problem(key, "the model has no chat template", "add chat_template to the recipe")
+        return
+    tools = any(_has_tools(spec) for spec, _ in environments)
+    system = any(_system_prompt(spec, arguments) for spec, arguments in environments)
+    roles = ["user", "assistant", *["system"] * system, *["tool"] * tools]
+    if what := _refusal(templates, roles, tools, recipe["chat_template_kwargs"] or {}):
+        yield recipe.problem(key, what, "write a chat_template that does not")
+
+
+def _refusal(templates: Mapping[str, str], roles: list[str], tools: bool, kwargs: dict[str, Any]) -> str:
+    """Return the first role that has no part in what the templates render, or that tools have none."""
+
+    def render(template: str, role: str, text: str, **more: Any) -> str:
+        given = {"tools": None, "documents": None, "add_generation_prompt": True, **TOKENS, **kwargs, **more}
+        return read[template].render(messages=conversation(role, text), **given)
+
+    tried = ""
+    try:
+        read = {name: compiled(text) for name, text in templates.items()}
+        for role in roles:
+            tried = f"messages of the role {role}"
+            if render("default", role, "1") == render("default", role, "2"):
+                return f"the template leaves out {tried}"
+        tried = "the tools of an environment"
+        with_tools = "tool_use" if "tool_use" in read else "default"
+        if tools and render(with_tools, "user", "1", tools=[TOOL]) == render("default", "user", "1"):
+            return f"the template leaves out {tried}"
+    except TemplateSyntaxError as error:
+        return f"the template cannot be read: {error}"
+    except _FAILURES as error:
+        return f"the template refuses {tried}: {error}"
+    return ""
+
+
+def conversation(role: str, text: str) -> list[dict[str, str]]:
+    """Return a conversation in which a message of this role stands where environments have it."""
+    user, answer, said = ({"role": one, "content": "0"} for one in ("user", "assistant", role))
+    said["content"] = text
+    return {"user": [said], "assistant": [user, said, user], "system": [said, user], "tool": [user, answer, said]}[role]
+
+
+class _Generation(Extension):
+    """Read the tag ``generation``, which transformers has to mark what the assistant says."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Return what is inside, in a scope of its own."""
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
+def compiled(template: str) -> Template:
+    """Compile a template as transformers does (``chat_template_utils``), which takes seconds to import."""
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **how)
+
+    sandbox = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    sandbox.filters["tojson"] = tojson
+    sandbox.globals |= {"raise_exception": raise_exception, "strftime_now": lambda form: datetime.now().strftime(form)}
+    return sandbox.from_string(template)
+
+
+# --- what a model's files and an environment's code say ---------------------------------------------------------------
+
+
+def _of_model(recipe: Recipe, environment: Mapping[str, str]) -> dict[str, str] | None:
+    """Return the templates of the model's tokenizer by name; None where its files are not on this machine."""
+    model = recipe["model_name_or_path"] or ""
+    if not model:
+        return None
+    if model.startswith(smoke.SMOKE_SCHEME):
+        return {"default": smoke.CHAT_TEMPLATE}
+    folder = Path(os.path.expanduser(model))
+    folder = folder if folder.is_dir() else _snapshot(model, recipe["model_revision"], environment)
+    config = folder / "tokenizer_config.json"
+    if not config.is_file():
+        return None
+    files = [folder / "chat_template.jinja", *folder.glob("additional_chat_templates/*.jinja")]
+    named = {"default" if file.parent == folder else file.stem: file.read_text() for file in files if file.is_file()}
+    found: Any = []
+    with contextlib.suppress(ValueError):  # a damaged file is reported when the tokenizer is loaded
+        found = json.loads(config.read_text()).get("chat_template") or []
+    found = [{"name": "default", "template": found}] if isinstance(found, str) else found
+    return named or {one["name"]: one["template"] for one in found}
+
+
+def _snapshot(model: str, revision: str, environment: Mapping[str, str]) -> Path:
+    """Return the folder where the hub's client keeps a model, the newest where it has no name for the revision."""
+    home = environment.get("HF_HOME") or cache_root(environment) / "huggingface"
+    kept = Path(environment.get("HF_HUB_CACHE") or Path(home, "hub"), f"models--{model.replace('/', '--')}")
+    named = kept / "refs" / revision
+    commit = kept / "snapshots" / (named.read_text().strip() if named.is_file() else revision)
+    newest = newest_first(kept.glob("snapshots/*"))
+    return commit if commit.is_dir() else next(iter(newest), commit)
+
+
+def _system_prompt(spec: str, arguments: Mapping[str, Any]) -> str:
+    """Return the system prompt of a library's environment, the class's own where none is given."""
+    kind, _, name = spec.partition(":")
+    if kind not in ("reasoning_gym", "verifiers"):
+        return ""
+    default = None
+    if kind == "verifiers" and importlib.util.find_spec(kind):
+        from grpo_recipes.environments.verifiers_tasks import own_class
+
+        made = own_class(name)
+        parameter = inspect.signature(made).parameters.get("system_prompt") if made else None
+        default = parameter.default if parameter else None
+    return str(arguments.get("system_prompt", default) or "")
+
+
+def _has_tools(spec: str) -> bool:
+    """Return whether a package of verifiers' names one of its classes with tools; the code is read and not run."""
+    kind, _, name = spec.partition(":")
+    module = name.replace("-", "_").split("/")[-1]
+    found = importlib.util.find_spec(module) if kind == "verifiers" and module.isidentifier() else None
+    if found is None or not found.origin or not found.origin.endswith(".py"):
+        return False
+    files = Path(found.origin).parent.rglob("*.py") if found.submodule_search_locations else [Path(found.origin)]
+    with contextlib.suppress(SyntaxError):  # reported when the environment is loaded
+        trees = (ast.walk(ast.parse(file.read_text())) for file in files)
+        names = (getattr(node, "attr", getattr(node, "id", "")) for tree in trees for node in tree)
+        return any(str(one).endswith(_WITH_TOOLS) for one in names)
+    return False
