@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,9 @@ def pool() -> Iterator[RewardPool]:
 
 
 def moved(
-    pool: RewardPool, seen: list[str], actions: list[list[str]], kind: str = "Wild", name: str = "g", **arguments: Any
-) -> list[Score]:
+    pool: RewardPool, seen: list[str], actions: list[list[str]], kind: str = "Wild", name: str = "g",
+    stopped: Callable[[], bool] = lambda: False, **arguments: Any,
+) -> list[Score]:  # fmt: skip
     """Take episodes one turn further, whose turns so far ended with ``seen``."""
     rows = range(len(actions))
     columns = {
@@ -43,7 +45,7 @@ def moved(
         "episode": [f"{name}/{row}" for row in rows],
         "seen": [digest(one) for one in seen],
     }
-    return pool.score(PLAY, actions, columns, names=columns["episode"])
+    return pool.score(PLAY, actions, columns, stopped=stopped, names=columns["episode"])
 
 
 def played(pool: RewardPool, actions: list[list[str]], **arguments: Any) -> list[list[Score]]:
@@ -71,6 +73,43 @@ def test_a_death_fails_one_episode_and_the_others_are_played_again(pool: RewardP
     for row in set(range(8)) - {3}:
         assert [one[row].value for one in turns] == [one[row].value for one in without]
     assert len((tmp_path / "resets").read_text().splitlines()) > 8
+
+
+def test_an_episode_that_grows_fails_and_the_others_are_played_again() -> None:
+    with RewardPool(PLAY, workers=1, timeout=20.0, memory_gib=0.75, valid=is_text) as pool:
+        turns = played(pool, [["a", "g" if row == 0 else "b"] for row in range(4)], exactly=9, name="grows")
+    assert [score.reason for score in turns[-1]] == ["memory limit", None, None, None]
+
+
+def test_a_slow_episode_is_played_again_within_its_turns_limits() -> None:
+    actions = [["s", "s", "s", "k" if row == 0 else "s"] for row in range(3)]
+    with RewardPool(PLAY, workers=1, timeout=1.0, valid=is_text) as pool:
+        moved(pool, ["warm"], [[]])
+        turns = played(pool, actions, exactly=9, name="slow")
+    assert [score.reason for score in turns[-1]] == ["its process died (SIGKILL, perhaps out of memory)", None, None]
+
+
+def test_an_episode_that_hangs_when_it_is_played_again_fails() -> None:
+    with RewardPool(PLAY, workers=1, timeout=1.0, valid=is_text) as pool:
+        moved(pool, ["warm"], [[]])
+        first, _ = moved(pool, ["", ""], [[], []], name="again")
+        seen = [first.value or ""] * 2
+        first, _ = moved(pool, seen, [["s"], ["k"]], name="again", exactly=9)
+        (again,) = moved(pool, [first.value or ""], [["h", "s"]], name="again", exactly=9)
+    assert again.reason == "time limit" and 2.0 <= again.seconds < 20.0
+
+
+def test_an_episode_is_played_on_whichever_child_has_it() -> None:
+    with RewardPool(PLAY, workers=1, timeout=2.0, valid=is_text) as pool:
+        assert played(pool, [["k"]], name="dies")[-1][0].by_limit
+        deadline = time.monotonic() + 60
+        while len(pool._children) < 2 or not all(child.ready for child in pool._children):
+            pool._listen(0.1)
+            assert time.monotonic() < deadline
+        (first,) = moved(pool, [""], [[]], name="home")
+        pool._children.reverse()  # as where the spare child was ready first
+        (second,) = moved(pool, [first.value or ""], [["a"]], name="home", stopped=lambda: time.monotonic() > deadline)
+    assert second.reason is None
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,10 @@ class Wild(Sums):
         match action[:1]:
             case "k":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "s":
+                time.sleep(0.4)
+            case "g":
+                self._grown = bytearray(1 << 30)
             case "h":
                 time.sleep(600)
             case "r":

@@ -82,7 +82,9 @@ class RewardPool:
         self._memory, self._concurrency, self._environment = int(memory_gib * 2**30), concurrency, tuple(environment)
         self._setup = (self._memory, copies, rewards, concurrency, self._environment, frozenset(os.environ), network)
         self._rewards, self._names, self._valid = rewards, ", ".join(rewards), valid
-        self._homes: dict[str, _Child] = {}  # the child that has what was called by a name before, by that name
+        # By the names of rows: the child that has what was called before, and how many calls were answered.
+        self._homes: dict[str, _Child] = {}
+        self._calls: dict[str, int] = {}
         self._paces = {reward: _Pace(_FIRST_CALL_SECONDS) for reward in rewards}
         self._children: list[_Child] = []  # those that work, or load
         self._wanted = self.workers  # children; one more is kept ready after the first was replaced
@@ -139,8 +141,8 @@ class RewardPool:
         ``completions`` are (B,) texts or lists of chat messages, ``columns`` the other arguments of the reward, (B,)
         each. With more unscored completions than ``give_up_after``, or once ``stopped``, which is asked a few times a
         second, the rest is not called. A row is called where the one of its name in ``names`` was called before, while
-        that child lives. RewardFailed where the reward cannot be loaded, or a column cannot be sent to
-        another process.
+        that child lives; another child, which has to repeat what the calls before did, gets their time too.
+        RewardFailed where the reward cannot be loaded, or a column cannot be sent to another process.
         """
         kept = taken({**(columns or {}), "completions": completions}, self.takes[reward])
         for name, values in kept.items():
@@ -150,17 +152,17 @@ class RewardPool:
         most = len(completions) if give_up_after is None else give_up_after
         self._called_by = names or []
         self._homes = {name: self._homes[name] for name in self._called_by if name in self._homes}
+        self._calls = {name: self._calls.get(name, 0) for name in self._called_by}
         self.asked, self._todo, self._alone = len(completions), deque(range(len(completions))), set()
         self.scores, self._unscored = {}, 0
         self._listen(0.0)  # to what happened since the last call
         try:
             while len(self.scores) < len(completions) and self._unscored <= most and not stopped():
-                idle = [child for child in self._children if child.ready and not child.rows]
-                for child in idle[: self.workers - len(self._busy())]:
-                    if rows := self._next_rows(child, reward):
-                        more = 0.0 if reward in child.called else self._paces[reward].more_for_first
+                for child in [child for child in self._children if child.ready and not child.rows]:
+                    if len(self._busy()) < self.workers and (rows := self._next_rows(child, reward)):
                         columns = [{name: values[row] for name, values in kept.items()} for row in rows]
-                        child.call(reward, rows, columns, self.timeout + more)
+                        child.call(reward, rows, columns, self._limit(child, reward, rows[0]))
+                        self._homes |= {self._called_by[row]: child for row in rows if self._called_by}
                 self._listen(_TICK_SECONDS)
                 self._enforce()
         finally:
@@ -174,12 +176,20 @@ class RewardPool:
         if reward not in child.called:
             at_once = 1
         rows = list(itertools.islice(self._open_to(child), min(-(-len(self._todo) // self.workers), at_once)))
-        rows = [row for row in rows if row in self._alone][:1] or rows
+        rows = [row for row in rows if row in self._alone or self._to_repeat(child, row)][:1] or rows
         for row in rows:
             self._todo.remove(row)
-            if self._called_by:
-                self._homes[self._called_by[row]] = child
         return rows
+
+    def _limit(self, child: _Child, reward: str, row: int) -> float:
+        """Return the seconds that a child has for a row."""
+        more = 0.0 if reward in child.called else self._paces[reward].more_for_first
+        return self.timeout * (1 + self._to_repeat(child, row)) + more
+
+    def _to_repeat(self, child: _Child, row: int) -> int:
+        """Return how many calls of a row's name this child does not have, and has to repeat."""
+        name = self._called_by[row] if self._called_by else None
+        return 0 if name is None or self._homes.get(name) is child else self._calls[name]
 
     def _open_to(self, child: _Child) -> Iterator[int]:
         """Yield the rows to hand out but for those that another child that lives has called by name before."""
@@ -264,7 +274,10 @@ class RewardPool:
     def _enter(self, child: _Child, score: Score, at_fault: bool = False) -> None:
         """Enter the score of the row that a child was at; a child at a limit that it did not keep is replaced."""
         if child.rows:
-            self.scores[child.rows.pop(0)] = score
+            row = child.rows.pop(0)
+            self.scores[row] = score
+            if self._called_by:
+                self._calls[self._called_by[row]] += 1
         self._unscored += score.unscored
         self._paces[child.reward].add(score, child.reward not in child.called)
         child.called.add(child.reward)
