@@ -79,12 +79,12 @@ class Worker:
         config = SimpleNamespace(parallel_config=parallel, model_config=None)
         self.engine = NCCLWeightTransferEngine(None, config, torch.device("cpu"), self)
 
-    def begin(self, fails_at: int = -1, drops: bool = False, keeps_sync: bool = False) -> None:
-        """Forget all weights; from now on the model raises at the buffer ``fails_at``, or drops what comes.
+    def begin(self, fails_at: int = -1, stands_at: int = -1, drops: bool = False, keeps_sync: bool = False) -> None:
+        """Forget all weights; from now on the model raises, or stands still, at that buffer, or drops what comes.
 
         With ``keeps_sync`` it does not note the number of the sync.
         """
-        self.sync, self.keeps_sync = 0, keeps_sync
+        self.sync, self.keeps_sync, self.stands_at = 0, keeps_sync, stands_at
         self.held = {name: torch.zeros_like(tensor) for name, tensor in PARAMETERS.items()}
         self.loads: list[list[str]] = []  # names, by buffer
         self.fails_at, self.drops = fails_at, drops
@@ -93,6 +93,8 @@ class Worker:
         """Take what vLLM's engine unpacked from a buffer."""
         if len(self.loads) == self.fails_at:
             raise ValueError("this worker takes no more")
+        if len(self.loads) == self.stands_at:
+            threading.Event().wait()
         self.loads.append([name for name, _ in pairs])
         self.held.update({} if self.drops else {name: tensor.clone() for name, tensor in pairs})
 

@@ -18,6 +18,7 @@ pytest.importorskip("vllm")
 
 from grpo_recipes.launch import monitor
 from grpo_recipes.launch.monitor import Monitor
+from grpo_recipes.weights.client import in_thread
 from grpo_recipes.weights.nccl import NcclClient
 from grpo_recipes.weights.transport import BadAnswer, ServerError
 from weights import nccl_sides
@@ -61,11 +62,13 @@ def environment(**more: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[Callable[[int], Server]]:
-    """``servers(WORKERS)``: a server of so many workers; each is started once, for a start takes seconds."""
+    """``servers(WORKERS)``: a server of so many workers; each is started once while it lives: a start takes seconds."""
     started: dict[int, Server] = {}
 
     def of(workers: int) -> Server:
-        return started.setdefault(workers, started.get(workers) or Server(workers))
+        if workers not in started or started[workers].process.poll() is not None:
+            started[workers] = Server(workers)
+        return started[workers]
 
     yield of
     for one in started.values():
@@ -171,6 +174,26 @@ def test_a_worker_that_fails_leaves_a_reason_though_the_collective_waits_for_it(
     assert steps(seen.calls) == [START, UPDATE]
     assert seen.loads == [BUFFERS[: fault.get("fails_at", 0)]]
     assert said in next(line for line in capfd.readouterr().out.splitlines() if line.startswith("grpo: "))
+
+
+def test_a_server_that_is_killed_in_the_middle_of_a_transfer_ends_it_with_its_cause(client, server, capfd):
+    client.init_communicator("cuda")
+    server.order(stands_at=1)
+
+    def kill() -> None:
+        while server.seen().loads != [BUFFERS[:1]]:
+            time.sleep(0.05)
+        server.process.kill()
+        server.process.wait()
+
+    killed = in_thread(kill)
+    began = time.monotonic()
+    with pytest.raises((RuntimeError, ServerError)):  # gloo's, which sees the death at once, or the server's
+        send(client)
+    killed.result(timeout=10)
+    assert time.monotonic() - began < nccl_sides.GLOO_SECONDS / 2
+    said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("grpo: ")]
+    assert len(said) == 1 and "lost the connection to the vLLM server in /update_weights" in said[0]
 
 
 def test_a_server_without_the_transfer_is_refused_before_any_group(client, server, monkeypatch):
