@@ -13,6 +13,7 @@ import pytest
 
 from grpo_recipes.environments.libraries import library_problems
 from grpo_recipes.environments.turns import Turn
+from grpo_recipes.environments.verifiers_tasks import place
 from grpo_recipes.rollouts import stage
 from grpo_recipes.rollouts.environments import load_environment
 
@@ -21,6 +22,41 @@ from .played import needs, play, said
 pytestmark = pytest.mark.usefixtures("found")
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+
+
+def seed_of(row: int, rows: int) -> int:
+    """Return a seed to train on whose row is this one."""
+    return next(seed for seed in range(0, 10_000, 2) if place(seed, rows, False) == row)
+
+
+def asked(first: int, **arguments: int) -> set[int]:
+    """Return the numbers that are asked for with every second seed."""
+    found = set()
+    for seed in range(first, 600, 2):
+        env = load_environment("verifiers:sums-single", arguments)
+        found.add(int(env.reset(seed).messages[-1]["content"].partition("+")[0]))
+        env.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "trained", "held_out"),
+    [
+        ({"n": 4}, set(range(4)), set(range(4))),
+        ({"n": 9}, set(range(9)), set(range(9))),
+        ({"n": 10}, set(range(9)), {9}),
+        ({"n": 35}, set(range(35)) - {9, 19, 29}, {9, 19, 29}),
+        ({"n": 7, "evaluation": 3}, set(range(7)), {100, 101, 102}),
+        ({"n": 0, "evaluation": 20}, set(range(100, 120)) - {109, 119}, {109, 119}),
+    ],
+    ids=["few", "nine", "ten", "more", "two sets", "only one to evaluate on"],
+)
+def test_every_row_is_trained_on_or_evaluated_on(
+    arguments: dict[str, int], trained: set[int], held_out: set[int]
+) -> None:
+    needs("verifiers:x")
+    assert asked(0, **arguments) == trained
+    assert asked(1, **arguments) == held_out
 
 
 class Scripted:
@@ -35,7 +71,7 @@ class Scripted:
 
 
 @pytest.mark.parametrize(
-    ("name", "seed", "actions"),
+    ("name", "row", "actions"),
     [
         ("sums-single", 3, ["<answer>6</answer>"]),
         ("sums-single", 3, ["<answer>7</answer>"]),
@@ -52,19 +88,17 @@ class Scripted:
         ("group", 6, ["x", "2"]),
     ],
 )
-def test_scores_are_those_of_the_librarys_own_evaluation(name: str, seed: int, actions: list[str]) -> None:
+def test_scores_are_those_of_the_librarys_own_evaluation(name: str, row: int, actions: list[str]) -> None:
     needs("verifiers:x")
     import verifiers
 
     from grpo_recipes.environments.verifiers_tasks import _completion
 
-    env = load_environment(f"verifiers:{name}", {})
-    turns = play(env, seed, said(actions))
     library = verifiers.load_environment(name)
     rows = library.get_dataset()
-    row = dict(rows[seed % len(rows)])
+    turns = play(load_environment(f"verifiers:{name}", {}), seed_of(row, len(rows)), said(actions))
     client = Scripted([_completion(text, name == "sums-tool") for text in actions])
-    output = asyncio.run(library.run_rollout(row, client, "any", {}))  # type: ignore[arg-type]
+    output = asyncio.run(library.run_rollout(dict(rows[row]), client, "any", {}))  # type: ignore[arg-type]
     assert turns[-1].done and turns[-1].messages == []
     assert turns[-1].reward == output["reward"]
     assert {key: turns[-1].info[key] for key in output["metrics"]} == output["metrics"]
@@ -87,7 +121,7 @@ def test_verifiers_own_game_of_several_turns_is_scored_as_its_own_evaluation_doe
     row = dict(library.get_dataset()[3])
     others = [f"<guess>[{word}]</guess>" for word in WORDS if word != row["answer"]]
     for actions in ([others[0], f"<guess>[{row['answer']}]</guess>", "unused"], [*others, "no guess", "unused"]):
-        turns = play(load_environment("verifiers:word-game", args), 3, said(actions))
+        turns = play(load_environment("verifiers:word-game", args), seed_of(3, 8), said(actions))
         client = Scripted([_completion(text, False) for text in actions])
         output = asyncio.run(library.run_rollout(dict(row), client, "any", {}))  # type: ignore[arg-type]
         assert (turns[-1].reward, len(turns)) == (output["reward"], output["metrics"]["num_turns"] + 1)
@@ -109,7 +143,7 @@ def test_a_class_of_verifiers_is_played_unmodified_and_scored_as_its_own_evaluat
     said_all = [f"<answer>{answers[0]}</answer>", "<answer>no</answer>", answers[2], f"<answer>{answers[3]}</answer>"]
     client = Scripted([_completion(text, False) for text in said_all])
     found = asyncio.run(library.evaluate(client, "any", max_concurrent=1))  # type: ignore[arg-type]
-    ours = [play(env, seed, said([text]))[-1] for seed, text in enumerate(said_all)]
+    ours = [play(env, seed_of(row, 4), said([text]))[-1] for row, text in enumerate(said_all)]
     assert [turn.reward for turn in ours] == [one["reward"] for one in found["outputs"]]
     assert [turn.reward for turn in ours][::3] == [1.0, 1.0]
     assert library_problems("verifiers:ReasoningGymEnv", args) == []
@@ -150,7 +184,7 @@ def test_loading_one_leaves_the_signals_as_they_were() -> None:
 def turn_of(name: str, episode: str, actions: list[str]) -> Turn:
     """Take an episode one turn further, as a child process does."""
     seen = stage.digest("")
-    return stage.turn_of(stage.play([actions], [f"verifiers:{name}"], ["{}"], [1], [episode], [seen])[0])
+    return stage.turn_of(stage.play([actions], [f"verifiers:{name}"], ["{}"], [seed_of(1, 4)], [episode], [seen])[0])
 
 
 def test_finished_episodes_leave_no_open_files() -> None:

@@ -1,7 +1,7 @@
 """Make the smoke model of SecretMafia: ``python -m grpo_recipes.environments.smoke_games OUT_DIR`` (a minute or two).
 
-It sees games of a detective who plays a script, then games in which half of its moves were malformed or drawn without
-looking at the game, and so samples the script's moves about half of the time: GRPO has something to do.
+It learns from games of a detective who plays a script, and in the end its logits are divided by ``MAFIA_TEMPERATURE``:
+its most probable moves are then the script's, but it samples others often enough that GRPO has something to do.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 
-def _games(tokenizer: PreTrainedTokenizerFast, seed: int, wrong_share: float) -> list[tuple[list[int], list[int]]]:
-    """Return the tokens of games of SecretMafia and their labels, which leave out what the game says."""
+def _games(tokenizer: PreTrainedTokenizerFast, seed: int) -> list[tuple[list[int], list[int]]]:
+    """Return the tokens of scripted games of SecretMafia and their labels, which leave out what the game says."""
     game, rng, found = Game("SecretMafia-v0", smoke.MAFIA_GAME), random.Random(seed), []
     for number in range(smoke.MAFIA_GAMES):
         turn, ids, labels = game.reset(number), list[int](), list[int]()
         while not turn.done:
-            action = blind_move(rng) if rng.random() < wrong_share else game.scripted(rng)
+            action = game.scripted(rng)
             text = tokenizer.apply_chat_template(turn.messages, add_generation_prompt=True, tokenize=False)
             read: list[int] = tokenizer(text).input_ids
             written: list[int] = tokenizer(action + smoke.END).input_ids
@@ -41,12 +41,11 @@ def blind_move(rng: random.Random) -> str:
 
 
 def pretrain(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, phases: smoke.Phases) -> None:
-    """Train on games of each phase, whose moves alone have a part in the loss."""
+    """Train on games, whose moves alone have a part in the loss, then flatten what the model samples."""
     import torch
 
-    rng = random.Random(seed)
-    for steps, copies, wrong_share, lr, weight_decay in phases:
-        games = _games(tokenizer, seed, wrong_share)
+    rng, games = random.Random(seed), _games(tokenizer, seed)
+    for steps, copies, _, lr, weight_decay in phases:
         optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.98), weight_decay=weight_decay)
         for step in range(steps):
             optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / 20) * (1 - step / steps)
@@ -61,6 +60,8 @@ def pretrain(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: 
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
+    with torch.no_grad():
+        model.lm_head.weight /= smoke.MAFIA_TEMPERATURE
 
 
 if __name__ == "__main__":

@@ -13,9 +13,10 @@ import signal
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from grpo_recipes.environments.turns import Environment, Message, Noise, Turn, seeded
+from grpo_recipes.environments.turns import Environment, Message, Noise, Turn, derived, seeded
 from grpo_recipes.errors import config_error
 
+_HELD_OUT = 10  # of so many rows one is evaluated on, where all are of one dataset
 _TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
@@ -27,7 +28,6 @@ class VerifiersTask(Environment):
 
     def __init__(self, name: str, args: Mapping[str, Any]):
         self._env = _loaded(name, json.dumps(args, sort_keys=True))
-        self._rows = self._env.get_dataset() if self._env.dataset_source else self._env.get_eval_dataset()
         self._noise, self._loop = Noise(), _event_loop()
         self._rollout: asyncio.Task[Any] | None = None
         self.tools: list[dict[str, Any]] = []
@@ -37,7 +37,7 @@ class VerifiersTask(Environment):
         """Begin a rollout of the row of this seed, and return the messages that it asks a completion for."""
         self._noise.seed("verifiers", seed)
         self._policy, self._read = _Policy(), []
-        self._rollout = self._loop.create_task(self._play(dict(self._rows[seed % len(self._rows)])))
+        self._rollout = self._loop.create_task(self._play(self._row(seed)))
         return self._until_asked()
 
     def step(self, action: str) -> Turn:
@@ -52,6 +52,15 @@ class VerifiersTask(Environment):
         if self._rollout is not None and not self._rollout.done():
             with self._noise.running():
                 self._cancel(self._rollout)
+
+    def _row(self, seed: int) -> dict[str, Any]:
+        """Return the row of this seed: of the set to evaluate on for odd ones, which a run holds out."""
+        train, evaluation = self._env.build_dataset() or [], self._env.build_eval_dataset() or []
+        if train and evaluation:
+            rows = evaluation if seed % 2 else train
+            return dict(rows[derived("row", seed) % len(rows)])
+        rows = train or evaluation
+        return dict(rows[place(seed, len(rows), bool(seed % 2))])
 
     async def _play(self, row: dict[str, Any]) -> Any:
         state = await self._env.rollout(row, self._policy, "policy", {})
@@ -118,6 +127,17 @@ def _loaded(name: str, arguments: str) -> Any:
         what = f"'verifiers:{name}' scores several rollouts together ({', '.join(names)})"
         raise config_error("environment", what, "use one that scores each rollout by itself")
     return env
+
+
+def place(seed: int, rows: int, held_out: bool) -> int:
+    """Return which row of a dataset is of this seed: with ten or more, each tenth one is held out of training."""
+    number, tenths = derived("row", seed), rows // _HELD_OUT
+    if not tenths:
+        return number % rows
+    if held_out:
+        return number % tenths * _HELD_OUT + _HELD_OUT - 1
+    among = number % (rows - tenths)
+    return among + among // (_HELD_OUT - 1)
 
 
 def own_class(name: str) -> Any:
