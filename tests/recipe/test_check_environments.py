@@ -44,7 +44,7 @@ def test_a_server_of_openenv_needs_the_network(read: Read) -> None:
 @pytest.mark.parametrize(
     ("wrong", "right", "said"),
     [
-        (PLAYS | {"environment": f"{GAME}:Summs"}, PLAYS, "has no 'Summs'. Fix: write one of Forgetful, Sums, Wild"),
+        (PLAYS | {"environment": f"{GAME}:Summs"}, PLAYS, "has no 'Summs'. Fix: write one of "),
         (PLAYS | {"environment": "gone.py:Sums"}, PLAYS, "gone.py"),
         (PLAYS | {"environment": "reasoning-gym:maze"}, PLAYS, "Fix: write reasoning_gym:maze"),
         (PLAYS | {"environment": "text_arena:Nim-v0"}, PLAYS, "Fix: write textarena:Nim-v0"),
@@ -64,6 +64,14 @@ def test_a_server_of_openenv_needs_the_network(read: Read) -> None:
          "the recipe does not train on 'reasoning_gym:maze', so"),
         (PLAYS | {"environment_turn_length": 9000}, PLAYS | {"environment_turn_length": 100}, "which is for all turns"),
         (PLAYS | {"environment_max_turns": 9000}, PLAYS, "leaves no token for a turn"),
+        (PLAYS | {"environment_max_turns": 10, "environment_turn_length": 40, "max_completion_length": 40},
+         PLAYS | {"environment_max_turns": 10, "environment_turn_length": 2, "max_completion_length": 40},
+         "environment_max_turns 10 by environment_turn_length 40 exceeds max_completion_length 40, which is for all "
+         "turns and what is said between them. Fix: raise max_completion_length, or write environment_turn_length: 2"),
+        (PLAYS | {"mask_truncated_completions": True}, PLAYS | {"environment_unfinished": "unscored"},
+         "not one that has no end. Fix: remove mask_truncated_completions; environment_unfinished: unscored leaves"),
+        (PLAYS | {"environment_credit": "per_turn", "multi_objective_aggregation": "normalize_then_sum"},
+         PLAYS | {"multi_objective_aggregation": "normalize_then_sum"}, "per_turn contradicts multi_objective"),
         (PLAYS | {"environment_credit": "per_turn", "maxent_objective": "tempered"},
          PLAYS | {"environment_credit": "per_turn"}, "per_turn contradicts MaxEnt-GRPO"),
         (PLAYS | {"environment_credit": "per_turn", "reward_funcs": ["environment", "format_tags"]},
@@ -78,8 +86,10 @@ def test_what_is_refused_of_environments(read: Read, wrong: dict[str, Any], righ
 @pytest.mark.parametrize(
     ("named", "said"),
     [
-        (f"environment: {GAME}:Sums", ":Sums; an episode has at most 4 turns of 16 tokens, 64 with what"),
-        (f"environment: {GAME}:Sums\nenvironment_turn_length: 12", "at most 4 turns of 12 tokens"),
+        (f"environment: {GAME}:Sums",
+         ":Sums; an episode has at most 4 turns of 8 tokens, 32 of max_completion_length 64 are left for what is said"),
+        (f"environment: {GAME}:Sums\nenvironment_turn_length: 12", "at most 4 turns of 12 tokens, 16 of"),
+        (f"environment: {GAME}:Sums\nenvironment_turn_length: 16", "an episode of full turns ends unfinished"),
         (f"environment_mixture: {{environments: [{{id: '{GAME}:Sums', weight: 3}}, {{id: '{GAME}:Wild'}}]}}",
          ":Wild (25%); an episode"),
     ],

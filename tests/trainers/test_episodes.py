@@ -210,11 +210,15 @@ def test_an_episode_without_room_for_a_turn_ends_unfinished(tmp_path: Path, mode
     assert output["completion_ids"].shape[1] <= 24
 
 
-@pytest.mark.parametrize(("length", "longest"), [(8, 8), (None, 20)], ids=["given", "60 tokens by 3 turns"])
+@pytest.mark.parametrize(
+    ("length", "turns", "longest"),
+    [(8, 3, 8), (None, 3, 10), (None, 1, 60)],
+    ids=["given", "half of 60 tokens by 3 turns", "all of a single turn"],
+)
 def test_a_turn_is_sampled_no_longer_than_the_recipe_says(
-    tmp_path: Path, model: str, length: int | None, longest: int
+    tmp_path: Path, model: str, length: int | None, turns: int, longest: int
 ) -> None:
-    trainer = make_trainer(tmp_path, model, environment_turn_length=length)
+    trainer = make_trainer(tmp_path, model, environment_turn_length=length, environment_max_turns=turns)
     stock, limits = trainer._generate_single_turn, set()
 
     def sampled(*args: Any) -> Any:

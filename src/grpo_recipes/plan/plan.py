@@ -123,6 +123,9 @@ def _notes(
     if devices.share_gpu(recipe, resources, plan.mode):
         share = f"{gpu_share(recipe, 'server'):g} of GPU {plan.server_gpus[0]} (vllm_gpu_memory_utilization)"
         yield f"vLLM takes {share}, and rank 0 trains on the rest of it"
+    turns, length = recipe["environment_max_turns"], recipe["environment_turn_length"]
+    if turns > 1 and length and turns * length == recipe["max_completion_length"]:
+        yield "an episode of full turns ends unfinished: max_completion_length leaves no token for what is said between"
     if plan.unused_gpus:
         yield f"nothing uses GPU {', '.join(plan.unused_gpus)}"
 
@@ -135,7 +138,10 @@ def _environment(recipe: Recipe) -> str | None:
     names = ", ".join(spec if share == 1 else f"{spec} ({share:.0%})" for spec, _, share in found)
     completion = recipe["max_completion_length"]
     length = turn_tokens(recipe["environment_turn_length"], completion, turns)
-    return f"{names}; an episode has at most {turns} turns of {length} tokens, {completion} with what is said between"
+    if turns == 1:
+        return f"{names}; an episode has one turn of at most {length} tokens"
+    left = f"{completion - turns * length} of max_completion_length {completion} are left for what is said between"
+    return f"{names}; an episode has at most {turns} turns of {length} tokens, {left}"
 
 
 def _prompts_for_all(recipe: Recipe, trainers: int) -> str:

@@ -112,8 +112,9 @@ class ScriptArguments(trl.ScriptArguments):
     environment_eval_episodes: int = _key(64, "Episodes to evaluate on, none of them in training.", min=1)
     environment_max_turns: int = _key(1, "Most turns of the policy in an episode.", min=1)
     environment_turn_length: int | None = _key(None,
-        "Most tokens of one turn of the policy; by default max_completion_length, which is for all turns and what the "
-        "environment says between them, divided by environment_max_turns.", min=1)
+        "Most tokens of one turn of the policy. By default half of max_completion_length, divided by "
+        "environment_max_turns: the other half is for what the environment says between them. A single turn has all.",
+        min=1)
     environment_credit: str = _key("all_turns",
         "Which turns an episode's reward trains: all_turns, last_turn, or per_turn (each turn by the rewards that come "
         "after it, compared with the same turn of the group's other episodes).",

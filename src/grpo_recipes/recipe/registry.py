@@ -174,8 +174,8 @@ def frozen_opponents(recipe: Callable[[str], Any]) -> set[str]:
 
 
 def turn_tokens(given: int | None, completion: int, turns: int) -> int:
-    """Return the most tokens of one of the policy's turns in an episode."""
-    return given or max(1, completion // turns)
+    """Return the most tokens of one of the policy's turns in an episode, where several share half of the completion."""
+    return given or max(1, completion // turns // (1 if turns == 1 else 2))
 
 
 # Rewards whose work on one completion has no bound: called in child processes that can be killed.

@@ -25,6 +25,7 @@ from grpo_recipes.recipe.registry import (
     environments_of,
     frozen_opponents,
     missing_package,
+    turn_tokens,
 )  # fmt: skip
 from grpo_recipes.recipe.tasks import MAXENT, task_of
 
@@ -282,9 +283,11 @@ RULES = (
         and [name for name in r["reward_funcs"] if name in (*ONE_ANSWER, MODEBENCH_REWARD)],
         "reward '{item}' compares with an answer, which an episode does not have", "remove {item}"),
     Rule("environment_turn_length", lambda r: r["max_completion_length"] is not None
-        and (r["environment_turn_length"] or 0) > r["max_completion_length"],
-        "environment_turn_length {environment_turn_length} exceeds max_completion_length {max_completion_length}, "
-        "which is for all turns", lambda r, _: f"write at most {r['max_completion_length']}"),
+        and r["environment_max_turns"] * (r["environment_turn_length"] or 0) > r["max_completion_length"],
+        "environment_max_turns {environment_max_turns} by environment_turn_length {environment_turn_length} exceeds "
+        "max_completion_length {max_completion_length}, which is for all turns and what is said between them",
+        lambda r, _: "raise max_completion_length, or write environment_turn_length: "
+        f"{turn_tokens(None, r['max_completion_length'], r['environment_max_turns'])}"),
     Rule("environment_max_turns", lambda r: _plays(r) and r["max_completion_length"] is not None
         and r["environment_max_turns"] > r["max_completion_length"],
         "environment_max_turns {environment_max_turns} leaves no token for a turn of max_completion_length "
@@ -295,6 +298,13 @@ RULES = (
     Rule("environment_credit", lambda r: r["environment_credit"] == "per_turn" and len(r["reward_funcs"]) > 1,
         "environment_credit: per_turn takes the environment's rewards alone",
         f"write reward_funcs: [{ENVIRONMENT_REWARD}], or all_turns"),
+    Rule("environment_credit", lambda r: r["environment_credit"] == "per_turn"
+        and r["multi_objective_aggregation"] != "sum_then_normalize",
+        "environment_credit: per_turn contradicts multi_objective_aggregation {multi_objective_aggregation}, which "
+        "weighs whole completions", "write multi_objective_aggregation: sum_then_normalize, or all_turns"),
+    Rule("mask_truncated_completions", lambda r: _plays(r) and r["mask_truncated_completions"],
+        "mask_truncated_completions leaves out an episode whose last turn was cut, and not one that has no end",
+        "{removal}; environment_unfinished: unscored leaves out episodes without an end"),
     # Sampling.
     Rule("vllm_max_model_length",
         lambda r: r["use_vllm"] and r["vllm_max_model_length"] is not None and _longest(r) > r["vllm_max_model_length"],
