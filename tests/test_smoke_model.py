@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 import shutil
 import sys
 import unicodedata
@@ -196,19 +197,20 @@ def test_the_model_of_secret_mafia_reads_the_game_in_a_few_tokens(tmp_path, monk
     assert command[-2:] == ["grpo_recipes.environments.smoke_games", str(folder)]
 
 
-def test_blind_moves_of_the_games_that_the_model_of_secret_mafia_saw(monkeypatch):
+def test_the_model_of_secret_mafia_saw_well_formed_moves_and_is_flattened(monkeypatch):
     pytest.importorskip("textarena")
     monkeypatch.setattr(smoke, "MAFIA_GAMES", 60)
-    from grpo_recipes.environments.smoke_games import _games
+    from grpo_recipes.environments.smoke_games import _games, pretrain
 
     tokenizer = smoke.build_tokenizer(mafia=True)
-    for wrong, least, most in ((0.0, 1.0, 1.0), (0.5, 0.6, 0.9), (1.0, 0.2, 0.7)):
-        games = _games(tokenizer, 0, wrong)
-        moves = [tokenizer.decode([one for one in labels if one >= 0]).split(smoke.END) for _, labels in games]
-        flat = [move for game in moves for move in game[:-1]]
-        formed = [len(move) == 3 and move[0] + move[2] == "[]" and move[1] in "012345" for move in flat]
-        assert least <= sum(formed) / len(formed) <= most
-        assert all(len(ids) == len(labels) for ids, labels in games)
+    games = _games(tokenizer, 0)
+    moves = [tokenizer.decode([one for one in labels if one >= 0]).split(smoke.END)[:-1] for _, labels in games]
+    assert all(re.fullmatch(r"\[[0-5]\]", move) for game in moves for move in game) and all(moves)
+    assert all(len(ids) == len(labels) for ids, labels in games)
+    model = smoke.build_model(tokenizer)
+    before = model.lm_head.weight.detach().clone()
+    pretrain(model, tokenizer, 0, ())
+    assert torch.equal(model.lm_head.weight, before / smoke.MAFIA_TEMPERATURE)
 
 
 def test_the_recipe_plays_the_game_that_the_model_saw():
