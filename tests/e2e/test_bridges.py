@@ -7,7 +7,9 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import bridge_cells
 import psutil
@@ -18,9 +20,8 @@ from documented import documented
 from fake_forgetful_proxy import FakeCopyingProxy, FakeForgetfulProxy
 from one_by_one import Bench
 from real_runs import REPOSITORY, Launch, same_rows, weights_hash
-from test_server_restarts import engine_of
+from test_server_restarts import Places, engine_of, segments
 
-from grpo_recipes.process import scratch
 from grpo_recipes.runs.rundir import SERVER_STATE, read_json, read_metrics, write_json
 
 SIX, MANY = ("--max_steps", "6"), ("--max_steps", "40")
@@ -90,12 +91,17 @@ def test_the_server_has_the_weights_of_every_step(launch: Callable[..., Launch],
     assert segments() <= before
 
 
-def segments() -> set[str]:
-    """What ended runs left under /dev/shm: no process has it mapped, and no run that goes on has it in its record."""
-    mapped = scratch._mapped(psutil.pids())
-    records = "".join(path.read_text() for path in scratch.SHARED_MEMORY.glob(f"grpo-*/{scratch._SEGMENT_RECORD}"))
-    found = {name for inode, name in scratch._segments().items() if inode not in mapped}
-    return {name for name in found if f" {name}\n" not in records}
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_tied_embeddings_are_in_one_copy_too(launch: Callable[..., Launch]) -> None:
+    """Both sides have them once, and the server uses them as its output embeddings as well."""
+    run = launch("--weight_sync", "shared", "--model_name_or_path", "smoke:sums-tied", "--max_steps", "3", *SHORT)
+
+    assert run.wait(500) == 0, run.output
+
+    rows = run.rows()
+    assert len(rows) == 3 and all(row["grad_norm"] > 0 for row in rows)
+    assert all(row["sampling/sampling_logp_difference/mean"] < 1e-4 for row in rows)
 
 
 @pytest.mark.slow
@@ -106,22 +112,24 @@ def segments() -> set[str]:
 def test_a_server_killed_in_the_middle_is_replaced_and_nothing_is_lost(
     launch: Callable[..., Launch], bridge: str, more: tuple[str, ...]
 ) -> None:
-    keys = ("--weight_sync", bridge, *SHORT, *more)
-    run = launch(*keys)
+    keys, places = ("--weight_sync", bridge, *SHORT, *more), Places()
+    run = launch(*keys, *places.keys)
     run.wait_for_step(2)
     if bridge == "restart":  # its third server, not the second while the launcher ends it
         third = {"epoch": 3, "state": "ready"}
         run.wait_for(lambda: third.items() <= read_json(run.run_dir / SERVER_STATE).items(), "third server")
+    places.note(run)
     psutil.Process(engine_of(run)).kill()
 
     assert run.wait(600) == 0, run.output
 
     summary = run.summary()
     assert (summary["status"], summary["server_restarts"], summary["restarts"]) == ("completed", 1, 0)
+    assert run.processes() == []
+    places.assert_left()
     alone = launch(*keys, folder="alone")
     assert alone.wait(600) == 0, alone.output
     assert same_rows(run, alone) and weights_hash(run) == weights_hash(alone)
-    assert run.processes() == []
 
 
 @pytest.mark.slow
@@ -221,23 +229,10 @@ def greedy(model: str) -> float:
 @pytest.mark.rotating
 def test_no_request_sees_a_step_that_is_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client and a model in this process, as rank 0 has them, at a real server that others ask as well."""
-    from transformers import AutoModelForCausalLM
-
-    from grpo_recipes.recipe.configs import GRPOConfig
-    from grpo_recipes.runs.stop_request import StopRequest
-    from grpo_recipes.weights.shared import SharedClient
-
     bench = Bench(tmp_path, "--weight_sync", "shared")
-    for name, value in bench.environment.items():
-        if name.startswith("GRPO_"):
-            monkeypatch.setenv(name, value)
-    model = AutoModelForCausalLM.from_pretrained(bench.plan.model, dtype=torch.float32).eval()
-    args = GRPOConfig(output_dir=str(tmp_path / "out"), use_cpu=True, bf16=False, report_to="none")
+    model = trained_model(bench)
     with bench.server() as url:
-        client = SharedClient(
-            args=args, run_dir=bench.run_dir, seed=None, stop=StopRequest(bench.run_dir), base_url=url,
-            connection_timeout=60,
-        )  # fmt: skip
+        client = client_here(bench, url, monkeypatch)
         client.take(model)
         assert client.checksum_error is None and list(Path(bench.environment["GRPO_SYNC_DIR"]).glob("weights*")) == []
 
@@ -245,14 +240,7 @@ def test_no_request_sees_a_step_that_is_half_written(tmp_path: Path, monkeypatch
             keys = {"max_tokens": count, "temperature": 1.0, "generation_kwargs": {"ignore_eos": True, "seed": 5}}
             return client.generate([[4, 5, 6]], n=1, logprobs=0, **keys)
 
-        def difference(answer: dict) -> float:
-            """Between the server's log-probs and those of the model as it is now."""
-            tokens = torch.tensor([[4, 5, 6, *answer["completion_ids"][0]]])
-            with torch.no_grad():
-                own = model(tokens).logits[0, 2:-1].log_softmax(-1)
-            own = own.gather(1, tokens[0, 3:, None])[:, 0]
-            return (own - torch.tensor(answer["logprobs"][0])[:, 0]).abs().max().item()
-
+        difference = partial(log_prob_difference, model, [4, 5, 6])
         assert difference(sampled(20)) < 1e-4
         with ThreadPoolExecutor() as pool:
             under_way = pool.submit(sampled, 100)
@@ -270,3 +258,69 @@ def test_no_request_sees_a_step_that_is_half_written(tmp_path: Path, monkeypatch
             client.release()
             assert difference(late.result()) < 1e-4 and before < 1e-4
         assert difference(sampled(20)) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_a_request_of_another_client_does_not_keep_the_cache_of_old_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both begin with the same prompt, which fills a block of vLLM's cache."""
+    bench = Bench(tmp_path, "--weight_sync", "file")
+    model, prompt = trained_model(bench), [4, 5, 6] * 44
+    metadata = [(name, "float32", list(one.shape)) for name, one in model.named_parameters()]
+    with bench.server() as url:
+        client = client_here(bench, url, monkeypatch)
+
+        def sampled(count: int) -> dict:
+            keys = {"max_tokens": count, "temperature": 1.0, "generation_kwargs": {"ignore_eos": True, "seed": 5}}
+            return client.generate([prompt], n=1, logprobs=0, **keys)
+
+        def sync() -> None:
+            client.update_named_params(metadata, ((name, one.detach()) for name, one in model.named_parameters()))
+            client.reset_prefix_cache()
+            assert client.checksum_error is None
+
+        sync()
+        assert log_prob_difference(model, prompt, sampled(4)) < 1e-4
+        with ThreadPoolExecutor() as pool, torch.no_grad():
+            other = pool.submit(sampled, 120)
+            time.sleep(0.1)
+            for parameter in model.parameters():
+                parameter.mul_(1.05)
+            sync()
+            assert not other.done()
+            assert log_prob_difference(model, prompt, sampled(4)) < 1e-4
+            assert len(other.result()["completion_ids"][0]) == 120
+
+
+def trained_model(bench: Bench) -> torch.nn.Module:
+    """The model as rank 0 trains it."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(bench.plan.model, dtype=torch.float32).eval()
+
+
+def client_here(bench: Bench, url: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The bridge's client in this process, without a seed."""
+    from grpo_recipes.recipe.configs import GRPOConfig
+    from grpo_recipes.runs.stop_request import StopRequest
+    from grpo_recipes.weights.bridges import CLIENTS
+
+    for name, value in bench.environment.items():
+        if name.startswith("GRPO_"):
+            monkeypatch.setenv(name, value)
+    args = GRPOConfig(output_dir=str(bench.run_dir.parent / "out"), use_cpu=True, bf16=False, report_to="none")
+    stop = StopRequest(bench.run_dir)
+    return CLIENTS[bench.plan.bridge](
+        args=args, run_dir=bench.run_dir, seed=None, stop=stop, base_url=url, connection_timeout=60
+    )
+
+
+def log_prob_difference(model: torch.nn.Module, prompt: list[int], answer: dict) -> float:
+    """The largest between the server's log-probs and those of the model as it is now."""
+    tokens = torch.tensor([[*prompt, *answer["completion_ids"][0]]])
+    with torch.no_grad():
+        own = model(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    own = own.gather(1, tokens[0, len(prompt) :, None])[:, 0]
+    return (own - torch.tensor(answer["logprobs"][0])[:, 0]).abs().max().item()

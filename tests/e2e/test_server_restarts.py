@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 from real_runs import Launch, same_rows, weights_hash
 
+from grpo_recipes.plan.ports import DEFAULT_PORTS
+from grpo_recipes.process import scratch
 from grpo_recipes.runs.progress import read_phases
 from grpo_recipes.runs.rundir import read_json
 
@@ -25,6 +29,53 @@ HUNG = ("--server_stall_timeout", "6")
 def engine_of(run: Launch) -> int:
     (pid,) = [process.pid for process in run.processes() if "EngineCore" in process.name()]
     return pid
+
+
+def segments() -> set[str]:
+    """What ended runs left under /dev/shm: no process has it mapped, and no run that goes on has it in its record."""
+    mapped = scratch._mapped(psutil.pids())
+    records = "".join(path.read_text() for path in scratch.SHARED_MEMORY.glob(f"grpo-*/{scratch._SEGMENT_RECORD}"))
+    found = {name for inode, name in scratch._segments().items() if inode not in mapped}
+    return {name for name in found if f" {name}\n" not in records}
+
+
+class Places:
+    """The shared memory and the ports that a run takes, which are looked at again when it is over.
+
+    Attributes:
+        keys: flags with ports of its own, which no other run takes meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._before = segments()
+        self._folders: set[Path] = set()
+        with contextlib.ExitStack() as stack:
+            sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in DEFAULT_PORTS]
+            self._ports = [one.getsockname()[1] for one in sockets]
+        self.keys = [
+            text for key, port in zip(DEFAULT_PORTS, self._ports, strict=True) for text in (f"--{key}", str(port))
+        ]
+
+    def note(self, run: Launch) -> None:
+        """Note the folders of its weights, and see that its ports are taken."""
+        self._folders |= {
+            Path(one.environ()["GRPO_SYNC_DIR"]) for one in run.processes() if "GRPO_SYNC_DIR" in one.environ()
+        }
+        assert any(folder.exists() for folder in self._folders) and not self._free()
+
+    def assert_left(self) -> None:
+        """Assert that the run left nothing there."""
+        assert segments() <= self._before
+        assert not [folder for folder in self._folders if folder.exists()]
+        assert self._free()
+
+    def _free(self) -> bool:
+        try:
+            for port in self._ports:
+                socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            return False
+        return True
 
 
 @contextlib.contextmanager
@@ -80,9 +131,11 @@ def test_a_lost_server_is_replaced_and_nothing_is_lost(
     launch: Callable[..., Launch], undisturbed: Callable[..., Launch], victim: str, signum: int, phase: str
 ) -> None:
     keys = EVALUATED if phase == "evaluate" else ()
-    run = launch(*SHORT, *HUNG, *keys)
+    places = Places()
+    run = launch(*SHORT, *HUNG, *keys, *places.keys)
     with held(run, phase, 0 if phase == "start" else 1):
         server = read_json(run.run_dir / "processes" / "server.json")
+        places.note(run)
         pids = {"engine": engine_of(run), "server": server["pid"], "guard": server["guard"]}
         psutil.Process(pids[victim]).send_signal(signum)
 
@@ -92,10 +145,11 @@ def test_a_lost_server_is_replaced_and_nothing_is_lost(
     assert ("has made no token for" in run.output) == (signum == signal.SIGSTOP)
     summary = run.summary()
     assert (summary["status"], summary["server_restarts"], summary["restarts"]) == ("completed", 1, 0)
+    assert run.processes() == []
+    places.assert_left()
     alone = undisturbed(*keys)
     assert same_rows(run, alone)
     assert weights_hash(run) == weights_hash(alone)
-    assert run.processes() == []
 
 
 @pytest.mark.slow
