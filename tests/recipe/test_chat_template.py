@@ -66,9 +66,9 @@ def test_a_template_shows_the_tools_of_an_environment(read: Read, monkeypatch: p
     assert check(read(**task, chat_template=WITH_TOOLS), {}) == []
     (problem,) = check(read(**task, chat_template=SAYS_ALL), {})
     assert "the template leaves out the tools of an environment" in str(problem)
-    (problem,) = check(
-        read(**task, chat_template="{{ tools }}" + REFUSES.format("tool", "{{ m.role + m.content }}")), {}
-    )
+    refusing = "{{ tools }}" + REFUSES.format("tool", "{{ m.role + m.content }}")
+    assert check(read(**task, chat_template=refusing), {}) == []  # no tool answers the only turn
+    (problem,) = check(read(**task, chat_template=refusing, environment_max_turns=4), {})
     assert "of the role tool: no tool" in str(problem)
     assert check(read(**PLAYS | {"environment": "verifiers:sums_single"}, chat_template=SAYS_ALL), {}) == []
 

@@ -10,7 +10,7 @@ import pytest
 
 from grpo_recipes import smoke
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe import Recipe, read_recipe
 from grpo_recipes.trainers.deep_check import look_deep
 
 SMOKE = {
@@ -124,10 +124,10 @@ def test_an_episode_is_played_and_shown(read, tmp_path):
     game = Path(__file__).parents[1] / "rollouts/wild_environment.py"
     keys = {**SMOKE, "dataset_name": None, "reward_funcs": ["environment"], "environment_args": {"exactly": 2}}
     told = seen(read(**keys, environment=f"{game}:Sums", environment_max_turns=3), tmp_path)
-    assert "reward 1, ended after 2 turns of <answer>0</answer>" in told
+    assert "reward 1, ended after 2 turns\n" in told
     assert told.count("[policy] <answer>0</answer>") == 2 and told.count("[user] ") == 2
     cut = seen(read(**keys, environment=f"{game}:Sums", environment_max_turns=1), tmp_path)
-    assert "reward 0.5, goes on after 1 turn of <answer>0</answer>" in cut
+    assert "reward 0.5, goes on after 1 turn\n" in cut
     assert cut.count("[policy] <answer>0</answer>") == 1 and cut.count("[user] ") == 2
     (problem,) = refused(read(**keys | {"environment_args": {"turns": 2}}, environment=f"{game}:Sums"), tmp_path)
     assert "recipe.yaml:4: " in problem and "failed in reset: " in problem
@@ -184,3 +184,32 @@ def test_each_limit_of_an_environment_is_the_recipes(read, tmp_path, monkeypatch
     (problem,) = refused(read(**keys, **limit), tmp_path)
     assert f"'game.py:{kind}' failed in turn 1: " in problem and told in problem
     assert "reward 1, ended" in seen(read(**keys, environment_network=kind == "Calls"), tmp_path)
+
+
+def test_a_game_is_played_with_moves_that_it_takes(read, tmp_path):
+    pytest.importorskip("textarena")
+    path = Path(__file__).parents[2] / "recipes/environments/secret_mafia_smoke.yaml"
+    told = seen(read_recipe(path), tmp_path)
+    assert told.count("[policy] [") >= 2 and "not valid" not in told and "<answer>" not in told
+    game = {**SMOKE, "dataset_name": None, "reward_funcs": ["environment"], "environment_max_turns": 3}
+    for opponents in ("random", "policy"):
+        keys = {"environment": "textarena:SecretMafia-v0", "environment_args": {"opponents": opponents}}
+        assert "not valid" not in (told := seen(read(**game, **keys), tmp_path)) and "[policy] [" in told
+    told = seen(read(**game, environment="textarena:TicTacToe-v0", environment_args={"legal_reward": 1}), tmp_path)
+    assert "reward 3, goes on after 3 turns" in told and "[policy] [" in told
+
+
+def test_a_template_renders_the_answers_of_tools(read, tmp_path, monkeypatch):
+    pytest.importorskip("verifiers")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "rollouts/envs"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    refusing = "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    template = "{{ tools }}{% for m in messages %}" + refusing + "{{ m.role + m.content }}<|im_end|>{% endfor %}"
+    keys = {**SMOKE, "dataset_name": None, "reward_funcs": ["environment"], "environment": "verifiers:sums_tool"}
+    assert "policy" in seen(read(**keys, chat_template=template), tmp_path)  # no tool answers the only turn
+    keys["environment_max_turns"] = 4
+    (problem,) = refused(read(**keys, chat_template=template), tmp_path)
+    assert "the template cannot render messages of the roles user, assistant, tool: no tools" in problem
+    assert "episode    of verifiers:sums_tool: " in seen(
+        read(**keys, chat_template=template.replace(refusing, "")), tmp_path
+    )

@@ -48,7 +48,8 @@ def template_problems(recipe: Recipe, environment: Mapping[str, str]) -> Iterato
         return
     tools = any(_has_tools(spec) for spec, _ in environments)
     system = any(_system_prompt(spec, arguments) for spec, arguments in environments)
-    roles = ["user", "assistant", *["system"] * system, *["tool"] * tools]
+    answered = tools and recipe["environment_max_turns"] > 1
+    roles = ["user", "assistant", *["system"] * system, *["tool"] * answered]
     if what := _refusal(templates, roles, tools, recipe["chat_template_kwargs"] or {}):
         yield recipe.problem(key, what, "write a chat_template that does not")
 

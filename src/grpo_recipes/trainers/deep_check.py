@@ -1,10 +1,13 @@
 """Whether configs, tokenizer, data and rewards work together (`grpo check --deep`). Seconds; nothing is downloaded."""
 
+import random
+import re
 import shlex
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ from trl import TrlParser, get_peft_config
 
 from grpo_recipes import smoke
 from grpo_recipes.data.prompts import renderer_of
+from grpo_recipes.environments.games import Game
+from grpo_recipes.environments.turns import Turn
 from grpo_recipes.errors import ConfigError, Problem, collect, config_error, translate
 from grpo_recipes.fetch.assets import Assets, find_assets
 from grpo_recipes.paths import shown
@@ -28,6 +33,8 @@ from grpo_recipes.trainers.model import check_adapter, load_tokenizer, quoting, 
 
 SAMPLE = 64  # rows of the dataset that are looked at
 _ANSWER = "<answer>0</answer>"
+_SEED = 0  # of the episode that is played
+_MOVE = re.compile(r"\[(?!GAME\]|Player )[^\[\]\n]{1,60}\]")  # as games list moves; who speaks is in brackets too
 
 
 def look_deep(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
@@ -91,23 +98,60 @@ def _adapted_layers(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -
 
 
 def _episodes(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -> list[str]:
-    """Play an episode of each environment with one action alone, render it as the model reads it, and show it."""
+    """Play an episode of each environment, render it and its roles as the model reads them, and show it."""
     tokenizer = _tokenizer(recipe, args, model_args)
     renderer_of(recipe["chat_template"], tokenizer, recipe["chat_template_kwargs"])
     renderer, seen = Renderer(tokenizer, recipe["chat_template_kwargs"], _stops(recipe, args, model_args)), []
-    end = [renderer.end()] if recipe["environment_max_turns"] > 1 else []
+    several = recipe["environment_max_turns"] > 1
+    end = [renderer.end()] if several else []
     for index, (spec, _, _) in enumerate(environments_of(recipe.__getitem__)):
-        turns = list(turns_of(recipe, index, 0, lambda _: _ANSWER))
+        turns, actions = _play(recipe, index)
         tokens = len(renderer.prompt(turns[0]))
         for turn in turns[1:-1]:  # the policy does not read the last one
             tokens += len(renderer.between(turn.messages, end))
-        messages = [message for turn in turns for message in [*turn.messages, {"role": "policy", "content": _ANSWER}]]
-        shown_turns = [f"  [{one['role']}] {one['content']}" for one in messages[:-1]]  # the last one was not played
-        reward = sum(turn.reward for turn in turns)
-        ended = "ended" if turns[-1].done else "goes on"
-        seen += [f"episode    of {spec}: {tokens} tokens of its own, reward {reward:g}, {ended} after "
-                 f"{len(turns) - 1} turn{'s' if len(turns) != 2 else ''} of {_ANSWER}", *shown_turns]  # fmt: skip
+        for role in ("user", *["tool"] * bool(turns[0].tools)) if several else ():  # this episode may not have it
+            renderer.between([{"role": role, "content": "0"}], end)
+        reward, ended = sum(turn.reward for turn in turns), "ended" if turns[-1].done else "goes on"
+        told = f"{ended} after {len(actions)} turn{'s' if len(actions) != 1 else ''}"
+        seen.append(f"episode    of {spec}: {tokens} tokens of its own, reward {reward:g}, {told}")
+        for turn, action in zip_longest(turns, actions):
+            seen += [f"  [{one['role']}] {one['content']}" for one in turn.messages]
+            seen += [f"  [policy] {action}"] if action is not None else []
     return seen
+
+
+def _play(recipe: Recipe, index: int) -> tuple[list[Turn], list[str]]:
+    """Play an episode of the environment with this index; return its turns and the policy's actions."""
+    spec, arguments, _ = environments_of(recipe.__getitem__)[index]
+    choose, actions = _policy(spec, arguments), list[str]()
+
+    def act(turn: Turn) -> str:
+        actions.append(choose(turn))
+        return actions[-1]
+
+    return list(turns_of(recipe, index, _SEED, act)), actions
+
+
+def _policy(spec: str, arguments: Mapping[str, Any]) -> Callable[[Turn], str]:
+    """Return what takes the policy's turns: the script of SecretMafia, the first move that another game lists."""
+    kind, _, name = spec.partition(":")
+    if kind != "textarena":
+        return lambda _: _ANSWER
+    if not name.startswith("SecretMafia"):
+        return lambda turn: next(iter(_MOVE.findall(turn.messages[-1]["content"])), _ANSWER)
+    game, generator = Game(name, arguments), random.Random(_SEED)  # played beside the episode, with the same moves
+
+    def until_policy(turn: Turn) -> None:
+        while turn.opponent:
+            turn = game.step("")  # of a model that is not there: its moves are drawn
+
+    def scripted(_: Turn) -> str:
+        move = game.scripted(generator)
+        until_policy(game.step(move))
+        return move
+
+    until_policy(game.reset(_SEED))
+    return scripted
 
 
 def _tokenizer(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -> Any:
