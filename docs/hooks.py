@@ -22,7 +22,7 @@ from grpo_recipes import doctor
 from grpo_recipes.doctor import examine
 from grpo_recipes.paths import home
 from grpo_recipes.recipe import dialects, keys, read_recipe
-from grpo_recipes.recipe.registry import BRIDGES, DEFAULT_OBJECTIVE, OBJECTIVES, ON_CPU, ON_GPUS, SETUPS, YES
+from grpo_recipes.recipe.registry import DEFAULT_OBJECTIVE, OBJECTIVES, ON_CPU, ON_GPUS, SETUPS, WAYS, YES
 from grpo_recipes.slurm import profile
 
 RECIPES = home() / "recipes"
@@ -136,13 +136,13 @@ def recipes_table() -> str:
 
 
 def bridges_table() -> str:
-    """Return a row for each setup: whether each bridge serves it, or why not."""
+    """Return a row for each setup: whether each bridge, and vLLM inside the trainers, serves it, or why not."""
 
     def cell(served: str) -> str:
         return served if served in (YES, ON_GPUS, ON_CPU) else f"no: {served}"
 
-    rows = [(text, *(cell(one.serves[name]) for one in BRIDGES.values())) for name, text in SETUPS.items()]
-    return _table(("", *(f"`{name}`" for name in BRIDGES)), rows)
+    rows = [(text, *(cell(one.serves[name]) for one in WAYS.values())) for name, text in SETUPS.items()]
+    return _table(("", *(f"`{name}`" for name in WAYS)), rows)
 
 
 def objectives_table() -> str:

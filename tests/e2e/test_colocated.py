@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import signal
 import sys
@@ -58,6 +59,23 @@ def test_two_processes_sample_with_the_weights_they_train(launch: Callable[..., 
 
 @pytest.mark.slow
 @pytest.mark.rotating
+def test_config_file_replaces_the_packaged_accelerate_file(launch: Callable[..., Launch], tmp_path: Path) -> None:
+    spec = importlib.util.find_spec("trl")  # found, not imported: TRL changes the environment of whoever imports it
+    assert spec is not None and spec.origin is not None
+    mine = tmp_path / "mine.yaml"
+    mine.write_text((Path(spec.origin).parent / "accelerate_configs" / "zero2.yaml").read_text())
+    run = launch(*TWO, CONFIG_FILE=str(mine))
+
+    assert run.wait() == 0, run.output
+
+    plan = read_json(run.run_dir / "plan.json")
+    assert plan["accelerator"] == "custom" and str(mine) in plan["processes"][0]["argv"]
+    assert "DeepSpeed" in run.log("trainer")
+    assert_vllm_has_the_trainers_weights(run, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
 def test_the_smoke_recipe_learns_without_a_server(launch: Callable[..., Launch]) -> None:
     shown = "grpo launch recipes/smoke/grpo.yaml --vllm_mode colocate --num_processes 2"
     run = launch(command=documented(shown, {"recipes/smoke/grpo.yaml": str(REPOSITORY / "recipes/smoke/grpo.yaml")}))
@@ -91,6 +109,25 @@ def test_the_door_trains_the_smoke_recipe(launch: Callable[..., Launch]) -> None
     (log,) = (run.folder / "logs").glob("*train*.log")
     assert "***** Running training *****" in log.read_text(errors="replace")  # which no process logs by default
     assert_vllm_has_the_trainers_weights(run, 60)
+    assert run.processes() == []
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_the_door_trains_in_four_processes(launch: Callable[..., Launch]) -> None:
+    shown = "python run_colocated_grpo.py --gpus 4 --dry-run"
+    door = documented(shown, {"python": sys.executable, "run_colocated_grpo.py": f"{REPOSITORY}/run_colocated_grpo.py"})
+    dry = launch(command=door, folder="dry", ENV_DIR=sys.prefix)
+    assert dry.wait() == 0 and '"--num_processes", "4"' in dry.output and not dry.has_run_dir(), dry.output
+    assert door.pop() == "--dry-run"
+
+    run = launch(command=[*door, *SMALL, "--max_steps", "2", "--save_strategy", "no"], ENV_DIR=sys.prefix)
+
+    assert run.wait() == 0, run.output
+    assert read_json(run.run_dir / "plan.json")["batch"]["world_size"] == 4
+    ranks = [read_json(run.run_dir / "processes" / f"rank_{rank}.json") for rank in range(4)]
+    assert len({one["pid"] for one in ranks}) == 4
+    assert_vllm_has_the_trainers_weights(run, 2)
     assert run.processes() == []
 
 

@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
-import ast
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import bridge_cells
 import pytest
 
+from grpo_recipes import cli
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.plan.devices import Node
-from grpo_recipes.recipe.registry import BRIDGES, ON_CPU, ON_GPUS, SETUPS, YES, bridges_for
+from grpo_recipes.plan.devices import Node, Resources, environment_device
+from grpo_recipes.plan.plan import make_plan
+from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.check import check
+from grpo_recipes.recipe.registry import (
+    BRIDGES,
+    COLOCATE,
+    NOT_WITH_LORA,
+    ON_CPU,
+    ON_GPUS,
+    SETUPS,
+    WAYS,
+    YES,
+    bridges_for,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
-CELLS = [(bridge, setup) for bridge in BRIDGES for setup in SETUPS]
-SHOWN = [(bridge, setup) for bridge, setup in CELLS if BRIDGES[bridge].serves[setup] in (YES, ON_CPU)]
+SMOKE = str(ROOT / "recipes/smoke/grpo.yaml")
+CELLS = [(way, setup) for way in WAYS for setup in SETUPS]
+SERVED = (YES, ON_GPUS, ON_CPU)
+SHOWN = [(way, setup) for way, setup in CELLS if WAYS[way].serves[setup] in (YES, ON_CPU)]
 # A plan of each setup: the keys of a recipe.
 KEYS = {
     "single": {"num_processes": 1},
@@ -26,47 +47,130 @@ KEYS = {
     "lora": {"use_peft": True},
     "tensor_parallel": {"vllm_tensor_parallel_size": 2},
     "nodes": {"vllm_node": "own"},
-    "colocate": {"vllm_mode": "colocate"},
 }
 
-
-def test_every_bridge_says_something_of_every_setup():
-    assert all(bridge.serves.keys() == SETUPS.keys() for bridge in BRIDGES.values())
-    assert KEYS.keys() == SETUPS.keys()
+Ask = Callable[..., str | None]
 
 
-def cell_plan(planned, tmp_path, bridge, setup, device="cuda"):
-    """The plan of a recipe in which the bridge meets the setup, with what it needs beside."""
-    keys = {"weight_sync": bridge, **KEYS[setup]}
-    if setup != "full" and BRIDGES[bridge].serves["full"] not in (YES, ON_GPUS, ON_CPU):
-        keys["use_peft"] = True
-    environment = {}
-    if setup == "custom":
-        (tmp_path / "mine.yaml").write_text("distributed_type: MULTI_GPU\n")
-        environment["CONFIG_FILE"] = str(tmp_path / "mine.yaml")
-    nodes = [Node(tuple("0123"), 8, f"10.0.0.{number}", "eth0") for number in (1, 2)] if setup == "nodes" else ()
-    return planned(environment=environment, nodes=nodes, device=device, dtype="float32", **keys)
+def test_every_way_says_something_of_every_setup():
+    assert all(one.serves.keys() == SETUPS.keys() for one in WAYS.values())
+    assert KEYS.keys() == SETUPS.keys() and WAYS.keys() == {*BRIDGES, COLOCATE}
 
 
-@pytest.mark.parametrize(("bridge", "setup"), CELLS)
-def test_what_a_bridge_does_not_serve_is_refused_by_name(planned, tmp_path, bridge, setup):
-    served = BRIDGES[bridge].serves[setup]
-    if served in (YES, ON_GPUS, ON_CPU):
-        devices = ["cuda"] if served == ON_GPUS else ["cpu", "cuda"]
-        assert {cell_plan(planned, tmp_path, bridge, setup, device).bridge for device in devices} == {bridge}
-        return
+@pytest.fixture(params=["check", "plan"])
+def asks(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def ask(asks: str, read: Callable[..., Recipe], tmp_path: Path) -> Ask:
+    """``ask(way, setup, device, KEY=VALUE)``: the bridge of a right recipe that meets the setup; a ConfigError says no.
+
+    `grpo check` and `grpo plan` are both asked, the plan without the check before it.
+    """
+
+    def asked(way: str, setup: str, device: str = "cuda", **changes: Any) -> str | None:
+        keys = {"vllm_mode": COLOCATE} if way == COLOCATE else {"weight_sync": way}
+        keys |= {**KEYS[setup], "dtype": "float32", **changes}
+        if way == COLOCATE:
+            keys |= {"nodes": {"vllm_node": "shared"}, "tensor_parallel": {"num_processes": 2}}.get(setup, {})
+        environment = {"CACHE_ROOT": str(tmp_path / "cache")}
+        if setup == "custom":
+            (tmp_path / "mine.yaml").write_text("distributed_type: MULTI_GPU\n")
+            environment["CONFIG_FILE"] = str(tmp_path / "mine.yaml")
+        recipe = read((), environment, **keys)
+        if asks == "check":
+            if problems := check(recipe, environment, device):
+                raise ConfigError(*problems)
+            return None if way == COLOCATE else str(recipe["weight_sync"])
+        nodes = [Node(tuple("0123"), 8, f"10.0.0.{number}", "eth0") for number in (1, 2)] if setup == "nodes" else ()
+        resources = Resources(device, tuple("0123") if device == "cuda" else (), 8, None, tuple(nodes))
+        return make_plan(recipe, resources, environment).bridge
+
+    return asked
+
+
+def said(ask: Ask, *arguments: str, **changes: Any) -> str:
     with pytest.raises(ConfigError) as refused:
-        cell_plan(planned, tmp_path, bridge, setup)
-    said = str(refused.value)
-    assert "weight_sync" in said and "Fix: " in said
-    if setup != "colocate":  # there weight_sync itself has no meaning
-        assert f"{bridge} does not work with {SETUPS[setup]}: {served}. Fix: write " in said
-        assert "weight_sync: " in said.partition("Fix: ")[2]
+        ask(*arguments, **changes)
+    return str(refused.value)
 
 
-def test_a_bridge_that_needs_gpus_is_refused_on_cpu(planned):
-    with pytest.raises(ConfigError, match=r"nccl needs GPUs.* Fix: write weight_sync: file"):
-        planned(weight_sync="nccl", device="cpu", dtype="float32")
+def needed(way: str, setup: str) -> dict[str, Any]:
+    """What a cell's recipe needs beside its setup: an adapter, where the way carries nothing else."""
+    return {"use_peft": True} if setup != "full" and WAYS[way].serves["full"] not in SERVED else {}
+
+
+@pytest.mark.parametrize(("way", "setup"), CELLS)
+def test_what_a_way_does_not_serve_is_refused_by_name(ask, way, setup):
+    served = WAYS[way].serves[setup]
+    if served in SERVED:
+        devices = ["cuda"] if ON_GPUS in WAYS[way].serves.values() else ["cpu", "cuda"]
+        bridges = {ask(way, setup, device, **needed(way, setup)) for device in devices}
+        assert bridges == {None if way == COLOCATE else way}
+        return
+    answer = said(ask, way, setup, **needed(way, setup))
+    assert f"{way} does not work with {SETUPS[setup]}: {served}. Fix: write " in answer
+    fix = answer.rpartition("Fix: ")[2]
+    if way == "lora" and setup in NOT_WITH_LORA:
+        assert fix == "write accelerator: ddp or zero2"  # with LoRA no other bridge works either
+    else:
+        assert "weight_sync: " in fix
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_the_co_located_row_is_enforced(ask, asks, setup, monkeypatch):
+    if (asks, setup) == ("check", "nodes"):
+        pytest.skip("nodes are the job's, which the plan knows")
+    served = {**WAYS[COLOCATE].serves, setup: "of a test"}
+    monkeypatch.setitem(WAYS, COLOCATE, replace(WAYS[COLOCATE], serves=served))
+    answer = said(ask, COLOCATE, setup)
+    assert f"vllm_mode: colocate does not work with {SETUPS[setup]}: of a test. " in answer
+    assert "vllm_mode: server and weight_sync: file or nccl or " in answer.partition("Fix: write ")[2]
+
+
+def test_a_bridge_has_no_meaning_inside_the_trainers(read):
+    (problem,) = check(read(vllm_mode="colocate", weight_sync="file"), {}, "cuda")
+    assert "weight_sync has no meaning with vllm_mode: colocate" in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("way", "setup", "device", "changes", "fix"),
+    [
+        ("nccl", "single", "cpu", {},
+         "nccl needs GPUs, this is a CPU environment. Fix: write weight_sync: file or shared"),
+        ("shared", "fsdp2", "cpu", {}, "Fix: write weight_sync: file or restart"),
+        ("shared", "fsdp2", "cuda", {}, "Fix: write weight_sync: file or nccl or restart"),
+        ("lora", "zero3", "cpu", {"use_peft": True}, "Fix: write accelerator: ddp or zero2"),
+        ("shared", "fsdp2", "cuda", {"use_peft": True}, "Fix: write accelerator: ddp or zero2"),
+        ("lora", "full", "cpu", {}, "Fix: write use_peft: true, or weight_sync: file or shared or restart"),
+        ("lora", "zero3", "cpu", {}, "Fix: write weight_sync: file or restart"),
+        # accelerator: auto takes ZeRO-2 for weights in 16 bits.
+        ("shared", "single", "cpu", {"dtype": "bfloat16", "num_processes": 2},
+         "DeepSpeed ZeRO-2: DeepSpeed keeps the weights in buffers of its own. "
+         "Fix: write dtype: float32, or weight_sync: file or restart"),
+    ],
+)  # fmt: skip
+def test_the_fix_is_one_that_nothing_else_refuses(ask, way, setup, device, changes, fix):
+    assert fix in said(ask, way, setup, device, **changes)
+
+
+@pytest.mark.skipif(environment_device() != "cpu", reason="of a CPU environment")
+@pytest.mark.parametrize("command", ["check", "plan"])
+@pytest.mark.parametrize(
+    ("flags", "config", "named"),
+    [
+        (("shared", "--dtype", "bfloat16", "--num_processes", "2"), False, "DeepSpeed ZeRO-2"),
+        (("shared",), True, "CONFIG_FILE"),
+        (("nccl",), False, "nccl needs GPUs, this is a CPU environment"),
+    ],
+)
+def test_grpo_check_refuses_what_grpo_plan_refuses(command, flags, config, named, tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.yaml").write_text("distributed_type: MULTI_CPU\n")
+    monkeypatch.setenv("CONFIG_FILE", str(tmp_path / "mine.yaml") if config else "")
+    assert cli.main([command, SMOKE, "--weight_sync", *flags]) == 2
+    told = capsys.readouterr()
+    assert named in told.out + told.err and "Fix: " in told.out + told.err
 
 
 def test_the_fix_names_bridges_that_serve_the_setup():
@@ -75,15 +179,21 @@ def test_the_fix_names_bridges_that_serve_the_setup():
     assert "nccl" not in bridges_for(["single"], "cpu") and "file" in bridges_for(["single"], "cpu")
 
 
-@pytest.mark.parametrize(
-    "cell", [cell for cell in CELLS if BRIDGES[cell[0]].serves[cell[1]] in (YES, ON_CPU)], ids="-".join
-)
-def test_every_cell_that_says_yes_is_run_on_cpu(cell):
+@pytest.fixture(scope="module")
+def collected() -> set[str]:
+    """The tests of the files that show cells, each with its parameters, as pytest collects them on any day."""
+    files = {"tests/e2e/test_bridges.py", *(test.partition("::")[0] for test in bridge_cells.ELSEWHERE.values())}
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *sorted(files)]
+    environment = {name: value for name, value in os.environ.items() if name != "GRPO_DAY"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    return {line for line in done.stdout.splitlines() if "::" in line}
+
+
+@pytest.mark.parametrize("cell", SHOWN, ids="-".join)
+def test_every_cell_that_says_yes_is_run_on_cpu(cell, collected):
     assert (cell in bridge_cells.RUNS) != (cell in bridge_cells.ELSEWHERE)
-    if where := bridge_cells.ELSEWHERE.get(cell):
-        file, name = where.split("::")
-        found = [one for one in ast.parse((ROOT / file).read_text()).body if isinstance(one, ast.FunctionDef)]
-        assert name in [one.name for one in found]
+    ours = f"tests/e2e/test_bridges.py::test_the_server_has_the_weights_of_every_step[{'-'.join(cell)}]"
+    assert bridge_cells.ELSEWHERE.get(cell, ours) in collected
 
 
 def test_no_run_shows_a_cell_that_is_not_served():

@@ -14,17 +14,16 @@ from typing import Any
 
 import yaml
 
-from grpo_recipes.errors import config_error, translate
+from grpo_recipes.errors import ConfigError, config_error, translate
 from grpo_recipes.fetch.assets import Assets
 from grpo_recipes.plan import devices
 from grpo_recipes.plan.commands import Names, Plan, Weighting, gpu_share, with_processes
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.ports import plan_ports
 from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.bridges import accelerator_of, refusal
 from grpo_recipes.recipe.dialects import UNREAD_VARIABLES
-from grpo_recipes.recipe.learning import trains_weights_as_loaded
-from grpo_recipes.recipe.registry import BRIDGES, OBJECTIVES, bridges_for, environments_of, turn_tokens
-from grpo_recipes.recipe.rules import sync_setups
+from grpo_recipes.recipe.registry import COLOCATE, OBJECTIVES, environments_of, turn_tokens
 from grpo_recipes.recipe.tasks import ENTRIES, MAXENT, task_of
 from grpo_recipes.smoke import SMOKE_SCHEME, smoke_folder
 
@@ -56,8 +55,8 @@ def make_plan(
     if mode == "colocate":
         _need_equal_groups(recipe, batch.world_size)
     apart = mode == "server" and trainers[0].node != 0
-    accelerator = "custom" if environment.get("CONFIG_FILE") else _accelerator(recipe, batch.world_size)
-    bridge, why = _bridge(recipe, resources, mode, apart, accelerator)
+    accelerator = accelerator_of(recipe, batch.world_size, environment)
+    bridge, why = _bridge(recipe, resources, mode, apart or (mode == "colocate" and len(trainers) > 1), accelerator)
     nodes, task, model = resources.all_nodes(), task_of(recipe), recipe["model_name_or_path"]
     if devices.share_gpu(recipe, resources, mode):
         devices.need_exportable_memory(environment)
@@ -199,20 +198,19 @@ def _mode(recipe: Recipe, resources: Resources) -> str:
 
 
 def _bridge(recipe: Recipe, resources: Resources, mode: str, apart: bool, accelerator: str) -> tuple[str | None, str]:
-    """Choose the weight bridge of a run with a server, and say why."""
+    """Choose the weight bridge of a run with a server, and say why; refuse what cannot get weights to vLLM."""
+    bridge, why = _chosen_bridge(recipe, resources, mode, apart)
+    way = COLOCATE if mode == "colocate" else bridge
+    if way and (problem := refusal(recipe, way, accelerator, apart, resources.device)):
+        raise ConfigError(problem)
+    return bridge, why
+
+
+def _chosen_bridge(recipe: Recipe, resources: Resources, mode: str, apart: bool) -> tuple[str | None, str]:
     if mode != "server":
         return None, "no server: " + ("vLLM is inside the trainers" if mode == "colocate" else "use_vllm is false")
-    wanted, where = recipe["weight_sync"], recipe.source("weight_sync")
-    setups = [accelerator, *sync_setups(recipe), *(["nodes"] if apart else [])]
-    if wanted in BRIDGES:
-        fix = f"write weight_sync: {' or '.join(bridges_for(setups, resources.device))}"
-        if found := BRIDGES[wanted].refusal(setups):
-            setup, reason = found
-            raise config_error(where, f"{wanted} does not work with {setup}: {reason}", fix)
-        if not BRIDGES[wanted].runs_on(resources.device):
-            raise config_error(where, f"{wanted} needs GPUs, this is a CPU environment", fix)
-    if wanted != "auto":
-        return str(wanted), f"asked for by {where}"
+    if recipe["weight_sync"] != "auto":
+        return str(recipe["weight_sync"]), f"asked for by {recipe.source('weight_sync')}"
     if resources.device == "cpu":
         return "file", f"no GPU: safetensors in {'the run directory' if apart else 'shared memory'}"
     return "nccl", "server and trainers are on GPUs"
@@ -221,16 +219,6 @@ def _bridge(recipe: Recipe, resources: Resources, mode: str, apart: bool, accele
 def _smoke_path(name: str, part: str, environment: Mapping[str, str]) -> str:
     """Return where that part of ``smoke:sums`` is; any other name as it is."""
     return str(smoke_folder(name, environment) / part) if name.startswith(SMOKE_SCHEME) else name
-
-
-def _accelerator(recipe: Recipe, world_size: int) -> str:
-    """Return how the trainers share the model: under ``auto`` by DeepSpeed where nothing else keeps float32 weights."""
-    wanted = recipe["accelerator"]
-    if wanted == "auto" and recipe["dtype"] != "float32" and trains_weights_as_loaded(recipe):
-        return "zero2"
-    if wanted in ("auto", "ddp"):
-        return "ddp" if world_size > 1 else "single"  # accelerate refuses --multi_gpu with one process
-    return str(wanted)
 
 
 def _sizes_in(content: Any) -> Iterator[tuple[str, int]]:

@@ -20,6 +20,7 @@ from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.modebench.dataset import COLUMNS, SCHEME, SPLITS, TASK_KEYS, TASKS, Settings, rows
 from grpo_recipes.paths import home, shown
 from grpo_recipes.recipe import BrokenKey, Recipe, in_order, learning, merge_recipe, rules
+from grpo_recipes.recipe.bridges import bridge_problems
 from grpo_recipes.recipe.chat_template import template_problems
 from grpo_recipes.recipe.datafiles import (
     BUILDERS,
@@ -57,10 +58,11 @@ _COLUMNS = ("dataset_prompt_column", "dataset_solution_column")
 _LIVE = ("completions", "prompts", "completion_ids", "answer")  # what the trainer hands every reward
 
 
-def check(recipe: Recipe, environment: Mapping[str, str]) -> list[Problem]:
-    """Return every contradiction between keys of a recipe with its task, and with the user's variables."""
+def check(recipe: Recipe, environment: Mapping[str, str], device: str | None = None) -> list[Problem]:
+    """Return every contradiction between keys of a recipe, and with its task, the user's variables and the device."""
     problems: list[Problem] = []
     checks: list[_Check] = [*(functools.partial(_refused, row) for row in rules.RULES), *_CHECKS]
+    checks.append(functools.partial(bridge_problems, device=device))
     for rule in checks:
         with contextlib.suppress(BrokenKey):  # reported already; a rule that reads a broken key cannot be judged
             problems += rule(recipe, environment)
@@ -126,7 +128,7 @@ def resolve_recipe(
     path = choose_recipe(name, environment, asked.task or GRPO, device)
     recipe, problems = merge_recipe(path, flags, environment)
     recipe, contradictions = with_task(recipe, asked)
-    problems += contradictions + check(recipe, environment)
+    problems += contradictions + check(recipe, environment, device)
     if problems:
         raise ConfigError(*in_order(problems))
     for spec, arguments, _ in environments_of(recipe.__getitem__):  # a run may be resumed from another folder

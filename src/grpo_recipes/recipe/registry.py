@@ -1,5 +1,6 @@
 """What a recipe can name: rewards, benchmarks, MaxEnt's objectives, weight bridges; none of them is imported here."""
 
+import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -16,7 +17,7 @@ from grpo_recipes.recipe.keys import nearest_of
 SMOKE_BENCHMARK = "smoke:sums"
 
 
-# What a bridge has to carry weights from, or to: what `weight_sync` meets in a recipe and in its plan.
+# What a way of the weights to vLLM meets in a recipe and in its plan.
 SETUPS = {
     "single": "one training process",
     "ddp": "several training processes (DDP)",
@@ -27,14 +28,12 @@ SETUPS = {
     "full": "training of all weights",
     "lora": "LoRA (use_peft)",
     "tensor_parallel": "vllm_tensor_parallel_size above 1",
-    "nodes": "server and rank 0 on two nodes",
-    "colocate": "vLLM inside the trainers",
+    "nodes": "server and rank 0 on two nodes",  # of vLLM inside the trainers: trainers on two nodes
 }
 YES = "yes"  # run on CPU by a test
 ON_GPUS = "on GPUs"  # needs GPUs, on which nobody has run it yet
 ON_CPU = "on CPU"  # run by a test; on GPUs it is other code, which nobody has run yet
 _EVERYWHERE = frozenset({"cpu", "cuda"})
-_NO_SERVER = "there is no server"
 _BUFFERS = "DeepSpeed keeps the weights in buffers of its own"
 _SPLIT, _MAY_SPLIT = "no training process has the whole weights", "it may split the weights"
 
@@ -58,7 +57,7 @@ class Bridge:
 
 def _serving(served: str, **refused: str) -> dict[str, str]:
     """Return ``served`` for every setup, but the reason for each that is refused."""
-    return {**dict.fromkeys(SETUPS, served), "colocate": _NO_SERVER, **refused}
+    return {**dict.fromkeys(SETUPS, served), **refused}
 
 
 BRIDGES = {
@@ -83,6 +82,10 @@ BRIDGES = {
     ),
     "restart": Bridge(reconnects=_EVERYWHERE, serves=_serving(YES)),
 }
+COLOCATE = "colocate"  # vLLM inside the trainers, which loads the weights itself
+# Every way for new weights to reach vLLM: the table that `grpo check` and the plan enforce, and the docs print.
+WAYS = {**BRIDGES, COLOCATE: Bridge(reconnects=frozenset(), serves=_serving(YES))}
+NOT_WITH_LORA = ("zero3", "fsdp2")  # accelerators under which an adapter has not been shown to reach vLLM in any way
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the sizes vLLM makes room for
 
 
@@ -291,6 +294,11 @@ OBJECTIVES: dict[str, Objective] = {
     "weighted_mle": Objective(tau=0.05, unread=_OF_UTILITIES, targets_q=True),
     "tempered": Objective(tau=0.05, unread=_OF_TARGETS, targets_q=False),
 }
+
+
+def built_for_cpu() -> bool:
+    """Return whether the installed torch is the build for CPUs, without importing it."""
+    return importlib.metadata.version("torch").endswith("+cpu")
 
 
 def missing_package(key: str, value: Any) -> str | None:

@@ -12,16 +12,14 @@ from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, catalogue
 from grpo_recipes.recipe.learning import BY_GRADIENT, LEAST_SHARE, reached_share
 from grpo_recipes.recipe.registry import (
-    BRIDGES,
     ENVIRONMENT_REWARD,
     LORA_RANKS,
     MODEBENCH_REWARD,
+    NOT_WITH_LORA,
     OBJECTIVES,
     ONE_ANSWER,
     PACKAGE_KEYS,
-    SETUPS,
     Objective,
-    bridges_for,
     environments_of,
     frozen_opponents,
     missing_package,
@@ -84,27 +82,12 @@ def objective_of(recipe: Recipe) -> Objective | None:
     return OBJECTIVES[recipe["maxent_objective"]] if task_of(recipe) == MAXENT else None
 
 
-def sync_setups(recipe: Recipe) -> list[str]:
-    """Return what a weight bridge meets in a recipe alone, by the names of the registry's ``SETUPS``."""
-    parallel = (recipe["vllm_tensor_parallel_size"] or 1) > 1
-    return ["lora" if recipe["use_peft"] else "full", *(["tensor_parallel"] if parallel else [])]
+COLOCATED = "vllm_mode: colocate"
 
 
 def wants_server(recipe: Recipe) -> bool:
     """Return whether a recipe asks for a vLLM server; with one GPU the plan may still do without."""
     return bool(recipe["use_vllm"] and recipe["vllm_mode"] != "colocate")
-
-
-def _sync_refusal(recipe: Recipe) -> tuple[str, str] | None:
-    """Return the setup that the recipe's bridge does not serve, and why; the plan knows the others."""
-    if not wants_server(recipe) or recipe["weight_sync"] not in BRIDGES:
-        return None
-    return BRIDGES[recipe["weight_sync"]].refusal(_explicit_setups(recipe))
-
-
-def _explicit_setups(recipe: Recipe) -> list[str]:
-    accelerator, apart = recipe["accelerator"], recipe["vllm_node"] == "own"
-    return [*sync_setups(recipe), *([accelerator] if accelerator in SETUPS else []), *(["nodes"] if apart else [])]
 
 
 def reports_to(recipe: Recipe) -> list[str]:
@@ -324,10 +307,6 @@ RULES = (
         "chat_template does not mention messages", "write the template itself: chat_template: |"),
     Rule("{item}", lambda r: r["vllm_mode"] == "colocate" and given(r, "weight_sync weight_sync_timeout"),
         "{item} has no meaning with vllm_mode: colocate (vLLM shares the trainer's process)", "remove {item}"),
-    Rule("weight_sync", _sync_refusal,
-        lambda r, _: "{} does not work with {}: {}".format(r["weight_sync"], *_sync_refusal(r) or ()),
-        lambda r, _: f"write {'use_peft: true, or ' if r['weight_sync'] == 'lora' and not r['use_peft'] else ''}"
-        f"weight_sync: {' or '.join(bridges_for(_explicit_setups(r)))}"),
     # The batch, and how long the run is.
     Rule("{item}", lambda r: r["prompts_per_step"] is not None
         and given(r, "gradient_accumulation_steps steps_per_generation generation_batch_size"),
@@ -423,7 +402,7 @@ RULES = (
     # LoRA.
     Rule("{item}", lambda r: not r["use_peft"] and given(r, "lora_* use_dora use_rslora", any_value=False),
         "'{item}' does nothing without use_peft", "add use_peft: true, or remove {item}"),
-    Rule("accelerator", lambda r: r["use_peft"] and r["accelerator"] in ("zero3", "fsdp2"),
+    Rule("accelerator", lambda r: r["use_peft"] and r["accelerator"] in NOT_WITH_LORA,
         "a LoRA run with accelerator: {accelerator} has not been shown to work", "write accelerator: ddp or zero2"),
     Rule("accelerator", lambda r: r["accelerator"] == "zero3" and frozen_opponents(r.__getitem__),
         "ZeRO-3 would split a game's opponent, which each process holds whole", "write accelerator: zero2 or fsdp2"),
