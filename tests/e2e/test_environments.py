@@ -18,6 +18,10 @@ from test_preemptions import wait_until
 pytestmark = [pytest.mark.slow, pytest.mark.rotating]
 # Launches of one test have folders of their own, and the recipe names its file from the user's.
 GAME = ("--environment", f"{REPOSITORY / 'recipes/examples/two_sums.py'}:TwoSums")
+MAFIA = (
+    str(REPOSITORY / "recipes/environments/secret_mafia_smoke.yaml"), "--num_generations", "16",
+    "--environment_eval_episodes", "16", "--eval_on_start", "false", "--eval_steps", "4",
+)  # fmt: skip
 SHORT = ("--max_steps", "4", "--prompts_per_step", "4", "--save_steps", "2", "--per_device_train_batch_size", "64")
 
 
@@ -44,13 +48,22 @@ def test_the_example_learns_both_turns(launch: Callable[..., Launch], example: d
     assert max(row["sampling/sampling_logp_difference/mean"] for row in rows) < 1e-4
 
 
-@pytest.mark.parametrize("mode", ["server", "colocate"])
-def test_a_stopped_run_continues_bit_for_bit(launch: Callable[..., Launch], example: dict[str, str], mode: str) -> None:
-    recipe = example["recipes/examples/two_sums.yaml"]
-    flags = (recipe, *GAME, "--vllm_mode", mode, "--environment_credit", "per_turn", *SHORT)
+STOPPED = {"server": (GAME, "server"), "colocate": (GAME, "colocate"), "SecretMafia": (MAFIA, "server")}
+
+
+@pytest.mark.parametrize(("game", "mode"), STOPPED.values(), ids=STOPPED)
+def test_a_stopped_run_continues_bit_for_bit(
+    launch: Callable[..., Launch], example: dict[str, str], game: tuple[str, ...], mode: str
+) -> None:
+    """An environment of the user's own, and a game of a library, whose opponents draw their moves."""
+    if game == MAFIA:
+        pytest.importorskip("textarena")
+    recipe = [] if game == MAFIA else [example["recipes/examples/two_sums.yaml"]]
+    flags = (*recipe, *game, "--vllm_mode", mode, "--environment_credit", "per_turn", *SHORT)
     whole = launch(*flags, folder="whole")
-    assert whole.wait() == 0, whole.output
+    assert whole.wait(600) == 0, whole.output
     assert max(row["sampling/sampling_logp_difference/mean"] for row in whole.rows()) < 1e-4
+    assert max(row["episodes/turns"] for row in whole.rows()) > 1
 
     stopped = launch(*flags, folder="stopped")
     stopped.wait_for_step(1)
