@@ -290,7 +290,7 @@ class Episodes:
         path = source_path(spec) if episode.spec in self._own else None
         code = hashlib.sha256(path.read_bytes()).hexdigest() if path else ""
         limits = self._pool.timeout, self._pool.memory_gib
-        return spec, code, *limits, episode.arguments, episode.seed, f"{self._name}/{episode.row}"
+        return episode.spec, code, *limits, episode.arguments, episode.seed, f"{self._name}/{episode.row}"
 
     def _output(self, trainer: Any) -> dict[str, Any]:
         """Return what TRL takes, and log what is known of the batch's episodes over all ranks."""
