@@ -29,7 +29,6 @@ from made_by import made_by
 
 from grpo_recipes.data.prompts import evaluation_episodes
 from grpo_recipes.environments.games import Game
-from grpo_recipes.environments.smoke_games import blind_move
 from grpo_recipes.environments.turns import Turn
 from grpo_recipes.paths import home, python_module
 from grpo_recipes.recipe import read_recipe
@@ -39,7 +38,7 @@ from grpo_recipes.runs.rundir import read_json
 OUT = home() / "bench/results/environments.jsonl"
 TIMES = 16  # that --scripted plays each episode
 BASELINES: dict[str, Callable[[Game, random.Random], str]] = {
-    "blind": lambda game, generator: blind_move(generator),
+    "blind": lambda game, generator: _blind_move(generator),
     "drawn": lambda game, generator: game.scripted(generator, plan=False),
     "scripted": lambda game, generator: game.scripted(generator),
 }
@@ -71,6 +70,12 @@ def measure(recipe: Path, mode: str, seed: int) -> dict[str, Any]:
 def _of_episodes(row: dict[str, Any], prefix: str) -> dict[str, float]:
     """Return the means of episodes in a row of metrics.jsonl or eval.jsonl."""
     return {key: round(value, 4) for key, value in row.items() if key.startswith(prefix)}
+
+
+def _blind_move(generator: random.Random) -> str:
+    """Return the move of a player who does not look at the game: any number, malformed half of the time."""
+    one, other = generator.randrange(10), generator.randrange(10)
+    return generator.choice([f"[{one}]", f"[{one}]", f"{one}", f"[{one}] [{other}]"])
 
 
 def baseline(recipe: Path, mode: str, times: int = TIMES) -> dict[str, Any]:

@@ -34,12 +34,6 @@ def _games(tokenizer: PreTrainedTokenizerFast, seed: int) -> list[tuple[list[int
     return found
 
 
-def blind_move(rng: random.Random) -> str:
-    """Return the move of a player who does not look at the game: any number, malformed half of the time."""
-    one, other = rng.randrange(10), rng.randrange(10)
-    return rng.choice([f"[{one}]", f"[{one}]", f"{one}", f"[{one}] [{other}]"])
-
-
 def pretrain(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, phases: smoke.Phases) -> None:
     """Train on games, whose moves alone have a part in the loss, then flatten what the model samples."""
     import torch
