@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from grpo_recipes.process.tree import descendants
+from grpo_recipes.process.tree import descendants, is_alive
 from grpo_recipes.rewards.pool import RewardPool
 from grpo_recipes.rewards.score import Score
 from grpo_recipes.rollouts.stage import PLAY, digest, play, turn_of
@@ -168,7 +168,10 @@ def test_a_child_that_sends_a_number_is_not_believed() -> None:
 
 
 def test_nothing_of_a_pool_is_left() -> None:
-    before = {process.pid for process in descendants()}
+    # Its own processes alone: a child of the module's pool may be starting its worker.
     with RewardPool(PLAY, workers=1, valid=is_text) as pool:
         played(pool, [["a"]], name="left")
-    assert {process.pid for process in descendants()} <= before
+        keepers = [child.pid for child in pool._children]
+        processes = [*keepers, *(one.pid for keeper in keepers for one in descendants(keeper))]
+        assert len(processes) == 2 and all(map(is_alive, processes))
+    assert not any(map(is_alive, processes))
