@@ -10,7 +10,7 @@ import yaml
 
 from grpo_recipes.errors import Problem
 from grpo_recipes.paths import home
-from grpo_recipes.recipe import Recipe, merge_recipe
+from grpo_recipes.recipe import Recipe, dialects, merge_recipe
 from grpo_recipes.recipe.check import check
 from grpo_recipes.recipe.dialects import names
 from grpo_recipes.recipe.dialects.colocated import NAMES, SECTIONS
@@ -39,7 +39,7 @@ batch_size: 64
 max_iterations: 5000
 sync_frequency: 100
 """
-REFUSED = ("max_num_seqs", "enforce_eager", "sync_frequency")
+REFUSED = ("enforce_eager", "sync_frequency")  # enforce_eager on GPUs
 FIXED = "".join(f"{line}\n" for line in THEIRS.splitlines() if not any(name in line for name in REFUSED))
 FIXED += "dataset_name: smoke:sums\n"
 
@@ -64,14 +64,33 @@ def changed(folder: Path, old: str, new: str) -> tuple[Recipe, list[Problem]]:
     return merged(folder, FIXED.replace(old, new))
 
 
-def test_their_own_example_is_answered_line_by_line(tmp_path: Path) -> None:
-    _, problems = merged(tmp_path, THEIRS)
+@pytest.fixture
+def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dialects, "built_for_cpu", lambda: False)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dialects, "built_for_cpu", lambda: True)
+
+
+def test_their_own_example_is_answered_line_by_line(tmp_path: Path, on_gpus: None) -> None:
+    recipe, problems = merged(tmp_path, THEIRS)
     fixes = told(problems)
-    assert fixes.keys() == {"0", "5", "8", "19"}
-    assert "vllm_gpu_memory_utilization limits its memory" in fixes["5"] and fixes["5"].startswith("remove it")
+    assert fixes.keys() == {"0", "8", "19"}
     assert fixes["8"].startswith("remove it; vLLM captures CUDA graphs on GPUs")
     assert "num_iterations says how many steps one feeds" in fixes["19"]
     assert fixes["0"].startswith("add dataset_name")
+    (note,) = [one for one in recipe.notes if "theirs.yaml:5: " in one]
+    assert "vllm_config.max_num_seqs: 32 is not read: " in note and "vllm_gpu_memory_utilization limits its" in note
+
+
+def test_on_cpu_vllm_is_eager_as_their_example_asks(tmp_path: Path, on_cpu: None) -> None:
+    recipe, problems = merged(tmp_path, THEIRS)
+    assert told(problems).keys() == {"0", "19"}
+    (note,) = [one for one in recipe.notes if "theirs.yaml:8: " in one]
+    assert "vllm_config.enforce_eager: true changes nothing: vLLM captures CUDA graphs on GPUs, and none on CPU" in note
+    assert merged(tmp_path, f"{FIXED}vllm_mode: server\nenforce_eager: true\n")[1] == []
 
 
 def test_after_the_fixes_it_is_a_recipe(tmp_path: Path) -> None:
@@ -150,6 +169,7 @@ def test_every_name_changes_its_key(tmp_path: Path, old: str, new: str, key: str
     ("old", "new", "said"),
     [
         ("cpu_offload: false", "cpu_offload: true", "remove it; no parameter is moved to the CPU"),
+        ("max_num_seqs: 32", "max_num_seqs: many", "remove it; inside the trainers vLLM takes all completions"),
         ("disable_log_stats: true", "disable_log_stats: false", "remove it; vLLM inside the trainers logs no"),
         ('"FULL_SHARD"', "SHARD_GRAD_OP", "write accelerator: fsdp2 for FULL_SHARD, ddp for NO_SHARD, zero2"),
         ("mixed_precision: true", "mixed_precision: fp8", "write bf16: true, or bf16: false for float32"),

@@ -13,6 +13,7 @@ from grpo_recipes.recipe.dialects import (
     ALIASES,
     HARMLESS,
     UNREAD_VARIABLES,
+    by_value,
     meaning_of,
     names,
     nearest,
@@ -212,6 +213,13 @@ def test_the_modes_of_atropos_example_trainer_are_bridges(name, mode, bridge, ad
     found, problems, notes = translated(**{name: mode})
     assert (found, problems) == ({"weight_sync": bridge, **adapter}, [])
     assert len(notes) == (name != "weight_sync")
+
+
+@pytest.mark.parametrize(("name", "value"), [("single_copy", True), ("vllm_config_path", "bridge.json")])
+def test_the_names_of_their_single_copy_point_to_the_bridge(name, value) -> None:
+    told = fix(**{name: value})
+    assert "write weight_sync: shared" in told and told == names()[name].instead
+    assert by_value("single_copy", True) == {"weight_sync": "shared"}
 
 
 def test_a_mode_of_an_adapter_does_not_overrule_what_is_said_of_it() -> None:
