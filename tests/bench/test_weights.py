@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -55,6 +55,26 @@ def test_a_ratio_is_that_of_one_round_and_memory_is_beyond_the_idle_pair(bench):
         "peak to weights": 2.2,
     }
     assert "pss to weights" not in found["1M"]["file"]
+
+
+def test_a_ratio_is_to_the_mean_of_the_copies_before_and_after(bench):
+    one = case(10, 10, (100, 200), (1, 6, 3))
+    one["rounds"][0]["copy after"] = 3
+    found = bench.figures({"1M": {"file": one}})["1M"]["file"]
+    assert (found["sync to copy"], found["sync without guard to copy"]) == (3, 1.5)
+
+
+def test_the_sync_of_a_round_is_between_two_copies(bench, tmp_path, monkeypatch):
+    did: list[str] = []
+    monkeypatch.setattr(bench, "plain_copy", lambda _, file: (did.append("copy"), file.touch()))
+    args, client = SimpleNamespace(weight_guard=True), SimpleNamespace(checksum_error=None)
+    for turn in (0, 1):
+        did.clear()
+        sync = lambda: did.append(f"sync {args.weight_guard}")  # noqa: E731
+        row = bench.timed_round(args, client, sync, None, tmp_path / "copy", turn)
+        order = ["copy", "sync True", "copy", "sync False"]
+        assert did == (order if turn == 0 else order[::-1])
+        assert sorted(row) == ["copy", "copy after", "sync", "sync without guard"]
 
 
 def test_memory_is_that_of_living_processes(bench):
