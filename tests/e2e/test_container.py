@@ -1,6 +1,6 @@
 """The container: its Dockerfile carried out in a Debian root, and a run in it, as docs/container.md shows them.
 
-Neither Docker nor Apptainer is here: `tests/container_image.py` stands in for both.
+There is no Docker daemon and no Apptainer here: `tests/container_image.py` stands in for both.
 """
 
 from __future__ import annotations
