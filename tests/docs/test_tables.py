@@ -194,7 +194,9 @@ def test_keys_of_a_row_are_those_that_trl_and_we_write() -> None:
             kind = name.rpartition("/")[2]
             assert f"rewards/{{reward_func_name}}/{kind}" in source or f"rewards/{{name}}/{kind}" in ours
         elif name.startswith("episodes/"):
-            assert f'"{name.removeprefix("episodes/")}": ' in of_episodes or name == "episodes/<name>", name
+            kind, _, whose = name.removeprefix("episodes/").partition("_<")
+            made = {"role>": f'f"{kind}_{{', "environment>": 'f"{name}_{label}"', "": f'"{kind}": '}[whose]
+            assert (made in of_episodes and f'"{kind}' in of_episodes) or name == "episodes/<name>", name
         else:
             assert f'"{name}"' in source + ours, name
 
