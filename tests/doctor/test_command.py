@@ -58,8 +58,8 @@ def test_a_recipe_adds_its_checks(doctor):
     _, found = doctor(SMOKE)
     assert set(found) == {name_of(check) for check in (*MACHINE, *RECIPE)}
     assert found["gpu plan"]["status"] == "ok" and "smoke:sums" in found["assets"]["value"]
-    _, found = doctor(SMOKE, "--weight_sync", "nccl")
-    assert found["gpu plan"]["status"] == "problem" and "weight_sync: file" in found["gpu plan"]["fix"]
+    _, found = doctor(SMOKE, "--vllm_node", "own")  # which a recipe may say, and a plan on one node refuses
+    assert found["gpu plan"]["status"] == "problem" and "vllm_node: shared" in found["gpu plan"]["fix"]
 
 
 @on_cpu
