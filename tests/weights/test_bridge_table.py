@@ -120,10 +120,11 @@ def test_what_a_way_does_not_serve_is_refused_by_name(ask, way, setup):
 
 @pytest.mark.parametrize("setup", SETUPS)
 def test_the_co_located_row_is_enforced(ask, asks, setup, monkeypatch):
-    if (asks, setup) == ("check", "nodes"):  # nodes are the job's, which the plan knows
-        return
     served = {**WAYS[COLOCATE].serves, setup: "of a test"}
     monkeypatch.setitem(WAYS, COLOCATE, replace(WAYS[COLOCATE], serves=served))
+    if (asks, setup) == ("check", "nodes"):  # nodes are the job's, which the plan alone knows
+        assert ask(COLOCATE, setup) is None
+        return
     answer = said(ask, COLOCATE, setup)
     assert f"vllm_mode: colocate does not work with {SETUPS[setup]}: of a test. " in answer
     assert "vllm_mode: server and weight_sync: file or nccl or " in answer.partition("Fix: write ")[2]
