@@ -15,6 +15,7 @@ from typing import Any
 from grpo_recipes.errors import config_error, translate
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.keys import catalogue_trl
+from grpo_recipes.recipe.registry import built_for_cpu
 from grpo_recipes.slurm.client import SlurmJob, slurm_job
 
 _DRIVER_SECONDS = 60  # a driver that takes longer hangs
@@ -102,11 +103,11 @@ def environment_device() -> str:
     """Return ``cpu`` or ``cuda``, the device that the installed torch is built for; refuse another TRL than ours."""
     missing = importlib.metadata.PackageNotFoundError
     with translate(missing, lambda it: config_error("environment", f"{it.name} is not installed", "run make setup")):
-        torch, trl = importlib.metadata.version("torch"), importlib.metadata.version("trl")
+        device, trl = "cpu" if built_for_cpu() else "cuda", importlib.metadata.version("trl")
     if trl != catalogue_trl():
         what = f"trl {trl} is installed, the recipe keys are those of trl {catalogue_trl()}"
         raise config_error("environment", what, "run make setup, or make keys after an upgrade")
-    return "cpu" if torch.endswith("+cpu") else "cuda"
+    return device
 
 
 def nvidia_smi(*arguments: str) -> str | None:
