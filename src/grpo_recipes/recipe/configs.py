@@ -127,6 +127,24 @@ class ScriptArguments(trl.ScriptArguments):
     environment_workers: int | None = _key(None,
         "Processes with environments; by default 1 per 2 cores, at most 8.", min=1, max=1024)
     environment_network: bool = _key(False, "Whether environments may reach the network.")
+    atropos_environment: str | None = _key(None,
+        "Atropos environment whose scored groups are trained on, instead of a dataset: arithmetic, dataset, or a "
+        "BaseEnv of yours as module:Class or file.py:Class. The launch starts run-api and the environment.")
+    atropos_environment_args: dict | None = _key(None, "Fields of the Atropos environment's configuration, by name.")
+    atropos_mixture: dict | None = _key(None, "Several Atropos environments: AtroposMixtureConfig.")
+    atropos_api_url: str | None = _key(None,
+        "URL of an Atropos run-api that runs already, e.g. http://localhost:8000; by default the launch starts one.")
+    atropos_port: int | None = _key(None, "Port of the launch's run-api; 8001 outside Slurm.", min=1024, max=65535)
+    atropos_timeout: float = _key(30.0, "Seconds that run-api may take for one answer.", min=0.1)
+    atropos_batch_retry_attempts: int = _key(8, "Times that a request to run-api is tried.", min=1)
+    atropos_batch_retry_delay: float = _key(0.3,
+        "Seconds before run-api is asked again; each time half as long again, at most 2 s.", min=0.01)
+    atropos_batch_max_wait_time: float = _key(600.0,
+        "Longest wait in seconds for the groups of one step; then the run ends with what was seen.", min=0.1)
+    atropos_max_staleness: int | None = _key(4,
+        "Most optimizer steps that a group's weights may be behind; older groups are dropped. null keeps all.", min=0)
+    atropos_normalize_advantages: bool = _key(False,
+        "Whether per-token advantages that a group brings are divided by their standard deviation in the group.")
     callbacks: list[str] = _key([], "Your trainer callbacks: module:Class or file.py:Class, made without arguments.")
     reward_funcs: list[str] = _key(["pure_accuracy_math"],
         "Rewards, summed by weight: names of ours, or your own as module:function or file.py:function.")
@@ -201,6 +219,25 @@ class EnvironmentMixtureConfig:
     """Several environments: the mapping under ``environment_mixture``."""
 
     environments: list[EnvironmentConfig] = _key([], "Entries with the keys of EnvironmentConfig.")
+
+
+@dataclass
+class AtroposEnvironmentConfig:
+    """One Atropos environment of a mixture: an entry of ``atropos_mixture.environments``."""
+
+    id: str = _key("", "As the key atropos_environment.")
+    args: dict | None = _key(None, "As the key atropos_environment_args.")
+    weight: float | None = _key(None, "Its share of the requests to the server, relative to the others'; 1 by default.",
+        min=0.0001)
+    min_allocation: float | None = _key(None, "Least share of each batch that is its own; none by default.",
+        min=0.0, max=1.0)
+
+
+@dataclass
+class AtroposMixtureConfig:
+    """Several Atropos environments: the mapping under ``atropos_mixture``."""
+
+    environments: list[AtroposEnvironmentConfig] = _key([], "Entries with the keys of AtroposEnvironmentConfig.")
 
 
 @dataclass
@@ -338,6 +375,8 @@ NESTED = {
     "dataset_mixture.datasets": DatasetConfig,
     "environment_mixture": EnvironmentMixtureConfig,
     "environment_mixture.environments": EnvironmentConfig,
+    "atropos_mixture": AtroposMixtureConfig,
+    "atropos_mixture.environments": AtroposEnvironmentConfig,
     "gradient_checkpointing_kwargs": GradientCheckpointingConfig,
     "accelerator_config": AcceleratorConfig,
 }

@@ -152,6 +152,41 @@ def environments_of(recipe: Callable[[str], Any]) -> list[tuple[str, dict[str, A
     return [(entry.get("id", ""), entry.get("args") or {}, (entry.get("weight") or 1.0) / total) for entry in entries]
 
 
+@dataclass(frozen=True)
+class AtroposEnvironment:
+    """An environment of a recipe that posts scored groups to Atropos' run-api."""
+
+    id: str  # a name of ATROPOS_ENVIRONMENTS, module:Class or file.py:Class
+    args: dict[str, Any]  # fields of its configuration
+    weight: float = 1.0  # of its requests to the server
+    min_allocation: float | None = None  # least share of a batch
+
+
+# Names of environments of ours for Atropos -> what they are, and their class.
+ATROPOS_ENVIRONMENTS: dict[str, str] = {
+    "arithmetic": "sums made on the spot",
+    "dataset": "problems of a local file or of the hub, scored by a reward of ours",
+}
+
+
+def atropos_environments(recipe: Callable[[str], Any]) -> list[AtroposEnvironment]:
+    """Return the Atropos environments that a launch of this recipe starts; ``recipe`` looks up its keys."""
+    if recipe("atropos_environment") is not None:
+        return [AtroposEnvironment(recipe("atropos_environment"), recipe("atropos_environment_args") or {})]
+    entries = (recipe("atropos_mixture") or {}).get("environments") or []
+    return [
+        AtroposEnvironment(
+            entry.get("id", ""), entry.get("args") or {}, entry.get("weight") or 1.0, entry.get("min_allocation")
+        )
+        for entry in entries
+    ]
+
+
+def uses_atropos(recipe: Callable[[str], Any]) -> bool:
+    """Return whether completions and scores of a recipe come from Atropos' run-api."""
+    return any(recipe(key) is not None for key in ("atropos_environment", "atropos_mixture", "atropos_api_url"))
+
+
 def own_environments(recipe: Callable[[str], Any]) -> list[str]:
     """Return the user's own environments: ``module:Class`` or ``file.py:Class``."""
     return [spec for spec, _, _ in environments_of(recipe) if spec.partition(":")[0] not in LIBRARIES]
