@@ -1,0 +1,26 @@
+"""A run-api for the tests of a module, empty at the begin of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from atropos.run_api import RunApi, run_api
+
+
+@pytest.fixture(scope="module")
+def module_api() -> Iterator[RunApi]:
+    pytest.importorskip("atroposlib")
+    with run_api() as api:
+        yield api
+
+
+@pytest.fixture
+def api(module_api: RunApi) -> RunApi:
+    """The module's run-api, as after /reset_data, or a new process if a test ended the last one."""
+    if module_api.process.poll() is None:
+        module_api.reset()
+    else:
+        module_api.restart()
+    return module_api

@@ -1,0 +1,105 @@
+"""The real run-api in a process of its own, on a free port of loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from grpo_recipes.process.tree import die_with_parent
+
+_START_SECONDS = 60.0
+_STARTED = re.compile(r"Uvicorn running on http://127\.0\.0\.1:(\d+)")
+REGISTRATION: dict[str, Any] = {
+    "wandb_group": "", "wandb_project": "", "batch_size": 4, "max_token_len": 64, "checkpoint_dir": "",
+    "save_checkpoint_interval": 0, "starting_step": 0, "num_steps": 10,
+}  # fmt: skip
+
+
+class RunApi:
+    """A run-api. ``restart`` gives one that remembers nothing at the same URL; ``reset`` nearly that, in no time."""
+
+    def __init__(self, port: int = 0) -> None:
+        with tempfile.NamedTemporaryFile(prefix="run-api-", suffix=".log", delete=False) as log:
+            self._log = Path(log.name)
+        self._session = requests.Session()
+        self._session.trust_env = False
+        self.port = port
+        self._start()
+
+    def _start(self) -> None:
+        argv = [sys.executable, "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", str(self.port)]
+        with self._log.open("wb") as log:
+            parent = partial(die_with_parent, os.getpid())
+            self.process = subprocess.Popen(argv, stdout=log, stderr=subprocess.STDOUT, preexec_fn=parent)
+        deadline = time.monotonic() + _START_SECONDS
+        while (started := _STARTED.search(self.log)) is None:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log
+            time.sleep(0.02)
+        self.port = int(started[1])
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    @property
+    def log(self) -> str:
+        """What it has written since its start."""
+        return self._log.read_text(errors="replace")
+
+    def stop(self) -> None:
+        """Kill it; whoever asks gets no connection until ``restart``."""
+        self.process.kill()
+        self.process.wait()
+
+    def restart(self) -> None:
+        """Begin again at the same URL: nothing is registered, nobody ever was."""
+        self.stop()
+        self._start()
+
+    def close(self) -> None:
+        """Kill it and remove its log."""
+        self.stop()
+        self._session.close()
+        self._log.unlink()
+
+    def get(self, path: str, **keys: Any) -> requests.Response:
+        """GET, bounded."""
+        return self._session.get(self.url + path, timeout=30, **keys)
+
+    def post(self, path: str, body: Any) -> requests.Response:
+        """POST ``body`` as JSON, bounded."""
+        return self._session.post(self.url + path, json=body, timeout=30)
+
+    def reset(self) -> None:
+        """Forget queue, environments and registration, as ``/reset_data`` does; /batch is 500 until the next one."""
+        assert self.get("/reset_data").ok
+
+    def register(self, **changes: Any) -> None:
+        """Register a trainer with ``REGISTRATION`` and these changes, and let environments join."""
+        assert self.post("/register", {**REGISTRATION, **changes}).ok
+        assert self.get("/batch").json() == {"batch": None}
+
+    def register_env(self, group_size: int, **changes: Any) -> int:
+        """Register an environment; return its id."""
+        body = {"max_token_length": 64, "desired_name": "test", "weight": 1.0, "group_size": group_size, **changes}
+        answer = self.post("/register-env", body).json()
+        assert answer["status"] == "success", answer
+        return answer["env_id"]
+
+
+@contextlib.contextmanager
+def run_api(port: int = 0) -> Iterator[RunApi]:
+    """Yield a run-api that listens; it ends with the block."""
+    api = RunApi(port)
+    try:
+        yield api
+    finally:
+        api.close()
