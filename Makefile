@@ -39,7 +39,7 @@ exact: setup  ## continue runs from every checkpoint, compare final weights; wri
 	GRPO_EXACT_RESULT=$(EXACT) $(BIN)/python -m pytest $(EXACT_TESTS) $(PYTEST_ARGS)
 	@GRPO_EXACT_RESULT=$(EXACT) $(BIN)/python tests/exact_record.py
 
-coverage: setup  ## whether the tests that just ran show what tests/guide_rows.yaml and findings.yaml claim (needs GRPO_RAN_TESTS)
+coverage: setup  ## whether the tests that just ran show what tests/*_rows.yaml and findings.yaml claim (needs GRPO_RAN_TESTS)
 	$(BIN)/python tests/check_guide_rows.py
 
 mutants: setup  ## empty functions one at a time; each has to fail a test (MUTANTS="words" of some)

@@ -1,21 +1,26 @@
-"""Tables that rest on tests: of the training guide, from ``tests/guide_rows.yaml``; of faults, ``tests/faults.yaml``.
+"""Tables that rest on tests: of the training guide, from ``tests/guide_rows.yaml``; of Atropos, ``atropos_rows.yaml``;
+of faults, ``faults.yaml``.
 
-A page says ``<!-- guide rows -->`` or ``<!-- faults -->`` where they go.
+A page says ``<!-- guide rows -->``, ``<!-- atropos rows -->`` or ``<!-- faults -->`` where they go.
 """
 
 from __future__ import annotations
 
 import html
 import re
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from grpo_recipes.paths import home
 
-ROWS = home() / "tests" / "guide_rows.yaml"
-FAULTS = home() / "tests" / "faults.yaml"
-_MARKERS = {"<!-- guide rows -->": lambda: guide_tables(), "<!-- faults -->": lambda: fault_table()}
+TESTS = home() / "tests"
+_MARKERS = {
+    "<!-- guide rows -->": lambda: row_tables(TESTS / "guide_rows.yaml"),
+    "<!-- atropos rows -->": lambda: row_tables(TESTS / "atropos_rows.yaml"),
+    "<!-- faults -->": lambda: fault_table(),
+}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -29,7 +34,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 def fault_table() -> str:
     """A row for each fault: how it ends, what is said and what to do; its tests are told where the pointer rests."""
     rows = []
-    for row in yaml.safe_load(FAULTS.read_text())["faults"]:
+    for row in yaml.safe_load((TESTS / "faults.yaml").read_text())["faults"]:
         within = f" within {_text(str(row.get('limit', '30 s')))}" if row["ends"] in ("ended", "recovered") else ""
         said = _text(row["said"]).replace("{}", "…")
         fault = f'<span title="{", ".join(row["tests"])}">{_text(row["fault"])}</span>'
@@ -37,9 +42,9 @@ def fault_table() -> str:
     return _table(("fault", "how it ends", "what is said", "what to do"), rows)
 
 
-def guide_tables() -> str:
+def row_tables(file: Path) -> str:
     """How many rows have each status and each kind of evidence, then a heading and a table a section."""
-    document = yaml.safe_load(ROWS.read_text())
+    document = yaml.safe_load(file.read_text())
     rows, meaning = document["rows"], document["statuses"]
     counts = [(f"**{status}**", sum(row["status"] == status for row in rows), meaning[status]) for status in meaning]
     kinds = document["evidence"]

@@ -1,5 +1,6 @@
-"""Fails when a row of guide_rows, findings or faults.yaml rests on a test that did not pass here: `make coverage`.
+"""Fails when a row rests on a test that did not pass here: `make coverage`.
 
+Rows are those of guide_rows.yaml, atropos_rows.yaml, findings.yaml and faults.yaml.
 Where GRPO_DAY chose a day's share of the rotating tests, one of another day is counted unless it ran and did not pass.
 GRPO_RAN_TESTS names the file in which ran_tests.py wrote down the tests of `make test` and `make e2e`.
 """
@@ -16,7 +17,7 @@ import fault_rows
 import findings
 from fault_rows import Fault, is_rotating
 from findings import Finding
-from guide_rows import Row, exists, faults, needs, rows
+from guide_rows import ATROPOS, GUIDE, Row, exists, faults, needs, rows
 from ran_tests import passed_tests
 
 
@@ -38,7 +39,8 @@ def main() -> int:
         print(f"coverage: {fault}", file=sys.stderr)
     tested = sum(bool(row.tests) for row in rows())
     print(
-        f"coverage: {len(rows())} rows of the training guide, {tested} rest on tests; "
+        f"coverage: {len(rows(GUIDE))} rows of the training guide, {len(rows(ATROPOS))} of Atropos, "
+        f"{tested} rest on tests; "
         f"{len(fault_rows.rows())} faults, {len(findings.rows())} findings"
     )
     print(f"coverage: {len(wrong)} rows are wrong")
@@ -63,7 +65,7 @@ def judge(
     """Faults, and tests that could not run here -> the program they need.
 
     Args:
-        all_rows: rows of the guide, and findings.
+        all_rows: rows of the guide and of Atropos, and findings.
         shown: ids of the tests that count as passed.
         present: whether a program is on this machine.
     """

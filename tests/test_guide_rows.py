@@ -1,8 +1,9 @@
-"""The rows on the training guide: well-formed, true of every key and variable they name, shown by tests that ran."""
+"""The rows on the training guide and on Atropos: well-formed, true of keys and variables, shown by tests that ran."""
 
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import check_guide_rows
@@ -10,7 +11,7 @@ import fault_rows
 import findings
 import guide_rows
 import pytest
-from guide_rows import REPOSITORY, Row, exists, needs, rows
+from guide_rows import ATROPOS, FILES, GUIDE, REPOSITORY, SHOWN, Row, exists, needs, rows
 from ran_tests import passed_tests, pytest_runtest_logreport
 
 from grpo_recipes.recipe import merge_recipe
@@ -48,7 +49,7 @@ def test_the_file_is_well_formed_and_its_tests_exist() -> None:
 @pytest.mark.parametrize(("row", "key"), named("keys"))
 def test_a_key_is_what_its_row_says(row: Row, key: str, tmp_path: Path) -> None:
     if row.status != "refused":
-        assert known(key) == (row.status != "later")
+        assert known(key) == (row.status in SHOWN)
         return
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"{key}: x\n")
@@ -75,7 +76,7 @@ def test_another_name_of_a_key_is_read_as_it_and_not_beside_it(name: str, tmp_pa
 
 @pytest.mark.parametrize(("row", "name"), named("variables"))
 def test_a_variable_is_what_its_row_says(row: Row, name: str) -> None:
-    assert (name in READ) == (row.status != "later")
+    assert (name in READ) == (row.status in SHOWN)
 
 
 @pytest.mark.parametrize("key", ["span_kl_beta", "span_kl_target"])
@@ -178,9 +179,29 @@ def test_the_check_ends_with_what_it_found(
     ],
 )
 def test_what_is_wrong_with_a_row_is_told(entry: Row, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guide_rows, "rows", lambda: (entry, *rows()))
-    found = guide_rows.faults()
+    found = faults_with(entry, GUIDE, monkeypatch)
     assert [fault for fault in found if fault.startswith("x: ") and said in fault], found
+
+
+def faults_with(entry: Row, file: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(
+        guide_rows, "rows", lambda *files: ((entry,) if file in (files or FILES) else ()) + rows(*files)
+    )
+    return guide_rows.faults()
+
+
+def test_a_row_of_atropos_rests_on_what_ran_and_may_be_declined(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Row("x", "verl", "item", "kept", "how", "real", "", (TEST,))
+    for kind in ("argv", "text"):
+        assert f"x: unknown evidence '{kind}'" in faults_with(replace(row, evidence=kind), ATROPOS, monkeypatch)
+    declined = Row("x", "verl", "item", "declined", why="harms others")
+    for entry, faulty in ((row, False), (declined, False), (replace(declined, why=""), True)):
+        assert any(fault.startswith("x: ") for fault in faults_with(entry, ATROPOS, monkeypatch)) == faulty
+    assert "x: unknown status 'declined'" in faults_with(replace(declined, section="2.1"), GUIDE, monkeypatch)
+
+
+def test_a_row_is_looked_up_in_its_own_file() -> None:
+    assert len(rows(ATROPOS)) == 88 and rows() == (*rows(GUIDE), *rows(ATROPOS))
 
 
 def test_a_test_exists_where_its_function_is_defined() -> None:
@@ -209,9 +230,12 @@ def test_the_page_counts_each_kind_of_evidence_and_says_what_is_faked_and_where_
     assert spec and spec.loader
     page = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(page)
-    lines = page.guide_tables().splitlines()
-    for kind in guide_rows.EVIDENCE:
-        assert any(line.startswith(f"| **{kind}** | {sum(row.evidence == kind for row in rows())} |") for line in lines)
+    for file in FILES:
+        lines = page.row_tables(file).splitlines()
+        for kind in guide_rows.document(file)["evidence"]:
+            count = sum(row.evidence == kind for row in rows(file))
+            assert any(line.startswith(f"| **{kind}** | {count} |") for line in lines)
+    lines = page.row_tables(GUIDE).splitlines()
     shown = {line.split(" | ")[0].removeprefix("| "): line.split(" | ")[2] for line in lines if line.count(" | ") == 3}
     assert shown["header: the whole node alone"] == "real (where there is slurmctld)"
     assert shown["CONDA_SH"] == "fake of conda" and shown["HF_HOME in the repository"] == "argv"
