@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from grpo_recipes.server.middleware import ACTIVITY_PATH
+from grpo_recipes.server.middleware import ACTIVITY_PATH, POLICY_HEADER, SYNCED_PATH
 from grpo_recipes.server.plugin import fingerprint
 
 WEIGHT = torch.arange(6.0).view(2, 3)
@@ -32,6 +32,7 @@ class FakeServer:
         asked: JSON bodies of POST requests, in order.
         calls: paths of POST requests, queries included, in order.
         tokens: what stood in Authorization.
+        policies: what each request that ends a sync said of the weights, in order.
         delay: seconds before an answer to a POST.
         sampling_seconds: seconds that completions take besides.
         held: its weights.
@@ -49,6 +50,7 @@ class FakeServer:
         self.asked: list[dict[str, Any]] = []
         self.calls: list[str] = []
         self.tokens: set[str | None] = set()
+        self.policies: list[str | None] = []
         self.held = WEIGHT.clone()
         self.loads: torch.Tensor | None = None
         self.sync, self.keeps_sync = 0, False
@@ -80,6 +82,8 @@ class FakeServer:
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 fake.tokens.add(self.headers.get("Authorization"))
+                if self.path.startswith(SYNCED_PATH):
+                    fake.policies.append(self.headers.get(POLICY_HEADER))
                 if self._answered_wrongly():
                     return
                 answer = fake.post(self.path, json.loads(body or b"{}"))
@@ -134,7 +138,7 @@ class FakeServer:
         elif path == "/resume":
             self.queues.append(self.under_way)
             self._running.set()
-        elif path.startswith("/reset_prefix_cache"):
+        elif path.startswith(SYNCED_PATH):
             return {"success": True}
         elif "prompt" in asked:
             return self._completions(asked)

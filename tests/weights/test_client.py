@@ -79,6 +79,18 @@ def test_a_fingerprint_is_taken_while_its_tensor_is_sent(connect, monkeypatch) -
     assert client.checksum_error is None
 
 
+def test_the_end_of_a_sync_tells_the_server_which_weights_it_has(connect, server) -> None:
+    client = connect()
+    sync(client)
+    client.reset_prefix_cache()
+    client.policy_version = 0
+    client.reset_prefix_cache()
+    client.policy_version = 12
+    server.wrong = {"/reset_prefix_cache": (200, b'{"success": false}', 1)}  # another client's request has a part of it
+    client.reset_prefix_cache()
+    assert server.policies == [None, "0", "12", "12"]
+
+
 def test_without_the_guard_nobody_looks(connect, server) -> None:
     client = connect(weight_guard=False)
     server.held[0, 0] += 1

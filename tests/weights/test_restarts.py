@@ -110,6 +110,33 @@ def test_a_weight_load_that_a_death_cuts_is_repeated(connect, state, server, res
     assert torch.equal(others[0].held, WEIGHT)
 
 
+def test_a_restarted_server_learns_which_weights_it_was_given_while_others_wait_for_it(connect, state, restart) -> None:
+    client = connect()
+    client.policy_version = 5
+    sync(client)
+    client.reset_prefix_cache()
+    client.policy_version = 6  # of the next sync, which has not come
+    other = restart()
+    client.reconnect()
+    assert other.methods() == ["grpo_load", "grpo_weights"] and other.policies == ["5"]
+
+    client.reconnect()
+    assert other.policies == ["5"]  # there was no other restart
+
+    sync(client)
+    client.reset_prefix_cache()
+    assert other.policies == ["5", "6"]
+
+
+def test_a_restart_in_the_middle_of_the_end_of_a_sync_is_told_of_that_sync(connect, state, server, restart) -> None:
+    client = connect()
+    sync(client)
+    client.policy_version = 3
+    other = restart()
+    client.reset_prefix_cache()
+    assert other.methods() == ["grpo_load", "grpo_weights"] and other.policies == ["3"] and server.policies == []
+
+
 def test_a_restarted_server_that_holds_other_weights_ends_the_run(connect, state, restart) -> None:
     client = connect(seed=7)
     sync(client)

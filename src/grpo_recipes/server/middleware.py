@@ -1,4 +1,4 @@
-"""ASGI middleware of the run's server: it asks for the run's token, and reports what is under way.
+"""ASGI middleware of the run's server: it asks for the run's token, and reports what is under way, with which weights.
 
 vLLM's own ``--api-key`` does not cover the development endpoints that change weights. The engine's own metrics do not
 change while it hangs, so activity is counted in the process that takes requests.
@@ -6,6 +6,7 @@ change while it hangs, so activity is counted in the process that takes requests
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import os
@@ -13,9 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 ACTIVITY_PATH = "/grpo/activity"
+# The optimizer step of the server's weights: the trainer sends it with the request that ends a sync, and from then on
+# every answer has it, as it was when the request came. An answer of a server that was never told does not.
+POLICY_HEADER = "X-Grpo-Policy"
+SYNCED_PATH = "/reset_prefix_cache"  # of the request that ends a sync
+_POLICY = POLICY_HEADER.lower().encode()  # as ASGI has names of headers
 
 
 async def _answer(send: Send, status: int, kind: bytes, body: bytes) -> None:
@@ -46,16 +52,19 @@ class ReportActivity:
     """Answer ``GET /grpo/activity`` with what is under way: ``requests`` by POST, weight loads and pauses included.
 
     ``completions`` are those that the engine was given and has not finished; while it is paused, its queue, which
-    vLLM's metrics do not show.
+    vLLM's metrics do not show. Every answer tells the policy that it is of (``POLICY_HEADER``).
     """
 
     def __init__(self, app: ASGIApp):
         self._app = app
         self._requests = 0
+        self._policy: bytes | None = None  # the number of the last sync that was completed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer that question; pass on and count everything else."""
         kind, method = scope["type"], scope.get("method")
+        if kind == "http" and self._policy is not None:
+            send = _with_header(send, self._policy)
         if kind == "http" and method == "GET" and scope["path"] == ACTIVITY_PATH:
             # Counted before a completion is sent to the engine, in one go with sending it: what is counted here reaches
             # the engine before a request that comes later.
@@ -64,8 +73,41 @@ class ReportActivity:
             await _answer(send, 200, b"application/json", body)
             return
         counted = kind == "http" and method == "POST"
+        told = dict(scope.get("headers", ())).get(_POLICY) if counted and scope["path"] == SYNCED_PATH else None
+        answer = _Answer(send)
         self._requests += counted
         try:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, answer.send if told else send)
         finally:
             self._requests -= counted
+        if told and told.isdigit() and answer.says_success():
+            self._policy = told
+
+
+def _with_header(send: Send, policy: bytes) -> Send:
+    async def send_with_header(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), (_POLICY, policy)]}
+        await send(message)
+
+    return send_with_header
+
+
+class _Answer:
+    """Pass a small answer on and keep it."""
+
+    def __init__(self, send: Send):
+        self._send, self._body = send, b""
+
+    async def send(self, message: Message) -> None:
+        self._body += message.get("body", b"")
+        await self._send(message)
+
+    def says_success(self) -> bool:
+        """Return whether the cache is empty now: it is not while a request has a part of it, and then stays as it was.
+
+        What is no answer of vLLM's own says nothing.
+        """
+        with contextlib.suppress(ValueError, AttributeError):
+            return json.loads(self._body).get("success") is True
+        return False

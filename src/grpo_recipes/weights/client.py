@@ -24,7 +24,7 @@ from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.recipe.registry import BRIDGES
 from grpo_recipes.runs.rundir import SERVER_STATE, Run, json_mapping, read_json
 from grpo_recipes.runs.stop_request import LOOK_SECONDS, StopRequest
-from grpo_recipes.server.middleware import ACTIVITY_PATH
+from grpo_recipes.server.middleware import ACTIVITY_PATH, POLICY_HEADER, SYNCED_PATH
 from grpo_recipes.weights.guard import WeightsDiffer, checksum_error, differing, sent_fingerprint
 from grpo_recipes.weights.sampling import sampling_seed
 from grpo_recipes.weights.transport import (
@@ -69,6 +69,8 @@ class BridgeClient(VLLMClient):
         self.checksum_error: str | None = None  # why the last sync failed the checksum
         self.generation = ""  # what the next sampling seeds are derived from, set by the trainer
         self.rows: list[int] | None = None  # by which each prompt's seed is derived; by its place where None
+        self.policy_version: int | None = None  # optimizer step of the weights of the next sync, set by the trainer
+        self._served_version: int | None = None  # that of the last sync that was completed
         self._held: dict[str, Any] = {}  # the first report of what the server holds
         self._streamed: dict[str, torch.Tensor] = {}
         self._stops = False
@@ -201,6 +203,16 @@ class BridgeClient(VLLMClient):
             self._verify()
             if self.checksum_error:
                 raise WeightsDiffer(f"{self.checksum_error}, which was a load into a restarted server")
+        if self._served_version is not None:
+            self._empty_prefix_cache(self._served_version)
+
+    def reconnect(self) -> None:
+        """Give a server that was started again since the last request the weights of the last sync, and wait for it.
+
+        For a trainer that waits for completions which others ask of the server: it would not see the restart itself.
+        """
+        with self._excused_when_stopping():
+            self._through_restarts(lambda: None)
 
     def _wait_for_server(self, ready: Callable[[], bool]) -> None:
         """Wait until the launcher has started the next server, at most as long as a start may take."""
@@ -278,14 +290,19 @@ class BridgeClient(VLLMClient):
         return results
 
     def reset_prefix_cache(self) -> None:
-        """Empty it, also through a restart of the server: the old weights' cache must not serve the new ones."""
-        with self._excused_when_stopping():
-            self._through_restarts(self._empty_prefix_cache)
+        """Empty it, also through a restart of the server: the old weights' cache must not serve the new ones.
 
-    def _empty_prefix_cache(self) -> None:
+        It ends a sync: from now on the server answers with the ``policy_version`` of its weights.
+        """
+        with self._excused_when_stopping():
+            self._through_restarts(partial(self._empty_prefix_cache, self.policy_version))
+            self._served_version = self.policy_version
+
+    def _empty_prefix_cache(self, version: int | None) -> None:
         """Ask as TRL does; where another client's request holds cache, have the engine compute that one anew."""
-        paths = ("/reset_prefix_cache", "/reset_prefix_cache?reset_running_requests=true")
-        if not any(self._post(f"{self.base_url}{path}").get("success") is True for path in paths):
+        paths = (SYNCED_PATH, f"{SYNCED_PATH}?reset_running_requests=true")
+        headers = {} if version is None else {POLICY_HEADER: str(version)}
+        if not any(self._post(f"{self.base_url}{path}", headers=headers).get("success") is True for path in paths):
             raise self._bad(paths[1], "did not empty its prefix cache, which is of the weights before")
 
     def generate(self, prompts: list[Any], features: Any = None, n: int = 1, **kwargs: Any) -> dict[str, list[Any]]:
