@@ -11,21 +11,18 @@ import math
 import os
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
 
 from grpo_recipes.attributes import replaced
 from grpo_recipes.environments.libraries import LIBRARIES
 from grpo_recipes.environments.turns import BASE, POLICY, Message, Turn
-from grpo_recipes.errors import config_error, translate
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
 from grpo_recipes.recipe.registry import environments_of, own_environments, turn_tokens
 from grpo_recipes.recipe.user_code import REWARD_COPIES, copy_path, source_path, split_spec
@@ -33,83 +30,14 @@ from grpo_recipes.rewards.load import LimitRecords, key_of
 from grpo_recipes.rewards.score import Score
 from grpo_recipes.rollouts.episode import Episode, Side, Tokens, environment_pool
 from grpo_recipes.rollouts.opponents import Opponents
+from grpo_recipes.rollouts.renderer import DUMMY, Renderer
+from grpo_recipes.rollouts.source import Source
 from grpo_recipes.rollouts.stage import PLAY
 
 _EPSILON = 1e-4  # added to a standard deviation, as in TRL
-_DUMMY: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
-_OTHER: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
 
 
-class Renderer:
-    """Render what an environment says into the tokens that the policy reads.
-
-    ``stops`` are the tokens at which sampling ends a turn, beside the tokenizer's own.
-    """
-
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None, stops: Iterable[int] = ()
-    ):
-        self._tokenizer, self._kwargs = tokenizer, template_kwargs or {}
-        self._stops = {tokenizer.eos_token_id, *stops}
-
-    def text(self, ids: Tokens) -> str:
-        """Return what a sampled turn says, without the token that ended it."""
-        said = ids[:-1] if ids and ids[-1] in self._stops else ids
-        return str(self._tokenizer.decode(said, skip_special_tokens=True))
-
-    def prompt(self, turn: Turn) -> Tokens:
-        """Return the tokens of an environment's first turn, with the tools that the policy may call."""
-        ids = self._render(turn.messages, True, tools=turn.tools or None)
-        if turn.tools and ids == self._render(turn.messages, True):
-            what = "the template leaves out the tools of the environment"
-            raise config_error("chat_template", what, "add a chat_template that shows tools, or take another model")
-        return ids
-
-    def between(self, messages: list[Message], said: Tokens) -> Tokens:
-        """Return the tokens between a turn of the policy, ``said``, and its next one.
-
-        They begin with the template's end of a turn where the turn does not end with it, since it was cut. ConfigError
-        where the template renders what came before in another way once more follows.
-        """
-        before, end = self._turn
-        after = self._render([*_DUMMY, *messages], True)
-        if after[: len(before)] != before:
-            what = "the template changes earlier turns once more messages follow, so sampled tokens would not be kept"
-            raise config_error("chat_template", what, "add a chat_template that only appends")
-        return ([] if said[-1:] == [end] else [end]) + after[len(before) :]
-
-    def end(self) -> int:
-        """Return the token that ends a turn in the template; ConfigError where sampling does not stop at it."""
-        return self._turn[1]
-
-    @cached_property
-    def _turn(self) -> tuple[Tokens, int]:
-        """A turn of the policy as the template renders it, up to and with the token that ends it, and that token."""
-        turn, other = self._render(_DUMMY, False), self._render(_OTHER, False)
-        tail = _common_end(turn, other)  # what comes after the text
-        if not tail:
-            return turn, self._tokenizer.eos_token_id
-        place = next((place for place, token in enumerate(tail) if token in self._stops), None)
-        if place is None:
-            what = f"the template ends a turn with {self._tokenizer.decode(tail)!r}, at which sampling does not stop"
-            fix = (
-                f"add a chat_template that ends it with {self._tokenizer.eos_token}, or name its token as eos_token_id"
-            )
-            raise config_error("chat_template", what, f"{fix} in the model's generation_config.json")
-        return turn[: len(turn) - len(tail) + place + 1], tail[place]
-
-    def _render(self, messages: list[Message], generation: bool, **how: Any) -> Tokens:
-        fix = "write a chat_template that can, or use environments without these roles"
-        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-        what = f"the template cannot render messages of the roles {roles}"
-        with translate(TemplateError, lambda error: config_error("chat_template", f"{what}: {error}", fix)):
-            ids = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=generation, tokenize=True, return_dict=False, **how, **self._kwargs
-            )
-        return list(ids)
-
-
-class Episodes:
+class Episodes(Source):
     """Play the episodes of each batch; TRL's ``rollout_func``."""
 
     def __init__(self, script_args: ScriptArguments, args: GRPOConfig, run_dir: Path):
@@ -163,7 +91,7 @@ class Episodes:
             move += 1
         for episode, row in zip(episodes, self._rows, strict=True):
             row["prompt"][:] = episode.opening or row["prompt"]  # what tables show
-            episode.prompt_ids = episode.prompt_ids or renderer.prompt(Turn(_DUMMY[:1]))
+            episode.prompt_ids = episode.prompt_ids or renderer.prompt(Turn(DUMMY[:1]))
         return self._output(trainer)
 
     def enter(self, episodes: Sequence[Episode], name: str, trainer: Any) -> None:
@@ -331,7 +259,7 @@ class Episodes:
         """Return the rank's episodes as TRL's completions: the messages after the first observation."""
         return [one.transcript()[len(one.opening) :] or [{"role": "assistant", "content": ""}] for one in self.played]
 
-    def turn_advantages(self, trainer: Any, output: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def token_advantages(self, trainer: Any, output: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the advantages of ``environment_credit: per_turn``: per token, (B, T), and of the rows of all ranks.
 
         A turn's is of the rewards from it on, compared with those of the same turn in the group's other episodes,
@@ -378,13 +306,6 @@ class Episodes:
 def renderer_for(trainer: Any) -> Renderer:
     """Return the renderer of a trainer's template, which knows at which tokens its sampling stops."""
     return Renderer(trainer.processing_class, trainer.chat_template_kwargs, trainer.eos_token_ids)
-
-
-def _common_end(one: Tokens, other: Tokens) -> Tokens:
-    """Return the tokens with which both end."""
-    pairs = zip(reversed(one), reversed(other), strict=False)
-    length = next((place for place, (mine, its) in enumerate(pairs) if mine != its), 0)
-    return one[len(one) - length :]
 
 
 def labels_of(environments: Sequence[tuple[str, dict[str, Any], float]]) -> dict[tuple[str, str], str]:
