@@ -33,6 +33,7 @@ ROOMS: dict[str, str] = {
     "rewards": "reward functions, and the processes they run in",
     "server": "what of ours runs inside vLLM",
     "weights": "how new weights reach the server, and the guard",
+    "atropos": "scored groups of Atropos: run-api's client, environments",
     "rollouts": "where completions come from",
     "fetch": "models and datasets from the hub",
     "plan": "devices, batch, commands, estimates",
