@@ -16,6 +16,7 @@ import pytest
 
 from grpo_recipes.cli import colocated
 from grpo_recipes.cli.colocated import DETAILS
+from grpo_recipes.cli.doors import launch_words
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.paths import home
 from grpo_recipes.plan.devices import Resources, environment_device
@@ -191,7 +192,7 @@ def test_options_of_launch_are_handed_on(machine) -> None:
     switches = ("--dry-run", "--benchmark", "--allow-changed-code", "--update-rewards")
     options = colocated.read(list(switches)).options
     assert options.dry_run and options.benchmark and options.allow_changed_code and options.update_rewards
-    assert set(switches) <= set(colocated._words(["grpo", "launch"], options, {}).split())
+    assert set(switches) <= set(launch_words(["grpo", "launch"], options, {}).split())
 
 
 def test_a_resumed_run_goes_on_as_it_began(machine) -> None:

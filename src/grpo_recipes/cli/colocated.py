@@ -3,16 +3,16 @@
 import argparse
 import contextlib
 import os
-import shlex
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 
-from grpo_recipes.cli import Parser, answer, load, meant_option, option, recipe_name
+from grpo_recipes.cli import Parser, answer, load, option, recipe_name
+from grpo_recipes.cli.doors import in_words_of, launch_words, strange, with_gpus
 from grpo_recipes.cli.runs import launch_options
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate
 from grpo_recipes.launch.nodes import INTERFACE_VARIABLES
@@ -40,6 +40,7 @@ OPTIONS = (
     option("--log-level", type=str.upper, choices=LEVELS, help="what each training process logs"),
     option("--redirect-output", metavar="FILE", help="add stdout and stderr to FILE"),
 )  # fmt: skip
+_NAMES = [name for names, _ in OPTIONS for name in names]
 DETAILS = "TORCH_DISTRIBUTED_DEBUG"
 # Of torch 2.13. With DETAIL its DistributedDataParallel takes the wrapped gloo for gloo, and dies of signal 11.
 _MOST_DETAILS = {"cuda": "DETAIL", "cpu": "INFO"}
@@ -62,19 +63,6 @@ class Door:
     file: str | None  # of --redirect-output
 
 
-def _words(start: list[str], options: Options, variables: dict[str, str]) -> str:
-    """Return the command of a shell that does the same, beginning with ``start``."""
-    words = [
-        *(f"{name}={text}" for name, text in variables.items()), *start,
-        *([options.recipe] if options.recipe else []),
-        *(["--task", options.task] if options.task else []),
-        *(["--resume", options.resume] if options.resume else []),
-        *options.flags,
-        *(f"--{field.name.replace('_', '-')}" for field in fields(options) if getattr(options, field.name) is True),
-    ]  # fmt: skip
-    return shlex.join(words)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code of the launch; 2 with a line for each thing that is wrong, before anything is started."""
 
@@ -93,7 +81,7 @@ def read(arguments: list[str]) -> Door:
     """Return the launch that the flags ask for; a ConfigError names everything that is wrong with them."""
     options, flags = _parser().parse_known_args(arguments)
     ours = _flags(options)
-    problems = [*_wrong_numbers(options), *_strange(flags), *_given_twice(flags, ours)]
+    problems = [*_wrong_numbers(options), *strange(flags, _NAMES, PROGRAM), *_given_twice(flags, ours)]
     if problems:
         raise ConfigError(*problems)
     resources = find_resources(os.environ)
@@ -139,16 +127,6 @@ def _wrong_numbers(options: argparse.Namespace) -> Iterator[Problem]:
             yield Problem(flag, f"is {number}", f"write {flag} 1 or more")
 
 
-def _strange(flags: list[str]) -> Iterator[Problem]:
-    """Yield the flags that begin or misspell one of ours; `grpo launch` knows the others."""
-    if flags and not flags[0].startswith("-"):
-        yield Problem(f"'{flags[0]}'", "is no flag", f"write --config {shlex.quote(flags[0])} for a recipe")
-    known = [name for names, _ in (*OPTIONS, *load("launch").all_options()) for name in names]
-    for flag in flags:
-        if close := meant_option(flag, known, takes_recipe=True):
-            yield Problem(flag.partition("=")[0], f"is not an option of {PROGRAM}", f"write {close}")
-
-
 def _given_twice(flags: list[str], ours: list[str]) -> Iterator[Problem]:
     """Yield the flags of recipe keys that our options decide."""
     keys = {word.removeprefix("--") for word in ours[::2]}
@@ -189,7 +167,7 @@ def _nodes(
         start = ["sbatch", f"--nodes={nodes}", *gpus, "training.sh"]
         what = f"{nodes} nodes, and this is no Slurm job: nothing here starts processes on another machine"
         given = {name: text for name, text in variables.items() if name != NETWORK}  # which is this machine's
-        fix = f"submit {_words(start, replace(asked, dry_run=False), given)}"
+        fix = f"submit {launch_words(start, replace(asked, dry_run=False), given)}"
         problems.append(Problem("--nodes", what, fix))
     elif job is not None and job.nodes != nodes:
         several = " --node-rank 0 --master-addr ADDRESS_OF_THIS_NODE" if job.nodes > 1 else ""
@@ -230,17 +208,8 @@ def _devices(options: argparse.Namespace, resources: Resources) -> tuple[Resourc
         each = " a node" if options.nodes > 1 else ""
         trainers, cores = some_trainers(_gpus(options)), resources.cores
         return resources, [f"this is a CPU environment: --gpus {_gpus(options)} is {trainers}{each} on {cores} cores"]
-    shows, wanted = len(resources.gpus), _gpus(options)
-    if shows >= wanted:
-        return resources, []
-    if not options.dry_run:
-        if not shows:
-            return resources, []  # the launch says what is missing
-        fix = f"write --gpus {shows}, or ask for more GPUs"
-        raise config_error("--gpus", f"{wanted} GPUs are asked for, {shows} are visible here", fix)
-    gpus = tuple(str(index) for index in range(wanted))
-    imagined = replace(resources, gpus=gpus).on_nodes(options.nodes)
-    return imagined, [f"{shows} GPUs are visible here: what follows is for a node with {wanted}"]
+    fix = f"write --gpus {len(resources.gpus)}, or ask for more GPUs"
+    return with_gpus(resources, _gpus(options), "--gpus", fix, options.dry_run, options.nodes)
 
 
 def _recipe(options: argparse.Namespace, device: str) -> str | None:
@@ -256,17 +225,11 @@ def _recipe(options: argparse.Namespace, device: str) -> str | None:
 
 
 def _in_our_words(error: ConfigError) -> ConfigError:
-    """Return an error of the launch with our flags in place of those that stand for them."""
-
-    def ours(one: Problem) -> Problem:
-        flag = _OURS.get(one.where, one.where)
-        return replace(one, where=flag, fix=one.fix.replace(one.where.removeprefix("--"), flag))
-
-    return ConfigError(*map(ours, error.problems))
+    return in_words_of(error, _OURS)
 
 
 def _launch(door: Door) -> int:
-    say(_words(["grpo", "launch"], door.options, door.variables))
+    say(launch_words(["grpo", "launch"], door.options, door.variables))
     for note in door.notes:
         say(f"note: {note}")
     os.environ.update(door.variables)
