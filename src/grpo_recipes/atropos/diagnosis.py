@@ -1,0 +1,81 @@
+"""Why no batch comes: what run-api shows of its queue and environments, and what its packing rule makes of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from grpo_recipes.atropos.connection import Connection
+from grpo_recipes.recipe.packing import foreseen_deadlock
+
+_MOST_ENVIRONMENTS = 64  # that are asked for
+_BUFFER = "a group of another size than its environment registered waits, out of sight, until others complete that size"
+
+
+def diagnosis(
+    connection: Connection, batch_size: int | None, last_seen: Mapping[int | None, float], sizes: Collection[int]
+) -> list[str]:
+    """Return a line for each thing that run-api shows: its state, each environment, and the packing of the queue.
+
+    Args:
+        connection: to run-api.
+        batch_size: sequences that were registered; run-api's own where None.
+        last_seen: when a group of each environment came last, as ``time.monotonic`` says.
+        sizes: of the groups that came.
+    """
+    status, no_status = connection.look("/status")
+    info, no_info = connection.look("/info")
+    environments = _environments(connection)
+    latest, _ = connection.look("/latest_example")
+    queued = int(status.get("queue_size", 0))
+    if batch_size is None:
+        batch_size = int(info.get("batch_size", -1))
+    found = {*sizes, *([len(latest["tokens"])] if queued and latest.get("tokens") else [])}
+    found |= {one["max_group_size"] for one in environments.values() if queued and "max_group_size" in one}
+    return [
+        f"/status of run-api at {connection.url}: {status or no_status}",
+        f"/info: {info or no_info}",
+        *_seen(environments, last_seen),
+        _packing(queued, batch_size, found, environments),
+    ]
+
+
+def _environments(connection: Connection) -> dict[int, dict[str, Any]]:
+    """Return what run-api says of each environment that has joined, by its id."""
+    found: dict[int, dict[str, Any]] = {}
+    for index in range(_MOST_ENVIRONMENTS):
+        answer, _ = connection.look("/status-env", {"env_id": index})
+        if "self_queue_size" not in answer:
+            break
+        found[index] = answer
+    return found
+
+
+def _seen(environments: Mapping[int, Mapping[str, Any]], last_seen: Mapping[int | None, float]) -> list[str]:
+    """Return when each environment was last seen, and what it has in the queue."""
+    now = time.monotonic()
+    lines = []
+    for env_id in [*environments, *(one for one in last_seen if one not in environments)]:
+        seen = f"last seen {now - last_seen[env_id]:.0f} s ago" if env_id in last_seen else "no group of it ever came"
+        queued = environments.get(env_id, {}).get("self_queue_size") if env_id is not None else None
+        beside = "" if queued is None else f", {queued} of its groups in the queue"
+        lines.append(f"environment {'without an id' if env_id is None else env_id}: {seen}{beside}")
+    return lines or ["no environment has joined, and no group ever came"]
+
+
+def _packing(
+    queued: int, batch_size: int, sizes: Collection[int], environments: Mapping[int, Mapping[str, Any]]
+) -> str:
+    """Return what run-api's packing rule makes of the queue."""
+    if batch_size > 0 and (why := foreseen_deadlock(batch_size, sorted(sizes))):
+        return f"packing: deadlock, since {why}"
+    if not queued:
+        return f"packing: the queue is empty; {_BUFFER}" if environments else "packing: the queue is empty"
+    of_sizes = f" of {', '.join(map(str, sorted(sizes)))} sequences" if sizes else ""
+    line = f"packing: the groups in the queue ({queued}{of_sizes}) do not fill a batch of {batch_size} sequences"
+    shares = any(one.get("unallocated_fraction", 1.0) < 1.0 for one in environments.values())
+    lacking = [str(index) for index, one in environments.items() if not one.get("self_queue_size")]
+    if shares and lacking:
+        line += f"; an environment with a least share and no groups stops every batch: perhaps {', '.join(lacking)}"
+    return line
