@@ -14,6 +14,7 @@ import yaml
 
 from grpo_recipes.errors import ConfigError, Problem
 from grpo_recipes.paths import shown
+from grpo_recipes.recipe.dialects import atropos as verl
 from grpo_recipes.recipe.dialects import colocated, migration, recipe_keys
 from grpo_recipes.recipe.document import Value, read_document, read_flags, typed
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, catalogue
@@ -100,6 +101,8 @@ def merge_recipe(
     for file in files:
         if colocated.is_colocated(file):
             file = colocated.as_keys(file, _group(files, flagged), problems, notes)
+        elif verl.is_atropos(file):
+            file = verl.as_keys(file, problems, notes)
         given |= recipe_keys(file.items(), problems, notes)
         problems += migration(path, file)
     places = {key: value.source for key, value in given.items()}

@@ -7,7 +7,7 @@ that nothing here replaces becomes a function to write, so that no run learns so
 import re
 import tempfile
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,9 @@ from grpo_recipes.errors import Problem, config_error, translate
 from grpo_recipes.paths import shown
 from grpo_recipes.recipe import dialects, in_order, merge_recipe
 from grpo_recipes.recipe.check import check
+from grpo_recipes.recipe.dialects import atropos
 from grpo_recipes.recipe.dialects.colocated import IMPLIED
-from grpo_recipes.recipe.document import BASE_KEY, read_file
+from grpo_recipes.recipe.document import BASE_KEY, Value, read_file
 from grpo_recipes.recipe.keys import OWNED_KEYS, catalogue, schema_line
 from grpo_recipes.recipe.registry import ACCURACY, PACKAGE_KEYS, REWARDS, benchmark_problem, missing_package
 from grpo_recipes.recipe.rules import EMBEDDINGS, NEUTRAL_SAMPLING, REPORTERS
@@ -133,7 +134,11 @@ def migrate(source: Path, target: Path) -> Migration:
     """Return the recipe of another project as one of ours, to be written to ``target``."""
     made = Migration(source, target)
     traps: list[Problem] = []
-    flat = [setting for name, value in _read(source, traps).items() for setting in _flat(name, value)]
+    read = _read(source, traps)
+    if atropos.is_atropos(file := {name: Value(value, source.name) for name, value in read.items()}):
+        made.lines += _of_atropos(file)
+        read = {name: value for name, value in read.items() if name not in atropos.SECTIONS}
+    flat = [setting for name, value in read.items() for setting in _flat(name, value)]
     made.notes = [f"{problem.where}: {problem.what}" for problem in traps]
     for name, value in flat:
         made.lines += _translated(name, value)
@@ -154,6 +159,19 @@ def _read(source: Path, problems: list[Problem]) -> dict[str, Any]:
         with translate((tomllib.TOMLDecodeError, UnicodeDecodeError), lambda _: wrong):
             return tomllib.loads(source.read_text(encoding="utf-8"))
     return {name: given.value for name, given in read_file(source, problems).items()}
+
+
+def _of_atropos(file: Mapping[str, Value]) -> list[Line]:
+    """Return the lines of verl's integration with Atropos, whose settings mean what its own table says."""
+    why = "verl's integration with Atropos asks for it"
+    lines = [Line(key, value, "", why) for key, value in atropos.IMPLIED.items() if key not in file]
+    for one in atropos.readings(file):
+        was = f"was {one.name}{dialects.short(one.raw.value)}"
+        lines += [Line(key, value, one.name, was) for key, value in one.writes.items()]
+        if not one.writes:
+            left_out = one.problem.fix.removeprefix("remove it; ") if one.problem else one.why
+            lines.append(Line(one.name, one.raw.value, one.name, left_out, kept=False))
+    return lines
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -364,8 +382,9 @@ def _add(made: Migration, names: set[str]) -> None:
         if strategy := made.get("hub_strategy"):
             strategy.kept, strategy.why = False, "end replaces it"
         add("hub_strategy", "end", "checkpoints of a LoRA run hold the adapter alone, this is the merged model")
+    grouped = made.get("atropos_api_url")  # environments have the problems
     for key in ("dataset_name", "model_name_or_path"):
-        if made.get(key) is None and not (key == "dataset_name" and made.get("dataset_mixture")):
+        if made.get(key) is None and not (key == "dataset_name" and (made.get("dataset_mixture") or grouped)):
             made.lines.insert(0, Line(key, None, key, "the file names none, name yours", kept=False))
 
 
