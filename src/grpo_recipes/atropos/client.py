@@ -149,7 +149,7 @@ class AtroposClient:
         self._connect()
         if (info := self.info())["batch_size"] != -1:
             held = {**info, **self.status()}
-            raise AtroposError(f"the run-api at {self.url} already has a trainer ({held}): {_ONE_TRAINER}")
+            raise AtroposError(f"the run-api at {self.url} already has a trainer ({held}). {_ONE_TRAINER}")
         uuid = int(self._api.ask("POST", "/register", asdict(wanted))["uuid"])
         self._say(f"Trainer successfully registered with UUID: {uuid}")
         self._need_registered(wanted)

@@ -1,0 +1,135 @@
+"""What is foreseen of run-api's packing, against run-api's own packing."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from grpo_recipes.recipe.packing import foreseen_deadlock
+
+packing: Any = pytest.importorskip("atroposlib.api.utils")
+Shares = Sequence[float | None]
+
+
+def handed_out(
+    batch_size: int, sizes: Sequence[int], shares: Shares, first: Sequence[int], alive: Sequence[int], rounds: int
+) -> list[int]:
+    """How many groups run-api hands out of each living environment: the first ones post, then the living in turns."""
+    envs = [
+        {"connected": True, "registered_id": index, "min_batch_allocation": share, "group_size": size}
+        for index, (size, share) in enumerate(zip(sizes, shares, strict=True))
+    ]
+    shared = any(share is not None for share in shares)
+    queue: list[dict[str, Any]] = []
+    got = [0] * len(sizes)
+    for number, index in enumerate([*first, *(env for _ in range(rounds) for env in alive)], 1):
+        queue.append({"tokens": [[1]] * sizes[index], "env_id": index})
+        if number > len(first) and (number - len(first)) % (2 * len(alive)):
+            continue  # as a trainer, which asks less often than environments post
+        while True:
+            if shared:
+                batch, queue = packing.grab_batch_with_minimum_allocations(queue, batch_size, envs)
+            else:
+                batch, queue = packing.grab_exact_from_heterogeneous_queue(queue, batch_size)
+            if batch is None:
+                break
+            assert sum(len(group["tokens"]) for group in batch) == batch_size
+            for group in batch:
+                got[group["env_id"]] += number > len(first)
+    return [got[index] for index in alive]
+
+
+def stops(batch_size: int, sizes: Sequence[int], shares: Shares) -> Any:
+    """Which groups, and which living environments after them, let run-api hand out nothing of one that lives."""
+    every = range(len(sizes))
+    needed = {index for index in every if int(batch_size * (shares[index] or 0)) > 0}
+    for count in range(1, len(sizes) + 1):
+        for alive in itertools.combinations(every, count):
+            if not needed <= set(alive):
+                continue  # a dead environment with a least share stops run-api whatever the sizes
+            for first in itertools.chain.from_iterable(itertools.product(every, repeat=length) for length in range(3)):
+                if not min(handed_out(batch_size, sizes, shares, first, alive, 4 * batch_size)):
+                    return first, alive
+    return None
+
+
+def of_plenty(batch_size: int, sizes: Sequence[int], shares: Shares) -> list[int]:
+    """How many groups of each environment the first batches hold, where all have posted more than is asked for."""
+    envs = [
+        {"connected": True, "registered_id": index, "min_batch_allocation": share} for index, share in enumerate(shares)
+    ]
+    queue = [{"tokens": [[1]] * size, "env_id": index} for _ in range(20) for index, size in enumerate(sizes)]
+    got = [0] * len(sizes)
+    for _ in range(3):
+        batch, queue = packing.grab_batch_with_minimum_allocations(queue, batch_size, envs)
+        for group in batch:
+            got[group["env_id"]] += 1
+    return got
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "sizes", "why"),
+    [
+        (4, [3], "batches of 4 sequences are no multiple of groups of 3"),
+        (12, [4, 3], "groups of 3 and of 4 sequences do not pack"),
+        (8, [2, 3], "groups of 2 and of 3 sequences do not pack"),
+        (8, [8, 16], "a group of 16 sequences does not fit into a batch of 8"),
+        (8, [8, 4], None),
+        (8, [2, 4, 8, 2], None),
+        (8, [], None),
+        (8, [0, 8], "groups of 0"),
+        (0, [1], "batches of 0"),
+    ],
+)
+def test_the_five_ways_in_which_sizes_pack_or_do_not(batch_size: int, sizes: list[int], why: str | None) -> None:
+    found = foreseen_deadlock(batch_size, sizes)
+    assert found is None if why is None else found is not None and why in found
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 6, 8])
+def test_sizes_are_said_to_stop_run_api_exactly_where_they_do(batch_size: int) -> None:
+    cases = [one for count in (1, 2) for one in itertools.combinations_with_replacement(range(1, 7), count)]
+    for sizes in [*cases, (1, 2, 4), (2, 3, 6), (1, 1, 3)]:
+        foreseen = foreseen_deadlock(batch_size, sizes) is not None
+        assert foreseen == (stops(batch_size, sizes, [None] * len(sizes)) is not None), sizes
+
+
+@pytest.mark.parametrize("batch_size", [4, 8])
+def test_nothing_stops_that_is_not_foreseen_with_least_shares(batch_size: int) -> None:
+    choices = (None, 0.0, 0.25, 0.5, 0.7, 1.0)
+    cases = [(sizes, shares) for sizes in itertools.product((1, 2, 4, 8), repeat=2)
+             for shares in itertools.product(choices, repeat=2)]  # fmt: skip
+    cases += [((2, 2, 4), shares) for shares in itertools.product((None, 0.25, 0.5), repeat=3)]
+    for sizes, shares in cases:
+        if foreseen_deadlock(batch_size, sizes, shares) is None:
+            assert stops(batch_size, sizes, shares) is None, (sizes, shares)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shares", "left_out"),
+    [
+        ((4, 4), (0.5, 0.5), None),
+        ((4, 4), (0.9, 0.9), None),  # more than a batch: run-api scales them down, to a group each
+        ((4, 4), (0.5, None), None),
+        ((4, 4), (0.0, None), None),
+        ((8, 8), (0.5, 0.5), "environment 2 have 8"),
+        ((4, 4), (0.7, 0.3), "environment 2 have 4"),
+        ((4, 4), (1.0, None), "environment 2 have 4"),
+        ((4, 4), (None, 1.0), "environment 1 have 4"),
+        ((4, 4, 4), (0.5, 0.5, 0.5), "environment 3 have 4"),
+        ((8, 4), (None, 0.5), "environment 1 have 8"),
+    ],
+)
+def test_an_environment_that_least_shares_leave_no_room_for_gets_none(
+    sizes: tuple[int, ...], shares: Shares, left_out: str | None
+) -> None:
+    found = foreseen_deadlock(8, sizes, shares)
+    counts = of_plenty(8, sizes, shares)
+    if left_out is None:
+        assert found is None and all(counts)
+    else:
+        assert found is not None and f"groups of {left_out}" in found
+        assert counts[int(left_out.split()[1]) - 1] == 0
