@@ -19,7 +19,7 @@ from grpo_recipes.environments.turns import BASE, POLICY, SCRIPTED
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.modebench.dataset import COLUMNS, SCHEME, SPLITS, TASK_KEYS, TASKS, Settings, rows
 from grpo_recipes.paths import home, shown
-from grpo_recipes.recipe import BrokenKey, Recipe, in_order, learning, merge_recipe, rules
+from grpo_recipes.recipe import BrokenKey, Recipe, atropos, in_order, learning, merge_recipe, rules
 from grpo_recipes.recipe.bridges import bridge_problems
 from grpo_recipes.recipe.chat_template import template_problems
 from grpo_recipes.recipe.datafiles import (
@@ -37,6 +37,7 @@ from grpo_recipes.recipe.keys import DEFAULT_RECIPE, nearest_of
 from grpo_recipes.recipe.registry import (
     IN_CHILDREN,
     REWARDS,
+    atropos_environments,
     benchmark_columns,
     benchmark_problem,
     environments_of,
@@ -61,7 +62,8 @@ _LIVE = ("completions", "prompts", "completion_ids", "answer")  # what the train
 def check(recipe: Recipe, environment: Mapping[str, str], device: str | None = None) -> list[Problem]:
     """Return every contradiction between keys of a recipe, and with its task, the user's variables and the device."""
     problems: list[Problem] = []
-    checks: list[_Check] = [*(functools.partial(_refused, row) for row in rules.RULES), *_CHECKS]
+    rows = (*rules.RULES, *atropos.RULES)
+    checks: list[_Check] = [*(functools.partial(_refused, row) for row in rows), *_CHECKS]
     checks.append(functools.partial(bridge_problems, device=device))
     for rule in checks:
         with contextlib.suppress(BrokenKey):  # reported already; a rule that reads a broken key cannot be judged
@@ -410,7 +412,7 @@ def _modebench_sizes(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
 
 _CHECKS: tuple[_Check, ...] = (
     _model, _rounded_away, _environments, _user_code, _reward_arguments, _handed_variables, _benchmarks, _training_data,
-    _evaluation_data, _modebench_sizes, template_problems,
+    _evaluation_data, _modebench_sizes, template_problems, atropos.atropos_problems,
 )  # fmt: skip
 
 # fmt: off
@@ -420,7 +422,8 @@ _IDLE: tuple[tuple[str, Condition, str], ...] = (
         lambda r: not IN_CHILDREN & set(r["reward_funcs"]) and not isolates(r),
         "a reward in a child process (math_verify, or your own)"),
     ("reward_concurrency", lambda r: not isolates(r), "a reward of your own in a child process"),
-    ("reward_environment", lambda r: not isolates(r) and not environments_of(r.__getitem__),
+    ("reward_environment",
+        lambda r: not isolates(r) and not environments_of(r.__getitem__) and not atropos_environments(r.__getitem__),
         "an environment, or a reward of your own in a child process"),
     ("environment_eval_episodes", lambda r: not rules.evaluates(r) and not rules.plays_benchmarks(r),
         "eval_strategy, or an environment of the recipe among benchmarks"),

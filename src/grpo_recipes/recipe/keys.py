@@ -73,6 +73,7 @@ ENVIRONMENT_KEYS: dict[str, str] = {
     "MAXENT_Q_TEMPERATURE": "maxent_q_temperature",
     "MAXENT_Q_EPS": "maxent_q_epsilon",
     "MAXENT_LENGTH_NORM_REF": "maxent_length_normalize_ref",
+    "ATROPOS_API_URL": "atropos_api_url",
     "WANDB_PROJECT": "wandb_project",
     "WANDB_ENTITY": "wandb_entity",
     "WANDB_RUN_GROUP": "wandb_run_group",

@@ -2,11 +2,12 @@
 
 import importlib.metadata
 import importlib.util
+import itertools
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import accumulate, pairwise
 from typing import Any
 
 from grpo_recipes.environments.libraries import LIBRARIES
@@ -137,6 +138,7 @@ ACCURACY = ("pure_accuracy_math", "math_verify", "modebench")
 ONE_ANSWER = ("pure_accuracy_math", "math_verify", "cosine_length")
 ENVIRONMENT_REWARD = "environment"  # the episode's own
 MODEBENCH_REWARD = "modebench"  # of the problems of ModeBench, and of no others
+_LONGEST_LABEL = 40  # of an Atropos environment: it is part of names of files
 NO_ANSWER = "no answer from its server"  # begins the reason of a completion that a reward's server left unscored
 
 
@@ -187,15 +189,31 @@ def uses_atropos(recipe: Callable[[str], Any]) -> bool:
     return any(recipe(key) is not None for key in ("atropos_environment", "atropos_mixture", "atropos_api_url"))
 
 
+def starts_run_api(recipe: Callable[[str], Any]) -> bool:
+    """Return whether a launch of this recipe starts a run-api of its own."""
+    return uses_atropos(recipe) and recipe("atropos_api_url") is None
+
+
+def atropos_labels(recipe: Callable[[str], Any]) -> list[str]:
+    """Return a short name for each of a recipe's Atropos environments, each another one, of ``a-z 0-9 _ -``."""
+    labels: list[str] = []
+    for environment in atropos_environments(recipe):
+        name = re.sub("[^a-z0-9_-]+", "-", environment.id.rpartition(":")[2].lower()).strip("-")[:_LONGEST_LABEL]
+        names = (f"{name or 'environment'}{f'-{count}' if count > 1 else ''}" for count in itertools.count(1))
+        labels.append(next(one for one in names if one not in labels))
+    return labels
+
+
 def own_environments(recipe: Callable[[str], Any]) -> list[str]:
-    """Return the user's own environments: ``module:Class`` or ``file.py:Class``."""
-    return [spec for spec, _, _ in environments_of(recipe) if spec.partition(":")[0] not in LIBRARIES]
+    """Return the user's own environments, those of Atropos too: ``module:Class`` or ``file.py:Class``."""
+    played = [spec for spec, _, _ in environments_of(recipe) if spec.partition(":")[0] not in LIBRARIES]
+    return played + [one.id for one in atropos_environments(recipe) if ":" in one.id]
 
 
 def episodes_of_each(recipe: Callable[[str], Any], count: int) -> list[int]:
     """Return how many of ``count`` episodes each environment of a recipe gets, by its share."""
-    ends = [round(share * count) for share in accumulate(share for _, _, share in environments_of(recipe))]
-    return [end - begin for begin, end in pairwise([0, *ends])]
+    ends = [round(share * count) for share in itertools.accumulate(share for _, _, share in environments_of(recipe))]
+    return [end - begin for begin, end in itertools.pairwise([0, *ends])]
 
 
 def model_opponents(recipe: Callable[[str], Any]) -> list[tuple[str, str]]:

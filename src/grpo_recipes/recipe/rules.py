@@ -47,8 +47,8 @@ _OWN_KWARGS = {
     "attn_implementation": "attn_implementation",
 }  # fmt: skip
 EMBEDDINGS = ("lm_head", "embed_tokens", "wte", "embed_in", "embed_out")
-_OF_DATASETS = "dataset_* max_train_prompts system_prompt eval_dataset_* eval_subsample eval_max_prompts"
-_PORTS = ("vllm_server_port", "vllm_group_port", "main_process_port")
+OF_DATASETS = "dataset_* max_train_prompts system_prompt eval_dataset_* eval_subsample eval_max_prompts"
+_PORTS = ("vllm_server_port", "vllm_group_port", "main_process_port", "atropos_port")
 # Truncated sampling: the server's log-probs are of another distribution than the trainer's.
 NEUTRAL_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 # How accelerate could deal out batches otherwise than TRL's sampler, whose rows are whole groups in the ranks' order.
@@ -143,9 +143,20 @@ def _is_modebench(recipe: Recipe) -> bool:
     return (recipe["dataset_name"] or "").startswith(SCHEME)
 
 
-def _plays(recipe: Recipe) -> bool:
+def plays(recipe: Recipe) -> bool:
     """Return whether prompts come from environments."""
     return recipe["environment"] is not None or recipe["environment_mixture"] is not None
+
+
+def takes_groups(recipe: Recipe) -> bool:
+    """Return whether groups come from Atropos. A variable of the shell is there for every run: alone it is not enough.
+
+    ``registry.uses_atropos`` says the same of a recipe that was checked.
+    """
+    url = recipe.values["atropos_api_url"]
+    by_variable_alone = url.from_text and url.source in ENVIRONMENT_KEYS and not url.shadowed
+    named = recipe["atropos_environment"] is not None or recipe["atropos_mixture"] is not None
+    return named or (recipe["atropos_api_url"] is not None and not by_variable_alone)
 
 
 def _twice(names: list[Any]) -> list[Any]:
@@ -252,17 +263,17 @@ RULES = (
         "environment and environment_mixture are both given", "keep one of them"),
     Rule("environment_args", lambda r: r["environment_args"] is not None and not r["environment"],
         "'environment_args' does nothing without environment", "add environment, or write args in the mixture"),
-    Rule("{item}", lambda r: not _plays(r)
+    Rule("{item}", lambda r: not plays(r)
         and [key for key in given(r, "environment_*") if key not in ("environment_args", "environment_mixture")],
         "'{item}' does nothing without environment", "{removal}, or add environment"),
-    Rule("{item}", lambda r: _plays(r) and [key for key in given(r, _OF_DATASETS)
+    Rule("{item}", lambda r: plays(r) and [key for key in given(r, OF_DATASETS)
         if r[key] != catalogue()[key]["default"]],
         "'{item}' does nothing with environment, from which the prompts come", "{removal}"),
-    Rule("reward_funcs", lambda r: ENVIRONMENT_REWARD in r["reward_funcs"] and not _plays(r),
+    Rule("reward_funcs", lambda r: ENVIRONMENT_REWARD in r["reward_funcs"] and not plays(r) and not takes_groups(r),
         f"reward '{ENVIRONMENT_REWARD}' is that of an episode, and no environment is named", "add environment"),
-    Rule("reward_funcs", lambda r: _plays(r) and ENVIRONMENT_REWARD not in r["reward_funcs"],
+    Rule("reward_funcs", lambda r: (plays(r) or takes_groups(r)) and ENVIRONMENT_REWARD not in r["reward_funcs"],
         "the environment's own reward is not among reward_funcs", f"write reward_funcs: [{ENVIRONMENT_REWARD}]"),
-    Rule("reward_funcs", lambda r: _plays(r) and r.given("reward_funcs")
+    Rule("reward_funcs", lambda r: plays(r) and r.given("reward_funcs")
         and [name for name in r["reward_funcs"] if name in (*ONE_ANSWER, MODEBENCH_REWARD)],
         "reward '{item}' compares with an answer, which an episode does not have", "remove {item}"),
     Rule("environment_turn_length", lambda r: r["max_completion_length"] is not None
@@ -271,7 +282,7 @@ RULES = (
         "max_completion_length {max_completion_length}, which is for all turns and what is said between them",
         lambda r, _: "raise max_completion_length, or write environment_turn_length: "
         f"{turn_tokens(None, r['max_completion_length'], r['environment_max_turns'])}"),
-    Rule("environment_max_turns", lambda r: _plays(r) and r["max_completion_length"] is not None
+    Rule("environment_max_turns", lambda r: plays(r) and r["max_completion_length"] is not None
         and r["environment_max_turns"] > r["max_completion_length"],
         "environment_max_turns {environment_max_turns} leaves no token for a turn of max_completion_length "
         "{max_completion_length}", "raise max_completion_length"),
@@ -285,7 +296,7 @@ RULES = (
         and r["multi_objective_aggregation"] != "sum_then_normalize",
         "environment_credit: per_turn contradicts multi_objective_aggregation {multi_objective_aggregation}, which "
         "weighs whole completions", "write multi_objective_aggregation: sum_then_normalize, or all_turns"),
-    Rule("mask_truncated_completions", lambda r: _plays(r) and r["mask_truncated_completions"],
+    Rule("mask_truncated_completions", lambda r: plays(r) and r["mask_truncated_completions"],
         "mask_truncated_completions leaves out an episode whose last turn was cut, and not one that has no end",
         "{removal}; environment_unfinished: unscored leaves out episodes without an end"),
     # Sampling.
@@ -348,7 +359,8 @@ RULES = (
         "fp16 scales the gradients of float32 weights, dtype is float16",
         "write dtype: float32, or bf16: true and dtype: bfloat16"),
     # Datasets.
-    Rule("dataset_name", lambda r: not r["dataset_name"] and r["dataset_mixture"] is None and not _plays(r),
+    Rule("dataset_name",
+        lambda r: not r["dataset_name"] and r["dataset_mixture"] is None and not plays(r) and not takes_groups(r),
         "no dataset is named", "add dataset_name: a hub id or a .jsonl file"),
     Rule("dataset_mixture", lambda r: bool(r["dataset_name"] and r["dataset_mixture"]),
         "dataset_mixture and dataset_name are both given", "keep one of them"),
