@@ -13,9 +13,9 @@ from ran_tests import pytest_runtest_logreport
 from rotation import leave_out_other_days
 
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.plan.commands import Names, Plan
 from grpo_recipes.plan.devices import Node, Resources
 from grpo_recipes.plan.plan import make_plan
+from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.recipe import Recipe, read_recipe
 from grpo_recipes.recipe.check import check
 from grpo_recipes.slurm.client import SlurmJob

@@ -14,10 +14,11 @@ import psutil
 from real_runs import clean_environment
 
 from grpo_recipes.paths import home
-from grpo_recipes.plan.commands import Names, Plan, base_environment, run_environment, with_processes
+from grpo_recipes.plan.commands import base_environment, run_environment, with_processes
 from grpo_recipes.plan.devices import find_resources
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.ports import free_ports, plan_ports, wait_until_ready
+from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.process.scratch import make_scratch
 from grpo_recipes.process.tree import descendants
 from grpo_recipes.recipe import read_recipe

@@ -22,9 +22,9 @@ from grpo_recipes.fetch.assets import (
     record_file,
     write_record,
 )
-from grpo_recipes.plan.commands import Names
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
+from grpo_recipes.plan.types import Names
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.runs.rundir import Run, read_json, write_json
 

@@ -14,8 +14,8 @@ from grpo_recipes.errors import EXIT_STOPPED, ConfigError
 from grpo_recipes.launch import attempt as attempts
 from grpo_recipes.launch.attempt import Attempt, end_without_run, finish, new_log, prepare
 from grpo_recipes.launch.processes import Ending
-from grpo_recipes.plan.commands import Names
 from grpo_recipes.plan.devices import Resources
+from grpo_recipes.plan.types import Names
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.runs.checkpoints import publish
 from grpo_recipes.runs.rundir import NO_REQUEUE, Run, read_json, write_json

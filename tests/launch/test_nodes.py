@@ -25,8 +25,8 @@ from grpo_recipes.errors import ConfigError
 from grpo_recipes.launch import nodes
 from grpo_recipes.launch.nodes import NodeWorkers, RemoteChild, node_address, preflight_nodes, srun_command
 from grpo_recipes.launch.processes import Ending, Group, Rank, State, wait_for_ending
-from grpo_recipes.plan.commands import Process
 from grpo_recipes.plan.devices import Resources
+from grpo_recipes.plan.types import Process
 from grpo_recipes.process.tree import is_alive
 from grpo_recipes.runs.rundir import stop_file
 
@@ -425,7 +425,7 @@ LAUNCHER = """
 import os, sys, time
 from pathlib import Path
 from grpo_recipes.launch import nodes
-from grpo_recipes.plan.commands import Process
+from grpo_recipes.plan.types import Process
 from grpo_recipes.launch.nodes import NodeWorkers, RemoteChild
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.launch.nodes import preflight_nodes

@@ -16,7 +16,7 @@ from waiting import wait_for
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.launch.processes import Child
 from grpo_recipes.paths import python_module
-from grpo_recipes.plan.commands import Process
+from grpo_recipes.plan.types import Process
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.process.tree import is_alive
 from grpo_recipes.runs.rundir import Run, claim

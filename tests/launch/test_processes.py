@@ -14,7 +14,7 @@ import pytest
 
 from grpo_recipes.launch import processes
 from grpo_recipes.launch.processes import Child, Ending, Group, tail, wait_for_ending
-from grpo_recipes.plan.commands import Process
+from grpo_recipes.plan.types import Process
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.secrets import MASK
 

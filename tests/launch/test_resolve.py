@@ -16,9 +16,10 @@ from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.resolve import Options, names_of, need_same_data, need_same_world, resolve_run
 from grpo_recipes.launch.submission import Submission, freeze, frozen_environment
 from grpo_recipes.paths import home
-from grpo_recipes.plan.commands import Names, base_environment
+from grpo_recipes.plan.commands import base_environment
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
+from grpo_recipes.plan.types import Names
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import resolve_recipe
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES

@@ -22,7 +22,7 @@ from grpo_recipes.launch.monitor import StoppedAtOnce, StopSignals
 from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.processes import Child, Ending, Group, wait_for_ending
 from grpo_recipes.launch.run import Restarts, Supervisor, supervise
-from grpo_recipes.plan.commands import Names, OnLoss, Process
+from grpo_recipes.plan.types import Names, OnLoss, Process
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.process.tree import is_alive
 from grpo_recipes.runs.checkpoints import complete_checkpoints
@@ -487,8 +487,8 @@ def test_server_restarts_0_is_never():
 
 def test_restarts_are_counted_and_bounded():
     restarts = Restarts(1)
-    assert restarts.after(LOST, stopping=False).lost and restarts.done == 1
-    restarts.stepped = True
+    assert restarts.after(LOST, stopping=False).lost and restarts.done["server"] == 1
+    restarts.idle.clear()
     ending = restarts.after(LOST, stopping=False)
     assert ending.lost is None and ending.code == 137
     assert ending.cause == f"{LOST.cause}; the server was started again 1 times already (server_restarts)"
@@ -500,5 +500,19 @@ def test_a_server_is_not_started_twice_without_a_step_between():
     ending = restarts.after(LOST, stopping=False)
     assert ending.lost is None
     assert ending.cause == f"{LOST.cause}; no step was completed since the server was started again"
-    restarts.stepped = True
-    assert restarts.after(LOST, stopping=False).lost and restarts.done == 2
+    restarts.idle.clear()
+    assert restarts.after(LOST, stopping=False).lost and restarts.done["server"] == 2
+
+
+def test_the_bounds_of_one_role_are_not_anothers():
+    sums = replace(SERVER, role="environment-sums", ready="started")
+    died = Ending(1, "environment sums (pid 6) exited with code 1", lost=sums)
+    restarts = Restarts(1)
+    assert restarts.after(LOST, stopping=False).lost and restarts.after(died, stopping=False).lost
+    ending = restarts.after(died, stopping=False)
+    assert ending.cause == f"{died.cause}; environment sums was started again 1 times already (server_restarts)"
+
+
+def test_what_refuses_its_input_is_not_started_again_with_the_same():
+    refused = Ending(2, "environment sums (pid 6) exited with code 2", lost=SERVER)
+    assert Restarts(2).after(refused, stopping=False) == replace(refused, lost=None)

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_recipes.plan.commands import Names, base_environment, run_environment, with_processes
+from grpo_recipes.plan.commands import base_environment, run_environment, with_processes
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
+from grpo_recipes.plan.types import Names
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES
 from grpo_recipes.secrets import masked_environment

@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 from grpo_recipes.plan import estimates
-from grpo_recipes.plan.commands import Names
 from grpo_recipes.plan.devices import gpu_memory
 from grpo_recipes.plan.estimates import (
     GIB,
@@ -25,6 +24,7 @@ from grpo_recipes.plan.estimates import (
     suggest,
 )  # fmt: skip
 from grpo_recipes.plan.speed import Speed
+from grpo_recipes.plan.types import Names
 from grpo_recipes.recipe import read_recipe
 
 from .model_folders import model_folder

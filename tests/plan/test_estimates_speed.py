@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from grpo_recipes.plan import speed
-from grpo_recipes.plan.commands import Names
 from grpo_recipes.plan.speed import find_speed
+from grpo_recipes.plan.types import Names
 
 
 @pytest.fixture

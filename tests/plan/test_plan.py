@@ -11,8 +11,9 @@ import pytest
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.fetch.assets import Assets
-from grpo_recipes.plan.commands import Process, base_environment
+from grpo_recipes.plan.commands import base_environment
 from grpo_recipes.plan.plan import accelerate_file, describe, with_sources
+from grpo_recipes.plan.types import Process
 from grpo_recipes.recipe import read_recipe
 from grpo_recipes.recipe.check import choose_recipe
 from grpo_recipes.slurm.client import SlurmJob

@@ -27,7 +27,7 @@ from waiting import wait_for
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.launch.processes import Child
-from grpo_recipes.plan.commands import Process
+from grpo_recipes.plan.types import Process
 from grpo_recipes.process import scratch
 from grpo_recipes.process.scratch import Scratch, is_held, make_scratch, remove_dead_scratch, remove_segments, size_of
 from grpo_recipes.process.tree import descendants, is_alive

@@ -12,9 +12,9 @@ import yaml
 
 from grpo_recipes import cli
 from grpo_recipes.paths import home
-from grpo_recipes.plan.commands import Names
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
+from grpo_recipes.plan.types import Names
 from grpo_recipes.recipe import read_recipe
 from grpo_recipes.recipe.check import check
 from grpo_recipes.recipe.keys import catalogue

@@ -12,9 +12,9 @@ from grpo_recipes import cli
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.launch.attempt import Attempt, say_start
 from grpo_recipes.paths import home
-from grpo_recipes.plan.commands import Names
 from grpo_recipes.plan.devices import Resources, environment_device
 from grpo_recipes.plan.plan import describe
+from grpo_recipes.plan.types import Names
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.recipe import Recipe, read_frozen, read_recipe
 from grpo_recipes.recipe.check import check

@@ -13,11 +13,11 @@ from grpo_recipes.fetch.assets import Assets, find_assets
 from grpo_recipes.fetch.hub import gated_note, how_to_get_access
 from grpo_recipes.launch.resolve import names_of
 from grpo_recipes.paths import shown
-from grpo_recipes.plan.commands import Plan
 from grpo_recipes.plan.devices import find_resources, gpu_memory, used_gpus
 from grpo_recipes.plan.estimates import Estimates, estimate
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.preflight import free_memory
+from grpo_recipes.plan.types import Plan
 from grpo_recipes.process.reports import gigabytes
 from grpo_recipes.process.scratch import SHARED_MEMORY
 from grpo_recipes.recipe import Recipe

@@ -16,8 +16,9 @@ from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.processes import Ending, tail
 from grpo_recipes.launch.resolve import note_job
 from grpo_recipes.paths import shown
-from grpo_recipes.plan.commands import Names, Plan, base_environment, run_environment, wandb_environment
+from grpo_recipes.plan.commands import base_environment, run_environment, wandb_environment
 from grpo_recipes.plan.devices import Resources
+from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.process.reports import print_line, say
 from grpo_recipes.process.scratch import Scratch, make_scratch, remove_dead_scratch
 from grpo_recipes.publish.publisher import Publisher, hand_over
@@ -45,6 +46,7 @@ _KEPT = (
     "idle_attempts",
     "idle_trained",
     "server_restarts",
+    "process_restarts",
     "launch_seconds",
 )  # in summary.json from attempt to attempt
 
@@ -165,6 +167,7 @@ def say_start(attempt: Attempt) -> None:
         f"{smoke}{shown(plan.recipe)} -> {shown(attempt.run.folder)}",
         f"objective {plan.maxent}" if plan.maxent else "",
         f"episodes of {plan.environment}" if plan.environment else "",
+        f"groups of {plan.atropos}" if plan.atropos else "",
         f"batch {plan.batch}",
         f"vllm {plan.vllm}",
         *(f"note: {note}" for note in plan.notes),

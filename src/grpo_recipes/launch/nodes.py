@@ -32,10 +32,11 @@ import psutil
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, Problem, config_error, translate
 from grpo_recipes.launch.processes import Child, Ending, Started, State, rank_pids, rank_records
 from grpo_recipes.paths import python_module
-from grpo_recipes.plan.commands import Process, base_environment, run_environment
+from grpo_recipes.plan.commands import base_environment, run_environment
 from grpo_recipes.plan.devices import Node, Resources, environment_device, visible_gpus
 from grpo_recipes.plan.ports import is_free, keep
 from grpo_recipes.plan.preflight import node_problems, raise_file_limit
+from grpo_recipes.plan.types import Process
 from grpo_recipes.process.reports import say
 from grpo_recipes.process.scratch import Scratch, make_scratch, remove_dead_scratch
 from grpo_recipes.process.tree import OWN_CHILDREN, become_subreaper, end_descendants, reap

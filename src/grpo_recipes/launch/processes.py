@@ -28,7 +28,7 @@ import psutil
 
 from grpo_recipes.errors import EXIT_STOPPED, ConfigError
 from grpo_recipes.paths import python_module, shown
-from grpo_recipes.plan.commands import Process
+from grpo_recipes.plan.types import Process
 from grpo_recipes.process import tree
 from grpo_recipes.process.scratch import Scratch, SegmentRecorder
 from grpo_recipes.process.terminal import readable, without_library_frames

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from grpo_recipes.errors import ConfigError, config_error, translate
 from grpo_recipes.paths import CODE_VARIABLE, shown
-from grpo_recipes.plan.commands import Names, Plan
-from grpo_recipes.plan.devices import Resources
+from grpo_recipes.plan.devices import Resources, rows_of_generation
+from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.process.reports import address_reachable, say
 from grpo_recipes.recipe import Recipe, merge_recipe, read_frozen
 from grpo_recipes.recipe.check import check, choose_recipe, resolve_recipe
@@ -198,10 +198,10 @@ def need_same_data(run: Run, recipe: Recipe, plan: Plan) -> str:
 
 def _sizes(recipe: Recipe, batch: Mapping[str, int]) -> str:
     """Return in words what a step and a generation take, of all processes."""
-    group, micro_steps = batch["num_generations"], recipe["steps_per_generation"] or batch["accumulation"]
-    generation = recipe["generation_batch_size"] or batch["per_device"] * batch["world_size"] * micro_steps
-    step = batch["completions"] // group
-    return f"{step} prompts a step, {generation // group} a generation, {group} completions of each"
+    group, step = batch["num_generations"], batch["completions"] // batch["num_generations"]
+    return (
+        f"{step} prompts a step, {rows_of_generation(recipe, batch) // group} a generation, {group} completions of each"
+    )
 
 
 OFFLINE_WANDB = "export WANDB_MODE=offline and run wandb sync later, or report_to: none"

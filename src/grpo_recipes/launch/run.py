@@ -9,12 +9,16 @@ import signal
 import subprocess
 import tempfile
 import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
-from grpo_recipes.errors import EXIT_STOPPED, ConfigError
+from grpo_recipes.errors import EXIT_CONFIG_ERROR, EXIT_STOPPED, ConfigError
 from grpo_recipes.fetch.assets import find_assets, need_assets, record_assets
 from grpo_recipes.launch import processes, resolve
 from grpo_recipes.launch.attempt import Attempt, end_without_run, finish, go_back, prepare, say_start
@@ -22,11 +26,12 @@ from grpo_recipes.launch.monitor import Monitor, StoppedAtOnce, StopSignals
 from grpo_recipes.launch.nodes import NodeWorkers, RemoteChild, preflight_nodes
 from grpo_recipes.launch.processes import Child, Ending, Group, Started
 from grpo_recipes.paths import shown
-from grpo_recipes.plan.commands import Process, base_environment, run_environment, wandb_environment, with_processes
+from grpo_recipes.plan.commands import base_environment, run_environment, wandb_environment, with_processes
 from grpo_recipes.plan.devices import Resources, find_resources
 from grpo_recipes.plan.estimates import need_room
 from grpo_recipes.plan.plan import describe, make_plan, with_sources
-from grpo_recipes.plan.ports import NotReady, free_ports, wait_until_ready
+from grpo_recipes.plan.ports import NotReady, free_ports, wait_until_answering, wait_until_ready
+from grpo_recipes.plan.types import MEETING_SECONDS, Process
 from grpo_recipes.process.reports import gigabytes, print_line, say
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.process.terminal import OUTPUT
@@ -165,25 +170,27 @@ def make_smoke_task(attempt: Attempt) -> Ending | None:
 
 @dataclass
 class Restarts:
-    """Restarts of lost processes in one attempt, and their bounds."""
+    """Restarts of lost processes in one attempt, and their bounds, which count for each role."""
 
     most: int  # the recipe's server_restarts; 0 never restarts
-    done: int = 0
-    stepped: bool = True  # whether a step was completed since the last of them
+    done: Counter[str] = field(default_factory=Counter)
+    idle: set[str] = field(default_factory=set)  # roles that were started again since a step was completed
 
     def after(self, ending: Ending, stopping: bool) -> Ending:
         """Return the ending; where nothing is started again it has no ``lost``, and names the bound that forbids it."""
         lost = ending.lost
         if ending.renews:
             return ending
-        if lost is None or lost.on_loss == "fail" or stopping or self.most == 0:
+        # With that code a process refuses what it was given, which will be the same the next time.
+        if lost is None or lost.on_loss == "fail" or stopping or self.most == 0 or ending.code == EXIT_CONFIG_ERROR:
             return replace(ending, lost=None)
-        if self.done >= self.most:
-            why = f"the {lost.role} was started again {self.done} times already (server_restarts)"
-        elif not self.stepped:
-            why = f"no step was completed since the {lost.role} was started again"
+        if self.done[lost.role] >= self.most:
+            why = f"{lost.called} was started again {self.done[lost.role]} times already (server_restarts)"
+        elif lost.role in self.idle:
+            why = f"no step was completed since {lost.called} was started again"
         else:
-            self.done, self.stepped = self.done + 1, False
+            self.done[lost.role] += 1
+            self.idle.add(lost.role)
             return ending
         return replace(ending, lost=None, cause=f"{ending.cause}; {why}")
 
@@ -213,35 +220,62 @@ class Supervisor:
             ending = self._start_missing()
             ending = ending or processes.wait_for_ending(self._running(), monitor.tick, self._stopping)
             monitor.show_progress()
-            self._restarts.stepped = self._restarts.stepped or monitor.stepped
+            if monitor.stepped:
+                self._restarts.idle.clear()
             ending = self._restarts.after(ending, self._stopping())
             if ending.lost is None:
                 rundir.write_last_json(self._folder / rundir.SERVER_STATE, {"epoch": self._epoch, "state": "gone"})
                 return ending
-            lost = ending.lost  # its rest is ended, and the trainers where they cannot go on without it
-            if ending.renews:
-                self._begin_next_server(lost)
-                continue
-            with_trainers = lost.on_loss == "restart with trainers"
-            what = f"{lost.role} and trainers are started again from the newest checkpoint"
-            what = what if with_trainers else f"the {lost.role} alone is started again"
-            say(f"{ending.cause}: {what} ({self._restarts.done} of {self._restarts.most})")
-            path = self._folder / "summary.json"
-            summary = rundir.read_json(path)
-            rundir.write_json(path, {**summary, "server_restarts": summary.get("server_restarts", 0) + 1})
-            for group in self._running():
-                if with_trainers and group.process.trains:
-                    self._groups.pop(group.process.role).end()
-                    verified_checkpoint(self._folder / "checkpoints", say)
-                    say(go_back(self._attempt.run))
-            self._begin_next_server(lost)
+            again = self._going_with(ending.lost)
+            if not ending.renews:
+                self._note_restart(ending, again)
+            for group in reversed(again):  # what was started last first
+                self._end(group)
+            if any(group.process.trains for group in again):
+                verified_checkpoint(self._folder / "checkpoints", say)
+                say(go_back(self._attempt.run))
 
-    def _begin_next_server(self, lost: Process) -> None:
-        """End what is left of a process that is started again; trainers that go on wait for the next server."""
+    def _going_with(self, lost: Process) -> list[Group]:
+        """Return what is ended and started again for a lost process: the rest of it, and trainers with what is theirs.
+
+        Trainers begin again at the newest checkpoint, and nothing may go on that remembers them as they were.
+        """
+        with_trainers = lost.on_loss == "restart with trainers"
+        running = ((group, group.process) for group in self._running())
+        return [
+            group
+            for group, one in running
+            if one.role == lost.role or (with_trainers and (one.trains or one.with_trainers))
+        ]
+
+    def _note_restart(self, ending: Ending, again: Sequence[Group]) -> None:
+        """Print what is started again for what is lost, and count it in the summary."""
+        lost = ending.lost
+        assert lost is not None
+        if lost.on_loss == "restart with trainers":
+            others = [group.process.called for group in again if group.process.role != lost.role]
+            if "trainers" not in others:  # they have not started yet
+                others.append("trainers")
+            names = [one.removeprefix("the ") for one in (lost.called, *others)]
+            what = f"{', '.join(names[:-1])} and {names[-1]} are started again from the newest checkpoint"
+        else:
+            what = f"{lost.called} alone is started again"
+        say(f"{ending.cause}: {what} ({self._restarts.done[lost.role]} of {self._restarts.most})")
+        path = self._folder / "summary.json"
+        summary = rundir.read_json(path)
         if lost.ready == "serving":
+            counted: dict[str, Any] = {"server_restarts": summary.get("server_restarts", 0) + 1}
+        else:
+            of_others = summary.get("process_restarts", {})
+            counted = {"process_restarts": {**of_others, lost.role: of_others.get(lost.role, 0) + 1}}
+        rundir.write_json(path, {**summary, **counted})
+
+    def _end(self, group: Group) -> None:
+        """End what is left of a process that is started again; trainers that go on wait for the next server."""
+        if group.process.ready == "serving":
             self._epoch += 1
             self._write_server_state("starting")  # before its end
-        self._groups.pop(lost.role).end()
+        self._groups.pop(group.process.role).end()
 
     def _running(self) -> list[Group]:
         """Return what runs, in the plan's order: of two that are lost, the first is blamed."""
@@ -254,8 +288,8 @@ class Supervisor:
             if role in self._groups:
                 continue
             members = [self._with_newest_model(process) for process in members]
-            serving = members[0].ready == "serving"
-            if serving:
+            ready = members[0].ready
+            if ready == "serving":
                 attempt.renew_token()  # whoever took the port of a server that died has its token
                 self._write_server_state("starting")
             started = [
@@ -263,7 +297,7 @@ class Supervisor:
                 else Child(process, attempt.environment, self._folder, attempt.scratch)
                 for process in members
             ]  # fmt: skip
-            if serving and (ending := self._wait_until_serving(started[0])):
+            if ready != "started" and (ending := self._wait_until_ready(started[0])):
                 return ending
             self._groups[role] = Group(started)
         self._monitor.start_again()
@@ -276,33 +310,42 @@ class Supervisor:
         index = process.argv.index("--model") + 1
         return replace(process, argv=[*process.argv[:index], self._model, *process.argv[index + 1 :]])
 
-    def _wait_until_serving(self, server: Started) -> Ending | None:
-        """Wait for the server; return why the run ends if it did not become ready, or another process ended first."""
-        assert isinstance(server, Child)
-        attempt, monitor = self._attempt, self._monitor
-        host, port, token = attempt.server_address()
-        endings: list[Ending] = []
+    def _wait_until_ready(self, started: Started) -> Ending | None:
+        """Wait for a process; return why the run ends if it did not become ready, or another process ended first."""
+        assert isinstance(started, Child)
+        monitor, endings = self._monitor, list[Ending]()
 
         def alive() -> bool:
             reap()
             if ending := monitor.tick() or processes.find_ending(self._running(), self._stopping()):
                 endings.append(ending)
-            return not endings and server.alive()
+            return not endings and started.alive()
 
+        wait = self._wait_until_serving if started.process.ready == "serving" else self._wait_until_answering
+        try:
+            wait(alive, started)
+        except NotReady as error:
+            if not endings:
+                return Ending(processes.ending_of("", started.state().exit).code or 1, str(error), log=started.log)
+            if endings[0].lost:
+                started.end()  # it is started anew after the one that was lost
+            return endings[0]
+        return None
+
+    def _wait_until_serving(self, alive: Callable[[], bool], server: Child) -> None:
+        attempt = self._attempt
+        host, port, token = attempt.server_address()
         timeout, size = attempt.plan.server_timeout, attempt.plan.weight_bytes
         reads = f"reads {gigabytes(size)} of weights, " if size else ""
         say(f"waiting for the vLLM server, at most {timeout:.0f} s: it {reads}loads the model, compiles and warms up")
-        try:
-            waited = wait_until_ready(alive, server.guard_pid, host, port, attempt.names.served, token, timeout)
-        except NotReady as error:
-            if not endings:
-                return Ending(processes.ending_of("", server.state().exit).code or 1, str(error), log=server.log)
-            if endings[0].lost:
-                server.end()  # it is started anew after the one that was lost
-            return endings[0]
+        waited = wait_until_ready(alive, server.guard_pid, host, port, attempt.names.served, token, timeout)
         self._write_server_state("ready")
         say(f"server ready after {waited:.0f} s on {host}:{port}")
-        return None
+
+    def _wait_until_answering(self, alive: Callable[[], bool], child: Child) -> None:
+        url, who = child.process.ready_url, child.process.label
+        waited = wait_until_answering(alive, child.guard_pid, url, who, MEETING_SECONDS)
+        say(f"{who} ready after {waited:.0f} s on {urlsplit(url).netloc}")
 
     def _write_server_state(self, state: str) -> None:
         model = {} if self._model is None else {"model": self._model}

@@ -1,4 +1,4 @@
-"""The plan of a run as data, and the argv and environment of its processes: the vLLM server, and the trainers."""
+"""The argv and environment of a plan's processes: the vLLM server, and the trainers."""
 
 from __future__ import annotations
 
@@ -6,29 +6,26 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import json
-import math
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
 
 from grpo_recipes.errors import config_error
 from grpo_recipes.fetch.assets import Assets
 from grpo_recipes.paths import CODE_VARIABLE, cache_root, home, python_module
-from grpo_recipes.plan.devices import Batch, Placement, Resources
-from grpo_recipes.plan.ports import Ports
+from grpo_recipes.plan import atropos
+from grpo_recipes.plan.devices import Resources
+from grpo_recipes.plan.types import MEETING_SECONDS, RUN_API, Names, OnLoss, Plan, Process
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS
 from grpo_recipes.recipe.learning import mixed_precision
 from grpo_recipes.recipe.registry import BRIDGES, LORA_RANKS
 from grpo_recipes.runs.rundir import SYNC_FOLDER
-from grpo_recipes.secrets import secret_name
 
 CPU_KV_CACHE_GIB = 1
-MEETING_SECONDS = 300.0  # for ranks to meet: imports from a cold shared file system take minutes
 _SECONDS_A_GB = 30.0  # more for each GB of weights: read at 50 MB/s, with time to compile and capture what is larger
 _HUB_LOGIN = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH")
 _KEEP_ALIVE_SECONDS = 30 * 24 * 3600
@@ -42,138 +39,6 @@ _REMOVED = (
     "VLLM_MODEL", "CONFIG", "CONFIG_FILE", "TRAIN_ENTRYPOINT", "MAXENT",
     "VLLM_API_KEY",  # vLLM would want it of every request, beside the run's own token
 )  # fmt: skip
-
-
-Ready = Literal["started", "serving"]
-OnLoss = Literal["fail", "restart", "restart with trainers"]
-_LABELS = {"server": "the vLLM API server", "trainer": "accelerate launch"}
-
-
-@dataclass(frozen=True)
-class Process:
-    """One process the launcher starts."""
-
-    role: str  # server or trainer
-    argv: list[str]
-    environment: dict[str, str]  # beyond the cleaned environment that all processes share
-    gpus: tuple[str, ...]  # ids as CUDA_VISIBLE_DEVICES takes them
-    log: str
-    node: int = 0  # index of the node it runs on
-    after: tuple[str, ...] = ()  # roles whose processes must be ready before this one starts
-    # When it is ready: as soon as it has started, or once it serves this run's model at the plan's address.
-    ready: Ready = "started"
-    # What its loss means: the end of the run, a restart of it alone, or one of it and the trainers from the newest
-    # checkpoint. Restarts are limited by the recipe's server_restarts.
-    on_loss: OnLoss = "fail"
-    renewed: bool = False  # whether it is started again with each model that NEWEST_MODEL names, which replaces --model
-    keeps: tuple[str, ...] = ()  # variables with secrets of the user's that its role needs; "*" for all
-
-    @classmethod
-    def of_json(cls, plain: Mapping[str, Any]) -> Process:
-        """Return the process that ``Plan.as_json`` wrote."""
-        return cls(
-            **{**plain, "gpus": tuple(plain["gpus"]), "after": tuple(plain["after"]), "keeps": tuple(plain["keeps"])}
-        )
-
-    def full_environment(self, shared: Mapping[str, str]) -> dict[str, str]:
-        """Return its whole environment: its own and the ``shared`` one, without secrets that its role does not need."""
-        kept = {name: value for name, value in shared.items() if {name, "*"} & {*self.keeps} or not secret_name(name)}
-        return {**kept, **self.environment}
-
-    @property
-    def name(self) -> str:
-        """``trainer``, or ``trainer_1`` on node 1: unique among the processes of a plan."""
-        return f"{self.role}_{self.node}" if self.node else self.role
-
-    @property
-    def label(self) -> str:
-        """What messages call its command."""
-        return _LABELS.get(self.role, f"the {self.role} process")
-
-    @property
-    def trains(self) -> bool:
-        """Whether it runs ranks: these save when the run is stopped, and when they are done the run is."""
-        return self.role == "trainer"
-
-
-@dataclass(frozen=True)
-class Names:
-    """What one attempt is called."""
-
-    run_dir: Path  # <run_root>/<run_name>-<timestamp>
-    run: str  # the run name
-    served: str  # the server's --served-model-name
-    timestamp: str  # of this attempt, in log names
-
-
-@dataclass(frozen=True)
-class Weighting:
-    """What a MaxEnt run optimises."""
-
-    objective: str  # a key of ``registry.OBJECTIVES``
-    tau: float  # temperature of its weights, the first one where a controller moves it; may be infinite
-    beta: float | None  # maxent_beta, the pull of its target to the reference; None for an objective without it
-    loss_type: str  # TRL's loss, which the objective fixes
-
-    def __str__(self) -> str:
-        beta = "" if self.beta is None else f", maxent_beta {self.beta:g}"
-        return f"{self.objective}, tau {self.tau:g}{beta}, loss_type {self.loss_type}"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Everything a launch will do."""
-
-    recipe: str  # its path
-    task: str  # grpo or maxent
-    entry: str  # entry script of the trainers
-    maxent: Weighting | None  # None for GRPO
-    device: str  # device of the environment: cpu or cuda
-    mode: str  # server, colocate or transformers (no vLLM)
-    bridge: str | None  # how weights reach the server, None without one
-    why_bridge: str
-    model: str  # folder or hub id, trained and served
-    dataset: str | None  # file, folder or hub id, None with a mixture
-    eval_dataset: str | None
-    environment: str | None  # what prompts come from in the place of datasets, and how long an episode is
-    batch: Batch  # the arithmetic of a step
-    eval_batch: int | None  # completions of one evaluation batch on one process, None without evaluation
-    ports: Ports
-    nodes: tuple[str, ...]  # address of each, by index; the loopback where there is one node
-    server_host: str  # where the server listens and is asked
-    server_gpus: tuple[str, ...]  # on the first node
-    placement: tuple[Placement, ...]  # the trainers of each node that trains; the first holds rank 0
-    server_apart: bool  # whether rank 0 is on another node than the server: they share no memory
-    unused_gpus: tuple[str, ...]  # GPUs of the job that nothing uses
-    accelerator: str  # how the trainers share the model: single, ddp, zero2, zero3, fsdp2, or custom by CONFIG_FILE
-    accelerate_file: str
-    dtype: str  # of the trained weights
-    smoke: bool  # whether this is the built-in smoke task, not an experiment
-    threads: int  # CPU threads of one training process; on CPU results depend on it in the last bits
-    notes: list[str]  # what the user should know
-    processes: list[Process] = field(default_factory=list)  # in the order they start; filled in by with_processes
-    weight_bytes: int = 0  # of the model's files, where they are here; filled in by with_processes, as the next two
-    server_timeout: float = 0.0  # seconds the server may take to be ready
-    meeting_timeout: float = MEETING_SECONDS  # seconds the ranks may take to meet
-
-    @property
-    def vllm(self) -> str:
-        """Where completions come from and how new weights get there, for a person."""
-        return f"{self.mode}{f', weights by {self.bridge}' if self.bridge else ''} ({self.why_bridge})"
-
-    def process(self, role: str) -> Process | None:
-        """Return the first process of that role, or None."""
-        return next((process for process in self.processes if process.role == role), None)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the plan as plain data; argv and environment never hold a secret, an infinite tau is "inf".
-
-        ``device`` keeps its old key ``flavour``, so that earlier runs can be read.
-        """
-        plain = {"flavour" if key == "device" else key: value for key, value in asdict(self).items()}
-        if self.maxent is not None and math.isinf(self.maxent.tau):
-            plain["maxent"]["tau"] = "inf"
-        return plain
 
 
 def base_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -280,19 +145,23 @@ def with_processes(
     more = round(_SECONDS_A_GB * size / 1e9)
     ready = recipe["vllm_server_timeout"] + (0 if recipe.given("vllm_server_timeout") else more)
     plan = replace(plan, weight_bytes=size, server_timeout=ready, meeting_timeout=MEETING_SECONDS + more)
+    plan = replace(plan, atropos=atropos.atropos_line(recipe, plan))
     processes = [_trainer(recipe, plan, environment, names, machine) for machine in range(len(plan.placement))]
     if plan.mode == "server":
         processes = [_server(recipe, plan, environment, names), *processes]
+    run_api = atropos.run_api(plan, names)
+    processes = [*([run_api] if run_api else []), *processes, *atropos.environments(recipe, plan, names)]
     offline = sources.offline_variables(environment) if sources else {}
+    login = () if offline else _HUB_LOGIN
+    wandb = ("WANDB_API_KEY",) if "wandb" in (recipe["report_to"] or []) else ()
+    handed = (*login, *recipe["reward_environment"])
+    # Callbacks are the user's code in the trainer's own process: nobody knows what they need.
+    kept = {RUN_API: (), "server": login, "trainer": ("*",) if recipe["callbacks"] else (*handed, *wandb)}
 
     def complete(one: Process) -> Process:
         network = _network(plan, resources, environment, names, one.node)
-        keeps = () if offline else _HUB_LOGIN
-        if one.trains:
-            wandb = ("WANDB_API_KEY",) if "wandb" in (recipe["report_to"] or []) else ()
-            # Callbacks are the user's code in the trainer's own process: nobody knows what they need.
-            keeps = ("*",) if recipe["callbacks"] else (*keeps, *wandb, *recipe["reward_environment"])
-        return replace(one, environment={**one.environment, **network, **offline}, keeps=keeps)
+        variables = {**one.environment, **network, **offline}
+        return replace(one, environment=variables, keeps=kept.get(one.role, handed))
 
     return replace(plan, processes=[complete(one) for one in processes])
 
@@ -312,7 +181,10 @@ def _server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: N
     alone = plan.bridge is not None and plan.device in BRIDGES[plan.bridge].reconnects
     on_loss: OnLoss = "restart" if alone else "restart with trainers"
     renewed = plan.bridge == "restart"
-    return Process("server", argv, variables, plan.server_gpus, log, ready="serving", on_loss=on_loss, renewed=renewed)
+    return Process(
+        "server", argv, variables, plan.server_gpus, log, ready="serving", on_loss=on_loss, renewed=renewed,
+        with_trainers=not alone,
+    )  # fmt: skip
 
 
 def weight_bytes(model: str) -> int:
@@ -463,7 +335,7 @@ def _trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: 
     suffix = f"_node{placed.node}" if placed.node else ""
     named = Path(environment.get("TRAINING_LOG") or f"logs/liv_train_{names.run}_{names.timestamp}.log")
     log = str(named.with_stem(named.stem + suffix))
-    after = ("server",) if plan.mode == "server" else ()
+    after = (*(("server",) if plan.mode == "server" else ()), *((RUN_API,) if plan.ports.run_api else ()))
     decided: dict[str, object] = {  # by the launcher: flags of the entry script beside the frozen recipe
         "--config": names.run_dir / "recipe.yaml",
         "--output_dir": names.run_dir / "checkpoints",
@@ -477,6 +349,7 @@ def _trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: 
         "--per_device_eval_batch_size": plan.eval_batch,
         "--dataset_name": plan.dataset,
         "--eval_dataset_name": plan.eval_dataset,
+        "--atropos_api_url": atropos.api_url(recipe, plan.ports),
     }
     if plan.mode == "server":
         decided |= {

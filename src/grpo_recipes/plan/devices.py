@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from grpo_recipes.errors import config_error, translate
@@ -272,6 +272,13 @@ def derive_batch(recipe: Recipe, trainers: int) -> Batch:
     prompt, completion = recipe["max_prompt_length"], recipe["max_completion_length"]
     tokens = completions * (prompt + completion) if prompt and completion else None
     return Batch(completions, group, trainers, per_device, accumulation, tokens)
+
+
+def rows_of_generation(recipe: Recipe, batch: Batch | Mapping[str, int]) -> int:
+    """Return the completions that are sampled at a time, over all trainers: those of one step, or of several."""
+    sizes = batch if isinstance(batch, Mapping) else asdict(batch)
+    passes = recipe["steps_per_generation"] or sizes["accumulation"]
+    return int(recipe["generation_batch_size"] or sizes["per_device"] * sizes["world_size"] * passes)
 
 
 def derive_eval_batch(recipe: Recipe, batch: Batch) -> int | None:

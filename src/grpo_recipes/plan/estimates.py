@@ -17,8 +17,9 @@ from typing import Any
 
 from grpo_recipes.errors import config_error, translate
 from grpo_recipes.paths import shown
-from grpo_recipes.plan.commands import CPU_KV_CACHE_GIB, Names, Plan, gpu_share, longest_sequence
+from grpo_recipes.plan.commands import CPU_KV_CACHE_GIB, gpu_share, longest_sequence
 from grpo_recipes.plan.speed import Speed, find_speed
+from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.learning import mixed_precision
 from grpo_recipes.recipe.registry import BRIDGES, frozen_opponents

@@ -17,13 +17,16 @@ import yaml
 from grpo_recipes.errors import ConfigError, config_error, translate
 from grpo_recipes.fetch.assets import Assets
 from grpo_recipes.plan import devices
-from grpo_recipes.plan.commands import Names, Plan, Weighting, gpu_share, with_processes
+from grpo_recipes.plan.atropos import atropos_line
+from grpo_recipes.plan.commands import gpu_share, with_processes
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.ports import plan_ports
+from grpo_recipes.plan.types import Names, Plan, Weighting
 from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.atropos import packing_problems
 from grpo_recipes.recipe.bridges import accelerator_of, refusal
 from grpo_recipes.recipe.dialects import UNREAD_VARIABLES
-from grpo_recipes.recipe.registry import COLOCATE, OBJECTIVES, environments_of, turn_tokens
+from grpo_recipes.recipe.registry import COLOCATE, OBJECTIVES, environments_of, turn_tokens, uses_atropos
 from grpo_recipes.recipe.tasks import ENTRIES, MAXENT, task_of
 from grpo_recipes.smoke import SMOKE_SCHEME, smoke_folder
 
@@ -92,6 +95,8 @@ def make_plan(
         threads=1 if resources.device == "cuda" else max(1, cores),
         notes=list(recipe.notes),
     )
+    _need_groups(recipe, plan)
+    plan = replace(plan, atropos=atropos_line(recipe, plan))
     plan.notes.extend(_notes(plan, recipe, resources, environment, most))
     plan = with_sources(plan, sources) if sources else plan
     return with_processes(plan, recipe, resources, environment, names, sources) if names else plan
@@ -104,6 +109,21 @@ def _need_equal_groups(recipe: Recipe, trainers: int) -> None:
         what = f"vllm_tensor_parallel_size {parallel} does not divide the {devices.some_trainers(trainers)}"
         fix = f"write {math.gcd(trainers, parallel)}, or another num_processes"
         raise config_error(recipe.source("vllm_tensor_parallel_size"), f"{what} that would share one vLLM", fix)
+
+
+def _need_groups(recipe: Recipe, plan: Plan) -> None:
+    """Refuse a plan with Atropos in which run-api would hand out no batch, or rank 0 could not ask it."""
+    if not uses_atropos(recipe.__getitem__):
+        return
+    if problems := [*packing_problems(recipe, devices.rows_of_generation(recipe, plan.batch))]:
+        raise ConfigError(*problems)
+    if plan.ports.run_api and plan.server_apart:
+        where, node = recipe.place("atropos_environment"), plan.placement[0].node
+        what = (
+            f"rank 0 is on node {node}, and run-api listens on the loopback of the first node alone: it wants no token"
+        )
+        fix = "lower vllm_tensor_parallel_size, or start a run-api yourself and name it in atropos_api_url"
+        raise config_error(where, what, fix)
 
 
 def _notes(
@@ -190,6 +210,9 @@ def _mode(recipe: Recipe, resources: Resources) -> str:
             raise config_error(recipe.source("vllm_enable_sleep_mode"), what, "remove vllm_enable_sleep_mode")
         return mode
     if len(nodes) == len(resources.gpus) == 1 and mode == "server" and not devices.share_gpu(recipe, resources, mode):
+        if uses_atropos(recipe.__getitem__):
+            what = "Atropos' environments ask a vLLM server beside the trainer, and one GPU is visible"
+            raise config_error(where, what, "ask for more GPUs, or write weight_sync: shared (one GPU for both)")
         if recipe.given("vllm_mode"):
             what = "vllm_mode: server needs two GPUs, one is visible"
             raise config_error(where, what, "write vllm_mode: colocate, or ask for more GPUs")
@@ -261,12 +284,14 @@ def describe(
     """
     several = len(plan.nodes) > 1
     server = f"server {plan.ports.server}, weights {plan.ports.group}, " if plan.mode == "server" else ""
+    server += f"run-api {plan.ports.run_api}, " if plan.ports.run_api else ""
+    data = f"episodes   {plan.environment}" if plan.environment else f"dataset    {plan.dataset or 'mixture'}"
     lines = [
         f"recipe     {plan.recipe} ({plan.task}, {plan.entry})",
         *([f"objective  {plan.maxent}"] if plan.maxent else []),
         f"flavour    {plan.device}" + (" (smoke test, not an experiment)" if plan.smoke else ""),
         f"model      {plan.model} ({plan.dtype})",
-        f"episodes   {plan.environment}" if plan.environment else f"dataset    {plan.dataset or 'mixture'}",
+        f"groups     {plan.atropos}" if plan.atropos else data,
         f"batch      {plan.batch}",
         *([f"evaluation {plan.eval_batch} completions a batch and trainer"] if plan.eval_batch else []),
         f"vllm       {plan.vllm}",

@@ -11,12 +11,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 import psutil
 
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.process.tree import descendants
 from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.registry import starts_run_api
 from grpo_recipes.recipe.rules import wants_server
 from grpo_recipes.server.middleware import ACTIVITY_PATH
 from grpo_recipes.slurm.client import SlurmJob
@@ -24,6 +26,9 @@ from grpo_recipes.slurm.client import SlurmJob
 # Outside Slurm the training guide's own numbers. Inside, a block of ten below the ephemeral range per job id, so that
 # two jobs on one node do not meet.
 DEFAULT_PORTS = {"vllm_server_port": 8000, "vllm_group_port": 51216, "main_process_port": 29525}
+RUN_API_PORT = 8001  # of a run with Atropos
+PORT_KEYS = (*DEFAULT_PORTS, "atropos_port")
+LOOPBACK = "127.0.0.1"  # where run-api listens: it wants no token of anybody
 _BLOCK_BASE, _BLOCKS, _BLOCK_SIZE = 20000, 1200, 10
 _KEPT: dict[int, socket.socket] = {}
 
@@ -36,22 +41,23 @@ class Ports:
     group: int  # NCCL's, for the weights
     main_process: int  # the trainers' rendezvous
     vllm_internal: int | None  # the first of vLLM's own, None where it chooses
+    run_api: int | None = None  # None where the launch starts none
 
     def by_key(self, server: bool = True) -> dict[str, int]:
         """Return those that have a key in the recipe, without a ``server`` the trainers' alone."""
-        ports = zip(DEFAULT_PORTS, (self.server, self.group, self.main_process), strict=True)
-        return {key: port for key, port in ports if server or key == "main_process_port"}
+        ports = zip(PORT_KEYS, (self.server, self.group, self.main_process, self.run_api), strict=True)
+        return {key: port for key, port in ports if port is not None and (server or key == "main_process_port")}
 
 
 def plan_ports(recipe: Recipe, job: SlurmJob | None) -> Ports:
     """Return the ports the recipe names, else the defaults: outside Slurm fixed ones, inside a block of the job."""
-    numbers, internal = list(DEFAULT_PORTS.values()), None
+    numbers, internal = [*DEFAULT_PORTS.values(), RUN_API_PORT], None
     if job is not None:
         base = _BLOCK_BASE + job.id % _BLOCKS * _BLOCK_SIZE
-        numbers, internal = [base, base + 1, base + 2], base + 3
-    given = [recipe[key] if recipe.given(key) else None for key in DEFAULT_PORTS]
-    server, group, main_process = (mine or number for mine, number in zip(given, numbers, strict=True))
-    return Ports(server, group, main_process, internal)
+        numbers, internal = [base, base + 1, base + 2, base + _BLOCK_SIZE - 1], base + 3
+    given = [recipe[key] if recipe.given(key) else None for key in PORT_KEYS]
+    server, group, main_process, run_api = (mine or number for mine, number in zip(given, numbers, strict=True))
+    return Ports(server, group, main_process, internal, run_api if starts_run_api(recipe.__getitem__) else None)
 
 
 def free_ports(
@@ -59,35 +65,43 @@ def free_ports(
 ) -> tuple[Ports, list[str]]:
     """Return the ports, each that is busy replaced by the next free one, with a note about it; keep them all.
 
-    A busy port that the user gave is a ConfigError. The ``server``, where there is one, listens on ``host``; the other
-    two are opened by rank 0, on a node that ``free_there`` asks where it is not this one.
+    A busy port that the user gave is a ConfigError. The ``server``, where there is one, listens on ``host``, run-api
+    beside it on the loopback; the other two are opened by rank 0, on a node that ``free_there`` asks where it is not
+    this one.
     """
     chosen: dict[str, int] = {}
     notes = []
-    for key, wanted in ports.by_key(server).items():
+    # Those of the user first, so that none of ours takes one.
+    for key, wanted in sorted(ports.by_key(server).items(), key=lambda pair: not recipe.given(pair[0])):
         port = wanted
-        there = None if key == "vllm_server_port" else free_there
-        while port in chosen.values() or not (there(port) if there else is_free(host, port) and keep(port)):
+        there = None if key in ("vllm_server_port", "atropos_port") else free_there
+        at = LOOPBACK if key == "atropos_port" else host
+        while port in chosen.values() or not (there(port) if there else is_free(at, port) and keep(port)):
             if recipe.given(key):
-                raise _busy(recipe, key)
+                raise _busy(recipe, key, None if there else listener(port))
             port = port + _BLOCK_SIZE if port + _BLOCK_SIZE <= 65535 else _BLOCK_BASE
         if port != wanted:
-            notes.append(f"port {wanted} ({key}) is in use by another process; using {port}")
+            holder = next(
+                (f"is {other}" for other in chosen if chosen[other] == wanted), "is in use by another process"
+            )
+            notes.append(f"port {wanted} ({key}) {holder}; using {port}")
         chosen[key] = port
-    server_port, group, main_process = (ports.by_key() | chosen).values()
-    return Ports(server_port, group, main_process, ports.vllm_internal), notes
+    numbers = ports.by_key() | chosen
+    server_port, group, main_process = (numbers[key] for key in DEFAULT_PORTS)
+    return Ports(server_port, group, main_process, ports.vllm_internal, numbers.get("atropos_port")), notes
 
 
 def need_named_ports(recipe: Recipe) -> None:
     """Refuse a port that the user gave and another process has, before the first of several runs begins."""
-    for key in DEFAULT_PORTS:
+    for key in PORT_KEYS:
         needed = key == "main_process_port" or wants_server(recipe)
-        if needed and recipe.given(key) and not is_free(recipe["vllm_server_host"], recipe[key]):
-            raise _busy(recipe, key)
+        host = LOOPBACK if key == "atropos_port" else recipe["vllm_server_host"]
+        if needed and recipe.given(key) and not is_free(host, recipe[key]):
+            raise _busy(recipe, key, listener(recipe[key]))
 
 
-def _busy(recipe: Recipe, key: str) -> ConfigError:
-    what = f"port {recipe[key]} is in use by another process"
+def _busy(recipe: Recipe, key: str, owner: int | None) -> ConfigError:
+    what = f"port {recipe[key]} is in use by another process{f' (pid {owner})' if owner else ''}"
     return config_error(recipe.source(key), what, f"free it, or remove {key} and let the launcher choose")
 
 
@@ -139,7 +153,7 @@ def listener(port: int) -> int | None:
 
 
 class NotReady(Exception):
-    """The server did not become ready; the message says why."""
+    """The server, or run-api, did not become ready; the message says why."""
 
 
 def wait_until_ready(
@@ -150,18 +164,42 @@ def wait_until_ready(
     It is ready once a descendant of ``root_pid`` listens on the port and serves this run's ``name``. Where it died,
     another process took the port, or the time is over, raise NotReady.
     """
+
+    def serves() -> bool:
+        return name in _served_models(host, port, token)
+
+    return _wait(alive, root_pid, port, serves, "the vLLM server", timeout, " (vllm_server_timeout)")
+
+
+def wait_until_answering(alive: Callable[[], bool], root_pid: int, url: str, who: str, timeout: float) -> float:
+    """Wait as ``wait_until_ready`` for what answers a GET of ``url`` with 200; ``who`` is its name in messages."""
+    host, port, path = (one := urlsplit(url)).hostname or LOOPBACK, one.port or 80, one.path or "/"
+
+    def answers() -> bool:
+        with contextlib.suppress(OSError, http.client.HTTPException):  # any other status than 2xx is an OSError
+            _ask(host, port, path)
+            return True
+        return False
+
+    return _wait(alive, root_pid, port, answers, who, timeout)
+
+
+def _wait(
+    alive: Callable[[], bool], root_pid: int, port: int, ready: Callable[[], bool], who: str, timeout: float,
+    key: str = "",
+) -> float:  # fmt: skip
     start = time.monotonic()
     while time.monotonic() - start < timeout:
         if not alive():
-            raise NotReady("the vLLM server died before it was ready")
+            raise NotReady(f"{who} died before it was ready")
         owner = listener(port)
         owner = listener(port) if owner == 0 else owner  # 0 too where the socket was made between psutil's two looks
         if owner is not None and owner not in {child.pid for child in descendants(root_pid)}:
-            raise NotReady(f"port {port} was taken by another process (pid {owner}) while the server started")
-        if owner is not None and name in _served_models(host, port, token):
+            raise NotReady(f"port {port} was taken by another process (pid {owner}) while {who} started")
+        if owner is not None and ready():
             return time.monotonic() - start
         time.sleep(0.25)
-    raise NotReady(f"the vLLM server was not ready after {timeout:.0f} s (vllm_server_timeout)")
+    raise NotReady(f"{who} was not ready after {timeout:.0f} s{key}")
 
 
 def _served_models(host: str, port: int, token: str) -> list[str]:
@@ -193,9 +231,10 @@ def generated_tokens(host: str, port: int, token: str) -> Activity | None:
     return None
 
 
-def _ask(host: str, port: int, path: str, token: str) -> bytes:
-    """Return the server's answer to a GET, which may take 5 seconds."""
-    request = urllib.request.Request(f"http://{host}:{port}{path}", headers={"Authorization": f"Bearer {token}"})
+def _ask(host: str, port: int, path: str, token: str = "") -> bytes:
+    """Return the answer to a GET, which may take 5 seconds; a server of ours wants the run's token."""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    request = urllib.request.Request(f"http://{host}:{port}{path}", headers=headers)
     # An empty ProxyHandler: with http_proxy set the request would go to the proxy and never be answered.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(request, timeout=5) as answer:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.plan.commands import Names, Plan
+from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.runs.health import number
 from grpo_recipes.runs.progress import Rows
 from grpo_recipes.runs.rundir import Run, clock

@@ -14,10 +14,10 @@ from grpo_recipes.errors import EXIT_STOPPED, ConfigError, config_error, transla
 from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.launch.submission import Submission, freeze, frozen_environment
 from grpo_recipes.paths import python_module, shown
-from grpo_recipes.plan.commands import Names
 from grpo_recipes.plan.devices import Resources, find_resources
 from grpo_recipes.plan.plan import make_plan
-from grpo_recipes.plan.ports import DEFAULT_PORTS, need_named_ports
+from grpo_recipes.plan.ports import PORT_KEYS, need_named_ports
+from grpo_recipes.plan.types import Names
 from grpo_recipes.process.reports import aligned, print_line, say
 from grpo_recipes.process.terminal import LOG
 from grpo_recipes.recipe import Recipe
@@ -26,6 +26,7 @@ from grpo_recipes.recipe.dialects import ADAPTER_MODES, BRIDGE_MODES
 from grpo_recipes.recipe.document import read_flags
 from grpo_recipes.recipe.keys import nearest_of
 from grpo_recipes.recipe.registry import BRIDGES
+from grpo_recipes.recipe.rules import removal, takes_groups
 from grpo_recipes.report.page import NOTHING, short
 from grpo_recipes.runs.benchmark import FILE
 from grpo_recipes.runs.checkpoints import newest_complete
@@ -175,11 +176,15 @@ def _need_different(recipes: Mapping[str, Recipe]) -> None:
 
 
 def _need_own_ports(recipes: Mapping[str, Recipe], jobs: int) -> None:
-    """Refuse a port that the user chose where it is taken, or modes run at the same time."""
+    """Refuse a port that the user chose where it is taken, or modes run at the same time, and a run-api for all."""
     if jobs == 1:
         for_each(recipes, need_named_ports)
     recipe = next(iter(recipes.values()))
-    for key in DEFAULT_PORTS:
+    if takes_groups(recipe) and recipe["atropos_api_url"] is not None:
+        what = "modes cannot share a run-api: it keeps its first registration, and hands the groups of all to each"
+        fix = f"{removal(recipe, 'atropos_api_url')}: each mode starts one of its own"
+        raise config_error(recipe.source("atropos_api_url"), what, fix)
+    for key in PORT_KEYS:
         if jobs > 1 and recipe.given(key):
             what = f"{jobs} modes at the same time cannot have one {key}"
             raise config_error(recipe.source(key), what, "remove it and let each choose, or add --jobs 1")

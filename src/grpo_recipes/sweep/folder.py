@@ -20,9 +20,9 @@ from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.launch.submission import Submission, freeze
 from grpo_recipes.paths import newest_first, shown
-from grpo_recipes.plan.commands import Names
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
+from grpo_recipes.plan.types import Names
 from grpo_recipes.process.reports import aligned
 from grpo_recipes.recipe import Recipe, Value
 from grpo_recipes.report.page import NOTHING, SMOKE_BADGE, render, short, spread

@@ -19,7 +19,7 @@ import torch.distributed
 
 from grpo_recipes.errors import ConfigError, config_error, printable, translate
 from grpo_recipes.paths import home, shown
-from grpo_recipes.plan.commands import MEETING_SECONDS
+from grpo_recipes.plan.types import MEETING_SECONDS
 from grpo_recipes.process.reports import PhaseFile, dump_stacks_on_signal
 from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.recipe.learning import float32_fix, lost_updates, updates_float32
