@@ -50,14 +50,14 @@ def played(trainer: Any, tmp_path: Path) -> Iterator[Any]:
     def run(stopped: Any = lambda: False, **keys: Any) -> dict[str, Any]:
         args = ScriptArguments(**{"benchmark_temperature": 1.0, "environment_eval_episodes": 6, **KEYS, **keys})
         (tmp_path / "rewards").mkdir(exist_ok=True)
-        trainer.episodes = Episodes(args, trainer.args, tmp_path)
-        trainer.episodes._specs = {}  # a run copies the user's files first
-        open_now.append(trainer.episodes)
+        trainer.source = Episodes(args, trainer.args, tmp_path)
+        trainer.source._specs = {}  # a run copies the user's files first
+        open_now.append(trainer.source)
         run_benchmarks(trainer, args, tmp_path, stopped)
         return read_json(tmp_path / "benchmarks.json")
 
     yield run
-    trainer.episodes = None
+    trainer.source = None
     for one in open_now:
         one.close()
 

@@ -41,7 +41,7 @@ def make_trainer(folder: Path, model: str, kind: str = "Sums", ends: bool = True
         train_dataset=training_episodes(script_args, args.seed),
         processing_class=tokenizer,
         run_dir=folder,
-        episodes=episodes,
+        source=episodes,
     )
     asked: list[Any] = []
 
@@ -81,6 +81,6 @@ if __name__ == "__main__":  # torchrun: train with several ranks, rank 0 leaves 
     trainer.train()
     if trainer.accelerator.is_main_process:
         torch.save(trainer.accelerator.unwrap_model(trainer.model).state_dict(), folder / "weights.pt")
-    trainer.episodes.close()
+    trainer.source.close()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -32,7 +32,7 @@ TEXT = smoke.build_tokenizer()
 def test_tokens_stay_as_sampled_and_the_environments_are_masked(tmp_path: Path, model: str) -> None:
     trainer = make_trainer(tmp_path, model)
     output = generation(trainer)
-    for row, episode in enumerate(trainer.episodes.played):
+    for row, episode in enumerate(trainer.source.played):
         ids, mask = output["completion_ids"][row].tolist(), output["tool_mask"][row].tolist()
         place, expected = 0, []
         for turn in range(len(episode.actions)):
@@ -81,7 +81,7 @@ def test_what_the_environment_says_has_no_gradient(tmp_path: Path, model: str, c
         assert plain.abs().max() > 0, loss
         assert torch.equal(gradient(~trained), plain), loss
         assert not torch.allclose(gradient(trained), plain), loss
-    trainer.episodes.close()
+    trainer.source.close()
 
 
 def test_what_the_environment_says_is_not_compared_with_the_servers_log_probs(tmp_path: Path, model: str) -> None:
@@ -97,14 +97,14 @@ def test_what_the_environment_says_is_not_compared_with_the_servers_log_probs(tm
 def test_a_reward_is_the_episodes_sum_and_shown_with_its_turns(tmp_path: Path, model: str) -> None:
     trainer = make_trainer(tmp_path, model, report_samples=8)
     generation(trainer)
-    for row, episode in enumerate(trainer.episodes.played):
+    for row, episode in enumerate(trainer.source.played):
         lengths = [len(action) % 4 / 4 for action in episode.actions]
         assert trainer.rewards_BR[row, 0] == pytest.approx(sum(lengths))
     (row,) = rows_of(tmp_path, "samples.jsonl")
     longest = max(row["samples"], key=lambda one: len(one["completion"]))
     assert "[assistant]" in longest["completion"] and "[user]" in longest["completion"]
     assert row["samples"][0]["prompt"].startswith("[user]\n") and row["samples"][0]["prompt"].endswith("=")
-    by_text = {one.record()["turns"][0]["action"]: one for one in trainer.episodes.played}
+    by_text = {one.record()["turns"][0]["action"]: one for one in trainer.source.played}
     for sample in row["samples"]:
         told, one = sample["episode"], by_text[sample["episode"]["turns"][0]["action"]]
         assert (told["seed"], told["messages"]) == (one.seed, one.turns[0].messages)
@@ -113,7 +113,7 @@ def test_a_reward_is_the_episodes_sum_and_shown_with_its_turns(tmp_path: Path, m
         assert [turn["info"]["said"] for turn in told["turns"]] == one.actions
         assert sample["reward"] == pytest.approx(sum(turn["reward"] for turn in told["turns"]))
         assert "unfinished" not in told and "failed" not in told
-    turns = [len(one.actions) for one in trainer.episodes.played]
+    turns = [len(one.actions) for one in trainer.source.played]
     assert trainer._metrics["train"]["episodes/turns"] == [pytest.approx(sum(turns) / len(turns))]
     assert trainer._metrics["train"]["episodes/letters"][0] > 0
 
@@ -121,7 +121,7 @@ def test_a_reward_is_the_episodes_sum_and_shown_with_its_turns(tmp_path: Path, m
 def test_the_last_turn_alone_is_trained(tmp_path: Path, model: str) -> None:
     trainer = make_trainer(tmp_path, model, environment_credit="last_turn", environment_args={"exactly": 3})
     output = generation(trainer)
-    for row, episode in enumerate(trainer.episodes.played):
+    for row, episode in enumerate(trainer.source.played):
         last = len(completion("0/0/turn2", row, 7)) + 1
         mask = output["tool_mask"][row][: len(episode.ids)].tolist()
         assert mask == [0] * (len(episode.ids) - last) + [1] * last
@@ -130,7 +130,7 @@ def test_the_last_turn_alone_is_trained(tmp_path: Path, model: str) -> None:
 def test_each_turn_has_the_advantage_of_what_comes_after_it(tmp_path: Path, model: str) -> None:
     trainer = make_trainer(tmp_path, model, environment_credit="per_turn", environment_args={"exactly": 2})
     output = generation(trainer)
-    played = trainer.episodes.played[:GROUP]
+    played = trainer.source.played[:GROUP]
     for turn in (0, 1):
         to_come = torch.tensor([sum(one.reward for one in episode.turns[turn + 1 :]) for episode in played])
         expected = (to_come - to_come.mean()) / (to_come.std() + 1e-4)
@@ -149,7 +149,7 @@ def test_an_episode_of_one_turn_has_trls_own_advantage(tmp_path: Path, model: st
     turns = make_trainer(tmp_path / "turns", model, environment_credit="per_turn", **keys)
     found = generation(turns)["advantages"]
     assert stock["advantages"].abs().max() > 0.1
-    for row, one in enumerate(turns.episodes.played):
+    for row, one in enumerate(turns.source.played):
         assert found[row, : len(one.ids)].tolist() == pytest.approx([stock["advantages"][row].item()] * len(one.ids))
 
 
@@ -159,7 +159,7 @@ def test_samples_show_the_advantages_of_turns_that_are_trained(tmp_path: Path, m
     output = generation(trainer)
     (row,) = rows_of(tmp_path, "samples.jsonl")
     trained = {}
-    for place, one in enumerate(trainer.episodes.played):
+    for place, one in enumerate(trainer.source.played):
         own = [token for token, turn in enumerate(one.turn_ids) if turn is not None]
         trained[tuple(one.actions)] = output["advantages"][place, own]
     assert len(row["samples"]) == 8
@@ -168,7 +168,7 @@ def test_samples_show_the_advantages_of_turns_that_are_trained(tmp_path: Path, m
         of_tokens = trained[tuple(turn["action"] for turn in turns)]
         assert sample["advantage"] == pytest.approx(of_tokens.mean().item(), abs=1e-3)
         assert {turn["advantage"] for turn in turns} == {round(one, 4) for one in of_tokens.tolist()}
-    assert trainer._logs["advantages"][0] == pytest.approx(trained[tuple(trainer.episodes.played[0].actions)].mean())
+    assert trainer._logs["advantages"][0] == pytest.approx(trained[tuple(trainer.source.played[0].actions)].mean())
 
 
 def test_turns_are_compared_among_the_episodes_that_have_them() -> None:
@@ -183,8 +183,8 @@ def test_an_episode_without_turns_left_ends_unfinished(tmp_path: Path, model: st
     keys = {"environment_args": {"exactly": 3}, "environment_max_turns": 2, "environment_unfinished": rule}
     trainer = make_trainer(tmp_path, model, **keys)
     generation(trainer)
-    assert all(one.unfinished and len(one.actions) == 2 for one in trainer.episodes.played)
-    assert {one["unfinished"] for one in trainer.episodes.records} == {"environment_max_turns"}
+    assert all(one.unfinished and len(one.actions) == 2 for one in trainer.source.played)
+    assert {one["unfinished"] for one in trainer.source.records} == {"environment_max_turns"}
     rewards = trainer.rewards_BR[:, 0]
     assert rewards.isnan().all() if not scored else (rewards == 0).all() == (rule == "zero")
     assert trainer._metrics["train"]["episodes/unfinished"] == [1.0]
@@ -198,15 +198,15 @@ def test_an_unfinished_episode_that_is_worth_nothing_trains_no_turn(tmp_path: Pa
             tmp_path / rule, model, environment_credit="per_turn", environment_unfinished=rule, **keys
         )
         advantages[rule] = generation(trainer)["advantages"]
-        trainer.episodes.close()
+        trainer.source.close()
     assert advantages["score"].abs().max() > 0.1 and advantages["zero"].abs().max() == 0
 
 
 def test_an_episode_without_room_for_a_turn_ends_unfinished(tmp_path: Path, model: str) -> None:
     trainer = make_trainer(tmp_path, model, environment_args={"exactly": 3}, max_completion_length=24)
     output = generation(trainer)
-    assert all(one.unfinished for one in trainer.episodes.played if len(one.actions) < 3)
-    assert {one.unfinished for one in trainer.episodes.played} >= {"max_completion_length"}
+    assert all(one.unfinished for one in trainer.source.played if len(one.actions) < 3)
+    assert {one.unfinished for one in trainer.source.played} >= {"max_completion_length"}
     assert output["completion_ids"].shape[1] <= 24
 
 
@@ -246,9 +246,9 @@ def test_a_turn_without_a_token_is_ended_too(tmp_path: Path, model: str) -> None
     trainer = make_trainer(tmp_path, model)
     trainer._generate_single_turn = lambda prompts, *_: ([[] for _ in prompts], None)
     output = generation(trainer)
-    assert all(one.actions and set(one.actions) == {""} for one in trainer.episodes.played)
+    assert all(one.actions and set(one.actions) == {""} for one in trainer.source.played)
     assert output["tool_mask"].sum() == 0
-    trainer.episodes.close()
+    trainer.source.close()
 
 
 def test_failed_episodes_are_counted_and_too_many_end_the_run(tmp_path: Path, model: str) -> None:
@@ -264,7 +264,7 @@ def test_environments_that_all_hang_are_given_up(tmp_path: Path, model: str) -> 
     began = time.monotonic()
     with pytest.raises(TooManyWithoutVerdict, match="time limit"):
         generation(trainer)
-    hung = [one for one in trainer.episodes.played if one.failed == "time limit"]
+    hung = [one for one in trainer.source.played if one.failed == "time limit"]
     assert hung[0].record()["failed"] == "time limit" and hung[0].record()["turns"] == [{"action": "h"}]
     assert len(hung) == 5 and time.monotonic() - began < 60  # more than half of 8; the others were not called
 
@@ -308,8 +308,8 @@ def test_a_run_keeps_turns_that_end_with_another_token(tmp_path: Path, model: st
     first = [65, end, *TEXT("\n<|user|>").input_ids]
     assert output["completion_ids"][0, : len(first)].tolist() == first
     assert output["tool_mask"][0, :4].tolist() == [1, 1, 0, 0]
-    assert all(one.actions == [TEXT.decode([65])] * 2 for one in trainer.episodes.played)
-    trainer.episodes.close()
+    assert all(one.actions == [TEXT.decode([65])] * 2 for one in trainer.source.played)
+    trainer.source.close()
 
 
 def test_a_role_that_the_template_does_not_know_is_refused() -> None:

@@ -28,7 +28,7 @@ LENGTHS: dict[str, Any] = {"max_completion_length": 2000, "environment_max_turns
 def make_player(folder: Path, model: str, opponents: str, **keys: Any) -> tuple[GRPOTrainer, list[list[int]]]:
     """A trainer of TicTacToe whose policy takes the last free cell, and the prompts that it is asked with."""
     trainer = make_trainer(folder, model, **LENGTHS | keys)
-    trainer.episodes._specs = {}
+    trainer.source._specs = {}
     asked: list[list[int]] = []
 
     def last_free(prompts: list[Any], *_: Any) -> tuple[list[list[int]], None]:
@@ -49,7 +49,7 @@ def make_player(folder: Path, model: str, opponents: str, **keys: Any) -> tuple[
 def test_the_policy_plays_all_seats_and_learns_from_its_own(tmp_path: Path, model: str) -> None:
     trainer, asked = make_player(tmp_path, model, "policy")
     output = generation(trainer)
-    played = trainer.episodes.played
+    played = trainer.source.played
     assert all(one.done and len(one.actions) > len(one.own_actions) > 1 for one in played)
     assert len(asked) == sum(len(one.actions) for one in played)  # both seats ask the policy
     assert {one.turns[-1].info["role"] for one in played} == {"Player 0", "Player 1"}
@@ -58,14 +58,14 @@ def test_the_policy_plays_all_seats_and_learns_from_its_own(tmp_path: Path, mode
         trained = output["completion_ids"][row][mask].tolist()
         assert trained == [token for cell in one.own_actions for token in [*TEXT(cell).input_ids, TEXT.eos_token_id]]
         assert max(turn for turn in one.turn_ids if turn is not None) == len(one.own_actions) - 1
-        assert trainer.episodes.reward(one) == math.fsum(turn.reward for turn in one.turns)
+        assert trainer.source.reward(one) == math.fsum(turn.reward for turn in one.turns)
         assert [turn["action"] for turn in one.record()["turns"]] == one.own_actions
     logged = trainer._metrics["train"]
     assert logged["episodes/opponent_legal"] == [1.0]
     for seat in "player 0", "player 1":
-        own = [trainer.episodes.reward(one) for one in played if str(one.turns[-1].info["role"]).lower() == seat]
+        own = [trainer.source.reward(one) for one in played if str(one.turns[-1].info["role"]).lower() == seat]
         assert logged[f"episodes/reward_{seat}"] == [pytest.approx(sum(own) / len(own))]
-    trainer.episodes.close()
+    trainer.source.close()
 
 
 def test_an_opponent_reads_its_own_seat_and_what_it_wrote(tmp_path: Path, model: str) -> None:
@@ -78,7 +78,7 @@ def test_an_opponent_reads_its_own_seat_and_what_it_wrote(tmp_path: Path, model:
     assert set(seats) == {"0", "1"}
     longer = [text for text in texts if text.count("<|assistant|>") == 2]
     assert longer and all(re.search(r"<\|assistant\|>\[\d\]<\|im_end\|>", text) for text in longer)
-    trainer.episodes.close()
+    trainer.source.close()
 
 
 def test_an_opponent_without_room_has_its_moves_drawn(tmp_path: Path, model: str) -> None:
@@ -86,17 +86,17 @@ def test_an_opponent_without_room_has_its_moves_drawn(tmp_path: Path, model: str
     generation(trainer)
     first = [ids for ids in asked if "<|assistant|>[" not in TEXT.decode(ids)]
     shorter, longer = min(map(len, first)), max(map(len, first))  # who begins, and who then reads the first move too
-    trainer.episodes._script.max_prompt_length = (shorter + longer) // 2
+    trainer.source._script.max_prompt_length = (shorter + longer) // 2
     asked.clear()
     generation(trainer)
-    begun = [one for one in trainer.episodes.played if not one.failed]
+    begun = [one for one in trainer.source.played if not one.failed]
     assert len(begun) == GROUP and all(one.done and one.turns[-1].info["role"] == "Player 0" for one in begun)
     assert {action for one in begun for turn, action in zip(one.turns, one.actions, strict=False) if turn.opponent} == {
         ""
     }
     assert trainer._metrics["train"]["episodes/opponent_legal"][1] < 1
     assert all("You are Player 0" in TEXT.decode(ids) for ids in asked[2 * GROUP :])
-    trainer.episodes.close()
+    trainer.source.close()
 
 
 @pytest.mark.parametrize("opponents", ["base", "checkpoint"])
@@ -118,14 +118,14 @@ def test_a_frozen_model_plays_the_opponents(
     monkeypatch.setattr(FrozenModel, "sample", sample)
     trainer, asked = make_player(tmp_path, model, model if opponents == "checkpoint" else "base")
     generation(trainer)
-    played = trainer.episodes.played
+    played = trainer.source.played
     assert loaded == [model]
     own = sum(len(one.own_actions) for one in played)
     assert len(asked) == own and len(drawn) == sum(len(one.actions) for one in played) - own > 0
     assert trainer._metrics["train"]["episodes/opponent_legal"][0] < 1  # an untrained model writes anything
     words = {action for one in played for turn, action in zip(one.turns, one.actions, strict=False) if turn.opponent}
     assert len(words) > GROUP
-    trainer.episodes.close()
+    trainer.source.close()
 
 
 def test_an_episode_that_ends_before_the_policys_first_turn_has_a_reward_and_nothing_to_train(
@@ -138,8 +138,8 @@ def test_an_episode_that_ends_before_the_policys_first_turn_has_a_reward_and_not
         for one in episodes:
             one.turns, one.done = [over], True
 
-    trainer.episodes._advance = ends
+    trainer.source._advance = ends
     output = generation(trainer)
     assert output["tool_mask"].sum() == 0
-    assert all(trainer.episodes.reward(one) == 0.25 for one in trainer.episodes.played)
-    trainer.episodes.close()
+    assert all(trainer.source.reward(one) == 0.25 for one in trainer.source.played)
+    trainer.source.close()

@@ -46,6 +46,7 @@ SIGNATURES = {
         "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
         "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
     ],
+    "_compute_loss": ["model", "inputs"],
     "get_eval_dataloader": ["eval_dataset"],
     "get_test_dataloader": ["test_dataset"],
     "_get_dataloader": ["dataset", "description", "batch_size", "sampler_fn", "is_training", "dataloader_key"],

@@ -243,7 +243,7 @@ class Runner:
 
     def _play(self, name: str, rows: list[dict[str, Any]]) -> None:
         """Play an environment's held-out episodes; rank 0 has their children, and samples where it does so alone."""
-        trainer, episodes, rollouts = self.trainer, self.trainer.episodes, self.trainer.rollouts
+        trainer, episodes, rollouts = self.trainer, self.trainer.source, self.trainer.rollouts
         how = Sampling(1, self.args.benchmark_temperature, episodes.turn_tokens)
         problems = held_out(name, self.args, trainer.args.seed)
         step = max(1, _CHUNK // self.args.benchmark_samples)

@@ -13,11 +13,12 @@ from grpo_recipes.errors import config_error, translate
 from grpo_recipes.evaluate.benchmarks import UntrainedBenchmarks, run_benchmarks
 from grpo_recipes.fetch.assets import fetched_sets
 from grpo_recipes.process.reports import run_folder
-from grpo_recipes.recipe.configs import CONFIGS
-from grpo_recipes.recipe.registry import environments_of
+from grpo_recipes.recipe.configs import CONFIGS, GRPOConfig, ScriptArguments
+from grpo_recipes.recipe.registry import environments_of, uses_atropos
 from grpo_recipes.recipe.user_code import load_object
 from grpo_recipes.rewards.load import load_rewards
 from grpo_recipes.rollouts.episodes import Episodes
+from grpo_recipes.rollouts.source import Source
 from grpo_recipes.runs.checkpoints import newest_complete
 from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.trainers import rank
@@ -44,7 +45,7 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
         common = args.seed, args.chat_template_kwargs, fetched
         prompts = load_prompts(script_args, tokenizer, least, *common)
         held_out = load_eval_prompts(script_args, tokenizer, *common) if args.eval_strategy != "no" else None
-        episodes = Episodes(script_args, args, run) if environments_of(partial(getattr, script_args)) else None
+        source = source_of(script_args, args, run)
         args.model_init_kwargs = model_init_kwargs(model_args, args)
         _leave_if_asked(stop, run, args.device)
         trainer = trainer_class(
@@ -59,7 +60,7 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
             callbacks=load_callbacks(script_args.callbacks, run / "callbacks"),
             run_dir=run,
             stop=stop,
-            episodes=episodes,
+            source=source,
         )
         dtype = str(next(trainer.model.parameters()).dtype).removeprefix("torch.")
         shared = trainer.accelerator.distributed_type.name
@@ -82,6 +83,16 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
         trainer.rows.enter("end")
         save_model(trainer, run / "model")
         run_benchmarks(trainer, script_args, run, stop.requested, fetched)
+
+
+def source_of(script_args: ScriptArguments, args: GRPOConfig, run: Path) -> Source | None:
+    """Return where a recipe's completions come from, None where TRL samples them from prompts."""
+    recipe = partial(getattr, script_args)
+    if uses_atropos(recipe):
+        from grpo_recipes.rollouts.atropos import AtroposRollouts
+
+        return AtroposRollouts(script_args, args, run)
+    return Episodes(script_args, args, run) if environments_of(recipe) else None
 
 
 def _leave_if_asked(stop: StopRequest, run: Path, device: torch.device) -> None:

@@ -22,12 +22,13 @@ from grpo_recipes.attributes import replaced
 from grpo_recipes.plan.commands import seeds_sampling
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.rollouts.backends import rollouts_of
-from grpo_recipes.rollouts.episodes import Episodes
+from grpo_recipes.rollouts.source import Source
 from grpo_recipes.runs.stop_request import Stopped, StopRequest
 from grpo_recipes.trainers.checkpoints import Checkpoints, Preemption, begin_epoch, ended_by_callback
 from grpo_recipes.trainers.checks import Checks, Scoring
 from grpo_recipes.trainers.metrics import CountedStream, Evaluation, MetricsRows, json_number, write_samples
 from grpo_recipes.trainers.model import loaded_by_every_rank, merged_parameters, refuse_shards
+from grpo_recipes.trainers.temperatures import at_own_temperatures
 from grpo_recipes.weights.bridges import bridge_in_place, join_bridge
 from grpo_recipes.weights.colocated import colocated_in_place
 from grpo_recipes.weights.guard import WeightsDiffer
@@ -37,7 +38,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     """TRL's ``GRPOTrainer`` with our weight bridges, the guard, complete checkpoints, and metrics in ``run_dir``.
 
     ``stop`` is the request to stop, that of ``run_dir`` by default; ``reward_max_no_verdict`` the share of unscored
-    completions of a training generation that ends the run.
+    completions of a training generation that ends the run; ``source`` takes the place of TRL's sampling in training.
     """
 
     args: GRPOConfig
@@ -49,7 +50,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         run_dir: Path,
         stop: StopRequest | None = None,
         reward_max_no_verdict: float = 0.5,
-        episodes: Episodes | None = None,
+        source: Source | None = None,
         **kwargs: Any,
     ):
         args.logging_nan_inf_filter = False  # a loss that is not finite must reach the checks
@@ -64,9 +65,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.preemption = Preemption(self, stop)
         self.scoring = Scoring(self, run_dir, reward_max_no_verdict)
         self.evaluation = Evaluation(self, run_dir)
-        self.episodes = episodes
-        if episodes is not None:
-            kwargs["rollout_func"] = episodes
+        self.source = source
+        if source is not None:
+            kwargs["rollout_func"] = source
+        self.temperature_B: torch.Tensor | None = None  # of the rows at hand, where they differ from the recipe's
         self._samples_file = run_dir / "samples.jsonl"
         with weight_bridge(args, run_dir, stop), loaded_by_every_rank(args):
             super().__init__(args=args, **kwargs)
@@ -80,6 +82,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             refuse_shards(self.accelerator)
             if self.use_vllm:
                 self.vllm_generation._iter_named_params = partial(merged_parameters, self.vllm_generation.model)
+        if source is not None:
+            source.join(self)
 
     # --- a training: epochs of steps -------------------------------------------------------------------------------
 
@@ -122,30 +126,36 @@ class GRPOTrainer(trl.GRPOTrainer):
         training, loaded, step = self.model.training, self.rollouts.transfers, self.state.global_step
         name = f"{step}/{self._step}" if training else f"eval/{step}/{self.evaluation.batch}"
         self.rollouts.name_generation(name)
-        if self.episodes is not None:
-            self.episodes.begin(inputs, name)
+        if self.source is not None:
+            self.source.begin(inputs, name)
         output = self.sample_and_score(inputs)
         if training:
             advantages_PG = self.weigh(output)
             if advantages_PG is not None:
                 self._replace_advantages(output, advantages_PG.flatten())
             if self.accelerator.is_main_process and self.args.report_samples > 0:
-                episodes = self.episodes and self.episodes.records
+                episodes = self.source and self.source.records
                 write_samples(self._samples_file, self, [row.get("answer") for row in inputs], episodes)
         self.checks.server(output, synced=self.rollouts.transfers != loaded)
+        if self.source is not None:
+            self.source.settle(output)
         return output
 
     def sample_and_score(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Return TRL's completions of a batch of prompts, with log-probs and advantages."""
-        return super()._generate_and_score_completions(inputs)
+        output = super()._generate_and_score_completions(inputs)
+        if self.source is not None:
+            self.source.mark(self, output)
+        return output
 
     def _generate(self, prompts: list[Any]) -> Any:
-        """Generate as TRL does; the completion of an episode is its messages after the first observation."""
+        """Generate as TRL does; the completions of a source are the messages that it says."""
         found = super()._generate(prompts)
-        if self.episodes is None:
+        if self.source is None:
             return found
+        self.temperature_B = self.source.temperatures
         ids, own_ids, mask, _, *rest = found
-        return ids, own_ids, mask, self.episodes.completions(), *rest
+        return ids, own_ids, mask, self.source.completions(), *rest
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Sample: weights first where a step was taken since, then completions."""
@@ -170,7 +180,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def weigh(self, output: dict[str, Any]) -> torch.Tensor | None:
         """Weigh: return advantages, (P, G), for TRL's ``output`` on all ranks, whose rows are in order; None: TRL's."""
-        if self.episodes is not None and (found := self.episodes.turn_advantages(self, output)) is not None:
+        if self.source is not None and (found := self.source.token_advantages(self, output)) is not None:
             output["advantages"], rows_B = found
             self._show_advantages(rows_B)
         return None
@@ -190,6 +200,19 @@ class GRPOTrainer(trl.GRPOTrainer):
         logged.extend(advantages_B.tolist())
 
     # --- update ----------------------------------------------------------------------------------------------------
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        with replaced(self, temperature_B=inputs.get("temperature")):
+            return super()._compute_loss(model, inputs)
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        """Return TRL's log-probs of completions: in the loss, under the reference, and those that are checked."""
+        if self.evaluation.rewards is not None:  # a batch for the sampler is too large for one forward pass
+            kwargs["batch_size"] = self.args.per_device_train_batch_size
+        compute = super()._get_per_token_logps_and_entropies
+        if self.temperature_B is None:
+            return compute(*args, **kwargs)
+        return at_own_temperatures(self, self.temperature_B, compute, *args, **kwargs)
 
     def move_controllers(self) -> None:
         """Move ``beta`` towards ``kl_target`` by TRL's ``kl`` of the step, over its micro-batches and ranks."""
@@ -322,11 +345,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Count the batch and evaluate it as TRL does."""
         self.evaluation.batch += 1
         return super().prediction_step(*args, **kwargs)
-
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        if self.evaluation.rewards is not None:  # a batch for the sampler is too large for one forward pass
-            kwargs["batch_size"] = self.args.per_device_train_batch_size
-        return super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Build TRL's loader; never keep that of a passed set, which persistent workers would take for the next one."""

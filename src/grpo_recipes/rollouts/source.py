@@ -1,0 +1,47 @@
+"""What a training takes the place of TRL's sampler with: episodes that it plays, or groups that others sampled."""
+
+from typing import Any
+
+import torch
+
+from grpo_recipes.environments.turns import Message
+
+
+class Source:
+    """Where the completions of a training come from, and the steps of a generation at which it has a say.
+
+    The trainer calls them in this order, on every rank: ``join`` once; then for each generation ``begin``, the source
+    itself (TRL's ``rollout_func``), ``completions``, ``mark``, ``token_advantages`` and ``settle``.
+    """
+
+    records: list[dict[str, Any]]  # of the last batch to train on, over all ranks, for samples.jsonl; may be empty
+    brings_advantages = False  # whether rows of the last batch have advantages of their own, which rewards do not give
+    temperatures: torch.Tensor | None = None  # (B,) of the rank's rows where they are not the recipe's; else None
+
+    def join(self, trainer: Any) -> None:
+        """Take the trainer, whose sampler and weights are in place."""
+
+    def begin(self, rows: list[dict[str, Any]], name: str) -> None:
+        """Take the rank's rows of the batch that TRL will ask for next; ``name`` is its generation's."""
+        raise NotImplementedError
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        """Return what TRL's ``rollout_func`` returns; the weights of a new step were sent before."""
+        raise NotImplementedError
+
+    def completions(self) -> list[list[Message]]:
+        """Return the rank's completions of the last batch as messages, for rewards and tables."""
+        raise NotImplementedError
+
+    def mark(self, trainer: Any, output: dict[str, Any]) -> None:
+        """Add to TRL's ``output`` what else distinguishes its rows, before they are weighed."""
+
+    def token_advantages(self, trainer: Any, output: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return advantages in the place of TRL's: of the rank's rows, (B,) or (B, T), and of the rows of all ranks.
+
+        The latter are for people: a row's is the mean over its tokens. None leaves TRL's.
+        """
+        return None
+
+    def settle(self, output: dict[str, Any]) -> None:
+        """Change what the loss reads of ``output``, once the weights that it was sampled with are checked."""
