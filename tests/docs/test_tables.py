@@ -22,6 +22,7 @@ from grpo_recipes.recipe.check import _DEFAULT_RECIPES
 from grpo_recipes.recipe.dialects import UNREAD_VARIABLES
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES, catalogue
 from grpo_recipes.recipe.registry import BENCHMARKS, BRIDGES, OBJECTIVES, REWARDS
+from grpo_recipes.report import run_charts
 from grpo_recipes.runs.rundir import finish_summary
 from grpo_recipes.trainers.metrics import PHASES
 from grpo_recipes.weights.guard import TOLERANCES, checksum_error, logprob_error
@@ -198,7 +199,18 @@ def test_keys_of_a_row_are_those_that_trl_and_we_write() -> None:
             made = {"role>": f'f"{kind}_{{', "environment>": 'f"{name}_{label}"', "": f'"{kind}": '}[whose]
             assert (made in of_episodes and f'"{kind}' in of_episodes) or name == "episodes/<name>", name
         else:
-            assert f'"{name}"' in source + ours, name
+            assert f'"{name}"' in source + ours or name.startswith("atropos/"), name  # these: below
+
+
+def test_metrics_of_atropos_are_those_that_are_written() -> None:
+    source = (REPOSITORY / "src/grpo_recipes/rollouts/atropos.py").read_text()
+    counted = re.search(r"^_COUNTED = \((.*)\)", source, re.MULTILINE)[1]
+    written = {f"atropos/{name}" for name in re.findall(r'"(\w+)"', counted)}
+    written |= {name.replace("{label}", "<environment>") for name in re.findall(r'"(atropos/[\w{}]+)"', source)}
+    told = {word for row in table_rows(DOCS / "metrics.md", "key") for word in code_words(row[0])}
+    assert {name for name in told if name.startswith("atropos/")} == written - {"atropos/{name}"}
+    drawn = {name for name in run_charts.METRICS if name.startswith("atropos/")}
+    assert drawn == {name for name in told if name.startswith("atropos/")} - {"atropos/reward_<environment>"}
 
 
 def test_metrics_of_maxent_are_those_that_are_written() -> None:

@@ -37,7 +37,9 @@ from grpo_recipes.data.problems import (
 )
 from grpo_recipes.errors import ConfigError, config_error, translate
 from grpo_recipes.recipe.configs import ScriptArguments
-from grpo_recipes.recipe.registry import environments_of, episodes_of_each
+from grpo_recipes.recipe.registry import atropos_environments, environments_of, episodes_of_each, uses_atropos
+
+_LEAST_PLACEHOLDERS = 1024
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,8 @@ def load_prompts(
 
     if environments_of(partial(getattr, args)):
         return _episodes(training_episodes(args, seed), args, least)
+    if uses_atropos(partial(getattr, args)):
+        return _placeholders(args, least)
 
     def prepare() -> Prompts:
         """Read, render and filter the rows."""
@@ -202,6 +206,14 @@ def _episodes(rows: Dataset, args: ScriptArguments, least: int, title: str = "")
         raise config_error("environment_episodes", what, f"write {least} or more")
     names = ", ".join(spec for spec, _, _ in environments_of(partial(getattr, args)))
     return Prompts(rows, Counts(read=len(rows)), names, f"{title}{len(rows)} episodes of {names}")
+
+
+def _placeholders(args: ScriptArguments, least: int) -> Prompts:
+    """Return rows in the place of which come groups of Atropos' environments; an epoch is of whole generations."""
+    names = ", ".join(one.id for one in atropos_environments(partial(getattr, args))) or str(args.atropos_api_url)
+    count = least * math.ceil(_LEAST_PLACEHOLDERS / least)
+    rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": names}]] * count})
+    return Prompts(rows, Counts(read=count), names, f"groups of {names}")
 
 
 def _prepared(name: str, prepare: Callable[[], Prompts]) -> Prompts:

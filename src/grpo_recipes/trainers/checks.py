@@ -98,6 +98,9 @@ class Checks:
         if logps is None or any(isinstance(one, torch.nn.Dropout) and one.p > 0 for one in trainer.model.modules()):
             logps = trainer_logps(trainer, output)
         mask = (output["completion_mask"] * output.get("tool_mask", 1)).bool()
+        if "fresh" in output:  # (B,): whether a row was sampled with the weights of now
+            self._log_difference(logps, output["sampling_per_token_logps"], mask)
+            mask &= output["fresh"].unsqueeze(1)
         own = logps[mask]
         delta = (own - output["sampling_per_token_logps"][mask]).abs()
         known = ~delta.isnan()
@@ -110,6 +113,17 @@ class Checks:
         if count == 0:
             return math.nan if unscored else None
         return float(total / count)
+
+    def _log_difference(self, own_BT: torch.Tensor, sampled_BT: torch.Tensor, mask_BT: torch.Tensor) -> None:
+        """Log what TRL does where it corrects for the difference itself: of all rows, whose weights may be older."""
+        delta = (own_BT - sampled_BT).abs()[mask_BT]
+        sums = torch.stack([delta.sum(), delta.new_tensor(len(delta))]).unsqueeze(0)
+        total, count = self._trainer.accelerator.gather(sums).sum(dim=0).tolist()
+        most = self._trainer.accelerator.gather(torch.cat([delta, delta.new_zeros(1)]).max())
+        if count:
+            name = "sampling/sampling_logp_difference"
+            self._trainer._metrics["train"][f"{name}/mean"].append(total / count)
+            self._trainer._metrics["train"][f"{name}/max"].append(most.max().item())
 
 
 def trainer_logps(trainer: Any, output: dict[str, Any]) -> torch.Tensor:

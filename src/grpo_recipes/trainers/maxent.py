@@ -14,6 +14,7 @@ import torch
 
 from grpo_recipes.algorithms import maxent
 from grpo_recipes.attributes import replaced
+from grpo_recipes.errors import config_error
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.recipe.registry import ACCURACY, OBJECTIVES, Objective
 from grpo_recipes.trainers.checks import trainer_logps
@@ -81,6 +82,10 @@ class MaxEntGRPOTrainer(GRPOTrainer):
 
     def weigh(self, output: dict[str, Any]) -> torch.Tensor | None:
         """Return the objective's advantages, (P, G); None for ``tempered`` at tau inf, which is Dr.GRPO bit for bit."""
+        if self.source is not None and self.source.brings_advantages:
+            what = "a group brings advantages of its own, and MaxEnt makes them of the scores of a group"
+            fix = "let the environment send scores alone, or remove the maxent keys, which makes this GRPO"
+            raise config_error("maxent_objective", what, fix)
         groups = self._groups(output)
         if self.beta == 0.0:
             output.pop("ref_per_token_logps", None)  # the loss has no use for them

@@ -1,0 +1,136 @@
+"""A real trainer that takes groups of a test in the place of those of Atropos' environments."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_recipes import smoke
+from grpo_recipes.atropos.group import Group
+from grpo_recipes.data.prompts import load_prompts
+from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
+from grpo_recipes.rewards.load import EpisodeReward
+from grpo_recipes.rollouts.atropos import AtroposRollouts
+from grpo_recipes.trainers.grpo import GRPOTrainer
+
+from .fake_atropos import ScriptedClient
+from .tiny_training import DESCENT, GROUP
+
+PROMPT, LONGEST = 3, 6  # tokens: of a prompt, and of a turn at most
+
+
+def row(seed: str, turns: int = 1) -> dict[str, list[Any]]:
+    """Tokens of a prompt and of turns, each of one to ``LONGEST`` tokens and two of the environment's before it."""
+    draw = random.Random(seed)
+    tokens, masks, logprobs = [], [], []
+    for turn in range(turns):
+        said = [draw.randrange(64, 90) for _ in range(2 if turn else PROMPT)]
+        own = [draw.randrange(64, 90) for _ in range(draw.randrange(LONGEST) + 1)]
+        tokens += said + own
+        masks += [-100] * len(said) + own
+        logprobs += [1.0] * len(said) + [-draw.random() for _ in own]
+    return {"tokens": tokens, "masks": masks, "inference_logprobs": logprobs}
+
+
+def group(seed: str, scores: tuple[float, ...] = (1.0, 0.0, 0.5, 0.0), turns: int = 1, **fields: Any) -> Group:
+    """A group of rows; ``fields`` are those of the wire beside them."""
+    rows = [row(f"{seed}/{index}", turns) for index in range(len(scores))]
+    columns = {name: [one[name] for one in rows] for name in rows[0]}
+    return Group.of_wire({**columns, "scores": list(scores), "generation_params": {"policy_version": 0}, **fields})
+
+
+def like_the_trainer(trainer: GRPOTrainer, found: Group, ratio: float = 1.0, temperature: float = 1.0) -> Group:
+    """The group with the log-probs that the trainer has, or such that its probabilities are ``ratio`` times theirs."""
+    plain, logprobs = found.as_wire(), []
+    for tokens, mask in zip(found.tokens, found.masks, strict=True):
+        with torch.no_grad():
+            logits = trainer.accelerator.unwrap_model(trainer.model)(torch.tensor([tokens])).logits[0, :-1]
+        own = (logits.float() / temperature).log_softmax(-1)
+        of_tokens = [1.0, *own.gather(1, torch.tensor(tokens[1:]).unsqueeze(1)).squeeze(1).tolist()]
+        shift = torch.tensor(ratio).log().item()
+        pairs = zip(of_tokens, mask, strict=True)
+        logprobs.append([1.0 if label == -100 else logprob - shift for logprob, label in pairs])
+    return Group.of_wire({**plain, "inference_logprobs": logprobs})
+
+
+def make_trainer(
+    folder: Path,
+    model: str,
+    make: Callable[[int], list[Group] | None] | None = None,
+    kind: type[GRPOTrainer] = GRPOTrainer,
+    peft_config: Any = None,
+    **keys: Any,
+) -> GRPOTrainer:
+    """A trainer with plain gradient descent on the groups of ``make(step)``: by default two of known tokens."""
+    folder.mkdir(exist_ok=True, parents=True)
+    own = {key: keys.pop(key) for key in list(keys) if key.startswith(("atropos_", "max_prompt"))}
+    given = DESCENT | {"max_completion_length": 24, "temperature": 1.0} | keys
+    args = GRPOConfig(output_dir=str(folder / "checkpoints"), **given)
+    script_args = ScriptArguments(atropos_environment="arithmetic", **{"max_prompt_length": 8, **own})
+    source = AtroposRollouts(script_args, args, folder)
+    tokenizer = smoke.build_tokenizer()
+    trainer = kind(
+        model=model,
+        reward_funcs=[EpisodeReward()],
+        args=args,
+        train_dataset=load_prompts(script_args, tokenizer, args.generation_batch_size // GROUP).dataset,
+        processing_class=tokenizer,
+        run_dir=folder,
+        peft_config=peft_config,
+        source=source,
+    )
+    groups = args.generation_batch_size // args.num_generations
+    default = partial(_known, groups)
+    source._client = ScriptedClient(make or default, partial(source._looks_up, trainer))
+    return trainer
+
+
+def _known(groups: int, step: int) -> list[Group]:
+    return [group(f"{step}/{index}") for index in range(groups)]
+
+
+def generation(trainer: GRPOTrainer, groups: int = 2) -> dict[str, Any]:
+    """What a training step is given: this many groups, taken and weighed."""
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    rows = [trainer.train_dataset[row] for row in range(groups * trainer.num_generations)]
+    return trainer._generate_and_score_completions(rows)
+
+
+def gradient(trainer: GRPOTrainer, output: dict[str, Any]) -> torch.Tensor:
+    trainer.model.zero_grad()
+    trainer.compute_loss(trainer.model, output).backward()
+    return torch.cat([one.grad.flatten() for one in trainer.model.parameters() if one.grad is not None])
+
+
+def of_all_kinds(step: int) -> list[Group]:
+    """Three groups: with scores, with token advantages, of several turns with a temperature and one set to zero."""
+    second = group(f"{step}/b")
+    given = [[random.Random(f"{step}/{at}").gauss(0, 1) for at in range(len(one))] for one in second.tokens]
+    third = group(f"{step}/c", turns=2, generation_params={"policy_version": 0, "temperature": 0.7})
+    zeroed = {"overrides": [{"set_advantage_to_zero": True}, {}, {}, {"temperature": 1.3}]}
+    return [
+        group(f"{step}/a"),
+        Group.of_wire({**second.as_wire(), "advantages": given}),
+        Group.of_wire({**third.as_wire(), **zeroed}),
+    ]
+
+
+if __name__ == "__main__":  # torchrun: train with several ranks, rank 0 leaves the weights and the losses
+    folder, model, keys = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    torch.set_num_threads(1)
+    trainer = make_trainer(folder, model, of_all_kinds, **keys)
+    assert trainer.accelerator.is_main_process or trainer.source._client.asked == []
+    trainer.train()
+    if trainer.accelerator.is_main_process:
+        torch.save(trainer.accelerator.unwrap_model(trainer.model).state_dict(), folder / "weights.pt")
+    else:
+        assert trainer.source._client.asked == []
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,40 @@
+"""A client of run-api whose groups a test makes: for steps at which the groups must be known token by token."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from grpo_recipes.atropos.client import WaitAborted
+from grpo_recipes.atropos.group import Group
+
+
+class ScriptedClient:
+    """Gives what ``make(step)`` makes, and nothing at all, until the run stops, where that is None.
+
+    Attributes:
+        asked: the arguments of each ``take``.
+    """
+
+    def __init__(self, make: Callable[[int], list[Group] | None], stopped: Callable[[], bool] = lambda: False):
+        self._make, self._stopped = make, stopped
+        self.counts = dict.fromkeys(("batches", "groups", "rejected", "stale", "lost_batches", "unknown_version"), 0)
+        self.seconds = {"/batch": 0.25}
+        self.asked: list[dict[str, Any]] = []
+
+    def take(self, groups: int, **how: Any) -> list[Group]:
+        """Give the step's groups, as many as are asked for."""
+        self.asked.append({"groups": groups, **how})
+        found = self._make(how["current"])
+        while found is None:
+            if self._stopped():
+                raise WaitAborted
+            time.sleep(0.01)
+        assert len(found) == groups
+        self.counts["batches"] += 1
+        return found
+
+    def status(self) -> dict[str, int]:
+        """Say that three groups wait."""
+        return {"current_step": 0, "queue_size": 3}

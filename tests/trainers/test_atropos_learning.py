@@ -1,0 +1,268 @@
+"""What is learned from groups of Atropos: which tokens, with which advantage, against which policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from grpo_recipes.atropos.group import Group, trajectories
+from grpo_recipes.errors import ConfigError
+from grpo_recipes.trainers.grpo import GRPOTrainer
+from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
+
+from .atropos_groups import generation, gradient, group, like_the_trainer, make_trainer
+from .tiny_training import GROUP
+
+LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+
+
+def with_advantages(found: Group, advantages: list[float]) -> Group:
+    """The same advantage at each token of a row."""
+    rows = [[one] * len(tokens) for one, tokens in zip(advantages, found.tokens, strict=True)]
+    return Group.of_wire({**found.as_wire(), "advantages": rows})
+
+
+def leave_the_reference(trainer: GRPOTrainer) -> None:
+    """Move the weights a little, so that a penalty for that has a gradient."""
+    noise = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for one in trainer.model.parameters():
+            one += 0.01 * torch.randn(one.shape, generator=noise)
+
+
+def shown(trainer: GRPOTrainer, *groups: Group) -> dict[str, Any]:
+    """A generation of these groups."""
+    trainer.source._client._make = lambda _: list(groups)
+    return generation(trainer, len(groups))
+
+
+# --- the policy that sampled -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("advantage", "ratio", "learns"),
+    [(-1.0, 1.5, True), (-1.0, 0.5, False), (1.0, 1.5, False), (1.0, 0.5, True), (-1.0, 1.0, True), (1.0, 1.0, True)],
+)
+def test_the_loss_is_clipped_where_it_must_be(
+    tmp_path: Path, model: str, advantage: float, ratio: float, learns: bool
+) -> None:
+    """What the policy already does less of is not pushed further down, what it does more of not further up."""
+    trainer = make_trainer(tmp_path, model)
+    found = with_advantages(like_the_trainer(trainer, group("a"), ratio), [advantage] * GROUP)
+    output = shown(trainer, found)
+    slope = gradient(trainer, output)
+    direction = slope if learns else torch.randn(len(slope), generator=torch.Generator().manual_seed(0))
+    direction = direction / direction.norm()
+
+    def loss_at(step: float) -> float:
+        parameters, place = list(trainer.model.parameters()), 0
+        with torch.no_grad():
+            for one in parameters:
+                one += step * direction[place : place + one.numel()].view_as(one)
+                place += one.numel()
+            loss = trainer.compute_loss(trainer.model, output).item()
+            place = 0
+            for one in parameters:
+                one -= step * direction[place : place + one.numel()].view_as(one)
+                place += one.numel()
+        return loss
+
+    finite_difference = (loss_at(1e-3) - loss_at(-1e-3)) / 2e-3
+    assert finite_difference == pytest.approx((slope @ direction).item(), rel=0.02, abs=1e-5)
+    assert (slope.norm() > 1e-2) == learns and (slope.abs().max() > 0) == learns
+
+
+@pytest.mark.parametrize("keys", [{}, {"gradient_accumulation_steps": 1, "steps_per_generation": 2}], ids=str)
+def test_the_old_policy_is_the_one_that_sampled(tmp_path: Path, model: str, keys: dict[str, Any]) -> None:
+    """Also where TRL computes an old policy of its own, and without a correction on top."""
+    per_device = 8 // keys.get("steps_per_generation", 1)
+    trainer = make_trainer(tmp_path, model, per_device_train_batch_size=per_device, **keys)
+    first, second = group("a", turns=2), group("b")
+    output = shown(trainer, first, second)
+    rows = [*trajectories(first), *trajectories(second)]
+    for place, row in enumerate(rows):
+        length = len(row.completion_ids)
+        assert output["prompt_ids"][place, -len(row.prompt_ids) :].tolist() == row.prompt_ids.tolist()
+        assert output["completion_ids"][place, :length].tolist() == row.completion_ids.tolist()
+        assert output["old_per_token_logps"][place, :length].tolist() == row.logprobs.tolist()
+        assert output["tool_mask"][place, :length].tolist() == row.mask.astype(int).tolist()
+        assert output["completion_mask"][place].sum() == length
+    assert torch.equal(output["sampling_per_token_logps"], output["old_per_token_logps"])
+    assert "importance_sampling_ratio" not in output and "fresh" not in output and "temperature" not in output
+
+
+def test_what_was_not_sampled_has_no_gradient(tmp_path: Path, model: str) -> None:
+    """Other tokens in the place of the environment's change no bit of the gradient; in the policy's they do."""
+    trainer = make_trainer(tmp_path, model, beta=0.1)
+    output = shown(trainer, *(like_the_trainer(trainer, group(name, turns=3), 1.05) for name in "ab"))
+    leave_the_reference(trainer)
+    read = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
+    trained = output["tool_mask"].bool() & output["completion_mask"].bool()
+
+    def as_it_was(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, {**kwargs, "input_ids": read}
+
+    def gradient_of(changed_BT: torch.Tensor) -> torch.Tensor:
+        ids = torch.where(changed_BT, (output["completion_ids"] + 1) % 64, output["completion_ids"])
+        return gradient(trainer, {**output, "completion_ids": ids})
+
+    assert (~trained & output["completion_mask"].bool()).sum() > 8
+    trainer.model.register_forward_pre_hook(as_it_was, with_kwargs=True)
+    for loss in LOSSES:
+        trainer.loss_type = loss
+        plain = gradient_of(trained & False)
+        assert plain.abs().max() > 0, loss
+        assert torch.equal(gradient_of(~trained), plain), loss
+        assert not torch.allclose(gradient_of(trained), plain), loss
+
+
+# --- advantages ------------------------------------------------------------------------------------------------------
+
+
+def test_scores_become_advantages_as_trl_makes_them(tmp_path: Path, model: str) -> None:
+    trainer = make_trainer(tmp_path, model)
+    output = shown(trainer, group("a", (3.0, 1.0, 1.0, 1.0)), group("b", (2.0, 2.0, 2.0, 2.0)))
+    scores = torch.tensor([3.0, 1.0, 1.0, 1.0])
+    expected = (scores - scores.mean()) / (scores.std() + 1e-4)
+    assert output["advantages"].tolist() == pytest.approx([*expected.tolist(), 0.0, 0.0, 0.0, 0.0])
+    assert trainer._metrics["train"]["reward"] == [1.75]
+    assert trainer._metrics["train"]["rewards/environment/mean"] == [1.75]
+
+
+def test_token_advantages_are_used_as_they_are_beside_groups_of_scores(tmp_path: Path, model: str) -> None:
+    trainer = make_trainer(tmp_path, model, report_samples=8)
+    first, second = group("a", turns=2), group("b")
+    given = [[place + 10.0 * index for place in range(len(row))] for index, row in enumerate(second.tokens)]
+    output = shown(trainer, first, Group.of_wire({**second.as_wire(), "advantages": given}))
+    scalar = torch.tensor(first.scores)
+    scalar = (scalar - scalar.mean()) / (scalar.std() + 1e-4)
+    assert output["advantages"].shape == output["completion_ids"].shape
+    for place in range(GROUP):
+        assert output["advantages"][place].tolist() == pytest.approx(
+            [scalar[place].item()] * len(output["advantages"][0])
+        )
+    means = []
+    for place, row in enumerate(trajectories(second), start=GROUP):
+        expected = given[place - GROUP][len(row.prompt_ids) :]  # a single turn: all of it is trained on
+        assert output["advantages"][place, : len(expected)].tolist() == expected
+        means.append(sum(expected) / len(expected))
+    assert list(trainer._logs["advantages"]) == pytest.approx([*scalar.tolist(), *means])
+    gradient(trainer, output)
+
+
+def test_token_advantages_that_are_all_equal_are_those_of_scores(tmp_path: Path, model: str) -> None:
+    trainer = make_trainer(tmp_path, model, beta=0.05)
+    by_score = shown(trainer, group("a"), group("b", (0.0, 0.0, 1.0, 0.0)))
+    both = [group("a"), group("b", (0.0, 0.0, 1.0, 0.0))]
+    scalars = by_score["advantages"].view(2, GROUP).tolist()
+    by_token = shown(trainer, *(with_advantages(one, own) for one, own in zip(both, scalars, strict=True)))
+    for loss in LOSSES:
+        trainer.loss_type = loss
+        expected = gradient(trainer, by_score)
+        torch.testing.assert_close(gradient(trainer, by_token), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_the_recipe_may_normalise_token_advantages(tmp_path: Path, model: str) -> None:
+    given = [1.0, -1.0, 3.0, 0.5]
+    found = with_advantages(group("a"), given)
+    trainer = make_trainer(tmp_path, model, atropos_normalize_advantages=True)
+    output = shown(trainer, found, with_advantages(group("b"), [2.0] * GROUP))
+    rows = trajectories(found)
+    spread = numpy.concatenate([row.advantages[row.mask] for row in rows]).std()
+    assert output["advantages"][:GROUP, 0].tolist() == pytest.approx([one / spread for one in given], rel=1e-5)
+    assert output["advantages"][GROUP:, 0].tolist() == [2.0] * GROUP  # equal ones have no spread to divide by
+
+
+@pytest.mark.parametrize("by_token", [False, True], ids=["scores", "token advantages"])
+def test_a_trajectory_whose_advantage_is_set_to_zero_has_no_gradient(
+    tmp_path: Path, model: str, by_token: bool
+) -> None:
+    """Not by a penalty for leaving the reference either; and the others learn as if its advantage had been 0."""
+    zeroed = {"overrides": [{}, {"set_advantage_to_zero": True}, {}, {}]}
+    plain = with_advantages(group("a"), [1.0, -1.0, 0.5, 2.0]) if by_token else group("a")
+    trainer = make_trainer(tmp_path, model, beta=0.3)
+    output = shown(trainer, Group.of_wire({**plain.as_wire(), **zeroed}), group("b"))
+    leave_the_reference(trainer)
+    row = trajectories(plain)[1]
+    assert output["advantages"][1].abs().max() == 0 and output["advantages"][0].abs().max() > 0
+    assert trainer._logs["advantages"][1] == 0.0
+    assert output["num_items_in_batch"] == sum(
+        label != -100 for one in (plain, group("b")) for mask in one.masks for label in mask
+    )
+    others = output["completion_ids"].clone()
+    others[1, : len(row.completion_ids)] = (others[1, : len(row.completion_ids)] + 1) % 64
+    for loss in LOSSES:
+        trainer.loss_type = loss
+        expected = gradient(trainer, output)
+        assert expected.abs().max() > 0
+        assert torch.equal(gradient(trainer, {**output, "completion_ids": others}), expected), loss
+        if loss in ("grpo", "dr_grpo", "dapo", "luspo"):  # which do not divide by the tokens that are trained on
+            trainer.beta = 0.0
+            without = gradient(trainer, output)
+            kept = {**output, "tool_mask": output["tool_mask"].clone()}
+            kept["tool_mask"][1, : len(row.mask)] = torch.from_numpy(row.mask).int()
+            torch.testing.assert_close(gradient(trainer, kept), without, rtol=1e-5, atol=1e-7)
+            trainer.beta = 0.3
+
+
+# --- temperatures ----------------------------------------------------------------------------------------------------
+
+
+def test_each_row_is_compared_at_the_temperature_that_it_was_sampled_at(tmp_path: Path, model: str) -> None:
+    """A trainer that starts from the policy that sampled has ratio 1, and KL 0 to a reference that is the model."""
+    trainer = make_trainer(tmp_path, model, beta=0.1)
+    hot = like_the_trainer(trainer, group("a", generation_params={"temperature": 1.5, "policy_version": 0}), 1.0, 1.5)
+    cold = like_the_trainer(trainer, group("b", generation_params={"temperature": 0.5, "policy_version": 0}), 1.0, 0.5)
+    output = shown(trainer, hot, cold)
+    assert output["temperature"].tolist() == [1.5] * GROUP + [0.5] * GROUP
+    trainer._metrics["train"].clear()
+    assert gradient(trainer, output).abs().max() > 0
+    found = trainer._metrics["train"]
+    assert found["kl"] == [pytest.approx(0.0, abs=1e-6)] and found["clip_ratio/region_mean"] == [0.0]
+    del output["temperature"]
+    trainer._metrics["train"].clear()
+    gradient(trainer, output)
+    assert trainer._metrics["train"]["clip_ratio/region_mean"][0] > 0.05  # as it would be at one temperature
+    assert trainer._metrics["train"]["kl"][0] > 1e-3
+
+
+def test_the_temperature_of_a_trajectory_wins_and_a_greedy_one_counts_as_1(tmp_path: Path, model: str) -> None:
+    trainer = make_trainer(tmp_path, model, temperature=0.8)
+    own = {"overrides": [{}, {"temperature": 0.5}, {"temperature": 0}, {}]}
+    first = Group.of_wire({**group("a", generation_params={"temperature": 0.8}).as_wire(), **own})
+    output = shown(trainer, first, group("b"))
+    assert output["temperature"].tolist() == [0.8, 0.5, 1.0, 0.8, 0.8, 0.8, 0.8, 0.8]
+
+
+# --- MaxEnt ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("objective", ["listwise", "weighted_mle", "tempered"])
+def test_maxent_learns_from_groups_of_scores(tmp_path: Path, model: str, objective: str) -> None:
+    keys = {"maxent_objective": objective, "beta": 0.05} | ({"maxent_beta": 0.5} if objective != "tempered" else {})
+    trainer = make_trainer(tmp_path, model, kind=MaxEntGRPOTrainer, **keys)
+    zeroed = {"overrides": [{"set_advantage_to_zero": True}, {}, {}, {}]}
+    output = shown(trainer, Group.of_wire({**group("a").as_wire(), **zeroed}), group("b"))
+    assert output["advantages"].shape == (2 * GROUP,) and output["advantages"].abs().max() > 0
+    assert output["advantages"][0] == 0  # it has no weight, though its score is the best
+    assert gradient(trainer, output).abs().max() > 0
+
+
+def test_maxent_refuses_advantages_that_a_group_brings(tmp_path: Path, model: str) -> None:
+    trainer = make_trainer(tmp_path, model, kind=MaxEntGRPOTrainer, maxent_objective="tempered")
+    with pytest.raises(ConfigError, match="a group brings advantages of its own, and MaxEnt makes them of the scores"):
+        shown(trainer, group("a"), with_advantages(group("b"), [1.0] * GROUP))
+
+
+def test_listwise_starts_from_the_policy_of_now(tmp_path: Path, model: str) -> None:
+    """Not from the one that sampled, whose log-probs are those that the ratio is taken against."""
+    keys = {"kind": MaxEntGRPOTrainer, "maxent_objective": "listwise"}
+    trainer = make_trainer(tmp_path, model, **keys)
+    both = [shown(trainer, group("a"), group("b"))]
+    both.append(shown(trainer, *(like_the_trainer(trainer, group(name), 2.0) for name in "ab")))
+    assert torch.equal(both[0]["advantages"], both[1]["advantages"])
+    assert not torch.equal(both[0]["old_per_token_logps"], both[1]["old_per_token_logps"])
