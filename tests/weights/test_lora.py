@@ -14,8 +14,8 @@ from torch import nn
 
 from grpo_recipes.recipe.check import check
 from grpo_recipes.server.plugin import WeightReport
-from grpo_recipes.weights.lora import ADAPTER, LoraClient
-from grpo_recipes.weights.transport import BadAnswer
+from grpo_recipes.weights.lora import LoraClient
+from grpo_recipes.weights.transport import ADAPTER, BadAnswer
 
 WIDTH, ROOM = 4, 8  # of the model, and of the server for ranks
 PARTS = ("q_proj", "k_proj", "v_proj")

@@ -15,8 +15,8 @@ from torch import nn
 from grpo_recipes.server.plugin import ADAPTER_WEIGHTS, SYNC, fingerprint
 from grpo_recipes.weights.client import BridgeClient
 from grpo_recipes.weights.guard import checksum_error, differing, sent_fingerprint
+from grpo_recipes.weights.transport import ADAPTER
 
-ADAPTER = "grpo-adapter"  # its name at the server, as the model of a request
 _PEFT_NAME = "default"  # the adapter's in the trained model
 _LOAD = "/v1/load_lora_adapter"
 

@@ -15,6 +15,7 @@ from grpo_recipes.errors import translate
 
 # Steps of a weight transfer meet the trainer in a collective: a second one would find nobody there.
 NOT_REPEATED = {"/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"}
+ADAPTER = "grpo-adapter"  # name of the adapter that is trained, at the server: the model of a request
 _CONNECT_SECONDS = 10.0
 QUICK_SECONDS = 5.0  # for an answer that a healthy server gives at once
 
