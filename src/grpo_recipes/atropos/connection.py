@@ -70,8 +70,11 @@ class Connection:
         def failed(error: Exception) -> RequestFailed:
             reason = getattr(error.args[0] if error.args else None, "reason", None)
             sent = not isinstance(reason, NewConnectionError | ConnectTimeoutError)
-            late = isinstance(error, requests.Timeout | TimeoutError) or "timed out" in str(error)
-            return RequestFailed(f"did not answer within {limit:g} s" if late else f"gave no answer ({error})", sent)
+            cause: BaseException = error
+            while earlier := cause.__cause__ or cause.__context__:  # the operating system's own error comes last
+                cause = earlier
+            late = f"did not answer within {limit:g} s"
+            return RequestFailed(late if isinstance(cause, TimeoutError) else f"gave no answer ({cause})", sent)
 
         data = None if body is None else json.dumps(body, allow_nan=False).encode()
         headers = {} if data is None else {"Content-Type": "application/json"}

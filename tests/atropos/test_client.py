@@ -1,0 +1,482 @@
+"""run-api's client against the real run-api: registration, delivery, what is kept and dropped, why nothing comes."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from waiting import wait_for
+
+from atropos.groups import PROMPT, group, of_version
+from atropos.run_api import REGISTRATION, RunApi
+from grpo_recipes.atropos.client import AtroposClient, AtroposError, NoLogprobs, Registration, WaitAborted
+from grpo_recipes.atropos.group import UNTRAINED, Group
+
+Client = Callable[..., AtroposClient]
+TAKE: dict[str, Any] = {"size": 2, "longest": 64, "vocabulary": 1000, "current": 9, "max_staleness": None}
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def connect(api: RunApi, said: list[str]) -> Client:
+    """``connect(register={...}, KEY=VALUE, ...)``: a client, registered unless that is None."""
+
+    def connected(register: dict[str, Any] | None = {}, **keys: Any) -> AtroposClient:  # noqa: B006
+        client = AtroposClient(
+            api.url, **{"delay": 0.01, "max_wait": 10.0, "timeout": 10.0, "say": said.append, **keys}
+        )
+        if register is not None:
+            client.register({**REGISTRATION, **register})
+        return client
+
+    return connected
+
+
+def post(api: RunApi, one: Any) -> dict[str, Any]:
+    """Post a group as an environment does, a NaN in it included."""
+    wire = one.as_wire() if isinstance(one, Group) else one
+    headers = {"Content-Type": "application/json"}
+    answer = api._session.post(f"{api.url}/scored_data", data=json.dumps(wire), headers=headers, timeout=10)
+    assert answer.ok, answer.text
+    return answer.json()
+
+
+# --- registration --------------------------------------------------------------------------------------------------
+
+
+def test_environments_can_join_once_the_trainer_is_registered(api: RunApi, connect: Client, said: list[str]) -> None:
+    body = {"max_token_length": 64, "desired_name": "sums", "weight": 1.0, "group_size": 2}
+    assert api.post("/register-env", body).json() == {"status": "wait for trainer to start"}
+    client = connect(None)
+    uuid = client.register(Registration(**{**REGISTRATION, "starting_step": 7}))
+    assert said == [
+        "Atropos API connectivity confirmed",
+        f"Trainer successfully registered with UUID: {uuid}",
+    ]
+    joined = api.post("/register-env", body).json()
+    assert (joined["status"], joined["starting_step"], joined["num_steps"]) == ("success", 7, REGISTRATION["num_steps"])
+    assert client.info() == {"batch_size": 4, "max_token_len": 64}
+    assert client.status() == {"current_step": 7, "queue_size": 0}
+
+
+@pytest.mark.parametrize("name", REGISTRATION)
+def test_a_field_that_is_missing_is_named_before_anything_is_sent(name: str) -> None:
+    registration = {key: value for key, value in REGISTRATION.items() if key != name}
+    with pytest.raises(AtroposError, match=f"^Missing required registration field: {name}$"):
+        AtroposClient("http://127.0.0.1:9", timeout=0.1).register(registration)
+
+
+@pytest.mark.parametrize(
+    ("registration", "why"),
+    [
+        ("batch_size=4", "$"),
+        (None, "$"),
+        ({**REGISTRATION, "batch_size": "4"}, ": batch_size is '4', not of type int$"),
+        ({**REGISTRATION, "num_steps": 1.5}, ": num_steps is 1.5, not of type int$"),
+        ({**REGISTRATION, "wandb_group": None}, ": wandb_group is None, not of type str$"),
+        ({**REGISTRATION, "batch_size": 0}, ": batch_size is 0, below 1$"),
+    ],
+)
+def test_a_wrong_registration_is_refused_before_anything_is_sent(registration: Any, why: str) -> None:
+    with pytest.raises(AtroposError, match=f"^Invalid registration data format{why}"):
+        AtroposClient("http://127.0.0.1:9", timeout=0.1).register(registration)
+
+
+@pytest.mark.parametrize("changes", [{"batch_size": 8}, {"starting_step": 3}, {}])
+def test_a_run_api_of_another_trainer_is_refused(api: RunApi, connect: Client, changes: dict[str, Any]) -> None:
+    api.register(**changes)
+    with pytest.raises(AtroposError, match=r"already has a trainer .*Fix: start it again"):
+        connect()
+
+
+def test_a_run_api_that_was_sent_groups_too_early_is_refused(api: RunApi, connect: Client) -> None:
+    api.restart()
+    post(api, group())
+    with pytest.raises(AtroposError, match=r"was sent groups before a trainer registered.*GET /reset_data"):
+        connect()
+    api.reset()
+    assert connect().info()["batch_size"] == REGISTRATION["batch_size"]
+
+
+def test_groups_that_come_during_the_registration_are_not_lost(api: RunApi, connect: Client) -> None:
+    client = connect(None)
+    register = client._need_registered
+
+    def registered_and_posted(wanted: Registration) -> None:
+        register(wanted)
+        api.post("/scored_data_list", [group().as_wire(), group().as_wire()])
+
+    client._need_registered = registered_and_posted  # type: ignore[method-assign]
+    client.register(REGISTRATION)
+    assert client.next_batch() == [group(), group()]
+
+
+# --- delivery ------------------------------------------------------------------------------------------------------
+
+
+def test_nobody_registered_is_an_error_and_no_empty_batch(api: RunApi, connect: Client) -> None:
+    api.restart()
+    with pytest.raises(AtroposError, match="does not know this training: Trainer not registered"):
+        connect(None, max_wait=60.0).next_batch()
+
+
+def test_a_run_api_that_was_started_again_has_forgotten_the_training(api: RunApi, connect: Client) -> None:
+    client = connect()
+    api.restart()
+    with pytest.raises(AtroposError, match=r"does not know this training: Trainer not registered.*Fix: start it again"):
+        client.next_batch()
+
+
+def test_a_run_api_that_was_reset_has_forgotten_the_training(api: RunApi, connect: Client) -> None:
+    client = connect()
+    api.reset()
+    with pytest.raises(AtroposError, match="does not know this training: it was reset"):
+        client.next_batch()
+
+
+def test_a_batch_is_waited_for(api: RunApi, connect: Client, said: list[str]) -> None:
+    client = connect()
+    timer = threading.Timer(0.4, lambda: [post(api, group()) for _ in range(2)])
+    began = time.monotonic()
+    timer.start()
+    assert client.next_batch() == [group(), group()]
+    assert time.monotonic() - began > 0.4
+    assert said[-1] == "Successfully retrieved batch with 2 items (2 groups, 4 sequences)"
+    assert client.counts["batches"] == 1 and client.counts["groups"] == 2 and client.counts["lost_batches"] == 0
+    assert 0 < client.seconds["/batch"] < 5
+
+
+def test_several_batches_come_newest_first(connect: Client) -> None:
+    client = connect()
+    client.post([of_version(version) for version in range(6)])
+    taken = [client.take(2, **TAKE) for _ in range(3)]
+    assert [[one.policy_version for one in groups] for groups in taken] == [[5, 4], [3, 2], [1, 0]]
+
+
+def test_many_groups_are_posted_in_order(api: RunApi, connect: Client) -> None:
+    client = connect({"batch_size": 300})
+    posted = [group(first=100 + number) for number in range(150)]
+    client.post(posted)
+    assert client.next_batch() == posted
+
+
+def test_what_run_api_does_not_take_is_an_error_with_its_words(connect: Client) -> None:
+    with pytest.raises(AtroposError, match=r"refused .*/scored_data_list: 422: .*content"):
+        connect().post([group(messages=[[{"role": "user"}], []])])
+
+
+def test_a_batch_with_nan_in_it_is_lost_and_counted_and_the_next_one_comes(
+    api: RunApi, connect: Client, said: list[str]
+) -> None:
+    client = connect()
+    for one in (group(scores=[float("nan"), 1.0]), group()):
+        post(api, one)
+    timer = threading.Timer(0.3, lambda: [post(api, group()) for _ in range(2)])
+    timer.start()
+    assert client.next_batch() == [group(), group()]
+    assert client.counts["lost_batches"] == 1 and client.counts["batches"] == 1
+    assert any("may have lost a batch: /batch answered 500: Internal Server Error" in line for line in said)
+    assert client.status()["current_step"] == 2
+
+
+def test_a_batch_that_came_too_late_is_lost_and_counted_and_the_next_one_comes(api: RunApi, connect: Client) -> None:
+    client = connect(timeout=0.5)
+    for _ in range(2):
+        post(api, group(first=100))
+    os.kill(api.process.pid, signal.SIGSTOP)
+
+    def go_on() -> None:
+        wait_for(lambda: client.counts["lost_batches"], "a request that nobody answers")
+        os.kill(api.process.pid, signal.SIGCONT)
+        for _ in range(2):
+            post(api, group(first=200))
+
+    helper = threading.Thread(target=go_on)
+    helper.start()
+    assert client.next_batch() == [group(first=200), group(first=200)]
+    helper.join()
+    assert client.status()["current_step"] == 2 and client.counts["batches"] == 1 and client.counts["lost_batches"] >= 1
+
+
+def test_three_clients_share_the_batches_and_none_comes_twice(api: RunApi, connect: Client) -> None:
+    connect({"batch_size": 2})
+    got: list[int] = []
+
+    def consume() -> None:
+        client = connect(None, stopped=lambda: len(got) >= 300)
+        with contextlib.suppress(WaitAborted):
+            while True:
+                got.extend(one.tokens[0][3] for one in client.next_batch())
+
+    def produce(number: int) -> None:
+        connect(None).post([group(first=1000 * number + 10 * at) for at in range(100)])
+
+    consumers = [threading.Thread(target=consume) for _ in range(3)]
+    producers = [threading.Thread(target=produce, args=(number,)) for number in range(3)]
+    for thread in producers + consumers:
+        thread.start()
+    for thread in producers + consumers:
+        thread.join()
+    assert sorted(got) == [1000 * number + 10 * at for number in range(3) for at in range(100)]
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+def test_answers_are_compressed_where_that_is_asked_for(api: RunApi, connect: Client, compressed: bool) -> None:
+    client = connect({"batch_size": 64}, compressed=compressed)
+    client.post([group(8)] * 8)
+    answer = client._api.once("GET", "/latest_example")
+    assert answer.headers.get("Content-Encoding") == ("gzip" if compressed else None)
+    assert client.next_batch() == [group(8)] * 8
+
+
+def test_compressed_groups_of_an_environment_are_taken(api: RunApi, connect: Client) -> None:
+    client = connect()
+    body = gzip.compress(json.dumps([group().as_wire()] * 2).encode())
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    assert api._session.post(f"{api.url}/scored_data_list", data=body, headers=headers, timeout=10).ok
+    assert client.next_batch() == [group(), group()]
+
+
+def test_empty_lists_and_nulls_of_environments_are_the_same(api: RunApi, connect: Client) -> None:
+    client = connect()
+    names = ["advantages", "ref_logprobs", "messages", "overrides", "images"]
+    post(api, group().as_wire() | {name: [] for name in names})
+    post(api, group().as_wire() | dict.fromkeys(names))
+    assert client.next_batch() == [group(), group()]
+
+
+# --- groups to train on --------------------------------------------------------------------------------------------
+
+
+def wrong(name: str, row: int, values: list[Any]) -> Group:
+    """A group with a row of a field replaced."""
+    rows = list(getattr(group(), name))
+    rows[row] = values
+    return group(**{name: rows})
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (wrong("masks", 1, [UNTRAINED] * 3), "trajectory 1: 5 tokens, but 3 masks"),
+        (wrong("masks", 0, [0, 0, 0, 1]), "trajectory 0: mask 0 at token 4"),
+        (wrong("inference_logprobs", 1, [1.0, 1.0, 1.0, -0.5, 1.0]), "trajectory 1: inference log-prob 1 > 0"),
+        (wrong("tokens", 1, [*PROMPT, 21, 5000]), "trajectory 1: token id 5000"),
+        (group(scores=[1.0]), "scores of 1 trajectories, tokens of 2"),
+        (group(generation_params={"policy_version": 10}), "weights of step 10 sampled it"),
+    ],
+)
+def test_a_group_that_must_not_be_trained_on_is_dropped_counted_and_named(
+    connect: Client, said: list[str], bad: Group, why: str
+) -> None:
+    client = connect()
+    client.post([group(first=50), bad])
+    assert client.take(1, **TAKE) == [group(first=50)]
+    assert client.counts["rejected"] == 1
+    [line] = [line for line in said if "is not trained on" in line]
+    assert why in line and ("step 10" in line or "group 1 of batch 1, of environment None" in line)
+
+
+def test_a_group_that_is_too_large_is_dropped(connect: Client) -> None:
+    client = connect({"batch_size": 8})
+    client.post([group(4), group(), group()])
+    assert client.take(2, **TAKE) == [group(), group()]
+    assert client.counts["rejected"] == 1
+    assert client._last_rejection.endswith("4 trajectories where 2 make a group")
+
+
+def test_only_the_first_rejections_are_printed(connect: Client, said: list[str]) -> None:
+    client = connect({"batch_size": 64})
+    client.post([group(scores=[1.0])] * 31 + [group()])
+    assert client.take(1, **TAKE) == [group()]
+    assert client.counts["rejected"] == 31
+    lines = [line for line in said if "is not trained on" in line]
+    assert len(lines) == 10 and lines[-1].endswith("; further ones are only counted")
+
+
+def test_a_group_without_log_probs_ends_the_run_before_anything_is_trained_on(api: RunApi, connect: Client) -> None:
+    client = connect()
+    for nothing in (None, []):
+        post(api, {**group().as_wire(), "inference_logprobs": nothing})
+    wanted = r"^GRPO requires inference_logprobs for importance sampling! Group 0 of batch 1.*--openai.server_type vllm"
+    with pytest.raises(ValueError, match=wanted) as error:
+        client.take(2, **TAKE)
+    assert isinstance(error.value, NoLogprobs) and isinstance(error.value, AtroposError)
+
+
+def test_what_an_environment_says_of_a_trajectory_arrives(connect: Client) -> None:
+    client = connect()
+    told = group(
+        advantages=[[0.0, 0.0, 0.0, 0.5], [0.0, 0.0, 0.0, -0.25, 0.75]],
+        overrides=[{"set_advantage_to_zero": True}, {"temperature": 0.5}],
+        generation_params={"temperature": 1.0, "policy_version": 9},
+    )
+    client.post([told, told])
+    first, _ = client.take(2, **TAKE)
+    assert first == told
+    assert [first.is_zeroed(row) for row in range(2)] == [True, False]
+    assert [first.temperature(row) for row in range(2)] == [1.0, 0.5]
+
+
+def test_parts_of_a_group_are_joined_and_what_stays_alone_is_dropped(api: RunApi, connect: Client) -> None:
+    client = connect()
+    env = api.register_env(group_size=2)
+    answers = [post(api, group(1, first=first, env_id=env)) for first in (30, 40, 50, 60)]
+    assert [one["status"] for one in answers] == ["buffered"] * 4
+    taken = client.take(2, **TAKE)
+    assert [[row[3] for row in one.tokens] for one in taken] == [[30, 40], [50, 60]]
+
+
+def test_parts_whose_others_never_come_are_dropped_and_few_are_kept(api: RunApi, connect: Client) -> None:
+    client = connect()
+    env = api.register_env(group_size=2)
+    for number in range(12):  # of prompts of their own: each stays alone
+        post(api, group(1, tokens=[[4, 100 + number, 16, 20]], env_id=env))
+    assert client.take(0, **TAKE) == []
+    assert client.next_batch()[0].tokens == [[4, 108, 16, 20]]  # the newest; two batches of parts are left
+    post(api, group(first=70, env_id=env))
+    post(api, group(first=80, env_id=env))
+    assert [one.tokens[0][3] for one in client.take(2, **TAKE)] == [70, 80]
+    assert len(client._parts) == 4 and client.counts["rejected"] == 4
+    assert client._last_rejection.endswith("only 1 of its 2 trajectories came")
+
+
+def test_groups_of_an_old_policy_are_dropped_and_counted(connect: Client) -> None:
+    client = connect({"batch_size": 8})
+    client.post([of_version(version) for version in (4, 9, 3, 5)])
+    assert [one.policy_version for one in client.take(2, **{**TAKE, "max_staleness": 4})] == [9, 5]
+    assert client.counts["stale"] == 2 and client.counts["rejected"] == 0
+    client.post([of_version(version) for version in (4, 9, 3, 5)])
+    assert [one.policy_version for one in client.take(4, **TAKE)] == [9, 5, 4, 3]
+
+
+def test_the_newest_groups_are_taken_and_the_others_kept_until_they_are_too_old(connect: Client) -> None:
+    client = connect({"batch_size": 8})
+    client.post([of_version(version) for version in (4, 7, 5, 6)])
+    keys = {**TAKE, "max_staleness": 2}
+    assert [one.policy_version for one in client.take(1, **{**keys, "current": 7})] == [7]
+    assert client.counts == {
+        "batches": 1, "groups": 4, "rejected": 0, "stale": 1, "lost_batches": 0, "unknown_version": 0,
+    }  # fmt: skip
+    assert [one.policy_version for one in client.take(1, **{**keys, "current": 8})] == [6]
+    client.post([of_version(version) for version in (9, 9, 8, 8)])
+    assert [one.policy_version for one in client.take(2, **{**keys, "current": 9})] == [9, 9]
+    assert client.counts["stale"] == 2 and client.counts["batches"] == 2
+
+
+def test_groups_of_an_unknown_policy_are_taken_last_and_counted(connect: Client) -> None:
+    client = connect({"batch_size": 6})
+    client.post([group(first=50), of_version(2), of_version(9)])
+    keys = {**TAKE, "max_staleness": 20}
+    assert [one.policy_version for one in client.take(3, **keys)] == [9, 2, None]
+    assert client.counts["unknown_version"] == 1
+
+
+# --- why nothing comes ---------------------------------------------------------------------------------------------
+
+
+def diagnosed(client: AtroposClient) -> list[str]:
+    """The lines of the error at the end of a wait."""
+    with pytest.raises(AtroposError) as error:
+        client.take(2, **TAKE)
+    return str(error.value).splitlines()
+
+
+def test_at_the_deadline_everything_there_is_to_see_is_said(api: RunApi, connect: Client) -> None:
+    client = connect(max_wait=0.5, diagnose=lambda: ["the server is well"])
+    seen, silent = api.register_env(group_size=2), api.register_env(group_size=2)
+    for _ in range(3):
+        post(api, group(env_id=seen))
+    client.next_batch()
+    began = time.monotonic()
+    lines = diagnosed(client)
+    assert 0.5 <= time.monotonic() - began < 5
+    assert lines[0] == "Maximum wait time (0.5s) exceeded"
+    assert lines[1] == "Failed to retrieve batch from Atropos after all retry attempts"
+    assert lines[2:5] == [
+        f"  /status of run-api at {api.url}: {{'current_step': 1, 'queue_size': 1}}",
+        "  /info: {'batch_size': 4, 'max_token_len': 64}",
+        f"  environment {seen}: last seen {lines[4].split()[4]} s ago, 1 of its groups in the queue",
+    ]
+    assert lines[5] == f"  environment {silent}: no group of it ever came, 0 of its groups in the queue"
+    assert lines[6] == "  packing: the groups in the queue (1 of 2 sequences) do not fill a batch of 4 sequences"
+    assert lines[7].startswith("  since the start: batches 1, groups 2, rejected 0")
+    assert lines[8] == "  the server is well"
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "before", "sizes", "why"),
+    [
+        (4, [], [3, 3, 3, 3], "batches of 4 sequences are no multiple of groups of 3"),
+        (8, [2, 2, 2, 2], [2, 2, 2, 2, 3], "groups of 2 and of 3 sequences do not pack"),
+        (8, [8], [8, 16, 8], "a group of 16 sequences does not fit into a batch of 8"),
+    ],
+)
+def test_sizes_that_do_not_pack_are_named(
+    api: RunApi, connect: Client, batch_size: int, before: list[int], sizes: list[int], why: str
+) -> None:
+    client = connect({"batch_size": batch_size}, max_wait=0.2)
+    api.register_env(group_size=2)
+    if before:
+        client.post([group(size) for size in before])
+        client.next_batch()
+    client.post([group(size) for size in sizes])
+    [line] = [line for line in diagnosed(client) if "packing:" in line]
+    assert line.startswith(f"  packing: deadlock, since {why}")
+
+
+def test_a_dead_environment_with_a_least_share_is_reported(api: RunApi, connect: Client) -> None:
+    client = connect(max_wait=0.3)
+    dead = api.register_env(group_size=2, min_batch_allocation=0.5)
+    living = api.register_env(group_size=2)
+    for _ in range(4):
+        post(api, group(env_id=living))
+    lines = diagnosed(client)
+    assert f"  environment {dead}: no group of it ever came, 0 of its groups in the queue" in lines
+    assert any(line.endswith(f"with a least share and no groups stops every batch: perhaps {dead}") for line in lines)
+
+
+def test_no_environment_at_all_is_said(connect: Client) -> None:
+    lines = diagnosed(connect(max_wait=0.2))
+    assert "  no environment has joined, and no group ever came" in lines and "  packing: the queue is empty" in lines
+
+
+def test_a_stream_of_groups_that_cannot_be_trained_on_ends_at_the_deadline(api: RunApi, connect: Client) -> None:
+    client = connect(max_wait=0.6)
+    ends = threading.Event()
+
+    def produce() -> None:
+        while not ends.is_set():
+            post(api, group(scores=[1.0]))
+
+    producer = threading.Thread(target=produce)
+    producer.start()
+    try:
+        lines = diagnosed(client)
+    finally:
+        ends.set()
+        producer.join()
+    assert lines[0] == "Maximum wait time (0.6s) exceeded" and client.counts["rejected"] > 2
+    assert any("last rejection: group" in line and "scores of 1 trajectories" in line for line in lines)
+
+
+def test_a_run_api_that_dies_is_an_error_within_its_attempts(api: RunApi, connect: Client) -> None:
+    client = connect(attempts=3, max_wait=60.0)
+    threading.Timer(0.3, api.stop).start()
+    began = time.monotonic()
+    lines = diagnosed(client)
+    assert time.monotonic() - began < 10
+    assert lines[0].startswith(f"Atropos API not reachable at {api.url}: it gave no answer")
+    assert lines[1] == "Failed to retrieve batch from Atropos after all retry attempts"
