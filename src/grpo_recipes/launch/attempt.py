@@ -23,7 +23,7 @@ from grpo_recipes.process.reports import print_line, say
 from grpo_recipes.process.scratch import Scratch, make_scratch, remove_dead_scratch
 from grpo_recipes.publish.publisher import Publisher, hand_over
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.registry import own_environments
+from grpo_recipes.recipe.registry import own_code
 from grpo_recipes.recipe.user_code import copy_source
 from grpo_recipes.report.page import plural
 from grpo_recipes.report.pages import report_line
@@ -120,8 +120,7 @@ def freeze_inputs(run: Run, recipe: Recipe, plan: Plan, update_rewards: bool = F
         rundir.write_whole(run.folder / "recipe.yaml", recipe.as_yaml())
         for spec in recipe["callbacks"]:
             copy_source(spec, run.folder / "callbacks")
-        own = [*recipe["reward_funcs"], *own_environments(recipe.__getitem__)]
-        plan.notes.extend(notes := keep_rewards(own, run.folder, update_rewards))
+        plan.notes.extend(notes := keep_rewards(own_code(recipe.__getitem__), run.folder, update_rewards))
         if update_rewards:
             run.identity.setdefault("updated_rewards", []).append({"after_step": newest_step(run), "notes": notes})
             write_json(run.folder / "run.json", run.identity)

@@ -18,7 +18,7 @@ from grpo_recipes.recipe.registry import (
     starts_run_api,
 )
 from grpo_recipes.recipe.rules import OF_DATASETS, Rule, evaluates, given, plays, takes_groups
-from grpo_recipes.recipe.user_code import copy_path, problem_with
+from grpo_recipes.recipe.user_code import REWARD_COPIES, copy_path, problem_with
 
 INSTALL = "EXTRAS=environments make setup"
 _API_URL = "atropos_api_url"
@@ -48,7 +48,7 @@ RULES = (
     Rule(_API_URL, lambda r: r[_API_URL] is not None and not takes_groups(r),
         "'atropos_api_url' changes nothing in a run without Atropos",
         "{removal}, or add atropos_environment, or give the flag --atropos_api_url"),
-    Rule(_API_URL, lambda r: r[_API_URL] is not None and not _is_url(r[_API_URL]),
+    Rule(_API_URL, lambda r: takes_groups(r) and r[_API_URL] is not None and not _is_url(r[_API_URL]),
         "'{atropos_api_url}' is not an http or https URL", "write e.g. http://localhost:8000"),
     Rule("atropos_port", lambda r: r[_API_URL] is not None and r.given("atropos_port"),
         "atropos_port is that of a run-api which the launch starts, atropos_api_url names one that runs already",
@@ -56,7 +56,7 @@ RULES = (
     Rule("{item}", lambda r: takes_groups(r) and plays(r) and given(r, "environment environment_mixture"),
         "'{item}' and Atropos are two sources of completions", "keep one of them"),
     Rule("{item}", lambda r: takes_groups(r) and [key for key in given(r, OF_DATASETS)
-        if r[key] != catalogue()[key]["default"]],
+        if r[key] != catalogue()[key]["default"] and key != "system_prompt"],  # which the environments read
         "'{item}' does nothing with Atropos, from which the groups come", "{removal}"),
     Rule("reward_funcs", lambda r: takes_groups(r) and ENVIRONMENT_REWARD in r["reward_funcs"]
         and [name for name in r["reward_funcs"] if name != ENVIRONMENT_REWARD],
@@ -99,24 +99,24 @@ def atropos_problems(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
     if importlib.util.find_spec("atroposlib") is None:
         what = f"{key} needs the package atroposlib, which is not installed"
         yield recipe.problem(key, what, f"install it with: {INSTALL}")
-    found, run, size = atropos_environments(recipe.__getitem__), recipe.path.parent, recipe["num_generations"]
+    found, size = atropos_environments(recipe.__getitem__), recipe["num_generations"]
     if recipe["atropos_mixture"] is not None and not found:
         fix = "add environments: a list of {id, args, weight, min_allocation}"
         yield recipe.problem("atropos_mixture", "atropos_mixture names no environments", fix)
     for index, one in enumerate(found):
         where, own = place(recipe, index), "your own as file.py:Class"
-        copied = (run / "run.json").exists() and copy_path(one.id, run / "rewards").exists()
         if not one.id:
             what = "an Atropos environment has no id" if recipe["atropos_environment"] is None else f"{key} is empty"
             yield Problem(where, what, f"write one of {', '.join(ATROPOS_ENVIRONMENTS)}, or {own}")
         elif ":" in one.id:
-            if not copied and (problem := problem_with(one.id, where)):
-                yield problem
+            yield from _own(recipe, one.id, where)
         elif one.id not in ATROPOS_ENVIRONMENTS:
             near = nearest_of(one.id, ATROPOS_ENVIRONMENTS)
             fix = f"write {near}" if near else f"write one of {', '.join(ATROPOS_ENVIRONMENTS)}, or {own}"
             fix = f"write {one.id}:Class, the class in it" if one.id.endswith(".py") else fix
             yield Problem(where, f"there is no Atropos environment '{one.id}'", fix)
+        if isinstance(reward := one.args.get("reward"), str) and ":" in reward:
+            yield from _own(recipe, reward, place(recipe, index, "args"))
         if (given_size := one.args.get("group_size", size)) != size:
             what = f"group_size {given_size} is not num_generations {size}, the completions of each group"
             yield Problem(place(recipe, index, "args"), what, "remove it, or write the same as num_generations")
@@ -125,6 +125,14 @@ def atropos_problems(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
         yield Problem(recipe.place("atropos_mixture"), what, "write shares that are at most 1 together")
     elif recipe["prompts_per_step"] is not None:
         yield from packing_problems(recipe, recipe["prompts_per_step"] * size)
+
+
+def _own(recipe: Recipe, spec: str, where: str) -> Iterator[Problem]:
+    """Yield what keeps the user's code from being loaded, unless the run has a copy of it."""
+    run = recipe.path.parent
+    copied = (run / "run.json").exists() and copy_path(spec, run / REWARD_COPIES).exists()
+    if not copied and (problem := problem_with(spec, where)):
+        yield problem
 
 
 def packing_problems(recipe: Recipe, batch_size: int) -> Iterator[Problem]:

@@ -210,6 +210,12 @@ def own_environments(recipe: Callable[[str], Any]) -> list[str]:
     return played + [one.id for one in atropos_environments(recipe) if ":" in one.id]
 
 
+def own_code(recipe: Callable[[str], Any]) -> list[str]:
+    """Return the rewards and the user's environments of a recipe, of which a run keeps the user's files."""
+    scoring = [one.args.get("reward") for one in atropos_environments(recipe)]
+    return [*recipe("reward_funcs"), *own_environments(recipe), *(one for one in scoring if isinstance(one, str))]
+
+
 def episodes_of_each(recipe: Callable[[str], Any], count: int) -> list[int]:
     """Return how many of ``count`` episodes each environment of a recipe gets, by its share."""
     ends = [round(share * count) for share in itertools.accumulate(share for _, _, share in environments_of(recipe))]

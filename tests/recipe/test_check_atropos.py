@@ -1,0 +1,232 @@
+"""What `grpo check` says of a recipe whose groups come from Atropos."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from grpo_recipes import cli
+from grpo_recipes.errors import ConfigError
+from grpo_recipes.paths import shown
+from grpo_recipes.recipe import Recipe, read_frozen, read_recipe
+from grpo_recipes.recipe.check import check, notes
+from grpo_recipes.recipe.registry import atropos_environments, atropos_labels, own_code, starts_run_api, uses_atropos
+
+pytest.importorskip("atroposlib")
+
+GROUPS = {
+    "dataset_name": None, "atropos_environment": "arithmetic", "reward_funcs": ["environment"], "max_steps": 10,
+}  # fmt: skip
+THEIRS = {**GROUPS, "atropos_environment": None, "atropos_api_url": "http://localhost:8000"}
+MIXED = {**GROUPS, "atropos_environment": None}
+OWN = "class Sums: ..."
+Read = Callable[..., Recipe]
+
+
+def mixture(*entries: dict[str, Any]) -> dict[str, Any]:
+    """A recipe of several environments; the batch is 12 groups of 4 sequences."""
+    return {**MIXED, "atropos_mixture": {"environments": list(entries)}}
+
+
+def place_of(recipe: Recipe, text: str) -> str:
+    """The line of the recipe's file that holds a text."""
+    lines = recipe.path.read_text().splitlines()
+    return f"{shown(recipe.path)}:{next(number for number, line in enumerate(lines, 1) if text in line)}"
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    """A file of the user's with a class."""
+    (tmp_path / "own.py").write_text(OWN)
+    return str(tmp_path / "own.py")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right", "said"),
+    [
+        # What makes a recipe one of Atropos, and what it does not.
+        ({"atropos_port": 9000}, GROUPS | {"atropos_port": 9000},
+         "'atropos_port' does nothing without atropos_environment. Fix: remove atropos_port, or add "
+         "atropos_environment"),
+        ({"atropos_max_staleness": 1}, THEIRS | {"atropos_max_staleness": 1},
+         "'atropos_max_staleness' does nothing without atropos_environment"),
+        (GROUPS | {"atropos_mixture": {"environments": [{"id": "arithmetic"}]}}, mixture({"id": "arithmetic"}),
+         "atropos_environment and atropos_mixture are both given. Fix: keep one of them"),
+        (mixture({"id": "arithmetic"}) | {"atropos_environment_args": {"seed": 1}},
+         GROUPS | {"atropos_environment_args": {"seed": 1}},
+         "'atropos_environment_args' does nothing without atropos_environment. Fix: add atropos_environment, or write "
+         "args in the mixture"),
+        (THEIRS | {"atropos_api_url": "localhost:8000"}, THEIRS,
+         "'localhost:8000' is not an http or https URL. Fix: write e.g. http://localhost:8000"),
+        (THEIRS | {"atropos_api_url": "http://host:port"}, THEIRS | {"atropos_api_url": "https://host:9/run"},
+         "'http://host:port' is not an http or https URL"),
+        (THEIRS | {"atropos_port": 8000}, THEIRS,
+         "atropos_port is that of a run-api which the launch starts, atropos_api_url names one that runs already. Fix: "
+         "remove one of the two"),
+        # What contradicts it.
+        (GROUPS | {"environment": f"{__file__}:Environment"}, GROUPS,
+         "'environment' and Atropos are two sources of completions. Fix: keep one of them"),
+        (GROUPS | {"dataset_name": "openai/gsm8k"}, GROUPS,
+         "'dataset_name' does nothing with Atropos, from which the groups come. Fix: remove dataset_name"),
+        (GROUPS | {"max_train_prompts": 9}, GROUPS | {"system_prompt": "Add."},
+         "'max_train_prompts' does nothing with Atropos, from which the groups come"),
+        (GROUPS | {"reward_funcs": ["format_tags"]}, GROUPS,
+         "the environment's own reward is not among reward_funcs. Fix: write reward_funcs: [environment]"),
+        (GROUPS | {"reward_funcs": ["environment", "format_tags"]}, GROUPS,
+         "reward 'format_tags' would score completions that Atropos' environments have scored. Fix: remove format_"),
+        (GROUPS | {"max_steps": -1}, GROUPS,
+         "groups of Atropos have no epochs, and max_steps is not given. Fix: add max_steps, e.g. max_steps: 200"),
+        (GROUPS | {"use_vllm": False}, GROUPS, "Atropos' environments ask a vLLM server. Fix: write use_vllm: true"),
+        (GROUPS | {"vllm_mode": "colocate"}, GROUPS | {"vllm_mode": "server"},
+         "vllm_mode: colocate has no server that Atropos' environments could ask. Fix: write vllm_mode: server"),
+        (GROUPS | {"vllm_node": "own"}, THEIRS | {"vllm_node": "own"},
+         "vllm_node: own puts rank 0 on another node than run-api, which listens on the first node's loopback alone. "
+         "Fix: write vllm_node: shared, or start a run-api yourself and name it in atropos_api_url"),
+        (GROUPS | {"eval_strategy": "steps", "eval_steps": 5}, GROUPS | {"benchmarks": ["gsm8k"]},
+         "eval_strategy: steps has nothing to evaluate on: groups of Atropos are for training. Fix: write "
+         "eval_strategy: 'no'; benchmarks test the final model"),
+        (GROUPS | {"atropos_batch_max_wait_time": 3600}, GROUPS | {"atropos_batch_max_wait_time": 12.0},
+         "atropos_batch_max_wait_time 3600 is not below stall_timeout 3600, after which a trainer that waits counts as "
+         "hung. Fix: raise stall_timeout, or wait less"),
+        (GROUPS | {"vllm_server_port": 8001, "atropos_port": 8001}, GROUPS | {"vllm_server_port": 8001},
+         "atropos_port is 8001, and so is vllm_server_port"),
+        # The environments themselves.
+        (GROUPS | {"atropos_environment": "arithmetics"}, GROUPS,
+         "there is no Atropos environment 'arithmetics'. Fix: write arithmetic"),
+        (GROUPS | {"atropos_environment": "chess"}, GROUPS,
+         "there is no Atropos environment 'chess'. Fix: write one of arithmetic, dataset, or your own as file.py:"),
+        (GROUPS | {"atropos_environment": "own.py"}, GROUPS, "Fix: write own.py:Class, the class in it"),
+        (GROUPS | {"atropos_environment": ""}, GROUPS, "atropos_environment is empty. Fix: write one of arithmetic"),
+        (GROUPS | {"atropos_environment": "gone.py:Sums"}, GROUPS, "no file 'gone.py'"),
+        (GROUPS | {"atropos_environment": f"{__file__}:Gone"}, GROUPS, "has no 'Gone'"),
+        (GROUPS | {"atropos_environment": "dataset", "atropos_environment_args": {"reward": "gone.py:score"}},
+         GROUPS | {"atropos_environment": "dataset", "atropos_environment_args": {"reward": "math_verify"}},
+         "no file 'gone.py'"),
+        (mixture(), mixture({"id": "arithmetic"}),
+         "atropos_mixture names no environments. Fix: add environments: a list of {id, args, weight, min_allocation}"),
+        (mixture({"weight": 2.0}), mixture({"id": "arithmetic"}), "an Atropos environment has no id"),
+        # What run-api would never hand out: the batch is 12 groups of 4 sequences.
+        (GROUPS | {"atropos_environment_args": {"group_size": 3}},
+         GROUPS | {"atropos_environment_args": {"group_size": 4}},
+         "group_size 3 is not num_generations 4, the completions of each group. Fix: remove it"),
+        (mixture({"id": "arithmetic", "min_allocation": 0.7}, {"id": "dataset", "min_allocation": 0.7}),
+         mixture({"id": "arithmetic", "min_allocation": 0.5}, {"id": "dataset", "min_allocation": 0.5}),
+         "min_allocation of all environments together is 1.4, more than a batch. Fix: write shares that are at most 1"),
+        (mixture({"id": "arithmetic", "min_allocation": 1.0}, {"id": "dataset"}),
+         mixture({"id": "arithmetic", "min_allocation": 0.9}, {"id": "dataset"}),
+         "Fix: raise prompts_per_step, or lower min_allocation"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_with_its_fix_and_right_without_it(
+    read: Read, wrong: dict[str, Any], right: dict[str, Any], said: str
+) -> None:
+    found = [str(problem) for problem in check(read(**wrong), {})]
+    assert any(said in one for one in found), found
+    assert check(read(**right), {}) == []
+
+
+def test_a_problem_of_an_environment_is_at_its_own_line(read: Read) -> None:
+    recipe = read(**mixture({"id": "arithmetic"}, {"id": "arithmetik", "args": {"group_size": 3}}))
+    unknown, size = check(recipe, {})
+    assert unknown.where == place_of(recipe, "arithmetik") and size.where == place_of(recipe, "args:")
+    (size,) = check(recipe := read(**GROUPS, atropos_environment_args={"group_size": 8}), {})
+    assert size.where == place_of(recipe, "atropos_environment_args:")
+
+
+def test_without_atroposlib_it_says_how_to_install_it(read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "atroposlib" else found(name))
+    for keys, key in ((GROUPS, "atropos_environment"), (mixture({"id": "arithmetic"}), "atropos_mixture")):
+        (problem,) = check(read(**keys), {})
+        assert problem.what == f"{key} needs the package atroposlib, which is not installed"
+        assert problem.fix == "install it with: EXTRAS=environments make setup"
+    assert check(read(), {}) == []
+
+
+def test_the_variable_is_the_key_of_a_recipe_of_atropos(read: Read) -> None:
+    variables = {"ATROPOS_API_URL": "http://here:1"}
+    recipe = read(variables=variables, **GROUPS)
+    assert recipe["atropos_api_url"] == "http://here:1" and not starts_run_api(recipe.__getitem__)
+    assert check(recipe, variables) == []
+    flagged = read(["--atropos_api_url", "http://flag:2"], variables, **GROUPS)
+    assert flagged["atropos_api_url"] == "http://flag:2", "a flag wins"
+    overridden = read(variables=variables, **THEIRS)
+    assert overridden["atropos_api_url"] == "http://here:1" and check(overridden, variables) == []
+    (problem,) = check(read(variables={"ATROPOS_API_URL": "here"}, **GROUPS), {})
+    assert str(problem).startswith("ATROPOS_API_URL: 'here' is not an http or https URL")
+
+
+def test_the_variable_alone_does_not_make_a_recipe_one_of_atropos(read: Read) -> None:
+    (problem,) = check(read(variables={"ATROPOS_API_URL": "http://here:1"}), {})
+    assert problem.where == "ATROPOS_API_URL"
+    assert problem.what == "'atropos_api_url' changes nothing in a run without Atropos"
+    assert problem.fix.startswith("unset ATROPOS_API_URL, or add atropos_environment")
+
+
+def test_a_frozen_recipe_says_by_itself_that_its_groups_come_from_there(read: Read, tmp_path: Path) -> None:
+    recipe = read(variables={"ATROPOS_API_URL": "http://here:1"}, **THEIRS)
+    frozen = tmp_path / "frozen.yaml"
+    frozen.write_text(recipe.as_yaml())
+    again = read_frozen(frozen)
+    assert again.source("atropos_api_url") == "ATROPOS_API_URL" and check(again, {}) == []
+
+
+def test_a_broken_key_is_reported_once_and_hides_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "broken.yaml"
+    keys = {"model_name_or_path": "a/b", **GROUPS, "use_vllm": True, "atropos_port": "none", "max_steps": -1}
+    path.write_text(yaml.safe_dump(keys))
+    assert cli.main(["check", str(path)]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert (
+        len(told) == 2 and any("'atropos_port' is" in one for one in told) and any("max_steps" in one for one in told)
+    )
+
+
+def test_an_environment_of_the_users_is_read_and_kept_with_its_reward(
+    read: Read, own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = {"reward": f"{own}:score"}
+    recipe = read(**mixture({"id": f"{own}:Sums"}, {"id": "dataset", "args": args}))
+    (problem,) = check(recipe, {})
+    assert problem.where == place_of(recipe, "args:") and "has no 'score'" in problem.what
+    (tmp_path / "own.py").write_text(f"{OWN}\ndef score(completions): ...")
+    assert check(recipe, {}) == []
+    assert own_code(recipe.__getitem__) == ["environment", f"{own}:Sums", f"{own}:score"]
+
+
+def test_environments_have_short_names_of_their_own(read: Read) -> None:
+    ids = ["arithmetic", "my_own.py:Two Sums!", "a.b:arithmetic", "arithmetic", "x:Ä", f"x:{'l' * 99}"]
+    recipe = read(**mixture(*({"id": one} for one in ids)))
+    labels = atropos_labels(recipe.__getitem__)
+    assert labels == ["arithmetic", "two-sums", "arithmetic-2", "arithmetic-3", "environment", "l" * 40]
+
+
+def test_weights_and_least_shares_come_from_the_mixture(read: Read) -> None:
+    entries = [{"id": "arithmetic", "weight": 3, "min_allocation": 0.25}, {"id": "dataset", "args": {"seed": 1}}]
+    first, second = atropos_environments(read(**mixture(*entries)).__getitem__)
+    assert (first.weight, first.min_allocation, first.args) == (3.0, 0.25, {})
+    assert (second.weight, second.min_allocation, second.args) == (1.0, None, {"seed": 1})
+    assert not uses_atropos(read().__getitem__)
+
+
+def test_variables_may_be_handed_to_environments_of_atropos(read: Read) -> None:
+    recipe = read(**GROUPS, reward_environment=["JUDGE_KEY"])
+    assert notes(recipe) == [] and check(recipe, {"JUDGE_KEY": "x"}) == []
+
+
+def test_maxent_and_more_iterations_are_allowed(read: Read) -> None:
+    assert check(read(**GROUPS, maxent_objective="tempered", num_iterations=2), {}) == []
+    keys = {**GROUPS, "prompts_per_step": None, "steps_per_generation": 8, "per_device_train_batch_size": 4}
+    assert check(read(**keys), {}) == []
+
+
+def test_a_check_needs_no_torch_and_names_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("model_name_or_path: a/b\ndataset_name: a/b\natropos_port: 70000\n")
+    with pytest.raises(ConfigError, match=r"recipe.yaml:3: 'atropos_port' is 70000, above 65535"):
+        read_recipe(path)
