@@ -45,7 +45,11 @@ from grpo_recipes.sweep.folder import (
 RUN_HELP = "run directory, its name in RUN_ROOT, last for the newest there, or the id of a Slurm job"
 _EITHER_HELP = f"{RUN_HELP}; or a sweep or a comparison by its directory or name"
 _OVER = ("completed", "failed", "stopped")
-_LOGS = {"slurm": ("slurm.out", "slurm.err"), "server": ("server",), "trainer": ("trainer",), "launch": ("launch",)}
+# Kinds of logs, and how the roles begin whose logs they are.
+_LOGS = {
+    "slurm": ("slurm.out", "slurm.err"), "server": ("server",), "trainer": ("trainer",), "launch": ("launch",),
+    "run_api": ("run-api",), "environments": ("environment-",),
+}  # fmt: skip
 _SECONDS = 1.0  # between two looks at the files
 _SLURM_SECONDS = 15.0  # between two questions to Slurm, which others ask, too
 _MOST_BYTES = 1 << 20  # of one file at a time
@@ -217,6 +221,8 @@ def _written(one: Run | Sweep) -> float:
     switch("--slurm", help="the job's output"),
     switch("--server", help="the log of the vLLM server"),
     switch("--trainer", help="the log of the trainers"),
+    switch("--run-api", help="the log of Atropos' run-api"),
+    switch("--environments", help="the logs of Atropos' environments"),
 )
 def logs(options: argparse.Namespace) -> int:
     """Print logs, and follow them with ``-f``; return 130 after Ctrl-C."""
@@ -229,7 +235,8 @@ def logs(options: argparse.Namespace) -> int:
         if options.follow:
             _follow(found, follower)
         elif not [run for run in runs_of(found) if follower.look(run, instead=True)]:
-            what = f"{shown(found.folder)} has no log of {' or '.join(kinds or ['launch'])} yet"
+            names = " or ".join(kinds or ["launch"]).replace("_", "-")
+            what = f"{shown(found.folder)} has no log of {names} yet"
             raise config_error(options.which, what, "grpo status shows its state; -f waits for it")
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -261,7 +268,8 @@ class Follower:
         """
         found = {**run.logs, **({"launch": run.folder / LOG} if (run.folder / LOG).is_file() else {})}
         others = [*(_LOGS["slurm"] if run.job_id else _LOGS["trainer"])] if instead and "launch" not in found else []
-        paths = [path for role, path in found.items() if role in (self._roles or ["launch", *others])]
+        wanted = tuple(self._roles or ["launch", *others])
+        paths = [path for role, path in found.items() if str(role).startswith(wanted)]
         for path in paths:
             size, known = path.stat().st_size, self._offsets.get(path)
             start = max(0, size - _MOST_BYTES) if known is None else min(known, size)

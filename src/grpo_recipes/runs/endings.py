@@ -94,6 +94,13 @@ _CAUSES = {
     r"NotFinite": "start anew with that change (a resume keeps its learning rate); a checkpoint can be the model: "
                   "model_name_or_path: RUN/checkpoints/checkpoint-N",
     r"probability tensor contains either": "the model gives no finite probabilities any more: lower learning_rate",
+    r"run-api died before": "its last lines are above; python -m atroposlib.cli.run_api starts it alone",
+    r"run-api was not ready": "see in its log what it waits for: its packages may come from a slow file system",
+    r"run-api \(pid \d+\)": "its log has the reason; server_restarts: N starts it and the trainers again N times",
+    r"environment \S+ \(pid \d+\).* code 2": "correct what its log names, then launch the recipe anew",
+    r"environment \S+ \(pid \d+\)":
+        "its log has the reason; correct it there and add --update-rewards to the resume; server_restarts: N starts it "
+        "again N times",
     r"died before it was ready": "its last lines are above; grpo check --deep RECIPE loads what it loads",
     r"was not ready after": "raise vllm_server_timeout, or see in its log what it waits for",
     r"port \d+ was taken": "launch again: another port is chosen; a port named in the recipe must be free",
@@ -266,9 +273,10 @@ def advice(run: Run, cause: str) -> str:
     if fix := reward_fix(run, cause):
         return fix
     fixes = [message.fix for message in _messages_in(cause)]
-    if re.search(r"the vLLM (server died|API server|engine process)", cause):  # why is in its own log alone
-        with suppress(ConfigError):
-            fixes += [message.fix for message in _messages_in(run.texts.get("server", ""))]
+    if found := re.search(r"the vLLM (?:server died|API server|engine process)|run-api|environment \S+(?= \()", cause):
+        role = "server" if "vLLM" in found[0] else found[0].replace(" ", "-")
+        with suppress(ConfigError):  # why is in its own log alone
+            fixes += [message.fix for message in _messages_in(run.texts.get(role, ""))]
     fixes += [fix for pattern, fix in _CAUSES.items() if re.search(pattern, cause)]
     if fixes:
         return fixes[0]
