@@ -29,6 +29,7 @@ from pydantic import Field
 from transformers.utils import cached_file
 
 from grpo_recipes.atropos.server import PromptTooLong, RunServer, RunServerConfig, generation_params, noting
+from grpo_recipes.environments.renderer import Renderer
 from grpo_recipes.environments.turns import Message, Turn
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.recipe.keys import catalogue, nearest_of
@@ -36,7 +37,6 @@ from grpo_recipes.recipe.registry import ENVIRONMENT_REWARD, IN_CHILDREN, REWARD
 from grpo_recipes.recipe.user_code import copy_path, problem_with
 from grpo_recipes.rewards.pool import RewardPool
 from grpo_recipes.rewards.score import Score, call_reward, is_own, make_reward
-from grpo_recipes.rollouts.renderer import Renderer
 from grpo_recipes.runs.rundir import json_mapping
 
 MASKED, UNSAMPLED = -100, 1.0  # Atropos' signs for a token that is not trained on, in masks and log-probs

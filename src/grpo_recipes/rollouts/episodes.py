@@ -22,6 +22,7 @@ from accelerate.utils import gather_object
 
 from grpo_recipes.attributes import replaced
 from grpo_recipes.environments.libraries import LIBRARIES
+from grpo_recipes.environments.renderer import DUMMY, Renderer
 from grpo_recipes.environments.turns import BASE, POLICY, Message, Turn
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
 from grpo_recipes.recipe.registry import environments_of, own_environments, turn_tokens
@@ -30,7 +31,6 @@ from grpo_recipes.rewards.load import LimitRecords, key_of
 from grpo_recipes.rewards.score import Score
 from grpo_recipes.rollouts.episode import Episode, Side, Tokens, environment_pool
 from grpo_recipes.rollouts.opponents import Opponents
-from grpo_recipes.rollouts.renderer import DUMMY, Renderer
 from grpo_recipes.rollouts.source import Source
 from grpo_recipes.rollouts.stage import PLAY
 
