@@ -180,7 +180,7 @@ PROBLEMS = {
     "token beyond the vocabulary": (
         group(3, first=997), "trajectory 2: token id 1000, and the model knows 0 to 999",
     ),
-    "negative token": (changed("tokens", 0, [4, -11, 16, 20]), "trajectory 0: token id -11, and the model knows"),
+    "negative token": (changed("tokens", 0, [4, -11, 16, 20]), "trajectory 0: token id -11"),
     "huge token": (changed("tokens", 1, [*P, 21, 2**70]), "trajectory 1: tokens hold a value that does not belong"),
     "token of text": (changed("tokens", 1, [*P, 21, "a"]), "trajectory 1: tokens hold a value that does not belong"),
     "mask of zeros and ones": (changed("masks", 1, [0, 0, 0, 1, 1]), "trajectory 1: mask 0 at token 4; it is that or"),

@@ -94,6 +94,14 @@ class Group:
     def _flat(self) -> _Flat:
         return _Flat(self)
 
+    @cached_property
+    def _problem(self) -> str | None:
+        """What is wrong with it whatever model trains on it; looked for once."""
+        try:
+            return _shape_problem(self) or _mask_problem(self._flat) or _number_problem(self) or _setting_problem(self)
+        except ValueError as error:  # of _flat
+            return str(error)
+
 
 class _Flat:
     """The rows of a group end to end, (N,), converted once; ValueError for a value that is no number.
@@ -147,20 +155,23 @@ def problem_of(group: Group, *, size: int, longest: int | None, vocabulary: int 
         longest: most tokens of a trajectory, prompt included.
         vocabulary: token ids that the model knows, from 0.
     """
-    if problem := _shape_problem(group, size, longest):
-        return problem
-    try:
-        flat = group._flat
-    except ValueError as error:
-        return str(error)
-    return _token_problem(flat, vocabulary) or _number_problem(group, flat) or _setting_problem(group)
+    if len(group.tokens) != size or not size:
+        return f"{len(group.tokens)} trajectories where {size} make a group"
+    if group._problem is not None:
+        return group._problem
+    flat = group._flat
+    if longest is not None and (wrong := flat.lengths > longest).any():
+        row = int(np.argmax(wrong))
+        return f"trajectory {row}: {flat.lengths[row]} tokens where at most {longest} are allowed"
+    if vocabulary is not None and (wrong := flat.tokens >= vocabulary).any():
+        token = flat.tokens[np.argmax(wrong)]
+        return f"trajectory {flat.row(wrong)}: token id {token}, and the model knows 0 to {vocabulary - 1}"
+    return None
 
 
-def _shape_problem(group: Group, size: int, longest: int | None) -> str | None:
+def _shape_problem(group: Group) -> str | None:
     """Return which number of rows, or of values in a row, is wrong."""
     count = len(group.tokens)
-    if count != size or not count:
-        return f"{count} trajectories where {size} make a group"
     if group.inference_logprobs is None:
         return "no inference_logprobs"
     by_token = {name: rows for name in ("masks", *_PER_TOKEN) if (rows := getattr(group, name)) is not None}
@@ -175,17 +186,13 @@ def _shape_problem(group: Group, size: int, longest: int | None) -> str | None:
                 return f"trajectory {index}: {len(tokens)} tokens, but {len(rows[index])} {name}"
         if not tokens:
             return f"trajectory {index}: no tokens"
-        if longest is not None and len(tokens) > longest:
-            return f"trajectory {index}: {len(tokens)} tokens where at most {longest} are allowed"
     return None
 
 
-def _token_problem(flat: _Flat, vocabulary: int | None) -> str | None:
+def _mask_problem(flat: _Flat) -> str | None:
     """Return which token, or which mask, is wrong."""
-    known = np.iinfo(np.int64).max if vocabulary is None else vocabulary
-    if (wrong := (flat.tokens < 0) | (flat.tokens >= known)).any():
-        allowed = "none is negative" if vocabulary is None else f"the model knows 0 to {vocabulary - 1}"
-        return f"trajectory {flat.row(wrong)}: token id {flat.tokens[np.argmax(wrong)]}, and {allowed}"
+    if (wrong := flat.tokens < 0).any():
+        return f"trajectory {flat.row(wrong)}: token id {flat.tokens[np.argmax(wrong)]}"
     if (wrong := flat.trained & (flat.labels != flat.tokens)).any():
         at = np.argmax(wrong)
         return f"trajectory {flat.row(wrong)}: mask {flat.labels[at]} at token {flat.tokens[at]}; it is that or -100"
@@ -197,8 +204,9 @@ def _token_problem(flat: _Flat, vocabulary: int | None) -> str | None:
     return None
 
 
-def _number_problem(group: Group, flat: _Flat) -> str | None:
+def _number_problem(group: Group) -> str | None:
     """Return which log-prob, score or advantage is no number to train on."""
+    flat = group._flat
     logprobs = flat.columns["inference_logprobs"]
     if (wrong := flat.trained & ~np.isfinite(logprobs)).any():
         return f"trajectory {flat.row(wrong)}: inference log-prob {logprobs[np.argmax(wrong)]} of a trained token"
@@ -314,8 +322,8 @@ class Trajectory:
 
 def trajectories(group: Group) -> list[Trajectory]:
     """Return the rows of a group as arrays; ValueError for one that ``problem_of`` finds a problem in."""
-    if problem := problem_of(group, size=len(group.tokens), longest=None, vocabulary=None):
-        raise ValueError(problem)
+    if group._problem is not None or not group.tokens:
+        raise ValueError(group._problem or "no trajectories")
     flat = group._flat
     narrow = {name: flat.columns[name].astype(np.float32) for name in flat.columns if name != "ref_logprobs"}
     narrow["inference_logprobs"][~flat.trained] = 0
@@ -376,11 +384,8 @@ def group_of(rows: Sequence[Trajectory]) -> Group:
     if params.get("policy_version") != first.policy_version:
         params["policy_version"] = first.policy_version
     group = Group(
-        tokens=[[*row.prompt_ids.tolist(), *row.completion_ids.tolist()] for row in rows],
-        masks=[
-            [UNTRAINED] * len(row.prompt_ids) + np.where(row.mask, row.completion_ids, UNTRAINED).tolist()
-            for row in rows
-        ],
+        tokens=(tokens := [row.prompt_ids.tolist() + row.completion_ids.tolist() for row in rows]),
+        masks=[_labels(row, own) for row, own in zip(rows, tokens, strict=True)],
         scores=[row.score for row in rows],
         inference_logprobs=[_logprobs(row) for row in rows],
         advantages=None if first.advantages is None else [_advantages(row) for row in rows],
@@ -406,8 +411,16 @@ def _of_group(row: Trajectory) -> Any:
     return row.env_id, row.policy_version, row.settings, row.advantages is None, filled
 
 
+def _labels(row: Trajectory, tokens: list[int]) -> list[int]:
+    before = len(row.prompt_ids)
+    if row.mask.all():
+        return [UNTRAINED] * before + tokens[before:]
+    return [UNTRAINED] * before + np.where(row.mask, row.completion_ids, UNTRAINED).tolist()
+
+
 def _logprobs(row: Trajectory) -> list[float]:
-    made = [UNTRAINED_LOGPROB] * len(row.prompt_ids) + np.where(row.mask, row.logprobs, UNTRAINED_LOGPROB).tolist()
+    trained = row.logprobs if row.mask.all() else np.where(row.mask, row.logprobs, UNTRAINED_LOGPROB)
+    made = [UNTRAINED_LOGPROB] * len(row.prompt_ids) + trained.tolist()
     own = row.rest.get("inference_logprobs")
     if own is None:
         return made

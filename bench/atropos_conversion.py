@@ -1,0 +1,134 @@
+"""Sequences of 256 tokens a second between scored groups of Atropos and arrays, on one core.
+
+    python bench/atropos_conversion.py [--rounds 9] [--out bench/results/atropos_conversion.json]
+
+Groups of 8 sequences as run-api hands them out: a prompt of 64 tokens, completions of 192, every fifth with a turn of
+the environment in its completions and with per-token advantages. Log-probs are float32, as vLLM computes them.
+
+* ``to arrays`` is what the trainer does with each group that has been parsed: read it, look for a problem, make arrays;
+* ``from arrays`` is the way back; ``there and back`` is both, and every round must give the groups unchanged;
+* ``parse`` is the JSON of run-api's answer alone, which comes before all of it.
+
+Target: 20,000 a second each way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import random
+import statistics
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from made_by import made_by
+
+from grpo_recipes.atropos.group import UNTRAINED, Group, group_of, problem_of, trajectories
+from grpo_recipes.paths import home
+from grpo_recipes.runs.rundir import write_json
+
+GROUP, PROMPT, COMPLETION, VOCABULARY = 8, 64, 192, 150_000
+
+
+def main() -> None:
+    """Measure and write the result."""
+    options = _options()
+    load = [round(load, 2) for load in os.getloadavg()]
+    rates: dict[str, list[float]] = {}
+    for seed in range(options.rounds + 1):
+        for name, seconds in measure(wire_groups(options.groups, seed)).items():
+            if seed:  # the first round warms up
+                rates.setdefault(name, []).append(options.groups * GROUP / seconds)
+    result = {
+        "what": f"sequences of {PROMPT + COMPLETION} tokens a second, by CPU time, median of the rounds",
+        **{
+            name: {"median": round(statistics.median(raw)), "raw": list(map(round, raw))} for name, raw in rates.items()
+        },
+        "sequences": options.groups * GROUP,
+        "group": GROUP,
+        "machine": {"cores": os.cpu_count(), "cpu": _processor(), "load_average_before": load},
+        "versions": {name: importlib.metadata.version(name) for name in ("numpy", "grpo-recipes")}
+        | {"python": platform.python_version()},
+        **made_by(),
+    }
+    write_json(options.out, result)
+    print(json.dumps(result, indent=1))
+
+
+def measure(texts: list[str]) -> dict[str, float]:
+    """Return the CPU seconds of each conversion of these groups; AssertionError where one comes back changed."""
+    seconds: dict[str, float] = {}
+
+    def timed(name: str, work: Callable[[Any], Any], items: list[Any]) -> list[Any]:
+        start = time.process_time()
+        made = [work(item) for item in items]
+        seconds[name] = time.process_time() - start
+        return made
+
+    plain = timed("parse", json.loads, texts)
+    rows = timed("to arrays", to_arrays, plain)
+    back = timed("from arrays", from_arrays, rows)
+    seconds["there and back"] = seconds["to arrays"] + seconds["from arrays"]
+    assert back == plain, "a group came back changed"
+    return seconds
+
+
+def to_arrays(plain: Any) -> list[Any]:
+    """Return the trajectories of a group of the wire, looked through as the trainer does."""
+    group = Group.of_wire(plain)
+    assert problem_of(group, size=GROUP, longest=PROMPT + COMPLETION, vocabulary=VOCABULARY) is None
+    return trajectories(group)
+
+
+def from_arrays(rows: list[Any]) -> dict[str, Any]:
+    """Return a group of the wire from its trajectories."""
+    return group_of(rows).as_wire()
+
+
+def wire_groups(count: int, seed: int) -> list[str]:
+    """Return groups as JSON, each on its own."""
+    draw = random.Random(seed)
+    return [json.dumps(_group(draw, several_turns=index % 5 == 0).as_wire()) for index in range(count)]
+
+
+def _group(draw: random.Random, several_turns: bool) -> Group:
+    prompt = draw.choices(range(VOCABULARY), k=PROMPT)
+    tokens = [prompt + draw.choices(range(VOCABULARY), k=COMPLETION) for _ in range(GROUP)]
+    trained = [at >= PROMPT and not (several_turns and 120 <= at < 150) for at in range(PROMPT + COMPLETION)]
+    return Group(
+        tokens=tokens,
+        masks=[[token if own else UNTRAINED for token, own in zip(row, trained, strict=True)] for row in tokens],
+        scores=[float(draw.random() < 0.5) for _ in tokens],
+        inference_logprobs=[[_float32(-draw.expovariate(2)) if own else 1.0 for own in trained] for _ in tokens],
+        advantages=[[float(own) for own in trained] for _ in tokens] if several_turns else None,
+        generation_params={"policy_version": 3, "temperature": 1.0},
+        overrides=[{} for _ in tokens],
+        env_id=0,
+    )
+
+
+def _float32(value: float) -> float:
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--groups", type=int, default=500, help="of each round")
+    parser.add_argument("--out", type=Path, default=home() / "bench/results/atropos_conversion.json")
+    return parser.parse_args()
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+if __name__ == "__main__":
+    main()
