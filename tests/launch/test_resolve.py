@@ -13,7 +13,7 @@ from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.launch.attempt import prepare
 from grpo_recipes.launch.nodes import NodeWorkers
-from grpo_recipes.launch.resolve import Options, names_of, need_same_data, need_same_world, resolve_run
+from grpo_recipes.launch.resolve import Options, make_logs, names_of, need_same_data, need_same_world, resolve_run
 from grpo_recipes.launch.submission import Submission, freeze, frozen_environment
 from grpo_recipes.paths import home
 from grpo_recipes.plan.commands import base_environment
@@ -262,3 +262,14 @@ def test_a_requeued_task_of_an_array_finds_its_run(monkeypatch) -> None:
     Path("runs/.jobs").mkdir()
     Path("runs/.jobs/c-7_2").write_text(str(run.folder))
     assert resolve_run(Options(recipe=str(SMOKE)), resources)[0] == find_run(Path("runs"), "last")
+
+
+def test_logs_are_where_logdir_says_and_slurms_where_the_command_is_run(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LOGDIR", str(tmp_path / "deep/er"))
+    make_logs()
+    assert (tmp_path / "deep/er").is_dir() and (tmp_path / "logs").is_dir()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("LOGDIR", "file")
+    with pytest.raises(ConfigError, match=r"LOGDIR: cannot make 'file' \(File exists\)\. Fix: name a folder"):
+        make_logs()

@@ -9,13 +9,14 @@ from pathlib import Path
 
 from grpo_recipes.errors import ConfigError, config_error, translate
 from grpo_recipes.paths import CODE_VARIABLE, shown
+from grpo_recipes.plan.commands import LOGS, log_folder
 from grpo_recipes.plan.devices import Resources, rows_of_generation
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.process.reports import address_reachable, say
 from grpo_recipes.recipe import Recipe, merge_recipe, read_frozen
 from grpo_recipes.recipe.check import check, choose_recipe, resolve_recipe
 from grpo_recipes.recipe.keys import DEFAULT_RECIPE
-from grpo_recipes.recipe.registry import own_environments
+from grpo_recipes.recipe.registry import own_code
 from grpo_recipes.recipe.tasks import GRPO, requested_task, same_task
 from grpo_recipes.recipe.user_code import REWARD_COPIES, changed_copies, problem_with, split_spec
 from grpo_recipes.runs import rundir
@@ -104,8 +105,7 @@ def nothing_is_left(run: Run, options: Options) -> bool:
 
 def _need_better_rewards(run: Run, recipe: Recipe) -> None:
     """Refuse ``--update-rewards`` where no reward or environment has changed, or one has become no valid Python."""
-    specs = [*recipe["reward_funcs"], *own_environments(recipe.__getitem__)]
-    where, files = "--update-rewards", [spec for spec in specs if ".py:" in spec]
+    where, files = "--update-rewards", [spec for spec in own_code(recipe.__getitem__) if ".py:" in spec]
     changed = changed_copies(files, run.folder / REWARD_COPIES)
     if not changed:
         named = ", ".join(split_spec(spec)[0] for spec in files) or "a file of yours"
@@ -120,10 +120,13 @@ def _run_root(recipe: Recipe) -> Path:
 
 
 def make_logs() -> None:
-    """Make the folder of the logs where the command is run."""
+    """Make the folder of Slurm's logs where the command is run, and that of the processes' logs, which LOGDIR names."""
     what, fix = "cannot make the folder logs here", "launch or submit from a folder you may write to"
     with translate(OSError, lambda error: config_error("working folder", f"{what} ({error.strerror})", fix)):
-        Path("logs").mkdir(exist_ok=True)
+        Path(LOGS).mkdir(exist_ok=True)
+    folder, fix = log_folder(os.environ), "name a folder you may write to"
+    with translate(OSError, lambda error: config_error("LOGDIR", f"cannot make '{folder}' ({error.strerror})", fix)):
+        folder.mkdir(parents=True, exist_ok=True)
 
 
 def note_job(folder: Path, recipe: Recipe, job: str) -> None:

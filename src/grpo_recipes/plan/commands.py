@@ -25,6 +25,7 @@ from grpo_recipes.recipe.learning import mixed_precision
 from grpo_recipes.recipe.registry import BRIDGES, LORA_RANKS
 from grpo_recipes.runs.rundir import SYNC_FOLDER
 
+LOGS = "logs"  # folder of the logs, where the variable LOGDIR names none
 CPU_KV_CACHE_GIB = 1
 _SECONDS_A_GB = 30.0  # more for each GB of weights: read at 50 MB/s, with time to compile and capture what is larger
 _HUB_LOGIN = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH")
@@ -161,9 +162,15 @@ def with_processes(
     def complete(one: Process) -> Process:
         network = _network(plan, resources, environment, names, one.node)
         variables = {**one.environment, **network, **offline}
-        return replace(one, environment=variables, keeps=kept.get(one.role, handed))
+        log = one.log if not one.log.startswith(f"{LOGS}/") else str(log_folder(environment) / Path(one.log).name)
+        return replace(one, environment=variables, keeps=kept.get(one.role, handed), log=log)
 
     return replace(plan, processes=[complete(one) for one in processes])
+
+
+def log_folder(environment: Mapping[str, str]) -> Path:
+    """Return the folder of the logs that no variable names."""
+    return Path(os.path.expanduser(environment.get("LOGDIR") or LOGS))
 
 
 def _server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: Names) -> Process:

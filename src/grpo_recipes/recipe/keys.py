@@ -148,6 +148,7 @@ READ_VARIABLES: dict[str, str] = {
     "CONFIG_FILE": "an accelerate file instead of TRL's packaged one",
     "TRAIN_ENTRYPOINT": "entry script of the trainers, by default src/grpo.py, or src/maxent-grpo.py of a MaxEnt run",
     "MAXENT": "1 selects src/maxent-grpo.py and a MaxEnt recipe, 0 refuses one",
+    "LOGDIR": "folder of the logs of a launch's processes, logs by default; the next two name files",
     "SERVER_LOG": "file of the server's log; a number follows where it exists",
     "TRAINING_LOG": "file of the trainers' log; a number follows where it exists",
     "ACC_TEE": "1, 2 or 3: each line of the trainers' output, errors or both begins with its rank (accelerate --tee)",
