@@ -24,8 +24,8 @@ def find_environment():
     return (sys.executable if importlib.util.find_spec("trl") else None), folder
 
 
-def main():
-    """Go on in the environment; exit with 2 where there is none."""
+def main(module="grpo_recipes.cli.colocated"):
+    """Go on in the environment, with a ``module`` that reads the flags; exit with 2 where there is none."""
     python, folder = find_environment()
     if python is None:
         own = next((name for name in OWN if os.environ.get(name)), None)
@@ -35,7 +35,7 @@ def main():
         sys.exit(2)
     # Packages of the login shell must not reach into the environment.
     variables = {name: text for name, text in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    os.execve(python, [python, "-P", "-s", "-m", "grpo_recipes.cli.colocated", *sys.argv[1:]], variables)
+    os.execve(python, [python, "-P", "-s", "-m", module, *sys.argv[1:]], variables)
 
 
 if __name__ == "__main__":

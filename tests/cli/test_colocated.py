@@ -122,7 +122,7 @@ def test_the_port_is_that_of_the_rendezvous(machine, capsys) -> None:
         port = other.getsockname()[1]
         code, _, err = printed(capsys, "--master-port", str(port))
     assert code == 2 and err.endswith(
-        f"grpo: --master-port: port {port} is in use by another process. "
+        f"grpo: --master-port: port {port} is in use by another process (pid {os.getpid()}). "
         "Fix: free it, or remove --master-port and let the launcher choose\n"
     )
 

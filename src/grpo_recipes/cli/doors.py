@@ -13,14 +13,14 @@ from grpo_recipes.plan.devices import Resources
 def launch_words(start: list[str], options: Options, variables: Mapping[str, str]) -> str:
     """Return the command of a shell that does the same, beginning with ``start``."""
     words = [
-        *(f"{name}={text}" for name, text in variables.items()), *start,
+        *start,
         *([options.recipe] if options.recipe else []),
         *(["--task", options.task] if options.task else []),
         *(["--resume", options.resume] if options.resume else []),
         *options.flags,
         *(f"--{field.name.replace('_', '-')}" for field in fields(options) if getattr(options, field.name) is True),
     ]  # fmt: skip
-    return shlex.join(words)
+    return " ".join([*(f"{name}={shlex.quote(text)}" for name, text in variables.items()), shlex.join(words)])
 
 
 def strange(flags: list[str], own: Iterable[str], program: str) -> Iterator[Problem]:
@@ -37,8 +37,8 @@ def in_words_of(error: ConfigError, names: Mapping[str, str]) -> ConfigError:
     """Return an error of the launch with the door's flags in place of those that stand for them."""
 
     def ours(one: Problem) -> Problem:
-        flag = names.get(one.where, one.where)
-        return replace(one, where=flag, fix=one.fix.replace(one.where.removeprefix("--"), flag))
+        flag = names.get(one.where)
+        return replace(one, where=flag, fix=one.fix.replace(one.where.removeprefix("--"), flag)) if flag else one
 
     return ConfigError(*map(ours, error.problems))
 
