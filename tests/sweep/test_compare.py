@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -15,6 +16,7 @@ import pytest
 
 from grpo_recipes import cli
 from grpo_recipes.plan.devices import Node, Resources
+from grpo_recipes.plan.ports import PORT_KEYS
 from grpo_recipes.recipe import read_frozen
 from grpo_recipes.runs.benchmark import mode_of
 from grpo_recipes.runs.rundir import read_json, write_json
@@ -254,7 +256,7 @@ def test_a_named_port_that_is_taken_is_refused_before_anything_is_written(compar
         other.listen()
         port = other.getsockname()[1]
         assert compare("file,shared", "--jobs", "1", "--vllm_server_port", str(port)) == 2
-    assert f"--vllm_server_port: port {port} is in use by another process. Fix: free it" in capsys.readouterr().err
+    assert f"--vllm_server_port: port {port} is in use by another process (pid {os.getpid()}). Fix: free it" in capsys.readouterr().err
     assert fakes.began == [] and not (folder / "runs").exists()
 
 
@@ -299,3 +301,52 @@ def test_atropos_names_are_those_of_the_benchmark(tmp_path):
         bridge, lora = module.MODES[name]
         run = SimpleNamespace(plan={"bridge": bridge}, value={"use_peft": lora}.get)
         assert mode_of(run) == name
+
+
+GROUPS = """
+model_name_or_path: smoke:sums
+dtype: float32
+bf16: false
+atropos_environment: arithmetic
+reward_funcs: [environment]
+prompts_per_step: 8
+num_generations: 8
+max_prompt_length: 32
+max_completion_length: 8
+max_steps: 9
+use_vllm: true
+"""
+
+
+def test_the_modes_of_atropos_trainer_run_side_by_side_each_with_a_run_api_of_its_own(fakes, folder, capsys):
+    pytest.importorskip("atroposlib")
+    (folder / "groups.yaml").write_text(GROUPS)
+    assert cli.main(["compare", "groups.yaml", "--modes", "none,shared_vllm,lora_only", "--steps", "3"]) == 0
+    place, kept = record(folder)
+    assert [row["bridge"] for row in kept["modes"]] == ["restart", "shared", "lora"]
+    assert [row["status"] for row in kept["modes"]] == ["completed"] * 3 and fakes.most == 3
+    for row in kept["modes"]:
+        run = place / row["mode"]
+        recipe, plan = read_frozen(run / "recipe.yaml"), read_json(run / "plan.json")
+        assert recipe["max_steps"] == 3 and recipe["atropos_environment"] == "arithmetic"
+        assert not any(recipe.given(key) for key in PORT_KEYS)  # so that each launch takes free ones
+        assert {"run-api", "environment-arithmetic"} <= {process["role"] for process in plan["processes"]}
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if line.startswith(("none ", "shared_vllm ", "lora_only "))][-3:] == [
+        "none", "shared_vllm", "lora_only"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--atropos_api_url=http://127.0.0.1:8000", "modes cannot share a run-api"),
+        ("--atropos_port=8123", "2 modes at the same time cannot have one atropos_port"),
+    ],
+)
+def test_modes_cannot_share_a_run_api(fakes, folder, capsys, flag, said):
+    pytest.importorskip("atroposlib")
+    (folder / "groups.yaml").write_text(GROUPS)
+    assert cli.main(["compare", "groups.yaml", "--modes", "file,shared", flag]) == 2
+    assert said in capsys.readouterr().err
+    assert fakes.began == [] and not (folder / "runs").exists()

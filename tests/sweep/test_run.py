@@ -129,7 +129,7 @@ def test_a_named_port_that_is_taken_is_refused_before_anything_is_written(sweep,
         port = str(other.getsockname()[1])
         assert sweep(*TWO, "--main_process_port", port) == 2
     said = capsys.readouterr().err
-    assert f"--main_process_port: port {port} is in use by another process. Fix: free it" in said
+    assert f"--main_process_port: port {port} is in use by another process (pid {os.getpid()}). Fix: free it" in said
     assert not (folder / "runs").exists()
 
 
