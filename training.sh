@@ -71,11 +71,17 @@ prepare_shell() {
     fi
 }
 
+# run_atropos_grpo.sh goes on here too, with the door of Atropos in the place of grpo launch.
+launch() {
+    [[ $GRPO_DOOR != atropos ]] || exec "${grpo%/*}/python" -P -s -m grpo_recipes.cli.atropos "$@"
+    exec "$grpo" launch "$@"
+}
+
 repository=$(find_repository) || exit
 [[ -z $ENV_DIR ]] || { ENV_DIR=$(realpath -ms -- "$ENV_DIR"); export ENV_DIR; }
 grpo=${ENV_DIR:-$repository/.venv}/bin/grpo
 if [[ $1 == --help || $1 == -h ]]; then
-    [[ -x $grpo ]] && exec "$grpo" launch --help
+    [[ -x $grpo ]] && launch --help
     usage
     exit 0
 fi
@@ -93,4 +99,4 @@ fi
 unset PYTHONPATH PYTHONHOME
 export PYTHONNOUSERSITE=1
 export GRPO_DEFAULT_RECIPE=1 # this script alone takes the default recipe where none is named
-exec "$grpo" launch "$@"
+launch "$@"
