@@ -23,6 +23,7 @@ from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import resolve_recipe
 from grpo_recipes.recipe.dialects.atropos_flags import (
     ENVIRONMENT_FIELDS,
+    FIELD_KEYS,
     FLAGS,
     VARIABLES,
     flag_rows,
@@ -119,6 +120,8 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("--wandb-project mine", {"wandb_project": "mine"}),
     ("--wandb-group ours", {"wandb_run_group": "ours"}),
     ("--env.group_size 4", {"num_generations": 4}),
+    ("--env.temperature 0.7", {"temperature": 0.7}),
+    ("--env.chat_template '{{ messages }}'", {"chat_template": "{{ messages }}"}),
     ("--env.max_num_workers 3 --env.name=x", {"atropos_environment_args": {"max_num_workers": 3, "name": "x"}}),
     ("--num_generations 16", {"num_generations": 16}),
     ("--atropos_max_staleness 1", {"atropos_max_staleness": 1}),
@@ -645,6 +648,10 @@ def test_what_the_launch_says_to_its_environment_anyway_changes_nothing(flag: st
         ("--env.rollout_server_url http://localhost:8001", "write --atropos-url"),
         ("--env.total_steps 10", "write --training-steps"),
         ("--env.batch_size 10", "write --batch-size and --gradient-accumulation-steps"),
+        ("--env.chat_template_kwargs {}", "write --chat_template_kwargs"),
+        ("--env.inference_weight 2", "write atropos_mixture in a recipe, with the weight of each environment"),
+        ("--env.min_batch_allocation 0.5", "write atropos_mixture in a recipe, with the min_allocation of each "
+            "environment"),
         ("--env.wandb_name x", "remove it; an environment has the name of its class"),
         ("--openai.model_name a/b", "remove it; the server serves --model-name"),
         ("--openai.base_url http://localhost:9004/v1", "write --vllm-port: the launch starts the server and tells its "
@@ -668,7 +675,9 @@ def test_every_field_of_the_table_is_tested() -> None:
         for mark in test.pytestmark  # type: ignore[attr-defined]
     ]
     tested = {flag.split()[0] for mark in marks for flag, _ in mark.args[1]}
-    assert set(ENVIRONMENT_FIELDS) <= tested | {"--env.group_size"}
+    assert set(ENVIRONMENT_FIELDS) <= tested
+    changed = {word for flag, _ in CHANGES for word in flag.split()}
+    assert set(FIELD_KEYS) <= changed
 
 
 def test_a_field_needs_a_value_and_an_environment() -> None:
@@ -718,7 +727,7 @@ def test_no_default_of_the_help_differs_from_what_is_taken() -> None:
 
 def test_tables_of_the_page_have_every_flag_and_variable() -> None:
     assert [name.split(", ")[0] for name, _, _ in flag_rows()][: len(FLAGS)] == [f"`{one.name}`" for one in FLAGS]
-    assert {f"`{name}`" for name in ENVIRONMENT_FIELDS} <= {name for name, _, _ in flag_rows()}
+    assert {f"`{name}`" for name in (*ENVIRONMENT_FIELDS, *FIELD_KEYS)} <= {name for name, _, _ in flag_rows()}
     assert [name for name, _, _ in variable_rows()] == [f"`{one.name}`" for one in VARIABLES]
     assert all(about for _, _, about in (*flag_rows(), *variable_rows()))
 

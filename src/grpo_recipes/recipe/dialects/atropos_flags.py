@@ -130,16 +130,24 @@ FLAGS: tuple[Flag, ...] = (
     _refused("--max-lora-rank", "remove it; the server has room for --lora-r"),
 )
 
-# Flags of an Atropos environment, which is a process of its own: field -> what to write here. Others are fields of its
-# configuration, and part of atropos_environment_args.
+# Flags of an Atropos environment, which is a process of its own there. Those that are keys of a recipe here, as the
+# trainer needs them too, and those that the launch decides -> what to write. All others of --env. are fields of the
+# environment's configuration, and part of atropos_environment_args.
+FIELD_KEYS: Mapping[str, str] = {
+    "--env.group_size": "num_generations",
+    "--env.temperature": "temperature",
+    "--env.chat_template": "chat_template",
+}
 ENVIRONMENT_FIELDS: Mapping[str, str] = {
     "--env.tokenizer_name": "remove it; the tokenizer is that of --model-name",
     "--env.use_wandb": "write --use-wandb: the trainer reports, its environments do not",
-    "--env.group_size": "num_generations",
     "--env.max_token_length": "write --seq-len",
     "--env.rollout_server_url": "write --atropos-url",
     "--env.total_steps": "write --training-steps",
     "--env.batch_size": "write --batch-size and --gradient-accumulation-steps",
+    "--env.chat_template_kwargs": "write --chat_template_kwargs",
+    "--env.inference_weight": "write atropos_mixture in a recipe, with the weight of each environment",
+    "--env.min_batch_allocation": "write atropos_mixture in a recipe, with the min_allocation of each environment",
     "--env.wandb_name": "remove it; an environment has the name of its class",
     "--openai.model_name": "remove it; the server serves --model-name",
     "--openai.base_url": "write --vllm-port: the launch starts the server and tells its environments where it is",
@@ -148,7 +156,6 @@ ENVIRONMENT_FIELDS: Mapping[str, str] = {
     "--server.port": "remove it; an environment does not take it either. The launch tells its environments where "
     "run-api is, and one that you start yourself takes --env.rollout_server_url URL",
 }
-GROUP_SIZE = "--env.group_size"
 
 
 @dataclass(frozen=True)
@@ -194,10 +201,9 @@ def flag_rows() -> list[tuple[str, str, str]]:
         )
         for one in FLAGS
     ]
-    fields = [
-        (f"`{name}`", "", f"`{instead}`" if name == GROUP_SIZE else f"refused: {instead}")
-        for name, instead in ENVIRONMENT_FIELDS.items()
-    ]
+    fields = [(f"`{name}`", "", f"the key `{key}`") for name, key in FIELD_KEYS.items()]
+    fields += [(f"`{name}`", "", f"refused: {instead}") for name, instead in ENVIRONMENT_FIELDS.items()]
+    fields.append(("`--env.FIELD`", "", "any other field of the environment's configuration"))
     return [*told, ("`--benchmark`", "", "ends with the benchmark summary"), *fields]
 
 

@@ -20,9 +20,9 @@ from grpo_recipes.recipe.dialects.atropos_flags import (
     AUTO,
     BACKENDS,
     ENVIRONMENT_FIELDS,
+    FIELD_KEYS,
     FLAG,
     FLAGS,
-    GROUP_SIZE,
     SHARED,
     Flag,
 )
@@ -201,8 +201,8 @@ def _fields(it: Translation, dotted: list[tuple[str, str]]) -> None:
         it.given[name] = text, name
         if not text:
             it.refuse(name, "is given without a value", f"write {name} VALUE")
-        elif name == GROUP_SIZE:
-            it.put(name, **{ENVIRONMENT_FIELDS[name]: text})
+        elif name in FIELD_KEYS:
+            it.put(name, **{FIELD_KEYS[name]: text})
         elif name in anyway and anyway[name](text):
             it.notes.append(f"{name} {text} changes nothing: the launch tells its environments the same")
         elif name in ENVIRONMENT_FIELDS or not name.startswith(_ENV):
