@@ -431,3 +431,20 @@ def test_a_page_that_is_being_written_does_not_take_the_place_of_the_last(tmp_pa
     assert report_line(folder).startswith("report in ")
     earlier.join()
     assert "the last word" in (folder / "report.html").read_text()
+
+
+def test_a_run_on_groups_of_atropos_shows_where_they_came_from_and_how(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, steps=10)
+    plan = json.loads((folder / "plan.json").read_text()) | {"atropos": "sums, maze; 8 sequences a batch"}
+    (folder / "plan.json").write_text(json.dumps(plan))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        row |= {"atropos/wait_seconds": 2.0, "atropos/staleness_mean": row["step"] / 10, "atropos/queue": 3.0}
+        row |= {"atropos/stale": float(row["step"] == 10), "atropos/rejected": 0.0, "atropos/reward_sums": row["step"]}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = page_of(folder).text
+    charts = drawn((folder / "report.html").read_text())
+    assert "Environmentsums, mazeTrainer" in text
+    assert values(charts["Staleness"])[-1] == "1" and values(charts["Groups too old"])[-1] == "1"
+    assert {"Wait for groups", "Queue of run-api", "atropos/reward_sums"} < charts.keys()
+    assert "Groups rejected" not in charts  # there were none

@@ -13,11 +13,14 @@ from typing import Any
 import torch
 
 from grpo_recipes import smoke
+from grpo_recipes.atropos.client import AtroposError
 from grpo_recipes.atropos.group import Group
 from grpo_recipes.data.prompts import load_prompts
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
 from grpo_recipes.rewards.load import EpisodeReward
 from grpo_recipes.rollouts.atropos import AtroposRollouts
+from grpo_recipes.runs.rundir import stop_file
+from grpo_recipes.runs.stop_request import StoppedOnRequest
 from grpo_recipes.trainers.grpo import GRPOTrainer
 
 from .fake_atropos import ScriptedClient
@@ -27,7 +30,10 @@ PROMPT, LONGEST = 3, 6  # tokens: of a prompt, and of a turn at most
 
 
 def row(seed: str, turns: int = 1) -> dict[str, list[Any]]:
-    """Tokens of a prompt and of turns, each of one to ``LONGEST`` tokens and two of the environment's before it."""
+    """Tokens of a prompt and of turns, each of one to ``LONGEST`` tokens and two of the environment's before it.
+
+    Log-probs are about those of a model that knows nothing: one in 257 tokens.
+    """
     draw = random.Random(seed)
     tokens, masks, logprobs = [], [], []
     for turn in range(turns):
@@ -35,7 +41,7 @@ def row(seed: str, turns: int = 1) -> dict[str, list[Any]]:
         own = [draw.randrange(64, 90) for _ in range(draw.randrange(LONGEST) + 1)]
         tokens += said + own
         masks += [-100] * len(said) + own
-        logprobs += [1.0] * len(said) + [-draw.random() for _ in own]
+        logprobs += [1.0] * len(said) + [draw.uniform(-5.7, -5.4) for _ in own]
     return {"tokens": tokens, "masks": masks, "inference_logprobs": logprobs}
 
 
@@ -123,14 +129,29 @@ def of_all_kinds(step: int) -> list[Group]:
     ]
 
 
-if __name__ == "__main__":  # torchrun: train with several ranks, rank 0 leaves the weights and the losses
-    folder, model, keys = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
-    torch.set_num_threads(1)
-    trainer = make_trainer(folder, model, of_all_kinds, **keys)
-    assert trainer.accelerator.is_main_process or trainer.source._client.asked == []
-    trainer.train()
+def main(folder: Path, model: str, ends: str, keys: dict[str, Any]) -> None:
+    """One of several ranks: train, and leave the weights, or how it ended where the second step ``ends`` it."""
+
+    def make(step: int) -> list[Group] | None:
+        assert trainer.accelerator.is_main_process
+        if step == 0 or not ends:
+            return of_all_kinds(step)
+        if ends == "error":
+            raise AtroposError("the groups are gone")
+        stop_file(folder).touch()
+        return None
+
+    trainer = make_trainer(folder, model, make, **keys)
+    try:
+        trainer.train()
+    except (AtroposError, StoppedOnRequest) as error:
+        name = f"rank_{trainer.accelerator.process_index}.txt"
+        (folder / name).write_text(f"{type(error).__name__}: {error}")
     if trainer.accelerator.is_main_process:
         torch.save(trainer.accelerator.unwrap_model(trainer.model).state_dict(), folder / "weights.pt")
-    else:
-        assert trainer.source._client.asked == []
     torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":  # torchrun
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], json.loads(sys.argv[4]))

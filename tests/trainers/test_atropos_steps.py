@@ -226,19 +226,36 @@ def test_groups_that_were_taken_are_used_after_a_resume(tmp_path: Path, model: s
     assert [row["loss"] for row in rows_of(tmp_path / "parts")] == [row["loss"] for row in rows_of(tmp_path / "whole")]
 
 
+def on_two_ranks(folder: Path, model: str, ends: str, keys: dict[str, Any]) -> None:
+    """Train on three groups of four, the second one half on each rank."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    arguments = [str(folder), model, ends, json.dumps({**keys, "per_device_train_batch_size": 6})]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, "tests.trainers.atropos_groups", *arguments],
+        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+@pytest.mark.parametrize(
+    ("ends", "told"),
+    [("error", "AtroposError: the groups are gone"), ("stop", "StoppedOnRequest: stopped on request after step 1")],
+)
+def test_what_ends_rank_0_while_it_waits_ends_all_ranks(tmp_path: Path, model: str, ends: str, told: str) -> None:
+    on_two_ranks(tmp_path, model, ends, {})
+    for rank in (0, 1):
+        assert (tmp_path / f"rank_{rank}.txt").read_text().startswith(told)
+    assert [row["step"] for row in rows_of(tmp_path)] == [1]
+
+
 @pytest.mark.slow
 @pytest.mark.rotating
 @pytest.mark.parametrize("keys", [{"beta": 0.1}, {"loss_type": "grpo", "atropos_normalize_advantages": True}], ids=str)
 def test_two_processes_equal_one(tmp_path: Path, model: str, keys: dict[str, Any]) -> None:
-    """Three groups of four on two ranks, the second one half on each: the same update as of one process."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    split = json.dumps({**keys, "per_device_train_batch_size": 6})
-    done = subprocess.run(
-        [*command, "tests.trainers.atropos_groups", str(tmp_path / "two"), model, split],
-        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    on_two_ranks(tmp_path / "two", model, "", keys)
     alone = make_trainer(tmp_path / "one", model, of_all_kinds, per_device_train_batch_size=12, **keys)
     before = weights_of(alone)
     alone.train()

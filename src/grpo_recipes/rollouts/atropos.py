@@ -216,7 +216,7 @@ class AtroposRollouts(Source):
         """Return a client of run-api, which lets environments begin from now on: the server has the weights."""
         script, args = self._script, self._args
         client = AtroposClient(
-            script.atropos_api_url or f"http://127.0.0.1:{self._plan['ports']['run_api']}",
+            str(script.atropos_api_url),  # the launcher names its own one
             timeout=script.atropos_timeout,
             attempts=script.atropos_batch_retry_attempts,
             delay=script.atropos_batch_retry_delay,
@@ -247,10 +247,6 @@ class AtroposRollouts(Source):
             return int(prompt + completion)
         return int(self._args.vllm_max_model_length or trainer.model.config.get_text_config().max_position_embeddings)
 
-    @property
-    def _plan(self) -> dict[str, Any]:
-        return Run(self._run_dir).plan
-
     def _seen(self, trainer: Any) -> list[str]:
         """Return what there is to say of the rest of the run where no groups come."""
         lines = []
@@ -261,7 +257,7 @@ class AtroposRollouts(Source):
                 found = client.session.get(f"{client.base_url}{ACTIVITY_PATH}", timeout=QUICK_SECONDS)
                 answer = f"answers {found.status_code} {found.text}"
             lines.append(f"vLLM server at {client.base_url}: {answer}")
-        logs = [(one.get("role"), one.get("log")) for one in self._plan.get("processes", [])]
+        logs = [(one.get("role"), one.get("log")) for one in Run(self._run_dir).plan.get("processes", [])]
         return lines + [f"log of {role}: {log}" for role, log in logs if role and log and role.startswith(_LOGGED)]
 
     def _looks_up(self, trainer: Any) -> bool:

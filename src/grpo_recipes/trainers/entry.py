@@ -17,6 +17,7 @@ from grpo_recipes.recipe.configs import CONFIGS, GRPOConfig, ScriptArguments
 from grpo_recipes.recipe.registry import environments_of, uses_atropos
 from grpo_recipes.recipe.user_code import load_object
 from grpo_recipes.rewards.load import load_rewards
+from grpo_recipes.rollouts.atropos import AtroposRollouts
 from grpo_recipes.rollouts.episodes import Episodes
 from grpo_recipes.rollouts.source import Source
 from grpo_recipes.runs.checkpoints import newest_complete
@@ -89,8 +90,6 @@ def source_of(script_args: ScriptArguments, args: GRPOConfig, run: Path) -> Sour
     """Return where a recipe's completions come from, None where TRL samples them from prompts."""
     recipe = partial(getattr, script_args)
     if uses_atropos(recipe):
-        from grpo_recipes.rollouts.atropos import AtroposRollouts
-
         return AtroposRollouts(script_args, args, run)
     return Episodes(script_args, args, run) if environments_of(recipe) else None
 

@@ -1,0 +1,99 @@
+"""What a source of Atropos does beside the groups: it numbers weights, and sees to a server that was restarted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+
+from grpo_recipes import smoke
+from grpo_recipes.atropos.group import Group, trajectories
+from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
+from grpo_recipes.rollouts.atropos import AtroposRollouts, _messages
+from grpo_recipes.trainers.entry import source_of
+
+
+def source(folder: Path, **keys: Any) -> AtroposRollouts:
+    script_args = ScriptArguments(atropos_environment="arithmetic", max_prompt_length=8)
+    return AtroposRollouts(script_args, GRPOConfig(output_dir=str(folder), use_cpu=True, bf16=False, **keys), folder)
+
+
+def trainer_with_server(main: bool = True) -> Any:
+    """As much of a trainer as the server concerns; ``calls`` has what was asked of it, with the number it had."""
+    calls: list[Any] = []
+    client = SimpleNamespace(policy_version=None, reconnect=lambda: calls.append("reconnect"))
+    return SimpleNamespace(
+        use_vllm=True,
+        calls=calls,
+        accelerator=SimpleNamespace(is_main_process=main),
+        state=SimpleNamespace(global_step=0),
+        preemption=SimpleNamespace(stop=SimpleNamespace(cuts=lambda: len(calls) > 1)),
+        vllm_generation=SimpleNamespace(
+            vllm_client=client, sync_weights=lambda: calls.append(("sync", client.policy_version))
+        ),
+    )
+
+
+def test_every_sync_carries_the_step_of_its_weights(tmp_path: Path) -> None:
+    trainer = trainer_with_server()
+    source(tmp_path).join(trainer)
+    for step in (0, 1, 7):
+        trainer.state.global_step = step
+        trainer.vllm_generation.sync_weights()
+    assert trainer.calls == [("sync", 0), ("sync", 1), ("sync", 7)]
+
+
+def test_ranks_without_a_client_send_as_before(tmp_path: Path) -> None:
+    trainer = trainer_with_server(main=False)
+    source(tmp_path).join(trainer)
+    trainer.vllm_generation.sync_weights()
+    assert trainer.calls == [("sync", None)]
+
+
+def test_a_server_that_was_started_again_is_seen_to_while_groups_are_waited_for(tmp_path: Path) -> None:
+    trainer = trainer_with_server()
+    found = source(tmp_path)
+    assert [found._looks_up(trainer) for _ in range(2)] == [False, True]
+    assert trainer.calls == ["reconnect", "reconnect"]
+
+
+def test_a_recipe_with_atropos_has_this_source_and_no_correction_beside_the_ratio(tmp_path: Path) -> None:
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    assert args.vllm_importance_sampling_correction
+    assert source_of(ScriptArguments(), args, tmp_path) is None and args.vllm_importance_sampling_correction
+    assert isinstance(source_of(ScriptArguments(atropos_environment="dataset"), args, tmp_path), AtroposRollouts)
+    assert not args.vllm_importance_sampling_correction
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "most", "expected"),
+    [(8, 24, None, 32), (8, 24, 100, 32), (None, 24, 100, 100), (None, 24, None, 512)],
+)
+def test_a_trajectory_is_as_long_as_the_recipe_allows(
+    tmp_path: Path, prompt: int | None, completion: int, most: int | None, expected: int
+) -> None:
+    found = source(tmp_path, max_completion_length=completion, vllm_max_model_length=most)
+    found._script.max_prompt_length = prompt
+    own = SimpleNamespace(max_position_embeddings=512)
+    trainer = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: own)))
+    assert found._longest(trainer) == expected
+
+
+def test_a_completion_reads_as_turns_of_the_policy_and_of_the_environment() -> None:
+    tokenizer = smoke.build_tokenizer()
+    texts = ["1+1=", "2", "and 2+2=", "4"]
+    ids = [tokenizer(text).input_ids for text in texts]
+    tokens = [token for part in ids for token in part] + [tokenizer.eos_token_id]
+    trained = [*numpy.repeat([False, True, False, True], [len(part) for part in ids]).tolist(), True]
+    masks = [token if own else -100 for token, own in zip(tokens, trained, strict=True)]
+    logprobs = [-1.0 if own else 1.0 for own in trained]
+    plain = {"tokens": [tokens], "masks": [masks], "scores": [1.0], "inference_logprobs": [logprobs]}
+    (row,) = trajectories(Group.of_wire(plain))
+    assert _messages(row, tokenizer) == [
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "and 2+2="},
+        {"role": "assistant", "content": "4"},
+    ]
