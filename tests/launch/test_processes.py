@@ -140,6 +140,21 @@ def test_a_server_that_ends_before_the_trainers_is_the_cause(start, code, exit_c
     assert ending.cause == f"the vLLM API server (pid {server.state().pid}) {how}"
 
 
+def test_of_run_api_environments_and_ranks_that_failed_together_the_first_in_the_plan_is_to_blame(start):
+    run_api, sums = start("run-api", "os.kill(os.getpid(), 9)"), start("environment-sums", "sys.exit(1)")
+    trainer = start("trainer", "record(0, exit=1, cause='AtroposError: run-api is gone', time=1.0)\ntime.sleep(300)")
+    while not trainer.state().ranks or sums.state().lost is None or run_api.state().lost is None:
+        time.sleep(0.02)
+    trainers, of_sums = Group([trainer]), Group([sums])
+    ending = processes.find_ending([Group([run_api]), trainers, of_sums], stopping=False)
+    assert ending.cause == f"run-api (pid {run_api.state().pid}) was killed by signal 9"
+    assert (ending.log, ending.lost) == (run_api.log, run_api.process)
+    without = processes.find_ending([trainers, of_sums], stopping=False)
+    assert without.cause == f"environment sums (pid {sums.state().pid}) exited with code 1"
+    alone = processes.find_ending([trainers], stopping=False)
+    assert alone.cause == "rank 0: AtroposError: run-api is gone" and alone.lost is None
+
+
 def test_a_child_leaves_its_output_in_its_log_and_forgets_an_older_record(start):
     record = start.run_dir / "processes/trainer.json"
     record.write_text('{"pid": 1, "exit": 9}')

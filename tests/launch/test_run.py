@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,123 +14,14 @@ import psutil
 import pytest
 
 from grpo_recipes.launch import run as launch_run
-from grpo_recipes.launch.attempt import Attempt
-from grpo_recipes.launch.monitor import StoppedAtOnce, StopSignals
-from grpo_recipes.launch.nodes import NodeWorkers
+from grpo_recipes.launch.monitor import StopSignals
 from grpo_recipes.launch.processes import Child, Ending, Group, wait_for_ending
-from grpo_recipes.launch.run import Restarts, Supervisor, supervise
-from grpo_recipes.plan.types import Names, OnLoss, Process
-from grpo_recipes.process.scratch import Scratch
+from grpo_recipes.launch.run import Restarts, supervise
+from grpo_recipes.plan.types import OnLoss, Process
 from grpo_recipes.process.tree import is_alive
 from grpo_recipes.runs.checkpoints import complete_checkpoints
-from grpo_recipes.runs.rundir import SERVER_STATE, Run, read_json, read_metrics, stop_file
-
-FAKE = str(Path(__file__).with_name("fake_processes.py"))
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
-class FakeRun:
-    """A run of fake processes, driven from a thread while the launcher's loop has the main one."""
-
-    def __init__(self, attempt: Attempt) -> None:
-        self.attempt = attempt
-        self.folder = attempt.run.folder
-        self._thread: threading.Thread | None = None
-
-    def then(self, action: Callable[[], None]) -> FakeRun:
-        self._thread = threading.Thread(target=action)
-        self._thread.start()
-        return self
-
-    def end(self) -> Ending:
-        with StopSignals() as stop:
-            stop.release(stop_file(self.folder))
-            try:
-                ending = Supervisor(self.attempt, stop).run()
-            except StoppedAtOnce as stopped:
-                ending = stopped.ending()
-        if self._thread is not None:
-            self._thread.join()
-        return ending
-
-    def wait_for_step(self, step: int) -> None:
-        self.wait_until(lambda: len(read_metrics(self.folder)) >= step)
-
-    def wait_until(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 20
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-
-    def kill(self, role: str, signum: int = signal.SIGKILL) -> None:
-        record = read_json(self.folder / f"processes/{role}.json")
-        assert record is not None
-        os.kill(record["pid"], signum)
-
-    def state(self) -> dict:
-        return read_json(self.folder / SERVER_STATE)
-
-    def summary(self) -> dict:
-        return read_json(self.folder / "summary.json")
-
-
-@pytest.fixture
-def fake_run(read, planned, tmp_path):
-    """``fake_run(steps=..., phase=..., bridge=..., KEY=VALUE)``: the run, its processes not yet started."""
-
-    def make(
-        steps: int = 8, phase: str = "sample", bridge: str = "file", server: str = "server",
-        others: Sequence[Process] = (), **keys,
-    ) -> FakeRun:  # fmt: skip
-        folder = tmp_path / "run"
-        (folder / "processes").mkdir(parents=True)
-        recipe = read(**keys)
-        scratch = Scratch(tmp_path / "disk", tmp_path / "memory")
-        scratch.disk.mkdir()
-        scratch.token.write_text("token")
-        plan = planned(recipe=recipe)
-        plan = replace(plan, bridge=bridge, ports=replace(plan.ports, server=free_port()))
-        processes = [
-            Process(
-                "server",
-                [sys.executable, FAKE, server, str(plan.ports.server), "name", "--model", "first"],
-                {},
-                (),
-                f"{folder}/s.log",
-                ready="serving",
-                on_loss="restart with trainers" if bridge == "nccl" else "restart",
-                renewed=bridge == "restart",
-            ),
-            Process(
-                "trainer",
-                [sys.executable, FAKE, "trainer", str(steps), phase],
-                {},
-                (),
-                f"{folder}/t.log",
-                after=("server", *(process.role for process in others)),
-            ),
-            *others,
-        ]
-        environment = {
-            **os.environ,
-            "GRPO_RUN_DIR": str(folder),
-            "GRPO_SYNC_DIR": str(tmp_path / "sync"),
-            "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"),
-        }
-        run = Run(folder)
-        names = Names(folder, "fake", "name", "stamp")
-        plan = replace(plan, processes=processes)
-        return FakeRun(Attempt(run, recipe, plan, names, scratch, environment, resumed="", workers=NodeWorkers(1)))
-
-    yield make
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile
-            child.kill()
+from grpo_recipes.runs.rundir import read_json, read_metrics, stop_file
+from launch.fake_run import FakeRun
 
 
 def test_a_bridge_that_reconnects_gets_a_new_server_at_the_old_address_and_the_run_goes_on(fake_run, capsys):
@@ -349,10 +237,6 @@ def kill_toy(run: FakeRun) -> None:
     run.kill("toy")
 
 
-def records(run: FakeRun, *roles: str) -> list:
-    return [read_json(run.folder / f"processes/{role}.json") for role in roles]
-
-
 def test_a_role_of_its_own_starts_in_the_order_of_the_plan_and_its_loss_can_fail_the_run(
     fake_run, tmp_path, monkeypatch
 ):
@@ -370,7 +254,7 @@ def test_a_role_of_its_own_starts_in_the_order_of_the_plan_and_its_loss_can_fail
     assert started == ["server", "toy", "trainer"]
     assert (run.folder / "toy").read_text() == "ready\n", "it waited for the server"
     assert ending.code == 137 and ending.log == tmp_path / "toy.log"
-    (record,) = records(run, "toy")
+    (record,) = run.records("toy")
     assert ending.cause == f"the toy process (pid {record['pid']}) was killed by signal 9"
     assert "server_restarts" not in run.summary()
 
@@ -388,10 +272,10 @@ def test_a_role_of_its_own_can_be_restarted_alone(fake_run, tmp_path, capsys, mo
 
     def kill() -> None:
         run.wait_for_step(1)
-        before.extend(records(run, "server", "trainer"))
+        before.extend(run.records("server", "trainer"))
         kill_toy(run)
         run.wait_until(lambda: len((run.folder / "toy").read_text().splitlines()) == 2)
-        assert records(run, "server", "trainer") == before
+        assert run.records("server", "trainer") == before
 
     assert run.then(kill).end() == Ending(0)
     assert "was killed by signal 9: the toy alone is started again (1 of 2)" in capsys.readouterr().out
@@ -405,10 +289,10 @@ def test_a_role_of_its_own_can_be_restarted_with_the_trainers(fake_run, tmp_path
 
     def kill() -> None:
         run.wait_for_step(1)
-        before.extend(records(run, "server", "trainer"))
+        before.extend(run.records("server", "trainer"))
         kill_toy(run)
-        run.wait_until(lambda: (records(run, "trainer")[0] or before[1]) != before[1])
-        assert records(run, "server") == before[:1]
+        run.wait_until(lambda: (run.records("trainer")[0] or before[1]) != before[1])
+        assert run.records("server") == before[:1]
 
     assert run.then(kill).end() == Ending(0)
     assert [row["step"] for row in read_metrics(run.folder)] == list(range(1, 21))

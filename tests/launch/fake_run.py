@@ -1,0 +1,148 @@
+"""A run of fake processes under the real launcher: how a test starts it, drives it and looks at it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from grpo_recipes.launch.attempt import Attempt
+from grpo_recipes.launch.monitor import StoppedAtOnce, StopSignals
+from grpo_recipes.launch.nodes import NodeWorkers
+from grpo_recipes.launch.processes import Ending
+from grpo_recipes.launch.run import Supervisor, supervise
+from grpo_recipes.plan.types import ENVIRONMENT, Names, Plan, Process
+from grpo_recipes.process.scratch import Scratch
+from grpo_recipes.recipe import Recipe
+from grpo_recipes.runs.rundir import SERVER_STATE, Run, read_json, read_metrics, stop_file
+
+_SECONDS = 60.0  # for what takes a few, on a machine with much to do
+FAKE = str(Path(__file__).with_name("fake_processes.py"))
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+class FakeRun:
+    """A run of fake processes, driven from a thread while the launcher's loop has the main one."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self.attempt = attempt
+        self.folder = attempt.run.folder
+        self._thread: threading.Thread | None = None
+
+    def then(self, action: Callable[[], None]) -> FakeRun:
+        self._thread = threading.Thread(target=action)
+        self._thread.start()
+        return self
+
+    def end(self, whole: bool = False) -> Ending:
+        """Run the processes to the end; ``whole``: with the clean-up after it."""
+        with StopSignals() as stop:
+            try:
+                if whole:
+                    ending = supervise(self.attempt, stop)
+                else:
+                    stop.release(stop_file(self.folder))
+                    ending = Supervisor(self.attempt, stop).run()
+            except StoppedAtOnce as stopped:
+                ending = stopped.ending()
+        if self._thread is not None:
+            self._thread.join()
+        return ending
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_until(lambda: len(read_metrics(self.folder)) >= step)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Let the trainer take no step meanwhile."""
+        (self.folder / "hang").touch()
+        yield
+        (self.folder / "hang").unlink()
+
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + _SECONDS
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def records(self, *roles: str) -> list[dict[str, Any]]:
+        return [read_json(self.folder / f"processes/{role}.json") for role in roles]
+
+    def began_again(self, before: dict[str, dict[str, Any]]) -> bool:
+        """Whether each of these roles has another process than the one of this record, and it runs."""
+        return all((now := self.records(role)[0]) and now != before[role] and "exit" not in now for role in before)
+
+    def kill(self, role: str, signum: int = signal.SIGKILL) -> None:
+        record = read_json(self.folder / f"processes/{role}.json")
+        assert record is not None
+        os.kill(record["pid"], signum)
+
+    def state(self) -> dict:
+        return read_json(self.folder / SERVER_STATE)
+
+    def summary(self) -> dict:
+        return read_json(self.folder / "summary.json")
+
+
+def make_fake_run(
+    recipe: Recipe, plan: Plan, tmp_path: Path, steps: int = 8, phase: str = "sample", bridge: str = "file",
+    server: str = "server", first: Sequence[Process] = (), others: Sequence[Process] = (),
+) -> FakeRun:  # fmt: skip
+    """Make the run, its processes not yet started.
+
+    ``first`` stand before the server in the plan, ``others`` behind the trainers, which start after them unless they
+    are environments.
+    """
+    folder = tmp_path / "run"
+    (folder / "processes").mkdir(parents=True)
+    scratch = Scratch(tmp_path / "disk", tmp_path / "memory")
+    scratch.disk.mkdir()
+    scratch.token.write_text("token")
+    plan = replace(plan, bridge=bridge, ports=replace(plan.ports, server=free_port()))
+    before_trainers = [one.role for one in (*first, *others) if not one.role.startswith(ENVIRONMENT)]
+    alone = bridge != "nccl"
+    processes = [
+        *first,
+        Process(
+            "server",
+            [sys.executable, FAKE, server, str(plan.ports.server), "name", "--model", "first"],
+            {},
+            (),
+            f"{folder}/s.log",
+            ready="serving",
+            on_loss="restart" if alone else "restart with trainers",
+            with_trainers=not alone,
+            renewed=bridge == "restart",
+        ),
+        Process(
+            "trainer",
+            [sys.executable, FAKE, "trainer", str(steps), phase],
+            {},
+            (),
+            f"{folder}/t.log",
+            after=("server", *before_trainers),
+        ),
+        *others,
+    ]
+    environment = {
+        **os.environ,
+        "GRPO_RUN_DIR": str(folder),
+        "GRPO_SYNC_DIR": str(tmp_path / "sync"),
+        "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"),
+    }
+    names = Names(folder, "fake", "name", "stamp")
+    plan = replace(plan, processes=processes)
+    return FakeRun(Attempt(Run(folder), recipe, plan, names, scratch, environment, resumed="", workers=NodeWorkers(1)))
