@@ -357,6 +357,20 @@ def test_the_launch_says_who_starts_run_api() -> None:
     assert recipe_of(alone)["atropos_environment"] is None
 
 
+def test_a_run_api_that_does_not_answer_is_named_before_anything_starts(machine, capsys, tmp_path) -> None:
+    machine(None)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    code, _, err = printed(capsys, "--model-name", "smoke:sums", "--atropos-url", url)
+    assert code == 2 and err == (
+        f"grpo: --atropos-url: Atropos API not reachable at {url}. "
+        "Fix: start it with run-api --port PORT, or leave --atropos-url out: the launch starts one\n"
+    )
+    assert not (tmp_path / "trained_model_checkpoints").exists()
+    assert printed(capsys, "--model-name", "smoke:sums", "--atropos-url", url, "--dry-run")[0] == 0
+
+
 def test_something_must_send_groups(tmp_path: Path) -> None:
     said = (
         "--environment: is missing: nothing would send groups. Fix: write --environment arithmetic or dataset or "
@@ -413,6 +427,16 @@ def test_a_resumed_run_goes_on_as_it_began(monkeypatch) -> None:
     door = read("--resume", "last")
     assert (door.options.resume, door.options.recipe, door.options.flags, door.notes) == ("last", None, (), [])
     assert read("--resume", "last", "--training-steps", "20").options.flags == ("--max_steps", "20")
+
+
+def test_the_last_run_is_that_of_the_save_path(monkeypatch) -> None:
+    assert read("--resume", "last").variables == {"RUN_ROOT": "trained_model_checkpoints"}
+    door = read("--resume", "last", "--save-path", "there")
+    assert (door.variables, door.options.flags) == ({"RUN_ROOT": "there"}, ())
+    assert read("--resume", "last", "--run_root", "there").variables == {}
+    assert read("--resume", "some/run").variables == {}
+    monkeypatch.setenv("RUN_ROOT", "elsewhere")
+    assert read("--resume", "last").variables == {"RUN_ROOT": "elsewhere"}
 
 
 def test_options_of_launch_are_handed_on() -> None:
@@ -683,6 +707,9 @@ def test_every_field_of_the_table_is_tested() -> None:
 def test_a_field_needs_a_value_and_an_environment() -> None:
     assert refused(*NEEDED, "--env.max_num_workers") == [
         "--env.max_num_workers: is given without a value. Fix: write --env.max_num_workers VALUE"
+    ]
+    assert refused(*NEEDED, "--env.max_num_workers", "[3") == [
+        "--env.max_num_workers: '[3' is no value in YAML. Fix: quote it as YAML asks for"
     ]
     assert refused("--model-name", "smoke:sums", "--atropos-url", URL, "--env.max_num_workers", "3") == [
         "--env.max_num_workers: is a field of an environment, and none is named. Fix: write --environment too"

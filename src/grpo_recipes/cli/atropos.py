@@ -20,11 +20,11 @@ from grpo_recipes.launch.run import launch
 from grpo_recipes.paths import home, shown
 from grpo_recipes.plan.devices import Resources, find_resources, rows_of_generation, some_trainers
 from grpo_recipes.plan.plan import make_plan
-from grpo_recipes.process.reports import say
+from grpo_recipes.process.reports import address_reachable, say
 from grpo_recipes.recipe import Recipe, merge_recipe
 from grpo_recipes.recipe.check import choose_recipe, resolve_recipe
 from grpo_recipes.recipe.dialects import ALIASES
-from grpo_recipes.recipe.dialects.atropos_flags import DOOR, FLAGS, OF_THE_SCRIPT, SHARED, VARIABLES
+from grpo_recipes.recipe.dialects.atropos_flags import DOOR, FLAG, FLAGS, OF_THE_SCRIPT, SHARED, VARIABLES
 from grpo_recipes.recipe.dialects.atropos_keys import MODE, PORT, Translation, count
 from grpo_recipes.recipe.dialects.atropos_keys import translate as translate_flags
 from grpo_recipes.recipe.document import read_flags
@@ -33,6 +33,7 @@ from grpo_recipes.recipe.rules import takes_groups
 from grpo_recipes.recipe.tasks import GRPO
 
 PROGRAM = "atropos_grpo.py"
+SAVE_PATH = "--save-path"
 BASE = "recipes/base/atropos_grpo.yaml"  # of a launch that names no recipe
 READ_ALL = "--read-variables"
 VERBOSITY = "TRANSFORMERS_VERBOSITY"  # the model is loaded before a trainer reads log_level
@@ -54,6 +55,7 @@ class Door:
     variables: dict[str, str]  # that are set for it
     notes: list[str]
     names: dict[str, str]  # flag of a key -> what it comes from, for messages
+    api_url: str | None = None  # of a run-api that is to run already
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,12 +83,13 @@ def read(arguments: list[str]) -> Door:
     if it.problems:
         raise ConfigError(*it.problems)
     resources, more = _gpus(it, resources, options.dry_run)
-    asked = launch_options(options, shown(recipe) if recipe else None, [*it.words(), *flags])
     variables = {"LOGDIR": str(folder)} if (folder := it.text("--log-dir")) else {}
     variables |= {VERBOSITY: "debug"} if it.text("--debug-loading") else {}
+    variables |= _where_the_last_is(it) if options.resume == "last" else {}
+    asked = launch_options(options, shown(recipe) if recipe else None, [*it.words(), *flags])
     door = Door(asked, resources, variables, [*notes, *it.notes, *more], it.names())
     with translate(ConfigError, lambda error: _in_our_words(error, door.names)):
-        return replace(door, notes=[*door.notes, *_told(door)]) if recipe else door
+        return _checked(door) if recipe else door
 
 
 def _launch(door: Door) -> int:
@@ -94,6 +97,9 @@ def _launch(door: Door) -> int:
     for note in door.notes:
         say(f"note: {note}")
     os.environ.update(door.variables)
+    if door.api_url and not door.options.dry_run and not address_reachable(door.api_url, os.environ):
+        fix = "start it with run-api --port PORT, or leave --atropos-url out: the launch starts one"
+        raise config_error("--atropos-url", f"Atropos API not reachable at {door.api_url}", fix)
     with translate(ConfigError, lambda error: _in_our_words(error, door.names)):
         return launch(door.options, door.resources)
 
@@ -189,6 +195,12 @@ def _given(options: argparse.Namespace, bare: bool) -> tuple[dict[str, tuple[Any
     return given, notes
 
 
+def _where_the_last_is(it: Translation) -> dict[str, str]:
+    """Return the folder of run directories as the variable, since no flag may change a run that has completed."""
+    usual = os.environ.get("RUN_ROOT") or FLAG[SAVE_PATH].default
+    return {} if "run_root" in it.own else {"RUN_ROOT": str(it.keys.pop("run_root", usual))}
+
+
 def _no_groups(recipe: Recipe) -> Iterator[Problem]:
     """Yield that nothing sends groups, where the recipe and the flags name neither an environment nor a run-api."""
     if not takes_groups(recipe):
@@ -206,21 +218,21 @@ def _gpus(it: Translation, resources: Resources, dry_run: bool) -> tuple[Resourc
     return with_gpus(resources, wanted, "NUM_GPUS", fix, dry_run)
 
 
-def _told(door: Door) -> Iterator[str]:
-    """Check the recipe and the plan of a new run; yield what is registered at run-api, and who starts that."""
+def _checked(door: Door) -> Door:
+    """Check the recipe and the plan of a new run; add notes on what is registered at run-api, and who starts that."""
     device = door.resources.device
     recipe = resolve_recipe(door.options.recipe, door.options.task, door.options.flags, os.environ, device)
     if device == "cuda" and len(door.resources.gpus) == 1 and recipe["weight_sync"] != "shared":
         fix = f"write {MODE} {SHARED}, with which they share it, or ask for more GPUs"
         raise config_error(MODE, "a server and a trainer apart need two GPUs, one is visible", fix)
     batch = make_plan(recipe, door.resources, os.environ).batch
-    rows, steps = rows_of_generation(recipe, batch), rows_of_generation(recipe, batch) // batch.completions
+    rows, group = rows_of_generation(recipe, batch), batch.num_generations
+    steps = f" x {rows // batch.completions} steps" if rows > batch.completions else ""
     each = f"{batch.per_device} a forward pass x {batch.accumulation} accumulated x {some_trainers(batch.world_size)}"
-    several = f" x {steps} steps" if steps > 1 else ""
-    group = batch.num_generations
-    yield f"registers {rows} sequences at run-api, {rows // group} groups of {group}: {each}{several}"
+    notes = [f"registers {rows} sequences at run-api, {rows // group} groups of {group}: {each}{steps}"]
     if recipe["atropos_api_url"] is None:
-        yield "no --atropos-url: the launch starts a run-api of its own"
+        notes.append("no --atropos-url: the launch starts a run-api of its own")
+    return replace(door, notes=[*door.notes, *notes], api_url=recipe["atropos_api_url"])
 
 
 if __name__ == "__main__":

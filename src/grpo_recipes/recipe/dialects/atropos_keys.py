@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from grpo_recipes.errors import Problem
+from grpo_recipes.errors import Problem, config_error
+from grpo_recipes.errors import translate as translate_error
 from grpo_recipes.recipe.dialects import BRIDGE_MODES, harmless, names
 from grpo_recipes.recipe.dialects.atropos import trainers_of
 from grpo_recipes.recipe.dialects.atropos_flags import (
@@ -209,13 +210,20 @@ def _fields(it: Translation, dotted: list[tuple[str, str]]) -> None:
             fix = "remove it; the launch starts the server and tells its environments where it is"
             it.refuse(name, f"'{text:.100}' is not taken here", ENVIRONMENT_FIELDS.get(name, fix))
         else:
-            fields[name.removeprefix(_ENV)] = yaml.safe_load(text)
+            fields[name.removeprefix(_ENV)] = _plain(name, text)
     if fields and "--environment" not in it.given and "atropos_environment" not in it.own:
         name = f"{_ENV}{next(iter(fields))}"
         it.refuse(name, "is a field of an environment, and none is named", "write --environment too")
     elif fields:
         text = yaml.safe_dump(fields, default_flow_style=True, width=10**6, sort_keys=False).strip()
         it.put(f"{_ENV}{next(iter(fields))}", atropos_environment_args=text)
+
+
+def _plain(name: str, text: str) -> Any:
+    """Return the value that a text is in YAML."""
+    wrong = config_error(name, f"'{text:.100}' is no value in YAML", "quote it as YAML asks for")
+    with translate_error(yaml.YAMLError, lambda _: wrong):
+        return yaml.safe_load(text)
 
 
 def _is_local(url: str, port: Any) -> bool:
