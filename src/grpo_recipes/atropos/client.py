@@ -22,8 +22,8 @@ __all__ = ["AtroposClient", "AtroposError", "NoLogprobs", "Registration", "WaitA
 _POSTED_GROUPS = 64  # in one request
 _MOST_SAID = 10  # rejections that are printed
 _NO_LOGPROBS = (
-    "GRPO requires inference_logprobs for importance sampling! {} has none. Fix: let the environment's server return "
-    "log-probs: --openai.server_type vllm (not openai), or server_cls = RunServer of grpo_recipes.atropos.server"
+    "GRPO requires inference_logprobs for importance sampling! There are none in {}. Fix: let the environment's server "
+    "return log-probs: --openai.server_type vllm (not openai), or server_cls = RunServer of grpo_recipes.atropos.server"
 )
 _ONE_TRAINER = (
     "A run-api takes one registration in its life, and keeps the groups of the last training. Fix: start it again, and "
@@ -120,7 +120,7 @@ class AtroposClient:
         self._kept: list[Group] = []  # valid groups for the next take
         self._parts: list[Group] = []  # valid parts of groups, whose other parts may still come
         self._sizes: set[int] = set()  # of groups as they came
-        self._last_rejection = ""
+        self._last_rejection = ""  # of this wait
 
     def status(self) -> dict[str, Any]:
         """Return run-api's ``current_step``, batches that it has made, and ``queue_size``, groups it has not."""
@@ -195,6 +195,7 @@ class AtroposClient:
         AtroposError with a diagnosis where none comes within ``max_wait`` seconds, run-api is gone, or has forgotten
         this training.
         """
+        self._last_rejection = ""
         return self._next(time.monotonic() + self._max_wait)
 
     def _next(self, deadline: float) -> list[Group]:
@@ -209,7 +210,7 @@ class AtroposClient:
 
     def _need_time(self, deadline: float) -> None:
         if time.monotonic() >= deadline:
-            raise self._without_batch(f"Maximum wait time ({float(self._max_wait)}s) exceeded")
+            raise self._too_late()
 
     def _polled(self, deadline: float) -> list[Group] | None:
         """Ask for a batch until there is a right answer; return the batch, or None where there is none yet."""
@@ -218,7 +219,8 @@ class AtroposClient:
                 return self._poll()
             except RequestFailed as error:
                 if attempt >= self._api.attempts:
-                    raise self._without_batch(f"Atropos API not reachable at {self.url}: it {error}") from error
+                    lines = [f"Atropos API not reachable at {self.url}: it {error}\n{_NO_BATCH}", *self._diagnosis()[1]]
+                    raise AtroposError("\n  ".join(lines)) from error
             self._need_time(deadline)
             self._api.sleep(pause)
         raise AssertionError("pauses never end")
@@ -265,13 +267,21 @@ class AtroposClient:
         self.counts["lost_batches"] += 1
         self._say(f"run-api at {self.url} may have lost a batch: {why}")
 
-    def _without_batch(self, why: str) -> AtroposError:
-        """Return the error of a wait that ends without a batch: why, and all that there is to see."""
+    def _too_late(self) -> AtroposError:
+        """Return the error of a wait that ends without groups: the likely reason first, then all there is to see."""
+        reason, lines = self._diagnosis()
+        if self._last_rejection:
+            reason = f"groups came that were rejected, the last one: {self._last_rejection}"
+        why = f"Maximum wait time ({float(self._max_wait)}s) exceeded"
+        for line in (why, _NO_BATCH):
+            self._say(line)
+        return AtroposError("\n  ".join([f"{why}: {reason}\n{_NO_BATCH}", *lines]))
+
+    def _diagnosis(self) -> tuple[str, list[str]]:
         size = None if self._registration is None else self._registration.batch_size
+        reason, lines = diagnosis(self._api, size, self.last_seen, self._sizes)
         counted = ", ".join(f"{name} {count}" for name, count in self.counts.items())
-        lines = [*diagnosis(self._api, size, self.last_seen, self._sizes), f"since the start: {counted}"]
-        lines += [f"last rejection: {self._last_rejection}"] if self._last_rejection else []
-        return AtroposError("\n  ".join([f"{why}\n{_NO_BATCH}", *lines, *self.diagnose()]))
+        return reason, [*lines, f"since the start: {counted}", *self.diagnose()]
 
     def _forgotten(self, why: str) -> AtroposError:
         return AtroposError(f"the run-api at {self.url} does not know this training: {why} {_ONE_TRAINER}")
@@ -301,7 +311,7 @@ class AtroposClient:
             current: optimizer step of the weights that train on them.
             max_staleness: most steps that a group's weights may be behind; None keeps all.
         """
-        deadline = time.monotonic() + self._max_wait
+        deadline, self._last_rejection = time.monotonic() + self._max_wait, ""
         while True:
             self._kept = [group for group in self._kept if self._is_recent(group, current, max_staleness)]
             self._parts = [group for group in self._parts if self._is_recent(group, current, max_staleness)]
@@ -317,12 +327,12 @@ class AtroposClient:
         """Keep the groups of a batch that can be trained on, and the parts of such."""
         valid = []
         for index, group in enumerate(batch):
-            where = f"group {index} of batch {self.counts['batches']}, of environment {group.env_id},"
+            where = f"group {index} of batch {self.counts['batches']}, of environment {group.env_id}"
             if group.tokens and group.inference_logprobs is None:
-                raise NoLogprobs(_NO_LOGPROBS.format(where.capitalize().rstrip(",")))
+                raise NoLogprobs(_NO_LOGPROBS.format(where))
             part = len(group.tokens) if 0 < len(group.tokens) < size else size
             if problem := problem_of(group, size=part, longest=longest, vocabulary=vocabulary):
-                self._reject(f"{where} is not trained on: {problem}")
+                self._reject(f"{where}, is not trained on: {problem}")
                 continue
             self.counts["unknown_version"] += group.policy_version is None
             valid.append(group)

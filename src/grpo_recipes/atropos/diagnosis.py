@@ -10,13 +10,17 @@ from grpo_recipes.atropos.connection import Connection
 from grpo_recipes.recipe.packing import foreseen_deadlock
 
 _MOST_ENVIRONMENTS = 64  # that are asked for
-_BUFFER = "a group of another size than its environment registered waits, out of sight, until others complete that size"
+_DEADLOCK = "deadlock"
+_BUFFER = (
+    "the queue is empty; a group of another size than its environment registered waits, out of sight, until others "
+    "complete that size"
+)
 
 
 def diagnosis(
     connection: Connection, batch_size: int | None, last_seen: Mapping[int | None, float], sizes: Collection[int]
-) -> list[str]:
-    """Return a line for each thing that run-api shows: its state, each environment, and the packing of the queue.
+) -> tuple[str, list[str]]:
+    """Return the likely reason, and a line for each thing that run-api shows: state, environments, packing.
 
     Args:
         connection: to run-api.
@@ -25,20 +29,18 @@ def diagnosis(
         sizes: of the groups that came.
     """
     status, no_status = connection.look("/status")
+    if not status:
+        return f"run-api {no_status}", [f"/status of run-api at {connection.url}: {no_status}"]
     info, no_info = connection.look("/info")
     environments = _environments(connection)
-    latest, _ = connection.look("/latest_example")
     queued = int(status.get("queue_size", 0))
-    if batch_size is None:
-        batch_size = int(info.get("batch_size", -1))
-    found = {*sizes, *([len(latest["tokens"])] if queued and latest.get("tokens") else [])}
-    found |= {one["max_group_size"] for one in environments.values() if queued and "max_group_size" in one}
-    return [
-        f"/status of run-api at {connection.url}: {status or no_status}",
-        f"/info: {info or no_info}",
-        *_seen(environments, last_seen),
-        _packing(queued, batch_size, found, environments),
-    ]
+    found = {*sizes, *(_queued_sizes(connection, environments) if queued else ())}
+    packing = _packing(queued, batch_size or int(info.get("batch_size", -1)), found, environments)
+    seen = _seen(environments, last_seen)
+    # Where nothing is queued, who has sent nothing says more than the queue.
+    reason = packing if queued or packing.startswith(_DEADLOCK) else "; ".join(seen)
+    lines = [f"/status of run-api at {connection.url}: {status}", f"/info: {info or no_info}", *seen]
+    return reason, [*lines, f"packing: {packing}"]
 
 
 def _environments(connection: Connection) -> dict[int, dict[str, Any]]:
@@ -50,6 +52,13 @@ def _environments(connection: Connection) -> dict[int, dict[str, Any]]:
             break
         found[index] = answer
     return found
+
+
+def _queued_sizes(connection: Connection, environments: Mapping[int, Mapping[str, Any]]) -> set[int]:
+    """Return the sizes of queued groups that run-api shows: the latest one's, and the largest."""
+    latest, _ = connection.look("/latest_example")
+    sizes = {int(one["max_group_size"]) for one in environments.values() if "max_group_size" in one}
+    return sizes | ({len(latest["tokens"])} if latest.get("tokens") else set())
 
 
 def _seen(environments: Mapping[int, Mapping[str, Any]], last_seen: Mapping[int | None, float]) -> list[str]:
@@ -69,11 +78,11 @@ def _packing(
 ) -> str:
     """Return what run-api's packing rule makes of the queue."""
     if batch_size > 0 and (why := foreseen_deadlock(batch_size, sorted(sizes))):
-        return f"packing: deadlock, since {why}"
+        return f"{_DEADLOCK}, since {why}"
     if not queued:
-        return f"packing: the queue is empty; {_BUFFER}" if environments else "packing: the queue is empty"
+        return _BUFFER if environments else "the queue is empty"
     of_sizes = f" of {', '.join(map(str, sorted(sizes)))} sequences" if sizes else ""
-    line = f"packing: the groups in the queue ({queued}{of_sizes}) do not fill a batch of {batch_size} sequences"
+    line = f"the groups in the queue ({queued}{of_sizes}) do not fill a batch of {batch_size} sequences"
     shares = any(one.get("unallocated_fraction", 1.0) < 1.0 for one in environments.values())
     lacking = [str(index) for index, one in environments.items() if not one.get("self_queue_size")]
     if shares and lacking:

@@ -218,7 +218,7 @@ def _number_problem(group: Group) -> str | None:
             return f"trajectory {index}: score {score!r}"
     for name in ("advantages", "ref_logprobs"):
         values = flat.columns.get(name)
-        if values is not None and (wrong := flat.trained & ~np.isfinite(values)).any():
+        if values is not None and (wrong := ~np.isfinite(values)).any():
             return f"trajectory {flat.row(wrong)}: {values[np.argmax(wrong)]} among its {name}"
     return None
 
