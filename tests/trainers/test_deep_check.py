@@ -213,3 +213,17 @@ def test_a_template_renders_the_answers_of_tools(read, tmp_path, monkeypatch):
     assert "episode    of verifiers:sums_tool: " in seen(
         read(**keys, chat_template=template.replace(refusing, "")), tmp_path
     )
+
+
+def test_environments_of_atropos_are_loaded_with_their_arguments(read, tmp_path, monkeypatch):
+    pytest.importorskip("atroposlib")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(
+        "from grpo_recipes.atropos.environments import RecipeEnv\nclass Half(RecipeEnv):\n"
+        "    def next_item(self):\n        return {'prompt': 'x'}\n"
+    )
+    keys = {**SMOKE, "dataset_name": None, "reward_funcs": ["environment"], "max_steps": 2}
+    assert "groups     of arithmetic: it loads" in seen(read(**keys, atropos_environment="arithmetic"), tmp_path)
+    mixture = {"environments": [{"id": "arithmetic", "args": {"sed": 1}}, {"id": "own.py:Half"}]}
+    first, second = refused(read(**keys, atropos_mixture=mixture), tmp_path)
+    assert "has no field 'sed'" in first and "has no score. Fix: define it in the class" in second

@@ -23,8 +23,9 @@ from grpo_recipes.fetch.assets import Assets, find_assets
 from grpo_recipes.paths import shown
 from grpo_recipes.plan.devices import derive_batch
 from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.atropos import place
 from grpo_recipes.recipe.configs import CONFIGS, GRPOConfig, ModelConfig
-from grpo_recipes.recipe.registry import environments_of
+from grpo_recipes.recipe.registry import atropos_environments, environments_of, uses_atropos
 from grpo_recipes.rewards.probe import probe_rewards, problems_of, sample_rows
 from grpo_recipes.rollouts.episode import turns_of
 from grpo_recipes.rollouts.episodes import Renderer
@@ -50,6 +51,8 @@ def look_deep(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
         seen.append(f"adapter    on {_adapted_layers(recipe, *configs)} layers")
     if environments_of(recipe.__getitem__):
         return [*seen, *_episodes(recipe, *configs)]
+    if uses_atropos(recipe.__getitem__):
+        return [*seen, *_groups(recipe)]
     rows = sample_rows(recipe, SAMPLE, sources.lookup)
     tried = collect([partial(_prompts, recipe, rows, *configs), partial(_rewards, recipe, rows)], lambda look: look())
     return seen + [line for lines in tried for line in lines]
@@ -118,6 +121,17 @@ def _episodes(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -> list
             seen += [f"  [{one['role']}] {one['content']}" for one in turn.messages]
             seen += [f"  [policy] {action}"] if action is not None else []
     return seen
+
+
+def _groups(recipe: Recipe) -> list[str]:
+    """Load each environment of Atropos, with its arguments and its dataset; what it sends is seen in a run alone."""
+    from grpo_recipes.atropos.serve import environment_problems  # needs a package that no other recipe does
+
+    found = atropos_environments(recipe.__getitem__)
+    checked = [environment_problems(one.id, one.args, place(recipe, index)) for index, one in enumerate(found)]
+    if any(checked):
+        raise ConfigError(*[problem for problems in checked for problem in problems])
+    return [f"groups     of {one.id}: it loads, and takes its arguments" for one in found]
 
 
 def _play(recipe: Recipe, index: int) -> tuple[list[Turn], list[str]]:
