@@ -282,6 +282,20 @@ def test_logs_shows_the_last_lines_and_masks_secrets(folder, capsys) -> None:
     assert "server.log" in both and "trainer.log" in both
 
 
+def test_logs_of_run_api_and_of_all_environments(folder, capsys) -> None:
+    run = made(folder, status="completed")
+    roles = ("run-api", "server", "trainer", "environment-sums", "environment-more")
+    for role in roles:
+        written(folder, f"{role}.log", f"of {role}\n")
+    write_json(run.folder / "plan.json", {"processes": [{"role": one, "log": f"logs/{one}.log"} for one in roles]})
+    assert said(capsys, "logs", "last", "--run-api") == "==> logs/run-api.log <==\nof run-api\n"
+    both = said(capsys, "logs", "last", "--environments")
+    assert "of environment-sums\n" in both and "of environment-more\n" in both and "server" not in both
+    assert all(f"log      logs/{role}.log\n" in said(capsys, "status", "last") for role in roles)
+    (folder / "logs/run-api.log").unlink()
+    assert "has no log of run-api yet" in said(capsys, "logs", "last", "--run-api", code=2)
+
+
 def test_what_the_launcher_printed_is_shown_by_default(folder, capsys) -> None:
     run = made(folder, status="completed", job="slurm-77")
     written(folder, "slurm_77.out", "of the job\n")

@@ -204,10 +204,11 @@ def test_shipped_recipes_fit_eight_gpus_of_80_gb(folder, planned, tmp_path):
 
 def test_every_shipped_model_is_counted():
     folders = {path.name for path in (REPOSITORY / "recipes").iterdir() if path.is_dir()}
-    assert folders - {"base", "smoke", "examples", "environments"} == SHIPPED.keys()
-    models = {
-        read_recipe(path, [])["model_name_or_path"] for path in (REPOSITORY / "recipes/environments").glob("*.yaml")
-    }
+    assert folders - {"base", "smoke", "examples", "environments", "atropos"} == SHIPPED.keys()
+    others = [
+        path for folder in ("environments", "atropos") for path in (REPOSITORY / "recipes" / folder).glob("*.yaml")
+    ]
+    models = {read_recipe(path, [])["model_name_or_path"] for path in others}
     assert {name.rpartition("/")[2] for name in models if not name.startswith("smoke:")} <= SHIPPED.keys()
 
 

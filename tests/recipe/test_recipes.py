@@ -127,3 +127,21 @@ def test_recipes_of_environments_are_right_and_play_what_they_name(path: Path, t
     for index in range(len(environments_of(recipe.__getitem__))):
         *_, last = turns_of(recipe, index, 0, lambda _: "<answer>0</answer>")
         assert last.done
+
+
+def test_recipes_of_atropos_train_the_models_of_those_with_datasets_on_groups(tmp_path: Path) -> None:
+    pytest.importorskip("atroposlib")
+    smoke, gsm8k = (read_recipe(home() / f"recipes/atropos/{name}.yaml") for name in ("smoke", "gsm8k"))
+    assert check(smoke, {}) == check(gsm8k, {}) == []
+    alike = read_recipe(home() / "recipes/smoke/grpo.yaml")
+    differing = {key for key in catalogue() if smoke[key] != alike[key]}
+    assert differing == {"run_name", "dataset_name", "atropos_environment", "reward_funcs"}, "else it is the same task"
+    batches = []
+    for count in GPUS:
+        resources, names = Resources("cuda", tuple(map(str, range(count))), 8), Names(tmp_path, "n", "n-a", "s")
+        plan = make_plan(gsm8k, resources, {"CACHE_ROOT": str(tmp_path)}, names)
+        assert plan.batch.world_size == count - 1 and plan.unused_gpus == ()
+        assert [one.role for one in plan.processes] == ["run-api", "server", "trainer", "environment-dataset"]
+        batches.append(str(plan.atropos))
+    assert len(set(batches)) == 1 and batches[0].startswith("dataset; 840 sequences (105 groups of 8) a batch")
+    assert gsm8k["max_steps"] == 7473 // 105, "about an epoch"

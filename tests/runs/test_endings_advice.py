@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from grpo_recipes.report.pages import write_report
 from grpo_recipes.rewards.load import keep_rewards
 from grpo_recipes.runs.checkpoints import publish
 from grpo_recipes.runs.endings import advice, ending
-from grpo_recipes.runs.rundir import Run
+from grpo_recipes.runs.rundir import Run, write_json
 
 
 @pytest.mark.parametrize(
@@ -25,6 +27,12 @@ from grpo_recipes.runs.rundir import Run
         ),
         ("rank 0: BadAnswer: the vLLM server at http://x answered 500: {} (in /pause; log: s.log)", "the server's log"),
         ("the vLLM engine process EngineCore (pid 7) died or was killed", "server_restarts"),
+        ("run-api died before it was ready", "python -m atroposlib.cli.run_api starts it alone"),
+        ("run-api was not ready after 300 s", "see in its log what it waits for"),
+        ("run-api (pid 7) was killed by signal 9", "server_restarts: N starts it and the trainers again N times"),
+        ("port 8001 was taken by another process (pid 5) while run-api started", "launch again"),
+        ("environment sums (pid 7) exited with code 2", "correct what its log names, then launch the recipe anew"),
+        ("environment sums (pid 7) exited with code 1; no step was completed since", "add --update-rewards"),
         ("rank 1 (pid 7) was killed by signal 9", "if memory ran out, which dmesg says, ask for more memory, or"),
         ("rank 0: WeightsDiffer: weights did not reach the server", "Weights page"),
         ("rank 0: ZeroDivisionError: division by zero", "grpo doctor --run"),
@@ -38,6 +46,18 @@ def test_a_known_cause_reads_no_file_of_the_run(make_run):
     run = make_run(cause="the vLLM server died before it was ready")
     (run.folder / "recipe.yaml").write_text("a: [")
     assert "grpo check --deep RECIPE" in advice(Run(run.folder), run.cause)
+
+
+def test_why_an_environment_or_run_api_ended_is_looked_for_in_its_own_log(make_run):
+    for role, cause in (
+        ("run-api", "run-api died before it was ready"),
+        ("environment-sums", "environment sums (pid 7) exited with code 1"),
+    ):
+        run = make_run(cause=cause)
+        plan = {**run.plan, "processes": [*run.plan["processes"], {"role": role, "log": f"logs/{role}.log"}]}
+        write_json(run.folder / "plan.json", plan)
+        Path(f"logs/{role}.log").write_text("ModuleNotFoundError: No module named 'polars'\n")
+        assert advice(Run(run.folder), cause) == "run make setup; see versions in grpo doctor"
 
 
 RAISED = "rank 0: RewardFailed: reward 'own.py:score' raised ValueError: no"

@@ -30,7 +30,7 @@ from grpo_recipes.recipe.check import START_FILE, choose_recipe, notes, reward_n
 from grpo_recipes.recipe.dialects import ALIASES, meaning_of, names, nearest
 from grpo_recipes.recipe.dialects.migrate import is_translated, migrate
 from grpo_recipes.recipe.keys import OWNED_KEYS, VARIABLES, catalogue, nested_catalogue, schema_line, schema_note
-from grpo_recipes.recipe.registry import BENCHMARKS, environments_of
+from grpo_recipes.recipe.registry import BENCHMARKS, environments_of, uses_atropos
 from grpo_recipes.recipe.tasks import GRPO
 from grpo_recipes.slurm.client import job_end_time, walltime_seconds
 
@@ -194,6 +194,9 @@ def check_rewards(options: argparse.Namespace) -> int:
         if environments_of(recipe.__getitem__):
             what = "the rewards of an environment come with its episodes"
             raise config_error(shown(recipe.path), what, "run grpo check --deep, which plays one")
+        if uses_atropos(recipe.__getitem__):
+            what = "Atropos' environments score what they sample themselves"
+            raise config_error(shown(recipe.path), what, "run grpo check --deep, which loads them")
         os.environ.update(hub_environment(os.environ))
         # TRL and datasets come with these, which takes seconds.
         from grpo_recipes.rewards.probe import probe_rewards, problems_of, sample_rows

@@ -81,10 +81,9 @@ def free_ports(
                 raise _busy(recipe, key, None if there else listener(port))
             port = port + _BLOCK_SIZE if port + _BLOCK_SIZE <= 65535 else _BLOCK_BASE
         if port != wanted:
-            holder = next(
-                (f"is {other}" for other in chosen if chosen[other] == wanted), "is in use by another process"
-            )
-            notes.append(f"port {wanted} ({key}) {holder}; using {port}")
+            holders = [f"the run's {other}" for other in chosen if chosen[other] == wanted]
+            holder = (holders or ["in use by another process"])[0]
+            notes.append(f"port {wanted} ({key}) is {holder}; using {port}")
         chosen[key] = port
     numbers = ports.by_key() | chosen
     server_port, group, main_process = (numbers[key] for key in DEFAULT_PORTS)
@@ -168,7 +167,7 @@ def wait_until_ready(
     def serves() -> bool:
         return name in _served_models(host, port, token)
 
-    return _wait(alive, root_pid, port, serves, "the vLLM server", timeout, " (vllm_server_timeout)")
+    return _wait(alive, root_pid, port, serves, "the vLLM server", timeout, " s (vllm_server_timeout)")
 
 
 def wait_until_answering(alive: Callable[[], bool], root_pid: int, url: str, who: str, timeout: float) -> float:
@@ -186,7 +185,7 @@ def wait_until_answering(alive: Callable[[], bool], root_pid: int, url: str, who
 
 def _wait(
     alive: Callable[[], bool], root_pid: int, port: int, ready: Callable[[], bool], who: str, timeout: float,
-    key: str = "",
+    unit: str = " s",
 ) -> float:  # fmt: skip
     start = time.monotonic()
     while time.monotonic() - start < timeout:
@@ -199,7 +198,7 @@ def _wait(
         if owner is not None and ready():
             return time.monotonic() - start
         time.sleep(0.25)
-    raise NotReady(f"{who} was not ready after {timeout:.0f} s{key}")
+    raise NotReady(f"{who} was not ready after {timeout:.0f}{unit}")
 
 
 def _served_models(host: str, port: int, token: str) -> list[str]:
