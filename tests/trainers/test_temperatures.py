@@ -81,6 +81,8 @@ def test_the_recipes_temperature_gives_the_same_bits_either_way(
     adapter = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False) if keys.pop("peft", None) else None
     trainer = trainer_of(tmp_path, model, peft_config=adapter, **keys)
     output = generation(trainer)
+    trainer.model = trainer.accelerator.prepare_model(trainer.model)  # as a training does
+    assert hasattr(trainer.model, "_original_forward") == ("bf16" in keys)
     with torch.no_grad():
         as_trl, entropies, _ = logps_at(trainer, output, None)
         with head_at(trainer, trainer.model, 1.0):
