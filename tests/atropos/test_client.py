@@ -192,7 +192,7 @@ def test_a_batch_with_nan_in_it_is_lost_and_counted_and_the_next_one_comes(
 
 
 def test_a_batch_that_came_too_late_is_lost_and_counted_and_the_next_one_comes(api: RunApi, connect: Client) -> None:
-    client = connect(timeout=0.5)
+    client = connect(timeout=2.0)
     for _ in range(2):
         post(api, group(first=100))
     os.kill(api.process.pid, signal.SIGSTOP)

@@ -98,7 +98,8 @@ def test_a_wait_without_groups_ends_with_all_that_was_seen(api: RunApi, tmp_path
     with pytest.raises(AtroposError) as error:
         trainer.train()
     told = str(error.value)
-    assert told.startswith("Maximum wait time (0.5s) exceeded\nFailed to retrieve batch from Atropos after all retry")
+    assert told.startswith("Maximum wait time (0.5s) exceeded: no environment has joined, and no group ever came\n")
+    assert "\nFailed to retrieve batch from Atropos after all retry attempts\n" in told
     assert f"/info: {{'batch_size': 8, 'max_token_len': {8 + 24 + 1}}}" in told
     assert "log of environment-sums: logs/liv_env-sums.log" in told and "trainer" not in told
 
