@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import socket
@@ -79,7 +80,8 @@ class FakeVllm:
                 if fake.policy is not None:
                     self.send_header("X-Grpo-Policy", str(fake.policy))
                 self.end_headers()
-                self.wfile.write(body)
+                with contextlib.suppress(ConnectionError):  # a client that was ended waits no longer
+                    self.wfile.write(body)
 
             def log_message(self, *_: object) -> None:
                 pass

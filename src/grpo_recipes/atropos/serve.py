@@ -1,0 +1,334 @@
+"""One environment of a run, which sends scored groups to run-api until the launcher ends it.
+
+    python -m grpo_recipes.atropos.serve INDEX --api-url http://127.0.0.1:8001 --server-url http://127.0.0.1:8000
+
+It is the INDEX-th of the run directory's recipe: one of ours, or any BaseEnv of atroposlib, with the run's server as
+its server, the recipe's sizes in its configuration, and what its groups need to be trained on beside their scores.
+"""
+
+import os
+import signal
+
+from grpo_recipes.process.tree import die_with_parent
+
+if __name__ == "__main__":  # before the imports, which take seconds
+    die_with_parent(os.getppid())
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+import argparse
+import asyncio
+import logging
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+import requests
+from atroposlib.envs.base import BaseEnv
+from pydantic import BaseModel, ValidationError
+from tenacity import RetryError
+
+from grpo_recipes.atropos.environments import ENVIRONMENT, ArithmeticEnv, DatasetEnv, RecipeEnv, RecipeEnvConfig
+from grpo_recipes.atropos.server import RunServer, RunServerConfig, ServerGone, generation_params, noting
+from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, Problem, config_error, translate
+from grpo_recipes.plan.ports import listener
+from grpo_recipes.process.reports import run_folder, say
+from grpo_recipes.recipe import Recipe, read_frozen
+from grpo_recipes.recipe.keys import nearest_of
+from grpo_recipes.recipe.registry import AtroposEnvironment, atropos_environments, atropos_labels
+from grpo_recipes.recipe.user_code import REWARD_COPIES, load_object
+from grpo_recipes.runs.rundir import Run, json_mapping, write_json
+from grpo_recipes.weights.transport import ADAPTER
+
+OURS: dict[str, type[RecipeEnv]] = {"arithmetic": ArithmeticEnv, "dataset": DatasetEnv}
+ARGS = "atropos_environment_args"
+# Fields that the launch fills in -> the recipe's keys for them.
+_OWNED = {
+    "batch_size": "prompts_per_step",
+    "chat_template": "chat_template",
+    "chat_template_kwargs": "chat_template_kwargs",
+    "inference_weight": "the weight of an entry of atropos_mixture",
+    "max_token_length": "max_prompt_length and max_completion_length",
+    "min_batch_allocation": "the min_allocation of an entry of atropos_mixture",
+    "rollout_server_url": "atropos_api_url or atropos_port",
+    "temperature": "temperature",
+    "tokenizer_name": "model_name_or_path",
+}
+# Defaults of ours that every environment gets: its own are for runs that it rules itself.
+_DEFAULTS = (
+    "use_wandb", "ensure_scores_are_not_same", "include_messages", "steps_per_eval", "total_steps",
+    "max_batches_offpolicy",
+)  # fmt: skip
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+# Of a trajectory, beside tokens, masks and scores.
+_OF_ROWS = ("inference_logprobs", "advantages", "ref_logprobs", "messages", "images")
+_MOST_FAILURES = 24  # groups in a row
+_API_SECONDS = 10.0
+_MARGIN_SECONDS = 60.0  # beyond a hang and the start after it
+Found = dict[str, Any] | list[dict[str, Any] | None] | None  # what an environment collects
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one environment of the run directory's recipe; return an exit code where it ends by itself."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("index", metavar="INDEX", type=int, help="which of the recipe's Atropos environments")
+    parser.add_argument("--api-url", required=True, help="of run-api")
+    parser.add_argument("--server-url", required=True, help="of the vLLM server")
+    args = parser.parse_args(argv)
+    run, api = run_folder(), args.api_url.rstrip("/")
+    try:
+        quieten()
+        environment = made(run, args.index, api, args.server_url)
+        remembered(environment, run / "processes" / f"atropos_{args.index}.json", api)
+        asyncio.run(environment.env_manager())
+    except ConfigError as error:
+        say(str(error))
+        return EXIT_CONFIG_ERROR
+    except RetryError as error:  # of a request to run-api, which atroposlib tries three times
+        say(f"run-api at {api} does not answer: {error.last_attempt.exception()}")
+        return 1
+    return 0
+
+
+def made(run: Path, index: int, api_url: str, server_url: str) -> Any:
+    """Return the INDEX-th environment of a run, which is to ask these two; ConfigError for what is wrong with it."""
+    recipe, copies = read_frozen(run / "recipe.yaml"), run / REWARD_COPIES
+    entry, label = atropos_environments(recipe.__getitem__)[index], atropos_labels(recipe.__getitem__)[index]
+    kind = load_environment(entry.id, copies)
+    plan = Run(run).plan
+    config = configured(kind, entry, recipe, str(plan["model"]), api_url, label)
+    server = RunServerConfig(
+        base_url=f"{server_url.rstrip('/')}/v1",
+        model_name=ADAPTER if plan["bridge"] == "lora" else os.environ["GRPO_RUN"],
+        tokenizer_name=str(plan["model"]),
+        timeout=int(recipe["server_request_timeout"]),
+        longest=config.max_token_length,
+        sampling={key: recipe[key] for key in _SAMPLING if recipe[key] is not None},
+        patience=plan["server_timeout"] + recipe["server_stall_timeout"] + _MARGIN_SECONDS,
+    )
+    if issubclass(kind, DatasetEnv):
+        kind.copies = copies
+    kind.server_cls = RunServer
+    environment = kind(config, [server], slurm=False, testing=False)
+    if recipe["chat_template"] is not None:
+        environment.tokenizer.chat_template = recipe["chat_template"]
+    watched(environment, label)
+    return environment
+
+
+def load_environment(spec: str, copies: Path | None = None) -> type[BaseEnv]:
+    """Return the class that a recipe names; ConfigError where it is no environment, or an unfinished one."""
+    if (kind := OURS.get(spec)) is not None:
+        return kind
+    kind = load_object(spec, copies)
+    if not (isinstance(kind, type) and issubclass(kind, BaseEnv)):
+        fix = "derive the class from grpo_recipes.atropos.environments.RecipeEnv, or from atroposlib's BaseEnv"
+        raise config_error(spec, "is no environment of Atropos", fix)
+    missing = sorted(getattr(kind, "__abstractmethods__", ()))
+    if issubclass(kind, RecipeEnv):
+        plays = {name for name in ("score", "play", "scores") if getattr(kind, name) is not getattr(RecipeEnv, name)}
+        missing += ["next_item"] if kind.next_item is RecipeEnv.next_item else []
+        missing += [] if plays else ["score"]
+    if missing:
+        raise config_error(spec, f"has no {' and no '.join(missing)}", "define it in the class")
+    return kind
+
+
+def environment_problems(
+    spec: str, args: Mapping[str, Any], where: str = "atropos_environment", copies: Path | None = None
+) -> list[Problem]:
+    """Return what is wrong with an environment and its arguments, found by importing it and reading its dataset.
+
+    ``where`` is the place in the recipe that names it.
+    """
+    try:
+        kind = load_environment(spec, copies)
+        base = kind.config_init()[0]
+        check_arguments(type(base), args)
+        config = _filled(base, {**_defaults(base), **args})
+        if issubclass(kind, RecipeEnv):
+            kind.look(config, copies)
+    except ConfigError as error:
+        return [Problem(where, f"{problem.where}: {problem.what}", problem.fix) for problem in error.problems]
+    except Exception as error:  # the user's code may raise anything
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return [Problem(where, f"'{spec}' cannot be used: {said}", "correct it there")]
+    return []
+
+
+def configured(
+    kind: type[BaseEnv], entry: AtroposEnvironment, recipe: Recipe, model: str, api_url: str, label: str
+) -> Any:
+    """Return the configuration of an environment: its own, then the recipe's values, then its arguments, then ours."""
+    base = kind.config_init()[0]
+    fields = type(base).model_fields
+    check_arguments(type(base), entry.args)
+    asked = {"seed": "seed", "max_tokens": "max_completion_length", "system_prompt": "system_prompt"}
+    given = {name: recipe[key] for name, key in asked.items() if recipe[key] is not None}
+    owned = {
+        "group_size": recipe["num_generations"],
+        "inference_weight": entry.weight,
+        "max_token_length": longest(recipe),
+        "min_batch_allocation": entry.min_allocation,
+        "rollout_server_url": api_url,
+        "temperature": recipe["temperature"],
+        "tokenizer_name": model,
+        "chat_template": recipe["chat_template"],
+        "chat_template_kwargs": recipe["chat_template_kwargs"],
+    }
+    values = {**_defaults(base), "wandb_name": label, **given, **entry.args, **owned}
+    return _filled(base, {name: value for name, value in values.items() if name in fields or name in entry.args})
+
+
+def longest(recipe: Recipe) -> int:
+    """Return the most tokens of a prompt with its completion, as the trainer registers it."""
+    prompt, completion = recipe["max_prompt_length"], recipe["max_completion_length"]
+    most = recipe["vllm_max_model_length"] if prompt is None or completion is None else prompt + completion
+    if most is None:
+        raise config_error("max_prompt_length", "nothing limits the length of a prompt", "add max_prompt_length")
+    return int(most)
+
+
+def check_arguments(config: type[BaseModel], args: Collection[str]) -> None:
+    """Refuse arguments that are no fields of a configuration, or those that the launch fills in."""
+    problems, fields = [], config.model_fields
+    for name in args:
+        if name in _OWNED:
+            problems.append(Problem(f"{ARGS}.{name}", "the launch fills it in", f"write {_OWNED[name]}, and remove it"))
+        elif name not in fields and config.model_config.get("extra") != "allow":
+            near = nearest_of(name, [one for one in fields if one not in _OWNED])
+            what = f"{config.__name__} has no field '{name}'"
+            problems.append(Problem(f"{ARGS}.{name}", what, f"write '{near}'" if near else "remove it"))
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _defaults(base: BaseModel) -> dict[str, Any]:
+    """Return ours of an environment that is not of ours."""
+    ours = RecipeEnvConfig.model_fields
+    return {} if isinstance(base, RecipeEnvConfig) else {name: ours[name].default for name in _DEFAULTS}
+
+
+def _filled(base: BaseModel, values: Mapping[str, Any]) -> Any:
+    """Return a configuration with other values; ConfigError where they do not fit."""
+
+    def refusal(error: ValidationError) -> ConfigError:
+        wrong = [(".".join(map(str, one["loc"])), one["msg"]) for one in error.errors()]
+        return ConfigError(*[Problem(f"{ARGS}.{name}", said, "correct it") for name, said in wrong])
+
+    with translate(ValidationError, refusal):
+        return type(base)(**{**base.model_dump(), **values})
+
+
+# --- what the environment does in the run --------------------------------------------------------------------------
+
+
+def watched(environment: Any, label: str) -> None:
+    """Have its groups say what they were sampled with, and its process end where no group comes about any more."""
+    collect: Callable[[Any], Awaitable[tuple[Found, list[Any]]]] = environment.collect_trajectories
+    if type(environment).collect_trajectories is BaseEnv.collect_trajectories:
+        collect = _collector(environment)
+    failures = 0
+
+    async def collect_trajectories(item: Any) -> tuple[Found, list[Any]]:
+        nonlocal failures
+        try:
+            with noting() as asked:
+                found, backlog = await collect(item)
+        except ConfigError as error:
+            say(str(error))
+            raise SystemExit(EXIT_CONFIG_ERROR) from error
+        except Exception as error:  # atroposlib logs it, and goes on with the next item
+            cause = error.last_attempt.exception() if isinstance(error, RetryError) else error
+            failures += not isinstance(cause, ServerGone)
+            if failures == 1:
+                traceback.print_exception(cause)
+            if failures >= _MOST_FAILURES:
+                say(f"{label}: {failures} groups in a row failed, the last with {type(cause).__name__}: {cause}")
+                raise SystemExit(1) from error
+            raise
+        failures = 0
+        for group in found if isinstance(found, list) else [found]:
+            if group is not None:
+                own = group.get("generation_params") or {}
+                group["generation_params"] = {**generation_params(asked), ENVIRONMENT: label, **own}
+        return found, backlog
+
+    environment.collect_trajectories = collect_trajectories
+
+
+def _collector(environment: Any) -> Callable[[Any], Awaitable[tuple[Found, list[Any]]]]:
+    """Return what collects trajectories one by one, as BaseEnv does, but keeps the log-probs, which that drops."""
+
+    async def collect(item: Any) -> tuple[Found, list[Any]]:
+        size = environment.config.group_size
+        results = await asyncio.gather(*(environment.collect_trajectory(item) for _ in range(size)))
+        rows = [row for row, _ in results]
+        if not all(isinstance(row, dict) for row in rows):
+            raise ValueError("collect_trajectory returned something else than a trajectory")
+        group: dict[str, Any] = {name: [row[name] for row in rows] for name in ("tokens", "masks", "scores")}
+        group |= {name: [row[name] for row in rows] for name in _OF_ROWS if all(row.get(name) for row in rows)}
+        if any(row.get("overrides") for row in rows):
+            group["overrides"] = [row.get("overrides") or {} for row in rows]
+        for name in ("group_overrides", "generation_params"):
+            group[name] = {key: value for row in rows for key, value in (row.get(name) or {}).items()}
+        return group, [one for _, backlog in results for one in backlog]
+
+    return collect
+
+
+def remembered(environment: Any, file: Path, api: str) -> None:
+    """Disconnect the environment of an earlier life from the same run-api, and note the one of this.
+
+    run-api counts an environment that died among the connected ones: its least share of a batch would never be filled.
+    """
+    life = {"api": api, "api_since": _began(api)}
+    before = json_mapping(file) or {}
+    if before.items() >= life.items() and "env_id" in before:
+        answer = requests.post(f"{api}/disconnect-env", json={"env_id": before["env_id"]}, timeout=_API_SECONDS)
+        say(f"environment {before['env_id']} of before is disconnected from run-api: {answer.text[:200]}")
+        file.unlink()
+    register = environment.register_env
+
+    async def register_env() -> None:
+        await register()
+        file.parent.mkdir(exist_ok=True)
+        write_json(file, {**life, "env_id": environment.env_id, "pid": os.getpid()})
+        say(f"registered at run-api as environment {environment.env_id}, {environment.config.wandb_name}")
+
+    environment.register_env = register_env
+
+
+def _began(url: str) -> float | None:
+    """Return when the process that listens there began, where it is ours: another one knows nothing of the last."""
+    parts = urlsplit(url)
+    pid = listener(parts.port or 80) if parts.hostname in ("127.0.0.1", "localhost") else None
+    return psutil.Process(pid).create_time() if pid else None
+
+
+class _Repeats(logging.Filter):
+    """Leave out a message that repeats the one before it."""
+
+    last = ""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether to write it."""
+        same, self.last = record.getMessage() == self.last, record.getMessage()
+        return not same
+
+
+def quieten() -> None:
+    """Have logs show warnings alone, each once in a row: atroposlib's loop writes ten lines a second."""
+    handler = logging.StreamHandler()
+    handler.addFilter(_Repeats())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], format="%(levelname)s %(name)s: %(message)s")
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("atroposlib"):
+            logging.getLogger(name).setLevel(logging.WARNING)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""An environment as others write them for atroposlib: one trajectory at a time, through its ManagedServer."""
+
+from atroposlib.envs.base import BaseEnv, BaseEnvConfig
+from pydantic import Field
+
+
+class CountConfig(BaseEnvConfig):
+    begin: int = Field(default=0, ge=0)
+    temperature: float = 1.0
+
+
+class Count(BaseEnv):
+    name = "count"
+    env_config_cls = CountConfig
+
+    async def setup(self):
+        self.next = self.config.begin
+
+    async def get_next_item(self):
+        self.next += 1
+        return {"number": self.next}
+
+    async def collect_trajectory(self, item):
+        messages = [{"role": "user", "content": f"{item['number'] % 10}+0="}]
+        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
+            said = await managed.chat_completion(
+                messages=messages, n=1, max_tokens=self.config.max_token_length, temperature=self.config.temperature
+            )
+            (node,) = managed.get_state()["nodes"]
+        row = {"tokens": node.tokens, "masks": node.masked_tokens, "inference_logprobs": node.logprobs}
+        score = float(str(item["number"] % 10) in said.choices[0].message.content)
+        overrides = {"set_advantage_to_zero": True} if score else None
+        return {**row, "scores": score, "group_overrides": {"note": 1}, "overrides": overrides}, [item]
+
+    async def evaluate(self, *args, **kwargs):
+        pass
+
+
+class Own(Count):
+    """Makes several groups at once, of which one fails, and says itself what they were sampled with."""
+
+    async def collect_trajectories(self, item):
+        rows = [(await self.collect_trajectory(item))[0] for _ in range(self.config.group_size)]
+        group = {name: [row[name] for row in rows] for name in rows[0] if name not in ("group_overrides", "overrides")}
+        return [{**group, "generation_params": {"temperature": 0.1}}, None], [{"number": 9}]
+
+
+class Broken(Count):
+    async def collect_trajectory(self, item):
+        raise ZeroDivisionError("a fault of its own")
+
+
+class Unfinished(BaseEnv):
+    async def setup(self):
+        pass

@@ -1,0 +1,395 @@
+"""One environment of a run in a process of its own, between a real run-api and a fake of the run's server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+pytest.importorskip("atroposlib")
+
+from atropos.run_api import RunApi
+from grpo_recipes import smoke
+from grpo_recipes.atropos import serve
+from grpo_recipes.atropos.environments import ArithmeticEnv
+from grpo_recipes.atropos.group import Group, problem_of
+from grpo_recipes.atropos.server import RunServer
+from grpo_recipes.errors import ConfigError
+from grpo_recipes.process.tree import is_alive
+from grpo_recipes.recipe.user_code import copy_source
+
+from .fake_vllm import FakeVllm, Sampled, save_tokenizer
+
+FILE = Path(__file__).parent / "envs/third_party.py"
+TOKENIZER = smoke.build_tokenizer()
+END = TOKENIZER.eos_token_id
+SECONDS = 240.0  # for a process to start, or a batch to come, on a machine that is busy
+
+
+def sums(prompt: list[int], number: int) -> Sampled:
+    """The right answer of a sum, and the next number in turns."""
+    first, second = TOKENIZER.decode(prompt, skip_special_tokens=True)[-4:-1].split("+")
+    tokens = [*TOKENIZER.encode(f"<answer>{int(first) + int(second) + number % 2}</answer>"), END]
+    return tokens, [-0.5] * len(tokens), "stop"
+
+
+@pytest.fixture(scope="module")
+def tokenizer_name(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def make_run(tmp_path: Path, tokenizer_name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """``make_run(bridge=..., KEY=VALUE, ...)``: a run directory with a recipe, of which this process is a part."""
+
+    def make_it(bridge: str = "file", **keys: Any) -> Path:
+        run = tmp_path / "run"
+        (run / "processes").mkdir(parents=True, exist_ok=True)
+        sizes = {"num_generations": 2, "max_prompt_length": 16, "max_completion_length": 8, "seed": 7}
+        (run / "recipe.yaml").write_text(yaml.safe_dump({**sizes, "model_name_or_path": "smoke:sums", **keys}))
+        plan = {"model": tokenizer_name, "bridge": bridge, "server_timeout": 20.0, "processes": []}
+        (run / "plan.json").write_text(json.dumps(plan))
+        (tmp_path / "token").write_text("the-token")
+        variables = {"GRPO_RUN_DIR": run, "GRPO_RUN": "run-abcd", "GRPO_TOKEN_FILE": tmp_path / "token"}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(value))
+        return run
+
+    return make_it
+
+
+@pytest.fixture
+def vllm() -> Iterator[FakeVllm]:
+    fake = FakeVllm(sums)
+    fake.token = "the-token"
+    yield fake
+    fake.close()
+
+
+def made(run: Path, index: int = 0, server: str = "http://127.0.0.1:9") -> Any:
+    return serve.made(run, index, "http://127.0.0.1:8", server)
+
+
+# --- what an environment is made of --------------------------------------------------------------------------------
+
+
+def test_the_configuration_is_the_recipes(make_run, tokenizer_name) -> None:
+    run = make_run(
+        atropos_environment="arithmetic", atropos_environment_args={"max_num_workers": 4}, temperature=0.5, top_p=0.9
+    )
+    environment = made(run)
+    config = environment.config
+    assert type(environment) is ArithmeticEnv and environment.server_cls is RunServer
+    assert (config.group_size, config.max_token_length, config.max_tokens, config.temperature) == (2, 24, 8, 0.5)
+    assert (config.tokenizer_name, config.rollout_server_url) == (tokenizer_name, "http://127.0.0.1:8")
+    assert (config.max_num_workers, config.seed, config.wandb_name) == (4, 7, "arithmetic")
+    assert (config.inference_weight, config.min_batch_allocation, config.use_wandb) == (1.0, None, False)
+    (server,) = environment.server.servers
+    assert (server.config.base_url, server.config.model_name) == ("http://127.0.0.1:9/v1", "run-abcd")
+    assert server.config.longest == 24 and server.config.sampling["top_p"] == 0.9
+
+
+def test_entries_of_a_mixture_have_their_weights_least_shares_and_names(make_run) -> None:
+    entry = {"id": "arithmetic", "weight": 3.0}
+    run = make_run(atropos_mixture={"environments": [entry, {**entry, "min_allocation": 0.25, "args": {"seed": 1}}]})
+    configs = [made(run, index).config for index in (0, 1)]
+    assert [(one.inference_weight, one.min_batch_allocation, one.seed) for one in configs] == [
+        (3.0, None, 7),
+        (3.0, 0.25, 1),
+    ]
+    assert len({one.wandb_name for one in configs}) == 2
+
+
+def test_with_the_lora_bridge_completions_come_from_the_adapter(make_run) -> None:
+    environment = made(make_run(bridge="lora", atropos_environment="arithmetic"))
+    assert environment.server.servers[0].config.model_name == "grpo-adapter"
+
+
+def test_an_environment_of_others_gets_the_runs_server_and_our_defaults(make_run) -> None:
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    environment = made(make_run(
+        atropos_environment=f"{FILE}:Count", atropos_environment_args={"begin": 5, "max_batches_offpolicy": 1},
+        temperature=0.7, chat_template=template,
+    ))  # fmt: skip
+    config = environment.config
+    assert type(environment.server.servers[0]) is RunServer and environment.tokenizer.chat_template == template
+    assert (config.begin, config.temperature, config.group_size, config.wandb_name) == (5, 0.7, 2, "count")
+    assert (config.use_wandb, config.steps_per_eval, config.ensure_scores_are_not_same) == (False, 0, False)
+    assert config.max_batches_offpolicy == 1 and config.total_steps > 10**9
+
+
+def test_the_runs_copy_of_a_users_file_is_what_runs(make_run, tmp_path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(FILE.read_text())
+    run = make_run(atropos_environment=f"{file}:Count")
+    copy_source(f"{file}:Count", run / "rewards")
+    file.write_text("raise SystemExit('changed since the run began')")
+    assert type(made(run)).__name__ == "Count"
+
+
+@pytest.mark.parametrize(
+    ("spec", "args", "said"),
+    [
+        ("arithmetic", {"max_num_worker": 3}, "no field 'max_num_worker'. Fix: write 'max_num_workers'"),
+        ("arithmetic", {"tokenizer_name": "x"}, "the launch fills it in. Fix: write model_name_or_path, and remove it"),
+        ("arithmetic", {"seed": "three"}, "atropos_environment_args.seed: Input should be a valid integer"),
+        (f"{FILE}:Count", {"begin": -1}, "atropos_environment_args.begin: Input should be greater than or equal to 0"),
+        (f"{FILE}:Unfinished", {}, "has no evaluate and no get_next_item"),
+        (f"{FILE}:CountConfig", {}, "is no environment of Atropos"),
+        ("json:dumps", {}, "is no environment of Atropos"),
+        (f"{Path(__file__).parent}/envs/nowhere.py:Env", {}, "no file"),
+        ("grpo_recipes.atropos.environments:RecipeEnv", {}, "has no next_item and no score"),
+        ("dataset", {}, "names no dataset"),
+        ("dataset", {"dataset_name": "smoke:sums", "reward": "modebenc"}, "no reward 'modebenc'. Fix: write modebench"),
+    ],
+)
+def test_a_check_finds_what_is_wrong_with_an_environment_without_starting_it(spec, args, said) -> None:
+    (problem,) = serve.environment_problems(spec, args, "recipe.yaml:3")
+    assert str(problem).startswith("recipe.yaml:3: ") and said in str(problem)
+
+
+def test_a_check_finds_nothing_in_a_right_one_and_survives_code_that_raises(tmp_path) -> None:
+    assert serve.environment_problems("arithmetic", {"max_num_workers": 2}) == []
+    assert serve.environment_problems(f"{FILE}:Count", {"begin": 1}) == []
+    assert serve.environment_problems("dataset", {"dataset_name": "smoke:sums"}) == []
+    (tmp_path / "raises.py").write_text("1 / 0\n")
+    (problem,) = serve.environment_problems(f"{tmp_path}/raises.py:Env", {})
+    assert "cannot be used: ZeroDivisionError: division by zero" in problem.what
+
+
+def test_trajectories_that_are_collected_one_by_one_keep_their_log_probs(make_run, vllm) -> None:
+    vllm.policy = 6
+    environment = made(make_run(atropos_environment=f"{FILE}:Count", temperature=0.9), server=vllm.url)
+    vllm.samples = lambda prompt, number: sums(prompt, len(vllm.asked))
+    group, backlog = asyncio.run(environment.collect_trajectories({"number": 4}))
+    assert sorted(group["scores"]) == [0.0, 1.0] and backlog == [{"number": 4}] * 2
+    assert sorted(map(len, group["overrides"])) == [0, 1] and group["group_overrides"] == {"note": 1}
+    plain = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert group["generation_params"] == {**plain, "temperature": 0.9, "policy_version": 6, "environment": "count"}
+    assert problem_of(Group.of_wire(group), size=2, longest=24, vocabulary=len(TOKENIZER)) is None
+    # It asks for as many tokens as a whole sequence may have, which vLLM would refuse.
+    assert {one["max_tokens"] for one in vllm.asked} == {24 - len(vllm.asked[0]["prompt"])}
+
+
+def test_what_an_environment_says_of_its_groups_stays(make_run, vllm) -> None:
+    environment = made(make_run(atropos_environment=f"{FILE}:Own"), server=vllm.url)
+    (group, none), backlog = asyncio.run(environment.collect_trajectories({"number": 4}))
+    assert none is None and backlog == [{"number": 9}]
+    params = group["generation_params"]
+    assert (params["temperature"], params["policy_version"], params["environment"]) == (0.1, 0, "own")
+    assert problem_of(Group.of_wire(group), size=2, longest=24, vocabulary=len(TOKENIZER)) is None
+
+
+def test_an_environment_that_makes_no_group_any_more_ends_with_its_own_error(make_run, capsys) -> None:
+    environment = made(make_run(atropos_environment=f"{FILE}:Broken"))
+
+    async def try_often() -> None:
+        for _ in range(99):
+            with pytest.raises(ZeroDivisionError):
+                await environment.collect_trajectories({"number": 1})
+
+    with pytest.raises(SystemExit) as error:
+        asyncio.run(try_often())
+    said = capsys.readouterr()
+    assert error.value.code == 1 and "24 groups in a row failed, the last with ZeroDivisionError" in said.out
+    assert said.err.count("Traceback") == 1 and "third_party.py" in said.err  # with the place where it arose, once
+
+
+def test_a_template_that_cannot_go_on_ends_it_as_a_wrong_recipe(make_run, capsys) -> None:
+    environment = made(make_run(atropos_environment="arithmetic", chat_template="{{ raise_exception('no') }}"))
+    with pytest.raises(SystemExit) as error:
+        asyncio.run(environment.collect_trajectories(environment.next_item()))
+    assert error.value.code == 2 and "chat_template: the template cannot render" in capsys.readouterr().out
+
+
+def test_a_prompt_without_a_limit_is_refused(make_run) -> None:
+    with pytest.raises(ConfigError, match="nothing limits the length of a prompt"):
+        made(make_run(atropos_environment="arithmetic", max_prompt_length=None))
+    assert made(
+        make_run(atropos_environment="arithmetic", max_prompt_length=None, vllm_max_model_length=99)
+    ).config.max_token_length == 99  # fmt: skip
+
+
+# --- in a process of its own ---------------------------------------------------------------------------------------
+
+
+class Served:
+    """A process that serves an environment; what it writes is in ``log``."""
+
+    def __init__(self, folder: Path, index: int, api: str, server: str):
+        self._file = folder / f"environment_{index}_{time.monotonic_ns()}.log"
+        argv = [
+            sys.executable,
+            "-m",
+            "grpo_recipes.atropos.serve",
+            str(index),
+            "--api-url",
+            api,
+            "--server-url",
+            server,
+        ]
+        variables = {**os.environ, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "PYTHONUNBUFFERED": "1"}
+        with self._file.open("wb") as out:
+            self.process = subprocess.Popen(argv, stdout=out, stderr=subprocess.STDOUT, env=variables)
+
+    @property
+    def log(self) -> str:
+        return self._file.read_text()
+
+    def wait_for(self, text: str) -> None:
+        until(lambda: text in self.log or self.process.poll() is not None, lambda: self.log)
+        assert text in self.log, self.log
+
+    def end(self) -> int:
+        self.process.terminate()
+        return self.process.wait(5)
+
+
+def until(true: Callable[[], Any], told: Callable[[], str] = str) -> Any:
+    deadline = time.monotonic() + SECONDS
+    while not (found := true()):
+        assert time.monotonic() < deadline, told()
+        time.sleep(0.05)
+    return found
+
+
+def batch(api: RunApi, *served: Served) -> list[Group]:
+    """The next batch, while these processes live."""
+
+    def ask() -> list[Any] | None:
+        assert all(one.process.poll() is None for one in served), served[0].log
+        return api.get("/batch").json()["batch"]
+
+    return [Group.of_wire(plain) for plain in until(ask, lambda: "\n".join(one.log for one in served))]
+
+
+def test_two_environments_of_a_run_send_groups_through_every_trouble(make_run, tmp_path, vllm, api) -> None:
+    third = {"id": f"{FILE}:Count", "weight": 1.0, "min_allocation": 0.5}
+    run = make_run(atropos_mixture={"environments": [{"id": "arithmetic", "weight": 3.0}, third]})
+    first, second = served = [Served(tmp_path, index, api.url, vllm.url) for index in (0, 1)]
+    try:
+        # They wait for the trainer, which says how much a batch is.
+        for one in served:
+            one.wait_for("wait for trainer to start")
+        api.register(batch_size=8, max_token_len=25)
+        for one in served:
+            one.wait_for("registered at run-api as environment")
+        records = [json.loads((run / f"processes/atropos_{index}.json").read_text()) for index in (0, 1)]
+        arithmetic, count = (record["env_id"] for record in records)
+        vllm.policy = 3
+        groups = [group for _ in range(6) for group in batch(api, *served)]
+        for group in groups:
+            assert problem_of(group, size=2, longest=24, vocabulary=len(TOKENIZER)) is None
+            assert group.scores == [1.0, 0.0] or group.env_id == count
+            assert group.generation_params["environment"] == {arithmetic: "arithmetic", count: "count"}[group.env_id]
+        assert {group.policy_version for group in groups} == {3}
+        # A batch of four groups waits for one of the environment with a least share, and takes two if they are there.
+        shares = [sum(group.env_id == count for group in groups[begin : begin + 4]) for begin in range(0, 24, 4)]
+        assert min(shares) >= 1 and max(shares) >= 2
+        assert any(group.env_id == arithmetic for group in groups)
+        weights = [api.get("/status-env", json={"env_id": one}).json()["env_weight"] for one in (arithmetic, count)]
+        assert weights == [0.75, 0.25]
+
+        # The server answers with errors for a while: nobody dies, and each says so once.
+        vllm.fails = [500] * 12
+        until(lambda: not vllm.fails or not api.get("/batch").ok)
+        vllm.policy = 4
+        until(lambda: any(group.policy_version == 4 for group in batch(api, *served)))
+        assert all(one.log.count("does not answer (InternalServerError") <= 1 for one in served)
+
+        # One is ended and started again: run-api must not wait for the groups of the one before.
+        assert second.end() == -signal.SIGTERM
+        again = Served(tmp_path, 1, api.url, vllm.url)
+        served.append(again)
+        again.wait_for(f"environment {count} of before is disconnected from run-api")
+        again.wait_for("registered at run-api as environment")
+        newest = json.loads((run / "processes/atropos_1.json").read_text())["env_id"]
+        assert newest not in (arithmetic, count)
+        until(lambda: any(group.env_id == newest for group in batch(api, first, again)))
+
+        for one in served:
+            assert "the-token" not in one.log and "Traceback" not in one.log
+    finally:
+        for one in served:
+            one.process.kill()
+            one.process.wait()
+
+
+def test_only_an_environment_that_this_run_api_knows_is_disconnected(tmp_path, api, capsys) -> None:
+    file = tmp_path / "processes/atropos_0.json"
+
+    def live() -> None:
+        """Register as an environment process does once it has started."""
+        environment = SimpleNamespace(config=SimpleNamespace(wandb_name="sums"))
+
+        async def register_env() -> None:
+            environment.env_id = api.register_env(2, min_batch_allocation=0.5)
+
+        environment.register_env = register_env
+        serve.remembered(environment, file, api.url)
+        asyncio.run(environment.register_env())
+
+    def connected() -> int:
+        """How many environments run-api shares the weight of a new one among."""
+        own = api.register_env(2)
+        share = api.get("/status-env", json={"env_id": own}).json()["env_weight"]
+        assert api.post("/disconnect-env", {"env_id": own}).json() == {"status": "success"}
+        return round(1 / share) - 1
+
+    api.register()
+    live()
+    assert connected() == 1
+    live()
+    assert connected() == 1  # else 2, of which one is dead
+    assert "environment 0 of before is disconnected from run-api" in capsys.readouterr().out
+
+    api.restart()
+    api.register()
+    other = [api.register_env(2) for _ in range(4)]
+    live()
+    assert connected() == 5 and json.loads(file.read_text())["env_id"] not in other
+    assert "disconnected" not in capsys.readouterr().out
+
+
+def test_it_ends_with_its_parent(make_run, tmp_path, vllm, api) -> None:
+    make_run(atropos_environment="arithmetic")
+    argv = ["-m", "grpo_recipes.atropos.serve", "0", "--api-url", api.url, "--server-url", vllm.url]
+    parent = (
+        "import subprocess, sys, time\n"
+        f"child = subprocess.Popen([sys.executable, *{argv!r}], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)\n"
+        "print(child.pid, flush=True)\n"
+        "child.stdout.readline()\n"  # that it waits for the trainer
+        "print('served', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
+    child = int(launcher.stdout.readline())
+    assert launcher.stdout.readline() == "served\n" and is_alive(child)
+    launcher.kill()
+    launcher.wait()
+    launcher.stdout.close()
+    until(lambda: not is_alive(child))
+
+
+@pytest.mark.parametrize(
+    ("keys", "code", "said"),
+    [
+        ({"atropos_environment_args": {"max_num_worker": 3}}, 2, "Fix: write 'max_num_workers'"),
+        ({}, 1, "run-api at http://127.0.0.1:9 does not answer: "),
+    ],
+)
+def test_what_keeps_it_from_serving_ends_it_with_a_line(make_run, capsys, keys, code, said) -> None:
+    make_run(atropos_environment="arithmetic", **keys)
+    assert serve.main(["0", "--api-url", "http://127.0.0.1:9/", "--server-url", "http://127.0.0.1:9"]) == code
+    assert said in capsys.readouterr().out
