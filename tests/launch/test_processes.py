@@ -155,6 +155,16 @@ def test_of_run_api_environments_and_ranks_that_failed_together_the_first_in_the
     assert alone.cause == "rank 0: AtroposError: run-api is gone" and alone.lost is None
 
 
+def test_what_ended_while_a_stop_request_came_is_not_lost(start):
+    sums = start("environment-sums", "sys.exit(1)")
+    trainer = start("trainer", "time.sleep(1)\nrecord(0, exit=75, cause='stopped on request', time=1.0)\nsys.exit(75)")
+    while sums.state().lost is None:
+        time.sleep(0.02)
+    answers = [False]  # as the first look begins, the request has not come yet
+    ending = wait_for_ending([Group([trainer]), Group([sums])], lambda: None, lambda: not answers or answers.pop())
+    assert (ending.code, ending.cause) == (75, "rank 0: stopped on request")
+
+
 def test_a_child_leaves_its_output_in_its_log_and_forgets_an_older_record(start):
     record = start.run_dir / "processes/trainer.json"
     record.write_text('{"pid": 1, "exit": 9}')

@@ -81,6 +81,9 @@ def own(tmp_path: Path) -> str:
          "reward 'format_tags' would score completions that Atropos' environments have scored. Fix: remove format_"),
         (GROUPS | {"max_steps": -1}, GROUPS,
          "groups of Atropos have no epochs, and max_steps is not given. Fix: add max_steps, e.g. max_steps: 200"),
+        (GROUPS | {"vllm_max_model_length": None}, GROUPS | {"vllm_max_model_length": None, "max_prompt_length": 9},
+         "nothing limits the tokens of a prompt with its completion, which run-api and the environments are told. Fix: "
+         "add max_prompt_length, e.g. max_prompt_length: 512"),
         (GROUPS | {"use_vllm": False}, GROUPS, "Atropos' environments ask a vLLM server. Fix: write use_vllm: true"),
         (GROUPS | {"vllm_mode": "colocate"}, GROUPS | {"vllm_mode": "server"},
          "vllm_mode: colocate has no server that Atropos' environments could ask. Fix: write vllm_mode: server"),
@@ -179,6 +182,7 @@ def test_a_frozen_recipe_says_by_itself_that_its_groups_come_from_there(read: Re
 def test_a_broken_key_is_reported_once_and_hides_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "broken.yaml"
     keys = {"model_name_or_path": "a/b", **GROUPS, "use_vllm": True, "atropos_port": "none", "max_steps": -1}
+    keys["max_prompt_length"] = 9
     path.write_text(yaml.safe_dump(keys))
     assert cli.main(["check", str(path)]) == 2
     told = capsys.readouterr().err.splitlines()

@@ -267,7 +267,8 @@ def wait_for_ending(
     while True:
         ending = on_tick()
         tree.reap()
-        if ending := ending or find_ending(groups, stopping()):
+        ending = ending or find_ending(groups, stopping())
+        if ending and not (ending.lost and stopping()):  # what SIGTERM ended while we looked is no loss
             return ending
         time.sleep(_LOOK_SECONDS)
 

@@ -63,6 +63,10 @@ RULES = (
         "reward '{item}' would score completions that Atropos' environments have scored", "remove {item}"),
     Rule("max_steps", lambda r: takes_groups(r) and r["max_steps"] == -1,
         "groups of Atropos have no epochs, and max_steps is not given", "add max_steps, e.g. max_steps: 200"),
+    Rule("max_prompt_length", lambda r: takes_groups(r) and atropos_environments(r.__getitem__)
+        and None in (r["max_prompt_length"], r["max_completion_length"]) and r["vllm_max_model_length"] is None,
+        "nothing limits the tokens of a prompt with its completion, which run-api and the environments are told",
+        "add max_prompt_length, e.g. max_prompt_length: 512"),
     Rule("use_vllm", lambda r: takes_groups(r) and not r["use_vllm"],
         "Atropos' environments ask a vLLM server", "write use_vllm: true"),
     Rule("vllm_mode", lambda r: takes_groups(r) and r["use_vllm"] and r["vllm_mode"] == "colocate",
