@@ -25,11 +25,13 @@ from grpo_recipes.atropos.environments import (
 )  # fmt: skip
 from grpo_recipes.atropos.server import PromptTooLong, RunServerConfig
 from grpo_recipes.errors import ConfigError
+from grpo_recipes.recipe.user_code import load_object
 
 from .fake_vllm import FakeVllm, Sampled, save_tokenizer
 
 TOKENIZER = smoke.build_tokenizer()
 END = TOKENIZER.eos_token_id
+EXAMPLE = Path(__file__).parents[2] / "recipes/examples/atropos_two_sums.py"
 GSM8K = Path("/work/shared/data/gsm8k/test.jsonl")
 
 
@@ -181,8 +183,13 @@ def test_a_prompt_longer_than_its_share_is_refused_before_it_is_sampled(make, vl
 
 
 def test_scores_by_turn_become_advantages_by_token(make, vllm) -> None:
-    texts = iter(["1", "0", "0", "1"])  # two first turns, then each its second
-    vllm.samples = lambda prompt, number: ([*ids(next(texts)), END], [-0.1, -0.1], "stop")
+    def either(prompt: list[int], number: int) -> Sampled:
+        """1 and then 0, or 0 and then 1."""
+        said = prompt[len(prompt_ids(("user", "Twice 1 is"))) :]
+        one = said[0] == ids("0")[0] if said else number == 0
+        return [*ids("1" if one else "0"), END], [-0.1, -0.1], "stop"
+
+    vllm.samples = either
     group = collect(make(TwoTurns, turn_advantages=True))
     assert sorted(group["scores"]) == [1.0, 10.0]
     for tokens, masks, score, advantages in zip(
@@ -208,6 +215,22 @@ def test_an_episode_without_a_score_has_no_part_in_the_update(make) -> None:
             return None
 
     assert collect(make(Silent)) is None
+
+
+def test_the_example_is_an_environment_of_two_turns(make, vllm) -> None:
+    environment = make(load_object(f"{EXAMPLE}:TwoSums"), turn_advantages=True)
+    item = environment.next_item()
+    answers = [f"<answer>{item['right'][0]}</answer>", "wrong"]
+
+    def first_right(prompt: list[int], number: int) -> Sampled:
+        text = answers[number] if len(vllm.asked) == 1 else f"<answer>{item['right'][1]}</answer>"
+        return [*ids(text), END], [-0.1] * (len(ids(text)) + 1), "stop"
+
+    vllm.samples = first_right
+    group = collect(environment, item)
+    assert group["scores"] == [1.0, 0.5] and len(EXAMPLE.read_text().splitlines()) < 60
+    assert {max(one) for one in group["advantages"]} == {0.25, 0.0}  # the second turn was right in both
+    assert environment.next_item() != item
 
 
 @pytest.mark.parametrize("worth", [float("nan"), float("inf"), []])
