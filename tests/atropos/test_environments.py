@@ -13,6 +13,8 @@ import pytest
 
 pytest.importorskip("atroposlib")
 
+from datasets import Dataset
+
 from grpo_recipes import smoke
 from grpo_recipes.atropos.environments import (
     ArithmeticEnv,
@@ -274,6 +276,21 @@ def test_a_dataset_is_drawn_whole_before_any_of_it_comes_again(make) -> None:
     environment = make(DatasetEnv, dataset_name="smoke:sums")
     drawn = [environment.next_item()["prompt"][0]["content"] for _ in range(160)]
     assert len(set(drawn[:80])) == len(set(drawn[80:])) == 80 and drawn[:80] != drawn[80:]
+
+
+def test_a_dataset_of_the_hub_is_read_where_it_was_fetched(make, tmp_path, monkeypatch) -> None:
+    Dataset.from_list([{"problem": "1+1=", "answer": "2"}]).save_to_disk(tmp_path / "fetched")
+    asked: list[Any] = []
+
+    def fetched(*what: Any) -> Path:
+        asked.append(what)
+        return tmp_path / "fetched"
+
+    monkeypatch.setattr(DatasetEnv, "fetched", staticmethod(fetched))
+    named = {"dataset_name": "someone/sums", "dataset_config": "main", "dataset_train_split": "test"}
+    assert make(DatasetEnv, **named).next_item()["answer"] == "2"
+    DatasetEnv.look(DatasetEnvConfig(**named), fetched=fetched)
+    assert asked == [("someone/sums", "main", "test")] * 2
 
 
 @pytest.mark.parametrize(

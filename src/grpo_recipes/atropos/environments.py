@@ -45,6 +45,7 @@ ENVIRONMENT = "environment"  # in generation_params: its name, for metrics
 
 Item = Mapping[str, Any]
 Worth = float | Sequence[float] | None  # of an episode, or of each of its turns; None: unscored
+Fetched = Callable[[str, str | None, str], Path | None]  # hub id, configuration, split -> folder, as in data.problems
 
 
 class RecipeEnvConfig(BaseEnvConfig):
@@ -137,7 +138,7 @@ class RecipeEnv(BaseEnv):
         return cls.env_config_cls(), [RunServerConfig()]
 
     @classmethod
-    def look(cls, config: Any, copies: Path | None = None) -> None:
+    def look(cls, config: Any, copies: Path | None = None, fetched: Fetched | None = None) -> None:
         """Raise a ConfigError for what is wrong with a configuration; called by checks, which make no environment."""
 
     # --- what a subclass has ---------------------------------------------------------------------------------------
@@ -301,18 +302,19 @@ class DatasetEnv(RecipeEnv):
     name = "dataset"
     env_config_cls = DatasetEnvConfig
     copies: Path | None = None  # folder with the run's copies of the user's rewards
+    fetched: Fetched | None = None  # where datasets of the hub are that were fetched for the run
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._reward = reward_of(self.config, self.copies)
-        self._problems = problems_of(self.config)
+        self._problems = problems_of(self.config, self.fetched)
         self._order: list[int] = []
 
     @classmethod
-    def look(cls, config: Any, copies: Path | None = None) -> None:
+    def look(cls, config: Any, copies: Path | None = None, fetched: Fetched | None = None) -> None:
         """Read the dataset, and find the reward."""
         reward_of(config, copies, start=False)
-        problems_of(config)
+        problems_of(config, fetched)
 
     def next_item(self) -> Item:
         """Return the next problem: ``prompt``, ``answer``, and the other scalar columns."""
@@ -338,7 +340,7 @@ def _recipe(values: Mapping[str, Any]) -> SimpleNamespace:
     return SimpleNamespace(**{key: entry["default"] for key, entry in catalogue().items()} | dict(values))
 
 
-def problems_of(config: DatasetEnvConfig) -> Any:
+def problems_of(config: DatasetEnvConfig, fetched: Fetched | None = None) -> Any:
     """Return the problems of a dataset, ``prompt`` (a chat), ``answer`` and the other scalars; ConfigError without."""
     from grpo_recipes.data import problems as data  # which takes TRL
 
@@ -347,7 +349,8 @@ def problems_of(config: DatasetEnvConfig) -> Any:
         raise config_error("dataset_name", "the environment 'dataset' names no dataset", fix)
     args, counts = _recipe(config.model_dump()), data.Counts()
     source = data.train_source(args)
-    found = data.collected(data.distinct(data.problems(data.rows_of(source, args), source, args, counts), counts))
+    rows = data.rows_of(source, args, fetched)
+    found = data.collected(data.distinct(data.problems(rows, source, args, counts), counts))
     if len(found) == 0:
         what = "; ".join([f"no problem of '{config.dataset_name}' is left", *counts.lines()])
         raise config_error("dataset_name", what, "name another dataset, or other columns")

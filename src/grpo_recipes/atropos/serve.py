@@ -31,9 +31,17 @@ from atroposlib.envs.base import BaseEnv
 from pydantic import BaseModel, ValidationError
 from tenacity import RetryError
 
-from grpo_recipes.atropos.environments import ENVIRONMENT, ArithmeticEnv, DatasetEnv, RecipeEnv, RecipeEnvConfig
+from grpo_recipes.atropos.environments import (
+    ENVIRONMENT,
+    ArithmeticEnv,
+    DatasetEnv,
+    Fetched,
+    RecipeEnv,
+    RecipeEnvConfig,
+)  # fmt: skip
 from grpo_recipes.atropos.server import RunServer, RunServerConfig, ServerGone, generation_params, noting
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, Problem, config_error, translate
+from grpo_recipes.fetch.assets import fetched_sets
 from grpo_recipes.plan.ports import listener
 from grpo_recipes.process.reports import run_folder, say
 from grpo_recipes.recipe import Recipe, read_frozen
@@ -110,7 +118,7 @@ def made(run: Path, index: int, api_url: str, server_url: str) -> Any:
         patience=plan["server_timeout"] + recipe["server_stall_timeout"] + _MARGIN_SECONDS,
     )
     if issubclass(kind, DatasetEnv):
-        kind.copies = copies
+        kind.copies, kind.fetched = copies, staticmethod(fetched_sets(run))
     kind.server_cls = RunServer
     environment = kind(config, [server], slurm=False, testing=False)
     if recipe["chat_template"] is not None:
@@ -138,11 +146,15 @@ def load_environment(spec: str, copies: Path | None = None) -> type[BaseEnv]:
 
 
 def environment_problems(
-    spec: str, args: Mapping[str, Any], where: str = "atropos_environment", copies: Path | None = None
+    spec: str,
+    args: Mapping[str, Any],
+    where: str = "atropos_environment",
+    copies: Path | None = None,
+    fetched: Fetched | None = None,
 ) -> list[Problem]:
     """Return what is wrong with an environment and its arguments, found by importing it and reading its dataset.
 
-    ``where`` is the place in the recipe that names it.
+    ``where`` is the place in the recipe that names it, ``fetched`` finds datasets of the hub on this machine.
     """
     try:
         kind = load_environment(spec, copies)
@@ -150,7 +162,7 @@ def environment_problems(
         check_arguments(type(base), args)
         config = _filled(base, {**_defaults(base), **args})
         if issubclass(kind, RecipeEnv):
-            kind.look(config, copies)
+            kind.look(config, copies, fetched)
     except ConfigError as error:
         return [Problem(where, f"{problem.where}: {problem.what}", problem.fix) for problem in error.problems]
     except Exception as error:  # the user's code may raise anything

@@ -52,7 +52,7 @@ def look_deep(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
     if environments_of(recipe.__getitem__):
         return [*seen, *_episodes(recipe, *configs)]
     if uses_atropos(recipe.__getitem__):
-        return [*seen, *_groups(recipe)]
+        return [*seen, *_groups(recipe, sources)]
     rows = sample_rows(recipe, SAMPLE, sources.lookup)
     tried = collect([partial(_prompts, recipe, rows, *configs), partial(_rewards, recipe, rows)], lambda look: look())
     return seen + [line for lines in tried for line in lines]
@@ -123,12 +123,16 @@ def _episodes(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -> list
     return seen
 
 
-def _groups(recipe: Recipe) -> list[str]:
+def _groups(recipe: Recipe, sources: Assets) -> list[str]:
     """Load each environment of Atropos, with its arguments and its dataset; what it sends is seen in a run alone."""
     from grpo_recipes.atropos.serve import environment_problems  # needs a package that no other recipe does
 
     found = atropos_environments(recipe.__getitem__)
-    checked = [environment_problems(one.id, one.args, place(recipe, index)) for index, one in enumerate(found)]
+    places = [place(recipe, index) for index in range(len(found))]
+    checked = [
+        environment_problems(one.id, one.args, where, fetched=sources.lookup)
+        for one, where in zip(found, places, strict=True)
+    ]
     if any(checked):
         raise ConfigError(*[problem for problems in checked for problem in problems])
     return [f"groups     of {one.id}: it loads, and takes its arguments" for one in found]
