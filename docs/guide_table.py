@@ -1,7 +1,7 @@
 """Tables that rest on tests: of the training guide, from ``tests/guide_rows.yaml``; of Atropos, ``atropos_rows.yaml``;
 of faults, ``faults.yaml``.
 
-A page says ``<!-- guide rows -->``, ``<!-- atropos rows -->`` or ``<!-- faults -->`` where they go.
+A page says ``<!-- guide rows -->``, ``<!-- atropos-rows -->`` or ``<!-- faults -->`` where they go.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from grpo_recipes.paths import home
 TESTS = home() / "tests"
 _MARKERS = {
     "<!-- guide rows -->": lambda: row_tables(TESTS / "guide_rows.yaml"),
-    "<!-- atropos rows -->": lambda: row_tables(TESTS / "atropos_rows.yaml"),
+    "<!-- atropos-rows -->": lambda: row_tables(TESTS / "atropos_rows.yaml"),
     "<!-- faults -->": lambda: fault_table(),
 }
 

@@ -3,7 +3,8 @@
 A page says ``<!-- all keys -->`` for every key of a recipe by topic, ``<!-- nested keys CLASS -->`` for those of a
 mapping, ``<!-- other names -->`` for aliases, and ``<!-- refused keys -->`` for the keys that are refused with a
 replacement. ``<!-- maxent objectives -->`` and ``<!-- maxent keys -->`` say what MaxEnt optimises,
-and who reads which key. ``<!-- doctor SUBJECT -->`` lists the checks of a machine, a recipe or a run, and
+and who reads which key. ``<!-- atropos SUBJECT -->`` says what becomes of the flags, variables and YAML of trainers for
+Atropos. ``<!-- doctor SUBJECT -->`` lists the checks of a machine, a recipe or a run, and
 ``<!-- profile keys -->`` what a site's profile may hold. ``<!-- weight bridges -->`` says which weight bridge serves
 which setup. torch and TRL are not imported.
 """
@@ -22,6 +23,7 @@ from grpo_recipes import doctor
 from grpo_recipes.doctor import examine
 from grpo_recipes.paths import home
 from grpo_recipes.recipe import dialects, keys, read_recipe
+from grpo_recipes.recipe.dialects import atropos, atropos_flags
 from grpo_recipes.recipe.registry import DEFAULT_OBJECTIVE, OBJECTIVES, ON_CPU, ON_GPUS, SETUPS, WAYS, YES
 from grpo_recipes.slurm import profile
 
@@ -44,6 +46,8 @@ TOPICS = {
     "Evaluation and benchmarks": "eval_strategy eval_steps eval_* num_generations_eval per_device_eval_batch_size "
     "benchmarks benchmark_* load_best_model_at_end",
     "ModeBench": "modebench_*",
+    "Environments": "environment environment_*",
+    "Atropos": "atropos_environment atropos_mixture atropos_*",
     "Saving and resuming": "run_name run_root save_* max_requeues callbacks restore_* ignore_data_skip",
     "Report and logs": "report_* wandb_* logging_* log_* num_completions_to_print disable_tqdm",
     "Publishing": "push_to_hub hub_*",
@@ -53,7 +57,7 @@ TOPICS = {
     "Everything else": "*",
 }
 _MARKER = re.compile(
-    r"^<!-- (?P<what>all keys|nested keys|refused keys|other names|recipes|maxent|doctor|profile|weight)"
+    r"^<!-- (?P<what>all keys|nested keys|refused keys|other names|recipes|maxent|atropos|doctor|profile|weight)"
     r"( (?P<owner>\w+))? -->$",
     re.MULTILINE,
 )
@@ -70,6 +74,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
             "other names": aliases_table,
             "recipes": recipes_table,
             "maxent": lambda: {"objectives": objectives_table, "keys": maxent_keys_table}[match["owner"]](),
+            "atropos": lambda: atropos_table(match["owner"]),
             "doctor": lambda: doctor_table(match["owner"]),
             "profile": profile_table,
             "weight": bridges_table,
@@ -169,6 +174,14 @@ def maxent_keys_table() -> str:
             linked = f"[`{key}`](configuration.md#{key})"
             rows.append((linked, ", ".join(readers), f"`{_default(entry)}`", _text(entry["help"])))
     return _table(("key", "read by", "default", "meaning"), rows)
+
+
+def atropos_table(subject: str) -> str:
+    """Return a row for each of the ``flags``, ``variables`` or YAML ``settings`` of others' trainers for Atropos."""
+    head = {"flags": ("flag", "default", "does"), "variables": ("variable", "default", "is"), "settings": ("key", "is")}
+    made = {"flags": atropos_flags.flag_rows, "variables": atropos_flags.variable_rows}
+    rows = made[subject]() if subject in made else [(f"`{name}`", told) for name, told in atropos.rows()]
+    return _table(head[subject], [tuple(cell.replace("|", "\\|") for cell in row) for row in rows])
 
 
 def doctor_table(subject: str) -> str:

@@ -139,10 +139,15 @@ def drawing() -> str:
 
 
 def files_with(word: str) -> list[tuple[str, list[int]]]:
-    """Return the files of the package that hold ``word`` as a whole, from the ground up, each with its lines."""
+    """Return the files of the package that hold ``word`` as a whole, from the ground up, each with its lines.
+
+    Dialects are left out: they write keys under the names of other projects, and no value passes them.
+    """
     found = []
     height = {name: index for index, name in enumerate(ROOMS)}
     for module, path in modules().items():
+        if ".dialects." in module:
+            continue
         numbers = [
             number for number, line in enumerate(path.read_text().splitlines(), 1) if re.search(rf"\b{word}\b", line)
         ]

@@ -21,6 +21,7 @@ from grpo_recipes.plan.plan import ACCELERATE_FILES
 from grpo_recipes.recipe.check import _DEFAULT_RECIPES
 from grpo_recipes.recipe.dialects import UNREAD_VARIABLES
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, READ_VARIABLES, catalogue
+from grpo_recipes.recipe.packing import foreseen_deadlock
 from grpo_recipes.recipe.registry import BENCHMARKS, BRIDGES, OBJECTIVES, REWARDS
 from grpo_recipes.report import run_charts
 from grpo_recipes.runs.rundir import finish_summary
@@ -213,6 +214,31 @@ def test_metrics_of_atropos_are_those_that_are_written() -> None:
     assert drawn == {name for name in told if name.startswith("atropos/")} - {"atropos/reward_<environment>"}
 
 
+def test_the_page_of_atropos_explains_every_metric_and_key_of_it() -> None:
+    page = DOCS / "atropos.md"
+    told = {word for row in table_rows(page, "metric") for word in code_words(row[0])}
+    of_metrics = {word for row in table_rows(DOCS / "metrics.md", "key") for word in code_words(row[0])}
+    assert told == {name for name in of_metrics if name.startswith("atropos/")}
+    keys = {word for word in code_words(prose(page)) if re.fullmatch(r"atropos_\w+", word)}
+    assert keys == {key for key in catalogue() if key.startswith("atropos_")}
+
+
+def test_the_page_of_atropos_shows_its_example() -> None:
+    page = (DOCS / "atropos.md").read_text()
+    examples = REPOSITORY / "recipes/examples"
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    recipes = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    assert (examples / "atropos_two_sums.py").read_text().endswith(f'"""\n\n{code}')
+    assert any((examples / "atropos_two_sums.yaml").read_text().endswith(recipe) for recipe in recipes)
+
+
+def test_queues_that_the_page_of_atropos_says_stop_are_foreseen() -> None:
+    rows = [row for row in table_rows(DOCS / "atropos.md", "registered") if row[0].isdigit()]
+    assert len(rows) == 4
+    for registered, queue, _ in rows:
+        assert foreseen_deadlock(int(registered), [int(size) for size in re.findall(r"of (\d+)", queue)]), queue
+
+
 def test_metrics_of_maxent_are_those_that_are_written() -> None:
     source = (REPOSITORY / "src/grpo_recipes/trainers/maxent.py").read_text()
     written = set(re.findall(r'"(maxent/\w+)"', source))
@@ -366,7 +392,7 @@ WRITTEN_IN = {
     "which is not the repository;": "training.sh",
     "is in use by another process": "src/grpo_recipes/plan/ports.py",
     "was taken by another process (pid": "src/grpo_recipes/plan/ports.py",
-    "the vLLM server died before it was ready": "src/grpo_recipes/plan/ports.py",
+    " died before it was ready": "src/grpo_recipes/plan/ports.py",
     "s (vllm_server_timeout)": "src/grpo_recipes/plan/ports.py",
     "the vLLM server did not answer": "src/grpo_recipes/weights/transport.py",
     "lost the connection to the vLLM server in": "src/grpo_recipes/weights/transport.py",
