@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -24,7 +25,7 @@ from grpo_recipes import smoke
 from grpo_recipes.atropos import serve
 from grpo_recipes.atropos.environments import ArithmeticEnv
 from grpo_recipes.atropos.group import Group, problem_of
-from grpo_recipes.atropos.server import RunServer
+from grpo_recipes.atropos.server import PromptTooLong, RunServer
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.process.tree import is_alive
 from grpo_recipes.recipe.user_code import copy_source
@@ -204,6 +205,22 @@ def test_an_environment_that_makes_no_group_any_more_ends_with_its_own_error(mak
     said = capsys.readouterr()
     assert error.value.code == 1 and "24 groups in a row failed, the last with ZeroDivisionError" in said.out
     assert said.err.count("Traceback") == 1 and "third_party.py" in said.err  # with the place where it arose, once
+
+
+def test_prompts_that_are_all_too_long_end_it_and_one_alone_does_not(make_run, vllm, capsys) -> None:
+    environment = made(make_run(atropos_environment="arithmetic"), server=vllm.url)
+    long, short = {"prompt": "1" * 30, "answer": "1"}, {"prompt": "1+1=", "answer": "2"}
+
+    async def collect_all(items: list[Any]) -> None:
+        for item in items:
+            with contextlib.suppress(PromptTooLong):
+                await environment.collect_trajectories(item)
+
+    asyncio.run(collect_all([long, short] * 30))
+    with pytest.raises(SystemExit):
+        asyncio.run(collect_all([long] * 30))
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err and "the last with PromptTooLong: a prompt of 33 tokens" in said.out
 
 
 def test_a_template_that_cannot_go_on_ends_it_as_a_wrong_recipe(make_run, capsys) -> None:

@@ -15,7 +15,6 @@ pytest.importorskip("atroposlib")
 import openai
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager
-from tenacity import RetryError
 
 from grpo_recipes import smoke
 from grpo_recipes.atropos import server as module
@@ -98,11 +97,10 @@ def test_a_completion_has_no_more_room_than_the_prompt_leaves(vllm: FakeVllm) ->
     sample(server, input_ids=[1] * 7, max_tokens=None)
     sample(server, input_ids=[1] * 7, max_tokens=None, max_new_tokens=2)
     assert [one["max_tokens"] for one in vllm.asked] == [3, 3, 2]
-    wrapper = server._tokens_and_logprobs_completion_wrapper
     with pytest.raises(PromptTooLong, match="a prompt of 10 tokens, where it may have 9"):
-        asyncio.run(wrapper(input_ids=[1] * 10))
+        sample(server, input_ids=[1] * 10)
     with pytest.raises(ValueError, match="without max_tokens"):
-        asyncio.run(server_of(vllm)._tokens_and_logprobs_completion_wrapper(input_ids=[1]))
+        sample(server_of(vllm), input_ids=[1], max_tokens=None)
 
 
 def test_the_token_is_read_for_each_request_and_never_kept(vllm: FakeVllm, tmp_path: Path) -> None:
@@ -157,14 +155,21 @@ def test_a_server_that_stays_away_ends_the_wait(vllm: FakeVllm) -> None:
     server = server_of(vllm, patience=0.3)
     vllm.fails = [500] * 99
     with pytest.raises(ServerGone, match=r"at http://127.*/v1 did not answer for 0.3 s: InternalServerError"):
-        asyncio.run(server._tokens_and_logprobs_completion_wrapper(input_ids=[1], max_tokens=8))
+        sample(server, input_ids=[1])
 
 
 def test_a_request_that_the_server_refuses_is_not_repeated_to_it(vllm: FakeVllm) -> None:
-    vllm.fails = [400]
-    with pytest.raises(openai.BadRequestError, match="told to fail"):
-        asyncio.run(server_of(vllm)._tokens_and_logprobs_completion_wrapper(input_ids=[1], max_tokens=8))
-    assert len(vllm.authorized) == 1
+    server = server_of(vllm)
+    asked = {
+        server.tokens_and_logprobs_completion: {"input_ids": [1]},
+        server.completion: {"prompt": "x"},
+        server.chat_completion: {"messages": []},
+    }
+    for number, (ask, what) in enumerate(asked.items(), 1):
+        vllm.fails = [400]
+        with pytest.raises(openai.BadRequestError, match="told to fail"):
+            asyncio.run(ask(max_tokens=8, **what))
+        assert len(vllm.authorized) == number
 
 
 @pytest.mark.parametrize(
@@ -280,13 +285,3 @@ def test_atroposlibs_managed_server_takes_it(vllm: FakeVllm, tokenizer_name: str
         sampled = TOKENIZER.encode(f"<answer>{number}</answer>")
         assert node.tokens == prompt + sampled and node.masked_tokens == [-100] * len(prompt) + sampled
         assert node.logprobs == [1.0] * len(prompt) + [-0.1] * 3
-
-
-def test_atroposlib_gives_up_after_three_waits(vllm: FakeVllm) -> None:
-    """Its own retries are around ours: what it raises then holds what ended the last wait."""
-    server = server_of(vllm, patience=0.05)
-    vllm.fails = [500] * 999
-    server._tokens_and_logprobs_comp.retry.wait = lambda state: 0.0
-    with pytest.raises(RetryError) as error:
-        sample(server, input_ids=[1])
-    assert isinstance(error.value.last_attempt.exception(), ServerGone)

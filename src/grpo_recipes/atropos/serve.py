@@ -39,7 +39,14 @@ from grpo_recipes.atropos.environments import (
     RecipeEnv,
     RecipeEnvConfig,
 )  # fmt: skip
-from grpo_recipes.atropos.server import RunServer, RunServerConfig, ServerGone, generation_params, noting
+from grpo_recipes.atropos.server import (
+    PromptTooLong,
+    RunServer,
+    RunServerConfig,
+    ServerGone,
+    generation_params,
+    noting,
+)  # fmt: skip
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, Problem, config_error, translate
 from grpo_recipes.fetch.assets import fetched_sets
 from grpo_recipes.plan.ports import listener
@@ -254,12 +261,11 @@ def watched(environment: Any, label: str) -> None:
             say(str(error))
             raise SystemExit(EXIT_CONFIG_ERROR) from error
         except Exception as error:  # atroposlib logs it, and goes on with the next item
-            cause = error.last_attempt.exception() if isinstance(error, RetryError) else error
-            failures += not isinstance(cause, ServerGone)
-            if failures == 1:
-                traceback.print_exception(cause)
+            failures += not isinstance(error, ServerGone)
+            if failures == 1 and not isinstance(error, PromptTooLong):  # which the log says, too
+                traceback.print_exception(error)
             if failures >= _MOST_FAILURES:
-                say(f"{label}: {failures} groups in a row failed, the last with {type(cause).__name__}: {cause}")
+                say(f"{label}: {failures} groups in a row failed, the last with {type(error).__name__}: {error}")
                 raise SystemExit(1) from error
             raise
         failures = 0

@@ -29,6 +29,7 @@ from tenacity import (
     RetryCallState,
     RetryError,
     retry_if_exception,
+    stop_after_attempt,
     stop_after_delay,
     wait_exponential,
     wait_random,
@@ -48,6 +49,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 2.0  # seconds before a server is asked agai
 # The server is starting (its token is another already), has not got the adapter yet, or its engine is dead.
 _AGAIN = (401, 404, 409, 429)
 _NAMES = {"max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens"}
+
+_ONCE: dict[str, Any] = {"stop": stop_after_attempt(1), "reraise": True}
 
 
 class ServerGone(RuntimeError):
@@ -109,6 +112,14 @@ class RunServer(APIServer):
     """The run's vLLM server, or another stock one; ``server_cls`` of an environment."""
 
     config: RunServerConfig
+    # What is repeated is decided here: atroposlib would also repeat what the server refuses, and then hide why.
+    _tokens_and_logprobs_comp = APIServer._tokens_and_logprobs_comp.retry_with(**_ONCE)
+    _tokens_and_logprobs_comp_eval = APIServer._tokens_and_logprobs_comp_eval.retry_with(**_ONCE)
+    _comp = APIServer._comp.retry_with(**_ONCE)
+    _comp_eval = APIServer._comp_eval.retry_with(**_ONCE)
+    _chat_comp = APIServer._chat_comp.retry_with(**_ONCE)
+    _chat_eval = APIServer._chat_eval.retry_with(**_ONCE)
+    chat_completion = APIServer.chat_completion.retry_with(**_ONCE)
 
     def __init__(self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None):
         own = config if isinstance(config, RunServerConfig) else RunServerConfig(**config.model_dump())
