@@ -1,0 +1,138 @@
+"""Runs that Atropos feeds: the real run-api, vLLM, environment process and trainer, on two CPU cores."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from real_runs import REPOSITORY, Launch, clean_environment
+from slurm_cluster import SlurmCluster
+from test_preemptions import wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.rotating]
+pytest.importorskip("atroposlib")
+RECIPE = str(REPOSITORY / "recipes/atropos/smoke.yaml")
+ENDLESS = (RECIPE, "--max_steps", "100000", "--run_name", "killed")
+
+
+def took_each_step_from_groups(run: Launch) -> None:
+    """The metrics of a run that waited for groups, none of them older than the recipe allows."""
+    for row in run.rows():
+        assert row["atropos/rejected"] == 0 and row["atropos/lost_batches"] == 0
+        assert 0 <= row["atropos/staleness_mean"] <= row["atropos/staleness_max"] <= 4
+        assert row["atropos/wait_seconds"] > 0 and row["atropos/tokens_per_second"] > 0
+
+
+BRIDGES = {
+    "file": (),
+    "shared": ("--weight_sync", "shared"),
+    "lora": ("--use_peft", "--weight_sync", "lora", "--learning_rate", "2e-3", "--lora_target_modules", "all-linear"),
+}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("more", BRIDGES.values(), ids=BRIDGES)
+def test_the_smoke_recipe_learns_from_an_environment(launch: Callable[..., Launch], more: tuple[str, ...]) -> None:
+    command = ["bash", str(REPOSITORY / "training.sh"), *more]
+    run = launch(command=command, CONFIG=RECIPE, ENV_DIR=sys.prefix)
+    assert run.wait(900) == 0, run.output
+    summary = run.summary()
+    assert summary["status"] == "completed" and summary["initial_reward"] <= 0.65
+    assert summary["final_reward"] >= 0.85, run.output
+    took_each_step_from_groups(run)
+    said = run.log("trainer")
+    assert said.count("Atropos API connectivity confirmed") == 1
+    assert said.count("Trainer successfully registered with UUID: ") == 1
+    run.wait_for_nothing_left()
+
+
+@pytest.mark.timeout(1500)
+def test_a_new_server_for_each_model_serves_the_environment(launch: Callable[..., Launch]) -> None:
+    run = launch(RECIPE, "--weight_sync", "restart", "--max_steps", "4")
+    assert run.wait(1200) == 0, run.output
+    assert len(run.rows()) == 4 and run.summary()["status"] == "completed"
+    took_each_step_from_groups(run)
+    run.wait_for_nothing_left()
+
+
+@pytest.mark.timeout(900)
+def test_two_processes_train_on_what_one_of_them_takes(launch: Callable[..., Launch]) -> None:
+    run = launch(RECIPE, "--num_processes", "2", "--per_device_train_batch_size", "128", "--max_steps", "20")
+    assert run.wait(600) == 0, run.output
+    took_each_step_from_groups(run)
+    assert run.log("trainer").count("Trainer successfully registered with UUID: ") == 1
+    rewards = [row["reward"] for row in run.rows()]
+    assert sum(rewards[-5:]) > sum(rewards[:5])
+
+
+def pid_of(run: Launch, role: str) -> int:
+    return run.pid_of({"trainer": "rank_0"}.get(role, role))
+
+
+@pytest.mark.fault
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("role", ["run-api", "environment-arithmetic", "server"])
+def test_a_part_that_is_killed_is_started_again_and_the_run_goes_on(launch: Callable[..., Launch], role: str) -> None:
+    run = launch(*ENDLESS, "--save_steps", "2")
+    run.wait_for_step(3)
+    pid, steps = pid_of(run, role), len(run.rows())
+    psutil.Process(pid).send_signal(signal.SIGKILL)
+    run.wait_for(lambda: f"(pid {pid})" in run.output, "word of the loss", timeout=60)
+    run.wait_for(lambda: len(run.rows()) > steps + 3, "steps after the loss", timeout=300)
+    assert ("alone is started again" in run.output) == (role != "run-api"), run.output
+    summary = run.summary()
+    assert summary["server_restarts"] == 1 if role == "server" else summary["process_restarts"] == {role: 1}
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait(60) in (75, 143), run.output
+    run.wait_for_nothing_left()
+
+
+@pytest.mark.fault
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("role", ["run-api", "environment-arithmetic", "trainer"])
+def test_without_restarts_a_killed_part_ends_the_run_with_its_name(launch: Callable[..., Launch], role: str) -> None:
+    run = launch(*ENDLESS, "--server_restarts", "0")
+    run.wait_for_step(2)
+    pid = pid_of(run, role)
+    psutil.Process(pid).send_signal(signal.SIGKILL)
+    killed = time.monotonic()
+    assert run.wait(30) == 137, run.output
+    run.wait_for_nothing_left()
+    assert time.monotonic() - killed < 30
+    summary = run.summary()
+    assert summary["status"] == "failed" and f"(pid {pid}) was killed by signal 9" in summary["cause"]
+
+
+@pytest.mark.timeout(600)
+def test_an_environment_that_sends_nothing_ends_the_run_at_the_deadline(launch: Callable[..., Launch]) -> None:
+    run = launch(RECIPE, "--atropos_batch_max_wait_time", "12.0", "--server_restarts", "0", "--max_steps", "100000")
+    run.wait_for_step(2)
+    psutil.Process(run.pid_of("environment-arithmetic")).send_signal(signal.SIGSTOP)
+    stopped = time.monotonic()
+    assert run.wait(120) == 1, run.output
+    assert time.monotonic() - stopped < 60
+    log = run.log("trainer")
+    assert "Maximum wait time (12.0s) exceeded" in log
+    assert "Failed to retrieve batch from Atropos after all retry attempts" in log
+    assert "/status" in log and "/info" in log
+    run.wait_for_nothing_left()
+
+
+@pytest.mark.timeout(1200)
+def test_a_job_that_slurm_preempts_goes_on_and_learns(slurm: SlurmCluster, tmp_path: Path) -> None:
+    environment = clean_environment(tmp_path, "atropos-slurm", ENV_DIR=sys.prefix, CONFIG=RECIPE)
+    job = slurm.sbatch("training.sh", cwd=REPOSITORY, env=environment)
+    run = Launch(None, tmp_path, REPOSITORY, "atropos-slurm")  # type: ignore[arg-type]
+    wait_until(lambda: run.has_run_dir() and len(run.rows()) >= 10, "tenth step")
+    slurm.scancel(job, "--signal=USR1", "--batch")
+    slurm.start_requeued(job, timeout=60)
+    slurm.wait(job, "COMPLETED", timeout=600)
+    summary = run.summary()
+    assert summary["restarts"] == 1 and len(run.rows()) == 60
+    assert summary["initial_reward"] <= 0.65 and summary["final_reward"] >= 0.85
+    took_each_step_from_groups(run)
