@@ -47,6 +47,8 @@ run = pathlib.Path(os.environ["GRPO_RUN_DIR"])
 def answers():
     try:
         return urllib.request.urlopen(sys.argv[1], timeout=5).status
+    except TimeoutError:
+        return answers()
     except OSError:
         return 0
 with (run / "began").open("a") as file:
@@ -111,7 +113,9 @@ ANEW = ["run-api", "trainer", "environment-sums", "environment-more"]
 
 
 def told_of(run: FakeRun, *roles: str) -> dict[str, dict[str, Any]]:
-    run.wait_until(lambda: all(run.records(*roles)))
+    """The records of these roles, once they are there and both environments have looked for run-api."""
+    began = run.folder / "began"
+    run.wait_until(lambda: all(run.records(*roles)) and began.exists() and len(began.read_text().split()) >= 2)
     return dict(zip(roles, run.records(*roles), strict=True))
 
 
