@@ -402,7 +402,7 @@ def test_the_model_is_required() -> None:
 def test_a_named_recipe_has_its_own_defaults(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "mine.yaml").write_text(
         "model_name_or_path: smoke:sums\natropos_environment: arithmetic\nreward_funcs: [environment]\nmax_steps: 5\n"
-        "prompts_per_step: 4\nnum_generations: 4\nuse_vllm: true\ndtype: float32\n"
+        "prompts_per_step: 4\nnum_generations: 4\nuse_vllm: true\ndtype: float32\nmax_prompt_length: 32\n"
     )
     door = read("--config", "mine.yaml", "--lr", "3e-6")
     assert door.options.recipe == "mine.yaml" and door.options.flags == ("--learning_rate", "3e-6")

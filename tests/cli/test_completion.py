@@ -62,9 +62,11 @@ def test_commands_options_keys_values_and_files(offered):
         "--resume", *(f"--{key}" for key in catalogue() if key.startswith("re")),
     }  # fmt: skip
     assert offered("grpo", "logs", "--") == {
+        "--environments",
         "--follow",
         "--launch",
         "--lines",
+        "--run-api",
         "--slurm",
         "--server",
         "--trainer",
