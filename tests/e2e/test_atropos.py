@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from documented import documented
 from real_runs import REPOSITORY, Launch, clean_environment
 from slurm_cluster import SlurmCluster
 from test_preemptions import wait_until
@@ -62,7 +64,8 @@ def test_a_new_server_for_each_model_serves_the_environment(launch: Callable[...
 
 @pytest.mark.timeout(900)
 def test_two_processes_train_on_what_one_of_them_takes(launch: Callable[..., Launch]) -> None:
-    run = launch(RECIPE, "--num_processes", "2", "--per_device_train_batch_size", "128", "--max_steps", "20")
+    words = documented("grpo launch recipes/atropos/smoke.yaml", {"recipes/atropos/smoke.yaml": RECIPE})
+    run = launch(*words[2:], "--num_processes", "2", "--per_device_train_batch_size", "128", "--max_steps", "20")
     assert run.wait(600) == 0, run.output
     took_each_step_from_groups(run)
     assert run.log("trainer").count("Trainer successfully registered with UUID: ") == 1
@@ -136,3 +139,46 @@ def test_a_job_that_slurm_preempts_goes_on_and_learns(slurm: SlurmCluster, tmp_p
     assert summary["restarts"] == 1 and len(run.rows()) == 60
     assert summary["initial_reward"] <= 0.65 and summary["final_reward"] >= 0.85
     took_each_step_from_groups(run)
+
+
+SHORT = ("--environment", "arithmetic", "--seq-len", "40", "--max-model-len", "256")
+
+
+@pytest.mark.timeout(600)
+def test_flags_of_the_example_trainer_train_an_adapter(launch: Callable[..., Launch], tmp_path: Path) -> None:
+    """The flags and variables whose effect is seen in a run alone: where things lie, and what the server was told."""
+    flags = (
+        "--weight-bridge-mode", "lora_only", "--training-steps", "4", "--batch-size", "16",
+        "--gradient-accumulation-steps", "4", "--lr", "2e-3", "--lora-r", "4", "--lora-alpha", "12",
+        "--lora-target-modules", "q_proj", "v_proj", "--vllm-port", "9377",
+        "--save-path", str(tmp_path / "runs"), "--benchmark", *SHORT,
+    )  # fmt: skip
+    command = [sys.executable, str(REPOSITORY / "src/atropos_grpo.py"), *flags]
+    run = launch(command=command, MODEL="smoke:sums", LOGDIR=str(tmp_path / "logs"), ENV_DIR=sys.prefix)
+    assert run.wait(400) == 0, run.output
+    rows, plan = run.rows(), json.loads((run.run_dir / "plan.json").read_text())
+    assert len(rows) == 4 and plan["ports"]["server"] == 9377 and rows[-1]["num_tokens"] > 0
+    adapter = json.loads((run.run_dir / "adapter/adapter_config.json").read_text())
+    assert (adapter["r"], adapter["lora_alpha"], set(adapter["target_modules"])) == (4, 12, {"q_proj", "v_proj"})
+    logs = {path.name.split("_")[1] for path in (tmp_path / "logs").iterdir()}
+    assert logs == {"run-api", "vllm", "train", "env-arithmetic"}
+    said = run.output
+    assert "registers 64 sequences" in said and "BENCHMARK SUMMARY (lora" in said
+    assert "Successfully retrieved batch with " in (tmp_path / "logs" / Path(run.log_path("trainer")).name).read_text()
+    run.wait_for_nothing_left()
+
+
+@pytest.mark.timeout(600)
+def test_the_script_of_verls_integration_trains_by_its_variables(launch: Callable[..., Launch], tmp_path: Path) -> None:
+    variables = {
+        "MODEL_PATH": "smoke:sums",
+        "OUTPUT_DIR": str(tmp_path / "runs"),
+        "BATCH_SIZE": "64",
+        "MAX_EPOCHS": "3",
+    }
+    command = ["bash", str(REPOSITORY / "run_atropos_grpo.sh"), *SHORT]
+    run = launch(command=command, ENV_DIR=sys.prefix, **variables)
+    assert run.wait(400) == 0, run.output
+    assert len(run.rows()) == 3 and run.summary()["status"] == "completed"
+    assert not (run.run_dir / "adapter").exists()
+    run.wait_for_nothing_left()

@@ -96,6 +96,12 @@ def own(tmp_path: Path) -> str:
         (GROUPS | {"atropos_batch_max_wait_time": 3600}, GROUPS | {"atropos_batch_max_wait_time": 12.0},
          "atropos_batch_max_wait_time 3600 is not below stall_timeout 3600, after which a trainer that waits counts as "
          "hung. Fix: raise stall_timeout, or wait less"),
+        (GROUPS | {"atropos_batch_max_wait_time": 1800}, GROUPS | {"atropos_batch_max_wait_time": 1799},
+         "atropos_batch_max_wait_time 1800 is not below ddp_timeout 1800, after which ranks that wait for rank 0 give "
+         "up. Fix: raise ddp_timeout, or wait less"),
+        (GROUPS | {"vllm_importance_sampling_mode": "token_mask"}, GROUPS,
+         "'vllm_importance_sampling_mode' does nothing with Atropos: the loss is taken against the policy that sampled "
+         "a group. Fix: remove vllm_importance_sampling_mode"),
         (GROUPS | {"vllm_server_port": 8001, "atropos_port": 8001}, GROUPS | {"vllm_server_port": 8001},
          "atropos_port is 8001, and so is vllm_server_port"),
         # The environments themselves.

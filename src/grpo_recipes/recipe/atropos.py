@@ -81,6 +81,12 @@ RULES = (
         lambda r: takes_groups(r) and r["atropos_batch_max_wait_time"] >= r["stall_timeout"],
         "atropos_batch_max_wait_time {atropos_batch_max_wait_time:g} is not below stall_timeout {stall_timeout:g}, "
         "after which a trainer that waits counts as hung", "raise stall_timeout, or wait less"),
+    Rule("atropos_batch_max_wait_time",
+        lambda r: takes_groups(r) and r["atropos_batch_max_wait_time"] >= r["ddp_timeout"],
+        "atropos_batch_max_wait_time {atropos_batch_max_wait_time:g} is not below ddp_timeout {ddp_timeout}, after "
+        "which ranks that wait for rank 0 give up", "raise ddp_timeout, or wait less"),
+    Rule("{item}", lambda r: takes_groups(r) and given(r, "vllm_importance_sampling_*"),
+        "'{item}' does nothing with Atropos: the loss is taken against the policy that sampled a group", "{removal}"),
 )
 # fmt: on
 
