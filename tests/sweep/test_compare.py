@@ -256,7 +256,8 @@ def test_a_named_port_that_is_taken_is_refused_before_anything_is_written(compar
         other.listen()
         port = other.getsockname()[1]
         assert compare("file,shared", "--jobs", "1", "--vllm_server_port", str(port)) == 2
-    assert f"--vllm_server_port: port {port} is in use by another process (pid {os.getpid()}). Fix: free it" in capsys.readouterr().err
+    said = f"--vllm_server_port: port {port} is in use by another process (pid {os.getpid()}). Fix: free it"
+    assert said in capsys.readouterr().err
     assert fakes.began == [] and not (folder / "runs").exists()
 
 
