@@ -37,10 +37,15 @@ def stopping(connect, run_dir: Path, monkeypatch) -> Iterator[Callable[..., File
     """``stopping(KEY=VALUE)``: a client whose work a request in ``run_dir`` cuts short."""
     monkeypatch.setattr(client_module, "_SIGNAL_SECONDS", 0.3)
     monkeypatch.setattr(client_module, "_ABORT_SECONDS", 0.3)
-    monkeypatch.setattr(client_module, "QUICK_SECONDS", 0.3)
     stop = StopRequest(run_dir)
+
+    def connected(**keys: Any) -> FileClient:
+        client = connect(stop=stop, **keys)
+        monkeypatch.setattr(client_module, "QUICK_SECONDS", 0.3)  # not before: a busy machine may connect more slowly
+        return client
+
     with stop.cutting_short():
-        yield lambda **keys: connect(stop=stop, **keys)
+        yield connected
 
 
 def ask(run_dir: Path, seconds: float = 0.2) -> None:
