@@ -136,7 +136,7 @@ def test_the_extras_lock_replaces_nothing() -> None:
     assert {name for name in extra if gpu.get(name, extra[name]) != extra[name]} == set()
     assert not {"torch", "torchvision", "torchaudio", "torchcodec", "griffe"} & set(extra)
     asked = re.findall(r"^([a-z-]+)==(.+)$", (REPOSITORY / "requirements/environments.in").read_text(), re.MULTILINE)
-    assert len(asked) == 4 and all(extra[name] == version for name, version in asked)
+    assert len(asked) == 5 and all(extra[name] == version for name, version in asked)
 
 
 # --- flavours --------------------------------------------------------------------------------------------------------
