@@ -191,7 +191,8 @@ def test_a_batch_with_nan_in_it_is_lost_and_counted_and_the_next_one_comes(
     assert client.status()["current_step"] == 2
 
 
-def test_a_batch_that_came_too_late_is_lost_and_counted_and_the_next_one_comes(api: RunApi, connect: Client) -> None:
+def test_a_batch_that_came_too_late_is_counted_and_the_next_one_comes(api: RunApi, connect: Client) -> None:
+    """run-api answers a request of before, and the batch is lost; or it has seen that nobody waits for the answer."""
     client = connect(timeout=2.0)
     for _ in range(2):
         post(api, group(first=100))
@@ -205,9 +206,14 @@ def test_a_batch_that_came_too_late_is_lost_and_counted_and_the_next_one_comes(a
 
     helper = threading.Thread(target=go_on)
     helper.start()
-    assert client.next_batch() == [group(first=200), group(first=200)]
+    came = client.next_batch()
     helper.join()
-    assert client.status()["current_step"] == 2 and client.counts["batches"] == 1 and client.counts["lost_batches"] >= 1
+    kept = came == [group(first=100)] * 2
+    assert kept or came == [group(first=200)] * 2
+    assert client.counts["batches"] == 1 and client.counts["lost_batches"] >= 1
+    wait_for(lambda: client.status()["current_step"] + client.status()["queue_size"] // 2 == 2, "all four groups")
+    if kept:
+        assert client.next_batch() == [group(first=200)] * 2
 
 
 def test_three_clients_share_the_batches_and_none_comes_twice(api: RunApi, connect: Client) -> None:
