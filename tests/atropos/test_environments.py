@@ -33,8 +33,9 @@ from .fake_vllm import FakeVllm, Sampled, save_tokenizer
 
 TOKENIZER = smoke.build_tokenizer()
 END = TOKENIZER.eos_token_id
-EXAMPLE = Path(__file__).parents[2] / "recipes/examples/atropos_two_sums.py"
-GSM8K = Path("/work/shared/data/gsm8k/test.jsonl")
+REPOSITORY = Path(__file__).parents[2]
+EXAMPLE = REPOSITORY / "recipes/examples/atropos_two_sums.py"
+GSM8K = REPOSITORY.parent / "shared/data/gsm8k/test.jsonl"
 
 
 def ids(text: str) -> list[int]:

@@ -40,6 +40,7 @@ from grpo_recipes.atropos.environments import (
     RecipeEnvConfig,
 )  # fmt: skip
 from grpo_recipes.atropos.server import (
+    PLAIN,
     PromptTooLong,
     RunServer,
     RunServerConfig,
@@ -53,7 +54,7 @@ from grpo_recipes.plan.ports import listener
 from grpo_recipes.process.reports import run_folder, say
 from grpo_recipes.recipe import Recipe, read_frozen
 from grpo_recipes.recipe.keys import nearest_of
-from grpo_recipes.recipe.registry import AtroposEnvironment, atropos_environments, atropos_labels
+from grpo_recipes.recipe.registry import AtroposEnvironment, atropos_environments, atropos_labels, longest_trajectory
 from grpo_recipes.recipe.user_code import REWARD_COPIES, load_object
 from grpo_recipes.runs.rundir import Run, json_mapping, write_json
 from grpo_recipes.weights.transport import ADAPTER
@@ -77,7 +78,6 @@ _DEFAULTS = (
     "use_wandb", "ensure_scores_are_not_same", "include_messages", "steps_per_eval", "total_steps",
     "max_batches_offpolicy",
 )  # fmt: skip
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # Of a trajectory, beside tokens, masks and scores.
 _OF_ROWS = ("inference_logprobs", "advantages", "ref_logprobs", "messages", "images")
 _MOST_FAILURES = 24  # groups in a row
@@ -121,7 +121,7 @@ def made(run: Path, index: int, api_url: str, server_url: str) -> Any:
         tokenizer_name=str(plan["model"]),
         timeout=int(recipe["server_request_timeout"]),
         longest=config.max_token_length,
-        sampling={key: recipe[key] for key in _SAMPLING if recipe[key] is not None},
+        sampling={key: recipe[key] for key in PLAIN if recipe[key] is not None},
         patience=plan["server_timeout"] + recipe["server_stall_timeout"] + _MARGIN_SECONDS,
     )
     if issubclass(kind, DatasetEnv):
@@ -203,16 +203,15 @@ def configured(
 
 
 def longest(recipe: Recipe) -> int:
-    """Return the most tokens of a prompt with its completion, as the trainer registers it."""
-    prompt, completion = recipe["max_prompt_length"], recipe["max_completion_length"]
-    most = recipe["vllm_max_model_length"] if prompt is None or completion is None else prompt + completion
+    """Return the most tokens of a prompt with its completion; refuse a recipe that sets no limit."""
+    most = longest_trajectory(recipe.__getitem__)
     if most is None:
         raise config_error("max_prompt_length", "nothing limits the length of a prompt", "add max_prompt_length")
-    return int(most)
+    return most
 
 
 def check_arguments(config: type[BaseModel], args: Collection[str]) -> None:
-    """Refuse arguments that are no fields of a configuration, or those that the launch fills in."""
+    """Refuse arguments that a configuration has no field for, and those that the launch fills in."""
     problems, fields = [], config.model_fields
     for name in args:
         if name in _OWNED:
@@ -253,6 +252,7 @@ def watched(environment: Any, label: str) -> None:
     failures = 0
 
     async def collect_trajectories(item: Any) -> tuple[Found, list[Any]]:
+        """Collect as the environment does; end the process where it is configured wrongly, or fails again and again."""
         nonlocal failures
         try:
             with noting() as asked:
@@ -279,9 +279,10 @@ def watched(environment: Any, label: str) -> None:
 
 
 def _collector(environment: Any) -> Callable[[Any], Awaitable[tuple[Found, list[Any]]]]:
-    """Return what collects trajectories one by one, as BaseEnv does, but keeps the log-probs, which that drops."""
+    """Return a function that collects trajectories one by one, as BaseEnv does, but keeps their log-probs."""
 
     async def collect(item: Any) -> tuple[Found, list[Any]]:
+        """Return the group of an item, and the items that are to be collected later."""
         size = environment.config.group_size
         results = await asyncio.gather(*(environment.collect_trajectory(item) for _ in range(size)))
         rows = [row for row, _ in results]

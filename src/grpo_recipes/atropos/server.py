@@ -38,10 +38,11 @@ from transformers import AutoTokenizer
 
 from grpo_recipes.errors import translate
 from grpo_recipes.process.reports import say
+from grpo_recipes.recipe.rules import NEUTRAL_SAMPLING
 from grpo_recipes.server.middleware import POLICY_HEADER
 
 # What is sampled from is the model's own distribution unless a request, or the configuration, says otherwise.
-PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+PLAIN = {"temperature": 1.0, **NEUTRAL_SAMPLING}
 _CHANGES = (*PLAIN, "presence_penalty", "frequency_penalty")  # parameters that change the distribution
 LOWEST = -9999.0  # in the place of a log-prob of minus infinity, which JSON has not; vLLM's own
 _HEALTH_SECONDS = 1.0  # between two looks

@@ -1,4 +1,4 @@
-"""What Atropos adds to a plan: run-api, the environments that post groups to it, and what a person is told of both."""
+"""Add Atropos to a plan: run-api, the environments that post groups to it, and the line that describes both."""
 
 from __future__ import annotations
 

@@ -17,7 +17,6 @@ import yaml
 from grpo_recipes.errors import ConfigError, config_error, translate
 from grpo_recipes.fetch.assets import Assets
 from grpo_recipes.plan import devices
-from grpo_recipes.plan.atropos import atropos_line
 from grpo_recipes.plan.commands import gpu_share, with_processes
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.ports import plan_ports
@@ -96,7 +95,6 @@ def make_plan(
         notes=list(recipe.notes),
     )
     _need_groups(recipe, plan)
-    plan = replace(plan, atropos=atropos_line(recipe, plan))
     plan.notes.extend(_notes(plan, recipe, resources, environment, most))
     plan = with_sources(plan, sources) if sources else plan
     return with_processes(plan, recipe, resources, environment, names, sources) if names else plan

@@ -164,11 +164,8 @@ class AtroposEnvironment:
     min_allocation: float | None = None  # least share of a batch
 
 
-# Names of environments of ours for Atropos -> what they are, and their class.
-ATROPOS_ENVIRONMENTS: dict[str, str] = {
-    "arithmetic": "sums made on the spot",
-    "dataset": "problems of a local file or of the hub, scored by a reward of ours",
-}
+# Atropos environments of ours: sums made on the spot, and problems of a dataset. ``atropos.serve`` has their classes.
+ATROPOS_ENVIRONMENTS = ("arithmetic", "dataset")
 
 
 def atropos_environments(recipe: Callable[[str], Any]) -> list[AtroposEnvironment]:
@@ -202,6 +199,13 @@ def atropos_labels(recipe: Callable[[str], Any]) -> list[str]:
         names = (f"{name or 'environment'}{f'-{count}' if count > 1 else ''}" for count in itertools.count(1))
         labels.append(next(one for one in names if one not in labels))
     return labels
+
+
+def longest_trajectory(recipe: Callable[[str], Any]) -> int | None:
+    """Return the most tokens of a prompt with its completion, as run-api and environments are told; None: no limit."""
+    prompt, completion = recipe("max_prompt_length"), recipe("max_completion_length")
+    most = recipe("vllm_max_model_length") if None in (prompt, completion) else prompt + completion
+    return None if most is None else int(most)
 
 
 def own_environments(recipe: Callable[[str], Any]) -> list[str]:

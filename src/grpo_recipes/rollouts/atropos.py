@@ -27,6 +27,8 @@ from grpo_recipes.atropos.client import AtroposClient, AtroposError, Registratio
 from grpo_recipes.atropos.group import Group, Trajectory, trajectories
 from grpo_recipes.environments.turns import Message
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
+from grpo_recipes.recipe.registry import longest_trajectory
+from grpo_recipes.recipe.rules import NEUTRAL_SAMPLING
 from grpo_recipes.rollouts.source import Source
 from grpo_recipes.runs.rundir import Run
 from grpo_recipes.server.middleware import ACTIVITY_PATH
@@ -37,10 +39,8 @@ _LOGGED = ("run-api", "server", "environment-")  # roles of processes whose logs
 _COUNTED = ("rejected", "stale", "lost_batches")  # of the client's counts, those that are metrics of a step
 _LEAST_SPREAD = 1e-4  # below it advantages are taken to be equal, and not divided by it
 # Ways to sample that change log-probs -> their values that do not.
-_PLAIN = {
-    "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,), "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-}  # fmt: skip
+_PLAIN: dict[str, tuple[float, ...]] = {name: (value,) for name, value in NEUTRAL_SAMPLING.items()}
+_PLAIN |= {"top_k": (0, -1), "presence_penalty": (0,), "frequency_penalty": (0,)}
 
 
 @dataclass(frozen=True)
@@ -242,10 +242,10 @@ class AtroposRollouts(Source):
 
     def _longest(self, trainer: Any) -> int:
         """Return the most tokens of a trajectory."""
-        prompt, completion = self._script.max_prompt_length, self._args.max_completion_length
-        if prompt is not None and completion is not None:
-            return int(prompt + completion)
-        return int(self._args.vllm_max_model_length or trainer.model.config.get_text_config().max_position_embeddings)
+        keys = {**vars(self._args), **vars(self._script)}
+        return longest_trajectory(keys.__getitem__) or int(
+            trainer.model.config.get_text_config().max_position_embeddings
+        )
 
     def _seen(self, trainer: Any) -> list[str]:
         """Return what there is to say of the rest of the run where no groups come."""
