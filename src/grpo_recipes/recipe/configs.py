@@ -247,6 +247,8 @@ class GRPOConfig(trl.GRPOConfig):
     num_generations: int = _key(8, "Completions of each prompt: the group within which advantages are computed.", min=2)
     prompts_per_step: int | None = _key(None,
         "Prompts of one optimizer step over all devices; per-device size and accumulation follow from it.", min=1)
+    trim_padding: bool = _key(True,
+        "Feed rows of about one length together, at most a tenth of padding in a pass; the loss is that of the rows.")
     weight_sync: str = _key("auto",
         "How new weights reach the server: nccl between GPUs, file (safetensors in shared memory), shared (one copy "
         "for trainer and server), lora (the adapter alone), restart (a new server each time).",

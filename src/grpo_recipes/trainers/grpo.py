@@ -28,6 +28,7 @@ from grpo_recipes.trainers.checkpoints import Checkpoints, Preemption, begin_epo
 from grpo_recipes.trainers.checks import Checks, Scoring
 from grpo_recipes.trainers.metrics import CountedStream, Evaluation, MetricsRows, json_number, write_samples
 from grpo_recipes.trainers.model import loaded_by_every_rank, merged_parameters, refuse_shards
+from grpo_recipes.trainers.passes import in_trimmed_passes
 from grpo_recipes.trainers.temperatures import at_own_temperatures
 from grpo_recipes.weights.bridges import bridge_in_place, join_bridge
 from grpo_recipes.weights.colocated import colocated_in_place
@@ -210,6 +211,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self.evaluation.rewards is not None:  # a batch for the sampler is too large for one forward pass
             kwargs["batch_size"] = self.args.per_device_train_batch_size
         compute = super()._get_per_token_logps_and_entropies
+        if self.args.trim_padding:
+            compute = partial(in_trimmed_passes, self, compute)
         if self.temperature_B is None:
             return compute(*args, **kwargs)
         return at_own_temperatures(self, self.temperature_B, compute, *args, **kwargs)

@@ -1,0 +1,55 @@
+"""One of two processes that train with and without padding; started by a test."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_recipes import smoke
+from grpo_recipes.trainers import passes
+from grpo_recipes.trainers.grpo import GRPOTrainer
+from grpo_recipes.trainers.rank import allow_fsdp_on_cpu
+
+from .fixed_completions import make_trainer
+from .sharded_reference import whole
+
+
+def main(model: str, folder: Path) -> None:
+    """Compare the weights after some steps; and see that the ranks would have made differing numbers of passes."""
+    build_tokenizer = smoke.build_tokenizer
+
+    def after_the_arguments() -> Any:  # which set up the processes
+        allow_fsdp_on_cpu()
+        return build_tokenizer()
+
+    smoke.build_tokenizer = after_the_arguments
+    wanted: list[tuple[int, int]] = []
+    split = passes.split
+
+    def watched(groups: list[list[int]], count: int) -> list[list[int]]:
+        wanted.append((len(groups), count))
+        return split(groups, count)
+
+    passes.split = watched
+    ends = []
+    for trimmed in (True, False):
+        keys = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 4, "beta": 0.1}
+        trainer = make_trainer(folder / str(trimmed), model, GRPOTrainer, trim_padding=trimmed, **keys)
+        trainer.train()
+        ends.append([_whole(parameter) for parameter in trainer.model.parameters()])
+    assert all(torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5) for ours, theirs in zip(*ends, strict=True))
+    assert any(own < all_ranks for own, all_ranks in wanted) or trainer.accelerator.process_index == 0, wanted
+    print("the steps are those of padded rows", flush=True)
+    torch.distributed.destroy_process_group()  # a thread of gloo that outlives Python aborts the process
+
+
+def _whole(parameter: torch.nn.Parameter) -> torch.Tensor:
+    sharded = hasattr(parameter, "ds_tensor") or hasattr(parameter, "full_tensor")
+    return whole(parameter) if sharded else parameter.detach().clone()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

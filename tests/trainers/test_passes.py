@@ -1,0 +1,177 @@
+"""Passes without padding: log-probs, losses and gradients are those of TRL's padded rows, with fewer tokens fed."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+
+from grpo_recipes.trainers import passes
+from grpo_recipes.trainers.grpo import GRPOTrainer
+from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
+
+from .fixed_completions import generation, make_trainer, weights_of
+
+ROOT = Path(__file__).resolve().parents[2]
+WIDTH, COMPLETION = 40, 30
+
+
+def lognormal(rows: int, seed: int, longest: int) -> list[int]:
+    """Lengths of which the mean is about 0.3 of the longest, as completions of real policies are."""
+    draw = random.Random(seed)
+    lengths = [draw.lognormvariate(0.0, 0.9) for _ in range(rows)]
+    return [max(1, round(length * longest / max(lengths))) for length in lengths]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_row_is_in_one_pass_and_little_of_a_pass_is_padding(seed: int) -> None:
+    draw = random.Random(seed)
+    lengths, most = lognormal(draw.randrange(1, 200), seed, 1000), draw.randrange(1000, 9000)
+    groups = passes.passes(lengths, most)
+    assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
+    for group in groups:
+        fed = len(group) * max(lengths[row] for row in group)
+        assert fed <= passes.MOST_FED * sum(lengths[row] for row in group) and (len(group) == 1 or fed <= most)
+    count = draw.randrange(len(groups), len(lengths) + 3)
+    more = passes.split(groups, count)
+    assert len(more) == count and sorted(row for group in more for row in group) == list(range(len(lengths)))
+
+
+def test_rows_of_one_length_are_one_pass() -> None:
+    assert len(passes.passes([7] * 50, most=7 * 50)) == 1
+    assert len(passes.passes([7] * 50, most=7 * 10)) == 5
+
+
+def rows_of_lengths(prompts: list[int], completions: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask as TRL makes them: prompts end, and completions begin, in one column."""
+    torch.manual_seed(1)
+    ids = torch.randint(60, 120, (len(prompts), WIDTH))
+    at = torch.arange(WIDTH)
+    first = WIDTH - COMPLETION - torch.tensor(prompts).unsqueeze(1)
+    return ids, ((at >= first) & (at < WIDTH - COMPLETION + torch.tensor(completions).unsqueeze(1))).long()
+
+
+ROWS = rows_of_lengths([3, 10, 7, 3, 10, 5, 5, 1], [30, 2, 3, 9, 0, 14, 13, 1])
+
+
+def found(trainer: GRPOTrainer, trimmed: bool, rows: Any = ROWS, **how: Any) -> tuple[Any, Any, torch.Tensor]:
+    """Log-probs and entropies of the rows, and the gradient of a function of both."""
+    trainer.args.trim_padding = trimmed
+    trainer.model.zero_grad()
+    logps, entropies, _ = trainer._get_per_token_logps_and_entropies(
+        trainer.model, *rows, COMPLETION, compute_entropy=True, **how
+    )
+    (logps * torch.linspace(-1, 1, COMPLETION) + entropies**2).sum().backward()
+    return logps.detach(), entropies.detach(), torch.cat([one.grad.flatten() for one in trainer.model.parameters()])
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_log_probs_entropies_and_gradients_are_those_of_padded_rows(
+    tmp_path: Path, model: str, chunk: int | None
+) -> None:
+    trainer = make_trainer(tmp_path, model, GRPOTrainer)
+    trimmed, padded = found(trainer, True, batch_size=chunk), found(trainer, False, batch_size=chunk)
+    for ours, theirs, atol in zip(trimmed, padded, (1e-5, 1e-5, 1e-4), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=atol)
+    assert (trimmed[0][ROWS[1][:, -COMPLETION:] == 0] == 0).all()
+
+
+def test_at_most_a_tenth_of_what_is_fed_is_padding(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(tmp_path, model, GRPOTrainer)
+    fed: list[int] = []
+    inner = trainer.model.model
+    monkeypatch.setattr(
+        inner, "forward", lambda *args, forward=inner.forward, **kwargs: (
+            fed.append(kwargs["input_ids"].numel()), forward(*args, **kwargs))[1],
+    )  # fmt: skip
+    draw = random.Random(0)
+    rows = rows_of_lengths([draw.randrange(3, 11) for _ in range(48)], lognormal(48, 5, COMPLETION))
+    real = int(rows[1].sum())
+    found(trainer, True, rows)
+    assert len(fed) > 1 and sum(fed) <= 1.1 * real
+    fed.clear()
+    found(trainer, False, rows)
+    assert fed == [48 * WIDTH] and sum(fed) > 2 * real
+
+
+def test_rows_with_little_padding_are_fed_as_trl_does_it(tmp_path: Path, model: str) -> None:
+    trainer = make_trainer(tmp_path, model, GRPOTrainer)
+    rows = rows_of_lengths([10] * 6, [30, 30, 30, 29, 30, 28])
+    for ours, theirs in zip(found(trainer, True, rows), found(trainer, False, rows), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"loss_type": name, "beta": 0.1} for name in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")]
+    + [
+        {"importance_sampling_level": "sequence"},
+        {"num_iterations": 2, "steps_per_generation": 4},
+        {"entropy_coef": 0.1},
+        {"top_entropy_quantile": 0.4},
+        {"mask_truncated_completions": True},
+        {"maxent_objective": "tempered"},
+        {"maxent_objective": "listwise", "maxent_beta": 0.5},
+        {"gradient_checkpointing": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_training_takes_the_steps_of_padded_rows(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
+) -> None:
+    split, counts = passes.split, []
+    monkeypatch.setattr(passes, "split", lambda groups, count: counts.append(count) or split(groups, count))
+    kind = MaxEntGRPOTrainer if "maxent_objective" in keys else GRPOTrainer
+    keys = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 6} | keys
+    trainers = {}
+    for name, trimmed in (("trimmed", True), ("padded", False)):
+        trainer = trainers[name] = make_trainer(tmp_path / name, model, kind, trim_padding=trimmed, **keys)
+        before = weights_of(trainer)
+        trainer.train()
+    assert max(counts) > 1
+    ours, theirs = (weights_of(trainer) for trainer in trainers.values())
+    moved = torch.cat([(theirs[name] - before[name]).flatten() for name in theirs])
+    apart = torch.cat([(theirs[name] - ours[name]).flatten() for name in theirs])
+    assert moved.norm() > 1e-3
+    assert apart.norm() < 1e-4 * moved.norm()  # float32 weights, of which a step moves a thousandth
+    for ours, theirs in zip(*(one.state.log_history[:-1] for one in trainers.values()), strict=True):
+        same = [name for name in theirs if not name.endswith(("time", "seconds")) and "time" not in name]
+        assert {name: ours[name] for name in same} == pytest.approx({name: theirs[name] for name in same}, rel=1e-3, abs=1e-5)
+
+
+def test_a_mixture_of_experts_with_its_own_loss_is_fed_as_trl_does_it(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(tmp_path, model, GRPOTrainer)
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        trl.GRPOTrainer, "_get_per_token_logps_and_entropies",
+        lambda self, model, ids, *args, **kwargs: seen.append(ids.shape),
+    )  # fmt: skip
+    trainer._get_per_token_logps_and_entropies(trainer.model, *ROWS, COMPLETION, compute_aux_loss=True)
+    assert seen == [ROWS[0].shape]
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+@pytest.mark.parametrize("accelerator", ["multi_gpu", "zero3", "fsdp2"])
+def test_ranks_whose_rows_differ_make_as_many_passes(tmp_path: Path, model: str, accelerator: str) -> None:
+    """Otherwise they wait for one another for ever, or take gradients of each other's parameters."""
+    config = Path(trl.__file__).parent / "accelerate_configs" / f"{accelerator}.yaml"
+    done = subprocess.run(
+        [sys.executable, "-m", "grpo_recipes.launch.accelerate", "--config_file", str(config), "--num_processes", "2",
+         "--mixed_precision", "no", "-m", "tests.trainers.passes_of_ranks", model, str(tmp_path)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"},
+        cwd=ROOT, capture_output=True, text=True, timeout=540,  # DeepSpeed compiles its Adam once
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("the steps are those of padded rows") == 2
