@@ -60,6 +60,7 @@ def test_what_the_environment_says_has_no_gradient(tmp_path: Path, model: str, c
     They are those that the loss predicts: the model reads what it has read, since later tokens depend on that.
     """
     trainer = make_trainer(tmp_path, model, beta=0.1, environment_credit=credit, environment_args={"exactly": 2})
+    trainer.args.trim_padding = False  # the model is given the rows that the loss has
     output = generation(trainer)
     read = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
     trained = output["tool_mask"].bool()

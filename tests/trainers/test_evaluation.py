@@ -246,19 +246,21 @@ def test_rows_past_the_checkpoint_are_moved_aside(tmp_path: Path) -> None:
 
 
 def test_a_large_evaluation_batch_is_scored_in_small_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import trl
-
-    sizes: list[int | None] = []
-    stock = trl.GRPOTrainer._get_per_token_logps_and_entropies
-
-    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        sizes.append(kwargs.get("batch_size"))
-        return stock(self, *args, **kwargs)
-
-    monkeypatch.setattr(trl.GRPOTrainer, "_get_per_token_logps_and_entropies", noted)
     trainer, _ = train(tmp_path, **EVALUATED | {"per_device_eval_batch_size": 10, "eval_steps": STEPS})
-    sizes.clear()
+    asked: list[torch.Size] = []
+    fed: list[int] = []
+    stock = trainer._get_per_token_logps_and_entropies
 
-    trainer.evaluate()
+    def noted(model: Any, ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        asked.append(ids.shape)
+        with model.model.register_forward_pre_hook(
+            lambda _, args, kwargs: fed.append(kwargs["input_ids"].numel()), with_kwargs=True
+        ):
+            return stock(model, ids, *args, **kwargs)
 
-    assert sizes and set(sizes) == {4}
+    monkeypatch.setattr(trainer, "_get_per_token_logps_and_entropies", noted)
+    for trimmed in (True, False):
+        trainer.args.trim_padding = trimmed
+        trainer.evaluate()
+        assert {rows for rows, _ in asked} == {10}
+        assert 0 < max(fed) <= 4 * max(width for _, width in asked)  # as many tokens as four padded rows

@@ -33,7 +33,8 @@ def in_trimmed_passes(
     special = bool((prompts == 0).any()) or any(value not in (None, False) for value in kwargs.values())
     count, padded, special = _most_of_any_rank(trainer, len(groups), padded, special)
     if special or not padded:
-        return compute(model, ids_BL, mask_BL, completion_length, batch_size, compute_entropy, **kwargs)
+        how = {"batch_size": batch_size, "compute_entropy": compute_entropy}
+        return compute(model, ids_BL, mask_BL, completion_length, **how, **kwargs)
     groups = split(groups, count)
     parts: list[list[torch.Tensor]] = []
     for group in groups:
