@@ -7,8 +7,8 @@ process, on one thread each, at learning rate 0. All get the same completions fr
 and a step is the update phase, with metrics and logging: 32 completions in micro-batches of 16, prompts of 20 to 60
 tokens, a four-layer model of 256 hidden units.
 
-* ``lognormal``: completions of up to 256 tokens whose mean is about 0.3 of that;
-* ``equal``: completions of 256 tokens each.
+* ``lognormal``: completions of up to 128 tokens whose mean is about 0.3 of that;
+* ``equal``: completions of 128 tokens each.
 
 Tokens are counted where they enter the model; the real ones are those that the attention mask does not leave out.
 Targets: at most 1.1 fed tokens per real one and 0.50 of TRL's time on lognormal lengths, 1.02 of it on equal ones.
@@ -42,7 +42,7 @@ from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.runs.rundir import write_json
 from grpo_recipes.trainers.grpo import GRPOTrainer
 
-LONGEST, PROMPTS, GROUP, MICRO_BATCH = 256, 4, 8, 16
+LONGEST, PROMPTS, GROUP, MICRO_BATCH = 128, 4, 8, 16
 SKIPPED = 2  # steps
 ARMS: dict[str, dict[str, Any]] = {
     "bare TRL": {},
