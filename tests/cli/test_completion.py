@@ -83,6 +83,7 @@ def test_commands_options_keys_values_and_files(offered):
     assert offered("grpo", "keys", "lora_t") == {key for key in catalogue() if key.startswith("lora_t")}
     assert offered("grpo", "stop", "--now", "la") == {"last"} == offered("grpo", "launch", "--resume", "")
     assert offered("grpo", "completion", "") == {"bash", "zsh"}
+    assert offered("grpo", "atropos", "") == {"record", "replay"}
 
 
 def test_another_shell_is_refused(capsys):

