@@ -63,6 +63,22 @@ def test_a_new_server_for_each_model_serves_the_environment(launch: Callable[...
 
 
 @pytest.mark.timeout(900)
+def test_the_final_model_is_benchmarked_while_environments_go_on_asking(launch: Callable[..., Launch]) -> None:
+    """Nothing here makes the environment pause: the server always has requests of it, too."""
+    arguments = "{max_batches_offpolicy: 10000}"
+    more = ("--server_request_timeout", "60", "--atropos_environment_args", arguments, "--benchmark")
+    run = launch(RECIPE, "--benchmarks", "smoke:sums", "--max_steps", "4", *more)
+    assert run.wait(600) == 0, run.output
+    (result,) = json.loads((run.run_dir / "benchmarks.json").read_text()).values()
+    assert result["problems"] == 20 and result["no_verdict"] == 0 and 0 < result["pass@1"] <= 1
+    rows = [json.loads(line) for line in (run.run_dir / "benchmarks/smoke_sums.jsonl").read_text().splitlines()]
+    assert len(rows) == 20 and sum(row["scores"][0] for row in rows) / 20 == pytest.approx(result["pass@1"])
+    assert f"benchmark smoke:sums: pass@1 {result['pass@1']:.3f}" in run.output
+    took_each_step_from_groups(run)
+    run.wait_for_nothing_left()
+
+
+@pytest.mark.timeout(900)
 def test_two_processes_train_on_what_one_of_them_takes(launch: Callable[..., Launch]) -> None:
     words = documented("grpo launch recipes/atropos/smoke.yaml", {"recipes/atropos/smoke.yaml": RECIPE})
     run = launch(*words[2:], "--num_processes", "2", "--per_device_train_batch_size", "128", "--max_steps", "20")
