@@ -229,8 +229,8 @@ class AtroposEnvironmentConfig:
     args: dict | None = _key(None, "As the key atropos_environment_args.")
     weight: float | None = _key(None, "Its share of the requests to the server, relative to the others'; 1 by default.",
         min=0.0001)
-    min_allocation: float | None = _key(None, "Share of a batch that its groups fill first, as far as some wait; none by "
-        "default.", min=0.0, max=1.0)
+    min_allocation: float | None = _key(None, "Share of a batch that its groups fill first; none by default.",
+        min=0.0, max=1.0)
 
 
 @dataclass
