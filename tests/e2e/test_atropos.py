@@ -21,6 +21,8 @@ from runs.test_benchmark import need_right_arithmetic, parsed
 from slurm_cluster import SlurmCluster
 from test_preemptions import wait_until
 
+from grpo_recipes.plan.ports import PORT_KEYS
+
 pytestmark = [pytest.mark.slow, pytest.mark.rotating]
 pytest.importorskip("atroposlib")
 RECIPE = str(REPOSITORY / "recipes/atropos/smoke.yaml")
@@ -59,10 +61,12 @@ def test_the_smoke_recipe_learns_from_an_environment(launch: Callable[..., Launc
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("mode", ["none", "lora_restart"])
-def test_a_new_server_for_each_model_serves_the_environment(launch: Callable[..., Launch], mode: str) -> None:
-    ports = {"--vllm_server_port": 9391, "--vllm_group_port": 9392, "--main_process_port": 9393, "--atropos_port": 9394}
-    given = [word for flag, port in ports.items() for word in (flag, str(port))]
+@pytest.mark.parametrize(("mode", "first"), [("none", 9391), ("lora_restart", 9401)])
+def test_a_new_server_for_each_model_serves_the_environment(
+    launch: Callable[..., Launch], mode: str, first: int
+) -> None:
+    ports = dict(zip(PORT_KEYS, range(first, first + 4), strict=True))
+    given = [word for key, port in ports.items() for word in (f"--{key}", str(port))]
     run = launch(RECIPE, "--weight_bridge_mode", mode, "--max_steps", "4", *given)
     assert run.wait(1200) == 0, run.output
     assert len(run.rows()) == 4 and run.summary()["status"] == "completed"
