@@ -17,7 +17,7 @@ MODES = ["none", "shared_vllm", "lora_only"]
 
 def compared(folder: Path, words: list[str], timeout: int) -> tuple[list[dict], Path]:
     """Run a comparison; return its rows, each of a mode that completed, and its folder. The terminal shows each row."""
-    mark = folder.name
+    mark = str(folder)
     environment = clean_environment(folder, mark)
     done = subprocess.run(
         words, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout, check=False
