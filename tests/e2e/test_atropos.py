@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
+from statistics import fmean
 
 import psutil
 import pytest
 from documented import documented
 from real_runs import REPOSITORY, Launch, clean_environment, weights_hash
+from runs.test_benchmark import need_right_arithmetic, parsed
 from slurm_cluster import SlurmCluster
 from test_knobs import free_port
 from test_preemptions import wait_until
+
+from grpo_recipes.plan.ports import PORT_KEYS
 
 pytestmark = [pytest.mark.slow, pytest.mark.rotating]
 pytest.importorskip("atroposlib")
@@ -56,10 +63,66 @@ def test_the_smoke_recipe_learns_from_an_environment(launch: Callable[..., Launc
 
 
 @pytest.mark.timeout(1500)
-def test_a_new_server_for_each_model_serves_the_environment(launch: Callable[..., Launch]) -> None:
-    run = launch(RECIPE, "--weight_sync", "restart", "--max_steps", "4")
+@pytest.mark.parametrize(("mode", "first"), [("none", 9391), ("lora_restart", 9401)])
+def test_a_new_server_for_each_model_serves_the_environment(
+    launch: Callable[..., Launch], mode: str, first: int
+) -> None:
+    ports = dict(zip(PORT_KEYS, range(first, first + 4), strict=True))
+    given = [word for key, port in ports.items() for word in (f"--{key}", str(port))]
+    run = launch(RECIPE, "--weight_bridge_mode", mode, "--max_steps", "4", *given)
     assert run.wait(1200) == 0, run.output
     assert len(run.rows()) == 4 and run.summary()["status"] == "completed"
+    took_each_step_from_groups(run)
+    plan = json.loads((run.run_dir / "plan.json").read_text())
+    assert plan["bridge"] == "restart" and {*ports.values()} <= {*plan["ports"].values()}
+    assert sum(row["syncs"] for row in run.rows()) >= 3
+    assert (run.run_dir / "adapter").exists() == (mode == "lora_restart")
+    run.wait_for_nothing_left()
+    for port in ports.values():
+        with socket.socket() as other:
+            assert other.connect_ex(("127.0.0.1", port)) == errno.ECONNREFUSED, port
+
+
+MIXTURE = [
+    {"id": "arithmetic", "weight": 3},
+    {"id": str(REPOSITORY / "recipes/examples/atropos_two_sums.py:TwoSums"), "args": {"max_tokens": 8}},
+]
+
+
+@pytest.mark.timeout(900)
+def test_two_environments_are_both_trained_on(launch: Callable[..., Launch]) -> None:
+    """One of one turn and one of two; by their least shares each batch has groups of both."""
+    least = [{**one, "min_allocation": 0.25} for one in MIXTURE]
+    mixture = ("--atropos_environment", "null", "--atropos_mixture", json.dumps({"environments": least}))
+    run = launch(RECIPE, *mixture, "--max_completion_length", "40", "--max_steps", "4")
+    assert run.wait(600) == 0, run.output
+    took_each_step_from_groups(run)
+    samples = [json.loads(line)["rewards"] for line in (run.run_dir / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == len(run.rows()) == 4
+    for row, scores in zip(run.rows(), samples, strict=True):
+        groups = [scores[first : first + 16] for first in range(0, 256, 16)]
+        halves = [group for group in groups if 0.5 in group]  # of the two sums, each of which is worth half
+        wholes = [group for group in groups if 0.5 not in group]
+        assert halves and wholes  # run-api makes no batch without groups of both
+        assert row["atropos/reward_twosums"] == pytest.approx(fmean(chain(*halves)))
+        assert row["atropos/reward_arithmetic"] == pytest.approx(fmean(chain(*wholes)))
+        # Scores that differ within a group have advantages other than zero.
+        assert all(any(len(set(group)) > 1 for group in some) for some in (halves, wholes))
+    run.wait_for_nothing_left()
+
+
+@pytest.mark.timeout(900)
+def test_the_final_model_is_benchmarked_while_environments_go_on_asking(launch: Callable[..., Launch]) -> None:
+    """Nothing here makes the environment pause: the server always has requests of it, too."""
+    arguments = "{max_batches_offpolicy: 10000}"
+    more = ("--server_request_timeout", "60", "--atropos_environment_args", arguments, "--benchmark")
+    run = launch(RECIPE, "--benchmarks", "smoke:sums", "--max_steps", "4", *more)
+    assert run.wait(600) == 0, run.output
+    (result,) = json.loads((run.run_dir / "benchmarks.json").read_text()).values()
+    assert result["problems"] == 20 and result["no_verdict"] == 0 and 0 < result["pass@1"] <= 1
+    rows = [json.loads(line) for line in (run.run_dir / "benchmarks/smoke_sums.jsonl").read_text().splitlines()]
+    assert len(rows) == 20 and sum(row["scores"][0] for row in rows) / 20 == pytest.approx(result["pass@1"])
+    assert f"benchmark smoke:sums: pass@1 {result['pass@1']:.3f}" in run.output
     took_each_step_from_groups(run)
     run.wait_for_nothing_left()
 
@@ -172,6 +235,8 @@ def test_a_job_that_slurm_preempts_goes_on_and_learns(slurm: SlurmCluster, tmp_p
     took_each_step_from_groups(run)
 
 
+# What transformers says of loading a model where it is asked to say more.
+OF_LOADING = ("loading configuration file ", "loading weights file ", "Model config Qwen2Config {")
 SHORT = ("--environment", "arithmetic", "--seq-len", "40", "--max-model-len", "256")
 
 
@@ -182,7 +247,7 @@ def test_flags_of_the_example_trainer_train_an_adapter(launch: Callable[..., Lau
         "--weight-bridge-mode", "lora_only", "--training-steps", "4", "--batch-size", "16",
         "--gradient-accumulation-steps", "4", "--lr", "2e-3", "--lora-r", "4", "--lora-alpha", "12",
         "--lora-target-modules", "q_proj", "v_proj", "--vllm-port", "9377",
-        "--save-path", str(tmp_path / "runs"), "--benchmark", *SHORT,
+        "--save-path", str(tmp_path / "runs"), "--benchmark", "--debug-loading", *SHORT,
     )  # fmt: skip
     command = [sys.executable, str(REPOSITORY / "src/atropos_grpo.py"), *flags]
     run = launch(command=command, MODEL="smoke:sums", LOGDIR=str(tmp_path / "logs"), ENV_DIR=sys.prefix)
@@ -193,9 +258,12 @@ def test_flags_of_the_example_trainer_train_an_adapter(launch: Callable[..., Lau
     assert (adapter["r"], adapter["lora_alpha"], set(adapter["target_modules"])) == (4, 12, {"q_proj", "v_proj"})
     logs = {path.name.split("_")[1] for path in (tmp_path / "logs").iterdir()}
     assert logs == {"run-api", "vllm", "train", "env-arithmetic"}
-    said = run.output
-    assert "registers 64 sequences" in said and "BENCHMARK SUMMARY (lora" in said
-    assert "Successfully retrieved batch with " in (tmp_path / "logs" / Path(run.log_path("trainer")).name).read_text()
+    assert "registers 64 sequences" in run.output
+    said = parsed(run.output)
+    need_right_arithmetic(said)
+    assert (said.mode, said.total_steps) == ("lora_only", 4)
+    log = (tmp_path / "logs" / Path(run.log_path("trainer")).name).read_text()
+    assert "Successfully retrieved batch with " in log and all(one in log for one in OF_LOADING)
     run.wait_for_nothing_left()
 
 
@@ -212,4 +280,5 @@ def test_the_script_of_verls_integration_trains_by_its_variables(launch: Callabl
     assert run.wait(400) == 0, run.output
     assert len(run.rows()) == 3 and run.summary()["status"] == "completed"
     assert not (run.run_dir / "adapter").exists()
+    assert not any(one in run.log("trainer") for one in OF_LOADING)  # without --debug-loading
     run.wait_for_nothing_left()

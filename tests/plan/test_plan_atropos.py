@@ -106,7 +106,7 @@ def test_a_plan_says_where_groups_come_from(planned: Planned) -> None:
     plan = planned(**TWO, atropos_max_staleness=1)
     told = describe(plan, argv=False).splitlines()
     assert (
-        "groups     arithmetic (weight 75%), dataset (weight 25%, at least 25%); 48 sequences (12 groups of 4) a "
+        "groups     arithmetic (weight 75%), dataset (weight 25%, first 25%); 48 sequences (12 groups of 4) a "
         "batch, at most 1 step old; run-api at http://127.0.0.1:8001"
     ) in told
     assert f"ports      server 8000, weights 51216, run-api 8001, trainers {plan.ports.main_process}" in told

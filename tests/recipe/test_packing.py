@@ -70,6 +70,18 @@ def of_plenty(batch_size: int, sizes: Sequence[int], shares: Shares) -> list[int
     return got
 
 
+@pytest.mark.parametrize(("waiting", "in_batch"), [(0, None), (1, 1), (2, 2), (5, 2)])
+def test_a_least_share_is_served_first_as_far_as_its_groups_wait(waiting: int, in_batch: int | None) -> None:
+    """run-api makes no batch without a group of that environment, and does not wait for as many as the share has."""
+    envs = [
+        {"connected": True, "registered_id": 0, "min_batch_allocation": None},
+        {"connected": True, "registered_id": 1, "min_batch_allocation": 0.5},
+    ]
+    queue = [{"tokens": [[1]] * 4, "env_id": index} for index in [0] * 8 + [1] * waiting]
+    batch, _ = packing.grab_batch_with_minimum_allocations(queue, 16, envs)
+    assert (batch and [group["env_id"] for group in batch].count(1)) == in_batch
+
+
 @pytest.mark.parametrize(
     ("batch_size", "sizes", "why"),
     [

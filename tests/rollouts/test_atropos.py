@@ -46,6 +46,12 @@ def test_every_sync_carries_the_step_of_its_weights(tmp_path: Path) -> None:
     assert trainer.calls == [("sync", 0), ("sync", 1), ("sync", 7)]
 
 
+def test_the_client_knows_that_environments_ask_its_server_too(tmp_path: Path) -> None:
+    trainer = trainer_with_server()
+    source(tmp_path).join(trainer)
+    assert trainer.vllm_generation.vllm_client.others_ask
+
+
 def test_ranks_without_a_client_send_as_before(tmp_path: Path) -> None:
     trainer = trainer_with_server(main=False)
     source(tmp_path).join(trainer)

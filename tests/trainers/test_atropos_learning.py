@@ -26,12 +26,12 @@ def with_advantages(found: Group, advantages: list[float]) -> Group:
     return Group.of_wire({**found.as_wire(), "advantages": rows})
 
 
-def leave_the_reference(trainer: GRPOTrainer) -> None:
-    """Move the weights a little, so that a penalty for that has a gradient."""
+def leave_the_reference(trainer: GRPOTrainer, by: float = 0.01) -> None:
+    """Move the weights, by default a little, so that a penalty for that has a gradient."""
     noise = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for one in trainer.model.parameters():
-            one += 0.01 * torch.randn(one.shape, generator=noise)
+            one += by * torch.randn(one.shape, generator=noise)
 
 
 def shown(trainer: GRPOTrainer, *groups: Group) -> dict[str, Any]:

@@ -65,6 +65,15 @@ def test_an_engine_that_does_not_take_up_requests_is_not_waited_for_without_end(
         client.generate(PROMPTS, n=2)
 
 
+def test_an_engine_that_others_ask_too_is_neither_waited_for_nor_paused(connect, server) -> None:
+    client = connect(seed=7, server_request_timeout=0.3)
+    client.others_ask, server.under_way = True, 1
+    answer = client.generate_seeded(PROMPTS, [5, 6, 7], n=2)
+    assert answer["completion_ids"] == [[5], [5], [6], [6], [7], [7]]
+    assert set(server.calls) == {"/v1/completions"}
+    assert not [asked for asked in server.asked if "priority" in asked]
+
+
 def test_each_prompt_of_each_generation_has_a_seed_of_its_own_and_gets_it_again(connect, server) -> None:
     seeds = {}
     for run_seed in (7, 8, 7):

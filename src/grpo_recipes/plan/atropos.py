@@ -30,7 +30,7 @@ def atropos_line(recipe: Recipe, plan: Plan) -> str | None:
     labels, found = atropos_labels(recipe.__getitem__), atropos_environments(recipe.__getitem__)
     total = sum(one.weight for one in found)
     shares = [f"weight {one.weight / total:.0%}" if len(found) > 1 else "" for one in found]
-    least = [f"at least {one.min_allocation:.0%}" if one.min_allocation is not None else "" for one in found]
+    least = [f"first {one.min_allocation:.0%}" if one.min_allocation is not None else "" for one in found]
     told = [", ".join(filter(None, pair)) for pair in zip(shares, least, strict=True)]
     names = [f"{label} ({more})" if more else label for label, more in zip(labels, told, strict=True)]
     rows, group, most = (

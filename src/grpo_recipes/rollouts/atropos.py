@@ -73,11 +73,16 @@ class AtroposRollouts(Source):
         self._labels: set[str] = set()  # of all environments that groups came from
 
     def join(self, trainer: Any) -> None:
-        """Number the weights that the server gets by their optimizer step: it answers environments with the number."""
+        """Number the weights that the server gets by their optimizer step: it answers environments with the number.
+
+        They also go on asking while the trainer samples for benchmarks, for which it does not have the server alone.
+        """
         if not trainer.use_vllm:
             return
         generation = trainer.vllm_generation
         send = generation.sync_weights
+        if trainer.accelerator.is_main_process:
+            generation.vllm_client.others_ask = True
 
         def sync_weights() -> None:
             if trainer.accelerator.is_main_process:

@@ -70,6 +70,7 @@ class BridgeClient(VLLMClient):
         self.generation = ""  # what the next sampling seeds are derived from, set by the trainer
         self.rows: list[int] | None = None  # by which each prompt's seed is derived; by its place where None
         self.policy_version: int | None = None  # optimizer step of the weights of the next sync, set by the trainer
+        self.others_ask = False  # whether environments, too, ask the server for completions; set by their rollouts
         self._served_version: int | None = None  # that of the last sync that was completed
         self._held: dict[str, Any] = {}  # the first report of what the server holds
         self._streamed: dict[str, torch.Tensor] = {}
@@ -318,11 +319,15 @@ class BridgeClient(VLLMClient):
     def generate_seeded(
         self, prompts: Sequence[Any], seeds: Sequence[int], n: int = 1, **kwargs: Any
     ) -> dict[str, list[Any]]:
-        """Generate as TRL does, but a request per prompt with a seed of its own: vLLM gives completion k seed + k."""
-        extra, seeded = kwargs.pop("generation_kwargs", None) or {}, self._seed is not None
+        """Generate as TRL does, but a request per prompt with a seed of its own: vLLM gives completion k seed + k.
+
+        Where others ask the server too, the engine is not paused: it would never have our completions alone.
+        """
+        extra = kwargs.pop("generation_kwargs", None) or {}
+        ordered = self._seed is not None and not self.others_ask
 
         def sample(index: int) -> dict[str, Any]:
-            order = {"priority": index} if seeded else {}
+            order = {"priority": index} if ordered else {}
             own = {"seed": seeds[index], **order, **extra}
             return self._completions([prompts[index]], n, generation_kwargs=own, **kwargs)
 
@@ -331,7 +336,7 @@ class BridgeClient(VLLMClient):
             answers: list[dict[str, Any]] = []
             for start in range(0, len(prompts), REQUESTS):
                 share = range(start, min(start + REQUESTS, len(prompts)))
-                with self._engine_paused(len(share) * n) if seeded else contextlib.nullcontext([]) as futures:
+                with self._engine_paused(len(share) * n) if ordered else contextlib.nullcontext([]) as futures:
                     futures += [in_thread(partial(sample, index)) for index in share]
                 answers += [future.result() for future in futures]
             return {
