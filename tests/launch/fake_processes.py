@@ -2,7 +2,7 @@
 
 The server answers what the launcher asks; with a file ``hang`` in the run directory its counters stand and a request is
 out. The trainer makes a step, a row and a checkpoint each 0.1 s, honours the stop request, and like a trainer that
-reconnects it waits while its server is not ready.
+reconnects it waits while its server is not ready. With a file ``benchmarks`` it goes on after its last step.
 """
 
 from __future__ import annotations
@@ -71,6 +71,9 @@ def train(steps: int, phase: str) -> None:
             file.write(json.dumps(row) + "\n")
         checkpoint(step)
         write("phase_0.json", {"phase": phase, "since": time.time(), "step": step})
+    write("phase_0.json", {"phase": "end", "since": time.time(), "step": step})
+    while (RUN / "benchmarks").exists():
+        time.sleep(0.05)
     write("rank_0.json", {**record, "exit": 0, "cause": "", "time": time.time()})
 
 

@@ -66,7 +66,7 @@ def run_api(tmp_path: Path, port: int, argv: list[str] | None = None) -> Process
     url = f"http://127.0.0.1:{port}/info"
     return Process(
         "run-api", argv, {}, (), str(tmp_path / "run-api.log"), ready="answering", ready_url=url,
-        on_loss="restart with trainers", with_trainers=True,
+        on_loss="restart with trainers", with_trainers=True, until_trained=True,
     )  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def environment(tmp_path: Path, port: int, label: str = "sums") -> Process:
     argv, after = [sys.executable, "-c", ENVIRONMENT, f"http://127.0.0.1:{port}/info"], ("run-api", "server")
     return Process(
         f"environment-{label}", argv, {}, (), str(tmp_path / f"{label}.log"), after=after, on_loss="restart",
-        with_trainers=True,
+        with_trainers=True, until_trained=True,
     )  # fmt: skip
 
 
@@ -167,6 +167,45 @@ def test_a_lost_environment_is_started_again_alone(
     assert "was killed by signal 9: environment sums alone is started again (1 of 2)" in capsys.readouterr().out
     assert run.summary()["process_restarts"] == {"environment-sums": 1}
     assert run.state() == {"epoch": 1, "state": "gone"}
+
+
+def test_what_only_training_needs_is_ended_before_benchmarks_and_stays_so(
+    atropos_run: FakeRunOf, started: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = atropos_run(steps=3)
+    (run.folder / "benchmarks").touch()
+
+    def kill() -> None:
+        run.wait_for_step(3)
+        over = ("run-api", "environment-sums", "environment-more")
+        run.wait_until(lambda: all("exit" in record for record in run.records(*over)))
+        (trainer,) = run.records("trainer")
+        run.kill("server")
+        run.wait_until(lambda: run.state() == {"epoch": 2, "state": "ready"})
+        assert run.records("trainer") == [trainer] and is_alive(trainer["pid"])
+        (run.folder / "benchmarks").unlink()
+
+    assert run.then(kill).end() == Ending(0)
+    assert started == [*ALL, "server"]
+    assert "training is over, ending run-api and environment sums and environment more" in capsys.readouterr().out
+    assert run.summary()["server_restarts"] == 1 and "process_restarts" not in run.summary()
+
+
+def test_where_a_lost_server_takes_trainers_with_it_after_training_all_of_it_comes_again(
+    atropos_run: FakeRunOf, started: list[str]
+) -> None:
+    run = atropos_run(steps=3, bridge="nccl")
+    (run.folder / "benchmarks").touch()
+
+    def kill() -> None:
+        run.wait_for_step(3)
+        run.wait_until(lambda: "exit" in run.records("run-api")[0])
+        run.kill("server")
+        run.wait_until(lambda: run.state() == {"epoch": 2, "state": "ready"})
+        (run.folder / "benchmarks").unlink()
+
+    assert run.then(kill).end() == Ending(0)
+    assert started == [*ALL, *ALL]
 
 
 def test_a_server_that_reconnects_is_started_again_alone(atropos_run: FakeRunOf, started: list[str]) -> None:

@@ -59,10 +59,11 @@ def test_run_api_and_environments_are_processes_beside_server_and_trainers(plann
         assert option(process.argv, "--api-url") == "http://127.0.0.1:8001"
         assert option(process.argv, "--server-url") == "http://127.0.0.1:8000"
         assert (process.ready, process.on_loss, process.with_trainers) == ("started", "restart", True)
+        assert process.until_trained
         assert process.environment["WANDB_MODE"] == "disabled"
     assert option(trainer.argv, "--atropos_api_url") == "http://127.0.0.1:8001"
-    assert (api.on_loss, api.with_trainers) == ("restart with trainers", True)
-    assert (server.on_loss, server.with_trainers) == ("restart", False)
+    assert (api.on_loss, api.with_trainers, api.until_trained) == ("restart with trainers", True, True)
+    assert (server.on_loss, server.with_trainers, server.until_trained) == ("restart", False, False)
     for process in (api, first, second):
         assert (process.environment["CUDA_VISIBLE_DEVICES"], process.gpus, process.node) == ("", (), 0)
         assert process.environment["OMP_NUM_THREADS"] == "1", "they leave the cores to the trainers"

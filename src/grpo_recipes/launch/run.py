@@ -42,6 +42,7 @@ from grpo_recipes.recipe import Recipe
 from grpo_recipes.runs import rundir
 from grpo_recipes.runs.benchmark import write_benchmark
 from grpo_recipes.runs.checkpoints import verified_checkpoint
+from grpo_recipes.runs.progress import has_trained
 from grpo_recipes.secrets import masked, masked_environment
 from grpo_recipes.smoke import SMOKE_SCHEME, smoke_command
 
@@ -207,6 +208,7 @@ class Supervisor:
         self._restarts = Restarts(attempt.recipe["server_restarts"])
         self._epoch = 1  # of the server: every one that is started gets the next
         self._model: str | None = None  # that the trainer gave it
+        self._trained = False  # whether the trainers have trained, and what only training needs is ended
         every = attempt.plan.processes
         order = TopologicalSorter({process.role: process.after for process in every}).static_order()
         planned = {role: [process for process in every if process.role == role] for role in order}
@@ -218,7 +220,7 @@ class Supervisor:
         monitor = self._monitor
         while True:
             ending = self._start_missing()
-            ending = ending or processes.wait_for_ending(self._running(), monitor.tick, self._stopping)
+            ending = ending or self._wait_for_ending()
             monitor.show_progress()
             if monitor.stepped:
                 self._restarts.idle.clear()
@@ -232,8 +234,29 @@ class Supervisor:
             for group in reversed(again):  # what was started last first
                 self._end(group)
             if any(group.process.trains for group in again):
+                self._trained = False
                 verified_checkpoint(self._folder / "checkpoints", say)
                 say(go_back(self._attempt.run))
+
+    def _wait_for_ending(self) -> Ending:
+        """Wait as ``processes.wait_for_ending`` does; end what only training needs once the trainers have trained.
+
+        Environments would go on asking the server, and benchmarks share it with nobody.
+        """
+        running = self._running()
+
+        def tick() -> Ending | None:
+            ending = self._monitor.tick()
+            over = [group for group in running if group.process.until_trained]
+            if ending is None and over and not self._stopping() and has_trained(self._folder):
+                self._trained = True
+                say(f"training is over, ending {' and '.join(group.process.called for group in over)}")
+                for group in reversed(over):
+                    running.remove(group)
+                    self._end(group)
+            return ending
+
+        return processes.wait_for_ending(running, tick, self._stopping)
 
     def _going_with(self, lost: Process) -> list[Group]:
         """Return what is ended and started again for a lost process: the rest of it, and trainers with what is theirs.
@@ -271,7 +294,7 @@ class Supervisor:
         rundir.write_json(path, {**summary, **counted})
 
     def _end(self, group: Group) -> None:
-        """End what is left of a process that is started again; trainers that go on wait for the next server."""
+        """End what is left of a process; trainers that go on wait for the next server."""
         if group.process.ready == "serving":
             self._epoch += 1
             self._write_server_state("starting")  # before its end
@@ -285,7 +308,7 @@ class Supervisor:
         """Start what does not run, in the plan's order; return why the run ends, or what is lost, meanwhile."""
         attempt = self._attempt
         for role, members in self._planned.items():
-            if role in self._groups:
+            if role in self._groups or (self._trained and members[0].until_trained):
                 continue
             members = [self._with_newest_model(process) for process in members]
             ready = members[0].ready

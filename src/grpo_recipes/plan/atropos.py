@@ -62,6 +62,7 @@ def run_api(plan: Plan, names: Names) -> Process | None:
         ready_url=f"http://{LOOPBACK}:{plan.ports.run_api}/info",
         on_loss="restart with trainers",
         with_trainers=True,
+        until_trained=True,
     )
 
 
@@ -80,6 +81,7 @@ def environments(recipe: Recipe, plan: Plan, names: Names) -> list[Process]:
             after=after,
             on_loss="restart",
             with_trainers=True,
+            until_trained=True,
         )
         for index, label in enumerate(atropos_labels(recipe.__getitem__))
     ]

@@ -41,6 +41,7 @@ class Process:
     # checkpoint. Restarts are limited by the recipe's server_restarts.
     on_loss: OnLoss = "fail"
     with_trainers: bool = False  # whether it is started anew whenever trainers are, since it remembers those before
+    until_trained: bool = False  # whether it is ended once the trainers have trained: benchmarks do not need it
     renewed: bool = False  # whether it is started again with each model that NEWEST_MODEL names, which replaces --model
     keeps: tuple[str, ...] = ()  # variables with secrets of the user's that its role needs; "*" for all
 

@@ -45,6 +45,12 @@ def read_phases(run_dir: Path) -> list[Phase]:
     return sorted(phases)
 
 
+def has_trained(run_dir: Path) -> bool:
+    """Return whether all ranks have taken their last step."""
+    phases = read_phases(run_dir)
+    return bool(phases) and all(phase.name == "end" for phase in phases)
+
+
 def activity(run_dir: Path) -> tuple[str, float]:
     """Return what the processes do that are furthest behind, and since when (``time.time()``); 0 if that is unknown."""
     if phases := read_phases(run_dir):
