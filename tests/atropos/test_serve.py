@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import yaml
@@ -289,6 +289,31 @@ def batch(api: RunApi, *served: Served) -> list[Group]:
         return api.get("/batch").json()["batch"]
 
     return [Group.of_wire(plain) for plain in until(ask, lambda: "\n".join(one.log for one in served))]
+
+
+@pytest.mark.parametrize(("weight", "most"), [(1.0, 8), (0.75, 6), (0.25, 2), (0.01, 1)])
+def test_an_environment_has_its_share_of_groups_under_way(weight: float, most: int) -> None:
+    """Two batches of four groups may wait for the trainer."""
+
+    class FakeEnvironment:
+        config = SimpleNamespace(max_batches_offpolicy=2, batch_size=16, group_size=4)
+        max_num_workers = 64
+        status_dict: ClassVar[dict[str, float]] = {"env_weight": weight}
+        under_way: ClassVar[list[int]] = [0]
+
+        async def collect_trajectories(self, item: int) -> tuple[None, list[Any]]:
+            self.under_way.append(self.under_way[-1] + 1)
+            await asyncio.sleep(0.01)
+            self.under_way.append(self.under_way[-1] - 1)
+            return None, [item]
+
+    async def ask_for(count: int) -> list[tuple[None, list[Any]]]:
+        return await asyncio.gather(*(environment.collect_trajectories(item) for item in range(count)))
+
+    environment = FakeEnvironment()
+    serve.watched(environment, "sums")
+    assert asyncio.run(ask_for(20)) == [(None, [item]) for item in range(20)]
+    assert max(environment.under_way) == most
 
 
 def test_two_environments_of_a_run_send_groups_through_every_trouble(make_run, tmp_path, vllm, api) -> None:

@@ -211,7 +211,8 @@ def test_metrics_of_atropos_are_those_that_are_written() -> None:
     told = {word for row in table_rows(DOCS / "metrics.md", "key") for word in code_words(row[0])}
     assert {name for name in told if name.startswith("atropos/")} == written - {"atropos/{name}"}
     drawn = {name for name in run_charts.METRICS if name.startswith("atropos/")}
-    assert drawn == {name for name in told if name.startswith("atropos/")} - {"atropos/reward_<environment>"}
+    of_each = {"atropos/reward_<environment>", "atropos/share_<environment>"}
+    assert drawn == {name for name in told if name.startswith("atropos/")} - of_each
 
 
 def test_the_page_of_atropos_explains_every_metric_and_key_of_it() -> None:

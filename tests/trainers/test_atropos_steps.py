@@ -66,7 +66,8 @@ def test_rows_say_how_the_groups_came(tmp_path: Path, model: str) -> None:
         assert 0 <= row["atropos/wait_seconds"] < row["seconds/step"]
         assert row["atropos/batches_per_minute"] > 60 / (2 * row["seconds/step"])
         assert row["atropos/tokens_per_second"] > row["tokens_per_second"] / 2
-    assert not any(name.startswith("atropos/reward_") for row in rows for name in row)  # of one environment alone
+    of_each = ("atropos/reward_", "atropos/share_")
+    assert not any(name.startswith(of_each) for row in rows for name in row)  # of one environment alone
 
 
 def test_several_environments_have_rewards_of_their_own(tmp_path: Path, model: str) -> None:
@@ -78,6 +79,8 @@ def test_several_environments_have_rewards_of_their_own(tmp_path: Path, model: s
     trainer.train()
     first, second = ({k: v for k, v in row.items() if k.startswith("atropos/reward")} for row in rows_of(tmp_path))
     assert first == {} and second == {"atropos/reward_sums": 0.25, "atropos/reward_7": 2.0}
+    shares = [{k: v for k, v in row.items() if k.startswith("atropos/share")} for row in rows_of(tmp_path)]
+    assert shares == [{}, {"atropos/share_sums": 0.5, "atropos/share_7": 0.5}]
     assert "atropos/staleness_mean" not in rows_of(tmp_path)[0]  # no group says how old it is
 
 

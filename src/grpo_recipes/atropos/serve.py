@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 import psutil
 import requests
 from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.server_handling.server_baseline import AsyncSemWithAdaptiveWeight
 from pydantic import BaseModel, ValidationError
 from tenacity import RetryError
 
@@ -84,6 +85,7 @@ _MOST_FAILURES = 24  # groups in a row
 _API_SECONDS = 10.0
 _MARGIN_SECONDS = 60.0  # beyond a hang and the start after it
 Found = dict[str, Any] | list[dict[str, Any] | None] | None  # what an environment collects
+Collect = Callable[[Any], Awaitable[tuple[Found, list[Any]]]]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -246,9 +248,10 @@ def _filled(base: BaseModel, values: Mapping[str, Any]) -> Any:
 
 def watched(environment: Any, label: str) -> None:
     """Have its groups say what they were sampled with, and its process end where no group comes about any more."""
-    collect: Callable[[Any], Awaitable[tuple[Found, list[Any]]]] = environment.collect_trajectories
+    collect: Collect = environment.collect_trajectories
     if type(environment).collect_trajectories is BaseEnv.collect_trajectories:
         collect = _collector(environment)
+    collect = _in_turn(environment, collect)
     failures = 0
 
     async def collect_trajectories(item: Any) -> tuple[Found, list[Any]]:
@@ -278,7 +281,34 @@ def watched(environment: Any, label: str) -> None:
     environment.collect_trajectories = collect_trajectories
 
 
-def _collector(environment: Any) -> Callable[[Any], Awaitable[tuple[Found, list[Any]]]]:
+def _in_turn(environment: Any, collect: Collect) -> Collect:
+    """Return a function that collects as ``collect`` does, so many groups at once as the environment's weight allows.
+
+    atroposlib shares 512 requests out by weight, which no environment reaches that samples a group with one request.
+    """
+    turns: AsyncSemWithAdaptiveWeight | None = None
+
+    async def collect_in_turn(item: Any) -> tuple[Found, list[Any]]:
+        nonlocal turns
+        if not hasattr(environment, "status_dict"):  # run-api has not been asked yet, so atroposlib does not collect
+            return await collect(item)
+        if turns is None:
+            turns = AsyncSemWithAdaptiveWeight(_most_groups(environment))
+        turns.update_weight(environment.status_dict["env_weight"])  # 1 where it is alone
+        async with turns:
+            return await collect(item)
+
+    return collect_in_turn
+
+
+def _most_groups(environment: Any) -> int:
+    """Return the most groups that an environment has under way: those that may wait for the trainer, or fewer."""
+    config = environment.config
+    waiting = config.max_batches_offpolicy * config.batch_size // config.group_size
+    return max(1, min(environment.max_num_workers, waiting))
+
+
+def _collector(environment: Any) -> Collect:
     """Return a function that collects trajectories one by one, as BaseEnv does, but keeps their log-probs."""
 
     async def collect(item: Any) -> tuple[Found, list[Any]]:

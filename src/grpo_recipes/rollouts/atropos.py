@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
@@ -218,7 +218,7 @@ class AtroposRollouts(Source):
                 "atropos/queue": float(client.status()["queue_size"]),
                 **{f"atropos/{name}": float(counted[name]) for name in _COUNTED},
                 **_staleness(groups, step),
-                **self._rewards(groups),
+                **self._by_environment(groups),
             },
         )
 
@@ -279,13 +279,16 @@ class AtroposRollouts(Source):
             trainer.vllm_generation.vllm_client.reconnect()
         return bool(trainer.preemption.stop.cuts())
 
-    def _rewards(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Return the mean score of each environment, where there are several."""
-        scores: dict[str, list[float]] = defaultdict(list)
+    def _by_environment(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Return each environment's mean score and its share of the groups, where there are several environments."""
+        scores: dict[str, list[list[float]]] = defaultdict(list)
         for group in groups:
-            scores[str(group.generation_params.get("environment", group.env_id))] += group.scores
+            scores[str(group.generation_params.get("environment", group.env_id))].append(group.scores)
         self._labels |= scores.keys()
-        return {f"atropos/reward_{label}": fmean(scores[label]) for label in sorted(scores) if len(self._labels) > 1}
+        if len(self._labels) < 2:
+            return {}
+        rewards = {f"atropos/reward_{label}": fmean(chain(*found)) for label, found in sorted(scores.items())}
+        return rewards | {f"atropos/share_{label}": len(scores[label]) / len(groups) for label in sorted(self._labels)}
 
 
 def _from_main(work: Callable[[], _Found], main: bool) -> Callable[[], _Found]:
