@@ -104,6 +104,7 @@ def test_two_environments_are_both_trained_on(launch: Callable[..., Launch]) -> 
         halves = [group for group in groups if 0.5 in group]  # of the two sums, each of which is worth half
         wholes = [group for group in groups if 0.5 not in group]
         assert halves and wholes  # run-api makes no batch without groups of both
+        assert row["atropos/share_twosums"] == len(halves) / 16 and row["atropos/share_arithmetic"] == len(wholes) / 16
         assert row["atropos/reward_twosums"] == pytest.approx(fmean(chain(*halves)))
         assert row["atropos/reward_arithmetic"] == pytest.approx(fmean(chain(*wholes)))
         # Scores that differ within a group have advantages other than zero.
@@ -112,8 +113,8 @@ def test_two_environments_are_both_trained_on(launch: Callable[..., Launch]) -> 
 
 
 @pytest.mark.timeout(900)
-def test_the_final_model_is_benchmarked_while_environments_go_on_asking(launch: Callable[..., Launch]) -> None:
-    """Nothing here makes the environment pause: the server always has requests of it, too."""
+def test_the_final_model_is_benchmarked_though_an_environment_would_never_rest(launch: Callable[..., Launch]) -> None:
+    """On CPU completions of benchmarks have seeds of their own, for which the server must have nothing else to do."""
     arguments = "{max_batches_offpolicy: 10000}"
     more = ("--server_request_timeout", "60", "--atropos_environment_args", arguments, "--benchmark")
     run = launch(RECIPE, "--benchmarks", "smoke:sums", "--max_steps", "4", *more)
@@ -123,6 +124,7 @@ def test_the_final_model_is_benchmarked_while_environments_go_on_asking(launch: 
     rows = [json.loads(line) for line in (run.run_dir / "benchmarks/smoke_sums.jsonl").read_text().splitlines()]
     assert len(rows) == 20 and sum(row["scores"][0] for row in rows) / 20 == pytest.approx(result["pass@1"])
     assert f"benchmark smoke:sums: pass@1 {result['pass@1']:.3f}" in run.output
+    assert "training is over, ending run-api and environment arithmetic" in run.output
     took_each_step_from_groups(run)
     run.wait_for_nothing_left()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,10 +47,14 @@ def test_every_sync_carries_the_step_of_its_weights(tmp_path: Path) -> None:
     assert trainer.calls == [("sync", 0), ("sync", 1), ("sync", 7)]
 
 
-def test_the_client_knows_that_environments_ask_its_server_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("own", [True, False])
+def test_the_client_knows_whether_environments_ask_its_server_after_the_training(tmp_path: Path, own: bool) -> None:
+    """Those of the launch's own run-api are ended with it."""
+    roles = ["run-api", "server", "trainer"] if own else ["server", "trainer"]
+    (tmp_path / "plan.json").write_text(json.dumps({"processes": [{"role": role} for role in roles]}))
     trainer = trainer_with_server()
     source(tmp_path).join(trainer)
-    assert trainer.vllm_generation.vllm_client.others_ask
+    assert trainer.vllm_generation.vllm_client.others_ask is not own
 
 
 def test_ranks_without_a_client_send_as_before(tmp_path: Path) -> None:

@@ -75,14 +75,15 @@ class AtroposRollouts(Source):
     def join(self, trainer: Any) -> None:
         """Number the weights that the server gets by their optimizer step: it answers environments with the number.
 
-        They also go on asking while the trainer samples for benchmarks, for which it does not have the server alone.
+        Environments of the launch's own run-api end with the training; others go on asking while benchmarks sample.
         """
         if not trainer.use_vllm:
             return
         generation = trainer.vllm_generation
         send = generation.sync_weights
         if trainer.accelerator.is_main_process:
-            generation.vllm_client.others_ask = True
+            planned = {one.get("role") for one in Run(self._run_dir).plan.get("processes", [])}
+            generation.vllm_client.others_ask = "run-api" not in planned
 
         def sync_weights() -> None:
             if trainer.accelerator.is_main_process:
