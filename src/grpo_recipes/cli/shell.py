@@ -46,7 +46,7 @@ def completion(options: argparse.Namespace) -> int:
     commands = {name: load(name) for name in COMMANDS}
     recipes = [name for name, one in commands.items() if one.takes_recipe]
     bare = {"|".join(recipes): "files=yaml", "keys": "words=$keys", "completion": f"words='{' '.join(_SETUP)}'"}
-    bare["status|logs|watch|stop|report"] = "words=last"
+    bare["status|logs|watch|stop|report|chat"] = "words=last"
     print(
         _SCRIPT.format(
             shell=options.shell,

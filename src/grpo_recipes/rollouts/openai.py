@@ -24,9 +24,10 @@ import openai
 
 from grpo_recipes.environments.turns import derived
 from grpo_recipes.errors import config_error, translate
+from grpo_recipes.recipe.registry import SERVER_BACKENDS
 from grpo_recipes.secrets import masked
 
-VLLM, SGLANG = BACKENDS = ("vllm_server", "sglang_server")
+VLLM, SGLANG = SERVER_BACKENDS
 Message = dict[str, str]
 Prompt = Sequence[int] | Sequence[Message]  # token ids, or a chat
 _LOOK_SECONDS = 0.5  # between two looks at a server that starts
@@ -97,8 +98,10 @@ class CompletionClient:
         parts = urlsplit(self.root)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise config_error("base_url", f"'{self.base_url}' is no address", "write http://HOST:PORT")
-        if self.backend not in BACKENDS:
-            raise config_error("backend", f"there is no backend '{self.backend}'", f"write {' or '.join(BACKENDS)}")
+        if self.backend not in SERVER_BACKENDS:
+            raise config_error(
+                "backend", f"there is no backend '{self.backend}'", f"write {' or '.join(SERVER_BACKENDS)}"
+            )
         for name in ("batch_size", "attempts", "timeout"):
             if getattr(self, name) <= 0:
                 raise config_error(name, f"is {getattr(self, name)}", "write 1 or more")
