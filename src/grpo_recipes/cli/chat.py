@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from grpo_recipes.cli import command, option
 from grpo_recipes.cli.follow import named_run
-from grpo_recipes.cli.generate import KEY_VARIABLE
-from grpo_recipes.errors import ConfigError, Problem, config_error, translate
+from grpo_recipes.cli.generate import connect
+from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.launch.serve import ServerFailed, serving
 from grpo_recipes.paths import shown
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _LONGEST = 8192  # tokens of a conversation, where the model can read that many
 _UNKNOWN_LENGTH = 4096  # of a model of the hub, whose files are not looked at
+_WAIT = 10.0  # seconds for a server that runs already
 _HELP = "/reset forgets the conversation, /system TEXT begins another with that system prompt, Ctrl-D ends"
 
 
@@ -69,10 +70,8 @@ def chat(options: argparse.Namespace) -> int:
                 return EXIT_INTERRUPTED
             client = CompletionClient(server.url, model=server.name, token=server.token)
         else:
-            client = CompletionClient(url, options.backend, options.model, os.environ.get(KEY_VARIABLE), say=say)
-        with translate(ConfigError, _in_flags):
-            name = client.ready(10.0)
-        say(f"{name if url else shown(model)} answers; {_HELP}")
+            client = connect(url, options, _WAIT)
+        say(f"{client.model if url else shown(model)} answers; {_HELP}")
         system = recipe["system_prompt"] if options.system is None else options.system
         talk = _Talk(client, _sampling(recipe, options), recipe["chat_template_kwargs"] or {}, system)
         return talk.run()
@@ -93,11 +92,6 @@ def _check(options: argparse.Namespace) -> None:
         problems.append(Problem("--model", "names what a running server serves", "add --base-url URL, or remove it"))
     if problems:
         raise ConfigError(*problems)
-
-
-def _in_flags(error: ConfigError) -> ConfigError:
-    names = {"base_url": "--base-url", "backend": "--backend"}
-    return ConfigError(*(Problem(names.get(one.where, one.where), one.what, one.fix) for one in error.problems))
 
 
 def _subject(which: str, needs_model: bool) -> tuple[Recipe, str]:

@@ -24,7 +24,7 @@ from grpo_recipes.smoke import SMOKE_SCHEME
 
 if TYPE_CHECKING:
     from grpo_recipes.rollouts.generate import Generated
-    from grpo_recipes.rollouts.openai import SamplingParameters
+    from grpo_recipes.rollouts.openai import CompletionClient, SamplingParameters
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 _PROGRESS_SECONDS = 10.0
@@ -61,15 +61,11 @@ def generate(options: argparse.Namespace) -> int:
     os.environ.update(hub_environment(os.environ))
     from grpo_recipes.rollouts.generate import generate as draw
     from grpo_recipes.rollouts.generate import opened
-    from grpo_recipes.rollouts.openai import CompletionClient
 
     host, port = recipe["vllm_server_host"], recipe["vllm_server_port"] or DEFAULT_PORTS["vllm_server_port"]
-    client = CompletionClient(
-        options.base_url or f"http://{host}:{port}", options.backend, options.model, os.environ.get(KEY_VARIABLE),
-        options.batch_size, options.timeout, options.attempts, say,
-    )  # fmt: skip
-    with translate(ConfigError, _in_flags):
-        served = client.ready(options.wait)
+    bounds = {"batch_size": options.batch_size, "timeout": options.timeout, "attempts": options.attempts}
+    client = connect(options.base_url or f"http://{host}:{port}", options, options.wait, **bounds)
+    served = str(client.model)
     repo = None
     if options.push is not None:
         from grpo_recipes.publish.push import need_dataset
@@ -124,10 +120,20 @@ def _need_dataset(recipe: Recipe, options: argparse.Namespace) -> None:
         raise config_error("--split", "each dataset of dataset_mixture has its own split", fix)
 
 
-def _in_flags(error: ConfigError) -> ConfigError:
-    """Return an error of the client with this command's flags."""
+def connect(url: str, options: argparse.Namespace, wait: float, **bounds: Any) -> "CompletionClient":
+    """Return a client of a server that somebody started, once it serves the wanted model; errors name our flags."""
+    from grpo_recipes.rollouts.openai import CompletionClient
+
     names = {"base_url": "--base-url", "backend": "--backend"}
-    return ConfigError(*(Problem(names.get(one.where, one.where), one.what, one.fix) for one in error.problems))
+
+    def in_flags(error: ConfigError) -> ConfigError:
+        return ConfigError(*(Problem(names.get(one.where, one.where), one.what, one.fix) for one in error.problems))
+
+    key = os.environ.get(KEY_VARIABLE)
+    with translate(ConfigError, in_flags):
+        client = CompletionClient(url, options.backend, options.model, key, say=say, **bounds)
+        client.ready(wait)
+    return client
 
 
 def _prompts(recipe: Recipe, limit: int | None) -> tuple[list[dict[str, Any]], list[list[int]]]:
