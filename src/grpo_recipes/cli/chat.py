@@ -20,7 +20,6 @@ from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.launch.serve import ServerFailed, serving
 from grpo_recipes.paths import shown
-from grpo_recipes.process.reports import say
 from grpo_recipes.process.terminal import readable
 from grpo_recipes.recipe import DEFAULT_SOURCE, Recipe, read_frozen
 from grpo_recipes.recipe.document import Value
@@ -60,7 +59,7 @@ def chat(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, _leave)  # by way of the end of the block below
     with ExitStack() as ending:
         if url is None:
-            say(f"starting a server for {shown(model) if os.path.isdir(model) else model}")
+            _say(f"starting a server for {shown(model) if os.path.isdir(model) else model}")
             try:
                 server = ending.enter_context(serving(recipe, model, os.environ))
             except ServerFailed as error:
@@ -71,7 +70,7 @@ def chat(options: argparse.Namespace) -> int:
             client = CompletionClient(server.url, model=server.name, token=server.token)
         else:
             client = connect(url, options, _WAIT)
-        say(f"{client.model if url else shown(model)} answers; {_HELP}")
+        _say(f"{client.model if url else shown(model)} answers; {_HELP}")
         system = recipe["system_prompt"] if options.system is None else options.system
         talk = _Talk(client, _sampling(recipe, options), recipe["chat_template_kwargs"] or {}, system)
         return talk.run()
@@ -102,7 +101,7 @@ def _subject(which: str, needs_model: bool) -> tuple[Recipe, str]:
     if which.startswith(SMOKE_SCHEME):
         folder, program = smoke_command(which, os.environ)
         if not (folder / "COMPLETE").exists():
-            say(f"making the smoke model in {shown(folder)} (once, about a minute)")
+            _say(f"making the smoke model in {shown(folder)} (once, about a minute)")
             subprocess.run(program, check=True)
         return _with_length(_defaults(which), folder / "model"), str(folder / "model")
     if (path / "config.json").is_file():
@@ -186,11 +185,11 @@ class _Talk:
         if name == "/system" and text:
             self.system = text
         elif name == "/system":
-            return say(f"system prompt: {self.system}" if self.system else "there is no system prompt")
+            return _say(f"system prompt: {self.system}" if self.system else "there is no system prompt")
         elif name != "/reset":
-            return say(_HELP)
+            return _say(_HELP)
         self.messages.clear()
-        return say("a new conversation")
+        return _say("a new conversation")
 
     def _answer(self, line: str) -> None:
         """Print the reply to a line piece by piece; without a whole reply the line is forgotten."""
@@ -207,11 +206,11 @@ class _Talk:
         except NoCompletion as error:
             self.failed += 1
             print()
-            return say(f"no reply: {error}")
+            return _say(f"no reply: {error}")
         except KeyboardInterrupt:
             pieces.close()  # the server stops too
             print()
-            return say("the reply was cut off, and is forgotten")
+            return _say("the reply was cut off, and is forgotten")
         self.messages = [*asked, {"role": "assistant", "content": "".join(said)}]
         return None
 
@@ -227,3 +226,8 @@ class _Talk:
             [*system, *asked], replace(self.sampling, seed=seed), self.template_kwargs
         )
         return pieces
+
+
+def _say(text: str) -> None:
+    """Print a line between the replies, in its place: those of ``reports.say`` come from a thread."""
+    print(f"grpo: {text}", flush=True)
