@@ -56,7 +56,7 @@ def offered(request: pytest.FixtureRequest, folder: Path, capsys: pytest.Capture
 
 
 def test_commands_options_keys_values_and_files(offered):
-    assert offered("grpo", "ch") == {"check", "check-rewards"}
+    assert offered("grpo", "ch") == {"chat", "check", "check-rewards"}
     assert {*cli.COMMANDS, "--help", "--version"} == offered("grpo", "")
     assert offered("grpo", "launch", "--re") == {
         "--resume", *(f"--{key}" for key in catalogue() if key.startswith("re")),
@@ -82,6 +82,9 @@ def test_commands_options_keys_values_and_files(offered):
     assert offered("grpo", "plan", "--max_steps", "") == set()  # a number of the user's
     assert offered("grpo", "keys", "lora_t") == {key for key in catalogue() if key.startswith("lora_t")}
     assert offered("grpo", "stop", "--now", "la") == {"last"} == offered("grpo", "launch", "--resume", "")
+    assert offered("grpo", "chat", "") == {"last"}
+    assert offered("grpo", "generate", "my") == {"my two.yaml"}
+    assert offered("grpo", "generate", "--backend", "") == {"vllm_server", "sglang_server"}
     assert offered("grpo", "completion", "") == {"bash", "zsh"}
     assert offered("grpo", "atropos", "") == {"record", "replay"}
 

@@ -25,6 +25,8 @@ COMMANDS = {
     **dict.fromkeys(("launch", "submit", "sweep", "compare"), "runs"),
     **dict.fromkeys(("status", "logs", "watch", "stop"), "follow"),
     "report": "runs",
+    "generate": "generate",
+    "chat": "chat",
     "atropos": "replay",
     "completion": "shell",
 }

@@ -48,7 +48,7 @@ def completion(options: argparse.Namespace) -> int:
     recipes = [name for name, one in commands.items() if one.takes_recipe]
     bare = {"|".join(recipes): "files=yaml", "keys": "words=$keys", "completion": f"words='{' '.join(_SETUP)}'"}
     bare["atropos"] = f"words='{' '.join(ACTIONS)}'"
-    bare["status|logs|watch|stop|report"] = "words=last"
+    bare["status|logs|watch|stop|report|chat"] = "words=last"
     print(
         _SCRIPT.format(
             shell=options.shell,

@@ -53,10 +53,14 @@ class Renderer:
         """Return a prompt as text."""
         return str(self._render(prompt, tokenize=False))
 
+    def ids(self, prompts: list[list[Message]]) -> list[list[int]]:
+        """Return the token ids of each prompt."""
+        rendered = self._render(prompts, tokenize=True, return_dict=True)["input_ids"] if prompts else []
+        return [list(ids) for ids in rendered]
+
     def lengths(self, prompts: list[list[Message]]) -> list[int]:
         """Return the tokens of each prompt."""
-        rendered = self._render(prompts, tokenize=True, return_dict=True)["input_ids"] if prompts else []
-        return [len(ids) for ids in rendered]
+        return [len(ids) for ids in self.ids(prompts)]
 
     def _render(self, prompts: Any, **how: Any) -> Any:
         fix = "write a chat_template that can, or leave out what it cannot (a system prompt, the roles of a chat)"

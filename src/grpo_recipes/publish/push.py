@@ -60,16 +60,12 @@ def need_target(recipe: Recipe, environment: Mapping[str, str], run_name: str) -
     if not hub_answers(environment):
         fix = f"remove it and publish afterwards where the hub answers: hf upload {name} <run>/model"
         raise config_error(where, f"push_to_hub cannot work here: {why_silent(environment)}", fix)
-    import httpx  # 0.3 s, for those who publish
-    from huggingface_hub import HfApi, errors
+    from huggingface_hub import errors
 
-    bound_every_wait(_LONGEST_QUESTION)
-    api, private = HfApi(endpoint=endpoint(environment)), recipe["hub_private_repo"] is not False
-    unanswered = (errors.HfHubHTTPError, errors.LocalTokenNotFoundError, httpx.TransportError)
-    message = "push_to_hub needs a login, which the hub did not confirm"
-    with translate(unanswered, lambda error: config_error(where, f"{message} ({error_line(error)})", _LOGIN)):
-        account = api.whoami()
-    repo, note = _writable(recipe, name, account)
+    account, api = _account(where, "push_to_hub", environment)
+    unanswered, private = _unanswered(), recipe["hub_private_repo"] is not False
+    place = recipe.place("hub_model_id" if recipe.given("hub_model_id") else "push_to_hub")
+    repo, note = _writable(place, name, account, "write hub_model_id: {}")
     try:
         if private and not note and not api.repo_info(repo).private:
             note = f"{repo} exists and is public: hub_private_repo changes only new repositories"
@@ -81,9 +77,54 @@ def need_target(recipe: Recipe, environment: Mapping[str, str], run_name: str) -
     return Target(repo, private, branch, strategy, always, note)
 
 
-def _writable(recipe: Recipe, name: str, account: dict[str, Any]) -> tuple[str, str]:
-    """Return ``user/name`` if this account may write there, and a note where only the push will show it."""
-    where = recipe.place("hub_model_id" if recipe.given("hub_model_id") else "push_to_hub")
+def need_dataset(name: str, where: str, environment: Mapping[str, str]) -> str:
+    """Return ``user/name`` of the dataset repository that ``name`` means; refuse it as ``need_target`` does a model's.
+
+    ``where`` is the flag that asks for the push.
+    """
+    if not hub_answers(environment):
+        fix = "leave it out, and push the file where the hub answers: hf upload --repo-type dataset"
+        raise config_error(where, f"cannot work here: {why_silent(environment)}", fix)
+    account, _ = _account(where, where, environment)
+    return _writable(where, name, account, f"write {where} {{}}")[0]
+
+
+def push_dataset(repo: str, file: Path, private: bool, message: str) -> str:
+    """Make the dataset repository if it is not there, add a commit with one file, and return where it is."""
+    from huggingface_hub import HfApi
+
+    bound_every_wait(_LONGEST_WAIT)
+    api = HfApi()
+    api.create_repo(repo, repo_type="dataset", private=private, exist_ok=True)
+    api.upload_file(
+        path_or_fileobj=file, path_in_repo=file.name, repo_id=repo, repo_type="dataset", commit_message=message
+    )
+    return f"{api.endpoint}/datasets/{repo}"
+
+
+def _unanswered() -> tuple[type[Exception], ...]:
+    """Return the errors by which the hub's client says that a question got no answer that can be used."""
+    import httpx  # 0.3 s, for those who publish
+    from huggingface_hub import errors
+
+    return errors.HfHubHTTPError, errors.LocalTokenNotFoundError, httpx.TransportError
+
+
+def _account(where: str, what: str, environment: Mapping[str, str]) -> tuple[dict[str, Any], Any]:
+    """Return who is logged in, and a client of the hub; ``what`` needs the login."""
+    from huggingface_hub import HfApi
+
+    bound_every_wait(_LONGEST_QUESTION)
+    api, message = HfApi(endpoint=endpoint(environment)), f"{what} needs a login, which the hub did not confirm"
+    with translate(_unanswered(), lambda error: config_error(where, f"{message} ({error_line(error)})", _LOGIN)):
+        return api.whoami(), api
+
+
+def _writable(where: str, name: str, account: dict[str, Any], fix: str) -> tuple[str, str]:
+    """Return ``user/name`` if this account may write there, and a note where only the push will show it.
+
+    ``fix`` is what to write, with a place for the repository's name.
+    """
     role = account.get("auth", {}).get("accessToken", {}).get("role")
     if role == "read":
         raise config_error(where, "the token is read-only", "export HF_TOKEN with a token that may write")
@@ -93,7 +134,7 @@ def _writable(recipe: Recipe, name: str, account: dict[str, Any]) -> tuple[str, 
         return repo, ""
     if role == "fineGrained":  # lists the organisations it was made for alone
         return repo, f"whether this fine-grained token may write to {repo} shows with the first push"
-    fix = f"write hub_model_id: {account['name']}/{repo.split('/')[1]}, or log in as its owner"
+    fix = fix.format(f"{account['name']}/{repo.split('/')[1]}") + ", or log in as its owner"
     raise config_error(where, f"'{account['name']}' may not write to '{repo}'", fix)
 
 

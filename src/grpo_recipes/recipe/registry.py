@@ -88,6 +88,8 @@ COLOCATE = "colocate"  # vLLM inside the trainers, which loads the weights itsel
 WAYS = {**BRIDGES, COLOCATE: Bridge(reconnects=frozenset(), serves=_serving(YES))}
 NOT_WITH_LORA = ("zero3", "fsdp2")  # accelerators under which an adapter has not been shown to reach vLLM in any way
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the sizes vLLM makes room for
+# Servers that somebody else started, by the API that completions are asked from.
+SERVER_BACKENDS = ("vllm_server", "sglang_server")
 
 
 def bridges_for(setups: Collection[str], device: str | None = None) -> list[str]:
