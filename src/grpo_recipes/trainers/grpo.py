@@ -175,7 +175,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.preemption.stop_if_agreed()
         self.scoring.mark_unscored(rewards_BR, prompts, completions)
         if self.evaluation.rewards is not None:
-            self.evaluation.rewards.append(rewards_BR.detach().cpu())
+            self.evaluation.add(rewards_BR, completions)
         self.rewards_BR = rewards_BR
         return rewards_BR
 
