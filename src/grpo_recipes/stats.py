@@ -117,9 +117,9 @@ def scores_at_k(
     """Return ``pass@k``, ``mean@k``, ``best@k`` and ``majority@k`` of an evaluation, each with its 95 % interval.
 
     All three are (problems, samples): the reward of a completion, whether it is right, and its answer. An unscored
-    completion (None as reward, or as verdict) is left out of what needs that, so that the first k are the first k scored
-    ones. A problem with fewer than k scored completions is left out; a score without problems is NaN and has no
-    interval. There is no ``majority@k`` where no completion has an answer.
+    completion (None as reward, or as verdict) is left out of what needs that: the first k are the first k scored ones.
+    A problem with fewer than k scored completions is left out; a score without problems is NaN and has no interval.
+    There is no ``majority@k`` where no completion has an answer.
     """
     known = [[reward for reward in row if reward is not None] for row in rewards]
     judged = [

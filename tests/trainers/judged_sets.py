@@ -22,23 +22,9 @@ SAMPLES = 6
 # Prompt, which is also its answer -> its completions in their order. "?" has no verdict. With two processes the last
 # batch is filled up.
 TABLE = {
-    "7": ("<answer>7</answer>", "<answer>1</answer>", "<answer>1</answer>", "<answer>7.0</answer>", "7", r"\boxed{2}"),
-    "8": (
-        "<answer>3</answer>",
-        "?<answer>8</answer>",
-        "<answer>8</answer>",
-        "?",
-        "<answer>3</answer>",
-        "<answer>8</answer>",
-    ),
-    "9": (
-        "<answer>9</answer>",
-        "<answer>9</answer>",
-        "",
-        "<answer></answer>",
-        "<answer>9</answer>",
-        "<answer>4</answer>",
-    ),
+    "7": (*map("<answer>{}</answer>".format, ("7", "1", "1", "7.0")), "7", r"\boxed{2}"),
+    "8": tuple(map("{}<answer>{}</answer>".format, ("", "?", "", "?", "", ""), (3, 8, 8, 1, 3, 8))),
+    "9": (*["<answer>9</answer>"] * 2, "", "<answer></answer>", "<answer>9</answer>", "<answer>4</answer>"),
 }
 
 

@@ -23,6 +23,7 @@ from grpo_recipes.rewards.answers import completion_text, last_answer, last_boxe
 from grpo_recipes.runs.rundir import read_rows, write_json
 from grpo_recipes.runs.stop_request import Stopped
 from grpo_recipes.secrets import masked
+from grpo_recipes.seeded import SEED_COLUMN
 from grpo_recipes.stats import scores_at_k
 from grpo_recipes.trainers.checkpoints import contents, keep_random_states, refill
 
@@ -43,6 +44,7 @@ class MetricsRows:
         self._trainer = trainer
         self._file = run_dir / "metrics.jsonl"
         self._seconds, self._syncs = dict.fromkeys(PHASES, 0.0), 0
+        self._problem_seeds: list[int] = []  # of the prompts sampled since the last row
         self._row_began: float | None = None
         self._tokens_before = 0
         self._tracked: str | None = None
@@ -91,6 +93,13 @@ class MetricsRows:
                 seconds["evaluate"] += time.perf_counter() - began
             self._seconds, self._syncs = seconds, syncs
 
+    def note_seeds(self, rows: list[dict[str, Any]]) -> None:
+        """Note the seeds of a generation's prompts for the row, where they have any. Called by every rank."""
+        if rows and SEED_COLUMN in rows[0]:
+            seeds = gather_object([row[SEED_COLUMN] for row in rows])
+            if self._trainer.accelerator.is_main_process:
+                self._problem_seeds += seeds[:: self._trainer.num_generations]
+
     def write(self, logs: dict[str, float]) -> None:
         """Add the row of an optimizer step; the next one begins."""
         now, state = time.perf_counter(), self._trainer.state
@@ -105,6 +114,7 @@ class MetricsRows:
             "tokens_per_second": tokens / trained if trained > 0 else 0.0,
             **{f"seconds/{name}": value for name, value in seconds.items()},
             "syncs": self._syncs,
+            **({"problem_seeds": self._problem_seeds} if self._problem_seeds else {}),
             **memory_row(self._trainer.accelerator.device),
         }
         append_json(self._file, row)
@@ -115,6 +125,7 @@ class MetricsRows:
             self._tracked = tracked
         self._row_began, self._tokens_before = now, state.num_input_tokens_seen
         self._seconds, self._syncs = dict.fromkeys(PHASES, 0.0), 0
+        self._problem_seeds = []
 
 
 def memory_row(device: torch.device) -> dict[str, float]:
@@ -332,7 +343,7 @@ class Evaluation:
             trainer._metrics["eval"].clear()
 
     def add(self, rewards_BR: torch.Tensor, completions: list[Any]) -> None:
-        """Take the rewards of a batch on all ranks, and the answers in this rank's completions; called by every rank."""
+        """Take the rewards of all ranks' batch, and the answers in this rank's completions. Called by every rank."""
         assert self.rewards is not None
         self.rewards.append(rewards_BR.detach().cpu())
         texts = map(completion_text, completions)
@@ -366,6 +377,8 @@ class Evaluation:
             named = {f"{start}{name.removeprefix(f'{prefix}_')}": value for name, value in output.metrics.items()}
             named.pop(f"{start}model_preparation_time", None)  # transformers', of the first evaluation of a process
             named |= {f"{start}{name}_ci": list(limits) for name, (_, limits) in at_k.items() if limits is not None}
+            if SEED_COLUMN in (getattr(dataset, "column_names", None) or ()):
+                named["problem_seeds"] = list(dataset[SEED_COLUMN])[:prompts]
             row = {"step": trainer.state.global_step, **which, **named, "prompts": prompts}
             append_json(self._file, {**row, "seconds": time.perf_counter() - began})
         return output
@@ -381,10 +394,8 @@ class Evaluation:
     def _scores_at_k(self, rewards_BR: torch.Tensor, repeats: int) -> dict[str, tuple[float, Any]]:
         """Return the scores of whole groups of ``repeats`` completions, (P * G, rewards), with their intervals."""
         totals_B = weighted_rewards(rewards_BR, self._trainer.reward_weights)
-        judged_B, right_B = accuracy(rewards_BR, self._trainer.reward_func_names) or (
-            ~totals_B.isnan(),
-            totals_B >= RIGHT,
-        )
+        found = accuracy(rewards_BR, self._trainer.reward_func_names)
+        judged_B, right_B = (~totals_B.isnan(), totals_B >= RIGHT) if found is None else found
 
         def groups(values: list[Any]) -> list[list[Any]]:
             return [values[start : start + repeats] for start in range(0, len(rewards_BR), repeats)]
