@@ -143,7 +143,7 @@ def _sat(draws: Draws, _: Settings) -> dict[str, str]:
     count = draws.between(*_VARIABLES)
     values = [bool(draws.below(2)) for _ in range(count)]
     clauses: list[list[int]] = []
-    for _ in range(draws.between(*_CLAUSES)):
+    for _clause in range(draws.between(*_CLAUSES)):
         variables = sorted(draws.some(_WIDTH, range(1, count + 1)))
         signs = [True] * _WIDTH
         while True:  # the drawn assignment satisfies seven of eight choices of signs

@@ -136,7 +136,8 @@ def scores_at_k(
         scores[f"mean@{k}"] = _mean_of_rewards([math.fsum(row[:k]) / k for row in enough])
         scores[f"best@{k}"] = _mean_of_rewards([best_at_k(row, k) for row in enough])
         if voted:
-            won = [majority_at_k(*zip(*row, strict=True), k) for row in judged if len(row) >= k]
+            pairs = [row for row in judged if len(row) >= k]
+            won = [majority_at_k([one for one, _ in row], [bool(verdict) for _, verdict in row], k) for row in pairs]
             scores[f"majority@{k}"] = mean_with_interval(won) if won else (math.nan, None)
     return scores
 
