@@ -31,8 +31,8 @@ def test_generation_i_has_the_seeds_of_its_place(tokenizer: Any, count: int, pro
 def test_a_row_has_what_its_reward_needs(tokenizer: Any) -> None:
     args = ScriptArguments(dataset_name="seeded:sat", system_prompt="Think.", problem_seeds=3)
     prompts = load_prompts(args, tokenizer, 1)
-    assert prompts.dataset.column_names == ["prompt", "answer", "problem_seed", "clauses"]
-    assert [one["content"] for one in prompts.dataset["prompt"][0]][0] == "Think."
+    assert prompts.dataset.column_names == ["prompt", "answer", "clauses", "problem_seed"]
+    assert prompts.dataset["prompt"][0][0] == {"role": "system", "content": "Think."}
     assert str(prompts).startswith("3 problems of seeded:sat (3 read")
     assert first_problems(args, 2) == prompts.dataset.select(range(2)).to_list()
 
@@ -54,6 +54,6 @@ def test_a_problem_that_is_trained_on_is_not_evaluated_on(tokenizer: Any) -> Non
 
 
 def test_a_problem_too_long_is_refused_and_not_left_out(tokenizer: Any) -> None:
-    args = ScriptArguments(dataset_name="seeded:arithmetic", max_prompt_length=75)
+    args = ScriptArguments(dataset_name="seeded:arithmetic", max_prompt_length=50)
     with pytest.raises(ConfigError, match="of 64 problems of 'seeded:arithmetic' are longer than max_prompt_length"):
         load_prompts(args, tokenizer, 4)

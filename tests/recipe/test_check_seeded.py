@@ -26,7 +26,7 @@ Read = Callable[..., Recipe]
         (SAT | {"dataset_name": "seeded:sums", "reward_funcs": ["format_tags"]}, SAT,
          "no built-in 'seeded:sums'. Fix: write seeded:arithmetic or seeded:sat or"),
         (SAT | {"dataset_config": "x"}, SAT, "has no configuration 'x'"),
-        (SAT | {"dataset_train_split": "train[:9]"}, SAT, "has no split 'train[:9]'. Fix: write train or test; problem_"),
+        (SAT | {"dataset_train_split": "train[:9]"}, SAT, "has no split 'train[:9]'. Fix: write train or test; "),
         (SAT | STEPS | {"dataset_test_split": "held"}, SAT | STEPS, "has no split 'held'"),
         (SAT | {"dataset_prompt_column": "question"}, SAT, "no column 'question'. Fix: write one of problem, answer"),
         (SAT | {"reward_funcs": ["pure_accuracy_math"]}, SAT,
