@@ -32,7 +32,8 @@ RECIPES = home() / "recipes"
 # Topic -> patterns of the keys that it holds. A key belongs to the first topic that fits.
 TOPICS = {
     "Model": "model_name_or_path dtype system_prompt chat_template* model_* attn_* trust_*",
-    "Data": "dataset_name dataset_*_column dataset_* max_prompt_length max_train_prompts shuffle_dataset",
+    "Data": "dataset_name dataset_*_column dataset_* max_prompt_length max_train_prompts shuffle_dataset "
+    "problem_seed* eval_problem_seed*",
     "Rewards": "reward_funcs reward_weights answer_matching reward_* judge_* cosine_* repetition_max* "
     "repetition_n_grams soft_punish_cache scale_rewards multi_objective_aggregation",
     "Batch and length of the run": "prompts_per_step num_generations per_device_train_batch_size max_steps "

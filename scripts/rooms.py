@@ -24,6 +24,7 @@ ROOMS: dict[str, str] = {
     "smoke": "the built-in model and its sums",
     "algorithms": "the mathematics of MaxEnt-GRPO and its controllers",
     "modebench": "puzzles with many right answers",
+    "seeded": "problems made from a seed",
     "environments": "environments of libraries, behind one protocol",
     "process": "process tree, scratch folders, phases, reachability",
     "recipe": "keys, reading, typing, rules",

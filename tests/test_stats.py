@@ -10,12 +10,16 @@ from itertools import combinations
 import pytest
 
 from grpo_recipes.stats import (
+    best_at_k,
+    evaluated_ks,
     half_interval,
+    majority_at_k,
     mean_with_interval,
     pass_at_k,
     pass_table,
     reported_ks,
     result_line,
+    scores_at_k,
     wilson,
 )
 
@@ -39,6 +43,89 @@ def test_large_numbers_do_not_overflow() -> None:
 def test_what_is_not_defined_raises(samples: int, right: int, k: int) -> None:
     with pytest.raises(ValueError, match="not defined"):
         pass_at_k(samples, right, k)
+
+
+def test_the_best_of_k_is_the_mean_over_all_subsets() -> None:
+    draw = random.Random(5)
+    seen = set()
+    for _ in range(60):
+        rewards = [draw.choice((-1.0, 0.0, 0.25, 1.0, draw.random())) for _ in range(draw.randint(1, 7))]
+        for k in range(1, len(rewards) + 1):
+            subsets = list(combinations(rewards, k))
+            assert best_at_k(rewards, k) == pytest.approx(sum(map(max, subsets)) / len(subsets), abs=1e-12)
+            seen.add(round(best_at_k(rewards, k), 3))
+    assert len(seen) > 50
+    verdicts = [1.0, 0.0, 0.0, 1.0, 0.0]
+    assert [best_at_k(verdicts, k) for k in range(1, 6)] == pytest.approx([pass_at_k(5, 2, k) for k in range(1, 6)])
+    assert best_at_k([0.0] * 9990 + [1.0] * 10, 100) == pytest.approx(pass_at_k(10000, 10, 100))
+    for k in (0, 3):
+        with pytest.raises(ValueError, match="not defined"):
+            best_at_k([1.0, 2.0], k)
+
+
+@pytest.mark.parametrize(
+    ("answers", "right", "by_k"),
+    [
+        ("aabb", "a", [1, 1, 1, 1]),  # two of each: the first to appear
+        ("baab", "a", [0, 0, 1, 0]),
+        ("abbb", "a", [1, 1, 0, 0]),
+        ("abcb", "b", [0, 0, 0, 1]),
+        ("..ba", "b", [0, 0, 1, 1]),  # no answer, no vote
+        ("....", "b", [0, 0, 0, 0]),
+    ],
+)
+def test_the_majority_of_the_first_k(answers: str, right: str, by_k: list[int]) -> None:
+    votes = [None if answer == "." else answer for answer in answers]
+    verdicts = [answer == right for answer in answers]
+    assert [majority_at_k(votes, verdicts, k) for k in (1, 2, 3, 4)] == by_k
+    with pytest.raises(ValueError, match="not defined"):
+        majority_at_k(votes, verdicts, 5)
+
+
+def test_scores_of_an_evaluation_equal_their_definitions() -> None:
+    draw = random.Random(2)
+    rewards = [[draw.choice((0.0, 0.5, 1.0)) for _ in range(6)] for _ in range(9)]
+    right = [[reward == 1.0 for reward in row] for row in rewards]
+    answers = [[f"{reward}" for reward in row] for row in rewards]
+    scores = scores_at_k(rewards, right, answers)
+    names = ("pass", "mean", "best", "majority")
+    assert set(scores) == {f"{name}@{k}" for name in names for k in (1, 2, 4, 5, 6)}
+    for k in (1, 2, 4, 5, 6):
+        subsets = [list(combinations(row, k)) for row in rewards]
+        best = [statistics.fmean(map(max, of_one)) for of_one in subsets]
+        passed = [statistics.fmean(1.0 in subset for subset in of_one) for of_one in subsets]
+        most = [statistics.multimode(row[:k])[0] == 1.0 for row in rewards]
+        firsts = [statistics.fmean(row[:k]) for row in rewards]
+        for name, estimates in zip(names, (passed, firsts, best, most), strict=True):
+            value, interval = scores[f"{name}@{k}"]
+            assert value == pytest.approx(statistics.fmean(estimates)), (name, k)
+            assert interval is not None and interval[0] <= value <= interval[1]
+        half = half_interval(best)
+        assert scores[f"best@{k}"][1] == pytest.approx((statistics.fmean(best) - half, statistics.fmean(best) + half))
+    assert len({round(value, 6) for value, _ in scores.values()}) > 12
+
+
+def test_an_evaluation_leaves_out_what_is_unscored() -> None:
+    rewards = [[None, 1.0, 0.0], [0.5, None, None]]
+    right = [[None, True, False], [False, None, None]]
+    scores = scores_at_k(rewards, right, [["x", "1", "2"], ["3", "1", "1"]])
+    assert {name: value for name, (value, _) in scores.items() if not name.endswith("@3")} == {
+        "pass@1": 0.25, "mean@1": 0.75, "best@1": 0.5, "majority@1": 0.5,
+        "pass@2": 1.0, "mean@2": 0.5, "best@2": 1.0, "majority@2": 1.0,
+    }  # fmt: skip
+    assert scores["mean@2"][1] is None  # one problem says nothing about others
+    for name in ("pass@3", "mean@3", "best@3", "majority@3"):  # no problem has three scored completions
+        value, interval = scores[name]
+        assert math.isnan(value) and interval is None
+    silent = scores_at_k(rewards, right, [[None] * 3] * 2)
+    assert not any("majority" in name for name in silent) and "pass@2" in silent
+
+
+def test_no_k_is_above_the_number_of_completions() -> None:
+    assert [evaluated_ks(samples) for samples in (1, 2, 4, 5, 6, 8)] == [
+        [1], [1, 2], [1, 2, 4], [1, 2, 4, 5], [1, 2, 4, 5, 6], [1, 2, 4, 5, 8],
+    ]  # fmt: skip
+    assert "pass@5" not in scores_at_k([[1.0] * 4], [[True] * 4], [["1"] * 4])
 
 
 def test_wilson_gives_the_textbook_numbers() -> None:

@@ -1,4 +1,4 @@
-"""pass@k of sampled completions, and means, with 95 % intervals. Pure.
+"""pass@k, best@k, mean@k and majority@k of sampled completions, and means, with 95 % intervals. Pure.
 
 pass@k is the unbiased estimator of Chen et al. 2021 (arXiv 2107.03374, eq. 1). The interval treats problems as the
 sample: completions of one problem are no independent draws, so the standard error is that of the mean over problems
@@ -7,7 +7,8 @@ sample: completions of one problem are no independent draws, so the standard err
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 Z_95 = 1.959963984540054
@@ -29,6 +30,34 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
     if samples - right < k:
         return 1.0
     return 1.0 - math.prod(1.0 - k / number for number in range(samples - right + 1, samples + 1))
+
+
+def best_at_k(rewards: Sequence[float], k: int) -> float:
+    """Return the expected greatest reward among ``k`` completions drawn without replacement from these.
+
+    In ascending order the i-th reward is the greatest of C(i - 1, k - 1) of the C(n, k) draws. So pass@k is best@k of
+    rewards of 0 and 1.
+    """
+    if not 1 <= k <= len(rewards):
+        raise ValueError(f"best@{k} of {len(rewards)} completions is not defined")
+    draws = math.comb(len(rewards), k)
+    ranked = enumerate(sorted(rewards))
+    return math.fsum(reward * (math.comb(below, k - 1) / draws) for below, reward in ranked if below >= k - 1)
+
+
+def majority_at_k(answers: Sequence[Hashable | None], right: Sequence[bool], k: int) -> float:
+    """Return 1 where the most frequent answer of the first ``k`` completions is right, else 0.
+
+    A completion without an answer (None) has no vote, and without any vote the result is 0. Of equally frequent answers
+    the one that came first counts, and an answer is right where the first completion that gave it is.
+    """
+    if not 1 <= k <= len(answers):
+        raise ValueError(f"majority@{k} of {len(answers)} completions is not defined")
+    votes = Counter(answer for answer in answers[:k] if answer is not None)
+    if not votes:
+        return 0.0
+    winner = max(votes, key=votes.__getitem__)  # the first of several, as a Counter keeps the order of appearance
+    return float(right[answers.index(winner)])
 
 
 def half_interval(values: Sequence[float]) -> float | None:
@@ -73,6 +102,52 @@ def reported_ks(samples: int) -> list[int]:
     """Return the k reported for ``samples`` completions a problem: powers of two below it, and itself."""
     powers = [2**power for power in range(samples.bit_length()) if 2**power < samples]
     return [*powers, samples]
+
+
+def evaluated_ks(samples: int) -> list[int]:
+    """Return the k of an evaluation with ``samples`` completions a prompt: those reported, and 5 where there are 5."""
+    return sorted({*reported_ks(samples), *([5] if samples >= 5 else [])})
+
+
+def scores_at_k(
+    rewards: Sequence[Sequence[float | None]],
+    right: Sequence[Sequence[bool | None]],
+    answers: Sequence[Sequence[Hashable | None]],
+) -> dict[str, tuple[float, Interval | None]]:
+    """Return ``pass@k``, ``mean@k``, ``best@k`` and ``majority@k`` of an evaluation, each with its 95 % interval.
+
+    All three are (problems, samples): the reward of a completion, whether it is right, and its answer. An unscored
+    completion (None as reward, or as verdict) is left out of what needs that: the first k are the first k scored ones.
+    A problem with fewer than k scored completions is left out; a score without problems is NaN and has no interval.
+    There is no ``majority@k`` where no completion has an answer.
+    """
+    known = [[reward for reward in row if reward is not None] for row in rewards]
+    judged = [
+        [(answer, verdict) for answer, verdict in zip(*row, strict=True) if verdict is not None]
+        for row in zip(answers, right, strict=True)
+    ]
+    voted = any(answer is not None for row in judged for answer, _ in row)
+    scores: dict[str, tuple[float, Interval | None]] = {}
+    for k in evaluated_ks(max((len(row) for row in rewards), default=1)):
+        counts = [(len(row), sum(verdict for _, verdict in row)) for row in judged]
+        passed = [pass_at_k(samples, number, k) for samples, number in counts if samples >= k]
+        scores[f"pass@{k}"] = mean_with_interval(passed) if passed else (math.nan, None)
+        enough = [row for row in known if len(row) >= k]
+        scores[f"mean@{k}"] = _mean_of_rewards([math.fsum(row[:k]) / k for row in enough])
+        scores[f"best@{k}"] = _mean_of_rewards([best_at_k(row, k) for row in enough])
+        if voted:
+            pairs = [row for row in judged if len(row) >= k]
+            won = [majority_at_k([one for one, _ in row], [bool(verdict) for _, verdict in row], k) for row in pairs]
+            scores[f"majority@{k}"] = mean_with_interval(won) if won else (math.nan, None)
+    return scores
+
+
+def _mean_of_rewards(estimates: Sequence[float]) -> tuple[float, Interval | None]:
+    """Return the mean over problems, and its interval by Student's t: rewards have no limits to cut it to."""
+    if not estimates:
+        return math.nan, None
+    mean, half = math.fsum(estimates) / len(estimates), half_interval(estimates)
+    return mean, None if half is None else (mean - half, mean + half)
 
 
 def pass_table(scores: Sequence[Sequence[float | None]]) -> dict[str, float | list[float] | None]:

@@ -23,6 +23,7 @@ COLUMNS = {
     "prompts": ["?"],
     "trainer_state": None,
     "episode_reward": [0.5],
+    "clauses": ["[[1, -2]]"],
 }
 
 

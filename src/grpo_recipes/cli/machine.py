@@ -23,6 +23,7 @@ from grpo_recipes.process.reports import aligned, gigabytes
 from grpo_recipes.recipe import Recipe, read_frozen
 from grpo_recipes.runs.endings import PROBLEM, WARNING, Finding
 from grpo_recipes.runs.rundir import Run, find_run
+from grpo_recipes.seeded import SCHEME as SEEDED_SCHEME
 from grpo_recipes.smoke import smoke_command
 
 # All checks together, and one program they ask; with --deep also imports.
@@ -113,7 +114,7 @@ def _local_row(asset: Asset) -> tuple[str, ...]:
             if code := subprocess.run(program, check=False).returncode:
                 what = f"python -m grpo_recipes.smoke exited with code {code}"
                 raise config_error(asset.id, what, "look at its message above")
-    made = asset.id.startswith(MODEBENCH_SCHEME)
+    made = asset.id.startswith((MODEBENCH_SCHEME, SEEDED_SCHEME))
     return (asset.kind, asset.id, "", "", "" if made else shown(asset.path), "made by the run" if made else "local")
 
 

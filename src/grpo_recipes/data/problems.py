@@ -27,7 +27,7 @@ from datasets import (
 )
 from datasets.exceptions import DatasetNotFoundError, DatasetsError
 
-from grpo_recipes import smoke
+from grpo_recipes import seeded, smoke
 from grpo_recipes.errors import config_error
 from grpo_recipes.modebench.dataset import SCHEME, Settings, rows
 from grpo_recipes.recipe import datafiles
@@ -109,9 +109,12 @@ def read_rows(
 
 
 def rows_of(source: DataSource, args: ScriptArguments, fetched: Fetched | None = None) -> Rows:
-    """Return the rows of a dataset that a recipe names: read, or made for ``modebench:...`` and ``smoke:...``."""
+    """Return the rows of a dataset of a recipe: read, or made for ``modebench:...``, ``seeded:...``, ``smoke:...``."""
     if source.id.startswith(smoke.SMOKE_SCHEME):
         return Dataset.from_list(smoke.split()[source.split == "test"])
+    if seeded.is_seeded(source.id):
+        made = seeded.Settings.read(lambda key: getattr(args, key))
+        return Dataset.from_list(seeded.rows(source.id, source.split, made))
     if not source.id.startswith(SCHEME):
         return read_rows(source.id, source.config, source.split, args.dataset_streaming, fetched)
     return Dataset.from_list(rows(source.id, source.split, Settings.read(lambda key: getattr(args, key))))

@@ -33,6 +33,7 @@ from grpo_recipes.recipe.registry import (
     ACCURACY,
     BENCHMARKS,
     ENVIRONMENT_REWARD,
+    ONE_ANSWER,
     SMOKE_BENCHMARK,
     Benchmark,
     benchmark_columns,
@@ -156,10 +157,11 @@ MODEBENCH = Scorer("modebench", make_reward("modebench"))
 def recipe_scorer(names: Sequence[str], rewards: Sequence[Any], script_args: Any, args: Any) -> Scorer:
     """Return the first of the recipe's rewards that says right or wrong; ``pure_accuracy_math`` when there is none.
 
-    Not ``modebench``, which scores its own problems alone. ``rewards`` are those ``names``, as the trainer calls them.
+    Not ``modebench`` or ``satisfiability``, which score their own problems alone. ``rewards`` are those ``names``, as
+    the trainer calls them.
     """
     for name, reward in zip(names, rewards, strict=True):
-        if name in ACCURACY and name != MODEBENCH.name:
+        if name in ACCURACY and name in ONE_ANSWER:
             return Scorer(name, reward)
     return Scorer(ACCURACY[0], make_reward(ACCURACY[0], script_args, args))
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from grpo_recipes import seeded
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, hub_answers, why_silent
 from grpo_recipes.modebench.dataset import SCHEME as MODEBENCH_SCHEME
@@ -73,7 +74,7 @@ class Asset:
     @property
     def is_local(self) -> bool:
         """Whether the name is a file, a folder or built in, not a hub id."""
-        is_path = self.id.startswith((SMOKE_SCHEME, MODEBENCH_SCHEME, "/", "./", "../", "~"))
+        is_path = self.id.startswith((SMOKE_SCHEME, MODEBENCH_SCHEME, seeded.SCHEME, "/", "./", "../", "~"))
         return is_path or os.path.exists(self.id) or (self.kind == DATASET and self.id.endswith(tuple(BUILDERS)))
 
 
@@ -171,6 +172,8 @@ def local_assets(recipe: Recipe, environment: Mapping[str, str]) -> list[Asset]:
             mark = path.name
         elif asset.id.startswith(MODEBENCH_SCHEME):
             path, mark = Path(), Settings.read(recipe.__getitem__).fingerprint(asset.id)
+        elif seeded.is_seeded(asset.id):
+            path, mark = Path(), seeded.Settings.read(recipe.__getitem__).fingerprint(asset.id)
         else:
             path = Path(os.path.expanduser(asset.id)).absolute()
             if not path.exists():

@@ -174,7 +174,8 @@ def need_same_world(run: Run, plan: Plan) -> None:
 # are known before anything starts.
 _ORDER = (
     "seed", "shuffle_dataset", "num_iterations", "max_train_prompts", "max_prompt_length", "dataset_name",
-    "dataset_config", "dataset_train_split", "dataset_mixture", "dataset_prompt_column",
+    "dataset_config", "dataset_train_split", "dataset_mixture", "dataset_prompt_column", "problem_seed_start",
+    "problem_seeds",
 )  # fmt: skip
 
 

@@ -110,10 +110,10 @@ def _problems(name: str, settings: Settings) -> list[tuple[str, str, int]]:
         every = countdown.puzzles(settings.numbers, settings.largest)
         pool = [puzzle for puzzle in every if puzzle.modes in settings.modes]
         random.Random(settings.seed).shuffle(pool)
-        made = [_countdown_row(puzzle) for puzzle in pool]
+        made = [countdown_row(puzzle) for puzzle in pool]
     else:  # drawn one by one, since nobody can list them all
         shape = (settings.vertices, settings.hidden, settings.modes)
-        made = [_graph_row(puzzle) for puzzle in graph_coloring.puzzles(*shape, wanted, settings.seed)]
+        made = [graph_row(puzzle) for puzzle in graph_coloring.puzzles(*shape, wanted, settings.seed)]
     found = len(made)
     if found >= wanted:
         return made[:wanted]
@@ -126,13 +126,15 @@ def _problems(name: str, settings: Settings) -> list[tuple[str, str, int]]:
     raise config_error("modebench_test_prompts", what, fix)
 
 
-def _countdown_row(puzzle: countdown.CountdownPuzzle) -> tuple[str, str, int]:
+def countdown_row(puzzle: countdown.CountdownPuzzle) -> tuple[str, str, int]:
+    """Return prompt, answer and modes of a puzzle."""
     numbers = list(puzzle.numbers)
     answer = {"task": "countdown", "numbers": numbers, "target": puzzle.target, "modes": puzzle.modes}
     return _COUNTDOWN.format(numbers=numbers, target=puzzle.target), json.dumps(answer), puzzle.modes
 
 
-def _graph_row(puzzle: graph_coloring.ColoringPuzzle) -> tuple[str, str, int]:
+def graph_row(puzzle: graph_coloring.ColoringPuzzle) -> tuple[str, str, int]:
+    """Return prompt, answer and modes of a puzzle."""
     answer = {"task": "graph_coloring", "edges": puzzle.edges, "partial": puzzle.partial, "modes": puzzle.modes}
     edges = ", ".join(f"({one},{other})" for one, other in puzzle.edges)
     hidden = puzzle.partial.count(graph_coloring.HIDDEN)

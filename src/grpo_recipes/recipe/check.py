@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from grpo_recipes import seeded
 from grpo_recipes.environments.libraries import LIBRARIES, library_problems
 from grpo_recipes.environments.turns import BASE, POLICY, SCRIPTED
 from grpo_recipes.errors import ConfigError, Problem, config_error
@@ -52,6 +53,7 @@ from grpo_recipes.smoke import SMOKE_DATA, SMOKE_SCHEME, SMOKE_TASKS
 
 START_FILE = Path(__file__).with_name("start.yaml")  # what grpo new writes
 _DEFAULT_RECIPES = {"cpu": "recipes/smoke/{task}.yaml", "cuda": "recipes/Qwen2.5-1.5B-Instruct/{task}/config_math.yaml"}
+_NOT_OF_SEEDS = ("modebench_prompts", "modebench_test_prompts", "modebench_seed")  # unread by a seeded dataset
 _Check = Callable[[Recipe, Mapping[str, str]], Iterator[Problem]]
 _HUB_NAME = re.compile(r"[\w.-]{1,96}(?:/[\w.-]{1,96})?", re.ASCII)
 _LOCAL = ("/", "./", "../", "~")
@@ -256,6 +258,8 @@ def _columns_at_hand(recipe: Recipe) -> Iterator[list[str] | None]:
     """Yield the columns of each dataset that rewards see, None where they are not known before it is downloaded."""
 
     def columns(name: str, split: str) -> list[str] | None:
+        if seeded.is_seeded(name):
+            return list(seeded.GENERATORS[name].columns) if name in seeded.GENERATORS else None
         if name.startswith((SMOKE_SCHEME, SCHEME)):
             return list(COLUMNS) if name.startswith(SCHEME) else [*COLUMNS[:2]]
         path = Path(os.path.expanduser(name))
@@ -334,7 +338,7 @@ def _mixture_entry(recipe: Recipe, entry: dict[str, Any]) -> Iterator[Problem]:
     where, name, columns = recipe.place("dataset_mixture"), entry.get("id"), entry.get("columns")
     if not name:
         yield Problem(where, "has no id", "add id: a hub id or a file")
-    elif name.startswith((SMOKE_SCHEME, SCHEME)):
+    elif name.startswith((SMOKE_SCHEME, SCHEME, seeded.SCHEME)):
         yield Problem(where, f"'{name}' cannot be mixed", f"write dataset_name: {name}")
     elif columns is not None and len(columns) < 2:
         yield Problem(where, f"columns are {columns}", "write [prompt column, solution column], and others to keep")
@@ -359,7 +363,8 @@ def _evaluation_data(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
         if smoke or (os.path.exists(path) and not has_splits(path)):
             fix = f"add eval_dataset_name: {name if smoke else 'the file to evaluate on'}"
             yield recipe.problem("eval_strategy", f"'{name}' has no split '{split}' to evaluate on", fix)
-        elif name in TASKS or (os.path.isdir(path) and is_saved(path)):  # the columns are those of the training split
+        elif name in (*TASKS, *seeded.GENERATORS) or (os.path.isdir(path) and is_saved(path)):
+            # The columns are those of the training split.
             yield from _dataset(recipe.place("dataset_test_split"), name, None, split, {})
 
 
@@ -367,17 +372,20 @@ def _dataset(where: str, name: str, config: str | None, split: str, columns: Map
     """Yield what is wrong with a dataset, as the heads of its files show; ``columns`` has the place that names each."""
     path = Path(os.path.expanduser(name))
     found: Iterable[str] | None = None
-    built_in = SMOKE_DATA if name.startswith(SMOKE_SCHEME) else TASKS if name.startswith(SCHEME) else None
+    schemes = {SMOKE_SCHEME: SMOKE_DATA, SCHEME: TASKS, seeded.SCHEME: tuple(seeded.GENERATORS)}
+    built_in = next((names for scheme, names in schemes.items() if name.startswith(scheme)), None)
+    made = built_in is not None and built_in is not SMOKE_DATA  # of keys of the recipe, with two splits
     if built_in is not None and name not in built_in:
         yield Problem(where, f"there is no built-in '{name}'", f"write {' or '.join(built_in)}")
         return
-    if config and (built_in is TASKS or os.path.isfile(path) or is_saved(path)):  # a base may give smoke data one
+    if config and (made or os.path.isfile(path) or is_saved(path)):  # a base may give smoke data one
         yield Problem(where, f"'{name}' has no configuration '{config}'", "remove the configuration")
-    if built_in is TASKS:
+    if made:
         if split not in SPLITS:
-            fix = f"write {' or '.join(SPLITS)}; modebench_prompts says how many there are"
+            key = "modebench_prompts" if built_in is TASKS else "problem_seeds"
+            fix = f"write {' or '.join(SPLITS)}; {key} says how many there are"
             yield Problem(where, f"'{name}' has no split '{split}'", fix)
-        path, found = Path(name), COLUMNS
+        path, found = Path(name), COLUMNS if built_in is TASKS else seeded.GENERATORS[name].columns
     elif built_in:
         return
     elif not os.path.exists(path):
@@ -410,9 +418,22 @@ def _modebench_sizes(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
             yield recipe.problem(problem.where, f"{task}: {problem.what}", problem.fix)
 
 
+def _seeded_problems(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
+    """Refuse keys ``modebench_*`` by which a seed has no problem."""
+    if any(rule.key.startswith("modebench_") and rule.broken(recipe) for rule in rules.RULES):
+        return
+    settings = seeded.Settings.read(recipe.__getitem__)
+    for name in rules.seeded_sets(recipe):
+        try:
+            seeded.row(name, settings.problem_seed_start, settings)
+        except ConfigError as error:
+            (problem,) = error.problems
+            yield recipe.problem(problem.where, problem.what, problem.fix)
+
+
 _CHECKS: tuple[_Check, ...] = (
     _model, _rounded_away, _environments, _user_code, _reward_arguments, _handed_variables, _benchmarks, _training_data,
-    _evaluation_data, _modebench_sizes, template_problems, atropos.atropos_problems,
+    _evaluation_data, _modebench_sizes, _seeded_problems, template_problems, atropos.atropos_problems,
 )  # fmt: skip
 
 # fmt: off
@@ -427,6 +448,9 @@ _IDLE: tuple[tuple[str, Condition, str], ...] = (
         "an environment, or a reward of your own in a child process"),
     ("environment_eval_episodes", lambda r: not rules.evaluates(r) and not rules.plays_benchmarks(r),
         "eval_strategy, or an environment of the recipe among benchmarks"),
+    ("problem_seed_start problem_seeds", lambda r: not rules.seeded_sets(r), "a dataset seeded:..."),
+    ("eval_problem_seed_start eval_problem_seeds", lambda r: rules.evaluates(r) and not rules.seeded_sets(r),
+        "a dataset seeded:..."),
     ("benchmark_solved", lambda r: not rules.plays_benchmarks(r), "an environment of the recipe among benchmarks"),
     ("benchmark_*", lambda r: not r["benchmarks"], "benchmarks"),
     ("hub_*", lambda r: not r["push_to_hub"], "push_to_hub"),
@@ -471,6 +495,7 @@ def needed_by(recipe: Recipe, key: str) -> str:
     if key.startswith("modebench_"):
         readers = [task for task in TASK_KEYS if key in TASK_KEYS[task]] or list(TASK_KEYS)
         named = f"the dataset or benchmark {' or '.join(readers)}"
-        return "" if set(readers) & set(rules.modebench_tasks(recipe)) else named
+        tasks = rules.modebench_tasks(recipe) if key in _NOT_OF_SEEDS else rules.puzzles(recipe)
+        return "" if set(readers) & set(tasks) else named
     idle = (needed for keys, idle, needed in _IDLE if key in rules.matching(keys) and key != needed and idle(recipe))
     return next(idle, "")

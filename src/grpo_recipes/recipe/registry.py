@@ -125,6 +125,7 @@ REWARDS: dict[str, tuple[str, ...]] = {
     "pure_accuracy_math": ("answer_matching",),
     "math_verify": (),
     "modebench": (),
+    "satisfiability": (),
     "format_tags": (),
     "cosine_length": (
         "answer_matching", "cosine_min_value_wrong", "cosine_max_value_wrong", "cosine_min_value_correct",
@@ -135,11 +136,12 @@ REWARDS: dict[str, tuple[str, ...]] = {
     "environment": (),
 }  # fmt: skip
 # Rewards whose score is 1 for a right answer and 0 for a wrong one.
-ACCURACY = ("pure_accuracy_math", "math_verify", "modebench")
-# Rewards that compare with one reference answer; a ModeBench problem has several.
+ACCURACY = ("pure_accuracy_math", "math_verify", "modebench", "satisfiability")
+# Rewards that compare with one reference answer; problems of ModeBench and of satisfiability have several.
 ONE_ANSWER = ("pure_accuracy_math", "math_verify", "cosine_length")
 ENVIRONMENT_REWARD = "environment"  # the episode's own
 MODEBENCH_REWARD = "modebench"  # of the problems of ModeBench, and of no others
+SAT_REWARD = "satisfiability"  # of clauses, and of nothing else
 _LONGEST_LABEL = 40  # of an Atropos environment: it is part of names of files
 NO_ANSWER = "no answer from its server"  # begins the reason of a completion that a reward's server left unscored
 

@@ -10,7 +10,8 @@ import re
 from typing import Any
 
 from grpo_recipes.modebench.dataset import is_problem, mode_of
-from grpo_recipes.rewards.answers import completion_text, is_right
+from grpo_recipes.rewards.answers import completion_text, is_right, last_answer
+from grpo_recipes.seeded import clauses_of, satisfies
 
 _ONE_ANSWER = re.compile(r"(?:(?!</?answer>).)*<answer>(?:(?!</?answer>).)+</answer>\s*", re.DOTALL)
 
@@ -36,6 +37,20 @@ def modebench(completions: list[Any], answer: list[Any], **_: Any) -> list[float
         float(mode_of(completion_text(completion), problem) is not None) if is_problem(problem) else None
         for completion, problem in zip(completions, map(str, answer), strict=True)
     ]
+
+
+def satisfiability(completions: list[Any], clauses: list[Any], **_: Any) -> list[float | None]:
+    """Return 1.0 where the last answer tag holds any assignment that makes every clause true, else 0.0.
+
+    ``clauses`` has the problems as JSON; None where a row has none.
+    """
+    rewards: list[float | None] = []
+    for completion, text in zip(completions, clauses, strict=True):
+        try:
+            rewards.append(float(satisfies(last_answer(completion_text(completion)) or "", clauses_of(text))))
+        except ValueError:
+            rewards.append(None)
+    return rewards
 
 
 def environment(completions: list[Any], episode_reward: list[float | None], **_: Any) -> list[float | None]:

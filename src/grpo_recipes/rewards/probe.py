@@ -28,11 +28,16 @@ from grpo_recipes.rewards.answers import same
 from grpo_recipes.rewards.load import IsolatedReward, load_rewards
 from grpo_recipes.rewards.pool import TIME_LIMIT
 from grpo_recipes.rewards.score import GIVEN_UP, Reward, RewardFailed, RewardWrapper, call_reward
+from grpo_recipes.seeded import assignments, clauses_of
 
 TAG, TAGGED_BOX, BOX = "<answer>%s</answer>", r"<answer>\boxed{%s}</answer>", r"\boxed{%s}"
 # Ways of writing an answer that a reward of ours reads; those of ``math_verify`` are also tried with the user's own.
-_WRITINGS = {"ours": [TAG, TAGGED_BOX], "strict": [TAG], "math_verify": [TAG, TAGGED_BOX, BOX], "modebench": [BOX]}
-_TAGGED = ("pure_accuracy_math", "cosine_length", "format_tags")  # rewards that see no answer outside the tag
+_WRITINGS = {
+    "ours": [TAG, TAGGED_BOX], "strict": [TAG], "math_verify": [TAG, TAGGED_BOX, BOX], "modebench": [BOX],
+    "satisfiability": [TAG],
+}  # fmt: skip
+# Rewards that see no answer outside the tag.
+_TAGGED = ("pure_accuracy_math", "satisfiability", "cosine_length", "format_tags")
 _LAST_NUMBER = re.compile(r"[0-9]+(?=[^0-9]*$)")
 _UNFIT = ("not a number", "wrong type", "wrong length")  # reasons that no completion excuses
 _SHOWN = 5
@@ -251,7 +256,11 @@ def _tries(rows: Sequence[dict[str, Any]], writings: Sequence[str]) -> list[tupl
     answers, shown = [row["answer"] for row in rows], []
     for place, (row, answer) in enumerate(zip(rows, answers, strict=True)):
         prompt = str(row["prompt"][-1]["content"]) if row.get("prompt") else ""
-        if is_problem(answer):
+        if row.get("clauses"):
+            every = list(assignments(clauses_of(row["clauses"])))
+            right = [answer, *(text for text, satisfied in every if satisfied and text != answer)][:_MODES]
+            wrong = [*[text for text, satisfied in every if not satisfied][:_MODES], answer.partition(",")[0], ""]
+        elif is_problem(answer):
             right, wrong = right_answers(answer)[:_MODES], wrong_answers(answer)
         else:
             right, wrong = [answer], corruptions(answer, answers[place + 1 :] + answers[:place])

@@ -131,6 +131,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.source.begin(inputs, name)
         output = self.sample_and_score(inputs)
         if training:
+            self.rows.note_seeds(inputs)
             advantages_PG = self.weigh(output)
             if advantages_PG is not None:
                 self._replace_advantages(output, advantages_PG.flatten())
@@ -175,7 +176,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.preemption.stop_if_agreed()
         self.scoring.mark_unscored(rewards_BR, prompts, completions)
         if self.evaluation.rewards is not None:
-            self.evaluation.rewards.append(rewards_BR.detach().cpu())
+            self.evaluation.add(rewards_BR, completions)
         self.rewards_BR = rewards_BR
         return rewards_BR
 

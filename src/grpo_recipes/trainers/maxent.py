@@ -16,12 +16,11 @@ from grpo_recipes.algorithms import maxent
 from grpo_recipes.attributes import replaced
 from grpo_recipes.errors import config_error
 from grpo_recipes.recipe.configs import GRPOConfig
-from grpo_recipes.recipe.registry import ACCURACY, OBJECTIVES, Objective
+from grpo_recipes.recipe.registry import OBJECTIVES, Objective
 from grpo_recipes.trainers.checks import trainer_logps
 from grpo_recipes.trainers.grpo import GRPOTrainer
-from grpo_recipes.trainers.metrics import weighted_rewards
+from grpo_recipes.trainers.metrics import accuracy, weighted_rewards
 
-_RIGHT = 1.0 - 1e-6  # least accuracy reward of a right answer
 _WARN_AFTER, _WARN_SHARE = 10, 0.5  # generations, share of the positive advantages on wrong answers
 
 
@@ -116,10 +115,8 @@ class MaxEntGRPOTrainer(GRPOTrainer):
 
     def _judged(self, rewards_PG: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return which answers are known to be right or wrong, and which are right, (P, G): accuracy, or any reward."""
-        columns = [place for place, name in enumerate(self.reward_func_names) if name in ACCURACY]
-        if columns:
-            accuracies_BR = self.rewards_BR[:, columns]
-            judged_B, right_B = ~accuracies_BR.isnan().all(dim=1), (accuracies_BR >= _RIGHT).any(dim=1)
+        if (found := accuracy(self.rewards_BR, self.reward_func_names)) is not None:
+            judged_B, right_B = found
             return judged_B.view_as(rewards_PG), right_B.view_as(rewards_PG)
         right_PG = maxent.centred(rewards_PG) > 1e-9  # without accuracy: above the mean; equal rewards decide nothing
         return right_PG.any(dim=1, keepdim=True).expand_as(right_PG), right_PG

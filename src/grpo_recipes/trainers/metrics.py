@@ -13,18 +13,23 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import IterableDatasetShard
-from accelerate.utils import broadcast_object_list, set_seed
+from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from transformers.trainer_utils import EvalLoopOutput
 
 from grpo_recipes.attributes import replaced
 from grpo_recipes.process.reports import PhaseFile
+from grpo_recipes.recipe.registry import ACCURACY
+from grpo_recipes.rewards.answers import completion_text, last_answer, last_boxed, same
 from grpo_recipes.runs.rundir import read_rows, write_json
 from grpo_recipes.runs.stop_request import Stopped
 from grpo_recipes.secrets import masked
+from grpo_recipes.seeded import SEED_COLUMN
+from grpo_recipes.stats import scores_at_k
 from grpo_recipes.trainers.checkpoints import contents, keep_random_states, refill
 
 PHASES = ("sample", "score", "sync", "save", "evaluate")
 LONGEST_TEXT = 4000  # characters
+RIGHT = 1.0 - 1e-6  # least accuracy reward of a right answer
 _LONGEST_EPISODE, _SHORTEST_CUT = 16_000, 200  # characters of an episode's texts together, and of one at least
 
 
@@ -39,6 +44,7 @@ class MetricsRows:
         self._trainer = trainer
         self._file = run_dir / "metrics.jsonl"
         self._seconds, self._syncs = dict.fromkeys(PHASES, 0.0), 0
+        self._problem_seeds: list[int] = []  # of the prompts sampled since the last row
         self._row_began: float | None = None
         self._tokens_before = 0
         self._tracked: str | None = None
@@ -87,6 +93,13 @@ class MetricsRows:
                 seconds["evaluate"] += time.perf_counter() - began
             self._seconds, self._syncs = seconds, syncs
 
+    def note_seeds(self, rows: list[dict[str, Any]]) -> None:
+        """Note the seeds of a generation's prompts for the row, where they have any. Called by every rank."""
+        if rows and SEED_COLUMN in rows[0]:
+            seeds = gather_object([row[SEED_COLUMN] for row in rows])
+            if self._trainer.accelerator.is_main_process:
+                self._problem_seeds += seeds[:: self._trainer.num_generations]
+
     def write(self, logs: dict[str, float]) -> None:
         """Add the row of an optimizer step; the next one begins."""
         now, state = time.perf_counter(), self._trainer.state
@@ -101,6 +114,7 @@ class MetricsRows:
             "tokens_per_second": tokens / trained if trained > 0 else 0.0,
             **{f"seconds/{name}": value for name, value in seconds.items()},
             "syncs": self._syncs,
+            **({"problem_seeds": self._problem_seeds} if self._problem_seeds else {}),
             **memory_row(self._trainer.accelerator.device),
         }
         append_json(self._file, row)
@@ -111,6 +125,7 @@ class MetricsRows:
             self._tracked = tracked
         self._row_began, self._tokens_before = now, state.num_input_tokens_seen
         self._seconds, self._syncs = dict.fromkeys(PHASES, 0.0), 0
+        self._problem_seeds = []
 
 
 def memory_row(device: torch.device) -> dict[str, float]:
@@ -139,6 +154,30 @@ def weighted_rewards(rewards_BR: torch.Tensor, weights_R: torch.Tensor) -> torch
     """Return the weighted sum of each completion's rewards as TRL does, (B,); NaN where no reward scored it."""
     sums_B = (rewards_BR * weights_R.to(rewards_BR.device)).nansum(dim=1)
     return sums_B.masked_fill(rewards_BR.isnan().all(dim=1), torch.nan)
+
+
+def accuracy(rewards_BR: torch.Tensor, names: list[str]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return which completions an accuracy reward judged, and which of them are right, (B,); None without such one."""
+    columns = [place for place, name in enumerate(names) if name in ACCURACY]
+    if not columns:
+        return None
+    accuracies_BR = rewards_BR[:, columns]
+    return ~accuracies_BR.isnan().all(dim=1), (accuracies_BR >= RIGHT).any(dim=1)
+
+
+def answer_labels(answers: list[str | None]) -> list[int | None]:
+    """Return a number for each answer of a prompt, that of the first one which is the same; None without an answer."""
+    firsts: list[int] = []
+    labels: list[int | None] = []
+    for place, answer in enumerate(answers):
+        if answer is None:
+            labels.append(None)
+            continue
+        label = next((one for one in firsts if same(answer, str(answers[one]))), place)
+        if label == place:
+            firsts.append(place)
+        labels.append(label)
+    return labels
 
 
 def write_samples(file: Path, trainer: Any, answers: list[Any], episodes: list[dict[str, Any]] | None = None) -> None:
@@ -227,6 +266,7 @@ class Evaluation:
         self._file = run_dir / "eval.jsonl"
         self.batch = 0  # batches so far: sampling seeds come from the count
         self.rewards: list[torch.Tensor] | None = None  # of the batches, (B, rewards) each; None outside an evaluation
+        self._answers: list[str | None] = []  # of the same completions
         self._set: str | None = None
         self._inside = False  # True inside an evaluation, or while one is due: a stop ends that as a whole
         self.made: dict[str | None, dict[str, float]] = {}  # metrics of this step by set that an earlier attempt wrote
@@ -248,7 +288,8 @@ class Evaluation:
         rows = [row for row in rows if row["step"] == trainer.state.global_step and row.get("set") in own]
         (rows,) = broadcast_object_list([rows])  # by rank 0: ranks on other nodes may see a file later
         for row in rows:  # append_json wrote numbers that JSON does not have as text
-            metrics = {name: value for name, value in row.items() if name.startswith("eval_")}
+            # Intervals are of the row alone.
+            metrics = {one: value for one, value in row.items() if one.startswith("eval_") and not one.endswith("_ci")}
             numbers = {name: float(value) if isinstance(value, str) else value for name, value in metrics.items()}
             self.made[row.get("set")] = numbers
 
@@ -301,10 +342,18 @@ class Evaluation:
                 trainer.control.should_log, trainer.control.should_evaluate = due
             trainer._metrics["eval"].clear()
 
+    def add(self, rewards_BR: torch.Tensor, completions: list[Any]) -> None:
+        """Take the rewards of all ranks' batch, and the answers in this rank's completions. Called by every rank."""
+        assert self.rewards is not None
+        self.rewards.append(rewards_BR.detach().cpu())
+        texts = map(completion_text, completions)
+        found = [last_boxed(text) if (answer := last_answer(text)) is None else answer for text in texts]
+        self._answers += gather_object([answer.strip() or None if answer else None for answer in found])
+
     def loop(self, run: Callable[[], EvalLoopOutput], dataloader: Any, description: str, prefix: str) -> EvalLoopOutput:
         """Run transformers' loop, and add TRL's metrics, with the rewards' means over every completion once."""
         began, trainer = time.perf_counter(), self._trainer
-        self.batch, self.rewards = 0, []
+        self.batch, self.rewards, self._answers = 0, [], []
         trainer._metrics["eval"].clear()
         output = run()
         rewards = torch.cat(self.rewards or [torch.empty(0, len(trainer.reward_func_names))])
@@ -316,7 +365,10 @@ class Evaluation:
         known = {name: [one for one in ones if not math.isnan(one)] for name, ones in trainer._metrics["eval"].items()}
         means = {name: fmean(values) if values else None for name, values in known.items()}  # of batches, as TRL's
         # What fills up the last batch comes after all completions that count.
-        means |= self._reward_means(rewards[: prompts * repeats])
+        counted = rewards[: prompts * repeats]
+        means |= self._reward_means(counted)
+        at_k = self._scores_at_k(counted, repeats) if prompts else {}
+        means |= {name: score for name, (score, _) in at_k.items()}
         output.metrics.update({f"{prefix}_{name}": mean for name, mean in means.items()})
         trainer._metrics["eval"].clear()  # else TRL logs them again, under its own names
         self.rewards = None
@@ -324,6 +376,9 @@ class Evaluation:
             which, start = ({}, "eval_") if self._set is None else ({"set": self._set}, f"eval_{self._set}_")
             named = {f"{start}{name.removeprefix(f'{prefix}_')}": value for name, value in output.metrics.items()}
             named.pop(f"{start}model_preparation_time", None)  # transformers', of the first evaluation of a process
+            named |= {f"{start}{name}_ci": list(limits) for name, (_, limits) in at_k.items() if limits is not None}
+            if SEED_COLUMN in (getattr(dataset, "column_names", None) or ()):
+                named["problem_seeds"] = list(dataset[SEED_COLUMN])[:prompts]
             row = {"step": trainer.state.global_step, **which, **named, "prompts": prompts}
             append_json(self._file, {**row, "seconds": time.perf_counter() - began})
         return output
@@ -335,6 +390,21 @@ class Evaluation:
         for name, column_B in zip(names, rewards_BR.T, strict=True):
             means |= {f"rewards/{name}/mean": column_B.nanmean(), f"rewards/{name}/std": _nanstd(column_B)}
         return {name: value.item() for name, value in means.items()}
+
+    def _scores_at_k(self, rewards_BR: torch.Tensor, repeats: int) -> dict[str, tuple[float, Any]]:
+        """Return the scores of whole groups of ``repeats`` completions, (P * G, rewards), with their intervals."""
+        totals_B = weighted_rewards(rewards_BR, self._trainer.reward_weights)
+        found = accuracy(rewards_BR, self._trainer.reward_func_names)
+        judged_B, right_B = (~totals_B.isnan(), totals_B >= RIGHT) if found is None else found
+
+        def groups(values: list[Any]) -> list[list[Any]]:
+            return [values[start : start + repeats] for start in range(0, len(rewards_BR), repeats)]
+
+        totals = [None if math.isnan(total) else total for total in totals_B.tolist()]
+        pairs = zip(judged_B.tolist(), right_B.tolist(), strict=True)
+        right = [verdict if judged else None for judged, verdict in pairs]
+        answers = map(answer_labels, groups(self._answers[: len(rewards_BR)]))
+        return scores_at_k(groups(totals), groups(right), list(answers))
 
 
 class CountedStream(torch.utils.data.IterableDataset[Any]):

@@ -1,0 +1,110 @@
+"""What `grpo check`, its notes and `grpo check-rewards` say of a recipe with problems from seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_recipes import cli
+from grpo_recipes.fetch.assets import assets_of, find_assets
+from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.check import check, notes
+
+SAT = {"dataset_name": "seeded:sat", "reward_funcs": ["satisfiability"]}
+SUMS = {"dataset_name": "seeded:arithmetic", "reward_funcs": ["pure_accuracy_math"]}
+GRAPH = {"dataset_name": "seeded:graph_coloring", "reward_funcs": ["modebench"]}
+STEPS = {"eval_strategy": "steps", "eval_steps": 5}
+Read = Callable[..., Recipe]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right", "said"),
+    [
+        (SAT | {"dataset_name": "seeded:sums", "reward_funcs": ["format_tags"]}, SAT,
+         "no built-in 'seeded:sums'. Fix: write seeded:arithmetic or seeded:sat or"),
+        (SAT | {"dataset_config": "x"}, SAT, "has no configuration 'x'"),
+        (SAT | {"dataset_train_split": "train[:9]"}, SAT, "has no split 'train[:9]'. Fix: write train or test; "),
+        (SAT | STEPS | {"dataset_test_split": "held"}, SAT | STEPS, "has no split 'held'"),
+        (SAT | {"dataset_prompt_column": "question"}, SAT, "no column 'question'. Fix: write one of problem, answer"),
+        (SAT | {"reward_funcs": ["pure_accuracy_math"]}, SAT,
+         "several. Fix: write reward_funcs: [satisfiability]"),
+        (SUMS | {"reward_funcs": ["satisfiability"]}, SUMS, "'satisfiability' judges the problems of seeded:sat alone"),
+        (SUMS | {"reward_funcs": ["modebench"]}, SUMS, "'modebench' judges the problems of"),
+        (GRAPH | {"reward_funcs": ["math_verify"]}, GRAPH, "several. Fix: write reward_funcs: [modebench]"),
+        (SAT | STEPS | {"eval_dataset_name": "seeded:arithmetic"}, SAT | STEPS | {"eval_dataset_name": "seeded:sat"},
+         "the rewards of 'seeded:sat' cannot judge 'seeded:arithmetic'"),
+        (SAT | STEPS | {"eval_problem_seed_start": 1060}, SAT | STEPS | {"eval_problem_seed_start": 1064},
+         "the seeds 1060 to 1063 would be trained and evaluated on: problem_seed_start 1000 with problem_seeds 64, "
+         "eval_problem_seed_start 1060 with eval_problem_seeds 16. Fix: write eval_problem_seed_start: 1064 or more"),
+        (SAT | STEPS | {"problem_seeds": 4001, "eval_dataset_name": "seeded:sat"},
+         SAT | STEPS | {"problem_seeds": 4000}, "seed 5000 would be trained and evaluated on"),
+        (SAT | {"max_train_prompts": 9}, SAT, "'max_train_prompts' does nothing with seeded:sat"),
+        (SAT | STEPS | {"eval_subsample": 0.5}, SAT | STEPS, "'eval_subsample' does nothing with a seeded evaluation"),
+        (SAT | {"dataset_streaming": True}, SAT, "can be streamed"),
+        ({"dataset_name": None, "dataset_mixture": {"datasets": [{"id": "seeded:arithmetic"}]}}, SUMS, "be mixed"),
+        (GRAPH | {"modebench_hidden": 5, "modebench_vertices": 4}, GRAPH, "hidden 5 exceeds modebench_vertices 4"),
+        (GRAPH | {"modebench_min_modes": 240, "modebench_max_modes": 240}, GRAPH,
+         "no problem has as many right answers as these keys ask for"),
+        ({"problem_seeds": 0}, {}, "problem_seeds"),
+    ],
+)  # fmt: skip
+def test_a_wrong_recipe_is_told_and_the_right_one_passes(
+    read: Read, wrong: dict[str, Any], right: dict[str, Any], said: str
+) -> None:
+    assert check(read(**right), {}) == []
+    if wrong == {"problem_seeds": 0}:
+        with pytest.raises(Exception, match=said):
+            read(**wrong)
+        return
+    (problem,) = check(read(**wrong), {})
+    assert said in str(problem)
+    assert problem.where.startswith("recipe.yaml")
+
+
+def test_seeds_of_two_generators_are_never_shared(read: Read) -> None:
+    keys = GRAPH | STEPS | {"eval_dataset_name": "seeded:countdown", "eval_problem_seed_start": 1000}
+    assert check(read(**keys), {}) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"problem_seeds": 9}, "problem_seeds does nothing without a dataset seeded:..."),
+        (STEPS | {"eval_problem_seeds": 9, "eval_dataset_name": "openai/gsm8k"},
+         "eval_problem_seeds does nothing without a dataset seeded:..."),
+        (SAT | {"eval_problem_seeds": 9}, "eval_problem_seeds does nothing without eval_strategy"),
+        (SAT | {"problem_seeds": 9}, None),
+        (SAT | STEPS | {"eval_problem_seeds": 9}, None),
+        (GRAPH | {"modebench_hidden": 4}, None),
+        (GRAPH | {"modebench_prompts": 4}, "modebench_prompts does nothing without the dataset or benchmark"),
+        (GRAPH | {"modebench_numbers": 4}, "modebench_numbers does nothing without the dataset or benchmark"),
+    ],
+)  # fmt: skip
+def test_keys_that_nothing_reads_are_told(read: Read, keys: dict[str, Any], said: str | None) -> None:
+    told = [note for note in notes(read(**keys)) if "problem_seed" in note or "modebench_" in note]
+    assert (not told) if said is None else (len(told) == 1 and said in told[0])
+
+
+def test_nothing_is_fetched_and_other_seeds_are_other_data(read: Read) -> None:
+    recipes = [read(**SAT, problem_seed_start=start) for start in (0, 0, 1)]
+    assert [asset.id for asset in assets_of(recipes[0])] == ["Qwen/Qwen2.5-1.5B-Instruct"]
+    marks = [{source.commit for source in find_assets(recipe, {}).found} for recipe in recipes]
+    assert marks[0] == marks[1] != marks[2]
+
+
+@pytest.mark.parametrize(("keys", "reward"), [("sat", "satisfiability"), ("arithmetic", "pure_accuracy_math")])
+def test_its_reward_tells_right_from_wrong(
+    keys: str, reward: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"model_name_or_path: Qwen/Qwen2.5-0.5B-Instruct\nreward_funcs: [{reward}]\nproblem_seeds: 40\n"
+        f"dataset_name: seeded:{keys}\nprompts_per_step: 4\nnum_generations: 4\n"
+    )
+    assert cli.main(["check-rewards", str(recipe), "--rows", "30"]) == 0
+    cells = capsys.readouterr().out.splitlines()[1].split()
+    assert cells[0] == reward and cells[2:4] == ["1.000", "0"] and cells[5:] == ["0.000", "0", "0"]
+    assert int(cells[1]) >= 60 and int(cells[4]) >= 60

@@ -1,0 +1,137 @@
+"""Problems from seeds: the same everywhere, right by construction, and assignments judged by the clauses alone."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from grpo_recipes.modebench.dataset import mode_of, right_answers
+from grpo_recipes.recipe.keys import catalogue
+from grpo_recipes.seeded import GENERATORS, Draws, Settings, assignments, clauses_of, row, rows, satisfies, written
+
+DEFAULTS = Settings.read(lambda key: catalogue()[key]["default"])
+# Of the rows of seeds 1000 to 1063 as JSON. A change of a generator or of Python's draws would give other problems.
+DIGESTS = {
+    "seeded:arithmetic": "4ee622fd89672c2f",
+    "seeded:sat": "e330f8d1adbbd2eb",
+    "seeded:countdown": "cfdd7827b2b2a28c",
+    "seeded:graph_coloring": "92e564716b2ee398",
+}
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_the_problems_of_seeds_never_change(name: str) -> None:
+    made = rows(name, "train", DEFAULTS)
+    assert [one["problem_seed"] for one in made] == list(range(1000, 1064))
+    assert hashlib.sha256(json.dumps(made).encode()).hexdigest()[:16] == DIGESTS[name]
+    assert made[7] == row(name, 1007, DEFAULTS)  # whatever was made before
+    assert len({one["problem"] for one in made}) >= 60
+    assert set(made[0]) == set(GENERATORS[name].columns)
+
+
+def test_another_process_makes_the_same_problem() -> None:
+    code = (
+        "from grpo_recipes import seeded\nfrom grpo_recipes.recipe.keys import catalogue\n"
+        "keys = seeded.Settings.read(lambda key: catalogue()[key]['default'])\n"
+        "print(seeded.row('seeded:sat', 1234, keys))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(row("seeded:sat", 1234, DEFAULTS))
+
+
+def test_arithmetic_is_right() -> None:
+    seen = set()
+    for one in rows("seeded:arithmetic", "train", replace(DEFAULTS, problem_seeds=200)):
+        found = re.match(r"What is (\d+) ([-+*]) (\d+) ([-+*]) (\d+)\?", one["problem"])
+        assert found and str(eval(" ".join(found.groups()))) == one["answer"]
+        seen.add(found[2] + found[4])
+    assert len(seen) == 9
+
+
+def test_satisfiability_has_the_sizes_of_its_difficulty_and_its_answer_is_one() -> None:
+    sizes = set()
+    for one in rows("seeded:sat", "train", replace(DEFAULTS, problem_seeds=300)):
+        clauses = clauses_of(one["clauses"])
+        variables = len(re.findall("x[0-9]=", one["answer"]))
+        assert all(len({abs(part) for part in clause}) == 3 for clause in clauses)
+        assert max(abs(part) for clause in clauses for part in clause) <= variables
+        assert satisfies(one["answer"], clauses)
+        said = re.search(r"The clauses are: (.*?)\. Write", one["problem"])
+        read = [
+            [int(part.replace("not x", "-").removeprefix("x")) for part in clause.strip("()").split(" or ")]
+            for clause in said[1].split("; ")
+        ]
+        assert read == clauses
+        sizes.add((variables, len(clauses)))
+    assert sizes == set(itertools.product(range(6, 9), range(8, 13)))
+
+
+@pytest.mark.parametrize("name", ["seeded:countdown", "seeded:graph_coloring"])
+def test_problems_of_modebench_are_judged_by_its_reward(name: str) -> None:
+    for one in rows(name, "test", DEFAULTS):
+        assert mode_of(rf"\boxed{{{right_answers(one['answer'])[0]}}}", one["answer"]) is not None
+        assert json.loads(one["answer"])["modes"] in DEFAULTS.modebench.modes
+
+
+CLAUSES = [[1, -2, 3], [-1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        ("x1=true, x2=true, x3=false", True),
+        ("x1=false, x2=false, x3=true", True),
+        ("x1=true, x2=false, x3=false", False),
+        ("X3: 1; x2 = F\nx_1=T", True),
+        ("{x1=1 x2=1 and x3=0}", True),
+        ("x1=true, x2=true, x3=false, x4=true", True),  # one more that no clause has
+        ("x1=true, x2=true", False),  # x3 is left out, though the clauses are true
+        ("x1=true, x2=true, x3=false, x3=true", False),
+        ("x1=true, x2=true, x3=true or false", False),
+        ("x1=true, x2=true, x3=10", False),
+        ("x1=true, x2=true, x3=trueish", False),
+        ("so x1=true, x2=true, x3=true", False),
+        ("true, true, true", False),
+        ("", False),
+        ("x1=true, x2=true, x3=true" + " " * 3000, False),
+    ],
+)
+def test_any_assignment_that_satisfies_is_right(answer: str, right: bool) -> None:
+    assert satisfies(answer, CLAUSES) is right
+
+
+def test_an_assignment_is_judged_as_the_clauses_say() -> None:
+    clauses = clauses_of(row("seeded:sat", 1001, DEFAULTS)["clauses"])
+    for (text, satisfied), values in zip(assignments(clauses), itertools.product((False, True), repeat=6), strict=True):
+        assert text == written(values)
+        assert satisfied == all(any(values[abs(part) - 1] == (part > 0) for part in clause) for clause in clauses)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "[[]]", "[[0]]", "[[1, true]]", "3", "[3]", "{", "x", None])
+def test_what_has_no_clauses_raises(text: str | None) -> None:
+    with pytest.raises(ValueError):
+        clauses_of(text)
+
+
+def test_seeds_of_the_splits_and_what_they_share() -> None:
+    assert DEFAULTS.seeds("train") == range(1000, 1064) and DEFAULTS.seeds("test") == range(5000, 5016)
+    assert not DEFAULTS.shared
+    assert replace(DEFAULTS, eval_problem_seed_start=1060).shared == range(1060, 1064)
+    assert replace(DEFAULTS, eval_problem_seed_start=995).shared == range(1000, 1011)
+    assert not replace(DEFAULTS, eval_problem_seed_start=1064).shared
+    assert DEFAULTS.fingerprint("seeded:sat") != replace(DEFAULTS, problem_seeds=65).fingerprint("seeded:sat")
+
+
+def test_draws_are_even() -> None:
+    draws = Draws("even", 0)
+    counts = [0] * 5
+    for _ in range(5000):
+        counts[draws.between(3, 7) - 3] += 1
+    assert min(counts) > 900 and sorted(draws.some(4, range(4))) == [0, 1, 2, 3]
