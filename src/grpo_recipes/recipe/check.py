@@ -410,6 +410,7 @@ def _made_problems(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
     if any(rule.key.startswith("modebench_") and rule.broken(recipe) for rule in made.RULES):
         return
     settings, of_seeds = Settings.read(recipe.__getitem__), seeded.Settings.read(recipe.__getitem__)
+    makers: dict[str, Callable[[], Any]]
     makers = {task: functools.partial(rows, task, "test", settings) for task in made.modebench_tasks(recipe)}
     first = of_seeds.problem_seed_start
     makers |= {name: functools.partial(seeded.row, name, first, of_seeds) for name in made.seeded_sets(recipe)}
