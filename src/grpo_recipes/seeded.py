@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any, NamedTuple
 
-from grpo_recipes.errors import config_error
+from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.modebench import countdown, dataset, graph_coloring
 
 VERSION = "1"  # raise it whenever anything here changes a row
@@ -164,7 +164,7 @@ def _countdown(draws: Draws, settings: Settings) -> dict[str, str]:
     keys = settings.modebench
     pool = [puzzle for puzzle in countdown.puzzles(keys.numbers, keys.largest) if puzzle.modes in keys.modes]
     if not pool:
-        raise _none("seeded:countdown")
+        raise _none()
     return _of_modebench(dataset.countdown_row(pool[draws.below(len(pool))]))
 
 
@@ -173,7 +173,7 @@ def _graph_coloring(draws: Draws, settings: Settings) -> dict[str, str]:
     keys = settings.modebench
     found = graph_coloring.puzzles(keys.vertices, keys.hidden, keys.modes, 1, draws.below(2**53))
     if not found:
-        raise _none("seeded:graph_coloring")
+        raise _none()
     return _of_modebench(dataset.graph_row(found[0]))
 
 
@@ -182,8 +182,8 @@ def _of_modebench(made: tuple[str, str, int]) -> dict[str, str]:
     return {"problem": problem, "answer": answer}
 
 
-def _none(name: str) -> Exception:
-    what = f"{name}: no problem has as many right answers as these keys ask for"
+def _none() -> ConfigError:
+    what = "no problem has as many right answers as these keys ask for"
     return config_error("modebench_min_modes", what, "widen modebench_min_modes to modebench_max_modes")
 
 

@@ -20,7 +20,7 @@ from grpo_recipes.environments.turns import BASE, POLICY, SCRIPTED
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.modebench.dataset import COLUMNS, SCHEME, SPLITS, TASK_KEYS, TASKS, Settings, rows
 from grpo_recipes.paths import home, shown
-from grpo_recipes.recipe import BrokenKey, Recipe, atropos, in_order, learning, merge_recipe, rules
+from grpo_recipes.recipe import BrokenKey, Recipe, atropos, in_order, learning, made, merge_recipe, rules
 from grpo_recipes.recipe.bridges import bridge_problems
 from grpo_recipes.recipe.chat_template import template_problems
 from grpo_recipes.recipe.datafiles import (
@@ -64,7 +64,7 @@ _LIVE = ("completions", "prompts", "completion_ids", "answer")  # what the train
 def check(recipe: Recipe, environment: Mapping[str, str], device: str | None = None) -> list[Problem]:
     """Return every contradiction between keys of a recipe, and with its task, the user's variables and the device."""
     problems: list[Problem] = []
-    rows = (*rules.RULES, *atropos.RULES)
+    rows = (*rules.RULES, *made.RULES, *atropos.RULES)
     checks: list[_Check] = [*(functools.partial(_refused, row) for row in rows), *_CHECKS]
     checks.append(functools.partial(bridge_problems, device=device))
     for rule in checks:
@@ -374,13 +374,13 @@ def _dataset(where: str, name: str, config: str | None, split: str, columns: Map
     found: Iterable[str] | None = None
     schemes = {SMOKE_SCHEME: SMOKE_DATA, SCHEME: TASKS, seeded.SCHEME: tuple(seeded.GENERATORS)}
     built_in = next((names for scheme, names in schemes.items() if name.startswith(scheme)), None)
-    made = built_in is not None and built_in is not SMOKE_DATA  # of keys of the recipe, with two splits
+    of_keys = built_in is not None and built_in is not SMOKE_DATA  # of keys of the recipe, with two splits
     if built_in is not None and name not in built_in:
         yield Problem(where, f"there is no built-in '{name}'", f"write {' or '.join(built_in)}")
         return
-    if config and (made or os.path.isfile(path) or is_saved(path)):  # a base may give smoke data one
+    if config and (of_keys or os.path.isfile(path) or is_saved(path)):  # a base may give smoke data one
         yield Problem(where, f"'{name}' has no configuration '{config}'", "remove the configuration")
-    if made:
+    if of_keys:
         if split not in SPLITS:
             key = "modebench_prompts" if built_in is TASKS else "problem_seeds"
             fix = f"write {' or '.join(SPLITS)}; {key} says how many there are"
@@ -405,35 +405,26 @@ def _dataset(where: str, name: str, config: str | None, split: str, columns: Map
             yield Problem(named, f"'{shown(path)}' has no column '{column}'", f"write one of {', '.join(found)}")
 
 
-def _modebench_sizes(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
-    """Refuse keys ``modebench_*`` by which there are too few problems."""
-    if any(rule.key.startswith("modebench_") and rule.broken(recipe) for rule in rules.RULES):
+def _made_problems(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
+    """Refuse keys ``modebench_*`` by which there are too few problems, or a seed has none."""
+    if any(rule.key.startswith("modebench_") and rule.broken(recipe) for rule in made.RULES):
         return
-    settings = Settings.read(recipe.__getitem__)
-    for task in rules.modebench_tasks(recipe):
+    settings, of_seeds = Settings.read(recipe.__getitem__), seeded.Settings.read(recipe.__getitem__)
+    makers: dict[str, Callable[[], Any]]
+    makers = {task: functools.partial(rows, task, "test", settings) for task in made.modebench_tasks(recipe)}
+    first = of_seeds.problem_seed_start
+    makers |= {name: functools.partial(seeded.row, name, first, of_seeds) for name in made.seeded_sets(recipe)}
+    for name, make in makers.items():
         try:
-            rows(task, "test", settings)
+            make()
         except ConfigError as error:
             (problem,) = error.problems
-            yield recipe.problem(problem.where, f"{task}: {problem.what}", problem.fix)
-
-
-def _seeded_problems(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
-    """Refuse keys ``modebench_*`` by which a seed has no problem."""
-    if any(rule.key.startswith("modebench_") and rule.broken(recipe) for rule in rules.RULES):
-        return
-    settings = seeded.Settings.read(recipe.__getitem__)
-    for name in rules.seeded_sets(recipe):
-        try:
-            seeded.row(name, settings.problem_seed_start, settings)
-        except ConfigError as error:
-            (problem,) = error.problems
-            yield recipe.problem(problem.where, problem.what, problem.fix)
+            yield recipe.problem(problem.where, f"{name}: {problem.what}", problem.fix)
 
 
 _CHECKS: tuple[_Check, ...] = (
     _model, _rounded_away, _environments, _user_code, _reward_arguments, _handed_variables, _benchmarks, _training_data,
-    _evaluation_data, _modebench_sizes, _seeded_problems, template_problems, atropos.atropos_problems,
+    _evaluation_data, _made_problems, template_problems, atropos.atropos_problems,
 )  # fmt: skip
 
 # fmt: off
@@ -448,8 +439,8 @@ _IDLE: tuple[tuple[str, Condition, str], ...] = (
         "an environment, or a reward of your own in a child process"),
     ("environment_eval_episodes", lambda r: not rules.evaluates(r) and not rules.plays_benchmarks(r),
         "eval_strategy, or an environment of the recipe among benchmarks"),
-    ("problem_seed_start problem_seeds", lambda r: not rules.seeded_sets(r), "a dataset seeded:..."),
-    ("eval_problem_seed_start eval_problem_seeds", lambda r: rules.evaluates(r) and not rules.seeded_sets(r),
+    ("problem_seed_start problem_seeds", lambda r: not made.seeded_sets(r), "a dataset seeded:..."),
+    ("eval_problem_seed_start eval_problem_seeds", lambda r: rules.evaluates(r) and not made.seeded_sets(r),
         "a dataset seeded:..."),
     ("benchmark_solved", lambda r: not rules.plays_benchmarks(r), "an environment of the recipe among benchmarks"),
     ("benchmark_*", lambda r: not r["benchmarks"], "benchmarks"),
@@ -495,7 +486,7 @@ def needed_by(recipe: Recipe, key: str) -> str:
     if key.startswith("modebench_"):
         readers = [task for task in TASK_KEYS if key in TASK_KEYS[task]] or list(TASK_KEYS)
         named = f"the dataset or benchmark {' or '.join(readers)}"
-        tasks = rules.modebench_tasks(recipe) if key in _NOT_OF_SEEDS else rules.puzzles(recipe)
+        tasks = made.modebench_tasks(recipe) if key in _NOT_OF_SEEDS else made.puzzles(recipe)
         return "" if set(readers) & set(tasks) else named
     idle = (needed for keys, idle, needed in _IDLE if key in rules.matching(keys) and key != needed and idle(recipe))
     return next(idle, "")

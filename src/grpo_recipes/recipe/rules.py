@@ -7,7 +7,6 @@ from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from grpo_recipes.modebench.dataset import SCHEME, TASKS
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.keys import ENVIRONMENT_KEYS, catalogue
 from grpo_recipes.recipe.learning import BY_GRADIENT, LEAST_SHARE, reached_share
@@ -27,11 +26,9 @@ from grpo_recipes.recipe.registry import (
     turn_tokens,
 )  # fmt: skip
 from grpo_recipes.recipe.tasks import MAXENT, task_of
-from grpo_recipes.seeded import GENERATORS, SAT, Settings, is_seeded
 
 Condition = Callable[[Recipe], Any]
 Text = str | Callable[[Recipe, str], str]
-_LARGEST_OF_FOUR = 14  # listing all problems of four larger numbers takes minutes
 _RUN_NAME = re.compile(r"\w[^/\x00-\x1f]*")
 _LONGEST_NAME = 100  # a folder's may have 255 bytes, and a time and more come behind it
 _PART = r"[A-Za-z0-9](?:[\w.-]{0,94}[A-Za-z0-9_])?"
@@ -103,22 +100,6 @@ def evaluation_set(recipe: Recipe) -> str | None:
     return recipe["eval_dataset_name"] if evaluates(recipe) else None
 
 
-def modebench_tasks(recipe: Recipe) -> list[str]:
-    """Return the ModeBench tasks that a recipe trains, evaluates or tests on."""
-    return [task for task in TASKS if task in (recipe["dataset_name"], evaluation_set(recipe), *recipe["benchmarks"])]
-
-
-def seeded_sets(recipe: Recipe) -> list[str]:
-    """Return the generators whose problems a recipe trains or evaluates on."""
-    return [name for name in GENERATORS if name in (recipe["dataset_name"], evaluation_set(recipe))]
-
-
-def puzzles(recipe: Recipe) -> set[str]:
-    """Return the ModeBench tasks whose problems a recipe has, drawn by seeds or not."""
-    drawn = {GENERATORS[name].task for name in seeded_sets(recipe)} - {None}
-    return {*modebench_tasks(recipe), *map(str, drawn)}
-
-
 def given(recipe: Recipe, names: str, any_value: bool = True) -> list[str]:
     """Return the keys of these names, * for any ending, that a recipe gives, or gives other than false, null or no."""
     found = [key for key in matching(names) if recipe.given(key) and key not in recipe.broken]
@@ -150,39 +131,6 @@ def isolates(recipe: Recipe) -> bool:
 def plays_benchmarks(recipe: Recipe) -> bool:
     """Return whether an environment of a recipe is one of its benchmarks."""
     return not {spec for spec, _, _ in environments_of(recipe.__getitem__)}.isdisjoint(recipe["benchmarks"])
-
-
-def _made_on_the_spot(recipe: Recipe) -> bool:
-    return (recipe["dataset_name"] or "").startswith(SCHEME) or is_seeded(recipe["dataset_name"])
-
-
-def _own_reward(name: str | None) -> str | None:
-    """Return the reward that alone can judge a dataset; None where its problems have one answer each."""
-    generator = GENERATORS.get(name or "")
-    if (name or "").startswith(SCHEME) or (generator and generator.task):
-        return MODEBENCH_REWARD
-    return SAT_REWARD if name == SAT else None
-
-
-def _judges(recipe: Recipe) -> str | None:
-    return _own_reward(recipe["dataset_name"])
-
-
-def _evaluates_on_seeds(recipe: Recipe) -> bool:
-    """Return whether the evaluation set is made from seeds."""
-    by_default = is_seeded(recipe["dataset_name"]) and not recipe["eval_dataset_name"]
-    return evaluates(recipe) and (by_default or is_seeded(evaluation_set(recipe)))
-
-
-def _shared_seeds(recipe: Recipe) -> range:
-    """Return the seeds of one generator that a recipe both trains and evaluates on."""
-    name = recipe["dataset_name"]
-    same = _evaluates_on_seeds(recipe) and is_seeded(name) and (recipe["eval_dataset_name"] or name) == name
-    return Settings.read(recipe.__getitem__).shared if same else range(0)
-
-
-def _seeds(seeds: range) -> str:
-    return f"seed {seeds[0]}" if len(seeds) == 1 else f"the seeds {seeds[0]} to {seeds[-1]}"
 
 
 def plays(recipe: Recipe) -> bool:
@@ -286,18 +234,6 @@ RULES = (
     Rule("reward_weights", lambda r: r["reward_weights"] is not None and not any(r["reward_weights"] or [1]),
         "every reward has the weight 0: all completions score the same",
         "give one of them a weight, or remove the key"),
-    Rule("reward_funcs", lambda r: MODEBENCH_REWARD in r["reward_funcs"] and _judges(r) != MODEBENCH_REWARD,
-        f"reward '{MODEBENCH_REWARD}' judges the problems of {' and '.join(TASKS)} alone",
-        f"write dataset_name: {TASKS[0]}, or remove it"),
-    Rule("reward_funcs", lambda r: SAT_REWARD in r["reward_funcs"] and _judges(r) != SAT_REWARD,
-        f"reward '{SAT_REWARD}' judges the problems of {SAT} alone", f"write dataset_name: {SAT}, or remove it"),
-    Rule("reward_funcs", lambda r: [name for name in r["reward_funcs"] if name in ONE_ANSWER and _judges(r)],
-        "reward '{item}' compares with one answer, a problem of {dataset_name} has several",
-        lambda r, _: f"write reward_funcs: [{_judges(r)}]"),
-    Rule("eval_dataset_name",
-        lambda r: evaluation_set(r) and _own_reward(evaluation_set(r)) != _judges(r),
-        lambda r, _: f"the rewards of '{r['dataset_name'] or 'dataset_mixture'}' cannot judge '{evaluation_set(r)}'",
-        "evaluate on data of the same kind, or name the other one in benchmarks"),
     Rule("soft_punish_cache",
         lambda r: r["max_completion_length"] is not None and (r["soft_punish_cache"] or 0) > r["max_completion_length"],
         "soft_punish_cache {soft_punish_cache} exceeds max_completion_length {max_completion_length}: every completion "
@@ -408,36 +344,6 @@ RULES = (
         "no dataset is named", "add dataset_name: a hub id or a .jsonl file"),
     Rule("dataset_mixture", lambda r: bool(r["dataset_name"] and r["dataset_mixture"]),
         "dataset_mixture and dataset_name are both given", "keep one of them"),
-    Rule("dataset_streaming", lambda r: r["dataset_streaming"] and (_made_on_the_spot(r) or bool(r["dataset_mixture"])),
-        "neither data made on the spot nor a mixture, whose weights are shares of all rows, can be streamed",
-        "remove dataset_streaming"),
-    Rule("dataset_streaming", lambda r: r["dataset_streaming"] and r["max_train_prompts"] is None
-        and not r["dataset_mixture"] and not _made_on_the_spot(r),
-        "dataset_streaming without max_train_prompts would read the stream to its end",
-        "add max_train_prompts, e.g. max_train_prompts: 10000"),
-    Rule("{item}", lambda r: is_seeded(r["dataset_name"]) and given(r, "max_train_prompts", any_value=False),
-        "'{item}' does nothing with {dataset_name}, whose problems are those of its seeds",
-        "{removal}, or write problem_seeds"),
-    Rule("{item}", lambda r: _evaluates_on_seeds(r)
-        and [key for key in given(r, "eval_subsample eval_max_prompts") if r[key] != catalogue()[key]["default"]],
-        "'{item}' does nothing with a seeded evaluation set, of which every seed is used",
-        "{removal}, or write eval_problem_seeds"),
-    Rule("eval_problem_seed_start", lambda r: bool(_shared_seeds(r)),
-        lambda r, _: f"{_seeds(_shared_seeds(r))} would be trained and evaluated on: problem_seed_start "
-        f"{r['problem_seed_start']} with problem_seeds {r['problem_seeds']}, eval_problem_seed_start "
-        f"{r['eval_problem_seed_start']} with eval_problem_seeds {r['eval_problem_seeds']}",
-        lambda r, _: f"write eval_problem_seed_start: {r['problem_seed_start'] + r['problem_seeds']} or more"),
-    Rule("modebench_min_modes", lambda r: puzzles(r) and r["modebench_min_modes"] > r["modebench_max_modes"],
-        "modebench_min_modes {modebench_min_modes} exceeds modebench_max_modes {modebench_max_modes}",
-        "write at most {modebench_max_modes}"),
-    Rule("modebench_largest_number", lambda r: "modebench:countdown" in puzzles(r)
-        and r["modebench_numbers"] == 4 and (r["modebench_largest_number"] or 0) > _LARGEST_OF_FOUR,
-        "modebench_largest_number {modebench_largest_number} with 4 numbers takes minutes to list",
-        f"write at most {_LARGEST_OF_FOUR}"),
-    Rule("modebench_hidden",
-        lambda r: "modebench:graph_coloring" in puzzles(r) and r["modebench_hidden"] > r["modebench_vertices"],
-        "modebench_hidden {modebench_hidden} exceeds modebench_vertices {modebench_vertices}",
-        "write at most {modebench_vertices}"),
     # Evaluation, benchmarks and publishing.
     Rule("{item}", lambda r: not evaluates(r)
         and given(r, "eval_steps eval_on_start num_generations_eval", any_value=False),
