@@ -72,6 +72,25 @@ def test_the_overhead_that_the_page_tells_is_the_recorded_one() -> None:
     assert f"The goal was {record['target']}" in text and record["command"] in text
 
 
+def test_what_padding_takes_is_the_recorded_one() -> None:
+    record, text = (
+        json.loads((REPOSITORY / "bench/results/padding.json").read_text()),
+        " ".join(PAGE.read_text().split()),
+    )
+    varied, equal = record["lognormal"], record["equal"]
+    fed, theirs = (varied[name]["fed_per_real_token"] for name in ("ours", "bare TRL"))
+    assert fed <= 1.1 and f"fed {fed:.2f} tokens for each real one, and {theirs:.2f} by TRL" in text
+    ours, flat = varied["ours"]["ratio_to_bare_trl"], equal["ours"]["ratio_to_bare_trl"]
+    assert f"takes {ours['median']:.2f} times as long" in text and f"takes {flat['median']:.2f} times as long" in text
+    assert f"{len(varied['ours']['seconds'])} pairs" in text
+    assert f"interval {ours['low']:.2f} to {ours['high']:.2f})" in text
+    assert f"({flat['low']:.2f} to {flat['high']:.2f})" in text
+    again = [one["bare TRL again"]["ratio_to_bare_trl"] for one in (varied, equal)]
+    shares = ", and ".join(f"{one['low']:.2f} to {one['high']:.2f}" for one in again)
+    assert f"gives {again[0]['median']:.2f} and {again[1]['median']:.2f} ({shares})" in text
+    assert not any(one["ours"]["largest_difference_of_losses"] for one in (varied, equal))
+
+
 def test_the_cost_of_a_sync_is_the_recorded_one() -> None:
     record, rows = json.loads((REPOSITORY / "bench/results/weights.json").read_text()), []
     for size, bridges in record["figures"].items():
