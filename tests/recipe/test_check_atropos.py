@@ -55,6 +55,10 @@ def own(tmp_path: Path) -> str:
          "atropos_environment"),
         ({"atropos_max_staleness": 1}, THEIRS | {"atropos_max_staleness": 1},
          "'atropos_max_staleness' does nothing without atropos_environment"),
+        (GROUPS | {"atropos_environment_args": {"max_batches_offpolicy": 0}},
+         GROUPS | {"atropos_environment_args": {"max_batches_offpolicy": 1}},
+         "max_batches_offpolicy 0 lets the environment have no group under way: it would never begin. Fix: write "
+         "max_batches_offpolicy: 1, or more"),
         (GROUPS | {"atropos_mixture": {"environments": [{"id": "arithmetic"}]}}, mixture({"id": "arithmetic"}),
          "atropos_environment and atropos_mixture are both given. Fix: keep one of them"),
         (mixture({"id": "arithmetic"}) | {"atropos_environment_args": {"seed": 1}},

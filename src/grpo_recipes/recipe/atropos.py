@@ -127,6 +127,9 @@ def atropos_problems(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
             yield Problem(where, f"there is no Atropos environment '{one.id}'", fix)
         if isinstance(reward := one.args.get("reward"), str) and ":" in reward:
             yield from _own(recipe, reward, place(recipe, index, "args"))
+        if isinstance(ahead := one.args.get("max_batches_offpolicy"), int) and ahead < 1:
+            what = f"max_batches_offpolicy {ahead} lets the environment have no group under way: it would never begin"
+            yield Problem(place(recipe, index, "args"), what, "write max_batches_offpolicy: 1, or more")
         if (given_size := one.args.get("group_size", size)) != size:
             what = f"group_size {given_size} is not num_generations {size}, the completions of each group"
             yield Problem(place(recipe, index, "args"), what, "remove it, or write the same as num_generations")
