@@ -91,6 +91,14 @@ def test_what_padding_takes_is_the_recorded_one() -> None:
     assert not any(one["ours"]["largest_difference_of_losses"] for one in (varied, equal))
 
 
+def test_the_conversion_of_groups_is_the_recorded_one() -> None:
+    record, text = json.loads((REPOSITORY / "bench/results/atropos_conversion.json").read_text()), PAGE.read_text()
+    there, back, parsed = (record[name]["median"] for name in ("to arrays", "from arrays", "parse"))
+    assert min(there, back) >= 20_000 and len(record["to arrays"]["raw"]) == 9
+    assert f"turns {there:,} sequences of 256 tokens" in text and f"and {back:,} back" in text
+    assert f"with {parsed:,} a second" in text
+
+
 def test_the_cost_of_a_sync_is_the_recorded_one() -> None:
     record, rows = json.loads((REPOSITORY / "bench/results/weights.json").read_text()), []
     for size, bridges in record["figures"].items():
