@@ -28,13 +28,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def server() -> Iterator[FakeServer]:
-    fake = FakeServer()
-    yield fake
-    fake.close()
-
-
-@pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run that has ended, with a system prompt and a temperature of its own."""
     made = tmp_path / "runs" / "sums-20261120-101500"

@@ -289,6 +289,7 @@ def _in_turn(environment: Any, collect: Collect) -> Collect:
     turns: AsyncSemWithAdaptiveWeight | None = None
 
     async def collect_in_turn(item: Any) -> tuple[Found, list[Any]]:
+        """Wait until the weight leaves room for another group, and collect it."""
         nonlocal turns
         if not hasattr(environment, "status_dict"):  # run-api has not been asked yet, so atroposlib does not collect
             return await collect(item)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from grpo_recipes.cli import command, option
 from grpo_recipes.cli.follow import named_run
-from grpo_recipes.cli.generate import connect
+from grpo_recipes.cli.generate import BACKEND, connect, sampling_of
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.launch.serve import ServerFailed, serving
@@ -24,7 +24,6 @@ from grpo_recipes.process.terminal import readable
 from grpo_recipes.recipe import DEFAULT_SOURCE, Recipe, read_frozen
 from grpo_recipes.recipe.document import Value
 from grpo_recipes.recipe.keys import catalogue, run_root
-from grpo_recipes.recipe.registry import SERVER_BACKENDS
 from grpo_recipes.smoke import SMOKE_SCHEME, smoke_command
 
 if TYPE_CHECKING:
@@ -40,9 +39,7 @@ _HELP = "/reset forgets the conversation, /system TEXT begins another with that 
     "talk to a trained model in the terminal",
     option("which", metavar="RUN|MODEL|URL", help="a run (its model/), a model's folder or hub id, or a server's URL"),
     option("--base-url", metavar="URL", help="a server that runs already; RUN gives system prompt and sampling"),
-    option(
-        "--backend", choices=list(SERVER_BACKENDS), default=SERVER_BACKENDS[0], help="what runs there (vllm_server)"
-    ),
+    BACKEND,
     option("--model", metavar="NAME", help="the model that must be served there; by default the one that is"),
     option("--system", metavar="TEXT", help="the system prompt; by default the run's"),
     option("--temperature", type=float, metavar="T", help="by default the run's, else 1; 0 is greedy"),
@@ -72,7 +69,9 @@ def chat(options: argparse.Namespace) -> int:
             client = connect(url, options, _WAIT)
         _say(f"{client.model if url else shown(model)} answers; {_HELP}")
         system = recipe["system_prompt"] if options.system is None else options.system
-        talk = _Talk(client, _sampling(recipe, options), recipe["chat_template_kwargs"] or {}, system)
+        most = options.max_tokens or recipe["max_completion_length"] or 1024
+        sampling = sampling_of(recipe, options.temperature, most, options.seed)
+        talk = _Talk(client, sampling, recipe["chat_template_kwargs"] or {}, system)
         return talk.run()
 
 
@@ -133,15 +132,6 @@ def _with_length(recipe: Recipe, folder: Path | None) -> Recipe:
         config = json.loads((folder / "config.json").read_text())
         longest = min(_LONGEST, (config.get("text_config") or config).get("max_position_embeddings") or _LONGEST)
     return recipe.with_value("vllm_max_model_length", Value(longest, "grpo chat"))
-
-
-def _sampling(recipe: Recipe, options: argparse.Namespace) -> "SamplingParameters":
-    from grpo_recipes.rollouts.openai import SamplingParameters
-
-    keys = {key: recipe[key] or 0 for key in ("top_p", "top_k", "min_p", "repetition_penalty")}
-    keys["temperature"] = recipe["temperature"] if options.temperature is None else options.temperature
-    most = options.max_tokens or recipe["max_completion_length"] or 1024
-    return SamplingParameters(max_tokens=most, seed=options.seed, **keys)
 
 
 @dataclass

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from grpo_recipes.rollouts.openai import CompletionClient, SamplingParameters
 
 KEY_VARIABLE = "OPENAI_API_KEY"
+BACKEND = option(
+    "--backend", choices=list(SERVER_BACKENDS), default=SERVER_BACKENDS[0], help="what runs there (vllm_server)"
+)
 _PROGRESS_SECONDS = 10.0
 _BATCH = 1000  # prompts rendered at a time
 
@@ -35,9 +38,7 @@ _BATCH = 1000  # prompts rendered at a time
     "complete the prompts of a recipe's dataset with a server that runs, into a JSONL file",
     option("--out", type=Path, required=True, metavar="FILE", help="the file, which the same command continues"),
     option("--base-url", metavar="URL", help="the server's address; by default vllm_server_host and _port, or 8000"),
-    option(
-        "--backend", choices=list(SERVER_BACKENDS), default=SERVER_BACKENDS[0], help="what runs there (vllm_server)"
-    ),
+    BACKEND,
     option("--model", metavar="NAME", help="the model that must be served; by default the one that is"),
     option("--num-generations", type=int, default=1, metavar="N", help="completions of each prompt (1)"),
     option("--temperature", type=float, metavar="T", help="by default the recipe's; 0 is greedy"),
@@ -72,7 +73,7 @@ def generate(options: argparse.Namespace) -> int:
 
         repo = need_dataset(options.push, "--push", os.environ)
     rows, prompts = _prompts(recipe, options.limit)
-    sampling = _sampling(recipe, options.temperature)
+    sampling = sampling_of(recipe, options.temperature, recipe["max_completion_length"], recipe["seed"])
     settings = _settings(recipe, served, options, sampling, prompts[0])
     with opened(options.out, rows, settings) as file:
         old = f"; {len(file.done)} are there already" if file.done else ""
@@ -171,12 +172,13 @@ def _tokenizer(recipe: Recipe, name: str) -> Any:
         return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=recipe["trust_remote_code"])
 
 
-def _sampling(recipe: Recipe, temperature: float | None) -> "SamplingParameters":
+def sampling_of(recipe: Recipe, temperature: float | None, max_tokens: int, seed: int | None) -> "SamplingParameters":
+    """Return how a recipe samples, at another temperature where one is given."""
     from grpo_recipes.rollouts.openai import SamplingParameters
 
     keys = {key: recipe[key] or 0 for key in ("top_p", "top_k", "min_p", "repetition_penalty")}
     keys["temperature"] = recipe["temperature"] if temperature is None else temperature
-    return SamplingParameters(max_tokens=recipe["max_completion_length"], seed=recipe["seed"], **keys)
+    return SamplingParameters(max_tokens=max_tokens, seed=seed, **keys)
 
 
 def _settings(

@@ -246,6 +246,7 @@ class Supervisor:
         running = self._running()
 
         def tick() -> Ending | None:
+            """Look at the run as the monitor does, and whether the training is over."""
             ending = self._monitor.tick()
             over = [group for group in running if group.process.until_trained]
             if ending is None and over and not self._stopping() and has_trained(self._folder):

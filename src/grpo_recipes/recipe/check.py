@@ -258,6 +258,7 @@ def _columns_at_hand(recipe: Recipe) -> Iterator[list[str] | None]:
     """Yield the columns of each dataset that rewards see, None where they are not known before it is downloaded."""
 
     def columns(name: str, split: str) -> list[str] | None:
+        """Return the columns of a dataset, by its name."""
         if seeded.is_seeded(name):
             return list(seeded.GENERATORS[name].columns) if name in seeded.GENERATORS else None
         if name.startswith((SMOKE_SCHEME, SCHEME)):

@@ -233,7 +233,7 @@ class AtroposEnvironmentConfig:
 
     id: str = _key("", "As the key atropos_environment.")
     args: dict | None = _key(None, "As the key atropos_environment_args.")
-    weight: float | None = _key(None, "Its share of the requests to the server, relative to the others'; 1 by default.",
+    weight: float | None = _key(None, "Its share of the groups under way, relative to the others'; 1 by default.",
         min=0.0001)
     min_allocation: float | None = _key(None, "Share of a batch that its groups fill first; none by default.",
         min=0.0, max=1.0)

@@ -9,8 +9,7 @@ from accelerate.utils import is_peft_model
 from trl.trainer.utils import add_fused_lm_head
 
 from grpo_recipes.attributes import replaced
-
-Computed = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # log-probs, entropies, loss of the routers
+from grpo_recipes.trainers.passes import Computed
 
 
 @contextmanager

@@ -1,0 +1,15 @@
+"""A fake server of the OpenAI API for the commands that ask one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from rollouts.fake_openai import FakeServer
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    fake = FakeServer()
+    yield fake
+    fake.close()
