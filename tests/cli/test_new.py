@@ -12,7 +12,7 @@ from grpo_recipes import cli
 from grpo_recipes.paths import home
 from grpo_recipes.recipe import keys, read_recipe
 from grpo_recipes.recipe.check import START_FILE
-from grpo_recipes.recipe.keys import schema_file, schema_note
+from grpo_recipes.recipe.keys import schema_line, schema_note
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_it_needs_one_edit_to_be_right(folder, capsys):
     assert cli.main(["new", "my.yaml"]) == 0
     assert "then: grpo check my.yaml" in capsys.readouterr().out
-    assert (folder / "my.yaml").read_text().startswith(f"# yaml-language-server: $schema={schema_file()}\n")
+    assert (folder / "my.yaml").read_text().startswith(f"{schema_line(folder / 'my.yaml')}\n")
     assert cli.main(["check", "my.yaml"]) == 2
     assert "no file 'data.jsonl'" in capsys.readouterr().err
     (folder / "data.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')

@@ -65,7 +65,10 @@ def test_editors_allow_an_infinite_tau_and_no_negative_one() -> None:
     assert problems("maxent_tau: -0.1\n") and problems("maxent_objective: entropy\n")
 
 
-def test_a_recipe_outside_the_repository_names_the_schema_by_its_full_path(tmp_path: Path) -> None:
+def test_a_recipe_outside_the_repository_names_the_schema_by_its_full_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.path.commonpath", lambda _: "/")  # as where the repository is not in /tmp too
     copied = tmp_path / "mine.yaml"
     copied.write_text(RECIPES[-1].read_text())
     note = schema_note(copied)
